@@ -1,0 +1,82 @@
+"""Futures: what a worker group's call returns at once."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from hjax.errors import RunError
+
+DEADLINE_SECONDS = 24 * 3600.0
+
+
+class Future:
+    """The result of a call that may not have run yet.
+
+    Pass it on to another group's call without waiting; the receiving pool waits for it.
+    """
+
+    def __init__(
+        self,
+        inner: concurrent.futures.Future,
+        label: str,
+        names: Mapping[str, str] | None = None,
+    ):
+        self._inner = inner
+        self._names = dict(names or {})
+        self.label = label
+
+    def result(self, timeout_seconds: float = DEADLINE_SECONDS) -> Any:
+        """Wait for the value; the call's own exception is raised here.
+
+        Raises:
+          RunError: the deadline passed; the message names the call that is late.
+        """
+        try:
+            value = self._inner.result(timeout_seconds)
+        except (concurrent.futures.TimeoutError, TimeoutError) as error:
+            if self._inner.done():
+                raise
+            raise RunError(
+                f"{self.label} has not answered within {timeout_seconds:g} seconds"
+            ) from error
+        if not self._names:
+            return value
+        return {new: value[old] for old, new in self._names.items()}
+
+    def rename(self, **names: str) -> Future:
+        """Only these entries of a dict result, under new names: ``rename(rewards="baseline")``."""
+        if self._names:
+            raise ValueError(f"{self.label}: rename once, with all the names")
+        return Future(self._inner, self.label, names)
+
+    def done(self) -> bool:
+        """Whether the call has finished, well or not."""
+        return self._inner.done()
+
+
+def resolve(value: Any) -> Any:
+    """``value`` with every Future in it (in dicts, lists, tuples) replaced by its result."""
+    if isinstance(value, Future):
+        return value.result()
+    if isinstance(value, Mapping):
+        return {key: resolve(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(resolve(item) for item in value)
+    return value
+
+
+def join(*parts: Any) -> dict[str, Any]:
+    """Wait for dicts or futures of dicts and merge them on the controller, later ones winning.
+
+    Arrays come to the host as numpy arrays, so that numerics on the controller mix results of
+    different pools freely.
+    """
+    merged: dict[str, Any] = {}
+    for part in parts:
+        merged.update(resolve(part))
+    return jax.tree.map(lambda x: np.asarray(x) if isinstance(x, jax.Array) else x, merged)

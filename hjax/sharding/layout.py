@@ -1,0 +1,244 @@
+"""Layouts: a factored device mesh plus a rule table from logical to mesh axes.
+
+A role has one mesh and two rule tables. The train rules use the compound axes, e.g.
+``('tensor', 'tensor_micro')`` with the generation axis major; the generate rules drop the micro
+axes and give them to the batch. The 3D-HybridEngine (HybridFlow, arXiv 2409.19256, section 5) is
+then a change of PartitionSpec on one mesh: an all-gather over the micro axes one way and a local
+slice back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from hjax.errors import ConfigError
+
+# Major to minor: the paper's rank (d * p + P) * t + T, with the micro axes consecutive ranks.
+MESH_AXES = (
+    "data",
+    "fsdp",
+    "expert",
+    "context",
+    "pipe",
+    "pipe_micro",
+    "tensor",
+    "tensor_micro",
+)
+# Axes with a size above 1 that this version can run.
+SUPPORTED_AXES = ("data", "fsdp", "tensor", "tensor_micro")
+
+Rules = Mapping[str, tuple[str, ...]]
+
+TRAIN_RULES: Rules = {
+    "batch": ("data", "fsdp"),
+    "length": (),
+    "layers": (),
+    "embed": ("fsdp",),
+    "heads": ("tensor", "tensor_micro"),
+    "kv_heads": ("tensor", "tensor_micro"),
+    "head_dim": (),
+    "mlp": ("tensor", "tensor_micro"),
+    "vocab": ("tensor", "tensor_micro"),
+}
+GENERATE_RULES: Rules = {
+    **TRAIN_RULES,
+    "batch": ("data", "fsdp", "tensor_micro"),
+    "embed": (),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "mlp": ("tensor",),
+    "vocab": ("tensor",),
+}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """A mesh and the rules that say over which of its axes each logical axis is split."""
+
+    mesh: Mesh
+    rules: Rules
+
+    def spec(self, logical_axes: Sequence[str | None]) -> PartitionSpec:
+        """PartitionSpec of an array whose dimensions carry these logical names (None: whole)."""
+        parts: list[Any] = []
+        for name in logical_axes:
+            axes = tuple(a for a in self._axes(name) if self.mesh.shape[a] > 1)
+            parts.append(axes[0] if len(axes) == 1 else (axes or None))
+        while parts and parts[-1] is None:
+            parts.pop()
+        return PartitionSpec(*parts)
+
+    def _axes(self, name: str | None) -> tuple[str, ...]:
+        if name is None:
+            return ()
+        if name not in self.rules:
+            raise ConfigError(
+                f"unknown logical axis {name!r}; the layout knows {', '.join(self.rules)}"
+            )
+        return self.rules[name]
+
+    def sharding(self, *logical_axes: str | None) -> NamedSharding:
+        """NamedSharding of an array whose dimensions carry these logical names."""
+        return NamedSharding(self.mesh, self.spec(logical_axes))
+
+    def constrain(self, x: jax.Array, *logical_axes: str | None) -> jax.Array:
+        """Inside jit: keep ``x`` split as the rules say. Without effect on one device."""
+        if self.mesh.size == 1:
+            return x
+        return jax.lax.with_sharding_constraint(x, self.sharding(*logical_axes))
+
+    def ways(self, logical_axis: str) -> int:
+        """Into how many parts the rules split a dimension of this logical name."""
+        return math.prod(self.mesh.shape[a] for a in self._axes(logical_axis))
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """The sharding of an array that every device holds whole."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    def describe(self) -> dict[str, int]:
+        """The mesh axes larger than one."""
+        return {a: n for a, n in self.mesh.shape.items() if n > 1}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RoleLayouts:
+    """The layouts of one role: the same mesh under the train and the generate rules."""
+
+    train: Layout
+    generate: Layout
+
+
+def resolve_sizes(sizes: Mapping[str, int], devices: int, what: str) -> dict[str, int]:
+    """Fill in the axis given as -1 so that the product is ``devices``.
+
+    Raises:
+      ConfigError: an unknown axis, two axes of -1, or a product that does not give ``devices``.
+    """
+    sizes = dict(sizes)
+    for axis, size in sizes.items():
+        if axis not in MESH_AXES or axis.endswith("_micro"):
+            allowed = ", ".join(a for a in MESH_AXES if not a.endswith("_micro"))
+            raise ConfigError(f"{what}: unknown mesh axis {axis!r}; allowed: {allowed}")
+        if size == 0 or size < -1:
+            raise ConfigError(f"{what}.{axis}={size}: a size of 1 or more, or -1 for the rest")
+        if size > 1 and axis not in SUPPORTED_AXES:
+            raise ConfigError(
+                f"{what}.{axis}={size}: this version splits over data, fsdp and tensor only; "
+                f"set {axis} to 1"
+            )
+    free = [axis for axis, size in sizes.items() if size == -1]
+    if len(free) > 1:
+        raise ConfigError(f"{what}: only one axis may be -1, not {' and '.join(free)}")
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    if free:
+        if devices % fixed:
+            raise ConfigError(
+                f"{what}: {_product(sizes)} does not divide {devices} devices; "
+                f"the other axes' product may be {_divisors(devices)}"
+            )
+        sizes[free[0]] = devices // fixed
+    elif fixed != devices:
+        raise ConfigError(
+            f"{what}: {_product(sizes)} = {fixed}, but there are {devices} devices; "
+            f"set one axis to -1 to take what is left over"
+        )
+    return sizes
+
+
+def _product(sizes: Mapping[str, int]) -> str:
+    return " x ".join(f"{a}={n}" for a, n in sizes.items() if n != 1) or "1"
+
+
+def _divisors(n: int) -> str:
+    return ", ".join(str(i) for i in range(1, n + 1) if n % i == 0)
+
+
+def make_layouts(
+    devices: Sequence[jax.Device],
+    train: Mapping[str, int] | None = None,
+    generate: Mapping[str, int] | None = None,
+    what: str = "layout",
+) -> RoleLayouts:
+    """The layouts of a role on ``devices``.
+
+    Args:
+      devices: in rank order; consecutive ranks form the micro data-parallel groups.
+      train: sizes of the mesh axes for training; -1 takes what is left over.
+      generate: sizes for generation; ``tensor`` must divide the training size, the quotient
+        becomes the ``tensor_micro`` axis, over which generation splits its batch.
+      what: names the setting in errors.
+
+    Raises:
+      ConfigError: sizes that do not divide, named, with those that would.
+    """
+    sizes = resolve_sizes(dict(train or {"data": -1}), len(devices), f"{what}.train")
+    tensor = sizes.get("tensor", 1)
+    wanted = dict(generate or {})
+    generate_tensor = wanted.pop("tensor", 1)
+    for axis, size in wanted.items():
+        if axis not in MESH_AXES or axis.endswith("_micro"):
+            raise ConfigError(f"{what}.generate: unknown mesh axis {axis!r}; allowed: data, tensor")
+        if size not in (1, -1):
+            raise ConfigError(
+                f"{what}.generate.{axis}={size}: generation takes only tensor; "
+                "data follows from it (leave it at -1)"
+            )
+    if generate_tensor == -1:
+        generate_tensor = tensor
+    if generate_tensor < 1 or tensor % generate_tensor:
+        raise ConfigError(
+            f"{what}.generate.tensor={generate_tensor} does not divide the training size "
+            f"{tensor}; it may be {_divisors(tensor)}"
+        )
+    shape = dict.fromkeys(MESH_AXES, 1) | sizes
+    shape["tensor"] = generate_tensor
+    shape["tensor_micro"] = tensor // generate_tensor
+    grid = np.asarray(devices, dtype=object).reshape([shape[a] for a in MESH_AXES])
+    mesh = Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    return RoleLayouts(Layout(mesh, TRAIN_RULES), Layout(mesh, GENERATE_RULES))
+
+
+def check_shapes(layout: Layout, dimensions: Mapping[str, int], what: str) -> list[str]:
+    """Refuse a layout that does not divide a model's dimensions.
+
+    Args:
+      layout: the layout to hold against them.
+      dimensions: size by logical axis, e.g. ``{"heads": 8, "mlp": 688}``.
+      what: names the role in errors.
+
+    Returns:
+      the logical axes that are too small to split and are therefore kept whole on every device
+      (KV heads fewer than the tensor axis).
+
+    Raises:
+      ConfigError: a dimension that does not divide, with the sizes that would.
+    """
+    whole = []
+    for name, size in dimensions.items():
+        ways = layout.ways(name)
+        if size % ways == 0:
+            continue
+        if name == "kv_heads" and ways % size == 0:
+            whole.append(name)
+            continue
+        axes = " x ".join(a for a in layout.rules[name] if layout.mesh.shape[a] > 1)
+        raise ConfigError(
+            f"{what}: {name} of size {size} does not divide over {axes} = {ways}; "
+            f"{axes} may be {_divisors(size)}"
+        )
+    return whole
+
+
+def without(layout: Layout, whole: Sequence[str]) -> Layout:
+    """The layout with these logical axes kept whole on every device."""
+    if not whole:
+        return layout
+    return Layout(layout.mesh, {**layout.rules, **{name: () for name in whole}})

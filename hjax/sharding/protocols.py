@@ -1,0 +1,127 @@
+"""Transfer protocols: how the batch on an edge is split over a worker group, and collected.
+
+HybridFlow (arXiv 2409.19256, Table 3) binds each method of a model class to a protocol, a
+distribute function and a collect function. In JAX the distribute function is a PartitionSpec read
+off the receiving program's layout, and collecting is the global view of the resulting array, in
+which replicas are one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar
+
+import jax
+import numpy as np
+
+from hjax.errors import ConfigError
+from hjax.sharding.layout import Layout, RoleLayouts
+
+Split = Literal["batch", "replicated", "none"]
+Stage = Literal["train", "generate"]
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclasses.dataclass(frozen=True)
+class Protocol:
+    """One way to move a batch in and out of a worker group.
+
+    Attributes:
+      name: the paper's name.
+      split: ``batch``: arrays are split on their leading dimension as the layout's ``batch`` rule
+        says; ``replicated``: every device gets them whole; ``none``: handed over untouched.
+      stage: which of the role's layouts the split is read from.
+      collect: ``global``: arrays as the controller sees them, replicas once; ``shards``: for
+        every device its own part, a list in device order (debugging).
+    """
+
+    name: str
+    split: Split
+    stage: Stage = "train"
+    collect: Literal["global", "shards"] = "global"
+
+    def distribute(self, value: Any, layouts: RoleLayouts | None) -> Any:
+        """Place the arrays of ``value`` (nested dicts, lists and tuples) for the receiver.
+
+        Lists of strings and other Python objects pass through unchanged. Without layouts (a
+        worker on no device) arrays become numpy arrays.
+
+        Raises:
+          ConfigError: a leading dimension that the batch axes do not divide.
+        """
+        if self.split == "none":
+            return value
+        if layouts is None:
+            return _map_arrays(np.asarray, value)
+        layout: Layout = getattr(layouts, self.stage)
+        ways = layout.ways("batch")
+
+        def place(x: Any) -> jax.Array:
+            if self.split == "replicated" or np.ndim(x) == 0:
+                return jax.device_put(x, layout.replicated)
+            if x.shape[0] % ways:
+                raise ConfigError(
+                    f"a batch of {x.shape[0]} rows does not divide over {ways} data-parallel "
+                    f"parts ({layout.describe()}); use a multiple of {ways}"
+                )
+            return jax.device_put(x, layout.sharding("batch"))
+
+        return _map_arrays(place, value)
+
+    def gather(self, value: Any) -> Any:
+        """What the controller sees of a method's result."""
+        if self.collect == "global":
+            return value
+        return jax.tree.map(
+            lambda x: [shard.data for shard in x.addressable_shards]
+            if isinstance(x, jax.Array)
+            else x,
+            value,
+        )
+
+
+def _map_arrays(function: Callable[[Any], Any], value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _map_arrays(function, item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_map_arrays(function, item) for item in value)
+    if isinstance(value, jax.Array | np.ndarray) and value.dtype != object:
+        return function(value)
+    return value
+
+
+PROTOCOLS: dict[str, Protocol] = {
+    p.name: p
+    for p in (
+        Protocol("ONE_TO_ALL", split="replicated"),
+        Protocol("3D_PROTO", split="batch"),
+        Protocol("3D_ALL_MICRO_DP", split="batch", stage="generate"),
+        Protocol("3D_PP_ONLY", split="replicated"),
+        Protocol("DP_PROTO", split="batch"),
+        Protocol("ALL_TO_ALL", split="none", collect="shards"),
+    )
+}
+
+
+def protocol(name: str, phase: str = "prepare") -> Callable[[F], F]:
+    """Bind a worker's method to a transfer protocol, so that the controller can call it.
+
+    Args:
+      name: a key of ``PROTOCOLS`` (Table 3's names).
+      phase: under which heading its time is counted: ``generate``, ``prepare`` or ``update``.
+
+    Raises:
+      ConfigError: an unknown name.
+    """
+    if name not in PROTOCOLS:
+        raise ConfigError(
+            f"unknown transfer protocol {name!r}; allowed: {', '.join(sorted(PROTOCOLS))}"
+        )
+
+    def bind(method: F) -> F:
+        method.protocol = PROTOCOLS[name]  # type: ignore[attr-defined]
+        method.phase = phase  # type: ignore[attr-defined]
+        return method
+
+    return bind
