@@ -1,0 +1,278 @@
+"""From rewards to advantages: pure functions of float32 arrays, all of them jit-able.
+
+Shapes: N rows = prompts x samples (row = prompt_index * samples + sample), L response tokens.
+`mask` [N, L] is true on response tokens. Responses are padded on the right; tokens masked out
+in the middle of a response (a tool's output) are stepped over as if they were not there.
+NaN marks an unscored sample: it contributes nothing and gets advantage 0.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from hjax.algorithms.masks import keep, masked_mean, whiten
+from hjax.errors import ConfigError
+
+__all__ = [
+    "discounted_returns",
+    "gae",
+    "group_advantages",
+    "lagrangian_advantages",
+    "masked_mean",
+    "remax_advantages",
+    "token_rewards",
+    "whiten",
+]
+
+
+def token_rewards(
+    rewards: jax.Array,
+    mask: jax.Array,
+    kl: jax.Array | None = None,
+    kl_coef: float | jax.Array = 0.0,
+    clip: float | None = None,
+) -> jax.Array:
+    r"""One reward per token: the sequence's at its last token, minus the KL penalty at each.
+
+    .. math:: r_t = -\beta\,\mathrm{KL}_t + 1[t = T]\,R, \qquad
+              \text{with clip } c:\ r_t \leftarrow \min(\max(r_t, -c), c)
+
+    The form of Ziegler et al. 2019 (https://arxiv.org/abs/1909.08593); the clamp of the sum is
+    Safe-RLHF's (https://arxiv.org/abs/2310.12773, taken from a derivative of its code). A cost
+    is the same with the sign of `kl_coef` reversed: Safe-RLHF adds beta * KL to it.
+
+    Args:
+        rewards: float [N]; NaN (unscored) counts as 0, leave such rows out of the loss.
+        mask: bool [N, L].
+        kl: float [N, L], nats per token (`hjax.algorithms.kl.kl_estimate`), or None.
+        kl_coef: beta, reward per nat.
+        clip: bound on the absolute token reward; None for no bound.
+
+    Returns:
+        float32 [N, L], 0 outside the mask. A row without any token stays 0.
+
+    Example:
+        >>> mask, kl = jnp.array([[1, 1, 0]]), jnp.array([[2.0, 4.0, 9.0]])
+        >>> token_rewards(jnp.array([1.0]), mask, kl, kl_coef=0.1)
+        Array([[-0.2,  0.6,  0. ]], dtype=float32)
+    """
+    mask = jnp.asarray(mask, bool)
+    rewards = jnp.asarray(rewards, jnp.float32)
+    rewards = keep(rewards, ~jnp.isnan(rewards))
+    result = jnp.where(_is_last(mask), rewards[:, None], 0.0)
+    if kl is not None:
+        result = result - kl_coef * keep(kl, mask)
+    if clip is not None:
+        result = jnp.clip(result, -clip, clip)
+    return keep(result, mask)
+
+
+def gae(
+    rewards: jax.Array,
+    values: jax.Array,
+    mask: jax.Array,
+    gamma: float | jax.Array,
+    lam: float | jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    r"""Generalised advantage estimation (Schulman et al. 2016, https://arxiv.org/abs/1506.02438).
+
+    .. math:: \delta_t = r_t + \gamma V_{t+1} - V_t, \qquad
+              A_t = \delta_t + \gamma\lambda A_{t+1}, \qquad R_t = A_t + V_t
+
+    The value after the last token is 0, also where a response ran into the length limit.
+
+    Args:
+        rewards: float [N, L], per token (`token_rewards`).
+        values: float [N, L], the critic's at each response token, before it is drawn.
+        mask: bool [N, L].
+        gamma: discount per token, scalar or [N].
+        lam: lambda, scalar or [N] (one per response, as in VAPO).
+
+    Returns:
+        (advantages, returns), float32 [N, L], 0 outside the mask.
+
+    Example:
+        >>> gae(jnp.array([[0.0, 1.0]]), jnp.array([[0.5, 0.5]]), jnp.ones((1, 2)), 1.0, 0.5)
+        (Array([[0.25, 0.5 ]], dtype=float32), Array([[0.75, 1.  ]], dtype=float32))
+    """
+    mask = jnp.asarray(mask, bool)
+    values = keep(values, mask)
+
+    def step(carry, token):
+        next_advantage, next_value = carry
+        reward, value, valid = token
+        delta = reward + gamma * next_value - value
+        advantage = jnp.where(valid, delta + gamma * lam * next_advantage, next_advantage)
+        return (advantage, jnp.where(valid, value, next_value)), advantage
+
+    start = jnp.zeros(mask.shape[0], jnp.float32)
+    tokens = (keep(rewards, mask).T, values.T, mask.T)
+    _, advantages = jax.lax.scan(step, (start, start), tokens, reverse=True)
+    advantages = keep(advantages.T, mask)
+    return advantages, advantages + values
+
+
+def discounted_returns(
+    rewards: jax.Array, mask: jax.Array, gamma: float | jax.Array = 1.0
+) -> jax.Array:
+    r"""Reward to go, :math:`G_t = \sum_{s \ge t} \gamma^{s-t} r_s`.
+
+    REINFORCE++ (https://arxiv.org/abs/2501.03262) is `whiten(discounted_returns(token_rewards(
+    rewards, mask, kl, beta), mask, gamma), mask)`.
+
+    Args:
+        rewards: float [N, L], per token.
+        mask: bool [N, L].
+        gamma: discount per token, scalar or [N].
+
+    Returns:
+        float32 [N, L], 0 outside the mask.
+    """
+    advantages, _ = gae(rewards, jnp.zeros(jnp.shape(mask)), mask, gamma, 1.0)
+    return advantages
+
+
+def group_advantages(
+    rewards: jax.Array,
+    samples: int,
+    *,
+    normalise: Literal["std", "none"] = "std",
+    epsilon: float = 1e-6,
+    leave_one_out: bool = False,
+    unbiased_std: bool = True,
+) -> jax.Array:
+    r"""Compare each sample with the others drawn for its prompt.
+
+    .. math:: A_i = \frac{r_i - \mathrm{mean}(r)}{\mathrm{std}(r) + \epsilon}
+
+    =========================================  ==================================================
+    switches                                   method
+    =========================================  ==================================================
+    the defaults                               GRPO, https://arxiv.org/abs/2402.03300
+    normalise="none"                           Dr.GRPO, https://arxiv.org/abs/2503.20783
+    normalise="none", leave_one_out=True       RLOO, https://arxiv.org/abs/2402.14740:
+                                               r_i - mean of the others
+    leave_one_out=True                         NeMo-RL's GRPO: mean and std of the others
+    =========================================  ==================================================
+
+    Args:
+        rewards: float [N]; NaN marks an unscored sample, which leaves the mean and the std and
+            gets 0.
+        samples: responses per prompt; N is a multiple of it and groups are adjacent rows.
+        normalise: "std" divides by std + epsilon, "none" leaves the reward's unit.
+        epsilon: verl and NeMo-RL 1e-6, TRL 1e-4. A std of exactly 0 (with `leave_one_out` that of
+            the others) is not divided by, as in NeMo-RL.
+        leave_one_out: take the mean, and the std if used, over the other samples only.
+        unbiased_std: divide the squares by n - 1 (torch's default, as in TRL and verl), else n.
+
+    Returns:
+        float32 [N]. A group with fewer than two scored samples, or with equal rewards, gets
+        exact zeros: it says nothing about which response is better.
+
+    Raises:
+        ConfigError: N is no multiple of `samples`, or an unknown `normalise`.
+
+    Example:
+        >>> group_advantages(jnp.array([1.0, 0.0, jnp.nan, 2.0]), 4, normalise="none")
+        Array([ 0., -1.,  0.,  1.], dtype=float32)
+    """
+    if normalise not in ("std", "none"):
+        raise ConfigError(f"normalise={normalise!r} is unknown: use 'std' or 'none'")
+    rewards = jnp.asarray(rewards, jnp.float32)
+    if samples < 1 or rewards.shape[0] % samples:
+        raise ConfigError(
+            f"{rewards.shape[0]} rewards do not split into groups of samples={samples}: "
+            "pass the number of responses drawn per prompt"
+        )
+    groups = rewards.reshape(-1, samples)
+    scored = ~jnp.isnan(groups)
+    # Measured from the group's lowest reward, equal rewards are exact zeros: no rounding error
+    # of the mean is then blown up by a vanishing std.
+    lowest = jnp.min(jnp.where(scored, groups, jnp.inf), axis=1, keepdims=True)
+    groups = keep(groups - lowest, scored)
+
+    # peers[p, i, j]: sample j counts in the baseline of sample i.
+    peers = jnp.broadcast_to(scored[:, None, :], (*groups.shape, samples))
+    if leave_one_out:
+        peers = peers & ~jnp.eye(samples, dtype=bool)
+    count = jnp.sum(peers, axis=2)
+    mean = jnp.sum(keep(groups[:, None, :], peers), axis=2) / jnp.maximum(count, 1)
+    advantages = groups - mean
+    if normalise == "std":
+        squares = jnp.sum(keep((groups[:, None, :] - mean[:, :, None]) ** 2, peers), axis=2)
+        freedom = count - 1 if unbiased_std else count
+        std = jnp.sqrt(squares / jnp.maximum(freedom, 1))
+        advantages = jnp.where(std > 0, advantages / (std + epsilon), advantages)
+    enough = scored & (jnp.sum(scored, axis=1, keepdims=True) >= 2)
+    return keep(advantages, enough).reshape(-1)
+
+
+def remax_advantages(
+    rewards: jax.Array,
+    baseline: jax.Array,
+    mask: jax.Array,
+    kl: jax.Array | None = None,
+    kl_coef: float | jax.Array = 0.0,
+    gamma: float | jax.Array = 1.0,
+    *,
+    kl_cumulated: bool = False,
+    clip: float | None = None,
+) -> jax.Array:
+    r"""ReMax (Li et al. 2023, https://arxiv.org/abs/2310.10505): the greedy response as baseline.
+
+    .. math::
+        \text{kl\_cumulated=False: } A_t &= \gamma^{T-t}\,\mathrm{clip}(r - b, \pm c)
+                                           - \beta\,\mathrm{KL}_t \\
+        \text{kl\_cumulated=True: }  A_t &= \sum_{s \ge t} \gamma^{s-t}
+            \left(1[s = T]\,\mathrm{clip}(r - b, \pm c) - \beta\,\mathrm{KL}_s\right)
+
+    The first is the authors' code (`remax_trainer.py`, where the KL is not cumulated although
+    the variable is named a return), the second verl's (`core_algos.py`, there with gamma 1 and
+    without a clip): each token also answers for the KL of those that follow.
+
+    Args:
+        rewards: float [N], of the sampled responses.
+        baseline: float [N], rewards of the greedy responses to the same prompts.
+        mask: bool [N, L].
+        kl: float [N, L], nats per token, k1 in both sources; or None.
+        kl_coef: beta, reward per nat.
+        gamma: discount per token.
+        kl_cumulated: see above.
+        clip: c, bound on |r - b|; None for no bound.
+
+    Returns:
+        float32 [N, L], 0 outside the mask and in rows whose reward or baseline is NaN.
+    """
+    mask = jnp.asarray(mask, bool)
+    gain = jnp.asarray(rewards, jnp.float32) - jnp.asarray(baseline, jnp.float32)
+    mask = mask & ~jnp.isnan(gain)[:, None]
+    if clip is not None:
+        gain = jnp.clip(gain, -clip, clip)
+    if kl_cumulated:
+        return discounted_returns(token_rewards(gain, mask, kl, kl_coef), mask, gamma)
+    advantages = discounted_returns(token_rewards(gain, mask), mask, gamma)
+    return advantages if kl is None else advantages - kl_coef * keep(kl, mask)
+
+
+def lagrangian_advantages(
+    reward_advantages: jax.Array, cost_advantages: jax.Array, multiplier: float | jax.Array
+) -> jax.Array:
+    r"""Safe-RLHF's combination :math:`(A^r - \lambda A^c) / (1 + \lambda)`, elementwise.
+
+    https://arxiv.org/abs/2310.12773. With rewards minus, and costs plus, beta times the KL, and
+    neither clamped, the KL terms combine to exactly -beta * KL for every multiplier.
+
+    Args:
+        reward_advantages: float [N, L].
+        cost_advantages: float [N, L]; a positive cost is unsafe.
+        multiplier: lambda >= 0.
+    """
+    reward_advantages = jnp.asarray(reward_advantages, jnp.float32)
+    return (reward_advantages - multiplier * jnp.asarray(cost_advantages)) / (1.0 + multiplier)
+
+
+def _is_last(mask: jax.Array) -> jax.Array:
+    """True at the last selected token of each row of bool [N, L], nowhere in an empty row."""
+    following = jnp.cumsum(mask[:, ::-1], axis=1)[:, ::-1]
+    return mask & (following == 1)

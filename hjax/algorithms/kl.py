@@ -1,0 +1,165 @@
+"""How far the policy is from the reference, and the coefficient that holds it there."""
+
+import math
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+
+from hjax.errors import ConfigError
+
+KL_KINDS = ("k1", "k2", "k3", "k1+", "k3+")
+
+
+def kl_estimate(
+    logprobs: jax.Array,
+    ref_logprobs: jax.Array,
+    kind: str = "k1",
+    *,
+    input_clamp: float | None = None,
+    output_clamp: float | None = None,
+) -> jax.Array:
+    r"""Per-token estimate of KL(policy || reference) from one drawn token.
+
+    With :math:`d = \log\pi - \log\pi_{ref}` at that token:
+
+    .. math:: k_1 = d, \qquad k_2 = d^2/2, \qquad k_3 = e^{-d} - 1 + d
+
+    (Schulman 2020, http://joschu.net/blog/kl-approx.html.) k1 and k3 are unbiased values, k3 is
+    never negative, k2 is biased and of low variance. As a loss differentiated through
+    `logprobs`, on-policy, k1's gradient has mean zero, k2's is that of the reverse KL, and k3's
+    that of a forward KL. "k1+" and "k3+" have the value of k1 and k3 and the gradient of k2
+    (straight-through, as in verl's `core_algos.py`).
+
+    Args:
+        logprobs: float, any shape, natural logarithms under the policy.
+        ref_logprobs: the same under the reference.
+        kind: one of k1, k2, k3, k1+, k3+.
+        input_clamp: bound on |d|; outside it the gradient is 0. NeMo-RL's default is 20.
+        output_clamp: bound on the absolute estimate. NeMo-RL's default is 10.
+
+    Returns:
+        float32, nats per token.
+
+    Raises:
+        ConfigError: unknown `kind`.
+
+    Example:
+        >>> kl_estimate(jnp.log(0.5), jnp.log(0.25), "k3")      # 1/2 - 1 + log 2
+        Array(0.19314718, dtype=float32)
+    """
+    check_kl_kind(kind)
+    difference = jnp.asarray(logprobs, jnp.float32) - jnp.asarray(ref_logprobs, jnp.float32)
+    if input_clamp is not None:
+        difference = jnp.clip(difference, -input_clamp, input_clamp)
+
+    def bounded(estimate):
+        if output_clamp is None:
+            return estimate
+        return jnp.clip(estimate, -output_clamp, output_clamp)
+
+    squared = bounded(0.5 * jnp.square(difference))
+    if kind == "k2":
+        return squared
+    if kind.startswith("k1"):
+        estimate = bounded(difference)
+    else:
+        # expm1 keeps the digits that exp(-d) - 1 + d cancels near d = 0.
+        estimate = bounded(jnp.expm1(-difference) + difference)
+    if kind.endswith("+"):
+        # x - stop_gradient(x) is exactly 0, so the value is untouched.
+        return jax.lax.stop_gradient(estimate) + (squared - jax.lax.stop_gradient(squared))
+    return estimate
+
+
+def check_kl_kind(kind: str) -> None:
+    """Raise ConfigError unless `kind` names an estimator."""
+    if kind not in KL_KINDS:
+        raise ConfigError(f"KL estimator {kind!r} is unknown: use one of {', '.join(KL_KINDS)}")
+
+
+class KLController(Protocol):
+    """The coefficient of the KL penalty in the reward, and how it moves from step to step."""
+
+    @property
+    def coef(self) -> float:
+        """The coefficient to use now, reward per nat."""
+        ...
+
+    def update(self, kl_mean: float, sequences: int) -> None:
+        """Take note of one step's measured KL over so many sequences."""
+        ...
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint needs, as plain floats."""
+        ...
+
+    def restore(self, state: dict[str, float]) -> None:
+        """Continue from what `state` returned."""
+        ...
+
+
+class FixedKL:
+    """A coefficient that stays.
+
+    Args:
+        coef: reward per nat, 0 or more.
+    """
+
+    def __init__(self, coef: float):
+        self.coef = _coefficient(coef)
+
+    def update(self, kl_mean: float, sequences: int) -> None:
+        """Nothing: the coefficient is fixed."""
+
+    def state(self) -> dict[str, float]:
+        """`{"coef": float}`."""
+        return {"coef": self.coef}
+
+    def restore(self, state: dict[str, float]) -> None:
+        """Take the coefficient of a `state()`."""
+        self.coef = _coefficient(state["coef"])
+
+
+class AdaptiveKL(FixedKL):
+    r"""A coefficient that follows a target KL (Ziegler et al. 2019, section 2.2).
+
+    .. math:: \beta \leftarrow \beta\,\left(1 + \mathrm{clip}\left(\frac{KL}{KL_{target}} - 1,
+              \pm 0.2\right) \frac{n}{horizon}\right)
+
+    https://arxiv.org/abs/1909.08593, with n / horizon for its rate 0.1, as in its code and in TRL.
+
+    Args:
+        coef: the first coefficient, above 0.
+        target: the KL aimed at, in the unit that `update` is given: nats per token, or nats per
+            sequence as in the paper.
+        horizon: sequences over which an error of the full 20 % changes the coefficient by 20 %;
+            a step of more sequences counts as one horizon.
+        clip: bound on the relative error.
+    """
+
+    def __init__(self, coef: float, target: float, horizon: float = 10000.0, clip: float = 0.2):
+        super().__init__(coef)
+        for name, value in (("coef", coef), ("target", target), ("horizon", horizon)):
+            if not value > 0:
+                raise ConfigError(f"adaptive KL: {name}={value} must be above 0")
+        self.target, self.horizon, self.clip = float(target), float(horizon), float(clip)
+
+    def update(self, kl_mean: float, sequences: int) -> None:
+        """Move the coefficient by one step's mean KL over `sequences` sequences.
+
+        A KL that is not finite leaves it as it is: such a step's update is skipped too.
+        """
+        error = float(kl_mean) / self.target - 1.0
+        if not math.isfinite(error):
+            return
+        error = min(max(error, -self.clip), self.clip)
+        # Bounded, as a step of several horizons could otherwise turn the coefficient negative.
+        self.coef *= 1.0 + error * min(sequences / self.horizon, 1.0)
+
+
+def _coefficient(value: float) -> float:
+    value = float(value)
+    if not (math.isfinite(value) and value >= 0):
+        raise ConfigError(f"the KL coefficient {value} must be a finite number, 0 or more")
+    return value

@@ -1,0 +1,66 @@
+"""Statistics over the tokens (or rows) that count.
+
+A mask is boolean or 0/1 and has the shape of what it selects from. What it leaves out never
+enters a sum, not even as `0 * nan`.
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def masked_sum(x: jax.Array, mask: jax.Array, axis: int | None = None) -> jax.Array:
+    """Sum of `x` where `mask` is true, in float32; other entries may be anything, even NaN."""
+    return jnp.sum(keep(x, mask), axis=axis)
+
+
+def masked_mean(x: jax.Array, mask: jax.Array, axis: int | None = None) -> jax.Array:
+    """Mean of `x` where `mask` is true, in float32; 0 where nothing is selected.
+
+    Args:
+        x: any shape.
+        mask: bool or 0/1, the shape of `x`.
+        axis: the axis averaged over; None averages over all.
+    """
+    count = jnp.sum(jnp.asarray(mask, bool), axis=axis)
+    return masked_sum(x, mask, axis) / jnp.maximum(count, 1)
+
+
+def masked_variance(x: jax.Array, mask: jax.Array, unbiased: bool = True) -> jax.Array:
+    """Variance of `x` where `mask` is true, a float32 scalar; 0 below two selected entries.
+
+    Args:
+        x: any shape.
+        mask: bool or 0/1, the shape of `x`.
+        unbiased: divide by n - 1 (Bessel), otherwise by n.
+    """
+    count = jnp.sum(jnp.asarray(mask, bool))
+    squares = masked_sum(jnp.square(keep(x, mask) - masked_mean(x, mask)), mask)
+    return squares / jnp.maximum(count - 1 if unbiased else count, 1)
+
+
+def whiten(
+    x: jax.Array, mask: jax.Array, shift_mean: bool = True, epsilon: float = 1e-8
+) -> jax.Array:
+    """Scale the selected entries of `x` to unit variance, over the whole array.
+
+    `(x - mean) / sqrt(variance + epsilon)` with the unbiased variance (n - 1), as in TRL's and
+    verl's `masked_whiten`; OpenRLHF's `masked_normalize` uses the biased one (n), which differs
+    by the factor sqrt(n / (n - 1)).
+
+    Args:
+        x: float [batch, length] or any other shape.
+        mask: bool or 0/1, the shape of `x`.
+        shift_mean: also subtract the mean; otherwise the mean is kept as it was.
+        epsilon: added to the variance, in the squared unit of `x`.
+
+    Returns:
+        float32, the shape of `x`, 0 outside the mask.
+    """
+    mean = masked_mean(x, mask)
+    whitened = (keep(x, mask) - mean) * jax.lax.rsqrt(masked_variance(x, mask) + epsilon)
+    return keep(whitened if shift_mean else whitened + mean, mask)
+
+
+def keep(x: jax.Array, mask: jax.Array) -> jax.Array:
+    """`x` as float32 where `mask` is true and exactly 0 elsewhere, for values and gradients."""
+    return jnp.where(jnp.asarray(mask, bool), jnp.asarray(x, jnp.float32), 0.0)
