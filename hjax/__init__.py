@@ -1,0 +1,60 @@
+"""hjax: HybridFlow in JAX, a research framework for RLHF on TPUs and GPUs.
+
+Importing it loads nothing heavy and starts no JAX backend: each public name below is imported
+when it is first used (PEP 562), so that `jax_num_cpu_devices` and its like can still be set.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:  # what type checkers and editors see of the table below
+    from hjax import algorithms as algorithms
+    from hjax import controller as controller
+    from hjax import errors as errors
+    from hjax import workers as workers
+    from hjax.launch.config import load_config as get_config
+    from hjax.launch.trainer import Trainer as Trainer
+    from hjax.rollout.language_model import load_model as load_model
+    from hjax.sharding.protocols import protocol as protocol
+
+# Public name -> (module, attribute in it; "" is the module itself).
+_LAZY = {
+    "Trainer": ("hjax.launch.trainer", "Trainer"),
+    "algorithms": ("hjax.algorithms", ""),
+    "controller": ("hjax.controller", ""),
+    "errors": ("hjax.errors", ""),
+    "get_config": ("hjax.launch.config", "load_config"),
+    "load_model": ("hjax.rollout.language_model", "load_model"),
+    "protocol": ("hjax.sharding.protocols", "protocol"),
+    "workers": ("hjax.workers", ""),
+}
+
+__all__ = [
+    "Trainer",
+    "__version__",
+    "algorithms",
+    "controller",
+    "errors",
+    "get_config",
+    "load_model",
+    "protocol",
+    "workers",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'hjax' has no attribute {name!r}; it has {', '.join(__all__)}")
+    module_name, attribute = _LAZY[name]
+    module = importlib.import_module(module_name)
+    value = getattr(module, attribute) if attribute else module
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

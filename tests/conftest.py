@@ -1,0 +1,46 @@
+"""The suite's machine: 8 simulated CPU devices, float32, one compilation cache for all tests.
+
+Set here, before any test module is imported, because a JAX backend that has started keeps its
+devices. Compiled programs are kept between sessions in `~/.cache/hjax/tests/jax-<version>`
+(XDG_CACHE_HOME and JAX_COMPILATION_CACHE_DIR are respected; delete it at any time), so that a
+second run of the suite is mostly spared compiling. Child processes of tests inherit the platform
+and the cache, not the number of devices.
+"""
+
+import importlib.metadata
+import os
+import pathlib
+import re
+
+import pytest
+
+DEVICES = 8
+CACHE_ROOT = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR",
+    str(CACHE_ROOT / "hjax" / "tests" / f"jax-{importlib.metadata.version('jax')}"),
+)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+# A device count left in XLA_FLAGS would reach the child processes, whose tests expect defaults.
+os.environ["XLA_FLAGS"] = re.sub(
+    r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", "")
+).strip()
+
+import jax  # noqa: E402  (reads the variables above)
+
+jax.config.update("jax_num_cpu_devices", DEVICES)
+jax.config.update("jax_enable_x64", False)
+
+
+@pytest.fixture(scope="session")
+def test_data() -> pathlib.Path:
+    """The folder of outside data and weights that HJAX_TEST_DATA names; without it, a skip."""
+    named = os.environ.get("HJAX_TEST_DATA")
+    if not named:
+        pytest.skip("HJAX_TEST_DATA is not set: it names the folder of outside data and weights")
+    folder = pathlib.Path(named).resolve()
+    if not folder.is_dir():
+        pytest.fail(f"HJAX_TEST_DATA={named} is not a folder; name one, or unset it to skip")
+    return folder
