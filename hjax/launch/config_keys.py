@@ -1,0 +1,357 @@
+"""Every key that all algorithms' configs share: its default, its meaning and what it may be.
+
+This table is the one source: `default_config` builds the ConfigDict from it, `check_config` takes
+types and ranges from it, and docs/config.md is its printout (`python -m hjax.launch.config_keys`).
+An algorithm's own keys live under `config.algorithm` and come from its `default_config()`.
+
+Batch sizes are always counted in sequences (one sequence = one prompt with one response) over the
+whole run, never per device; `rollout.prompts` alone counts prompts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ml_collections import ConfigDict
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """A condition on one value; ``text`` completes the sentence 'must be ...'."""
+
+    text: str
+    holds: Callable[[Any], bool]
+
+
+def at_least(low: float) -> Rule:
+    """A finite number of ``low`` or more."""
+    return Rule(f"{low:g} or more", lambda x: math.isfinite(x) and x >= low)
+
+
+def above(low: float) -> Rule:
+    """A finite number larger than ``low``."""
+    return Rule(f"larger than {low:g}", lambda x: math.isfinite(x) and x > low)
+
+
+def between(low: float, high: float) -> Rule:
+    """A number from ``low`` to ``high``, both allowed."""
+    return Rule(f"from {low:g} to {high:g}", lambda x: low <= x <= high)
+
+
+def fraction_below_one() -> Rule:
+    """A decay rate: from 0 to just below 1."""
+    return Rule("from 0 to below 1", lambda x: 0 <= x < 1)
+
+
+def one_of(*allowed: str) -> Rule:
+    """One of these words."""
+    return Rule("one of " + ", ".join(allowed), lambda x: x in allowed)
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """One config key: its default (whose type is the key's type), its meaning, its rule."""
+
+    default: Any
+    doc: str
+    rule: Rule | None = None
+
+
+# A section whose keys belong to something else: only what the section's owner knows is checked.
+OPEN_SECTIONS = ("data.task_options",)
+
+PLACEMENTS = ("colocate", "split", "standalone")
+
+
+def _optimizer(role: str, learning_rate: float) -> dict[str, Key]:
+    return {
+        "learning_rate": Key(learning_rate, f"peak AdamW learning rate of the {role}", at_least(0)),
+        "schedule": Key(
+            "constant",
+            "learning rate after warm-up: constant, or cosine or linear decay to 0 over `steps`",
+            one_of("constant", "cosine", "linear"),
+        ),
+        "warmup_steps": Key(
+            0, "optimizer updates over which the learning rate rises from 0", at_least(0)
+        ),
+        "weight_decay": Key(0.0, "AdamW's decoupled weight decay", at_least(0)),
+        "beta1": Key(0.9, "AdamW's decay of the gradient's mean", fraction_below_one()),
+        "beta2": Key(0.99, "AdamW's decay of the gradient's mean square", fraction_below_one()),
+        "max_grad_norm": Key(
+            1.0, "clip the gradient's global L2 norm to this; 0: no clipping", at_least(0)
+        ),
+        "micro_batch": Key(
+            0,
+            "sequences per forward and backward pass; gradients are accumulated over the "
+            "mini-batch, with the same result. 0: the whole mini-batch at once",
+            at_least(0),
+        ),
+    }
+
+
+def _train_axes() -> dict[str, Key]:
+    return {
+        "data": Key(-1, "copies of the model, each with its share of the batch"),
+        "fsdp": Key(1, "parameters and optimizer state split; the batch split too"),
+        "pipe": Key(1, "pipeline stages (this version: 1)"),
+        "tensor": Key(1, "heads, MLP and vocabulary split"),
+        "context": Key(1, "sequence length split (this version: 1)"),
+        "expert": Key(1, "experts split (this version: 1)"),
+    }
+
+
+def _layout(generates: bool) -> dict[str, Any]:
+    axes: dict[str, Any] = {"train": _train_axes()}
+    if generates:
+        axes["generate"] = {
+            "data": Key(-1, "follows from the other axes"),
+            "pipe": Key(1, "pipeline stages (this version: 1)"),
+            "tensor": Key(
+                1,
+                "heads, MLP and vocabulary split while generating; divides the training size, "
+                "the quotient becomes more data parallelism",
+            ),
+        }
+    return axes
+
+
+ROLES = ("actor", "critic", "reference", "reward", "cost", "cost_critic")
+
+KEYS: dict[str, Any] = {
+    "seed": Key(0, "every random draw follows from it", at_least(0)),
+    "steps": Key(
+        100, "training steps: one rollout and its updates each; may change on resume", at_least(1)
+    ),
+    "algorithm": {
+        "name": Key(
+            "PPO",
+            "class that is run: PPO, GRPO, ReMax, SafeRLHF, SFT, or one of yours as "
+            "`path.py:Class`. Its own keys stand beside this one",
+        ),
+    },
+    "model": {
+        "hidden_size": Key(
+            128, "width of a model from scratch (used where a path is empty)", at_least(1)
+        ),
+        "layers": Key(2, "decoder layers", at_least(1)),
+        "heads": Key(4, "attention heads; divides hidden_size", at_least(1)),
+        "kv_heads": Key(4, "key and value heads; divides heads", at_least(1)),
+        "mlp_size": Key(512, "width of the gated MLP", at_least(1)),
+        "vocab_size": Key(0, "tokens; 0: the tokenizer's", at_least(0)),
+        "tie_embeddings": Key(True, "output head shares the embedding"),
+        "max_length": Key(
+            0, "positions, prompt and response together; 0: as long as the run needs", at_least(0)
+        ),
+        "unroll_layers": Key(
+            False,
+            "compile each layer by itself instead of scanning over them: faster for shallow "
+            "models on a CPU, longer to compile",
+        ),
+        "dtype": Key(
+            "auto",
+            "of compute and generation: auto is bfloat16 on an accelerator, float32 on a CPU; "
+            "parameters and optimizer stay float32",
+            one_of("auto", "float32", "bfloat16"),
+        ),
+        "remat": Key(
+            False, "recompute each layer in the backward pass: less memory, a third more time"
+        ),
+    },
+    "data": {
+        "task": Key("sorting", "built-in task: prompts, verifier and demonstrations"),
+        "task_options": {},
+        "path": Key("", "your own prompts, jsonl or parquet; replaces data.task where not empty"),
+        "eval_path": Key("", "held-out prompts; empty: a seeded share of data.path"),
+        "eval_fraction": Key(
+            0.1, "share of data.path held out where data.eval_path is empty", between(0, 0.9)
+        ),
+        "eval_size": Key(128, "at most this many held-out prompts are kept; 0: all", at_least(0)),
+    },
+    "tokenizer": {
+        "path": Key("", "directory or tokenizer.json; empty: the actor's, or the task's letters"),
+    },
+    "actor": {
+        "path": Key("", "weights (Hugging Face directory); empty: from scratch, see model"),
+        **_optimizer("actor", 1e-3),
+    },
+    "critic": {
+        "path": Key("", "weights; empty: the actor's. A cost critic takes these keys too"),
+        **_optimizer("critic", 1e-3),
+    },
+    "reference": {"path": Key("", "weights; empty: the actor's as training starts")},
+    "reward": {
+        "path": Key("", "weights of a reward model; empty: the function"),
+        "function": Key("", "`path.py:name`; empty: the task's or dataset's verifier"),
+        "max_unscored": Key(
+            0.5,
+            "share of a step's sequences without a score above which the run stops",
+            between(0, 1),
+        ),
+        "timeout_seconds": Key(
+            60.0, "a step's reward call is given up after so many seconds", above(0)
+        ),
+    },
+    "cost": {
+        "path": Key("", "weights of a cost model; empty: the function"),
+        "function": Key("", "`path.py:name` for the cost (Safe-RLHF); empty: the task's"),
+    },
+    "rollout": {
+        "prompts": Key(16, "prompts per step (each answered `samples` times)", at_least(1)),
+        "samples": Key(
+            4,
+            "responses per prompt; prompts * samples sequences make the step's batch",
+            at_least(1),
+        ),
+        "max_prompt_length": Key(0, "tokens; 0: the longest in the data", at_least(0)),
+        "max_response_length": Key(32, "tokens, the end-of-sequence token included", at_least(1)),
+        "temperature": Key(1.0, "of sampling; evaluation is greedy", above(0)),
+        "top_k": Key(0, "sample among the k likeliest tokens; 0: all", at_least(0)),
+        "top_p": Key(
+            1.0,
+            "sample among the likeliest tokens of this total probability",
+            Rule("above 0 and at most 1", lambda x: 0 < x <= 1),
+        ),
+        "stop": Key((), "strings that end a response, besides the end-of-sequence token"),
+    },
+    "warm_start": {
+        "steps": Key(
+            0,
+            "supervised updates on demonstrations before the first step; "
+            "0, or a non-empty actor.path: none",
+            at_least(0),
+        ),
+        "batch": Key(64, "demonstrations per update (sequences), also in SFT", at_least(1)),
+        "learning_rate": Key(1e-3, "AdamW learning rate of the warm start", at_least(0)),
+    },
+    "eval": {
+        "every": Key(
+            20,
+            "steps between evaluations; one stands before the first step and one after the "
+            "last. 0: none",
+            at_least(0),
+        ),
+        "prompts": Key(128, "held-out prompts per evaluation; 0: all", at_least(0)),
+    },
+    "checkpoint": {
+        "every": Key(20, "steps between checkpoints; 0: only at the end", at_least(0)),
+        "keep": Key(2, "newest checkpoints that stay", at_least(1)),
+    },
+    "placement": Key(
+        "colocate",
+        "which roles share devices: colocate (all on all), split (actor and reference on one "
+        "half, critic and reward on the other), standalone (each its own), or a plan.json",
+    ),
+    "layout": {role: _layout(generates=role == "actor") for role in ROLES},
+    "cluster": {
+        "address": Key("", "address of a Ray cluster (this version: empty, one process)"),
+        "processes": Key(1, "host processes (this version: 1)", at_least(1)),
+        "devices_per_process": Key(
+            0, "devices a process uses; 0: all, on a CPU one simulated per core", at_least(0)
+        ),
+    },
+    "display": {
+        "enabled": Key(True, "progress on the terminal; errors are shown anyway"),
+        "samples": Key(2, "sample responses shown at a time; 0: none", at_least(0)),
+        "samples_every": Key(5, "steps between the samples shown", at_least(1)),
+        "tensorboard": Key(True, "write TensorBoard events into the workdir"),
+        "report": Key(True, "write report.html at the end"),
+    },
+}
+
+SECTION_DOCS = {
+    "": "The run",
+    "algorithm": "The algorithm (its own keys stand here too)",
+    "model": "Shape of a model from scratch, and how models compute",
+    "data": "Prompts, held-out prompts; `data.task_options` holds the built-in task's own options",
+    "tokenizer": "Text to tokens",
+    "actor": "The policy that is trained",
+    "critic": "The value model",
+    "reference": "The frozen policy that the KL is measured against",
+    "reward": "Where rewards come from",
+    "cost": "Where costs come from (Safe-RLHF)",
+    "rollout": "Generation in training",
+    "warm_start": "Supervised training before the first step",
+    "eval": "Greedy evaluation on held-out prompts",
+    "checkpoint": "Checkpoints; the command run again with the same workdir goes on from the last",
+    "layout": "Sizes of mesh axes per role; -1 takes what is left over. May change on resume",
+    "cluster": "Machines. May change on resume",
+    "display": "What a person sees. May change on resume",
+}
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted key to value of a nested mapping; an empty section has no entry."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, (Mapping, ConfigDict)):
+            flat.update(flatten(value, f"{prefix}{name}."))
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+def default_config() -> ConfigDict:
+    """A new ConfigDict with every common key at its default.
+
+    It is locked, so that a mistyped key fails at once, but for `config.algorithm` and
+    `config.data.task_options`, whose keys belong to the algorithm and the task.
+    """
+
+    def build(tree: Mapping[str, Any]) -> dict[str, Any]:
+        return {k: v.default if isinstance(v, Key) else build(v) for k, v in tree.items()}
+
+    config = ConfigDict(build(KEYS)).lock()
+    config.algorithm.unlock()
+    for section in OPEN_SECTIONS:
+        holder = config
+        for name in section.split("."):
+            holder = holder[name]
+        holder.unlock()
+    return config
+
+
+def config_markdown() -> str:
+    """The text of docs/config.md."""
+    lines = [
+        "# Config keys",
+        "",
+        "<!-- generated by `python -m hjax.launch.config_keys > docs/config.md` -->",
+        "",
+        "Every algorithm's config has these keys. Set them in a config file "
+        "(`config.rollout.prompts = 32`) or on the command line "
+        "(`--config.rollout.prompts=32`). **Batch sizes are counted in sequences** (a prompt "
+        "with one response) **over the whole run, not per device**; `rollout.prompts` alone "
+        "counts prompts. An algorithm's own keys live under `algorithm` and are documented in "
+        "its class's `default_config`.",
+    ]
+    sections: dict[str, dict[str, Any]] = {"": {}}
+    for name, value in KEYS.items():
+        if isinstance(value, Key):
+            sections[""][name] = value
+        else:
+            sections[name] = value
+    for section, tree in sections.items():
+        lines += ["", f"## {section or 'run'}", "", SECTION_DOCS[section] + ".", ""]
+        lines += ["| key | type | default | meaning | must be |", "|---|---|---|---|---|"]
+        if section == "layout":
+            rows = flatten(tree["actor"], "layout.<role>.")
+        else:
+            rows = flatten(tree, f"{section}." if section else "")
+        lines += [_row(key, value) for key, value in rows.items()]
+        if section == "layout":
+            lines += ["", f"Roles: {', '.join(ROLES)}; `generate` for the actor only."]
+    return "\n".join(lines) + "\n"
+
+
+def _row(name: str, key: Key) -> str:
+    default = '`""`' if key.default == "" else f"`{key.default}`"
+    rule = key.rule.text if key.rule else ""
+    doc = key.doc.replace("|", "\\|")
+    return f"| `{name}` | {type(key.default).__name__} | {default} | {doc} | {rule} |"
+
+
+if __name__ == "__main__":
+    print(config_markdown(), end="")

@@ -1,0 +1,293 @@
+"""The directory of a run: what is written when, and how it survives a kill and a resume.
+
+Rows are appended as whole lines and synced to disk, other files are replaced atomically, so that a
+run killed at any moment leaves files that can be read and continued.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hjax.errors import ConfigError, DataError
+from hjax.launch.config_keys import flatten
+
+METRICS = "metrics.jsonl"
+WARM_START = "warm_start.jsonl"
+SAMPLES = "samples.jsonl"
+
+# What may differ from the first start when a run is resumed: keys, and sections with a dot.
+CHANGEABLE = ("steps", "placement", "layout.", "cluster.", "display.")
+
+
+def to_json(value: Any) -> Any:
+    """``value`` as JSON knows it: arrays become lists, non-finite numbers None."""
+    if isinstance(value, Mapping):
+        return {str(k): to_json(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json(v) for v in value]
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "to_dict"):
+        return to_json(value.to_dict())
+    return to_json(np.asarray(value).tolist())
+
+
+class Workdir:
+    """A run's directory. Nothing is written before `open`.
+
+    Args:
+      path: the directory; it is made by `open` if it is not there.
+      tensorboard: also write metrics as TensorBoard events, under `tensorboard/`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], tensorboard: bool = True):
+        self.path = Path(path)
+        self._tensorboard = tensorboard
+        self._events: Any = None
+        self._purge_step: int | None = None
+        self._lock: int | None = None
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints go, one directory per step."""
+        return self.path / "checkpoints"
+
+    def open(self, config: Mapping[str, Any]) -> bool:
+        """Start a run here, or go on with the one that is here.
+
+        Args:
+          config: the complete config (a ConfigDict or nested dicts).
+
+        Returns:
+          whether a run was here before.
+
+        Raises:
+          ConfigError: a key differs that may not change on resume (named with both values),
+            another process is training here, or the path cannot be a directory.
+        """
+        new = to_json(config)
+        old = self._read_config()
+        if old is not None:
+            self._check_same(old, new)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--workdir={self.path}: {error.strerror}") from error
+        self._take_lock()
+        if old != new:
+            self.write_json("config.json", new)
+        for name in (METRICS, WARM_START, SAMPLES):
+            self._drop_torn_line(name)
+        return old is not None
+
+    def append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Add whole rows to a `.jsonl` file; they are on disk on return. Non-finite is null.
+
+        Rows of metrics.jsonl also become TensorBoard scalars.
+        """
+        rows = [to_json(row) for row in rows]
+        if not rows:
+            return
+        text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+        with open(self.path / name, "ab") as file:
+            file.write(text.encode("utf-8", errors="replace"))
+            file.flush()
+            os.fsync(file.fileno())
+        if name == METRICS and self._tensorboard:
+            self._write_events(rows)
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """The rows of a `.jsonl` file; none if it is absent. A torn last line is left out.
+
+        Raises:
+          DataError: a line before the last that is not JSON.
+        """
+        return read_rows(self.path / name)
+
+    def truncate(self, name: str, step: int) -> None:
+        """Drop the rows of one file with a `step` above this one (atomic)."""
+        path = self.path / name
+        rows = read_rows(path)
+        kept = [row for row in rows if row["step"] <= step]
+        if len(kept) < len(rows):
+            lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in kept]
+            _replace(path, "".join(lines))
+
+    def truncate_after(self, step: int) -> None:
+        """Drop what was logged after the restored checkpoint: metrics, samples, events."""
+        self.truncate(METRICS, step)
+        self.truncate(SAMPLES, step)
+        self._purge_step = step + 1
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Write or replace a JSON file (plan.json, timeline.json) in one go."""
+        indent = None if name == "timeline.json" else 2
+        text = json.dumps(to_json(value), indent=indent, ensure_ascii=False, allow_nan=False)
+        _replace(self.path / name, text + "\n")
+
+    def read_json(self, name: str) -> Any:
+        """The content of a JSON file, None if it is absent.
+
+        Raises:
+          DataError: the file is not JSON.
+        """
+        return read_json(self.path / name)
+
+    def last_step(self) -> int:
+        """The step of the last row of metrics.jsonl, 0 if there is none."""
+        rows = self.rows(METRICS)
+        return int(rows[-1]["step"]) if rows else 0
+
+    def finished(self, steps: int | None = None) -> bool:
+        """Whether the run here has reached its end: last row written and checkpoint in place.
+
+        Args:
+          steps: the end; None: `steps` of the config.json that is here.
+        """
+        if steps is None:
+            config = self._read_config()
+            if config is None:
+                return False
+            steps = int(config["steps"])
+        if self.last_step() < steps or not self.checkpoints.is_dir():
+            return False
+        saved = [int(p.name) for p in self.checkpoints.iterdir() if p.name.isdigit()]
+        return bool(saved) and max(saved) >= steps
+
+    def close(self) -> None:
+        """Close the event file and let other processes train here."""
+        if self._events is not None:
+            self._events.close()
+            self._events = None
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _read_config(self) -> dict[str, Any] | None:
+        try:
+            return read_json(self.path / "config.json")
+        except NotADirectoryError as error:
+            raise ConfigError(f"--workdir={self.path}: not a directory") from error
+
+    def _check_same(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+        before, now = flatten(old), flatten(new)
+        for key in sorted(before.keys() | now.keys()):
+            changeable = any(key.startswith(c) if c.endswith(".") else key == c for c in CHANGEABLE)
+            if changeable or (key in before and key in now and before[key] == now[key]):
+                continue
+            was = repr(before[key]) if key in before else "absent"
+            asked = repr(now[key]) if key in now else "absent"
+            raise ConfigError(
+                f"{self.path} holds a run with config.{key}={was}, now {asked}; on resume only "
+                "steps, placement, layout, cluster and display may change: "
+                "give the old value, or another --workdir"
+            )
+
+    def _take_lock(self) -> None:
+        try:
+            import fcntl
+        except ImportError:  # not a POSIX system
+            return
+        if self._lock is not None:
+            return
+        self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            # A record lock: it dies with this process, whatever its children do.
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            os.close(self._lock)
+            self._lock = None
+            raise ConfigError(
+                f"--workdir={self.path}: another process is training here; wait for it, or give "
+                "another --workdir"
+            ) from error
+        except OSError:  # a file system without locks
+            pass
+
+    def _drop_torn_line(self, name: str) -> None:
+        path = self.path / name
+        if not path.exists():
+            return
+        with open(path, "rb+") as file:
+            content = file.read()
+            if content and not content.endswith(b"\n"):
+                file.truncate(content.rfind(b"\n") + 1)
+                os.fsync(file.fileno())
+
+    def _write_events(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        if self._events is None:
+            from tensorboardX import SummaryWriter
+
+            self._events = SummaryWriter(
+                str(self.path / "tensorboard"), purge_step=self._purge_step
+            )
+        for row in rows:
+            for key, value in row.items():
+                if key != "step" and isinstance(value, (int, float)):
+                    self._events.add_scalar(key, value, row["step"])
+        self._events.flush()
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a `.jsonl` file; none if absent, a torn last line left out.
+
+    Raises:
+      DataError: a line before the last that is not a JSON object.
+    """
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")
+    # What stands after the last newline was cut off by a kill.
+    rows = []
+    for number, line in enumerate(lines[:-1], 1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{path}:{number}: not a JSON object; the file is damaged") from error
+        rows.append(row)
+    return rows
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file, None if it is absent.
+
+    Raises:
+      DataError: the file is not JSON.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise DataError(f"{path}: not JSON; the file is damaged") from error
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write ``text`` to ``path`` so that a reader sees the old or the new file, never half."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(text.encode("utf-8", errors="replace"))
+            file.flush()
+            os.fsync(file.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(name, 0o666 & ~umask)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
