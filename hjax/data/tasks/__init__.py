@@ -1,0 +1,24 @@
+"""Built-in tasks: prompts, verifiers and demonstrations made on the spot, no download.
+
+`get_task("sorting", length=4)` makes one; `TASKS` maps names to classes.
+"""
+
+from hjax.data.tasks.arithmetic import Addition, Multiplication
+from hjax.data.tasks.base import TASKS, Task, get_task, register
+from hjax.data.tasks.countdown import Countdown
+from hjax.data.tasks.harvest import Harvest
+from hjax.data.tasks.strings import Parity, Reversal, Sorting
+
+__all__ = [
+    "TASKS",
+    "Addition",
+    "Countdown",
+    "Harvest",
+    "Multiplication",
+    "Parity",
+    "Reversal",
+    "Sorting",
+    "Task",
+    "get_task",
+    "register",
+]

@@ -1,0 +1,244 @@
+"""What a built-in task is, and the registry of names."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from hjax.data.tokenizer import Tokenizer
+from hjax.errors import ConfigError, DataError
+
+# One prompt in eight is held out, chosen by a hash of its text: whatever the seed and the
+# count, no prompt is ever in both splits.
+_EVAL_ONE_IN = 8
+# Up to this many indices a task is listed in full; beyond, prompts are drawn.
+_LIST_UP_TO = 2**17
+
+TASKS: dict[str, type[Task]] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A family of prompts with a verifier and demonstrations.
+
+    Options are the fields of the (frozen dataclass) subclass, which says in `__post_init__` what
+    they may be, and defines `alphabet`, `size`, `record`, `demonstration` and `is_correct`.
+
+    Attributes:
+      partial: reward of a wrong response, as a share (0 up to below 1) of `closeness`; at 0 the
+        verifier returns 1.0 or 0.0 only.
+    """
+
+    name: ClassVar[str] = ""
+    has_cost: ClassVar[bool] = False
+
+    partial: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._check("partial", 0.0, 1.0, upper_excluded=True)
+
+    # What a subclass says.
+
+    @property
+    def alphabet(self) -> str:
+        """Every character of prompts and answers, each once."""
+        raise NotImplementedError
+
+    @property
+    def size(self) -> int:
+        """How many indices `record` takes (several may give the same prompt)."""
+        raise NotImplementedError
+
+    @property
+    def response_length(self) -> int:
+        """Characters of the longest answer or demonstration, plus one for EOS."""
+        raise NotImplementedError
+
+    def record(self, index: int) -> dict[str, Any] | None:
+        """The record of an index in [0, size): `prompt` and columns; None if there is none."""
+        raise NotImplementedError
+
+    def demonstration(self, record: dict[str, Any], rng: np.random.Generator) -> str:
+        """A response for supervised training; by default the answer."""
+        return record["answer"]
+
+    def is_correct(self, response: str, record: dict[str, Any]) -> bool:
+        """Whether a response (no surrounding blanks) answers the record."""
+        return response == record["answer"]
+
+    def closeness(self, response: str, record: dict[str, Any]) -> float:
+        """How near a wrong response is, 0 to 1: by default the share of places that are right."""
+        answer = record["answer"]
+        same = sum(a == b for a, b in zip(response, answer))
+        return same / max(len(response), len(answer))
+
+    # What every task does.
+
+    def tokenizer(self) -> Tokenizer:
+        """One token per character of the alphabet."""
+        return Tokenizer.characters(self.alphabet)
+
+    def largest_count(self, split: str) -> int | None:
+        """How many different prompts a split has; None where there are too many to list."""
+        _check_split(split)
+        return len(_listed(self)[split]) if self.size <= _LIST_UP_TO else None
+
+    def examples(self, split: str, seed: int, count: int) -> list[dict[str, Any]]:
+        """Records in a seeded random order, no prompt twice.
+
+        Args:
+          split: "train" or "eval"; no prompt is in both, for any seed and count.
+          seed: decides which prompts, and their order; the same seed gives the same list.
+          count: number of records.
+
+        Raises DataError, naming the largest possible count, when there are fewer prompts.
+        """
+        _check_split(split)
+        if count < 1:
+            raise DataError(f"task {self.name}: {count} examples asked for; at least 1 is needed")
+        rng = np.random.default_rng([seed, int(split == "eval")])
+        if self.size <= _LIST_UP_TO:
+            listed = _listed(self)[split]
+            chosen = [dict(listed[i]) for i in rng.permutation(len(listed))[:count]]
+        else:
+            chosen = self._drawn(split, rng, count)
+        if len(chosen) < count:
+            raise DataError(
+                f"task {self.name}: {count} {split} examples asked for, but only {len(chosen)} "
+                f"different ones exist with its options; ask for at most {len(chosen)}, or enlarge "
+                f"the task ({self._options_text()})"
+            )
+        return chosen
+
+    def reward(
+        self, prompts: Sequence[str], responses: Sequence[str], **columns: Sequence[Any]
+    ) -> list[float]:
+        """The verifier, as a reward function: 1.0 if correct, else `partial` times closeness."""
+        return [
+            1.0
+            if self.is_correct(response, record)
+            else float(self.partial * self.closeness(response, record))
+            for response, record in self._rows(prompts, responses, columns)
+        ]
+
+    def correct(
+        self, prompts: Sequence[str], responses: Sequence[str], **columns: Sequence[Any]
+    ) -> list[bool] | None:
+        """Which responses are right; None where a task knows no right and wrong."""
+        return [self.is_correct(*row) for row in self._rows(prompts, responses, columns)]
+
+    def cost(
+        self, prompts: Sequence[str], responses: Sequence[str], **columns: Sequence[Any]
+    ) -> list[float]:
+        """Cost per response, for tasks with `has_cost`."""
+        raise ConfigError(f"task {self.name} has no cost; set cost.function, or use {_costly()}")
+
+    @classmethod
+    def default_options(cls) -> dict[str, Any]:
+        """Options and their defaults."""
+        return {field.name: field.default for field in dataclasses.fields(cls)}
+
+    def _rows(
+        self,
+        prompts: Sequence[str],
+        responses: Sequence[str],
+        columns: Mapping[str, Sequence[Any]],
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+            record = {key: values[i] for key, values in columns.items()}
+            yield response.strip(), {**record, "prompt": prompt}
+
+    def _drawn(self, split: str, rng: np.random.Generator, count: int) -> list[dict[str, Any]]:
+        records: dict[str, dict[str, Any]] = {}
+        # Enough tries that running out of them means running out of prompts.
+        for _ in range(100 * count + 10_000):
+            record = self.record(_draw_below(self.size, rng))
+            if record is not None and _split_of(record["prompt"]) == split:
+                records.setdefault(record["prompt"], record)
+                if len(records) == count:
+                    break
+        return list(records.values())
+
+    def _check(self, option: str, low: float, high: float, upper_excluded: bool = False) -> None:
+        value = getattr(self, option)
+        default = type(self).default_options()[option]
+        allowed = (int,) if isinstance(default, int) else (int, float)
+        sound = isinstance(value, allowed) and not isinstance(value, bool)
+        if not sound or not low <= value <= high or (upper_excluded and value == high):
+            kind = "an integer" if allowed == (int,) else "a number"
+            to = f"up to below {high}" if upper_excluded else f"to {high}"
+            raise ConfigError(
+                f"task {self.name}: option {option} is {value!r}; it must be {kind} from {low} {to}"
+            )
+
+    def _options_text(self) -> str:
+        return ", ".join(f"{k}={getattr(self, k)!r}" for k in type(self).default_options())
+
+
+def register(cls: type[Task]) -> type[Task]:
+    """Class decorator: makes a task known to `get_task` by its `name`."""
+    TASKS[cls.name] = cls
+    return cls
+
+
+def get_task(name: str, **options: Any) -> Task:
+    """The task of that name with its options; ConfigError names what exists otherwise."""
+    if name not in TASKS:
+        near = difflib.get_close_matches(name, TASKS, 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(f"no task {name!r}: {hint}there are {', '.join(sorted(TASKS))}")
+    cls = TASKS[name]
+    known = cls.default_options()
+    for option in options:
+        if option not in known:
+            near = difflib.get_close_matches(option, known, 1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ConfigError(
+                f"task {name} has no option {option!r}: {hint}it has {', '.join(known)}"
+            )
+    return cls(**options)
+
+
+def digits_of(index: int, base: int, length: int) -> list[int]:
+    """The `length` digits of `index` in `base`, most significant first."""
+    digits = []
+    for _ in range(length):
+        index, digit = divmod(index, base)
+        digits.append(digit)
+    return digits[::-1]
+
+
+@functools.lru_cache(maxsize=8)
+def _listed(task: Task) -> dict[str, list[dict[str, Any]]]:
+    """Every record of a task by split, in the order of their indices."""
+    splits: dict[str, dict[str, dict[str, Any]]] = {"train": {}, "eval": {}}
+    for index in range(task.size):
+        record = task.record(index)
+        if record is not None:
+            splits[_split_of(record["prompt"])].setdefault(record["prompt"], record)
+    return {split: list(records.values()) for split, records in splits.items()}
+
+
+def _draw_below(size: int, rng: np.random.Generator) -> int:
+    """A uniform integer in [0, size), of any size: numpy's own stop at 64 bits."""
+    return int.from_bytes(rng.bytes(size.bit_length() // 8 + 8), "little") % size
+
+
+def _split_of(prompt: str) -> str:
+    digest = hashlib.blake2b(prompt.encode(), digest_size=8).digest()
+    return "eval" if int.from_bytes(digest, "little") % _EVAL_ONE_IN == 0 else "train"
+
+
+def _check_split(split: str) -> None:
+    if split not in ("train", "eval"):
+        raise DataError(f"no split {split!r}; there are train and eval")
+
+
+def _costly() -> str:
+    return ", ".join(name for name, cls in TASKS.items() if cls.has_cost)

@@ -1,0 +1,92 @@
+"""A reward that pulls against a cost, for constrained algorithms."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from hjax.data.tasks.base import Task, digits_of, register
+
+POISONOUS = "789"
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Harvest(Task):
+    """Picking digits, the fattest of which are poisonous: "3714=" -> for example "314".
+
+    The response copies some of the prompt's digits in their order. Reward: sum of the copied
+    digits over the sum of the prompt's, 0 if the response is not a subsequence of the prompt.
+    Cost: 1.0 if the response holds a 7, 8 or 9, else 0.0. Reward alone teaches to copy all; with a
+    cost limit the best is every digit but the poisonous ones, about half of the sum on average.
+
+    Demonstrations copy each digit with a probability, so that a model trained on them starts with
+    a modest reward and a high cost: at the defaults 0.3 on average, and a cost of 0.57.
+
+    Options:
+      length: digits per prompt, each 1 to 9 (1 to 64).
+      copy: probability (0 to 1) that a demonstration copies a harmless digit.
+      copy_poisonous: the same for a poisonous one.
+      partial: not used; there is no right and wrong here.
+    """
+
+    name: ClassVar[str] = "harvest"
+    has_cost: ClassVar[bool] = True
+
+    length: int = 8
+    copy: float = 0.3
+    copy_poisonous: float = 0.3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check("length", 1, 64)
+        self._check("copy", 0.0, 1.0)
+        self._check("copy_poisonous", 0.0, 1.0)
+
+    @property
+    def alphabet(self) -> str:
+        return "123456789="
+
+    @property
+    def size(self) -> int:
+        return 9**self.length
+
+    @property
+    def response_length(self) -> int:
+        return self.length + 1
+
+    def record(self, index: int) -> dict[str, Any]:
+        digits = "".join(str(1 + d) for d in digits_of(index, 9, self.length))
+        return {"prompt": f"{digits}="}
+
+    def demonstration(self, record: dict[str, Any], rng: np.random.Generator) -> str:
+        digits = record["prompt"][:-1]
+        chances = (self.copy_poisonous if digit in POISONOUS else self.copy for digit in digits)
+        return "".join(d for d, chance in zip(digits, chances) if rng.random() < chance)
+
+    def reward(
+        self, prompts: Sequence[str], responses: Sequence[str], **columns: Sequence[Any]
+    ) -> list[float]:
+        return [_harvested(p, r.strip()) for p, r in zip(prompts, responses, strict=True)]
+
+    def correct(
+        self, prompts: Sequence[str], responses: Sequence[str], **columns: Sequence[Any]
+    ) -> None:
+        return None
+
+    def cost(
+        self, prompts: Sequence[str], responses: Sequence[str], **columns: Sequence[Any]
+    ) -> list[float]:
+        return [float(any(digit in POISONOUS for digit in response)) for response in responses]
+
+
+def _harvested(prompt: str, response: str) -> float:
+    digits = [c for c in prompt if c.isdigit()]
+    rest = iter(digits)
+    # `in` moves the iterator on: each digit is looked for behind the last one found.
+    if not all(digit in rest for digit in response):
+        return 0.0
+    return sum(map(int, response)) / sum(map(int, digits))

@@ -1,0 +1,136 @@
+"""Strings to rearrange or to sum up: sorting, reversal, parity."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import string
+from typing import Any, ClassVar
+
+from hjax.data.tasks.base import Task, digits_of, register
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Sorting(Task):
+    """Putting digits in order: "52413>" -> "12345". Teaches to look at the whole prompt for each
+    token; with partial credit a dense reward, without a sparse one.
+
+    Options:
+      length: digits per prompt (1 to 64); 5 gives 100,000 prompts.
+      partial: share of the places that are right, paid for wrong answers (see Task).
+    """
+
+    name: ClassVar[str] = "sorting"
+
+    length: int = 5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check("length", 1, 64)
+
+    @property
+    def alphabet(self) -> str:
+        return "0123456789>"
+
+    @property
+    def size(self) -> int:
+        return 10**self.length
+
+    @property
+    def response_length(self) -> int:
+        return self.length + 1
+
+    def record(self, index: int) -> dict[str, Any]:
+        digits = str(index).zfill(self.length)
+        return {"prompt": f"{digits}>", "answer": "".join(sorted(digits))}
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Reversal(Task):
+    """Writing letters backwards: "abcdef|" -> "fedcba". Teaches a position lookup that grows with
+    the length.
+
+    Options:
+      length: letters per prompt (1 to 64).
+      letters: size of the alphabet used, a first (2 to 26).
+      partial: share of the places that are right, paid for wrong answers (see Task).
+    """
+
+    name: ClassVar[str] = "reversal"
+
+    length: int = 6
+    letters: int = 26
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check("length", 1, 64)
+        self._check("letters", 2, 26)
+
+    @property
+    def alphabet(self) -> str:
+        return string.ascii_lowercase[: self.letters] + "|"
+
+    @property
+    def size(self) -> int:
+        return self.letters**self.length
+
+    @property
+    def response_length(self) -> int:
+        return self.length + 1
+
+    def record(self, index: int) -> dict[str, Any]:
+        letters = (string.ascii_lowercase[d] for d in digits_of(index, self.letters, self.length))
+        text = "".join(letters)
+        return {"prompt": f"{text}|", "answer": text[::-1]}
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Parity(Task):
+    """Odd or even number of ones: "11010?" -> a chain of bits whose last one is the answer, 1 for
+    odd. Demonstrations write the running parity ("10011"), yet only the last bit is judged: an
+    outcome reward over a chain of thought that the model may keep, shorten or spoil.
+
+    Options:
+      length: bits per prompt (1 to 64); 10 gives 1024 prompts.
+      partial: paid for a wrong answer made of bits only, at most `length` of them (see Task).
+    """
+
+    name: ClassVar[str] = "parity"
+
+    length: int = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check("length", 1, 64)
+
+    @property
+    def alphabet(self) -> str:
+        return "01?"
+
+    @property
+    def size(self) -> int:
+        return 2**self.length
+
+    @property
+    def response_length(self) -> int:
+        return self.length + 1
+
+    def record(self, index: int) -> dict[str, Any]:
+        bits = f"{index:0{self.length}b}"
+        return {"prompt": f"{bits}?", "answer": str(bits.count("1") % 2)}
+
+    def demonstration(self, record: dict[str, Any], rng: Any) -> str:
+        bits = (int(bit) for bit in record["prompt"][:-1])
+        return "".join(str(total % 2) for total in itertools.accumulate(bits))
+
+    def is_correct(self, response: str, record: dict[str, Any]) -> bool:
+        return self._well_formed(response) and response[-1] == record["answer"]
+
+    def closeness(self, response: str, record: dict[str, Any]) -> float:
+        return float(self._well_formed(response))
+
+    def _well_formed(self, response: str) -> bool:
+        return 0 < len(response) <= self.length and set(response) <= {"0", "1"}
