@@ -48,7 +48,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
-        raise AttributeError(f"module 'hjax' has no attribute {name!r}; it has {', '.join(__all__)}")
+        known = ", ".join(__all__)
+        raise AttributeError(f"module 'hjax' has no attribute {name!r}; it has {known}")
     module_name, attribute = _LAZY[name]
     module = importlib.import_module(module_name)
     value = getattr(module, attribute) if attribute else module

@@ -1,0 +1,128 @@
+"""What importing hjax costs, and which room may import from which."""
+
+import ast
+import pathlib
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import hjax
+
+PACKAGE = pathlib.Path(hjax.__file__).parent
+
+# From the ground up; a room imports from those before it. data and rewards stand beside workers:
+# they import none of these floors, and whoever needs them may import them.
+FLOORS = ["sharding", "models", "rollout", "workers", "controller", "algorithms", "launch"]
+BESIDE = ["data", "rewards"]
+
+
+def in_new_process(code: str) -> str:
+    """What the code prints in a fresh interpreter, where nothing is imported yet."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def imports_of(file: pathlib.Path) -> set[str]:
+    """Dotted names of the modules that a file imports anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module)
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def files_of(room: str) -> list[pathlib.Path]:
+    return sorted((PACKAGE / room).rglob("*.py"))
+
+
+def importers_of(name: str, files: list[pathlib.Path]) -> list[str]:
+    """The files that import a module or something in it."""
+    return [
+        str(file.relative_to(PACKAGE))
+        for file in files
+        if any(module == name or module.startswith(name + ".") for module in imports_of(file))
+    ]
+
+
+def test_import_loads_nothing_heavy():
+    loaded = in_new_process("import sys, hjax; print(*{m.partition('.')[0] for m in sys.modules})")
+    heavy = {"jax", "flax", "ray", "orbax", "transformers", "torch", "pyarrow", "starlette"}
+    assert heavy.isdisjoint(loaded.split())
+
+
+def test_no_module_starts_a_backend():
+    modules = [
+        module.name
+        for module in pkgutil.walk_packages(hjax.__path__, "hjax.")
+        if not module.name.endswith("__main__") and ".configs." not in module.name
+    ]
+    started = in_new_process(
+        f"import importlib\nfor name in {modules}: importlib.import_module(name)\n"
+        "import jax._src.xla_bridge as bridge; print(bridge.backends_are_initialized())"
+    )
+    assert started == "False"
+
+
+def test_the_front_door_starts_no_backend():
+    started = in_new_process(
+        "import hjax\nfor name in hjax.__all__: getattr(hjax, name)\n"
+        "import jax._src.xla_bridge as bridge; print(bridge.backends_are_initialized())"
+    )
+    assert started == "False"
+
+
+@pytest.mark.parametrize("name", ["Trainer", "get_config", "load_model", "protocol"])
+def test_public_functions_and_classes(name):
+    assert callable(getattr(hjax, name))
+    assert name in dir(hjax)
+
+
+def test_algorithms_are_reached_through_the_package():
+    assert {"PPO", "GRPO", "ReMax", "SafeRLHF"} <= set(dir(hjax.algorithms))
+
+
+def test_an_unknown_name_says_which_there_are():
+    with pytest.raises(AttributeError, match="no attribute 'Trainr'.*Trainer"):
+        hjax.Trainr  # noqa: B018
+
+
+def test_type_checkers_see_the_same_names():
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    shown = {
+        alias.asname: (node.module, alias.name)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    lazy = {
+        name: (module, attribute) if attribute else tuple(module.rsplit(".", 1))
+        for name, (module, attribute) in hjax._LAZY.items()
+    }
+    assert shown == lazy
+
+
+@pytest.mark.parametrize("room", FLOORS + BESIDE)
+def test_a_room_imports_only_from_below(room):
+    above = FLOORS if room in BESIDE else FLOORS[FLOORS.index(room) + 1 :]
+    wrong = {
+        f"hjax.{other}": files
+        for other in above
+        if (files := importers_of(f"hjax.{other}", files_of(room)))
+    }
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("unknown", ["ray", "jax.sharding", "hjax.workers"])
+def test_algorithms_name_no_machine(unknown):
+    assert importers_of(unknown, files_of("algorithms")) == []
+
+
+def test_ray_is_imported_by_one_file_at_most():
+    assert len(importers_of("ray", sorted(PACKAGE.rglob("*.py")))) <= 1
