@@ -20,10 +20,11 @@ from hjax.errors import ConfigError
 from hjax.launch.config_check import (
     check_config,
     complete_config,
+    owned_defaults,
     unknown_key,
     wrong_type,
 )
-from hjax.launch.config_keys import OPEN_SECTIONS, default_config, flatten
+from hjax.launch.config_keys import OWNED_SECTIONS, default_config, flatten
 
 __all__ = ["check_config", "config_names", "default_config", "find_config", "load_config"]
 
@@ -41,7 +42,8 @@ def load_config(
       name_or_path: a Python file with `get_config()`, or the name of one in hjax/launch/configs/
         (`ppo.py` or `ppo`). What follows a colon is handed to `get_config` as its argument.
       overrides: command-line arguments `--config.a.b=VALUE`, with the meaning that
-        ml_collections.config_flags gives them.
+        ml_collections.config_flags gives them. Naming another algorithm or task leaves out what
+        the file set for its own and the other one does not have.
       flag_values: flags that may stand between the overrides (a command's own); they are parsed
         along. None: overrides only.
 
@@ -52,13 +54,9 @@ def load_config(
       ConfigError: whatever is wrong with the file, a key or a value, in one line.
     """
     path, colon, argument = name_or_path.partition(":")
-    config = _get_config(find_config(path), argument if colon else None)
-    for given, following in zip(overrides, [*overrides[1:], ""]):
-        match = _OVERRIDE.match(given)
-        if match and match[2] == "algorithm.name":
-            # The keys that the other overrides may name are this algorithm's.
-            _own_section(config)["name"] = following if match[3] is None else match[3]
-    config = complete_config(config)
+    given = flatten(_get_config(find_config(path), argument if colon else None))
+    _choose_owners(given, overrides)
+    config = complete_config(given)
     _apply(config, overrides, flag_values if flag_values is not None else flags.FlagValues())
     return check_config(config)
 
@@ -87,13 +85,25 @@ def find_config(name_or_path: str) -> Path:
     )
 
 
-def _own_section(config: ConfigDict) -> ConfigDict:
-    if "algorithm" not in config:
-        config.algorithm = ConfigDict()
-    return config.algorithm
+def _choose_owners(given: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Let an override of the algorithm or the task decide which keys there are.
+
+    What the file set for its own algorithm or task and the other one does not have is left out of
+    ``given`` (dotted key to value): it has no meaning there.
+    """
+    for argument, following in zip(overrides, [*overrides[1:], ""]):
+        match = _OVERRIDE.match(argument)
+        for section, selector in OWNED_SECTIONS.items():
+            if not match or match[2] != selector:
+                continue
+            before = given.get(selector, flatten(default_config())[selector])
+            given[selector] = following if match[3] is None else match[3]
+            gone = owned_defaults(section, before).keys() - owned_defaults(section, given[selector])
+            for key in gone:
+                given.pop(f"{section}.{key}", None)
 
 
-def _get_config(path: Path, argument: str | None) -> ConfigDict:
+def _get_config(path: Path, argument: str | None) -> ConfigDict | dict[str, Any]:
     """Import the file and call its `get_config`."""
     name = "hjax_config_" + re.sub(r"\W", "_", path.stem)
     spec = importlib.util.spec_from_file_location(name, path)
@@ -113,7 +123,7 @@ def _get_config(path: Path, argument: str | None) -> ConfigDict:
         raise ConfigError(
             f"--config={path}: get_config() returned {type(config).__name__}, not a ConfigDict"
         )
-    return ConfigDict(config, convert_dict=True).unlock()
+    return config
 
 
 def _place(path: Path, error: Exception) -> str:
@@ -135,8 +145,8 @@ def _apply(config: ConfigDict, overrides: Sequence[str], values: flags.FlagValue
     known = flatten(config)
     for given in overrides:
         match = _OVERRIDE.match(given)
-        if match and match[2] not in known and not match[2].startswith(_open_prefixes()):
-            raise unknown_key(match[2], known, f"algorithm {config.algorithm.name}")
+        if match and match[2] not in known:
+            raise unknown_key(match[2], known, known)
     arguments = list(overrides)
     config.unlock()
     try:
@@ -145,7 +155,6 @@ def _apply(config: ConfigDict, overrides: Sequence[str], values: flags.FlagValue
             config,
             flag_values=values,
             lock_config=False,
-            accept_new_attributes=True,
             sys_argv=["hjax.launch", *arguments],
         )
         rest = values(["hjax.launch", *arguments])[1:]
@@ -157,10 +166,6 @@ def _apply(config: ConfigDict, overrides: Sequence[str], values: flags.FlagValue
         raise ConfigError(
             f"unexpected argument {rest[0]!r}; options begin with -- and take =VALUE, see --help"
         )
-
-
-def _open_prefixes() -> tuple[str, ...]:
-    return tuple(section + "." for section in OPEN_SECTIONS)
 
 
 def _flag_error(error: flags.Error, known: dict[str, Any]) -> ConfigError:

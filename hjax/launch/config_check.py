@@ -11,7 +11,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.errors import ConfigError
-from hjax.launch.config_keys import KEYS, OPEN_SECTIONS, PLACEMENTS, default_config, flatten
+from hjax.launch.config_keys import KEYS, OWNED_SECTIONS, PLACEMENTS, default_config, flatten
 
 
 def check_config(config: ConfigDict | Mapping[str, Any]) -> ConfigDict:
@@ -47,31 +47,41 @@ def complete_config(config: ConfigDict | Mapping[str, Any]) -> ConfigDict:
     """
     given = flatten(config)
     complete = default_config().unlock()
-    name = given.get("algorithm.name", complete.algorithm.name)
-    if not isinstance(name, str):
-        raise wrong_type("algorithm.name", name, "")
-    for key, value in flatten(algorithm_defaults(name)).items():
-        _set(complete, f"algorithm.{key}", value)
+    common = flatten(complete)
+    for section, selector in OWNED_SECTIONS.items():
+        name = convert(selector, given.get(selector, common[selector]), common[selector])
+        for key, value in owned_defaults(section, name).items():
+            set_key(complete, f"{section}.{key}", value)
     known = flatten(complete)
     for key, value in given.items():
-        if key in known:
-            _set(complete, key, convert(key, value, known[key]))
-        elif key.startswith(tuple(section + "." for section in OPEN_SECTIONS)):
-            _set(complete, key, value)
-        else:
-            raise unknown_key(key, known, f"algorithm {name}")
+        if key not in known:
+            raise unknown_key(key, known, given)
+        set_key(complete, key, convert(key, value, known[key]))
     return complete.lock()
 
 
-def algorithm_defaults(name: str) -> ConfigDict:
-    """The own keys of an algorithm, by name or `path.py:Class` (without `algorithm.`)."""
-    # Looked up late: a config can be read and printed without loading any algorithm.
-    from hjax.algorithms import get_algorithm
+def owned_defaults(section: str, name: str) -> dict[str, Any]:
+    """The keys below a section of `OWNED_SECTIONS` and their defaults.
 
-    return get_algorithm(name).default_config()
+    Args:
+      section: `algorithm` or `data.task_options`.
+      name: the algorithm (a name or `path.py:Class`) or the task whose keys they are.
+
+    Raises:
+      ConfigError: there is no such algorithm or task.
+    """
+    # Imported late: a config can be printed and documented without loading an algorithm.
+    if section == "algorithm":
+        from hjax.algorithms import get_algorithm
+
+        return flatten(get_algorithm(name).default_config())
+    from hjax.data.tasks import get_task
+
+    return dict(get_task(name).default_options())
 
 
-def _set(config: ConfigDict, key: str, value: Any) -> None:
+def set_key(config: ConfigDict, key: str, value: Any) -> None:
+    """Set a dotted key, making the sections it needs."""
     *sections, last = key.split(".")
     for section in sections:
         if section not in config:
@@ -106,12 +116,19 @@ def wrong_type(key: str, value: Any, default: Any) -> ConfigError:
     return ConfigError(f"config.{key}={value!r}: expected {words.get(expected, expected.__name__)}")
 
 
-def unknown_key(key: str, known: Iterable[str], owner: str = "") -> ConfigError:
-    """The error for a key that does not exist, with the nearest ones that do."""
+def unknown_key(key: str, known: Iterable[str], given: Mapping[str, Any]) -> ConfigError:
+    """The error for a key that does not exist, with the nearest ones that do.
+
+    Args:
+      key: dotted, without `config.`.
+      known: all keys that exist.
+      given: dotted key to value, to say which algorithm or task has no such key.
+    """
     known = list(known)
     message = f"unknown key config.{key}"
-    if key.startswith("algorithm.") and owner:
-        message += f" ({owner} has no such key)"
+    for section, selector in OWNED_SECTIONS.items():
+        if key.startswith(section + ".") and selector in given:
+            message += f" (not a key of {given[selector]})"
     if any(k.startswith(key + ".") for k in known):
         below = [k for k in known if k.startswith(key + ".")]
         return ConfigError(

@@ -60,8 +60,8 @@ class Key:
     rule: Rule | None = None
 
 
-# A section whose keys belong to something else: only what the section's owner knows is checked.
-OPEN_SECTIONS = ("data.task_options",)
+# Sections whose keys belong to what another key names: to the algorithm's class, to the task.
+OWNED_SECTIONS = {"algorithm": "algorithm.name", "data.task_options": "data.task"}
 
 PLACEMENTS = ("colocate", "split", "standalone")
 
@@ -265,7 +265,7 @@ SECTION_DOCS = {
     "": "The run",
     "algorithm": "The algorithm (its own keys stand here too)",
     "model": "Shape of a model from scratch, and how models compute",
-    "data": "Prompts, held-out prompts; `data.task_options` holds the built-in task's own options",
+    "data": "Prompts, held-out prompts; the task's own options stand under `data.task_options`",
     "tokenizer": "Text to tokens",
     "actor": "The policy that is trained",
     "critic": "The value model",
@@ -283,7 +283,7 @@ SECTION_DOCS = {
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted key to value of a nested mapping; an empty section has no entry."""
+    """Dotted key to value of a nested (or already flat) mapping; an empty section has none."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, (Mapping, ConfigDict)):
@@ -304,8 +304,7 @@ def default_config() -> ConfigDict:
         return {k: v.default if isinstance(v, Key) else build(v) for k, v in tree.items()}
 
     config = ConfigDict(build(KEYS)).lock()
-    config.algorithm.unlock()
-    for section in OPEN_SECTIONS:
+    for section in OWNED_SECTIONS:
         holder = config
         for name in section.split("."):
             holder = holder[name]
