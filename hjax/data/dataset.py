@@ -1,0 +1,310 @@
+"""Prompts with their columns: from a built-in task, a jsonl or parquet file, in seeded order."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hjax.data.tasks import Task
+from hjax.data.tokenizer import Tokenizer
+from hjax.errors import ConfigError, DataError
+
+# Arguments of a reward function that a column would hide.
+_RESERVED = ("prompts", "responses")
+
+
+@dataclasses.dataclass(frozen=True)
+class Dataset:
+    """Tokenised prompts and every column of the data they came from.
+
+    Attributes:
+      prompt_tokens: token ids per prompt, none empty.
+      prompt_text: what was tokenised, per prompt (a chat's after its template); None without a
+        tokenizer.
+      columns: column name to one value per prompt; values are whatever the file holds.
+    """
+
+    prompt_tokens: list[list[int]]
+    prompt_text: list[str] | None
+    columns: dict[str, list[Any]]
+
+    def __len__(self) -> int:
+        return len(self.prompt_tokens)
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(map(len, self.prompt_tokens))
+
+    def rows(self, indices: Iterable[int]) -> dict[str, Any]:
+        """`prompt_tokens`, `prompt_text` (or None) and `columns` of some prompts, in that order."""
+        indices = [int(i) for i in indices]
+        text = self.prompt_text
+        return {
+            "prompt_tokens": [self.prompt_tokens[i] for i in indices],
+            "prompt_text": None if text is None else [text[i] for i in indices],
+            "columns": {key: [values[i] for i in indices] for key, values in self.columns.items()},
+        }
+
+    def select(self, indices: Iterable[int]) -> Dataset:
+        """The dataset of some prompts, in that order."""
+        return Dataset(**self.rows(indices))
+
+    @classmethod
+    def from_task(
+        cls, task: Task, split: str, seed: int, count: int, tokenizer: Tokenizer | None = None
+    ) -> Dataset:
+        """`count` prompts of a built-in task; `tokenizer` defaults to the task's characters."""
+        tokenizer = tokenizer or task.tokenizer()
+        records = task.examples(split, seed, count)
+        return cls(
+            prompt_tokens=[tokenizer.encode(r["prompt"]) for r in records],
+            prompt_text=[r["prompt"] for r in records],
+            columns={key: [r[key] for r in records] for key in records[0]},
+        )
+
+    @classmethod
+    def from_file(
+        cls,
+        path: str | Path,
+        tokenizer: Tokenizer | None = None,
+        max_prompt_length: int = 0,
+        *,
+        prompt_column: str = "prompt",
+        vocab_size: int | None = None,
+    ) -> Dataset:
+        """Reads a .jsonl (one JSON object per line) or .parquet file.
+
+        A row's prompt is its `prompt_tokens` if it has them, else its `prompt_column`: a string,
+        a list of chat messages (rendered by the tokenizer's template), or a list of token ids.
+        verl's files (`prompt`, `data_source`, `reward_model`, `extra_info`) work unchanged.
+        Every column is kept; one that a row lacks is None there.
+
+        Args:
+          path: the file.
+          tokenizer: for strings and chats; not needed where all prompts are token ids.
+          max_prompt_length: tokens; a longer prompt is an error. 0: no limit.
+          vocab_size: token ids must be below it; by default the tokenizer's.
+
+        Raises DataError, one line with the file and the line (jsonl) or row (parquet, from 1).
+        """
+        path = Path(path)
+        rows = _read_rows(path)
+        if not rows:
+            raise DataError(f"{path}: the dataset is empty; it must have at least one prompt")
+        if vocab_size is None and tokenizer is not None:
+            vocab_size = tokenizer.vocab_size
+        tokens: list[list[int]] = []
+        texts: list[str] = []
+        for where, row in rows:
+            ids, text = _prompt_of(row, where, tokenizer, prompt_column)
+            _check_tokens(ids, where, vocab_size, max_prompt_length)
+            if text is None and tokenizer is not None:
+                text = tokenizer.decode(ids)
+            tokens.append(ids)
+            texts.append(text or "")
+        names = dict.fromkeys(key for _, row in rows for key in row)
+        for name in _RESERVED:
+            if name in names:
+                raise DataError(
+                    f"{path}: a column is called {name!r}, which reward functions are given as an "
+                    "argument; rename the column"
+                )
+        return cls(
+            prompt_tokens=tokens,
+            prompt_text=None if tokenizer is None else texts,
+            columns={name: [row.get(name) for _, row in rows] for name in names},
+        )
+
+
+def split_held_out(dataset: Dataset, fraction: float, seed: int) -> tuple[Dataset, Dataset]:
+    """Splits off a seeded random share: (train, held out), each at least one prompt.
+
+    `fraction` is the held-out share, above 0 and below 1; rows keep their order.
+    """
+    size = len(dataset)
+    if not 0 < fraction < 1:
+        raise ConfigError(f"held-out share {fraction}: it must lie above 0 and below 1")
+    if size < 2:
+        raise DataError(f"a dataset of {size} prompt cannot be split; give data.eval_path instead")
+    held = min(max(round(fraction * size), 1), size - 1)
+    order = np.random.default_rng(seed).permutation(size)
+    return dataset.select(np.sort(order[held:])), dataset.select(np.sort(order[:held]))
+
+
+class PromptSampler:
+    """Which prompts each step takes: a new shuffled order per epoch, without end.
+
+    The order is a function of (seed, position) alone, so `state` is a few numbers and a restored
+    sampler goes on exactly. A step that reaches the end of an epoch goes on in the next one; with
+    `per_step` above `size` a step holds some prompts more than once.
+    """
+
+    def __init__(self, size: int, per_step: int, seed: int):
+        if size < 1 or per_step < 1:
+            raise ConfigError(f"{per_step} prompts per step of {size}: both must be at least 1")
+        self.size, self.per_step, self.seed = size, per_step, seed
+        self.position = 0  # prompts taken since the start
+        self._epoch, self._order = -1, np.empty(0, np.int64)
+
+    def next(self) -> np.ndarray:
+        """Indices of the next step's prompts, int64 [per_step]."""
+        taken: list[np.ndarray] = []
+        missing = self.per_step
+        while missing:
+            epoch, offset = divmod(self.position, self.size)
+            part = self._order_of(epoch)[offset : offset + missing]
+            taken.append(part)
+            missing -= len(part)
+            self.position += len(part)
+        return np.concatenate(taken)
+
+    def state(self) -> dict[str, int]:
+        """What `restore` needs: plain ints."""
+        return {"position": self.position, "size": self.size, "seed": self.seed}
+
+    def restore(self, state: dict[str, int]) -> None:
+        """Goes on where `state` was taken; ConfigError if that was other data or another seed."""
+        for key, mine in (("size", self.size), ("seed", self.seed)):
+            if int(state[key]) != mine:
+                raise ConfigError(
+                    f"the checkpoint's prompt order has {key} {int(state[key])}, this run's data "
+                    f"{key} {mine}; resume with the same data and seed, or use a new workdir"
+                )
+        self.position = int(state["position"])
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._order = np.random.default_rng([self.seed, epoch]).permutation(self.size)
+        return self._order
+
+
+def pad_left(
+    rows: Sequence[Sequence[int]], length: int, pad: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of ids as tokens int32 [n, length] and mask bool [n, length], padding in front."""
+    return _padded(rows, length, pad, left=True)
+
+
+def pad_right(
+    rows: Sequence[Sequence[int]], length: int, pad: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of ids as tokens int32 [n, length] and mask bool [n, length], padding behind."""
+    return _padded(rows, length, pad, left=False)
+
+
+def _padded(
+    rows: Sequence[Sequence[int]], length: int, pad: int, left: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    tokens = np.full((len(rows), length), pad, np.int32)
+    mask = np.zeros((len(rows), length), bool)
+    for i, row in enumerate(rows):
+        if len(row) > length:
+            raise DataError(f"row {i} has {len(row)} tokens and does not fit a length of {length}")
+        place = slice(length - len(row), length) if left else slice(0, len(row))
+        tokens[i, place] = row
+        mask[i, place] = True
+    return tokens, mask
+
+
+def _read_rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """(where, row) pairs; `where` names file and line or row for messages."""
+    if path.suffix not in (".jsonl", ".parquet"):
+        raise DataError(f"{path}: its name must end in .jsonl or .parquet")
+    if not path.is_file():
+        raise DataError(f"{path}: there is no such file; data.path and data.eval_path name files")
+    return _read_jsonl(path) if path.suffix == ".jsonl" else _read_parquet(path)
+
+
+def _read_jsonl(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    rows = []
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            where = f"{path}:{number}"
+            try:
+                row = json.loads(line.decode("utf-8-sig"))
+            except ValueError as error:  # malformed JSON, or not UTF-8
+                raise DataError(f"{where}: not valid JSON ({error})") from None
+            if not isinstance(row, dict):
+                raise DataError(f"{where}: a JSON object is needed, found {_short(row)}")
+            rows.append((where, row))
+    return rows
+
+
+def _read_parquet(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise DataError(f"{path}: not a readable parquet file ({reason})") from None
+    return [(f"{path}: row {i}", row) for i, row in enumerate(table.to_pylist(), start=1)]
+
+
+def _prompt_of(
+    row: dict[str, Any], where: str, tokenizer: Tokenizer | None, prompt_column: str
+) -> tuple[list[int], str | None]:
+    """Token ids and the text they were made of; None where the row gives ids."""
+    prompt = row.get("prompt_tokens")
+    if prompt is None:
+        prompt = row.get(prompt_column)
+    if prompt is None:
+        raise DataError(
+            f"{where}: there is no prompt; a row needs {prompt_column!r} (text, chat messages or "
+            f"token ids) or 'prompt_tokens', and this one has {', '.join(row) or 'nothing'}"
+        )
+    if isinstance(prompt, list) and prompt and all(_is_id(item) for item in prompt):
+        return prompt, None
+    is_chat = isinstance(prompt, list) and prompt and all(isinstance(m, dict) for m in prompt)
+    if not isinstance(prompt, str) and not is_chat:
+        raise DataError(
+            f"{where}: the prompt is {_short(prompt)}; it must be text, a list of chat messages or "
+            "a list of token ids"
+        )
+    if tokenizer is None:
+        raise DataError(
+            f"{where}: the prompt is text, and there is no tokenizer; set tokenizer.path, or give "
+            "token ids as prompt_tokens"
+        )
+    try:
+        if isinstance(prompt, str):
+            return tokenizer.encode(prompt), prompt
+        text = tokenizer.chat(prompt)  # brings its own special tokens
+        return tokenizer.encode(text, add_special=False), text
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from None
+
+
+def _check_tokens(
+    tokens: list[int], where: str, vocab_size: int | None, max_prompt_length: int
+) -> None:
+    if not tokens:
+        raise DataError(f"{where}: the prompt is empty; it needs at least one token")
+    bad = next((t for t in tokens if t < 0 or (vocab_size is not None and t >= vocab_size)), None)
+    if bad is not None:
+        top = "" if vocab_size is None else f" to {vocab_size - 1}"
+        raise DataError(f"{where}: token id {bad} is outside the vocabulary (ids from 0{top})")
+    if 0 < max_prompt_length < len(tokens):
+        raise DataError(
+            f"{where}: the prompt has {len(tokens)} tokens, above rollout.max_prompt_length="
+            f"{max_prompt_length}; raise that key (0: the longest prompt) or shorten the prompt"
+        )
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _short(value: Any, limit: int = 60) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
