@@ -20,14 +20,8 @@ class Future:
     Pass it on to another group's call without waiting; the receiving pool waits for it.
     """
 
-    def __init__(
-        self,
-        inner: concurrent.futures.Future,
-        label: str,
-        names: Mapping[str, str] | None = None,
-    ):
+    def __init__(self, inner: concurrent.futures.Future, label: str):
         self._inner = inner
-        self._names = dict(names or {})
         self.label = label
 
     def result(self, timeout_seconds: float = DEADLINE_SECONDS) -> Any:
@@ -37,22 +31,13 @@ class Future:
           RunError: the deadline passed; the message names the call that is late.
         """
         try:
-            value = self._inner.result(timeout_seconds)
+            return self._inner.result(timeout_seconds)
         except (concurrent.futures.TimeoutError, TimeoutError) as error:
             if self._inner.done():
                 raise
             raise RunError(
                 f"{self.label} has not answered within {timeout_seconds:g} seconds"
             ) from error
-        if not self._names:
-            return value
-        return {new: value[old] for old, new in self._names.items()}
-
-    def rename(self, **names: str) -> Future:
-        """Only these entries of a dict result, under new names: ``rename(rewards="baseline")``."""
-        if self._names:
-            raise ValueError(f"{self.label}: rename once, with all the names")
-        return Future(self._inner, self.label, names)
 
     def done(self) -> bool:
         """Whether the call has finished, well or not."""
@@ -70,8 +55,11 @@ def resolve(value: Any) -> Any:
     return value
 
 
-def join(*parts: Any) -> dict[str, Any]:
+def join(*parts: Any, **named: Any) -> dict[str, Any]:
     """Wait for dicts or futures of dicts and merge them on the controller, later ones winning.
+
+    A part given by keyword stands under that key as a dict of its own, so that two calls' results
+    of the same names do not meet: ``join(batch, rewards, baseline=greedy_rewards)``.
 
     Arrays come to the host as numpy arrays, so that numerics on the controller mix results of
     different pools freely.
@@ -79,4 +67,5 @@ def join(*parts: Any) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for part in parts:
         merged.update(resolve(part))
+    merged.update(resolve(named))
     return jax.tree.map(lambda x: np.asarray(x) if isinstance(x, jax.Array) else x, merged)

@@ -40,6 +40,7 @@ TRAIN_RULES: Rules = {
     "batch": ("data", "fsdp"),
     "length": (),
     "layers": (),
+    "pair": (),
     "embed": ("fsdp",),
     "heads": ("tensor", "tensor_micro"),
     "kv_heads": ("tensor", "tensor_micro"),

@@ -1,0 +1,82 @@
+"""GRPO (Shao et al. 2024, arXiv 2402.03300): the group of samples is the baseline."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from hjax.algorithms.advantages import group_advantages
+from hjax.algorithms.base import Algorithm, Batch, old_logprobs
+from hjax.algorithms.ppo import policy_loss
+from hjax.controller import join
+from hjax.errors import ConfigError
+
+
+class GRPO(Algorithm):
+    """Rewards normalised within each prompt's samples; no critic; KL in the loss."""
+
+    roles = ("actor", "reference", "reward")
+
+    @classmethod
+    def default_config(cls) -> ConfigDict:
+        """GRPO's keys."""
+        config = super().default_config()
+        config.kl_coef = 0.04
+        config.kl_in = "loss"
+        config.aggregation = "sequence"
+        # Bounds of the probability ratio: 1 - clip_low to 1 + clip_high.
+        config.clip_low = 0.2
+        config.clip_high = 0.2
+        # Divide by the group's standard deviation ("std"), or not ("none": Dr.GRPO).
+        config.normalise = "std"
+        # Added to that standard deviation.
+        config.epsilon = 1e-6
+        # Compare each sample with the others only (with normalise "none": RLOO's baseline).
+        config.leave_one_out = False
+        return config
+
+    @classmethod
+    def losses(cls, config: ConfigDict, max_response_length: int) -> dict[str, Any]:
+        """The clipped policy loss with its KL."""
+        if config.kl_coef and config.kl_in != "loss":
+            raise ConfigError(
+                f"algorithm.kl_in={config.kl_in!r}: GRPO takes its KL in the loss; "
+                "use 'loss', or PPO for a KL in the reward"
+            )
+        return {"actor": policy_loss(config, max_response_length)}
+
+    def step(self, prompts: Batch) -> Batch:
+        """Generate groups of samples, score them, then learn."""
+        batch = self.actor.generate_sequences(prompts)
+        reference = self.reference.compute_ref_log_prob(batch)
+        rewards = self.reward.compute_reward(batch)
+        batch = self.compute_advantages(join(batch, reference, rewards))
+        for minibatch in self.minibatches(batch):
+            self.log(self.actor.update_actor(minibatch))
+        return batch
+
+    def compute_advantages(self, batch: Batch) -> Batch:
+        """Adds ``advantages``, ``old_logprobs`` and ``row_mask`` (scored rows)."""
+        config = self.config
+        per_row = _advantages(
+            batch["rewards"],
+            self.samples,
+            normalise=config.normalise,
+            epsilon=config.epsilon,
+            leave_one_out=config.leave_one_out,
+        )
+        mask = np.asarray(batch["response_mask"], bool)
+        return batch | {
+            "advantages": np.where(mask, np.asarray(per_row)[:, None], np.float32(0)),
+            "old_logprobs": old_logprobs(batch),
+            "row_mask": ~np.isnan(batch["rewards"]),
+        }
+
+
+_advantages = functools.partial(
+    jax.jit, static_argnums=(1,), static_argnames=("normalise", "epsilon", "leave_one_out")
+)(group_advantages)

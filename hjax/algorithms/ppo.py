@@ -1,0 +1,128 @@
+"""PPO (Schulman et al. 2017, arXiv 1707.06347) with a critic, as used for RLHF."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+
+from hjax.algorithms.advantages import gae, token_rewards, whiten
+from hjax.algorithms.base import Algorithm, Batch, old_logprobs
+from hjax.algorithms.kl import kl_estimate
+from hjax.algorithms.losses import PolicyLoss, ValueLoss
+from hjax.controller import join
+
+
+class PPO(Algorithm):
+    """Clipped policy and value losses on advantages of GAE."""
+
+    roles = ("actor", "critic", "reference", "reward")
+
+    @classmethod
+    def default_config(cls) -> ConfigDict:
+        """PPO's keys."""
+        config = super().default_config()
+        # Discount per token, and lambda of generalised advantage estimation.
+        config.gamma = 1.0
+        config.lam = 0.95
+        # Bounds of the probability ratio: 1 - clip_low to 1 + clip_high.
+        config.clip_low = 0.2
+        config.clip_high = 0.2
+        # Bound on the loss of negative advantages, in units of |A| (0: none; usually 3).
+        config.dual_clip = 0.0
+        # How far a value may move from the old one before the loss stops it; 0: no clipping.
+        config.value_clip = 0.2
+        # Shift and scale the advantages of a step to mean 0 and standard deviation 1.
+        config.whiten = True
+        return config
+
+    @classmethod
+    def losses(cls, config: ConfigDict, max_response_length: int) -> dict[str, Any]:
+        """Clipped policy loss for the actor, clipped squared error for the critic."""
+        return {
+            "actor": policy_loss(config, max_response_length),
+            "critic": ValueLoss(clip=config.value_clip or None),
+        }
+
+    def step(self, prompts: Batch) -> Batch:
+        """Generate, score with every model, then learn."""
+        batch = self.actor.generate_sequences(prompts)
+        values = self.critic.compute_values(batch)
+        reference = self.reference.compute_ref_log_prob(batch)
+        rewards = self.reward.compute_reward(batch)
+        batch = self.compute_advantages(join(batch, values, reference, rewards))
+        for minibatch in self.minibatches(batch):
+            self.log(self.critic.update_critic(minibatch))
+            self.log(self.actor.update_actor(minibatch))
+        return batch
+
+    def compute_advantages(self, batch: Batch) -> Batch:
+        """Adds ``advantages``, ``returns``, ``old_logprobs`` and ``row_mask`` (scored rows)."""
+        config = self.config
+        old = old_logprobs(batch)
+        advantages, returns = _advantages(
+            batch["rewards"],
+            batch["values"],
+            batch["response_mask"],
+            old,
+            batch.get("ref_logprobs") if config.kl_in == "reward" else None,
+            jnp.float32(self.kl.coef),
+            gamma=config.gamma,
+            lam=config.lam,
+            whitened=config.whiten,
+        )
+        self.update_kl(batch, old)
+        return batch | {
+            "advantages": np.asarray(advantages),
+            "returns": np.asarray(returns),
+            "old_logprobs": old,
+            "row_mask": ~np.isnan(batch["rewards"]),
+        }
+
+    def update_kl(self, batch: Batch, old: Any) -> None:
+        """Let an adaptive coefficient follow the KL measured on this batch."""
+        if "ref_logprobs" in batch:
+            mask = np.asarray(batch["response_mask"], bool)
+            difference = (np.asarray(old) - np.asarray(batch["ref_logprobs"]))[mask]
+            self.kl.update(float(difference.mean()), mask.shape[0])
+
+
+def policy_loss(config: ConfigDict, max_response_length: int, **switches: Any) -> PolicyLoss:
+    """The policy loss that an algorithm's config describes."""
+    options: dict[str, Any] = {
+        "clip_low": config.get("clip_low", 0.2),
+        "clip_high": config.get("clip_high", 0.2),
+        "dual_clip": config.get("dual_clip", 0.0) or None,
+        "aggregation": config.aggregation,
+        "max_length": max_response_length if config.aggregation == "constant" else None,
+        "entropy_coef": config.entropy_coef,
+        "kl_coef": config.kl_coef if config.kl_in == "loss" else 0.0,
+        "kl_estimator": config.kl_estimator,
+    }
+    return PolicyLoss(**options | switches)
+
+
+@functools.partial(jax.jit, static_argnames=("gamma", "lam", "whitened"))
+def _advantages(
+    rewards: jax.Array,
+    values: jax.Array,
+    mask: jax.Array,
+    old: jax.Array,
+    reference: jax.Array | None,
+    kl_coef: jax.Array,
+    *,
+    gamma: float,
+    lam: float,
+    whitened: bool,
+) -> tuple[jax.Array, jax.Array]:
+    kl = None if reference is None else kl_estimate(old, reference, "k1")
+    per_token = token_rewards(rewards, mask, kl, kl_coef)
+    advantages, returns = gae(per_token, values, mask, gamma, lam)
+    scored = mask & ~jnp.isnan(rewards)[:, None]
+    if whitened:
+        advantages = whiten(advantages, scored)
+    return jnp.where(scored, advantages, 0.0), returns

@@ -1,0 +1,98 @@
+"""ReMax (Li et al. 2023, arXiv 2310.10505): the greedy response's reward is the baseline."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+
+from hjax.algorithms.advantages import remax_advantages, whiten
+from hjax.algorithms.base import Algorithm, Batch, old_logprobs
+from hjax.algorithms.kl import kl_estimate
+from hjax.algorithms.ppo import policy_loss
+from hjax.controller import join
+
+
+class ReMax(Algorithm):
+    """REINFORCE with a greedy baseline; no critic, no ratio, one update per batch."""
+
+    roles = ("actor", "reference", "reward")
+
+    @classmethod
+    def default_config(cls) -> ConfigDict:
+        """ReMax's keys."""
+        config = super().default_config()
+        # Discount per token.
+        config.gamma = 1.0
+        # Each token answers for the KL of those after it too (verl), or only for its own (the
+        # authors' code).
+        config.kl_cumulated = False
+        # Shift and scale the advantages of a step to mean 0 and standard deviation 1 (not in the
+        # paper).
+        config.whiten = False
+        return config
+
+    @classmethod
+    def losses(cls, config: ConfigDict, max_response_length: int) -> dict[str, Any]:
+        """REINFORCE's loss."""
+        return {"actor": policy_loss(config, max_response_length, ratio="none")}
+
+    def step(self, prompts: Batch) -> Batch:
+        """Generate, score against the greedy response, then learn."""
+        batch = self.actor.generate_sequences(prompts)
+        greedy = self.reward.compute_reward(self.actor.generate_sequences(prompts, greedy=True))
+        reference = self.reference.compute_ref_log_prob(batch)
+        rewards = self.reward.compute_reward(batch)
+        batch = self.compute_advantages(join(batch, reference, rewards, baseline=greedy))
+        for minibatch in self.minibatches(batch):
+            self.log(self.actor.update_actor(minibatch))
+        return batch
+
+    def compute_advantages(self, batch: Batch) -> Batch:
+        """Adds ``advantages``, ``old_logprobs``, ``baseline`` per row and ``row_mask``."""
+        config = self.config
+        old = old_logprobs(batch)
+        baseline = np.repeat(np.asarray(batch["baseline"]["rewards"]), self.samples)
+        advantages = _advantages(
+            batch["rewards"],
+            baseline,
+            batch["response_mask"],
+            old,
+            batch.get("ref_logprobs") if config.kl_in == "reward" else None,
+            jnp.float32(self.kl.coef),
+            gamma=config.gamma,
+            kl_cumulated=config.kl_cumulated,
+            whitened=config.whiten,
+        )
+        return batch | {
+            "advantages": np.asarray(advantages),
+            "baseline": baseline,
+            "old_logprobs": old,
+            "row_mask": ~np.isnan(batch["rewards"] - baseline),
+        }
+
+
+@functools.partial(jax.jit, static_argnames=("gamma", "kl_cumulated", "whitened"))
+def _advantages(
+    rewards: jax.Array,
+    baseline: jax.Array,
+    mask: jax.Array,
+    old: jax.Array,
+    reference: jax.Array | None,
+    kl_coef: jax.Array,
+    *,
+    gamma: float,
+    kl_cumulated: bool,
+    whitened: bool,
+) -> jax.Array:
+    kl = None if reference is None else kl_estimate(old, reference, "k1")
+    advantages = remax_advantages(
+        rewards, baseline, mask, kl, kl_coef, gamma, kl_cumulated=kl_cumulated
+    )
+    if whitened:
+        advantages = whiten(advantages, mask & ~jnp.isnan(rewards - baseline)[:, None])
+    return advantages

@@ -1,0 +1,187 @@
+"""Safe-RLHF (Dai et al. 2023, arXiv 2310.12773): PPO under a constraint on the cost."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+
+from hjax.algorithms.advantages import gae, lagrangian_advantages, token_rewards, whiten
+from hjax.algorithms.base import Batch, old_logprobs
+from hjax.algorithms.kl import kl_estimate
+from hjax.algorithms.losses import ValueLoss
+from hjax.algorithms.ppo import PPO
+from hjax.controller import join
+from hjax.errors import ConfigError
+
+
+class SafeRLHF(PPO):
+    """PPO-Lagrangian: a multiplier weighs the cost's advantages against the reward's."""
+
+    roles = ("actor", "critic", "reference", "reward", "cost", "cost_critic")
+
+    def __init__(self, config: ConfigDict, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        if not config.initial_multiplier > 0:
+            raise ConfigError(f"algorithm.initial_multiplier={config.initial_multiplier}: above 0")
+        self.log_multiplier = math.log(config.initial_multiplier)
+        self.recent_costs: collections.deque[float] = collections.deque(maxlen=config.cost_window)
+
+    @classmethod
+    def default_config(cls) -> ConfigDict:
+        """PPO's keys and those of the constraint."""
+        config = super().default_config()
+        # Mean cost per response that may not be exceeded; a cost above 0 is unsafe.
+        config.cost_limit = 0.1
+        # The multiplier (lambda) at the start, its largest value, and its learning rate.
+        config.initial_multiplier = 1.0
+        config.max_multiplier = 20.0
+        config.multiplier_learning_rate = 0.1
+        # Steps before the multiplier first moves, and over how many steps' costs it averages.
+        config.multiplier_delay = 0
+        config.cost_window = 4
+        # Bound on the absolute reward and cost of a token, KL included; 0: none.
+        config.score_clip = 50.0
+        # Weight of the loss on demonstrations (PPO-ptx); 0: none.
+        config.pretraining_coef = 0.0
+        # Safe-RLHF does not whiten.
+        config.whiten = False
+        return config
+
+    @classmethod
+    def losses(cls, config: ConfigDict, max_response_length: int) -> dict[str, Any]:
+        """PPO's losses, and the cost critic's."""
+        critic = ValueLoss(
+            clip=config.value_clip or None, values_key="cost_values", returns_key="cost_returns"
+        )
+        return super().losses(config, max_response_length) | {"cost_critic": critic}
+
+    def step(self, prompts: Batch) -> Batch:
+        """PPO's step with a cost, its critic, the multiplier and a pretraining loss."""
+        batch = self.actor.generate_sequences(prompts)
+        values = self.critic.compute_values(batch)
+        cost_values = self.cost_critic.compute_values(batch)
+        reference = self.reference.compute_ref_log_prob(batch)
+        rewards = self.reward.compute_reward(batch)
+        costs = self.cost.compute_cost(batch)
+        batch = join(batch, values, reference, rewards, costs, cost=cost_values)
+        batch = self.compute_advantages(self.update_multiplier(batch))
+        for minibatch in self.minibatches(batch):
+            self.log(self.critic.update_critic(minibatch))
+            self.log(self.cost_critic.update_critic(minibatch))
+            self.log(self.actor.update_actor(minibatch, self.pretraining_batch()))
+        return batch
+
+    def compute_advantages(self, batch: Batch) -> Batch:
+        """PPO's entries, of the combined advantage, and ``cost_returns``."""
+        config = self.config
+        old = old_logprobs(batch)
+        advantages, returns, cost_returns = _advantages(
+            batch["rewards"],
+            batch["costs"],
+            batch["values"],
+            batch["cost"]["values"],
+            batch["response_mask"],
+            old,
+            batch.get("ref_logprobs") if config.kl_in == "reward" else None,
+            jnp.float32(self.kl.coef),
+            jnp.float32(self.multiplier),
+            gamma=config.gamma,
+            lam=config.lam,
+            clip=config.score_clip or None,
+            whitened=config.whiten,
+        )
+        self.update_kl(batch, old)
+        return batch | {
+            "advantages": np.asarray(advantages),
+            "returns": np.asarray(returns),
+            "cost_returns": np.asarray(cost_returns),
+            "cost_values": batch["cost"]["values"],
+            "old_logprobs": old,
+            "row_mask": ~np.isnan(batch["rewards"] + batch["costs"]),
+        }
+
+    @property
+    def multiplier(self) -> float:
+        """Lambda, the weight of the cost."""
+        return math.exp(self.log_multiplier)
+
+    def update_multiplier(self, batch: Batch) -> Batch:
+        """Gradient ascent of lambda = exp(eta) on the mean cost above the limit."""
+        config = self.config
+        costs = np.asarray(batch["costs"], np.float64)
+        if not np.isnan(costs).all():
+            self.recent_costs.append(float(np.nanmean(costs)))
+        if self.step_number > config.multiplier_delay and self.recent_costs:
+            excess = float(np.mean(self.recent_costs)) - config.cost_limit
+            self.log_multiplier += config.multiplier_learning_rate * excess * self.multiplier
+            self.log_multiplier = min(self.log_multiplier, math.log(config.max_multiplier))
+        return batch
+
+    def pretraining_batch(self) -> Batch | None:
+        """The next demonstrations, or None without a pretraining loss."""
+        if not self.config.pretraining_coef:
+            return None
+        if self.demonstrations is None:
+            raise ConfigError(
+                "algorithm.pretraining_coef needs demonstrations; this data has none: set it to 0"
+            )
+        coefficient = np.asarray(self.config.pretraining_coef, np.float32)
+        return self.demonstrations() | {"coefficient": coefficient}
+
+    def batch_metrics(self, batch: Batch) -> dict[str, float]:
+        """PPO's, and the cost's."""
+        return super().batch_metrics(batch) | {
+            "cost/mean": float(np.nanmean(batch["costs"])),
+            "cost/multiplier": self.multiplier,
+        }
+
+    def state(self) -> dict[str, Any]:
+        """PPO's, and the multiplier's."""
+        return super().state() | {
+            "log_multiplier": self.log_multiplier,
+            "recent_costs": list(self.recent_costs),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a ``state()``."""
+        super().restore(state)
+        self.log_multiplier = state["log_multiplier"]
+        self.recent_costs.extend(state["recent_costs"])
+
+
+@functools.partial(jax.jit, static_argnames=("gamma", "lam", "clip", "whitened"))
+def _advantages(
+    rewards: jax.Array,
+    costs: jax.Array,
+    values: jax.Array,
+    cost_values: jax.Array,
+    mask: jax.Array,
+    old: jax.Array,
+    reference: jax.Array | None,
+    kl_coef: jax.Array,
+    multiplier: jax.Array,
+    *,
+    gamma: float,
+    lam: float,
+    clip: float | None,
+    whitened: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    kl = None if reference is None else kl_estimate(old, reference, "k1")
+    gains = token_rewards(rewards, mask, kl, kl_coef, clip)
+    # The KL makes a response costlier, as it makes it less rewarding.
+    losses = token_rewards(costs, mask, kl, -kl_coef, clip)
+    gain, returns = gae(gains, values, mask, gamma, lam)
+    loss, cost_returns = gae(losses, cost_values, mask, gamma, lam)
+    scored = mask & ~jnp.isnan(rewards + costs)[:, None]
+    advantages = lagrangian_advantages(gain, loss, multiplier)
+    if whitened:
+        advantages = whiten(advantages, scored)
+    return jnp.where(scored, advantages, 0.0), returns, cost_returns

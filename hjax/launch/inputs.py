@@ -1,0 +1,247 @@
+"""What a run reads: tokenizer, prompts, demonstrations, reward and cost functions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from hjax.data.dataset import Dataset, PromptSampler, pad_left, pad_right, split_held_out
+from hjax.data.tasks import Task, get_task
+from hjax.data.tokenizer import Tokenizer
+from hjax.errors import ConfigError, DataError
+from hjax.models.config import ModelConfig
+from hjax.models.weights import model_directory, read_config
+from hjax.rewards.function import load_function
+
+# How many training prompts of a built-in task are kept at most.
+TASK_PROMPTS = 8192
+# Dataset columns that hold a response to imitate, in order of preference.
+RESPONSE_COLUMNS = ("response", "demonstration", "completion")
+
+
+@dataclasses.dataclass
+class Inputs:
+    """Everything read from disk or generated, before any device is touched."""
+
+    tokenizer: Tokenizer | None
+    task: Task | None
+    train: Dataset
+    held_out: Dataset | None
+    model: ModelConfig
+    prompt_length: int
+    reward: Callable[..., Any] | None
+    cost: Callable[..., Any] | None
+    demonstrations: list[tuple[list[int], list[int]]]
+
+
+def load_inputs(config: ConfigDict) -> Inputs:
+    """Read what a config names.
+
+    Raises:
+      ConfigError, DataError: whatever is missing or does not fit, in one line.
+    """
+    task = None if config.data.path else get_task(config.data.task, **config.data.task_options)
+    tokenizer = _tokenizer(config, task)
+    train, held_out = _datasets(config, task, tokenizer)
+    prompt_length = config.rollout.max_prompt_length or max(
+        d.longest_prompt for d in (train, held_out) if d is not None
+    )
+    model = _model(config, tokenizer, prompt_length)
+    for name, dataset in (("data.path", train), ("data.eval_path", held_out)):
+        _check_tokens(name, dataset, model.vocab_size)
+    limit = prompt_length + config.rollout.max_response_length
+    if limit > model.max_length:
+        raise ConfigError(
+            f"prompts of {prompt_length} and responses of {config.rollout.max_response_length} "
+            f"tokens exceed the model's {model.max_length} positions; lower "
+            "rollout.max_prompt_length or rollout.max_response_length"
+        )
+    return Inputs(
+        tokenizer,
+        task,
+        train,
+        held_out,
+        model,
+        prompt_length,
+        _function(config, "reward", task.reward if task else None),
+        _function(config, "cost", task.cost if task and task.has_cost else None),
+        _demonstrations(config, task, tokenizer, train),
+    )
+
+
+def _tokenizer(config: ConfigDict, task: Task | None) -> Tokenizer | None:
+    if config.tokenizer.path:
+        return Tokenizer.load(config.tokenizer.path)
+    if config.actor.path:
+        return load_tokenizer(config.actor.path)
+    return task.tokenizer() if task else None
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer | None:
+    """The tokenizer beside a model, None where there is none."""
+    directory = model_directory(path)
+    return Tokenizer.load(directory) if (directory / "tokenizer.json").is_file() else None
+
+
+def _datasets(
+    config: ConfigDict, task: Task | None, tokenizer: Tokenizer | None
+) -> tuple[Dataset, Dataset | None]:
+    data, seed = config.data, config.seed
+    if task is not None:
+        if tokenizer is None:
+            raise ConfigError(
+                f"data.task={data.task} is text, but {config.actor.path} has no tokenizer.json; "
+                "set tokenizer.path"
+            )
+        size = data.eval_size or 128
+        counts = {
+            split: min(wanted, largest if (largest := task.largest_count(split)) else wanted)
+            for split, wanted in (("train", TASK_PROMPTS), ("eval", size))
+        }
+        train, held_out = (
+            Dataset.from_task(task, split, seed, counts[split], tokenizer)
+            for split in ("train", "eval")
+        )
+        return train, held_out
+    limit = config.rollout.max_prompt_length
+    train = Dataset.from_file(data.path, tokenizer, limit)
+    if data.eval_path:
+        held_out = Dataset.from_file(data.eval_path, tokenizer, limit)
+    elif data.eval_fraction and config.eval.every:
+        train, held_out = split_held_out(train, data.eval_fraction, seed)
+    else:
+        return train, None
+    if data.eval_size and len(held_out) > data.eval_size:
+        held_out = held_out.select(range(data.eval_size))
+    return train, held_out
+
+
+def _model(config: ConfigDict, tokenizer: Tokenizer | None, prompt_length: int) -> ModelConfig:
+    if config.actor.path:
+        return read_config(config.actor.path)
+    shape = config.model
+    vocab = shape.vocab_size
+    if not vocab:
+        if tokenizer is None:
+            raise ConfigError(
+                "model.vocab_size=0 takes the tokenizer's size, but there is no tokenizer; set "
+                "model.vocab_size or tokenizer.path"
+            )
+        vocab = -(-tokenizer.vocab_size // 8) * 8
+    if tokenizer is not None and vocab < tokenizer.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={vocab} is less than the tokenizer's {tokenizer.vocab_size}"
+        )
+    if shape.hidden_size % shape.heads:
+        raise ConfigError(
+            f"model.heads={shape.heads} does not divide model.hidden_size={shape.hidden_size}"
+        )
+    return ModelConfig(
+        vocab_size=vocab,
+        hidden_size=shape.hidden_size,
+        mlp_size=shape.mlp_size,
+        layers=shape.layers,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.hidden_size // shape.heads,
+        max_length=shape.max_length or prompt_length + config.rollout.max_response_length,
+        tie_embeddings=shape.tie_embeddings,
+    )
+
+
+def _check_tokens(name: str, dataset: Dataset | None, vocab: int) -> None:
+    for row, tokens in enumerate(dataset.prompt_tokens if dataset else ()):
+        if tokens and not 0 <= min(tokens) <= max(tokens) < vocab:
+            wrong = min(tokens) if min(tokens) < 0 else max(tokens)
+            raise DataError(
+                f"{name}: row {row} has token id {wrong}; the model's vocabulary is 0 to {vocab - 1}"
+            )
+
+
+def _function(
+    config: ConfigDict, role: str, default: Callable[..., Any] | None
+) -> Callable[..., Any] | None:
+    if config[role].path:
+        return None
+    return load_function(config[role].function) if config[role].function else default
+
+
+def _demonstrations(
+    config: ConfigDict, task: Task | None, tokenizer: Tokenizer | None, train: Dataset
+) -> list[tuple[list[int], list[int]]]:
+    """(prompt tokens, response tokens with EOS) pairs; empty where the data has none."""
+    if tokenizer is None:
+        return []
+    texts: list[str] | None = None
+    if task is not None:
+        rng = np.random.default_rng([config.seed, 2])
+        columns = train.columns
+        texts = [
+            task.demonstration(
+                {name: values[i] for name, values in columns.items()} | {"prompt": prompt}, rng
+            )
+            for i, prompt in enumerate(train.prompt_text or [])
+        ]
+    else:
+        for name in RESPONSE_COLUMNS:
+            if name in train.columns:
+                texts = train.columns[name]
+                break
+    if texts is None:
+        return []
+    end = [tokenizer.eos_id] if tokenizer.eos_id is not None else []
+    pairs = []
+    for i, (prompt, text) in enumerate(zip(train.prompt_tokens, texts, strict=True)):
+        response = tokenizer.encode(text, add_special=False) + end
+        if len(response) > config.rollout.max_response_length:
+            raise DataError(
+                f"demonstration of row {i} has {len(response)} tokens, more than "
+                f"rollout.max_response_length={config.rollout.max_response_length}; raise it"
+            )
+        pairs.append((prompt, response))
+    return pairs
+
+
+class Demonstrations:
+    """Batches of demonstrations of one fixed shape, in a resumable shuffled order."""
+
+    def __init__(
+        self,
+        pairs: list[tuple[list[int], list[int]]],
+        batch: int,
+        prompt_length: int,
+        response_length: int,
+        seed: int,
+    ):
+        self._pairs = pairs
+        self._lengths = prompt_length, response_length
+        self.sampler = PromptSampler(len(pairs), batch, seed)
+
+    def __call__(self) -> dict[str, np.ndarray]:
+        """``prompts``, ``prompt_mask``, ``responses``, ``response_mask`` of the next batch."""
+        chosen = [self._pairs[i] for i in self.sampler.next()]
+        prompts, prompt_mask = pad_left([p for p, _ in chosen], self._lengths[0])
+        responses, response_mask = pad_right([r for _, r in chosen], self._lengths[1])
+        return {
+            "prompts": prompts,
+            "prompt_mask": prompt_mask,
+            "responses": responses,
+            "response_mask": response_mask,
+        }
+
+
+def prompt_batch(rows: Mapping[str, Any], length: int, step: int) -> dict[str, Any]:
+    """What ``generate_sequences`` takes, of a dataset's rows: prompts padded on the left."""
+    prompts, mask = pad_left(rows["prompt_tokens"], length)
+    batch = {
+        "prompts": prompts,
+        "prompt_mask": mask,
+        "columns": rows["columns"],
+        "step": step,
+    }
+    return batch if rows["prompt_text"] is None else batch | {"prompt_text": rows["prompt_text"]}

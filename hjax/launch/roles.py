@@ -1,0 +1,298 @@
+"""From a config to worker groups: models, layouts, losses and optimizers of every role."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+
+from hjax.algorithms import Algorithm
+from hjax.algorithms.losses import SupervisedLoss
+from hjax.controller import ResourcePool, WorkerGroup
+from hjax.data.tokenizer import Tokenizer
+from hjax.errors import ConfigError
+from hjax.launch.inputs import Inputs, load_tokenizer
+from hjax.launch.placement import HOST_POOL, Plan, layout_sizes, make_plan, make_pools
+from hjax.models.config import ModelConfig
+from hjax.models.transformer import Compute
+from hjax.models.weights import model_directory, read_config, read_eos_ids
+from hjax.rewards.function import RewardFunction
+from hjax.rollout.sampling import Sampling
+from hjax.sharding.layout import RoleLayouts, make_layouts
+from hjax.workers import (
+    Actor,
+    Critic,
+    FunctionReward,
+    ModelReward,
+    OptimizerConfig,
+    Reference,
+    WorkerContext,
+)
+
+# Which config section describes a role's model and optimizer, where it is not its own.
+SECTION = {"cost_critic": "critic"}
+TRAINED = ("actor", "critic", "cost_critic")
+PER_TOKEN = ("critic", "cost_critic", "reference")
+WORKERS = {"actor": Actor, "critic": Critic, "cost_critic": Critic, "reference": Reference}
+
+
+@dataclasses.dataclass
+class Roles:
+    """The worker groups of a run and where they stand.
+
+    Attributes:
+      groups: worker group by role.
+      pools: resource pool by role, and the host's.
+      plan: placement and allocation.
+      layouts: by role with devices.
+      models: shapes by role with a model.
+      copies_actor: roles that start from the actor's parameters.
+    """
+
+    groups: dict[str, WorkerGroup]
+    pools: dict[str, ResourcePool]
+    plan: Plan
+    layouts: dict[str, RoleLayouts]
+    models: dict[str, ModelConfig]
+    copies_actor: tuple[str, ...]
+
+    def close(self) -> None:
+        """Stop every pool's thread."""
+        for pool in {id(p): p for p in self.pools.values()}.values():
+            pool.close()
+
+
+def default_dtype(platform: str) -> Any:
+    """Compute dtype of ``model.dtype=auto``: bfloat16 on accelerators, float32 on a CPU."""
+    return jnp.float32 if platform == "cpu" else jnp.bfloat16
+
+
+def build_roles(config: ConfigDict, algorithm: type[Algorithm], inputs: Inputs) -> Roles:
+    """Check everything that can be checked, then make the worker groups.
+
+    Raises:
+      ConfigError: shapes, batches, layouts or paths that do not fit, by name.
+    """
+    devices = jax.devices()
+    limit = config.cluster.devices_per_process
+    if limit > len(devices):
+        raise ConfigError(
+            f"cluster.devices_per_process={limit}, but this process sees {len(devices)} devices"
+        )
+    devices = devices[: limit or None]
+    roles = algorithm.needed_roles(config.algorithm)
+    on_host = tuple(r for r in ("reward", "cost") if r in roles and not config[r].path)
+    for role in on_host:
+        if getattr(inputs, role) is None:
+            raise ConfigError(
+                f"nothing gives a {role}: set {role}.function=path.py:name or {role}.path"
+            )
+    with_devices = tuple(r for r in roles if r not in on_host)
+    plan = make_plan(config.placement, with_devices, len(devices))
+    pools = make_pools(plan, devices)
+    layouts = {
+        role: make_layouts(
+            pools[role].devices,
+            layout_sizes(plan, config.layout, role, "train"),
+            layout_sizes(plan, config.layout, role, "generate") if role == "actor" else None,
+            f"layout.{role}",
+        )
+        for role in with_devices
+    }
+    _check_batches(config, algorithm, layouts, inputs)
+    builder = _Builder(config, algorithm, inputs, layouts, default_dtype(devices[0].platform))
+    contexts = {role: builder.context(role) for role in roles}
+    groups = {}
+    for role, context in contexts.items():
+        worker, options = builder.worker(role)
+        pool = pools[role] if role in with_devices else pools[HOST_POOL]
+        groups[role] = WorkerGroup(pool, worker, context, role=role, **options)
+    models = {role: c.model for role, c in contexts.items() if c.model is not None}
+    for group in groups.values():
+        _ = group.worker  # a layout that does not fit its model is an error of the set-up
+    copies = tuple(
+        role for role in roles if role in (*PER_TOKEN,) and not config[SECTION.get(role, role)].path
+    )
+    return Roles(groups, pools, plan, layouts, models, copies)
+
+
+class _Builder:
+    """Makes each role's context and worker class."""
+
+    def __init__(
+        self,
+        config: ConfigDict,
+        algorithm: type[Algorithm],
+        inputs: Inputs,
+        layouts: dict[str, RoleLayouts],
+        auto_dtype: Any,
+    ):
+        self.config, self.algorithm, self.inputs = config, algorithm, inputs
+        self.layouts = layouts
+        self.losses = algorithm.losses(config.algorithm, config.rollout.max_response_length)
+        dtype = {"auto": auto_dtype, "float32": jnp.float32, "bfloat16": jnp.bfloat16}
+        self.compute = Compute(
+            dtype=dtype[config.model.dtype],
+            unroll_layers=config.model.unroll_layers,
+            remat=config.model.remat,
+        )
+        self.stop = stop_tokens(config, inputs)
+
+    def worker(self, role: str) -> tuple[Any, dict[str, Any]]:
+        """The class of a role's worker, and what it is built with beside its context."""
+        if role in self.algorithm.workers:
+            return self.algorithm.workers[role], {}
+        if role in ("reward", "cost"):
+            if self.config[role].path:
+                return ModelReward, {}
+            settings = self.config.reward
+            function = RewardFunction(
+                getattr(self.inputs, role), timeout_seconds=settings.timeout_seconds
+            )
+            return FunctionReward, {"function": function, "max_unscored": settings.max_unscored}
+        if role not in WORKERS:
+            raise ConfigError(
+                f"role {role!r} has no worker class: give it one in "
+                f"{self.algorithm.__name__}.workers"
+            )
+        return WORKERS[role], {}
+
+    def context(self, role: str) -> WorkerContext:
+        """What the role's worker is built from."""
+        config, section = self.config, self.config.get(SECTION.get(role, role))
+        path = section.get("path", "") if section is not None else ""
+        model, tokenizer = self._model(role, path)
+        trained = role in TRAINED
+        return WorkerContext(
+            role=role,
+            layouts=self.layouts.get(role),
+            seed=config.seed,
+            tokenizer=tokenizer,
+            model=model,
+            path=path,
+            compute=self.compute,
+            samples=config.rollout.samples if self.algorithm.generates else 1,
+            sampling=Sampling(
+                config.rollout.temperature, config.rollout.top_k, config.rollout.top_p
+            ),
+            stop=self.stop,
+            max_response_length=config.rollout.max_response_length,
+            loss=self.losses.get(role),
+            warm_start_loss=SupervisedLoss() if role == "actor" else None,
+            warm_start=self._warm_start() if role == "actor" else None,
+            optimizer=self._optimizer(section) if trained else None,
+            micro_batch=section.micro_batch if trained else 0,
+            retokenize=self._retokenizes(role, tokenizer),
+            options=config,
+        )
+
+    def _model(self, role: str, path: str) -> tuple[ModelConfig | None, Tokenizer | None]:
+        if role in self.algorithm.workers or role not in self.layouts:
+            return None, self.inputs.tokenizer
+        if not path:
+            return self.inputs.model, self.inputs.tokenizer
+        model, tokenizer = read_config(path), load_tokenizer(path)
+        ours = self.inputs.tokenizer
+        differs = ours is not None and tokenizer is not None and not ours.same_as(tokenizer)
+        if role in PER_TOKEN and (differs or model.vocab_size < self.inputs.model.vocab_size):
+            raise ConfigError(
+                f"{SECTION.get(role, role)}.path={path}: its tokenizer is not the actor's; a "
+                f"{role} answers for each of the actor's tokens and needs the same one"
+            )
+        if role == "cost_critic" or role not in ("reward", "cost"):
+            self._check_length(role, model)
+        return model, tokenizer or ours
+
+    def _check_length(self, role: str, model: ModelConfig) -> None:
+        needed = self.inputs.prompt_length + self.config.rollout.max_response_length
+        if model.max_length < needed:
+            raise ConfigError(
+                f"{role}.path: {model.max_length} positions are fewer than the {needed} of "
+                "prompt and response"
+            )
+
+    def _retokenizes(self, role: str, tokenizer: Tokenizer | None) -> bool:
+        ours = self.inputs.tokenizer
+        if role not in ("reward", "cost") or ours is None or tokenizer is None:
+            return False
+        return not ours.same_as(tokenizer)
+
+    def _optimizer(self, section: ConfigDict) -> OptimizerConfig:
+        config = self.config
+        rows = config.rollout.prompts * config.rollout.samples
+        minibatch = config.algorithm.get("minibatch", 0) or rows
+        per_step = config.algorithm.get("epochs", 1) * max(rows // minibatch, 1)
+        return OptimizerConfig(
+            learning_rate=section.learning_rate,
+            schedule=section.schedule,
+            warmup_updates=section.warmup_steps,
+            total_updates=config.steps * (per_step if self.algorithm.generates else 1),
+            weight_decay=section.weight_decay,
+            beta1=section.beta1,
+            beta2=section.beta2,
+            max_grad_norm=section.max_grad_norm,
+        )
+
+    def _warm_start(self) -> OptimizerConfig:
+        return OptimizerConfig(
+            learning_rate=self.config.warm_start.learning_rate,
+            warmup_updates=min(10, self.config.warm_start.steps),
+        )
+
+
+def stop_tokens(config: ConfigDict, inputs: Inputs) -> tuple[int, ...]:
+    """Ids that end a response: the tokenizer's end-of-sequence ids and ``rollout.stop``.
+
+    Raises:
+      ConfigError: a stop string that is not one token.
+    """
+    tokenizer = inputs.tokenizer
+    ends = tokenizer.eos_ids if tokenizer else ()
+    if tokenizer is None and config.actor.path:
+        ends = read_eos_ids(model_directory(config.actor.path))
+    stop = [i for i in ends if i < inputs.model.vocab_size]
+    for text in config.rollout.stop:
+        ids = tokenizer.encode(text, add_special=False) if tokenizer else []
+        if len(ids) != 1:
+            raise ConfigError(
+                f"rollout.stop: {text!r} is {len(ids)} tokens; this version stops at single tokens"
+            )
+        stop.append(ids[0])
+    return tuple(dict.fromkeys(stop))
+
+
+def _check_batches(
+    config: ConfigDict,
+    algorithm: type[Algorithm],
+    layouts: dict[str, RoleLayouts],
+    inputs: Inputs,
+) -> None:
+    """Batches must split evenly over each role's data-parallel parts."""
+    if not algorithm.generates:
+        _check_divides("warm_start.batch", config.warm_start.batch, layouts["actor"].train, "actor")
+        return
+    rows = config.rollout.prompts * config.rollout.samples
+    _check_divides("rollout.prompts", config.rollout.prompts, layouts["actor"].generate, "actor")
+    for role, layout in layouts.items():
+        _check_divides("rollout.prompts * rollout.samples", rows, layout.train, role)
+        if role in TRAINED and config.algorithm.get("minibatch", 0):
+            _check_divides("algorithm.minibatch", config.algorithm.minibatch, layout.train, role)
+        section = config.get(SECTION.get(role, role))
+        if role in TRAINED and section.micro_batch:
+            _check_divides(
+                f"{SECTION.get(role, role)}.micro_batch", section.micro_batch, layout.train, role
+            )
+    if config.warm_start.steps and not config.actor.path:
+        _check_divides("warm_start.batch", config.warm_start.batch, layouts["actor"].train, "actor")
+
+
+def _check_divides(name: str, value: int, layout: Any, role: str) -> None:
+    ways = layout.ways("batch")
+    if value % ways:
+        raise ConfigError(
+            f"{name}={value} does not divide over the {ways} data-parallel parts of {role} "
+            f"({layout.describe()}); use a multiple of {ways}, such as {-(-value // ways) * ways}"
+        )

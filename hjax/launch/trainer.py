@@ -1,0 +1,452 @@
+"""The trainer: builds a run from its config, takes steps, evaluates, saves and resumes."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from hjax.algorithms import get_algorithm
+from hjax.controller import Timeline, join
+from hjax.data.dataset import PromptSampler
+from hjax.errors import ConfigError, RunError
+from hjax.launch.compiles import CompileCounter
+from hjax.launch.config_check import check_config
+from hjax.launch.inputs import Demonstrations, load_inputs, prompt_batch
+from hjax.launch.roles import TRAINED, build_roles
+from hjax.launch.workdir import METRICS, SAMPLES, WARM_START, Workdir
+from hjax.models.checkpoint import Checkpointer
+from hjax.models.huggingface import write_config
+from hjax.models.weights import MODEL_DIRECTORY
+
+Metrics = dict[str, float]
+EVAL_SAMPLES = 8  # held-out prompts whose answers are kept for the report
+
+
+class Trainer:
+    """A run: the same object that the command builds.
+
+    Args:
+      config: what to do, see docs/config.md.
+      workdir: where the run is written and resumed from; None writes nothing.
+      display: shows progress; None shows nothing.
+
+    Attributes:
+      batch: the last step's batch, to look inside.
+      history: the metrics of the steps taken by this object.
+      stop_requested: set it to a signal number (or any true value) and ``run`` saves and returns
+        after the step in progress.
+
+    Raises:
+      ConfigError: anything wrong with the config or the files it names, before anything is
+        written.
+    """
+
+    def __init__(
+        self, config: ConfigDict, workdir: str | Path | None = None, display: Any = None
+    ):
+        self.config = check_config(config)
+        self.display = display
+        self.compiles = CompileCounter()
+        self.algorithm_class = get_algorithm(self.config.algorithm.name)
+        self.inputs = load_inputs(self.config)
+        self.roles = build_roles(self.config, self.algorithm_class, self.inputs)
+        self.timeline: Timeline = next(iter(self.roles.pools.values())).timeline
+        config = self.config
+        lengths = self.inputs.prompt_length, config.rollout.max_response_length
+        self.prompts = PromptSampler(len(self.inputs.train), config.rollout.prompts, config.seed)
+        self._demonstrations = None
+        self._warm_start_data = None
+        if self.inputs.demonstrations:
+            batch = config.warm_start.batch
+            pairs = self.inputs.demonstrations
+            self._demonstrations = Demonstrations(pairs, batch, *lengths, config.seed + 1)
+            self._warm_start_data = Demonstrations(pairs, batch, *lengths, config.seed + 2)
+        elif config.warm_start.steps and not config.actor.path:
+            raise ConfigError(
+                f"warm_start.steps={config.warm_start.steps} needs demonstrations; this data has "
+                "none: set it to 0, or give the data a `response` column"
+            )
+        self.algorithm = self.algorithm_class(
+            config.algorithm,
+            self.roles.groups,
+            seed=config.seed,
+            samples=config.rollout.samples if self.algorithm_class.generates else 1,
+            demonstrations=self._demonstrations,
+        )
+        self.step_number = 0
+        self.batch: dict[str, Any] = {}
+        self.history: list[Metrics] = []
+        self.stop_requested: int = 0
+        self._prepared = False
+        self.workdir: Workdir | None = None
+        self.checkpoints: Checkpointer | None = None
+        if workdir is not None:
+            self.workdir = Workdir(workdir, config.display.tensorboard)
+            self.workdir.open(self.config)
+
+    # The run
+
+    def run(self, steps: int | None = None) -> list[Metrics]:
+        """Take steps until ``config.steps`` (or so many more); returns their metrics.
+
+        A set ``stop_requested`` ends it early, after a checkpoint.
+        """
+        self.prepare()
+        last = self.config.steps if steps is None else self.step_number + steps
+        rows = []
+        while self.step_number < last and not self.stop_requested:
+            rows.append(self.step())
+        if self._prepared:
+            self.save()
+        return rows
+
+    def step(self) -> Metrics:
+        """Take one step; returns its metrics (the row of metrics.jsonl)."""
+        self.prepare()
+        if not self._prepared:
+            raise RunError("stopped before the first step")
+        step = self.step_number + 1
+        before = self.evaluate(step) if step == 1 and self.config.eval.every else {}
+        self.timeline.step = step
+        indices = self.prompts.next()
+        prompts = prompt_batch(self.inputs.train.rows(indices), self.inputs.prompt_length, step)
+        start = time.perf_counter()
+        try:
+            with self._phase("step"):
+                self.batch, metrics = self.algorithm.run_step(prompts, step)
+        except RunError:
+            self._keep_for_inspection(step)
+            raise
+        seconds = time.perf_counter() - start
+        metrics = {"step": step, **metrics, **self._machine_metrics(step, seconds)}
+        self.step_number = step
+        every = self.config.eval.every
+        if before:
+            metrics |= before
+        elif every and (step % every == 0 or step == self.config.steps):
+            metrics |= self.evaluate(step)
+        self._report(metrics)
+        return metrics
+
+    def evaluate(self, step: int | None = None) -> Metrics:
+        """Greedy answers to the held-out prompts: ``eval/reward`` and, with a verifier of right
+        and wrong, ``eval/accuracy``; empty without held-out prompts."""
+        self.prepare()
+        held_out, reward = self.inputs.held_out, self.roles.groups.get("reward")
+        if held_out is None:
+            return {}
+        with self._phase("evaluate"):
+            count = min(self.config.eval.prompts or len(held_out), len(held_out))
+            chunks = [
+                self._answer(range(start, min(start + self._eval_rows, count)))
+                for start in range(0, count, self._eval_rows)
+            ]
+        correct = [x for chunk in chunks for x in self._correct(chunk)]
+        metrics: Metrics = {}
+        if reward is not None:
+            scores = np.concatenate([chunk["rewards"] for chunk in chunks]).astype(np.float64)
+            scored = scores[~np.isnan(scores)]
+            metrics["eval/reward"] = float(scored.mean()) if scored.size else float("nan")
+        if correct:
+            metrics["eval/accuracy"] = float(np.mean(correct))
+        self._keep_samples(chunks[0], step or self.step_number, "eval", EVAL_SAMPLES)
+        return metrics
+
+    def save(self) -> None:
+        """Write a checkpoint of the last step, if a workdir is kept and it is not there yet."""
+        if self.checkpoints is None or self.checkpoints.latest() == self.step_number:
+            self._write_files()
+            return
+        with self._phase("checkpoint"):
+            futures = {
+                role: group.call(lambda worker: worker.state(), "state")
+                for role, group in self.roles.groups.items()
+                if hasattr(group.worker, "state")
+            }
+            states = {role: future.result() for role, future in futures.items()}
+            self.checkpoints.save(self.step_number, states, self._controller_state())
+        self._write_files()
+
+    def close(self) -> None:
+        """Finish writing and stop the pools' threads. The trainer cannot be used after."""
+        if self.checkpoints is not None:
+            self.checkpoints.close()
+            self.checkpoints = None
+        if self.workdir is not None:
+            self.workdir.close()
+        self.roles.close()
+
+    # Starting
+
+    def prepare(self) -> None:
+        """Load or create the weights, resume or warm-start; done by the first step otherwise."""
+        if self._prepared:
+            return
+        if self.workdir is not None:
+            self.checkpoints = Checkpointer(self.workdir.checkpoints, self.config.checkpoint.keep)
+            self._write_model_files()
+        latest = self.checkpoints.latest() if self.checkpoints is not None else None
+        if latest is not None:
+            with self._phase("restore"):
+                self._restore(latest)
+        else:
+            with self._phase("initialise"):
+                self._initialize()
+        self._prepared = not (self.stop_requested and latest is None)
+        if self.workdir is not None:
+            self._write_plan()
+
+    def _initialize(self) -> None:
+        if self.workdir is not None:
+            self.workdir.truncate(WARM_START, 0)
+            self.workdir.truncate_after(0)
+        groups = self.roles.groups
+        for role, group in groups.items():
+            if role not in self.roles.copies_actor and hasattr(group.worker, "initialize"):
+                group.call(lambda worker: worker.initialize(), "initialize").result()
+        if self.config.warm_start.steps and not self.config.actor.path:
+            if self.algorithm_class.generates:
+                self._warm_start()
+        actor = groups["actor"].call(lambda worker: worker.params, "params")
+        for role in self.roles.copies_actor:
+            groups[role].call(lambda w: w.copy_from(actor.result()), "copy_from").result()
+        saves = self.config.warm_start.steps and self.config.checkpoint.every
+        if saves and not self.stop_requested and self.algorithm_class.generates:
+            self._prepared = True
+            self.save()
+
+    def _warm_start(self) -> None:
+        assert self._warm_start_data is not None
+        actor, total = self.roles.groups["actor"], self.config.warm_start.steps
+        with self._phase("warm start"):
+            pending = []
+            for step in range(1, total + 1):
+                if self.stop_requested:
+                    return
+                pending.append((step, actor.update_warm_start(self._warm_start_data())))
+                if len(pending) > 8 or step == total:
+                    self._report_warm_start(pending, total)
+                    pending = []
+            actor.call(lambda worker: worker.finish_warm_start(), "finish_warm_start").result()
+
+    def _report_warm_start(self, pending: list[tuple[int, Any]], total: int) -> None:
+        rows = [
+            {"step": step, "loss": float(metrics["loss"]), "grad_norm": float(metrics["grad_norm"])}
+            for step, metrics in ((step, join(future)) for step, future in pending)
+        ]
+        if self.workdir is not None:
+            self.workdir.append(WARM_START, rows)
+        if self.display is not None:
+            self.display.warm_start(rows[-1]["step"], total, rows[-1]["loss"])
+
+    def _restore(self, step: int) -> None:
+        assert self.checkpoints is not None and self.workdir is not None
+        shapes = {
+            role: group.worker.abstract_state()
+            for role, group in self.roles.groups.items()
+            if hasattr(group.worker, "abstract_state")
+        }
+        states, controller = self.checkpoints.restore(step, shapes)
+        for role, state in states.items():
+            self.roles.groups[role].call(
+                lambda worker, state=state: worker.restore(state), "restore"
+            ).result()
+        self.algorithm.restore(controller["algorithm"])
+        self.prompts.restore(controller["prompts"])
+        if self._demonstrations is not None:
+            self._demonstrations.sampler.restore(controller["demonstrations"])
+        self.step_number = step
+        self.workdir.truncate_after(step)
+
+    def _controller_state(self) -> dict[str, Any]:
+        state = {
+            "step": self.step_number,
+            "algorithm": self.algorithm.state(),
+            "prompts": self.prompts.state(),
+        }
+        if self._demonstrations is not None:
+            state["demonstrations"] = self._demonstrations.sampler.state()
+        return state
+
+    # Evaluation
+
+    @property
+    def _eval_rows(self) -> int:
+        """Prompts answered at a time: as many as training's rows, evenly split."""
+        ways = self.roles.layouts["actor"].generate.ways("batch")
+        rows = self.config.rollout.prompts * self.config.rollout.samples
+        wanted = min(rows, self.config.eval.prompts or rows, len(self.inputs.held_out or ()))
+        return -(-wanted // ways) * ways
+
+    def _answer(self, indices: range) -> dict[str, Any]:
+        """The greedy batch of some held-out prompts, with rewards."""
+        assert self.inputs.held_out is not None
+        padded = [*indices, *[indices[-1]] * (self._eval_rows - len(indices))]
+        rows = self.inputs.held_out.rows(padded)
+        prompts = prompt_batch(rows, self.inputs.prompt_length, 0)
+        batch = join(self.roles.groups["actor"].generate_sequences(prompts, greedy=True))
+        batch = take_rows(batch, len(indices))
+        reward = self.roles.groups.get("reward")
+        return batch if reward is None else batch | join(reward.compute_reward(batch))
+
+    def _correct(self, batch: Mapping[str, Any]) -> list[bool]:
+        task = self.inputs.task
+        if task is None:
+            return []
+        found = task.correct(batch["prompt_text"], batch["response_text"], **batch["columns"])
+        return [] if found is None else list(found)
+
+    # Reporting
+
+    def _machine_metrics(self, step: int, seconds: float) -> Metrics:
+        phases = self.timeline.phase_seconds(step)
+        spent = self.roles.groups["actor"].call(lambda w: w.take_seconds(), "seconds").result()
+        names = self.compiles.take_names()
+        if step > 2 and names:
+            self._message(f"step {step} compiled {', '.join(sorted(set(names)))}")
+        metrics = {"time/step": seconds, "time/transition": spent["transition"]}
+        metrics |= {f"time/{phase}": taken for phase, taken in phases.items()}
+        if self.algorithm_class.generates and "response_mask" in self.batch:
+            tokens = int(self.batch["response_mask"].sum() + self.batch["prompt_mask"].sum())
+            metrics["throughput/tokens_per_second"] = tokens / seconds
+        metrics["memory/peak_bytes"] = peak_bytes()
+        metrics["compile/count"] = self.compiles.count
+        return metrics
+
+    def _report(self, metrics: Metrics) -> None:
+        step = self.step_number
+        self.history.append(metrics)
+        if self.workdir is not None:
+            self.workdir.append(METRICS, [metrics])
+        if self.display is not None:
+            self.display.step(metrics)
+        self._keep_samples(self.batch, step, "train", self.config.display.samples)
+        if self.algorithm.skipped_this_step:
+            self._keep_for_inspection(step)
+        every = self.config.checkpoint.every
+        if every and step % every == 0:
+            self.save()
+
+    def _keep_samples(self, batch: Mapping[str, Any], step: int, kind: str, count: int) -> None:
+        if "responses" not in batch or not self.algorithm_class.generates:
+            return
+        rows = [sample_row(batch, i, step, kind) for i in range(min(count, len(batch["responses"])))]
+        if self.workdir is not None:
+            self.workdir.append(SAMPLES, rows)
+        every = self.config.display.samples_every
+        if self.display is not None and (kind == "train" and (step == 1 or step % every == 0)):
+            self.display.samples(rows)
+
+    def _keep_for_inspection(self, step: int) -> None:
+        """The arrays of a step with a skipped update, as skipped/step-N.npz."""
+        if self.workdir is None or not self.batch:
+            return
+        directory = self.workdir.path / "skipped"
+        directory.mkdir(exist_ok=True)
+        arrays = {k: v for k, v in self.batch.items() if isinstance(v, np.ndarray)}
+        np.savez(directory / f"step-{step}.npz", **arrays)
+
+    def _write_model_files(self) -> None:
+        assert self.workdir is not None
+        directory = self.workdir.path / MODEL_DIRECTORY
+        write_config(directory, self.inputs.model, self.inputs.tokenizer)
+        if self.inputs.tokenizer is not None:
+            self.inputs.tokenizer.save(directory)
+
+    def _write_plan(self) -> None:
+        assert self.workdir is not None
+        self.workdir.write_json("plan.json", self.plan())
+
+    def plan(self) -> dict[str, Any]:
+        """Where the roles stand: ``placement``, ``allocation`` and ``parallelism``."""
+        plan = self.roles.plan
+        parallelism: dict[str, Any] = {}
+        for role, layouts in self.roles.layouts.items():
+            parallelism[role] = {"train": train_sizes(layouts.train.mesh.shape)}
+            if role == "actor":
+                parallelism[role]["generate"] = {
+                    "data": -1,
+                    "tensor": layouts.generate.mesh.shape["tensor"],
+                }
+        return {
+            "placement": [list(roles) for roles in plan.placement],
+            "allocation": list(plan.allocation),
+            "parallelism": parallelism,
+        }
+
+    def _write_files(self) -> None:
+        if self.workdir is not None:
+            self.workdir.write_json("timeline.json", self.timeline.chrome_trace())
+            if self.config.display.report:
+                from hjax.launch.report import write_report
+
+                write_report(self.workdir.path)
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        if self.display is None:
+            yield
+        else:
+            with self.display.phase(name):
+                yield
+
+    def _message(self, text: str) -> None:
+        if self.display is not None:
+            self.display.message(text)
+
+    def describe(self) -> dict[str, Any]:
+        """What ``--dry_run`` prints: batch arithmetic, placement, parameters, memory."""
+        from hjax.launch.dry_run import describe
+
+        return describe(self)
+
+
+def train_sizes(shape: Mapping[str, int]) -> dict[str, int]:
+    """Mesh axes of the train layout, the micro axes multiplied in."""
+    return {
+        "data": shape["data"],
+        "fsdp": shape["fsdp"],
+        "tensor": shape["tensor"] * shape["tensor_micro"],
+    }
+
+
+def take_rows(batch: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """The first rows of a batch, of arrays and lists alike."""
+    return {
+        key: take_rows(value, count) if isinstance(value, Mapping) else value[:count]
+        for key, value in batch.items()
+    }
+
+
+def sample_row(batch: Mapping[str, Any], row: int, step: int, kind: str) -> dict[str, Any]:
+    """A row of samples.jsonl; advantage is the mean over the response."""
+    mask = np.asarray(batch["response_mask"][row], bool)
+    sample: dict[str, Any] = {"step": step, "index": row, "kind": kind}
+    if "response_text" in batch:
+        sample |= {"prompt": batch["prompt_text"][row], "response": batch["response_text"][row]}
+    else:
+        prompt = np.asarray(batch["prompts"][row])[np.asarray(batch["prompt_mask"][row], bool)]
+        response = np.asarray(batch["responses"][row])[mask]
+        sample |= {"prompt": str(prompt.tolist()), "response": str(response.tolist())}
+    if "rewards" in batch:
+        sample["reward"] = float(batch["rewards"][row])
+    if "costs" in batch:
+        sample["cost"] = float(batch["costs"][row])
+    if "advantages" in batch and mask.any():
+        sample["advantage"] = float(np.asarray(batch["advantages"][row])[mask].mean())
+    sample["truncated"] = bool(batch["truncated"][row])
+    return sample
+
+
+def peak_bytes() -> int:
+    """Largest memory use so far of any local device; of the process where devices keep no count."""
+    peaks = [(d.memory_stats() or {}).get("peak_bytes_in_use", 0) for d in jax.local_devices()]
+    return max(peaks) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,250 @@
+"""Attention strategies: what each token may see, and where keys and values are kept.
+
+The decoder hands every layer's queries, keys and values to a strategy. Three cover training,
+prefill and decoding; all compute scores and softmax in float32.
+
+Shapes: queries ``[batch, length, heads, head_dim]``, keys and values
+``[batch, length, kv_heads, head_dim]``; ``heads = kv_heads * q_per_kv``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+MASKED = -1e30  # added to scores that must not be seen; finite, so that empty rows stay finite
+
+KeyValue = tuple[jax.Array, jax.Array]
+
+
+class Attention(Protocol):
+    """One way to attend; called once per layer inside the decoder."""
+
+    def __call__(
+        self, layer: int | jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, cache: Any
+    ) -> tuple[jax.Array, Any, KeyValue | None]:
+        """Returns the output ``[batch, length, heads, head_dim]``, the cache, and what to keep."""
+
+
+def _split_heads(q: jax.Array, kv_heads: int) -> jax.Array:
+    """[batch, length, heads, dim] -> [batch, kv_heads, q_per_kv, length, dim]."""
+    batch, length, heads, dim = q.shape
+    return q.reshape(batch, length, kv_heads, heads // kv_heads, dim).transpose(0, 2, 3, 1, 4)
+
+
+def _merge_heads(out: jax.Array) -> jax.Array:
+    """[batch, kv_heads, q_per_kv, length, dim] -> [batch, length, heads, dim]."""
+    batch, kv_heads, groups, length, dim = out.shape
+    return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, kv_heads * groups, dim)
+
+
+def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
+    """q [b, k, g, t, d], k [b, k, s, d] -> float32 [b, k, g, t, s], scaled."""
+    scale = q.shape[-1] ** -0.5
+    return jnp.einsum("bkgtd,bksd->bkgts", q * scale, k, preferred_element_type=jnp.float32)
+
+
+def _values(weights: jax.Array, v: jax.Array) -> jax.Array:
+    return jnp.einsum("bkgts,bksd->bkgtd", weights.astype(v.dtype), v)
+
+
+@dataclasses.dataclass(frozen=True)
+class Causal:
+    """Every token sees itself and the real tokens before it.
+
+    Attributes:
+      mask: bool [batch, length], False at padding.
+      keep: return each layer's keys and values, [batch, kv_heads, length, head_dim] (prefill).
+    """
+
+    mask: jax.Array
+    keep: bool = False
+
+    def __call__(
+        self, layer: int | jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, cache: Any
+    ) -> tuple[jax.Array, Any, KeyValue | None]:
+        k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+        out = _causal(_split_heads(q, k.shape[1]), k, v, self.mask)
+        return _merge_heads(out), cache, (k, v) if self.keep else None
+
+
+def _causal(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+    length = q.shape[3]
+    visible = jnp.tril(jnp.ones((length, length), bool)) & mask[:, None, :]
+    scores = jnp.where(visible[:, None, None], _scores(q, k), MASKED)
+    return _values(jax.nn.softmax(scores, axis=-1), v)
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedPrompt:
+    """Rows of one prompt followed by its samples: ``[prompt | response 0 | response 1 | ...]``.
+
+    Each response sees the prompt and its own past, so the prompt's forward and backward run once
+    per group instead of once per sample.
+
+    Attributes:
+      prompt_mask: bool [groups, prompt_length].
+      samples: responses per row, all of one (padded) length. Padding stands on the right of a
+        response, so causality alone hides it.
+    """
+
+    prompt_mask: jax.Array
+    samples: int
+
+    def __call__(
+        self, layer: int | jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, cache: Any
+    ) -> tuple[jax.Array, Any, KeyValue | None]:
+        prompt = self.prompt_mask.shape[1]
+        groups, total, heads, dim = q.shape
+        kv_heads = k.shape[2]
+        length = (total - prompt) // self.samples
+        qp, qr = q[:, :prompt], q[:, prompt:]
+        kp, kr = (k[:, :prompt].transpose(0, 2, 1, 3), k[:, prompt:])
+        vp, vr = (v[:, :prompt].transpose(0, 2, 1, 3), v[:, prompt:])
+        out_prompt = _causal(_split_heads(qp, kv_heads), kp, vp, self.prompt_mask)
+
+        def rows(x: jax.Array) -> jax.Array:
+            x = x.reshape(groups * self.samples, length, kv_heads, dim)
+            return x.transpose(0, 2, 1, 3)
+
+        qr = _split_heads(qr.reshape(groups * self.samples, length, heads, dim), kv_heads)
+        causal = jnp.tril(jnp.ones((length, length), bool))
+        out = _shared(qr, kp, vp, rows(kr), rows(vr), self.prompt_mask, causal)
+        out = _merge_heads(out).reshape(groups, self.samples * length, heads, dim)
+        return jnp.concatenate([_merge_heads(out_prompt), out], axis=1), cache, None
+
+
+def _shared(
+    q: jax.Array,
+    prompt_k: jax.Array,
+    prompt_v: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    prompt_mask: jax.Array,
+    visible: jax.Array,
+) -> jax.Array:
+    """Attend to one copy of the prompt per group and to each row's own tokens.
+
+    q [rows, kv, g, t, d]; prompt k, v [groups, kv, p, d]; k, v [rows, kv, s, d]; prompt_mask
+    [groups, p]; visible [t, s]. Rows are groups x samples. One softmax over both parts.
+    """
+    rows, kv_heads, per_kv, length, dim = q.shape
+    groups, _, prompt, _ = prompt_k.shape
+    samples = rows // groups
+    # All samples' queries of a group meet the prompt's keys in one product.
+    together = q.reshape(groups, samples, kv_heads, per_kv, length, dim)
+    together = together.transpose(0, 2, 1, 3, 4, 5).reshape(
+        groups, kv_heads, 1, samples * per_kv * length, dim
+    )
+    past = jnp.where(prompt_mask[:, None, None, None, :], _scores(together, prompt_k), MASKED)
+    past = past.reshape(groups, kv_heads, samples, per_kv, length, prompt)
+    past = past.transpose(0, 2, 1, 3, 4, 5).reshape(rows, kv_heads, per_kv, length, prompt)
+    own = jnp.where(visible, _scores(q, k), MASKED)
+    weights = jax.nn.softmax(jnp.concatenate([past, own], axis=-1), axis=-1)
+    past, own = weights[..., :prompt], weights[..., prompt:]
+    past = past.reshape(groups, samples, kv_heads, per_kv, length, prompt)
+    past = past.transpose(0, 2, 1, 3, 4, 5).reshape(
+        groups, kv_heads, 1, samples * per_kv * length, prompt
+    )
+    from_prompt = _values(past, prompt_v).reshape(groups, kv_heads, samples, per_kv, length, dim)
+    from_prompt = from_prompt.transpose(0, 2, 1, 3, 4, 5).reshape(q.shape)
+    return from_prompt + _values(own, v)
+
+
+@dataclasses.dataclass(frozen=True)
+class Decode:
+    """One new token per row against the shared prompt cache and each row's own cache.
+
+    Attributes:
+      prompt_mask: bool [groups, prompt_length].
+      position: int32 [], the index in the response that this token takes; the cache
+        (``KVCache``) is written there and read up to there.
+    """
+
+    prompt_mask: jax.Array
+    position: jax.Array
+
+    def __call__(
+        self, layer: int | jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, cache: KVCache
+    ) -> tuple[jax.Array, KVCache, KeyValue | None]:
+        k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+        cache = cache.write(layer, k, v, self.position)
+        prompt_k, prompt_v, own_k, own_v = cache.read(layer)
+        visible = jnp.arange(own_k.shape[2]) <= self.position
+        q = _split_heads(q, k.shape[1])
+        out = _shared(q, prompt_k, prompt_v, own_k, own_v, self.prompt_mask, visible[None])
+        return _merge_heads(out), cache, None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+    """Keys and values of every layer: the prompt's once per group, the responses' per row.
+
+    Each field is one array with a leading layer dimension (scanned layers), or a tuple with one
+    array per layer (unrolled layers), of shape [groups or rows, kv_heads, length, head_dim].
+    """
+
+    prompt_k: Any
+    prompt_v: Any
+    k: Any
+    v: Any
+
+    def read(self, layer: int | jax.Array) -> tuple[jax.Array, ...]:
+        """Prompt keys and values and own keys and values of one layer."""
+        parts = (self.prompt_k, self.prompt_v, self.k, self.v)
+        if isinstance(self.k, tuple):
+            return tuple(part[layer] for part in parts)
+        return tuple(
+            jax.lax.dynamic_index_in_dim(part, layer, keepdims=False) for part in parts
+        )
+
+    def write(
+        self, layer: int | jax.Array, k: jax.Array, v: jax.Array, position: jax.Array
+    ) -> KVCache:
+        """The cache with ``k`` and ``v`` [rows, kv_heads, 1, head_dim] at ``position``."""
+        if isinstance(self.k, tuple):
+            start = (0, 0, position, 0)
+            return dataclasses.replace(
+                self,
+                k=_replace(self.k, layer, jax.lax.dynamic_update_slice(self.k[layer], k, start)),
+                v=_replace(self.v, layer, jax.lax.dynamic_update_slice(self.v[layer], v, start)),
+            )
+        at = (layer, 0, 0, position, 0)
+        return dataclasses.replace(
+            self,
+            k=jax.lax.dynamic_update_slice(self.k, k[None], at),
+            v=jax.lax.dynamic_update_slice(self.v, v[None], at),
+        )
+
+    @classmethod
+    def create(cls, prompt: Any, rows: int, length: int) -> KVCache:
+        """An empty response cache of ``length`` beside the prompt's kept keys and values.
+
+        Args:
+          prompt: (k, v) with a leading layer dimension, or a tuple of (k, v) per layer.
+        """
+
+        def empty(x: jax.Array) -> jax.Array:
+            *lead, _, kv_heads, _, dim = x.shape
+            return jnp.zeros((*lead, rows, kv_heads, length, dim), x.dtype)
+
+        if len(prompt) and isinstance(prompt[0], tuple):
+            prompt_k = tuple(k for k, _ in prompt)
+            prompt_v = tuple(v for _, v in prompt)
+        else:
+            prompt_k, prompt_v = prompt
+        return cls(
+            prompt_k,
+            prompt_v,
+            jax.tree.map(empty, prompt_k),
+            jax.tree.map(empty, prompt_v),
+        )
+
+
+def _replace(items: tuple, index: int | jax.Array, value: jax.Array) -> tuple:
+    assert isinstance(index, int)
+    return (*items[:index], value, *items[index + 1 :])

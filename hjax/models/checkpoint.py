@@ -1,0 +1,138 @@
+"""Checkpoints with orbax: one item per role and kind, written in the background.
+
+``checkpoints/<step>/`` holds ``<role>.params`` and ``<role>.optimizer`` (trees of arrays) and
+``controller`` (JSON: everything else that decides the next step).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hjax.errors import DataError, RunError
+
+CONTROLLER = "controller"
+
+
+class Checkpointer:
+    """Saves and restores the state of a run.
+
+    Args:
+      directory: ``checkpoints/`` of a workdir.
+      keep: newest checkpoints that stay.
+    """
+
+    def __init__(self, directory: Path, keep: int = 2):
+        import orbax.checkpoint as ocp
+
+        logging.getLogger("absl").setLevel(logging.ERROR)  # orbax reports every file it writes
+        self._ocp = ocp
+        self.directory = Path(directory).absolute()
+        self._manager = ocp.CheckpointManager(
+            self.directory,
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=keep, enable_async_checkpointing=True, create=True
+            ),
+        )
+        self._copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
+
+    def latest(self) -> int | None:
+        """Step of the newest complete checkpoint, or None."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, states: Mapping[str, Any], controller: Mapping[str, Any]) -> None:
+        """Save in the background; returns when the arrays may change again.
+
+        Args:
+          step: above the latest saved one.
+          states: by role, trees of arrays by kind (``params``, ``optimizer``).
+          controller: plain JSON.
+
+        Raises:
+          RunError: the step is not above the latest, which orbax would skip in silence.
+        """
+        latest = self.latest()
+        if latest is not None and step <= latest:
+            raise RunError(f"checkpoint {step} is not after the latest one, {latest}")
+        args = self._ocp.args
+        items: dict[str, Any] = {CONTROLLER: args.JsonSave(dict(controller))}
+        for role, state in states.items():
+            for kind, tree in state.items():
+                # The next update donates these buffers while the writer may still read them.
+                items[f"{role}.{kind}"] = args.StandardSave(self._copy(tree))
+        self._manager.save(step, args=args.Composite(**items))
+
+    def restore(self, step: int, states: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+        """Read a checkpoint.
+
+        Args:
+          step: which one.
+          states: by role and kind, trees of jax.ShapeDtypeStruct with shardings.
+
+        Returns:
+          the states in those shardings, and the controller's JSON.
+
+        Raises:
+          DataError: the checkpoint is damaged or does not fit the run.
+        """
+        args = self._ocp.args
+        items: dict[str, Any] = {CONTROLLER: args.JsonRestore()}
+        for role, state in states.items():
+            for kind, tree in state.items():
+                items[f"{role}.{kind}"] = args.StandardRestore(tree)
+        try:
+            restored = self._manager.restore(step, args=args.Composite(**items))
+        except Exception as error:  # orbax and tensorstore raise many kinds for damaged files
+            raise damaged(self.directory / str(step), error) from error
+        return (
+            {
+                role: {kind: restored[f"{role}.{kind}"] for kind in state}
+                for role, state in states.items()
+            },
+            restored[CONTROLLER],
+        )
+
+    def wait(self) -> None:
+        """Until everything saved is on disk."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Finish writing and stop."""
+        self._manager.close()
+
+
+def restore_params(directory: Path, role: str) -> Any:
+    """A role's parameters of the newest checkpoint, as numpy arrays.
+
+    Raises:
+      DataError: no complete checkpoint there, or a damaged one.
+    """
+    import orbax.checkpoint as ocp
+
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    directory = Path(directory).absolute()
+    steps = sorted(int(p.name) for p in directory.iterdir() if p.name.isdigit())
+    if not steps:
+        raise DataError(f"{directory}: no complete checkpoint; train a step first")
+    path = directory / str(steps[-1]) / f"{role}.params"
+    try:
+        with ocp.StandardCheckpointer() as reader:
+            tree = reader.metadata(path).item_metadata.tree
+            shapes = jax.tree.map(lambda m: jax.ShapeDtypeStruct(m.shape, m.dtype), tree)
+            return jax.tree.map(lambda x: jax.device_get(x), reader.restore(path, shapes))
+    except Exception as error:
+        raise damaged(path, error) from error
+
+
+def damaged(path: Path, error: Exception) -> DataError:
+    """The one line for a checkpoint that cannot be read."""
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    return DataError(
+        f"{path}: this checkpoint cannot be read ({type(error).__name__}: {reason}); delete that "
+        "directory to go on from the one before it, or use a new --workdir"
+    )

@@ -1,0 +1,114 @@
+"""Forward passes over prompts and responses, shared by every worker that scores them.
+
+Rows are [prompt | response] with the prompt padded on the left and the response on the right; the
+rows of one prompt are consecutive, so its forward runs once for all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hjax.models.attention import Causal, SharedPrompt
+from hjax.models.transformer import Compute
+
+LOGIT_CHUNK_BYTES = 256 * 2**20
+
+
+def positions_of(mask: jax.Array) -> jax.Array:
+    """int32 [batch, length]: each real token's index in its sequence; padding gets 0."""
+    return jnp.maximum(jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1, 0)
+
+
+def response_states(
+    decoder: Any, batch: dict[str, jax.Array], samples: int, compute: Compute
+) -> jax.Array:
+    """Hidden states from which each response token is predicted.
+
+    Args:
+      decoder: a ``Decoder``.
+      batch: ``prompts``, ``prompt_mask`` [rows, prompt_length]; ``responses`` [rows, length].
+      samples: consecutive rows that share a prompt; divides the rows.
+
+    Returns:
+      [rows, length, embed]: entry t saw the prompt and the response's first t tokens.
+    """
+    responses = batch["responses"]
+    rows, length = responses.shape
+    groups = rows // samples
+
+    def first(x: jax.Array) -> jax.Array:
+        return x.reshape(groups, samples, x.shape[-1])[:, 0]
+
+    prompts, mask = first(batch["prompts"]), first(batch["prompt_mask"])
+    prompt = prompts.shape[1]
+    tokens = jnp.concatenate([prompts, responses.reshape(groups, samples * length)], axis=1)
+    after = jnp.sum(mask, axis=-1, dtype=jnp.int32)[:, None] + jnp.arange(length, dtype=jnp.int32)
+    positions = jnp.concatenate([positions_of(mask), jnp.tile(after, (1, samples))], axis=1)
+    hidden, _, _ = decoder(tokens, positions, SharedPrompt(mask, samples), compute=compute)
+    width = hidden.shape[-1]
+    last = jnp.broadcast_to(hidden[:, None, prompt - 1 : prompt], (groups, samples, 1, width))
+    own = hidden[:, prompt:].reshape(groups, samples, length, width)
+    return jnp.concatenate([last, own[:, :, :-1]], axis=2).reshape(rows, length, width)
+
+
+def sequence_states(
+    decoder: Any, tokens: jax.Array, mask: jax.Array, compute: Compute
+) -> jax.Array:
+    """Hidden states [batch, length, embed] of whole sequences, int tokens and bool mask alike."""
+    hidden, _, _ = decoder(tokens, positions_of(mask), Causal(mask), compute=compute)
+    return hidden
+
+
+def token_log_probs(
+    decoder: Any,
+    hidden: jax.Array,
+    tokens: jax.Array,
+    temperature: float = 1.0,
+    with_entropy: bool = True,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Log-probs of tokens, and the entropy of the distribution each was drawn from.
+
+    Where the logits of all tokens together would be large, they are made a chunk at a time, and
+    again in the backward pass.
+
+    Args:
+      hidden: [rows, length, embed], from which token t is predicted.
+      tokens: int [rows, length].
+      temperature: logits are divided by it.
+
+    Returns:
+      float32 [rows, length] natural logs, and float32 [rows, length] nats or None.
+    """
+
+    def score(hidden: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        logits = decoder.logits(hidden)
+        if temperature != 1:
+            logits = logits / temperature
+        total = jax.nn.logsumexp(logits, axis=-1)
+        picked = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+        if not with_entropy:
+            return picked - total, None
+        mean = jnp.sum(jnp.exp(logits - total[..., None]) * logits, axis=-1)
+        return picked - total, total - mean
+
+    rows, length = tokens.shape
+    vocab = decoder.config.vocab_size
+    chunks = math.ceil(rows * length * vocab * 4 / LOGIT_CHUNK_BYTES)
+    chunks = next((c for c in range(chunks, length + 1) if length % c == 0), length)
+    if chunks <= 1:
+        return score(hidden, tokens)
+
+    def split(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x.reshape(rows, chunks, length // chunks, *x.shape[2:]), 1, 0)
+
+    def whole(x: jax.Array | None) -> jax.Array | None:
+        return None if x is None else jnp.moveaxis(x, 0, 1).reshape(rows, length)
+
+    logprobs, entropy = jax.lax.map(
+        lambda part: jax.checkpoint(score)(*part), (split(hidden), split(tokens))
+    )
+    return jnp.moveaxis(logprobs, 0, 1).reshape(rows, length), whole(entropy)

@@ -1,0 +1,251 @@
+"""The decoder: one flax.nnx module for training, prefill and cached decoding.
+
+Llama's architecture (Touvron et al. 2023): RMSNorm, rotary positions (half-split, as in
+transformers), grouped-query attention, gated SiLU MLP. Every parameter carries its logical axes
+as metadata, so a layout shards it without model-specific code. Layers are stacked on a leading
+``layers`` dimension and scanned; unrolled on request.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from hjax.models.attention import Attention
+from hjax.models.config import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Compute:
+    """How a forward runs; none of it changes the parameters.
+
+    Attributes:
+      dtype: of activations and matrix products; norms, softmax and logits are float32.
+      unroll_layers: a Python loop instead of a scan: faster for shallow models on a CPU, but
+        compile time grows with depth.
+      remat: recompute each layer in the backward pass instead of keeping its activations.
+    """
+
+    dtype: Any = jnp.float32
+    unroll_layers: bool = False
+    remat: bool = False
+
+
+def parameter(
+    key: jax.Array, shape: tuple[int, ...], logical_axes: tuple[str, ...], scale: float
+) -> nnx.Param:
+    """A float32 parameter drawn from a truncated normal with standard deviation ``scale``."""
+    value = scale * jax.random.truncated_normal(key, -2.0, 2.0, shape, jnp.float32)
+    return nnx.Param(value, logical_axes=logical_axes)
+
+
+def ones(shape: tuple[int, ...], logical_axes: tuple[str, ...]) -> nnx.Param:
+    """A float32 parameter of ones (norm weights)."""
+    return nnx.Param(jnp.ones(shape, jnp.float32), logical_axes=logical_axes)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
+    """RMSNorm in float32, returned in the dtype of ``x``."""
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
+    return (wide * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+def rope_frequencies(config: ModelConfig) -> jax.Array:
+    """Inverse wavelengths, float32 [head_dim / 2], with Llama 3's scaling where set."""
+    exponent = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
+    frequencies = 1.0 / config.rope_theta**exponent
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies
+    turns = scaling.original_max_length * frequencies / (2 * jnp.pi)
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    smooth = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+    return frequencies * (smooth + (1 - smooth) / scaling.factor)
+
+
+def rotary_tables(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """cos and sin, float32 [batch, length, 1, head_dim / 2], of int positions [batch, length]."""
+    angles = positions[..., None, None].astype(jnp.float32) * rope_frequencies(config)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotary embedding of [batch, length, heads, head_dim], halves rotated against each other."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+class Block(nnx.Module):
+    """All layers' parameters, stacked on a leading ``layers`` dimension."""
+
+    def __init__(self, config: ModelConfig, key: jax.Array):
+        n, d, h, k, e = (
+            config.layers,
+            config.hidden_size,
+            config.heads,
+            config.kv_heads,
+            config.head_dim,
+        )
+        keys = jax.random.split(key, 5)
+        into, out = d**-0.5, (2 * n) ** -0.5
+        self.epsilon = config.norm_epsilon
+        self.attention_norm = ones((n, d), ("layers", "embed"))
+        self.q = parameter(keys[0], (n, d, h, e), ("layers", "embed", "heads", "head_dim"), into)
+        # Keys and values in one array: one product, split along a dimension no mesh axis splits.
+        self.kv = parameter(
+            keys[1],
+            (n, d, 2, k, e),
+            ("layers", "embed", "pair", "kv_heads", "head_dim"),
+            into,
+        )
+        self.o = parameter(
+            keys[2],
+            (n, h, e, d),
+            ("layers", "heads", "head_dim", "embed"),
+            (h * e) ** -0.5 * out,
+        )
+        self.mlp_norm = ones((n, d), ("layers", "embed"))
+        self.gate_up = parameter(
+            keys[3], (n, d, 2, config.mlp_size), ("layers", "embed", "pair", "mlp"), into
+        )
+        self.down = parameter(
+            keys[4],
+            (n, config.mlp_size, d),
+            ("layers", "mlp", "embed"),
+            config.mlp_size**-0.5 * out,
+        )
+
+    def __call__(
+        self,
+        layer: int | jax.Array,
+        x: jax.Array,
+        cos: jax.Array,
+        sin: jax.Array,
+        attention: Attention,
+        cache: Any,
+    ) -> tuple[jax.Array, Any, Any]:
+        """One layer (of a block whose parameters were sliced to it): x [batch, length, embed]."""
+        dtype = x.dtype
+        h = rms_norm(x, self.attention_norm[...], self.epsilon)
+        q = jnp.einsum("btd,dhe->bthe", h, self.q[...].astype(dtype))
+        kv = jnp.einsum("btd,dcke->btcke", h, self.kv[...].astype(dtype))
+        k, v = kv[:, :, 0], kv[:, :, 1]
+        out, cache, kept = attention(layer, rotate(q, cos, sin), rotate(k, cos, sin), v, cache)
+        x = x + jnp.einsum("bthe,hed->btd", out, self.o[...].astype(dtype))
+        h = rms_norm(x, self.mlp_norm[...], self.epsilon)
+        gate_up = jnp.einsum("btd,dcm->btcm", h, self.gate_up[...].astype(dtype))
+        h = jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]
+        return x + jnp.einsum("btm,md->btd", h, self.down[...].astype(dtype)), cache, kept
+
+
+class Decoder(nnx.Module):
+    """A causal language model.
+
+    Args:
+      config: its shapes.
+      key: PRNG key of the initial parameters.
+    """
+
+    def __init__(self, config: ModelConfig, key: jax.Array):
+        self.config = config
+        keys = jax.random.split(key, 3)
+        shape, axes = (config.vocab_size, config.hidden_size), ("vocab", "embed")
+        self.embedding = parameter(keys[0], shape, axes, 0.02)
+        self.layers = Block(config, keys[1])
+        self.final_norm = ones((config.hidden_size,), ("embed",))
+        if not config.tie_embeddings:
+            self.unembedding = parameter(keys[2], shape, axes, config.hidden_size**-0.5)
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        attention: Attention,
+        cache: Any = None,
+        compute: Compute = Compute(),
+    ) -> tuple[jax.Array, Any, Any]:
+        """Run the decoder.
+
+        Args:
+          tokens: int [batch, length].
+          positions: int [batch, length], of each token in its own sequence.
+          attention: the strategy that says what each token sees.
+          cache: handed to the strategy.
+
+        Returns:
+          hidden states [batch, length, embed] after the final norm, the cache, and what the
+          strategy kept of each layer (stacked, or a tuple when unrolled).
+        """
+        x = self.embedding[...].astype(compute.dtype)[tokens]
+        cos, sin = rotary_tables(self.config, positions)
+        graph, stacked = nnx.split(self.layers)
+
+        def run(layer: Any, parameters: Any, x: jax.Array, cache: Any) -> tuple:
+            return nnx.merge(graph, parameters)(layer, x, cos, sin, attention, cache)
+
+        if compute.remat:
+            run = jax.checkpoint(run, static_argnums=(0,) if compute.unroll_layers else ())
+        if compute.unroll_layers:
+            kept = []
+            for layer, parameters in enumerate(_unstack(stacked, self.config.layers)):
+                x, cache, keep = run(layer, parameters, x, cache)
+                kept.append(keep)
+            kept = tuple(kept)
+        else:
+
+            def step(carry: tuple, item: tuple) -> tuple:
+                x, cache, keep = run(item[0], item[1], *carry)
+                return (x, cache), keep
+
+            indices = jnp.arange(self.config.layers)
+            (x, cache), kept = jax.lax.scan(step, (x, cache), (indices, stacked))
+        return rms_norm(x, self.final_norm[...], self.config.norm_epsilon), cache, kept
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """float32 [..., vocab] of hidden states [..., embed]."""
+        table = self.embedding if self.config.tie_embeddings else self.unembedding
+        return jnp.einsum(
+            "...d,vd->...v",
+            hidden,
+            table[...].astype(hidden.dtype),
+            preferred_element_type=jnp.float32,
+        )
+
+
+def _unstack(stacked: Any, layers: int) -> list[Any]:
+    """One tree per layer. Splitting at once keeps the backward pass a single concatenation."""
+    leaves, structure = jax.tree.flatten(stacked)
+    parts = [[x[0] for x in jax.lax.split(leaf, [1] * layers)] for leaf in leaves]
+    return [jax.tree.unflatten(structure, [part[i] for part in parts]) for i in range(layers)]
+
+
+class ScalarDecoder(nnx.Module):
+    """A decoder with one number per token: a value head, or a reward or cost head."""
+
+    def __init__(self, config: ModelConfig, key: jax.Array):
+        self.config = config
+        self.decoder = Decoder(config, key)
+        # Zero: a new critic predicts 0 everywhere, so the first advantages are the rewards.
+        self.head = nnx.Param(jnp.zeros((config.hidden_size,)), logical_axes=("embed",))
+        self.bias = nnx.Param(jnp.zeros(()), logical_axes=())
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        attention: Attention,
+        compute: Compute = Compute(),
+    ) -> jax.Array:
+        """float32 [batch, length] scores; arguments as of ``Decoder``."""
+        hidden, _, _ = self.decoder(tokens, positions, attention, compute=compute)
+        return self.score(hidden)
+
+    def score(self, hidden: jax.Array) -> jax.Array:
+        """float32 [...] of hidden states [..., embed]."""
+        return hidden.astype(jnp.float32) @ self.head[...] + self.bias[...]

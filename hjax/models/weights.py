@@ -1,0 +1,102 @@
+"""Where weights come from: a Hugging Face directory, or an hjax workdir."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+
+from hjax.errors import ConfigError
+from hjax.models import huggingface
+from hjax.models.config import ModelConfig
+from hjax.models.parameters import Params
+
+MODEL_DIRECTORY = "model"  # in a workdir: config.json and tokenizer of its actor
+
+
+def is_workdir(path: str | os.PathLike) -> bool:
+    """Whether ``path`` is a workdir with an actor's checkpoint to read."""
+    path = Path(path)
+    return (path / MODEL_DIRECTORY / "config.json").is_file() and (path / "checkpoints").is_dir()
+
+
+def model_directory(path: str | os.PathLike) -> Path:
+    """The directory that holds config.json and the tokenizer of a model path or name.
+
+    Raises:
+      ConfigError: nothing there, or a name that can be neither found nor downloaded.
+    """
+    directory = Path(path).expanduser()
+    if not directory.is_dir():
+        if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
+            raise ConfigError(
+                f"no model directory {str(path)!r}; give a Hugging Face directory with "
+                "config.json and *.safetensors, a name as owner/name, or an hjax workdir"
+            )
+        return _download(str(path))
+    return directory / MODEL_DIRECTORY if is_workdir(directory) else directory
+
+
+@functools.lru_cache
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        wanted = ["*.json", "*.safetensors", "*.jinja"]
+        return Path(snapshot_download(name, allow_patterns=wanted))
+    except Exception as error:  # the hub's client raises many kinds when it cannot be reached
+        reason = (str(error).strip().splitlines() or [""])[0][:160]
+        raise ConfigError(
+            f"{name!r} is no directory, and as a Hugging Face name it could not be had "
+            f"({type(error).__name__}: {reason}); give a local directory"
+        ) from error
+
+
+def read_eos_ids(directory: Path) -> list[int]:
+    """End-of-sequence ids in generation_config.json or config.json; empty without any."""
+    for name in ("generation_config.json", "config.json"):
+        if (directory / name).is_file():
+            ids = json.loads((directory / name).read_text()).get("eos_token_id")
+            if ids is not None:
+                return list(ids) if isinstance(ids, list) else [ids]
+    return []
+
+
+def read_config(path: str | os.PathLike) -> ModelConfig:
+    """Shapes of the model at a path."""
+    return huggingface.read_config(model_directory(path))
+
+
+def load_decoder(path: str | os.PathLike) -> tuple[ModelConfig, Params]:
+    """Shapes and float32 numpy parameters of the language model at a path.
+
+    Raises:
+      ConfigError: missing or unfit files, by name.
+    """
+    directory = model_directory(path)
+    if not is_workdir(path):
+        return huggingface.load_weights(directory)
+    from hjax.models.checkpoint import restore_params
+
+    return huggingface.read_config(directory), restore_params(Path(path) / "checkpoints", "actor")
+
+
+def load_scalar(path: str | os.PathLike) -> tuple[ModelConfig, Params]:
+    """Shapes and parameters of a model with a scalar head.
+
+    The head is ``score.weight`` of transformers' LlamaForSequenceClassification; a directory
+    without one (a language model) gets a head of zeros, as a new critic wants it.
+    """
+    config, params = load_decoder(path)
+    head = None
+    if not is_workdir(path):
+        head = huggingface.read_head(model_directory(path), config.hidden_size)
+    return config, {
+        "decoder": params,
+        "head": np.zeros(config.hidden_size, np.float32) if head is None else head,
+        "bias": np.zeros((), np.float32),
+    }

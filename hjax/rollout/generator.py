@@ -1,0 +1,216 @@
+"""Generation: the prompt prefilled once per group, then a compiled decode loop.
+
+The interface is what a continuous-batching engine needs too: prompts, how many samples of each,
+and the number by which each sequence draws its randomness; a sequence's tokens do not depend on
+the batch it is in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hjax.models.attention import Causal, Decode, KVCache
+from hjax.models.forward import positions_of
+from hjax.models.parameters import Network, Params
+from hjax.models.transformer import Compute
+from hjax.rollout.sampling import Sampling, draw, sequence_keys
+from hjax.sharding.layout import Layout
+
+Rollout = dict[str, jax.Array]
+
+
+def bucket_length(length: int, limit: int, multiple: int = 64) -> int:
+    """``length`` rounded up to a multiple, at most ``limit``: few shapes, few programs."""
+    return min(-(-max(length, 1) // multiple) * multiple, limit)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shape:
+    """What a generation program is compiled for."""
+
+    samples: int
+    max_new_tokens: int
+    sampling: Sampling
+    stop: tuple[int, ...]
+
+
+class Generator:
+    """Generation programs of one model under one layout.
+
+    Args:
+      network: the model.
+      layout: the generate layout; prompts are split over its batch axes.
+      compute: dtype and loop form of the forward.
+    """
+
+    def __init__(self, network: Network, layout: Layout, compute: Compute = Compute()):
+        self.network = network
+        self.layout = layout
+        self.compute = compute
+        self._programs: dict[_Shape, Any] = {}
+
+    def generate(
+        self,
+        params: Params,
+        prompts: jax.Array | np.ndarray,
+        prompt_mask: jax.Array | np.ndarray,
+        sequence: jax.Array | np.ndarray,
+        *,
+        seed: int,
+        step: int = 0,
+        samples: int = 1,
+        max_new_tokens: int,
+        sampling: Sampling = Sampling(),
+        stop: Sequence[int] = (),
+    ) -> Rollout:
+        """Sample responses.
+
+        Args:
+          params: in the generate layout.
+          prompts: int32 [prompts, prompt_length], padded on the left.
+          prompt_mask: bool, like ``prompts``.
+          sequence: int32 [prompts * samples], the number that seeds each row's draws.
+          seed: of the run.
+          step: folded into the seed.
+          samples: responses per prompt; row ``p * samples + s`` is sample s of prompt p.
+          max_new_tokens: length limit of a response, in tokens.
+          sampling: how tokens are drawn.
+          stop: token ids that end a response (and are part of it).
+
+        Returns:
+          ``prompts`` and ``prompt_mask`` once per row, ``responses`` int32 [rows, max_new_tokens] (0 after the end), ``response_mask`` bool,
+          ``logprobs`` float32 of the distribution sampled, ``truncated`` bool [rows]; where they
+          differ from ``logprobs`` also ``policy_logprobs`` (tempered, not truncated to top-k or
+          top-p) and ``untempered_logprobs``.
+        """
+        program = self._program(_Shape(samples, max_new_tokens, sampling, tuple(stop)))
+        numbers = jax.device_put(np.asarray([seed, step], np.uint32), self.layout.replicated)
+        return program(params, prompts, prompt_mask, sequence, numbers)
+
+    def lower(self, params: Any, prompts: int, prompt_length: int, **options: Any) -> Any:
+        """The program for abstract ``params``, lowered, to count its memory without running it."""
+        shape = _Shape(**options)
+        split, whole = self.layout.sharding("batch"), self.layout.replicated
+        tokens = (prompts, prompt_length)
+        return self._program(shape).lower(
+            params,
+            jax.ShapeDtypeStruct(tokens, jnp.int32, sharding=split),
+            jax.ShapeDtypeStruct(tokens, jnp.bool_, sharding=split),
+            jax.ShapeDtypeStruct((prompts * shape.samples,), jnp.int32, sharding=split),
+            jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=whole),
+        )
+
+    def _program(self, shape: _Shape) -> Any:
+        if shape not in self._programs:
+            run = functools.partial(self._run, shape)
+            run.__name__ = "generate_greedy" if shape.sampling.greedy else "generate"
+            self._programs[shape] = jax.jit(run)
+        return self._programs[shape]
+
+    def _run(
+        self,
+        shape: _Shape,
+        params: Params,
+        prompts: jax.Array,
+        prompt_mask: jax.Array,
+        sequence: jax.Array,
+        seed_and_step: jax.Array,
+    ) -> Rollout:
+        model = self.network.bind(params)
+        split = self.layout.constrain
+        rows = prompts.shape[0] * shape.samples
+        length = shape.max_new_tokens
+
+        prompts, prompt_mask = split(prompts, "batch"), split(prompt_mask, "batch")
+        hidden, _, kept = model(
+            prompts, positions_of(prompt_mask), Causal(prompt_mask, keep=True), None, self.compute
+        )
+        cache = KVCache.create(kept, rows, length)
+        lead = () if self.compute.unroll_layers else (None,)
+        cache = jax.tree.map(lambda x: split(x, *lead, "batch", "kv_heads"), cache)
+        keys = sequence_keys(seed_and_step[0], seed_and_step[1], split(sequence, "batch"))
+        prompt_lengths = jnp.repeat(jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32), shape.samples)
+        stop = jnp.asarray(shape.stop, jnp.int32)
+
+        def first() -> dict[str, Any]:
+            logits = jnp.repeat(model.logits(hidden[:, -1]), shape.samples, axis=0)
+            return advance(
+                {
+                    "cache": cache,
+                    "done": split(jnp.zeros((rows,), bool), "batch"),
+                    "position": jnp.int32(0),
+                    "tokens": jnp.zeros((rows, length), jnp.int32),
+                    "mask": jnp.zeros((rows, length), bool),
+                    "logprobs": {
+                        name: jnp.zeros((rows, length), jnp.float32)
+                        for name in _reported(shape.sampling)
+                    },
+                },
+                logits,
+            )
+
+        def advance(state: dict[str, Any], logits: jax.Array) -> dict[str, Any]:
+            at, done = state["position"], state["done"]
+            drawn = draw(split(logits, "batch"), keys, at, shape.sampling)
+            token = jnp.where(done, 0, drawn.token)
+            finished = jnp.any(token[:, None] == stop, axis=-1) & ~done
+
+            def put(table: jax.Array, column: jax.Array) -> jax.Array:
+                column = jnp.where(done, jnp.zeros_like(column), column)
+                return jax.lax.dynamic_update_slice(table, column[:, None], (0, at))
+
+            return {
+                "cache": state["cache"],
+                "last": token,
+                "done": done | finished,
+                "position": at + 1,
+                "tokens": put(state["tokens"], token),
+                "mask": put(state["mask"], ~done),
+                "logprobs": {
+                    name: put(table, getattr(drawn, _reported(shape.sampling)[name]))
+                    for name, table in state["logprobs"].items()
+                },
+            }
+
+        def decode(state: dict[str, Any]) -> dict[str, Any]:
+            at = state["position"] - 1
+            hidden, cache, _ = model(
+                state["last"][:, None],
+                (prompt_lengths + at)[:, None],
+                Decode(prompt_mask, at),
+                state["cache"],
+                self.compute,
+            )
+            return advance(state | {"cache": cache}, model.logits(hidden[:, 0]))
+
+        def unfinished(state: dict[str, Any]) -> jax.Array:
+            more = state["position"] < length
+            return more & ~jnp.all(state["done"]) if shape.stop else more
+
+        state = jax.lax.while_loop(unfinished, decode, first())
+        rollout = {
+            "prompts": jnp.repeat(prompts, shape.samples, axis=0),
+            "prompt_mask": jnp.repeat(prompt_mask, shape.samples, axis=0),
+            "responses": state["tokens"],
+            "response_mask": state["mask"],
+            "truncated": ~state["done"],
+            **state["logprobs"],
+        }
+        return jax.tree.map(lambda x: split(x, "batch"), rollout)
+
+
+def _reported(sampling: Sampling) -> dict[str, str]:
+    """Which log-probs a rollout carries: name in the batch -> field of ``Draw``."""
+    reported = {"logprobs": "sampled"}
+    if sampling.truncates:
+        reported["policy_logprobs"] = "policy"
+    if sampling.tempered or sampling.truncates:
+        reported["untempered_logprobs"] = "untempered"
+    return reported

@@ -1,0 +1,221 @@
+"""``hjax.load_model``: a model to look at, score with and sample from."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hjax.data.tokenizer import Tokenizer
+from hjax.errors import ConfigError
+from hjax.models.forward import sequence_states, token_log_probs
+from hjax.models.parameters import decoder_network
+from hjax.models.transformer import Compute
+from hjax.models.weights import load_decoder, model_directory, read_eos_ids
+from hjax.rollout.generator import Generator, bucket_length
+from hjax.rollout.sampling import Sampling
+from hjax.sharding.layout import make_layouts
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """One sampled response.
+
+    Attributes:
+      tokens: prompt excluded, the end-of-sequence token included if it was drawn.
+      text: None without a tokenizer.
+      logprobs: natural log, of the distribution sampled; as many as tokens.
+      finish_reason: "stop" (an end or stop token) or "length".
+    """
+
+    tokens: list[int]
+    text: str | None
+    logprobs: list[float]
+    finish_reason: str
+
+
+class LanguageModel:
+    """A decoder with its weights on the first device, and its tokenizer if it has one.
+
+    Args:
+      config: shapes.
+      params: float32 parameters.
+      tokenizer: or None.
+      dtype: of compute.
+      eos_ids: token ids that end a response.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        params: Any,
+        tokenizer: Tokenizer | None = None,
+        dtype: str = "float32",
+        eos_ids: Sequence[int] = (),
+    ):
+        dtypes = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+        if dtype not in dtypes:
+            raise ConfigError(f"dtype={dtype!r}; allowed: float32, bfloat16")
+        self.config = config
+        self.tokenizer = tokenizer
+        self.eos_ids = tuple(eos_ids)
+        self._network = decoder_network(config)
+        self._layout = make_layouts(jax.local_devices()[:1]).generate
+        self._compute = Compute(dtype=dtypes[dtype])
+        self._params = self._network.place(params, self._layout)
+        self._generator = Generator(self._network, self._layout, self._compute)
+        self._programs = {
+            "logits": jax.jit(self._logits),
+            "log_probs": jax.jit(self._log_probs),
+        }
+
+    def logits(self, tokens: Any) -> jax.Array:
+        """float32 [batch, length, vocab] of int tokens [batch, length] without padding."""
+        return self._programs["logits"](self._params, self._tokens(tokens))
+
+    def log_probs(self, tokens: Any) -> jax.Array:
+        """float32 [batch, length - 1]: log-prob of each token given those before it."""
+        return self._programs["log_probs"](self._params, self._tokens(tokens))
+
+    def generate(
+        self,
+        prompts: Sequence[str] | Sequence[Sequence[int]],
+        max_new_tokens: int = 64,
+        temperature: float = 1.0,
+        seed: int = 0,
+        *,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        stop: Sequence[int] = (),
+    ) -> list[Completion]:
+        """Sample one response per prompt.
+
+        Args:
+          prompts: strings, or lists of token ids used as given.
+          max_new_tokens: length limit of a response, in tokens.
+          temperature: 0 is greedy; its log-probs are untempered.
+          seed: a prompt's draws follow from it and the prompt's index in the list.
+          top_k: sample among the k likeliest tokens; 0: all.
+          top_p: sample among the likeliest tokens of this total probability.
+          stop: token ids that end a response, besides the model's own.
+
+        Raises:
+          ConfigError: text without a tokenizer, an empty prompt, ids outside the vocabulary, or
+            more tokens than the model has positions.
+        """
+        if max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens={max_new_tokens}: 1 or more")
+        if isinstance(prompts, str):
+            raise ConfigError("prompts is one string; give a list of prompts")
+        rows = [self._prompt(i, prompt) for i, prompt in enumerate(prompts)]
+        if not rows:
+            return []
+        longest = max(map(len, rows))
+        room = self.config.max_length - max_new_tokens
+        if longest > room:
+            raise ConfigError(
+                f"a prompt of {longest} and max_new_tokens={max_new_tokens} exceed the model's "
+                f"{self.config.max_length} positions; shorten the prompt to {max(room, 0)} tokens"
+            )
+        length = bucket_length(longest, room)
+        tokens = np.zeros((len(rows), length), np.int32)
+        mask = np.zeros((len(rows), length), bool)
+        for i, row in enumerate(rows):
+            tokens[i, length - len(row) :] = row
+            mask[i, length - len(row) :] = True
+        rollout = self._generator.generate(
+            self._params,
+            tokens,
+            mask,
+            np.arange(len(rows), dtype=np.int32),
+            seed=seed,
+            max_new_tokens=max_new_tokens,
+            sampling=Sampling(temperature, top_k, top_p),
+            stop=(*self.eos_ids, *stop),
+        )
+        host = {key: np.asarray(value) for key, value in rollout.items()}
+        return [self._completion(row, host, i) for i, row in enumerate(rows)]
+
+    def _completion(self, prompt: list[int], rollout: dict[str, Any], i: int) -> Completion:
+        kept = rollout["response_mask"][i]
+        tokens = rollout["responses"][i][kept].tolist()
+        text = None
+        if self.tokenizer is not None:
+            text = self.tokenizer.decode_response(prompt, tokens)
+        reason = "length" if rollout["truncated"][i] else "stop"
+        return Completion(tokens, text, rollout["logprobs"][i][kept].tolist(), reason)
+
+    def _prompt(self, index: int, prompt: Any) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ConfigError(
+                    f"prompt {index} is text, but this model has no tokenizer; give token ids"
+                )
+            prompt = self.tokenizer.encode(prompt)
+        tokens = [int(t) for t in prompt]
+        if not tokens:
+            raise ConfigError(f"prompt {index} is empty; give at least one token")
+        self._check(tokens, f"prompt {index}")
+        return tokens
+
+    def _tokens(self, tokens: Any) -> np.ndarray:
+        try:
+            array = np.asarray(tokens)
+        except ValueError as error:
+            raise ConfigError("tokens must be [batch, length], all rows of one length") from error
+        if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
+            raise ConfigError(
+                f"tokens must be integers [batch, length], not {array.dtype} {array.shape}"
+            )
+        if array.size:
+            self._check(array.ravel(), "tokens")
+        return array.astype(np.int32)
+
+    def _check(self, tokens: Any, what: str) -> None:
+        low, high = int(min(tokens)), int(max(tokens))
+        if low < 0 or high >= self.config.vocab_size:
+            raise ConfigError(
+                f"{what}: token id {low if low < 0 else high} is outside the vocabulary, "
+                f"0 to {self.config.vocab_size - 1}"
+            )
+
+    def _hidden(self, params: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
+        model = self._network.bind(params)
+        return model, sequence_states(model, tokens, jnp.ones_like(tokens, bool), self._compute)
+
+    def _logits(self, params: Any, tokens: jax.Array) -> jax.Array:
+        model, hidden = self._hidden(params, tokens)
+        return model.logits(hidden)
+
+    def _log_probs(self, params: Any, tokens: jax.Array) -> jax.Array:
+        model, hidden = self._hidden(params, tokens)
+        score = functools.partial(token_log_probs, with_entropy=False)
+        return score(model, hidden[:, :-1], tokens[:, 1:])[0]
+
+
+def load_model(path: str | os.PathLike, dtype: str = "float32") -> LanguageModel:
+    """Load a model.
+
+    Args:
+      path: a Hugging Face directory (with or without a tokenizer), a Hugging Face model name
+        (``owner/name``, from the local cache or downloaded), or an hjax workdir (its newest
+        checkpoint).
+      dtype: ``float32`` or ``bfloat16``, of compute; parameters stay float32.
+
+    Raises:
+      ConfigError: nothing there, or a model this version does not support.
+    """
+    directory = model_directory(path)
+    config, params = load_decoder(path)
+    tokenizer = None
+    if (directory / "tokenizer.json").is_file():
+        tokenizer = Tokenizer.load(directory)
+    eos = tokenizer.eos_ids if tokenizer is not None else read_eos_ids(directory)
+    eos = [i for i in eos if i < config.vocab_size]
+    return LanguageModel(config, params, tokenizer, dtype, eos)

@@ -1,0 +1,241 @@
+"""The actor: the policy that generates and is trained."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hjax.errors import ConfigError
+from hjax.models.forward import response_states, token_log_probs
+from hjax.models.parameters import Params
+from hjax.models.transformer import Compute
+from hjax.rollout.generator import Generator, bucket_length
+from hjax.rollout.sampling import Sampling
+from hjax.sharding.protocols import protocol
+from hjax.sharding.transition import Transition
+from hjax.workers.base import TOKEN_KEYS, TrainedWorker, WorkerContext, abstract
+from hjax.workers.optimizer import Updater
+
+
+class Actor(TrainedWorker):
+    """Primitive calls of HybridFlow's Table 4 for the policy."""
+
+    # Behaviour log-probs, to compare with training's own on the same parameters.
+    extra_keys = ("logprobs", "policy_logprobs", "pretrain")
+
+    def __init__(self, context: WorkerContext):
+        super().__init__(context)
+        self.generator = Generator(self.network, self.layouts.generate, context.compute)
+        self.transition = Transition(
+            self.shardings,
+            self.network.shardings(self.layouts.generate),
+            self.network.shapes,
+            context.compute.dtype,
+        )
+        self._warm_start: tuple[Updater, Any] | None = None
+        self._seconds = {"transition": 0.0}
+
+    def token_loss(
+        self, model: Any, batch: dict[str, jax.Array], share: int, loss: Any
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The policy loss and its statistics; adds ``token_prob_error``."""
+        logprobs, entropy = _log_probs(self.context, model, batch, share)
+        token_loss, stats = loss(logprobs, entropy, batch)
+        behaviour = batch.get("policy_logprobs", batch.get("logprobs"))
+        if behaviour is not None:
+            error = jnp.exp(jnp.abs(jax.lax.stop_gradient(logprobs) - behaviour))
+            stats["token_prob_error"] = jnp.where(batch["response_mask"], error, 0.0)
+        return token_loss, stats
+
+    @protocol("3D_ALL_MICRO_DP", phase="generate")
+    def generate_sequences(
+        self, prompts: Mapping[str, Any], greedy: bool = False, samples: int | None = None
+    ) -> dict[str, Any]:
+        """Answer prompts.
+
+        Args:
+          prompts: ``prompts`` int32 [prompts, prompt_length] padded on the left, ``prompt_mask``,
+            ``step``; ``columns`` and ``prompt_text`` come back once per row.
+          greedy: one response per prompt, the most likely tokens.
+          samples: responses per prompt, if not the configured number.
+
+        Returns:
+          the batch: rows = prompts x samples, see docs/design.md.
+        """
+        context = self.context
+        count = 1 if greedy else (samples or context.samples)
+        rows = prompts["prompts"].shape[0] * count
+        sequence = jax.device_put(
+            np.arange(rows, dtype=np.int32), self.layouts.generate.sharding("batch")
+        )
+        start = time.perf_counter()
+        params = self.transition(self.params)
+        if self.transition.moves:
+            jax.block_until_ready(params)
+        self._seconds["transition"] += time.perf_counter() - start
+        rollout: dict[str, Any] = self.generator.generate(
+            params,
+            prompts["prompts"],
+            prompts["prompt_mask"],
+            sequence,
+            seed=context.seed,
+            step=prompts.get("step", 0),
+            samples=count,
+            max_new_tokens=context.max_response_length,
+            sampling=Sampling(temperature=0.0) if greedy else context.sampling,
+            stop=context.stop,
+        )
+        rollout = trim(rollout)
+        rollout["columns"] = {
+            name: [value for value in values for _ in range(count)]
+            for name, values in prompts.get("columns", {}).items()
+        }
+        if context.tokenizer is not None:
+            texts = prompts.get("prompt_text")
+            rollout |= self._decode(rollout, texts and [t for t in texts for _ in range(count)])
+        return rollout
+
+    def _decode(
+        self, rollout: Mapping[str, Any], prompt_text: list[str] | None
+    ) -> dict[str, list[str]]:
+        tokenizer = self.context.tokenizer
+        prompts = ragged(rollout["prompts"], rollout["prompt_mask"])
+        responses = ragged(rollout["responses"], rollout["response_mask"])
+        return {
+            "prompt_text": prompt_text or [tokenizer.decode(prompt) for prompt in prompts],
+            "response_text": [
+                tokenizer.decode_response(prompt, response)
+                for prompt, response in zip(prompts, responses, strict=True)
+            ],
+        }
+
+    @protocol("3D_PROTO")
+    def compute_log_prob(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """``old_logprobs`` float32 [rows, length] of the responses under the policy as it is."""
+        tokens = {key: batch[key] for key in TOKEN_KEYS}
+
+        def log_prob(model: Any, batch: Any, share: int) -> jax.Array:
+            logprobs, _ = _log_probs(self.context, model, batch, share, with_entropy=False)
+            return jnp.where(batch["response_mask"], logprobs, 0.0)
+
+        return {"old_logprobs": self.forward(log_prob, self.params, tokens)}
+
+    @protocol("3D_PROTO")
+    def compute_loss(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """``loss``: mean negative log-likelihood per response token, untempered, in nats."""
+        tokens = {key: batch[key] for key in TOKEN_KEYS}
+
+        def pretraining_loss(model: Any, batch: Any, share: int) -> jax.Array:
+            return negative_log_likelihood(self.context.compute, model, batch, share)
+
+        return {"loss": self.forward(pretraining_loss, self.params, tokens)}
+
+    @protocol("3D_PROTO", phase="update")
+    def update_actor(
+        self, batch: Mapping[str, Any], pretrain: Mapping[str, Any] | None = None
+    ) -> dict[str, jax.Array]:
+        """One optimizer step of the algorithm's loss; metrics as scalars.
+
+        Args:
+          batch: what the loss needs.
+          pretrain: demonstrations whose mean negative log-likelihood, times their entry
+            ``coefficient``, is added to the loss (PPO-ptx).
+        """
+        if pretrain is not None:
+            pretrain = {key: pretrain[key] for key in (*TOKEN_KEYS, "coefficient")}
+        return self.update({**batch, "pretrain": pretrain})
+
+    def pretraining_objective(self) -> Any:
+        """Mean negative log-likelihood per response token of the demonstrations."""
+
+        def objective(params: Params, batch: dict[str, jax.Array]) -> Any:
+            model = self.network.bind(params)
+            share = 1  # demonstrations do not share prompts
+            loss = negative_log_likelihood(self.context.compute, model, batch, share)
+            return batch["coefficient"] * loss, {"pretrain_loss": loss}
+
+        return objective
+
+    @protocol("3D_PROTO", phase="update")
+    def update_warm_start(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """One supervised step on demonstrations, with an optimizer of its own."""
+        if self._warm_start is None:
+            settings = self.context.warm_start
+            if settings is None:
+                raise ConfigError(f"{self.role}: this run was set up without a warm start")
+            updater = self.make_updater(self.context.warm_start_loss, settings)
+            self._warm_start = (updater, updater.init(self.params, self.shardings))
+        updater, state = self._warm_start
+        tokens = {key: batch[key] for key in TOKEN_KEYS}
+        self.params, state, metrics = updater(self.params, state, tokens)
+        self._warm_start = (updater, state)
+        return metrics
+
+    def finish_warm_start(self) -> None:
+        """Drop the warm start's optimizer; training starts with a fresh one."""
+        self._warm_start = None
+        self.start_optimizer()
+
+    def take_seconds(self) -> dict[str, float]:
+        """Seconds spent inside calls since last asked, by what for."""
+        taken, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
+        return taken
+
+    def programs(self, rows: int, prompt_length: int) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """Generation and update of ``rows`` sequences."""
+        yield "generate", lambda: self.generator.lower(
+            abstract(self.network.shapes, self.network.shardings(self.layouts.generate)),
+            rows // self.context.samples,
+            prompt_length,
+            samples=self.context.samples,
+            max_new_tokens=self.context.max_response_length,
+            sampling=self.context.sampling,
+            stop=self.context.stop,
+        )
+        yield from super().programs(rows, prompt_length)
+
+
+def _log_probs(
+    context: WorkerContext,
+    model: Any,
+    batch: Mapping[str, jax.Array],
+    share: int,
+    with_entropy: bool = True,
+) -> tuple[jax.Array, jax.Array | None]:
+    hidden = response_states(model, batch, share, context.compute)
+    return token_log_probs(
+        model, hidden, batch["responses"], context.sampling.temperature or 1.0, with_entropy
+    )
+
+
+def negative_log_likelihood(
+    compute: Compute, model: Any, batch: Mapping[str, jax.Array], share: int
+) -> jax.Array:
+    """Mean over response tokens of minus their untempered log-prob, in nats."""
+    hidden = response_states(model, batch, share, compute)
+    logprobs, _ = token_log_probs(model, hidden, batch["responses"], with_entropy=False)
+    mask = batch["response_mask"]
+    return -jnp.sum(jnp.where(mask, logprobs, 0.0)) / jnp.maximum(jnp.sum(mask), 1)
+
+
+def trim(rollout: Mapping[str, jax.Array]) -> dict[str, Any]:
+    """Cut the response arrays to the bucket of the longest response."""
+    limit = rollout["responses"].shape[1]
+    longest = int(np.asarray(rollout["response_mask"]).sum(axis=1).max(initial=1))
+    length = bucket_length(longest, limit)
+    prompt = ("prompts", "prompt_mask")
+    return {
+        key: x[:, :length] if length < limit and x.ndim == 2 and key not in prompt else x
+        for key, x in rollout.items()
+    }
+
+
+def ragged(tokens: Any, mask: Any) -> list[list[int]]:
+    """Rows of token ids without their padding."""
+    tokens, mask = np.asarray(tokens), np.asarray(mask)
+    return [row[keep].tolist() for row, keep in zip(tokens, mask, strict=True)]

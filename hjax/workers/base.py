@@ -1,0 +1,263 @@
+"""Workers: the model class of a role, which owns its compiled programs and its parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hjax.errors import ConfigError
+from hjax.models.config import ModelConfig
+from hjax.models.parameters import Network, Params, decoder_network, scalar_network
+from hjax.models.transformer import Compute
+from hjax.models.weights import load_decoder, load_scalar
+from hjax.rollout.sampling import Sampling
+from hjax.sharding.layout import RoleLayouts, check_shapes, without
+from hjax.workers.optimizer import OptimizerConfig, Updater
+
+# The arrays that a forward over prompts and responses reads.
+TOKEN_KEYS = ("prompts", "prompt_mask", "responses", "response_mask")
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerContext:
+    """What a worker is built from; plain and picklable but for the layouts.
+
+    Attributes:
+      role: name in the dataflow.
+      layouts: train and generate layouts on its pool's devices; None for a worker without any.
+      seed: of the run.
+      tokenizer: of the role's model, or None.
+      model: shapes of the role's model.
+      path: where its weights are read; empty: from scratch, or copied from the actor.
+      compute: dtype and loop form.
+      samples: rows of a batch that share a prompt.
+      sampling: how responses are drawn; its temperature applies to all log-probs.
+      stop: token ids that end a response.
+      max_response_length: tokens.
+      loss: the algorithm's loss for this role, picklable, or None.
+      warm_start_loss, warm_start: loss and settings of supervised updates, or None.
+      optimizer: settings of its updates, or None.
+      micro_batch: rows per pass over all devices; 0: all.
+      retokenize: the role's tokenizer differs from the actor's, so text is tokenised again.
+      options: whatever a user's own worker wants: the run's whole config.
+    """
+
+    role: str
+    layouts: RoleLayouts | None = None
+    seed: int = 0
+    tokenizer: Any = None
+    model: ModelConfig | None = None
+    path: str = ""
+    compute: Compute = Compute()
+    samples: int = 1
+    sampling: Sampling = Sampling()
+    stop: tuple[int, ...] = ()
+    max_response_length: int = 0
+    loss: Any = None
+    warm_start_loss: Any = None
+    warm_start: OptimizerConfig | None = None
+    optimizer: OptimizerConfig | None = None
+    micro_batch: int = 0
+    retokenize: bool = False
+    options: Any = None
+
+
+class Worker:
+    """Base of every role. Subclass it and bind methods with ``@hjax.protocol``."""
+
+    def __init__(self, context: WorkerContext):
+        self.context = context
+        self.role = context.role
+        self.layouts = context.layouts
+
+
+class ModelWorker(Worker):
+    """A worker with a model: knows its shapes at once, gets its numbers by ``initialize``."""
+
+    scalar = False
+
+    def __init__(self, context: WorkerContext):
+        super().__init__(context)
+        if context.layouts is None or context.model is None:
+            raise ConfigError(f"{context.role}: a model needs devices and shapes")
+        self.network: Network = (scalar_network if self.scalar else decoder_network)(context.model)
+        train, generate = context.layouts.train, context.layouts.generate
+        self.kept_whole = check_shapes(train, context.model.dimensions, f"layout.{self.role}.train")
+        narrow = check_shapes(
+            generate, context.model.dimensions, f"layout.{self.role}.generate"
+        )
+        self.layouts = RoleLayouts(without(train, self.kept_whole), without(generate, narrow))
+        self.shardings = self.network.shardings(self.layouts.train)
+        self.params: Params | None = None
+        self._forwards: dict[tuple, Any] = {}
+
+    def initialize(self) -> None:
+        """Read the weights from the role's path, or draw them from the seed."""
+        path, layout = self.context.path, self.layouts.train
+        if not path:
+            self.params = self.network.create(self.context.seed, layout)
+            return
+        config, params = (load_scalar if self.scalar else load_decoder)(path)
+        if config != self.context.model:
+            raise ConfigError(f"{path}: its shapes changed since the run was set up")
+        self.params = self.network.place(params, layout)
+
+    def copy_from(self, params: Params) -> None:
+        """Take another worker's parameters of the same shapes, in copy, whatever their layout."""
+        self.params = jax.tree.map(
+            lambda x, s: jax.device_put(x, s, may_alias=False), params, self.shardings
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Everything that decides what this worker does next, as trees of arrays."""
+        return {"params": self.params}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a ``state()``."""
+        self.params = state["params"]
+
+    def abstract_state(self) -> dict[str, Any]:
+        """``state()`` as jax.ShapeDtypeStruct with shardings, without the numbers."""
+        return {"params": abstract(self.network.shapes, self.shardings)}
+
+    def programs(self, rows: int, prompt_length: int) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """(name, function that lowers it) of each program a step of ``rows`` sequences runs."""
+        return iter(())
+
+    def forward(self, compute: Callable[..., Any], params: Params, batch: Any) -> Any:
+        """Run ``compute(model, batch, share)`` compiled; ``share``: rows per copy of a prompt."""
+        share = self.share(next(iter(batch.values())).shape[0])
+        return self._forward(compute, share)(params, batch)
+
+    def _forward(self, compute: Callable[..., Any], share: int) -> Any:
+        key = (compute.__name__, share)
+        if key not in self._forwards:
+
+            def run(params: Params, batch: Any) -> Any:
+                return compute(self.network.bind(params), batch, share)
+
+            run.__name__ = f"{self.role}_{compute.__name__}"
+            self._forwards[key] = jax.jit(run)
+        return self._forwards[key]
+
+    def share(self, rows: int) -> int:
+        """Rows per copy of a prompt, such that no copy straddles two devices' parts."""
+        return math.gcd(self.context.samples, rows // self.layouts.train.ways("batch"))
+
+    def token_shapes(self, rows: int, prompt_length: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Abstract prompts and responses of a step, placed for training."""
+        length = self.context.max_response_length
+        split = self.layouts.train.sharding("batch")
+        sizes = {"prompts": prompt_length, "prompt_mask": prompt_length}
+        return {
+            key: jax.ShapeDtypeStruct(
+                (rows, sizes.get(key, length)),
+                jnp.bool_ if key.endswith("mask") else jnp.int32,
+                sharding=split,
+            )
+            for key in TOKEN_KEYS
+        }
+
+
+class TrainedWorker(ModelWorker):
+    """A model worker with an optimizer."""
+
+    def __init__(self, context: WorkerContext):
+        super().__init__(context)
+        if context.optimizer is None or context.loss is None:
+            raise ConfigError(f"{self.role}: a trained role needs a loss and an optimizer")
+        self.updater = self.make_updater(context.loss, context.optimizer)
+        self.optimizer_state: Any = None
+
+    def make_updater(self, loss: Any, optimizer: OptimizerConfig) -> Updater:
+        """An update program for one loss."""
+        micro = self.context.micro_batch
+
+        def objective(params: Params, batch: dict[str, jax.Array]) -> Any:
+            share = self.share(batch["responses"].shape[0])
+            token_loss, stats = self.token_loss(self.network.bind(params), batch, share, loss)
+            total = jnp.sum(batch["weights"] * token_loss)
+            return total, {k: jnp.sum(batch["stat_weights"] * v) for k, v in stats.items()}
+
+        def prepare(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+            return batch | {
+                "weights": loss.weights(batch),
+                "stat_weights": loss.stat_weights(batch),
+            }
+
+        return Updater(
+            objective, prepare, optimizer, self.layouts.train, micro, self.pretraining_objective()
+        )
+
+    def pretraining_objective(self) -> Any:
+        """The loss on the batch's ``pretrain`` entry, or None for a role without one."""
+        return None
+
+    def token_loss(
+        self, model: Any, batch: dict[str, jax.Array], share: int, loss: Any
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Per-token loss and statistics [rows, length] of a micro-batch."""
+        raise NotImplementedError(f"{type(self).__name__} must define token_loss")
+
+    def initialize(self) -> None:
+        """Read or draw the weights, and start the optimizer."""
+        super().initialize()
+        self.start_optimizer()
+
+    def copy_from(self, params: Params) -> None:
+        """Take another worker's parameters, in copy, and start the optimizer."""
+        super().copy_from(params)
+        self.start_optimizer()
+
+    def start_optimizer(self) -> None:
+        """Fresh optimizer state for the parameters as they are."""
+        self.optimizer_state = self.updater.init(self.params, self.shardings)
+
+    def update(self, batch: dict[str, Any]) -> dict[str, jax.Array]:
+        """One optimizer step on a batch; returns metrics as scalars on the device."""
+        needs = (*TOKEN_KEYS, *self.context.loss.needs, "row_mask", *self.extra_keys)
+        arrays = {key: batch[key] for key in dict.fromkeys(needs) if batch.get(key) is not None}
+        self.params, self.optimizer_state, metrics = self.updater(
+            self.params, self.optimizer_state, arrays
+        )
+        return metrics
+
+    extra_keys: tuple[str, ...] = ()
+
+    def state(self) -> dict[str, Any]:
+        """Parameters and optimizer state."""
+        return super().state() | {"optimizer": self.optimizer_state}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a ``state()``."""
+        super().restore(state)
+        self.optimizer_state = state["optimizer"]
+
+    def abstract_state(self) -> dict[str, Any]:
+        """Shapes and shardings of ``state()``."""
+        state = super().abstract_state()
+        shapes = jax.eval_shape(lambda p: self.updater.init(p, self.shardings), state["params"])
+        return state | {"optimizer": shapes}
+
+    def programs(self, rows: int, prompt_length: int) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """The update of a mini-batch of ``rows`` sequences."""
+        batch = self.token_shapes(rows, prompt_length)
+        floats = jax.ShapeDtypeStruct(
+            batch["responses"].shape, jnp.float32, sharding=batch["responses"].sharding
+        )
+        for key in (*self.context.loss.needs, *self.extra_keys):
+            batch.setdefault(key, floats)
+        state = self.abstract_state()
+        yield "update", lambda: self.updater.lower(state["params"], state["optimizer"], batch)
+
+
+def abstract(shapes: Any, shardings: Any) -> Any:
+    """Shapes with shardings attached."""
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+    )

@@ -1,0 +1,54 @@
+"""The critic: a value for every response token, before it is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hjax.models.forward import response_states
+from hjax.models.parameters import Params
+from hjax.sharding.protocols import protocol
+from hjax.workers.base import TOKEN_KEYS, TrainedWorker
+
+
+class Critic(TrainedWorker):
+    """Primitive calls of HybridFlow's Table 4 for the value model."""
+
+    scalar = True
+
+    def copy_from(self, params: Params) -> None:
+        """Start from a language model's parameters, with a value head of zeros."""
+        head = {key: jnp.zeros(shape.shape) for key, shape in self.network.shapes.items()
+                if key != "decoder"}
+        super().copy_from({"decoder": params, **head})
+
+    def token_loss(
+        self, model: Any, batch: dict[str, jax.Array], share: int, loss: Any
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The value loss and its statistics."""
+        values = _values(model, batch, share, self.context.compute)
+        return loss(values, batch)
+
+    @protocol("3D_PROTO")
+    def compute_values(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """``values`` float32 [rows, length], 0 on padding."""
+        tokens = {key: batch[key] for key in TOKEN_KEYS}
+
+        def values(model: Any, batch: Any, share: int) -> jax.Array:
+            scores = _values(model, batch, share, self.context.compute)
+            return jnp.where(batch["response_mask"], scores, 0.0)
+
+        return {"values": self.forward(values, self.params, tokens)}
+
+    @protocol("3D_PROTO", phase="update")
+    def update_critic(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """One optimizer step on the squared error to the returns; metrics as scalars."""
+        return self.update(dict(batch))
+
+
+
+def _values(model: Any, batch: Mapping[str, jax.Array], share: int, compute: Any) -> jax.Array:
+    return model.score(response_states(model.decoder, dict(batch), share, compute))

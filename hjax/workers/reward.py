@@ -1,0 +1,106 @@
+"""Rewards and costs: from a function, or from a model with a scalar head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from hjax.models.forward import sequence_states
+from hjax.rewards.function import RewardFunction, RewardResult, check_unscored
+from hjax.rollout.generator import bucket_length
+from hjax.sharding.protocols import protocol
+from hjax.workers.actor import ragged
+from hjax.workers.base import ModelWorker, Worker, WorkerContext
+
+
+class FunctionReward(Worker):
+    """Scores with a Python function; needs no device.
+
+    Args:
+      context: of the role.
+      function: the reward function, wrapped with its time limit.
+      max_unscored: share of unscored sequences above which the run stops.
+    """
+
+    def __init__(self, context: WorkerContext, function: RewardFunction, max_unscored: float = 1.0):
+        super().__init__(context)
+        self.function = function
+        self.max_unscored = max_unscored
+
+    def score(self, batch: Mapping[str, Any]) -> RewardResult:
+        """Call the function on every row's prompt, response and dataset columns."""
+        prompts = ragged(batch["prompts"], batch["prompt_mask"])
+        responses = ragged(batch["responses"], batch["response_mask"])
+        result = self.function(
+            batch.get("prompt_text", prompts),
+            batch.get("response_text", responses),
+            batch.get("columns", {}),
+            prompts,
+            responses,
+        )
+        check_unscored(result, self.max_unscored)
+        return result
+
+    @protocol("ALL_TO_ALL")
+    def compute_reward(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """``rewards`` float32 [rows], NaN where unscored; ``reward_outcomes`` counts them."""
+        result = self.score(batch)
+        return {"rewards": result.rewards, "reward_outcomes": result.outcomes}
+
+    @protocol("ALL_TO_ALL")
+    def compute_cost(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """``costs`` float32 [rows], NaN where unscored."""
+        return {"costs": self.score(batch).rewards}
+
+
+class ModelReward(ModelWorker):
+    """Scores with a model: its head at the last token of prompt and response.
+
+    A model with another tokenizer than the actor's gets the text, tokenised again.
+    """
+
+    scalar = True
+
+    @protocol("ALL_TO_ALL")
+    def compute_reward(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """``rewards`` float32 [rows]."""
+        return {"rewards": self.score(batch)}
+
+    @protocol("ALL_TO_ALL")
+    def compute_cost(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """``costs`` float32 [rows]."""
+        return {"costs": self.score(batch)}
+
+    def score(self, batch: Mapping[str, Any]) -> jax.Array:
+        """float32 [rows], the head's value at each sequence's last token."""
+        sequences = self._sequences(batch)
+        longest = max(map(len, sequences))
+        limit = self.network.config.max_length
+        length = max(bucket_length(longest, limit), longest)
+        tokens = np.zeros((len(sequences), length), np.int32)
+        mask = np.zeros((len(sequences), length), bool)
+        for row, sequence in enumerate(sequences):
+            tokens[row, : len(sequence)] = sequence
+            mask[row, : len(sequence)] = True
+        split = self.layouts.train.sharding("batch")
+        arrays = {"tokens": jax.device_put(tokens, split), "mask": jax.device_put(mask, split)}
+
+        def last_score(model: Any, batch: Any, share: int) -> jax.Array:
+            hidden = sequence_states(
+                model.decoder, batch["tokens"], batch["mask"], self.context.compute
+            )
+            last = batch["mask"].sum(axis=1) - 1
+            return model.score(hidden[jax.numpy.arange(hidden.shape[0]), last])
+
+        return self.forward(last_score, self.params, arrays)
+
+    def _sequences(self, batch: Mapping[str, Any]) -> list[list[int]]:
+        if self.context.retokenize:
+            texts = zip(batch["prompt_text"], batch["response_text"], strict=True)
+            return [self.context.tokenizer.encode(prompt + text) for prompt, text in texts]
+        prompts = ragged(batch["prompts"], batch["prompt_mask"])
+        responses = ragged(batch["responses"], batch["response_mask"])
+        return [p + r for p, r in zip(prompts, responses, strict=True)]
