@@ -1,8 +1,6 @@
 """Datasets: tasks and files as prompts with columns, their order, and every bad file's message."""
 
 import json
-import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +10,6 @@ from hjax.data.tasks import get_task
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, DataError
 
-DATA = os.environ.get("HJAX_TEST_DATA")
 LETTERS = Tokenizer.characters("abcdefgh")  # a is 3, b 4, ...; BOS 1 in front
 
 
@@ -93,13 +90,9 @@ def test_parquet_with_verls_columns(tmp_path):
     assert {key: values[0] for key, values in dataset.columns.items()} == rows[0]
 
 
-@pytest.mark.skipif(not DATA, reason="HJAX_TEST_DATA is unset")
-def test_knights_with_minimind():
-    folder = Path(DATA or "")
-    if not (folder / "knights").exists():
-        pytest.skip("HJAX_TEST_DATA has no knights")
-    tokenizer = Tokenizer.load(folder / "tokenizers/minimind")
-    dataset = Dataset.from_file(folder / "knights/3ppl_test.parquet", tokenizer)
+def test_knights_with_minimind(test_data):
+    tokenizer = Tokenizer.load(test_data / "tokenizers/minimind")
+    dataset = Dataset.from_file(test_data / "knights/3ppl_test.parquet", tokenizer)
     assert len(dataset) == 100
     assert {"data_source", "reward_model", "extra_info", "prompt"} <= set(dataset.columns)
     assert dataset.columns["reward_model"][0]["ground_truth"]["solution_text_format"]

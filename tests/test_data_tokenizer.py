@@ -1,24 +1,12 @@
 """Tokenizers: built-in characters, and Hugging Face files as transformers reads them."""
 
 import json
-import os
 import pickle
-from pathlib import Path
 
 import pytest
 
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, DataError
-
-DATA = os.environ.get("HJAX_TEST_DATA")
-needs_data = pytest.mark.skipif(not DATA, reason="HJAX_TEST_DATA is unset")
-
-
-def data(name: str) -> Path:
-    path = Path(DATA or "") / name
-    if not path.exists():
-        pytest.skip(f"HJAX_TEST_DATA has no {name}")
-    return path
 
 
 def test_characters_have_the_promised_ids():
@@ -145,9 +133,8 @@ def test_chat_template_is_sandboxed(tmp_path):
         Tokenizer.load(tmp_path).chat([{"role": "user", "content": "a"}])
 
 
-@needs_data
-def test_stories_tokens_and_text_are_the_golden_ones():
-    folder = data("weights/stories260K-hf")
+def test_stories_tokens_and_text_are_the_golden_ones(test_data):
+    folder = test_data / "weights/stories260K-hf"
     golden = json.loads((folder / "goldens.json").read_text())
     tokenizer = Tokenizer.load(folder)
     assert tokenizer.encode(golden["text"]) == golden["text_ids"]
@@ -157,18 +144,16 @@ def test_stories_tokens_and_text_are_the_golden_ones():
     assert (tokenizer.vocab_size, tokenizer.name) == (512, "stories260K-hf")
 
 
-@needs_data
-def test_response_keeps_the_space_that_sentencepiece_drops():
-    tokenizer = Tokenizer.load(data("weights/stories260K-hf"))
+def test_response_keeps_the_space_that_sentencepiece_drops(test_data):
+    tokenizer = Tokenizer.load(test_data / "weights/stories260K-hf")
     prompt, whole = tokenizer.encode("Once upon"), tokenizer.encode("Once upon a time")
     response = whole[len(prompt):]
     assert tokenizer.decode(response) == "a time"
     assert tokenizer.decode_response(prompt, response) == " a time"
 
 
-@needs_data
-def test_response_that_completes_a_character_is_decoded_by_itself():
-    tokenizer = Tokenizer.load(data("tokenizers/gpt2"))
+def test_response_that_completes_a_character_is_decoded_by_itself(test_data):
+    tokenizer = Tokenizer.load(test_data / "tokenizers/gpt2")
     ids = tokenizer.encode("é漢")
     assert len(ids) > 2
     tail = tokenizer.decode_response(ids[:-1], ids[-1:])
@@ -176,15 +161,14 @@ def test_response_that_completes_a_character_is_decoded_by_itself():
     assert tokenizer.decode_response([], ids) == "é漢"
 
 
-@needs_data
 @pytest.mark.parametrize("folder", ["weights/stories260K-hf", "tokenizers/minimind"])
-def test_same_ids_and_text_as_transformers(folder):
+def test_same_ids_and_text_as_transformers(folder, test_data):
     transformers = pytest.importorskip("transformers")
-    ours = Tokenizer.load(data(folder))
+    ours = Tokenizer.load(test_data / folder)
     # The file itself: AutoTokenizer's LlamaTokenizer would replace its normalizer.
-    config = json.loads((data(folder) / "tokenizer_config.json").read_text())
+    config = json.loads((test_data / folder / "tokenizer_config.json").read_text())
     theirs = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(data(folder) / "tokenizer.json"),
+        tokenizer_file=str(test_data / folder / "tokenizer.json"),
         bos_token=config["bos_token"], eos_token=config["eos_token"],
     )
     for text in ["Hello, world!", "two  spaces", "Zürich 漢字 🙂\n\tend", "x = 3 * (4 + 5)"]:
@@ -194,9 +178,8 @@ def test_same_ids_and_text_as_transformers(folder):
     assert (ours.bos_id, ours.eos_id) == (theirs.bos_token_id, theirs.eos_token_id)
 
 
-@needs_data
-def test_gpt2_without_a_config():
-    tokenizer = Tokenizer.load(data("tokenizers/gpt2") / "tokenizer.json")
+def test_gpt2_without_a_config(test_data):
+    tokenizer = Tokenizer.load(test_data / "tokenizers/gpt2" / "tokenizer.json")
     assert tokenizer.encode("Hello world") == [15496, 995]
     assert tokenizer.eos_id == 50256 and tokenizer.vocab_size == 50257
 
@@ -209,22 +192,20 @@ CONVERSATION = [
 ]
 
 
-@needs_data
-def test_minimind_chat_equals_transformers():
+def test_minimind_chat_equals_transformers(test_data):
     transformers = pytest.importorskip("transformers")
-    ours = Tokenizer.load(data("tokenizers/minimind"))
-    theirs = transformers.AutoTokenizer.from_pretrained(data("tokenizers/minimind"))
+    ours = Tokenizer.load(test_data / "tokenizers/minimind")
+    theirs = transformers.AutoTokenizer.from_pretrained(test_data / "tokenizers/minimind")
     for generation in (True, False):
         assert ours.chat(CONVERSATION, generation) == theirs.apply_chat_template(
             CONVERSATION, tokenize=False, add_generation_prompt=generation
         )
 
 
-@needs_data
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_1", "llama3_2", "gemma3"])
-def test_real_templates_render_as_transformers_renders_them(name, tmp_path):
+def test_real_templates_render_as_transformers_renders_them(name, tmp_path, test_data):
     transformers = pytest.importorskip("transformers")
-    template = data("chat_templates") / f"{name}.jinja"
+    template = test_data / "chat_templates" / f"{name}.jinja"
     Tokenizer.characters("abc").save(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(template.read_text())
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
