@@ -1,0 +1,1 @@
+"""`python -m hjax.launch` and its sisters: configs, the trainer, the workdir, what a person sees."""

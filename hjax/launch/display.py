@@ -30,8 +30,6 @@ class Display:
     def __init__(self, config: Any, total_steps: int, stream: TextIO | None = None):
         stream = stream or sys.stdout
         self.state = State(total_steps, config.display.samples)
-        self._samples_every = config.display.samples_every
-        self._sample_calls = 0
         self._view: _Plain | _Live | None = None
         if config.display.enabled:
             live = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
@@ -69,11 +67,9 @@ class Display:
     def samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
         """Responses of the last step: `prompt`, `response`, `reward`, `advantage` each.
 
-        Every `display.samples_every` calls, `display.samples` of them are shown, from the lowest
-        to the highest reward.
+        `display.samples` of them are shown, from the lowest to the highest reward.
         """
-        self._sample_calls += 1
-        if not self.state.sample_count or (self._sample_calls - 1) % self._samples_every:
+        if not self.state.sample_count or not samples:
             return
         self.state.samples = pick(samples, self.state.sample_count)
         self.state.samples_step = self.state.done

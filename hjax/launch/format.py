@@ -69,6 +69,7 @@ COLUMNS = {
         Column("accuracy", "eval/accuracy", _percent, 8),
         Column("eval", "eval/reward", number, 6),
         Column("cost", "cost/mean", number, 6),
+        Column("multiplier", "cost/multiplier", number, 6),
         Column("KL", "kl/reference", number, 7),
         Column("loss", "actor/loss", number, 7),
         Column("entropy", "actor/entropy", number, 7),

@@ -64,6 +64,17 @@ class Workdir:
         """Where checkpoints go, one directory per step."""
         return self.path / "checkpoints"
 
+    def check(self, config: Mapping[str, Any]) -> bool:
+        """Whether a run is here; writes nothing.
+
+        Raises:
+          ConfigError: a key differs that may not change on resume, named with both values.
+        """
+        old = self._read_config()
+        if old is not None:
+            self._check_same(old, to_json(config))
+        return old is not None
+
     def open(self, config: Mapping[str, Any]) -> bool:
         """Start a run here, or go on with the one that is here.
 
@@ -77,20 +88,18 @@ class Workdir:
           ConfigError: a key differs that may not change on resume (named with both values),
             another process is training here, or the path cannot be a directory.
         """
-        new = to_json(config)
-        old = self._read_config()
-        if old is not None:
-            self._check_same(old, new)
+        resumed = self.check(config)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"--workdir={self.path}: {error.strerror}") from error
         self._take_lock()
-        if old != new:
+        new = to_json(config)
+        if self._read_config() != new:
             self.write_json("config.json", new)
         for name in (METRICS, WARM_START, SAMPLES):
             self._drop_torn_line(name)
-        return old is not None
+        return resumed
 
     def append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Add whole rows to a `.jsonl` file; they are on disk on return. Non-finite is null.

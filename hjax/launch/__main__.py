@@ -1,0 +1,266 @@
+"""`python -m hjax.launch --config=NAME.py`: train, resume, or say what would be done."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from absl import flags
+from ml_collections import ConfigDict
+
+from hjax.errors import ConfigError, RunError
+from hjax.launch.config import config_names, find_config, load_config
+from hjax.launch.workdir import METRICS, Workdir, to_json
+
+HELP = """\
+usage: python -m hjax.launch --config=NAME.py [--workdir=DIR] [--dry_run] [--json]
+                             [--config.a.b=VALUE ...]
+
+Train a model as a config says. Running the same command again with the same workdir goes on
+from the last checkpoint. Ctrl-C saves and stops; a second Ctrl-C stops at once.
+
+  --config=NAME.py      a Python file with get_config(), or one of the shipped ones:
+                        {configs}
+  --config.a.b=VALUE    set a key of the config (docs/config.md lists all); often used:
+                          --config.steps=100            training steps
+                          --config.seed=0               every random draw follows from it
+                          --config.rollout.prompts=32   prompts per step
+                          --config.rollout.samples=4    responses per prompt
+                          --config.actor.path=DIR       weights to start from (Hugging Face)
+                          --config.actor.learning_rate=1e-4
+                          --config.data.path=FILE       your prompts, jsonl or parquet
+                          --config.reward.function=FILE.py:NAME
+                          --config.algorithm.name=FILE.py:CLASS
+                          --config.placement=colocate|split|standalone
+  --workdir=DIR         where the run is kept; without it a new runs/<config>-<time>
+  --dry_run             print batch arithmetic, placement, parameters and memory, and stop
+  --json                print one line of JSON as the last line of the output
+  --help                print this
+
+exit status: 0 done; 1 failed while running; 2 wrong input, nothing written; 130 or 143 stopped
+by Ctrl-C or SIGTERM, saved
+"""
+
+
+@dataclasses.dataclass
+class Command:
+    """The parsed command line."""
+
+    name: str
+    config: ConfigDict
+    workdir: Path | None
+    dry_run: bool
+    json: bool
+
+
+class Stopped(BaseException):
+    """A signal came before there was a run to save."""
+
+
+class Signals:
+    """Ctrl-C and SIGTERM: the first asks the trainer to save and return, the second kills."""
+
+    def __init__(self) -> None:
+        self.received = 0
+        self.trainer: Any = None
+        self.display: Any = None
+
+    def install(self) -> None:
+        """From here on signals are handled."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._handle)
+
+    def watch(self, trainer: Any, display: Any) -> None:
+        """There is something to save now."""
+        self.trainer, self.display = trainer, display
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received:
+            if sys.stdout.isatty():
+                os.write(sys.stdout.fileno(), b"\x1b[?25h\n")  # the live view hid the cursor
+            os._exit(128 + number)
+        self.received = number
+        if self.trainer is None:
+            raise Stopped
+        self.trainer.stop_requested = number
+        # A thread, because the signal may have come while this one was printing.
+        text = "stopping after this step, and saving; once more to stop at once"
+        threading.Thread(target=self.display.message, args=(text,), daemon=True).start()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if any(a in ("--help", "-help", "-h") for a in arguments):
+        print(HELP.format(configs=", ".join(config_names())), end="")
+        return 0
+    signals = Signals()
+    signals.install()
+    try:
+        return _run(parse(arguments), signals)
+    except Stopped:
+        name = signal.Signals(signals.received).name
+        print(f"hjax: stopped by {name} before the run began", file=sys.stderr)
+        return 128 + signals.received
+    except ConfigError as error:
+        return _fail(error, 2)
+    except RunError as error:
+        return _fail(error, 1)
+    except Exception as error:
+        # Not a known kind of failure: where it happened matters more than brevity.
+        traceback.print_exc()
+        return _fail(error, 1)
+
+
+def parse(arguments: Sequence[str]) -> Command:
+    """Read the command line and the config it names.
+
+    Raises:
+      ConfigError: a wrong flag, file, key or value.
+    """
+    name, rest = _take_config(arguments)
+    own = flags.FlagValues()
+    flags.DEFINE_string("workdir", None, "where the run is kept", flag_values=own)
+    flags.DEFINE_bool("dry_run", False, "only say what would be done", flag_values=own)
+    flags.DEFINE_bool("json", False, "one line of JSON", flag_values=own)
+    config = load_config(name, rest, own)
+    if own.workdir == "":
+        raise ConfigError("--workdir= is empty; name a directory, or leave the flag out")
+    workdir = Path(own.workdir).expanduser() if own.workdir else None
+    return Command(name, config, workdir, own.dry_run, own.json)
+
+
+def _take_config(arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """The value of --config, and the other arguments."""
+    name, rest, waiting = "", [], False
+    for argument in arguments:
+        if waiting:
+            name, waiting = argument, False
+        elif argument in ("--config", "-config"):
+            waiting = True
+        elif match := re.match(r"--?config=(.*)", argument, re.DOTALL):
+            name = match[1]
+        else:
+            rest.append(argument)
+    if not name:
+        raise ConfigError(
+            "--config=NAME.py is missing; give a config file, or one of "
+            + ", ".join(config_names())
+        )
+    return name, rest
+
+
+def _run(command: Command, signals: Signals) -> int:
+    config = command.config
+    if command.workdir is not None:
+        workdir = Workdir(command.workdir)
+        if workdir.check(config) and workdir.finished(config.steps) and not command.dry_run:
+            _say_finished(workdir, config, command)
+            return 0
+    from hjax.launch.machine import prepare_jax
+
+    remark = prepare_jax(config)
+    from hjax.launch.display import Display
+    from hjax.launch.trainer import Trainer
+
+    if command.dry_run:
+        return _dry_run(Trainer(config), command)
+    path = command.workdir or _new_workdir(command.name)
+    display = Display(config, config.steps)
+    trainer = Trainer(config, workdir=path, display=display)
+    signals.watch(trainer, display)
+    try:
+        display.start(f"{command.name}  {config.algorithm.name}  {path}")
+        if remark:
+            display.message(remark)
+        trainer.run()
+    finally:
+        try:
+            trainer.close()
+        finally:
+            display.close()
+    return _finish(trainer, path, command, signals.received)
+
+
+def _finish(trainer: Any, path: Path, command: Command, received: int) -> int:
+    rows = Workdir(path).rows(METRICS)
+    last = rows[-1] if rows else {}
+    step = last.get("step", 0)
+    if received:
+        name = signal.Signals(received).name
+        print(
+            f"hjax: stopped by {name} after step {step} of {command.config.steps}, saved in {path};"
+            f" go on with --workdir={path}",
+            file=sys.stderr,
+        )
+    elif command.config.display.enabled:
+        report = path / "report.html"
+        print(f"done: {step} steps in {path}" + (f", see {report}" if report.exists() else ""))
+    if command.json:
+        print(_json({"workdir": path, "steps": step, "stopped": bool(received), "metrics": last}))
+    return 128 + received if received else 0
+
+
+def _say_finished(workdir: Workdir, config: ConfigDict, command: Command) -> None:
+    print(
+        f"{workdir.path} is finished: {workdir.last_step()} of {config.steps} steps; give a "
+        "larger --config.steps to go on"
+    )
+    if command.json:
+        rows = workdir.rows(METRICS)
+        summary = {"workdir": workdir.path, "steps": workdir.last_step(), "stopped": False}
+        print(_json({**summary, "metrics": rows[-1] if rows else {}}))
+
+
+def _dry_run(trainer: Any, command: Command) -> int:
+    try:
+        description = trainer.describe()
+    finally:
+        trainer.close()
+    if not command.json:
+        from hjax.launch.tables import print_description
+
+        print_description(description, title=f"dry run of {command.name}")
+    else:
+        print(_json(description))
+    return 0
+
+
+def _json(value: Any) -> str:
+    return json.dumps(to_json(value), ensure_ascii=False)
+
+
+def _new_workdir(name: str) -> Path:
+    """A new `runs/<config>-<time>`."""
+    base = (
+        Path("runs")
+        / f"{find_config(name.partition(':')[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    )
+    path, number = base, 1
+    while path.exists():
+        number += 1
+        path = base.with_name(f"{base.name}-{number}")
+    return path
+
+
+def _fail(error: Exception, status: int) -> int:
+    text = " ".join(str(error).split()) or type(error).__name__
+    if not isinstance(error, (ConfigError, RunError)):
+        text = f"{type(error).__name__}: {text}"
+    print(f"hjax: error: {text}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""GRPO on the task of ppo.py: the other samples of a prompt are the baseline, no critic.
+
+python -m hjax.launch --config=grpo.py
+"""
+
+from ml_collections import ConfigDict
+
+from hjax.launch.config import default_config
+
+
+def get_config() -> ConfigDict:
+    """The config of `--config=grpo.py`."""
+    config = default_config()
+    config.algorithm.name = "GRPO"
+    config.steps = 100
+
+    config.data.task = "sorting"
+    config.data.task_options.length = 5
+    # Graded rewards: a group in which all samples score the same teaches nothing.
+    config.data.task_options.partial = 0.5
+    config.rollout.max_response_length = 6
+
+    config.model.hidden_size = 128
+    config.model.layers = 2
+    config.model.heads = 4
+    config.model.kv_heads = 4
+    config.model.mlp_size = 384
+    config.model.unroll_layers = True
+
+    config.warm_start.steps = 150
+
+    # Fewer prompts and larger groups than PPO: the group is all that a sample is compared with.
+    config.rollout.prompts = 32
+    config.rollout.samples = 8
+    config.algorithm.minibatch = 128
+    config.algorithm.epochs = 2
+    config.algorithm.kl_coef = 0.01
+
+    config.actor.learning_rate = 3e-4
+
+    config.eval.every = 20
+    config.checkpoint.every = 20
+    return config

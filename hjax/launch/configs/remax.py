@@ -1,0 +1,41 @@
+"""ReMax on the task of ppo.py: the greedy response's reward is the baseline, no critic.
+
+python -m hjax.launch --config=remax.py
+"""
+
+from ml_collections import ConfigDict
+
+from hjax.launch.config import default_config
+
+
+def get_config() -> ConfigDict:
+    """The config of `--config=remax.py`."""
+    config = default_config()
+    config.algorithm.name = "ReMax"
+    config.steps = 120
+
+    config.data.task = "sorting"
+    config.data.task_options.length = 5
+    config.data.task_options.partial = 0.5
+    config.rollout.max_response_length = 6
+
+    config.model.hidden_size = 128
+    config.model.layers = 2
+    config.model.heads = 4
+    config.model.kv_heads = 4
+    config.model.mlp_size = 384
+    config.model.unroll_layers = True
+
+    config.warm_start.steps = 150
+
+    # One update per batch, without a ratio that would allow more, so every batch is new; one
+    # sample per prompt would do as well, since the baseline does not come from the group.
+    config.rollout.prompts = 64
+    config.rollout.samples = 4
+    config.algorithm.kl_coef = 0.01
+
+    config.actor.learning_rate = 5e-4
+
+    config.eval.every = 20
+    config.checkpoint.every = 20
+    return config

@@ -1,0 +1,50 @@
+"""Safe-RLHF: earn as much as possible while the mean cost stays below a limit.
+
+    python -m hjax.launch --config=safe_rlhf.py
+
+The task `harvest` copies digits of the prompt and is paid their sum, but 7, 8 and 9, which pay
+best, are poisonous: a response with one of them costs 1. The multiplier grows while the mean cost
+is above the limit and weighs the cost against the reward; report.html draws its curve.
+"""
+
+from ml_collections import ConfigDict
+
+from hjax.launch.config import default_config
+
+
+def get_config() -> ConfigDict:
+    """The config of `--config=safe_rlhf.py`."""
+    config = default_config()
+    config.algorithm.name = "SafeRLHF"
+    config.steps = 120
+
+    config.data.task = "harvest"
+    # Eight digits and the end-of-sequence token.
+    config.data.task_options.length = 8
+    config.rollout.max_response_length = 9
+
+    config.model.hidden_size = 128
+    config.model.layers = 2
+    config.model.heads = 4
+    config.model.kv_heads = 4
+    config.model.mlp_size = 384
+    config.model.unroll_layers = True
+
+    # The demonstrations copy poisonous digits as often as others: the start is unsafe.
+    config.warm_start.steps = 150
+
+    config.rollout.prompts = 64
+    config.rollout.samples = 4
+    config.algorithm.minibatch = 128
+    config.algorithm.epochs = 2
+    config.algorithm.kl_coef = 0.01
+    # At most one response in ten may be poisonous on average.
+    config.algorithm.cost_limit = 0.1
+    config.algorithm.multiplier_learning_rate = 0.2
+
+    config.actor.learning_rate = 3e-4
+    config.critic.learning_rate = 1e-3
+
+    config.eval.every = 20
+    config.checkpoint.every = 20
+    return config

@@ -1,0 +1,40 @@
+"""Supervised training on demonstrations: what the other configs' warm start does, to its end.
+
+    python -m hjax.launch --config=sft.py
+
+With data of your own (`--config.data.path=FILE`) the column `response` holds the demonstrations;
+`--config.actor.path=DIR` starts from pretrained weights.
+"""
+
+from ml_collections import ConfigDict
+
+from hjax.launch.config import default_config
+
+
+def get_config() -> ConfigDict:
+    """The config of `--config=sft.py`."""
+    config = default_config()
+    config.algorithm.name = "SFT"
+    config.steps = 500
+
+    config.data.task = "sorting"
+    config.data.task_options.length = 5
+    # Demonstrations may not be longer; evaluation answers are cut here too.
+    config.rollout.max_response_length = 6
+
+    config.model.hidden_size = 128
+    config.model.layers = 2
+    config.model.heads = 4
+    config.model.kv_heads = 4
+    config.model.mlp_size = 384
+    config.model.unroll_layers = True
+
+    # Demonstrations (sequences) per update.
+    config.warm_start.batch = 64
+    config.actor.learning_rate = 1e-3
+    config.actor.schedule = "cosine"
+    config.actor.warmup_steps = 20
+
+    config.eval.every = 100
+    config.checkpoint.every = 100
+    return config
