@@ -200,7 +200,7 @@ def _whole(outcome: str, count: int, problem: str | None) -> RewardResult:
 
 def _judge(returned: Any, count: int, name: str) -> RewardResult:
     said = f"reward function {name} returned"
-    if hasattr(returned, "__array__") and getattr(returned, "ndim", 0):  # numpy, jax, torch
+    if hasattr(returned, "__array__") and np.ndim(returned) > 0:  # numpy, jax, torch
         try:
             returned = list(np.asarray(returned))
         except Exception as error:  # jax reports a failed computation only here
