@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 import hjax.rewards
 from hjax.launch.config import default_config
 
-WEIGHTS = "weights/stories260K-hf"
+WEIGHTS = "stories260K-hf"
 
 
 def get_config() -> ConfigDict:
@@ -59,5 +59,6 @@ def get_config() -> ConfigDict:
 
 
 def _weights() -> str:
+    """In the folder of outside data where that is known, else beside the caller."""
     folder = os.environ.get("HJAX_TEST_DATA")
-    return str(Path(folder) / WEIGHTS) if folder else ""
+    return str(Path(folder, "weights", WEIGHTS)) if folder else WEIGHTS
