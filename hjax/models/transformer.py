@@ -169,6 +169,7 @@ class Decoder(nnx.Module):
         attention: Attention,
         cache: Any = None,
         compute: Compute = Compute(),
+        layers: list[Any] | None = None,
     ) -> tuple[jax.Array, Any, Any]:
         """Run the decoder.
 
@@ -177,6 +178,9 @@ class Decoder(nnx.Module):
           positions: int [batch, length], of each token in its own sequence.
           attention: the strategy that says what each token sees.
           cache: handed to the strategy.
+          compute: dtype and loop form.
+          layers: for unrolled layers, what ``unstack`` returned; a loop over tokens makes it
+            once, outside.
 
         Returns:
           hidden states [batch, length, embed] after the final norm, the cache, and what the
@@ -185,6 +189,8 @@ class Decoder(nnx.Module):
         x = self.embedding[...].astype(compute.dtype)[tokens]
         cos, sin = rotary_tables(self.config, positions)
         graph, stacked = nnx.split(self.layers)
+        if compute.unroll_layers and layers is None:
+            layers = self.unstack()
 
         def run(layer: Any, parameters: Any, x: jax.Array, cache: Any) -> tuple:
             return nnx.merge(graph, parameters)(layer, x, cos, sin, attention, cache)
@@ -193,7 +199,7 @@ class Decoder(nnx.Module):
             run = jax.checkpoint(run, static_argnums=(0,) if compute.unroll_layers else ())
         if compute.unroll_layers:
             kept = []
-            for layer, parameters in enumerate(_unstack(stacked, self.config.layers)):
+            for layer, parameters in enumerate(layers or ()):
                 x, cache, keep = run(layer, parameters, x, cache)
                 kept.append(keep)
             kept = tuple(kept)
@@ -207,6 +213,16 @@ class Decoder(nnx.Module):
             (x, cache), kept = jax.lax.scan(step, (x, cache), (indices, stacked))
         return rms_norm(x, self.final_norm[...], self.config.norm_epsilon), cache, kept
 
+    def unstack(self) -> list[Any]:
+        """The layers' parameters, one tree per layer.
+
+        Splitting all at once keeps the backward pass a single concatenation.
+        """
+        leaves, structure = jax.tree.flatten(nnx.state(self.layers))
+        count = self.config.layers
+        parts = [[x[0] for x in jax.lax.split(leaf, [1] * count)] for leaf in leaves]
+        return [jax.tree.unflatten(structure, [part[i] for part in parts]) for i in range(count)]
+
     def logits(self, hidden: jax.Array) -> jax.Array:
         """float32 [..., vocab] of hidden states [..., embed]."""
         table = self.embedding if self.config.tie_embeddings else self.unembedding
@@ -216,13 +232,6 @@ class Decoder(nnx.Module):
             table[...].astype(hidden.dtype),
             preferred_element_type=jnp.float32,
         )
-
-
-def _unstack(stacked: Any, layers: int) -> list[Any]:
-    """One tree per layer. Splitting at once keeps the backward pass a single concatenation."""
-    leaves, structure = jax.tree.flatten(stacked)
-    parts = [[x[0] for x in jax.lax.split(leaf, [1] * layers)] for leaf in leaves]
-    return [jax.tree.unflatten(structure, [part[i] for part in parts]) for i in range(layers)]
 
 
 class ScalarDecoder(nnx.Module):

@@ -129,8 +129,13 @@ class Generator:
         length = shape.max_new_tokens
 
         prompts, prompt_mask = split(prompts, "batch"), split(prompt_mask, "batch")
+        layers = model.unstack() if self.compute.unroll_layers else None
         hidden, _, kept = model(
-            prompts, positions_of(prompt_mask), Causal(prompt_mask, keep=True), None, self.compute
+            prompts,
+            positions_of(prompt_mask),
+            Causal(prompt_mask, keep=True),
+            compute=self.compute,
+            layers=layers,
         )
         cache = KVCache.create(kept, rows, length)
         lead = () if self.compute.unroll_layers else (None,)
@@ -187,6 +192,7 @@ class Generator:
                 Decode(prompt_mask, at),
                 state["cache"],
                 self.compute,
+                layers,
             )
             return advance(state | {"cache": cache}, model.logits(hidden[:, 0]))
 
