@@ -3,9 +3,11 @@
 Every contestant runs in a process of its own, once per round, in an order that rotates: what else
 the machine does then hits all alike. Each run tells how many cores others used meanwhile; rounds
 with more than 0.1 are left out of a contestant's medians, unless it has no others: `clean_rounds`
-is 0 then, and nothing is compared with it. hjax runs twice per round, on an empty compilation cache for the cold
-first step, then on the filled one. Prints one JSON line: medians of seconds, tokens per second,
-peak memory, compile count, and how many times as fast hjax is (`times_as_fast`).
+is 0 then, and nothing is compared with it. hjax runs twice per round, on an empty compilation
+cache for the cold first step, then on the filled one.
+
+Prints one JSON line: medians of seconds, tokens per second, peak memory, compile count, and how
+many times as fast hjax is (`times_as_fast`).
 
     HJAX_PEERS=../peers python benchmarks/step.py --trl_python=... --tunix_python=... [--kl]
 

@@ -19,7 +19,13 @@ import hjax
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "hjax"
 # Import name -> name on the package index, where they differ.
-DISTRIBUTIONS = {"absl": "absl-py", "ml_collections": "ml-collections", "orbax": "orbax-checkpoint"}
+DISTRIBUTIONS = {
+    "absl": "absl-py",
+    "huggingface_hub": "huggingface-hub",
+    "jetstream": "google-jetstream",
+    "ml_collections": "ml-collections",
+    "orbax": "orbax-checkpoint",
+}
 
 
 def setup_cfg() -> configparser.ConfigParser:
