@@ -125,10 +125,13 @@ class State:
             self._last_phases, self._phases = self._phases, {}
 
     def seconds_left(self, metrics: Mapping[str, Any] | None = None) -> float | None:
-        """Remaining steps times the median of the last ones."""
-        rows = [*self.rows, metrics or {}][-9:]
+        """Remaining steps times the median of the last ones; None before the second step.
+
+        The first step compiles and says nothing about the others.
+        """
+        rows = [*self.rows, *([metrics] if metrics else [])][1:][-9:]
         times = sorted(r["time/step"] for r in rows if r.get("time/step") is not None)
-        return times[len(times) // 2] * (self.total - self.done) if times else None
+        return times[(len(times) - 1) // 2] * (self.total - self.done) if times else None
 
     def phases(self) -> tuple[list[tuple[str, float]], list[tuple[str, float]]]:
         """Phases of this step (of the last, if this one has none), and those under way."""

@@ -18,13 +18,11 @@ class Column:
 
 
 def number(value: float) -> str:
-    """Three significant digits or so, without an exponent where that is short."""
-    if value == 0:
-        return "0"
-    size = abs(value)
-    if size >= 1000 or size < 0.0005:
+    """Three decimals or one, for a column of figures of one size; large ones with an exponent."""
+    if abs(value) >= 1000:
         return f"{value:.1e}"
-    return f"{value:.3f}" if size < 10 else f"{value:.1f}"
+    # Adding 0 turns a rounded -0.0 into 0.0.
+    return f"{round(value, 3) + 0:.3f}" if abs(value) < 10 else f"{value:.1f}"
 
 
 def seconds(value: float) -> str:
@@ -71,7 +69,7 @@ COLUMNS = {
         Column("cost", "cost/mean", number, 6),
         Column("multiplier", "cost/multiplier", number, 6),
         Column("KL", "kl/reference", number, 7),
-        Column("loss", "actor/loss", number, 7),
+        Column("loss", "actor/loss", lambda x: f"{x:.4f}", 8),
         Column("entropy", "actor/entropy", number, 7),
         Column("length", "response/length_mean", lambda x: f"{x:.1f}", 6),
         Column("tok/s", "throughput/tokens_per_second", count, 7),

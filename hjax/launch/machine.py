@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -23,18 +24,19 @@ def prepare_jax(config: ConfigDict) -> str:
     """
     import jax
 
-    _keep_compiled_programs()
-    platform = (jax.config.jax_platforms or "cpu").split(",")[0]
+    options: Any = jax.config
+    _keep_compiled_programs(options)
+    platform = (options.jax_platforms or "cpu").split(",")[0]
     already_set = (
         "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-        or jax.config.jax_num_cpu_devices != -1
+        or options.jax_num_cpu_devices != -1
     )
     # Without a named platform JAX may find an accelerator; then this number has no effect.
     if platform != "cpu" or already_set:
         return ""
     cores = available_cores()
     devices = config.cluster.devices_per_process or dividing_devices(config, cores)
-    jax.config.update("jax_num_cpu_devices", devices)
+    options.update("jax_num_cpu_devices", devices)
     if config.cluster.devices_per_process or devices == cores:
         return ""
     return (
@@ -75,14 +77,14 @@ def available_cores() -> int:
     return cores or 1
 
 
-def _keep_compiled_programs() -> None:
+def _keep_compiled_programs(options: Any) -> None:
     import jax
 
-    if jax.config.jax_compilation_cache_dir is None:
+    if options.jax_compilation_cache_dir is None:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         folder = root / "hjax" / "programs" / f"jax-{jax.__version__}"
-        jax.config.update("jax_compilation_cache_dir", str(folder))
+        options.update("jax_compilation_cache_dir", str(folder))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        options.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     if "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES" not in os.environ:
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        options.update("jax_persistent_cache_min_entry_size_bytes", -1)

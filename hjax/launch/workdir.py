@@ -132,7 +132,7 @@ class Workdir:
         kept = [row for row in rows if row["step"] <= step]
         if len(kept) < len(rows):
             lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in kept]
-            _replace(path, "".join(lines))
+            replace_file(path, "".join(lines))
 
     def truncate_after(self, step: int) -> None:
         """Drop what was logged after the restored checkpoint: metrics, samples, events."""
@@ -144,7 +144,7 @@ class Workdir:
         """Write or replace a JSON file (plan.json, timeline.json) in one go."""
         indent = None if name == "timeline.json" else 2
         text = json.dumps(to_json(value), indent=indent, ensure_ascii=False, allow_nan=False)
-        _replace(self.path / name, text + "\n")
+        replace_file(self.path / name, text + "\n")
 
     def read_json(self, name: str) -> Any:
         """The content of a JSON file, None if it is absent.
@@ -285,7 +285,7 @@ def read_json(path: Path) -> Any:
         raise DataError(f"{path}: not JSON; the file is damaged") from error
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str) -> None:
     """Write ``text`` to ``path`` so that a reader sees the old or the new file, never half."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
