@@ -168,7 +168,8 @@ class Actor(TrainedWorker):
             settings = self.context.warm_start
             if settings is None:
                 raise ConfigError(f"{self.role}: this run was set up without a warm start")
-            updater = self.make_updater(self.context.warm_start_loss, settings)
+            # Demonstrations do not share prompts.
+            updater = self.make_updater(self.context.warm_start_loss, settings, grouped=False)
             self._warm_start = (updater, updater.init(self.params, self.shardings))
         updater, state = self._warm_start
         tokens = {key: batch[key] for key in TOKEN_KEYS}

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from hjax.errors import ConfigError
 from hjax.models.config import ModelConfig
@@ -129,13 +130,17 @@ class ModelWorker(Worker):
         """(name, function that lowers it) of each program a step of ``rows`` sequences runs."""
         return iter(())
 
-    def forward(self, compute: Callable[..., Any], params: Params, batch: Any) -> Any:
-        """Run ``compute(model, batch, share)`` compiled; ``share``: rows per copy of a prompt."""
-        share = self.share(next(iter(batch.values())).shape[0])
+    def forward(self, compute: Callable[..., Any], params: Any, batch: Any) -> Any:
+        """Run ``compute(model, batch, share)`` compiled; ``share``: rows per copy of a prompt.
+
+        Programs are kept by the function's code: whatever varies between calls goes in ``batch``.
+        """
+        rows = next(iter(batch.values())).shape[0]
+        share = self.share(rows) if self.grouped(batch) else 1
         return self._forward(compute, share)(params, batch)
 
     def _forward(self, compute: Callable[..., Any], share: int) -> Any:
-        key = (compute.__name__, share)
+        key = (getattr(compute, "__code__", compute), share)
         if key not in self._forwards:
 
             def run(params: Params, batch: Any) -> Any:
@@ -148,6 +153,23 @@ class ModelWorker(Worker):
     def share(self, rows: int) -> int:
         """Rows per copy of a prompt, such that no copy straddles two devices' parts."""
         return math.gcd(self.context.samples, rows // self.layouts.train.ways("batch"))
+
+    def grouped(self, batch: Any) -> bool:
+        """Whether the rows come in groups of ``samples`` that hold one prompt each.
+
+        A greedy batch has one row per prompt, demonstrations and filtered batches any order;
+        their prompts must not be taken for copies of one another.
+        """
+        samples = self.context.samples
+        if samples == 1:
+            return True
+        for key in ("prompts", "prompt_mask"):
+            if key not in batch or batch[key].shape[0] % samples:
+                return False
+            groups = np.asarray(batch[key]).reshape(-1, samples, batch[key].shape[1])
+            if not np.array_equal(groups, np.broadcast_to(groups[:, :1], groups.shape)):
+                return False
+        return True
 
     def token_shapes(self, rows: int, prompt_length: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Abstract prompts and responses of a step, placed for training."""
@@ -172,14 +194,15 @@ class TrainedWorker(ModelWorker):
         if context.optimizer is None or context.loss is None:
             raise ConfigError(f"{self.role}: a trained role needs a loss and an optimizer")
         self.updater = self.make_updater(context.loss, context.optimizer)
+        self._ungrouped: Updater | None = None
         self.optimizer_state: Any = None
 
-    def make_updater(self, loss: Any, optimizer: OptimizerConfig) -> Updater:
-        """An update program for one loss."""
+    def make_updater(self, loss: Any, optimizer: OptimizerConfig, grouped: bool = True) -> Updater:
+        """An update program for one loss; ``grouped``: samples of a prompt are consecutive."""
         micro = self.context.micro_batch
 
         def objective(params: Params, batch: dict[str, jax.Array]) -> Any:
-            share = self.share(batch["responses"].shape[0])
+            share = self.share(batch["responses"].shape[0]) if grouped else 1
             token_loss, stats = self.token_loss(self.network.bind(params), batch, share, loss)
             total = jnp.sum(batch["weights"] * token_loss)
             return total, {k: jnp.sum(batch["stat_weights"] * v) for k, v in stats.items()}
@@ -222,10 +245,19 @@ class TrainedWorker(ModelWorker):
         """One optimizer step on a batch; returns metrics as scalars on the device."""
         needs = (*TOKEN_KEYS, *self.context.loss.needs, "row_mask", *self.extra_keys)
         arrays = {key: batch[key] for key in dict.fromkeys(needs) if batch.get(key) is not None}
-        self.params, self.optimizer_state, metrics = self.updater(
+        updater = self.updater if self.grouped(arrays) else self._ungrouped_updater()
+        self.params, self.optimizer_state, metrics = updater(
             self.params, self.optimizer_state, arrays
         )
         return metrics
+
+    def _ungrouped_updater(self) -> Updater:
+        if self._ungrouped is None:
+            assert self.context.optimizer is not None
+            self._ungrouped = self.make_updater(
+                self.context.loss, self.context.optimizer, grouped=False
+            )
+        return self._ungrouped
 
     extra_keys: tuple[str, ...] = ()
 
