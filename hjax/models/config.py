@@ -8,6 +8,15 @@ from typing import Any
 
 from hjax.errors import ConfigError
 
+# What every config.json must say; the rest has defaults.
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
@@ -88,6 +97,16 @@ class ModelConfig:
                 raise ConfigError(f"{what}: {key}=true is not supported; only models without bias")
         if config.get("hidden_act", "silu") != "silu":
             raise ConfigError(f"{what}: hidden_act {config['hidden_act']!r}; supported: silu")
+        if config.get("quantization_config"):
+            raise ConfigError(
+                f"{what}: quantized weights are not supported; give the float32, float16 or "
+                "bfloat16 ones"
+            )
+        for key in _SIZES:
+            size = config.get(key)
+            if not isinstance(size, int) or size < 1:
+                problem = "is missing" if size is None else f"is {size!r}"
+                raise ConfigError(f"{what}: {key} {problem}; a whole number of 1 or more")
         rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
         theta = config.get("rope_theta", rope.get("rope_theta", 10000.0))
         heads = config["num_attention_heads"]
@@ -143,7 +162,13 @@ def _rope_scaling(rope: Mapping[str, Any], what: str) -> RopeScaling | None:
     if kind == "default":
         return None
     if kind != "llama3":
-        raise ConfigError(f"{what}: rope_type {kind!r} is not supported; supported: default, llama3")
+        raise ConfigError(
+            f"{what}: rope_type {kind!r} is not supported; supported: default, llama3"
+        )
+    needed = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    missing = [key for key in needed if key not in rope]
+    if missing:
+        raise ConfigError(f"{what}: rope_type 'llama3' needs {', '.join(missing)} too")
     return RopeScaling(
         factor=float(rope["factor"]),
         low_frequency_factor=float(rope["low_freq_factor"]),

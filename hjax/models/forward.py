@@ -97,7 +97,7 @@ def token_log_probs(
 
     rows, length = tokens.shape
     vocab = decoder.config.vocab_size
-    chunks = math.ceil(rows * length * vocab * 4 / LOGIT_CHUNK_BYTES)
+    chunks = max(1, math.ceil(rows * length * vocab * 4 / LOGIT_CHUNK_BYTES))
     chunks = next((c for c in range(chunks, length + 1) if length % c == 0), length)
     if chunks <= 1:
         return score(hidden, tokens)

@@ -32,11 +32,23 @@ def read_config(path: str | os.PathLike) -> ModelConfig:
     file = Path(path) / "config.json"
     if not file.is_file():
         raise ConfigError(f"{path}: no config.json there; give a Hugging Face model directory")
-    return ModelConfig.from_hf(json.loads(file.read_text()), str(file))
+    try:
+        content = json.loads(file.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{file}: not readable as JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file}: must be a JSON object, not {type(content).__name__}")
+    return ModelConfig.from_hf(content, str(file))
 
 
-def load_weights(path: str | os.PathLike) -> tuple[ModelConfig, Params]:
+def load_weights(
+    path: str | os.PathLike, unembedding: bool = True
+) -> tuple[ModelConfig, Params]:
     """Read a Llama directory.
+
+    Args:
+      path: the directory.
+      unembedding: read the output table of an untied model; a sequence classifier has none.
 
     Returns:
       the shapes, and the decoder's parameters as float32 numpy arrays, layers stacked.
@@ -76,7 +88,7 @@ def load_weights(path: str | os.PathLike) -> tuple[ModelConfig, Params]:
             ),
         },
     }
-    if not config.tie_embeddings:
+    if unembedding and not config.tie_embeddings:
         params["unembedding"] = tensors("lm_head.weight", (config.vocab_size, d))
     return config, params
 
@@ -89,8 +101,17 @@ def read_head(path: str | os.PathLike, hidden_size: int) -> np.ndarray | None:
     return tensors("score.weight", (1, hidden_size))[0]
 
 
-def save_weights(path: str | os.PathLike, config: ModelConfig, params: Params) -> None:
-    """Write ``config.json`` and ``model.safetensors`` that transformers' Llama loads."""
+def save_weights(
+    path: str | os.PathLike, config: ModelConfig, params: Params, tokenizer: Any = None
+) -> None:
+    """Write ``config.json`` and ``model.safetensors`` that transformers' Llama loads.
+
+    Args:
+      path: the directory; made if need be.
+      config: shapes.
+      params: of the decoder.
+      tokenizer: its special ids go into config.json; its own files are for it to save.
+    """
     from safetensors.numpy import save_file
 
     d, mlp = config.hidden_size, config.mlp_size
@@ -114,7 +135,7 @@ def save_weights(path: str | os.PathLike, config: ModelConfig, params: Params) -
             f"{at}mlp.up_proj.weight": np.reshape(layers["gate_up"][i][:, 1], (d, mlp)).T,
             f"{at}mlp.down_proj.weight": np.asarray(layers["down"][i]).T,
         }
-    write_config(path, config)
+    write_config(path, config, tokenizer)
     save_file(
         {name: np.ascontiguousarray(x, np.float32) for name, x in tensors.items()},
         Path(path) / "model.safetensors",
@@ -148,7 +169,9 @@ class _Tensors:
                 raise ConfigError(f"{file}: not a readable safetensors file ({error})") from error
             self.files |= dict.fromkeys(reader.keys(), reader)
         if not self.files:
-            raise ConfigError(f"{path}: no *.safetensors files there; this version reads only those")
+            raise ConfigError(
+                f"{path}: no *.safetensors files there; this version reads only those"
+            )
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         if name not in self.files:

@@ -53,6 +53,18 @@ class Network:
             lambda axes: layout.sharding(*axes), self.axes, is_leaf=lambda x: isinstance(x, tuple)
         )
 
+    def read_dtypes(self, dtype: Any) -> Params:
+        """Dtype in which a forward of compute ``dtype`` reads every parameter.
+
+        Matrices are cast; vectors (norm weights, heads) stay float32, so a copy in these dtypes
+        gives bit for bit the forward of the parameters themselves.
+        """
+        return jax.tree.map(
+            lambda axes: np.dtype(dtype if len({*axes} - {"layers"}) > 1 else np.float32),
+            self.axes,
+            is_leaf=lambda x: isinstance(x, tuple),
+        )
+
     def create(self, seed: int, layout: Layout) -> Params:
         """Initial parameters, each device making its own part; the same under every layout."""
         create = jax.jit(self._create, out_shardings=self.shardings(layout))

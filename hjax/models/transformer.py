@@ -239,7 +239,8 @@ class ScalarDecoder(nnx.Module):
 
     def __init__(self, config: ModelConfig, key: jax.Array):
         self.config = config
-        self.decoder = Decoder(config, key)
+        # Nothing reads an output table here, so none is made: as if embeddings were tied.
+        self.decoder = Decoder(dataclasses.replace(config, tie_embeddings=True), key)
         # Zero: a new critic predicts 0 everywhere, so the first advantages are the rewards.
         self.head = nnx.Param(jnp.zeros((config.hidden_size,)), logical_axes=("embed",))
         self.bias = nnx.Param(jnp.zeros(()), logical_axes=())

@@ -71,18 +71,27 @@ def read_config(path: str | os.PathLike) -> ModelConfig:
     return huggingface.read_config(model_directory(path))
 
 
-def load_decoder(path: str | os.PathLike) -> tuple[ModelConfig, Params]:
+def load_decoder(
+    path: str | os.PathLike, unembedding: bool = True
+) -> tuple[ModelConfig, Params]:
     """Shapes and float32 numpy parameters of the language model at a path.
+
+    Args:
+      path: a Hugging Face directory or name, or an hjax workdir.
+      unembedding: with the output table of an untied model.
 
     Raises:
       ConfigError: missing or unfit files, by name.
     """
     directory = model_directory(path)
     if not is_workdir(path):
-        return huggingface.load_weights(directory)
+        return huggingface.load_weights(directory, unembedding)
     from hjax.models.checkpoint import restore_params
 
-    return huggingface.read_config(directory), restore_params(Path(path) / "checkpoints", "actor")
+    params = restore_params(Path(path) / "checkpoints", "actor")
+    if not unembedding:
+        params.pop("unembedding", None)
+    return huggingface.read_config(directory), params
 
 
 def load_scalar(path: str | os.PathLike) -> tuple[ModelConfig, Params]:
@@ -91,7 +100,7 @@ def load_scalar(path: str | os.PathLike) -> tuple[ModelConfig, Params]:
     The head is ``score.weight`` of transformers' LlamaForSequenceClassification; a directory
     without one (a language model) gets a head of zeros, as a new critic wants it.
     """
-    config, params = load_decoder(path)
+    config, params = load_decoder(path, unembedding=False)
     head = None
     if not is_workdir(path):
         head = huggingface.read_head(model_directory(path), config.hidden_size)

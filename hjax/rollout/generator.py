@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hjax.errors import ConfigError
 from hjax.models.attention import Causal, Decode, KVCache
 from hjax.models.forward import positions_of
 from hjax.models.parameters import Network, Params
@@ -85,11 +86,17 @@ class Generator:
           stop: token ids that end a response (and are part of it).
 
         Returns:
-          ``prompts`` and ``prompt_mask`` once per row, ``responses`` int32 [rows, max_new_tokens] (0 after the end), ``response_mask`` bool,
-          ``logprobs`` float32 of the distribution sampled, ``truncated`` bool [rows]; where they
+          ``prompts`` and ``prompt_mask`` once per row, ``responses`` int32
+          [rows, max_new_tokens] (0 after the end), ``response_mask`` bool, ``logprobs`` float32
+          of the distribution sampled, ``truncated`` bool [rows]; where they
           differ from ``logprobs`` also ``policy_logprobs`` (tempered, not truncated to top-k or
           top-p) and ``untempered_logprobs``.
+
+        Raises:
+          ConfigError: a seed that does not fit 32 bits.
         """
+        if not 0 <= seed < 2**32:
+            raise ConfigError(f"seed={seed}: 0 to {2**32 - 1}")
         program = self._program(_Shape(samples, max_new_tokens, sampling, tuple(stop)))
         numbers = jax.device_put(np.asarray([seed, step], np.uint32), self.layout.replicated)
         return program(params, prompts, prompt_mask, sequence, numbers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -109,8 +110,8 @@ class LanguageModel:
           ConfigError: text without a tokenizer, an empty prompt, ids outside the vocabulary, or
             more tokens than the model has positions.
         """
-        if max_new_tokens < 1:
-            raise ConfigError(f"max_new_tokens={max_new_tokens}: 1 or more")
+        if not isinstance(max_new_tokens, int | np.integer) or max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens={max_new_tokens}: a whole number of 1 or more")
         if isinstance(prompts, str):
             raise ConfigError("prompts is one string; give a list of prompts")
         rows = [self._prompt(i, prompt) for i, prompt in enumerate(prompts)]
@@ -158,7 +159,12 @@ class LanguageModel:
                     f"prompt {index} is text, but this model has no tokenizer; give token ids"
                 )
             prompt = self.tokenizer.encode(prompt)
-        tokens = [int(t) for t in prompt]
+        try:
+            tokens = [operator.index(t) for t in prompt]
+        except TypeError as error:
+            raise ConfigError(
+                f"prompt {index} is {prompt!r}; give a string or a list of token ids"
+            ) from error
         if not tokens:
             raise ConfigError(f"prompt {index} is empty; give at least one token")
         self._check(tokens, f"prompt {index}")

@@ -7,6 +7,7 @@ position), so a sequence's tokens do not depend on the slot, batch or device it 
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +30,8 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ConfigError(f"temperature={self.temperature}: 0 (greedy) or more")
+        if not 0 <= self.temperature < math.inf:
+            raise ConfigError(f"temperature={self.temperature}: 0 (greedy) or more, and finite")
         if self.top_k < 0:
             raise ConfigError(f"top_k={self.top_k}: 0 (all tokens) or more")
         if not 0 < self.top_p <= 1:

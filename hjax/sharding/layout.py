@@ -141,9 +141,10 @@ def resolve_sizes(sizes: Mapping[str, int], devices: int, what: str) -> dict[str
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if free:
         if devices % fixed:
+            given = {axis: size for axis, size in sizes.items() if size != -1}
             raise ConfigError(
-                f"{what}: {_product(sizes)} does not divide {devices} devices; "
-                f"the other axes' product may be {_divisors(devices)}"
+                f"{what}: {_product(given)} does not divide {devices} devices; beside "
+                f"{free[0]}=-1 the product may be {_divisors(devices)}"
             )
         sizes[free[0]] = devices // fixed
     elif fixed != devices:

@@ -21,9 +21,9 @@ class Critic(TrainedWorker):
 
     def copy_from(self, params: Params) -> None:
         """Start from a language model's parameters, with a value head of zeros."""
-        head = {key: jnp.zeros(shape.shape) for key, shape in self.network.shapes.items()
-                if key != "decoder"}
-        super().copy_from({"decoder": params, **head})
+        shapes = self.network.shapes
+        head = {key: jnp.zeros(shapes[key].shape) for key in shapes if key != "decoder"}
+        super().copy_from({"decoder": {key: params[key] for key in shapes["decoder"]}, **head})
 
     def token_loss(
         self, model: Any, batch: dict[str, jax.Array], share: int, loss: Any
@@ -47,7 +47,6 @@ class Critic(TrainedWorker):
     def update_critic(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
         """One optimizer step on the squared error to the returns; metrics as scalars."""
         return self.update(dict(batch))
-
 
 
 def _values(model: Any, batch: Mapping[str, jax.Array], share: int, compute: Any) -> jax.Array:

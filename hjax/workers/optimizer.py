@@ -97,7 +97,8 @@ class Updater:
       prepare: adds the weights to the whole step's batch, before it is cut.
       optimizer: settings of the update.
       layout: the train layout.
-      micro_batch: rows per forward and backward pass over all devices; 0 takes all at once.
+      micro_batch: most rows per forward and backward pass over all devices (at least one per
+        data-parallel part); 0 takes all at once.
       pretraining: a second objective, on the batch's entry ``pretrain`` where it has one; its
         loss is added (PPO-ptx).
     """
@@ -182,8 +183,8 @@ class Updater:
     def _gradients(self, params: Params, batch: dict[str, jax.Array]) -> Any:
         value_and_grad = jax.value_and_grad(self._objective, has_aux=True)
         rows = next(iter(batch.values())).shape[0]
-        pieces = rows // self._micro_batch if self._micro_batch else 1
-        if pieces <= 1:
+        pieces = self._pieces(rows)
+        if pieces == 1:
             return value_and_grad(params, batch)
         parts = jax.tree.map(lambda x: self._cut(x, pieces), batch)
 
@@ -194,8 +195,18 @@ class Updater:
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         return jax.lax.scan(add, zeros, parts)[0]
 
+    def _pieces(self, rows: int) -> int:
+        """The fewest equal micro-batches of at most ``micro_batch`` rows."""
+        if not self._micro_batch:
+            return 1
+        local = rows // self._layout.ways("batch")
+        fewest = -(-rows // self._micro_batch)
+        return next((n for n in range(fewest, local + 1) if local % n == 0), local)
+
     def _cut(self, x: jax.Array, pieces: int) -> jax.Array:
         """[rows, ...] -> [pieces, rows / pieces, ...], every device cutting its own rows."""
+        if x.ndim == 0:  # a number that holds for all rows
+            return jnp.broadcast_to(x, (pieces,))
         ways = self._layout.ways("batch")
         local = x.shape[0] // (ways * pieces)
         x = x.reshape(ways, pieces, local, *x.shape[1:]).swapaxes(0, 1)

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from hjax.errors import RunError
 from hjax.models.forward import sequence_states
 from hjax.rewards.function import RewardFunction, RewardResult, check_unscored
 from hjax.rollout.generator import bucket_length
@@ -79,9 +80,17 @@ class ModelReward(ModelWorker):
         sequences = self._sequences(batch)
         longest = max(map(len, sequences))
         limit = self.network.config.max_length
-        length = max(bucket_length(longest, limit), longest)
-        tokens = np.zeros((len(sequences), length), np.int32)
-        mask = np.zeros((len(sequences), length), bool)
+        if longest > limit:
+            raise RunError(
+                f"{self.role}: a prompt with its response is {longest} tokens, more than the "
+                f"{limit} positions of {self.context.path or 'its model'}; lower "
+                "rollout.max_prompt_length or rollout.max_response_length"
+            )
+        length = bucket_length(longest, limit)
+        ways = self.layouts.train.ways("batch")
+        rows = -(-len(sequences) // ways) * ways
+        tokens = np.zeros((rows, length), np.int32)
+        mask = np.zeros((rows, length), bool)
         for row, sequence in enumerate(sequences):
             tokens[row, : len(sequence)] = sequence
             mask[row, : len(sequence)] = True
@@ -95,7 +104,7 @@ class ModelReward(ModelWorker):
             last = batch["mask"].sum(axis=1) - 1
             return model.score(hidden[jax.numpy.arange(hidden.shape[0]), last])
 
-        return self.forward(last_score, self.params, arrays)
+        return self.forward(last_score, self.params, arrays)[: len(sequences)]
 
     def _sequences(self, batch: Mapping[str, Any]) -> list[list[int]]:
         if self.context.retokenize:
