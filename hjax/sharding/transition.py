@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 
 class Transition:
@@ -20,21 +19,25 @@ class Transition:
       source: nested dict of NamedSharding, as training keeps the parameters.
       target: nested dict of NamedSharding, as generation reads them.
       shapes: nested dict of jax.ShapeDtypeStruct.
-      dtype: of the generation copy; cast before moving, so that a narrower one halves the bytes.
+      dtypes: nested dict of the generation copy's dtypes, or None to keep the parameters'; cast
+        before moving, so that a narrower one halves the bytes.
     """
 
-    def __init__(self, source: Any, target: Any, shapes: Any, dtype: Any = jnp.float32):
+    def __init__(self, source: Any, target: Any, shapes: Any, dtypes: Any = None):
         leaves, self._structure = jax.tree.flatten(shapes)
-        pairs = zip(leaves, jax.tree.leaves(source), jax.tree.leaves(target), strict=True)
+        casts = [leaf.dtype for leaf in leaves] if dtypes is None else jax.tree.leaves(dtypes)
+        pairs = zip(leaves, casts, jax.tree.leaves(source), jax.tree.leaves(target), strict=True)
         self._moved = []
-        shardings = []
-        for index, (leaf, before, after) in enumerate(pairs):
+        shardings, kinds = [], []
+        for index, (leaf, dtype, before, after) in enumerate(pairs):
             if leaf.dtype == dtype and before.is_equivalent_to(after, len(leaf.shape)):
                 continue
             self._moved.append(index)
             shardings.append(after)
+            kinds.append(dtype)
         self._program = jax.jit(
-            lambda moved: [x.astype(dtype) for x in moved], out_shardings=shardings
+            lambda moved: [x.astype(dtype) for x, dtype in zip(moved, kinds, strict=True)],
+            out_shardings=shardings,
         )
 
     @property

@@ -35,7 +35,7 @@ class Actor(TrainedWorker):
             self.shardings,
             self.network.shardings(self.layouts.generate),
             self.network.shapes,
-            context.compute.dtype,
+            self.network.read_dtypes(context.compute.dtype),
         )
         self._warm_start: tuple[Updater, Any] | None = None
         self._seconds = {"transition": 0.0}
