@@ -86,6 +86,8 @@ def used_columns(before: Sequence[str], row: Mapping[str, Any]) -> list[str]:
         for title, column in COLUMNS.items()
         if title in before or row.get(column.metric) is not None
     ]
+    if "time" in columns and "left" not in columns:
+        columns.append("left")  # known from the second step on; the table need not change then
     if "accuracy" in columns and "eval" in columns and "eval" not in before:
         columns.remove("eval")  # the accuracy says it already
     return columns

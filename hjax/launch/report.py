@@ -16,6 +16,7 @@ from hjax.launch.config_keys import OWNED_SECTIONS, default_config, flatten
 from hjax.launch.format import clock, count
 from hjax.launch.format import seconds as duration
 from hjax.launch.report_charts import Series, escape, label, line_chart, stacked_bar, timeline
+from hjax.launch.report_samples import sample_section
 from hjax.launch.workdir import METRICS, SAMPLES, WARM_START, read_json, read_rows, replace_file
 
 Row = Mapping[str, Any]
@@ -41,7 +42,6 @@ CURVES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 PHASES = ("generate", "transition", "prepare", "update")
 ROLE_COLORS = {"actor": 0, "critic": 1, "reference": 2, "reward": 3, "cost": 4, "cost_critic": 5}
 _TIMELINE_STEPS = 3
-_SAMPLES = 8
 
 
 def write_report(workdir_path: str | os.PathLike[str]) -> Path:
@@ -65,7 +65,7 @@ def write_report(workdir_path: str | os.PathLike[str]) -> Path:
         _header(path, config, metrics),
         _tiles(metrics),
         _curves(config, metrics, warm_start),
-        _sample_section(samples),
+        sample_section(samples),
         _time_section(metrics, read_json(path / "timeline.json")),
         _placement(read_json(path / "plan.json")),
         _config_table(config),
@@ -215,70 +215,6 @@ def _card(
         f'<section class="card"><header><h3>{escape(title)}</h3><span class="last">{last}</span>'
         f"</header>{note}{line_chart(series, limit)}{legend}</section>"
     )
-
-
-def _sample_section(samples: Sequence[Row]) -> str:
-    held_out = [s for s in samples if s.get("kind") == "eval"]
-    train = [s for s in samples if s.get("kind") != "eval"]
-    parts = []
-    if held_out:
-        parts.append(_held_out_table(held_out))
-    if train:
-        first, last = train[0]["step"], train[-1]["step"]
-        columns = [_sample_card(train, first)]
-        if last != first:
-            columns.append(_sample_card(train, last))
-        parts.append(f'<h2>Training samples</h2><div class="two">{"".join(columns)}</div>')
-    return "\n".join(parts)
-
-
-def _held_out_table(samples: Sequence[Row]) -> str:
-    """The same held-out prompts, answered at the first and at the last evaluation."""
-    first, last = samples[0]["step"], samples[-1]["step"]
-    # The first evaluation comes before its step's update.
-    before = {s["index"]: s for s in samples if s["step"] == first}
-    after = {s["index"]: s for s in samples if s["step"] == last}
-    rows = []
-    for index in sorted(before)[:_SAMPLES]:
-        cells = [f'<td class="text prompt">{escape(before[index]["prompt"])}</td>']
-        for sample in (before[index], after.get(index)) if last != first else (before[index],):
-            if sample is None:
-                cells.append("<td></td>")
-                continue
-            cells.append(f'<td><div class="text">{escape(sample["response"])}</div>'
-                         f"{_chips(sample)}</td>")  # fmt: skip
-        rows.append(f"<tr>{''.join(cells)}</tr>")
-    heads = [f"before training (step {first})"]
-    if last != first:
-        heads.append(f"after step {last}")
-    head = "".join(f"<th>{h}</th>" for h in ["prompt", *heads])
-    return (
-        '<h2>Held-out prompts, before and after</h2><div class="card scroll"><table>'
-        f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
-    )
-
-
-def _sample_card(samples: Sequence[Row], step: int) -> str:
-    rows = [
-        f'<tr><td><span class="text prompt">{escape(s["prompt"])}</span> '
-        f'<span class="text">{escape(s["response"])}</span><br>{_chips(s)}</td></tr>'
-        for s in [s for s in samples if s["step"] == step][:_SAMPLES]
-    ]
-    return (
-        f'<div class="card"><h3>Step {step}</h3><table><tbody>{"".join(rows)}</tbody></table></div>'
-    )
-
-
-def _chips(sample: Row) -> str:
-    chips = []
-    for key in ("reward", "cost", "advantage"):
-        if key in sample:
-            value = sample[key]
-            text = "unscored" if value is None else f"{value:+.2f}"
-            chips.append(f'<span class="chip">{key} <b>{text}</b></span>')
-    if sample.get("truncated"):
-        chips.append('<span class="chip">cut at the limit</span>')
-    return " ".join(chips)
 
 
 def _time_section(metrics: Sequence[Row], trace: Any) -> str:

@@ -1,0 +1,188 @@
+"""report.html: self-contained, escaped, and there for runs at any stage."""
+
+import html.parser
+import json
+import re
+
+import pytest
+
+from hjax.launch.report import write_report
+from hjax.launch.report_charts import Series, line_chart, ticks, timeline
+
+
+class Checker(html.parser.HTMLParser):
+    """Collects text and attributes; every opened tag must be closed."""
+
+    VOID = {"meta", "br", "link", "img"}
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.text, self.attributes = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.attributes += attrs
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def read(path):
+    checker = Checker()
+    checker.feed(path.read_text())
+    assert checker.open == []
+    return checker, " ".join(checker.text)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A workdir of four steps, written by hand."""
+    config = {
+        "steps": 4,
+        "algorithm": {"name": "SafeRLHF", "cost_limit": 0.1},
+        "data": {"task": "harvest", "path": ""},
+        "actor": {"path": ""},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    rows = [
+        {
+            "step": step,
+            "reward/mean": 0.2 * step,
+            "reward/std": 0.1,
+            "cost/mean": 0.5 / step,
+            "cost/multiplier": 1 + step / 10,
+            "kl/reference": None if step == 3 else 0.01 * step,
+            "time/step": 1.0,
+            "time/generate": 0.5,
+            "time/update": 0.25,
+            "own/metric": step,
+        }
+        for step in range(1, 5)
+    ]
+    rows[0]["eval/reward"], rows[3]["eval/reward"] = 0.25, 0.75
+    samples = [
+        {"step": step, "index": 0, "prompt": "<b>&prompt", "response": f"answer {step}",
+         "reward": reward, "advantage": 0.5, "truncated": False, "kind": kind}
+        for kind in ("eval", "train")
+        for step, reward in ((1, None), (4, 1.0))
+    ]  # fmt: skip
+    write_rows(tmp_path / "metrics.jsonl", rows)
+    write_rows(tmp_path / "samples.jsonl", samples)
+    write_rows(tmp_path / "warm_start.jsonl", [{"step": i, "loss": 3 / i} for i in (1, 2)])
+    (tmp_path / "plan.json").write_text(
+        json.dumps({
+            "placement": [["actor"], ["critic"]],
+            "allocation": [2, 1],
+            "parallelism": {"actor": {"train": {"data": 2}, "generate": {"data": -1}}},
+        })
+    )  # fmt: skip
+    events = [
+        {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": "pool left"}},
+        {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "pool right"}},
+        {"name": "update_actor", "ph": "X", "ts": 2e6, "dur": 5e5, "pid": 0, "tid": 0,
+         "args": {"role": "actor", "step": 4}},
+        {"name": "update_critic", "ph": "X", "ts": 2.1e6, "dur": 5e5, "pid": 1, "tid": 1,
+         "args": {"role": "critic", "step": 4}},
+    ]  # fmt: skip
+    (tmp_path / "timeline.json").write_text(json.dumps({"traceEvents": events}))
+    return tmp_path
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_report_holds_every_part(run):
+    _, text = read(write_report(run))
+    for part in (
+        "SafeRLHF on harvest", "4 steps", "Learning curves", "Multiplier", "Warm start loss",
+        "own/metric", "limit", "Held-out prompts, before and after", "answer 1", "answer 4",
+        "unscored", "+1.00", "Timeline of the last steps", "left", "right", "Placement",
+        "Config", "algorithm.cost_limit",
+    ):  # fmt: skip
+        assert part in text, part
+
+
+def test_headline_is_first_to_last(run):
+    _, text = read(write_report(run))
+    flat = " ".join(text.split())
+    assert "Held-out reward 0.750 from 0.250 +0.500" in flat
+    assert "Cost 0.125 from 0.500 −0.375" in flat
+
+
+def test_text_of_models_is_escaped(run):
+    page = write_report(run).read_text()
+    assert "&lt;b&gt;&amp;prompt" in page and "<b>&prompt" not in page
+
+
+def test_report_needs_no_network(run):
+    checker, _ = read(write_report(run))
+    assert not [v for _, v in checker.attributes if v and re.match(r"(https?:)?//", v)]
+    page = (run / "report.html").read_text()
+    assert "@import" not in page and "url(" not in page and "prefers-color-scheme: dark" in page
+
+
+def test_hovering_knows_the_values(run):
+    checker, _ = read(write_report(run))
+    charts = [json.loads(v) for k, v in checker.attributes if k == "data-hover"]
+    rewards = next(c for c in charts if c["series"][0]["name"] == "reward/mean")
+    assert rewards["step"] == [1, 2, 3, 4] and rewards["series"][0]["at"]["2"][0] == "0.4"
+    assert list(rewards["series"][1]["at"]) == ["1", "4"]  # held-out: two evaluations
+    kl = next(c for c in charts if c["series"][0]["name"] == "kl/reference")
+    assert kl["step"] == [1, 2, 4]  # null at step 3
+
+
+@pytest.mark.parametrize("missing", ["metrics", "samples", "warm_start", "plan", "timeline"])
+def test_partial_runs(run, missing):
+    for path in run.glob(f"{missing}.json*"):
+        path.unlink()
+    read(write_report(run))
+
+
+def test_a_run_that_has_only_begun(run):
+    for name in ("metrics.jsonl", "samples.jsonl", "timeline.json", "plan.json"):
+        (run / name).unlink()
+    _, text = read(write_report(run))
+    assert "step 0 of 4, not finished" in text and "Warm start loss" in text
+
+
+def test_one_step_and_a_torn_line(run):
+    write_rows(run / "metrics.jsonl", [{"step": 1, "reward/mean": 0.5, "actor/loss": 0.0}])
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 2, "rew')
+    _, text = read(write_report(run))
+    assert "step 1 of 4" in text
+
+
+def test_an_empty_directory(tmp_path):
+    _, text = read(write_report(tmp_path))
+    assert "No step has been taken yet" in text
+
+
+def test_ticks_are_round_numbers():
+    assert ticks(0, 1, 4) == [0, 0.25, 0.5, 0.75, 1.0]
+    assert ticks(1, 60, 5) == [20, 40, 60]
+    assert ticks(-0.01, 0.002, 4) == pytest.approx([-0.01, -0.005, 0])
+
+
+def test_long_curves_are_averaged_down():
+    svg = line_chart([Series("x", [(i, i % 2) for i in range(100_000)])])
+    assert len(svg) < 100_000
+    hover = json.loads(html.unescape(re.search(r'data-hover="([^"]*)"', svg)[1]))
+    assert hover["series"][0]["at"]["249"][0] == "0.5"  # the mean of 250 steps
+
+
+def test_timeline_places_spans_by_time():
+    span = {"row": 0, "color": 0, "names": ["call"], "title": "call"}
+    spans = [{**span, "start": start, "length": 1.0} for start in (0.0, 3.0)]
+    svg = timeline(["pool"], spans, [(0.0, "step 1")])
+    drawn = re.findall(r'span c0" x="([\d.]+)" y="\d+" width="([\d.]+)"', svg)
+    (x1, w1), (x2, w2) = [(float(x), float(w)) for x, w in drawn]
+    assert w1 == w2 and x2 - x1 == pytest.approx(3 * w1, abs=0.3)
