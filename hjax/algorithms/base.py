@@ -68,8 +68,10 @@ class Algorithm:
         self.kl = self.make_kl_controller()
         self._logged: list[tuple[str, Any]] = []
         self._skipped: dict[str, int] = {}
-        self._skipped_in_a_row = 0
+        self._skipped_in_a_row: dict[str, int] = {}
         self.skipped_this_step = 0
+        # The batch of the step in progress, to be kept if the step fails.
+        self.batch: Batch = {}
 
     # Declared for type checkers; each is a worker group.
     actor: Any
@@ -133,7 +135,7 @@ class Algorithm:
 
     def minibatches(self, batch: Batch) -> Iterator[Batch]:
         """Mini-batches of whole groups of samples, drawn anew in every epoch."""
-        arrays = {k: v for k, v in batch.items() if isinstance(v, np.ndarray) and v.ndim}
+        arrays = {k: v for k, v in join(batch).items() if isinstance(v, np.ndarray) and v.ndim}
         rows = arrays["response_mask"].shape[0]
         size = self.config.minibatch or rows
         samples = self.samples if rows % self.samples == 0 else 1
@@ -160,9 +162,10 @@ class Algorithm:
         self.step_number = step
         self._logged = []
         self.skipped_this_step = 0
-        batch = join(self.step(prompts))
-        metrics = self.batch_metrics(batch) if self.generates else {}
-        return batch, metrics | self._update_metrics()
+        self.batch = {}
+        self.batch = join(self.step(prompts))
+        metrics = self.batch_metrics(self.batch) if self.generates else {}
+        return self.batch, metrics | self._update_metrics()
 
     def batch_metrics(self, batch: Batch) -> dict[str, float]:
         """Metrics read off the batch: rewards, KL, lengths."""
@@ -213,17 +216,17 @@ class Algorithm:
     def _count_skipped(self, role: str, updates: list[dict[str, float]]) -> None:
         for update in updates:
             if not update.get("skipped"):
-                self._skipped_in_a_row = 0
+                self._skipped_in_a_row[role] = 0
                 continue
             self._skipped[role] = self._skipped.get(role, 0) + 1
             self.skipped_this_step += 1
-            self._skipped_in_a_row += 1
-            if self._skipped_in_a_row >= self.config.max_skipped:
+            in_a_row = self._skipped_in_a_row.get(role, 0) + 1
+            self._skipped_in_a_row[role] = in_a_row
+            if in_a_row >= self.config.max_skipped:
                 raise RunError(
-                    f"{self._skipped_in_a_row} updates in a row were skipped: the last one's "
-                    f"{role} loss is {update['loss']} and its gradient norm "
-                    f"{update['grad_norm']}; lower {role}.learning_rate, or look at the batch "
-                    "kept in skipped/"
+                    f"{in_a_row} updates of the {role} in a row were skipped: the last one's loss "
+                    f"is {update['loss']} and its gradient norm {update['grad_norm']}; lower "
+                    f"{role}.learning_rate, or look at the batch kept in skipped/"
                 )
 
     def state(self) -> dict[str, Any]:
@@ -231,14 +234,14 @@ class Algorithm:
         return {
             "kl": self.kl.state(),
             "skipped": dict(self._skipped),
-            "skipped_in_a_row": self._skipped_in_a_row,
+            "skipped_in_a_row": dict(self._skipped_in_a_row),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a ``state()``."""
         self.kl.restore(state["kl"])
         self._skipped = dict(state["skipped"])
-        self._skipped_in_a_row = state["skipped_in_a_row"]
+        self._skipped_in_a_row = dict(state["skipped_in_a_row"])
 
 
 def old_logprobs(batch: Batch) -> Any:

@@ -29,6 +29,10 @@ class SafeRLHF(PPO):
 
     def __init__(self, config: ConfigDict, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
+        if config.pretraining_coef and self.demonstrations is None:
+            raise ConfigError(
+                "algorithm.pretraining_coef needs demonstrations; this data has none: set it to 0"
+            )
         if not config.initial_multiplier > 0:
             raise ConfigError(f"algorithm.initial_multiplier={config.initial_multiplier}: above 0")
         self.log_multiplier = math.log(config.initial_multiplier)
@@ -129,10 +133,7 @@ class SafeRLHF(PPO):
         """The next demonstrations, or None without a pretraining loss."""
         if not self.config.pretraining_coef:
             return None
-        if self.demonstrations is None:
-            raise ConfigError(
-                "algorithm.pretraining_coef needs demonstrations; this data has none: set it to 0"
-            )
+        assert self.demonstrations is not None
         coefficient = np.asarray(self.config.pretraining_coef, np.float32)
         return self.demonstrations() | {"coefficient": coefficient}
 

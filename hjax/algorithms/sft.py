@@ -17,6 +17,13 @@ class SFT(Algorithm):
     roles = ("actor",)
     generates = False
 
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if self.demonstrations is None:
+            raise ConfigError(
+                "SFT needs demonstrations; this data has none: give it a `response` column"
+            )
+
     @classmethod
     def default_config(cls) -> ConfigDict:
         """SFT's keys; sequences per update are ``warm_start.batch``."""
@@ -40,8 +47,7 @@ class SFT(Algorithm):
 
     def step(self, prompts: Batch) -> Batch:
         """One update on the next demonstrations; the prompts are not used."""
-        if self.demonstrations is None:
-            raise ConfigError("SFT needs demonstrations; this data has none: give it `response`s")
+        assert self.demonstrations is not None
         batch = self.demonstrations()
         self.log(self.actor.update_actor(batch))
         return batch

@@ -17,7 +17,9 @@ import jax
 
 from hjax.controller.futures import Future, resolve
 from hjax.controller.timeline import Timeline
-from hjax.errors import ConfigError
+from hjax.errors import ConfigError, RunError
+
+_NOTE = "in the call"
 
 
 class Executor(Protocol):
@@ -30,6 +32,16 @@ class Executor(Protocol):
         """Let queued calls finish, then stop."""
 
 
+def _named(function: Callable[[], Any], label: str) -> Any:
+    """Run a call; an error says in a note which call it arose in, not who passed it on."""
+    try:
+        return function()
+    except Exception as error:
+        if not any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ())):
+            error.add_note(f"{_NOTE} {label}")
+        raise
+
+
 class ThreadExecutor:
     """Runs a pool's calls in one thread of this process."""
 
@@ -38,7 +50,7 @@ class ThreadExecutor:
 
     def submit(self, function: Callable[[], Any], label: str) -> Future:
         """Queue ``function`` on the pool's thread."""
-        return Future(self._threads.submit(function), label)
+        return Future(self._threads.submit(_named, function, label), label)
 
     def close(self) -> None:
         """Let queued calls finish, then stop."""
@@ -108,7 +120,11 @@ class WorkerGroup:
     @property
     def worker(self) -> Any:
         """The worker itself (one process only); waits until it is built."""
-        return self._built.result()
+        try:
+            return self._built.result()
+        except AttributeError as error:
+            # As an AttributeError of this property it would be taken for a missing method.
+            raise RunError(f"{self.role}: its worker could not be built: {error}") from error
 
     def call(self, function: Callable[[Any], Any], label: str = "call") -> Future:
         """Run ``function(worker)`` on the pool's thread, after all earlier calls."""

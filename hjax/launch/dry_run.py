@@ -51,7 +51,14 @@ def describe(trainer: Any) -> dict[str, Any]:
             continue
         state = worker.abstract_state()
         resident[role] = per_device_bytes(state)
-        for name, lower in worker.programs(minibatch, trainer.inputs.prompt_length):
+        prompt_length = trainer.inputs.prompt_length
+        programs = dict(worker.programs(minibatch, prompt_length))
+        # Mini-batches are cut after the whole step's sequences were generated at once.
+        whole = dict(worker.programs(rows, prompt_length))
+        programs |= {name: whole[name] for name in programs if name == "generate"}
+        if not trainer.algorithm_class.generates:
+            programs.pop("generate", None)
+        for name, lower in programs.items():
             analysis = lower().compile().memory_analysis()
             memory.append(
                 {

@@ -48,9 +48,13 @@ def load_inputs(config: ConfigDict) -> Inputs:
     task = None if config.data.path else get_task(config.data.task, **config.data.task_options)
     tokenizer = _tokenizer(config, task)
     train, held_out = _datasets(config, task, tokenizer)
-    prompt_length = config.rollout.max_prompt_length or max(
-        d.longest_prompt for d in (train, held_out) if d is not None
-    )
+    longest = max(d.longest_prompt for d in (train, held_out) if d is not None)
+    prompt_length = config.rollout.max_prompt_length or longest
+    if longest > prompt_length:  # of a task; a file's rows were checked one by one
+        raise DataError(
+            f"data.task={config.data.task}: its prompts have up to {longest} tokens, above "
+            f"rollout.max_prompt_length={prompt_length}; raise that key (0: the longest prompt)"
+        )
     model = _model(config, tokenizer, prompt_length)
     for name, dataset in (("data.path", train), ("data.eval_path", held_out)):
         _check_tokens(name, dataset, model.vocab_size)
@@ -159,7 +163,8 @@ def _check_tokens(name: str, dataset: Dataset | None, vocab: int) -> None:
         if tokens and not 0 <= min(tokens) <= max(tokens) < vocab:
             wrong = min(tokens) if min(tokens) < 0 else max(tokens)
             raise DataError(
-                f"{name}: row {row} has token id {wrong}; the model's vocabulary is 0 to {vocab - 1}"
+                f"{name}: row {row} has token id {wrong}; the model's vocabulary is 0 to "
+                f"{vocab - 1}"
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import resource
 import time
 from collections.abc import Iterator, Mapping
@@ -20,7 +21,7 @@ from hjax.errors import ConfigError, RunError
 from hjax.launch.compiles import CompileCounter
 from hjax.launch.config_check import check_config
 from hjax.launch.inputs import Demonstrations, load_inputs, prompt_batch
-from hjax.launch.roles import TRAINED, build_roles
+from hjax.launch.roles import build_roles
 from hjax.launch.workdir import METRICS, SAMPLES, WARM_START, Workdir
 from hjax.models.checkpoint import Checkpointer
 from hjax.models.huggingface import write_config
@@ -106,6 +107,7 @@ class Trainer:
             rows.append(self.step())
         if self._prepared:
             self.save()
+            self._write_report()
         return rows
 
     def step(self) -> Metrics:
@@ -118,11 +120,14 @@ class Trainer:
         self.timeline.step = step
         indices = self.prompts.next()
         prompts = prompt_batch(self.inputs.train.rows(indices), self.inputs.prompt_length, step)
+        # An evaluation's transitions are not this step's.
+        self.roles.groups["actor"].call(lambda worker: worker.take_seconds(), "seconds")
         start = time.perf_counter()
         try:
             with self._phase("step"):
                 self.batch, metrics = self.algorithm.run_step(prompts, step)
         except RunError:
+            self.batch = self.algorithm.batch  # empty if the failure came before it was whole
             self._keep_for_inspection(step)
             raise
         seconds = time.perf_counter() - start
@@ -163,7 +168,6 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint of the last step, if a workdir is kept and it is not there yet."""
         if self.checkpoints is None or self.checkpoints.latest() == self.step_number:
-            self._write_files()
             return
         with self._phase("checkpoint"):
             futures = {
@@ -173,7 +177,6 @@ class Trainer:
             }
             states = {role: future.result() for role, future in futures.items()}
             self.checkpoints.save(self.step_number, states, self._controller_state())
-        self._write_files()
 
     def close(self) -> None:
         """Finish writing and stop the pools' threads. The trainer cannot be used after."""
@@ -281,7 +284,10 @@ class Trainer:
     @property
     def _eval_rows(self) -> int:
         """Prompts answered at a time: as many as training's rows, evenly split."""
-        ways = self.roles.layouts["actor"].generate.ways("batch")
+        layouts = self.roles.layouts
+        ways = layouts["actor"].generate.ways("batch")
+        if "reward" in layouts:  # a reward model's
+            ways = math.lcm(ways, layouts["reward"].train.ways("batch"))
         rows = self.config.rollout.prompts * self.config.rollout.samples
         wanted = min(rows, self.config.eval.prompts or rows, len(self.inputs.held_out or ()))
         return -(-wanted // ways) * ways
@@ -338,7 +344,8 @@ class Trainer:
     def _keep_samples(self, batch: Mapping[str, Any], step: int, kind: str, count: int) -> None:
         if "responses" not in batch or not self.algorithm_class.generates:
             return
-        rows = [sample_row(batch, i, step, kind) for i in range(min(count, len(batch["responses"])))]
+        count = min(count, len(batch["responses"]))
+        rows = [sample_row(batch, i, step, kind) for i in range(count)]
         if self.workdir is not None:
             self.workdir.append(SAMPLES, rows)
         every = self.config.display.samples_every
@@ -382,13 +389,14 @@ class Trainer:
             "parallelism": parallelism,
         }
 
-    def _write_files(self) -> None:
-        if self.workdir is not None:
-            self.workdir.write_json("timeline.json", self.timeline.chrome_trace())
-            if self.config.display.report:
-                from hjax.launch.report import write_report
+    def _write_report(self) -> None:
+        if self.workdir is None:
+            return
+        self.workdir.write_json("timeline.json", self.timeline.chrome_trace())
+        if self.config.display.report:
+            from hjax.launch.report import write_report
 
-                write_report(self.workdir.path)
+            write_report(self.workdir.path)
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:

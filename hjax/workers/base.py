@@ -273,8 +273,8 @@ class TrainedWorker(ModelWorker):
     def abstract_state(self) -> dict[str, Any]:
         """Shapes and shardings of ``state()``."""
         state = super().abstract_state()
-        shapes = jax.eval_shape(lambda p: self.updater.init(p, self.shardings), state["params"])
-        return state | {"optimizer": shapes}
+        optimizer = self.updater.abstract_state(state["params"], self.shardings)
+        return state | {"optimizer": optimizer}
 
     def programs(self, rows: int, prompt_length: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         """The update of a mini-batch of ``rows`` sequences."""
@@ -283,7 +283,8 @@ class TrainedWorker(ModelWorker):
             batch["responses"].shape, jnp.float32, sharding=batch["responses"].sharding
         )
         for key in (*self.context.loss.needs, *self.extra_keys):
-            batch.setdefault(key, floats)
+            if key != "pretrain":  # demonstrations come in a shape of their own
+                batch.setdefault(key, floats)
         state = self.abstract_state()
         yield "update", lambda: self.updater.lower(state["params"], state["optimizer"], batch)
 

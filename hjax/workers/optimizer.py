@@ -123,6 +123,11 @@ class Updater:
 
     def init(self, params: Params, shardings: Params) -> Any:
         """Optimizer state, its moments sharded like the parameters."""
+        placed = jax.tree.map(lambda x: x.sharding, self.abstract_state(params, shardings))
+        return jax.jit(self._optimizer.init, out_shardings=placed)(params)
+
+    def abstract_state(self, params: Params, shardings: Params) -> Any:
+        """The optimizer state as jax.ShapeDtypeStruct with shardings; ``params`` may be so too."""
         state = jax.eval_shape(self._optimizer.init, params)
         placed = optax.tree.map_params(
             self._optimizer,
@@ -131,7 +136,9 @@ class Updater:
             shardings,
             transform_non_params=lambda _: self._layout.replicated,
         )
-        return jax.jit(self._optimizer.init, out_shardings=placed)(params)
+        return jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, placed
+        )
 
     def __call__(
         self, params: Params, state: Any, batch: dict[str, jax.Array]
