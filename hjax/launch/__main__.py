@@ -199,9 +199,9 @@ def _finish(trainer: Any, path: Path, command: Command, received: int) -> int:
     step = last.get("step", 0)
     if received:
         name = signal.Signals(received).name
+        done = f"after step {step} of {command.config.steps}, saved" if step else "before step 1"
         print(
-            f"hjax: stopped by {name} after step {step} of {command.config.steps}, saved in {path};"
-            f" go on with --workdir={path}",
+            f"hjax: stopped by {name} {done}; go on with the same command and --workdir={path}",
             file=sys.stderr,
         )
     elif command.config.display.enabled:
