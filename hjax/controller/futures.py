@@ -50,6 +50,8 @@ def resolve(value: Any) -> Any:
         return value.result()
     if isinstance(value, Mapping):
         return {key: resolve(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple
+        return type(value)(*map(resolve, value))
     if isinstance(value, list | tuple):
         return type(value)(resolve(item) for item in value)
     return value

@@ -1,0 +1,128 @@
+"""Tiny runs for the tests: models of a few thousand parameters, steps of milliseconds."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ml_collections import ConfigDict
+
+import hjax
+from hjax.launch.config import check_config
+
+# 8 prompts x 2 samples = 16 sequences a step, of 4 prompt and at most 4 response tokens.
+TINY = {
+    "steps": 3,
+    "model.hidden_size": 32,
+    "model.layers": 1,
+    "model.heads": 4,
+    "model.kv_heads": 4,
+    "model.mlp_size": 64,
+    "model.dtype": "float32",
+    "data.task": "sorting",
+    "data.task_options.length": 3,
+    "data.task_options.partial": 0.5,
+    "data.eval_size": 16,
+    "rollout.prompts": 8,
+    "rollout.samples": 2,
+    "rollout.max_response_length": 4,
+    "warm_start.batch": 8,
+    "eval.every": 0,
+    "checkpoint.every": 0,
+    "display.enabled": False,
+    "display.tensorboard": False,
+    "display.report": False,
+}
+# Safe-RLHF needs a task with a cost.
+COSTLY = {"data.task": "harvest", "data.task_options.length": 3, "data.task_options.partial": 0.0}
+
+# Metrics that say how the machine did, not what was computed.
+MACHINE = ("time/", "throughput/", "memory/", "compile/")
+
+
+def tiny_config(algorithm: str = "PPO", changes: Mapping[str, Any] | None = None) -> ConfigDict:
+    """The tiny run of an algorithm, with some dotted keys changed."""
+    keys = {**TINY, **(COSTLY if algorithm == "SafeRLHF" else {}), "algorithm.name": algorithm}
+    keys |= changes or {}
+    if keys["data.task"] != TINY["data.task"] and algorithm != "SafeRLHF":
+        keys = {k: v for k, v in keys.items() if not k.startswith("data.task_options.")} | {
+            k: v for k, v in (changes or {}).items() if k.startswith("data.task_options.")
+        }
+    return check_config(keys)
+
+
+@contextlib.contextmanager
+def trainer_of(
+    algorithm: str = "PPO",
+    changes: Mapping[str, Any] | None = None,
+    workdir: pathlib.Path | None = None,
+) -> Iterator[hjax.Trainer]:
+    """A trainer of a tiny run, closed at the end."""
+    trainer = hjax.Trainer(tiny_config(algorithm, changes), workdir=workdir)
+    try:
+        yield trainer
+    finally:
+        trainer.close()
+
+
+def computed(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """A row without the figures of the machine."""
+    return {k: v for k, v in metrics.items() if not k.startswith(MACHINE)}
+
+
+def read_rows(workdir: pathlib.Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """The rows of a workdir's file."""
+    return [json.loads(line) for line in (workdir / name).read_text().splitlines()]
+
+
+def command(keys: Mapping[str, Any]) -> list[str]:
+    """`--config.a.b=VALUE` for each key."""
+    return [f"--config.{key}={value}" for key, value in keys.items()]
+
+
+def launch(
+    config: pathlib.Path | str, *arguments: str, cwd: pathlib.Path, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """`python -m hjax.launch --config=... ...`, waited for."""
+    return subprocess.run(
+        [sys.executable, "-m", "hjax.launch", f"--config={config}", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=cwd,
+        env=os.environ | environment,
+    )
+
+
+def write_config(path: pathlib.Path, keys: Mapping[str, Any]) -> pathlib.Path:
+    """A config file, as a user writes one, with these dotted keys."""
+    lines = ["from hjax.launch.config import default_config", "", "", "def get_config():"]
+    lines += ["    config = default_config()"]
+    lines += [f"    config.{key} = {value!r}" for key, value in keys.items()]
+    path.write_text("\n".join([*lines, "    return config", ""]))
+    return path
+
+
+def save_model(path: pathlib.Path, seed: int = 1, tokenizer: Any = None, **shape: Any) -> Any:
+    """A random Llama directory as `transformers` would hold it; returns its ModelConfig."""
+    import jax
+
+    from hjax.models.config import ModelConfig
+    from hjax.models.huggingface import save_weights
+    from hjax.models.parameters import decoder_network, to_host
+    from hjax.sharding.layout import make_layouts
+
+    sizes = {"hidden_size": 32, "mlp_size": 64, "layers": 1, "heads": 4, "kv_heads": 4}
+    sizes |= {"vocab_size": 16, "max_length": 64} | shape
+    config = ModelConfig(head_dim=sizes["hidden_size"] // sizes["heads"], **sizes)
+    layout = make_layouts(jax.devices()[:1]).train
+    save_weights(path, config, to_host(decoder_network(config).create(seed, layout)))
+    if tokenizer is not None:
+        tokenizer.save(path)
+    return config
