@@ -10,15 +10,18 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.algorithms.kl import AdaptiveKL, FixedKL, KLController
+from hjax.algorithms.losses import explained_variance
 from hjax.controller import Future, join
 from hjax.errors import RunError
 
 Batch = dict[str, Any]
+
+_explained_variance = jax.jit(explained_variance)
 
 
 class Absent:
@@ -184,9 +187,8 @@ class Algorithm:
             metrics["kl/reference"] = float(difference[mask].astype(np.float64).mean())
             metrics["kl/coefficient"] = self.kl.coef
         if "values" in batch:
-            metrics["critic/explained_variance"] = explained_variance(
-                batch["values"], batch["returns"], scored_mask(batch)
-            )
+            explained = _explained_variance(batch["values"], batch["returns"], scored_mask(batch))
+            metrics["critic/explained_variance"] = float(explained)
         for outcome, count in batch.get("reward_outcomes", {}).items():
             if outcome != "ok" and count:
                 metrics[f"reward/{outcome}"] = float(count)
@@ -253,15 +255,3 @@ def scored_mask(batch: Batch) -> np.ndarray:
     """bool [rows, length]: response tokens of the rows that have a reward."""
     scored = ~np.isnan(np.asarray(batch["rewards"]))
     return np.asarray(batch["response_mask"], bool) & scored[:, None]
-
-
-def explained_variance(values: Any, returns: Any, mask: np.ndarray) -> float:
-    """1 - Var(returns - values) / Var(returns) over the masked tokens; NaN if that is constant."""
-    values, returns = np.asarray(values, np.float64)[mask], np.asarray(returns, np.float64)[mask]
-    variance = returns.var() if returns.size else 0.0
-    return float(1 - (returns - values).var() / variance) if variance > 0 else math.nan
-
-
-def as_jax(batch: Batch, *keys: str) -> list[Any]:
-    """These entries as jax arrays, None where absent."""
-    return [None if batch.get(key) is None else jnp.asarray(batch[key]) for key in keys]

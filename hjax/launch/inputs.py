@@ -173,7 +173,8 @@ def _function(
 ) -> Callable[..., Any] | None:
     if config[role].path:
         return None
-    return load_function(config[role].function) if config[role].function else default
+    name = config[role].function
+    return load_function(name, key=f"{role}.function") if name else default
 
 
 def _demonstrations(

@@ -28,7 +28,7 @@ from hjax.models.huggingface import write_config
 from hjax.models.weights import MODEL_DIRECTORY
 
 Metrics = dict[str, float]
-EVAL_SAMPLES = 8  # held-out prompts whose answers are kept for the report
+KEPT_SAMPLES = 8  # rows of each training batch and evaluation that are kept for the report
 
 
 class Trainer:
@@ -162,7 +162,7 @@ class Trainer:
             metrics["eval/reward"] = float(scored.mean()) if scored.size else float("nan")
         if correct:
             metrics["eval/accuracy"] = float(np.mean(correct))
-        self._keep_samples(chunks[0], step or self.step_number, "eval", EVAL_SAMPLES)
+        self._keep_samples(chunks[0], step or self.step_number, "eval", KEPT_SAMPLES)
         return metrics
 
     def save(self) -> None:
@@ -334,7 +334,7 @@ class Trainer:
             self.workdir.append(METRICS, [metrics])
         if self.display is not None:
             self.display.step(metrics)
-        self._keep_samples(self.batch, step, "train", self.config.display.samples)
+        self._keep_samples(self.batch, step, "train", KEPT_SAMPLES)
         if self.algorithm.skipped_this_step:
             self._keep_for_inspection(step)
         every = self.config.checkpoint.every
@@ -380,8 +380,8 @@ class Trainer:
             parallelism[role] = {"train": train_sizes(layouts.train.mesh.shape)}
             if role == "actor":
                 parallelism[role]["generate"] = {
-                    "data": -1,
-                    "tensor": layouts.generate.mesh.shape["tensor"],
+                    "data": layouts.generate.ways("batch"),
+                    "tensor": layouts.generate.ways("heads"),
                 }
         return {
             "placement": [list(roles) for roles in plan.placement],
