@@ -1,0 +1,200 @@
+"""The forms of one forward: scanned, unrolled, recomputed, prompts shared, logits in chunks.
+
+Truth is transformers' Llama on each row by itself, without padding, and torch's gradient of it.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hjax.models import forward
+from hjax.models.config import ModelConfig
+from hjax.models.forward import response_states, sequence_states, token_log_probs
+from hjax.models.huggingface import load_weights
+from hjax.models.parameters import decoder_network
+from hjax.models.transformer import Compute
+
+PROMPTS = [[5, 9, 2], [40, 3, 17, 22, 1], [7]]  # three prompts of different lengths
+RESPONSES = [[[11], [12, 13, 14, 15], [0, 16, 17]], [[18, 19], [20, 21], [22]], [[5], [6], [7, 8]]]
+SAMPLES = 3
+FORMS = {
+    "scanned": Compute(),
+    "unrolled": Compute(unroll_layers=True),
+    "recomputed": Compute(remat=True),
+    "unrolled, recomputed": Compute(unroll_layers=True, remat=True),
+}
+
+
+def pad(rows, length, left):
+    tokens, mask = np.zeros((len(rows), length), np.int32), np.zeros((len(rows), length), bool)
+    for i, row in enumerate(rows):
+        at = slice(length - len(row), length) if left else slice(len(row))
+        tokens[i, at], mask[i, at] = row, True
+    return tokens, mask
+
+
+@pytest.fixture(scope="module")
+def batch():
+    """9 rows: prompt padded on the left to 6, responses on the right to 4."""
+    prompts, prompt_mask = pad([p for p in PROMPTS for _ in range(SAMPLES)], 6, left=True)
+    responses, response_mask = pad([r for group in RESPONSES for r in group], 4, left=False)
+    weights = np.random.default_rng(0).normal(size=responses.shape) * response_mask
+    return {
+        "prompts": prompts,
+        "prompt_mask": prompt_mask,
+        "responses": responses,
+        "response_mask": response_mask,
+        "weights": weights.astype(np.float32),
+    }
+
+
+@pytest.fixture(scope="module")
+def truth(batch, tmp_path_factory):
+    """(network, params, log-probs, gradient of sum(weights * log-probs)), the latter by torch."""
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=47,
+            hidden_size=32,
+            intermediate_size=40,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=32,
+            tie_word_embeddings=False,
+        )
+    )
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            noise = torch.randn(p.shape)
+            p.copy_(1 + 0.3 * noise if "norm" in name else 0.2 * noise)
+    config, params = saved(model, tmp_path_factory.mktemp("weights"))
+    logprobs, total = np.zeros(batch["responses"].shape), torch.tensor(0.0)
+    for row, (p, r) in enumerate((p, r) for i, p in enumerate(PROMPTS) for r in RESPONSES[i]):
+        logits = model(torch.tensor([p + r])).logits[0, len(p) - 1 : -1]
+        picked = torch.log_softmax(logits, -1)[range(len(r)), r]
+        logprobs[row, : len(r)] = picked.detach().numpy()
+        total = total + (torch.tensor(batch["weights"][row, : len(r)]) * picked).sum()
+    total.backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(p.grad)
+    # The gradient, saved as if it were a model, comes back in our tree.
+    _, gradient = saved(model, tmp_path_factory.mktemp("gradient"))
+    return decoder_network(config), jax.tree.map(jnp.asarray, params), logprobs, gradient
+
+
+def saved(model, path):
+    model.save_pretrained(path)
+    return load_weights(path)
+
+
+def weighted(network, params, batch, samples, compute):
+    model = network.bind(params)
+    hidden = response_states(model, batch, samples, compute)
+    logprobs, _ = token_log_probs(model, hidden, batch["responses"])
+    return jnp.sum(batch["weights"] * logprobs), logprobs
+
+
+def close(gradient, expected):
+    for (path, ours), theirs in zip(
+        jax.tree.leaves_with_path(gradient), jax.tree.leaves(expected), strict=True
+    ):
+        error = np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)
+        assert error <= 1e-5, (jax.tree_util.keystr(path), error)
+
+
+@pytest.mark.parametrize("form, samples", [("scanned", 1), *((form, SAMPLES) for form in FORMS)])
+def test_log_probs_and_gradient_equal_torch(form, samples, truth, batch):
+    network, params, logprobs, gradient = truth
+    run = jax.jit(
+        jax.value_and_grad(
+            lambda params, batch: weighted(network, params, batch, samples, FORMS[form]),
+            has_aux=True,
+        )
+    )
+    (_, ours), ours_gradient = run(params, batch)
+    kept = np.where(batch["response_mask"], ours, 0)
+    np.testing.assert_allclose(kept, logprobs, atol=2e-5)
+    close(ours_gradient, gradient)
+
+
+def test_padding_is_never_seen(truth, batch):
+    network, params, _, _ = truth
+    run = jax.jit(lambda batch: weighted(network, params, batch, SAMPLES, Compute())[1])
+    filled = {**batch}
+    for tokens, mask in (("prompts", "prompt_mask"), ("responses", "response_mask")):
+        filled[tokens] = np.where(batch[mask], batch[tokens], 46).astype(np.int32)
+    mask = batch["response_mask"]
+    np.testing.assert_array_equal(np.asarray(run(batch))[mask], np.asarray(run(filled))[mask])
+
+
+def test_logits_in_chunks_equal_logits_at_once(truth, batch, monkeypatch):
+    network, params, logprobs, gradient = truth
+
+    def run(chunk_bytes):
+        monkeypatch.setattr(forward, "LOGIT_CHUNK_BYTES", chunk_bytes)
+
+        def objective(params):
+            model = network.bind(params)
+            hidden = response_states(model, batch, SAMPLES, Compute())
+            logprobs, entropy = token_log_probs(model, hidden, batch["responses"], 1.0)
+            return jnp.sum(batch["weights"] * logprobs), (logprobs, entropy)
+
+        lowered = jax.jit(jax.value_and_grad(objective, has_aux=True)).lower(params)
+        (_, values), grads = lowered.compile()(params)
+        return values, grads, "9,4,47" in lowered.as_text().replace("x", ",")
+
+    (whole, whole_entropy), _, large = run(2**30)
+    (parts, parts_entropy), grads, small = run(1)
+    assert large and not small  # [rows, length, vocab] exists only in the first
+    np.testing.assert_allclose(parts, whole, atol=1e-6)
+    np.testing.assert_allclose(parts_entropy, whole_entropy, atol=1e-6)
+    close(grads, gradient)
+
+
+def test_temperature_and_entropy_by_hand(truth, batch):
+    network, params, _, _ = truth
+    model = network.bind(params)
+    hidden = response_states(model, batch, SAMPLES, Compute())
+    ours, entropy = token_log_probs(model, hidden, batch["responses"], temperature=0.5)
+    logits = np.asarray(model.logits(hidden), np.float64) / 0.5
+    p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    np.testing.assert_allclose(entropy, -(p * np.log(p)).sum(-1), atol=1e-5)
+    picked = np.take_along_axis(np.log(p), batch["responses"][..., None], -1)[..., 0]
+    np.testing.assert_allclose(ours, picked, atol=1e-5)
+
+
+def test_sequences_padded_on_the_right_equal_torch(truth, batch):
+    network, params, logprobs, _ = truth
+    rows = [p + r for i, p in enumerate(PROMPTS) for r in RESPONSES[i]]
+    tokens, mask = pad(rows, 10, left=False)
+    model = network.bind(params)
+    hidden = sequence_states(model, tokens, mask, Compute())
+    ours, _ = token_log_probs(model, hidden[:, :-1], tokens[:, 1:])
+    lengths = [len(p) for p in PROMPTS for _ in range(SAMPLES)]
+    for row, (prompt, tail) in enumerate(zip(lengths, batch["response_mask"].sum(1), strict=True)):
+        expected = logprobs[row, :tail]
+        np.testing.assert_allclose(ours[row, prompt - 1 : prompt - 1 + tail], expected, atol=2e-5)
+
+
+def lowered_size(layers, compute):
+    """Characters of the lowered training step of a model of this depth."""
+    network = decoder_network(ModelConfig(47, 16, 24, layers, 2, 1, 8, 32))
+    tokens = jax.ShapeDtypeStruct((2, 8), jnp.int32)
+
+    def loss(params, tokens):
+        model = network.bind(params)
+        hidden = sequence_states(model, tokens, jnp.ones_like(tokens, bool), compute)
+        return jnp.sum(token_log_probs(model, hidden, tokens)[0])
+
+    return len(jax.jit(jax.grad(loss)).lower(network.shapes, tokens).as_text())
+
+
+def test_the_scanned_program_does_not_grow_with_depth():
+    assert lowered_size(32, Compute()) <= 1.02 * lowered_size(4, Compute())
+    unrolled = Compute(unroll_layers=True)
+    assert lowered_size(8, unrolled) > 1.5 * lowered_size(4, unrolled)  # the measure measures

@@ -1,0 +1,215 @@
+"""Hugging Face Llama directories, both ways, against transformers' own forward."""
+
+import json
+import re
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hjax
+from hjax.errors import ConfigError
+from hjax.models.config import ModelConfig
+from hjax.models.huggingface import load_weights, save_weights
+from hjax.models.parameters import decoder_network, to_host
+from hjax.models.weights import load_decoder
+from hjax.sharding.layout import make_layouts
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+FAMILY = {
+    "untied": {},
+    "tied": {"tie_word_embeddings": True},
+    "one head per kv head": {"num_key_value_heads": 4},
+    "one kv head": {"num_key_value_heads": 1},
+    "own head_dim": {"head_dim": 12},
+    "llama3 rope": {"rope_parameters": LLAMA3},
+    "rope_theta 500000": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    "epsilon 1e-3": {"rms_norm_eps": 1e-3},
+}
+TOKENS = np.array(
+    [[1, 5, 9, 2, 40, 3, 3, 17, 22, 31, 46, 0], [7, 7, 7, 1, 0, 2, 5, 44, 9, 8, 6, 12]]
+)
+
+
+def llama(**changes) -> LlamaForCausalLM:
+    """A tiny Llama whose parameters are all random, norms included."""
+    shapes = {
+        "vocab_size": 47,
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+    }
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**(shapes | changes))).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape)
+            parameter.copy_(1 + 0.3 * noise if "norm" in name else 0.2 * noise)
+    return model
+
+
+def torch_logits(model: LlamaForCausalLM, tokens: np.ndarray) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.tensor(tokens)).logits.double().numpy()
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """The untied model as transformers saves it."""
+    path = tmp_path_factory.mktemp("llama") / "model"
+    llama().save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_logits_equal_transformers(name, tmp_path):
+    theirs = llama(**FAMILY[name])
+    theirs.save_pretrained(tmp_path)
+    ours = hjax.load_model(tmp_path)
+    expected = torch_logits(theirs, TOKENS)
+    np.testing.assert_allclose(ours.logits(TOKENS), expected, rtol=2e-5, atol=2e-5)
+    # [batch, length - 1]: of each token given those before it.
+    shifted = expected[:, :-1] - np.log(np.exp(expected[:, :-1]).sum(-1, keepdims=True))
+    picked = np.take_along_axis(shifted, TOKENS[:, 1:, None], -1)[..., 0]
+    np.testing.assert_allclose(ours.log_probs(TOKENS), picked, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["untied", "tied", "own head_dim", "llama3 rope"])
+def test_transformers_loads_what_we_save(name, tmp_path):
+    llama(**FAMILY[name]).save_pretrained(tmp_path / "theirs")
+    config, params = load_decoder(tmp_path / "theirs")
+    save_weights(tmp_path / "ours", config, params)
+    theirs, report = LlamaForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    np.testing.assert_allclose(
+        torch_logits(theirs, TOKENS), hjax.load_model(tmp_path / "theirs").logits(TOKENS), atol=2e-5
+    )
+
+
+def test_a_model_created_here_survives_saving_bit_for_bit(tmp_path):
+    config = ModelConfig(31, 16, 24, 2, 4, 2, 4, 32, tie_embeddings=False)
+    layout = make_layouts(jax.devices()[:1]).train
+    params = to_host(decoder_network(config).create(3, layout))
+    save_weights(tmp_path, config, params)
+    again, loaded = load_weights(tmp_path)
+    assert again == config
+    assert loaded.keys() == params.keys()
+    np.testing.assert_array_equal(loaded["unembedding"], params["unembedding"])
+    for name, value in params["layers"].items():
+        np.testing.assert_array_equal(loaded["layers"][name], value)
+
+
+def test_parameters_are_counted_as_torch_counts_them():
+    for changes in FAMILY.values():
+        theirs = llama(**changes)
+        config = ModelConfig.from_hf(theirs.config.to_dict())
+        assert config.parameters == sum(p.numel() for p in theirs.parameters())
+
+
+def test_bfloat16_files_and_shards_load(tmp_path):
+    theirs = llama().to(torch.bfloat16)
+    theirs.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    _, params = load_decoder(tmp_path)
+    assert params["embedding"].dtype == np.float32
+    again = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    np.testing.assert_allclose(
+        hjax.load_model(tmp_path).logits(TOKENS), torch_logits(again, TOKENS), atol=2e-5
+    )
+
+
+def test_bfloat16_compute_stays_close(directory):
+    wide, narrow = hjax.load_model(directory), hjax.load_model(directory, dtype="bfloat16")
+    exact = np.asarray(wide.log_probs(TOKENS))
+    difference = np.abs(np.asarray(narrow.log_probs(TOKENS)) - exact)
+    assert narrow.logits(TOKENS).dtype == np.float32
+    assert 0 < difference.mean() < 0.02 * np.abs(exact).mean()
+
+
+def config_with(**changes):
+    def change(path):
+        file = path / "config.json"
+        content = {k: v for k, v in json.loads(file.read_text()).items() if k not in changes}
+        content |= {key: value for key, value in changes.items() if value is not ...}
+        file.write_text(json.dumps(content))
+
+    return change
+
+
+def without_weights(path):
+    (path / "model.safetensors").unlink()
+
+
+def truncated(path):
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def without_tensor(path):
+    from safetensors.numpy import load_file, save_file
+
+    tensors = load_file(path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, path / "model.safetensors")
+
+
+def broken_config(path):
+    (path / "config.json").write_text('{"model_type": ')
+
+
+REFUSALS = [
+    (config_with(model_type="gpt2"), "model_type 'gpt2'.*supported: llama"),
+    (config_with(attention_bias=True), "attention_bias=true"),
+    (config_with(mlp_bias=True), "mlp_bias=true"),
+    (config_with(hidden_act="gelu"), "hidden_act 'gelu'.*silu"),
+    (config_with(hidden_size=...), "hidden_size is missing"),
+    (config_with(vocab_size="many"), "vocab_size is 'many'"),
+    (config_with(quantization_config={"quant_method": "gptq"}), "quantized"),
+    (config_with(num_key_value_heads=3), "kv_heads=3 does not divide heads=4; it may be 1, 2, 4"),
+    (config_with(rope_parameters={"rope_type": "yarn"}), "rope_type 'yarn'.*default, llama3"),
+    (config_with(rope_parameters={"rope_type": "llama3", "factor": 2.0}), "needs low_freq_factor"),
+    (config_with(vocab_size=50), r"embed_tokens.weight has shape \(47, 32\).*\(50, 32\)"),
+    (config_with(num_hidden_layers=4), "'model.layers.3.input_layernorm.weight' is missing"),
+    (broken_config, "config.json: not readable as JSON"),
+    (without_weights, "no \\*.safetensors files"),
+    (without_tensor, "'model.layers.1.mlp.up_proj.weight' is missing"),
+    (truncated, "model.safetensors: not a readable safetensors file"),
+]
+
+
+@pytest.mark.parametrize("damage, line", REFUSALS, ids=[line[:30] for _, line in REFUSALS])
+def test_an_unfit_directory_gets_one_line(damage, line, directory, tmp_path):
+    path = tmp_path / "model"
+    shutil.copytree(directory, path)
+    damage(path)
+    with pytest.raises(ConfigError, match=line) as caught:
+        hjax.load_model(path)
+    assert "\n" not in str(caught.value)
+    assert "kv_heads" in line or str(path) in str(caught.value)
+
+
+def test_a_path_that_is_nothing_says_what_would_do(tmp_path):
+    with pytest.raises(ConfigError, match=re.escape("nothing-here") + ".*owner/name.*workdir"):
+        hjax.load_model(tmp_path / "nothing-here")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="no config.json there"):
+        hjax.load_model(tmp_path / "empty")
+
+
+def test_an_unknown_dtype_is_refused(directory):
+    with pytest.raises(ConfigError, match="dtype='float64'; allowed: float32, bfloat16"):
+        hjax.load_model(directory, dtype="float64")
