@@ -123,8 +123,12 @@ def restore_params(directory: Path, role: str) -> Any:
     try:
         with ocp.StandardCheckpointer() as reader:
             tree = reader.metadata(path).item_metadata.tree
-            shapes = jax.tree.map(lambda m: jax.ShapeDtypeStruct(m.shape, m.dtype), tree)
-            return jax.tree.map(lambda x: jax.device_get(x), reader.restore(path, shapes))
+            # Without a sharding orbax wants the devices that saved; the reader may have others.
+            here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+            shapes = jax.tree.map(
+                lambda m: jax.ShapeDtypeStruct(m.shape, m.dtype, sharding=here), tree
+            )
+            return jax.device_get(reader.restore(path, shapes))
     except Exception as error:
         raise damaged(path, error) from error
 
