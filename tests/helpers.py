@@ -109,9 +109,16 @@ def write_config(path: pathlib.Path, keys: Mapping[str, Any]) -> pathlib.Path:
     return path
 
 
-def save_model(path: pathlib.Path, seed: int = 1, tokenizer: Any = None, **shape: Any) -> Any:
-    """A random Llama directory as `transformers` would hold it; returns its ModelConfig."""
+def save_model(
+    path: pathlib.Path, seed: int = 1, tokenizer: Any = None, head: bool = False, **shape: Any
+) -> Any:
+    """A random Llama directory as `transformers` would hold it; returns its ModelConfig.
+
+    With ``head`` it is a sequence classifier with one class: a reward model.
+    """
     import jax
+    import numpy as np
+    from safetensors.numpy import load_file, save_file
 
     from hjax.models.config import ModelConfig
     from hjax.models.huggingface import save_weights
@@ -122,7 +129,12 @@ def save_model(path: pathlib.Path, seed: int = 1, tokenizer: Any = None, **shape
     sizes |= {"vocab_size": 16, "max_length": 64} | shape
     config = ModelConfig(head_dim=sizes["hidden_size"] // sizes["heads"], **sizes)
     layout = make_layouts(jax.devices()[:1]).train
-    save_weights(path, config, to_host(decoder_network(config).create(seed, layout)))
+    save_weights(path, config, to_host(decoder_network(config).create(seed, layout)), tokenizer)
+    if head:
+        tensors = load_file(path / "model.safetensors")
+        weight = np.random.default_rng(seed).normal(size=(1, config.hidden_size))
+        tensors["score.weight"] = weight.astype(np.float32)
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     if tokenizer is not None:
         tokenizer.save(path)
     return config

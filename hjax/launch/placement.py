@@ -85,12 +85,19 @@ def _read_plan(path: Path, roles: Sequence[str], devices: int) -> Plan:
         content = json.loads(path.read_text())
         sets = tuple(tuple(s) for s in content["placement"])
         allocation = tuple(int(n) for n in content["allocation"])
+        layouts = {
+            role: {stage: _axes(role, stage, value) for stage, value in stages.items()}
+            for role, stages in content.get("parallelism", {}).items()
+        }
     except OSError as error:
         raise ConfigError(f"placement={path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except ConfigError as error:
+        raise ConfigError(f"placement={path}: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"placement={path}: not a plan: it needs `placement` (lists of roles) and "
-            f"`allocation` (devices per set) ({type(error).__name__}: {error})"
+            f"placement={path}: not a plan: it needs `placement` (lists of roles), `allocation` "
+            "(devices per set), and where it fixes layouts `parallelism` by role, `train`: "
+            f"[pipe, tensor, data] and `generate`: [pipe, tensor] ({type(error).__name__}: {error})"
         ) from error
     # Roles that compute on the host (reward functions) need no place in a plan.
     sets_and_sizes = [
@@ -108,21 +115,20 @@ def _read_plan(path: Path, roles: Sequence[str], devices: int) -> Plan:
         raise ConfigError(
             f"placement={path}: it needs {total} devices (at least 1 a set), there are {devices}"
         )
-    layouts = {
-        role: {stage: _axes(role, stage, value) for stage, value in stages.items()}
-        for role, stages in content.get("parallelism", {}).items()
-    }
     return Plan(tuple(s for s, _ in sets_and_sizes), tuple(n for _, n in sets_and_sizes), layouts)
 
 
 def _axes(role: str, stage: str, value: Any) -> dict[str, int]:
     """Mesh axes of a plan's entry: a dict of them, or [p, t, d] (generate: [p_g, t_g])."""
     if isinstance(value, Mapping):
-        return {axis: int(n) for axis, n in value.items()}
+        sizes = {axis: int(n) for axis, n in value.items()}
+        if stage == "generate":
+            sizes.pop("data", None)  # follows from the training sizes
+        return sizes
     pipe, tensor, *data = value
     if pipe != 1:
         raise ConfigError(
-            f"the plan gives {role} {pipe} pipeline stages for {stage}; this version runs 1"
+            f"{role} has {pipe} pipeline stages for {stage}; this version runs 1"
         )
     return {"data": int(data[0]) if data else -1, "tensor": int(tensor)}
 

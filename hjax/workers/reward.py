@@ -75,8 +75,8 @@ class ModelReward(ModelWorker):
         """``costs`` float32 [rows]."""
         return {"costs": self.score(batch)}
 
-    def score(self, batch: Mapping[str, Any]) -> jax.Array:
-        """float32 [rows], the head's value at each sequence's last token."""
+    def score(self, batch: Mapping[str, Any]) -> np.ndarray:
+        """float32 [rows] on the host, the head's value at each sequence's last token."""
         sequences = self._sequences(batch)
         longest = max(map(len, sequences))
         limit = self.network.config.max_length
@@ -104,7 +104,7 @@ class ModelReward(ModelWorker):
             last = batch["mask"].sum(axis=1) - 1
             return model.score(hidden[jax.numpy.arange(hidden.shape[0]), last])
 
-        return self.forward(last_score, self.params, arrays)[: len(sequences)]
+        return np.asarray(self.forward(last_score, self.params, arrays))[: len(sequences)]
 
     def _sequences(self, batch: Mapping[str, Any]) -> list[list[int]]:
         if self.context.retokenize:
