@@ -25,7 +25,7 @@ class CompileCounter:
             names, self._names = self._names, []
         return names
 
-    def _heard(self, event: str, duration: float, **details: str | int) -> None:
+    def _heard(self, event: str, duration_secs: float, **details: str | int) -> None:
         if event != _EVENT:
             return
         name = str(details.get("fun_name", "program"))
@@ -33,5 +33,5 @@ class CompileCounter:
             name = name[4:-1]
         with self._lock:
             self.count += 1
-            self.seconds += duration
+            self.seconds += duration_secs
             self._names.append(name)
