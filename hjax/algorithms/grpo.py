@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -19,7 +19,7 @@ from hjax.errors import ConfigError
 class GRPO(Algorithm):
     """Rewards normalised within each prompt's samples; no critic; KL in the loss."""
 
-    roles = ("actor", "reference", "reward")
+    roles: ClassVar[tuple[str, ...]] = ("actor", "reference", "reward")
 
     @classmethod
     def default_config(cls) -> ConfigDict:
