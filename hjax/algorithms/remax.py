@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from hjax.controller import join
 class ReMax(Algorithm):
     """REINFORCE with a greedy baseline; no critic, no ratio, one update per batch."""
 
-    roles = ("actor", "reference", "reward")
+    roles: ClassVar[tuple[str, ...]] = ("actor", "reference", "reward")
 
     @classmethod
     def default_config(cls) -> ConfigDict:
