@@ -198,11 +198,11 @@ class Decoder(nnx.Module):
         if compute.remat:
             run = jax.checkpoint(run, static_argnums=(0,) if compute.unroll_layers else ())
         if compute.unroll_layers:
-            kept = []
+            keeps = []
             for layer, parameters in enumerate(layers or ()):
                 x, cache, keep = run(layer, parameters, x, cache)
-                kept.append(keep)
-            kept = tuple(kept)
+                keeps.append(keep)
+            kept = tuple(keeps)
         else:
 
             def step(carry: tuple, item: tuple) -> tuple:
