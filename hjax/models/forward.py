@@ -7,6 +7,7 @@ rows of one prompt are consecutive, so its forward runs once for all of them.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ def positions_of(mask: jax.Array) -> jax.Array:
 
 
 def response_states(
-    decoder: Any, batch: dict[str, jax.Array], samples: int, compute: Compute
+    decoder: Any, batch: Mapping[str, jax.Array], samples: int, compute: Compute
 ) -> jax.Array:
     """Hidden states from which each response token is predicted.
 
