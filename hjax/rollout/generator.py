@@ -8,7 +8,6 @@ the batch it is in.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -116,7 +115,10 @@ class Generator:
 
     def _program(self, shape: _Shape) -> Any:
         if shape not in self._programs:
-            run = functools.partial(self._run, shape)
+
+            def run(*arguments: Any) -> Rollout:
+                return self._run(shape, *arguments)
+
             run.__name__ = "generate_greedy" if shape.sampling.greedy else "generate"
             self._programs[shape] = jax.jit(run)
         return self._programs[shape]
