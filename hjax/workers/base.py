@@ -81,6 +81,7 @@ class ModelWorker(Worker):
     """A worker with a model: knows its shapes at once, gets its numbers by ``initialize``."""
 
     scalar = False
+    layouts: RoleLayouts
 
     def __init__(self, context: WorkerContext):
         super().__init__(context)
@@ -94,7 +95,7 @@ class ModelWorker(Worker):
         )
         self.layouts = RoleLayouts(without(train, self.kept_whole), without(generate, narrow))
         self.shardings = self.network.shardings(self.layouts.train)
-        self.params: Params | None = None
+        self.params: Params = {}  # until initialize, copy_from or restore
         self._forwards: dict[tuple, Any] = {}
 
     def initialize(self) -> None:
