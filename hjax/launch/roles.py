@@ -85,10 +85,10 @@ def build_roles(config: ConfigDict, algorithm: type[Algorithm], inputs: Inputs) 
     devices = devices[: limit or None]
     roles = algorithm.needed_roles(config.algorithm)
     on_host = tuple(r for r in ("reward", "cost") if r in roles and not config[r].path)
-    for role in on_host:
-        if getattr(inputs, role) is None:
+    for name in on_host:
+        if getattr(inputs, name) is None:
             raise ConfigError(
-                f"nothing gives a {role}: set {role}.function=path.py:name or {role}.path"
+                f"nothing gives a {name}: set {name}.function=path.py:name or {name}.path"
             )
     with_devices = tuple(r for r in roles if r not in on_host)
     plan = make_plan(config.placement, with_devices, len(devices))
@@ -105,7 +105,7 @@ def build_roles(config: ConfigDict, algorithm: type[Algorithm], inputs: Inputs) 
     _check_batches(config, algorithm, layouts, inputs)
     builder = _Builder(config, algorithm, inputs, layouts, default_dtype(devices[0].platform))
     contexts = {role: builder.context(role) for role in roles}
-    groups = {}
+    groups: dict[str, WorkerGroup] = {}
     for role, context in contexts.items():
         worker, options = builder.worker(role)
         pool = pools[role] if role in with_devices else pools[HOST_POOL]
@@ -252,7 +252,7 @@ def stop_tokens(config: ConfigDict, inputs: Inputs) -> tuple[int, ...]:
     tokenizer = inputs.tokenizer
     ends = tokenizer.eos_ids if tokenizer else ()
     if tokenizer is None and config.actor.path:
-        ends = read_eos_ids(model_directory(config.actor.path))
+        ends = tuple(read_eos_ids(model_directory(config.actor.path)))
     stop = [i for i in ends if i < inputs.model.vocab_size]
     for text in config.rollout.stop:
         ids = tokenizer.encode(text, add_special=False) if tokenizer else []
