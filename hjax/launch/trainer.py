@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 import resource
 import time
 from collections.abc import Iterator, Mapping
@@ -259,9 +260,8 @@ class Trainer:
         }
         states, controller = self.checkpoints.restore(step, shapes)
         for role, state in states.items():
-            self.roles.groups[role].call(
-                lambda worker, state=state: worker.restore(state), "restore"
-            ).result()
+            restore = operator.methodcaller("restore", state)
+            self.roles.groups[role].call(restore, "restore").result()
         self.algorithm.restore(controller["algorithm"])
         self.prompts.restore(controller["prompts"])
         if self._demonstrations is not None:
@@ -358,7 +358,9 @@ class Trainer:
             return
         directory = self.workdir.path / "skipped"
         directory.mkdir(exist_ok=True)
-        arrays = {k: v for k, v in self.batch.items() if isinstance(v, np.ndarray)}
+        arrays: dict[str, Any] = {
+            k: v for k, v in self.batch.items() if isinstance(v, np.ndarray)
+        }
         np.savez(directory / f"step-{step}.npz", **arrays)
 
     def _write_model_files(self) -> None:
