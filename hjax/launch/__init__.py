@@ -1,1 +1,1 @@
-"""`python -m hjax.launch` and its sisters: configs, the trainer, the workdir, what a person sees."""
+"""`python -m hjax.launch` and its sisters: configs, trainer, workdir, what a person sees."""
