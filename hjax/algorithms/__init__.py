@@ -47,7 +47,7 @@ def get_algorithm(name: str) -> type[Algorithm]:
             f"algorithm.name={name!r} is unknown; allowed: {', '.join(ALGORITHMS)}, "
             "or a class of yours as path.py:Class"
         )
-    found = load_function(name)
+    found = load_function(name, "algorithm.name")
     if not (inspect.isclass(found) and issubclass(found, Algorithm)):
         raise ConfigError(
             f"algorithm.name={name!r}: {found!r} is no subclass of hjax.algorithms.Algorithm"

@@ -48,7 +48,8 @@ class Algorithm:
     """
 
     roles: ClassVar[tuple[str, ...]] = ("actor", "reference", "reward")
-    # Roles of your own: name -> worker class (a subclass of hjax.workers.Worker).
+    # Name -> worker class (a subclass of hjax.workers.Worker): roles of your own, or your own class
+    # for one of the roles above.
     workers: ClassVar[dict[str, Any]] = {}
     # Whether steps are made of rollouts (False: supervised training).
     generates: ClassVar[bool] = True
@@ -66,7 +67,7 @@ class Algorithm:
         self.samples = samples
         self.demonstrations = demonstrations
         self.step_number = 0
-        for role in (*self.roles, *self.workers):
+        for role in dict.fromkeys((*self.roles, *self.workers)):
             setattr(self, role, groups.get(role, Absent()))
         self.kl = self.make_kl_controller()
         self._logged: list[tuple[str, Any]] = []
@@ -113,7 +114,7 @@ class Algorithm:
     @classmethod
     def needed_roles(cls, config: ConfigDict) -> tuple[str, ...]:
         """The roles that a configuration uses: without a KL there is no reference."""
-        roles = (*cls.roles, *cls.workers)
+        roles = tuple(dict.fromkeys((*cls.roles, *cls.workers)))
         return roles if config.kl_coef else tuple(r for r in roles if r != "reference")
 
     @classmethod

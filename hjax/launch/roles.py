@@ -84,7 +84,11 @@ def build_roles(config: ConfigDict, algorithm: type[Algorithm], inputs: Inputs) 
         )
     devices = devices[: limit or None]
     roles = algorithm.needed_roles(config.algorithm)
-    on_host = tuple(r for r in ("reward", "cost") if r in roles and not config[r].path)
+    on_host = tuple(
+        role
+        for role in ("reward", "cost")
+        if role in roles and role not in algorithm.workers and not config[role].path
+    )
     for name in on_host:
         if getattr(inputs, name) is None:
             raise ConfigError(
@@ -114,7 +118,11 @@ def build_roles(config: ConfigDict, algorithm: type[Algorithm], inputs: Inputs) 
     for group in groups.values():
         _ = group.worker  # a layout that does not fit its model is an error of the set-up
     copies = tuple(
-        role for role in roles if role in (*PER_TOKEN,) and not config[SECTION.get(role, role)].path
+        role
+        for role in roles
+        if role in PER_TOKEN
+        and not config[SECTION.get(role, role)].path
+        and hasattr(groups[role].worker, "copy_from")
     )
     return Roles(groups, pools, plan, layouts, models, copies)
 
@@ -190,7 +198,8 @@ class _Builder:
         )
 
     def _model(self, role: str, path: str) -> tuple[ModelConfig | None, Tokenizer | None]:
-        if role in self.algorithm.workers or role not in self.layouts:
+        own = role in self.algorithm.workers and role not in (*WORKERS, "reward", "cost")
+        if own or role not in self.layouts:
             return None, self.inputs.tokenizer
         if not path:
             return self.inputs.model, self.inputs.tokenizer

@@ -253,10 +253,12 @@ class Trainer:
 
     def _restore(self, step: int) -> None:
         assert self.checkpoints is not None and self.workdir is not None
+        workers = {role: group.worker for role, group in self.roles.groups.items()}
+        # A worker of a user's without abstract_state shows its shapes by a state of its own.
         shapes = {
-            role: group.worker.abstract_state()
-            for role, group in self.roles.groups.items()
-            if hasattr(group.worker, "abstract_state")
+            role: worker.abstract_state() if hasattr(worker, "abstract_state") else worker.state()
+            for role, worker in workers.items()
+            if hasattr(worker, "state")
         }
         states, controller = self.checkpoints.restore(step, shapes)
         for role, state in states.items():

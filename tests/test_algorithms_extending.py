@@ -1,0 +1,111 @@
+"""docs/extending.md: its examples run as they stand, subclasses and a worker of one's own."""
+
+import pathlib
+import re
+
+import numpy as np
+import pytest
+from helpers import tiny_config, trainer_of
+
+import hjax
+from hjax.errors import ConfigError
+
+PAGE = pathlib.Path(__file__).parent.parent / "docs" / "extending.md"
+STEPS = 2
+
+
+@pytest.fixture(scope="module")
+def examples(tmp_path_factory):
+    """The page's Python blocks as the files that their first lines name."""
+    folder = tmp_path_factory.mktemp("extending")
+    for block in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S):
+        name = re.match(r"# (\w+\.py)\n", block)
+        assert name, f"an example without a file name: {block[:40]}"
+        (folder / name[1]).write_text(block)
+    return folder
+
+
+def run(examples, name, **keys):
+    with trainer_of(f"{examples}/{name}", {"steps": STEPS} | keys) as trainer:
+        rows = trainer.run()
+        assert all(np.isfinite(row["actor/loss"]) for row in rows)
+        return trainer.batch, rows, trainer
+
+
+def test_another_advantage_with_a_key_of_its_own(examples):
+    config = tiny_config(f"{examples}/mine.py:Mine")
+    assert config.algorithm.threshold == 0.1
+    assert config.algorithm.gamma == 1.0  # PPO's keys are there too
+    batch, _, _ = run(examples, "mine.py:Mine", **{"algorithm.threshold": 0.8})
+    kept = batch["advantages"][batch["advantages"] != 0]
+    assert kept.size and (abs(kept) > 0.8).all()
+    with pytest.raises(ConfigError, match="unknown key config.algorithm.treshold.*threshold"):
+        tiny_config(f"{examples}/mine.py:Mine", {"algorithm.treshold": 1.0})
+    with pytest.raises(ConfigError, match="config.algorithm.threshold='high': expected a number"):
+        tiny_config(f"{examples}/mine.py:Mine", {"algorithm.threshold": "high"})
+
+
+def test_another_loss_and_a_metric_more(examples):
+    batch, rows, trainer = run(examples, "wide.py:Wide")
+    assert trainer.roles.groups["actor"].worker.context.loss.clip_high == 0.28
+    best = batch["rewards"].reshape(-1, 2).max(axis=1).mean()
+    assert rows[-1]["reward/best_of_group"] == pytest.approx(best)
+
+
+@pytest.mark.parametrize("placement", ["colocate", "standalone"])
+def test_a_worker_of_ones_own(examples, placement):
+    batch, _, trainer = run(examples, "varied.py:Varied", placement=placement)
+    tokens, mask = batch["responses"], batch["response_mask"]
+    for row in range(len(tokens)):
+        answer = tokens[row][mask[row]]
+        expected = np.mean([*(answer[1:] == answer[:-1]), 0.0])
+        assert batch["repetition"][row] == pytest.approx(expected, abs=1e-6)
+    spans = [s for s in trainer.timeline.spans() if s.role == "repetition"]
+    assert [s.method for s in spans] == ["compute_repetition"] * STEPS
+    pool = "all" if placement == "colocate" else "repetition"
+    assert {s.pool for s in spans} == {pool}
+
+
+def test_the_worker_and_its_algorithm_take_under_twenty_lines(examples):
+    lines = [line for line in (examples / "varied.py").read_text().splitlines()[1:] if line.strip()]
+    assert len(lines) < 20
+
+
+def test_every_example_is_one_of_those_above(examples):
+    files = [file.name for file in sorted(examples.glob("*.py"))]
+    assert files == ["mine.py", "varied.py", "wide.py"]
+
+
+def test_ones_own_class_for_a_standing_role(tmp_path):
+    (tmp_path / "judge.py").write_text(
+        "import hjax, numpy as np\n"
+        "class Judge(hjax.workers.Worker):\n"
+        "    calls = 0\n"
+        "    @hjax.protocol('ALL_TO_ALL')\n"
+        "    def compute_reward(self, batch):\n"
+        "        self.calls += 1\n"
+        "        return {'rewards': np.float32([len(t) for t in batch['response_text']])}\n"
+        "    def state(self):\n"
+        "        return {'calls': {'number': np.int32([self.calls])}}\n"
+        "    def restore(self, state):\n"
+        "        self.calls = int(state['calls']['number'][0])\n"
+        "class Mild(hjax.algorithms.GRPO):\n"
+        "    workers = {'reward': Judge}\n"
+    )
+    name = f"{tmp_path}/judge.py:Mild"
+    with trainer_of(name, {"steps": 2}, workdir=tmp_path / "run") as trainer:
+        trainer.run()
+        texts = trainer.batch["response_text"]
+        np.testing.assert_array_equal(trainer.batch["rewards"], [len(text) for text in texts])
+    # Its state goes through the checkpoint.
+    with trainer_of(name, {"steps": 3}, workdir=tmp_path / "run") as trainer:
+        trainer.run()
+        assert trainer.roles.groups["reward"].worker.calls == 3
+
+
+def test_a_role_without_a_worker_class_is_refused(tmp_path):
+    (tmp_path / "lost.py").write_text(
+        "import hjax\nclass Lost(hjax.algorithms.GRPO):\n    roles = ('actor', 'reward', 'judge')\n"
+    )
+    with pytest.raises(ConfigError, match="role 'judge' has no worker class.*Lost.workers"):
+        hjax.Trainer(tiny_config(f"{tmp_path}/lost.py:Lost"))
