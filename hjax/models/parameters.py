@@ -109,4 +109,4 @@ def scalar_network(config: ModelConfig) -> Network:
 
 def to_host(params: Params) -> Params:
     """numpy copies of (addressable) parameters."""
-    return jax.tree.map(np.asarray, params)
+    return jax.tree.map(np.array, params)

@@ -122,7 +122,8 @@ class LanguageModel:
         if longest > room:
             raise ConfigError(
                 f"a prompt of {longest} and max_new_tokens={max_new_tokens} exceed the model's "
-                f"{self.config.max_length} positions; shorten the prompt to {max(room, 0)} tokens"
+                f"{self.config.max_length} positions; "
+                + (f"shorten the prompt to {room} tokens" if room > 0 else "lower max_new_tokens")
             )
         length = bucket_length(longest, room)
         tokens = np.zeros((len(rows), length), np.int32)

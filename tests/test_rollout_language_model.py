@@ -1,0 +1,167 @@
+"""The contract of ``hjax.load_model(...).generate``."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import hjax
+from hjax.data.tokenizer import Tokenizer
+from hjax.errors import ConfigError
+from hjax.models.config import ModelConfig
+from hjax.models.huggingface import save_weights
+from hjax.models.parameters import decoder_network, to_host
+from hjax.sharding.layout import make_layouts
+
+ALPHABET = "abcdefghijklmnopqrstuvwxyz "
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """A tiny random model of characters: weights and tokenizer."""
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = Tokenizer.characters(ALPHABET)
+    config = ModelConfig(tokenizer.vocab_size, 32, 40, 2, 4, 2, 8, 48)
+    layout = make_layouts(jax.devices()[:1]).train
+    params = to_host(decoder_network(config).create(0, layout))
+    params["embedding"] *= 10  # far from uniform
+    save_weights(path, config, params, tokenizer)
+    tokenizer.save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(directory):
+    return hjax.load_model(directory)
+
+
+def without_tokenizer(directory, path):
+    path.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (path / name).write_bytes((directory / name).read_bytes())
+    return path
+
+
+def test_strings_and_their_ids_are_the_same_prompts(model):
+    texts = ["hello", "a longer one"]
+    ids = [model.tokenizer.encode(text) for text in texts]
+    ours, theirs = model.generate(texts, 8, seed=3), model.generate(ids, 8, seed=3)
+    assert [o.tokens for o in ours] == [o.tokens for o in theirs]
+    for out in ours:
+        assert out.text == model.tokenizer.decode(out.tokens)
+        assert all(isinstance(t, int) for t in out.tokens)
+        assert len(out.logprobs) == len(out.tokens)
+        assert all(isinstance(x, float) and x <= 0 for x in out.logprobs)
+
+
+def test_logprobs_are_those_of_the_distribution_sampled(model):
+    prompt = model.tokenizer.encode("abc")
+    for temperature, divide in ((1.0, 1.0), (0.5, 0.5), (0.0, 1.0)):
+        [out] = model.generate([prompt], 8, temperature=temperature)
+        logits = np.asarray(model.logits([prompt + out.tokens])[0], np.float64) / divide
+        logits = logits[len(prompt) - 1 : -1]
+        table = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        np.testing.assert_allclose(
+            out.logprobs, table[range(len(out.tokens)), out.tokens], atol=1e-5
+        )
+        if temperature == 0:
+            assert out.tokens == logits.argmax(-1).tolist()
+
+
+def test_a_prompts_draws_follow_from_seed_and_index(model):
+    both = model.generate(["abc", "xyz"], 12, seed=1)
+    assert model.generate(["abc", "xyz"], 12, seed=1) == both
+    other = model.generate(["something else", "xyz", "abc"], 12, seed=1)
+    assert other[1].tokens == both[1].tokens
+    assert other[2].tokens != both[0].tokens  # the same prompt at another index
+    assert model.generate(["abc", "xyz"], 12, seed=2)[1].tokens != both[1].tokens
+
+
+def test_the_end_token_is_kept_and_stops(model):
+    eos = model.tokenizer.eos_id
+    outs = model.generate(["a"] * 64, 16, seed=0)
+    stopped = [o for o in outs if o.finish_reason == "stop"]
+    assert stopped and len(stopped) < 64
+    for out in outs:
+        assert (eos in out.tokens) == (out.finish_reason == "stop")
+        if out.finish_reason == "stop":
+            assert out.tokens.index(eos) == len(out.tokens) - 1
+            assert "<eos>" not in out.text
+        else:
+            assert out.finish_reason == "length" and len(out.tokens) == 16
+
+
+def test_further_stop_tokens(model):
+    [free] = model.generate(["abc"], 12, seed=4)
+    stop = free.tokens[2]
+    [out] = model.generate(["abc"], 12, seed=4, stop=[stop])
+    assert out.tokens == free.tokens[: free.tokens.index(stop) + 1]
+    assert out.finish_reason == "stop"
+
+
+def test_without_a_tokenizer_text_is_none_and_the_end_is_config_jsons(model, directory, tmp_path):
+    bare = hjax.load_model(without_tokenizer(directory, tmp_path / "bare"))
+    assert bare.tokenizer is None
+    ids = [model.tokenizer.encode("a")] * 64
+    ours = bare.generate(ids, 16)
+    assert [o.tokens for o in ours] == [o.tokens for o in model.generate(ids, 16)]
+    assert {o.text for o in ours} == {None}
+    assert {o.finish_reason for o in ours} == {"stop", "length"}
+    with pytest.raises(ConfigError, match="prompt 0 is text, but this model has no tokenizer"):
+        bare.generate(["text"])
+
+
+def test_generation_config_may_name_several_ends(directory, tmp_path):
+    path = without_tokenizer(directory, tmp_path / "bare")
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5, 9]}))
+    outs = hjax.load_model(path).generate([[1, 4]] * 32, 16)
+    ends = {o.tokens[-1] for o in outs if o.finish_reason == "stop"}
+    assert len(ends) > 1 and ends <= {2, 5, 9}
+
+
+def test_log_probs_of_the_shortest_inputs(model):
+    assert model.log_probs([[5]]).shape == (1, 0)
+    assert model.logits([[5]]).shape == (1, 1, len(ALPHABET) + 3)
+    assert model.log_probs([[5, 6]]).shape == (1, 1)
+    assert model.generate([]) == []
+
+
+def test_a_prompt_may_fill_the_models_positions(model):
+    [out] = model.generate([[5] * 45], max_new_tokens=3)
+    assert len(out.tokens) <= 3
+
+
+ERRORS = [
+    (lambda m: m.generate("abc"), "prompts is one string; give a list"),
+    (
+        lambda m: m.generate([[5] * 46], max_new_tokens=3),
+        "46 and max_new_tokens=3 exceed.* 45 tok",
+    ),
+    (lambda m: m.generate(["a"], 64), "max_new_tokens=64 exceed .* 48 .*; lower max_new_tokens"),
+    (lambda m: m.generate([[]]), "prompt 0 is empty"),
+    (lambda m: m.generate([[3], [30]]), "prompt 1: token id 30 is outside the vocabulary, 0 to 29"),
+    (lambda m: m.generate([[3, -1]]), "token id -1 is outside"),
+    (lambda m: m.generate([3, 4]), "prompt 0 is 3; give a string or a list of token ids"),
+    (lambda m: m.generate([[3.5]]), r"prompt 0 is \[3.5\]"),
+    (lambda m: m.generate(["ABC"]), "'A'"),
+    (lambda m: m.generate(["a"], 0), "max_new_tokens=0: a whole number of 1 or more"),
+    (lambda m: m.generate(["a"], 2.5), "max_new_tokens=2.5"),
+    (lambda m: m.generate(["a"], 8, seed=-1), "seed=-1: 0 to 4294967295"),
+    (lambda m: m.generate(["a"], 8, temperature=-0.1), "temperature=-0.1"),
+    (lambda m: m.generate(["a"], 8, top_p=0), "top_p=0"),
+    (
+        lambda m: m.logits([[1, 2], [3]]),
+        r"tokens must be \[batch, length\], all rows of one length",
+    ),
+    (lambda m: m.logits([1, 2]), r"tokens must be integers \[batch, length\]"),
+    (lambda m: m.log_probs([[1.0, 2.0]]), "tokens must be integers"),
+    (lambda m: m.log_probs([[1, 99]]), "token id 99 is outside the vocabulary, 0 to 29"),
+]
+
+
+@pytest.mark.parametrize("call, line", ERRORS, ids=[line[:24] for _, line in ERRORS])
+def test_bad_input_gets_one_line(call, line, model):
+    with pytest.raises(ConfigError, match=line) as caught:
+        call(model)
+    assert "\n" not in str(caught.value)

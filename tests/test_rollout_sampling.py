@@ -1,0 +1,129 @@
+"""The distribution that is drawn from, and the draws: transformers' warpers are the truth."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from hjax.errors import ConfigError
+from hjax.rollout.sampling import Sampling, draw, sequence_keys, truncate
+
+SETTINGS = [
+    Sampling(),
+    Sampling(temperature=0.6),
+    Sampling(temperature=1.7),
+    Sampling(top_k=1),
+    Sampling(top_k=5),
+    Sampling(top_k=500),  # more than there are tokens: all
+    Sampling(top_p=0.9),
+    Sampling(top_p=0.05),  # less than any token's probability: one stays
+    Sampling(temperature=0.7, top_k=9, top_p=0.8),
+    Sampling(temperature=2.0, top_k=3, top_p=0.5),
+]
+
+
+def warped(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
+    """Probabilities as transformers' generate makes them: temperature, top-k, top-p."""
+    scores = torch.tensor(logits)
+    if sampling.temperature != 1:
+        scores = TemperatureLogitsWarper(sampling.temperature)(None, scores)
+    if sampling.top_k:
+        scores = TopKLogitsWarper(sampling.top_k)(None, scores)
+    if sampling.top_p < 1:
+        scores = TopPLogitsWarper(sampling.top_p)(None, scores)
+    return torch.softmax(scores, -1).numpy()
+
+
+@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
+def test_filtered_distribution_equals_transformers(sampling):
+    logits = np.random.default_rng(0).normal(size=(200, 40)).astype(np.float32) * 2
+    ours = jax.nn.softmax(truncate(logits / sampling.temperature, sampling))
+    expected = warped(logits, sampling)
+    np.testing.assert_array_equal(np.asarray(ours) > 0, expected > 0)
+    np.testing.assert_allclose(ours, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
+def test_a_draw_reports_the_log_probs_of_its_token(sampling):
+    logits = np.random.default_rng(1).normal(size=(50, 12)).astype(np.float32)
+    keys = sequence_keys(jnp.uint32(3), jnp.uint32(1), jnp.arange(50))
+    drawn = draw(logits, keys, jnp.int32(4), sampling)
+    tempered = Sampling(temperature=sampling.temperature)
+    for field, distribution in (
+        ("sampled", sampling),
+        ("policy", tempered),
+        ("untempered", Sampling()),
+    ):
+        picked = warped(logits, distribution)[range(50), drawn.token]
+        np.testing.assert_allclose(np.exp(getattr(drawn, field)), picked, rtol=1e-5)
+
+
+def test_greedy_takes_the_likeliest_token_and_reports_it_untempered():
+    logits = np.array([[0.0, 1.0, 3.0], [2.0, 2.0, -1.0]], np.float32)
+    keys = sequence_keys(jnp.uint32(0), jnp.uint32(0), jnp.arange(2))
+    drawn = draw(logits, keys, jnp.int32(0), Sampling(temperature=0.0, top_k=2, top_p=0.5))
+    assert drawn.token.tolist() == [2, 0]  # of equals the first
+    expected = [3 - np.log(1 + np.e + np.e**3), -np.log(2 + np.exp(-3))]
+    for field in (drawn.sampled, drawn.policy, drawn.untempered):
+        np.testing.assert_allclose(field, expected, rtol=1e-6)
+
+
+def chi_square(counts: np.ndarray, probability: np.ndarray) -> float:
+    expected = probability * counts.sum()
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+LOGITS = np.array([1.5, 0.3, -0.4, 0.9, -2.0, 0.0, 0.6, -1.0], np.float32)
+DRAWS = 20000
+
+
+def drawn_tokens(sampling, sequences, position):
+    keys = sequence_keys(jnp.uint32(7), jnp.uint32(2), jnp.asarray(sequences))
+    logits = jnp.broadcast_to(LOGITS, (DRAWS, 8))
+    return np.asarray(jax.jit(draw, static_argnums=3)(logits, keys, position, sampling).token)
+
+
+@pytest.mark.parametrize(
+    "sampling, limit",  # 99.9 % quantiles of chi-square with (kept tokens - 1) degrees of freedom
+    [(Sampling(), 24.32), (Sampling(0.7), 24.32), (Sampling(1.0, 4), 16.27)],
+    ids=["plain", "temperature", "top-k"],
+)
+@pytest.mark.parametrize("over", ["sequences", "positions"])
+def test_frequencies_follow_the_distribution(sampling, limit, over):
+    index = jnp.arange(DRAWS, dtype=jnp.int32)
+    zeros = jnp.zeros(DRAWS, jnp.int32)
+    tokens = drawn_tokens(sampling, *((index, zeros) if over == "sequences" else (zeros, index)))
+    probability = warped(LOGITS[None], sampling)[0]
+    kept = probability > 0
+    counts = np.bincount(tokens, minlength=8)
+    assert counts[~kept].sum() == 0
+    assert chi_square(counts[kept], probability[kept]) < limit
+
+
+def test_neighbouring_draws_are_independent():
+    index = jnp.arange(DRAWS, dtype=jnp.int32)
+    top = Sampling(top_k=3)
+    probability = warped(LOGITS[None], top)[0]
+    pairs = np.outer(probability, probability).ravel()
+    here = drawn_tokens(top, index, jnp.int32(0))
+    for other in (drawn_tokens(top, index, jnp.int32(1)), np.roll(here, 1)):
+        counts = np.bincount(here * 8 + other, minlength=64)
+        assert chi_square(counts[pairs > 0], pairs[pairs > 0]) < 26.12  # 8 degrees of freedom
+
+
+@pytest.mark.parametrize(
+    "options, line",
+    [
+        ({"temperature": -1.0}, "temperature=-1.0: 0 .greedy. or more"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"temperature": float("inf")}, "temperature=inf"),
+        ({"top_k": -1}, "top_k=-1: 0 .all tokens. or more"),
+        ({"top_p": 0.0}, "top_p=0.0: above 0, at most 1"),
+        ({"top_p": 1.1}, "top_p=1.1"),
+    ],
+)
+def test_impossible_settings_are_refused(options, line):
+    with pytest.raises(ConfigError, match=line):
+        Sampling(**options)
