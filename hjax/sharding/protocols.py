@@ -86,7 +86,10 @@ def _map_arrays(function: Callable[[Any], Any], value: Any) -> Any:
         return {key: _map_arrays(function, item) for key, item in value.items()}
     if isinstance(value, tuple):
         return tuple(_map_arrays(function, item) for item in value)
-    if isinstance(value, jax.Array | np.ndarray) and value.dtype != object:
+    # Arrays of objects, strings and times are columns of the data, nothing for a device.
+    if isinstance(value, jax.Array) or (
+        isinstance(value, np.ndarray) and value.dtype.kind not in "OUSMm"
+    ):
         return function(value)
     return value
 
