@@ -101,19 +101,23 @@ class SharedPrompt:
         groups, total, heads, dim = q.shape
         kv_heads = k.shape[2]
         length = (total - prompt) // self.samples
-        qp, qr = q[:, :prompt], q[:, prompt:]
-        kp, kr = (k[:, :prompt].transpose(0, 2, 1, 3), k[:, prompt:])
-        vp, vr = (v[:, :prompt].transpose(0, 2, 1, 3), v[:, prompt:])
+
+        def cut(x: jax.Array) -> tuple[jax.Array, ...]:
+            # A split's backward pass is one concatenation; that of two slices pads and adds.
+            return tuple(jax.lax.split(x, [prompt, total - prompt], axis=1))
+
+        (qp, qr), (kp, kr), (vp, vr) = cut(q), cut(k), cut(v)
+        kp, vp = kp.transpose(0, 2, 1, 3), vp.transpose(0, 2, 1, 3)
         out_prompt = _causal(_split_heads(qp, kv_heads), kp, vp, self.prompt_mask)
 
-        def rows(x: jax.Array) -> jax.Array:
-            x = x.reshape(groups * self.samples, length, kv_heads, dim)
-            return x.transpose(0, 2, 1, 3)
+        def by_sample(x: jax.Array) -> jax.Array:
+            x = x.reshape(groups, self.samples, length, kv_heads, -1, dim)
+            return x.transpose(0, 3, 1, 4, 2, 5)
 
-        qr = _split_heads(qr.reshape(groups * self.samples, length, heads, dim), kv_heads)
         causal = jnp.tril(jnp.ones((length, length), bool))
-        out = _shared(qr, kp, vp, rows(kr), rows(vr), self.prompt_mask, causal)
-        out = _merge_heads(out).reshape(groups, self.samples * length, heads, dim)
+        own_k, own_v = by_sample(kr)[:, :, :, 0], by_sample(vr)[:, :, :, 0]
+        out = _shared(by_sample(qr), kp, vp, own_k, own_v, self.prompt_mask, causal)
+        out = out.transpose(0, 2, 4, 1, 3, 5).reshape(groups, self.samples * length, heads, dim)
         return jnp.concatenate([_merge_heads(out_prompt), out], axis=1), cache, None
 
 
@@ -126,32 +130,35 @@ def _shared(
     prompt_mask: jax.Array,
     visible: jax.Array,
 ) -> jax.Array:
-    """Attend to one copy of the prompt per group and to each row's own tokens.
+    """Attend to one copy of the prompt per group and to each sample's own tokens.
 
-    q [rows, kv, g, t, d]; prompt k, v [groups, kv, p, d]; k, v [rows, kv, s, d]; prompt_mask
-    [groups, p]; visible [t, s]. Rows are groups x samples. One softmax over both parts.
+    q [groups, kv, samples, g, t, d]; prompt k, v [groups, kv, p, d]; k, v
+    [groups, kv, samples, s, d]; prompt_mask [groups, p]; visible [t, s]. One softmax over both
+    parts, divided out after the products with the values: scores are never concatenated, and no
+    operand but the queries is transposed.
     """
-    rows, kv_heads, per_kv, length, dim = q.shape
-    groups, _, prompt, _ = prompt_k.shape
-    samples = rows // groups
+    groups, kv_heads, samples, per_kv, length, dim = q.shape
+    prompt = prompt_k.shape[2]
+    q = q * dim**-0.5
     # All samples' queries of a group meet the prompt's keys in one product.
-    together = q.reshape(groups, samples, kv_heads, per_kv, length, dim)
-    together = together.transpose(0, 2, 1, 3, 4, 5).reshape(
-        groups, kv_heads, 1, samples * per_kv * length, dim
+    together = q.reshape(groups, kv_heads, samples * per_kv * length, dim)
+    past = jnp.einsum(
+        "xkqd,xkpd->xkqp", together, prompt_k, preferred_element_type=jnp.float32
     )
-    past = jnp.where(prompt_mask[:, None, None, None, :], _scores(together, prompt_k), MASKED)
+    past = jnp.where(prompt_mask[:, None, None, :], past, MASKED)
     past = past.reshape(groups, kv_heads, samples, per_kv, length, prompt)
-    past = past.transpose(0, 2, 1, 3, 4, 5).reshape(rows, kv_heads, per_kv, length, prompt)
-    own = jnp.where(visible, _scores(q, k), MASKED)
-    weights = jax.nn.softmax(jnp.concatenate([past, own], axis=-1), axis=-1)
-    past, own = weights[..., :prompt], weights[..., prompt:]
-    past = past.reshape(groups, samples, kv_heads, per_kv, length, prompt)
-    past = past.transpose(0, 2, 1, 3, 4, 5).reshape(
-        groups, kv_heads, 1, samples * per_kv * length, prompt
+    own = jnp.einsum("xksgtd,xksud->xksgtu", q, k, preferred_element_type=jnp.float32)
+    own = jnp.where(visible, own, MASKED)
+    top = jax.lax.stop_gradient(jnp.maximum(past.max(-1), own.max(-1)))[..., None]
+    past, own = jnp.exp(past - top), jnp.exp(own - top)
+    total = past.sum(-1, keepdims=True) + own.sum(-1, keepdims=True)
+    past = past.astype(v.dtype).reshape(groups, kv_heads, samples * per_kv * length, prompt)
+    wide = jnp.float32
+    out = jnp.einsum("xkqp,xkpd->xkqd", past, prompt_v, preferred_element_type=wide)
+    out = out.reshape(q.shape) + jnp.einsum(
+        "xksgtu,xksud->xksgtd", own.astype(v.dtype), v, preferred_element_type=wide
     )
-    from_prompt = _values(past, prompt_v).reshape(groups, kv_heads, samples, per_kv, length, dim)
-    from_prompt = from_prompt.transpose(0, 2, 1, 3, 4, 5).reshape(q.shape)
-    return from_prompt + _values(own, v)
+    return (out / total).astype(q.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,13 +177,22 @@ class Decode:
     def __call__(
         self, layer: int | jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, cache: KVCache
     ) -> tuple[jax.Array, KVCache, KeyValue | None]:
-        k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+        rows, _, heads, dim = q.shape
+        groups, kv_heads = self.prompt_mask.shape[0], k.shape[2]
+
+        def by_sample(x: jax.Array) -> jax.Array:
+            """[rows, 1, heads, dim] -> [groups, kv_heads, samples, heads / kv_heads, 1, dim]"""
+            x = x.reshape(groups, rows // groups, kv_heads, -1, 1, dim)
+            return x.transpose(0, 2, 1, 3, 4, 5)
+
+        k, v = by_sample(k)[:, :, :, 0], by_sample(v)[:, :, :, 0]
         cache = cache.write(layer, k, v, self.position)
         prompt_k, prompt_v, own_k, own_v = cache.read(layer)
-        visible = jnp.arange(own_k.shape[2]) <= self.position
-        q = _split_heads(q, k.shape[1])
-        out = _shared(q, prompt_k, prompt_v, own_k, own_v, self.prompt_mask, visible[None])
-        return _merge_heads(out), cache, None
+        visible = jnp.arange(own_k.shape[3]) <= self.position
+        out = _shared(
+            by_sample(q), prompt_k, prompt_v, own_k, own_v, self.prompt_mask, visible[None]
+        )
+        return out.transpose(0, 2, 4, 1, 3, 5).reshape(rows, 1, heads, dim), cache, None
 
 
 @jax.tree_util.register_dataclass
@@ -185,7 +201,8 @@ class KVCache:
     """Keys and values of every layer: the prompt's once per group, the responses' per row.
 
     Each field is one array with a leading layer dimension (scanned layers), or a tuple with one
-    array per layer (unrolled layers), of shape [groups or rows, kv_heads, length, head_dim].
+    array per layer (unrolled layers): the prompt's of shape [groups, kv_heads, length, head_dim],
+    the responses' [groups, kv_heads, samples, length, head_dim].
     """
 
     prompt_k: Any
@@ -205,15 +222,15 @@ class KVCache:
     def write(
         self, layer: int | jax.Array, k: jax.Array, v: jax.Array, position: jax.Array
     ) -> KVCache:
-        """The cache with ``k`` and ``v`` [rows, kv_heads, 1, head_dim] at ``position``."""
+        """The cache with k and v, [groups, kv_heads, samples, 1, head_dim], at ``position``."""
         if isinstance(self.k, tuple):
-            start = (0, 0, position, 0)
+            start = (0, 0, 0, position, 0)
             return dataclasses.replace(
                 self,
                 k=_replace(self.k, layer, jax.lax.dynamic_update_slice(self.k[layer], k, start)),
                 v=_replace(self.v, layer, jax.lax.dynamic_update_slice(self.v[layer], v, start)),
             )
-        at = (layer, 0, 0, position, 0)
+        at = (layer, 0, 0, 0, position, 0)
         return dataclasses.replace(
             self,
             k=jax.lax.dynamic_update_slice(self.k, k[None], at),
@@ -221,7 +238,7 @@ class KVCache:
         )
 
     @classmethod
-    def create(cls, prompt: Any, rows: int, length: int) -> KVCache:
+    def create(cls, prompt: Any, samples: int, length: int) -> KVCache:
         """An empty response cache of ``length`` beside the prompt's kept keys and values.
 
         Args:
@@ -229,8 +246,8 @@ class KVCache:
         """
 
         def empty(x: jax.Array) -> jax.Array:
-            *lead, _, kv_heads, _, dim = x.shape
-            return jnp.zeros((*lead, rows, kv_heads, length, dim), x.dtype)
+            *lead, groups, kv_heads, _, dim = x.shape
+            return jnp.zeros((*lead, groups, kv_heads, samples, length, dim), x.dtype)
 
         if len(prompt) and isinstance(prompt[0], tuple):
             prompt_k = tuple(k for k, _ in prompt)

@@ -81,6 +81,15 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return turned.astype(x.dtype)
 
 
+def _pair(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The two halves [batch, length, ...] of [batch, length, 2, ...].
+
+    A split's backward pass is one concatenation; that of two slices pads and adds.
+    """
+    first, second = jax.lax.split(x, [1, 1], axis=2)
+    return jnp.squeeze(first, 2), jnp.squeeze(second, 2)
+
+
 class Block(nnx.Module):
     """All layers' parameters, stacked on a leading ``layers`` dimension."""
 
@@ -135,12 +144,13 @@ class Block(nnx.Module):
         h = rms_norm(x, self.attention_norm[...], self.epsilon)
         q = jnp.einsum("btd,dhe->bthe", h, self.q[...].astype(dtype))
         kv = jnp.einsum("btd,dcke->btcke", h, self.kv[...].astype(dtype))
-        k, v = kv[:, :, 0], kv[:, :, 1]
+        k, v = _pair(kv)
         out, cache, kept = attention(layer, rotate(q, cos, sin), rotate(k, cos, sin), v, cache)
         x = x + jnp.einsum("bthe,hed->btd", out, self.o[...].astype(dtype))
         h = rms_norm(x, self.mlp_norm[...], self.epsilon)
         gate_up = jnp.einsum("btd,dcm->btcm", h, self.gate_up[...].astype(dtype))
-        h = jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]
+        gate, up = _pair(gate_up)
+        h = jax.nn.silu(gate) * up
         return x + jnp.einsum("btm,md->btd", h, self.down[...].astype(dtype)), cache, kept
 
 

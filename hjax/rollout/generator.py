@@ -146,7 +146,7 @@ class Generator:
             compute=self.compute,
             layers=layers,
         )
-        cache = KVCache.create(kept, rows, length)
+        cache = KVCache.create(kept, shape.samples, length)
         lead = () if self.compute.unroll_layers else (None,)
         cache = jax.tree.map(lambda x: split(x, *lead, "batch", "kv_heads"), cache)
         keys = sequence_keys(seed_and_step[0], seed_and_step[1], split(sequence, "batch"))
