@@ -39,8 +39,12 @@ class Inputs:
     demonstrations: list[tuple[list[int], list[int]]]
 
 
-def load_inputs(config: ConfigDict) -> Inputs:
+def load_inputs(config: ConfigDict, supervised: bool = False) -> Inputs:
     """Read what a config names.
+
+    Args:
+      config: the run's.
+      supervised: the algorithm learns from demonstrations alone.
 
     Raises:
       ConfigError, DataError: whatever is missing or does not fit, in one line.
@@ -74,7 +78,7 @@ def load_inputs(config: ConfigDict) -> Inputs:
         prompt_length,
         _function(config, "reward", task.reward if task else None),
         _function(config, "cost", task.cost if task and task.has_cost else None),
-        _demonstrations(config, task, tokenizer, train),
+        _demonstrations(config, task, tokenizer, train, supervised),
     )
 
 
@@ -178,9 +182,19 @@ def _function(
 
 
 def _demonstrations(
-    config: ConfigDict, task: Task | None, tokenizer: Tokenizer | None, train: Dataset
+    config: ConfigDict,
+    task: Task | None,
+    tokenizer: Tokenizer | None,
+    train: Dataset,
+    supervised: bool,
 ) -> list[tuple[list[int], list[int]]]:
-    """(prompt tokens, response tokens with EOS) pairs; empty where the data has none."""
+    """(prompt tokens, response tokens with EOS) pairs; empty where the data has none.
+
+    A row whose response is no text or too long is an error where demonstrations are learned from,
+    and left out where they only happen to be there.
+    """
+    warm_start = config.warm_start.steps and not config.actor.path
+    needed = supervised or warm_start or config.algorithm.get("pretraining_coef")
     if tokenizer is None:
         return []
     texts: list[str] | None = None
@@ -203,7 +217,13 @@ def _demonstrations(
     end = [tokenizer.eos_id] if tokenizer.eos_id is not None else []
     pairs = []
     for i, (prompt, text) in enumerate(zip(train.prompt_tokens, texts, strict=True)):
+        if not isinstance(text, str):
+            if needed:
+                raise DataError(f"demonstration of row {i} is {text!r}; it must be text")
+            continue
         response = tokenizer.encode(text, add_special=False) + end
+        if not needed and len(response) > config.rollout.max_response_length:
+            continue
         if len(response) > config.rollout.max_response_length:
             raise DataError(
                 f"demonstration of row {i} has {len(response)} tokens, more than "

@@ -51,14 +51,12 @@ class Trainer:
         written.
     """
 
-    def __init__(
-        self, config: ConfigDict, workdir: str | Path | None = None, display: Any = None
-    ):
+    def __init__(self, config: ConfigDict, workdir: str | Path | None = None, display: Any = None):
         self.config = check_config(config)
         self.display = display
         self.compiles = CompileCounter()
         self.algorithm_class = get_algorithm(self.config.algorithm.name)
-        self.inputs = load_inputs(self.config)
+        self.inputs = load_inputs(self.config, supervised=not self.algorithm_class.generates)
         self.roles = build_roles(self.config, self.algorithm_class, self.inputs)
         self.timeline: Timeline = next(iter(self.roles.pools.values())).timeline
         config = self.config
@@ -360,9 +358,7 @@ class Trainer:
             return
         directory = self.workdir.path / "skipped"
         directory.mkdir(exist_ok=True)
-        arrays: dict[str, Any] = {
-            k: v for k, v in self.batch.items() if isinstance(v, np.ndarray)
-        }
+        arrays: dict[str, Any] = {k: v for k, v in self.batch.items() if isinstance(v, np.ndarray)}
         np.savez(directory / f"step-{step}.npz", **arrays)
 
     def _write_model_files(self) -> None:
