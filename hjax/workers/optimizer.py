@@ -189,7 +189,7 @@ class Updater:
 
     def _gradients(self, params: Params, batch: dict[str, jax.Array]) -> Any:
         value_and_grad = jax.value_and_grad(self._objective, has_aux=True)
-        rows = next(iter(batch.values())).shape[0]
+        rows = next(x.shape[0] for x in batch.values() if x.ndim)
         pieces = self._pieces(rows)
         if pieces == 1:
             return value_and_grad(params, batch)
