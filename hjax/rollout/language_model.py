@@ -185,7 +185,7 @@ class LanguageModel:
         return array.astype(np.int32)
 
     def _check(self, tokens: Any, what: str) -> None:
-        low, high = int(min(tokens)), int(max(tokens))
+        low, high = int(np.min(tokens)), int(np.max(tokens))
         if low < 0 or high >= self.config.vocab_size:
             raise ConfigError(
                 f"{what}: token id {low if low < 0 else high} is outside the vocabulary, "
