@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from hjax.errors import DataError, RunError
 
@@ -39,7 +38,9 @@ class Checkpointer:
                 max_to_keep=keep, enable_async_checkpointing=True, create=True
             ),
         )
-        self._copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
+        # Splitting a replicated array's writing over its replicas would compile a slice for each.
+        whole = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
+        ocp.type_handlers.register_type_handler(jax.Array, whole, override=True)
 
     def latest(self) -> int | None:
         """Step of the newest complete checkpoint, or None."""
@@ -64,7 +65,7 @@ class Checkpointer:
         for role, state in states.items():
             for kind, tree in state.items():
                 # The next update donates these buffers while the writer may still read them.
-                items[f"{role}.{kind}"] = args.StandardSave(self._copy(tree))
+                items[f"{role}.{kind}"] = args.StandardSave(jax.tree.map(_copy, tree))
         self._manager.save(step, args=args.Composite(**items))
 
     def restore(self, step: int, states: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
@@ -104,6 +105,11 @@ class Checkpointer:
     def close(self) -> None:
         """Finish writing and stop."""
         self._manager.close()
+
+
+def _copy(x: Any) -> jax.Array:
+    """An array of its own, made without a compiled program."""
+    return jax.device_put(x, getattr(x, "sharding", None), may_alias=False)
 
 
 def restore_params(directory: Path, role: str) -> Any:

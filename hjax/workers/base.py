@@ -215,7 +215,13 @@ class TrainedWorker(ModelWorker):
             }
 
         return Updater(
-            objective, prepare, optimizer, self.layouts.train, micro, self.pretraining_objective()
+            objective,
+            prepare,
+            optimizer,
+            self.layouts.train,
+            micro,
+            self.pretraining_objective(),
+            name=f"{self.role}_update",
         )
 
     def pretraining_objective(self) -> Any:

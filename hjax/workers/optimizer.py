@@ -101,6 +101,7 @@ class Updater:
         data-parallel part); 0 takes all at once.
       pretraining: a second objective, on the batch's entry ``pretrain`` where it has one; its
         loss is added (PPO-ptx).
+      name: of the compiled program.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class Updater:
         layout: Layout,
         micro_batch: int = 0,
         pretraining: Objective | None = None,
+        name: str = "update",
     ):
         self._objective = objective
         self._pretraining = pretraining
@@ -119,7 +121,12 @@ class Updater:
         self._micro_batch = micro_batch
         self._optimizer = optimizer.build()
         self._rate = optimizer.rate()
-        self._program = jax.jit(self._step, donate_argnums=(0, 1))
+
+        def step(params: Params, state: Any, batch: dict[str, jax.Array]) -> Any:
+            return self._step(params, state, batch)
+
+        step.__name__ = name  # by which a compilation is logged
+        self._program = jax.jit(step, donate_argnums=(0, 1))
 
     def init(self, params: Params, shardings: Params) -> Any:
         """Optimizer state, its moments sharded like the parameters."""
