@@ -131,7 +131,7 @@ def _place(path: Path, error: Exception) -> str:
     if isinstance(error, SyntaxError) and error.lineno:
         return f"{path}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
-    lines = [f.lineno for f in frames if f.filename == str(path)]
+    lines = [f.lineno for f in frames if os.path.abspath(f.filename) == os.path.abspath(path)]
     return f"{path}:{lines[-1]}" if lines else str(path)
 
 

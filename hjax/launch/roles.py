@@ -18,7 +18,7 @@ from hjax.launch.inputs import Inputs, load_tokenizer
 from hjax.launch.placement import HOST_POOL, Plan, layout_sizes, make_plan, make_pools
 from hjax.models.config import ModelConfig
 from hjax.models.transformer import Compute
-from hjax.models.weights import model_directory, read_config, read_eos_ids
+from hjax.models.weights import check_weights, model_directory, read_config, read_eos_ids
 from hjax.rewards.function import RewardFunction
 from hjax.rollout.sampling import Sampling
 from hjax.sharding.layout import RoleLayouts, make_layouts
@@ -203,6 +203,7 @@ class _Builder:
             return None, self.inputs.tokenizer
         if not path:
             return self.inputs.model, self.inputs.tokenizer
+        check_weights(path)
         model, tokenizer = read_config(path), load_tokenizer(path)
         ours = self.inputs.tokenizer
         differs = ours is not None and tokenizer is not None and not ours.same_as(tokenizer)

@@ -93,6 +93,15 @@ def load_weights(
     return config, params
 
 
+def check_files(path: str | os.PathLike) -> None:
+    """Open a directory's safetensors files without reading their tensors.
+
+    Raises:
+      ConfigError: there are none, or one is damaged or cut short.
+    """
+    _Tensors(Path(path))
+
+
 def read_head(path: str | os.PathLike, hidden_size: int) -> np.ndarray | None:
     """The scalar head of a sequence classifier, float32 [hidden_size], or None without one."""
     tensors = _Tensors(Path(path))

@@ -71,6 +71,19 @@ def read_config(path: str | os.PathLike) -> ModelConfig:
     return huggingface.read_config(model_directory(path))
 
 
+def check_weights(path: str | os.PathLike) -> None:
+    """Whether there are weights to load at a path; reads none of them.
+
+    Raises:
+      ConfigError: no files, or damaged ones, by name.
+    """
+    directory = model_directory(path)
+    if not is_workdir(path):
+        huggingface.check_files(directory)
+    elif not any(p.name.isdigit() for p in (Path(path) / "checkpoints").iterdir()):
+        raise ConfigError(f"{path}: no complete checkpoint there; train a step first")
+
+
 def load_decoder(
     path: str | os.PathLike, unembedding: bool = True
 ) -> tuple[ModelConfig, Params]:
