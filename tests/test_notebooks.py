@@ -1,0 +1,104 @@
+"""The notebooks run from top to bottom, and are committed as they ran, with their figures."""
+
+import json
+import pathlib
+import re
+
+import nbclient
+import nbformat
+import pytest
+
+# It trains; with other work on the cores that takes a while.
+pytestmark = pytest.mark.timeout(600)
+
+NOTEBOOKS = pathlib.Path(__file__).parent.parent / "notebooks"
+
+# A cell of the test's own at the end: what was drawn, and what the run wrote, as JSON.
+LOOK = """
+axes = plot_run(first, "again").axes
+rows = [json.loads(line) for line in open("first/metrics.jsonl")]
+print(json.dumps({
+    "drawn": axes[0].lines[0].get_ydata().tolist(),
+    "accuracy": axes[1].lines[0].get_ydata().tolist(),
+    "rows": rows,
+}))
+"""
+
+
+def cells(notebook, kind="code"):
+    return [cell for cell in notebook.cells if cell.cell_type == kind]
+
+
+def outputs(notebook, kind):
+    return [o for cell in cells(notebook) for o in cell.outputs if o.output_type == kind]
+
+
+def figures(notebook):
+    return [o for o in outputs(notebook, "display_data") if "image/png" in o.data]
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory):
+    """The quickstart, executed, and what its run wrote."""
+    notebook = nbformat.read(NOTEBOOKS / "01_quickstart.ipynb", as_version=4)
+    (at,) = [i for i, c in enumerate(notebook.cells) if "PPO learns to sort" in c.source]
+    keep = nbformat.v4.new_code_cell("first = trainer.history")
+    notebook.cells.insert(at + 1, keep)
+    notebook.cells.append(nbformat.v4.new_code_cell(LOOK))
+    client = nbclient.NotebookClient(notebook, timeout=400, kernel_name="python3")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("notebook")))
+        patch.chdir(NOTEBOOKS)
+        client.execute()
+    return notebook, json.loads(notebook.cells[-1].outputs[0].text)
+
+
+def test_quickstart_runs_without_an_error(quickstart):
+    notebook, _ = quickstart
+    assert outputs(notebook, "error") == []
+    assert [o.text for o in outputs(notebook, "stream") if o.name == "stderr"] == []
+
+
+def test_quickstart_plots_the_rewards_of_its_run(quickstart):
+    notebook, seen = quickstart
+    steps = [row["step"] for row in seen["rows"]]
+    assert steps == list(range(1, 41))
+    assert seen["drawn"] == pytest.approx([row["reward/mean"] for row in seen["rows"]])
+    evaluated = [row["eval/accuracy"] for row in seen["rows"] if "eval/accuracy" in row]
+    assert seen["accuracy"] == pytest.approx(evaluated) and len(evaluated) == 5
+    # Sorting and its accuracy, the other reward, the timeline; and the test's own.
+    assert len(figures(notebook)) == 4
+
+
+def test_quickstart_learns(quickstart):
+    _, seen = quickstart
+    rewards = [row["reward/mean"] for row in seen["rows"]]
+    assert sum(rewards[-10:]) / 10 > sum(rewards[:5]) / 5 + 0.05
+    assert seen["accuracy"][-1] > seen["accuracy"][0]
+
+
+def test_quickstart_draws_do_not_depend_on_the_batch(quickstart):
+    notebook, _ = quickstart
+    (cell,) = [c for c in cells(notebook) if "together" in c.source]
+    assert cell.outputs[0].text.strip() == "True"
+
+
+@pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.name)
+def test_committed_notebook_shows_a_clean_run(path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    counts = [cell.execution_count for cell in cells(notebook)]
+    assert counts == list(range(1, len(counts) + 1)), "not executed from top to bottom"
+    assert outputs(notebook, "error") == []
+    assert "pip" in cells(notebook)[0].source and figures(notebook)
+    # Nothing of the machine that ran it: no folder of its own, no kernel's or user's.
+    shown = json.dumps([cell.outputs for cell in cells(notebook)])
+    assert re.findall(r"/(?:home|root|tmp|var|work|Users|content)/[\w.-]*", shown) == []
+    assert set(notebook.metadata) == {"kernelspec", "language_info"}
+
+
+def test_notebook_links_lead_somewhere():
+    for path in NOTEBOOKS.glob("*.ipynb"):
+        text = "".join(c.source for c in cells(nbformat.read(path, as_version=4), "markdown"))
+        links = re.findall(r"\]\((?!https?:)([^)#]+)", text)
+        assert links and [link for link in links if not (path.parent / link).is_file()] == []
