@@ -174,7 +174,7 @@ class Updater:
             (added, more_stats), more_grads = more
             loss, stats = loss + added, stats | more_stats
             grads = jax.tree.map(jnp.add, grads, more_grads)
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
 
         def take(params: Params, state: Any) -> tuple[Params, Any]:
