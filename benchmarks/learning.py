@@ -5,6 +5,7 @@ last (`eval/accuracy` where the task has a verifier, `eval/reward`), and the sec
 command, start and compilation included.
 
     python benchmarks/learning.py [--configs=ppo,grpo,remax,safe_rlhf] [--seeds=0,1,2,3,4]
+        [--figure=FILE.svg]
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 import machine
 
+CURVE = "eval/accuracy"
 KEYS = ("eval/accuracy", "eval/reward", "eval/cost", "reward/mean", "cost/mean")
 
 
@@ -35,7 +37,26 @@ def train(config: str, seed: int, workdir: pathlib.Path) -> dict[str, Any]:
         sys.exit(f"{config}.py, seed {seed}: exit status {done.returncode}\n{last}")
     rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     change = {key: [rows[0][key], rows[-1][key]] for key in KEYS if key in rows[-1]}
-    return {"seconds": round(seconds, 1), "steps": len(rows), **change}
+    curve = [[row["step"], row[CURVE]] for row in rows if CURVE in row]
+    return {"seconds": round(seconds, 1), "steps": len(rows), **change, "curve": curve}
+
+
+def draw(runs: dict[str, dict[str, Any]], path: pathlib.Path) -> None:
+    """Held-out accuracy by step, a line per seed and a panel per config (needs matplotlib)."""
+    from matplotlib.figure import Figure
+
+    shown = {name: seeds for name, seeds in runs.items() if any(s["curve"] for s in seeds.values())}
+    figure = Figure(figsize=(3.4 * len(shown) + 0.6, 2.8), layout="constrained")
+    axes = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
+    for axis, (name, seeds) in zip(axes, shown.items(), strict=True):
+        for seed, run in seeds.items():
+            steps, accuracy = zip(*run["curve"], strict=True)
+            axis.plot((0, *steps[1:]), accuracy, marker="o", markersize=3, label=f"seed {seed}")
+        axis.axhline(0.9, color="gray", linewidth=0.8, linestyle=":")
+        axis.set(title=f"{name}.py", xlabel="step", ylim=(0, 1.02))
+    axes[0].set_ylabel("held-out accuracy (greedy)")
+    axes[0].legend(fontsize="small", loc="lower right")
+    figure.savefig(path)
 
 
 def main() -> None:
@@ -44,6 +65,7 @@ def main() -> None:
     )
     parser.add_argument("--configs", default="ppo,grpo,remax,safe_rlhf", help="comma-separated")
     parser.add_argument("--seeds", default="0,1,2,3,4", help="comma-separated")
+    parser.add_argument("--figure", type=pathlib.Path, help="draw the accuracy curves here (svg)")
     args = parser.parse_args()
     use = machine.CoreUse()
     runs: dict[str, dict[str, Any]] = {}
@@ -53,6 +75,8 @@ def main() -> None:
                 row = train(config, int(seed), pathlib.Path(folder) / "run")
             print(f"{config}.py, seed {seed}: {row}", file=sys.stderr)
             runs.setdefault(config, {})[seed] = row
+    if args.figure:
+        draw(runs, args.figure)
     result = {"benchmark": "learning", **machine.describe(), **use.read(), "runs": runs}
     print(json.dumps(result))
 
