@@ -52,9 +52,8 @@ def test_another_loss_and_a_metric_more(examples):
     assert rows[-1]["reward/best_of_group"] == pytest.approx(best)
 
 
-@pytest.mark.parametrize("placement", ["colocate", "standalone"])
-def test_a_worker_of_ones_own(examples, placement):
-    batch, _, trainer = run(examples, "varied.py:Varied", placement=placement)
+def test_a_worker_of_ones_own(examples):
+    batch, _, trainer = run(examples, "varied.py:Varied")
     tokens, mask = batch["responses"], batch["response_mask"]
     for row in range(len(tokens)):
         answer = tokens[row][mask[row]]
@@ -62,8 +61,10 @@ def test_a_worker_of_ones_own(examples, placement):
         assert batch["repetition"][row] == pytest.approx(expected, abs=1e-6)
     spans = [s for s in trainer.timeline.spans() if s.role == "repetition"]
     assert [s.method for s in spans] == ["compute_repetition"] * STEPS
-    pool = "all" if placement == "colocate" else "repetition"
-    assert {s.pool for s in spans} == {pool}
+    assert {s.pool for s in spans} == {"all"}
+    with trainer_of(f"{examples}/varied.py:Varied", {"placement": "standalone"}) as trainer:
+        assert trainer.roles.pools["repetition"].name == "repetition"
+        assert len(trainer.roles.groups["repetition"].worker.layouts.train.mesh.devices.flat) == 2
 
 
 def test_the_worker_and_its_algorithm_take_under_twenty_lines(examples):

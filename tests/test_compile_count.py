@@ -68,6 +68,9 @@ def test_a_new_length_bucket_is_compiled_once_and_named(tmp_path):
             worker.context = dataclasses.replace(worker.context, stop=stop)
             counts.append(trainer.step()["compile/count"])
             lengths.append(trainer.batch["responses"].shape[1])
+        # Without a KL there is no reference, and nothing to measure against.
+        assert "reference" not in trainer.roles.groups
+        assert not any("kl/reference" in row for row in trainer.history)
         said = trainer.display.said
     assert lengths == [66, 66, 64, 64, 66, 66]
     first, second, third, *rest = counts

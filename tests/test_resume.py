@@ -21,8 +21,7 @@ STATEFUL = {
     "checkpoint.every": 2,
     "eval.every": 3,
     "warm_start.steps": 2,
-    "rollout.prompts": 16,
-    "algorithm.minibatch": 16,
+    "algorithm.minibatch": 8,
     "algorithm.epochs": 2,
     "actor.schedule": "cosine",
 }

@@ -21,20 +21,17 @@ CONTRACT = EVERY_ROW | KL | CLIPPED | CRITIC
 
 
 @pytest.mark.parametrize(
-    "algorithm, keys, present",
+    "algorithm, present",
     [
-        ("PPO", {}, CONTRACT),
-        ("GRPO", {}, EVERY_ROW | KL | CLIPPED),
-        ("GRPO", {"algorithm.kl_coef": 0.0}, EVERY_ROW | CLIPPED),
-        ("ReMax", {}, EVERY_ROW | KL),
-        ("SafeRLHF", {}, CONTRACT),
+        ("PPO", CONTRACT),
+        ("GRPO", EVERY_ROW | KL | CLIPPED),
+        ("ReMax", EVERY_ROW | KL),
+        ("SafeRLHF", CONTRACT),
     ],
 )
-def test_keys_of_a_row(algorithm, keys, present):
-    with trainer_of(algorithm, {"steps": 2} | keys) as trainer:
+def test_keys_of_a_row(algorithm, present):
+    with trainer_of(algorithm, {"steps": 2}) as trainer:
         rows = trainer.run()
-        roles = set(trainer.roles.groups)
-    assert ("reference" in roles) == ("kl/reference" in present)
     for row in rows:
         assert present <= row.keys()
         absent = CONTRACT - present
@@ -66,7 +63,7 @@ def test_values_of_a_row_follow_from_the_batch():
 
 def test_evaluations_before_the_first_update_and_after_the_last():
     changes = {"steps": 5, "eval.every": 2, "actor.learning_rate": 0.05}
-    with trainer_of("PPO", changes) as trainer:
+    with trainer_of("GRPO", changes) as trainer:
         before = trainer.evaluate()
         rows = trainer.run()
         after = trainer.evaluate()
@@ -90,9 +87,11 @@ def test_evaluation_is_greedy_over_the_held_out_prompts():
         for prompt in prompts:  # one prompt at a time, by the model's own forward
             tokens = list(prompt)
             for _ in range(4):
+                padding = 9 - len(tokens)
+                row, mask = [0] * padding + tokens, [False] * padding + [True] * len(tokens)
                 batch = {
-                    "prompts": np.array([tokens] * 8, np.int32),
-                    "prompt_mask": np.ones((8, len(tokens)), bool),
+                    "prompts": np.array([row] * 8, np.int32),
+                    "prompt_mask": np.array([mask] * 8),
                     "step": 0,
                 }
                 drawn = np.asarray(actor.generate_sequences(batch, greedy=True)["responses"])
