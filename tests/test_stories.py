@@ -8,9 +8,9 @@ import subprocess
 import sys
 
 import pytest
+from knights_reward import reward as knights_reward
 
 import hjax
-from knights_reward import reward as knights_reward
 
 HERE = pathlib.Path(__file__).parent
 

@@ -9,6 +9,7 @@ Protocol of every loss, a frozen and picklable dataclass handed to the worker:
 
 - `needs`: the batch keys that the call reads. `row_mask` (bool [N], false for unscored or padding
   rows) is read by `weights` where the batch has it.
+- `tempered` (True where absent): whether log-probs are taken at the rollout's temperature.
 - `weights(batch) -> [N, L]`, of the loss; `stat_weights(batch) -> [N, L]`, the mean over tokens,
   with which the statistics are averaged in the same way.
 - `loss(output [N, L], ..., batch) -> (token_loss [N, L], stats: dict of [N, L])`, float32, 0 off
@@ -19,7 +20,7 @@ A part that isn't built is refused by the constructor with one line.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -88,6 +89,9 @@ def aggregation_weights(
 @dataclass(frozen=True, kw_only=True)
 class _TokenLoss:
     """What all losses share: how their tokens are added up."""
+
+    # Whether the log-probs handed to the loss are those of the rollout's temperature.
+    tempered: ClassVar[bool] = True
 
     aggregation: Aggregation = "token"
     max_length: int | None = None
@@ -332,7 +336,10 @@ class ValueLoss(_TokenLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedLoss(_TokenLoss):
-    """Negative log-likelihood of the response tokens: warm start, SFT, PPO-ptx."""
+    """Negative log-likelihood of the response tokens: warm start and SFT."""
+
+    # The likelihood of the plain softmax, whatever temperature rollouts are drawn at.
+    tempered: ClassVar[bool] = False
 
     @property
     def needs(self) -> tuple[str, ...]:

@@ -44,7 +44,8 @@ class Actor(TrainedWorker):
         self, model: Any, batch: dict[str, jax.Array], share: int, loss: Any
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The policy loss and its statistics; adds ``token_prob_error``."""
-        logprobs, entropy = _log_probs(self.context, model, batch, share)
+        temperature = self.context.temperature if getattr(loss, "tempered", True) else 1.0
+        logprobs, entropy = _log_probs(self.context, model, batch, share, temperature)
         token_loss, stats = loss(logprobs, entropy, batch)
         behaviour = batch.get("policy_logprobs", batch.get("logprobs"))
         if behaviour is not None:
@@ -120,7 +121,9 @@ class Actor(TrainedWorker):
         tokens = {key: batch[key] for key in TOKEN_KEYS}
 
         def log_prob(model: Any, batch: Any, share: int) -> jax.Array:
-            logprobs, _ = _log_probs(self.context, model, batch, share, with_entropy=False)
+            logprobs, _ = _log_probs(
+                self.context, model, batch, share, self.context.temperature, with_entropy=False
+            )
             return jnp.where(batch["response_mask"], logprobs, 0.0)
 
         return {"old_logprobs": self.forward(log_prob, self.params, tokens)}
@@ -206,12 +209,11 @@ def _log_probs(
     model: Any,
     batch: Mapping[str, jax.Array],
     share: int,
+    temperature: float,
     with_entropy: bool = True,
 ) -> tuple[jax.Array, jax.Array | None]:
     hidden = response_states(model, batch, share, context.compute)
-    return token_log_probs(
-        model, hidden, batch["responses"], context.sampling.temperature or 1.0, with_entropy
-    )
+    return token_log_probs(model, hidden, batch["responses"], temperature, with_entropy)
 
 
 def negative_log_likelihood(

@@ -67,6 +67,11 @@ class WorkerContext:
     retokenize: bool = False
     options: Any = None
 
+    @property
+    def temperature(self) -> float:
+        """What logits are divided by wherever rollouts are scored; 1 for greedy sampling."""
+        return self.sampling.temperature or 1.0
+
 
 class Worker:
     """Base of every role. Subclass it and bind methods with ``@hjax.protocol``."""

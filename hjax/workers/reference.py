@@ -20,7 +20,7 @@ class Reference(ModelWorker):
     def compute_ref_log_prob(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
         """``ref_logprobs`` float32 [rows, length], at the actor's temperature, 0 on padding."""
         tokens = {key: batch[key] for key in TOKEN_KEYS}
-        temperature = self.context.sampling.temperature or 1.0
+        temperature = self.context.temperature
 
         def ref_log_prob(model: Any, batch: Any, share: int) -> jax.Array:
             hidden = response_states(model, batch, share, self.context.compute)
