@@ -56,7 +56,7 @@ def draw(runs: dict[str, dict[str, Any]], path: pathlib.Path) -> None:
         axis.set(title=f"{name}.py", xlabel="step", ylim=(0, 1.02))
     axes[0].set_ylabel("held-out accuracy (greedy)")
     axes[0].legend(fontsize="small", loc="lower right")
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Date": None})
 
 
 def main() -> None:

@@ -156,3 +156,12 @@ def layout_sizes(plan: Plan, layouts: Any, role: str, stage: str) -> dict[str, i
     if section is None or stage not in section:
         return {"data": -1}
     return dict(section[stage])
+
+
+def train_sizes(shape: Mapping[str, int]) -> dict[str, int]:
+    """Mesh axes of the train layout, the micro axes multiplied in."""
+    return {
+        "data": shape["data"],
+        "fsdp": shape["fsdp"],
+        "tensor": shape["tensor"] * shape["tensor_micro"],
+    }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-import resource
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,7 +21,9 @@ from hjax.errors import ConfigError, RunError
 from hjax.launch.compiles import CompileCounter
 from hjax.launch.config_check import check_config
 from hjax.launch.inputs import Demonstrations, load_inputs, prompt_batch
+from hjax.launch.placement import train_sizes
 from hjax.launch.roles import build_roles
+from hjax.launch.rows import peak_bytes, sample_row, take_rows
 from hjax.launch.workdir import METRICS, SAMPLES, WARM_START, Workdir
 from hjax.models.checkpoint import Checkpointer
 from hjax.models.huggingface import write_config
@@ -415,46 +416,3 @@ class Trainer:
         from hjax.launch.dry_run import describe
 
         return describe(self)
-
-
-def train_sizes(shape: Mapping[str, int]) -> dict[str, int]:
-    """Mesh axes of the train layout, the micro axes multiplied in."""
-    return {
-        "data": shape["data"],
-        "fsdp": shape["fsdp"],
-        "tensor": shape["tensor"] * shape["tensor_micro"],
-    }
-
-
-def take_rows(batch: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """The first rows of a batch, of arrays and lists alike."""
-    return {
-        key: take_rows(value, count) if isinstance(value, Mapping) else value[:count]
-        for key, value in batch.items()
-    }
-
-
-def sample_row(batch: Mapping[str, Any], row: int, step: int, kind: str) -> dict[str, Any]:
-    """A row of samples.jsonl; advantage is the mean over the response."""
-    mask = np.asarray(batch["response_mask"][row], bool)
-    sample: dict[str, Any] = {"step": step, "index": row, "kind": kind}
-    if "response_text" in batch:
-        sample |= {"prompt": batch["prompt_text"][row], "response": batch["response_text"][row]}
-    else:
-        prompt = np.asarray(batch["prompts"][row])[np.asarray(batch["prompt_mask"][row], bool)]
-        response = np.asarray(batch["responses"][row])[mask]
-        sample |= {"prompt": str(prompt.tolist()), "response": str(response.tolist())}
-    if "rewards" in batch:
-        sample["reward"] = float(batch["rewards"][row])
-    if "costs" in batch:
-        sample["cost"] = float(batch["costs"][row])
-    if "advantages" in batch and mask.any():
-        sample["advantage"] = float(np.asarray(batch["advantages"][row])[mask].mean())
-    sample["truncated"] = bool(batch["truncated"][row])
-    return sample
-
-
-def peak_bytes() -> int:
-    """Largest memory use so far of any local device; of the process where devices keep no count."""
-    peaks = [(d.memory_stats() or {}).get("peak_bytes_in_use", 0) for d in jax.local_devices()]
-    return max(peaks) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
