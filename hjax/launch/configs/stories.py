@@ -23,7 +23,7 @@ def get_config() -> ConfigDict:
     """The config of `--config=stories.py`."""
     config = default_config()
     config.algorithm.name = "PPO"
-    config.steps = 60
+    config.steps = 80
 
     # Overridden by --config.actor.path.
     config.actor.path = _weights()
@@ -48,7 +48,9 @@ def get_config() -> ConfigDict:
     config.algorithm.kl_target = 0.1
     config.algorithm.kl_horizon = 2000
 
-    config.actor.learning_rate = 1e-4
+    # Falling to 0, so that the greedy stories settle at the end.
+    config.actor.learning_rate = 1.5e-4
+    config.actor.schedule = "cosine"
     config.critic.learning_rate = 5e-4
     config.actor.warmup_steps = 5
 
