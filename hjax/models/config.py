@@ -67,6 +67,7 @@ class ModelConfig:
     def dimensions(self) -> dict[str, int]:
         """Size by logical axis, of the axes that a layout may split."""
         return {
+            "layers": self.layers,
             "embed": self.hidden_size,
             "heads": self.heads,
             "kv_heads": self.kv_heads,

@@ -31,15 +31,14 @@ MESH_AXES = (
     "tensor",
     "tensor_micro",
 )
-# Axes with a size above 1 that this version can run.
-SUPPORTED_AXES = ("data", "fsdp", "tensor", "tensor_micro")
 
 Rules = Mapping[str, tuple[str, ...]]
 
 TRAIN_RULES: Rules = {
-    "batch": ("data", "fsdp"),
-    "length": (),
-    "layers": (),
+    "batch": ("data", "fsdp", "expert"),
+    "length": ("context",),
+    "layers": ("pipe", "pipe_micro"),
+    "experts": ("expert",),
     "pair": (),
     "embed": ("fsdp",),
     "heads": ("tensor", "tensor_micro"),
@@ -50,7 +49,9 @@ TRAIN_RULES: Rules = {
 }
 GENERATE_RULES: Rules = {
     **TRAIN_RULES,
-    "batch": ("data", "fsdp", "tensor_micro"),
+    "batch": ("data", "fsdp", "expert", "context", "pipe_micro", "tensor_micro"),
+    "length": (),
+    "layers": ("pipe",),
     "embed": (),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
@@ -130,11 +131,6 @@ def resolve_sizes(sizes: Mapping[str, int], devices: int, what: str) -> dict[str
             raise ConfigError(f"{what}: unknown mesh axis {axis!r}; allowed: {allowed}")
         if size == 0 or size < -1:
             raise ConfigError(f"{what}.{axis}={size}: a size of 1 or more, or -1 for the rest")
-        if size > 1 and axis not in SUPPORTED_AXES:
-            raise ConfigError(
-                f"{what}.{axis}={size}: this version splits over data, fsdp and tensor only; "
-                f"set {axis} to 1"
-            )
     free = [axis for axis, size in sizes.items() if size == -1]
     if len(free) > 1:
         raise ConfigError(f"{what}: only one axis may be -1, not {' and '.join(free)}")
@@ -174,35 +170,36 @@ def make_layouts(
     Args:
       devices: in rank order; consecutive ranks form the micro data-parallel groups.
       train: sizes of the mesh axes for training; -1 takes what is left over.
-      generate: sizes for generation; ``tensor`` must divide the training size, the quotient
-        becomes the ``tensor_micro`` axis, over which generation splits its batch.
+      generate: sizes for generation; ``tensor`` and ``pipe`` must divide the training sizes. The
+        quotients become the ``tensor_micro`` and ``pipe_micro`` axes, over which generation splits
+        its batch, as it does over ``context``.
       what: names the setting in errors.
 
     Raises:
       ConfigError: sizes that do not divide, named, with those that would.
     """
     sizes = resolve_sizes(dict(train or {"data": -1}), len(devices), f"{what}.train")
-    tensor = sizes.get("tensor", 1)
     wanted = dict(generate or {})
-    generate_tensor = wanted.pop("tensor", 1)
+    shape = dict.fromkeys(MESH_AXES, 1) | sizes
+    for axis in ("tensor", "pipe"):
+        whole, size = sizes.get(axis, 1), wanted.pop(axis, 1)
+        size = whole if size == -1 else size
+        if size < 1 or whole % size:
+            raise ConfigError(
+                f"{what}.generate.{axis}={size} does not divide the training size {whole}; "
+                f"it may be {_divisors(whole)}"
+            )
+        shape[axis], shape[f"{axis}_micro"] = size, whole // size
     for axis, size in wanted.items():
         if axis not in MESH_AXES or axis.endswith("_micro"):
-            raise ConfigError(f"{what}.generate: unknown mesh axis {axis!r}; allowed: data, tensor")
+            raise ConfigError(
+                f"{what}.generate: unknown mesh axis {axis!r}; allowed: data, tensor, pipe"
+            )
         if size not in (1, -1):
             raise ConfigError(
-                f"{what}.generate.{axis}={size}: generation takes only tensor; "
-                "data follows from it (leave it at -1)"
+                f"{what}.generate.{axis}={size}: generation takes only tensor and pipe; "
+                "data follows from them (leave it at -1)"
             )
-    if generate_tensor == -1:
-        generate_tensor = tensor
-    if generate_tensor < 1 or tensor % generate_tensor:
-        raise ConfigError(
-            f"{what}.generate.tensor={generate_tensor} does not divide the training size "
-            f"{tensor}; it may be {_divisors(tensor)}"
-        )
-    shape = dict.fromkeys(MESH_AXES, 1) | sizes
-    shape["tensor"] = generate_tensor
-    shape["tensor_micro"] = tensor // generate_tensor
     grid = np.asarray(devices, dtype=object).reshape([shape[a] for a in MESH_AXES])
     mesh = Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
     return RoleLayouts(Layout(mesh, TRAIN_RULES), Layout(mesh, GENERATE_RULES))
