@@ -74,9 +74,9 @@ class Protocol:
         if self.collect == "global":
             return value
         return jax.tree.map(
-            lambda x: [shard.data for shard in x.addressable_shards]
-            if isinstance(x, jax.Array)
-            else x,
+            lambda x: (
+                [shard.data for shard in x.addressable_shards] if isinstance(x, jax.Array) else x
+            ),
             value,
         )
 

@@ -1,0 +1,227 @@
+"""Compiled programs as text: computations, instructions, sizes and trip counts.
+
+Reads what ``compiled.as_text()`` prints on CPU, GPU and TPU (XLA's HLO text), as far as counting
+needs it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator, Mapping
+
+# Bits of the types whose name does not end in their number of bits.
+_BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128}
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.~-]+) \(.*\) -> .*\{$")
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.~-]+) = ")
+_OPCODE = re.compile(r"\s*([\w-]+)\(")
+_NAME = re.compile(r"%([\w.~-]+)")
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<= ]*)\]")
+# Instructions that hand on the number they are given.
+_SAME = ("copy", "bitcast", "convert", "reshape")
+
+
+def closing(text: str, start: int) -> int:
+    """Index after the bracket that closes the one at ``start``."""
+    depth = 0
+    for index in range(start, len(text)):
+        if text[index] in "([{":
+            depth += 1
+        elif text[index] in ")]}":
+            depth -= 1
+            if not depth:
+                return index + 1
+    raise ValueError(f"unbalanced brackets in HLO text: {text[start : start + 80]}")
+
+
+def shape_bytes(shape: str) -> int:
+    """Bytes of a shape, e.g. ``f32[2,3]{1,0}``; of a tuple, the sum over its entries."""
+    total = 0
+    # A layout may hold what looks like a shape's dimensions; tiles and comments go with it.
+    for kind, dims in _ARRAY.findall(re.sub(r"\{[^{}]*\}|/\*.*?\*/", "", shape)):
+        bits = _BITS.get(kind)
+        if bits is None:
+            digits = re.match(r"[a-z]+(\d+)", kind)
+            if digits is None:
+                raise ValueError(f"unknown type in HLO text: {shape}")
+            bits = int(digits[1])
+        sizes = [int(n.lstrip("<= ")) for n in dims.split(",") if n.strip()]
+        total += -(-bits * math.prod(sizes) // 8)
+    return total
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of a computation.
+
+    Attributes:
+      name: without its percent sign.
+      shape: as printed, layout included.
+      opcode: e.g. ``all-gather-start``.
+      operands: names of its arguments.
+      literal: what stands between the brackets, for constants.
+      attributes: the rest of the line.
+    """
+
+    name: str
+    shape: str
+    opcode: str
+    operands: tuple[str, ...]
+    literal: str
+    attributes: str
+
+    def called(self, attribute: str) -> list[str]:
+        """Names of the computations that an attribute names."""
+        found = re.search(rf"\b{attribute}=(\{{[^}}]*\}}|%[\w.~-]+)", self.attributes)
+        return _NAME.findall(found[1]) if found else []
+
+    def number(self, attribute: str) -> int | None:
+        """The value of an integer attribute, if there."""
+        found = re.search(rf"\b{attribute}=(-?\d+)", self.attributes)
+        return int(found[1]) if found else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+    """Instructions by name; the last one is the result's."""
+
+    name: str
+    instructions: Mapping[str, Instruction]
+
+    @functools.cached_property
+    def root(self) -> Instruction:
+        """The instruction whose value is the computation's."""
+        return list(self.instructions.values())[-1]
+
+    def operand_bytes(self, instruction: Instruction) -> int:
+        """Bytes of an instruction's arguments together."""
+        return sum(shape_bytes(self.instructions[name].shape) for name in instruction.operands)
+
+    def constant(self, name: str) -> int | None:
+        """The integer that an instruction is, if it is a constant or a copy of one."""
+        found = self._origin(name)
+        if found.opcode == "constant" and re.fullmatch(r"-?\d+", found.literal):
+            return int(found.literal)
+        return None
+
+    def element(self, name: str) -> int | None:
+        """Which entry of the computation's tuple argument an instruction is, if it is one."""
+        found = self._origin(name)
+        if found.opcode != "get-tuple-element":
+            return None
+        source = self.instructions[found.operands[0]]
+        return found.number("index") if source.opcode == "parameter" else None
+
+    def _origin(self, name: str) -> Instruction:
+        found = self.instructions[name]
+        while found.opcode in _SAME:
+            found = self.instructions[found.operands[0]]
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """A program: its computations by name, its entry, and how many devices run it."""
+
+    computations: Mapping[str, Computation]
+    entry: Computation
+    devices: int
+
+    def trips(self, computation: Computation, loop: Instruction) -> int | None:
+        """How often a ``while`` of ``computation`` runs its body; None if the text doesn't tell.
+
+        XLA's CPU and GPU compilers write it down; the TPU's does not, so it is worked out from a
+        counter that starts and steps by constants and is compared with one.
+        """
+        known = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
+        if known:
+            return int(known[1])
+        (condition,) = (self.computations[name] for name in loop.called("condition"))
+        (body,) = (self.computations[name] for name in loop.called("body"))
+        test = condition.root
+        if test.opcode != "compare" or "direction=LT" not in test.attributes:
+            return None
+        start = computation._origin(loop.operands[0])
+        counter = condition.element(test.operands[0])
+        if counter is None or start.opcode != "tuple" or body.root.opcode != "tuple":
+            return None
+        limit = condition.constant(test.operands[1])
+        carried = condition.element(test.operands[1])
+        if limit is None and carried is not None:
+            if body.element(body.root.operands[carried]) == carried:
+                limit = computation.constant(start.operands[carried])
+        first = computation.constant(start.operands[counter])
+        step = _step(body, counter)
+        if limit is None or first is None or not step:
+            return None
+        return max(0, -(-(limit - first) // step))
+
+
+def _step(body: Computation, counter: int) -> int | None:
+    """By how much a loop's body raises an entry of its tuple."""
+    update = body._origin(body.root.operands[counter])
+    if update.opcode != "add":
+        return None
+    for one, other in (update.operands, update.operands[::-1]):
+        if body.element(one) == counter:
+            return body.constant(other)
+    return None
+
+
+def parse(text: str) -> Module:
+    """Read a module.
+
+    Raises:
+      ValueError: text that is not a compiled module's.
+    """
+    computations: dict[str, Computation] = {}
+    entry: Computation | None = None
+    for is_entry, name, lines in _blocks(text):
+        found = {}
+        for line in lines:
+            instruction = _instruction(line)
+            found[instruction.name] = instruction
+        computations[name] = Computation(name, found)
+        if is_entry:
+            entry = computations[name]
+    if entry is None:
+        raise ValueError("no ENTRY computation; give what compiled.as_text() returns")
+    header = text[: text.index("\n")]
+    sizes = (re.search(rf"{what}=(\d+)", header) for what in ("num_partitions", "replica_count"))
+    return Module(computations, entry, math.prod(int(n[1]) for n in sizes if n))
+
+
+def _blocks(text: str) -> Iterator[tuple[bool, str, list[str]]]:
+    """Whether it is the entry, name and instruction lines of each computation."""
+    header = None
+    for line in text.splitlines():
+        if header is None:
+            header = _HEADER.match(line)
+            lines: list[str] = []
+        elif line.startswith("}"):
+            yield bool(header[1]), header[2], lines
+            header = None
+        elif _INSTRUCTION.match(line):
+            lines.append(line)
+
+
+def _instruction(line: str) -> Instruction:
+    head = _INSTRUCTION.match(line)
+    assert head is not None
+    start = head.end()
+    end = closing(line, start) if line[start] == "(" else line.index(" ", start)
+    opcode = _OPCODE.match(line, end)
+    if opcode is None:
+        raise ValueError(f"not an HLO instruction: {line.strip()[:80]}")
+    after = closing(line, opcode.end() - 1)
+    inside = line[opcode.end() : after - 1]
+    return Instruction(
+        name=head[1],
+        shape=line[start:end],
+        opcode=opcode[1],
+        operands=tuple(_NAME.findall(inside)) if opcode[1] != "constant" else (),
+        literal=inside,
+        attributes=line[after:],
+    )
