@@ -128,7 +128,7 @@ def test_reported_log_probs_are_those_of_training(compute, network_and_params):
 def test_further_log_probs_are_kept_only_where_they_differ(sampling, keys, generators):
     generator, params = generators[1]
     shape = {"samples": 1, "max_new_tokens": NEW, "sampling": sampling, "stop": ()}
-    out = generator.lower(params, 4, LENGTH, **shape).out_info
+    out = generator.trace(params, 4, LENGTH, **shape).out_info
     always = {"prompts", "prompt_mask", "responses", "response_mask", "logprobs", "truncated"}
     assert set(out) == always | keys
 

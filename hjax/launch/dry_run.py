@@ -55,11 +55,11 @@ def describe(trainer: Any) -> dict[str, Any]:
         programs = dict(worker.programs(minibatch, prompt_length))
         # Mini-batches are cut after the whole step's sequences were generated at once.
         whole = dict(worker.programs(rows, prompt_length))
-        programs |= {name: whole[name] for name in programs if name == "generate"}
+        programs |= {name: whole[name] for name in programs if name != "update"}
         if not trainer.algorithm_class.generates:
-            programs.pop("generate", None)
-        for name, lower in programs.items():
-            analysis = lower().compile().memory_analysis()
+            programs = {"update": programs["update"]}
+        for name, trace in programs.items():
+            analysis = trace().lower().compile().memory_analysis()
             memory.append(
                 {
                     "role": role,

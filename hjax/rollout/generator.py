@@ -100,12 +100,12 @@ class Generator:
         numbers = jax.device_put(np.asarray([seed, step], np.uint32), self.layout.replicated)
         return program(params, prompts, prompt_mask, sequence, numbers)
 
-    def lower(self, params: Any, prompts: int, prompt_length: int, **options: Any) -> Any:
-        """The program for abstract ``params``, lowered, to count its memory without running it."""
+    def trace(self, params: Any, prompts: int, prompt_length: int, **options: Any) -> Any:
+        """The program traced for abstract ``params``, to count what it costs without running it."""
         shape = _Shape(**options)
         split, whole = self.layout.sharding("batch"), self.layout.replicated
         tokens = (prompts, prompt_length)
-        return self._program(shape).lower(
+        return self._program(shape).trace(
             params,
             jax.ShapeDtypeStruct(tokens, jnp.int32, sharding=split),
             jax.ShapeDtypeStruct(tokens, jnp.bool_, sharding=split),

@@ -119,14 +119,13 @@ class Actor(TrainedWorker):
     def compute_log_prob(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
         """``old_logprobs`` float32 [rows, length] of the responses under the policy as it is."""
         tokens = {key: batch[key] for key in TOKEN_KEYS}
+        return {"old_logprobs": self.forward(self._log_prob, self.params, tokens)}
 
-        def log_prob(model: Any, batch: Any, share: int) -> jax.Array:
-            logprobs, _ = _log_probs(
-                self.context, model, batch, share, self.context.temperature, with_entropy=False
-            )
-            return jnp.where(batch["response_mask"], logprobs, 0.0)
-
-        return {"old_logprobs": self.forward(log_prob, self.params, tokens)}
+    def _log_prob(self, model: Any, batch: Any, share: int) -> jax.Array:
+        logprobs, _ = _log_probs(
+            self.context, model, batch, share, self.context.temperature, with_entropy=False
+        )
+        return jnp.where(batch["response_mask"], logprobs, 0.0)
 
     @protocol("3D_PROTO")
     def compute_loss(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
@@ -191,9 +190,14 @@ class Actor(TrainedWorker):
         return taken
 
     def programs(self, rows: int, prompt_length: int) -> Iterator[tuple[str, Callable[[], Any]]]:
-        """Generation and update of ``rows`` sequences."""
-        yield "generate", lambda: self.generator.lower(
-            abstract(self.network.shapes, self.network.shardings(self.layouts.generate)),
+        """Generation, log-probs and update of ``rows`` sequences."""
+        copies = jax.tree.map(
+            lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype),
+            self.network.shapes,
+            self.network.read_dtypes(self.context.compute.dtype),
+        )
+        yield "generate", lambda: self.generator.trace(
+            abstract(copies, self.network.shardings(self.layouts.generate)),
             rows // self.context.samples,
             prompt_length,
             samples=self.context.samples,
@@ -201,6 +205,8 @@ class Actor(TrainedWorker):
             sampling=self.context.sampling,
             stop=self.context.stop,
         )
+        trace = self.trace_forward
+        yield "compute_log_prob", lambda: trace(self._log_prob, rows, prompt_length)
         yield from super().programs(rows, prompt_length)
 
 

@@ -133,8 +133,18 @@ class ModelWorker(Worker):
         return {"params": abstract(self.network.shapes, self.shardings)}
 
     def programs(self, rows: int, prompt_length: int) -> Iterator[tuple[str, Callable[[], Any]]]:
-        """(name, function that lowers it) of each program a step of ``rows`` sequences runs."""
+        """(name, function that traces it) of each program that calls on ``rows`` sequences run.
+
+        A name is that of the protocol method, or ``generate``, ``transition``, ``update``; the
+        function returns a jax.stages.Traced of abstract arguments. Nothing is allocated.
+        """
         return iter(())
+
+    def trace_forward(self, compute: Callable[..., Any], rows: int, prompt_length: int) -> Any:
+        """What ``forward`` compiles of ``compute`` for the tokens of ``rows`` sequences."""
+        params = abstract(self.network.shapes, self.shardings)
+        batch = self.token_shapes(rows, prompt_length)
+        return self._forward(compute, self.share(rows)).trace(params, batch)
 
     def forward(self, compute: Callable[..., Any], params: Any, batch: Any) -> Any:
         """Run ``compute(model, batch, share)`` compiled; ``share``: rows per copy of a prompt.
@@ -152,7 +162,7 @@ class ModelWorker(Worker):
             def run(params: Params, batch: Any) -> Any:
                 return compute(self.network.bind(params), batch, share)
 
-            run.__name__ = f"{self.role}_{compute.__name__}"
+            run.__name__ = f"{self.role}_{compute.__name__.strip('_')}"
             self._forwards[key] = jax.jit(run)
         return self._forwards[key]
 
@@ -298,7 +308,7 @@ class TrainedWorker(ModelWorker):
             if key != "pretrain":  # demonstrations come in a shape of their own
                 batch.setdefault(key, floats)
         state = self.abstract_state()
-        yield "update", lambda: self.updater.lower(state["params"], state["optimizer"], batch)
+        yield "update", lambda: self.updater.trace(state["params"], state["optimizer"], batch)
 
 
 def abstract(shapes: Any, shardings: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -36,17 +36,21 @@ class Critic(TrainedWorker):
     def compute_values(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
         """``values`` float32 [rows, length], 0 on padding."""
         tokens = {key: batch[key] for key in TOKEN_KEYS}
+        return {"values": self.forward(self._values, self.params, tokens)}
 
-        def values(model: Any, batch: Any, share: int) -> jax.Array:
-            scores = _values(model, batch, share, self.context.compute)
-            return jnp.where(batch["response_mask"], scores, 0.0)
-
-        return {"values": self.forward(values, self.params, tokens)}
+    def _values(self, model: Any, batch: Any, share: int) -> jax.Array:
+        scores = _values(model, batch, share, self.context.compute)
+        return jnp.where(batch["response_mask"], scores, 0.0)
 
     @protocol("3D_PROTO", phase="update")
     def update_critic(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
         """One optimizer step on the squared error to the returns; metrics as scalars."""
         return self.update(dict(batch))
+
+    def programs(self, rows: int, prompt_length: int) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """Values and update of ``rows`` sequences."""
+        yield "compute_values", lambda: self.trace_forward(self._values, rows, prompt_length)
+        yield from super().programs(rows, prompt_length)
 
 
 def _values(model: Any, batch: Mapping[str, jax.Array], share: int, compute: Any) -> jax.Array:

@@ -159,9 +159,9 @@ class Updater:
         """
         return self._program(params, state, batch)
 
-    def lower(self, params: Any, state: Any, batch: Any) -> Any:
-        """The program lowered for abstract arguments, to count its memory without running it."""
-        return self._program.lower(params, state, batch)
+    def trace(self, params: Any, state: Any, batch: Any) -> Any:
+        """The program traced for abstract arguments, to count what it costs without running it."""
+        return self._program.trace(params, state, batch)
 
     def _step(
         self, params: Params, state: Any, batch: dict[str, jax.Array]

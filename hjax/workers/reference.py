@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -20,13 +20,17 @@ class Reference(ModelWorker):
     def compute_ref_log_prob(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
         """``ref_logprobs`` float32 [rows, length], at the actor's temperature, 0 on padding."""
         tokens = {key: batch[key] for key in TOKEN_KEYS}
-        temperature = self.context.temperature
+        return {"ref_logprobs": self.forward(self._ref_log_prob, self.params, tokens)}
 
-        def ref_log_prob(model: Any, batch: Any, share: int) -> jax.Array:
-            hidden = response_states(model, batch, share, self.context.compute)
-            logprobs, _ = token_log_probs(
-                model, hidden, batch["responses"], temperature, with_entropy=False
-            )
-            return jnp.where(batch["response_mask"], logprobs, 0.0)
+    def _ref_log_prob(self, model: Any, batch: Any, share: int) -> jax.Array:
+        context = self.context
+        hidden = response_states(model, batch, share, context.compute)
+        logprobs, _ = token_log_probs(
+            model, hidden, batch["responses"], context.temperature, with_entropy=False
+        )
+        return jnp.where(batch["response_mask"], logprobs, 0.0)
 
-        return {"ref_logprobs": self.forward(ref_log_prob, self.params, tokens)}
+    def programs(self, rows: int, prompt_length: int) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """Log-probs of ``rows`` sequences."""
+        trace = self.trace_forward
+        yield "compute_ref_log_prob", lambda: trace(self._ref_log_prob, rows, prompt_length)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from hjax.rewards.function import RewardFunction, RewardResult, check_unscored
 from hjax.rollout.generator import bucket_length
 from hjax.sharding.protocols import protocol
 from hjax.workers.actor import ragged
-from hjax.workers.base import ModelWorker, Worker, WorkerContext
+from hjax.workers.base import ModelWorker, Worker, WorkerContext, abstract
 
 
 class FunctionReward(Worker):
@@ -97,14 +97,26 @@ class ModelReward(ModelWorker):
         split = self.layouts.train.sharding("batch")
         arrays = {"tokens": jax.device_put(tokens, split), "mask": jax.device_put(mask, split)}
 
-        def last_score(model: Any, batch: Any, share: int) -> jax.Array:
-            hidden = sequence_states(
-                model.decoder, batch["tokens"], batch["mask"], self.context.compute
-            )
-            last = batch["mask"].sum(axis=1) - 1
-            return model.score(hidden[jax.numpy.arange(hidden.shape[0]), last])
+        return np.asarray(self.forward(self._last_score, self.params, arrays))[: len(sequences)]
 
-        return np.asarray(self.forward(last_score, self.params, arrays))[: len(sequences)]
+    def _last_score(self, model: Any, batch: Any, share: int) -> jax.Array:
+        compute = self.context.compute
+        hidden = sequence_states(model.decoder, batch["tokens"], batch["mask"], compute)
+        last = batch["mask"].sum(axis=1) - 1
+        return model.score(hidden[jax.numpy.arange(hidden.shape[0]), last])
+
+    def programs(self, rows: int, prompt_length: int) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """Scores of ``rows`` sequences of the greatest length that the actor's tokens can give."""
+        longest = prompt_length + self.context.max_response_length
+        length = bucket_length(longest, self.network.config.max_length)
+        split = self.layouts.train.sharding("batch")
+        batch = {
+            key: jax.ShapeDtypeStruct((rows, length), dtype, sharding=split)
+            for key, dtype in (("tokens", np.int32), ("mask", np.bool_))
+        }
+        params = abstract(self.network.shapes, self.shardings)
+        name = "compute_reward" if self.role == "reward" else "compute_cost"
+        yield name, lambda: self._forward(self._last_score, 1).trace(params, batch)
 
     def _sequences(self, batch: Mapping[str, Any]) -> list[list[int]]:
         if self.context.retokenize:
