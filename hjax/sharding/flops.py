@@ -1,0 +1,173 @@
+"""Floating-point operations of a program, counted on its jaxpr before it is compiled.
+
+XLA's ``cost_analysis`` counts a loop's body once and knows nothing of some backends' kernels; the
+jaxpr has every product with its shape and every scan with its length. A product of an
+[m, k] by a [k, n] matrix is 2 m n k operations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+# One operation per element of the result. Comparisons, selections and casts are not counted.
+_PER_RESULT = frozenset(
+    """abs acos acosh add add_any asin asinh atan atan2 atanh cbrt ceil clamp cos cosh digamma div
+    erf erf_inv erfc exp exp2 expm1 floor integer_pow is_finite lgamma log log1p logistic max min
+    mul neg nextafter pow rem round rsqrt sign sin sinh sqrt square sub tan tanh""".split()
+)
+# One operation per element of the operand.
+_PER_OPERAND = frozenset(
+    """argmax argmin cumlogsumexp cummax cummin cumprod cumsum reduce_max reduce_min reduce_prod
+    reduce_sum reduce_window_max reduce_window_sum""".split()
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Flops:
+    """Operations of a program over all devices together.
+
+    Attributes:
+      products: of matrix products and convolutions, a multiplication and an addition each.
+      elementwise: one per element of other floating-point arithmetic and of reductions.
+      open_loops: while loops that were counted with ``loop_trips`` trips.
+    """
+
+    products: float = 0.0
+    elementwise: float = 0.0
+    open_loops: int = 0
+
+    @property
+    def total(self) -> float:
+        """Products and elementwise operations."""
+        return self.products + self.elementwise
+
+    def __add__(self, other: Flops) -> Flops:
+        return Flops(
+            self.products + other.products,
+            self.elementwise + other.elementwise,
+            self.open_loops + other.open_loops,
+        )
+
+    def times(self, count: float) -> Flops:
+        """Of a program that runs ``count`` times."""
+        return Flops(self.products * count, self.elementwise * count, self.open_loops)
+
+
+def count_flops(jaxpr: Any, loop_trips: int | None = None) -> Flops:
+    """Operations of a jaxpr, over all devices together.
+
+    Scans count their length, conditionals their dearest branch, ``shard_map`` its body once per
+    device of its manual axes. Divided by the number of devices this is each one's share of work
+    that is split evenly; what several devices repeat (whole KV heads, norms under tensor
+    parallelism) comes on top.
+
+    Args:
+      jaxpr: a (closed) jaxpr, such as ``jax.jit(f).trace(...).jaxpr``.
+      loop_trips: trips of while loops, whose number a jaxpr does not tell.
+
+    Raises:
+      ValueError: a while loop with products in it, and no ``loop_trips``.
+    """
+    total = Flops()
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        total += _equation(equation, loop_trips)
+    return total
+
+
+def _equation(equation: Any, loop_trips: int | None) -> Flops:
+    name, params = equation.primitive.name, equation.params
+    if name in _SPECIAL:
+        return _SPECIAL[name](equation, loop_trips)
+    inner = _inner(params)
+    if inner:
+        return sum((count_flops(jaxpr, loop_trips) for jaxpr in inner), Flops())
+    if name in _PER_RESULT and _floating(equation.outvars[0]):
+        return Flops(elementwise=math.prod(equation.outvars[0].aval.shape))
+    if name in _PER_OPERAND and _floating(equation.invars[0]):
+        return Flops(elementwise=math.prod(equation.invars[0].aval.shape))
+    return Flops()
+
+
+def _inner(params: dict[str, Any]) -> list[Any]:
+    """The jaxprs that an equation runs: those of jit, remat, custom_vjp and their like.
+
+    (The backward pass of a custom derivative is a function, no jaxpr, until it is called for.)
+    """
+    return [value for value in params.values() if hasattr(getattr(value, "jaxpr", value), "eqns")]
+
+
+def _floating(variable: Any) -> bool:
+    return jnp.issubdtype(variable.aval.dtype, jnp.inexact)
+
+
+def _dot(equation: Any, loop_trips: int | None) -> Flops:
+    (contracting, _), _ = equation.params["dimension_numbers"]
+    left, out = equation.invars[0].aval, equation.outvars[0].aval
+    return Flops(2.0 * math.prod(out.shape) * math.prod(left.shape[i] for i in contracting))
+
+
+def _convolution(equation: Any, loop_trips: int | None) -> Flops:
+    kernel, out = equation.invars[1].aval, equation.outvars[0].aval
+    outputs = kernel.shape[equation.params["dimension_numbers"].rhs_spec[0]]
+    return Flops(2.0 * math.prod(out.shape) * math.prod(kernel.shape) / outputs)
+
+
+def _ragged_dot(equation: Any, loop_trips: int | None) -> Flops:
+    """Each row of the left operand meets the matrix of its own group alone."""
+    numbers = equation.params["ragged_dot_dimension_numbers"]
+    (_, contracting), (_, batch) = numbers.dot_dimension_numbers
+    left, right = equation.invars[0].aval, equation.invars[1].aval
+    skipped = {*contracting, *batch, *numbers.rhs_group_dimensions}
+    columns = math.prod(n for i, n in enumerate(right.shape) if i not in skipped)
+    return Flops(2.0 * math.prod(left.shape) * columns)
+
+
+def _scan(equation: Any, loop_trips: int | None) -> Flops:
+    return count_flops(equation.params["jaxpr"], loop_trips).times(equation.params["length"])
+
+
+def _while(equation: Any, loop_trips: int | None) -> Flops:
+    body = count_flops(equation.params["body_jaxpr"], loop_trips)
+    body += count_flops(equation.params["cond_jaxpr"], loop_trips)
+    if loop_trips is None:
+        if body.products:
+            raise ValueError("a while loop has matrix products; give loop_trips, its trips")
+        return dataclasses.replace(body, open_loops=body.open_loops + 1)
+    return dataclasses.replace(body.times(loop_trips), open_loops=body.open_loops + 1)
+
+
+def _cond(equation: Any, loop_trips: int | None) -> Flops:
+    branches = (count_flops(branch, loop_trips) for branch in equation.params["branches"])
+    return max(branches, key=lambda flops: flops.total, default=Flops())
+
+
+def _shard_map(equation: Any, loop_trips: int | None) -> Flops:
+    params = equation.params
+    # The parameter's name differs between versions of JAX.
+    axes = next(params[k] for k in ("newly_manual_axes", "manual_axes") if k in params)
+    devices = math.prod(params["mesh"].shape[axis] for axis in axes)
+    return count_flops(params["jaxpr"], loop_trips).times(devices)
+
+
+def _pallas(equation: Any, loop_trips: int | None) -> Flops:
+    """A kernel runs once per point of its grid."""
+    return count_flops(equation.params["jaxpr"], loop_trips).times(
+        math.prod(equation.params["grid_mapping"].grid)
+    )
+
+
+_SPECIAL: dict[str, Callable[[Any, int | None], Flops]] = {
+    "dot_general": _dot,
+    "conv_general_dilated": _convolution,
+    "ragged_dot_general": _ragged_dot,
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "shard_map": _shard_map,
+    "pallas_call": _pallas,
+}
