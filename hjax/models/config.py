@@ -32,7 +32,8 @@ class RopeScaling:
 class ModelConfig:
     """A decoder: RMSNorm, rotary positions, grouped-query attention, gated MLP (Llama).
 
-    Sizes are in elements, lengths in tokens.
+    Sizes are in elements, lengths in tokens. ``experts`` above 0: that many MLPs per layer, of
+    which a token uses ``experts_per_token``; such shapes can be counted and planned for, not run.
     """
 
     vocab_size: int
@@ -47,6 +48,8 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     norm_epsilon: float = 1e-5
     tie_embeddings: bool = True
+    experts: int = 0
+    experts_per_token: int = 0
 
     def __post_init__(self) -> None:
         for field in ("vocab_size", "hidden_size", "mlp_size", "layers", "heads", "kv_heads"):
@@ -61,6 +64,14 @@ class ModelConfig:
         if self.head_dim % 2:
             raise ConfigError(
                 f"model.head_dim={self.head_dim} is odd; rotary positions need an even size"
+            )
+
+        if not 0 <= self.experts_per_token <= self.experts or (
+            self.experts and not self.experts_per_token
+        ):
+            raise ConfigError(
+                f"model.experts_per_token={self.experts_per_token}: from 1 to experts="
+                f"{self.experts}, or both 0"
             )
 
     @property
@@ -79,7 +90,10 @@ class ModelConfig:
     def parameters(self) -> int:
         """Number of parameters of the decoder (heads on top not counted)."""
         attention = self.hidden_size * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        block = attention + 3 * self.hidden_size * self.mlp_size + 2 * self.hidden_size
+        mlp = 3 * self.hidden_size * self.mlp_size
+        if self.experts:
+            mlp = self.experts * (mlp + self.hidden_size)  # and a router
+        block = attention + mlp + 2 * self.hidden_size
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
         return self.layers * block + embeddings + self.hidden_size
 

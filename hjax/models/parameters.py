@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from hjax.errors import ConfigError
 from hjax.models.config import ModelConfig
 from hjax.models.transformer import Decoder, ScalarDecoder
 from hjax.sharding.layout import Layout
@@ -82,6 +83,11 @@ class Network:
 
 @functools.lru_cache(maxsize=64)
 def _network(kind: type, config: ModelConfig) -> Network:
+    if config.experts:
+        raise ConfigError(
+            f"a model with {config.experts} experts can be planned for, not run yet"
+        )
+
     def create(key: jax.Array) -> Params:
         return nnx.to_pure_dict(nnx.state(kind(config, key)))
 

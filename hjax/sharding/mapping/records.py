@@ -1,0 +1,338 @@
+"""What the search is given and what it returns: plain frozen records, no model and no device.
+
+Sizes are elements or bytes as named, times seconds, rates per second. Callers above (models,
+launch) fill them in; nothing here knows how.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+STAGES = ("generation", "preparation", "learning")
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """One accelerator of the catalogue.
+
+    Attributes:
+      name: how ``--cluster`` calls it.
+      memory: bytes that a program may use, of the compiler's own limit where one is known.
+      flops: peak FLOP/s of dense matrix products by dtype.
+      bandwidth: memory, bytes/s.
+      link: bytes/s one device sends to its neighbours inside a domain, in one direction: NVLink,
+        PCIe, or one torus axis both ways round.
+      network: bytes/s between domains, per host.
+      per_host: devices of a host.
+      torus: number of torus dimensions; 0: every device of a host reaches every other.
+      source: where the figures come from.
+    """
+
+    name: str
+    memory: float
+    flops: Mapping[str, float] = dataclasses.field(hash=False)
+    bandwidth: float
+    link: float
+    network: float
+    per_host: int
+    torus: int
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Pool:
+    """Equal machines: ``hosts`` of ``per_host`` devices, or one torus slice.
+
+    Attributes:
+      shape: sides of the torus, empty for machines of GPUs.
+    """
+
+    device: Device
+    hosts: int
+    per_host: int
+    shape: tuple[int, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return self.hosts * self.per_host
+
+    @property
+    def domain(self) -> int:
+        """Devices that reach each other over ``device.link``: a host's, or the whole torus."""
+        return self.size if self.shape else self.per_host
+
+    @property
+    def name(self) -> str:
+        """As ``--cluster`` takes it."""
+        if self.shape:
+            return f"{self.device.name}:{'x'.join(map(str, self.shape))}"
+        return f"{self.hosts}x{self.per_host}:{self.device.name}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """The devices at hand; a set of models lies within one pool."""
+
+    pools: tuple[Pool, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return sum(pool.size for pool in self.pools)
+
+    @property
+    def name(self) -> str:
+        """As ``--cluster`` takes it."""
+        return "+".join(pool.name for pool in self.pools)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelCounts:
+    """What a model's shape says about its costs (hjax.models.arithmetic makes it).
+
+    Attributes:
+      layer_parameters: of one layer; ``layer_active``: those that one token uses (fewer with
+        experts); ``layer_expert``: those in experts.
+      embedding_parameters: of the embedding, and of the head where it is not tied.
+      head_parameters: those that the head multiplies a token with: hidden x vocab, or hidden for a
+        scalar head.
+      attention_width: heads x head_dim: scores and their values cost 4 x width FLOPs per pair of
+        token and context token.
+      cache_elements: keys and values per token and layer.
+      layer_activations: elements per token and layer that a backward pass reads if nothing is
+        rematerialised; ``layer_activations_whole``: of them those that no tensor axis splits.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    mlp: int
+    vocab: int
+    experts: int
+    experts_per_token: int
+    layer_parameters: int
+    layer_active: int
+    layer_expert: int
+    embedding_parameters: int
+    head_parameters: int
+    attention_width: int
+    cache_elements: int
+    layer_activations: int
+    layer_activations_whole: int
+
+    @property
+    def parameters(self) -> int:
+        """All of them."""
+        return self.layers * self.layer_parameters + self.embedding_parameters + self.hidden
+
+    @property
+    def active(self) -> int:
+        """Those that multiply a token in a forward pass, its head included."""
+        return self.layers * self.layer_active + self.head_parameters
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of a step, as the algorithm makes it.
+
+    Attributes:
+      role, method: whose and which.
+      kind: ``generate``, ``forward`` or ``update``.
+      rows: sequences, as a share of the step's.
+    """
+
+    role: str
+    method: str
+    kind: Literal["generate", "forward", "update"]
+    rows: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Dataflow:
+    """An algorithm's step: its roles with devices and the calls on them, in order."""
+
+    name: str
+    roles: tuple[str, ...]
+    calls: tuple[Call, ...]
+
+    def of(self, role: str, kind: str) -> tuple[Call, ...]:
+        """A role's calls of one kind."""
+        return tuple(c for c in self.calls if c.role == role and c.kind == kind)
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What a step processes.
+
+    Attributes:
+      prompt_length, response_length: tokens; every response has the full length.
+      sequences: prompts x samples of a step.
+      samples: responses per prompt.
+    """
+
+    prompt_length: int
+    response_length: int
+    sequences: int
+    samples: int = 1
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence."""
+        return self.prompt_length + self.response_length
+
+    @property
+    def tokens(self) -> int:
+        """Prompt and response tokens of a step."""
+        return self.sequences * self.length
+
+
+@dataclasses.dataclass(frozen=True)
+class Numerics:
+    """Bytes per element of what a run keeps.
+
+    Attributes:
+      weights: resident, of every model.
+      optimizer: per parameter of a trained model, beside the weights (moments, masters).
+      gradients: while an update runs.
+      compute: what forward, generation and their collectives use.
+      cache: keys and values.
+      shared_prompt: the prompt is computed and cached once per group of samples.
+      in_place: the generation copy takes the weights' place (same dtype), else it stands beside.
+    """
+
+    weights: float = 2
+    optimizer: float = 12
+    gradients: float = 4
+    compute: float = 2
+    cache: float = 2
+    dtype: str = "bfloat16"
+    shared_prompt: bool = False
+    in_place: bool = True
+
+
+# The paper's: BF16 weights, FP32 gradients, Adam's moments and masters (section 8.1).
+MIXED = Numerics()
+# hjax's on accelerators: FP32 weights and moments, a BF16 generation copy.
+MASTERS = Numerics(weights=4, optimizer=8, shared_prompt=True, in_place=False)
+# hjax's on CPUs.
+FLOAT32 = Numerics(4, 8, 4, 4, 4, "float32", shared_prompt=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mesh:
+    """Sizes of a role's mesh axes; ``data`` follows from the devices.
+
+    ``generate_pipe`` and ``generate_tensor`` are the paper's p_g and t_g; 0 for roles that do not
+    generate.
+    """
+
+    data: int = 1
+    fsdp: int = 1
+    expert: int = 1
+    context: int = 1
+    pipe: int = 1
+    tensor: int = 1
+    generate_pipe: int = 0
+    generate_tensor: int = 0
+
+    @property
+    def devices(self) -> int:
+        """Their product."""
+        return self.replicas * self.context * self.pipe * self.tensor
+
+    @property
+    def replicas(self) -> int:
+        """Over how many parts a training batch is split."""
+        return self.data * self.fsdp * self.expert
+
+    def stride(self, axis: str) -> int:
+        """Distance in ranks of neighbours along an axis (hjax.sharding.layout.MESH_AXES)."""
+        order = ("data", "fsdp", "expert", "context", "pipe", "tensor")
+        return math.prod(getattr(self, a) for a in order[order.index(axis) + 1 :])
+
+    def train_axes(self) -> dict[str, int]:
+        """Mesh axes above 1 as ``layout.<role>.train`` takes them."""
+        axes = ("data", "fsdp", "expert", "context", "pipe", "tensor")
+        sizes = {a: getattr(self, a) for a in axes if getattr(self, a) > 1}
+        return sizes or {"data": 1}
+
+    def generate_axes(self) -> dict[str, int]:
+        """As ``layout.<role>.generate`` takes them."""
+        return {"pipe": self.generate_pipe, "tensor": self.generate_tensor}
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """One way to run a role on some devices.
+
+    Attributes:
+      seconds: of each of ``STAGES``, the transition in the first.
+      transition: seconds of it.
+      resident: bytes per device for as long as the run lasts.
+      transient: most bytes per device beside them while the role computes.
+      micro_rows: rows per device and pass of an update; 0 for frozen roles.
+      rematerialise: activations are computed again in the backward pass.
+      waves: rounds in which a replica decodes its sequences; 0 for roles that do not generate.
+    """
+
+    mesh: Mesh
+    seconds: tuple[float, float, float]
+    transition: float
+    resident: float
+    transient: float
+    micro_rows: int = 0
+    rematerialise: bool = False
+    waves: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedSet:
+    """Roles that take turns on some devices of a pool."""
+
+    roles: tuple[str, ...]
+    pool: Pool
+    devices: int
+    options: tuple[Option, ...]
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """Per stage: the models of a set add up."""
+        return tuple(sum(o.seconds[s] for o in self.options) for s in range(len(STAGES)))
+
+    @property
+    def memory(self) -> float:
+        """Most bytes per device: all that is resident, and the largest transient."""
+        resident = sum(o.resident for o in self.options)
+        return resident + max(o.transient for o in self.options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Placement, allocation and a layout per role, with what they cost."""
+
+    sets: tuple[PlannedSet, ...]
+
+    @property
+    def stages(self) -> tuple[float, ...]:
+        """Seconds per stage: sets run at the same time."""
+        return tuple(max(s.seconds[i] for s in self.sets) for i in range(len(STAGES)))
+
+    @property
+    def total(self) -> float:
+        """Seconds of a step: stages add up."""
+        return sum(self.stages)
+
+    @property
+    def devices(self) -> int:
+        """How many it uses."""
+        return sum(s.devices for s in self.sets)
+
+    def option(self, role: str) -> Option:
+        """A role's."""
+        return next(o for s in self.sets for r, o in zip(s.roles, s.options) if r == role)

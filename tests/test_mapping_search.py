@@ -1,0 +1,111 @@
+"""The search is exact: it finds what trying every placement, allocation and layout finds."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from mapping_cases import brute_force, groupings, packs, problem
+
+from hjax.sharding.mapping import hardware
+from hjax.sharding.mapping.options import front
+from hjax.sharding.mapping.records import Cluster, Pool
+from hjax.sharding.mapping.search import Search, partitions, search
+
+
+def best(case):
+    result = search(case, candidates=1)
+    return result.plans[0].total if result.plans else np.inf
+
+
+@pytest.mark.parametrize("start", range(0, 400, 50))
+def test_equals_brute_force_up_to_8_devices_and_3_models(start):
+    for seed in range(start, start + 50):
+        case = problem(seed, devices=8, models=3, wide=True)
+        assert best(case) == pytest.approx(brute_force(case), rel=1e-9), f"seed {seed}"
+
+
+@pytest.mark.parametrize("start", range(0, 100, 25))
+def test_equals_brute_force_up_to_16_devices_and_5_models(start):
+    for seed in range(10_000 + start, 10_000 + start + 25):
+        case = problem(seed, devices=16, models=5, wide=False)
+        assert best(case) == pytest.approx(brute_force(case), rel=1e-9), f"seed {seed}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_equals_brute_force_in_thousands_of_cases():
+    for seed in range(100_000, 104_000):
+        case = problem(seed, devices=8, models=3, wide=True)
+        assert best(case) == pytest.approx(brute_force(case), rel=1e-9), f"seed {seed}"
+    for seed in range(200_000, 200_400):
+        case = problem(seed, devices=16, models=5, wide=False)
+        assert best(case) == pytest.approx(brute_force(case), rel=1e-9), f"seed {seed}"
+
+
+def test_the_random_cases_are_not_all_alike():
+    plans = [search(problem(s, 8, 3, True), candidates=1).plans for s in range(100)]
+    sets = [len(p[0].sets) for p in plans if p]
+    assert 0 < sets.count(1) < len(sets) and sum(not p for p in plans) > 2
+    used = [p[0].devices < problem(s, 8, 3, True).cluster.size for s, p in enumerate(plans) if p]
+    assert any(used) and not all(used)
+
+
+def test_candidates_are_the_best_of_their_placements():
+    case = problem(7, devices=8, models=3, wide=True)
+    few, all_of_them = search(case, candidates=2), search(case, candidates=99)
+    totals = [p.total for p in all_of_them.plans]
+    assert totals == sorted(totals)
+    assert [p.total for p in few.plans] == pytest.approx(totals[:2])
+    for plan in all_of_them.plans:
+        placement = tuple(s.roles for s in plan.sets)
+        assert Search(case).best(placement).total == pytest.approx(plan.total)
+
+
+@pytest.mark.parametrize("count, bell", [(1, 1), (2, 2), (3, 5), (4, 15), (5, 52), (6, 203)])
+def test_placements_are_all_set_partitions(count, bell):
+    items = tuple("abcdef"[:count])
+    found = {frozenset(map(frozenset, p)) for p in partitions(items)}
+    assert len(list(partitions(items))) == len(found) == bell
+    if count < 6:
+        assert found == groupings(items)
+
+
+def test_front_keeps_what_nothing_dominates():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        points = rng.integers(0, 4, (60, 4)).astype(float)
+        kept = points[front(points)]
+        for point in points:
+            assert (kept <= point).all(axis=1).any()
+        for i, point in enumerate(kept):
+            others = np.delete(kept, i, axis=0)
+            assert not (others <= point).all(axis=1).any()
+
+
+def test_legal_allocations():
+    assert hardware.legal_counts(hardware.cluster("2x8:a100").pools[0]) == (1, 2, 4, 8, 16)
+    assert hardware.legal_counts(hardware.cluster("3x6:h100").pools[0]) == (1, 2, 3, 6, 12, 18)
+    assert hardware.legal_counts(hardware.cluster("v5p:2x4x4").pools[0]) == (1, 2, 4, 8, 16, 32)
+    assert hardware.box(hardware.cluster("v5p:2x4x4").pools[0], 8) == (2, 2, 2)
+
+
+def test_sets_below_a_host_share_hosts_as_they_really_fit():
+    device = hardware.device("h100")
+    rng = np.random.default_rng(1)
+    for _ in range(300):
+        pool = Pool(device, int(rng.integers(1, 4)), int(rng.choice([4, 6, 8, 12])))
+        counts = tuple(sorted(int(n) for n in rng.choice(hardware.legal_counts(pool), 4)))
+        hosts = pool.hosts - sum(n // pool.per_host for n in counts if n >= pool.per_host)
+        parts = sorted((n for n in counts if n < pool.per_host), reverse=True)
+        wanted = hosts >= 0 and packs(parts, [pool.per_host] * hosts)
+        assert hardware.fit_together(pool, counts) == wanted
+
+
+def test_a_set_lies_within_one_pool():
+    case = problem(3, devices=8, models=3, wide=True)
+    device = case.cluster.pools[0].device
+    two = Cluster((Pool(device, 1, 2), Pool(device, 1, 2)))
+    assert {n for p in two.pools for n in hardware.legal_counts(p)} == {1, 2}
+    result = search(dataclasses.replace(case, cluster=two), candidates=99)
+    for plan in result.plans:
+        assert all(s.devices <= 2 for s in plan.sets) and plan.devices <= 4

@@ -1,0 +1,117 @@
+"""Counts from a shape: parameters, FLOPs and bytes, against published figures and real programs."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from hjax.errors import ConfigError
+from hjax.models import arithmetic
+from hjax.models.attention import Causal
+from hjax.models.parameters import decoder_network, scalar_network
+from hjax.models.shapes import SHAPES, planning_shape, published
+from hjax.models.transformer import Compute
+from hjax.sharding.flops import count_flops
+
+# Billions of parameters as their makers give them (papers, model cards).
+PUBLISHED = {
+    "llama-7b": 6.74, "llama-13b": 13.02, "llama-34b": 33.74, "llama-70b": 68.98,
+    "llama-3-8b": 8.03, "llama-3-70b": 70.55, "llama-3.2-1b": 1.24, "llama-3.2-3b": 3.21,
+    "qwen2.5-0.5b": 0.49, "qwen2.5-1.5b": 1.54, "qwen2.5-7b": 7.62, "qwen2.5-72b": 72.7,
+    "qwen3-0.6b": 0.60, "qwen3-8b": 8.19, "qwen3-32b": 32.8,
+    "mixtral-8x7b": 46.7, "qwen3-30b-a3b": 30.5, "qwen3-235b-a22b": 235.1,
+}  # fmt: skip
+ACTIVE = {"mixtral-8x7b": 12.9, "qwen3-30b-a3b": 3.35, "qwen3-235b-a22b": 22.2}
+
+
+@pytest.mark.parametrize("name, billions", PUBLISHED.items())
+def test_published_parameters(name, billions):
+    shape = published(name)
+    assert arithmetic.parameters(shape) == pytest.approx(billions * 1e9, rel=0.01)
+    assert arithmetic.counts(shape).parameters == arithmetic.parameters(shape)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_parameters_are_those_of_the_config(name):
+    assert arithmetic.parameters(published(name)) == published(name).parameters
+
+
+@pytest.mark.parametrize("name, billions", ACTIVE.items())
+def test_published_active_parameters_of_experts(name, billions):
+    shape = published(name)
+    embedding = shape.vocab_size * shape.hidden_size
+    active = arithmetic.counts(shape).active + embedding
+    assert active == pytest.approx(billions * 1e9, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["llama-7b", "qwen2.5-0.5b", "llama-3.2-1b"])
+def test_parameters_are_those_of_the_network(name):
+    shape = published(name)
+    assert arithmetic.parameters(shape) == decoder_network(shape).parameters
+    scalar = scalar_network(shape).parameters
+    assert arithmetic.parameters(shape, scalar=True) == scalar - 1  # its bias
+
+
+def test_flops_by_hand():
+    # One layer, hidden 4, MLP 8, one head of 4, vocabulary 10, 3 tokens:
+    # products 2 * (4*4*4 attention + 3*4*8 MLP + 4*10 head) * 3; pairs 4 * 4 * 3 * 3 / 2.
+    shape = published("llama-7b").__class__(10, 4, 8, 1, 1, 1, 4, 16)
+    assert arithmetic.forward_flops(shape, 3) == 2 * (64 + 96 + 40) * 3 + 4 * 4 * 4.5
+    assert arithmetic.training_flops(shape, 3) == 3 * arithmetic.forward_flops(shape, 3)
+    again = arithmetic.training_flops(shape, 3, rematerialise=True)
+    assert again == 4 * arithmetic.forward_flops(shape, 3)
+
+
+def test_flops_are_those_of_the_traced_forward():
+    """The jaxpr's matrix products, attention counted in full instead of its causal half."""
+    shape = published("llama-3.2-1b")
+    network = decoder_network(shape)
+    length = 256
+
+    def forward(params, tokens):
+        model = network.bind(params)
+        mask = jnp.ones(tokens.shape, bool)
+        positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
+        hidden, _, _ = model(tokens, positions, Causal(mask), compute=Compute())
+        return model.logits(hidden)
+
+    tokens = jax.ShapeDtypeStruct((2, length), jnp.int32)
+    counted = count_flops(jax.make_jaxpr(forward)(network.shapes, tokens)).products
+    wanted = 2 * arithmetic.forward_flops(shape, length, context=length)
+    assert counted == pytest.approx(wanted, rel=1e-3)
+
+
+def test_cache_bytes_of_llama():
+    # 32 layers * 2 * 4096 elements * 2 bytes = 512 KiB a token; 70B: 80 * 2 * 1024 * 2.
+    assert arithmetic.cache_bytes(published("llama-7b")) == 512 * 1024
+    assert arithmetic.cache_bytes(published("llama-70b")) == 320 * 1024
+
+
+def test_activation_bytes_by_hand():
+    # Llama 7B: 4*4096 whole + 4*4096 of attention + 3*11008 of the MLP = 65792 elements a layer.
+    shape = published("llama-7b")
+    assert arithmetic.activation_elements(shape) == (65792, 16384)
+    assert arithmetic.activation_bytes(shape, 1, rematerialise=False) == 32 * 65792 * 2
+    assert arithmetic.activation_bytes(shape, 1, rematerialise=True) == (32 * 4096 + 65792) * 2
+
+
+def test_a_model_with_experts_is_planned_not_run():
+    with pytest.raises(ConfigError, match="8 experts can be planned for, not run"):
+        decoder_network(published("mixtral-8x7b"))
+
+
+def test_a_config_json_of_another_family_is_read_for_planning(tmp_path):
+    config = {
+        "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048,
+        "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "num_experts": 128, "num_experts_per_tok": 8, "tie_word_embeddings": False,
+        "max_position_embeddings": 40960,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    read = planning_shape(str(tmp_path))
+    assert arithmetic.parameters(read) == arithmetic.parameters(published("qwen3-30b-a3b"))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
+    with pytest.raises(ConfigError, match="model_type 'mamba'"):
+        planning_shape(str(tmp_path))
