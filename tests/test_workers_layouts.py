@@ -38,6 +38,16 @@ LAYOUTS = {
     "data 2, fsdp 2, tensor 2 micro": (8, {"data": 2, "fsdp": 2, "tensor": 2}, {"tensor": 1}, 0),
     "tensor 8, KV heads kept whole": (8, {"tensor": 8}, {"tensor": 8}, 0),
     "one device, 4 passes": (1, {"data": 1}, {}, 4),
+    "data 2, context 2, tensor 2": (8, {"data": 2, "context": 2, "tensor": 2}, {"tensor": 2}, 0),
+    "fsdp 2, context 4, 2 passes": (8, {"fsdp": 2, "context": 4}, {}, 8),
+    "expert 2, data 4": (8, {"expert": 2, "data": 4}, {}, 0),
+    "data 4, pipe 2": (8, {"data": 4, "pipe": 2}, {"pipe": 1}, 0),
+    "data 2, pipe 4": (8, {"data": 2, "pipe": 4}, {"pipe": 1}, 4),
+    "data 2, pipe 4 kept": (8, {"data": 2, "pipe": 4}, {"pipe": 4}, 8),
+    "pipe 2, tensor 4, 4 passes": (8, {"pipe": 2, "tensor": 4}, {"pipe": 1, "tensor": 2}, 4),
+    "data 2, pipe 2 kept, tensor 2": (8, {"data": 2, "pipe": 2, "tensor": 2}, {"pipe": 2}, 4),
+    "fsdp 2, pipe 2, tensor 2": (8, {"fsdp": 2, "pipe": 2, "tensor": 2}, {"tensor": 2}, 0),
+    "pipe 2, context 2, tensor 2": (8, {"pipe": 2, "context": 2, "tensor": 2}, {"tensor": 2}, 0),
 }
 
 
@@ -49,7 +59,7 @@ def model():
             vocab_size=VOCAB,
             hidden_size=32,
             intermediate_size=40,
-            num_hidden_layers=1,
+            num_hidden_layers=4,
             num_attention_heads=8,
             num_key_value_heads=4,
             max_position_embeddings=32,
@@ -130,7 +140,7 @@ def truth(model, batch, tmp_path_factory):
 
 
 def make_actor(directory, devices, train, generate, micro_batch):
-    config = ModelConfig(VOCAB, 32, 40, 1, 8, 4, 4, 32, norm_epsilon=1e-6)
+    config = ModelConfig(VOCAB, 32, 40, 4, 8, 4, 4, 32, norm_epsilon=1e-6)
     context = WorkerContext(
         role="actor",
         layouts=make_layouts(jax.devices()[:devices], train, generate, "layout.actor"),
@@ -184,6 +194,8 @@ def test_one_update_equals_torch(one_device, truth):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_loss_and_gradient_are_the_same_on_every_layout(name, directory, batch, one_device):
     metrics, gradient = one_step(directory, batch, *LAYOUTS[name])
+    bubble = metrics.pop("pipeline_bubble", None)
+    assert (bubble is not None) == ("pipe" in name)
     expected_metrics, expected = one_device
     assert max(errors(gradient, expected).values()) <= 1e-5
     assert metrics.keys() == expected_metrics.keys()
@@ -196,6 +208,12 @@ GENERATE = (
     "fsdp 2, tensor 2 x 2 micro, 2 passes",
     "data 2, fsdp 2, tensor 2 micro",
     "tensor 8, KV heads kept whole",
+    "data 2, context 2, tensor 2",
+    "expert 2, data 4",
+    "data 2, pipe 4",
+    "data 2, pipe 4 kept",
+    "data 2, pipe 2 kept, tensor 2",
+    "pipe 2, context 2, tensor 2",
 )
 
 
@@ -230,12 +248,12 @@ def test_kv_heads_kept_whole_are_reported(directory):
 @pytest.mark.parametrize("rows, micro, passes", [(48, 32, 2), (48, 16, 3), (40, 16, 4), (8, 32, 1)])
 def test_micro_batch_is_the_most_rows_of_a_pass(rows, micro, passes, directory):
     group = make_actor(directory, 2, {"data": 2}, {}, micro)
-    assert group.worker.updater._pieces(rows) == passes
+    assert group.worker.passes.pieces({"responses": np.zeros((rows, 4))}) == passes
     group.pool.close()
 
 
 def test_a_mesh_that_does_not_fit_the_model_is_refused(directory):
-    config = dataclasses.replace(ModelConfig(VOCAB, 32, 40, 1, 8, 4, 4, 32), mlp_size=42)
+    config = dataclasses.replace(ModelConfig(VOCAB, 32, 40, 4, 8, 4, 4, 32), mlp_size=42)
     context = WorkerContext(
         role="actor",
         layouts=make_layouts(jax.devices(), {"tensor": 4, "data": 2}, {}),

@@ -285,7 +285,9 @@ def _check_batches(
         _check_divides("warm_start.batch", config.warm_start.batch, layouts["actor"].train, "actor")
         return
     rows = config.rollout.prompts * config.rollout.samples
-    _check_divides("rollout.prompts", config.rollout.prompts, layouts["actor"].generate, "actor")
+    generate = layouts["actor"].generate
+    stages = generate.ways("layers")
+    _check_divides("rollout.prompts", config.rollout.prompts, generate, "actor", stages)
     for role, layout in layouts.items():
         _check_divides("rollout.prompts * rollout.samples", rows, layout.train, role)
         if role in TRAINED and config.algorithm.get("minibatch", 0):
@@ -299,10 +301,12 @@ def _check_batches(
         _check_divides("warm_start.batch", config.warm_start.batch, layouts["actor"].train, "actor")
 
 
-def _check_divides(name: str, value: int, layout: Any, role: str) -> None:
-    ways = layout.ways("batch")
+def _check_divides(name: str, value: int, layout: Any, role: str, stages: int = 1) -> None:
+    ways = layout.ways("batch") * stages
     if value % ways:
+        parts = f"{layout.ways('batch')} data-parallel parts"
+        parts += f" times {stages} pipeline stages" if stages > 1 else ""
         raise ConfigError(
-            f"{name}={value} does not divide over the {ways} data-parallel parts of {role} "
+            f"{name}={value} does not divide over the {parts} of {role} "
             f"({layout.describe()}); use a multiple of {ways}, such as {-(-value // ways) * ways}"
         )

@@ -285,7 +285,8 @@ class Trainer:
     def _eval_rows(self) -> int:
         """Prompts answered at a time: as many as training's rows, evenly split."""
         layouts = self.roles.layouts
-        ways = layouts["actor"].generate.ways("batch")
+        generate = layouts["actor"].generate
+        ways = generate.ways("batch") * generate.ways("layers")
         if "reward" in layouts:  # a reward model's
             ways = math.lcm(ways, layouts["reward"].train.ways("batch"))
         rows = self.config.rollout.prompts * self.config.rollout.samples

@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
+from hjax.sharding.layout import Layout
+
 MASKED = -1e30  # added to scores that must not be seen; finite, so that empty rows stay finite
 
 KeyValue = tuple[jax.Array, jax.Array]
@@ -58,14 +60,19 @@ class Causal:
     Attributes:
       mask: bool [batch, length], False at padding.
       keep: return each layer's keys and values, [batch, kv_heads, length, head_dim] (prefill).
+      context: a layout that splits the length: queries stay split, keys and values are gathered.
     """
 
     mask: jax.Array
     keep: bool = False
+    context: Layout | None = None
 
     def __call__(
         self, layer: int | jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, cache: Any
     ) -> tuple[jax.Array, Any, KeyValue | None]:
+        if self.context is not None:
+            q = self.context.constrain(q, "batch", "length", "heads", None)
+            k, v = (self.context.constrain(x, "batch", None, "kv_heads", None) for x in (k, v))
         k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
         out = _causal(_split_heads(q, k.shape[1]), k, v, self.mask)
         return _merge_heads(out), cache, (k, v) if self.keep else None

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from hjax.models.attention import Causal, SharedPrompt
 from hjax.models.transformer import Compute
+from hjax.sharding.pipeline import plain
 
 LOGIT_CHUNK_BYTES = 256 * 2**20
 
@@ -37,6 +38,8 @@ def response_states(
     Returns:
       [rows, length, embed]: entry t saw the prompt and the response's first t tokens.
     """
+    if compute.context is not None:
+        return _split_response_states(decoder, batch, compute)
     responses = batch["responses"]
     rows, length = responses.shape
     groups = rows // samples
@@ -49,19 +52,48 @@ def response_states(
     tokens = jnp.concatenate([prompts, responses.reshape(groups, samples * length)], axis=1)
     after = jnp.sum(mask, axis=-1, dtype=jnp.int32)[:, None] + jnp.arange(length, dtype=jnp.int32)
     positions = jnp.concatenate([positions_of(mask), jnp.tile(after, (1, samples))], axis=1)
-    hidden, _, _ = decoder(tokens, positions, SharedPrompt(mask, samples), compute=compute)
+    hidden = decoder.hidden_states(tokens, positions, SharedPrompt(mask, samples), compute)
     width = hidden.shape[-1]
     last = jnp.broadcast_to(hidden[:, None, prompt - 1 : prompt], (groups, samples, 1, width))
     own = hidden[:, prompt:].reshape(groups, samples, length, width)
     return jnp.concatenate([last, own[:, :, :-1]], axis=2).reshape(rows, length, width)
 
 
+def _split_response_states(
+    decoder: Any, batch: Mapping[str, jax.Array], compute: Compute
+) -> jax.Array:
+    """``response_states`` with the length split over the context axis.
+
+    Every row is a sequence of its own, so that each device's part of the length sees the keys and
+    values before it; prompts are padded further on the left until the parts are equal.
+    """
+    prompts, responses = batch["prompts"], batch["responses"]
+    length = responses.shape[1]
+    ways = compute.context.ways("length") if compute.context is not None else 1
+    short = -(prompts.shape[1] + length) % ways
+    left = ((0, 0), (short, 0))
+    tokens = jnp.concatenate([jnp.pad(prompts, left), responses], axis=1)
+    after = jnp.ones(responses.shape, bool)  # causality alone hides what follows a response
+    mask = jnp.concatenate([jnp.pad(batch["prompt_mask"], left), after], axis=1)
+
+    # Whole wherever it is padded or cut: parts would be shifted between neighbours, which the
+    # stages of a pipeline, each in a branch of its own, cannot do.
+    def whole(x: jax.Array) -> jax.Array:
+        return compute.split_length(x, "batch", *[None] * (x.ndim - 1))
+
+    hidden = whole(sequence_states(decoder, whole(tokens), whole(mask), compute))
+    hidden = whole(hidden[:, -length - 1 : -1])
+    if length % ways:
+        return hidden
+    return compute.split_length(hidden, "batch", "length", None)
+
+
 def sequence_states(
     decoder: Any, tokens: jax.Array, mask: jax.Array, compute: Compute
 ) -> jax.Array:
     """Hidden states [batch, length, embed] of whole sequences, int tokens and bool mask alike."""
-    hidden, _, _ = decoder(tokens, positions_of(mask), Causal(mask), compute=compute)
-    return hidden
+    attention = Causal(mask, context=compute.context)
+    return decoder.hidden_states(tokens, positions_of(mask), attention, compute)
 
 
 def token_log_probs(
@@ -90,7 +122,7 @@ def token_log_probs(
         if temperature != 1:
             logits = logits / temperature
         total = jax.nn.logsumexp(logits, axis=-1)
-        picked = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+        picked = _pick(logits, tokens, decoder.stack is plain)
         if not with_entropy:
             return picked - total, None
         mean = jnp.sum(jnp.exp(logits - total[..., None]) * logits, axis=-1)
@@ -113,3 +145,11 @@ def token_log_probs(
         lambda part: jax.checkpoint(score)(*part), (split(hidden), split(tokens))
     )
     return jnp.moveaxis(logprobs, 0, 1).reshape(rows, length), whole(entropy)
+
+
+def _pick(logits: jax.Array, tokens: jax.Array, gather: bool) -> jax.Array:
+    """Each token's logit; in a pipeline's stage without a gather, which XLA cannot split there."""
+    if gather:
+        return jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+    chosen = jnp.arange(logits.shape[-1]) == tokens[..., None]
+    return jnp.sum(jnp.where(chosen, logits, 0.0), axis=-1)

@@ -20,6 +20,7 @@ from hjax.errors import ConfigError
 from hjax.models.config import ModelConfig
 from hjax.models.transformer import Decoder, ScalarDecoder
 from hjax.sharding.layout import Layout
+from hjax.sharding.pipeline import Stack, plain
 
 Params = dict[str, Any]
 
@@ -42,11 +43,19 @@ class Network:
     _create: Callable[[jax.Array], Params]
     _state: Any
 
-    def bind(self, params: Params) -> Any:
-        """The module with these parameters; call it inside jit."""
+    def bind(self, params: Params, stack: Stack = plain) -> Any:
+        """The module with these parameters; call it inside jit.
+
+        Args:
+          params: all of them, or with stacked leaves cut to some layers.
+          stack: how a forward without a cache runs the layers.
+        """
         state = jax.tree.map(lambda x: x, self._state)
         nnx.replace_by_pure_dict(state, params)
-        return nnx.merge(self.graph, state)
+        module = nnx.merge(self.graph, state)
+        if stack is not plain:
+            getattr(module, "decoder", module).stack = stack
+        return module
 
     def shardings(self, layout: Layout) -> Params:
         """NamedSharding of every parameter under a layout."""

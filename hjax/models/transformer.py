@@ -17,6 +17,8 @@ from flax import nnx
 
 from hjax.models.attention import Attention
 from hjax.models.config import ModelConfig
+from hjax.sharding.layout import Layout
+from hjax.sharding.pipeline import Stack, plain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,11 +30,17 @@ class Compute:
       unroll_layers: a Python loop instead of a scan: faster for shallow models on a CPU, but
         compile time grows with depth.
       remat: recompute each layer in the backward pass instead of keeping its activations.
+      context: a train layout whose ``context`` axis splits the length, or None.
     """
 
     dtype: Any = jnp.float32
     unroll_layers: bool = False
     remat: bool = False
+    context: Layout | None = None
+
+    def split_length(self, x: jax.Array, *logical_axes: str | None) -> jax.Array:
+        """Inside jit: hold activations split as the layout says, where it splits the length."""
+        return x if self.context is None else self.context.constrain(x, *logical_axes)
 
 
 def parameter(
@@ -162,6 +170,9 @@ class Decoder(nnx.Module):
       key: PRNG key of the initial parameters.
     """
 
+    # How a forward without a cache runs the layers; a pipeline puts its own here.
+    stack: Stack = staticmethod(plain)
+
     def __init__(self, config: ModelConfig, key: jax.Array):
         self.config = config
         keys = jax.random.split(key, 3)
@@ -196,42 +207,97 @@ class Decoder(nnx.Module):
           hidden states [batch, length, embed] after the final norm, the cache, and what the
           strategy kept of each layer (stacked, or a tuple when unrolled).
         """
-        x = self.embedding[...].astype(compute.dtype)[tokens]
-        cos, sin = rotary_tables(self.config, positions)
-        graph, stacked = nnx.split(self.layers)
         if compute.unroll_layers and layers is None:
             layers = self.unstack()
+        x = self.embed(tokens, compute)
+        x, cache, kept = self.run(x, positions, attention, cache, compute, layers)
+        return self.finish(x), cache, kept
+
+    def hidden_states(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        attention: Attention,
+        compute: Compute = Compute(),
+    ) -> jax.Array:
+        """[batch, length, embed] after the final norm, without a cache; through ``stack``."""
+
+        def layers(stacked: Any, x: jax.Array) -> jax.Array:
+            return self._through(stacked, None, x, positions, attention, None, compute)[0]
+
+        x = self.stack(layers, nnx.state(self.layers), lambda: self.embed(tokens, compute))
+        return self.finish(x)
+
+    def embed(self, tokens: jax.Array, compute: Compute) -> jax.Array:
+        """[batch, length, embed] of int tokens [batch, length]."""
+        x = self.embedding[...].astype(compute.dtype)[tokens]
+        return compute.split_length(x, "batch", "length", None)
+
+    def run(
+        self,
+        x: jax.Array,
+        positions: jax.Array,
+        attention: Attention,
+        cache: Any = None,
+        compute: Compute = Compute(),
+        layers: list[Any] | None = None,
+        first: int | jax.Array = 0,
+        stride: int = 1,
+    ) -> tuple[jax.Array, Any, Any]:
+        """The layers alone, as many as the bound parameters have; ``__call__`` has the rest.
+
+        Layer i is number ``first + stride * i`` to the attention strategy and its cache.
+        """
+        stacked = nnx.state(self.layers)
+        numbers = first, stride
+        return self._through(stacked, layers, x, positions, attention, cache, compute, numbers)
+
+    def finish(self, x: jax.Array) -> jax.Array:
+        """The final norm."""
+        return rms_norm(x, self.final_norm[...], self.config.norm_epsilon)
+
+    def _through(
+        self,
+        stacked: Any,
+        layers: list[Any] | None,
+        x: jax.Array,
+        positions: jax.Array,
+        attention: Attention,
+        cache: Any,
+        compute: Compute,
+        numbers: tuple[int | jax.Array, int] = (0, 1),
+    ) -> tuple[jax.Array, Any, Any]:
+        cos, sin = rotary_tables(self.config, positions)
+        graph, _ = nnx.split(self.layers)
+        first, stride = numbers
 
         def run(layer: Any, parameters: Any, x: jax.Array, cache: Any) -> tuple:
-            return nnx.merge(graph, parameters)(layer, x, cos, sin, attention, cache)
+            block = nnx.merge(graph, parameters)
+            x, cache, kept = block(layer, x, cos, sin, attention, cache)
+            return compute.split_length(x, "batch", "length", None), cache, kept
 
         if compute.remat:
             run = jax.checkpoint(run, static_argnums=(0,) if compute.unroll_layers else ())
         if compute.unroll_layers:
             keeps = []
-            for layer, parameters in enumerate(layers or ()):
-                x, cache, keep = run(layer, parameters, x, cache)
+            for index, parameters in enumerate(layers or unstack(stacked)):
+                x, cache, keep = run(first + stride * index, parameters, x, cache)
                 keeps.append(keep)
-            kept = tuple(keeps)
-        else:
+            return x, cache, tuple(keeps)
 
-            def step(carry: tuple, item: tuple) -> tuple:
-                x, cache, keep = run(item[0], item[1], *carry)
-                return (x, cache), keep
+        kept: Any
 
-            indices = jnp.arange(self.config.layers)
-            (x, cache), kept = jax.lax.scan(step, (x, cache), (indices, stacked))
-        return rms_norm(x, self.final_norm[...], self.config.norm_epsilon), cache, kept
+        def step(carry: tuple, item: tuple) -> tuple:
+            x, cache, keep = run(item[0], item[1], *carry)
+            return (x, cache), keep
+
+        indices = first + stride * jnp.arange(jax.tree.leaves(stacked)[0].shape[0])
+        (x, cache), kept = jax.lax.scan(step, (x, cache), (indices, stacked))
+        return x, cache, kept
 
     def unstack(self) -> list[Any]:
-        """The layers' parameters, one tree per layer.
-
-        Splitting all at once keeps the backward pass a single concatenation.
-        """
-        leaves, structure = jax.tree.flatten(nnx.state(self.layers))
-        count = self.config.layers
-        parts = [[x[0] for x in jax.lax.split(leaf, [1] * count)] for leaf in leaves]
-        return [jax.tree.unflatten(structure, [part[i] for part in parts]) for i in range(count)]
+        """The layers' parameters, one tree per layer."""
+        return unstack(nnx.state(self.layers))
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """float32 [..., vocab] of hidden states [..., embed]."""
@@ -242,6 +308,17 @@ class Decoder(nnx.Module):
             table[...].astype(hidden.dtype),
             preferred_element_type=jnp.float32,
         )
+
+
+def unstack(stacked: Any) -> list[Any]:
+    """One tree per layer of a tree of stacked ones.
+
+    Splitting all at once keeps the backward pass a single concatenation.
+    """
+    leaves, structure = jax.tree.flatten(stacked)
+    count = leaves[0].shape[0]
+    parts = [[x[0] for x in jax.lax.split(leaf, [1] * count)] for leaf in leaves]
+    return [jax.tree.unflatten(structure, [part[i] for part in parts]) for i in range(count)]
 
 
 class ScalarDecoder(nnx.Module):
@@ -263,8 +340,7 @@ class ScalarDecoder(nnx.Module):
         compute: Compute = Compute(),
     ) -> jax.Array:
         """float32 [batch, length] scores; arguments as of ``Decoder``."""
-        hidden, _, _ = self.decoder(tokens, positions, attention, compute=compute)
-        return self.score(hidden)
+        return self.score(self.decoder.hidden_states(tokens, positions, attention, compute))
 
     def score(self, hidden: jax.Array) -> jax.Array:
         """float32 [...] of hidden states [..., embed]."""

@@ -20,7 +20,9 @@ from hjax.models.attention import Causal, Decode, KVCache
 from hjax.models.forward import positions_of
 from hjax.models.parameters import Network, Params
 from hjax.models.transformer import Compute
-from hjax.rollout.sampling import Sampling, draw, sequence_keys
+from hjax.rollout import progress
+from hjax.rollout.pipelined import PipelinedRollout
+from hjax.rollout.sampling import Sampling, sequence_keys
 from hjax.sharding.layout import Layout
 
 Rollout = dict[str, jax.Array]
@@ -55,6 +57,11 @@ class Generator:
         self.layout = layout
         self.compute = compute
         self._programs: dict[_Shape, Any] = {}
+
+    @property
+    def multiple(self) -> int:
+        """What the number of prompts must divide by: data-parallel parts times stages."""
+        return self.layout.ways("batch") * self.layout.ways("layers")
 
     def generate(
         self,
@@ -96,6 +103,11 @@ class Generator:
         """
         if not 0 <= seed < 2**32:
             raise ConfigError(f"seed={seed}: 0 to {2**32 - 1}")
+        if prompts.shape[0] % self.multiple:
+            raise ConfigError(
+                f"{prompts.shape[0]} prompts do not divide over {self.layout.describe()}; "
+                f"use a multiple of {self.multiple}"
+            )
         program = self._program(_Shape(samples, max_new_tokens, sampling, tuple(stop)))
         numbers = jax.device_put(np.asarray([seed, step], np.uint32), self.layout.replicated)
         return program(params, prompts, prompt_mask, sequence, numbers)
@@ -132,6 +144,30 @@ class Generator:
         sequence: jax.Array,
         seed_and_step: jax.Array,
     ) -> Rollout:
+        inputs = params, prompts, prompt_mask, sequence, seed_and_step
+        if self.layout.ways("layers") > 1:
+            pipelined = PipelinedRollout(self.network, self.layout, self.compute)
+            options = shape.samples, shape.max_new_tokens, shape.sampling, shape.stop
+            drawn = pipelined.run(*inputs, *options)
+        else:
+            drawn = self._run_whole(shape, *inputs)
+        rollout = {
+            "prompts": jnp.repeat(prompts, shape.samples, axis=0),
+            "prompt_mask": jnp.repeat(prompt_mask, shape.samples, axis=0),
+            **drawn,
+        }
+        return jax.tree.map(lambda x: self.layout.constrain(x, "batch"), rollout)
+
+    def _run_whole(
+        self,
+        shape: _Shape,
+        params: Params,
+        prompts: jax.Array,
+        prompt_mask: jax.Array,
+        sequence: jax.Array,
+        seed_and_step: jax.Array,
+    ) -> Rollout:
+        """All layers on every device, all rows together."""
         model = self.network.bind(params)
         split = self.layout.constrain
         rows = prompts.shape[0] * shape.samples
@@ -153,79 +189,29 @@ class Generator:
         prompt_lengths = jnp.repeat(jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32), shape.samples)
         stop = jnp.asarray(shape.stop, jnp.int32)
 
-        def first() -> dict[str, Any]:
-            logits = jnp.repeat(model.logits(hidden[:, -1]), shape.samples, axis=0)
-            return advance(
-                {
-                    "cache": cache,
-                    "done": split(jnp.zeros((rows,), bool), "batch"),
-                    "position": jnp.int32(0),
-                    "tokens": jnp.zeros((rows, length), jnp.int32),
-                    "mask": jnp.zeros((rows, length), bool),
-                    "logprobs": {
-                        name: jnp.zeros((rows, length), jnp.float32)
-                        for name in _reported(shape.sampling)
-                    },
-                },
-                logits,
-            )
-
-        def advance(state: dict[str, Any], logits: jax.Array) -> dict[str, Any]:
-            at, done = state["position"], state["done"]
-            drawn = draw(split(logits, "batch"), keys, at, shape.sampling)
-            token = jnp.where(done, 0, drawn.token)
-            finished = jnp.any(token[:, None] == stop, axis=-1) & ~done
-
-            def put(table: jax.Array, column: jax.Array) -> jax.Array:
-                column = jnp.where(done, jnp.zeros_like(column), column)
-                return jax.lax.dynamic_update_slice(table, column[:, None], (0, at))
-
-            return {
-                "cache": state["cache"],
-                "last": token,
-                "done": done | finished,
-                "position": at + 1,
-                "tokens": put(state["tokens"], token),
-                "mask": put(state["mask"], ~done),
-                "logprobs": {
-                    name: put(table, getattr(drawn, _reported(shape.sampling)[name]))
-                    for name, table in state["logprobs"].items()
-                },
-            }
+        def draw(state: dict[str, Any], logits: jax.Array) -> dict[str, Any]:
+            at, logits = state["position"], split(logits, "batch")
+            drawn = progress.advance(state["drawn"], logits, keys, at, shape.sampling, stop)
+            return {"cache": state["cache"], "position": at + 1, "drawn": drawn}
 
         def decode(state: dict[str, Any]) -> dict[str, Any]:
             at = state["position"] - 1
             hidden, cache, _ = model(
-                state["last"][:, None],
+                state["drawn"]["last"][:, None],
                 (prompt_lengths + at)[:, None],
                 Decode(prompt_mask, at),
                 state["cache"],
                 self.compute,
                 layers,
             )
-            return advance(state | {"cache": cache}, model.logits(hidden[:, 0]))
+            return draw(state | {"cache": cache}, model.logits(hidden[:, 0]))
 
         def unfinished(state: dict[str, Any]) -> jax.Array:
             more = state["position"] < length
-            return more & ~jnp.all(state["done"]) if shape.stop else more
+            return more & ~jnp.all(state["drawn"]["done"]) if shape.stop else more
 
-        state = jax.lax.while_loop(unfinished, decode, first())
-        rollout = {
-            "prompts": jnp.repeat(prompts, shape.samples, axis=0),
-            "prompt_mask": jnp.repeat(prompt_mask, shape.samples, axis=0),
-            "responses": state["tokens"],
-            "response_mask": state["mask"],
-            "truncated": ~state["done"],
-            **state["logprobs"],
-        }
-        return jax.tree.map(lambda x: split(x, "batch"), rollout)
-
-
-def _reported(sampling: Sampling) -> dict[str, str]:
-    """Which log-probs a rollout carries: name in the batch -> field of ``Draw``."""
-    reported = {"logprobs": "sampled"}
-    if sampling.truncates:
-        reported["policy_logprobs"] = "policy"
-    if sampling.tempered or sampling.truncates:
-        reported["untempered_logprobs"] = "untempered"
-    return reported
+        nothing = progress.start(rows, length, shape.sampling)
+        drawn = jax.tree.map(lambda x: split(x, "batch"), nothing)
+        state = {"cache": cache, "position": jnp.int32(0), "drawn": drawn}
+        state = draw(state, jnp.repeat(model.logits(hidden[:, -1]), shape.samples, axis=0))
+        return progress.responses(jax.lax.while_loop(unfinished, decode, state)["drawn"])

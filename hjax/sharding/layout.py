@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -91,10 +92,36 @@ class Layout:
         return NamedSharding(self.mesh, self.spec(logical_axes))
 
     def constrain(self, x: jax.Array, *logical_axes: str | None) -> jax.Array:
-        """Inside jit: keep ``x`` split as the rules say. Without effect on one device."""
+        """Inside jit: keep ``x`` split as the rules say. Without effect on one device.
+
+        Inside a ``shard_map`` over some of the axes it speaks of the others.
+        """
         if self.mesh.size == 1:
             return x
-        return jax.lax.with_sharding_constraint(x, self.sharding(*logical_axes))
+        inside = jax.sharding.get_abstract_mesh()
+        mesh = self.mesh if inside.empty else inside
+        spec = self.spec(logical_axes)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    def cut(self, x: jax.Array, pieces: int) -> jax.Array:
+        """Micro-batches: [rows, ...] -> [pieces, rows / pieces, ...], inside jit.
+
+        Every device cuts its own rows; ``join`` puts them back in order. A scalar, which holds
+        for all rows, comes out once per piece.
+        """
+        if x.ndim == 0:
+            return jnp.broadcast_to(x, (pieces,))
+        ways = self.ways("batch")
+        local = x.shape[0] // (ways * pieces)
+        x = x.reshape(ways, pieces, local, *x.shape[1:]).swapaxes(0, 1)
+        return self.constrain(x.reshape(pieces, ways * local, *x.shape[3:]), None, "batch")
+
+    def join(self, x: jax.Array) -> jax.Array:
+        """What ``cut`` made, put together again: [pieces, rows, ...] -> [pieces * rows, ...]."""
+        ways = self.ways("batch")
+        pieces, rows = x.shape[:2]
+        x = x.reshape(pieces, ways, rows // ways, *x.shape[2:]).swapaxes(0, 1)
+        return self.constrain(x.reshape(pieces * rows, *x.shape[3:]), "batch")
 
     def ways(self, logical_axis: str) -> int:
         """Into how many parts the rules split a dimension of this logical name."""

@@ -13,13 +13,14 @@ import numpy as np
 from hjax.errors import ConfigError
 from hjax.models.forward import response_states, token_log_probs
 from hjax.models.parameters import Params
-from hjax.models.transformer import Compute
 from hjax.rollout.generator import Generator, bucket_length
 from hjax.rollout.sampling import Sampling
+from hjax.sharding.pipeline import Stack
 from hjax.sharding.protocols import protocol
 from hjax.sharding.transition import Transition
 from hjax.workers.base import TOKEN_KEYS, TrainedWorker, WorkerContext, abstract
-from hjax.workers.optimizer import Updater
+from hjax.workers.optimizer import Prepare, Updater
+from hjax.workers.passes import Batch, Objective
 
 
 class Actor(TrainedWorker):
@@ -45,7 +46,7 @@ class Actor(TrainedWorker):
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The policy loss and its statistics; adds ``token_prob_error``."""
         temperature = self.context.temperature if getattr(loss, "tempered", True) else 1.0
-        logprobs, entropy = _log_probs(self.context, model, batch, share, temperature)
+        logprobs, entropy = self._log_probs(model, batch, share, temperature)
         token_loss, stats = loss(logprobs, entropy, batch)
         behaviour = batch.get("policy_logprobs", batch.get("logprobs"))
         if behaviour is not None:
@@ -122,8 +123,8 @@ class Actor(TrainedWorker):
         return {"old_logprobs": self.forward(self._log_prob, self.params, tokens)}
 
     def _log_prob(self, model: Any, batch: Any, share: int) -> jax.Array:
-        logprobs, _ = _log_probs(
-            self.context, model, batch, share, self.context.temperature, with_entropy=False
+        logprobs, _ = self._log_probs(
+            model, batch, share, self.context.temperature, with_entropy=False
         )
         return jnp.where(batch["response_mask"], logprobs, 0.0)
 
@@ -133,9 +134,10 @@ class Actor(TrainedWorker):
         tokens = {key: batch[key] for key in TOKEN_KEYS}
 
         def pretraining_loss(model: Any, batch: Any, share: int) -> jax.Array:
-            return negative_log_likelihood(self.context.compute, model, batch, share)
+            return self._negative_log_likelihood(model, batch, share)
 
-        return {"loss": self.forward(pretraining_loss, self.params, tokens)}
+        losses = self.forward(pretraining_loss, self.params, tokens)
+        return {"loss": jnp.sum(losses * _mean_weights(tokens))}
 
     @protocol("3D_PROTO", phase="update")
     def update_actor(
@@ -152,16 +154,40 @@ class Actor(TrainedWorker):
             pretrain = {key: pretrain[key] for key in (*TOKEN_KEYS, "coefficient")}
         return self.update({**batch, "pretrain": pretrain})
 
-    def pretraining_objective(self) -> Any:
-        """Mean negative log-likelihood per response token of the demonstrations."""
+    def pretraining(self) -> tuple[Objective, Prepare]:
+        """Mean negative log-likelihood per response token of demonstrations, with coefficient."""
 
-        def objective(params: Params, batch: dict[str, jax.Array]) -> Any:
-            model = self.network.bind(params)
+        def prepare(batch: Batch) -> Batch:
+            mean = _mean_weights(batch)
+            tokens = {key: batch[key] for key in TOKEN_KEYS}
+            return tokens | {"weights": batch["coefficient"] * mean, "stat_weights": mean}
+
+        def objective(params: Params, batch: Batch, stack: Stack) -> Any:
+            model = self.network.bind(params, stack)
             share = 1  # demonstrations do not share prompts
-            loss = negative_log_likelihood(self.context.compute, model, batch, share)
-            return batch["coefficient"] * loss, {"pretrain_loss": loss}
+            losses = self._negative_log_likelihood(model, batch, share)
+            stats = {"pretrain_loss": jnp.sum(batch["stat_weights"] * losses)}
+            return jnp.sum(batch["weights"] * losses), stats
 
-        return objective
+        return objective, prepare
+
+    def _log_probs(
+        self,
+        model: Any,
+        batch: Mapping[str, jax.Array],
+        share: int,
+        temperature: float,
+        with_entropy: bool = True,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        hidden = response_states(model, batch, share, self.compute)
+        return token_log_probs(model, hidden, batch["responses"], temperature, with_entropy)
+
+    def _negative_log_likelihood(
+        self, model: Any, batch: Mapping[str, jax.Array], share: int
+    ) -> jax.Array:
+        """Minus each response token's untempered log-prob, in nats; 0 on padding."""
+        logprobs, _ = self._log_probs(model, batch, share, 1.0, with_entropy=False)
+        return jnp.where(batch["response_mask"], -logprobs, 0.0)
 
     @protocol("3D_PROTO", phase="update")
     def update_warm_start(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
@@ -172,7 +198,7 @@ class Actor(TrainedWorker):
                 raise ConfigError(f"{self.role}: this run was set up without a warm start")
             # Demonstrations do not share prompts.
             updater = self.make_updater(self.context.warm_start_loss, settings, grouped=False)
-            self._warm_start = (updater, updater.init(self.params, self.shardings))
+            self._warm_start = (updater, updater.init(self.params))
         updater, state = self._warm_start
         tokens = {key: batch[key] for key in TOKEN_KEYS}
         self.params, state, metrics = updater(self.params, state, tokens)
@@ -210,26 +236,10 @@ class Actor(TrainedWorker):
         yield from super().programs(rows, prompt_length)
 
 
-def _log_probs(
-    context: WorkerContext,
-    model: Any,
-    batch: Mapping[str, jax.Array],
-    share: int,
-    temperature: float,
-    with_entropy: bool = True,
-) -> tuple[jax.Array, jax.Array | None]:
-    hidden = response_states(model, batch, share, context.compute)
-    return token_log_probs(model, hidden, batch["responses"], temperature, with_entropy)
-
-
-def negative_log_likelihood(
-    compute: Compute, model: Any, batch: Mapping[str, jax.Array], share: int
-) -> jax.Array:
-    """Mean over response tokens of minus their untempered log-prob, in nats."""
-    hidden = response_states(model, batch, share, compute)
-    logprobs, _ = token_log_probs(model, hidden, batch["responses"], with_entropy=False)
+def _mean_weights(batch: Mapping[str, jax.Array]) -> jax.Array:
+    """[rows, length] whose weighted sum is the mean over all response tokens."""
     mask = batch["response_mask"]
-    return -jnp.sum(jnp.where(mask, logprobs, 0.0)) / jnp.maximum(jnp.sum(mask), 1)
+    return mask / jnp.maximum(jnp.sum(mask), 1)
 
 
 def trim(rollout: Mapping[str, jax.Array]) -> dict[str, Any]:

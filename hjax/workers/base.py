@@ -18,7 +18,9 @@ from hjax.models.transformer import Compute
 from hjax.models.weights import load_decoder, load_scalar
 from hjax.rollout.sampling import Sampling
 from hjax.sharding.layout import RoleLayouts, check_shapes, without
-from hjax.workers.optimizer import OptimizerConfig, Updater
+from hjax.sharding.pipeline import Stack
+from hjax.workers.optimizer import OptimizerConfig, Prepare, Updater
+from hjax.workers.passes import Batch, Objective, Passes
 
 # The arrays that a forward over prompts and responses reads.
 TOKEN_KEYS = ("prompts", "prompt_mask", "responses", "response_mask")
@@ -100,6 +102,10 @@ class ModelWorker(Worker):
         )
         self.layouts = RoleLayouts(without(train, self.kept_whole), without(generate, narrow))
         self.shardings = self.network.shardings(self.layouts.train)
+        train = self.layouts.train
+        splits = train if train.ways("length") > 1 else None
+        self.compute = dataclasses.replace(context.compute, context=splits)
+        self.passes = Passes(train, self.network.axes, context.micro_batch, context.samples)
         self.params: Params = {}  # until initialize, copy_from or restore
         self._forwards: dict[tuple, Any] = {}
 
@@ -149,18 +155,21 @@ class ModelWorker(Worker):
     def forward(self, compute: Callable[..., Any], params: Any, batch: Any) -> Any:
         """Run ``compute(model, batch, share)`` compiled; ``share``: rows per copy of a prompt.
 
+        Its arrays have a row per row of the batch, which a pipeline cuts into micro-batches.
         Programs are kept by the function's code: whatever varies between calls goes in ``batch``.
         """
-        rows = next(iter(batch.values())).shape[0]
-        share = self.share(rows) if self.grouped(batch) else 1
-        return self._forward(compute, share)(params, batch)
+        return self._forward(compute, self.grouped(batch))(params, batch)
 
-    def _forward(self, compute: Callable[..., Any], share: int) -> Any:
-        key = (getattr(compute, "__code__", compute), share)
+    def _forward(self, compute: Callable[..., Any], grouped: bool) -> Any:
+        key = (getattr(compute, "__code__", compute), grouped)
         if key not in self._forwards:
 
+            def part(params: Params, batch: Any, stack: Stack) -> Any:
+                share = self.share(next(iter(batch.values())).shape[0]) if grouped else 1
+                return compute(self.network.bind(params, stack), batch, share)
+
             def run(params: Params, batch: Any) -> Any:
-                return compute(self.network.bind(params), batch, share)
+                return self.passes.forward(part, params, batch)
 
             run.__name__ = f"{self.role}_{compute.__name__.strip('_')}"
             self._forwards[key] = jax.jit(run)
@@ -215,15 +224,14 @@ class TrainedWorker(ModelWorker):
 
     def make_updater(self, loss: Any, optimizer: OptimizerConfig, grouped: bool = True) -> Updater:
         """An update program for one loss; ``grouped``: samples of a prompt are consecutive."""
-        micro = self.context.micro_batch
-
-        def objective(params: Params, batch: dict[str, jax.Array]) -> Any:
+        def objective(params: Params, batch: Batch, stack: Stack) -> Any:
             share = self.share(batch["responses"].shape[0]) if grouped else 1
-            token_loss, stats = self.token_loss(self.network.bind(params), batch, share, loss)
+            model = self.network.bind(params, stack)
+            token_loss, stats = self.token_loss(model, batch, share, loss)
             total = jnp.sum(batch["weights"] * token_loss)
             return total, {k: jnp.sum(batch["stat_weights"] * v) for k, v in stats.items()}
 
-        def prepare(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        def prepare(batch: Batch) -> Batch:
             return batch | {
                 "weights": loss.weights(batch),
                 "stat_weights": loss.stat_weights(batch),
@@ -233,14 +241,14 @@ class TrainedWorker(ModelWorker):
             objective,
             prepare,
             optimizer,
-            self.layouts.train,
-            micro,
-            self.pretraining_objective(),
+            self.passes,
+            self.shardings,
+            self.pretraining(),
             name=f"{self.role}_update",
         )
 
-    def pretraining_objective(self) -> Any:
-        """The loss on the batch's ``pretrain`` entry, or None for a role without one."""
+    def pretraining(self) -> tuple[Objective, Prepare] | None:
+        """Objective and preparation of the batch's ``pretrain`` entry; None: no such loss."""
         return None
 
     def token_loss(
@@ -261,7 +269,7 @@ class TrainedWorker(ModelWorker):
 
     def start_optimizer(self) -> None:
         """Fresh optimizer state for the parameters as they are."""
-        self.optimizer_state = self.updater.init(self.params, self.shardings)
+        self.optimizer_state = self.updater.init(self.params)
 
     def update(self, batch: dict[str, Any]) -> dict[str, jax.Array]:
         """One optimizer step on a batch; returns metrics as scalars on the device."""
@@ -295,7 +303,7 @@ class TrainedWorker(ModelWorker):
     def abstract_state(self) -> dict[str, Any]:
         """Shapes and shardings of ``state()``."""
         state = super().abstract_state()
-        optimizer = self.updater.abstract_state(state["params"], self.shardings)
+        optimizer = self.updater.abstract_state(state["params"])
         return state | {"optimizer": optimizer}
 
     def programs(self, rows: int, prompt_length: int) -> Iterator[tuple[str, Callable[[], Any]]]:

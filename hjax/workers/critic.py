@@ -29,7 +29,7 @@ class Critic(TrainedWorker):
         self, model: Any, batch: dict[str, jax.Array], share: int, loss: Any
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The value loss and its statistics."""
-        values = _values(model, batch, share, self.context.compute)
+        values = _values(model, batch, share, self.compute)
         return loss(values, batch)
 
     @protocol("3D_PROTO")
@@ -39,7 +39,7 @@ class Critic(TrainedWorker):
         return {"values": self.forward(self._values, self.params, tokens)}
 
     def _values(self, model: Any, batch: Any, share: int) -> jax.Array:
-        scores = _values(model, batch, share, self.context.compute)
+        scores = _values(model, batch, share, self.compute)
         return jnp.where(batch["response_mask"], scores, 0.0)
 
     @protocol("3D_PROTO", phase="update")

@@ -17,11 +17,10 @@ import optax
 
 from hjax.errors import ConfigError
 from hjax.models.parameters import Params
-from hjax.sharding.layout import Layout
+from hjax.workers.passes import Batch, Objective, Passes
 
 Metrics = dict[str, jax.Array]
-# (params, micro-batch) -> (weighted loss sum, weighted sums of statistics)
-Objective = Callable[[Params, dict[str, jax.Array]], tuple[jax.Array, Metrics]]
+Prepare = Callable[[Batch], Batch]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,33 +91,32 @@ class Updater:
     """One optimizer step of a model, compiled once per batch shape.
 
     Args:
-      objective: maps (params, micro-batch) to a weighted loss sum and sums of statistics; both
-        add up over micro-batches. The batch carries its weights.
+      objective: maps (params, micro-batch, stack) to a weighted loss sum and sums of statistics;
+        both add up over micro-batches. The batch carries its weights.
       prepare: adds the weights to the whole step's batch, before it is cut.
       optimizer: settings of the update.
-      layout: the train layout.
-      micro_batch: most rows per forward and backward pass over all devices (at least one per
-        data-parallel part); 0 takes all at once.
-      pretraining: a second objective, on the batch's entry ``pretrain`` where it has one; its
-        loss is added (PPO-ptx).
+      passes: how batches are cut and run under the train layout.
+      shardings: nested dict of NamedSharding, of the parameters.
+      pretraining: a second objective and its ``prepare``, for the batch's entry ``pretrain``
+        where it has one; its loss is added (PPO-ptx).
       name: of the compiled program.
     """
 
     def __init__(
         self,
         objective: Objective,
-        prepare: Callable[[dict[str, jax.Array]], dict[str, jax.Array]],
+        prepare: Prepare,
         optimizer: OptimizerConfig,
-        layout: Layout,
-        micro_batch: int = 0,
-        pretraining: Objective | None = None,
+        passes: Passes,
+        shardings: Params,
+        pretraining: tuple[Objective, Prepare] | None = None,
         name: str = "update",
     ):
         self._objective = objective
         self._pretraining = pretraining
         self._prepare = prepare
-        self._layout = layout
-        self._micro_batch = micro_batch
+        self._passes = passes
+        self._shardings = shardings
         self._optimizer = optimizer.build()
         self._rate = optimizer.rate()
 
@@ -128,20 +126,20 @@ class Updater:
         step.__name__ = name  # by which a compilation is logged
         self._program = jax.jit(step, donate_argnums=(0, 1))
 
-    def init(self, params: Params, shardings: Params) -> Any:
+    def init(self, params: Params) -> Any:
         """Optimizer state, its moments sharded like the parameters."""
-        placed = jax.tree.map(lambda x: x.sharding, self.abstract_state(params, shardings))
+        placed = jax.tree.map(lambda x: x.sharding, self.abstract_state(params))
         return jax.jit(self._optimizer.init, out_shardings=placed)(params)
 
-    def abstract_state(self, params: Params, shardings: Params) -> Any:
+    def abstract_state(self, params: Params) -> Any:
         """The optimizer state as jax.ShapeDtypeStruct with shardings; ``params`` may be so too."""
         state = jax.eval_shape(self._optimizer.init, params)
         placed = optax.tree.map_params(
             self._optimizer,
             lambda _, sharding: sharding,
             state,
-            shardings,
-            transform_non_params=lambda _: self._layout.replicated,
+            self._shardings,
+            transform_non_params=lambda _: self._passes.layout.replicated,
         )
         return jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, placed
@@ -164,16 +162,18 @@ class Updater:
         return self._program.trace(params, state, batch)
 
     def _step(
-        self, params: Params, state: Any, batch: dict[str, jax.Array]
+        self, params: Params, state: Any, batch: dict[str, Any]
     ) -> tuple[Params, Any, Metrics]:
         batch = dict(batch)
-        pretrain = batch.pop("pretrain", None)
-        (loss, stats), grads = self._gradients(params, self._prepare(batch))
+        pretrain: Batch | None = batch.pop("pretrain", None)
+        gradients = self._passes.gradients
+        (loss, stats), grads = gradients(self._objective, params, self._prepare(batch))
         if pretrain is not None and self._pretraining is not None:
-            more = jax.value_and_grad(self._pretraining, has_aux=True)(params, pretrain)
-            (added, more_stats), more_grads = more
-            loss, stats = loss + added, stats | more_stats
+            objective, prepare = self._pretraining
+            (added, more_stats), more_grads = gradients(objective, params, prepare(pretrain))
+            loss, stats = loss + added, more_stats | stats
             grads = jax.tree.map(jnp.add, grads, more_grads)
+        grads = jax.lax.with_sharding_constraint(grads, self._shardings)
         norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
 
@@ -185,6 +185,7 @@ class Updater:
         (_, count), *_ = optax.tree.get_all_with_path(state, "count")
         rate = self._rate(count)
         params, state = jax.lax.cond(finite, take, lambda p, s: (p, s), params, state)
+        params = jax.lax.with_sharding_constraint(params, self._shardings)
         metrics = {
             "loss": loss,
             "grad_norm": norm,
@@ -193,36 +194,3 @@ class Updater:
             **stats,
         }
         return params, state, metrics
-
-    def _gradients(self, params: Params, batch: dict[str, jax.Array]) -> Any:
-        value_and_grad = jax.value_and_grad(self._objective, has_aux=True)
-        rows = next(x.shape[0] for x in batch.values() if x.ndim)
-        pieces = self._pieces(rows)
-        if pieces == 1:
-            return value_and_grad(params, batch)
-        parts = jax.tree.map(lambda x: self._cut(x, pieces), batch)
-
-        def add(total: Any, part: dict[str, jax.Array]) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, value_and_grad(params, part)), None
-
-        shapes = jax.eval_shape(value_and_grad, params, jax.tree.map(lambda x: x[0], parts))
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        return jax.lax.scan(add, zeros, parts)[0]
-
-    def _pieces(self, rows: int) -> int:
-        """The fewest equal micro-batches of at most ``micro_batch`` rows."""
-        if not self._micro_batch:
-            return 1
-        local = rows // self._layout.ways("batch")
-        fewest = -(-rows // self._micro_batch)
-        return next((n for n in range(fewest, local + 1) if local % n == 0), local)
-
-    def _cut(self, x: jax.Array, pieces: int) -> jax.Array:
-        """[rows, ...] -> [pieces, rows / pieces, ...], every device cutting its own rows."""
-        if x.ndim == 0:  # a number that holds for all rows
-            return jnp.broadcast_to(x, (pieces,))
-        ways = self._layout.ways("batch")
-        local = x.shape[0] // (ways * pieces)
-        x = x.reshape(ways, pieces, local, *x.shape[1:]).swapaxes(0, 1)
-        x = x.reshape(pieces, ways * local, *x.shape[3:])
-        return self._layout.constrain(x, None, "batch")

@@ -23,10 +23,9 @@ class Reference(ModelWorker):
         return {"ref_logprobs": self.forward(self._ref_log_prob, self.params, tokens)}
 
     def _ref_log_prob(self, model: Any, batch: Any, share: int) -> jax.Array:
-        context = self.context
-        hidden = response_states(model, batch, share, context.compute)
+        hidden = response_states(model, batch, share, self.compute)
         logprobs, _ = token_log_probs(
-            model, hidden, batch["responses"], context.temperature, with_entropy=False
+            model, hidden, batch["responses"], self.context.temperature, with_entropy=False
         )
         return jnp.where(batch["response_mask"], logprobs, 0.0)
 

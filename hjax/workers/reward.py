@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from hjax.errors import RunError
@@ -100,10 +101,10 @@ class ModelReward(ModelWorker):
         return np.asarray(self.forward(self._last_score, self.params, arrays))[: len(sequences)]
 
     def _last_score(self, model: Any, batch: Any, share: int) -> jax.Array:
-        compute = self.context.compute
-        hidden = sequence_states(model.decoder, batch["tokens"], batch["mask"], compute)
-        last = batch["mask"].sum(axis=1) - 1
-        return model.score(hidden[jax.numpy.arange(hidden.shape[0]), last])
+        mask = batch["mask"]
+        hidden = sequence_states(model.decoder, batch["tokens"], mask, self.compute)
+        last = jnp.arange(mask.shape[1]) == mask.sum(axis=1, keepdims=True) - 1
+        return jnp.sum(jnp.where(last, model.score(hidden), 0.0), axis=1)
 
     def programs(self, rows: int, prompt_length: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         """Scores of ``rows`` sequences of the greatest length that the actor's tokens can give."""
@@ -116,7 +117,7 @@ class ModelReward(ModelWorker):
         }
         params = abstract(self.network.shapes, self.shardings)
         name = "compute_reward" if self.role == "reward" else "compute_cost"
-        yield name, lambda: self._forward(self._last_score, 1).trace(params, batch)
+        yield name, lambda: self._forward(self._last_score, False).trace(params, batch)
 
     def _sequences(self, batch: Mapping[str, Any]) -> list[list[int]]:
         if self.context.retokenize:

@@ -1,0 +1,85 @@
+"""What a decode loop carries beside the cache: the tokens drawn so far."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hjax.rollout.sampling import Sampling, draw
+
+Progress = dict[str, Any]
+
+
+def start(rows: int, length: int, sampling: Sampling) -> Progress:
+    """Nothing drawn yet: tables of [rows, length] and the rows that are done."""
+    return {
+        "last": jnp.zeros((rows,), jnp.int32),
+        "done": jnp.zeros((rows,), bool),
+        "tokens": jnp.zeros((rows, length), jnp.int32),
+        "mask": jnp.zeros((rows, length), bool),
+        "logprobs": {
+            name: jnp.zeros((rows, length), jnp.float32) for name in _reported(sampling)
+        },
+    }
+
+
+def advance(
+    progress: Progress,
+    logits: jax.Array,
+    keys: jax.Array,
+    at: jax.Array,
+    sampling: Sampling,
+    stop: jax.Array,
+) -> Progress:
+    """Draw every row's token at position ``at`` of its response.
+
+    Args:
+      progress: of ``start``.
+      logits: float32 [rows, vocab].
+      keys: PRNG keys [rows], of ``sequence_keys``.
+      at: int32 [].
+      sampling: how tokens are drawn.
+      stop: int32 [stop tokens]; a row that draws one is done.
+    """
+    done = progress["done"]
+    drawn = draw(logits, keys, at, sampling)
+    token = jnp.where(done, 0, drawn.token)
+    finished = jnp.any(token[:, None] == stop, axis=-1) & ~done
+
+    def put(table: jax.Array, column: jax.Array) -> jax.Array:
+        column = jnp.where(done, jnp.zeros_like(column), column)
+        return jax.lax.dynamic_update_slice(table, column[:, None], (0, at))
+
+    fields = _reported(sampling)
+    return {
+        "last": token,
+        "done": done | finished,
+        "tokens": put(progress["tokens"], token),
+        "mask": put(progress["mask"], ~done),
+        "logprobs": {
+            name: put(table, getattr(drawn, fields[name]))
+            for name, table in progress["logprobs"].items()
+        },
+    }
+
+
+def responses(progress: Progress) -> dict[str, jax.Array]:
+    """The rollout's entries that were drawn."""
+    return {
+        "responses": progress["tokens"],
+        "response_mask": progress["mask"],
+        "truncated": ~progress["done"],
+        **progress["logprobs"],
+    }
+
+
+def _reported(sampling: Sampling) -> dict[str, str]:
+    """Which log-probs a rollout carries: name in the batch -> field of ``Draw``."""
+    reported = {"logprobs": "sampled"}
+    if sampling.truncates:
+        reported["policy_logprobs"] = "policy"
+    if sampling.tempered or sampling.truncates:
+        reported["untempered_logprobs"] = "untempered"
+    return reported
