@@ -85,9 +85,8 @@ def test_by_default_all_devices_are_data_parallel():
 
 
 REFUSALS = [
-    ({"pipe": 2, "data": -1}, {}, r"layout.train.pipe=2: .*data, fsdp and tensor only.*pipe to 1"),
-    ({"context": 2, "data": -1}, {}, "layout.train.context=2"),
-    ({"expert": 4, "data": -1}, {}, "layout.train.expert=4"),
+    ({"pipe": 3, "data": -1}, {}, "pipe=3 does not divide 8 devices; .*1, 2, 4, 8"),
+    ({"pipe": 4, "data": 2}, {"pipe": 8}, "generate.pipe=8 .* size 4; it may be 1, 2, 4"),
     ({"tensor_micro": 2}, {}, "unknown mesh axis 'tensor_micro'; allowed: data, fsdp"),
     ({"model": 2}, {}, "unknown mesh axis 'model'; allowed: data, fsdp"),
     ({"data": -1, "fsdp": -1}, {}, "only one axis may be -1, not data and fsdp"),
@@ -100,7 +99,7 @@ REFUSALS = [
     ({"tensor": 4, "data": 2}, {"tensor": 8}, "generate.tensor=8 .* size 4; it may be 1, 2, 4"),
     ({"tensor": 4, "data": 2}, {"tensor": 0}, "generate.tensor=0"),
     ({"tensor": 4, "data": 2}, {"data": 4}, "generate.data=4: generation takes only tensor"),
-    ({"tensor": 4, "data": 2}, {"pipe": 2}, "generate.pipe=2: generation takes only tensor"),
+    ({"tensor": 4, "data": 2}, {"context": 2}, "generate.context=2: generation takes only tensor"),
     ({"tensor": 4, "data": 2}, {"rows": 2}, "unknown mesh axis 'rows'"),
 ]
 
@@ -125,7 +124,7 @@ def test_an_unknown_logical_axis_is_named():
 
 def test_a_dimension_that_does_not_divide_is_refused_with_divisors():
     layout = make_layouts(jax.devices(), {"data": 1, "tensor": 8}, {"tensor": 2}).train
-    line = r"actor: mlp of size 172 .* tensor x tensor_micro = 8; .* 1, 2, 4, 43, 86, 172"
+    line = r"actor: mlp of size 172 .* over tensor = 8; .* 1, 2, 4, 43, 86, 172"
     with pytest.raises(ConfigError, match=line):
         check_shapes(layout, {"heads": 8, "mlp": 172}, "actor")
     with pytest.raises(ConfigError, match="kv_heads of size 3"):

@@ -11,6 +11,7 @@ import torch
 from hjax.errors import ConfigError
 from hjax.sharding.layout import make_layouts
 from hjax.workers import OptimizerConfig, Updater
+from hjax.workers.passes import Passes
 
 ROWS, STEPS = 8, 12
 SHAPES = {"matrix": (3, 2), "bias": (2,), "stack": {"some_norm": (2, 2), "weight": (2, 2)}}
@@ -35,7 +36,7 @@ def predict(params, x):
     return hidden @ params["stack"]["weight"] * params["stack"]["some_norm"][1]
 
 
-def objective(params, batch):
+def objective(params, batch, stack):
     error = batch["weights"] * (predict(params, batch["x"]) - batch["y"]) ** 2
     return jnp.sum(error), {"seen": jnp.sum(batch["weights"])}
 
@@ -46,10 +47,16 @@ def prepare(batch):
 
 
 def updater(config, micro_batch=0, devices=1):
+    made = make(objective, config, initial(), micro_batch, devices)
+    params = jax.device_put(initial(), make_layouts(jax.devices()[:devices]).train.replicated)
+    return made, params, made.init(params)
+
+
+def make(objective, config, params, micro_batch=0, devices=1):
     layout = make_layouts(jax.devices()[:devices]).train
-    made = Updater(objective, prepare, config, layout, micro_batch)
-    params = jax.device_put(initial(), layout.replicated)
-    return made, params, made.init(params, jax.tree.map(lambda _: layout.replicated, params))
+    shardings = jax.tree.map(lambda _: layout.replicated, params)
+    passes = Passes(layout, {}, micro_batch)
+    return Updater(objective, prepare, config, passes, shardings)
 
 
 def ours(config, data, **options):
@@ -149,13 +156,12 @@ def test_a_loss_that_is_not_finite_skips_update_and_schedule(bad):
 
 
 def test_a_gradient_that_is_not_finite_skips_though_the_loss_is():
-    def root(params, batch):
+    def root(params, batch, stack):
         return jnp.sum(jnp.sqrt(params["matrix"])) + 0 * jnp.sum(batch["weights"]), {}
 
-    layout = make_layouts(jax.devices()[:1]).train
-    update = Updater(root, prepare, OptimizerConfig(PEAK), layout)
     params = {"matrix": jnp.array([[0.0, 4.0]])}
-    state = update.init(params, jax.tree.map(lambda _: layout.replicated, params))
+    update = make(root, OptimizerConfig(PEAK), params)
+    state = update.init(params)
     [batch, *_] = batches()
     params, _, metrics = update(params, state, jax.tree.map(jnp.asarray, batch))
     assert float(metrics["loss"]) == 2 and not math.isfinite(metrics["grad_norm"])
@@ -164,18 +170,17 @@ def test_a_gradient_that_is_not_finite_skips_though_the_loss_is():
 
 
 def test_a_number_for_all_rows_survives_the_cut():
-    def scaled(params, batch):
-        loss, stats = objective(params, batch)
+    def scaled(params, batch, stack):
+        loss, stats = objective(params, batch, stack)
         return batch["scale"] * loss, stats
 
-    layout = make_layouts(jax.devices()[:1]).train
     [batch, *_] = batches()
     batch |= {"scale": np.float32(3.0).reshape(())}
     norms = []
     for micro in (0, 2):
-        update = Updater(scaled, prepare, OptimizerConfig(PEAK), layout, micro)
+        update = make(scaled, OptimizerConfig(PEAK), initial(), micro)
         params = jax.tree.map(jnp.asarray, initial())
-        state = update.init(params, jax.tree.map(lambda _: layout.replicated, params))
+        state = update.init(params)
         norms.append(float(update(params, state, jax.tree.map(jnp.asarray, batch))[2]["grad_norm"]))
     assert norms[1] == pytest.approx(norms[0], rel=1e-6)
 

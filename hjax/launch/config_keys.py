@@ -96,10 +96,10 @@ def _train_axes() -> dict[str, Key]:
     return {
         "data": Key(-1, "copies of the model, each with its share of the batch"),
         "fsdp": Key(1, "parameters and optimizer state split; the batch split too"),
-        "pipe": Key(1, "pipeline stages (this version: 1)"),
+        "pipe": Key(1, "pipeline stages: layers split, micro-batches passed along; divides layers"),
         "tensor": Key(1, "heads, MLP and vocabulary split"),
-        "context": Key(1, "sequence length split (this version: 1)"),
-        "expert": Key(1, "experts split (this version: 1)"),
+        "context": Key(1, "sequence length split, keys and values gathered"),
+        "expert": Key(1, "experts split; more data parallelism for everything else"),
     }
 
 
@@ -108,7 +108,11 @@ def _layout(generates: bool) -> dict[str, Any]:
     if generates:
         axes["generate"] = {
             "data": Key(-1, "follows from the other axes"),
-            "pipe": Key(1, "pipeline stages (this version: 1)"),
+            "pipe": Key(
+                1,
+                "pipeline stages while generating; divides the training size, the quotient "
+                "becomes more data parallelism",
+            ),
             "tensor": Key(
                 1,
                 "heads, MLP and vocabulary split while generating; divides the training size, "

@@ -159,9 +159,9 @@ def layout_sizes(plan: Plan, layouts: Any, role: str, stage: str) -> dict[str, i
 
 
 def train_sizes(shape: Mapping[str, int]) -> dict[str, int]:
-    """Mesh axes of the train layout, the micro axes multiplied in."""
-    return {
-        "data": shape["data"],
-        "fsdp": shape["fsdp"],
-        "tensor": shape["tensor"] * shape["tensor_micro"],
-    }
+    """Mesh axes of the train layout, the micro axes multiplied in; rare ones where they split."""
+    sizes = {axis: n for axis, n in shape.items() if not axis.endswith("_micro")}
+    for axis in ("pipe", "tensor"):
+        sizes[axis] *= shape[f"{axis}_micro"]
+    usual = ("data", "fsdp", "tensor")
+    return {axis: n for axis, n in sizes.items() if n > 1 or axis in usual}

@@ -384,6 +384,8 @@ class Trainer:
                     "data": layouts.generate.ways("batch"),
                     "tensor": layouts.generate.ways("heads"),
                 }
+                if (stages := layouts.generate.ways("layers")) > 1:
+                    parallelism[role]["generate"]["pipe"] = stages
         return {
             "placement": [list(roles) for roles in plan.placement],
             "allocation": list(plan.allocation),

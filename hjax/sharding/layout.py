@@ -255,7 +255,8 @@ def check_shapes(layout: Layout, dimensions: Mapping[str, int], what: str) -> li
         if name == "kv_heads" and ways % size == 0:
             whole.append(name)
             continue
-        axes = " x ".join(a for a in layout.rules[name] if layout.mesh.shape[a] > 1)
+        split = [a for a in layout.rules[name] if layout.mesh.shape[a] > 1]
+        axes = " x ".join(dict.fromkeys(a.removesuffix("_micro") for a in split))
         raise ConfigError(
             f"{what}: {name} of size {size} does not divide over {axes} = {ways}; "
             f"{axes} may be {_divisors(size)}"

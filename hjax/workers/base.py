@@ -150,7 +150,7 @@ class ModelWorker(Worker):
         """What ``forward`` compiles of ``compute`` for the tokens of ``rows`` sequences."""
         params = abstract(self.network.shapes, self.shardings)
         batch = self.token_shapes(rows, prompt_length)
-        return self._forward(compute, self.share(rows)).trace(params, batch)
+        return self._forward(compute, True).trace(params, batch)
 
     def forward(self, compute: Callable[..., Any], params: Any, batch: Any) -> Any:
         """Run ``compute(model, batch, share)`` compiled; ``share``: rows per copy of a prompt.
