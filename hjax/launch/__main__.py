@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-import re
 import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -19,9 +16,10 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict
 
-from hjax.errors import ConfigError, RunError
+from hjax.errors import ConfigError
+from hjax.launch.command import exit_status, json_line, take_config
 from hjax.launch.config import config_names, find_config, load_config
-from hjax.launch.workdir import METRICS, Workdir, to_json
+from hjax.launch.workdir import METRICS, Workdir
 
 HELP = """\
 usage: python -m hjax.launch --config=NAME.py [--workdir=DIR] [--dry_run] [--json]
@@ -108,19 +106,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signals = Signals()
     signals.install()
     try:
-        return _run(parse(arguments), signals)
+        return exit_status(lambda: _run(parse(arguments), signals))
     except Stopped:
         name = signal.Signals(signals.received).name
         print(f"hjax: stopped by {name} before the run began", file=sys.stderr)
         return 128 + signals.received
-    except ConfigError as error:
-        return _fail(error, 2)
-    except RunError as error:
-        return _fail(error, 1)
-    except Exception as error:
-        # Not a known kind of failure: where it happened matters more than brevity.
-        traceback.print_exc()
-        return _fail(error, 1)
 
 
 def parse(arguments: Sequence[str]) -> Command:
@@ -129,7 +119,7 @@ def parse(arguments: Sequence[str]) -> Command:
     Raises:
       ConfigError: a wrong flag, file, key or value.
     """
-    name, rest = _take_config(arguments)
+    name, rest = take_config(arguments)
     own = flags.FlagValues()
     flags.DEFINE_string("workdir", None, "where the run is kept", flag_values=own)
     flags.DEFINE_bool("dry_run", False, "only say what would be done", flag_values=own)
@@ -139,26 +129,6 @@ def parse(arguments: Sequence[str]) -> Command:
         raise ConfigError("--workdir= is empty; name a directory, or leave the flag out")
     workdir = Path(own.workdir).expanduser() if own.workdir else None
     return Command(name, config, workdir, own.dry_run, own.json)
-
-
-def _take_config(arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """The value of --config, and the other arguments."""
-    name, rest, waiting = "", [], False
-    for argument in arguments:
-        if waiting:
-            name, waiting = argument, False
-        elif argument in ("--config", "-config"):
-            waiting = True
-        elif match := re.match(r"--?config=(.*)", argument, re.DOTALL):
-            name = match[1]
-        else:
-            rest.append(argument)
-    if not name:
-        raise ConfigError(
-            "--config=NAME.py is missing; give a config file, or one of "
-            + ", ".join(config_names())
-        )
-    return name, rest
 
 
 def _run(command: Command, signals: Signals) -> int:
@@ -208,7 +178,8 @@ def _finish(trainer: Any, path: Path, command: Command, received: int) -> int:
         report = path / "report.html"
         print(f"done: {step} steps in {path}" + (f", see {report}" if report.exists() else ""))
     if command.json:
-        print(_json({"workdir": path, "steps": step, "stopped": bool(received), "metrics": last}))
+        summary = {"workdir": path, "steps": step, "stopped": bool(received), "metrics": last}
+        print(json_line(summary))
     return 128 + received if received else 0
 
 
@@ -220,7 +191,7 @@ def _say_finished(workdir: Workdir, config: ConfigDict, command: Command) -> Non
     if command.json:
         rows = workdir.rows(METRICS)
         summary = {"workdir": workdir.path, "steps": workdir.last_step(), "stopped": False}
-        print(_json({**summary, "metrics": rows[-1] if rows else {}}))
+        print(json_line({**summary, "metrics": rows[-1] if rows else {}}))
 
 
 def _dry_run(trainer: Any, command: Command) -> int:
@@ -229,16 +200,14 @@ def _dry_run(trainer: Any, command: Command) -> int:
     finally:
         trainer.close()
     if not command.json:
-        from hjax.launch.tables import print_description
+        from hjax.launch.tables import print_description, print_memory
 
+        memory = description.pop("memory")
         print_description(description, title=f"dry run of {command.name}")
+        print_memory(memory, description["device_memory_bytes"])
     else:
-        print(_json(description))
+        print(json_line(description))
     return 0
-
-
-def _json(value: Any) -> str:
-    return json.dumps(to_json(value), ensure_ascii=False)
 
 
 def _new_workdir(name: str) -> Path:
@@ -252,14 +221,6 @@ def _new_workdir(name: str) -> Path:
         number += 1
         path = base.with_name(f"{base.name}-{number}")
     return path
-
-
-def _fail(error: Exception, status: int) -> int:
-    text = " ".join(str(error).split()) or type(error).__name__
-    if not isinstance(error, (ConfigError, RunError)):
-        text = f"{type(error).__name__}: {text}"
-    print(f"hjax: error: {text}", file=sys.stderr)
-    return status
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-
+from hjax.launch.programs import add_held, memory_of, resident_bytes, step_programs
+from hjax.launch.roles import Roles
 from hjax.models.parameters import decoder_network, scalar_network
 
 
@@ -16,8 +16,9 @@ def describe(trainer: Any) -> dict[str, Any]:
     memory (``memory_analysis``).
 
     Returns:
-      ``algorithm``, ``batch``, ``placement``, ``parameters`` (by role), ``memory`` (one row per
-      program, bytes per device) and ``resident_bytes`` (per pool: the states of its roles).
+      ``algorithm``, ``batch``, ``placement``, ``parameters`` (by role), ``memory`` (of each program
+      what ``programs.add_held`` says, bytes per device), ``resident_bytes`` (by role, kept between
+      calls) and ``device_memory_bytes``.
     """
     config, roles = trainer.config, trainer.roles
     rollout, algorithm = config.rollout, config.algorithm
@@ -44,35 +45,12 @@ def describe(trainer: Any) -> dict[str, Any]:
             "train_examples": len(trainer.inputs.demonstrations),
             "steps": config.steps,
         }
-    memory, resident = [], {}
-    for role, group in roles.groups.items():
-        worker = group.worker
-        if not hasattr(worker, "programs"):
-            continue
-        state = worker.abstract_state()
-        resident[role] = per_device_bytes(state)
-        prompt_length = trainer.inputs.prompt_length
-        programs = dict(worker.programs(minibatch, prompt_length))
-        # Mini-batches are cut after the whole step's sequences were generated at once.
-        whole = dict(worker.programs(rows, prompt_length))
-        programs |= {name: whole[name] for name in programs if name != "update"}
-        if not trainer.algorithm_class.generates:
-            programs = {"update": programs["update"]}
-        for name, trace in programs.items():
-            analysis = trace().lower().compile().memory_analysis()
-            memory.append(
-                {
-                    "role": role,
-                    "program": name,
-                    "argument_bytes": analysis.argument_size_in_bytes,
-                    "output_bytes": analysis.output_size_in_bytes,
-                    "temporary_bytes": analysis.temp_size_in_bytes,
-                    "total_bytes": analysis.argument_size_in_bytes
-                    + analysis.output_size_in_bytes
-                    - analysis.alias_size_in_bytes
-                    + analysis.temp_size_in_bytes,
-                }
-            )
+    records = []
+    length = trainer.inputs.prompt_length
+    for program in step_programs(config, trainer.algorithm_class, roles, length):
+        named = {"role": program.role, "program": program.name, "runs": program.runs}
+        memory = memory_of(program.trace().lower().compile())
+        records.append(add_held({**named, **memory}, program, roles))
     placement = [
         {
             "roles": list(members),
@@ -93,8 +71,9 @@ def describe(trainer: Any) -> dict[str, Any]:
         "placement": placement,
         "host_roles": [r for r in roles.groups if r not in roles.layouts],
         "parameters": {role: _parameters(trainer, role) for role in roles.models},
-        "resident_bytes": resident,
-        "memory": memory,
+        "resident_bytes": {r: sum(kinds.values()) for r, kinds in resident_bytes(roles).items()},
+        "device_memory_bytes": device_memory(roles),
+        "memory": records,
     }
 
 
@@ -104,13 +83,8 @@ def _parameters(trainer: Any, role: str) -> int:
     return (scalar_network if scalar else decoder_network)(config).parameters
 
 
-def per_device_bytes(tree: Any) -> int:
-    """Bytes that each device holds of a tree of jax.ShapeDtypeStruct with shardings."""
-    total = 0
-    for leaf in jax.tree.leaves(tree):
-        shape = leaf.sharding.shard_shape(leaf.shape)
-        size = leaf.dtype.itemsize
-        for n in shape:
-            size *= n
-        total += size
-    return total
+def device_memory(roles: Roles) -> int | None:
+    """Memory of the smallest device that a program may use, in bytes; None on a CPU."""
+    devices = [device for pool in roles.pools.values() for device in pool.devices]
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
+    return min((limit for limit in limits if limit), default=None)

@@ -15,7 +15,7 @@ from hjax.data.tasks import Task, get_task
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, DataError
 from hjax.models.config import ModelConfig
-from hjax.models.weights import model_directory, read_config
+from hjax.models.weights import model_directory, read_config, read_eos_ids
 from hjax.rewards.function import load_function
 
 # How many training prompts of a built-in task are kept at most.
@@ -37,6 +37,7 @@ class Inputs:
     reward: Callable[..., Any] | None
     cost: Callable[..., Any] | None
     demonstrations: list[tuple[list[int], list[int]]]
+    eos_ids: tuple[int, ...] = ()
 
 
 def load_inputs(config: ConfigDict, supervised: bool = False) -> Inputs:
@@ -79,7 +80,16 @@ def load_inputs(config: ConfigDict, supervised: bool = False) -> Inputs:
         _function(config, "reward", task.reward if task else None),
         _function(config, "cost", task.cost if task and task.has_cost else None),
         _demonstrations(config, task, tokenizer, train, supervised),
+        _eos_ids(config, tokenizer),
     )
+
+
+def _eos_ids(config: ConfigDict, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    if tokenizer is not None:
+        return tuple(tokenizer.eos_ids)
+    if config.actor.path:
+        return tuple(read_eos_ids(model_directory(config.actor.path)))
+    return ()
 
 
 def _tokenizer(config: ConfigDict, task: Task | None) -> Tokenizer | None:

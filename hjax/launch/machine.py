@@ -25,6 +25,7 @@ def prepare_jax(config: ConfigDict) -> str:
     import jax
 
     options: Any = jax.config
+    _quiet_tpu_compiler()
     _keep_compiled_programs(options)
     platform = (options.jax_platforms or "cpu").split(",")[0]
     already_set = (
@@ -75,6 +76,16 @@ def available_cores() -> int:
     except (OSError, ValueError):
         pass  # no control group, or an older kind: affinity alone
     return cores or 1
+
+
+def _quiet_tpu_compiler() -> None:
+    """Where JAX has found no TPU, let an installed libtpu find so too, without asking the network.
+
+    JAX tries it before it falls back to the CPU; these say what it would otherwise complain about.
+    """
+    if os.environ.get("TPU_SKIP_MDS_QUERY") == "1":  # set by JAX as it is imported
+        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+        os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5p-16")
 
 
 def _keep_compiled_programs(options: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from hjax.launch.inputs import Inputs, load_tokenizer
 from hjax.launch.placement import HOST_POOL, Plan, layout_sizes, make_plan, make_pools
 from hjax.models.config import ModelConfig
 from hjax.models.transformer import Compute
-from hjax.models.weights import check_weights, model_directory, read_config, read_eos_ids
+from hjax.models.weights import check_weights, read_config
 from hjax.rewards.function import RewardFunction
 from hjax.rollout.sampling import Sampling
 from hjax.sharding.layout import RoleLayouts, make_layouts
@@ -70,19 +71,36 @@ def default_dtype(platform: str) -> Any:
     return jnp.float32 if platform == "cpu" else jnp.bfloat16
 
 
-def build_roles(config: ConfigDict, algorithm: type[Algorithm], inputs: Inputs) -> Roles:
+def read_model(path: str) -> tuple[ModelConfig, Tokenizer | None]:
+    """Shapes and tokenizer of the model at a path, whose weights are there to be loaded.
+
+    Raises:
+      ConfigError: missing or damaged files, by name.
+    """
+    check_weights(path)
+    return read_config(path), load_tokenizer(path)
+
+
+def build_roles(
+    config: ConfigDict,
+    algorithm: type[Algorithm],
+    inputs: Inputs,
+    devices: Sequence[jax.Device] | None = None,
+    read: Callable[[str], tuple[ModelConfig, Tokenizer | None]] = read_model,
+) -> Roles:
     """Check everything that can be checked, then make the worker groups.
+
+    Args:
+      config: the run's.
+      algorithm: its class.
+      inputs: what it reads.
+      devices: to build for; None: those of this process. Nothing is placed on them here.
+      read: gives shapes and tokenizer of a role's path.
 
     Raises:
       ConfigError: shapes, batches, layouts or paths that do not fit, by name.
     """
-    devices = jax.devices()
-    limit = config.cluster.devices_per_process
-    if limit > len(devices):
-        raise ConfigError(
-            f"cluster.devices_per_process={limit}, but this process sees {len(devices)} devices"
-        )
-    devices = devices[: limit or None]
+    devices = local_devices(config) if devices is None else devices
     roles = algorithm.needed_roles(config.algorithm)
     on_host = tuple(
         role
@@ -107,7 +125,8 @@ def build_roles(config: ConfigDict, algorithm: type[Algorithm], inputs: Inputs) 
         for role in with_devices
     }
     _check_batches(config, algorithm, layouts, inputs)
-    builder = _Builder(config, algorithm, inputs, layouts, default_dtype(devices[0].platform))
+    dtype = default_dtype(devices[0].platform)
+    builder = _Builder(config, algorithm, inputs, layouts, dtype, read)
     contexts = {role: builder.context(role) for role in roles}
     groups: dict[str, WorkerGroup] = {}
     for role, context in contexts.items():
@@ -127,6 +146,17 @@ def build_roles(config: ConfigDict, algorithm: type[Algorithm], inputs: Inputs) 
     return Roles(groups, pools, plan, layouts, models, copies)
 
 
+def local_devices(config: ConfigDict) -> list[jax.Device]:
+    """This process's devices, as many of them as the config wants."""
+    devices = jax.devices()
+    limit = config.cluster.devices_per_process
+    if limit > len(devices):
+        raise ConfigError(
+            f"cluster.devices_per_process={limit}, but this process sees {len(devices)} devices"
+        )
+    return devices[: limit or None]
+
+
 class _Builder:
     """Makes each role's context and worker class."""
 
@@ -137,9 +167,10 @@ class _Builder:
         inputs: Inputs,
         layouts: dict[str, RoleLayouts],
         auto_dtype: Any,
+        read: Callable[[str], tuple[ModelConfig, Tokenizer | None]],
     ):
         self.config, self.algorithm, self.inputs = config, algorithm, inputs
-        self.layouts = layouts
+        self.layouts, self.read = layouts, read
         self.losses = algorithm.losses(config.algorithm, config.rollout.max_response_length)
         dtype = {"auto": auto_dtype, "float32": jnp.float32, "bfloat16": jnp.bfloat16}
         self.compute = Compute(
@@ -203,8 +234,7 @@ class _Builder:
             return None, self.inputs.tokenizer
         if not path:
             return self.inputs.model, self.inputs.tokenizer
-        check_weights(path)
-        model, tokenizer = read_config(path), load_tokenizer(path)
+        model, tokenizer = self.read(path)
         ours = self.inputs.tokenizer
         differs = ours is not None and tokenizer is not None and not ours.same_as(tokenizer)
         if role in PER_TOKEN and (differs or model.vocab_size < self.inputs.model.vocab_size):
@@ -254,16 +284,13 @@ class _Builder:
 
 
 def stop_tokens(config: ConfigDict, inputs: Inputs) -> tuple[int, ...]:
-    """Ids that end a response: the tokenizer's end-of-sequence ids and ``rollout.stop``.
+    """Ids that end a response: the model's end-of-sequence ids and ``rollout.stop``.
 
     Raises:
       ConfigError: a stop string that is not one token.
     """
     tokenizer = inputs.tokenizer
-    ends = tokenizer.eos_ids if tokenizer else ()
-    if tokenizer is None and config.actor.path:
-        ends = tuple(read_eos_ids(model_directory(config.actor.path)))
-    stop = [i for i in ends if i < inputs.model.vocab_size]
+    stop = [i for i in inputs.eos_ids if i < inputs.model.vocab_size]
     for text in config.rollout.stop:
         ids = tokenizer.encode(text, add_special=False) if tokenizer else []
         if len(ids) != 1:

@@ -17,12 +17,9 @@ def print_description(
     A key (or its section's) that ends in `bytes` is shown in KiB, MiB or GiB; underscores in
     names become blanks.
     """
-    from rich.console import Console
     from rich.text import Text
 
-    stream = stream or sys.stdout
-    # Wide enough for a long path where the output is not a terminal.
-    console = Console(file=stream, highlight=False, width=None if stream.isatty() else 160)
+    console = wide_console(stream)
     if title:
         console.print(Text(title, style="bold"))
     scalars = {k: v for k, v in description.items() if not _is_section(v)}
@@ -33,6 +30,27 @@ def print_description(
             console.print()
             console.print(Text(_words(name), style="bold"))
             console.print(_section(section, name))
+
+
+def print_memory(
+    records: Sequence[Mapping[str, Any]],
+    memory_bytes: int | None,
+    stream: TextIO | None = None,
+) -> None:
+    """Print what a device holds during each program, see ``memory_table.memory_table``."""
+    from hjax.launch.memory_table import memory_table
+
+    console = wide_console(stream)
+    console.print("\n[bold]memory per device[/bold]")
+    console.print(memory_table(records, memory_bytes))
+
+
+def wide_console(stream: TextIO | None = None) -> Any:
+    """A rich console, wide enough for paths and bars where the output is not a terminal."""
+    from rich.console import Console
+
+    stream = stream or sys.stdout
+    return Console(file=stream, highlight=False, width=None if stream.isatty() else 160)
 
 
 def _is_section(value: Any) -> bool:

@@ -14,6 +14,7 @@ from hjax.errors import ConfigError
 from hjax.models import huggingface
 from hjax.models.config import ModelConfig
 from hjax.models.parameters import Params
+from hjax.models.shapes import SHAPES
 
 MODEL_DIRECTORY = "model"  # in a workdir: config.json and tokenizer of its actor
 
@@ -32,6 +33,12 @@ def model_directory(path: str | os.PathLike) -> Path:
     """
     directory = Path(path).expanduser()
     if not directory.is_dir():
+        if str(path).lower() in SHAPES:
+            raise ConfigError(
+                f"{str(path)!r} names a published shape, without weights: "
+                "`python -m hjax.launch.compile` compiles it; to run it, give its weights as a "
+                "Hugging Face directory or a name as owner/name"
+            )
         if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
             raise ConfigError(
                 f"no model directory {str(path)!r}; give a Hugging Face directory with "

@@ -190,7 +190,8 @@ class Generator:
         stop = jnp.asarray(shape.stop, jnp.int32)
 
         def draw(state: dict[str, Any], logits: jax.Array) -> dict[str, Any]:
-            at, logits = state["position"], split(logits, "batch")
+            # First as they are made: otherwise XLA gathers the output table, for every token.
+            at, logits = state["position"], split(split(logits, "batch", "vocab"), "batch")
             drawn = progress.advance(state["drawn"], logits, keys, at, shape.sampling, stop)
             return {"cache": state["cache"], "position": at + 1, "drawn": drawn}
 

@@ -18,7 +18,7 @@ from hjax.rollout.sampling import Sampling
 from hjax.sharding.pipeline import Stack
 from hjax.sharding.protocols import protocol
 from hjax.sharding.transition import Transition
-from hjax.workers.base import TOKEN_KEYS, TrainedWorker, WorkerContext, abstract
+from hjax.workers.base import TOKEN_KEYS, TrainedWorker, WorkerContext
 from hjax.workers.optimizer import Prepare, Updater
 from hjax.workers.passes import Batch, Objective
 
@@ -217,23 +217,49 @@ class Actor(TrainedWorker):
 
     def programs(self, rows: int, prompt_length: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         """Generation, log-probs and update of ``rows`` sequences."""
-        copies = jax.tree.map(
-            lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype),
-            self.network.shapes,
-            self.network.read_dtypes(self.context.compute.dtype),
-        )
-        yield "generate", lambda: self.generator.trace(
-            abstract(copies, self.network.shardings(self.layouts.generate)),
-            rows // self.context.samples,
-            prompt_length,
-            samples=self.context.samples,
-            max_new_tokens=self.context.max_response_length,
-            sampling=self.context.sampling,
-            stop=self.context.stop,
-        )
+        samples, sampling = self.context.samples, self.context.sampling
+        yield "generate", lambda: self._trace_generate(rows, prompt_length, samples, sampling)
+        greedy = Sampling(temperature=0.0)
+        yield "generate_greedy", lambda: self._trace_generate(rows, prompt_length, 1, greedy)
         trace = self.trace_forward
         yield "compute_log_prob", lambda: trace(self._log_prob, rows, prompt_length)
         yield from super().programs(rows, prompt_length)
+
+    def _trace_generate(
+        self, rows: int, prompt_length: int, samples: int, sampling: Sampling
+    ) -> Any:
+        return self.generator.trace(
+            self._generation_copy(),
+            rows // self.context.samples,
+            prompt_length,
+            samples=samples,
+            max_new_tokens=self.context.max_response_length,
+            sampling=sampling,
+            stop=self.context.stop,
+        )
+
+    def _generation_copy(self) -> Params:
+        """What generation reads, as jax.ShapeDtypeStruct with shardings."""
+        return jax.tree.map(
+            lambda x, dtype, s: jax.ShapeDtypeStruct(x.shape, dtype, sharding=s),
+            self.network.shapes,
+            self.network.read_dtypes(self.context.compute.dtype),
+            self.network.shardings(self.layouts.generate),
+        )
+
+    def beside(self, program: str) -> dict[str, Any]:
+        """While generating, training's shards of what generation reads in copy stay too."""
+        if not program.startswith("generate"):
+            return super().beside(program)
+        state = self.abstract_state()
+        pairs = zip(*map(jax.tree.leaves, (state["params"], self._generation_copy())))
+        copied = [
+            ours
+            for ours, copy in pairs
+            if ours.dtype != copy.dtype
+            or not ours.sharding.is_equivalent_to(copy.sharding, ours.ndim)
+        ]
+        return state | {"params": copied}
 
 
 def _mean_weights(batch: Mapping[str, jax.Array]) -> jax.Array:

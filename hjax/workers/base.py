@@ -146,6 +146,10 @@ class ModelWorker(Worker):
         """
         return iter(())
 
+    def beside(self, program: str) -> dict[str, Any]:
+        """The part of ``abstract_state()`` that stays while a program runs but is no argument."""
+        return {}
+
     def trace_forward(self, compute: Callable[..., Any], rows: int, prompt_length: int) -> Any:
         """What ``forward`` compiles of ``compute`` for the tokens of ``rows`` sequences."""
         params = abstract(self.network.shapes, self.shardings)
@@ -305,6 +309,11 @@ class TrainedWorker(ModelWorker):
         state = super().abstract_state()
         optimizer = self.updater.abstract_state(state["params"])
         return state | {"optimizer": optimizer}
+
+    def beside(self, program: str) -> dict[str, Any]:
+        """Whatever a program does not read; an update reads all."""
+        state = self.abstract_state()
+        return {} if program == "update" else {"optimizer": state["optimizer"]}
 
     def programs(self, rows: int, prompt_length: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         """The update of a mini-batch of ``rows`` sequences."""

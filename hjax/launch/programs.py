@@ -1,0 +1,171 @@
+"""The programs of one training step, and what a device holds while each of them runs.
+
+Shared by ``--dry_run``, which compiles for the devices at hand, and ``hjax.launch.compile``, which
+compiles for those of a topology. Nothing is allocated.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from hjax.algorithms import Algorithm
+from hjax.launch.roles import Roles
+
+# Programs that workers offer and only some algorithms call, and how the call is recognised.
+ON_CALL = {
+    "compute_log_prob": "actor.compute_log_prob",
+    "generate_greedy": "actor.generate_sequences(greedy)",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class StepProgram:
+    """A program of a step.
+
+    Attributes:
+      role: whose it is.
+      name: as ``Worker.programs`` names it.
+      pool: name of the resource pool it runs on.
+      rows: sequences of its batch.
+      runs: times that a step runs it.
+      trace: returns its jax.stages.Traced of abstract arguments.
+      loop_trips: trips of its loops whose number the program does not tell (decoding).
+    """
+
+    role: str
+    name: str
+    pool: str
+    rows: int
+    runs: int
+    trace: Callable[[], Any]
+    loop_trips: int | None = None
+
+
+def step_programs(
+    config: ConfigDict, algorithm: type[Algorithm], roles: Roles, prompt_length: int
+) -> list[StepProgram]:
+    """Every program that a step of an algorithm runs on devices, in the order of its roles."""
+    rows = config.rollout.prompts * config.rollout.samples
+    if not algorithm.generates:
+        rows = config.warm_start.batch
+    minibatch = config.algorithm.get("minibatch", 0) or rows
+    minibatch = minibatch if algorithm.generates else rows
+    updates = config.algorithm.get("epochs", 1) * (rows // minibatch)
+    called = calls(algorithm)
+    found = []
+    for role, worker in model_workers(roles):
+        pool = roles.pools[role].name
+        learned = dict(worker.programs(minibatch, prompt_length))
+        for name, trace in worker.programs(rows, prompt_length):
+            if name == "update":
+                found.append(StepProgram(role, name, pool, minibatch, updates, learned[name]))
+            elif algorithm.generates and ON_CALL.get(name, name) in {name, *called}:
+                # The first token is drawn from the prompt, before the loop.
+                trips = config.rollout.max_response_length - 1
+                loop = trips if name.startswith("generate") else None
+                found.append(StepProgram(role, name, pool, rows, 1, trace, loop))
+    return found
+
+
+def model_workers(roles: Roles) -> Iterator[tuple[str, Any]]:
+    """The roles whose workers have programs, and those workers."""
+    for role, group in roles.groups.items():
+        if hasattr(group.worker, "programs"):
+            yield role, group.worker
+
+
+def calls(algorithm: type[Algorithm]) -> set[str]:
+    """Calls that an algorithm's methods make on its roles, read off their source.
+
+    Returns:
+      ``role.method``, and ``role.method(greedy)`` where the argument ``greedy`` is given.
+    """
+    found = set()
+    for _, method in inspect.getmembers(algorithm, inspect.isfunction):
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
+        except (OSError, SyntaxError):  # made at run time: nothing to read
+            continue
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            role = node.func.value
+            if isinstance(role, ast.Attribute) and isinstance(role.value, ast.Name):
+                if role.value.id == "self":
+                    greedy = any(keyword.arg == "greedy" for keyword in node.keywords)
+                    found.add(f"{role.attr}.{node.func.attr}" + "(greedy)" * greedy)
+    return found
+
+
+def resident_bytes(roles: Roles) -> dict[str, dict[str, int]]:
+    """Bytes per device that each role keeps between calls, by role and kind of state."""
+    return {
+        role: {kind: device_bytes(tree) for kind, tree in worker.abstract_state().items()}
+        for role, worker in model_workers(roles)
+        if hasattr(worker, "abstract_state")
+    }
+
+
+def held_beside(program: StepProgram, roles: Roles) -> dict[str, int]:
+    """Bytes per device that stay while a program runs and are not its arguments, by whose."""
+    held: dict[str, int] = {}
+    for role, kinds in resident_bytes(roles).items():
+        if roles.pools[role].name != program.pool:
+            continue
+        if role == program.role:
+            beside = roles.groups[role].worker.beside(program.name)
+            kinds = {kind: device_bytes(tree) for kind, tree in beside.items()}
+        held |= {f"{role} {kind}": size for kind, size in kinds.items() if size}
+    return held
+
+
+def device_bytes(tree: Any) -> int:
+    """Bytes that each device holds of a tree of jax.ShapeDtypeStruct with shardings."""
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        size = leaf.dtype.itemsize
+        for n in leaf.sharding.shard_shape(leaf.shape):
+            size *= n
+        total += size
+    return total
+
+
+def memory_of(compiled: Any) -> dict[str, int]:
+    """What a compiled program needs of each device, in bytes.
+
+    ``total_bytes`` counts arguments, outputs that are not written over arguments, temporaries and
+    code. The compiler's own ``peak_bytes`` may be below it, where temporaries of different times
+    share a place with outputs.
+    """
+    analysis = compiled.memory_analysis()
+    parts = {
+        "argument_bytes": analysis.argument_size_in_bytes,
+        "output_bytes": analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
+        "temporary_bytes": analysis.temp_size_in_bytes,
+        "code_bytes": analysis.generated_code_size_in_bytes,
+    }
+    peak = analysis.peak_memory_in_bytes
+    return {**parts, "total_bytes": sum(parts.values()), "peak_bytes": peak}
+
+
+def add_held(record: dict[str, Any], program: StepProgram, roles: Roles) -> dict[str, Any]:
+    """The record of a program with what else its devices hold.
+
+    Adds ``pool``, ``held_bytes`` (by whose) and ``sum_bytes``: those and the program's own.
+    """
+    held = held_beside(program, roles)
+    total = record["total_bytes"] + sum(held.values())
+    return {**record, "pool": program.pool, "held_bytes": held, "sum_bytes": total}
+
+
+def largest(records: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The program during which a device holds most."""
+    return max(records, key=lambda record: record["sum_bytes"])

@@ -1,0 +1,328 @@
+"""Compiling for hardware that is not there, against arithmetic by hand."""
+
+import importlib.util
+import io
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from helpers import trainer_of
+from rich.console import Console
+
+from hjax.algorithms import GRPO, PPO, ReMax, SafeRLHF
+from hjax.errors import ConfigError
+from hjax.launch.compile import main, parse
+from hjax.launch.config import load_config
+from hjax.launch.gpus import GPUS, target_config
+from hjax.launch.memory_table import WIDTH, memory_table, verdict
+from hjax.launch.programs import add_held, calls, held_beside, step_programs
+from hjax.launch.shapes import is_published, read_shape, shape_inputs
+from hjax.launch.topologies import GIB, GPU_MEMORY, parse_memory_error, parse_topology
+from hjax.models.shapes import published
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="libtpu, the TPU compiler, is not installed: pip install 'jax[tpu]'",
+)
+# Parameters of a 7B Llama: embedding and output table, and per layer q, k, v, o, gate, up, down
+# and two norms; a final norm.
+LAYERS = 32 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096)
+DECODER = 2 * 32000 * 4096 + LAYERS + 4096
+SCALAR = 32000 * 4096 + LAYERS + 4096 + (4096 + 1)
+
+
+def command(*arguments, cache, timeout=280):
+    """Run `python -m hjax.launch.compile`; returns the finished process."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
+    return subprocess.run(
+        [sys.executable, "-m", "hjax.launch.compile", *arguments],
+        env={**environment, "XDG_CACHE_HOME": str(cache)},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def error_of(*arguments):
+    with pytest.raises(ConfigError) as caught:
+        parse(arguments)
+    return str(caught.value)
+
+
+# Input
+
+
+def test_topologies_are_read():
+    assert parse_topology("v5p:4x4x4") == ("v5p", (4, 4, 4))
+    assert parse_topology("V5E:2x2") == ("v5e", (2, 2))
+    assert parse_topology("h100:2x8") == ("h100", (2, 8))
+    assert parse_topology("a100-80g:16x8") == ("a100-80g", (16, 8))
+
+
+@pytest.mark.parametrize(
+    "name, says",
+    [
+        ("v5p", "a kind and sizes, such as v5p:4x4x4"),
+        ("v5p:4,4", "a kind and sizes"),
+        ("v9:2x2", "unknown kind 'v9'; known: v2"),
+        ("h100:8", "of GPUs hosts x GPUs per host"),
+        ("v5e:0x2", "sizes of 1 or more"),
+    ],
+)
+def test_a_wrong_topology_is_named(name, says):
+    with pytest.raises(ConfigError, match=says):
+        parse_topology(name)
+
+
+def test_wrong_arguments_are_named():
+    assert "--topology= is missing" in error_of("--config=ppo.py")
+    assert "O0, O1, O2, O3" in error_of(
+        "--config=ppo.py", "--topology=v5e:2x2", "--optimization=fast"
+    )
+    assert "--config=NAME.py is missing" in error_of("--topology=v5e:2x2")
+    assert "unknown key config.steeps" in error_of(
+        "--config=ppo.py", "--topology=v5e:2x2", "--config.steeps=3"
+    )
+
+
+def test_help(capsys):
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert "--topology=KIND:SIZES" in out and "ppo_llama_7b.py" in out and "exit status" in out
+
+
+def test_the_compiler_says_how_much_memory_is_missing():
+    text = (
+        "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory "
+        "required for HLO temporaries (81.25G) exceeds available HBM (15.75G). HLO module: jit_x."
+    )
+    assert parse_memory_error(text) == (81.25 * GIB, 15.75 * GIB)
+    assert parse_memory_error(text.replace("81.25G", "1.5T"))[0] == 1.5 * 1024 * GIB
+    assert parse_memory_error("INVALID_ARGUMENT: no") is None
+
+
+# Published shapes
+
+
+def test_a_published_name_is_a_shape_unless_there_is_such_a_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert is_published("llama-7b") and is_published("Qwen2.5-7B")
+    assert not is_published("llama-8b") and not is_published("")
+    assert read_shape("llama-7b") == (published("llama-7b"), None)
+    (tmp_path / "llama-7b").mkdir()
+    assert not is_published("llama-7b")
+    with pytest.raises(ConfigError, match="config.json"):
+        read_shape("llama-7b")
+
+
+def test_shapes_need_no_data_but_a_prompt_length():
+    config = load_config("ppo_llama_7b.py")
+    inputs = shape_inputs(config)
+    assert inputs.model == published("llama-7b")
+    assert inputs.prompt_length == 1024 and inputs.tokenizer is None
+    with pytest.raises(ConfigError, match="rollout.max_prompt_length=0"):
+        shape_inputs(load_config("ppo_llama_7b.py", ["--config.rollout.max_prompt_length=0"]))
+    with pytest.raises(ConfigError, match="5120 tokens exceed llama-7b's 4096 positions"):
+        shape_inputs(load_config("ppo_llama_7b.py", ["--config.rollout.max_prompt_length=4096"]))
+
+
+def test_training_a_published_name_says_what_is_missing(tmp_path):
+    with pytest.raises(ConfigError, match="'llama-7b' names a published shape, without weights"):
+        trainer_of("PPO", {"actor.path": "llama-7b"}).__enter__()
+
+
+# The programs of a step
+
+
+def programs_of(algorithm, changes=None):
+    with trainer_of(algorithm, changes or {}) as trainer:
+        found = step_programs(
+            trainer.config, trainer.algorithm_class, trainer.roles, trainer.inputs.prompt_length
+        )
+        return {(p.role, p.name): p for p in found}, trainer.roles
+
+
+def test_an_algorithms_calls_are_read_off_its_methods():
+    assert {"actor.generate_sequences", "critic.compute_values"} <= calls(PPO)
+    assert "actor.generate_sequences(greedy)" in calls(ReMax) - calls(GRPO)
+
+    class Mine(GRPO):
+        def step(self, prompts):
+            batch = self.actor.compute_log_prob(super().step(prompts))
+            return batch
+
+    assert "actor.compute_log_prob" in calls(Mine) - calls(GRPO)
+    assert "cost.compute_cost" in calls(SafeRLHF)
+
+
+def test_every_program_of_a_step_is_listed():
+    ppo, _ = programs_of("PPO", {"algorithm.minibatch": 8, "algorithm.epochs": 3})
+    names = set(ppo)
+    assert {
+        ("actor", "generate"), ("actor", "update"), ("critic", "compute_values"),
+        ("critic", "update"), ("reference", "compute_ref_log_prob"),
+    } <= names  # fmt: skip
+    assert ("actor", "compute_log_prob") not in names and ("actor", "generate_greedy") not in names
+    # 8 prompts x 2 samples in mini-batches of 8, three times over.
+    assert ppo["actor", "update"].rows == 8 and ppo["actor", "update"].runs == 6
+    assert ppo["actor", "generate"].rows == 16 and ppo["actor", "generate"].runs == 1
+    assert ppo["actor", "generate"].loop_trips == 3  # of 4 response tokens
+    assert ("actor", "generate_greedy") in programs_of("ReMax")[0]
+    sft, _ = programs_of("SFT")
+    assert set(sft) == {("actor", "update")} and sft["actor", "update"].rows == 8
+
+
+def test_what_stays_beside_a_program():
+    (programs, roles) = programs_of("PPO", {"model.dtype": "bfloat16"})
+    decoder = 16 * 32 + 4 * 32 * 32 + 3 * 32 * 64 + 3 * 32
+    critic = decoder + 32 + 1
+    held = held_beside(programs["actor", "generate"], roles)
+    matrices = decoder - 3 * 32
+    # Norms are handed over as they are; of the matrices generation reads a copy.
+    assert held["actor params"] == 4 * matrices
+    assert held["actor optimizer"] == pytest.approx(8 * decoder, abs=16)
+    assert held["critic params"] == 4 * critic and held["reference params"] == 4 * decoder
+    update = held_beside(programs["actor", "update"], roles)
+    assert set(update) == {"critic params", "critic optimizer", "reference params"}
+    values = held_beside(programs["critic", "compute_values"], roles)
+    assert "critic optimizer" in values and "critic params" not in values
+    record = add_held({"total_bytes": 1000}, programs["actor", "update"], roles)
+    assert record["sum_bytes"] == 1000 + sum(update.values())
+
+
+def test_other_pools_hold_nothing_here():
+    programs, roles = programs_of("PPO", {"placement": "split"})
+    assert set(held_beside(programs["critic", "update"], roles)) == set()
+    assert set(held_beside(programs["actor", "update"], roles)) == {"reference params"}
+
+
+# What is shown
+
+
+def test_bars_are_in_proportion():
+    record = {
+        "role": "actor", "program": "update", "runs": 4, "argument_bytes": 2 * GIB,
+        "output_bytes": GIB, "temporary_bytes": GIB, "code_bytes": 0, "peak_bytes": 3 * GIB,
+        "total_bytes": 4 * GIB, "held_bytes": {"critic params": 4 * GIB}, "sum_bytes": 8 * GIB,
+    }  # fmt: skip
+
+    def shown(memory):
+        out = io.StringIO()
+        Console(file=out, width=160).print(memory_table([record], memory))
+        return out.getvalue()
+
+    quarter = WIDTH // 4
+    half_full = "█" * quarter + "▓" * (quarter // 2) + "▒" * (quarter // 2) + "·" * (2 * quarter)
+    assert half_full + "|" in shown(16 * GIB)
+    assert "█" * (2 * quarter) + "|" + "▓" * quarter + "▒" * quarter in shown(4 * GIB)
+    assert "█" * (2 * quarter) + "▓" * quarter + "▒" * quarter in shown(None)
+    assert verdict([record], 5 * GIB) == (
+        "most is held during actor.update ×4: 8.0 GiB per device of 5.0 GiB, 3.0 GiB are missing "
+        "(its own 4.0 GiB, beside it critic params 4.0 GiB)"
+    )
+
+
+# The compilers
+
+
+def test_gpus_are_described():
+    assert set(GPUS) == set(GPU_MEMORY)
+    for kind, gpu in GPUS.items():
+        assert 0.9 * gpu.memory < GPU_MEMORY[kind] < 1.08 * gpu.memory
+    assert "cuda_compute_capability { major: 9 minor: 0 }" in target_config("h100")
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_plugins") is not None, reason="a GPU compiler may be installed"
+)
+def test_a_missing_compiler_is_named(tmp_path):
+    done = command("--config=ppo.py", "--topology=h100:2x8", cache=tmp_path)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "the GPU compiler is not installed; pip install 'jax[cuda13]'" in line
+
+
+@needs_libtpu
+def test_a_small_step_compiles_for_a_small_topology(tmp_path):
+    arguments = (
+        "--config=ppo.py", "--topology=v5e:2x2", "--optimization=O0", "--json",
+        "--config.model.unroll_layers=False", "--config.model.layers=1",
+    )  # fmt: skip
+    done = command(*arguments, cache=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    description = json.loads(done.stdout.splitlines()[-1])
+    assert description["fits"] and description["step"]["missing_bytes"] == 0
+    topology = description["topology"]
+    assert topology["devices"] == 4 and topology["device_kind"] == "TPU v5 lite"
+    assert topology["memory_bytes"] == 15.75 * GIB
+    programs = {(p["role"], p["program"]): p for p in description["programs"]}
+    update = programs["actor", "update"]
+    decoder = 16 * 128 + 4 * 128**2 + 3 * 128 * 384 + 3 * 128
+    resident = description["resident_bytes"]
+    assert resident["actor"]["params"] == 4 * decoder
+    # On a TPU small arrays are padded.
+    assert 12 * decoder < update["argument_bytes"] < 1.3 * 12 * decoder
+    # 128 sequences of 7 + 6 tokens, whose prompts are shared by 4, on 4 devices.
+    tokens = 32 * 7 + 128 * 6
+    matrices = 4 * 128**2 + 3 * 128 * 384
+    products = 6 * tokens * matrices + 6 * 128 * 6 * 16 * 128
+    assert update["product_flops"] * 4 == pytest.approx(products, rel=0.05)
+    # Data parallelism: one gradient is summed over 4 devices.
+    assert update["received_bytes"] == pytest.approx(2 * 3 / 4 * 4 * decoder, rel=0.05)
+    assert update["runs"] == 4 and update["sum_bytes"] == update["total_bytes"] + sum(
+        update["held_bytes"].values()
+    )
+    again = command(*arguments, cache=tmp_path)
+    kept = json.loads(again.stdout.splitlines()[-1])
+    assert all(p["kept"] for p in kept["programs"]) and "kept from before" in again.stdout
+    for before, after in zip(description["programs"], kept["programs"], strict=True):
+        assert before | {"kept": True} == after
+
+
+@needs_libtpu
+def test_a_model_that_does_not_fit_is_refused_with_the_bytes_missing(tmp_path):
+    done = command(
+        "--config=ppo_llama_7b.py", "--topology=v5e:2x2", "--json", cache=tmp_path
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "does not fit on v5e:2x2" in line and "are missing" in line
+    description = json.loads(done.stdout.splitlines()[-1])
+    step, memory = description["step"], description["topology"]["memory_bytes"]
+    assert not description["fits"]
+    assert step["missing_bytes"] == step["sum_bytes"] - memory > 0
+    programs = {(p["role"], p["program"]): p for p in description["programs"]}
+    assert step["sum_bytes"] == max(p["sum_bytes"] for p in programs.values())
+    # Split over 4 devices but for the norms: float32 parameters and two moments.
+    resident = description["resident_bytes"]
+    for role, parameters in (("actor", DECODER), ("critic", SCALAR)):
+        assert resident[role]["params"] == pytest.approx(4 * parameters / 4, rel=1e-3)
+        assert resident[role]["optimizer"] == pytest.approx(8 * parameters / 4, rel=1e-3)
+    assert resident["reference"] == {"params": pytest.approx(DECODER, rel=1e-3)}
+    # The update's arguments alone are more than there is.
+    assert programs["actor", "update"]["refused_bytes"] > 12 * DECODER / 4 > memory
+
+
+@needs_libtpu
+def test_a_topology_that_the_compiler_does_not_know(tmp_path):
+    done = command("--config=ppo.py", "--topology=v5e:3x3", cache=tmp_path)
+    assert done.returncode == 2
+    assert "--topology=v5e:3x3: " in done.stderr.splitlines()[-1]
+
+
+@needs_libtpu
+def test_with_libtpu_and_without_a_tpu_the_cpu_is_taken_quietly(tmp_path):
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "TPU_"))}
+    done = subprocess.run(
+        [sys.executable, "-m", "hjax.launch", "--config=sft.py", "--dry_run"],
+        env={**environment, "XDG_CACHE_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "" and "cpu:0" in done.stdout
