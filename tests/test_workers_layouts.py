@@ -263,3 +263,13 @@ def test_a_mesh_that_does_not_fit_the_model_is_refused(directory):
     )
     with pytest.raises(ConfigError, match="layout.actor.train: mlp of size 42 .* 1, 2, 3, 6, 7"):
         Actor(context)
+
+
+def test_a_copy_shares_nothing_with_its_source(directory):
+    source = make_actor(directory, *LAYOUTS["data 2, pipe 2 kept, tensor 2"]).worker
+    copy = make_actor(directory, *LAYOUTS["data 4, pipe 2"]).worker
+    expected = to_host(source.params)
+    copy.copy_from(source.params)
+    for leaf in jax.tree.leaves(copy.params):
+        leaf.delete()
+    jax.tree.map(np.testing.assert_array_equal, source.params, expected)

@@ -122,8 +122,9 @@ class ModelWorker(Worker):
 
     def copy_from(self, params: Params) -> None:
         """Take another worker's parameters of the same shapes, in copy, whatever their layout."""
+        # Copied first: device_put between shuffled shards shares buffers whatever may_alias says.
         self.params = jax.tree.map(
-            lambda x, s: jax.device_put(x, s, may_alias=False), params, self.shardings
+            lambda x, s: jax.device_put(jnp.copy(x), s), params, self.shardings
         )
 
     def state(self) -> dict[str, Any]:
