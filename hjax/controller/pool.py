@@ -76,6 +76,21 @@ class ResourcePool:
         self.devices = tuple(devices)
         self.timeline = timeline or Timeline()
         self.executor: Executor = ThreadExecutor(name)
+        self.workers: list[Any] = []
+        self._turn: tuple[Any, str] | None = None
+
+    def take_turn(self, worker: Any, phase: str) -> None:
+        """Tell the pool's workers whose call comes next, where that changes; on its thread.
+
+        A worker with a method ``turn(phase, called)`` can put away what it does not need.
+        """
+        if self._turn is not None and self._turn[0] is worker and self._turn[1] == phase:
+            return
+        # First those that make room.
+        for other in sorted(self.workers, key=lambda other: other is worker):
+            if hasattr(other, "turn"):
+                other.turn(phase, other is worker)
+        self._turn = worker, phase
 
     def close(self) -> None:
         """Let queued calls finish and stop the pool's thread."""
@@ -113,9 +128,13 @@ class WorkerGroup:
             for name in dir(worker)
             if not name.startswith("__") and hasattr(method := getattr(worker, name), "protocol")
         }
-        self._built = pool.executor.submit(
-            lambda: worker(*resolve(args), **resolve(kwargs)), f"{self.role} (construction)"
-        )
+
+        def build() -> Any:
+            made = worker(*resolve(args), **resolve(kwargs))
+            pool.workers.append(made)
+            return made
+
+        self._built = pool.executor.submit(build, f"{self.role} (construction)")
 
     @property
     def worker(self) -> Any:
@@ -147,6 +166,7 @@ class WorkerGroup:
                 layouts = getattr(worker, "layouts", None)
                 inputs, options = resolve(args), resolve(kwargs)
                 start = time.perf_counter()
+                self.pool.take_turn(worker, phase)
                 inputs = protocol.distribute(inputs, layouts)
                 options = protocol.distribute(options, layouts)
                 # The pool's thread waits, not the controller: spans are true, errors surface here.

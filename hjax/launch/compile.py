@@ -117,7 +117,14 @@ def compile_step(command: Command, console: Any) -> dict[str, Any]:
     from hjax.algorithms import get_algorithm
     from hjax.launch.compilation import compile_program
     from hjax.launch.memory_table import verdict
-    from hjax.launch.programs import add_held, largest, resident_bytes, step_programs
+    from hjax.launch.programs import (
+        add_held,
+        any_offloaded,
+        largest,
+        offload_savings,
+        resident_bytes,
+        step_programs,
+    )
     from hjax.launch.roles import build_roles
     from hjax.launch.shapes import read_shape, shape_inputs
 
@@ -158,6 +165,7 @@ def compile_step(command: Command, console: Any) -> dict[str, Any]:
         "placement": [list(members) for members in roles.plan.placement],
         "resident_bytes": resident,
         "programs": records,
+        **({"offload": offload_savings(records)} if any_offloaded(records) else {}),
         "step": {
             "flops": sum(record["flops"] * record["runs"] for record in records),
             "received_bytes": sum(r.get("received_bytes", 0) * r["runs"] for r in records),

@@ -63,6 +63,21 @@ class Key:
 # Sections whose keys belong to what another key names: to the algorithm's class, to the task.
 OWNED_SECTIONS = {"algorithm": "algorithm.name", "data.task_options": "data.task"}
 
+def _offload(trained: bool) -> Key:
+    if trained:
+        return Key(
+            "none",
+            "what waits in pinned host memory while it is idle: none; optimizer (its state, but "
+            "while updating); all (the parameters too, but in the role's own calls)",
+            one_of("none", "optimizer", "all"),
+        )
+    return Key(
+        "none",
+        "all: the parameters wait in pinned host memory but in the role's own calls; or none",
+        one_of("none", "all"),
+    )
+
+
 PLACEMENTS = ("colocate", "split", "standalone")
 
 
@@ -89,6 +104,7 @@ def _optimizer(role: str, learning_rate: float) -> dict[str, Key]:
             "mini-batch, with the same result. 0: the whole mini-batch at once",
             at_least(0),
         ),
+        "offload": _offload(trained=True),
     }
 
 
@@ -185,9 +201,13 @@ KEYS: dict[str, Any] = {
         "path": Key("", "weights; empty: the actor's. A cost critic takes these keys too"),
         **_optimizer("critic", 1e-3),
     },
-    "reference": {"path": Key("", "weights; empty: the actor's as training starts")},
+    "reference": {
+        "path": Key("", "weights; empty: the actor's as training starts"),
+        "offload": _offload(trained=False),
+    },
     "reward": {
         "path": Key("", "weights of a reward model; empty: the function"),
+        "offload": _offload(trained=False),
         "function": Key("", "`path.py:name`; empty: the task's or dataset's verifier"),
         "max_unscored": Key(
             0.5,
@@ -200,6 +220,7 @@ KEYS: dict[str, Any] = {
     },
     "cost": {
         "path": Key("", "weights of a cost model; empty: the function"),
+        "offload": _offload(trained=False),
         "function": Key("", "`path.py:name` for the cost (Safe-RLHF); empty: the task's"),
     },
     "rollout": {

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from hjax.launch.programs import add_held, memory_of, resident_bytes, step_programs
+from hjax.launch.programs import (
+    add_held,
+    any_offloaded,
+    memory_of,
+    offload_savings,
+    resident_bytes,
+    step_programs,
+)
 from hjax.launch.roles import Roles
 from hjax.models.parameters import decoder_network, scalar_network
 
@@ -18,7 +25,8 @@ def describe(trainer: Any) -> dict[str, Any]:
     Returns:
       ``algorithm``, ``batch``, ``placement``, ``parameters`` (by role), ``memory`` (of each program
       what ``programs.add_held`` says, bytes per device), ``resident_bytes`` (by role, kept between
-      calls) and ``device_memory_bytes``.
+      calls), ``device_memory_bytes`` and where
+      something is offloaded ``offload`` (of ``programs.offload_savings``).
     """
     config, roles = trainer.config, trainer.roles
     rollout, algorithm = config.rollout, config.algorithm
@@ -73,6 +81,7 @@ def describe(trainer: Any) -> dict[str, Any]:
         "parameters": {role: _parameters(trainer, role) for role in roles.models},
         "resident_bytes": {r: sum(kinds.values()) for r, kinds in resident_bytes(roles).items()},
         "device_memory_bytes": device_memory(roles),
+        **({"offload": offload_savings(records)} if any_offloaded(records) else {}),
         "memory": records,
     }
 

@@ -114,17 +114,36 @@ def resident_bytes(roles: Roles) -> dict[str, dict[str, int]]:
     }
 
 
-def held_beside(program: StepProgram, roles: Roles) -> dict[str, int]:
-    """Bytes per device that stay while a program runs and are not its arguments, by whose."""
+def held_beside(program: StepProgram, roles: Roles) -> tuple[dict[str, int], dict[str, int]]:
+    """What else is kept while a program runs and is none of its arguments.
+
+    Returns:
+      bytes per device in its memory, and in the host's, by whose they are.
+    """
     held: dict[str, int] = {}
+    away: dict[str, int] = {}
+    phase = phase_of(program.name)
     for role, kinds in resident_bytes(roles).items():
         if roles.pools[role].name != program.pool:
             continue
+        worker = roles.groups[role].worker
         if role == program.role:
-            beside = roles.groups[role].worker.beside(program.name)
+            beside = worker.beside(program.name)
             kinds = {kind: device_bytes(tree) for kind, tree in beside.items()}
-        held |= {f"{role} {kind}": size for kind, size in kinds.items() if size}
-    return held
+        # Trained roles take turns in updates and stay until these end.
+        called = role == program.role or (phase == "update" and "optimizer" in kinds)
+        waiting = worker.away(phase, called)
+        for kind, size in kinds.items():
+            if size:
+                (away if kind in waiting else held)[f"{role} {kind}"] = size
+    return held, away
+
+
+def phase_of(program: str) -> str:
+    """The phase in which a program of ``Worker.programs`` runs, as the controller names it."""
+    if program.startswith(("generate", "transition")):
+        return "generate"
+    return "update" if program == "update" else "prepare"
 
 
 def device_bytes(tree: Any) -> int:
@@ -159,13 +178,40 @@ def memory_of(compiled: Any) -> dict[str, int]:
 def add_held(record: dict[str, Any], program: StepProgram, roles: Roles) -> dict[str, Any]:
     """The record of a program with what else its devices hold.
 
-    Adds ``pool``, ``held_bytes`` (by whose) and ``sum_bytes``: those and the program's own.
+    Adds ``pool``, ``held_bytes`` (by whose), ``offloaded_bytes`` (in the host's memory, by whose)
+    and ``sum_bytes``: what is held and the program's own.
     """
-    held = held_beside(program, roles)
+    held, away = held_beside(program, roles)
     total = record["total_bytes"] + sum(held.values())
-    return {**record, "pool": program.pool, "held_bytes": held, "sum_bytes": total}
+    beside = {"held_bytes": held, "offloaded_bytes": away}
+    return {**record, "pool": program.pool, **beside, "sum_bytes": total}
 
 
 def largest(records: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """The program during which a device holds most."""
     return max(records, key=lambda record: record["sum_bytes"])
+
+
+def any_offloaded(records: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether some state waits in the host's memory during some program."""
+    return any(record["offloaded_bytes"] for record in records)
+
+
+def offload_savings(records: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """What offloading takes off the peak: the largest sum with it, without it, and between."""
+    peak = largest(records)["sum_bytes"]
+    without = max(r["sum_bytes"] + sum(r["offloaded_bytes"].values()) for r in records)
+    return {"peak_bytes": peak, "peak_without_bytes": without, "saved_bytes": without - peak}
+
+
+def offloaded_bytes(roles: Roles) -> int:
+    """Bytes per device that wait in the host's memory while a pool generates, at most."""
+    pools: dict[str, int] = {}
+    sizes = resident_bytes(roles)
+    for role, worker in model_workers(roles):
+        if hasattr(worker, "away"):
+            waiting = worker.away("generate", role == "actor")
+            size = sum(n for kind, n in sizes.get(role, {}).items() if kind in waiting)
+            name = roles.pools[role].name
+            pools[name] = pools.get(name, 0) + size
+    return max(pools.values(), default=0)

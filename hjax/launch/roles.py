@@ -23,6 +23,7 @@ from hjax.models.weights import check_weights, read_config
 from hjax.rewards.function import RewardFunction
 from hjax.rollout.sampling import Sampling
 from hjax.sharding.layout import RoleLayouts, make_layouts
+from hjax.sharding.offload import check_offload
 from hjax.workers import (
     Actor,
     Critic,
@@ -100,8 +101,12 @@ def build_roles(
     Raises:
       ConfigError: shapes, batches, layouts or paths that do not fit, by name.
     """
-    devices = local_devices(config) if devices is None else devices
     roles = algorithm.needed_roles(config.algorithm)
+    if devices is None:
+        devices = local_devices(config)
+        for name in sorted({SECTION.get(role, role) for role in roles} & set(config.keys())):
+            if config[name].get("offload", "none") != "none":
+                check_offload(devices, f"{name}.offload")
     on_host = tuple(
         role
         for role in ("reward", "cost")
@@ -224,6 +229,7 @@ class _Builder:
             warm_start=self._warm_start() if role == "actor" else None,
             optimizer=self._optimizer(section) if trained else None,
             micro_batch=section.micro_batch if trained else 0,
+            offload=section.get("offload", "none") if section is not None else "none",
             retokenize=self._retokenizes(role, tokenizer),
             options=config,
         )

@@ -21,6 +21,7 @@ from hjax.launch.compiles import CompileCounter
 from hjax.launch.config_check import check_config
 from hjax.launch.inputs import Demonstrations, load_inputs, prompt_batch
 from hjax.launch.placement import train_sizes
+from hjax.launch.programs import offloaded_bytes
 from hjax.launch.roles import build_roles
 from hjax.launch.rows import peak_bytes, sample_row, take_rows
 from hjax.launch.workdir import METRICS, SAMPLES, WARM_START, Workdir
@@ -58,6 +59,7 @@ class Trainer:
         self.algorithm_class = get_algorithm(self.config.algorithm.name)
         self.inputs = load_inputs(self.config, supervised=not self.algorithm_class.generates)
         self.roles = build_roles(self.config, self.algorithm_class, self.inputs)
+        self._offloaded = offloaded_bytes(self.roles)
         self.timeline: Timeline = next(iter(self.roles.pools.values())).timeline
         config = self.config
         lengths = self.inputs.prompt_length, config.rollout.max_response_length
@@ -325,6 +327,8 @@ class Trainer:
             tokens = int(self.batch["response_mask"].sum() + self.batch["prompt_mask"].sum())
             metrics["throughput/tokens_per_second"] = tokens / seconds
         metrics["memory/peak_bytes"] = peak_bytes()
+        if self._offloaded:
+            metrics["memory/offloaded_bytes"] = self._offloaded
         metrics["compile/count"] = self.compiles.count
         return metrics
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from hjax.models.transformer import Compute
 from hjax.models.weights import load_decoder, load_scalar
 from hjax.rollout.sampling import Sampling
 from hjax.sharding.layout import RoleLayouts, check_shapes, without
+from hjax.sharding.offload import to_device, to_host
 from hjax.sharding.pipeline import Stack
 from hjax.workers.optimizer import OptimizerConfig, Prepare, Updater
 from hjax.workers.passes import Batch, Objective, Passes
@@ -46,6 +47,8 @@ class WorkerContext:
       warm_start_loss, warm_start: loss and settings of supervised updates, or None.
       optimizer: settings of its updates, or None.
       micro_batch: rows per pass over all devices; 0: all.
+      offload: what waits in pinned host memory while it is idle: ``none``, ``optimizer`` (its
+        state, but in updates) or ``all`` (the parameters too, but in the role's own calls).
       retokenize: the role's tokenizer differs from the actor's, so text is tokenised again.
       options: whatever a user's own worker wants: the run's whole config.
     """
@@ -66,6 +69,7 @@ class WorkerContext:
     warm_start: OptimizerConfig | None = None
     optimizer: OptimizerConfig | None = None
     micro_batch: int = 0
+    offload: str = "none"
     retokenize: bool = False
     options: Any = None
 
@@ -89,6 +93,8 @@ class ModelWorker(Worker):
 
     scalar = False
     layouts: RoleLayouts
+    # Kinds of state, and the attributes that hold them.
+    kept: Mapping[str, str] = {"params": "params"}
 
     def __init__(self, context: WorkerContext):
         super().__init__(context)
@@ -107,6 +113,7 @@ class ModelWorker(Worker):
         self.compute = dataclasses.replace(context.compute, context=splits)
         self.passes = Passes(train, self.network.axes, context.micro_batch, context.samples)
         self.params: Params = {}  # until initialize, copy_from or restore
+        self._phase = ""
         self._forwards: dict[tuple, Any] = {}
 
     def initialize(self) -> None:
@@ -126,6 +133,25 @@ class ModelWorker(Worker):
         self.params = jax.tree.map(
             lambda x, s: jax.device_put(jnp.copy(x), s), params, self.shardings
         )
+
+    def away(self, phase: str, called: bool) -> set[str]:
+        """Kinds of state that wait on the host in a phase, where it is or isn't this role's call.
+
+        While updating, what was once needed stays until the phase ends.
+        """
+        return set() if called or self.context.offload != "all" else {"params"}
+
+    def turn(self, phase: str, called: bool) -> None:
+        """Put away what a call does not need, or fetch what it does; asked by the pool."""
+        self._place("params", self.away(phase, called), phase, called)
+        self._phase = phase
+
+    def _place(self, kind: str, away: set[str], phase: str, called: bool) -> None:
+        name = self.kept[kind]
+        if kind not in away:
+            setattr(self, name, to_device(getattr(self, name)))
+        elif called or phase != "update" or self._phase != "update":
+            setattr(self, name, to_host(getattr(self, name)))
 
     def state(self) -> dict[str, Any]:
         """Everything that decides what this worker does next, as trees of arrays."""
@@ -219,6 +245,8 @@ class ModelWorker(Worker):
 class TrainedWorker(ModelWorker):
     """A model worker with an optimizer."""
 
+    kept = {"params": "params", "optimizer": "optimizer_state"}
+
     def __init__(self, context: WorkerContext):
         super().__init__(context)
         if context.optimizer is None or context.loss is None:
@@ -271,6 +299,17 @@ class TrainedWorker(ModelWorker):
         """Take another worker's parameters, in copy, and start the optimizer."""
         super().copy_from(params)
         self.start_optimizer()
+
+    def away(self, phase: str, called: bool) -> set[str]:
+        """The optimizer's state waits outside of updates, the parameters outside of own calls."""
+        offload, update = self.context.offload, phase == "update"
+        optimizer = offload != "none" and not (update and called)
+        return super().away(phase, called) | ({"optimizer"} if optimizer else set())
+
+    def turn(self, phase: str, called: bool) -> None:
+        """Parameters and optimizer state, each where this phase needs it."""
+        self._place("optimizer", self.away(phase, called), phase, called)
+        super().turn(phase, called)
 
     def start_optimizer(self) -> None:
         """Fresh optimizer state for the parameters as they are."""
