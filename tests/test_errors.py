@@ -110,7 +110,10 @@ CASES = {
         {"layout.actor.train.tensor": 2, "layout.actor.generate.tensor": 4},
         "layout.actor.generate.tensor=4 does not divide the training size 2; it may be 1, 2",
     ),
-    "pipe": ({"layout.actor.train.pipe": 4}, "layout.actor.train: layers of size 1 .* over pipe = 4; pipe may be 1"),
+    "pipe": (
+        {"layout.actor.train.pipe": 4},
+        "layout.actor.train: layers of size 1 .* over pipe = 4; pipe may be 1",
+    ),
     "too many devices": ({"cluster.devices_per_process": 9}, "devices_per_process=9, but .* 8 dev"),
     "placement": ({"placement": "everywhere"}, "placement='everywhere': must be one of colocate"),
     "no plan": ({"placement": "plans.json"}, "placement='plans.json': no such file"),
