@@ -240,6 +240,12 @@ KEYS: dict[str, Any] = {
             Rule("above 0 and at most 1", lambda x: 0 < x <= 1),
         ),
         "stop": Key((), "strings that end a response, besides the end-of-sequence token"),
+        "transition_bucket_bytes": Key(
+            2**24,
+            "parameters that go to the generate layout at a time, bytes per device (at least one "
+            "array; one stacked over layers goes in slices): smaller needs less memory beside them",
+            at_least(1),
+        ),
     },
     "warm_start": {
         "steps": Key(

@@ -231,6 +231,7 @@ class _Builder:
             micro_batch=section.micro_batch if trained else 0,
             offload=section.get("offload", "none") if section is not None else "none",
             retokenize=self._retokenizes(role, tokenizer),
+            transition_bucket_bytes=config.rollout.transition_bucket_bytes,
             options=config,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -37,6 +38,7 @@ class Actor(TrainedWorker):
             self.network.shardings(self.layouts.generate),
             self.network.shapes,
             self.network.read_dtypes(context.compute.dtype),
+            context.transition_bucket_bytes,
         )
         self._warm_start: tuple[Updater, Any] | None = None
         self._seconds = {"transition": 0.0}
@@ -75,24 +77,21 @@ class Actor(TrainedWorker):
         sequence = jax.device_put(
             np.arange(rows, dtype=np.int32), self.layouts.generate.sharding("batch")
         )
-        start = time.perf_counter()
-        params = self.transition(self.params)
-        if self.transition.moves:
-            jax.block_until_ready(params)
-        self._seconds["transition"] += time.perf_counter() - start
-        rollout: dict[str, Any] = self.generator.generate(
-            params,
-            prompts["prompts"],
-            prompts["prompt_mask"],
-            sequence,
-            seed=context.seed,
-            step=prompts.get("step", 0),
-            samples=count,
-            max_new_tokens=context.max_response_length,
-            sampling=Sampling(temperature=0.0) if greedy else context.sampling,
-            stop=context.stop,
-        )
-        rollout = trim(rollout)
+        with self.gathered() as params:
+            rollout: dict[str, Any] = self.generator.generate(
+                params,
+                prompts["prompts"],
+                prompts["prompt_mask"],
+                sequence,
+                seed=context.seed,
+                step=prompts.get("step", 0),
+                samples=count,
+                max_new_tokens=context.max_response_length,
+                sampling=Sampling(temperature=0.0) if greedy else context.sampling,
+                stop=context.stop,
+            )
+            # This waits for the responses: the cache is gone before training's parameters return.
+            rollout = trim(rollout)
         rollout["columns"] = {
             name: [value for value in values for _ in range(count)]
             for name, values in prompts.get("columns", {}).items()
@@ -101,6 +100,24 @@ class Actor(TrainedWorker):
             texts = prompts.get("prompt_text")
             rollout |= self._decode(rollout, texts and [t for t in texts for _ in range(count)])
         return rollout
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[Params]:
+        """Lend out the parameters as generation reads them; in between there are no others.
+
+        Training's are back afterwards, also when something failed.
+        """
+        held = self.transition.start(self.params)
+        self.params = {}
+        start = time.perf_counter()
+        try:
+            params = self.transition.advance(held)
+            self._seconds["transition"] += time.perf_counter() - start
+            yield params
+        finally:
+            start = time.perf_counter()
+            self.params = self.transition.back(held)
+            self._seconds["transition"] += time.perf_counter() - start
 
     def _decode(
         self, rollout: Mapping[str, Any], prompt_text: list[str] | None
@@ -216,7 +233,8 @@ class Actor(TrainedWorker):
         return taken
 
     def programs(self, rows: int, prompt_length: int) -> Iterator[tuple[str, Callable[[], Any]]]:
-        """Generation, log-probs and update of ``rows`` sequences."""
+        """Transition, generation, log-probs and update of ``rows`` sequences."""
+        yield from self.transition.programs()
         samples, sampling = self.context.samples, self.context.sampling
         yield "generate", lambda: self._trace_generate(rows, prompt_length, samples, sampling)
         greedy = Sampling(temperature=0.0)

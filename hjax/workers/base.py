@@ -20,6 +20,7 @@ from hjax.rollout.sampling import Sampling
 from hjax.sharding.layout import RoleLayouts, check_shapes, without
 from hjax.sharding.offload import to_device, to_host
 from hjax.sharding.pipeline import Stack
+from hjax.sharding.transition import BUCKET_BYTES
 from hjax.workers.optimizer import OptimizerConfig, Prepare, Updater
 from hjax.workers.passes import Batch, Objective, Passes
 
@@ -50,6 +51,7 @@ class WorkerContext:
       offload: what waits in pinned host memory while it is idle: ``none``, ``optimizer`` (its
         state, but in updates) or ``all`` (the parameters too, but in the role's own calls).
       retokenize: the role's tokenizer differs from the actor's, so text is tokenised again.
+      transition_bucket_bytes: of parameters that go to the generate layout in one program.
       options: whatever a user's own worker wants: the run's whole config.
     """
 
@@ -71,6 +73,7 @@ class WorkerContext:
     micro_batch: int = 0
     offload: str = "none"
     retokenize: bool = False
+    transition_bucket_bytes: int = BUCKET_BYTES
     options: Any = None
 
     @property
@@ -257,6 +260,7 @@ class TrainedWorker(ModelWorker):
 
     def make_updater(self, loss: Any, optimizer: OptimizerConfig, grouped: bool = True) -> Updater:
         """An update program for one loss; ``grouped``: samples of a prompt are consecutive."""
+
         def objective(params: Params, batch: Batch, stack: Stack) -> Any:
             share = self.share(batch["responses"].shape[0]) if grouped else 1
             model = self.network.bind(params, stack)

@@ -1,0 +1,233 @@
+"""Moves as compiled programs: one per bucket of arrays, with explicit collectives.
+
+Inside ``shard_map`` exactly the planned collectives run, so that bytes are those of the plan. An
+array that is stacked over layers and larger than a bucket goes a few layers at a time, written in
+place: what lies between is as large as a slice, not as the array.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from hjax.sharding.moves import Move, plan_moves, received, spec_of, split_of
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Leaf:
+    """One array on its way from a sharding to another.
+
+    Attributes:
+      name: in the tree.
+      shape: of the whole array.
+      dtype: before; ``cast`` the one after.
+      source, target: shardings before and after.
+      moves: what is done, or None where that is left to the compiler.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any
+    cast: Any
+    source: NamedSharding
+    target: NamedSharding
+    moves: tuple[Move, ...] | None
+
+    @property
+    def unmoved(self) -> bool:
+        """Whether both sides are alike, so that the very same array serves."""
+        same = self.source.is_equivalent_to(self.target, len(self.shape))
+        return same and self.dtype == self.cast
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes that a device holds before."""
+        return math.prod(self.source.shard_shape(self.shape)) * self.dtype.itemsize
+
+    @property
+    def target_bytes(self) -> int:
+        """Bytes that a device holds after."""
+        return math.prod(self.target.shard_shape(self.shape)) * self.cast.itemsize
+
+    @property
+    def received_bytes(self) -> int | None:
+        """Bytes that a device receives as planned; None where the compiler decides."""
+        return None if self.moves is None else received(self.moves) * self.cast.itemsize
+
+
+def plan_leaf(
+    name: str,
+    shape: tuple[int, ...],
+    dtype: Any,
+    cast: Any,
+    source: NamedSharding,
+    target: NamedSharding,
+) -> Leaf:
+    """How an array gets from ``source`` to ``target``, cast first."""
+    moves = None
+    if source.mesh == target.mesh:
+        sizes = dict(source.mesh.shape)
+        before, after = (split_of(s.spec, len(shape), sizes) for s in (source, target))
+        moves = plan_moves(shape, before, after, sizes)
+    elif source.is_equivalent_to(target, len(shape)):
+        moves = ()
+    return Leaf(name, shape, jnp.dtype(dtype), jnp.dtype(cast), source, target, moves)
+
+
+def fill_buckets(leaves: Sequence[Leaf], limit: int) -> list[list[Leaf]]:
+    """Leaves by size, largest first, as many to a bucket as hold ``limit`` bytes afterwards.
+
+    A leaf that is larger has a bucket of its own, and so has one that the compiler moves. The
+    smallest come last: what they leave behind is added to nearly everything that has arrived.
+    """
+    buckets: list[list[Leaf]] = []
+    room = 0
+    for leaf in sorted(leaves, key=lambda leaf: -leaf.target_bytes):
+        alone = leaf.moves is None
+        if not buckets or alone or leaf.target_bytes > room or buckets[-1][0].moves is None:
+            buckets.append([])
+            room = limit
+        buckets[-1].append(leaf)
+        room -= leaf.target_bytes
+    return buckets
+
+
+def bucket_program(bucket: Sequence[Leaf], limit: int, name: str) -> Any:
+    """A jitted function from the arrays of a bucket to the moved ones, both in a list."""
+    if not bucket:
+        return jax.jit(_named(name, list))
+    if bucket[0].moves is None:
+        (leaf,) = bucket
+        run: Callable[..., Any] = _named(name, lambda xs: [x.astype(leaf.cast) for x in xs])
+        return jax.jit(run, out_shardings=[leaf.target])
+    mesh = bucket[0].source.mesh
+    assert isinstance(mesh, Mesh)
+
+    def run_moves(arrays: list[jax.Array]) -> list[jax.Array]:
+        return [_moved(x, leaf, limit) for x, leaf in zip(arrays, bucket, strict=True)]
+
+    mapped = jax.shard_map(
+        run_moves,
+        mesh=mesh,
+        in_specs=([_spec(leaf.source, leaf) for leaf in bucket],),
+        out_specs=[_spec(leaf.target, leaf) for leaf in bucket],
+        check_vma=False,
+    )
+    return jax.jit(_named(name, mapped))
+
+
+def _named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(arrays: list[jax.Array]) -> list[jax.Array]:
+        result: list[jax.Array] = function(arrays)
+        return result
+
+    run.__name__ = name  # by which a compilation is logged
+    return run
+
+
+def _spec(sharding: NamedSharding, leaf: Leaf) -> Any:
+    return spec_of(split_of(sharding.spec, len(leaf.shape), dict(sharding.mesh.shape)))
+
+
+def _moved(x: jax.Array, leaf: Leaf, limit: int) -> jax.Array:
+    """A device's shard before -> its shard after; inside ``shard_map``."""
+    assert leaf.moves is not None
+    rows = _slice_rows(x, leaf, limit)
+    if rows == x.shape[0] if x.ndim else True:
+        return _apply(x.astype(leaf.cast), leaf)
+    # Where dimension 0 is gathered too, every slice has its place in each of the gathered parts.
+    parts = math.prod(jax.lax.axis_size(move.axes) for move in leaf.moves if move.dimension == 0)
+    shape = leaf.target.shard_shape(leaf.shape)
+    out = jnp.zeros((parts, shape[0] // parts, *shape[1:]), leaf.cast)
+
+    def step(i: jax.Array, out: jax.Array) -> jax.Array:
+        part = jax.lax.dynamic_slice_in_dim(x, i * rows, rows, 0)
+        part = _apply(part.astype(leaf.cast), leaf)
+        part = part.reshape(parts, rows, *shape[1:])
+        return jax.lax.dynamic_update_slice_in_dim(out, part, i * rows, 1)
+
+    return jax.lax.fori_loop(0, x.shape[0] // rows, step, out).reshape(shape)
+
+
+def _slice_rows(x: jax.Array, leaf: Leaf, limit: int) -> int:
+    """How many rows of a device's shard to move at a time: all, if that needs no loop."""
+    assert leaf.moves is not None
+    if x.ndim == 0:
+        return 1
+    rows = x.shape[0]
+    first = [move for move in leaf.moves if 0 in (move.dimension, move.to)]
+    local = all(move.kind == "slice" for move in leaf.moves)
+    # A gather of rows alone is written where it belongs; nothing lies between.
+    direct = all(move.kind == "all_gather" for move in first) and len(leaf.moves) == len(first)
+    if local or direct or any(move.kind != "all_gather" for move in first):
+        return rows
+    per_row = leaf.target_bytes // rows
+    fitting = [n for n in range(1, rows + 1) if rows % n == 0 and n * per_row <= limit]
+    return max(fitting, default=1)
+
+
+_BITS = {1: jnp.uint8, 2: jnp.uint16}
+
+
+def _apply(x: jax.Array, leaf: Leaf) -> jax.Array:
+    # Moved as whole numbers: a compiler may widen narrow floats that it sees travel (the CPU's
+    # does, and the bytes double), and must not touch what it takes for bits.
+    narrow = x.dtype.itemsize in _BITS and jnp.issubdtype(x.dtype, jnp.floating)
+    if narrow:
+        x = jax.lax.bitcast_convert_type(x, _BITS[x.dtype.itemsize])
+    for move in leaf.moves or ():
+        x = _MOVES[move.kind](x, move)
+    return jax.lax.bitcast_convert_type(x, leaf.cast) if narrow else x
+
+
+def _slice(x: jax.Array, move: Move) -> jax.Array:
+    size = x.shape[move.dimension] // jax.lax.axis_size(move.axes)
+    start = jax.lax.axis_index(move.axes) * size
+    return jax.lax.dynamic_slice_in_dim(x, start, size, move.dimension)
+
+
+def _all_gather(x: jax.Array, move: Move) -> jax.Array:
+    if move.dimension == 0:
+        return jax.lax.all_gather(x, move.axes, axis=0, tiled=True)
+    # Gathered in front and then transposed: XLA would lay out the shards anew before and after.
+    parts = jax.lax.all_gather(x, move.axes, axis=0, tiled=False)
+    at = move.dimension
+    shape = (*x.shape[:at], parts.shape[0] * x.shape[at], *x.shape[at + 1 :])
+    return jnp.moveaxis(parts, 0, at).reshape(shape)
+
+
+def _all_to_all(x: jax.Array, move: Move) -> jax.Array:
+    return jax.lax.all_to_all(
+        x, move.axes, split_axis=move.to, concat_axis=move.dimension, tiled=True
+    )
+
+
+def _permute(x: jax.Array, move: Move) -> jax.Array:
+    """Part i of the dimension goes to the device that has it in the new order of axes."""
+    sizes = [jax.lax.axis_size(axis) for axis in move.before]
+    order = [move.before.index(axis) for axis in move.axes]
+    pairs = []
+    for source in range(math.prod(sizes)):
+        # The device that is to hold this part: its coordinates count it in the new order.
+        rest, coordinates = source, [0] * len(sizes)
+        for i in reversed(order):
+            rest, coordinates[i] = divmod(rest, sizes[i])
+        target = 0
+        for size, coordinate in zip(sizes, coordinates, strict=True):
+            target = target * size + coordinate
+        pairs.append((source, target))
+    return jax.lax.ppermute(x, move.before, pairs)
+
+
+_MOVES: dict[str, Callable[[jax.Array, Move], jax.Array]] = {
+    "slice": _slice,
+    "all_gather": _all_gather,
+    "all_to_all": _all_to_all,
+    "permute": _permute,
+}
