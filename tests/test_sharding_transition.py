@@ -206,6 +206,27 @@ def test_no_second_copy_of_the_model():
     assert watch.peak + train == transition.cost().peak == transition.peak_bytes()
 
 
+@pytest.mark.parametrize("dtypes", [None, NARROW], ids=["same", "narrow"])
+def test_what_stands_beside_each_program_is_told(dtypes):
+    """Counted from shapes, and found alive when it runs."""
+    transition, _, _, source, _ = setup({"tensor": 8}, {"tensor": 2}, dtypes, bucket_bytes=1)
+
+    def size(arrays):
+        shards = [(x.sharding.shard_shape(x.shape), x.dtype.itemsize) for x in arrays]
+        return sum(int(np.prod(shape)) * per for shape, per in shards)
+
+    alive = []
+    watch = PeakWatch(jax.devices())
+    _, params = parameters(source)
+    held = transition.start(params)
+    transition.advance(held, lambda: alive.append(watch()))
+    for number, bucket in enumerate(transition.buckets):
+        leaves = [transition.routes[i].there for i in bucket]
+        moved = sum(leaf.source_bytes + leaf.target_bytes for leaf in leaves)
+        assert alive[number] == size(transition.standing(number)) + moved
+    assert watch() == size(transition.kept()) + transition.cost().target
+
+
 def test_a_large_stacked_leaf_goes_slice_by_slice():
     source, target = shardings({"tensor": 8}, {"tensor": 2})
     slices = Transition(source, target, SHAPES, bucket_bytes=1)

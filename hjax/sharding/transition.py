@@ -201,8 +201,22 @@ class Transition:
     def _traced(self, number: int, back: bool = False) -> Any:
         routes = [self.routes[i] for i in self.buckets[number]]
         ways = [r.back for r in routes if r.back is not None] if back else [r.there for r in routes]
-        arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.source) for x in ways]
-        return (self._back if back else self._there)[number].trace(arrays)
+        return (self._back if back else self._there)[number].trace([_source(x) for x in ways])
+
+    def standing(self, number: int) -> list[jax.ShapeDtypeStruct]:
+        """Abstract arrays that stand while a bucket is moved, its sources and targets left out."""
+        arrays = [_source(r.there) for r in self.routes if r.there.unmoved]
+        for other, bucket in enumerate(self.buckets):
+            for route in (self.routes[i] for i in bucket):
+                if other < number:
+                    arrays.append(_target(route.there))
+                if other > number or (other < number and route.back is None):
+                    arrays.append(_source(route.there))
+        return arrays
+
+    def kept(self) -> list[jax.ShapeDtypeStruct]:
+        """Abstract arrays of training's that stay beside those which generation reads."""
+        return [_source(r.there) for r in self.routes if r.back is None and not r.there.unmoved]
 
     def cost(self) -> Cost:
         """Compile everything for abstract arrays and count; nothing is allocated."""
@@ -239,3 +253,11 @@ class Transition:
             peak = max(peak, alive)
             alive -= sum(r.there.source_bytes for r in routes if r.back is not None)
         return peak
+
+
+def _source(leaf: Leaf) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.source)
+
+
+def _target(leaf: Leaf) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.cast, sharding=leaf.target)

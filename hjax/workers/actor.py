@@ -266,18 +266,15 @@ class Actor(TrainedWorker):
         )
 
     def beside(self, program: str) -> dict[str, Any]:
-        """While generating, training's shards of what generation reads in copy stay too."""
-        if not program.startswith("generate"):
+        """During the transition what is on neither side of a bucket; then masters of a copy."""
+        names = [name for name, _ in self.transition.programs()]
+        if program in names:
+            params = self.transition.standing(names.index(program))
+        elif program.startswith("generate"):
+            params = self.transition.kept()
+        else:
             return super().beside(program)
-        state = self.abstract_state()
-        pairs = zip(*map(jax.tree.leaves, (state["params"], self._generation_copy())))
-        copied = [
-            ours
-            for ours, copy in pairs
-            if ours.dtype != copy.dtype
-            or not ours.sharding.is_equivalent_to(copy.sharding, ours.ndim)
-        ]
-        return state | {"params": copied}
+        return self.abstract_state() | {"params": params}
 
 
 def _mean_weights(batch: Mapping[str, jax.Array]) -> jax.Array:
