@@ -79,13 +79,13 @@ def _split_response_states(
     # Whole wherever it is padded or cut: parts would be shifted between neighbours, which the
     # stages of a pipeline, each in a branch of its own, cannot do.
     def whole(x: jax.Array) -> jax.Array:
-        return compute.split_length(x, "batch", *[None] * (x.ndim - 1))
+        return compute.hold(x, "batch", *[None] * (x.ndim - 1))
 
     hidden = whole(sequence_states(decoder, whole(tokens), whole(mask), compute))
     hidden = whole(hidden[:, -length - 1 : -1])
     if length % ways:
         return hidden
-    return compute.split_length(hidden, "batch", "length", None)
+    return compute.hold(hidden, "batch", "length", None)
 
 
 def sequence_states(
@@ -102,16 +102,19 @@ def token_log_probs(
     tokens: jax.Array,
     temperature: float = 1.0,
     with_entropy: bool = True,
+    parts: int = 1,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Log-probs of tokens, and the entropy of the distribution each was drawn from.
 
-    Where the logits of all tokens together would be large, they are made a chunk at a time, and
-    again in the backward pass.
+    Where a device's logits of all tokens together would be large, they are made a chunk at a time,
+    and again in the backward pass. (Not without need: in FSDP each chunk gathers the output table.)
 
     Args:
       hidden: [rows, length, embed], from which token t is predicted.
       tokens: int [rows, length].
       temperature: logits are divided by it.
+      with_entropy: whether the entropies are wanted.
+      parts: over how many devices the logits are split.
 
     Returns:
       float32 [rows, length] natural logs, and float32 [rows, length] nats or None.
@@ -130,7 +133,7 @@ def token_log_probs(
 
     rows, length = tokens.shape
     vocab = decoder.config.vocab_size
-    chunks = max(1, math.ceil(rows * length * vocab * 4 / LOGIT_CHUNK_BYTES))
+    chunks = max(1, math.ceil(rows * length * vocab * 4 / parts / LOGIT_CHUNK_BYTES))
     chunks = next((c for c in range(chunks, length + 1) if length % c == 0), length)
     if chunks <= 1:
         return score(hidden, tokens)

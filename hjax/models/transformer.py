@@ -9,6 +9,7 @@ as metadata, so a layout shards it without model-specific code. Layers are stack
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -30,17 +31,31 @@ class Compute:
       unroll_layers: a Python loop instead of a scan: faster for shallow models on a CPU, but
         compile time grows with depth.
       remat: recompute each layer in the backward pass instead of keeping its activations.
-      context: a train layout whose ``context`` axis splits the length, or None.
+      layout: the train layout over whose axes activations stay split, or None to leave them to
+        the compiler (which would rather split the width of FSDP's embedding than the batch).
     """
 
     dtype: Any = jnp.float32
     unroll_layers: bool = False
     remat: bool = False
-    context: Layout | None = None
+    layout: Layout | None = None
 
-    def split_length(self, x: jax.Array, *logical_axes: str | None) -> jax.Array:
-        """Inside jit: hold activations split as the layout says, where it splits the length."""
-        return x if self.context is None else self.context.constrain(x, *logical_axes)
+    @property
+    def context(self) -> Layout | None:
+        """The layout, if its ``context`` axis splits the length."""
+        splits = self.layout is not None and self.layout.ways("length") > 1
+        return self.layout if splits else None
+
+    @property
+    def logit_parts(self) -> int:
+        """Over how many devices the layout splits logits."""
+        if self.layout is None:
+            return 1
+        return math.prod(self.layout.ways(name) for name in ("batch", "length", "vocab"))
+
+    def hold(self, x: jax.Array, *logical_axes: str | None) -> jax.Array:
+        """Inside jit: keep activations split as the layout says."""
+        return x if self.layout is None else self.layout.constrain(x, *logical_axes)
 
 
 def parameter(
@@ -231,7 +246,7 @@ class Decoder(nnx.Module):
     def embed(self, tokens: jax.Array, compute: Compute) -> jax.Array:
         """[batch, length, embed] of int tokens [batch, length]."""
         x = self.embedding[...].astype(compute.dtype)[tokens]
-        return compute.split_length(x, "batch", "length", None)
+        return compute.hold(x, "batch", "length", None)
 
     def run(
         self,
@@ -274,7 +289,7 @@ class Decoder(nnx.Module):
         def run(layer: Any, parameters: Any, x: jax.Array, cache: Any) -> tuple:
             block = nnx.merge(graph, parameters)
             x, cache, kept = block(layer, x, cos, sin, attention, cache)
-            return compute.split_length(x, "batch", "length", None), cache, kept
+            return compute.hold(x, "batch", "length", None), cache, kept
 
         if compute.remat:
             run = jax.checkpoint(run, static_argnums=(0,) if compute.unroll_layers else ())

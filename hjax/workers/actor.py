@@ -197,7 +197,10 @@ class Actor(TrainedWorker):
         with_entropy: bool = True,
     ) -> tuple[jax.Array, jax.Array | None]:
         hidden = response_states(model, batch, share, self.compute)
-        return token_log_probs(model, hidden, batch["responses"], temperature, with_entropy)
+        parts = self.compute.logit_parts
+        return token_log_probs(
+            model, hidden, batch["responses"], temperature, with_entropy, parts
+        )
 
     def _negative_log_likelihood(
         self, model: Any, batch: Mapping[str, jax.Array], share: int

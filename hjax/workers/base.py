@@ -112,8 +112,9 @@ class ModelWorker(Worker):
         self.layouts = RoleLayouts(without(train, self.kept_whole), without(generate, narrow))
         self.shardings = self.network.shardings(self.layouts.train)
         train = self.layouts.train
-        splits = train if train.ways("length") > 1 else None
-        self.compute = dataclasses.replace(context.compute, context=splits)
+        # Stages of a pipeline take branches of their own, in which only a split length is held.
+        held = train if train.ways("layers") == 1 or train.ways("length") > 1 else None
+        self.compute = dataclasses.replace(context.compute, layout=held)
         self.passes = Passes(train, self.network.axes, context.micro_batch, context.samples)
         self.params: Params = {}  # until initialize, copy_from or restore
         self._phase = ""

@@ -25,7 +25,12 @@ class Reference(ModelWorker):
     def _ref_log_prob(self, model: Any, batch: Any, share: int) -> jax.Array:
         hidden = response_states(model, batch, share, self.compute)
         logprobs, _ = token_log_probs(
-            model, hidden, batch["responses"], self.context.temperature, with_entropy=False
+            model,
+            hidden,
+            batch["responses"],
+            self.context.temperature,
+            with_entropy=False,
+            parts=self.compute.logit_parts,
         )
         return jnp.where(batch["response_mask"], logprobs, 0.0)
 
