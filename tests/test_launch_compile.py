@@ -21,6 +21,7 @@ from hjax.launch.programs import add_held, calls, held_beside, step_programs
 from hjax.launch.shapes import is_published, read_shape, shape_inputs
 from hjax.launch.topologies import GIB, GPU_MEMORY, parse_memory_error, parse_topology
 from hjax.models.shapes import published
+from hjax.sharding.collectives import received_bytes
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
@@ -191,6 +192,19 @@ def test_what_stays_beside_a_program():
     assert "critic optimizer" in values and "critic params" not in values
     record = add_held({"total_bytes": 1000}, programs["actor", "update"], roles)
     assert record["sum_bytes"] == 1000 + sum(update.values())
+
+
+def test_an_fsdp_update_moves_parameters_and_gradients_not_activations():
+    changes = {
+        "layout.actor.train.data": 1, "layout.actor.train.fsdp": 8, "model.remat": True,
+        "rollout.prompts": 64, "rollout.samples": 4, "rollout.max_response_length": 16,
+    }  # fmt: skip
+    programs, roles = programs_of("PPO", changes)
+    text = programs["actor", "update"].trace().lower().compile().as_text()
+    model = 4 * roles.groups["actor"].worker.network.parameters
+    # Gathered for the forward and for the backward pass; gradients summed (which counts twice).
+    rule = (1 + 1 + 2) * 7 / 8 * model
+    assert received_bytes(text) == pytest.approx(rule, rel=0.05)
 
 
 def test_other_pools_hold_nothing_here():
