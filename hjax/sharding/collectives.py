@@ -208,6 +208,9 @@ def _mesh_groups(text: str) -> Groups:
     numbers = np.arange(np.prod(list(axes.values())))
     if order := re.search(r"device_ids=(\(.*)", named[1]):
         inside = order[1][1 : closing(order[1], 0) - 1]
+        # A list, or a count in some dimensions, transposed, with or without its arrow.
+        if inside.startswith("[") and "<=" not in inside:
+            inside = f"<={inside}"
         iota = inside.find("<=")
         numbers = np.array(_ints(inside)) if iota < 0 else _iota(inside[iota:])
     refs = {
