@@ -9,7 +9,7 @@ from mapping_cases import brute_force, groupings, packs, problem
 from hjax.sharding.mapping import hardware
 from hjax.sharding.mapping.options import front
 from hjax.sharding.mapping.records import Cluster, Pool
-from hjax.sharding.mapping.search import Search, partitions, search
+from hjax.sharding.mapping.search import Roles, Search, partitions, search
 
 
 def best(case):
@@ -58,7 +58,7 @@ def test_candidates_are_the_best_of_their_placements():
     assert [p.total for p in few.plans] == pytest.approx(totals[:2])
     for plan in all_of_them.plans:
         placement = tuple(s.roles for s in plan.sets)
-        assert Search(case).best(placement).total == pytest.approx(plan.total)
+        assert Search(Roles(case)).best(placement).total == pytest.approx(plan.total)
 
 
 @pytest.mark.parametrize("count, bell", [(1, 1), (2, 2), (3, 5), (4, 15), (5, 52), (6, 203)])

@@ -95,10 +95,10 @@ def allocate(
     """The choice per set that makes the step shortest, fewest devices among equals.
 
     Sets are added one at a time. A partial plan is dropped if another one is as fast in every
-    stage on no more devices, or if no completion of it can be below ``bound``.
+    stage on no more devices, or if every completion of it is above ``bound``.
 
     Returns:
-      (seconds, row of each set's choices), or None where nothing fits or is below ``bound``.
+      (seconds, row of each set's choices), or None where nothing fits within ``bound``.
     """
     usage = Usage(cluster)
     fastest = [chosen.fastest(cluster.size) for chosen in sets]
@@ -118,7 +118,7 @@ def allocate(
             others = sum(least[number + 1 :]) - least[later]
             room = np.clip(left - others, 0, cluster.size)
             reachable = np.maximum(reachable, fastest[later][room])
-        good &= reachable.sum(axis=1) < bound
+        good &= reachable.sum(axis=1) <= bound
         chosen_rows = np.flatnonzero(good)
         chosen_rows = chosen_rows[usage.fits(joint_used[chosen_rows])]
         if not len(chosen_rows):

@@ -29,13 +29,15 @@ class Constants:
     )
     memory: float = _value(0.75, "share of memory bandwidth", "decode kernels on A100, 70 to 80 %")
     link: float = _value(0.75, "share of link bandwidth", "nccl-tests on 8 A100, 230 of 300 GB/s")
-    network: float = _value(0.85, "share of network bandwidth", "RDMA protocol overhead, assumed")
+    network: float = _value(0.4, "share of network bandwidth", "8 GPUs on one NIC: assumed")
     link_latency: float = _value(
         15e-6, "s per collective and doubling", "nccl-tests, small messages: 20 to 40 us on 8 A100"
     )
     network_latency: float = _value(30e-6, "s per collective and doubling", "as above, RDMA")
     overlap: float = _value(
-        0.5, "share of compute that hides collectives of weights and gradients", "assumed"
+        0.0,
+        "share of compute that hides collectives of weights and gradients",
+        "Megatron-LM's default of 2024 (no --overlap-grad-reduce)",
     )
     usable: float = _value(0.9, "share of device memory", "context, fragmentation: assumed")
     workspace: float = _value(1 << 30, "bytes per device while computing", "assumed")
@@ -43,11 +45,24 @@ class Constants:
     decode_step: float = _value(
         4e-3, "s per decode step", "launching and scheduling in 2024's engines, assumed"
     )
+    decode_layer: float = _value(0.0, "s per layer and decode step", "compiled or captured graphs")
     decode_row: float = _value(
         60e-6,
         "s per sequence and decode step of a replica",
         "scheduler and sampler on the host; vLLM's 0.6 release notes find 38 % of an earlier "
         "version's time on the GPU (8B, H100)",
+    )
+    eager_matmul: float = _value(
+        0.33, "share of peak FLOP/s", "Hugging Face models in eager PyTorch, unfused: assumed"
+    )
+    eager_layer: float = _value(
+        4e-4, "s per layer and decode step", "a dozen kernels launched from Python, assumed"
+    )
+    native_decode: float = _value(
+        20.6,
+        "times an engine's decode time",
+        "NeMo-Aligner on itself without TensorRT-LLM: a step 6.96 times slower, 90 % of it "
+        "generation; 0.9 / (1 / 6.96 - 0.1)",
     )
     measured: frozenset[str] = frozenset()
 

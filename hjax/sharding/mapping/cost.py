@@ -97,20 +97,17 @@ def send(place: Place, array_bytes: float, stride: int) -> float:
     return array_bytes / ring_bandwidth(place, 2, stride) + latency(place, 2, stride)
 
 
-def transfer(
-    source: Place, target: Place, model_bytes: float, receivers: int, shared: bool = True
-) -> float:
-    """Weights from one set of devices to another: model bytes * receivers / narrowest network.
+def transfer(place: Place, model: ModelCounts) -> float:
+    """Weights from other devices to these: weight bytes / network of a host.
 
-    Each of ``receivers`` hosts of the target takes the whole model (or, not ``shared``, its own
-    share only); the source sends with all its hosts' networks, a host receives with its own.
+    The sender's hosts are as fast together, and receiving hosts pass on what they have, so the
+    whole model crosses each host's network once. Inside one domain it is the link instead.
     """
-    per_host = model_bytes if shared else model_bytes / receivers
-    sent = per_host * receivers
-    hosts = max(1, source.devices // source.pool.per_host)
-    outgoing = source.pool.device.network * source.constants.network * hosts
-    incoming = target.pool.device.network * target.constants.network
-    return max(sent / outgoing, per_host / incoming) + source.constants.network_latency
+    array = model.parameters * place.numerics.compute
+    device, constants = place.pool.device, place.constants
+    outside = place.devices >= place.pool.domain
+    wire = device.network * constants.network if outside else device.link * constants.link
+    return array / wire + constants.network_latency
 
 
 # Counting

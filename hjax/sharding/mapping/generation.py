@@ -86,14 +86,14 @@ def decoding(place: Place, model: ModelCounts, mesh: Mesh, rows: float, work: Wo
     per_row = cache / min(tensor, model.kv_heads) / pipe / place.bandwidth + constants.decode_row
     width = work.prompt_length + own
     flops = 2.0 * model.active + 4.0 * model.attention_width * model.layers * width
-    fixed = constants.decode_step
+    fixed = constants.decode_step + model.layers * constants.decode_layer
     if tensor > 1:
-        stride = mesh.tensor // tensor
+        stride = max(1, mesh.tensor // tensor)
         wire = 2 * model.layers * 2 * (tensor - 1) / tensor * model.hidden * element
         per_row += wire / cost.ring_bandwidth(place, tensor, stride)
         fixed += 2 * model.layers * cost.latency(place, tensor, stride)
     if pipe > 1:
-        fixed += pipe * cost.latency(place, 2, mesh.tensor * (mesh.pipe // pipe))
+        fixed += pipe * cost.latency(place, 2, mesh.tensor * max(1, mesh.pipe // pipe))
     experts = model.layers * model.layer_expert
     return Decoding(
         local,

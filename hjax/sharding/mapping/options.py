@@ -27,8 +27,11 @@ class Space:
         them, ``hybrid`` splits them inside a domain and replicates across.
       generate: ``any`` divisor of the training sizes; ``same`` as in training; ``inside``: tensor
         sizes of ``tensors``, whatever the training sizes (weights are gathered whole first).
-      gather: weights of a transition: ``shards`` (HybridFlow), or ``all`` devices' (ZeRO-3).
+      zero: no tensor axis in training; ``tensors`` are then generation's alone.
+      gather: weights of a transition: ``shards`` (HybridFlow), ``all`` devices' (ZeRO-3), or
+        ``sent`` from another copy of the model.
       cached: generation keeps keys and values.
+      native: decoding by the training framework, not by an engine made for it.
       micro_rows: rows per device and pass of an update.
       rematerialise: whether activations are computed again.
       waves: rounds in which a replica decodes.
@@ -41,8 +44,10 @@ class Space:
     experts: tuple[int, ...] = (1, 2, 4, 8)
     shardings: tuple[Sharding, ...] = ("data", "fsdp", "hybrid")
     generate: Literal["any", "same", "inside"] = "any"
-    gather: Literal["shards", "all"] = "shards"
+    zero: bool = False
+    gather: Literal["shards", "all", "sent"] = "shards"
     cached: bool = True
+    native: bool = False
     micro_rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     rematerialise: tuple[bool, ...] = (False, True)
     waves: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -60,7 +65,7 @@ def meshes(place: Place, model: ModelCounts, space: Space) -> Iterator[Mesh]:
     """Training meshes of a model on ``place.devices``: pipe * tensor * context * replicas, with
     tensor (and context) inside a domain."""
     for pipe in space.pipes:
-        for tensor in space.tensors:
+        for tensor in (1,) if space.zero else space.tensors:
             for context in space.contexts:
                 ways = pipe * tensor * context
                 fits = place.devices % ways == 0 and tensor * context <= place.domain
@@ -195,6 +200,7 @@ def _rollouts(
         return [(mesh, 0.0, 0.0, 0.0, 0)]
     found = []
     counted = _counted(calls, work)
+    slowness = place.constants.native_decode if space.native else 1.0
     for laid_out in generation_meshes(place, model, mesh, space):
         replicas = place.devices // (laid_out.generate_pipe * laid_out.generate_tensor)
         if space.even and round(work.sequences / work.samples) % replicas:
@@ -215,7 +221,7 @@ def _rollouts(
         for waves in space.waves:
             if waves > most:
                 break
-            seconds = prefill + sum(k * d.seconds(waves) for d, k in decoders)
+            seconds = prefill + slowness * sum(k * d.seconds(waves) for d, k in decoders)
             rows = math.ceil(most / waves)
             needed = memory.generation_transient(place, model, laid_out, rows, work)
             found.append((laid_out, seconds + moved, moved, needed, waves))
@@ -226,6 +232,8 @@ def _transition(place: Place, model: ModelCounts, mesh: Mesh, space: Space) -> f
     if space.gather == "all":
         whole = model.parameters * place.numerics.compute
         return cost.all_gather(place, whole, place.devices)
+    if space.gather == "sent":
+        return cost.transfer(place, model)
     if space.generate == "same":
         return 0.0
     return generation.transition_seconds(place, model, mesh)
