@@ -1,4 +1,4 @@
-"""Ways to plan by name: hjax's own placements, and other systems as HybridFlow's section 8 has them.
+"""Ways to plan by name: hjax's placements, and other systems as in HybridFlow's section 8.
 
 Each turns a problem into the problems and placements to search, so that all are compared under
 the same cost model, constants and workload, each with the best layouts and allocation it allows.
