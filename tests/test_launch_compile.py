@@ -3,15 +3,18 @@
 import importlib.util
 import io
 import json
+import math
 import os
 import subprocess
 import sys
 
 import pytest
-from helpers import trainer_of
+from helpers import save_model, trainer_of
 from rich.console import Console
 
+import hjax
 from hjax.algorithms import GRPO, PPO, ReMax, SafeRLHF
+from hjax.data.tasks import get_task
 from hjax.errors import ConfigError
 from hjax.launch.compile import main, parse
 from hjax.launch.config import load_config
@@ -342,3 +345,75 @@ def test_with_libtpu_and_without_a_tpu_the_cpu_is_taken_quietly(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == "" and "cpu:0" in done.stdout
+
+
+def test_the_shipped_7b_config_trains_once_it_is_given_weights_and_data(tmp_path):
+    tokenizer = get_task("sorting").tokenizer()
+    save_model(tmp_path / "actor", tokenizer=tokenizer)
+    save_model(tmp_path / "reward", tokenizer=tokenizer, head=True)
+    rows = [{"prompt": f"{i}>"} for i in range(10, 60)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = load_config(
+        "ppo_llama_7b.py",
+        [
+            f"--config.actor.path={tmp_path}/actor",
+            f"--config.reward.path={tmp_path}/reward",
+            f"--config.data.path={tmp_path}/data.jsonl",
+            # Smaller, for a test.
+            "--config.rollout.prompts=16", "--config.algorithm.minibatch=8",
+            "--config.actor.micro_batch=4", "--config.critic.micro_batch=4",
+            "--config.rollout.max_prompt_length=8", "--config.rollout.max_response_length=4",
+            "--config.display.enabled=False", "--config.eval.every=0",
+            "--config.cluster.devices_per_process=4",
+        ],
+    )  # fmt: skip
+    trainer = hjax.Trainer(config)
+    try:
+        assert trainer.roles.layouts["actor"].train.ways("heads") == 4
+        metrics = trainer.step()
+    finally:
+        trainer.close()
+    assert math.isfinite(metrics["actor/loss"]) and math.isfinite(metrics["reward/mean"])
+
+
+# Pods: minutes a program
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("topology, memory", [("v5p:4x4x4", 95.73), ("v6e:8x8", 31.24)])
+def test_a_7b_ppo_step_compiles_for_a_pod_and_fits(topology, memory, tmp_path):
+    done = command(
+        "--config=ppo_llama_7b.py", f"--topology={topology}", "--json",
+        cache=tmp_path, timeout=3500,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["topology"]["devices"] == 64
+    assert found["topology"]["memory_bytes"] == pytest.approx(memory * GIB, rel=1e-3)
+    assert 0 < found["step"]["sum_bytes"] < memory * GIB
+    programs = {(p["role"], p["program"]): p for p in found["programs"]}
+    assert {
+        ("actor", "generate"), ("actor", "update"), ("critic", "compute_values"),
+        ("critic", "update"), ("reference", "compute_ref_log_prob"), ("reward", "compute_reward"),
+    } < set(programs)  # fmt: skip
+    # Llama 7B in bfloat16 from 16 x 4 shards to 2: M (1/2 - 1/64), by hand.
+    formula = 2 * DECODER * (1 / 2 - 1 / 64)
+    moved = found["transition"]
+    assert moved["formula_bytes"] == pytest.approx(formula)
+    assert moved["received_bytes"] == pytest.approx(formula, rel=0.01)
+    # Gathers, and of half the model at most: nobody ever has all of it.
+    ways = [p for p in found["programs"] if p["program"].startswith("transition")]
+    assert {kind for p in ways for kind in p["collectives"]} == {"all-gather"}
+    received = sum(p["received_bytes"] for p in ways)
+    assert received + 2 * DECODER / 64 < 1.01 * 2 * DECODER / 2
+    # Forward, backward and the forward once more: 8 N D, and attention beside it.
+    update = programs["actor", "update"]
+    rule = 8 * (DECODER - 32000 * 4096) * 128 * 2048 / 64
+    assert rule < update["product_flops"] < 1.2 * rule
+    # Gathers of the parameters and sums of gradients and of what tensor parallelism splits.
+    passes = 4
+    activations = passes * 32 * 6 * 2 * (3 / 4) * (2 * 2048 * 4096 * 2)
+    gathered = passes * 2 * (2 * DECODER / 4)
+    assert update["received_bytes"] < 2 * (activations + gathered + passes * 2 * 2 * DECODER / 4)

@@ -148,6 +148,7 @@ def compile_step(command: Command, console: Any) -> dict[str, Any]:
             records.append(add_held(record, program, roles))
             console.print(f"{number:>3}/{len(programs)} {name:<28} {_how(record)}")
         resident = resident_bytes(roles)
+        moved = _transition(records, roles)
     finally:
         roles.close()
     most, memory = largest(records), topology.memory_bytes
@@ -165,6 +166,7 @@ def compile_step(command: Command, console: Any) -> dict[str, Any]:
         "placement": [list(members) for members in roles.plan.placement],
         "resident_bytes": resident,
         "programs": records,
+        **moved,
         **({"offload": offload_savings(records)} if any_offloaded(records) else {}),
         "step": {
             "flops": sum(record["flops"] * record["runs"] for record in records),
@@ -176,6 +178,18 @@ def compile_step(command: Command, console: Any) -> dict[str, Any]:
         },
         "fits": most["sum_bytes"] <= memory,
     }
+
+
+def _transition(records: list[dict[str, Any]], roles: Any) -> dict[str, Any]:
+    """What the actor's parameters receive on their way to the generate layout, and the formula."""
+    from hjax.launch.programs import transition_formula
+
+    ways = [r for r in records if r["role"] == "actor" and r["program"].startswith("transition")]
+    if not ways or any("refused_bytes" in record for record in ways):
+        return {}
+    received = sum(record["received_bytes"] for record in ways)
+    formula = transition_formula(roles.groups["actor"].worker)
+    return {"transition": {"received_bytes": received, "formula_bytes": formula}}
 
 
 def _how(record: dict[str, Any]) -> str:
@@ -199,6 +213,12 @@ def show(description: dict[str, Any], console: Any) -> None:
     )
     console.print(memory_table(description["programs"], topology["memory_bytes"]))
     console.print(work_table(description["programs"]))
+    if moved := description.get("transition"):
+        console.print(
+            f"the transition receives {size(moved['received_bytes'])} per device; HybridFlow's "
+            f"formula says {size(moved['formula_bytes'])} "
+            f"(ratio {moved['received_bytes'] / moved['formula_bytes']:.4f})"
+        )
     console.print(
         f"a step: {flops(step['flops'])} and {size(step['received_bytes'])} received per device; "
         f"{step['verdict']}"

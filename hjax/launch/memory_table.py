@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,7 +35,7 @@ def memory_table(records: Sequence[Mapping[str, Any]], memory_bytes: int | None)
         table.add_column(column, justify="left" if column == "program" else "right")
     table.add_column(_legend(memory_bytes))
     scale = max([memory_bytes or 0, *(record["sum_bytes"] for record in records)])
-    for record in records:
+    for record in map(_largest_of, _grouped(records)):
         held = sum(record["held_bytes"].values())
         figures = [
             "" if record.get(key) is None else size(record[key])
@@ -42,7 +43,7 @@ def memory_table(records: Sequence[Mapping[str, Any]], memory_bytes: int | None)
         ]
         peak = record.get("peak_bytes")
         table.add_row(
-            Text(_name(record)),
+            Text(record["name"]),
             *map(Text, figures),
             Text("does not fit" if "refused_bytes" in record else size(peak) if peak else ""),
             Text(size(held)),
@@ -52,9 +53,24 @@ def memory_table(records: Sequence[Mapping[str, Any]], memory_bytes: int | None)
     return table
 
 
-def _name(record: Mapping[str, Any]) -> str:
+def _grouped(records: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """The buckets of a transition together, every other program by itself."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for record in records:
+        name = f"{record['role']}.{record['program']}"
+        groups.setdefault(re.sub(r"^(\w+\.transition)_\d+$", r"\1", name), []).append(record)
+    return list(groups.values())
+
+
+def _largest_of(group: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {**largest(group), "name": _name(group)}
+
+
+def _name(group: Sequence[Mapping[str, Any]]) -> str:
+    record, count = group[0], len(group)
+    program = re.sub(r"_\d+$", f" ({count} buckets)", record["program"])
     runs = f" ×{record['runs']}" if record.get("runs", 1) > 1 else ""
-    return f"{record['role']}.{record['program']}{runs}"
+    return f"{record['role']}.{program if count > 1 else record['program']}{runs}"
 
 
 def _legend(memory_bytes: int | None) -> str:
@@ -96,20 +112,26 @@ def work_table(records: Sequence[Mapping[str, Any]]) -> Any:
     for column in ("rows", "FLOPs per device", "received per device"):
         table.add_column(column, justify="right")
     table.add_column("collectives: how many, bytes received per device")
-    for record in records:
-        kinds = ", ".join(
-            f"{kind} {found['count']:,}: {size(found['received_bytes'])}"
-            for kind, found in record.get("collectives", {}).items()
-        )
-        received = record.get("received_bytes")
+    for group in _grouped(records):
+        received = [r["received_bytes"] for r in group if "received_bytes" in r]
         table.add_row(
-            Text(_name(record)),
-            f"{record['rows']:,}",
-            flops(record["flops"]),
-            "" if received is None else size(received),
-            Text(kinds or "–"),
+            Text(_name(group)),
+            f"{group[0]['rows']:,}",
+            flops(sum(record["flops"] for record in group)),
+            size(sum(received)) if received else "",
+            Text(_kinds(group) or "–"),
         )
     return table
+
+
+def _kinds(group: Sequence[Mapping[str, Any]]) -> str:
+    found: dict[str, list[int]] = {}
+    for record in group:
+        for kind, figures in record.get("collectives", {}).items():
+            total = found.setdefault(kind, [0, 0])
+            total[0] += figures["count"]
+            total[1] += figures["received_bytes"]
+    return ", ".join(f"{kind} {n:,}: {size(received)}" for kind, (n, received) in found.items())
 
 
 def flops(value: float) -> str:
@@ -129,6 +151,6 @@ def verdict(records: Sequence[Mapping[str, Any]], memory_bytes: int) -> str:
     short = most["sum_bytes"] - memory_bytes
     end = f"{size(short)} are missing" if short > 0 else f"{size(-short)} are left"
     return (
-        f"most is held during {_name(most)}: {size(most['sum_bytes'])} per device of "
+        f"most is held during {_name([most])}: {size(most['sum_bytes'])} per device of "
         f"{size(memory_bytes)}, {end} ({parts})"
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -155,6 +156,23 @@ def device_bytes(tree: Any) -> int:
             size *= n
         total += size
     return total
+
+
+def transition_formula(worker: Any) -> float:
+    """Bytes that HybridFlow's transition receives per device, of all of an actor's parameters.
+
+    M (1 / (p_g t_g) - 1 / (p t f)), with M in the dtype that generation reads (arXiv 2409.19256,
+    table 2; f, the parts of FSDP, is not in it).
+    """
+    network, train, generate = worker.network, worker.layouts.train, worker.layouts.generate
+    casts = jax.tree.leaves(network.read_dtypes(worker.context.compute.dtype))
+    shapes = jax.tree.leaves(network.shapes)
+    model = sum(math.prod(x.shape) * t.itemsize for x, t in zip(shapes, casts, strict=True))
+
+    def parts(layout: Any) -> int:
+        return layout.ways("layers") * layout.ways("heads") * layout.ways("embed")
+
+    return model * (1 / parts(generate) - 1 / parts(train))
 
 
 def memory_of(compiled: Any) -> dict[str, int]:
