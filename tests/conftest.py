@@ -34,6 +34,17 @@ jax.config.update("jax_num_cpu_devices", DEVICES)
 jax.config.update("jax_enable_x64", False)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Everyday tests compile much and run little: LLVM need not optimise (a third less time).
+
+    Slow ones train, in this process and in children, which inherit the flag.
+    """
+    flag = "--xla_backend_optimization_level"
+    everyday = "not slow" in config.option.markexpr
+    if everyday and flag not in os.environ["XLA_FLAGS"]:
+        os.environ["XLA_FLAGS"] = f"{os.environ['XLA_FLAGS']} {flag}=0".strip()
+
+
 @pytest.fixture(scope="session")
 def test_data() -> pathlib.Path:
     """The folder of outside data and weights that HJAX_TEST_DATA names; without it, a skip."""
