@@ -15,18 +15,16 @@ import re
 from typing import Any
 
 from hjax.errors import ConfigError
+from hjax.launch.gpus import GPUS, gpu_devices
+from hjax.sharding.mapping.hardware import DEVICES
 
 GIB = 2**30
 TPU_KINDS = ("v2", "v3", "v4", "v5e", "v5p", "v6e", "tpu7x")
-# Memory that a program may use, in bytes: what the makers name less what driver and context take
-# (JAX's own default leaves a quarter; runs that fill a GPU set XLA_PYTHON_CLIENT_MEM_FRACTION).
-GPU_MEMORY = {
-    "a100-40g": 39 * GIB,
-    "a100-80g": 79 * GIB,
-    "h100": 79 * GIB,
-    "h200": 140 * GIB,
-    "b200": 178 * GIB,
-}
+# Memory that a program may use, in bytes: all but what driver and context take (JAX's own default
+# leaves a quarter; runs that fill a GPU set XLA_PYTHON_CLIENT_MEM_FRACTION).
+GPU_MEMORY = {kind: int(DEVICES[kind].memory) - GIB for kind in GPUS}
+# A chip's two cores are one device, as JAX has it on a real v4 (the newer kinds need no word).
+TPU_OPTIONS = {"v4": {"chip_config_name": "megacore"}}
 _ENVIRONMENT = {
     # No metadata server is asked which TPU this machine has, and several compilers may run at once.
     "TPU_SKIP_MDS_QUERY": "1",
@@ -100,12 +98,10 @@ def find_topology(name: str) -> Topology:
     """
     kind, sizes = parse_topology(name)
     if kind in GPU_MEMORY:
-        from hjax.launch.gpus import gpu_devices
-
         devices = gpu_devices(name, kind, sizes)
         platform, memory, compiler = "cuda", GPU_MEMORY[kind], "jax-cuda"
     else:
-        devices = _tpu_devices(name)
+        devices = _tpu_devices(name, kind)
         platform, memory, compiler = "tpu", compiler_memory(devices[0]), "libtpu"
     return Topology(name, platform, devices, memory, _versions(compiler))
 
@@ -117,7 +113,7 @@ def _versions(compiler: str) -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in sorted(names)}
 
 
-def _tpu_devices(name: str) -> tuple[Any, ...]:
+def _tpu_devices(name: str, kind: str) -> tuple[Any, ...]:
     if not importlib.util.find_spec("libtpu") and not os.environ.get("TPU_LIBRARY_PATH"):
         raise ConfigError(
             f"--topology={name}: the TPU compiler is not installed; pip install 'jax[tpu]'"
@@ -125,7 +121,8 @@ def _tpu_devices(name: str) -> tuple[Any, ...]:
     from jax.experimental import topologies
 
     try:
-        return tuple(topologies.get_topology_desc(name.lower(), "tpu").devices)
+        options = TPU_OPTIONS.get(kind, {})
+        return tuple(topologies.get_topology_desc(name.lower(), "tpu", **options).devices)
     except Exception as error:  # libtpu's complaint about the sizes
         reason = " ".join(str(error).split()).removeprefix("INVALID_ARGUMENT: ")
         raise ConfigError(f"--topology={name}: {reason[:300]}") from error
