@@ -116,7 +116,7 @@ def work_table(records: Sequence[Mapping[str, Any]]) -> Any:
         received = [r["received_bytes"] for r in group if "received_bytes" in r]
         table.add_row(
             Text(_name(group)),
-            f"{group[0]['rows']:,}",
+            f"{group[0]['rows']:,}" if group[0]["flops"] else "",  # a transition has none
             flops(sum(record["flops"] for record in group)),
             size(sum(received)) if received else "",
             Text(_kinds(group) or "–"),

@@ -148,9 +148,7 @@ def _cond(equation: Any, loop_trips: int | None) -> Flops:
 
 def _shard_map(equation: Any, loop_trips: int | None) -> Flops:
     params = equation.params
-    # The parameter's name differs between versions of JAX.
-    axes = next(params[k] for k in ("newly_manual_axes", "manual_axes") if k in params)
-    devices = math.prod(params["mesh"].shape[axis] for axis in axes)
+    devices = math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
     return count_flops(params["jaxpr"], loop_trips).times(devices)
 
 
