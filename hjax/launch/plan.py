@@ -1,0 +1,89 @@
+"""`python -m hjax.launch.plan`: which devices and layouts each model of a dataflow should get."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from hjax.errors import ConfigError
+from hjax.launch.command import exit_status, json_line
+from hjax.launch.plan_flags import parse
+from hjax.launch.plan_picture import page, show
+from hjax.launch.plan_result import describe_result
+from hjax.launch.tables import wide_console
+from hjax.launch.workdir import replace_file
+from hjax.sharding.mapping.hardware import DEVICES
+from hjax.sharding.mapping.strategies import STRATEGIES, plan
+
+HELP = """\
+usage: python -m hjax.launch.plan --models=ROLE=MODEL,... --cluster=HOSTSxDEVICES:DEVICE
+                                  [--algorithm=ppo] [--prompt_length=1024]
+                                  [--response_length=1024] [--batch=1024] [--strategy=auto]
+                                  [--output=DIR] [--json]
+       python -m hjax.launch.plan --calibrate [--json]
+
+Choose placement (which models share devices), allocation (how many) and each model's layout for
+training and generation, such that a step is fastest and everything fits. Nothing is run.
+
+  --algorithm=ppo       {algorithms}, or path.py:Class; its calls are read off its step
+  --models=...          a model for each role, or one name for all: a published shape
+                        (llama-7b, qwen2.5-7b, ...) or a directory with config.json; a reward or
+                        cost left out is a function on the host
+  --cluster=16x8:a100-80g   hosts x devices of {devices};
+                        TPU slices as v5p:4x4x4; several kinds joined by +
+  --prompt_length=1024, --response_length=1024   tokens
+  --batch=1024          sequences of a step; --samples=1 of them share a prompt
+  --updates=8           optimizer updates that a step's sequences are cut into
+  --strategy=auto       {strategies}
+  --candidates=5        how many placements to show
+  --numerics=mixed      mixed: 16-bit weights, 32-bit optimizer; masters: hjax's 32-bit weights
+                        with a 16-bit generation copy; float32
+  --even                only layouts over which all batches divide, as hjax's programs need
+  --constants=a=1,b=2   replace constants of the cost model (docs/auto_mapping.md)
+  --profile=FILE        constants measured by --calibrate
+  --calibrate           measure this machine's devices and store a profile
+  --output=DIR          write plan.json (for --config.placement) and plan.html
+  --json                print one line of JSON as the last line of the output
+  --help                print this
+
+exit status: 0 done; 1 failed; 2 wrong input, or the models do not fit
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if any(a in ("--help", "-help", "-h") for a in arguments):
+        names = ", ".join(DEVICES)
+        algorithms = "ppo, grpo, remax, safe_rlhf"
+        print(HELP.format(devices=names, strategies=", ".join(STRATEGIES), algorithms=algorithms), end="")
+        return 0
+    return exit_status(lambda: _run(arguments))
+
+
+def _run(arguments: Sequence[str]) -> int:
+    request = parse(arguments)
+    if request is None:
+        from hjax.launch.profile import calibrate_command
+
+        return calibrate_command("--json" in arguments)
+    console = wide_console()
+    found = plan(request.problem, request.strategy, request.candidates)
+    described: dict[str, Any] = describe_result(found, request.problem, request.strategy)
+    show(described, request.problem.constants, console)
+    if request.output is not None:
+        if request.output.exists() and not request.output.is_dir():
+            raise ConfigError(f"--output={request.output} is not a directory")
+        request.output.mkdir(parents=True, exist_ok=True)
+        replace_file(request.output / "plan.json", json_line(described) + "\n")
+        replace_file(request.output / "plan.html", page(described))
+        console.print(f"written: {request.output / 'plan.json'}, {request.output / 'plan.html'}")
+    if request.json:
+        sys.stdout.flush()
+        print(json_line(described))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,187 @@
+"""What `hjax.launch.plan` is asked: flags into a problem for the search."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from hjax.algorithms import ALGORITHMS, Algorithm, get_algorithm
+from hjax.errors import ConfigError
+from hjax.launch.dataflow import trace
+from hjax.models import arithmetic
+from hjax.models.shapes import planning_shape
+from hjax.sharding.mapping import hardware
+from hjax.sharding.mapping.constants import Constants
+from hjax.sharding.mapping.options import Space
+from hjax.sharding.mapping.records import FLOAT32, MASTERS, MIXED, Workload
+from hjax.sharding.mapping.search import Problem
+from hjax.sharding.mapping.strategies import STRATEGIES
+
+NUMERICS = {"mixed": MIXED, "masters": MASTERS, "float32": FLOAT32}
+# Roles whose model has a scalar head, and those that may be functions on the host.
+SCALAR = ("critic", "cost_critic", "reward", "cost")
+FUNCTIONS = ("reward", "cost")
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """The parsed command line."""
+
+    problem: Problem
+    strategy: str
+    candidates: int
+    output: Path | None
+    json: bool
+    calibrate: bool
+
+
+def define() -> flags.FlagValues:
+    """The command's flags."""
+    own = flags.FlagValues()
+    for name, default in (
+        ("algorithm", "ppo"), ("models", ""), ("cluster", ""), ("strategy", "auto"),
+        ("numerics", "mixed"), ("constants", ""), ("profile", ""), ("output", ""),
+    ):  # fmt: skip
+        flags.DEFINE_string(name, default, "see --help", flag_values=own)
+    for name, number in (
+        ("prompt_length", 1024), ("response_length", 1024), ("batch", 1024), ("samples", 1),
+        ("updates", 8), ("candidates", 5),
+    ):  # fmt: skip
+        flags.DEFINE_integer(name, number, "see --help", flag_values=own)
+    for name in ("json", "calibrate", "even"):
+        flags.DEFINE_bool(name, False, "see --help", flag_values=own)
+    return own
+
+
+def parse(arguments: Sequence[str]) -> Request | None:
+    """Read the command line; None where only a calibration is asked for.
+
+    Raises:
+      ConfigError: a wrong flag or value.
+    """
+    own = define()
+    try:
+        rest = own(["plan", *arguments])[1:]
+    except flags.Error as error:
+        raise ConfigError(f"{error}; see --help") from error
+    if rest:
+        raise ConfigError(f"unexpected argument {rest[0]!r}; flags are --name=value, see --help")
+    if own.strategy not in STRATEGIES:
+        raise ConfigError(f"--strategy={own.strategy}: one of {', '.join(STRATEGIES)}")
+    if own.numerics not in NUMERICS:
+        raise ConfigError(f"--numerics={own.numerics}: one of {', '.join(NUMERICS)}")
+    if own.calibrate and not own.cluster:
+        return None
+    return Request(
+        problem(own),
+        own.strategy,
+        max(1, own.candidates),
+        Path(own.output).expanduser() if own.output else None,
+        own.json,
+        own.calibrate,
+    )
+
+
+def problem(own: Any) -> Problem:
+    """The problem that the flags pose.
+
+    Raises:
+      ConfigError: an unknown device, model or algorithm, a workload of zero, batches that do not
+        divide.
+    """
+    for name in ("prompt_length", "response_length", "batch", "samples", "updates"):
+        if getattr(own, name) < 1:
+            raise ConfigError(f"--{name}={getattr(own, name)}: a whole number of 1 or more")
+    if own.batch % (own.samples * own.updates):
+        raise ConfigError(
+            f"--batch={own.batch} does not divide into {own.updates} updates (--updates) of whole "
+            f"groups of {own.samples} (--samples)"
+        )
+    if not own.cluster:
+        raise ConfigError("--cluster is missing; such as 16x8:a100-80g or v5p:4x4x4")
+    algorithm = find_algorithm(own.algorithm)
+    config = algorithm.default_config()
+    names, absent = parse_models(own.models, algorithm.needed_roles(config))
+    flow = trace(algorithm, config, own.updates, own.samples, names, absent)
+    shapes = {role: planning_shape(name) for role, name in names.items()}
+    longest = own.prompt_length + own.response_length
+    for role, shape in shapes.items():
+        if shape.max_length < longest and role not in FUNCTIONS:
+            raise ConfigError(
+                f"--models: {role}={names[role]} has {shape.max_length} positions, fewer than the "
+                f"{longest} of prompt and response"
+            )
+    return Problem(
+        flow,
+        {
+            role: arithmetic.counts(shape, names[role], scalar=role in SCALAR)
+            for role, shape in shapes.items()
+        },
+        Workload(own.prompt_length, own.response_length, own.batch, own.samples),
+        hardware.cluster(own.cluster),
+        _constants(own),
+        NUMERICS[own.numerics],
+        Space(even=own.even),
+    )
+
+
+def _constants(own: Any) -> Constants:
+    constants = Constants()
+    if own.profile:
+        from hjax.launch.profile import read_profile
+
+        constants = read_profile(Path(own.profile)).constants
+    values = {}
+    for part in filter(None, own.constants.split(",")):
+        name, _, value = part.partition("=")
+        try:
+            values[name.strip()] = float(value)
+        except ValueError as error:
+            raise ConfigError(f"--constants: {part!r} is not NAME=NUMBER") from error
+    return constants.with_values(values)
+
+
+def find_algorithm(name: str) -> type[Algorithm]:
+    """An algorithm by its class's name, its config's (``safe_rlhf``), or ``path.py:Class``."""
+    plain = name.replace("_", "").lower()
+    known = {key.lower(): key for key in ALGORITHMS}
+    found = get_algorithm(known.get(plain, name))
+    if not found.generates:
+        raise ConfigError(f"--algorithm={name}: supervised training has no dataflow to place")
+    return found
+
+
+def parse_models(text: str, roles: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Model name by role, and the roles left out: ``actor=NAME,critic=NAME,...``, or one name for
+    all. A reward or cost that is not named is a function on the host; a cost critic that is not
+    named is like the critic, and ``cost_critic=none`` leaves it out.
+
+    Raises:
+      ConfigError: a role that the algorithm does not have, or one of its roles without a model.
+    """
+    if not text:
+        raise ConfigError("--models is missing; such as actor=llama-7b,critic=llama-7b,...")
+    if "=" not in text:
+        return dict.fromkeys(roles, text), []
+    names: dict[str, str] = {}
+    for part in text.split(","):
+        role, _, name = (x.strip() for x in part.partition("="))
+        if role not in roles:
+            raise ConfigError(f"--models: no role {role!r}; this algorithm has {', '.join(roles)}")
+        if not name or role in names:
+            raise ConfigError(f"--models: {part!r}: one ROLE=MODEL for each role")
+        names[role] = name
+    absent = [role for role, name in names.items() if name == "none"]
+    if "cost_critic" in roles and "critic" in names:
+        names.setdefault("cost_critic", names["critic"])
+    missing = [r for r in roles if r not in names and r not in FUNCTIONS]
+    if missing or "actor" in absent:
+        raise ConfigError(
+            f"--models lacks {', '.join(missing or ['actor'])}; this algorithm has "
+            f"{', '.join(roles)} (reward and cost may be left out: functions on the host)"
+        )
+    return {role: names[role] for role in roles if role in names and role not in absent}, absent
