@@ -135,7 +135,6 @@ def test_a_mistyped_key_in_python_fails_at_once():
         ("--config.rollout.temperature=nan", "must be larger than 0"),
         ("--config.rollout.top_p=1.5", "above 0 and at most 1"),
         ("--config.actor.schedule=step", "must be one of constant, cosine, linear"),
-        ("--config.placement=auto", "not built yet; use one of colocate"),
         ("--config.placement=plan.json", "no such file"),
         ("--config.placement=together", "must be one of colocate, split, standalone"),
         ("--config.cluster.address=head:6379", "not built yet; leave it empty"),

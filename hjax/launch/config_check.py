@@ -160,11 +160,6 @@ def _check_ranges(config: ConfigDict) -> None:
 
 def _check_not_built(config: ConfigDict) -> None:
     placement = config.placement
-    if placement == "auto":
-        raise ConfigError(
-            "config.placement='auto': the search for a placement is not built yet; "
-            f"use one of {', '.join(PLACEMENTS)}, or a plan.json"
-        )
     if placement.endswith(".json"):
         if not os.path.isfile(placement):
             raise ConfigError(f"config.placement={placement!r}: no such file")

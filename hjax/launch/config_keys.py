@@ -78,7 +78,7 @@ def _offload(trained: bool) -> Key:
     )
 
 
-PLACEMENTS = ("colocate", "split", "standalone")
+PLACEMENTS = ("colocate", "split", "standalone", "auto")
 
 
 def _optimizer(role: str, learning_rate: float) -> dict[str, Key]:
@@ -273,7 +273,8 @@ KEYS: dict[str, Any] = {
     "placement": Key(
         "colocate",
         "which roles share devices: colocate (all on all), split (actor and reference on one "
-        "half, critic and reward on the other), standalone (each its own), or a plan.json",
+        "half, critic and reward on the other), standalone (each its own), auto (the fastest by "
+        "the cost model, docs/auto_mapping.md), or a plan.json",
     ),
     "layout": {role: _layout(generates=role == "actor") for role in ROLES},
     "cluster": {

@@ -27,11 +27,14 @@ class Plan:
       allocation: number of devices of each set.
       layouts: by role, mesh axis sizes under ``train`` and ``generate``; roles that are not in it
         take the config's.
+      predicted: what a planner expects of a step (``seconds``, ``memory_bytes``, ...), if one made
+        it.
     """
 
     placement: tuple[tuple[str, ...], ...]
     allocation: tuple[int, ...]
     layouts: Mapping[str, Mapping[str, Mapping[str, int]]] = dataclasses.field(default_factory=dict)
+    predicted: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def make_plan(placement: str, roles: Sequence[str], devices: int) -> Plan:
@@ -86,13 +89,12 @@ def _read_plan(path: Path, roles: Sequence[str], devices: int) -> Plan:
         sets = tuple(tuple(s) for s in content["placement"])
         allocation = tuple(int(n) for n in content["allocation"])
         layouts = {
-            role: {stage: _axes(role, stage, value) for stage, value in stages.items()}
-            for role, stages in content.get("parallelism", {}).items()
+            role: {stage: _axes(stage, value) for stage, value in stages.items()}
+            for role, stages in (content.get("layouts") or content.get("parallelism", {})).items()
         }
+        predicted = {k: content[k] for k in ("seconds", "set_memory_bytes") if k in content}
     except OSError as error:
         raise ConfigError(f"placement={path}: {error.strerror}") from error
-    except ConfigError as error:
-        raise ConfigError(f"placement={path}: {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"placement={path}: not a plan: it needs `placement` (lists of roles), `allocation` "
@@ -115,22 +117,21 @@ def _read_plan(path: Path, roles: Sequence[str], devices: int) -> Plan:
         raise ConfigError(
             f"placement={path}: it needs {total} devices (at least 1 a set), there are {devices}"
         )
-    return Plan(tuple(s for s, _ in sets_and_sizes), tuple(n for _, n in sets_and_sizes), layouts)
+    placed_sets, counts = zip(*sets_and_sizes, strict=True)
+    return Plan(tuple(placed_sets), tuple(counts), layouts, predicted)
 
 
-def _axes(role: str, stage: str, value: Any) -> dict[str, int]:
+def _axes(stage: str, value: Any) -> dict[str, int]:
     """Mesh axes of a plan's entry: a dict of them, or [p, t, d] (generate: [p_g, t_g])."""
     if isinstance(value, Mapping):
         sizes = {axis: int(n) for axis, n in value.items()}
         if stage == "generate":
             sizes.pop("data", None)  # follows from the training sizes
         return sizes
-    pipe, tensor, *data = value
-    if pipe != 1:
-        raise ConfigError(
-            f"{role} has {pipe} pipeline stages for {stage}; this version runs 1"
-        )
-    return {"data": int(data[0]) if data else -1, "tensor": int(tensor)}
+    pipe, tensor, *data = (int(n) for n in value)
+    if stage == "generate":
+        return {"pipe": pipe, "tensor": tensor}
+    return {"data": data[0] if data else -1, "pipe": pipe, "tensor": tensor}
 
 
 def make_pools(plan: Plan, devices: Sequence[jax.Device]) -> dict[str, ResourcePool]:

@@ -57,7 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if any(a in ("--help", "-help", "-h") for a in arguments):
         names = ", ".join(DEVICES)
         algorithms = "ppo, grpo, remax, safe_rlhf"
-        print(HELP.format(devices=names, strategies=", ".join(STRATEGIES), algorithms=algorithms), end="")
+        print(
+            HELP.format(devices=names, strategies=", ".join(STRATEGIES), algorithms=algorithms),
+            end="",
+        )
         return 0
     return exit_status(lambda: _run(arguments))
 

@@ -87,9 +87,7 @@ def spans(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _names(plan: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{'+'.join(roles)} ({n})" for roles, n in zip(plan["placement"], plan["allocation"])
-    ]
+    return [f"{'+'.join(roles)} ({n})" for roles, n in zip(plan["placement"], plan["allocation"])]
 
 
 def _roles(plan: Mapping[str, Any]) -> list[str]:
@@ -102,7 +100,7 @@ def _gantt(plan: Mapping[str, Any]) -> Any:
     total, roles = plan["seconds"]["total"], _roles(plan)
     scale = _WIDTH / total if total else 0.0
     drawn = Text("one step\n", style="bold")
-    for row, roles_here in enumerate(plan["placement"]):
+    for row in range(len(plan["placement"])):
         cells = [(" ", "")] * _WIDTH
         for span in (s for s in spans(plan) if s["row"] == row):
             left = int(span["start"] * scale)

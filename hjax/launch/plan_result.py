@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from hjax.errors import ConfigError
@@ -93,17 +94,16 @@ def reason(plan: Plan, best: Plan) -> str:
 
 def missing(problem: Problem, strategy: str) -> str:
     """The one line for a cluster on which the models do not fit: bytes missing per device."""
-    roles = Roles(problem)
     names = problem.dataflow.roles
-    best = None
+    best = float("inf")
     for pool in problem.cluster.pools:
-        needed = roles.least_memory(names, pool, pool.size)
-        lacking = needed - memory.capacity(roles.place(pool, pool.size))
-        if best is None or lacking < best:
-            best = lacking
+        # As if memory had no end: what would then be needed is what is missing.
+        large = dataclasses.replace(pool, device=dataclasses.replace(pool.device, memory=2.0**60))
+        needed = Roles(problem).least_memory(names, large, pool.size)
+        best = min(best, needed - memory.capacity(problem.place(pool, pool.size)))
     models = ", ".join(f"{r}={problem.models[r].name}" for r in names)
     where = f"{models} do not fit on {problem.cluster.name}"
-    if best is None or best == float("inf"):
+    if best == float("inf"):
         fits = f"no layout of {strategy} divides these models and batches over its devices"
     elif best <= 0:
         fits = f"not with strategy {strategy}; --strategy=auto has a plan"

@@ -118,7 +118,7 @@ def build_roles(
                 f"nothing gives a {name}: set {name}.function=path.py:name or {name}.path"
             )
     with_devices = tuple(r for r in roles if r not in on_host)
-    plan = make_plan(config.placement, with_devices, len(devices))
+    plan = _plan(config, algorithm, inputs, with_devices, devices, read)
     pools = make_pools(plan, devices)
     layouts = {
         role: make_layouts(
@@ -160,6 +160,37 @@ def local_devices(config: ConfigDict) -> list[jax.Device]:
             f"cluster.devices_per_process={limit}, but this process sees {len(devices)} devices"
         )
     return devices[: limit or None]
+
+
+def _plan(
+    config: ConfigDict,
+    algorithm: type[Algorithm],
+    inputs: Inputs,
+    with_devices: tuple[str, ...],
+    devices: Sequence[jax.Device],
+    read: Callable[[str], tuple[ModelConfig, Tokenizer | None]],
+) -> Plan:
+    """The placement that the config names, or with `auto` the one a search finds."""
+    if config.placement != "auto":
+        return make_plan(config.placement, with_devices, len(devices))
+    from hjax.launch.auto import auto_plan  # it traces the algorithm with the workers named here
+
+    own = [r for r in with_devices if r in algorithm.workers and r not in (*WORKERS, "reward")]
+    if own:
+        raise ConfigError(
+            f"placement=auto: {own[0]} has a worker class of its own, whose model the planner does "
+            "not know; use colocate, split, standalone or a plan.json"
+        )
+    models = {}
+    for role in with_devices:
+        section = config.get(SECTION.get(role, role))
+        path = section.get("path", "") if section is not None else ""
+        models[role] = read(path)[0] if path else inputs.model
+    dtype = config.model.dtype
+    float32 = dtype == "float32" or (
+        dtype == "auto" and default_dtype(devices[0].platform) == jnp.float32
+    )
+    return auto_plan(config, algorithm, models, inputs.prompt_length, devices, float32)
 
 
 class _Builder:

@@ -394,6 +394,7 @@ class Trainer:
             "placement": [list(roles) for roles in plan.placement],
             "allocation": list(plan.allocation),
             "parallelism": parallelism,
+            **({"predicted": dict(plan.predicted)} if plan.predicted else {}),
         }
 
     def _write_report(self) -> None:

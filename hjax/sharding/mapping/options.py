@@ -36,6 +36,9 @@ class Space:
       rematerialise: whether activations are computed again.
       waves: rounds in which a replica decodes.
       even: batches must divide over the replicas, as hjax's programs need.
+      batches: further numbers of rows that must then divide.
+      micro_batch: rows of a pass over all replicas (0: all of the update's), instead of
+        ``micro_rows``; -1: free.
     """
 
     pipes: tuple[int, ...] = (1, 2, 4, 8, 16)
@@ -52,6 +55,8 @@ class Space:
     rematerialise: tuple[bool, ...] = (False, True)
     waves: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
     even: bool = False
+    batches: tuple[int, ...] = ()
+    micro_batch: int = -1
 
 
 def divides(model: ModelCounts, pipe: int, tensor: int) -> bool:
@@ -116,7 +121,7 @@ def role_options(
     limit = memory.capacity(place)
     found: list[Option] = []
     for mesh in meshes(place, model, space):
-        if space.even and not _even(calls, mesh, work):
+        if space.even and not _even(calls, mesh, work, space):
             continue
         held = memory.resident(place, model, mesh, bool(calls["update"]))
         if held > limit:
@@ -142,9 +147,9 @@ def role_options(
     return found
 
 
-def _even(calls: dict[str, tuple[Call, ...]], mesh: Mesh, work: Workload) -> bool:
+def _even(calls: dict[str, tuple[Call, ...]], mesh: Mesh, work: Workload, space: Space) -> bool:
     rows = [round(c.rows * work.sequences) for c in (*calls["forward"], *calls["update"])]
-    return all(n % mesh.replicas == 0 for n in rows)
+    return all(n % mesh.replicas == 0 for n in (*rows, *space.batches))
 
 
 def _forward(
@@ -173,8 +178,11 @@ def _updates(
     counted = _counted(calls, work)
     local = max(math.ceil(rows / mesh.replicas) for rows, _ in counted)
     found = []
-    for micro in space.micro_rows:
-        if micro > local and micro != space.micro_rows[0]:
+    tried: tuple[int, ...] = space.micro_rows
+    if space.micro_batch >= 0:
+        tried = (math.ceil(space.micro_batch / mesh.replicas) or local,)
+    for micro in tried:
+        if micro > local and micro != tried[0]:
             continue
         for again in space.rematerialise:
             arguments = [(place, model, mesh, n, work.length, micro, again) for n, _ in counted]

@@ -1,0 +1,216 @@
+"""`python -m hjax.launch.plan`, the dataflow it reads off an algorithm, and `placement=auto`."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import jax
+import pytest
+from helpers import trainer_of
+
+from hjax.algorithms import GRPO, PPO, ReMax, SafeRLHF, get_algorithm
+from hjax.errors import ConfigError
+from hjax.launch import plan as command
+from hjax.launch.dataflow import trace
+from hjax.launch.placement import make_plan
+
+ROLES = ("actor", "critic", "reference", "reward", "cost", "cost_critic")
+SMALL = ["--models=qwen2.5-0.5b", "--cluster=2x4:h100", "--batch=64", "--prompt_length=128",
+         "--response_length=128"]  # fmt: skip
+
+
+def run(*arguments, capsys):
+    status = command.main([*arguments])
+    shown = capsys.readouterr()
+    return status, shown.out, shown.err.strip()
+
+
+def planned(*arguments, capsys):
+    status, out, _ = run(*arguments, "--json", capsys=capsys)
+    assert status == 0
+    return json.loads(out.strip().splitlines()[-1])
+
+
+def calls_of(algorithm, updates=4, samples=2, **changes):
+    config = algorithm.default_config()
+    config.update(changes)
+    flow = trace(algorithm, config, updates, samples, ROLES)
+    counted = {}
+    for call in flow.calls:
+        key = (call.role, call.kind, call.rows)
+        counted[key] = counted.get(key, 0) + 1
+    return flow.roles, counted
+
+
+def test_ppo_s_calls_are_those_of_its_step():
+    roles, counted = calls_of(PPO)
+    assert roles == ("actor", "critic", "reference", "reward")
+    assert counted == {
+        ("actor", "generate", 1.0): 1, ("critic", "forward", 1.0): 1,
+        ("reference", "forward", 1.0): 1, ("reward", "forward", 1.0): 1,
+        ("critic", "update", 0.25): 4, ("actor", "update", 0.25): 4,
+    }  # fmt: skip
+
+
+def test_remax_generates_and_scores_one_greedy_response_per_prompt_too():
+    roles, counted = calls_of(ReMax)
+    assert roles == ("actor", "reference", "reward")
+    assert counted["actor", "generate", 1.0] == counted["actor", "generate", 0.5] == 1
+    assert counted["reward", "forward", 0.5] == 1
+
+
+def test_safe_rlhf_trains_on_demonstrations_with_its_mini_batches():
+    roles, counted = calls_of(SafeRLHF, pretraining_coef=1.0)
+    assert set(roles) == set(ROLES)
+    assert counted["actor", "update", 0.5] == 4 and counted["cost_critic", "update", 0.25] == 4
+
+
+def test_epochs_and_a_missing_reference_show():
+    roles, counted = calls_of(GRPO, kl_coef=0.0, epochs=3)
+    assert roles == ("actor", "reward") and counted["actor", "update", 0.25] == 12
+
+
+def test_a_user_s_own_algorithm_needs_no_declaration(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import hjax\n"
+        "class Twice(hjax.algorithms.PPO):\n"
+        "    def step(self, prompts):\n"
+        "        self.actor.generate_sequences(prompts)\n"
+        "        return super().step(prompts)\n"
+    )
+    _, counted = calls_of(get_algorithm(f"{file}:Twice"))
+    assert counted["actor", "generate", 1.0] == 2
+
+
+def test_a_step_that_cannot_be_read_off_is_an_error_that_says_so():
+    class Odd(PPO):
+        def step(self, prompts):
+            return prompts["no such column"]
+
+    with pytest.raises(ConfigError, match="Odd.step could not be read off.*no such column"):
+        trace(Odd, Odd.default_config(), 1, 1, ROLES)
+
+
+def test_json_is_the_contract_s(capsys):
+    found = planned(*SMALL, capsys=capsys)
+    assert sorted(r for s in found["placement"] for r in s) == sorted(ROLES[:4])
+    assert len(found["allocation"]) == len(found["placement"])
+    assert sum(found["allocation"]) <= 8
+    for roles, devices in zip(found["placement"], found["allocation"]):
+        for role in roles:
+            pipe, tensor, data = found["parallelism"][role]["train"]
+            assert pipe * tensor * data == devices
+    pipe, tensor = found["parallelism"]["actor"]["generate"]
+    assert found["parallelism"]["actor"]["train"][0] % pipe == 0
+    seconds = found["seconds"]
+    stages = ("generation", "preparation", "learning", "transition")
+    assert seconds["total"] == pytest.approx(sum(seconds[s] for s in stages))
+    assert found["tokens_per_second"] == pytest.approx(64 * 256 / seconds["total"])
+    assert set(found["memory_bytes"]) == set(ROLES[:4]) and found["search_seconds"] > 0
+    assert found["candidates"][0]["seconds"] == pytest.approx(seconds["total"])
+    assert all("slower" in c["reason"] for c in found["candidates"][1:])
+    assert found["origins"]["seconds"] == "assumed"
+
+
+def test_sets_add_up_and_run_side_by_side(capsys):
+    found = planned(*SMALL, "--strategy=split", capsys=capsys)
+    assert [set(s) for s in found["placement"]] == [{"actor", "reference"}, {"critic", "reward"}]
+    for stage, name in (("preparation", "preparation"), ("learning", "learning")):
+        of_sets = [
+            sum(found["role_seconds"][role][stage] for role in roles)
+            for roles in found["placement"]
+        ]
+        assert found["seconds"][name] == pytest.approx(max(of_sets))
+
+
+def test_what_is_drawn(tmp_path, capsys):
+    status, out, _ = run(*SMALL, "--strategy=split", f"--output={tmp_path}", capsys=capsys)
+    assert status == 0
+    for text in ("actor", "train p-t-d", "one step", "memory per device", "candidates"):
+        assert text in out
+    page = (tmp_path / "plan.html").read_text()
+    assert "<svg" in page and "http" not in page.replace("http://www.w3.org", "")
+    assert "critic\nlearning" in page
+    plan = make_plan(str(tmp_path / "plan.json"), ROLES[:4], 8)
+    assert sorted(r for s in plan.placement for r in s) == sorted(ROLES[:4])
+    assert plan.predicted["seconds"]["total"] > 0
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--cluster=2x4:h900"], "no device is named 'h900'; known: h"),
+        (["--cluster=2by4"], "should be HOSTSxDEVICES:DEVICE"),
+        (["--cluster=v5p:3x4x4"], "each a power of two"),
+        (["--cluster=0x8:h100"], "sizes of 1 or more"),
+        (["--models=llama-9b"], "no published model is named 'llama-9b'"),
+        (["--models=actor=llama-7b"], "lacks critic, reference"),
+        (["--models=judge=llama-7b"], "no role 'judge'; this algorithm has actor"),
+        (["--batch=0"], "--batch=0: a whole number of 1 or more"),
+        (["--response_length=0"], "--response_length=0"),
+        (["--batch=60"], "--batch=60 does not divide into 8 updates"),
+        (["--strategy=luck"], "--strategy=luck: one of auto, colocate"),
+        (["--algorithm=dpo"], "algorithm.name='dpo' is unknown"),
+        (["--algorithm=sft"], "has no dataflow to place"),
+        (["--constants=speed=2"], "no constant is named 'speed'"),
+        (["--constants=link=no"], "'link=no' is not NAME=NUMBER"),
+        (["--profile=nowhere.json"], "--profile=nowhere.json: No such file"),
+        (["--prompt_length=40000"], "fewer than the 40128"),
+        (["--models=llama-70b", "--cluster=1x8:a100-40g"], "GiB per device are missing"),
+        (["--nonsense=1"], "nonsense"),
+        (["stray"], "unexpected argument 'stray'"),
+    ],
+)
+def test_wrong_input_ends_in_one_line(arguments, said, capsys):
+    status, out, err = run(*SMALL, *arguments, capsys=capsys)
+    assert (status, out) == (2, "")
+    assert len(err.splitlines()) == 1 and said in err
+
+
+def test_help_exits_with_0():
+    done = subprocess.run(
+        [sys.executable, "-m", "hjax.launch.plan", "--help"],
+        capture_output=True, text=True, timeout=120,
+        cwd=pathlib.Path(__file__).parent.parent,
+    )  # fmt: skip
+    assert done.returncode == 0 and "--cluster" in done.stdout and "deepspeed_chat" in done.stdout
+
+
+@pytest.fixture
+def own_profiles(tmp_path, monkeypatch):
+    """No profile of this machine is read or left."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "hjax" / "profiles"
+
+
+def test_calibration_stores_a_profile_that_plans_read(own_profiles, capsys):
+    status, out, _ = run("--calibrate", "--json", capsys=capsys)
+    measured = json.loads(out.strip().splitlines()[-1])
+    assert status == 0 and set(measured["busy"]) == {"1", "2", "4", "8"}
+    assert measured["device"]["per_host"] == jax.device_count()
+    assert all(rate > 0 for rate in measured["device"]["flops"].values())
+    (file,) = own_profiles.glob("*.json")
+    found = planned(*SMALL, f"--profile={file}", capsys=capsys)
+    assert "measured: " in found["origins"]["seconds"]
+
+
+def test_auto_runs_the_plan_it_printed(own_profiles, tmp_path):
+    with trainer_of("PPO", {"placement": "auto"}, workdir=tmp_path) as trainer:
+        trainer.run()
+        predicted = trainer.roles.plan.predicted
+        written = json.loads((tmp_path / "plan.json").read_text())
+    assert predicted["seconds"]["total"] > 0
+    assert written["predicted"]["seconds"] == predicted["seconds"]
+    assert sum(written["allocation"]) <= 8
+    # The plan is also what a run of that plan.json gets.
+    again = make_plan(str(tmp_path / "plan.json"), ("actor", "critic", "reference"), 8)
+    assert [list(s) for s in again.placement] == written["placement"]
+    assert list(again.allocation) == written["allocation"]
+
+
+def test_auto_refuses_what_it_does_not_know(own_profiles):
+    with pytest.raises(ConfigError, match="one model and no rollouts"):
+        with trainer_of("SFT", {"placement": "auto"}):
+            pass
