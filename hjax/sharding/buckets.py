@@ -8,20 +8,21 @@ place: what lies between is as large as a slice, not as the array.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from hjax.sharding.moves import Move, plan_moves, received, spec_of, split_of
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One array on its way from a sharding to another.
+    """One array on its way from a sharding to another; equal ones share a program.
 
     Attributes:
       name: in the tree.
@@ -31,13 +32,23 @@ class Leaf:
       moves: what is done, or None where that is left to the compiler.
     """
 
-    name: str
+    name: str = dataclasses.field(compare=False)
     shape: tuple[int, ...]
     dtype: Any
     cast: Any
     source: NamedSharding
     target: NamedSharding
     moves: tuple[Move, ...] | None
+
+    @property
+    def before(self) -> jax.ShapeDtypeStruct:
+        """The abstract array at the start."""
+        return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.source)
+
+    @property
+    def after(self) -> jax.ShapeDtypeStruct:
+        """The abstract array at the end."""
+        return jax.ShapeDtypeStruct(self.shape, self.cast, sharding=self.target)
 
     @property
     def unmoved(self) -> bool:
@@ -98,37 +109,69 @@ def fill_buckets(leaves: Sequence[Leaf], limit: int) -> list[list[Leaf]]:
     return buckets
 
 
-def bucket_program(bucket: Sequence[Leaf], limit: int, name: str) -> Any:
-    """A jitted function from the arrays of a bucket to the moved ones, both in a list."""
-    if not bucket:
-        return jax.jit(_named(name, list))
-    if bucket[0].moves is None:
-        (leaf,) = bucket
-        run: Callable[..., Any] = _named(name, lambda xs: [x.astype(leaf.cast) for x in xs])
-        return jax.jit(run, out_shardings=[leaf.target])
-    mesh = bucket[0].source.mesh
-    assert isinstance(mesh, Mesh)
+@functools.lru_cache(maxsize=256)
+def bucket_program(leaves: tuple[Leaf, ...], limit: int, name: str) -> Program:
+    """The program of a bucket; that of an equal one where there was one.
 
-    def run_moves(arrays: list[jax.Array]) -> list[jax.Array]:
-        return [_moved(x, leaf, limit) for x, leaf in zip(arrays, bucket, strict=True)]
-
-    mapped = jax.shard_map(
-        run_moves,
-        mesh=mesh,
-        in_specs=([_spec(leaf.source, leaf) for leaf in bucket],),
-        out_specs=[_spec(leaf.target, leaf) for leaf in bucket],
-        check_vma=False,
-    )
-    return jax.jit(_named(name, mapped))
+    Args:
+      leaves: the bucket.
+      limit: bytes per device above which a stacked leaf goes in slices.
+      name: by which a compilation is logged.
+    """
+    return Program(leaves, limit, name)
 
 
-def _named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    def run(arrays: list[jax.Array]) -> list[jax.Array]:
-        result: list[jax.Array] = function(arrays)
-        return result
+class Program:
+    """Moves the arrays of a bucket; compiled once, when it is first needed."""
 
-    run.__name__ = name  # by which a compilation is logged
-    return run
+    def __init__(self, leaves: tuple[Leaf, ...], limit: int, name: str):
+        self.leaves = leaves
+        self._limit = limit
+        self._name = name
+
+    def __call__(self, arrays: list[jax.Array]) -> list[jax.Array]:
+        """The arrays in their targets' shardings and dtypes."""
+        if not self.leaves:
+            return []
+        moved: list[jax.Array] = self.compiled(arrays)
+        return moved
+
+    @functools.cached_property
+    def compiled(self) -> Any:
+        """The jax.stages.Compiled."""
+        return self.trace().lower().compile()
+
+    def trace(self) -> Any:
+        """A jax.stages.Traced, of abstract arguments."""
+
+        def run(arrays: list[jax.Array]) -> list[jax.Array]:
+            if self.leaves[0].moves is None:
+                return [x.astype(leaf.cast) for x, leaf in zip(arrays, self.leaves, strict=True)]
+            return self._mapped(arrays)
+
+        run.__name__ = self._name
+        # Shardings are said, not left to the compiler, which may choose to return whole arrays.
+        program = jax.jit(
+            run,
+            in_shardings=([leaf.source for leaf in self.leaves],),
+            out_shardings=[leaf.target for leaf in self.leaves],
+        )
+        return program.trace([leaf.before for leaf in self.leaves])
+
+    def _mapped(self, arrays: list[jax.Array]) -> list[jax.Array]:
+        def moves(shards: list[jax.Array]) -> list[jax.Array]:
+            pairs = zip(shards, self.leaves, strict=True)
+            return [_moved(x, leaf, self._limit) for x, leaf in pairs]
+
+        mapped = jax.shard_map(
+            moves,
+            mesh=self.leaves[0].source.mesh,
+            in_specs=([_spec(leaf.source, leaf) for leaf in self.leaves],),
+            out_specs=[_spec(leaf.target, leaf) for leaf in self.leaves],
+            check_vma=False,
+        )
+        moved: list[jax.Array] = mapped(arrays)
+        return moved
 
 
 def _spec(sharding: NamedSharding, leaf: Leaf) -> Any:

@@ -172,8 +172,8 @@ def device_groups(text: str) -> Groups:
     """
     if text.startswith("{"):
         return _listed(text)
-    if iota := re.match(r"\[([\d,]+)\](<=\[[\d,]+\](?:T\([\d,]+\))?)", text):
-        rows = _iota(iota[2]).reshape(_ints(iota[1]))
+    if iota := re.match(r"\[([\d,]+)\]<=", text):
+        rows = _iota(text[iota.end() :]).reshape(_ints(iota[1]))
         return tuple(tuple(row) for row in rows.tolist())
     if text.startswith("mesh["):
         return _mesh_groups(text)
@@ -190,9 +190,10 @@ def _ints(text: str) -> list[int]:
 
 
 def _iota(text: str) -> np.ndarray:
-    """Device numbers of ``<=[4,2]T(1,0)``: a count in these dimensions, transposed."""
-    found = re.match(r"<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
-    assert found is not None
+    """Device numbers of ``[4,2]T(1,0)``: a count in these dimensions, transposed."""
+    found = re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+    if found is None:
+        raise ValueError(f"unknown order of devices in HLO text: {text[:80]}")
     sizes = _ints(found[1])
     numbers = np.arange(np.prod(sizes)).reshape(sizes)
     return numbers.transpose(_ints(found[2])) if found[2] else numbers
@@ -208,11 +209,7 @@ def _mesh_groups(text: str) -> Groups:
     numbers = np.arange(np.prod(list(axes.values())))
     if order := re.search(r"device_ids=(\(.*)", named[1]):
         inside = order[1][1 : closing(order[1], 0) - 1]
-        # A list, or a count in some dimensions, transposed, with or without its arrow.
-        if inside.startswith("[") and "<=" not in inside:
-            inside = f"<={inside}"
-        iota = inside.find("<=")
-        numbers = np.array(_ints(inside)) if iota < 0 else _iota(inside[iota:])
+        numbers = _iota(inside) if inside.startswith("[") else np.array(_ints(inside))
     refs = {
         name: (int(before or 1), int(size) if size else axes[name])
         for name, before, size in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", named[2])

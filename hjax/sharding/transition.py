@@ -9,14 +9,13 @@ that there is never a second copy of the model.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from hjax.errors import RunError
-from hjax.sharding.buckets import Leaf, bucket_program, fill_buckets, plan_leaf
+from hjax.sharding.buckets import Leaf, Program, bucket_program, fill_buckets, plan_leaf
 from hjax.sharding.collectives import received_bytes
 
 BUCKET_BYTES = 16 * 2**20
@@ -131,15 +130,20 @@ class Transition:
         ]
         self._there, self._back = [], []
         for bucket in self.buckets:
-            leaves = [self.routes[i].there for i in bucket]
+            routes = [self.routes[i] for i in bucket]
+            leaves = tuple(route.there for route in routes)
             self._there.append(bucket_program(leaves, bucket_bytes, "transition"))
-            backs = [route.back for i in bucket if (route := self.routes[i]).back is not None]
-            self._back.append(bucket_program(backs, bucket_bytes, "transition_back"))
+            leaves = tuple(route.back for route in routes if route.back is not None)
+            self._back.append(bucket_program(leaves, bucket_bytes, "transition_back"))
 
     @property
     def moves(self) -> bool:
         """Whether any parameter changes its shards or dtype."""
         return bool(self.buckets)
+
+    def leaf(self, index: int) -> Leaf:
+        """The way there of a leaf of the tree."""
+        return self.routes[index].there
 
     def start(self, params: Any) -> Held:
         """Take ``params``, in the train layout, to be moved; use them no longer."""
@@ -196,47 +200,35 @@ class Transition:
         """(name, function that traces it) of each program of the way there, one per bucket."""
         count = len(self.buckets)
         names = ["transition"] if count == 1 else [f"transition_{i + 1}" for i in range(count)]
-        return [(name, functools.partial(self._traced, i)) for i, name in enumerate(names)]
-
-    def _traced(self, number: int, back: bool = False) -> Any:
-        routes = [self.routes[i] for i in self.buckets[number]]
-        ways = [r.back for r in routes if r.back is not None] if back else [r.there for r in routes]
-        return (self._back if back else self._there)[number].trace([_source(x) for x in ways])
+        return [(name, program.trace) for name, program in zip(names, self._there, strict=True)]
 
     def standing(self, number: int) -> list[jax.ShapeDtypeStruct]:
         """Abstract arrays that stand while a bucket is moved, its sources and targets left out."""
-        arrays = [_source(r.there) for r in self.routes if r.there.unmoved]
+        arrays = [r.there.before for r in self.routes if r.there.unmoved]
         for other, bucket in enumerate(self.buckets):
             for route in (self.routes[i] for i in bucket):
                 if other < number:
-                    arrays.append(_target(route.there))
+                    arrays.append(route.there.after)
                 if other > number or (other < number and route.back is None):
-                    arrays.append(_source(route.there))
+                    arrays.append(route.there.before)
         return arrays
 
     def kept(self) -> list[jax.ShapeDtypeStruct]:
         """Abstract arrays of training's that stay beside those which generation reads."""
-        return [_source(r.there) for r in self.routes if r.back is None and not r.there.unmoved]
+        return [r.there.before for r in self.routes if r.back is None and not r.there.unmoved]
 
     def cost(self) -> Cost:
         """Compile everything for abstract arrays and count; nothing is allocated."""
-        received = back = temporary = 0
-        for number in range(len(self.buckets)):
-            there = self._traced(number).lower().compile()
-            received += received_bytes(there.as_text())
-            temporary = max(temporary, there.memory_analysis().temp_size_in_bytes)
-            home = self._traced(number, back=True).lower().compile()
-            back += received_bytes(home.as_text())
-            temporary = max(temporary, home.memory_analysis().temp_size_in_bytes)
+        there, back = ([p for p in way if p.leaves] for way in (self._there, self._back))
         leaves = [route.there for route in self.routes]
         return Cost(
-            received=received,
+            received=sum(received_bytes(p.compiled.as_text()) for p in there),
             planned=sum(leaf.received_bytes or 0 for leaf in leaves),
-            back=back,
+            back=sum(received_bytes(p.compiled.as_text()) for p in back),
             source=sum(leaf.source_bytes for leaf in leaves),
             target=sum(leaf.target_bytes for leaf in leaves),
             peak=self.peak_bytes(),
-            temporary=temporary,
+            temporary=largest_temporary([*there, *back]),
             redundant=sum(r.there.source_bytes for r in self.routes if r.is_redundant),
             masters=sum(r.there.source_bytes for r in self.routes if r.is_master),
             buckets=len(self.buckets),
@@ -255,9 +247,7 @@ class Transition:
         return peak
 
 
-def _source(leaf: Leaf) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.source)
-
-
-def _target(leaf: Leaf) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.cast, sharding=leaf.target)
+def largest_temporary(programs: Sequence[Program]) -> int:
+    """Bytes per device of temporaries in the program that needs most."""
+    analyses = [program.compiled.memory_analysis() for program in programs]
+    return max((analysis.temp_size_in_bytes for analysis in analyses), default=0)

@@ -1,0 +1,126 @@
+"""`python -m hjax.launch.transition`: its figures, its pictures, its refusals."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from hjax.launch.transition import main
+from tests.helpers import save_model
+
+
+def run(capsys, *arguments):
+    status = main(arguments)
+    output = capsys.readouterr()
+    return status, output.out, output.err
+
+
+def test_the_papers_example(capsys):
+    arguments = ("--train=1,4,2", "--generate=1,2", "--json")
+    status, out, _ = run(capsys, *arguments)
+    found = json.loads(out.splitlines()[-1])
+    assert status == 0 and found["devices"] == 8 and found["executed"]
+    assert found["groups"] == {
+        "tensor": [[0, 2], [1, 3], [4, 6], [5, 7]],
+        "pipe": [[i] for i in range(8)],
+        "micro_data": [[0, 1], [2, 3], [4, 5], [6, 7]],
+    }
+    assert found["analytic"] == {"communication": 1 / 4, "peak": 1 / 2, "redundancy": 0}
+    measured = found["measured"]
+    assert measured["communication"] == 1 / 4 and measured["redundancy"] == 0
+    bucket = found["bucket_bytes"] / found["model_bytes"]
+    assert 1 / 2 <= measured["peak"] <= 1 / 2 + bucket
+    # Norms are whole under tensor parallelism; the rest is split over t.
+    assert set(found["unsharded"]) == {"layers.attention_norm", "layers.mlp_norm", "final_norm"}
+    assert "█▓··" in out and "[0 2] [1 3]" in out
+
+
+@pytest.mark.parametrize(
+    "method, communication, redundancy", [("vanilla", 3 / 4, 1 / 4), ("gather_all", 7 / 8, 1 / 8)]
+)
+def test_the_other_methods(capsys, method, communication, redundancy):
+    arguments = ("--train=1,4,2", "--generate=1,2", f"--method={method}", "--json")
+    status, out, _ = run(capsys, *arguments)
+    found = json.loads(out.splitlines()[-1])
+    assert status == 0
+    for kind in ("analytic", "measured"):
+        assert found[kind]["communication"] == communication
+        assert found[kind]["redundancy"] == redundancy
+    assert found["groups"]["tensor"] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_pipeline_stages_leave_the_embedding_out(capsys):
+    _, out, _ = run(capsys, "--train=4,2,1", "--generate=2,1", "--json")
+    found = json.loads(out.splitlines()[-1])
+    assert {"embedding", "unembedding"} <= set(found["unsharded"])
+    assert found["measured"]["communication"] == (8 - 2) / (2 * 8)
+    assert found["unsharded_received_bytes"] > 0
+
+
+def test_a_published_model_is_compiled_and_not_run(capsys):
+    """Llama 7B in float32 on 8 simulated devices would be 108 GB."""
+    _, out, _ = run(capsys, "--train=1,8,1", "--generate=1,2", "--model=llama-7b", "--json")
+    found = json.loads(out.splitlines()[-1])
+    assert not found["executed"] and "not run" in out
+    assert found["model_bytes"] == pytest.approx(4 * 6.74e9, rel=1e-3)
+    assert found["measured"]["communication"] == pytest.approx(3 / 8)
+    assert (
+        1 / 2 <= found["measured"]["peak"] <= 1 / 2 + found["bucket_bytes"] / (found["model_bytes"])
+    )
+
+
+def test_a_directory_gives_the_shape(capsys, tmp_path):
+    save_model(tmp_path, heads=4, kv_heads=2)
+    arguments = ("--train=1,4,1", "--generate=1,2", f"--model={tmp_path}", "--json")
+    status, out, _ = run(capsys, *arguments)
+    found = json.loads(out.splitlines()[-1])
+    assert status == 0 and found["model"] == str(tmp_path)
+    # Two KV heads are whole in training, split while generating: counted apart.
+    assert "layers.kv" in found["unsharded"]
+
+
+def test_devices_are_simulated_whatever_the_environment_asks_for():
+    arguments = ["--train=2,8,1", "--generate=1,8", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "hjax.launch.transition", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["devices"] == 16 and found["measured"]["communication"] == 1 / 16
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--generate=1,1"], "--train is missing: give --train=P,T,D, such as 1,4,2"),
+        (["--train=2,2", "--generate=1,1"], "--train=2,2: give --train=P,T,D"),
+        (["--train=1,2,1", "--generate=1,x"], "--generate=1,x: give --generate=PG,TG"),
+        (["--train=4,1,1", "--generate=3,1"],
+         "3 pipeline stages in generation do not divide training's 4; use one of 1, 2, 4"),
+        (["--train=1,4,1", "--generate=1,8"],
+         "8 tensor parts in generation do not divide training's 4; use one of 1, 2, 4"),
+        (["--train=0,1,1", "--generate=1,1"], "pipe of size 0: 1 or more"),
+        (["--train=1,2,1", "--generate=1,1", "--method=other"],
+         "--method=other: one of hybridflow, vanilla, gather_all"),
+        (["--train=1,2,1", "--generate=1,1", "--size=3"], "Unknown command line flag 'size'"),
+        (["--train=1,2,1", "--generate=1,1", "more"], "'more' is no flag"),
+        (["--train=1,2,1", "--generate=1,1", "--model=nowhere"], "'nowhere'"),
+        (["--train=3,1,1", "--generate=1,1", "--model=llama-7b"],
+         "layers of size 32 does not divide over pipe = 3"),
+    ],
+)  # fmt: skip
+def test_wrong_input_is_one_line_and_status_2(capsys, arguments, message):
+    status, out, err = run(capsys, *arguments)
+    assert status == 2 and out == ""
+    assert message in err and err.count("\n") == 1
+
+
+def test_help(capsys):
+    status, out, _ = run(capsys, "--help")
+    assert status == 0 and "--train=P,T,D" in out
