@@ -15,18 +15,20 @@ import os
 import pathlib
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from hjax.launch.format import seconds, size
-from hjax.launch.memory_table import flops
+from hjax.launch.memory_table import flops, grouped, name_of
+from hjax.launch.programs import largest
 
 CONFIG = "ppo_llama_7b.py"
 TOPOLOGIES = ("v5p:4x4x4", "v6e:8x8", "v5e:2x2")
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "compile.md"
 BEGIN, END = "<!-- written by benchmarks/pods.py: do not edit -->", "<!-- end -->"
 HEAD = (
-    "| program | runs a step | compiled in | arguments | outputs | temporary | beside it | sum "
-    "| FLOPs | received |\n|---|---|---|---|---|---|---|---|---|---|"
+    "| program, × runs a step | compiled in | arguments | outputs | temporary | beside it | sum "
+    "| FLOPs | received |\n|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -55,10 +57,10 @@ def section(found: dict[str, Any]) -> str:
         f"{topology['devices']} {topology['device_kind']} of {size(topology['memory_bytes'])}.",
         "",
         HEAD,
-        *(_row(program) for program in found["programs"]),
+        *map(_row, grouped(found["programs"])),
         "",
         f"A step: {flops(step['flops'])} and {size(step['received_bytes'])} received per device. "
-        f"{step['verdict'].capitalize()}.",
+        f"{step['verdict'][0].upper()}{step['verdict'][1:]}.",
     ]
     if moved := found.get("transition"):
         ratio = moved["received_bytes"] / moved["formula_bytes"]
@@ -71,14 +73,17 @@ def section(found: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _row(program: dict[str, Any]) -> str:
+def _row(group: list[Mapping[str, Any]]) -> str:
+    """A program, or a transition's buckets: memory of the one that leaves least, sums else."""
+    program = largest(group)
+    received = sum(p.get("received_bytes", 0) for p in group)
+
     def bytes_of(key: str) -> str:
         return size(program[key]) if key in program else "–"
 
     cells = [
-        f"`{program['role']}.{program['program']}`",
-        str(program["runs"]),
-        seconds(program["seconds"]),
+        name_of(group),
+        seconds(sum(p["seconds"] for p in group)),
         bytes_of("argument_bytes"),
         bytes_of("output_bytes"),
         bytes_of("temporary_bytes")
@@ -86,8 +91,8 @@ def _row(program: dict[str, Any]) -> str:
         else f"refused: needs {size(program['refused_bytes'])}",
         size(sum(program["held_bytes"].values())),
         size(program["sum_bytes"]),
-        flops(program["flops"]),
-        bytes_of("received_bytes"),
+        flops(sum(p["flops"] for p in group)),
+        size(received) if "received_bytes" in program else "–",
     ]
     return "| " + " | ".join(cells) + " |"
 

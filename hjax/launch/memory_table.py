@@ -35,7 +35,7 @@ def memory_table(records: Sequence[Mapping[str, Any]], memory_bytes: int | None)
         table.add_column(column, justify="left" if column == "program" else "right")
     table.add_column(_legend(memory_bytes))
     scale = max([memory_bytes or 0, *(record["sum_bytes"] for record in records)])
-    for record in map(_largest_of, _grouped(records)):
+    for record in map(_largest_of, grouped(records)):
         held = sum(record["held_bytes"].values())
         figures = [
             "" if record.get(key) is None else size(record[key])
@@ -53,7 +53,7 @@ def memory_table(records: Sequence[Mapping[str, Any]], memory_bytes: int | None)
     return table
 
 
-def _grouped(records: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+def grouped(records: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
     """The buckets of a transition together, every other program by itself."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for record in records:
@@ -63,10 +63,11 @@ def _grouped(records: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any
 
 
 def _largest_of(group: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    return {**largest(group), "name": _name(group)}
+    return {**largest(group), "name": name_of(group)}
 
 
-def _name(group: Sequence[Mapping[str, Any]]) -> str:
+def name_of(group: Sequence[Mapping[str, Any]]) -> str:
+    """``role.program``, how many buckets a transition has, and runs per step if several."""
     record, count = group[0], len(group)
     program = re.sub(r"_\d+$", f" ({count} buckets)", record["program"])
     runs = f" ×{record['runs']}" if record.get("runs", 1) > 1 else ""
@@ -112,10 +113,10 @@ def work_table(records: Sequence[Mapping[str, Any]]) -> Any:
     for column in ("rows", "FLOPs per device", "received per device"):
         table.add_column(column, justify="right")
     table.add_column("collectives: how many, bytes received per device")
-    for group in _grouped(records):
+    for group in grouped(records):
         received = [r["received_bytes"] for r in group if "received_bytes" in r]
         table.add_row(
-            Text(_name(group)),
+            Text(name_of(group)),
             f"{group[0]['rows']:,}" if group[0]["flops"] else "",  # a transition has none
             flops(sum(record["flops"] for record in group)),
             size(sum(received)) if received else "",
@@ -151,6 +152,6 @@ def verdict(records: Sequence[Mapping[str, Any]], memory_bytes: int) -> str:
     short = most["sum_bytes"] - memory_bytes
     end = f"{size(short)} are missing" if short > 0 else f"{size(-short)} are left"
     return (
-        f"most is held during {_name([most])}: {size(most['sum_bytes'])} per device of "
+        f"most is held during {name_of([most])}: {size(most['sum_bytes'])} per device of "
         f"{size(memory_bytes)}, {end} ({parts})"
     )
