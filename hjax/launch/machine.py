@@ -25,7 +25,7 @@ def prepare_jax(config: ConfigDict) -> str:
     import jax
 
     options: Any = jax.config
-    _quiet_tpu_compiler()
+    quiet_tpu_compiler()
     _keep_compiled_programs(options)
     platform = (options.jax_platforms or "cpu").split(",")[0]
     already_set = (
@@ -78,7 +78,7 @@ def available_cores() -> int:
     return cores or 1
 
 
-def _quiet_tpu_compiler() -> None:
+def quiet_tpu_compiler() -> None:
     """Where JAX has found no TPU, let an installed libtpu find so too, without asking the network.
 
     JAX tries it before it falls back to the CPU; these say what it would otherwise complain about.

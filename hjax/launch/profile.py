@@ -94,8 +94,10 @@ def calibrate_command(as_json: bool) -> int:
     import jax
 
     from hjax.launch.command import json_line
+    from hjax.launch.machine import quiet_tpu_compiler
     from hjax.launch.tables import print_description
 
+    quiet_tpu_compiler()
     devices = jax.devices()
     profile = calibrate(devices)
     path = profile_path(devices)

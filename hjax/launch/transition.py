@@ -14,6 +14,7 @@ from absl import flags
 from hjax.errors import ConfigError
 from hjax.launch.command import exit_status, json_line
 from hjax.launch.format import size
+from hjax.launch.machine import quiet_tpu_compiler
 from hjax.launch.tables import wide_console
 
 METHOD_NAMES = {
@@ -127,6 +128,7 @@ def find_devices(count: int) -> list[Any]:
         if asked is None or int(asked[1]) < count:
             os.environ["XLA_FLAGS"] = re.sub(pattern, "", os.environ.get("XLA_FLAGS", "")).strip()
             options.update("jax_num_cpu_devices", count)
+    quiet_tpu_compiler()
     devices = jax.devices()
     if len(devices) < count:
         devices = jax.devices("cpu")
