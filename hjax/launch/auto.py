@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,8 +16,17 @@ from hjax.launch.plan_result import describe_result
 from hjax.launch.profile import Profile, find_profile
 from hjax.models import arithmetic
 from hjax.models.config import ModelConfig
-from hjax.sharding.mapping.options import Space
-from hjax.sharding.mapping.records import FLOAT32, MASTERS, Cluster, Pool, Workload
+from hjax.sharding.mapping.options import Space, role_options
+from hjax.sharding.mapping.records import (
+    FLOAT32,
+    MASTERS,
+    Cluster,
+    Mesh,
+    PlannedSet,
+    Pool,
+    Workload,
+)
+from hjax.sharding.mapping.records import Plan as SearchedPlan
 from hjax.sharding.mapping.search import Problem
 from hjax.sharding.mapping.strategies import plan as search_plan
 
@@ -91,4 +101,48 @@ def run_problem(
         measured.constants,
         FLOAT32 if float32 else MASTERS,
         space,
+    )
+
+
+def predict(problem: Problem, roles: Any) -> SearchedPlan:
+    """What the cost model expects of a run as it is set up, whatever its placement.
+
+    Args:
+      problem: the run's (``run_problem``).
+      roles: the run's worker groups with their plan and layouts (hjax.launch.roles.Roles).
+    """
+    (pool,) = problem.cluster.pools
+    sets = []
+    for names, devices in zip(roles.plan.placement, roles.plan.allocation, strict=True):
+        place = problem.place(pool, devices)
+        options = []
+        for role in names:
+            mesh = _mesh(roles.layouts[role], generates=role == "actor")
+            space = _only(problem.space, mesh)
+            flow, work = problem.dataflow, problem.work
+            found = role_options(place, problem.models[role], flow, role, work, space)
+            options.append(next(o for o in found if o.mesh == mesh))
+        sets.append(PlannedSet(names, pool, devices, tuple(options)))
+    return SearchedPlan(tuple(sets))
+
+
+def _mesh(layouts: Any, generates: bool) -> Mesh:
+    shape = layouts.train.mesh.shape
+    axes = {a: shape[a] for a in ("data", "fsdp", "expert", "context")}
+    whole = {a: shape[a] * shape[f"{a}_micro"] for a in ("pipe", "tensor")}
+    generate = {f"generate_{a}": shape[a] if generates else 0 for a in ("pipe", "tensor")}
+    return Mesh(**axes, **whole, **generate)
+
+
+def _only(space: Space, mesh: Mesh) -> Space:
+    """The space cut down to one mesh."""
+    sharding: Any = "fsdp" if mesh.fsdp > 1 and mesh.data == 1 else "data"
+    return dataclasses.replace(
+        space,
+        pipes=tuple({mesh.pipe, mesh.generate_pipe or 1}),
+        tensors=tuple({mesh.tensor, mesh.generate_tensor or 1}),
+        contexts=(mesh.context,),
+        shardings=(sharding,),
+        fsdp=mesh.fsdp,
+        even=False,
     )

@@ -149,7 +149,7 @@ def calibrate(devices: Sequence[Any]) -> Profile:
     flops |= {d: _matmul(devices, size, d) for d in dtypes[1:]}
     bandwidth = _copy(devices, (1 << 22) if cpu else (1 << 28))
     latency, link = _all_gather(devices, (1 << 20) if cpu else (1 << 26))
-    step = _decode_step(devices)
+    step, dispatch = _decode_step(devices), _dispatch(devices)
     device = Device(
         name=re.sub(r"\s+", "-", str(devices[0].device_kind).lower()),
         memory=_memory(devices[0]) or _host_memory() / len(devices),
@@ -163,6 +163,7 @@ def calibrate(devices: Sequence[Any]) -> Profile:
     )
     values = dict.fromkeys(_SHARES, 1.0)
     values |= {"link_latency": latency, "decode_step": step, "decode_row": 0.0}
+    values["dispatch"] = dispatch
     return Profile(device, Constants().with_values(values, measured=True), busy)
 
 
@@ -265,3 +266,16 @@ def _decode_step(devices: Sequence[Any], steps: int = 64) -> float:
         return jax.lax.while_loop(lambda s: s[0] < steps, body, (0, x))[1]
 
     return _seconds(lambda: run(x)) / steps
+
+
+def _dispatch(devices: Sequence[Any]) -> float:
+    """Seconds of a call that computes nothing: its batch sent out, its result fetched."""
+    import jax
+    import numpy as np
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    _, mesh = _spread(devices, (1,), "float32")
+    split = NamedSharding(mesh, PartitionSpec("d"))
+    batch = {str(i): np.ones((len(devices), 64), np.float32) for i in range(8)}
+    run = jax.jit(lambda batch: jax.tree.map(lambda x: x + 1.0, batch))
+    return _seconds(lambda: np.asarray(run(jax.device_put(batch, split))["0"]), 15)

@@ -68,6 +68,7 @@ def write_report(workdir_path: str | os.PathLike[str]) -> Path:
         sample_section(samples),
         _time_section(metrics, read_json(path / "timeline.json")),
         _placement(read_json(path / "plan.json")),
+        _predicted(read_json(path / "plan.json"), metrics),
         _config_table(config),
         f"<footer>Written by hjax, {time.strftime('%Y-%m-%d %H:%M')}.</footer>",
     ]
@@ -302,6 +303,33 @@ def _placement(plan: Any) -> str:
     return (
         '<h2>Placement</h2><div class="card scroll"><table><thead><tr><th class="number">devices'
         f"</th><th>role</th><th>layout</th></tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+    )
+
+
+def _predicted(plan: Any, metrics: Sequence[Row]) -> str:
+    """A planner's seconds beside the measured ones, the first two steps (they compile) left out."""
+    expected = ((plan or {}).get("predicted") or {}).get("seconds")
+    rows = [r for r in metrics if r.get("time/step") is not None and r["step"] > 2]
+    if not expected or not rows:
+        return ""
+    pairs = (
+        ("generation", expected["generation"] + expected["transition"], "time/generate"),
+        ("preparation", expected["preparation"], "time/prepare"),
+        ("learning", expected["learning"], "time/update"),
+        ("step", expected["total"], "time/step"),
+    )
+    cells = []
+    for name, seconds, key in pairs:
+        values = sorted(r[key] for r in rows if r.get(key) is not None)
+        measured = f"{label(values[len(values) // 2])} s" if values else "–"
+        cells.append(
+            f'<tr><td>{name}</td><td class="number">{label(seconds)} s</td>'
+            f'<td class="number">{measured}</td></tr>'
+        )
+    return (
+        '<h2>Planned and measured</h2><div class="card scroll"><table><thead><tr><th>stage</th>'
+        '<th class="number">predicted</th><th class="number">median measured</th></tr></thead>'
+        f"<tbody>{''.join(cells)}</tbody></table></div>"
     )
 
 

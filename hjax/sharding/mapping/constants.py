@@ -52,6 +52,7 @@ class Constants:
         "scheduler and sampler on the host; vLLM's 0.6 release notes find 38 % of an earlier "
         "version's time on the GPU (8B, H100)",
     )
+    dispatch: float = _value(0.0, "s per call on a model", "small beside seconds: assumed")
     eager_matmul: float = _value(
         0.33, "share of peak FLOP/s", "Hugging Face models in eager PyTorch, unfused: assumed"
     )

@@ -25,6 +25,7 @@ class Space:
         divide by are left out.
       shardings: what the rest of the devices do: ``data`` replicates weights, ``fsdp`` splits
         them, ``hybrid`` splits them inside a domain and replicates across.
+      fsdp: this size of the fsdp axis alone; 0: what ``shardings`` say.
       generate: ``any`` divisor of the training sizes; ``same`` as in training; ``inside``: tensor
         sizes of ``tensors``, whatever the training sizes (weights are gathered whole first).
       zero: no tensor axis in training; ``tensors`` are then generation's alone.
@@ -46,6 +47,7 @@ class Space:
     contexts: tuple[int, ...] = (1,)
     experts: tuple[int, ...] = (1, 2, 4, 8)
     shardings: tuple[Sharding, ...] = ("data", "fsdp", "hybrid")
+    fsdp: int = 0
     generate: Literal["any", "same", "inside"] = "any"
     zero: bool = False
     gather: Literal["shards", "all", "sent"] = "shards"
@@ -88,8 +90,9 @@ def _replicated(
             continue
         left = replicas // expert
         shards = {"data": 1, "fsdp": left, "hybrid": math.gcd(left, inside)}
-        for fsdp in sorted({shards[kind] for kind in space.shardings}):
-            if model.hidden % fsdp == 0:
+        sizes = {space.fsdp} if space.fsdp else {shards[kind] for kind in space.shardings}
+        for fsdp in sorted(sizes):
+            if model.hidden % fsdp == 0 and left % fsdp == 0:
                 yield dataclasses.replace(rest, data=left // fsdp, fsdp=fsdp, expert=expert)
 
 
@@ -158,7 +161,8 @@ def _forward(
     """(seconds, transient bytes) of a role's forwards."""
     seconds = transient = 0.0
     for rows, count in _counted(calls, work):
-        seconds += count * cost.forward_seconds(place, model, mesh, rows, work.length)
+        once = cost.forward_seconds(place, model, mesh, rows, work.length)
+        seconds += count * (once + place.constants.dispatch)
         needed = memory.forward_transient(place, model, mesh, rows, work.length)
         transient = max(transient, needed)
     return seconds, transient
@@ -186,7 +190,8 @@ def _updates(
             continue
         for again in space.rematerialise:
             arguments = [(place, model, mesh, n, work.length, micro, again) for n, _ in counted]
-            seconds = sum(
+            seconds = len(calls) * place.constants.dispatch
+            seconds += sum(
                 k * cost.update_seconds(*a) for a, (_, k) in zip(arguments, counted, strict=True)
             )
             found.append(
@@ -214,12 +219,13 @@ def _rollouts(
         if space.even and round(work.sequences / work.samples) % replicas:
             continue
         moved = _transition(place, model, laid_out, space)
+        started = len(calls) * place.constants.dispatch
         if not space.cached:
             seconds = sum(
                 k * generation.uncached_seconds(place, model, laid_out, n, work) for n, k in counted
             )
             needed = memory.generation_transient(place, model, laid_out, 0, work)
-            found.append((laid_out, seconds + moved, moved, needed, 1))
+            found.append((laid_out, seconds + moved + started, moved, needed, 1))
             continue
         prefill = sum(
             k * generation.prefill_seconds(place, model, laid_out, n, work) for n, k in counted
@@ -232,7 +238,7 @@ def _rollouts(
             seconds = prefill + slowness * sum(k * d.seconds(waves) for d, k in decoders)
             rows = math.ceil(most / waves)
             needed = memory.generation_transient(place, model, laid_out, rows, work)
-            found.append((laid_out, seconds + moved, moved, needed, waves))
+            found.append((laid_out, seconds + moved + started, moved, needed, waves))
     return found
 
 
