@@ -83,6 +83,56 @@ def test_quickstart_draws_do_not_depend_on_the_batch(quickstart):
     assert cell.outputs[0].text.strip() == "True"
 
 
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    """The hybrid engine's notebook, executed, and what its cells found."""
+    notebook = nbformat.read(NOTEBOOKS / "02_hybrid_engine.ipynb", as_version=4)
+    look = """
+print(json.dumps({
+    "apart": apart, "noted": [int(n) for n in noted],
+    "measured": {method: row["measured"] for method, row in rows.items()},
+    "cost": [cost.received, cost.source, cost.target, cost.peak],
+    "steps": [row["step"] for row in metrics],
+    "errors": [row["rollout/token_prob_error"] for row in metrics],
+    "same": jax.tree.all(same),
+}))
+"""
+    notebook.cells.append(nbformat.v4.new_code_cell("import json\n" + look))
+    client = nbclient.NotebookClient(notebook, timeout=400, kernel_name="python3")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("engine")))
+        patch.chdir(NOTEBOOKS)
+        client.execute()
+    return notebook, json.loads(notebook.cells[-1].outputs[0].text)
+
+
+def test_engine_runs_without_an_error(engine):
+    notebook, _ = engine
+    assert outputs(notebook, "error") == []
+    assert [o.text for o in outputs(notebook, "stream") if o.name == "stderr"] == []
+    assert len(figures(notebook)) == 3
+
+
+def test_engine_draws_the_papers_example(engine):
+    _, seen = engine
+    assert seen["apart"] == {"hybridflow": [], "vanilla": [1, 2, 5, 6]}
+    received = {method: row["communication"] for method, row in seen["measured"].items()}
+    assert received == {"hybridflow": 1 / 4, "vanilla": 3 / 4, "gather_all": 7 / 8}
+    redundant = {method: row["redundancy"] for method, row in seen["measured"].items()}
+    assert redundant == {"hybridflow": 0, "vanilla": 1 / 4, "gather_all": 1 / 8}
+
+
+def test_engine_moves_real_parameters_and_trains(engine):
+    _, seen = engine
+    received, source, target, peak = seen["cost"]
+    # Norms are whole on every device; the rest is a quarter before and half after.
+    assert received == target - source
+    assert [seen["noted"][0], seen["noted"][-1]] == [source, source]
+    assert max(seen["noted"]) == peak < target + source / 4
+    assert seen["same"] and seen["steps"] == [1, 2, 3]
+    assert max(seen["errors"]) < 1 + 1e-4
+
+
 @pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.name)
 def test_committed_notebook_shows_a_clean_run(path):
     notebook = nbformat.read(path, as_version=4)

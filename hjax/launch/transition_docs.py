@@ -58,6 +58,8 @@ python -m hjax.launch.transition --train=1,8,8 --generate=1,2 --model=llama-7b -
   optimizer state), and the way back drops the copy.
 - **The way back moves nothing**: it is a local slice, or the copy is dropped. If generation fails,
   training's parameters come back all the same.
+- Between **disjoint pools** (`hjax/sharding/across.py`) every byte crosses once, to one device of
+  the other pool, which then gathers by the same moves; the source stays.
 - `Transition.cost()` says what it will cost before it runs: bytes received per device, read off the
   compiled programs (loops times their trips), peak, temporaries, what is redundant. What no move
   does is left to the compiler and named.
