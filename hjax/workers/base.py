@@ -134,9 +134,8 @@ class ModelWorker(Worker):
     def copy_from(self, params: Params) -> None:
         """Take another worker's parameters of the same shapes, in copy, whatever their layout."""
         # Copied first: device_put between shuffled shards shares buffers whatever may_alias says.
-        self.params = jax.tree.map(
-            lambda x, s: jax.device_put(jnp.copy(x), s), params, self.shardings
-        )
+        params = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(params)
+        self.params = jax.tree.map(jax.device_put, params, self.shardings)
 
     def away(self, phase: str, called: bool) -> set[str]:
         """Kinds of state that wait on the host in a phase, where it is or isn't this role's call.
