@@ -41,11 +41,11 @@ CASES: dict[str, dict[str, Any]] = {
     "split": {"placement": "split"},
     "standalone": {"placement": "standalone"},
     "hidden 256": {"model.hidden_size": 256, "model.mlp_size": 1024},
-    "hidden 512": {"model.hidden_size": 512, "model.mlp_size": 2048},
+    "hidden 32, 1 layer": {"model.hidden_size": 32, "model.mlp_size": 64, "model.layers": 1},
     "8 layers": {"model.layers": 8},
     "hidden 64": {"model.hidden_size": 64, "model.mlp_size": 128, "model.layers": 2},
-    "responses of 96": {"rollout.max_response_length": 96},
-    "128 prompts": {"rollout.prompts": 128},
+    "responses of 64": {"rollout.max_response_length": 64},
+    "96 prompts": {"rollout.prompts": 96},
 }  # fmt: skip
 
 
@@ -94,7 +94,7 @@ def truth(steps: int) -> dict[str, Any]:
     from hjax.launch.profile import calibrate
 
     profile = calibrate(jax.devices())
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, changes in CASES.items():
         config = check_config({**BASE, "steps": steps, "algorithm.name": "PPO", **changes})
         trainer = hjax.Trainer(config)
@@ -111,7 +111,7 @@ def truth(steps: int) -> dict[str, Any]:
             trainer.close()
         measured = statistics.median(taken)
         rows.append({"case": name, "predicted": expected, "measured": measured})
-        print(f"{name:<20} predicted {expected:.3f} s, measured {measured:.3f} s")
+        print(f"{name:<20} predicted {expected:.3f} s, measured {measured:.3f} s", flush=True)
     ranks = [
         [sorted(r[key] for r in rows).index(row[key]) for row in rows]
         for key in ("predicted", "measured")
@@ -133,7 +133,7 @@ def plot(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
     axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="seconds on one core")
     axes.legend()
     figure.tight_layout()
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Date": None})
 
 
 def main() -> None:

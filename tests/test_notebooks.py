@@ -159,3 +159,18 @@ def test_notebook_links_lead_somewhere():
         text = "".join(c.source for c in cells(nbformat.read(path, as_version=4), "markdown"))
         links = re.findall(r"\]\((?!https?:)([^)#]+)", text)
         assert links and [link for link in links if not (path.parent / link).is_file()] == []
+
+
+def test_auto_mapping_runs_and_its_plan_is_the_one_that_ran(tmp_path_factory):
+    notebook = nbformat.read(NOTEBOOKS / "03_auto_mapping.ipynb", as_version=4)
+    client = nbclient.NotebookClient(notebook, timeout=400, kernel_name="python3")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("notebook")))
+        patch.chdir(NOTEBOOKS)
+        client.execute()
+    assert outputs(notebook, "error") == [] and len(figures(notebook)) == 3
+    texts = [o.text for o in outputs(notebook, "stream") if o.name == "stdout"]
+    # Five candidates, fastest first.
+    totals = [float(line.split(" s ")[0]) for line in texts[0].strip().splitlines()]
+    assert len(totals) == 5 and totals == sorted(totals)
+    assert "actor" in texts[-1] and "predicted" in texts[-1] and "measured" in texts[-1]

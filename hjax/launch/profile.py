@@ -53,7 +53,8 @@ def read_profile(path: Path) -> Profile:
     """
     try:
         content = json.loads(path.read_text())
-        device = Device(**content["device"])
+        alone = tuple((int(n), float(f)) for n, f in content["device"].pop("alone", ()))
+        device = Device(**content["device"], alone=alone)
         values = {key: float(value) for key, value in content["constants"].items()}
         busy = {int(n): float(rate) for n, rate in content["busy"].items()}
     except OSError as error:
@@ -160,6 +161,7 @@ def calibrate(devices: Sequence[Any]) -> Profile:
         per_host=len(devices),
         torus=0,
         source="measured by plan --calibrate",
+        alone=tuple((n, rate / busy[len(devices)]) for n, rate in busy.items()) if cpu else (),
     )
     values = dict.fromkeys(_SHARES, 1.0)
     values |= {"link_latency": latency, "decode_step": step, "decode_row": 0.0}

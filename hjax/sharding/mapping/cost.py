@@ -22,12 +22,21 @@ class Place:
       pool, devices: of which machines, and how many.
       constants: efficiencies.
       numerics: bytes per element.
+      alone: the other devices are idle meanwhile, as while the actor generates.
     """
 
     pool: Pool
     devices: int
     constants: Constants = Constants()
     numerics: Numerics = Numerics()
+    alone: bool = False
+
+    @functools.cached_property
+    def share(self) -> float:
+        """How many times faster a device is than with all of them busy."""
+        if not self.alone:
+            return 1.0
+        return max((f for n, f in self.pool.device.alone if n >= self.devices), default=1.0)
 
     @functools.cached_property
     def domain(self) -> int:
@@ -37,12 +46,12 @@ class Place:
     @functools.cached_property
     def flops(self) -> float:
         """FLOP/s of matrix products in the compute dtype."""
-        return self.pool.device.flops[self.numerics.dtype] * self.constants.matmul
+        return self.pool.device.flops[self.numerics.dtype] * self.constants.matmul * self.share
 
     @functools.cached_property
     def bandwidth(self) -> float:
         """Bytes/s of memory."""
-        return self.pool.device.bandwidth * self.constants.memory
+        return self.pool.device.bandwidth * self.constants.memory * self.share
 
 
 # Collectives
@@ -200,7 +209,8 @@ def stage_pass(
 
     FLOPs: forward 1, backward 2 more, rematerialisation 1 more times ``forward_flops`` /
     (tensor * pipe * context). Exchanges per layer: 2 forward, 2 backward, 2 rematerialised.
-    FSDP: one gather of the weights forward, one more and a reduce-scatter of gradients backward.
+    FSDP: one gather of the weights forward, one more and a reduce-scatter of gradients backward,
+    each layer by layer.
     """
     forwards = 1 + 2 * backward + rematerialise
     ways = mesh.tensor * mesh.pipe * mesh.context
@@ -218,6 +228,8 @@ def stage_pass(
         gather = weight_bytes(model, mesh, place.numerics.compute)
         stride = mesh.stride("fsdp")
         weights = (1 + backward) * all_gather(place, gather, mesh.fsdp, stride)
+        starts = (1 + 2 * backward) * (model.layers / mesh.pipe - 1)  # layer by layer
+        weights += starts * latency(place, mesh.fsdp, stride)
         if backward:
             gradients = weight_bytes(model, mesh, place.numerics.gradients)
             weights += all_gather(place, gradients, mesh.fsdp, stride)

@@ -29,6 +29,8 @@ class Device:
       per_host: devices of a host.
       torus: number of torus dimensions; 0: every device of a host reaches every other.
       source: where the figures come from.
+      alone: (devices, how many times faster each is while only these are busy); simulated
+        devices share a machine's cores, real ones have no such entries.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Device:
     per_host: int
     torus: int
     source: str
+    alone: tuple[tuple[int, float], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
