@@ -94,24 +94,29 @@ def truth(steps: int) -> dict[str, Any]:
     from hjax.launch.profile import calibrate
 
     profile = calibrate(jax.devices())
+    print("predicted / measured; calibrated:", profile.device.flops, profile.constants, flush=True)
     rows: list[dict[str, Any]] = []
     for name, changes in CASES.items():
         config = check_config({**BASE, "steps": steps, "algorithm.name": "PPO", **changes})
         trainer = hjax.Trainer(config)
         try:
             trainer.run()
-            taken = [row["time/step"] for row in trainer.history[2:]]
+            taken = {
+                key: statistics.median(row[f"time/{key}"] for row in trainer.history[2:])
+                for key in ("step", "generate", "prepare", "update")
+            }
             shapes = {r: m for r, m in trainer.roles.models.items() if r in trainer.roles.layouts}
             posed = run_problem(
                 config, trainer.algorithm_class, shapes, trainer.inputs.prompt_length,
                 jax.devices(), True, lambda _: profile,
             )  # fmt: skip
-            expected = predict(posed, trainer.roles).total
+            plan = predict(posed, trainer.roles)
         finally:
             trainer.close()
-        measured = statistics.median(taken)
-        rows.append({"case": name, "predicted": expected, "measured": measured})
-        print(f"{name:<20} predicted {expected:.3f} s, measured {measured:.3f} s", flush=True)
+        rows.append({"case": name, "predicted": plan.total, "measured": taken["step"]})
+        parts = zip(("generate", "prepare", "update"), plan.stages)
+        stages = ", ".join(f"{k} {s:.3f} / {taken[k]:.3f}" for k, s in parts)
+        print(f"{name:<20} {plan.total:.3f} / {taken['step']:.3f} s ({stages})", flush=True)
     ranks = [
         [sorted(r[key] for r in rows).index(row[key]) for row in rows]
         for key in ("predicted", "measured")

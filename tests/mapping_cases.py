@@ -64,6 +64,8 @@ def cluster(rng: random.Random, most: int) -> Cluster:
             break
         hosts, per_host = rng.choice(shapes)
         torus = rng.random() < 0.2 and hosts * per_host in (1, 2, 4, 8, 16)
+        size = hosts * per_host
+        cores = rng.choice([1, 2, 3]) if rng.random() < 0.2 else 0  # shared by simulated devices
         device = Device(
             name=f"device{len(pools)}",
             memory=rng.choice([2, 4, 8, 16, 64]) * 2.0**30,
@@ -74,6 +76,9 @@ def cluster(rng: random.Random, most: int) -> Cluster:
             per_host=per_host,
             torus=2 if torus else 0,
             source="",
+            alone=tuple((n, min(1, cores / n) / min(1, cores / size)) for n in range(1, size + 1))
+            if cores
+            else (),
         )
         shape = (hosts, per_host) if torus else ()
         pools.append(Pool(device, hosts, per_host, shape))
@@ -183,6 +188,7 @@ def _fastest(problem, sets, chosen, table) -> float:
     """Over every combination of the roles' layouts, those that do not fit left out."""
     roles = problem.dataflow.roles
     stages = [0.0, 0.0, 0.0]
+    cores = {}  # seconds of the cores that a pool's simulated devices share, by pool and stage
     fits = True
     for names, (number, devices) in zip(sets, chosen):
         limit = memory.capacity(problem.place(problem.cluster.pools[number], devices))
@@ -197,8 +203,15 @@ def _fastest(problem, sets, chosen, table) -> float:
             peak = np.maximum(peak, column[4])
         held = sum(column[3] for column in columns)
         fits = fits & (held + peak <= limit)
+        pool = problem.cluster.pools[number]
         for stage in range(3):
             taken = sum(column[stage] for column in columns)
             stages[stage] = np.maximum(stages[stage], taken)
+            if pool.device.alone:
+                rates = dict(pool.device.alone)
+                busy = taken * devices * rates[devices] / (pool.hosts * pool.per_host)
+                cores[number, stage] = cores.get((number, stage), 0.0) + busy
+    for (_, stage), taken in cores.items():
+        stages[stage] = np.maximum(stages[stage], taken)
     total = np.where(fits, stages[0] + stages[1] + stages[2], np.inf)
     return float(total.min()) if total.size else np.inf

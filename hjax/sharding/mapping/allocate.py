@@ -84,6 +84,16 @@ class Usage:
         counts = (whole, *parts) if whole else tuple(parts)
         return fit_together(pool, tuple(sorted(counts)))
 
+    def loads(self, chosen: Choices) -> np.ndarray:
+        """float64 [n, 3 * pools that share cores]: seconds of the pool's cores, per stage."""
+        shared = [(i, pool) for i, pool in enumerate(self.pools) if pool.shares_cores]
+        found = np.zeros((len(chosen.index), len(shared), STAGE_COUNT))
+        for column, (number, pool) in enumerate(shared):
+            for row in np.flatnonzero(chosen.where[:, 0] == number):
+                devices = int(chosen.where[row, 1])
+                found[row, column] = chosen.seconds[row] * pool.load(devices)
+        return found.reshape(len(found), -1)
+
     def devices(self, used: np.ndarray) -> np.ndarray:
         """int [n]: devices in all."""
         return (used * self.weights).sum(axis=1)
@@ -95,7 +105,8 @@ def allocate(
     """The choice per set that makes the step shortest, fewest devices among equals.
 
     Sets are added one at a time. A partial plan is dropped if another one is as fast in every
-    stage on no more devices, or if every completion of it is above ``bound``.
+    stage on no more devices (and no more of shared cores), or if every completion of it is above
+    ``bound``.
 
     Returns:
       (seconds, row of each set's choices), or None where nothing fits within ``bound``.
@@ -105,15 +116,17 @@ def allocate(
     least = [chosen.least for chosen in sets]
     used = np.zeros((1, len(usage.columns)), int)
     seconds = np.zeros((1, STAGE_COUNT))
+    loads = np.zeros((1, STAGE_COUNT * sum(pool.shares_cores for pool in cluster.pools)))
     rows = np.zeros((1, 0), int)
     for number, chosen in enumerate(sets):
         here = np.repeat(np.arange(len(used)), len(chosen.index))
         there = np.tile(np.arange(len(chosen.index)), len(used))
         joint_seconds = np.maximum(seconds[here], chosen.seconds[there])
+        joint_loads = loads[here] + usage.loads(chosen)[there]
         joint_used = used[here] + usage.of(chosen.where)[there]
         left = cluster.size - usage.devices(joint_used)
         good = left >= sum(least[number + 1 :])
-        reachable = joint_seconds.copy()
+        reachable = _stages(joint_seconds, joint_loads)
         for later in range(number + 1, len(sets)):
             others = sum(least[number + 1 :]) - least[later]
             room = np.clip(left - others, 0, cluster.size)
@@ -123,10 +136,18 @@ def allocate(
         chosen_rows = chosen_rows[usage.fits(joint_used[chosen_rows])]
         if not len(chosen_rows):
             return None
-        state = np.concatenate([joint_seconds[chosen_rows], joint_used[chosen_rows]], axis=1)
+        state = np.concatenate([joint_seconds, joint_loads, joint_used], axis=1)[chosen_rows]
         chosen_rows = chosen_rows[front(state)]
         used, seconds = joint_used[chosen_rows], joint_seconds[chosen_rows]
+        loads = joint_loads[chosen_rows]
         rows = np.concatenate([rows[here[chosen_rows]], there[chosen_rows, None]], axis=1)
-    totals = seconds.sum(axis=1)
+    totals = _stages(seconds, loads).sum(axis=1)
     best = min(range(len(totals)), key=lambda i: (totals[i], usage.devices(used[i : i + 1])[0]))
     return float(totals[best]), tuple(int(i) for i in rows[best])
+
+
+def _stages(seconds: np.ndarray, loads: np.ndarray) -> np.ndarray:
+    """float64 [n, 3]: what stages take: the slowest set, or all of a pool's shared cores."""
+    for column in range(0, loads.shape[1], STAGE_COUNT):
+        seconds = np.maximum(seconds, loads[:, column : column + STAGE_COUNT])
+    return seconds.copy()

@@ -22,21 +22,17 @@ class Place:
       pool, devices: of which machines, and how many.
       constants: efficiencies.
       numerics: bytes per element.
-      alone: the other devices are idle meanwhile, as while the actor generates.
     """
 
     pool: Pool
     devices: int
     constants: Constants = Constants()
     numerics: Numerics = Numerics()
-    alone: bool = False
 
     @functools.cached_property
     def share(self) -> float:
-        """How many times faster a device is than with all of them busy."""
-        if not self.alone:
-            return 1.0
-        return max((f for n, f in self.pool.device.alone if n >= self.devices), default=1.0)
+        """How many times faster a device is than with all of the pool's busy."""
+        return self.pool.faster(self.devices)
 
     @functools.cached_property
     def domain(self) -> int:

@@ -211,8 +211,6 @@ def _rollouts(
     """(mesh, seconds, those of the transition, transient bytes, waves) of each way."""
     if not calls:
         return [(mesh, 0.0, 0.0, 0.0, 0)]
-    if place.pool.device.alone:
-        place = dataclasses.replace(place, alone=True)
     found = []
     counted = _counted(calls, work)
     slowness = place.constants.native_decode if space.native else 1.0

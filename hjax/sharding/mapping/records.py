@@ -64,6 +64,19 @@ class Pool:
         return self.hosts * self.per_host
 
     @property
+    def shares_cores(self) -> bool:
+        """Whether the devices are simulated and compete for the cores of one machine."""
+        return bool(self.device.alone)
+
+    def faster(self, devices: int) -> float:
+        """How many times faster each of so many devices is than with all of them busy."""
+        return max((f for n, f in self.device.alone if n >= devices), default=1.0)
+
+    def load(self, devices: int) -> float:
+        """Share of the pool's cores that so many busy devices take; 0 where none are shared."""
+        return devices * self.faster(devices) / self.size if self.shares_cores else 0.0
+
+    @property
     def domain(self) -> int:
         """Devices that reach each other over ``device.link``: a host's, or the whole torus."""
         return self.size if self.shape else self.per_host
@@ -323,8 +336,16 @@ class Plan:
 
     @property
     def stages(self) -> tuple[float, ...]:
-        """Seconds per stage: sets run at the same time."""
-        return tuple(max(s.seconds[i] for s in self.sets) for i in range(len(STAGES)))
+        """Seconds per stage: sets run at the same time, as long as the slowest takes; where they
+        share cores, at least as long as these take for all of them."""
+        found = []
+        for stage in range(len(STAGES)):
+            cores: dict[Pool, float] = {}
+            for s in self.sets:
+                work = s.seconds[stage] * s.pool.load(s.devices)
+                cores[s.pool] = cores.get(s.pool, 0.0) + work
+            found.append(max(*(s.seconds[stage] for s in self.sets), *cores.values()))
+        return tuple(found)
 
     @property
     def total(self) -> float:
