@@ -90,8 +90,8 @@ def truth(steps: int) -> dict[str, Any]:
     jax.config.update("jax_num_cpu_devices", 8)
     import hjax
     from hjax.launch.auto import predict, run_problem
+    from hjax.launch.calibrate import calibrate
     from hjax.launch.config import check_config
-    from hjax.launch.profile import calibrate
 
     profile = calibrate(jax.devices())
     print("predicted / measured; calibrated:", profile.device.flops, profile.constants, flush=True)

@@ -52,7 +52,12 @@ class Constants:
         "scheduler and sampler on the host; vLLM's 0.6 release notes find 38 % of an earlier "
         "version's time on the GPU (8B, H100)",
     )
+    backward: float = _value(
+        1.0, "times two forwards, a backward pass", "its FLOPs, at the rate of `matmul`: assumed"
+    )
+    layer_pass: float = _value(0.0, "s per layer and pass", "kernels queued ahead: assumed")
     dispatch: float = _value(0.0, "s per call on a model", "small beside seconds: assumed")
+    rollout: float = _value(0.0, "s per rollout on the host", "small beside seconds: assumed")
     eager_matmul: float = _value(
         0.33, "share of peak FLOP/s", "Hugging Face models in eager PyTorch, unfused: assumed"
     )

@@ -203,14 +203,16 @@ def stage_pass(
 ) -> Pass:
     """One micro-batch of ``rows`` sequences on one pipeline stage.
 
-    FLOPs: forward 1, backward 2 more, rematerialisation 1 more times ``forward_flops`` /
-    (tensor * pipe * context). Exchanges per layer: 2 forward, 2 backward, 2 rematerialised.
+    FLOPs: forward 1, backward 2 more (times ``backward``), rematerialisation 1 more times
+    ``forward_flops`` / (tensor * pipe * context); ``layer_pass`` per layer and forward.
+    Exchanges per layer: 2 forward, 2 backward, 2 rematerialised.
     FSDP: one gather of the weights forward, one more and a reduce-scatter of gradients backward,
     each layer by layer.
     """
-    forwards = 1 + 2 * backward + rematerialise
+    forwards = 1 + 2 * place.constants.backward * backward + rematerialise
     ways = mesh.tensor * mesh.pipe * mesh.context
-    compute = forwards * forward_flops(model, rows, length) / ways / place.flops
+    products = forward_flops(model, rows, length) / ways / place.flops
+    compute = forwards * (products + model.layers / mesh.pipe * place.constants.layer_pass)
     tokens = rows * length / mesh.context
     times = 2 * (1 + backward + rematerialise)
     exchange = tensor_exchange(place, model, mesh, tokens, times)

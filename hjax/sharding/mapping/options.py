@@ -219,7 +219,7 @@ def _rollouts(
         if space.even and round(work.sequences / work.samples) % replicas:
             continue
         moved = _transition(place, model, laid_out, space)
-        started = len(calls) * place.constants.dispatch
+        started = len(calls) * (place.constants.dispatch + place.constants.rollout)
         if not space.cached:
             seconds = sum(
                 k * generation.uncached_seconds(place, model, laid_out, n, work) for n, k in counted
