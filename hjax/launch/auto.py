@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -13,9 +14,11 @@ from hjax.errors import ConfigError
 from hjax.launch.dataflow import trace
 from hjax.launch.placement import Plan
 from hjax.launch.plan_result import describe_result
-from hjax.launch.profile import Profile, find_profile
+from hjax.launch.profile import find_profile
+from hjax.launch.roles import PER_TOKEN, role_path
 from hjax.models import arithmetic
 from hjax.models.config import ModelConfig
+from hjax.sharding.mapping.constants import Constants
 from hjax.sharding.mapping.options import Space, role_options
 from hjax.sharding.mapping.records import (
     FLOAT32,
@@ -40,9 +43,8 @@ def auto_plan(
     prompt_length: int,
     devices: Sequence[Any],
     float32: bool,
-    profile: Callable[[Sequence[Any]], Profile] = find_profile,
 ) -> Plan:
-    """The fastest plan of the cost model on ``devices``.
+    """The fastest plan of the cost model on ``devices``, measured before or now.
 
     Args:
       models: shapes of the roles that need devices.
@@ -51,7 +53,11 @@ def auto_plan(
     Raises:
       ConfigError: it would not fit, with the bytes missing; or a run that cannot be planned.
     """
-    problem = run_problem(config, algorithm, models, prompt_length, devices, float32, profile)
+    measured = find_profile(devices)
+    cluster = Cluster((Pool(measured.device, 1, len(devices)),))
+    problem = run_problem(
+        config, algorithm, models, prompt_length, cluster, measured.constants, float32
+    )
     found = search_plan(problem, "auto")
     described = describe_result(found, problem, "auto")
     keys = ("seconds", "memory_bytes", "set_memory_bytes", "usable_bytes", "origins", "candidates")
@@ -68,11 +74,11 @@ def run_problem(
     algorithm: type[Algorithm],
     models: dict[str, ModelConfig],
     prompt_length: int,
-    devices: Sequence[Any],
+    cluster: Cluster,
+    constants: Constants,
     float32: bool,
-    profile: Callable[[Sequence[Any]], Profile] = find_profile,
 ) -> Problem:
-    """A run as a problem for the search."""
+    """A run as a problem for the search, on whatever cluster."""
     if not algorithm.generates:
         raise ConfigError(
             f"placement=auto: {algorithm.__name__} has one model and no rollouts; use colocate"
@@ -81,7 +87,6 @@ def run_problem(
     rows = rollout.prompts * rollout.samples
     minibatch = config.algorithm.get("minibatch", 0) or rows
     flow = trace(algorithm, config.algorithm, rows // minibatch, rollout.samples, models)
-    measured = profile(devices)
     batches = [rows, minibatch]
     if config.warm_start.steps and not config.actor.path:
         batches.append(config.warm_start.batch)
@@ -95,13 +100,19 @@ def run_problem(
     )
     return Problem(
         flow,
-        {r: arithmetic.counts(m, r, scalar=r in SCALAR) for r, m in models.items()},
+        {r: arithmetic.counts(m, _name(config, r), r in SCALAR) for r, m in models.items()},
         Workload(prompt_length, rollout.max_response_length, rows, rollout.samples),
-        Cluster((Pool(measured.device, 1, len(devices)),)),
-        measured.constants,
+        cluster,
+        constants,
         FLOAT32 if float32 else MASTERS,
         space,
     )
+
+
+def _name(config: ConfigDict, role: str) -> str:
+    """How a plan calls a role's model: its path's last part, else the role itself."""
+    path = role_path(config, role) or (role_path(config, "actor") if role in PER_TOKEN else "")
+    return Path(path).name or role
 
 
 def predict(problem: Problem, roles: Any) -> SearchedPlan:

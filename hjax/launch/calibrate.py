@@ -202,4 +202,5 @@ def _run(devices: Sequence[Any], width: int, layers: int, rows: int) -> _Run:
     finally:
         trainer.close()
     calls = ("generate_sequences", "compute_ref_log_prob", "update_actor")
-    return _Run(*(statistics.median(taken[name]) for name in calls), flops)
+    generate, forward, update = (statistics.median(taken[name]) for name in calls)
+    return _Run(generate, forward, update, flops)

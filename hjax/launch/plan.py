@@ -21,11 +21,18 @@ usage: python -m hjax.launch.plan --models=ROLE=MODEL,... --cluster=HOSTSxDEVICE
                                   [--algorithm=ppo] [--prompt_length=1024]
                                   [--response_length=1024] [--batch=1024] [--strategy=auto]
                                   [--output=DIR] [--json]
+       python -m hjax.launch.plan --config=NAME.py --cluster=... [--compile]
+                                  [--config.a.b=VALUE ...] [--output=DIR] [--json]
        python -m hjax.launch.plan --calibrate [--json]
 
 Choose placement (which models share devices), allocation (how many) and each model's layout for
 training and generation, such that a step is fastest and everything fits. Nothing is run.
 
+  --config=NAME.py      plan this run: its algorithm, models, batches and dtype, instead of the
+                        flags from --algorithm to --even
+  --compile             compile every program of the plan for the cluster's own devices (as
+                        hjax.launch.compile does), and take the fastest plan that fits by the
+                        compiler's account
   --algorithm=ppo       {algorithms}, or path.py:Class; its calls are read off its step
   --models=...          a model for each role, or one name for all: a published shape
                         (llama-7b, qwen2.5-7b, ...) or a directory with config.json; a reward or
@@ -74,6 +81,13 @@ def _run(arguments: Sequence[str]) -> int:
     console = wide_console()
     found = plan(request.problem, request.strategy, request.candidates)
     described: dict[str, Any] = describe_result(found, request.problem, request.strategy)
+    if request.compile and request.config is not None:
+        from hjax.launch.plan_compile import compile_plan
+        from hjax.launch.topologies import prepare_environment
+
+        prepare_environment()
+        asked = request.problem, request.strategy, request.config, request.config_name
+        described = compile_plan(found, *asked, console)
     show(described, request.problem.constants, console)
     if request.output is not None:
         if request.output.exists() and not request.output.is_dir():

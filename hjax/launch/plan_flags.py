@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from absl import flags
+from ml_collections import ConfigDict
 
 from hjax.algorithms import ALGORITHMS, Algorithm, get_algorithm
 from hjax.errors import ConfigError
+from hjax.launch.command import take_config
+from hjax.launch.config import load_config
 from hjax.launch.dataflow import trace
 from hjax.models import arithmetic
 from hjax.models.shapes import planning_shape
 from hjax.sharding.mapping import hardware
 from hjax.sharding.mapping.constants import Constants
 from hjax.sharding.mapping.options import Space
-from hjax.sharding.mapping.records import FLOAT32, MASTERS, MIXED, Workload
+from hjax.sharding.mapping.records import FLOAT32, MASTERS, MIXED, Cluster, Workload
 from hjax.sharding.mapping.search import Problem
 from hjax.sharding.mapping.strategies import STRATEGIES
 
@@ -25,6 +29,9 @@ NUMERICS = {"mixed": MIXED, "masters": MASTERS, "float32": FLOAT32}
 # Roles whose model has a scalar head, and those that may be functions on the host.
 SCALAR = ("critic", "cost_critic", "reward", "cost")
 FUNCTIONS = ("reward", "cost")
+# What a config says itself.
+FROM_CONFIG = ("algorithm", "models", "numerics", "prompt_length", "response_length", "batch",
+               "samples", "updates", "even")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +44,9 @@ class Request:
     output: Path | None
     json: bool
     calibrate: bool
+    compile: bool = False
+    config_name: str = ""
+    config: ConfigDict | None = None
 
 
 def define() -> flags.FlagValues:
@@ -52,7 +62,7 @@ def define() -> flags.FlagValues:
         ("updates", 8), ("candidates", 5),
     ):  # fmt: skip
         flags.DEFINE_integer(name, number, "see --help", flag_values=own)
-    for name in ("json", "calibrate", "even"):
+    for name in ("json", "calibrate", "even", "compile"):
         flags.DEFINE_bool(name, False, "see --help", flag_values=own)
     return own
 
@@ -64,26 +74,75 @@ def parse(arguments: Sequence[str]) -> Request | None:
       ConfigError: a wrong flag or value.
     """
     own = define()
-    try:
-        rest = own(["plan", *arguments])[1:]
-    except flags.Error as error:
-        raise ConfigError(f"{error}; see --help") from error
-    if rest:
-        raise ConfigError(f"unexpected argument {rest[0]!r}; flags are --name=value, see --help")
+    config, name = None, ""
+    if any(re.match(r"--?config\b", a) for a in arguments):
+        name, rest = take_config(arguments)
+        config = load_config(name, rest, own)
+    else:
+        _parse_flags(own, arguments)
     if own.strategy not in STRATEGIES:
         raise ConfigError(f"--strategy={own.strategy}: one of {', '.join(STRATEGIES)}")
     if own.numerics not in NUMERICS:
         raise ConfigError(f"--numerics={own.numerics}: one of {', '.join(NUMERICS)}")
     if own.calibrate and not own.cluster:
         return None
+    if own.compile and config is None:
+        raise ConfigError("--compile needs --config=NAME.py: it compiles a run's own programs")
     return Request(
-        problem(own),
+        problem(own) if config is None else config_problem(own, config),
         own.strategy,
         max(1, own.candidates),
         Path(own.output).expanduser() if own.output else None,
         own.json,
         own.calibrate,
+        own.compile,
+        name,
+        config,
     )
+
+
+def _parse_flags(own: flags.FlagValues, arguments: Sequence[str]) -> None:
+    try:
+        rest = own(["plan", *arguments])[1:]
+    except flags.Error as error:
+        raise ConfigError(f"{error}; see --help") from error
+    if rest:
+        raise ConfigError(f"unexpected argument {rest[0]!r}; flags are --name=value, see --help")
+
+
+def config_problem(own: Any, config: ConfigDict) -> Problem:
+    """A run's own problem on the cluster that the flags name.
+
+    Raises:
+      ConfigError: a flag that says what the config says, or whatever is wrong with either.
+    """
+    from hjax.launch.auto import run_problem
+    from hjax.launch.roles import is_float32, planned_models
+    from hjax.launch.shapes import read_shape, shape_inputs
+
+    for name in FROM_CONFIG:
+        if own[name].present:
+            raise ConfigError(f"--{name}: with --config it comes from there; leave it out")
+    algorithm = get_algorithm(config.algorithm.name)
+    cluster = _cluster(own)
+    platform = "tpu" if any(pool.shape for pool in cluster.pools) else "gpu"
+    inputs = shape_inputs(config, supervised=not algorithm.generates)
+    models = planned_models(config, algorithm, inputs, read_shape)
+    return run_problem(
+        config,
+        algorithm,
+        models,
+        inputs.prompt_length,
+        cluster,
+        _constants(own),
+        is_float32(config, platform),
+    )
+
+
+def _cluster(own: Any) -> Cluster:
+    if not own.cluster:
+        raise ConfigError("--cluster is missing; such as 16x8:a100-80g or v5p:4x4x4")
+    return hardware.cluster(own.cluster)
 
 
 def problem(own: Any) -> Problem:
@@ -101,8 +160,7 @@ def problem(own: Any) -> Problem:
             f"--batch={own.batch} does not divide into {own.updates} updates (--updates) of whole "
             f"groups of {own.samples} (--samples)"
         )
-    if not own.cluster:
-        raise ConfigError("--cluster is missing; such as 16x8:a100-80g or v5p:4x4x4")
+    cluster = _cluster(own)
     algorithm = find_algorithm(own.algorithm)
     config = algorithm.default_config()
     names, absent = parse_models(own.models, algorithm.needed_roles(config))
@@ -122,7 +180,7 @@ def problem(own: Any) -> Problem:
             for role, shape in shapes.items()
         },
         Workload(own.prompt_length, own.response_length, own.batch, own.samples),
-        hardware.cluster(own.cluster),
+        cluster,
         _constants(own),
         NUMERICS[own.numerics],
         Space(even=own.even),

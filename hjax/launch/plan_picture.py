@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hjax.launch.format import count, seconds, size
+from hjax.launch.memory_table import flops
 from hjax.launch.report_charts import escape, timeline
 from hjax.sharding.mapping.constants import Constants, describe
 from hjax.sharding.mapping.records import STAGES
@@ -41,10 +42,12 @@ def show(plan: Mapping[str, Any], constants: Constants, console: Any) -> None:
     console.print(_gantt(plan))
     console.print(_memory(plan))
     console.print(_candidates(plan))
+    if "compiled" in plan:
+        console.print(_compiled(plan["compiled"]))
     rows = [r for r in describe(constants) if r["origin"] == "measured"]
     origin = "measured on this machine" if rows else "assumed (docs/auto_mapping.md)"
     console.print(
-        f"seconds: from constants {origin}; bytes: assumed, from formulas; hardware: data sheets. "
+        f"seconds: from constants {origin}; bytes: {_bytes_origin(plan)}; hardware: data sheets. "
         f"Searched in {plan['search_seconds']:.2f} s.",
         style="dim",
     )
@@ -82,7 +85,9 @@ def spans(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
                     )
                 at += length
             longest = max(longest, at - start)
-        start += longest
+        # Simulated devices share cores: a stage may last longer than its slowest set.
+        moved = plan["seconds"]["transition"] if stage == STAGES[0] else 0.0
+        start += max(longest, plan["seconds"][stage] + moved)
     return found
 
 
@@ -158,6 +163,45 @@ def _candidates(plan: Mapping[str, Any]) -> Any:
     return table
 
 
+def _bytes_origin(plan: Mapping[str, Any]) -> str:
+    if "compiled" not in plan:
+        return "assumed, from formulas"
+    versions = plan["compiled"]["versions"].items()
+    return f"compiled, by {', '.join(f'{name} {version}' for name, version in versions)}"
+
+
+COMPILED = ("program", "runs", "bytes by formula", "bytes compiled", "FLOPs", "received",
+            "roofline a run")  # fmt: skip
+
+
+def _compiled_rows(compiled: Mapping[str, Any]) -> list[list[str]]:
+    return [
+        [
+            f"{row['role']}.{row['program']}",
+            str(row["runs"]),
+            "" if row["predicted_bytes"] is None else size(row["predicted_bytes"]),
+            size(row["compiled_bytes"]),
+            flops(row["flops"]) if row["flops"] else "",
+            size(row["received_bytes"]),
+            seconds(row["roofline_seconds"]),
+        ]
+        for row in compiled["programs"]
+    ]
+
+
+def _compiled(compiled: Mapping[str, Any]) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    title = f"compiled for {compiled['topology']}, devices of {size(compiled['memory_bytes'])}"
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), title=title, title_justify="left")
+    for name in COMPILED:
+        table.add_column(name, justify="left" if name == "program" else "right")
+    for row in _compiled_rows(compiled):
+        table.add_row(*row)
+    return table
+
+
 def page(plan: Mapping[str, Any]) -> str:
     """A self-contained HTML page of a described plan."""
     roles = _roles(plan)
@@ -198,6 +242,7 @@ def page(plan: Mapping[str, Any]) -> str:
         f'<div class="card">{_memory_svg(plan, roles)}</div>',
         "<h2>Candidates</h2>",
         _table(("step", "placement", "why"), candidates),
+        *_compiled_html(plan),
         f"<footer>seconds: {escape(plan['origins']['seconds'])}; bytes: "
         f"{escape(plan['origins']['memory_bytes'])}. Written by hjax.</footer>",
     ]
@@ -209,6 +254,13 @@ def page(plan: Mapping[str, Any]) -> str:
     return string.Template(template).substitute(
         title=escape(f"plan · {plan['algorithm']}"), colors=colors, body="\n".join(body)
     )
+
+
+def _compiled_html(plan: Mapping[str, Any]) -> list[str]:
+    if "compiled" not in plan:
+        return []
+    title = f"<h2>Compiled for {escape(plan['compiled']['topology'])}</h2>"
+    return [title, _table(COMPILED, _compiled_rows(plan["compiled"]))]
 
 
 def _marks(plan: Mapping[str, Any]) -> list[tuple[float, str]]:

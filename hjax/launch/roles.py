@@ -107,17 +107,12 @@ def build_roles(
         for name in sorted({SECTION.get(role, role) for role in roles} & set(config.keys())):
             if config[name].get("offload", "none") != "none":
                 check_offload(devices, f"{name}.offload")
-    on_host = tuple(
-        role
-        for role in ("reward", "cost")
-        if role in roles and role not in algorithm.workers and not config[role].path
-    )
-    for name in on_host:
+    with_devices = roles_with_devices(config, algorithm)
+    for name in set(roles) - set(with_devices):
         if getattr(inputs, name) is None:
             raise ConfigError(
                 f"nothing gives a {name}: set {name}.function=path.py:name or {name}.path"
             )
-    with_devices = tuple(r for r in roles if r not in on_host)
     plan = _plan(config, algorithm, inputs, with_devices, devices, read)
     pools = make_pools(plan, devices)
     layouts = {
@@ -151,6 +146,49 @@ def build_roles(
     return Roles(groups, pools, plan, layouts, models, copies)
 
 
+def roles_with_devices(config: ConfigDict, algorithm: type[Algorithm]) -> tuple[str, ...]:
+    """Roles with a model; rewards and costs that are functions compute on the host."""
+    return tuple(
+        role
+        for role in algorithm.needed_roles(config.algorithm)
+        if role not in ("reward", "cost") or role in algorithm.workers or config[role].path
+    )
+
+
+def role_path(config: ConfigDict, role: str) -> str:
+    """Where a role's model is loaded from; empty if it is the actor's or made from scratch."""
+    section = config.get(SECTION.get(role, role))
+    return section.get("path", "") if section is not None else ""
+
+
+def planned_models(
+    config: ConfigDict,
+    algorithm: type[Algorithm],
+    inputs: Inputs,
+    read: Callable[[str], tuple[ModelConfig, Tokenizer | None]] = read_model,
+) -> dict[str, ModelConfig]:
+    """Shapes of the roles with devices, for a planner.
+
+    Raises:
+      ConfigError: a worker class of a user's own, whose model nobody here knows.
+    """
+    with_devices = roles_with_devices(config, algorithm)
+    own = [r for r in with_devices if r in algorithm.workers and r not in (*WORKERS, "reward")]
+    if own:
+        raise ConfigError(
+            f"placement=auto: {own[0]} has a worker class of its own, whose model the planner does "
+            "not know; use colocate, split, standalone or a plan.json"
+        )
+    paths = {role: role_path(config, role) for role in with_devices}
+    return {role: read(path)[0] if path else inputs.model for role, path in paths.items()}
+
+
+def is_float32(config: ConfigDict, platform: str) -> bool:
+    """Whether a run computes in float32."""
+    dtype = config.model.dtype
+    return dtype == "float32" or (dtype == "auto" and default_dtype(platform) == jnp.float32)
+
+
 def local_devices(config: ConfigDict) -> list[jax.Device]:
     """This process's devices, as many of them as the config wants."""
     devices = jax.devices()
@@ -175,21 +213,8 @@ def _plan(
         return make_plan(config.placement, with_devices, len(devices))
     from hjax.launch.auto import auto_plan  # it traces the algorithm with the workers named here
 
-    own = [r for r in with_devices if r in algorithm.workers and r not in (*WORKERS, "reward")]
-    if own:
-        raise ConfigError(
-            f"placement=auto: {own[0]} has a worker class of its own, whose model the planner does "
-            "not know; use colocate, split, standalone or a plan.json"
-        )
-    models = {}
-    for role in with_devices:
-        section = config.get(SECTION.get(role, role))
-        path = section.get("path", "") if section is not None else ""
-        models[role] = read(path)[0] if path else inputs.model
-    dtype = config.model.dtype
-    float32 = dtype == "float32" or (
-        dtype == "auto" and default_dtype(devices[0].platform) == jnp.float32
-    )
+    models = planned_models(config, algorithm, inputs, read)
+    float32 = is_float32(config, devices[0].platform)
     return auto_plan(config, algorithm, models, inputs.prompt_length, devices, float32)
 
 
@@ -238,7 +263,7 @@ class _Builder:
     def context(self, role: str) -> WorkerContext:
         """What the role's worker is built from."""
         config, section = self.config, self.config.get(SECTION.get(role, role))
-        path = section.get("path", "") if section is not None else ""
+        path = role_path(config, role)
         model, tokenizer = self._model(role, path)
         trained = role in TRAINED
         return WorkerContext(

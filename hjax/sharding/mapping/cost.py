@@ -118,7 +118,7 @@ def transfer(place: Place, model: ModelCounts) -> float:
 # Counting
 
 
-def forward_flops(model: ModelCounts, rows: float, length: int) -> float:
+def forward_flops(model: ModelCounts, rows: float, length: float) -> float:
     """2 * active parameters * tokens + 4 * width * layers * tokens * length / 2 (causal)."""
     tokens = rows * length
     products = 2.0 * model.active * tokens
@@ -197,7 +197,7 @@ def stage_pass(
     model: ModelCounts,
     mesh: Mesh,
     rows: float,
-    length: int,
+    length: float,
     backward: bool,
     rematerialise: bool = False,
 ) -> Pass:
@@ -262,7 +262,7 @@ def update_seconds(
     model: ModelCounts,
     mesh: Mesh,
     rows: float,
-    length: int,
+    length: float,
     micro_rows: int,
     rematerialise: bool,
 ) -> float:
@@ -283,16 +283,18 @@ def update_seconds(
     )
 
 
-def forward_rows(rows: float, mesh: Mesh, length: int) -> int:
-    """Rows of a forward micro-batch: about 16 Ki tokens, at most what a replica has."""
-    return max(1, min(math.ceil(rows / mesh.replicas), 16384 // length))
+def forward_rows(place: Place, rows: float, mesh: Mesh, length: float) -> int:
+    """Rows of a forward micro-batch: ``forward_tokens``, at most what a replica has."""
+    local = math.ceil(rows / mesh.replicas)
+    most = place.numerics.forward_tokens
+    return max(1, min(local, int(most // length))) if most else max(1, local)
 
 
 def forward_seconds(
-    place: Place, model: ModelCounts, mesh: Mesh, rows: float, length: int
+    place: Place, model: ModelCounts, mesh: Mesh, rows: float, length: float
 ) -> float:
     """One forward over ``rows`` sequences: (m + pipe - 1) passes of m micro-batches."""
-    micro = forward_rows(rows, mesh, length)
+    micro = forward_rows(place, rows, mesh, length)
     micro_batches = math.ceil(math.ceil(rows / mesh.replicas) / micro)
     one = stage_pass(place, model, mesh, micro, length, backward=False)
     return bubble(mesh.pipe, micro_batches) * one.seconds(place.constants.overlap)

@@ -138,7 +138,7 @@ def role_options(
                 (generated, scoring[0], learned),
                 moved,
                 held,
-                max(scoring[1], update_bytes, generate_bytes),
+                (generate_bytes, scoring[1], update_bytes),
                 micro_rows,
                 again,
                 waves,
@@ -161,9 +161,10 @@ def _forward(
     """(seconds, transient bytes) of a role's forwards."""
     seconds = transient = 0.0
     for rows, count in _counted(calls, work):
-        once = cost.forward_seconds(place, model, mesh, rows, work.length)
+        length = work.row_tokens(place.numerics.shared_prompt)
+        once = cost.forward_seconds(place, model, mesh, rows, length)
         seconds += count * (once + place.constants.dispatch)
-        needed = memory.forward_transient(place, model, mesh, rows, work.length)
+        needed = memory.forward_transient(place, model, mesh, rows, work)
         transient = max(transient, needed)
     return seconds, transient
 
@@ -189,14 +190,14 @@ def _updates(
         if micro > local and micro != tried[0]:
             continue
         for again in space.rematerialise:
-            arguments = [(place, model, mesh, n, work.length, micro, again) for n, _ in counted]
-            seconds = len(calls) * place.constants.dispatch
-            seconds += sum(
-                k * cost.update_seconds(*a) for a, (_, k) in zip(arguments, counted, strict=True)
-            )
-            found.append(
-                (seconds, max(memory.update_transient(*a) for a in arguments), micro, again)
-            )
+            length = work.row_tokens(place.numerics.shared_prompt)
+            seconds, needed = len(calls) * place.constants.dispatch, 0.0
+            for n, k in counted:
+                passes = micro, again
+                seconds += k * cost.update_seconds(place, model, mesh, n, length, *passes)
+                held = memory.update_transient(place, model, mesh, n, work, *passes)
+                needed = max(needed, held)
+            found.append((seconds, needed, micro, again))
     return found
 
 

@@ -207,6 +207,10 @@ class Workload:
         """Prompt and response tokens of a step."""
         return self.sequences * self.length
 
+    def row_tokens(self, shared_prompt: bool) -> float:
+        """Tokens per sequence that a pass computes: a shared prompt's once per group."""
+        return self.prompt_length / (self.samples if shared_prompt else 1) + self.response_length
+
 
 @dataclasses.dataclass(frozen=True)
 class Numerics:
@@ -219,6 +223,9 @@ class Numerics:
       compute: what forward, generation and their collectives use.
       cache: keys and values.
       shared_prompt: the prompt is computed and cached once per group of samples.
+      whole_scores: attention scores stand in memory, float32, while a layer computes.
+      adds_gradients: those of a micro-batch stand beside their sum.
+      forward_tokens: most tokens per device and forward pass; 0: all at once.
       in_place: the generation copy takes the weights' place (same dtype), else it stands beside.
     """
 
@@ -229,15 +236,26 @@ class Numerics:
     cache: float = 2
     dtype: str = "bfloat16"
     shared_prompt: bool = False
+    whole_scores: bool = False
+    adds_gradients: bool = False
+    forward_tokens: int = 16384
     in_place: bool = True
 
 
 # The paper's: BF16 weights, FP32 gradients, Adam's moments and masters (section 8.1).
 MIXED = Numerics()
 # hjax's on accelerators: FP32 weights and moments, a BF16 generation copy.
-MASTERS = Numerics(weights=4, optimizer=8, shared_prompt=True, in_place=False)
+MASTERS = Numerics(
+    weights=4,
+    optimizer=8,
+    shared_prompt=True,
+    whole_scores=True,
+    adds_gradients=True,
+    forward_tokens=0,
+    in_place=False,
+)
 # hjax's on CPUs.
-FLOAT32 = Numerics(4, 8, 4, 4, 4, "float32", shared_prompt=True)
+FLOAT32 = dataclasses.replace(MASTERS, compute=4, cache=4, dtype="float32", in_place=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,7 +309,7 @@ class Option:
       seconds: of each of ``STAGES``, the transition in the first.
       transition: seconds of it.
       resident: bytes per device for as long as the run lasts.
-      transient: most bytes per device beside them while the role computes.
+      transients: most bytes per device beside them while the role computes, of each stage.
       micro_rows: rows per device and pass of an update; 0 for frozen roles.
       rematerialise: activations are computed again in the backward pass.
       waves: rounds in which a replica decodes its sequences; 0 for roles that do not generate.
@@ -301,10 +319,15 @@ class Option:
     seconds: tuple[float, float, float]
     transition: float
     resident: float
-    transient: float
+    transients: tuple[float, float, float]
     micro_rows: int = 0
     rematerialise: bool = False
     waves: int = 0
+
+    @property
+    def transient(self) -> float:
+        """Most bytes per device beside the resident ones."""
+        return max(self.transients)
 
 
 @dataclasses.dataclass(frozen=True)
