@@ -124,7 +124,11 @@ def problem(seed: int, devices: int, models: int, wide: bool) -> Problem:
     )
     numerics = rng.choice([Numerics(), Numerics(4, 8, shared_prompt=True, in_place=False)])
     flow = dataflow(rng, roles)
-    return Problem(flow, shapes, work, cluster(rng, devices), constants, numerics, space)
+    offload = {}
+    if rng.random() < 0.2:
+        offload = {role: rng.choice(["none", "optimizer", "all"]) for role in roles}
+    pools = cluster(rng, devices)
+    return Problem(flow, shapes, work, pools, constants, numerics, space, offload)
 
 
 def groupings(items: tuple[str, ...]) -> set[frozenset[frozenset[str]]]:
@@ -171,7 +175,13 @@ def brute_force(problem: Problem) -> float:
         for number, devices in spots:
             place = problem.place(pools[number], devices)
             found = role_options(
-                place, problem.models[role], problem.dataflow, role, problem.work, problem.space
+                place,
+                problem.models[role],
+                problem.dataflow,
+                role,
+                problem.work,
+                problem.space,
+                problem.offload.get(role, "none"),
             )
             rows = [(*o.seconds, o.resident, o.transient) for o in found]
             table[role, number, devices] = np.array(rows).reshape(-1, 5)

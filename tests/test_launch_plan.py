@@ -1,6 +1,7 @@
 """`python -m hjax.launch.plan`, the dataflow it reads off an algorithm, and `placement=auto`."""
 
 import json
+import math
 import pathlib
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from helpers import trainer_of
 from hjax.algorithms import GRPO, PPO, ReMax, SafeRLHF, get_algorithm
 from hjax.errors import ConfigError
 from hjax.launch import plan as command
+from hjax.launch import plan_compile
 from hjax.launch.dataflow import trace
 from hjax.launch.placement import make_plan
 
@@ -114,6 +116,75 @@ def test_json_is_the_contract_s(capsys):
     assert found["origins"]["seconds"] == "assumed"
 
 
+def test_what_is_offloaded_takes_no_memory_between_calls(capsys):
+    kept = planned(*SMALL, "--strategy=colocate", capsys=capsys)
+    less = planned(*SMALL, "--strategy=colocate", "--offload=reference=all,critic=optimizer",
+                   capsys=capsys)  # fmt: skip
+    assert less["resident_bytes"]["reference"] == 0
+    pipe, tensor, data = less["parallelism"]["critic"]["train"]
+    shards = pipe * tensor * less["layouts"]["critic"]["train"].get("fsdp", 1)
+    # Without the output table a critic of Qwen2.5 0.5B is as large as the model, which ties its.
+    assert less["resident_bytes"]["critic"] == pytest.approx(494e6 * 2 / shards, rel=0.01)
+    assert less["seconds"]["total"] > kept["seconds"]["total"]
+
+
+CONFIG = ("--config=ppo_llama_7b.py", "--cluster=v5p:4x4x4")
+
+
+def test_a_config_is_planned_as_it_stands(capsys):
+    found = planned(*CONFIG, "--config.critic.path=llama-13b", capsys=capsys)
+    assert found["models"] == {
+        "actor": "llama-7b", "critic": "llama-13b", "reference": "llama-7b", "reward": "llama-7b",
+    }  # fmt: skip
+    assert found["tokens_per_second"] * found["seconds"]["total"] == pytest.approx(512 * 2048)
+    assert found["rematerialise"] == {"actor": True, "critic": True}
+    for layouts in found["layouts"].values():  # 512 sequences, updates of 128, passes of 32
+        assert 32 % math.prod(layouts["train"].get(a, 1) for a in ("data", "fsdp")) == 0
+
+
+class Compiler:
+    """Stands for `compile_step`: finds so many bytes missing in each plan that it is asked for."""
+
+    def __init__(self, monkeypatch, *missing):
+        self.missing, self.placements = list(missing), []
+        monkeypatch.setattr(plan_compile, "compile_step", self)
+
+    def __call__(self, command, console):
+        plan = json.loads(pathlib.Path(command.config.placement).read_text())
+        self.placements.append(plan["placement"])
+        program = {
+            "role": "actor", "program": "update", "runs": 4, "sum_bytes": 2**30, "flops": 459e12,
+            "received_bytes": 0,
+        }  # fmt: skip
+        return {
+            "step": {"missing_bytes": self.missing.pop(0)},
+            "versions": {"libtpu": "0"},
+            "topology": {"memory_bytes": 2**34},
+            "programs": [program],
+        }
+
+
+def test_the_fastest_plan_that_fits_by_the_compiler_is_taken(monkeypatch, capsys):
+    by_formulas = planned(*CONFIG, capsys=capsys)
+    compiler = Compiler(monkeypatch, 5 * 2**30, 0)
+    found = planned(*CONFIG, "--compile", capsys=capsys)
+    assert compiler.placements == [c["placement"] for c in by_formulas["candidates"][:2]]
+    assert found["placement"] == by_formulas["candidates"][1]["placement"]
+    assert found["candidates"][1]["reason"] == "does not fit: 5.0 GiB missing"
+    assert found["origins"]["memory_bytes"] == "compiled"
+    (row,) = found["compiled"]["programs"]
+    assert row["compiled_bytes"] == 2**30 and row["stage"] == "learning"
+    # 459 TFLOP at half of a v5p's 459 TFLOP/s.
+    assert row["roofline_seconds"] == pytest.approx(2.0)
+
+
+def test_where_no_plan_fits_by_the_compiler_the_bytes_missing_are_said(monkeypatch, capsys):
+    Compiler(monkeypatch, 7 * 2**30, 3 * 2**30)
+    status, _, err = run(*CONFIG, "--compile", "--candidates=2", capsys=capsys)
+    assert status == 2 and "none of the 2 best plans fits on v5p:4x4x4" in err
+    assert "3.0 GiB per device are missing at least" in err
+
+
 def test_sets_add_up_and_run_side_by_side(capsys):
     found = planned(*SMALL, "--strategy=split", capsys=capsys)
     assert [set(s) for s in found["placement"]] == [{"actor", "reference"}, {"critic", "reward"}]
@@ -159,6 +230,10 @@ def test_what_is_drawn(tmp_path, capsys):
         (["--profile=nowhere.json"], "--profile=nowhere.json: No such file"),
         (["--prompt_length=40000"], "fewer than the 40128"),
         (["--models=llama-70b", "--cluster=1x8:a100-40g"], "GiB per device are missing"),
+        (["--offload=actor=disk"], "'actor=disk' is not ROLE=WHAT"),
+        (["--compile"], "--compile needs --config=NAME.py"),
+        (["--config=ppo_llama_7b.py"], "--models: with --config it comes from there"),
+        (["--config=nothing.py"], "nothing.py"),
         (["--nonsense=1"], "nonsense"),
         (["stray"], "unexpected argument 'stray'"),
     ],

@@ -15,7 +15,7 @@ from hjax.launch.dataflow import trace
 from hjax.launch.placement import Plan
 from hjax.launch.plan_result import describe_result
 from hjax.launch.profile import find_profile
-from hjax.launch.roles import PER_TOKEN, role_path
+from hjax.launch.roles import PER_TOKEN, SECTION, role_path
 from hjax.models import arithmetic
 from hjax.models.config import ModelConfig
 from hjax.sharding.mapping.constants import Constants
@@ -104,9 +104,17 @@ def run_problem(
         Workload(prompt_length, rollout.max_response_length, rows, rollout.samples),
         cluster,
         constants,
-        FLOAT32 if float32 else MASTERS,
+        dataclasses.replace(
+            FLOAT32 if float32 else MASTERS, bucket=rollout.transition_bucket_bytes
+        ),
         space,
+        {role: _offload(config, role) for role in models},
     )
+
+
+def _offload(config: ConfigDict, role: str) -> Any:
+    section = config.get(SECTION.get(role, role))
+    return section.get("offload", "none") if section is not None else "none"
 
 
 def _name(config: ConfigDict, role: str) -> str:
@@ -131,7 +139,8 @@ def predict(problem: Problem, roles: Any) -> SearchedPlan:
             mesh = _mesh(roles.layouts[role], generates=role == "actor")
             space = _only(problem.space, mesh)
             flow, work = problem.dataflow, problem.work
-            found = role_options(place, problem.models[role], flow, role, work, space)
+            offload = problem.offload.get(role, "none")
+            found = role_options(place, problem.models[role], flow, role, work, space, offload)
             options.append(next(o for o in found if o.mesh == mesh))
         sets.append(PlannedSet(names, pool, devices, tuple(options)))
     return SearchedPlan(tuple(sets))

@@ -46,6 +46,7 @@ training and generation, such that a step is fastest and everything fits. Nothin
   --candidates=5        how many placements to show
   --numerics=mixed      mixed: 16-bit weights, 32-bit optimizer; masters: hjax's 32-bit weights
                         with a 16-bit generation copy; float32
+  --offload=reference=all,critic=optimizer   what of a role waits in the host's memory
   --even                only layouts over which all batches divide, as hjax's programs need
   --constants=a=1,b=2   replace constants of the cost model (docs/auto_mapping.md)
   --profile=FILE        constants measured by --calibrate

@@ -31,7 +31,8 @@ SCALAR = ("critic", "cost_critic", "reward", "cost")
 FUNCTIONS = ("reward", "cost")
 # What a config says itself.
 FROM_CONFIG = ("algorithm", "models", "numerics", "prompt_length", "response_length", "batch",
-               "samples", "updates", "even")  # fmt: skip
+               "samples", "updates", "even", "offload")  # fmt: skip
+OFFLOADS = ("none", "optimizer", "all")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +56,7 @@ def define() -> flags.FlagValues:
     for name, default in (
         ("algorithm", "ppo"), ("models", ""), ("cluster", ""), ("strategy", "auto"),
         ("numerics", "mixed"), ("constants", ""), ("profile", ""), ("output", ""),
+        ("offload", ""),
     ):  # fmt: skip
         flags.DEFINE_string(name, default, "see --help", flag_values=own)
     for name, number in (
@@ -184,7 +186,26 @@ def problem(own: Any) -> Problem:
         _constants(own),
         NUMERICS[own.numerics],
         Space(even=own.even),
+        parse_offload(own.offload, list(shapes)),
     )
+
+
+def parse_offload(text: str, roles: Sequence[str]) -> dict[str, Any]:
+    """What waits in the host's memory, by role: ``reference=all,critic=optimizer``.
+
+    Raises:
+      ConfigError: another form, role or word.
+    """
+    found = {}
+    for part in filter(None, text.split(",")):
+        role, _, what = (x.strip() for x in part.partition("="))
+        if role not in roles or what not in OFFLOADS:
+            raise ConfigError(
+                f"--offload: {part!r} is not ROLE=WHAT, with a role of {', '.join(roles)} and one "
+                f"of {', '.join(OFFLOADS)}"
+            )
+        found[role] = what
+    return found
 
 
 def _constants(own: Any) -> Constants:

@@ -16,6 +16,9 @@ def _value(default: float, unit: str, source: str) -> Any:
     return dataclasses.field(default=default, metadata={"unit": unit, "source": source})
 
 
+_RATES = ("matmul", "memory", "link", "network", "host")
+
+
 @dataclasses.dataclass(frozen=True)
 class Constants:
     """Efficiencies, latencies and overheads. Shares are of the catalogue's figures.
@@ -30,6 +33,7 @@ class Constants:
     memory: float = _value(0.75, "share of memory bandwidth", "decode kernels on A100, 70 to 80 %")
     link: float = _value(0.75, "share of link bandwidth", "nccl-tests on 8 A100, 230 of 300 GB/s")
     network: float = _value(0.4, "share of network bandwidth", "8 GPUs on one NIC: assumed")
+    host: float = _value(2e10, "bytes/s per device to the host", "PCIe 4.0 x16, 32 GB/s: assumed")
     link_latency: float = _value(
         15e-6, "s per collective and doubling", "nccl-tests, small messages: 20 to 40 us on 8 A100"
     )
@@ -82,7 +86,7 @@ class Constants:
         for name, value in values.items():
             if name not in known:
                 raise ConfigError(f"no constant is named {name!r}; known: {', '.join(known)}")
-            if not value >= 0 or (value == 0 and name in ("matmul", "memory", "link", "network")):
+            if not value >= 0 or (value == 0 and name in _RATES):
                 raise ConfigError(f"constant {name}={value}: a number above 0")
         names = self.measured | set(values) if measured else self.measured - set(values)
         return dataclasses.replace(self, **values, measured=frozenset(names))

@@ -115,6 +115,11 @@ def transfer(place: Place, model: ModelCounts) -> float:
     return array / wire + constants.network_latency
 
 
+def offload_seconds(place: Place, fetched_bytes: float) -> float:
+    """To the device and back over the host's bus: 2 * bytes / ``host``."""
+    return 2 * fetched_bytes / place.constants.host
+
+
 # Counting
 
 

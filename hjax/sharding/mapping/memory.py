@@ -10,7 +10,7 @@ import math
 
 from hjax.sharding.mapping import cost
 from hjax.sharding.mapping.cost import Place
-from hjax.sharding.mapping.records import Mesh, ModelCounts, Workload
+from hjax.sharding.mapping.records import Mesh, ModelCounts, Offload, Workload
 
 
 def capacity(place: Place) -> float:
@@ -18,10 +18,25 @@ def capacity(place: Place) -> float:
     return place.pool.device.memory * place.constants.usable - place.constants.workspace
 
 
-def resident(place: Place, model: ModelCounts, mesh: Mesh, trained: bool) -> float:
-    """Weights, and of a trained model the optimizer's state, over pipe * tensor * fsdp."""
+def resident(
+    place: Place, model: ModelCounts, mesh: Mesh, trained: bool, offload: Offload = "none"
+) -> float:
+    """Weights, and of a trained model the optimizer's state, over pipe * tensor * fsdp, less what
+    waits in the host's memory."""
     numerics = place.numerics
-    element = numerics.weights + (numerics.optimizer if trained else 0)
+    element = 0.0 if offload == "all" else numerics.weights
+    if trained and offload == "none":
+        element += numerics.optimizer
+    return cost.weight_bytes(model, mesh, element) / mesh.fsdp
+
+
+def fetched(place: Place, model: ModelCounts, mesh: Mesh, update: bool, offload: Offload) -> float:
+    """Bytes per device that come back from the host for a role's calls of a stage: with ``all``
+    the weights, in updates also the optimizer's state."""
+    numerics = place.numerics
+    element = numerics.weights if offload == "all" else 0.0
+    if update and offload != "none":
+        element += numerics.optimizer
     return cost.weight_bytes(model, mesh, element) / mesh.fsdp
 
 
@@ -137,9 +152,7 @@ def generation_copy(place: Place, model: ModelCounts, mesh: Mesh) -> float:
     return whole - cost.weight_bytes(model, mesh, numerics.compute) / mesh.fsdp
 
 
-def cache_bytes(
-    place: Place, model: ModelCounts, mesh: Mesh, rows: float, tokens: float
-) -> float:
+def cache_bytes(place: Place, model: ModelCounts, mesh: Mesh, rows: float, tokens: float) -> float:
     """Keys and values of so many tokens of each row."""
     element = model.cache_elements * place.numerics.cache
     ways = min(mesh.generate_tensor, model.kv_heads) * mesh.generate_pipe
@@ -151,7 +164,7 @@ def generation_transient(
 ) -> float:
     """The generation copy, and the larger of prefill (activations, scores, the prompts' keys and
     values) and decoding (all keys and values of ``rows`` sequences, logits); of a shared prompt
-    there is one per group."""
+    there is one per group. Before it a bucket of the transition."""
     numerics = place.numerics
     layout = Mesh(pipe=mesh.generate_pipe, tensor=mesh.generate_tensor)
     prompts = rows / (work.samples if numerics.shared_prompt else 1)
@@ -163,4 +176,6 @@ def generation_transient(
         prefill += 8.0 * micro * work.prompt_length**2 * model.heads / layout.tensor
     own = cache_bytes(place, model, mesh, rows, work.response_length)
     decoding = own + logit_bytes(place, model, layout, rows)
-    return generation_copy(place, model, mesh) + cached + max(prefill, decoding)
+    copy = generation_copy(place, model, mesh)
+    bucket = min(numerics.bucket, copy) if copy else 0.0
+    return copy + max(bucket, cached + max(prefill, decoding))

@@ -11,7 +11,15 @@ import numpy as np
 
 from hjax.sharding.mapping import cost, generation, memory
 from hjax.sharding.mapping.cost import Place
-from hjax.sharding.mapping.records import Call, Dataflow, Mesh, ModelCounts, Option, Workload
+from hjax.sharding.mapping.records import (
+    Call,
+    Dataflow,
+    Mesh,
+    ModelCounts,
+    Offload,
+    Option,
+    Workload,
+)
 
 Sharding = Literal["data", "fsdp", "hybrid"]
 
@@ -118,6 +126,7 @@ def role_options(
     role: str,
     work: Workload,
     space: Space,
+    offload: Offload = "none",
 ) -> list[Option]:
     """Every option of a role, those that do not fit its devices alone left out."""
     calls = {kind: dataflow.of(role, kind) for kind in ("generate", "forward", "update")}
@@ -126,26 +135,32 @@ def role_options(
     for mesh in meshes(place, model, space):
         if space.even and not _even(calls, mesh, work, space):
             continue
-        held = memory.resident(place, model, mesh, bool(calls["update"]))
+        held = memory.resident(place, model, mesh, bool(calls["update"]), offload)
         if held > limit:
             continue
+        back = [
+            memory.fetched(place, model, mesh, kind == "update", offload) if calls[kind] else 0.0
+            for kind in ("generate", "forward", "update")
+        ]
+        waits = [cost.offload_seconds(place, n) for n in back]
         scoring = _forward(place, model, mesh, calls["forward"], work)
         updates = _updates(place, model, mesh, calls["update"], work, space)
         rollouts = _rollouts(place, model, mesh, calls["generate"], work, space)
         found += [
             Option(
                 laid_out,
-                (generated, scoring[0], learned),
+                (generated + waits[0], scoring[0] + waits[1], learned + waits[2]),
                 moved,
                 held,
-                (generate_bytes, scoring[1], update_bytes),
+                (generate_bytes + back[0], scoring[1] + back[1], update_bytes + back[2]),
                 micro_rows,
                 again,
                 waves,
             )
             for learned, update_bytes, micro_rows, again in updates
             for laid_out, generated, moved, generate_bytes, waves in rollouts
-            if held + max(scoring[1], update_bytes, generate_bytes) <= limit
+            if held + max(scoring[1] + back[1], update_bytes + back[2], generate_bytes + back[0])
+            <= limit
         ]
     return found
 

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from typing import Literal
 
 STAGES = ("generation", "preparation", "learning")
+# What of a role waits in the host's memory between its calls.
+Offload = Literal["none", "optimizer", "all"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,6 +228,7 @@ class Numerics:
       whole_scores: attention scores stand in memory, float32, while a layer computes.
       adds_gradients: those of a micro-batch stand beside their sum.
       forward_tokens: most tokens per device and forward pass; 0: all at once.
+      bucket: of a transition, bytes received at a time.
       in_place: the generation copy takes the weights' place (same dtype), else it stands beside.
     """
 
@@ -239,6 +242,7 @@ class Numerics:
     whole_scores: bool = False
     adds_gradients: bool = False
     forward_tokens: int = 16384
+    bucket: float = 2**24
     in_place: bool = True
 
 

@@ -25,6 +25,7 @@ from hjax.sharding.mapping.records import (
     Dataflow,
     ModelCounts,
     Numerics,
+    Offload,
     Option,
     Plan,
     PlannedSet,
@@ -41,6 +42,7 @@ class Problem:
 
     Attributes:
       models: by role.
+      offload: by role, of those that offload something.
     """
 
     dataflow: Dataflow
@@ -50,6 +52,7 @@ class Problem:
     constants: Constants = Constants()
     numerics: Numerics = Numerics()
     space: Space = Space()
+    offload: Mapping[str, Offload] = dataclasses.field(default_factory=dict)
 
     def place(self, pool: Pool, devices: int) -> Place:
         """Some devices of a pool under these constants."""
@@ -98,10 +101,12 @@ class Roles:
         """The front of one role; roles with equal models and calls share it."""
         problem = self.problem
         calls = tuple((c.kind, c.rows) for c in problem.dataflow.calls if c.role == role)
-        key = (problem.models[role], calls, pool, devices)
+        offload = problem.offload.get(role, "none")
+        key = (problem.models[role], calls, offload, pool, devices)
         if key not in self._fronts:
             place, model = self.place(pool, devices), problem.models[role]
-            found = role_options(place, model, problem.dataflow, role, problem.work, problem.space)
+            asked = problem.dataflow, role, problem.work, problem.space, offload
+            found = role_options(place, model, *asked)
             points = vectors(found)
             kept = front(points)
             self._fronts[key] = _Front(points[kept], [(found[i],) for i in kept])
