@@ -8,6 +8,7 @@ and the cache, not the number of devices.
 """
 
 import importlib.metadata
+import mmap
 import os
 import pathlib
 import re
@@ -29,20 +30,38 @@ os.environ["XLA_FLAGS"] = re.sub(
 ).strip()
 
 import jax  # noqa: E402  (reads the variables above)
+import jaxlib  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", DEVICES)
 jax.config.update("jax_enable_x64", False)
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Everyday tests compile much and run little: LLVM need not optimise (a third less time).
+# Everyday tests compile much and compute little: half of their time would go into optimising.
+QUICK = ("--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false")
 
-    Slow ones train, in this process and in children, which inherit the flag.
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let XLA compile quickly, here and in children, unless a slow test is among those to run.
+
+    Slow ones train, and need what LLVM does for the speed of programs. No backend has started yet.
     """
-    flag = "--xla_backend_optimization_level"
-    everyday = "not slow" in config.option.markexpr
-    if everyday and flag not in os.environ["XLA_FLAGS"]:
-        os.environ["XLA_FLAGS"] = f"{os.environ['XLA_FLAGS']} {flag}=0".strip()
+    if any(item.get_closest_marker("slow") for item in session.items):
+        return
+    flags = os.environ["XLA_FLAGS"].split()
+    for flag in QUICK:
+        name = flag.partition("=")[0]
+        if not any(given.startswith(name) for given in flags) and xla_knows(name):
+            flags.append(flag)
+    os.environ["XLA_FLAGS"] = " ".join(flags)
+
+
+def xla_knows(flag: str) -> bool:
+    """Whether this jaxlib has a flag; one that it lacks would end the process."""
+    for library in pathlib.Path(jaxlib.__file__).parent.glob("libjax_common.*"):
+        with open(library, "rb") as file:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+                return text.find(flag.strip("-").encode()) >= 0
+    return False
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,6 @@
 """The notebooks run from top to bottom, and are committed as they ran, with their figures."""
 
 import json
-import os
 import pathlib
 import re
 
@@ -38,11 +37,6 @@ def figures(notebook):
     return [o for o in outputs(notebook, "display_data") if "image/png" in o.data]
 
 
-def optimised():
-    """XLA_FLAGS without the everyday tests' saving on compiling."""
-    return re.sub(r"--xla_backend_optimization_level=\d", "", os.environ.get("XLA_FLAGS", ""))
-
-
 @pytest.fixture(scope="module")
 def quickstart(tmp_path_factory):
     """The quickstart, executed, and what its run wrote."""
@@ -54,7 +48,6 @@ def quickstart(tmp_path_factory):
     client = nbclient.NotebookClient(notebook, timeout=400, kernel_name="python3")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("notebook")))
-        patch.setenv("XLA_FLAGS", optimised())  # it trains
         patch.chdir(NOTEBOOKS)
         client.execute()
     return notebook, json.loads(notebook.cells[-1].outputs[0].text)

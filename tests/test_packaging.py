@@ -171,7 +171,10 @@ def paste(line: str, shell: str, folder: pathlib.Path, venv: str | None, broken:
     "marker, commands",
     [
         ("the run line", ["pip install -q -e .", "hjax.launch --config=ppo.py"]),
-        ("the test line", ["pip install -q -e .[test]", "pytest -q -m not slow"]),
+        (
+            "the test line",
+            ["pip install -q -e .[test]", "pytest -q -n auto --dist worksteal -m not slow"],
+        ),
     ],
 )
 def test_readme_line(marker, commands, shell, tmp_path):

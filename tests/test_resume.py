@@ -27,6 +27,7 @@ STATEFUL = {
 }
 ADAPTIVE = STATEFUL | {"algorithm.kl_target": 0.01, "algorithm.kl_horizon": 100}
 COSTLY = STATEFUL | {"algorithm.pretraining_coef": 0.1, "algorithm.cost_window": 3}
+THREE = {"steps": 3, "checkpoint.every": 1, "checkpoint.keep": 3}
 
 
 def content(workdir):
@@ -42,19 +43,56 @@ def run(algorithm, changes, workdir, steps=None):
         return [trainer.step() for _ in range(steps)]
 
 
-@pytest.mark.parametrize("algorithm, changes", [("PPO", ADAPTIVE), ("SafeRLHF", COSTLY)])
-def test_a_stopped_run_continues_bit_for_bit(algorithm, changes, tmp_path):
-    run(algorithm, changes, tmp_path / "whole")
+@pytest.fixture(scope="module")
+def whole_ppo(tmp_path_factory):
+    """The workdir of a PPO that was left alone."""
+    workdir = tmp_path_factory.mktemp("ppo") / "whole"
+    run("PPO", ADAPTIVE, workdir)
+    return workdir
+
+
+@pytest.fixture(scope="module")
+def whole_safe_rlhf(tmp_path_factory):
+    """The same of Safe-RLHF."""
+    workdir = tmp_path_factory.mktemp("safe_rlhf") / "whole"
+    run("SafeRLHF", COSTLY, workdir)
+    return workdir
+
+
+@pytest.fixture(scope="module")
+def whole_grpo(tmp_path_factory):
+    """Three steps of GRPO with a checkpoint after each; copy it before changing anything."""
+    workdir = tmp_path_factory.mktemp("grpo") / "whole"
+    run("GRPO", THREE, workdir)
+    return workdir
+
+
+def copy_until(step, workdir, copy):
+    """A copy of a workdir as if its later checkpoints had not been written."""
+    shutil.copytree(workdir, copy)
+    for checkpoint in (copy / "checkpoints").iterdir():
+        if checkpoint.name.isdigit() and int(checkpoint.name) > step:
+            shutil.rmtree(checkpoint)
+    return copy
+
+
+@pytest.mark.parametrize(
+    "algorithm, changes, undisturbed",
+    [("PPO", ADAPTIVE, "whole_ppo"), ("SafeRLHF", COSTLY, "whole_safe_rlhf")],
+    ids=["PPO", "SafeRLHF"],
+)
+def test_a_stopped_run_continues_bit_for_bit(algorithm, changes, undisturbed, tmp_path, request):
+    undisturbed = request.getfixturevalue(undisturbed)
     # Three steps, of which the last is in no checkpoint; then to the end.
     run(algorithm, changes, tmp_path / "parts", steps=3)
     assert [row["step"] for row in read_rows(tmp_path / "parts")] == [1, 2, 3]
     resumed = run(algorithm, changes, tmp_path / "parts")
     assert [row["step"] for row in resumed] == [3, 4, 5, 6]  # from checkpoint 2
-    whole, parts = content(tmp_path / "whole"), content(tmp_path / "parts")
+    whole, parts = content(undisturbed), content(tmp_path / "parts")
     assert parts == whole
     assert [row["step"] for row in parts[0]] == [1, 2, 3, 4, 5, 6]
     # Nothing is compiled after the second step, with mini-batches and all.
-    counts = [row["compile/count"] for row in read_rows(tmp_path / "whole")]
+    counts = [row["compile/count"] for row in read_rows(undisturbed)]
     assert counts[1:] == [counts[1]] * 5
     if algorithm == "PPO":
         assert len({row["kl/coefficient"] for row in whole[0]}) == 6  # it did move
@@ -63,37 +101,34 @@ def test_a_stopped_run_continues_bit_for_bit(algorithm, changes, tmp_path):
     assert len({row["actor/learning_rate"] for row in whole[0]}) == 6
 
 
-def test_a_run_stopped_by_request_saves_and_continues(tmp_path):
+def test_a_run_stopped_by_request_saves_and_continues(tmp_path, whole_ppo):
     changes = ADAPTIVE | {"checkpoint.every": 0}
-    run("PPO", changes, tmp_path / "whole")
     with trainer_of("PPO", changes, tmp_path / "parts") as trainer:
         trainer.step()
         trainer.stop_requested = signal.SIGTERM
         assert trainer.run() == []
     assert [p.name for p in (tmp_path / "parts" / "checkpoints").iterdir()] == ["1"]
     run("PPO", changes, tmp_path / "parts")
-    assert content(tmp_path / "parts") == content(tmp_path / "whole")
+    assert content(tmp_path / "parts") == content(whole_ppo)  # whatever its checkpoints
 
 
-def test_rows_after_the_restored_checkpoint_are_dropped(tmp_path):
-    changes = {"steps": 3, "checkpoint.every": 2}
-    run("GRPO", changes, tmp_path, steps=3)
+def test_rows_after_the_restored_checkpoint_are_dropped(tmp_path, whole_grpo):
+    workdir = copy_until(2, whole_grpo, tmp_path / "run")
     for name in ("metrics.jsonl", "samples.jsonl"):
-        assert max(row["step"] for row in read_rows(tmp_path, name)) == 3
-    with trainer_of("GRPO", changes, tmp_path) as trainer:
+        assert max(row["step"] for row in read_rows(workdir, name)) == 3
+    with trainer_of("GRPO", THREE, workdir) as trainer:
         trainer.prepare()
         assert trainer.step_number == 2
     for name in ("metrics.jsonl", "samples.jsonl"):
-        assert max(row["step"] for row in read_rows(tmp_path, name)) == 2
+        assert max(row["step"] for row in read_rows(workdir, name)) == 2
 
 
-def test_layout_placement_and_steps_may_change(tmp_path):
-    changes = {"steps": 2, "checkpoint.every": 1}
-    run("GRPO", changes, tmp_path / "parts")
-    run("GRPO", changes | {"steps": 3}, tmp_path / "whole")
-    other = changes | {"steps": 3, "placement": "split", "layout.actor.train.fsdp": 2}
-    (row,) = run("GRPO", other, tmp_path / "parts")
-    expected = computed(read_rows(tmp_path / "whole")[-1])
+def test_layout_placement_and_steps_may_change(tmp_path, whole_grpo):
+    copy_until(2, whole_grpo, tmp_path / "parts")
+    other = THREE | {"steps": 4, "placement": "split", "layout.actor.train.fsdp": 2}
+    row, last = run("GRPO", other, tmp_path / "parts")
+    assert last["step"] == 4
+    expected = computed(read_rows(whole_grpo)[-1])
     for key in ("reward/mean", "actor/loss", "kl/reference"):
         assert row[key] == pytest.approx(expected[key], abs=1e-5)
     plan = json.loads((tmp_path / "parts" / "plan.json").read_text())
@@ -103,14 +138,13 @@ def test_layout_placement_and_steps_may_change(tmp_path):
 @pytest.mark.parametrize(
     "change", [{"seed": 1}, {"actor.learning_rate": 0.1}, {"algorithm.epochs": 2}]
 )
-def test_another_changed_key_is_refused_by_name(change, tmp_path):
-    run("GRPO", {"steps": 1}, tmp_path)
-    before = sorted(p.name for p in tmp_path.rglob("*"))
+def test_another_changed_key_is_refused_by_name(change, whole_grpo):
+    before = sorted(p.name for p in whole_grpo.rglob("*"))
     (key,) = change
     with pytest.raises(ConfigError, match=f"config.{key}=.*, now .*give the old value") as caught:
-        hjax.Trainer(tiny_config("GRPO", {"steps": 1} | change), workdir=tmp_path)
+        hjax.Trainer(tiny_config("GRPO", THREE | change), workdir=whole_grpo)
     assert "\n" not in str(caught.value)
-    assert sorted(p.name for p in tmp_path.rglob("*")) == before
+    assert sorted(p.name for p in whole_grpo.rglob("*")) == before
 
 
 def test_other_data_under_the_same_name_is_refused(tmp_path):
@@ -137,22 +171,21 @@ def test_other_data_under_the_same_name_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("item", ["actor.params", "actor.optimizer", "controller"])
-def test_a_truncated_checkpoint_gets_its_line(item, tmp_path):
-    changes = {"steps": 2, "checkpoint.every": 1}
-    run("GRPO", changes, tmp_path)
-    checkpoint = tmp_path / "checkpoints" / "2"
+def test_a_truncated_checkpoint_gets_its_line(item, tmp_path, whole_grpo):
+    workdir = copy_until(2, whole_grpo, tmp_path / "run")
+    checkpoint = workdir / "checkpoints" / "2"
     for file in (checkpoint / item).rglob("*"):
         if file.is_file():
             with open(file, "rb+") as opened:
                 opened.truncate(file.stat().st_size // 2)
     with pytest.raises(DataError, match="checkpoints/2: this checkpoint cannot be read") as caught:
-        run("GRPO", changes | {"steps": 3}, tmp_path)
+        run("GRPO", THREE, workdir)
     message = str(caught.value)
     assert "\n" not in message and "delete that directory to go on from the one before" in message
     assert len(message) < 600
     # Doing what it says works.
     shutil.rmtree(checkpoint)
-    rows = run("GRPO", changes | {"steps": 3}, tmp_path)
+    rows = run("GRPO", THREE, workdir)
     assert [row["step"] for row in rows] == [2, 3]
 
 

@@ -279,6 +279,7 @@ def search(
     """
     start = time.perf_counter()
     asked = list(placements or partitions(problem.dataflow.roles))
+    candidates = min(candidates, len(asked))  # with all of them found quickly there is a bound too
     roles = Roles(problem)
     quick = _plans(Search(roles, thin=_THIN), asked, candidates)
     bound = quick[-1].total * (1 + 1e-9) if len(quick) == candidates else np.inf
