@@ -1,5 +1,7 @@
 """`python -m hjax.launch.plan`, the dataflow it reads off an algorithm, and `placement=auto`."""
 
+import contextlib
+import io
 import json
 import math
 import pathlib
@@ -253,25 +255,29 @@ def test_help_exits_with_0():
     assert done.returncode == 0 and "--cluster" in done.stdout and "deepspeed_chat" in done.stdout
 
 
-@pytest.fixture
-def own_profiles(tmp_path, monkeypatch):
-    """No profile of this machine is read or left."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "hjax" / "profiles"
+@pytest.fixture(scope="module")
+def calibration(tmp_path_factory):
+    """Status and output of `--calibrate`, and the cache in which its profile is the only one."""
+    cache, shown = tmp_path_factory.mktemp("calibrated"), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(shown):
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        status = command.main(["--calibrate", "--json"])
+    return status, shown.getvalue(), cache
 
 
-def test_calibration_stores_a_profile_that_plans_read(own_profiles, capsys):
-    status, out, _ = run("--calibrate", "--json", capsys=capsys)
+def test_calibration_stores_a_profile_that_plans_read(calibration, capsys):
+    status, out, cache = calibration
     measured = json.loads(out.strip().splitlines()[-1])
     assert status == 0 and set(measured["busy"]) == {"1", "2", "4", "8"}
     assert measured["device"]["per_host"] == jax.device_count()
     assert all(rate > 0 for rate in measured["device"]["flops"].values())
-    (file,) = own_profiles.glob("*.json")
+    (file,) = (cache / "hjax" / "profiles").glob("*.json")
     found = planned(*SMALL, f"--profile={file}", capsys=capsys)
     assert "measured: " in found["origins"]["seconds"]
 
 
-def test_auto_runs_the_plan_it_printed(own_profiles, tmp_path):
+def test_auto_runs_the_plan_it_printed(calibration, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(calibration[2]))
     with trainer_of("PPO", {"placement": "auto"}, workdir=tmp_path) as trainer:
         trainer.run()
         predicted = trainer.roles.plan.predicted
@@ -285,7 +291,7 @@ def test_auto_runs_the_plan_it_printed(own_profiles, tmp_path):
     assert list(again.allocation) == written["allocation"]
 
 
-def test_auto_refuses_what_it_does_not_know(own_profiles):
+def test_auto_refuses_what_it_does_not_know():
     with pytest.raises(ConfigError, match="one model and no rollouts"):
         with trainer_of("SFT", {"placement": "auto"}):
             pass
