@@ -78,8 +78,13 @@ def _seconds(run: Callable[[], Any], repeats: int = 5) -> float:
 def _spread(devices: Sequence[Any], shape: tuple[int, ...], dtype: str) -> tuple[jax.Array, Mesh]:
     """Random numbers, one [shape] per device (zeros would be multiplied faster)."""
     mesh = Mesh(np.array(devices), ("d",))
+
+    def fill() -> jax.Array:
+        some = jax.random.normal(jax.random.key(0), (1 << 14,), dtype)
+        return jnp.resize(some, (len(devices), *shape))
+
     make = jax.jit(
-        lambda: jax.random.normal(jax.random.key(0), (len(devices), *shape), dtype),
+        fill,
         out_shardings=NamedSharding(mesh, PartitionSpec("d")),
     )
     return make(), mesh

@@ -169,6 +169,7 @@ def generation_transient(
     layout = Mesh(pipe=mesh.generate_pipe, tensor=mesh.generate_tensor)
     prompts = rows / (work.samples if numerics.shared_prompt else 1)
     cached = cache_bytes(place, model, mesh, prompts, work.prompt_length)
+    cached *= numerics.prompt_copies
     most = numerics.forward_tokens // work.prompt_length if numerics.forward_tokens else prompts
     micro = max(1.0, min(prompts, most))
     prefill = layer_activations(place, model, layout, micro, work.prompt_length)

@@ -228,6 +228,7 @@ class Numerics:
       whole_scores: attention scores stand in memory, float32, while a layer computes.
       adds_gradients: those of a micro-batch stand beside their sum.
       forward_tokens: most tokens per device and forward pass; 0: all at once.
+      prompt_copies: of the prompts' keys and values, prefill's and the decode loop's own.
       bucket: of a transition, bytes received at a time.
       in_place: the generation copy takes the weights' place (same dtype), else it stands beside.
     """
@@ -242,6 +243,7 @@ class Numerics:
     whole_scores: bool = False
     adds_gradients: bool = False
     forward_tokens: int = 16384
+    prompt_copies: int = 1
     bucket: float = 2**24
     in_place: bool = True
 
@@ -255,6 +257,7 @@ MASTERS = Numerics(
     shared_prompt=True,
     whole_scores=True,
     adds_gradients=True,
+    prompt_copies=2,
     forward_tokens=0,
     in_place=False,
 )
