@@ -18,6 +18,7 @@ from flax import nnx
 
 from hjax.models.attention import Attention
 from hjax.models.config import ModelConfig
+from hjax.models.gradients import gated, product, rms_norm
 from hjax.sharding.layout import Layout
 from hjax.sharding.pipeline import Stack, plain
 
@@ -47,6 +48,12 @@ class Compute:
         return self.layout if splits else None
 
     @property
+    def whole(self) -> bool:
+        """Whether each device is known to hold the whole length and a layer's whole weights."""
+        split = ("length", "embed", "mlp")
+        return self.layout is not None and all(self.layout.ways(name) == 1 for name in split)
+
+    @property
     def logit_parts(self) -> int:
         """Over how many devices the layout splits logits."""
         if self.layout is None:
@@ -69,13 +76,6 @@ def parameter(
 def ones(shape: tuple[int, ...], logical_axes: tuple[str, ...]) -> nnx.Param:
     """A float32 parameter of ones (norm weights)."""
     return nnx.Param(jnp.ones(shape, jnp.float32), logical_axes=logical_axes)
-
-
-def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
-    """RMSNorm in float32, returned in the dtype of ``x``."""
-    wide = x.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
-    return (wide * weight.astype(jnp.float32)).astype(x.dtype)
 
 
 def rope_frequencies(config: ModelConfig) -> jax.Array:
@@ -161,20 +161,19 @@ class Block(nnx.Module):
         sin: jax.Array,
         attention: Attention,
         cache: Any,
+        whole: bool = False,
     ) -> tuple[jax.Array, Any, Any]:
         """One layer (of a block whose parameters were sliced to it): x [batch, length, embed]."""
         dtype = x.dtype
         h = rms_norm(x, self.attention_norm[...], self.epsilon)
-        q = jnp.einsum("btd,dhe->bthe", h, self.q[...].astype(dtype))
-        kv = jnp.einsum("btd,dcke->btcke", h, self.kv[...].astype(dtype))
+        q = product("btd,dhe->bthe", h, self.q[...].astype(dtype), whole)
+        kv = product("btd,dcke->btcke", h, self.kv[...].astype(dtype), whole)
         k, v = _pair(kv)
         out, cache, kept = attention(layer, rotate(q, cos, sin), rotate(k, cos, sin), v, cache)
-        x = x + jnp.einsum("bthe,hed->btd", out, self.o[...].astype(dtype))
+        x = x + product("bthe,hed->btd", out, self.o[...].astype(dtype), whole)
         h = rms_norm(x, self.mlp_norm[...], self.epsilon)
-        gate_up = jnp.einsum("btd,dcm->btcm", h, self.gate_up[...].astype(dtype))
-        gate, up = _pair(gate_up)
-        h = jax.nn.silu(gate) * up
-        return x + jnp.einsum("btm,md->btd", h, self.down[...].astype(dtype)), cache, kept
+        h = gated(h, self.gate_up[...].astype(dtype), whole)
+        return x + product("btm,md->btd", h, self.down[...].astype(dtype), whole), cache, kept
 
 
 class Decoder(nnx.Module):
@@ -288,7 +287,7 @@ class Decoder(nnx.Module):
 
         def run(layer: Any, parameters: Any, x: jax.Array, cache: Any) -> tuple:
             block = nnx.merge(graph, parameters)
-            x, cache, kept = block(layer, x, cos, sin, attention, cache)
+            x, cache, kept = block(layer, x, cos, sin, attention, cache, compute.whole)
             return compute.hold(x, "batch", "length", None), cache, kept
 
         if compute.remat:
