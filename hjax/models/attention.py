@@ -136,13 +136,14 @@ def _shared(
     v: jax.Array,
     prompt_mask: jax.Array,
     visible: jax.Array,
+    keys: str = "xksud",
 ) -> jax.Array:
     """Attend to one copy of the prompt per group and to each sample's own tokens.
 
     q [groups, kv, samples, g, t, d]; prompt k, v [groups, kv, p, d]; k, v
-    [groups, kv, samples, s, d]; prompt_mask [groups, p]; visible [t, s]. One softmax over both
-    parts, divided out after the products with the values: scores are never concatenated, and no
-    operand but the queries is transposed.
+    [groups, kv, samples, s, d]; prompt_mask [groups, p]; visible [t, s]; ``keys``: k's dimensions,
+    u being s. One softmax over both parts, divided out after the products with the values: scores
+    are never concatenated, and no operand but the queries is transposed.
     """
     groups, kv_heads, samples, per_kv, length, dim = q.shape
     prompt = prompt_k.shape[2]
@@ -154,7 +155,7 @@ def _shared(
     )
     past = jnp.where(prompt_mask[:, None, None, :], past, MASKED)
     past = past.reshape(groups, kv_heads, samples, per_kv, length, prompt)
-    own = jnp.einsum("xksgtd,xksud->xksgtu", q, k, preferred_element_type=jnp.float32)
+    own = jnp.einsum(f"xksgtd,{keys}->xksgtu", q, k, preferred_element_type=jnp.float32)
     own = jnp.where(visible, own, MASKED)
     top = jax.lax.stop_gradient(jnp.maximum(past.max(-1), own.max(-1)))[..., None]
     past, own = jnp.exp(past - top), jnp.exp(own - top)
@@ -195,9 +196,10 @@ class Decode:
         k, v = by_sample(k)[:, :, :, 0], by_sample(v)[:, :, :, 0]
         cache = cache.write(layer, k, v, self.position)
         prompt_k, prompt_v, own_k, own_v = cache.read(layer)
-        visible = jnp.arange(own_k.shape[3]) <= self.position
+        visible = jnp.arange(own_v.shape[3]) <= self.position
+        prompt = prompt_k, prompt_v
         out = _shared(
-            by_sample(q), prompt_k, prompt_v, own_k, own_v, self.prompt_mask, visible[None]
+            by_sample(q), *prompt, own_k, own_v, self.prompt_mask, visible[None], keys="xksdu"
         )
         return out.transpose(0, 2, 4, 1, 3, 5).reshape(rows, 1, heads, dim), cache, None
 
@@ -209,7 +211,9 @@ class KVCache:
 
     Each field is one array with a leading layer dimension (scanned layers), or a tuple with one
     array per layer (unrolled layers): the prompt's of shape [groups, kv_heads, length, head_dim],
-    the responses' [groups, kv_heads, samples, length, head_dim].
+    the responses' values [groups, kv_heads, samples, length, head_dim] and their keys
+    [groups, kv_heads, samples, head_dim, length]: so the product with a few queries runs along
+    what lies together in memory.
     """
 
     prompt_k: Any
@@ -230,18 +234,18 @@ class KVCache:
         self, layer: int | jax.Array, k: jax.Array, v: jax.Array, position: jax.Array
     ) -> KVCache:
         """The cache with k and v, [groups, kv_heads, samples, 1, head_dim], at ``position``."""
+        k = k.swapaxes(3, 4)
+        at_k, at_v = (0, 0, 0, 0, position), (0, 0, 0, position, 0)
         if isinstance(self.k, tuple):
-            start = (0, 0, 0, position, 0)
             return dataclasses.replace(
                 self,
-                k=_replace(self.k, layer, jax.lax.dynamic_update_slice(self.k[layer], k, start)),
-                v=_replace(self.v, layer, jax.lax.dynamic_update_slice(self.v[layer], v, start)),
+                k=_replace(self.k, layer, jax.lax.dynamic_update_slice(self.k[layer], k, at_k)),
+                v=_replace(self.v, layer, jax.lax.dynamic_update_slice(self.v[layer], v, at_v)),
             )
-        at = (layer, 0, 0, 0, position, 0)
         return dataclasses.replace(
             self,
-            k=jax.lax.dynamic_update_slice(self.k, k[None], at),
-            v=jax.lax.dynamic_update_slice(self.v, v[None], at),
+            k=jax.lax.dynamic_update_slice(self.k, k[None], (layer, *at_k)),
+            v=jax.lax.dynamic_update_slice(self.v, v[None], (layer, *at_v)),
         )
 
     @classmethod
@@ -252,9 +256,9 @@ class KVCache:
           prompt: (k, v) with a leading layer dimension, or a tuple of (k, v) per layer.
         """
 
-        def empty(x: jax.Array) -> jax.Array:
-            *lead, groups, kv_heads, _, dim = x.shape
-            return jnp.zeros((*lead, groups, kv_heads, samples, length, dim), x.dtype)
+        def empty(x: jax.Array, *last: int) -> jax.Array:
+            *lead, groups, kv_heads, _, _ = x.shape
+            return jnp.zeros((*lead, groups, kv_heads, samples, *last), x.dtype)
 
         if len(prompt) and isinstance(prompt[0], tuple):
             prompt_k = tuple(k for k, _ in prompt)
@@ -264,8 +268,8 @@ class KVCache:
         return cls(
             prompt_k,
             prompt_v,
-            jax.tree.map(empty, prompt_k),
-            jax.tree.map(empty, prompt_v),
+            jax.tree.map(lambda x: empty(x, x.shape[-1], length), prompt_k),
+            jax.tree.map(lambda x: empty(x, length, x.shape[-1]), prompt_v),
         )
 
 
