@@ -92,7 +92,6 @@ COMPILED: dict[str, tuple[str, int, int]] = {  # topology -> model, t, t_g
 # Runs for which the planner's placement is compared with those set by hand.
 PLACED: dict[str, dict[str, Any]] = {
     "hidden 128": {},
-    "a critic of 4 times the width": {"critic.path": "critic"},
     "longer responses": {"rollout.max_response_length": 64, "model.hidden_size": 64,
                          "model.mlp_size": 256},
 }  # fmt: skip
@@ -259,9 +258,6 @@ def placements(rounds: int = 9) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     for case, changes in PLACED.items():
-        changes = dict(changes)
-        if "critic.path" in changes:
-            changes["critic.path"] = _wide_critic(changes["critic.path"])
         names = ("auto", "colocate", "split", "standalone")
         trainers = {
             name: hjax.Trainer(
@@ -292,22 +288,6 @@ def placements(rounds: int = 9) -> dict[str, Any]:
         sets = " | ".join("+".join(s) for s in plan["placement"])
         print(f"{case}: {shown}; auto is {sets} {plan['allocation']}", flush=True)
     return found
-
-
-def _wide_critic(name: str) -> str:
-    """Weights of a critic of its own, with the tokenizer of the task."""
-    import hjax
-    from hjax.launch.config import check_config
-
-    wide = {**BASE, "model.hidden_size": 512, "model.mlp_size": 2048, "steps": 0}
-    directory = pathlib.Path(name).resolve()
-    trainer = hjax.Trainer(check_config({**wide, "model.layers": 2}), workdir=directory)
-    try:
-        trainer.prepare()
-        trainer.save()
-    finally:
-        trainer.close()
-    return str(directory)
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -32,15 +32,20 @@ STEPS, WARM_UP, RESPONSE = 9, 3, 32
 
 
 def calibrate(devices: Sequence[Any]) -> Profile:
-    """Measure the devices of one host, all of them. Takes about half a minute."""
+    """Measure the devices of one host, all of them. Takes a minute.
+
+    Simulated devices are also measured with 1, 2 and 4 of them busy: how much faster each is then,
+    in updates of a small model, since one device alone multiplies on all cores but does little
+    else on them.
+    """
     cpu = devices[0].platform == "cpu"
     dtypes = ("float32",) if cpu else ("bfloat16", "float32")
     size = 512 if cpu else 8192
-    counts = [n for n in (1, 2, 4, 8) if n <= len(devices)]
-    counts += [len(devices)] if len(devices) not in counts else []
-    busy = {n: _matmul(devices[:n], size, dtypes[0]) for n in counts}
-    flops = {dtypes[0]: busy[len(devices)]}
-    flops |= {d: _matmul(devices, size, d) for d in dtypes[1:]}
+    counts = [n for n in (1, 2, 4, 8) if n < len(devices)] if cpu else []
+    counts.append(len(devices))
+    flops = {d: _matmul(devices, size, d) for d in dtypes}
+    wide = {n: _run(devices[:n], width=128, layers=2, rows=8) for n in counts}
+    busy = {n: 3 * run.flops / run.update for n, run in wide.items()}
     latency, link = _all_reduce(devices, (1 << 20) if cpu else (1 << 26))
     device = Device(
         name=re.sub(r"\s+", "-", str(devices[0].device_kind).lower()),
@@ -56,7 +61,7 @@ def calibrate(devices: Sequence[Any]) -> Profile:
     )
     values = {"memory": 1.0, "link": 1.0}
     values |= {"link_latency": latency, "decode_row": 0.0}
-    values |= _small_model(devices, flops[dtypes[0]])
+    values |= _small_model(devices, flops[dtypes[0]], wide[len(devices)])
     return Profile(device, Constants().with_values(values, measured=True), busy)
 
 
@@ -145,7 +150,7 @@ def _all_reduce_seconds(devices: Sequence[Any], elements: int, times: int) -> fl
     return max(taken[1] - taken[0], 0.0) / times
 
 
-def _small_model(devices: Sequence[Any], flops: float) -> dict[str, float]:
+def _small_model(devices: Sequence[Any], flops: float, wide: _Run) -> dict[str, float]:
     """Constants of what hjax's calls cost, from GRPO runs of three models.
 
     Two tiny ones of 1 and 4 layers: a forward takes dispatch + layers * layer_pass, a rollout
@@ -153,7 +158,6 @@ def _small_model(devices: Sequence[Any], flops: float) -> dict[str, float]:
     takes beside that its FLOPs / (``flops`` * matmul), an update 1 + 2 * backward forwards.
     """
     one, four = (_run(devices, width=32, layers=n, rows=2) for n in (1, 4))
-    wide = _run(devices, width=128, layers=2, rows=8)
     layer_pass = max(0.0, four.forward - one.forward) / 3
     dispatch = max(0.0, one.forward - layer_pass)
     decode_layer = max(0.0, four.generate - one.generate) / 3 / RESPONSE

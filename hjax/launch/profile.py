@@ -26,7 +26,7 @@ class Profile:
     """Measured rates as a device of the catalogue, whose shares are 1.
 
     Attributes:
-      busy: FLOP/s per device by the number of devices that compute at the same time.
+      busy: FLOP/s of updates per device, by the number of devices that compute at the same time.
     """
 
     device: Device
