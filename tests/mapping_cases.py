@@ -76,7 +76,10 @@ def cluster(rng: random.Random, most: int) -> Cluster:
             per_host=per_host,
             torus=2 if torus else 0,
             source="",
-            alone=tuple((n, min(1, cores / n) / min(1, cores / size)) for n in range(1, size + 1))
+            alone=tuple(
+                (n, min(1, cores / n) / min(1, cores / size), min(1, n / cores))
+                for n in range(1, size + 1)
+            )
             if cores
             else (),
         )
@@ -218,9 +221,8 @@ def _fastest(problem, sets, chosen, table) -> float:
             taken = sum(column[stage] for column in columns)
             stages[stage] = np.maximum(stages[stage], taken)
             if pool.device.alone:
-                rates = dict(pool.device.alone)
-                busy = taken * devices * rates[devices] / (pool.hosts * pool.per_host)
-                cores[number, stage] = cores.get((number, stage), 0.0) + busy
+                share = {n: cores for n, _, cores in pool.device.alone}[devices]
+                cores[number, stage] = cores.get((number, stage), 0.0) + taken * share
     for (_, stage), taken in cores.items():
         stages[stage] = np.maximum(stages[stage], taken)
     total = np.where(fits, stages[0] + stages[1] + stages[2], np.inf)

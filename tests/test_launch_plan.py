@@ -291,6 +291,19 @@ def test_auto_runs_the_plan_it_printed(calibration, tmp_path, monkeypatch):
     assert list(again.allocation) == written["allocation"]
 
 
+def test_a_resumed_auto_keeps_its_plan(calibration, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(calibration[2]))
+    with trainer_of("PPO", {"placement": "auto", "checkpoint.every": 1}, workdir=tmp_path) as first:
+        first.run(1)
+        planned = first.plan()
+    # Nothing is measured or searched again: what another calibration says would change sums.
+    monkeypatch.setattr("hjax.launch.auto.find_profile", lambda devices: pytest.fail("measured"))
+    with trainer_of("PPO", {"placement": "auto", "checkpoint.every": 1}, workdir=tmp_path) as again:
+        assert again.plan() == planned and again.plan()["predicted"]["candidates"]
+        again.run(1)
+        assert again.step_number == 2
+
+
 def test_auto_refuses_what_it_does_not_know():
     with pytest.raises(ConfigError, match="one model and no rollouts"):
         with trainer_of("SFT", {"placement": "auto"}):

@@ -14,29 +14,33 @@ import os
 import re
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from hjax.launch.profile import Profile, device_memory
 from hjax.models import arithmetic
+from hjax.models.config import ModelConfig
 from hjax.sharding.mapping.constants import Constants
-from hjax.sharding.mapping.records import Device
+from hjax.sharding.mapping.cost import Place, update_seconds
+from hjax.sharding.mapping.records import FLOAT32, MASTERS, Device, Mesh, Pool
 
-# Of the small runs: steps, those left out because they compile, tokens of a response.
-STEPS, WARM_UP, RESPONSE = 9, 3, 32
+# Of the small runs: steps, those left out because they compile, tokens of a prompt and a response;
+# and updates that are timed.
+STEPS, WARM_UP, PROMPT, RESPONSE = 9, 3, 32, 32
+UPDATES = 7
 
 
 def calibrate(devices: Sequence[Any]) -> Profile:
     """Measure the devices of one host, all of them. Takes a minute.
 
-    Simulated devices are also measured with 1, 2 and 4 of them busy: how much faster each is then,
-    in updates of a small model, since one device alone multiplies on all cores but does little
-    else on them.
+    Simulated devices are also measured with 1, 2 and 4 of them busy: how much faster each is then
+    and how much of the cores' time they take, in the same update spread over so many. That update
+    is also taken with FSDP and with a tensor axis, for what these cost beside data parallelism.
     """
     cpu = devices[0].platform == "cpu"
     dtypes = ("float32",) if cpu else ("bfloat16", "float32")
@@ -44,8 +48,17 @@ def calibrate(devices: Sequence[Any]) -> Profile:
     counts = [n for n in (1, 2, 4, 8) if n < len(devices)] if cpu else []
     counts.append(len(devices))
     flops = {d: _matmul(devices, size, d) for d in dtypes}
-    wide = {n: _run(devices[:n], width=128, layers=2, rows=8) for n in counts}
-    busy = {n: 3 * run.flops / run.update for n, run in wide.items()}
+    rows = 8 * len(devices)
+    meshes = [Mesh(data=n) for n in counts] + _split_meshes(len(devices))
+    wide = [_start(mesh, width=128, layers=2, rows=rows) for mesh in meshes]
+    taken = _updates(wide)
+    updates = dict(zip(counts, taken))
+    run = _calls(wide[len(counts) - 1])
+    model = wide[0].roles.models["actor"]
+    for trainer in wide:
+        trainer.close()
+    busy = {n: 3 * run.flops * len(devices) / n / updates[n][0] for n in counts}
+    alone = ((n, busy[n] / busy[counts[-1]], updates[n][1]) for n in counts)
     latency, link = _all_reduce(devices, (1 << 20) if cpu else (1 << 26))
     device = Device(
         name=re.sub(r"\s+", "-", str(devices[0].device_kind).lower()),
@@ -57,12 +70,55 @@ def calibrate(devices: Sequence[Any]) -> Profile:
         per_host=len(devices),
         torus=0,
         source="measured by plan --calibrate",
-        alone=tuple((n, rate / busy[len(devices)]) for n, rate in busy.items()) if cpu else (),
+        alone=_rising(alone) if cpu else (),
     )
     values = {"memory": 1.0, "link": 1.0}
     values |= {"link_latency": latency, "decode_row": 0.0}
-    values |= _small_model(devices, flops[dtypes[0]], wide[len(devices)])
+    values |= _small_model(len(devices), flops[dtypes[0]], run)
+    place = Place(Pool(device, 1, len(devices)), len(devices), Constants().with_values(values))
+    place = dataclasses.replace(place, numerics=FLOAT32 if cpu else MASTERS)
+    seconds = {mesh: s for mesh, (s, _) in zip(meshes, taken)}
+    for mesh in _split_meshes(len(devices)):
+        split = _split_cost(place, model, rows, run.length, seconds, mesh)
+        values |= split
+        place = dataclasses.replace(place, constants=place.constants.with_values(split))
     return Profile(device, Constants().with_values(values, measured=True), busy)
+
+
+def _split_meshes(devices: int) -> list[Mesh]:
+    """FSDP over all devices, and the largest tensor axis that divides them and 8 heads."""
+    tensor = math.gcd(devices, 8)
+    found = [Mesh(fsdp=devices)] if devices > 1 else []
+    return found + ([Mesh(data=devices // tensor, tensor=tensor)] if tensor > 1 else [])
+
+
+def _split_cost(
+    place: Place,
+    model: ModelConfig,
+    rows: int,
+    length: int,
+    seconds: Mapping[Mesh, float],
+    mesh: Mesh,
+) -> dict[str, float]:
+    """The constant that explains how much longer an update takes split like ``mesh`` than over the
+    data axis: ``link_latency`` of FSDP, whose collectives wait for the slowest device, ``unsplit``
+    of a tensor axis. The cost model is linear in either."""
+    data = Mesh(data=place.devices)
+    counts = arithmetic.counts(model, "actor", scalar=False)
+
+    def extra(value: float) -> float:
+        constants = place.constants.with_values({name: value})
+        here = dataclasses.replace(place, constants=constants)
+        taken = [
+            update_seconds(here, counts, m, rows, length, math.ceil(rows / m.replicas), False)
+            for m in (mesh, data)
+        ]
+        return taken[0] - taken[1]
+
+    name = "unsplit" if mesh.tensor > 1 else "link_latency"
+    none, all_of_it = extra(0.0), extra(1.0)
+    value = (seconds[mesh] - seconds[data] - none) / (all_of_it - none)
+    return {name: min(1.0, max(0.0 if mesh.tensor > 1 else place.constants.link_latency, value))}
 
 
 def _host_memory() -> float:
@@ -80,9 +136,9 @@ def _seconds(run: Callable[[], Any], repeats: int = 5) -> float:
     return statistics.median(taken)
 
 
-def _spread(devices: Sequence[Any], shape: tuple[int, ...], dtype: str) -> tuple[jax.Array, Mesh]:
+def _spread(devices: Sequence[Any], shape: tuple[int, ...], dtype: str) -> tuple[jax.Array, Any]:
     """Random numbers, one [shape] per device (zeros would be multiplied faster)."""
-    mesh = Mesh(np.array(devices), ("d",))
+    mesh = jax.sharding.Mesh(np.array(devices), ("d",))
 
     def fill() -> jax.Array:
         some = jax.random.normal(jax.random.key(0), (1 << 14,), dtype)
@@ -150,23 +206,49 @@ def _all_reduce_seconds(devices: Sequence[Any], elements: int, times: int) -> fl
     return max(taken[1] - taken[0], 0.0) / times
 
 
-def _small_model(devices: Sequence[Any], flops: float, wide: _Run) -> dict[str, float]:
-    """Constants of what hjax's calls cost, from GRPO runs of three models.
+def _rising(
+    alone: Iterable[tuple[int, float, float]],
+) -> tuple[tuple[int, float, float], ...]:
+    """Shares of the cores that do not fall as devices are added: what they do is noise."""
+    found: list[tuple[int, float, float]] = []
+    for devices, faster, cores in alone:
+        found.append((devices, faster, max([cores, *(c for _, _, c in found)])))
+    return tuple(found)
+
+
+def _small_model(devices: int, flops: float, wide: _Calls) -> dict[str, float]:
+    """Constants of what hjax's calls cost, from GRPO runs of four models.
 
     Two tiny ones of 1 and 4 layers: a forward takes dispatch + layers * layer_pass, a rollout
-    dispatch + rollout + layers * tokens * decode_layer. One in which products weigh more: a forward
-    takes beside that its FLOPs / (``flops`` * matmul), an update 1 + 2 * backward forwards.
+    dispatch + rollout + layers * tokens * decode_layer. Two in which more is computed, mostly
+    products in the one and attention scores in the other: a forward takes beside that
+    FLOPs / (``flops`` * matmul) + scores * score, an update 1 + 2 * backward forwards.
     """
-    one, four = (_run(devices, width=32, layers=n, rows=2) for n in (1, 4))
+    mesh = Mesh(data=devices)
+    tiny = [_start(mesh, width=32, layers=n, rows=2 * devices) for n in (1, 4)]
+    long = _start(mesh, width=64, layers=2, rows=8 * devices, heads=8, response=96)
+    one, four, scored = (_calls(trainer) for trainer in (*tiny, long))
+    for trainer in (*tiny, long):
+        trainer.close()
     layer_pass = max(0.0, four.forward - one.forward) / 3
     dispatch = max(0.0, one.forward - layer_pass)
     decode_layer = max(0.0, four.generate - one.generate) / 3 / RESPONSE
     rollout = max(0.0, one.generate - RESPONSE * decode_layer - dispatch)
-    forward = max(wide.forward - dispatch, 1e-9)
-    products = max(forward - 2 * layer_pass, 0.1 * forward)
+    runs = (wide, scored)
+    forwards = [max(run.forward - dispatch, 1e-9) for run in runs]
+    computed = [max(f - 2 * layer_pass, 0.1 * f) for f in forwards]
+    # Two equations: flops * (1 / rate) + scores * score = computed.
+    (f1, f2), (s1, s2) = [run.flops for run in runs], [run.scores for run in runs]
+    both = f1 * s2 - f2 * s1
+    inverse = (computed[0] * s2 - computed[1] * s1) / both
+    score = (f1 * computed[1] - f2 * computed[0]) / both
+    if score <= 0 or inverse <= 0:  # within the noise: scores are part of the products' rate
+        inverse, score = computed[0] / f1, 0.0
+    updates = sum(run.update - dispatch for run in runs)
     return {
-        "matmul": min(1.0, wide.flops / products / flops),
-        "backward": max(1.0, ((wide.update - dispatch) / forward - 1) / 2),
+        "matmul": min(1.0, 1 / inverse / flops),
+        "score": score,
+        "backward": max(1.0, (updates / sum(forwards) - 1) / 2),
         "layer_pass": layer_pass,
         "dispatch": dispatch,
         "decode_step": 0.0,
@@ -176,40 +258,75 @@ def _small_model(devices: Sequence[Any], flops: float, wide: _Run) -> dict[str, 
 
 
 @dataclasses.dataclass(frozen=True)
-class _Run:
-    """Median seconds of the calls of a small run; ``flops`` of a forward on each device."""
+class _Calls:
+    """Median seconds of the calls of a small run; FLOPs and attention scores (over all layers) of a
+    forward on each device; tokens of a sequence."""
 
     generate: float
     forward: float
     update: float
     flops: float
+    scores: float
+    length: int
 
 
-def _run(devices: Sequence[Any], width: int, layers: int, rows: int) -> _Run:
-    """GRPO on ``rows`` sequences per device, heads of 16."""
+def _start(
+    mesh: Mesh,
+    width: int,
+    layers: int,
+    rows: int,
+    heads: int = 0,
+    response: int = RESPONSE,
+) -> Any:
+    """A GRPO run on ``rows`` sequences after its steps; heads of 16 unless said otherwise."""
     from hjax.launch.config_check import check_config
     from hjax.launch.trainer import Trainer
 
+    heads = heads or width // 16
     changes = {
         "algorithm.name": "GRPO", "algorithm.kl_coef": 0.01, "data.task": "sorting", "steps": STEPS,
-        "cluster.devices_per_process": len(devices), "placement": "colocate",
+        "cluster.devices_per_process": mesh.devices, "placement": "colocate",
         "model.hidden_size": width, "model.mlp_size": 4 * width, "model.layers": layers,
-        "model.heads": width // 16, "model.kv_heads": width // 16,
-        "rollout.prompts": rows // 2 * len(devices), "rollout.samples": 2,
-        "rollout.max_response_length": RESPONSE, "rollout.max_prompt_length": 32,
-        "warm_start.steps": 0, "eval.every": 0, "checkpoint.every": 0,
+        "model.heads": heads, "model.kv_heads": heads, "rollout.prompts": rows // 2,
+        "rollout.samples": 2, "rollout.max_response_length": response,
+        "rollout.max_prompt_length": PROMPT, "warm_start.steps": 0, "eval.every": 0,
+        "checkpoint.every": 0,
+        **{f"layout.actor.train.{axis}": size for axis, size in mesh.train_axes().items()},
     }  # fmt: skip
     trainer = Trainer(check_config(changes))
-    try:
-        trainer.run()
-        taken = collections.defaultdict(list)
-        for span in trainer.timeline.spans():
-            if span.step > WARM_UP:
-                taken[span.method].append(span.end - span.start)
-        length = trainer.inputs.prompt_length + RESPONSE
-        flops = rows * arithmetic.forward_flops(trainer.roles.models["actor"], length)
-    finally:
-        trainer.close()
+    trainer.run()
+    return trainer
+
+
+def _calls(trainer: Any) -> _Calls:
+    """What the calls of a run took."""
+    taken = collections.defaultdict(list)
+    for span in trainer.timeline.spans():
+        if span.step > WARM_UP:
+            taken[span.method].append(span.end - span.start)
+    config, model = trainer.config, trainer.roles.models["actor"]
+    length = trainer.inputs.prompt_length + config.rollout.max_response_length
+    devices = config.cluster.devices_per_process
+    rows = config.rollout.prompts * config.rollout.samples / devices
+    flops = rows * arithmetic.forward_flops(model, length)
+    scores = rows * model.heads * length**2 * model.layers
     calls = ("generate_sequences", "compute_ref_log_prob", "update_actor")
     generate, forward, update = (statistics.median(taken[name]) for name in calls)
-    return _Run(generate, forward, update, flops)
+    return _Calls(generate, forward, update, flops, scores, length)
+
+
+def _updates(trainers: Sequence[Any]) -> list[tuple[float, float]]:
+    """(seconds, share of the cores' time) of an update of each run, medians; they take turns."""
+    from hjax.controller import join
+    from hjax.launch.machine import available_cores
+
+    cores = available_cores()
+    taken: list[list[tuple[float, float]]] = [[] for _ in trainers]
+    for _ in range(UPDATES):
+        for trainer, found in zip(trainers, taken):
+            start, used = time.perf_counter(), time.process_time()
+            join(trainer.roles.groups["actor"].update_actor(trainer.batch))
+            seconds = time.perf_counter() - start
+            share = (time.process_time() - used) / seconds / cores
+            found.append((seconds, min(1.0, share)))
+    return [tuple(statistics.median(column) for column in zip(*found)) for found in taken]

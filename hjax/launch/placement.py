@@ -92,7 +92,8 @@ def _read_plan(path: Path, roles: Sequence[str], devices: int) -> Plan:
             role: {stage: _axes(stage, value) for stage, value in stages.items()}
             for role, stages in (content.get("layouts") or content.get("parallelism", {})).items()
         }
-        predicted = {k: content[k] for k in ("seconds", "set_memory_bytes") if k in content}
+        known = {k: content[k] for k in ("seconds", "set_memory_bytes") if k in content}
+        predicted = dict(content.get("predicted", known))
     except OSError as error:
         raise ConfigError(f"placement={path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:

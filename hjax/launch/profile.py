@@ -26,7 +26,7 @@ class Profile:
     """Measured rates as a device of the catalogue, whose shares are 1.
 
     Attributes:
-      busy: FLOP/s of updates per device, by the number of devices that compute at the same time.
+      busy: FLOP/s of updates per device, by the number of devices they are spread over.
     """
 
     device: Device
@@ -49,7 +49,10 @@ def read_profile(path: Path) -> Profile:
     """
     try:
         content = json.loads(path.read_text())
-        alone = tuple((int(n), float(f)) for n, f in content["device"].pop("alone", ()))
+        alone = tuple(
+            (int(n), float(faster), float(cores))
+            for n, faster, cores in content["device"].pop("alone", ())
+        )
         device = Device(**content["device"], alone=alone)
         values = {key: float(value) for key, value in content["constants"].items()}
         busy = {int(n): float(rate) for n, rate in content["busy"].items()}
@@ -65,7 +68,7 @@ def read_profile(path: Path) -> Profile:
 
 def find_profile(devices: Sequence[Any]) -> Profile:
     """For a plan on these devices: their stored profile, the catalogue's entry, or (CPUs) a
-    calibration now.
+    calibration now, which is stored.
 
     Raises:
       ConfigError: a device that is neither calibrated nor in the catalogue.
@@ -81,7 +84,9 @@ def find_profile(devices: Sequence[Any]) -> Profile:
     if devices[0].platform == "cpu":
         from hjax.launch.calibrate import calibrate
 
-        return calibrate(devices)
+        profile = calibrate(devices)
+        write_profile(profile, path)
+        return profile
     raise ConfigError(
         f"placement=auto knows no {devices[0].device_kind!r}; run python -m hjax.launch.plan "
         "--calibrate first"

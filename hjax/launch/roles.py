@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -88,6 +89,7 @@ def build_roles(
     inputs: Inputs,
     devices: Sequence[jax.Device] | None = None,
     read: Callable[[str], tuple[ModelConfig, Tokenizer | None]] = read_model,
+    planned: Path | None = None,
 ) -> Roles:
     """Check everything that can be checked, then make the worker groups.
 
@@ -97,6 +99,7 @@ def build_roles(
       inputs: what it reads.
       devices: to build for; None: those of this process. Nothing is placed on them here.
       read: gives shapes and tokenizer of a role's path.
+      planned: the plan.json of an earlier `placement=auto`, instead of a search.
 
     Raises:
       ConfigError: shapes, batches, layouts or paths that do not fit, by name.
@@ -113,7 +116,11 @@ def build_roles(
             raise ConfigError(
                 f"nothing gives a {name}: set {name}.function=path.py:name or {name}.path"
             )
-    plan = _plan(config, algorithm, inputs, with_devices, devices, read)
+    placement = config.placement if planned is None else str(planned)
+    if placement == "auto":
+        plan = _search(config, algorithm, inputs, devices, read)
+    else:
+        plan = make_plan(placement, with_devices, len(devices))
     pools = make_pools(plan, devices)
     layouts = {
         role: make_layouts(
@@ -200,17 +207,14 @@ def local_devices(config: ConfigDict) -> list[jax.Device]:
     return devices[: limit or None]
 
 
-def _plan(
+def _search(
     config: ConfigDict,
     algorithm: type[Algorithm],
     inputs: Inputs,
-    with_devices: tuple[str, ...],
     devices: Sequence[jax.Device],
     read: Callable[[str], tuple[ModelConfig, Tokenizer | None]],
 ) -> Plan:
-    """The placement that the config names, or with `auto` the one a search finds."""
-    if config.placement != "auto":
-        return make_plan(config.placement, with_devices, len(devices))
+    """The plan that `placement=auto` stands for."""
     from hjax.launch.auto import auto_plan  # it traces the algorithm with the workers named here
 
     models = planned_models(config, algorithm, inputs, read)

@@ -58,7 +58,8 @@ class Trainer:
         self.compiles = CompileCounter()
         self.algorithm_class = get_algorithm(self.config.algorithm.name)
         self.inputs = load_inputs(self.config, supervised=not self.algorithm_class.generates)
-        self.roles = build_roles(self.config, self.algorithm_class, self.inputs)
+        planned = Workdir(workdir).planned(self.config) if workdir is not None else None
+        self.roles = build_roles(self.config, self.algorithm_class, self.inputs, planned=planned)
         self._offloaded = offloaded_bytes(self.roles)
         self.timeline: Timeline = next(iter(self.roles.pools.values())).timeline
         config = self.config
@@ -197,6 +198,7 @@ class Trainer:
         if self.workdir is not None:
             self.checkpoints = Checkpointer(self.workdir.checkpoints, self.config.checkpoint.keep)
             self._write_model_files()
+            self.workdir.write_json("plan.json", self.plan())
         latest = self.checkpoints.latest() if self.checkpoints is not None else None
         if latest is not None:
             with self._phase("restore"):
@@ -205,8 +207,6 @@ class Trainer:
             with self._phase("initialise"):
                 self._initialize()
         self._prepared = not (self.stop_requested and latest is None)
-        if self.workdir is not None:
-            self._write_plan()
 
     def _initialize(self) -> None:
         if self.workdir is not None:
@@ -372,10 +372,6 @@ class Trainer:
         write_config(directory, self.inputs.model, self.inputs.tokenizer)
         if self.inputs.tokenizer is not None:
             self.inputs.tokenizer.save(directory)
-
-    def _write_plan(self) -> None:
-        assert self.workdir is not None
-        self.workdir.write_json("plan.json", self.plan())
 
     def plan(self) -> dict[str, Any]:
         """Where the roles stand: ``placement``, ``allocation`` and ``parallelism``."""

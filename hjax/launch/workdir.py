@@ -75,6 +75,14 @@ class Workdir:
             self._check_same(old, to_json(config))
         return old is not None
 
+    def planned(self, config: Mapping[str, Any]) -> Path | None:
+        """The plan that `placement=auto` made for the run here, which a resumed run keeps; None
+        before there is one, or if what it was made for has changed."""
+        old, new, plan = self._read_config(), to_json(config), self.path / "plan.json"
+        keys = ("placement", "layout", "cluster")
+        same = old is not None and all(old.get(key) == new[key] for key in keys)
+        return plan if same and new["placement"] == "auto" and plan.is_file() else None
+
     def open(self, config: Mapping[str, Any]) -> bool:
         """Start a run here, or go on with the one that is here.
 

@@ -59,6 +59,12 @@ class Constants:
     backward: float = _value(
         1.0, "times two forwards, a backward pass", "its FLOPs, at the rate of `matmul`: assumed"
     )
+    score: float = _value(
+        0.0, "s per attention score and forward", "kept on chip, in the share of `matmul`: assumed"
+    )
+    unsplit: float = _value(
+        0.0, "share of products that a tensor axis does not split", "all are split evenly: assumed"
+    )
     layer_pass: float = _value(0.0, "s per layer and pass", "kernels queued ahead: assumed")
     dispatch: float = _value(0.0, "s per call on a model", "small beside seconds: assumed")
     rollout: float = _value(0.0, "s per rollout on the host", "small beside seconds: assumed")

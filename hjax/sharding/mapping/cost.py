@@ -209,15 +209,20 @@ def stage_pass(
     """One micro-batch of ``rows`` sequences on one pipeline stage.
 
     FLOPs: forward 1, backward 2 more (times ``backward``), rematerialisation 1 more times
-    ``forward_flops`` / (tensor * pipe * context); ``layer_pass`` per layer and forward.
+    ``forward_flops`` / (tensor * pipe * context), of which the share ``unsplit`` is not divided by
+    tensor. Per layer and forward, ``layer_pass`` and ``score`` * rows * heads * length^2 /
+    (tensor * context).
     Exchanges per layer: 2 forward, 2 backward, 2 rematerialised.
     FSDP: one gather of the weights forward, one more and a reduce-scatter of gradients backward,
     each layer by layer.
     """
-    forwards = 1 + 2 * place.constants.backward * backward + rematerialise
-    ways = mesh.tensor * mesh.pipe * mesh.context
-    products = forward_flops(model, rows, length) / ways / place.flops
-    compute = forwards * (products + model.layers / mesh.pipe * place.constants.layer_pass)
+    constants, layers = place.constants, model.layers / mesh.pipe
+    forwards = 1 + 2 * constants.backward * backward + rematerialise
+    share = constants.unsplit + (1 - constants.unsplit) / mesh.tensor
+    products = share * forward_flops(model, rows, length) / (mesh.pipe * mesh.context) / place.flops
+    scores = rows * model.heads * length**2 / mesh.tensor / mesh.context
+    scores *= constants.score / place.share
+    compute = forwards * (products + layers * (scores + constants.layer_pass))
     tokens = rows * length / mesh.context
     times = 2 * (1 + backward + rematerialise)
     exchange = tensor_exchange(place, model, mesh, tokens, times)

@@ -31,8 +31,9 @@ class Device:
       per_host: devices of a host.
       torus: number of torus dimensions; 0: every device of a host reaches every other.
       source: where the figures come from.
-      alone: (devices, how many times faster each is while only these are busy); simulated
-        devices share a machine's cores, real ones have no such entries.
+      alone: (devices, how many times faster each is while only these are busy, share of the
+        cores' time they then take); simulated devices share a machine's cores, real ones have no
+        such entries. Numbers of devices rise, shares do not fall.
     """
 
     name: str
@@ -44,7 +45,7 @@ class Device:
     per_host: int
     torus: int
     source: str
-    alone: tuple[tuple[int, float], ...] = ()
+    alone: tuple[tuple[int, float, float], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,11 +73,11 @@ class Pool:
 
     def faster(self, devices: int) -> float:
         """How many times faster each of so many devices is than with all of them busy."""
-        return max((f for n, f in self.device.alone if n >= devices), default=1.0)
+        return max((f for n, f, _ in self.device.alone if n >= devices), default=1.0)
 
     def load(self, devices: int) -> float:
-        """Share of the pool's cores that so many busy devices take; 0 where none are shared."""
-        return devices * self.faster(devices) / self.size if self.shares_cores else 0.0
+        """Share of the cores' time that so many busy devices take; 0 where none are shared."""
+        return min((c for n, _, c in self.device.alone if n >= devices), default=0.0)
 
     @property
     def domain(self) -> int:
