@@ -18,6 +18,9 @@ from hjax.launch import plan as command
 from hjax.launch import plan_compile
 from hjax.launch.dataflow import trace
 from hjax.launch.placement import make_plan
+from hjax.launch.profile import Profile
+from hjax.sharding.mapping.constants import Constants
+from hjax.sharding.mapping.records import Device
 
 ROLES = ("actor", "critic", "reference", "reward", "cost", "cost_critic")
 SMALL = ["--models=qwen2.5-0.5b", "--cluster=2x4:h100", "--batch=64", "--prompt_length=128",
@@ -302,6 +305,31 @@ def test_a_resumed_auto_keeps_its_plan(calibration, tmp_path, monkeypatch):
         assert again.plan() == planned and again.plan()["predicted"]["candidates"]
         again.run(1)
         assert again.step_number == 2
+
+
+def shared_cores(load):
+    """8 simulated devices; a set on 4 of them takes ``load`` of the cores' time."""
+    device = Device(
+        "cpu", 2.0**40, {"float32": 1e10}, 1e10, 1e10, 1e10, 8, 0, "test",
+        alone=((4, 2.0, load), (8, 1.0, 1.0)),
+    )  # fmt: skip
+    values = {"decode_row": 0.0, "decode_step": 0.0, "link_latency": 0.0, "network_latency": 0.0}
+    return Profile(device, Constants().with_values(values), {})
+
+
+@pytest.mark.parametrize("load, sets", [(0.97, 1), (0.5, 2)])
+def test_auto_takes_the_simplest_of_equal_plans(load, sets, monkeypatch):
+    # Actor and critic update at the same time. Sets that would take all of the cores gain 3 % by
+    # it, which is noise; sets that leave half of them idle gain much.
+    monkeypatch.setattr("hjax.launch.auto.find_profile", lambda devices: shared_cores(load))
+    changes = {"placement": "auto", "algorithm.kl_coef": 0.0, "rollout.prompts": 32}
+    with trainer_of("PPO", changes) as trainer:
+        found = trainer.plan()
+    seconds = [c["seconds"] for c in found["predicted"]["candidates"]]
+    reasons = [c["reason"] for c in found["predicted"]["candidates"]]
+    assert len(found["placement"]) == sets and reasons[0] == "chosen"
+    assert (seconds[0] > min(seconds)) == (sets == 1)
+    assert any("within the model's error, but 2 sets" in r for r in reasons) == (sets == 1)
 
 
 def test_auto_refuses_what_it_does_not_know():

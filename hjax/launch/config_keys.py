@@ -273,7 +273,7 @@ KEYS: dict[str, Any] = {
     "placement": Key(
         "colocate",
         "which roles share devices: colocate (all on all), split (actor and reference on one "
-        "half, critic and reward on the other), standalone (each its own), auto (the fastest by "
+        "half, critic and reward on the other), standalone (each its own), auto (the best by "
         "the cost model, docs/auto_mapping.md), or a plan.json",
     ),
     "layout": {role: _layout(generates=role == "actor") for role in ROLES},

@@ -261,12 +261,14 @@ class Result:
     seconds: float
 
 
+# Of how many placements the best plan is shown.
+CANDIDATES = 5
 # Ways to run a role that the quick first search looks at.
 _THIN = 5
 
 
 def search(
-    problem: Problem, placements: Sequence[Placement] | None = None, candidates: int = 5
+    problem: Problem, placements: Sequence[Placement] | None = None, candidates: int = CANDIDATES
 ) -> Result:
     """The best plans, one per placement.
 

@@ -11,7 +11,14 @@ from collections.abc import Callable
 
 from hjax.errors import ConfigError
 from hjax.sharding.mapping.records import Dataflow
-from hjax.sharding.mapping.search import Placement, Problem, Result, partitions, search
+from hjax.sharding.mapping.search import (
+    CANDIDATES,
+    Placement,
+    Problem,
+    Result,
+    partitions,
+    search,
+)
 
 # With split, these roles take the second half of the devices.
 SECOND_HALF = ("critic", "reward", "cost", "cost_critic")
@@ -35,7 +42,7 @@ class Strategy:
     prepare: Callable[[Problem], Problem] = lambda problem: problem
 
 
-def plan(problem: Problem, strategy: str, candidates: int = 5) -> Result:
+def plan(problem: Problem, strategy: str, candidates: int = CANDIDATES) -> Result:
     """The best plans under a strategy.
 
     Raises:
