@@ -103,8 +103,8 @@ def _split_cost(
     mesh: Mesh,
 ) -> dict[str, float]:
     """The constant that explains how much longer an update takes split like ``mesh`` than over the
-    data axis: ``link_latency`` of FSDP, whose collectives wait for the slowest device, ``unsplit``
-    of a tensor axis. The cost model is linear in either."""
+    data axis: ``gather`` of FSDP, whose collectives wait for the slowest device, ``unsplit`` of a
+    tensor axis. The cost model is linear in either."""
     data = Mesh(data=place.devices)
     counts = arithmetic.counts(model, "actor", scalar=False)
 
@@ -117,10 +117,10 @@ def _split_cost(
         ]
         return taken[0] - taken[1]
 
-    name = "unsplit" if mesh.tensor > 1 else "link_latency"
+    name = "unsplit" if mesh.tensor > 1 else "gather"
     none, all_of_it = extra(0.0), extra(1.0)
     value = (seconds[mesh] - seconds[data] - none) / (all_of_it - none)
-    return {name: min(1.0, max(0.0 if mesh.tensor > 1 else place.constants.link_latency, value))}
+    return {name: min(1.0, max(0.0, value))}
 
 
 def _host_memory() -> float:

@@ -65,6 +65,9 @@ class Constants:
     unsplit: float = _value(
         0.0, "share of products that a tensor axis does not split", "all are split evenly: assumed"
     )
+    gather: float = _value(
+        0.0, "s per layer whose weights are gathered or scattered", "hidden by prefetching: assumed"
+    )
     layer_pass: float = _value(0.0, "s per layer and pass", "kernels queued ahead: assumed")
     dispatch: float = _value(0.0, "s per call on a model", "small beside seconds: assumed")
     rollout: float = _value(0.0, "s per rollout on the host", "small beside seconds: assumed")

@@ -214,7 +214,7 @@ def stage_pass(
     (tensor * context).
     Exchanges per layer: 2 forward, 2 backward, 2 rematerialised.
     FSDP: one gather of the weights forward, one more and a reduce-scatter of gradients backward,
-    each layer by layer.
+    each layer by layer, with ``gather`` beside the ring's seconds.
     """
     constants, layers = place.constants, model.layers / mesh.pipe
     forwards = 1 + 2 * constants.backward * backward + rematerialise
@@ -236,8 +236,9 @@ def stage_pass(
         gather = weight_bytes(model, mesh, place.numerics.compute)
         stride = mesh.stride("fsdp")
         weights = (1 + backward) * all_gather(place, gather, mesh.fsdp, stride)
-        starts = (1 + 2 * backward) * (model.layers / mesh.pipe - 1)  # layer by layer
-        weights += starts * latency(place, mesh.fsdp, stride)
+        starts = 1 + 2 * backward  # per layer; the terms around have one of each for all layers
+        weights += starts * (layers - 1) * latency(place, mesh.fsdp, stride)
+        weights += starts * layers * constants.gather
         if backward:
             gradients = weight_bytes(model, mesh, place.numerics.gradients)
             weights += all_gather(place, gradients, mesh.fsdp, stride)
