@@ -88,10 +88,10 @@ def calibrate(devices: Sequence[Any]) -> Profile:
 
 
 def _split_meshes(devices: int) -> list[Mesh]:
-    """FSDP over all devices, and the largest tensor axis that divides them and 8 heads."""
-    tensor = math.gcd(devices, 8)
-    found = [Mesh(fsdp=devices)] if devices > 1 else []
-    return found + ([Mesh(data=devices // tensor, tensor=tensor)] if tensor > 1 else [])
+    """An FSDP and a tensor axis, of the largest size that divides the devices and 8 heads."""
+    size = math.gcd(devices, 8)
+    data = devices // size
+    return [Mesh(data=data, fsdp=size), Mesh(data=data, tensor=size)] if size > 1 else []
 
 
 def _split_cost(
