@@ -56,9 +56,8 @@ TIMES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # Those whose memory is: models large enough to stand out from the process's own memory.
 LARGE = {
-    **QUIET,
-    "model.hidden_size": 512, "model.layers": 4, "model.heads": 8, "model.kv_heads": 8,
-    "model.mlp_size": 2048, "rollout.prompts": 8, "rollout.samples": 2,
+    **BASE,
+    "model.hidden_size": 512, "model.mlp_size": 2048, "rollout.prompts": 8,
     "rollout.max_response_length": 8, "rollout.max_prompt_length": 16,
 }  # fmt: skip
 _ALL = ("actor", "critic", "reference")

@@ -9,6 +9,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from absl import flags
+
 from hjax.errors import ConfigError, RunError
 from hjax.launch.config import config_names
 from hjax.launch.workdir import to_json
@@ -36,6 +38,20 @@ def take_config(arguments: Sequence[str]) -> tuple[str, list[str]]:
             + ", ".join(config_names())
         )
     return name, rest
+
+
+def parse_flags(own: flags.FlagValues, arguments: Sequence[str]) -> None:
+    """Give a command's flags their values.
+
+    Raises:
+      ConfigError: an unknown flag, a wrong value, or what is no flag.
+    """
+    try:
+        rest = own(["hjax", *arguments])[1:]
+    except flags.Error as error:
+        raise ConfigError(f"{error}; see --help") from error
+    if rest:
+        raise ConfigError(f"unexpected argument {rest[0]!r}; flags are --name=value, see --help")
 
 
 def exit_status(run: Callable[[], int]) -> int:

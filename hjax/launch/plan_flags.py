@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 from hjax.algorithms import ALGORITHMS, Algorithm, get_algorithm
 from hjax.errors import ConfigError
-from hjax.launch.command import take_config
+from hjax.launch.command import parse_flags, take_config
 from hjax.launch.config import load_config
 from hjax.launch.dataflow import trace
 from hjax.models import arithmetic
@@ -81,7 +81,7 @@ def parse(arguments: Sequence[str]) -> Request | None:
         name, rest = take_config(arguments)
         config = load_config(name, rest, own)
     else:
-        _parse_flags(own, arguments)
+        parse_flags(own, arguments)
     if own.strategy not in STRATEGIES:
         raise ConfigError(f"--strategy={own.strategy}: one of {', '.join(STRATEGIES)}")
     if own.numerics not in NUMERICS:
@@ -101,15 +101,6 @@ def parse(arguments: Sequence[str]) -> Request | None:
         name,
         config,
     )
-
-
-def _parse_flags(own: flags.FlagValues, arguments: Sequence[str]) -> None:
-    try:
-        rest = own(["plan", *arguments])[1:]
-    except flags.Error as error:
-        raise ConfigError(f"{error}; see --help") from error
-    if rest:
-        raise ConfigError(f"unexpected argument {rest[0]!r}; flags are --name=value, see --help")
 
 
 def config_problem(own: Any, config: ConfigDict) -> Problem:

@@ -12,7 +12,7 @@ from typing import Any
 from absl import flags
 
 from hjax.errors import ConfigError
-from hjax.launch.command import exit_status, json_line
+from hjax.launch.command import exit_status, json_line, parse_flags
 from hjax.launch.format import size
 from hjax.launch.machine import quiet_tpu_compiler
 from hjax.launch.tables import wide_console
@@ -76,12 +76,7 @@ def parse(arguments: Sequence[str]) -> Command:
     flags.DEFINE_string("method", "hybridflow", "how", flag_values=own)
     flags.DEFINE_string("model", "", "what", flag_values=own)
     flags.DEFINE_bool("json", False, "one line of JSON", flag_values=own)
-    try:
-        rest = own(["transition", *arguments])[1:]
-    except flags.Error as error:
-        raise ConfigError(f"{error}; see --help") from error
-    if rest:
-        raise ConfigError(f"{rest[0]!r} is no flag; see --help")
+    parse_flags(own, arguments)
     if own.method not in METHOD_NAMES:
         raise ConfigError(f"--method={own.method}: one of {', '.join(METHOD_NAMES)}")
     train = _sizes("train", own.train, "P,T,D", "1,4,2")
