@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import threading
+import weakref
 
 import jax
 
 _EVENT = "/jax/core/compile/backend_compile_duration"
+# JAX's listeners stay for good, so that there is one, which tells the counters still in use.
+_counters: weakref.WeakSet[CompileCounter] = weakref.WeakSet()
+_lock = threading.Lock()
 
 
 class CompileCounter:
@@ -16,22 +21,34 @@ class CompileCounter:
         self.count = 0
         self.seconds = 0.0
         self._names: list[str] = []
-        self._lock = threading.Lock()
-        jax.monitoring.register_event_duration_secs_listener(self._heard)
+        with _lock:
+            _listen()
+            _counters.add(self)
 
     def take_names(self) -> list[str]:
         """Names of the programs compiled since last asked."""
-        with self._lock:
+        with _lock:
             names, self._names = self._names, []
         return names
 
-    def _heard(self, event: str, duration_secs: float, **details: str | int) -> None:
-        if event != _EVENT:
-            return
-        name = str(details.get("fun_name", "program"))
-        if name.startswith("jit(") and name.endswith(")"):
-            name = name[4:-1]
-        with self._lock:
-            self.count += 1
-            self.seconds += duration_secs
-            self._names.append(name)
+    def add(self, name: str, seconds: float) -> None:
+        """One more program."""
+        self.count += 1
+        self.seconds += seconds
+        self._names.append(name)
+
+
+@functools.cache
+def _listen() -> None:
+    jax.monitoring.register_event_duration_secs_listener(_heard)
+
+
+def _heard(event: str, duration_secs: float, **details: str | int) -> None:
+    if event != _EVENT:
+        return
+    name = str(details.get("fun_name", "program"))
+    if name.startswith("jit(") and name.endswith(")"):
+        name = name[4:-1]
+    with _lock:
+        for counter in _counters:
+            counter.add(name, duration_secs)
