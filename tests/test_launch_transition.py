@@ -109,7 +109,7 @@ def test_devices_are_simulated_whatever_the_environment_asks_for():
         (["--train=1,2,1", "--generate=1,1", "--method=other"],
          "--method=other: one of hybridflow, vanilla, gather_all"),
         (["--train=1,2,1", "--generate=1,1", "--size=3"], "Unknown command line flag 'size'"),
-        (["--train=1,2,1", "--generate=1,1", "more"], "'more' is no flag"),
+        (["--train=1,2,1", "--generate=1,1", "more"], "unexpected argument 'more'"),
         (["--train=1,2,1", "--generate=1,1", "--model=nowhere"], "'nowhere'"),
         (["--train=3,1,1", "--generate=1,1", "--model=llama-7b"],
          "layers of size 32 does not divide over pipe = 3"),
