@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 
 import jax
@@ -34,6 +35,7 @@ class PeakWatch:
 
     def __init__(self, devices: Sequence[jax.Device]):
         self._devices = devices
+        gc.collect()  # so that nothing older is freed while it watches
         self._before = live_bytes(devices)
         self.peak = 0
 
