@@ -97,10 +97,13 @@ PLACED: dict[str, dict[str, Any]] = {
 
 
 def simulate() -> Any:
-    """8 simulated CPU devices."""
+    """8 simulated CPU devices, set up as the command sets them up."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
 
+    from hjax.launch.machine import keep_freed_memory
+
+    keep_freed_memory()
     jax.config.update("jax_num_cpu_devices", DEVICES)
     return jax.devices()
 

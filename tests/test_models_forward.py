@@ -16,6 +16,7 @@ from hjax.models.forward import response_states, sequence_states, token_log_prob
 from hjax.models.huggingface import load_weights
 from hjax.models.parameters import decoder_network
 from hjax.models.transformer import Compute
+from hjax.sharding.layout import make_layouts
 
 PROMPTS = [[5, 9, 2], [40, 3, 17, 22, 1], [7]]  # three prompts of different lengths
 RESPONSES = [[[11], [12, 13, 14, 15], [0, 16, 17]], [[18, 19], [20, 21], [22]], [[5], [6], [7, 8]]]
@@ -25,6 +26,8 @@ FORMS = {
     "unrolled": Compute(unroll_layers=True),
     "recomputed": Compute(remat=True),
     "unrolled, recomputed": Compute(unroll_layers=True, remat=True),
+    "whole on a device": Compute(layout=make_layouts(jax.devices()[:1]).train),
+    "whole, unrolled": Compute(unroll_layers=True, layout=make_layouts(jax.devices()[:1]).train),
 }
 
 

@@ -15,12 +15,21 @@ import jax
 import jax.numpy as jnp
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
 def product(spec: str, x: jax.Array, weight: jax.Array, whole: bool) -> jax.Array:
-    """``einsum(spec, x, weight)`` for activations [batch, length, ...], b and t, and a weight.
+    """``einsum(spec, x, weight)`` for x [batch, length, d], b and t, and a weight [d, ...].
 
-    ``whole``: no mesh axis splits the length or the weights; see ``_weight_gradient``.
+    ``whole``: no mesh axis splits the length or the weights. Then the weight's other dimensions
+    are joined: in the backward pass XLA on a CPU would exchange them first, in copies of
+    activations and weights.
     """
+    if not whole:
+        return _product(spec, x, weight, False)
+    out = _product("btd,dm->btm", x, weight.reshape(weight.shape[0], -1), True)
+    return out.reshape(*x.shape[:2], *weight.shape[1:])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
+def _product(spec: str, x: jax.Array, weight: jax.Array, whole: bool) -> jax.Array:
     return jnp.einsum(spec, x, weight)
 
 
@@ -52,7 +61,7 @@ def _weight_gradient(spec: str, x: jax.Array, g: jax.Array, whole: bool) -> jax.
     return jnp.einsum(spec.replace("bt", "t"), x, g)
 
 
-product.defvjp(_product_forward, _product_backward)
+_product.defvjp(_product_forward, _product_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -50,7 +50,7 @@ class Compute:
     @property
     def whole(self) -> bool:
         """Whether each device is known to hold the whole length and a layer's whole weights."""
-        split = ("length", "embed", "mlp")
+        split = ("length", "embed", "heads", "kv_heads", "mlp")
         return self.layout is not None and all(self.layout.ways(name) == 1 for name in split)
 
     @property
@@ -92,25 +92,41 @@ def rope_frequencies(config: ModelConfig) -> jax.Array:
 
 
 def rotary_tables(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """cos and sin, float32 [batch, length, 1, head_dim / 2], of int positions [batch, length]."""
+    """cos and sin, float32 [..., 1, head_dim / 2], of int positions [...]."""
     angles = positions[..., None, None].astype(jnp.float32) * rope_frequencies(config)
     return jnp.cos(angles), jnp.sin(angles)
 
 
+def _computed_once(tables: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """The same tables, out of a loop of two turns, into which XLA fuses nothing.
+
+    Otherwise unrolled layers' cos and sin are computed again for every head of every layer.
+    """
+    first, second = tables
+    both = jax.lax.map(lambda turn: jnp.where(turn, second, first), jnp.array([False, True]))
+    return both[0], both[1]
+
+
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotary embedding of [batch, length, heads, head_dim], halves rotated against each other."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    """Rotary embedding of [batch, length, heads, head_dim], halves rotated against each other.
+
+    The halves are padded and added, forward and backward: XLA on a CPU concatenates an element at
+    a time, five times as slowly.
+    """
+    half, wide = x.shape[-1] // 2, x.astype(jnp.float32)
+    first, second = wide[..., :half], wide[..., half:]
+
+    def put(part: jax.Array, before: int) -> jax.Array:
+        last = (before, half - before, 0)
+        return jax.lax.pad(part, jnp.float32(0), [(0, 0, 0)] * (part.ndim - 1) + [last])
+
+    turned = put(first * cos - second * sin, 0) + put(second * cos + first * sin, half)
     return turned.astype(x.dtype)
 
 
 def _pair(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The two halves [batch, length, ...] of [batch, length, 2, ...].
-
-    A split's backward pass is one concatenation; that of two slices pads and adds.
-    """
-    first, second = jax.lax.split(x, [1, 1], axis=2)
-    return jnp.squeeze(first, 2), jnp.squeeze(second, 2)
+    """The two halves [batch, length, ...] of [batch, length, 2, ...]."""
+    return x[:, :, 0], x[:, :, 1]
 
 
 class Block(nnx.Module):
@@ -161,16 +177,20 @@ class Block(nnx.Module):
         sin: jax.Array,
         attention: Attention,
         cache: Any,
-        whole: bool = False,
+        compute: Compute = Compute(),
     ) -> tuple[jax.Array, Any, Any]:
         """One layer (of a block whose parameters were sliced to it): x [batch, length, embed]."""
-        dtype = x.dtype
+        dtype, whole = x.dtype, compute.whole
         h = rms_norm(x, self.attention_norm[...], self.epsilon)
         q = product("btd,dhe->bthe", h, self.q[...].astype(dtype), whole)
         kv = product("btd,dcke->btcke", h, self.kv[...].astype(dtype), whole)
         k, v = _pair(kv)
         out, cache, kept = attention(layer, rotate(q, cos, sin), rotate(k, cos, sin), v, cache)
-        x = x + product("bthe,hed->btd", out, self.o[...].astype(dtype), whole)
+        o, spec = self.o[...].astype(dtype), "bthe,hed->btd"
+        if whole or compute.unroll_layers:
+            # With two dimensions to sum over, XLA on a CPU copies the weights, for every token.
+            out, o, spec = out.reshape(*x.shape[:2], -1), o.reshape(-1, o.shape[-1]), "btm,md->btd"
+        x = x + product(spec, out, o, whole)
         h = rms_norm(x, self.mlp_norm[...], self.epsilon)
         h = gated(h, self.gate_up[...].astype(dtype), whole)
         return x + product("btm,md->btd", h, self.down[...].astype(dtype), whole), cache, kept
@@ -205,6 +225,7 @@ class Decoder(nnx.Module):
         cache: Any = None,
         compute: Compute = Compute(),
         layers: list[Any] | None = None,
+        rotary: tuple[jax.Array, jax.Array] | None = None,
     ) -> tuple[jax.Array, Any, Any]:
         """Run the decoder.
 
@@ -216,6 +237,8 @@ class Decoder(nnx.Module):
           compute: dtype and loop form.
           layers: for unrolled layers, what ``unstack`` returned; a loop over tokens makes it
             once, outside.
+          rotary: ``rotary_tables`` of all positions from 0 on, to look up in; a loop over tokens
+            makes them once, outside.
 
         Returns:
           hidden states [batch, length, embed] after the final norm, the cache, and what the
@@ -224,7 +247,9 @@ class Decoder(nnx.Module):
         if compute.unroll_layers and layers is None:
             layers = self.unstack()
         x = self.embed(tokens, compute)
-        x, cache, kept = self.run(x, positions, attention, cache, compute, layers)
+        x, cache, kept = self.run(
+            x, positions, attention, cache, compute, layers, rotary=rotary
+        )
         return self.finish(x), cache, kept
 
     def hidden_states(
@@ -257,6 +282,7 @@ class Decoder(nnx.Module):
         layers: list[Any] | None = None,
         first: int | jax.Array = 0,
         stride: int = 1,
+        rotary: tuple[jax.Array, jax.Array] | None = None,
     ) -> tuple[jax.Array, Any, Any]:
         """The layers alone, as many as the bound parameters have; ``__call__`` has the rest.
 
@@ -264,7 +290,9 @@ class Decoder(nnx.Module):
         """
         stacked = nnx.state(self.layers)
         numbers = first, stride
-        return self._through(stacked, layers, x, positions, attention, cache, compute, numbers)
+        return self._through(
+            stacked, layers, x, positions, attention, cache, compute, numbers, rotary
+        )
 
     def finish(self, x: jax.Array) -> jax.Array:
         """The final norm."""
@@ -280,14 +308,20 @@ class Decoder(nnx.Module):
         cache: Any,
         compute: Compute,
         numbers: tuple[int | jax.Array, int] = (0, 1),
+        rotary: tuple[jax.Array, jax.Array] | None = None,
     ) -> tuple[jax.Array, Any, Any]:
-        cos, sin = rotary_tables(self.config, positions)
+        if rotary is not None:
+            cos, sin = (table[positions] for table in rotary)
+        else:
+            cos, sin = rotary_tables(self.config, positions)
+            if compute.unroll_layers:
+                cos, sin = _computed_once((cos, sin))
         graph, _ = nnx.split(self.layers)
         first, stride = numbers
 
         def run(layer: Any, parameters: Any, x: jax.Array, cache: Any) -> tuple:
             block = nnx.merge(graph, parameters)
-            x, cache, kept = block(layer, x, cos, sin, attention, cache, compute.whole)
+            x, cache, kept = block(layer, x, cos, sin, attention, cache, compute)
             return compute.hold(x, "batch", "length", None), cache, kept
 
         if compute.remat:

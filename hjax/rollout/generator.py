@@ -19,7 +19,7 @@ from hjax.errors import ConfigError
 from hjax.models.attention import Causal, Decode, KVCache
 from hjax.models.forward import positions_of
 from hjax.models.parameters import Network, Params
-from hjax.models.transformer import Compute
+from hjax.models.transformer import Compute, rotary_tables
 from hjax.rollout import progress
 from hjax.rollout.pipelined import PipelinedRollout
 from hjax.rollout.sampling import Sampling, sequence_keys
@@ -175,12 +175,14 @@ class Generator:
 
         prompts, prompt_mask = split(prompts, "batch"), split(prompt_mask, "batch")
         layers = model.unstack() if self.compute.unroll_layers else None
+        rotary = rotary_tables(self.network.config, jnp.arange(prompts.shape[1] + length))
         hidden, _, kept = model(
             prompts,
             positions_of(prompt_mask),
             Causal(prompt_mask, keep=True),
             compute=self.compute,
             layers=layers,
+            rotary=rotary,
         )
         cache = KVCache.create(kept, shape.samples, length)
         lead = () if self.compute.unroll_layers else (None,)
@@ -204,6 +206,7 @@ class Generator:
                 state["cache"],
                 self.compute,
                 layers,
+                rotary,
             )
             return draw(state | {"cache": cache}, model.logits(hidden[:, 0]))
 
