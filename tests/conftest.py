@@ -7,7 +7,10 @@ second run of the suite is mostly spared compiling. Child processes of tests inh
 and the cache, not the number of devices.
 """
 
+import contextlib
+import fcntl
 import importlib.metadata
+import io
 import mmap
 import os
 import pathlib
@@ -73,4 +76,24 @@ def test_data() -> pathlib.Path:
     folder = pathlib.Path(named).resolve()
     if not folder.is_dir():
         pytest.fail(f"HJAX_TEST_DATA={named} is not a folder; name one, or unset it to skip")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def calibrated(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A cache (XDG_CACHE_HOME) with the profile of the suite's devices and nothing else but
+    ``shown.txt``, what `plan --calibrate --json` printed. Measured once for all workers."""
+    from hjax.launch import plan
+
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "calibrated"
+    folder.mkdir(exist_ok=True)
+    shown = io.StringIO()
+    with open(folder / "lock", "w") as lock, pytest.MonkeyPatch.context() as patch:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
+        if not (folder / "shown.txt").exists():
+            patch.setenv("XDG_CACHE_HOME", str(folder))
+            with contextlib.redirect_stdout(shown):
+                assert plan.main(["--calibrate", "--json"]) == 0
+            (folder / "shown.txt").write_text(shown.getvalue())
     return folder

@@ -1,7 +1,5 @@
 """`python -m hjax.launch.plan`, the dataflow it reads off an algorithm, and `placement=auto`."""
 
-import contextlib
-import io
 import json
 import math
 import pathlib
@@ -258,29 +256,18 @@ def test_help_exits_with_0():
     assert done.returncode == 0 and "--cluster" in done.stdout and "deepspeed_chat" in done.stdout
 
 
-@pytest.fixture(scope="module")
-def calibration(tmp_path_factory):
-    """Status and output of `--calibrate`, and the cache in which its profile is the only one."""
-    cache, shown = tmp_path_factory.mktemp("calibrated"), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(shown):
-        patch.setenv("XDG_CACHE_HOME", str(cache))
-        status = command.main(["--calibrate", "--json"])
-    return status, shown.getvalue(), cache
-
-
-def test_calibration_stores_a_profile_that_plans_read(calibration, capsys):
-    status, out, cache = calibration
-    measured = json.loads(out.strip().splitlines()[-1])
-    assert status == 0 and set(measured["busy"]) == {"1", "2", "4", "8"}
+def test_calibration_stores_a_profile_that_plans_read(calibrated, capsys):
+    measured = json.loads((calibrated / "shown.txt").read_text().strip().splitlines()[-1])
+    assert set(measured["busy"]) == {"1", "2", "4", "8"}
     assert measured["device"]["per_host"] == jax.device_count()
     assert all(rate > 0 for rate in measured["device"]["flops"].values())
-    (file,) = (cache / "hjax" / "profiles").glob("*.json")
+    (file,) = (calibrated / "hjax" / "profiles").glob("*.json")
     found = planned(*SMALL, f"--profile={file}", capsys=capsys)
     assert "measured: " in found["origins"]["seconds"]
 
 
-def test_auto_runs_the_plan_it_printed(calibration, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(calibration[2]))
+def test_auto_runs_the_plan_it_printed(calibrated, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(calibrated))
     with trainer_of("PPO", {"placement": "auto"}, workdir=tmp_path) as trainer:
         trainer.run()
         predicted = trainer.roles.plan.predicted
@@ -294,8 +281,8 @@ def test_auto_runs_the_plan_it_printed(calibration, tmp_path, monkeypatch):
     assert list(again.allocation) == written["allocation"]
 
 
-def test_a_resumed_auto_keeps_its_plan(calibration, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(calibration[2]))
+def test_a_resumed_auto_keeps_its_plan(calibrated, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(calibrated))
     with trainer_of("PPO", {"placement": "auto", "checkpoint.every": 1}, workdir=tmp_path) as first:
         first.run(1)
         planned = first.plan()
@@ -332,7 +319,8 @@ def test_auto_takes_the_simplest_of_equal_plans(load, sets, monkeypatch):
     assert any("within the model's error, but 2 sets" in r for r in reasons) == (sets == 1)
 
 
-def test_auto_refuses_what_it_does_not_know():
+def test_auto_refuses_what_it_does_not_know(monkeypatch):
+    monkeypatch.setattr("hjax.launch.auto.find_profile", None)  # nothing is measured before
     with pytest.raises(ConfigError, match="one model and no rollouts"):
         with trainer_of("SFT", {"placement": "auto"}):
             pass

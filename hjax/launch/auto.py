@@ -59,6 +59,7 @@ def auto_plan(
     Raises:
       ConfigError: it would not fit, with the bytes missing; or a run that cannot be planned.
     """
+    _check_generates(algorithm)  # before a calibration, which takes a minute
     measured = find_profile(devices)
     cluster = Cluster((Pool(measured.device, 1, len(devices)),))
     problem = run_problem(
@@ -76,6 +77,13 @@ def auto_plan(
         described["layouts"],
         {key: described[key] for key in keys},
     )
+
+
+def _check_generates(algorithm: type[Algorithm]) -> None:
+    if not algorithm.generates:
+        raise ConfigError(
+            f"placement=auto: {algorithm.__name__} has one model and no rollouts; use colocate"
+        )
 
 
 def _simplest_first(found: Result) -> Result:
@@ -98,10 +106,7 @@ def run_problem(
     float32: bool,
 ) -> Problem:
     """A run as a problem for the search, on whatever cluster."""
-    if not algorithm.generates:
-        raise ConfigError(
-            f"placement=auto: {algorithm.__name__} has one model and no rollouts; use colocate"
-        )
+    _check_generates(algorithm)
     rollout = config.rollout
     rows = rollout.prompts * rollout.samples
     minibatch = config.algorithm.get("minibatch", 0) or rows

@@ -7,6 +7,7 @@ programs, layers and decode steps.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import math
@@ -51,14 +52,13 @@ def calibrate(devices: Sequence[Any]) -> Profile:
     rows = 8 * len(devices)
     meshes = [Mesh(data=n) for n in counts] + _split_meshes(len(devices))
     all_of_them = len(counts) - 1
-    wide = [_start(mesh, width=128, layers=2, rows=rows, steps=1) for mesh in meshes]
-    wide[all_of_them].run(STEPS)
-    taken = _updates(wide)
-    updates = dict(zip(counts, taken))
-    run = _calls(wide[all_of_them])
-    model = wide[0].roles.models["actor"]
-    for trainer in wide:
-        trainer.close()
+    with contextlib.ExitStack() as ends:
+        wide = [_start(ends, mesh, width=128, layers=2, rows=rows, steps=1) for mesh in meshes]
+        wide[all_of_them].run(STEPS)
+        taken = _updates(wide)
+        updates = dict(zip(counts, taken))
+        run = _calls(wide[all_of_them])
+        model = wide[0].roles.models["actor"]
     busy = {n: 3 * run.flops * len(devices) / n / updates[n][0] for n in counts}
     alone = ((n, busy[n] / busy[counts[-1]], updates[n][1]) for n in counts)
     latency, link = _all_reduce(devices, (1 << 20) if cpu else (1 << 26))
@@ -227,11 +227,10 @@ def _small_model(devices: int, flops: float, wide: _Calls) -> dict[str, float]:
     FLOPs / (``flops`` * matmul) + scores * score, an update 1 + 2 * backward forwards.
     """
     mesh = Mesh(data=devices)
-    tiny = [_start(mesh, width=32, layers=n, rows=2 * devices) for n in (1, 4)]
-    long = _start(mesh, width=64, layers=2, rows=8 * devices, heads=8, response=96)
-    one, four, scored = (_calls(trainer) for trainer in (*tiny, long))
-    for trainer in (*tiny, long):
-        trainer.close()
+    with contextlib.ExitStack() as ends:
+        tiny = [_start(ends, mesh, width=32, layers=n, rows=2 * devices) for n in (1, 4)]
+        long = _start(ends, mesh, width=64, layers=2, rows=8 * devices, heads=8, response=96)
+        one, four, scored = (_calls(trainer) for trainer in (*tiny, long))
     layer_pass = max(0.0, four.forward - one.forward) / 3
     dispatch = max(0.0, one.forward - layer_pass)
     decode_layer = max(0.0, four.generate - one.generate) / 3 / RESPONSE
@@ -273,6 +272,7 @@ class _Calls:
 
 
 def _start(
+    ends: contextlib.ExitStack,
     mesh: Mesh,
     width: int,
     layers: int,
@@ -281,7 +281,10 @@ def _start(
     response: int = RESPONSE,
     steps: int = STEPS,
 ) -> Any:
-    """A GRPO run on ``rows`` sequences after its steps; heads of 16 unless said otherwise."""
+    """A GRPO run on ``rows`` sequences after its steps; heads of 16 unless said otherwise.
+
+    It is closed at the end of ``ends``, also after an error.
+    """
     from hjax.launch.config_check import check_config
     from hjax.launch.trainer import Trainer
 
@@ -297,6 +300,7 @@ def _start(
         **{f"layout.actor.train.{axis}": size for axis, size in mesh.train_axes().items()},
     }  # fmt: skip
     trainer = Trainer(check_config(changes))
+    ends.callback(trainer.close)
     trainer.run(steps)
     return trainer
 
