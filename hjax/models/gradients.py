@@ -16,11 +16,11 @@ import jax.numpy as jnp
 
 
 def product(spec: str, x: jax.Array, weight: jax.Array, whole: bool) -> jax.Array:
-    """``einsum(spec, x, weight)`` for x [batch, length, d], b and t, and a weight [d, ...].
+    """``einsum(spec, x, weight)`` for x [batch, length, ...], b and t, and a weight.
 
-    ``whole``: no mesh axis splits the length or the weights. Then the weight's other dimensions
-    are joined: in the backward pass XLA on a CPU would exchange them first, in copies of
-    activations and weights.
+    ``whole``: no mesh axis splits the length or the weights. Then x is [batch, length, d], the
+    weight [d, ...], and its other dimensions are joined: in the backward pass XLA on a CPU would
+    exchange them first, in copies of activations and weights.
     """
     if not whole:
         return _product(spec, x, weight, False)
