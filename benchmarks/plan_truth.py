@@ -101,9 +101,9 @@ def simulate() -> Any:
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
 
-    from hjax.launch.machine import keep_freed_memory
+    from hjax.launch.machine import compile_quickly
 
-    keep_freed_memory()
+    compile_quickly()
     jax.config.update("jax_num_cpu_devices", DEVICES)
     return jax.devices()
 
@@ -319,6 +319,10 @@ def main() -> None:
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--one", help="of --memory, in a process of its own")
     args = parser.parse_args()
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    from hjax.launch.machine import use_huge_pages
+
+    use_huge_pages()  # as the command does
     if args.one:
         print(json.dumps(one_memory(args.one)))
         return

@@ -19,6 +19,7 @@ from ml_collections import ConfigDict
 from hjax.errors import ConfigError
 from hjax.launch.command import exit_status, json_line, take_config
 from hjax.launch.config import config_names, find_config, load_config
+from hjax.launch.machine import prepare_jax, use_huge_pages
 from hjax.launch.workdir import METRICS, Workdir
 
 HELP = """\
@@ -138,7 +139,6 @@ def _run(command: Command, signals: Signals) -> int:
         if workdir.check(config) and workdir.finished(config.steps) and not command.dry_run:
             _say_finished(workdir, config, command)
             return 0
-    from hjax.launch.machine import prepare_jax
 
     remark = prepare_jax(config)
     from hjax.launch.display import Display
@@ -224,4 +224,5 @@ def _new_workdir(name: str) -> Path:
 
 
 if __name__ == "__main__":
+    use_huge_pages()
     sys.exit(main())

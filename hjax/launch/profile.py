@@ -99,11 +99,11 @@ def calibrate_command(as_json: bool) -> int:
 
     from hjax.launch.calibrate import calibrate
     from hjax.launch.command import json_line
-    from hjax.launch.machine import keep_freed_memory, quiet_tpu_compiler
+    from hjax.launch.machine import compile_quickly, quiet_tpu_compiler
     from hjax.launch.tables import print_description
 
     quiet_tpu_compiler()
-    keep_freed_memory()  # as a run does
+    compile_quickly()  # as a run does
     devices = jax.devices()
     profile = calibrate(devices)
     path = profile_path(devices)
