@@ -320,7 +320,7 @@ def main() -> None:
     parser.add_argument("--one", help="of --memory, in a process of its own")
     args = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
-    from hjax.launch.machine import use_huge_pages
+    from hjax.launch.huge_pages import use_huge_pages
 
     use_huge_pages()  # as the command does
     if args.one:

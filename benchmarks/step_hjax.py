@@ -188,7 +188,7 @@ def main() -> None:
     if args.cache_dir:
         os.environ["JAX_COMPILATION_CACHE_DIR"] = args.cache_dir
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    from hjax.launch.machine import use_huge_pages
+    from hjax.launch.huge_pages import use_huge_pages
 
     use_huge_pages()  # as the command does
     with tempfile.TemporaryDirectory() as folder:

@@ -1,5 +1,7 @@
 """What the command sets before JAX starts: huge pages for large blocks, a quick compiler."""
 
+import importlib.metadata
+import importlib.util
 import json
 import os
 import pathlib
@@ -8,13 +10,14 @@ import sys
 
 import pytest
 
-from hjax.launch import machine
+from hjax.launch import huge_pages, machine
 
 # Prints the tunables it runs with, the pages that the kernel mapped during ten runs of a program
 # with a temporary array of 12 thousand small ones, its arguments and its XLA_FLAGS.
 PROGRAM = """
 import json, os, resource, sys
-from hjax.launch.machine import compile_quickly, use_huge_pages
+from hjax.launch.huge_pages import use_huge_pages
+from hjax.launch.machine import compile_quickly
 if sys.argv[1] == "huge":
     use_huge_pages()
 compile_quickly()
@@ -95,14 +98,15 @@ def test_other_flags_are_kept_beside_the_level(tmp_path):
 )
 def test_whether_only_cpus_are_there(monkeypatch, named, plugins, expected):
     monkeypatch.setenv("JAX_PLATFORMS", named)
-    monkeypatch.setattr(machine.importlib.metadata, "entry_points", lambda group: plugins)
-    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
-    assert machine.only_cpus() is expected
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: plugins)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert huge_pages.only_cpus() is expected
 
 
 def test_an_installed_accelerator_plugin_leaves_the_compiler_alone(monkeypatch):
+    found = {"libtpu": object()}
     monkeypatch.delenv("JAX_PLATFORMS")
     monkeypatch.setenv("XLA_FLAGS", "")
-    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: name == "libtpu" or None)
+    monkeypatch.setattr(importlib.util, "find_spec", found.get)
     machine.compile_quickly()
     assert os.environ["XLA_FLAGS"] == ""

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from hjax.launch.huge_pages import use_huge_pages
+
+if __name__ == "__main__":
+    use_huge_pages()  # may start this command anew, so before imports that take longer
+
 import dataclasses
 import os
 import signal
@@ -19,7 +24,7 @@ from ml_collections import ConfigDict
 from hjax.errors import ConfigError
 from hjax.launch.command import exit_status, json_line, take_config
 from hjax.launch.config import config_names, find_config, load_config
-from hjax.launch.machine import prepare_jax, use_huge_pages
+from hjax.launch.machine import prepare_jax
 from hjax.launch.workdir import METRICS, Workdir
 
 HELP = """\
@@ -224,5 +229,4 @@ def _new_workdir(name: str) -> Path:
 
 
 if __name__ == "__main__":
-    use_huge_pages()
     sys.exit(main())

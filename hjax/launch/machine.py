@@ -5,17 +5,15 @@ Only the command does this; a `Trainer` uses the devices it finds.
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import math
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from hjax.launch.config_keys import flatten
+from hjax.launch.huge_pages import only_cpus
 
 
 def prepare_jax(config: ConfigDict) -> str:
@@ -82,15 +80,6 @@ def available_cores() -> int:
     return cores or 1
 
 
-def only_cpus() -> bool:
-    """Whether JAX will run on CPUs: it is told so, or has no plugin for anything else."""
-    named = os.environ.get("JAX_PLATFORMS")
-    if named:
-        return named.split(",")[0] == "cpu"
-    plugins = importlib.metadata.entry_points(group="jax_plugins")
-    return not plugins and not any(map(importlib.util.find_spec, ("jax_plugins", "libtpu")))
-
-
 def compile_quickly() -> None:
     """Let XLA spend less on optimising CPU programs; before JAX starts a backend.
 
@@ -101,39 +90,6 @@ def compile_quickly() -> None:
     flags = os.environ.get("XLA_FLAGS", "")
     if only_cpus() and "xla_backend_optimization_level" not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=1".strip()
-
-
-# Which memory gets huge pages: [always], [madvise]: what programs ask them for, or [never].
-_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-# By these users set malloc's ways themselves.
-_MALLOC_VARIABLES = ("GLIBC_TUNABLES", "MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_")
-
-
-def use_huge_pages() -> None:
-    """Start this process anew with glibc told to ask for huge pages, where that is of use.
-
-    A program on the CPU takes its temporary memory anew in each run, which the kernel then maps
-    page by page: a fifth of a small model's step in pages of 4 KiB, little in those of 2 MiB. glibc
-    (2.35 on) reads the setting once, as a process starts; the command, its process id and its
-    output stay the same. Nothing is done where it would change nothing (another C library, a kernel
-    that gives huge pages to all or to none), where JAX may find an accelerator, and where the
-    environment sets malloc's ways.
-    """
-    if huge_pages_wait():
-        environment = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
-
-
-def huge_pages_wait() -> bool:
-    """Whether glibc could give this process huge pages, and has not been told to."""
-    if not only_cpus() or any(name in os.environ for name in _MALLOC_VARIABLES):
-        return False
-    try:
-        library, version = os.confstr("CS_GNU_LIBC_VERSION").split()  # type: ignore[union-attr]
-        offered = "[madvise]" in _HUGE_PAGES.read_text()
-    except (AttributeError, OSError, ValueError):
-        return False  # no glibc, or no such kernel
-    return offered and tuple(map(int, version.split(".")[:2])) >= (2, 35)
 
 
 def quiet_tpu_compiler() -> None:

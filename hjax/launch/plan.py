@@ -8,7 +8,7 @@ from typing import Any
 
 from hjax.errors import ConfigError
 from hjax.launch.command import exit_status, json_line
-from hjax.launch.machine import use_huge_pages
+from hjax.launch.huge_pages import use_huge_pages
 from hjax.launch.plan_flags import parse
 from hjax.launch.plan_picture import page, show
 from hjax.launch.plan_result import describe_result
