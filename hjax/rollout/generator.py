@@ -176,16 +176,14 @@ class Generator:
         prompts, prompt_mask = split(prompts, "batch"), split(prompt_mask, "batch")
         layers = model.unstack() if self.compute.unroll_layers else None
         rotary = rotary_tables(self.network.config, jnp.arange(prompts.shape[1] + length))
-        # Runs once per rollout: unrolled, it would cost more to compile than it saves.
         hidden, _, kept = model(
             prompts,
             positions_of(prompt_mask),
             Causal(prompt_mask, keep=True),
-            compute=dataclasses.replace(self.compute, unroll_layers=False),
+            compute=self.compute,
+            layers=layers,
             rotary=rotary,
         )
-        if self.compute.unroll_layers:
-            kept = tuple(zip(*kept))
         cache = KVCache.create(kept, shape.samples, length)
         lead = () if self.compute.unroll_layers else (None,)
         cache = jax.tree.map(lambda x: split(x, *lead, "batch", "kv_heads"), cache)
