@@ -82,8 +82,9 @@ def test_data() -> pathlib.Path:
 @pytest.fixture(scope="session")
 def calibrated(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """A cache (XDG_CACHE_HOME) with the profile of the suite's devices and nothing else but
-    ``shown.txt``, what `plan --calibrate --json` printed. Measured once for all workers."""
-    from hjax.launch import plan
+    ``shown.txt``, what `plan --calibrate --json` printed. Measured once for all workers, with
+    fewer repeats than a user's: no test asks how exact it is."""
+    from hjax.launch import calibrate, plan
 
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "calibrated"
@@ -93,6 +94,8 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
         if not (folder / "shown.txt").exists():
             patch.setenv("XDG_CACHE_HOME", str(folder))
+            patch.setattr(calibrate, "STEPS", calibrate.WARM_UP + 2)
+            patch.setattr(calibrate, "UPDATES", 3)
             with contextlib.redirect_stdout(shown):
                 assert plan.main(["--calibrate", "--json"]) == 0
             (folder / "shown.txt").write_text(shown.getvalue())

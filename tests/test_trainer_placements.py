@@ -79,6 +79,7 @@ def test_ppo_is_the_same_under_every_placement(changes, colocated, files, monkey
     }.get(changes.get("placement"), {"pool all", "pool host"})
 
 
+@pytest.mark.slow
 def test_safe_rlhf_with_six_models_is_the_same_colocated_and_standalone(files):
     models = {"reward.path": f"{files}/reward", "cost.path": f"{files}/cost"}
     together, _, _ = run("SafeRLHF", files, models)

@@ -279,9 +279,9 @@ def _start(
     rows: int,
     heads: int = 0,
     response: int = RESPONSE,
-    steps: int = STEPS,
+    steps: int = 0,
 ) -> Any:
-    """A GRPO run on ``rows`` sequences after its steps; heads of 16 unless said otherwise.
+    """A GRPO run on ``rows`` sequences after its steps (0: all); heads of 16 unless said otherwise.
 
     It is closed at the end of ``ends``, also after an error.
     """
@@ -301,7 +301,7 @@ def _start(
     }  # fmt: skip
     trainer = Trainer(check_config(changes))
     ends.callback(trainer.close)
-    trainer.run(steps)
+    trainer.run(steps or STEPS)
     return trainer
 
 
