@@ -58,6 +58,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     os.environ["XLA_FLAGS"] = " ".join(flags)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that read the calibration come first, so that one process runs them all: spread over
+    the suite, they would let one process wait while another calibrates."""
+    items.sort(key=lambda item: "calibrated" not in getattr(item, "fixturenames", ()))
+
+
 def xla_knows(flag: str) -> bool:
     """Whether this jaxlib has a flag; one that it lacks would end the process."""
     for library in pathlib.Path(jaxlib.__file__).parent.glob("libjax_common.*"):
@@ -83,7 +89,7 @@ def test_data() -> pathlib.Path:
 def calibrated(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """A cache (XDG_CACHE_HOME) with the profile of the suite's devices and nothing else but
     ``shown.txt``, what `plan --calibrate --json` printed. Measured once for all workers, with
-    fewer repeats than a user's: no test asks how exact it is."""
+    fewer repeats and runs than a user's: no test asks how exact it is."""
     from hjax.launch import calibrate, plan
 
     base = tmp_path_factory.getbasetemp()
@@ -96,6 +102,7 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
             patch.setenv("XDG_CACHE_HOME", str(folder))
             patch.setattr(calibrate, "STEPS", calibrate.WARM_UP + 2)
             patch.setattr(calibrate, "UPDATES", 3)
+            patch.setattr(calibrate, "BUSY", (2,))
             with contextlib.redirect_stdout(shown):
                 assert plan.main(["--calibrate", "--json"]) == 0
             (folder / "shown.txt").write_text(shown.getvalue())

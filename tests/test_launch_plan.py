@@ -258,7 +258,7 @@ def test_help_exits_with_0():
 
 def test_calibration_stores_a_profile_that_plans_read(calibrated, capsys):
     measured = json.loads((calibrated / "shown.txt").read_text().strip().splitlines()[-1])
-    assert set(measured["busy"]) == {"1", "2", "4", "8"}
+    assert set(measured["busy"]) == {"2", "8"}  # of a user's 1, 2, 4 and 8
     assert measured["device"]["per_host"] == jax.device_count()
     assert all(rate > 0 for rate in measured["device"]["flops"].values())
     (file,) = (calibrated / "hjax" / "profiles").glob("*.json")

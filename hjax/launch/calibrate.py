@@ -34,6 +34,8 @@ from hjax.sharding.mapping.records import FLOAT32, MASTERS, Device, Mesh, Pool
 # and updates that are timed.
 STEPS, WARM_UP, PROMPT, RESPONSE = 9, 3, 32, 32
 UPDATES = 7
+# Numbers of simulated devices that are kept busy beside all of them.
+BUSY = (1, 2, 4, 8)
 
 
 def calibrate(devices: Sequence[Any]) -> Profile:
@@ -46,7 +48,7 @@ def calibrate(devices: Sequence[Any]) -> Profile:
     cpu = devices[0].platform == "cpu"
     dtypes = ("float32",) if cpu else ("bfloat16", "float32")
     size = 512 if cpu else 8192
-    counts = [n for n in (1, 2, 4, 8) if n < len(devices)] if cpu else []
+    counts = [n for n in BUSY if n < len(devices)] if cpu else []
     counts.append(len(devices))
     flops = {d: _matmul(devices, size, d) for d in dtypes}
     rows = 8 * len(devices)
