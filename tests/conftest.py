@@ -58,10 +58,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     os.environ["XLA_FLAGS"] = " ".join(flags)
 
 
+# Fixtures that take long and that several tests share.
+LONG = {"calibrated", "sweep", "quickstart"}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that read the calibration come first, so that one process runs them all: spread over
-    the suite, they would let one process wait while another calibrates."""
-    items.sort(key=lambda item: "calibrated" not in getattr(item, "fixturenames", ()))
+    """Tests that share a long preparation come first, so that one process runs them: later in the
+    suite others would steal some of them, and prepare the same again or wait for it."""
+    items.sort(key=lambda item: LONG.isdisjoint(getattr(item, "fixturenames", ())))
 
 
 def xla_knows(flag: str) -> bool:

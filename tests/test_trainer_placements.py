@@ -60,7 +60,7 @@ def colocated(files):
     [
         {"placement": "split"},
         {"placement": "standalone"},
-        {"placement": "plan.json"},
+        pytest.param({"placement": "plan.json"}, marks=pytest.mark.slow),
         {"layout.actor.train.tensor": 2, "layout.actor.generate.tensor": 1},
     ],
     ids=lambda changes: " ".join(map(str, changes.values())),
