@@ -104,7 +104,9 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
         if not (folder / "shown.txt").exists():
             patch.setenv("XDG_CACHE_HOME", str(folder))
-            patch.setattr(calibrate, "STEPS", calibrate.WARM_UP + 2)
+            patch.setattr(calibrate, "WARM_UP", 1)
+            patch.setattr(calibrate, "STEPS", 2)
+            patch.setattr(calibrate, "LONG_RESPONSE", calibrate.RESPONSE)
             patch.setattr(calibrate, "UPDATES", 3)
             patch.setattr(calibrate, "BUSY", (2,))
             with contextlib.redirect_stdout(shown):

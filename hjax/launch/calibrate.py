@@ -30,9 +30,9 @@ from hjax.sharding.mapping.constants import Constants
 from hjax.sharding.mapping.cost import Place, update_seconds
 from hjax.sharding.mapping.records import FLOAT32, MASTERS, Device, Mesh, Pool
 
-# Of the small runs: steps, those left out because they compile, tokens of a prompt and a response;
-# and updates that are timed.
-STEPS, WARM_UP, PROMPT, RESPONSE = 9, 3, 32, 32
+# Of the small runs: steps, those left out because they compile, tokens of a prompt, a response, and
+# a response of the run with many attention scores; and updates that are timed.
+STEPS, WARM_UP, PROMPT, RESPONSE, LONG_RESPONSE = 9, 3, 32, 32, 96
 UPDATES = 7
 # Numbers of simulated devices that are kept busy beside all of them.
 BUSY = (1, 2, 4, 8)
@@ -231,7 +231,9 @@ def _small_model(devices: int, flops: float, wide: _Calls) -> dict[str, float]:
     mesh = Mesh(data=devices)
     with contextlib.ExitStack() as ends:
         tiny = [_start(ends, mesh, width=32, layers=n, rows=2 * devices) for n in (1, 4)]
-        long = _start(ends, mesh, width=64, layers=2, rows=8 * devices, heads=8, response=96)
+        long = _start(
+            ends, mesh, width=64, layers=2, rows=8 * devices, heads=8, response=LONG_RESPONSE
+        )
         one, four, scored = (_calls(trainer) for trainer in (*tiny, long))
     layer_pass = max(0.0, four.forward - one.forward) / 3
     dispatch = max(0.0, one.forward - layer_pass)

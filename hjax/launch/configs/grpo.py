@@ -12,7 +12,7 @@ def get_config() -> ConfigDict:
     """The config of `--config=grpo.py`."""
     config = default_config()
     config.algorithm.name = "GRPO"
-    config.steps = 450
+    config.steps = 450  # of five seeds one was at .898 after 300
 
     config.data.task = "sorting"
     config.data.task_options.length = 5
