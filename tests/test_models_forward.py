@@ -3,6 +3,8 @@
 Truth is transformers' Llama on each row by itself, without padding, and torch's gradient of it.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -211,3 +213,23 @@ def test_the_scanned_program_does_not_grow_with_depth():
     assert lowered_size(32, Compute()) <= 1.02 * lowered_size(4, Compute())
     unrolled = Compute(unroll_layers=True)
     assert lowered_size(8, unrolled) > 1.5 * lowered_size(4, unrolled)  # the measure measures
+
+
+@pytest.mark.parametrize("form", ["scanned", "whole on a device"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_scan_keeps_activations_for_the_backward_pass_and_no_weights(form, dtype, truth, batch):
+    network, params, _, _ = truth
+    compute = dataclasses.replace(FORMS[form], dtype=dtype)
+
+    def objective(params):
+        return weighted(network, params, batch, 1, compute)[0]
+
+    forward_scan = next(
+        equation
+        for equation in jax.make_jaxpr(jax.grad(objective))(params).eqns
+        if equation.primitive.name == "scan"
+    )
+    layers, rows = network.config.layers, len(batch["prompts"])
+    kept = [x.aval.shape for x in forward_scan.outvars if x.aval.shape[:1] == (layers,)]
+    assert (layers, rows, 10, 32) in kept  # a layer's input
+    assert [shape for shape in kept if shape[1] != rows] == []

@@ -15,38 +15,51 @@ import jax
 import jax.numpy as jnp
 
 
-def product(spec: str, x: jax.Array, weight: jax.Array, whole: bool) -> jax.Array:
-    """``einsum(spec, x, weight)`` for x [batch, length, ...], b and t, and a weight.
-
-    ``whole``: no mesh axis splits the length or the weights. Then x is [batch, length, d], the
-    weight [d, ...], and its other dimensions are joined: in the backward pass XLA on a CPU would
-    exchange them first, in copies of activations and weights.
-    """
-    if not whole:
-        return _product(spec, x, weight, False)
-    out = _product("btd,dm->btm", x, weight.reshape(weight.shape[0], -1), True)
-    return out.reshape(*x.shape[:2], *weight.shape[1:])
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
-def _product(spec: str, x: jax.Array, weight: jax.Array, whole: bool) -> jax.Array:
-    return jnp.einsum(spec, x, weight)
+def product(spec: str, x: jax.Array, weight: jax.Array, whole: bool) -> jax.Array:
+    """``einsum(spec, x, weight)`` for x [batch, length, ...], b and t, in the dtype of x.
+
+    ``whole``: no mesh axis splits the length or the weights. Then x's other dimensions, all of
+    which the product sums over, are joined, and so are those that it makes: in the backward pass
+    XLA on a CPU would exchange them first, in copies of activations and weights.
+
+    The weight is kept as it was given and made ready once more in the backward pass: a scan over
+    layers would keep whatever a layer makes of it, for all layers at once.
+    """
+    return _product_forward(spec, x, weight, whole)[0]
+
+
+def _ready(
+    spec: str, x: jax.Array, weight: jax.Array, whole: bool
+) -> tuple[str, jax.Array, jax.Array]:
+    """The spec and operands that are multiplied."""
+    weight = weight.astype(x.dtype)
+    if not whole:
+        return spec, x, weight
+    x = x.reshape(*x.shape[:2], -1)
+    return "btd,dm->btm", x, weight.reshape(x.shape[2], -1)
 
 
 def _product_forward(
     spec: str, x: jax.Array, weight: jax.Array, whole: bool
 ) -> tuple[jax.Array, Any]:
-    return jnp.einsum(spec, x, weight), (x, weight)
+    out = jnp.einsum(*_ready(spec, x, weight, whole))
+    made = weight.shape[x.ndim - 2 :]
+    return out.reshape(*x.shape[:2], *made) if whole else out, (x, weight)
 
 
 def _product_backward(
     spec: str, whole: bool, kept: Any, g: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    x, weight = kept
+    given_x, given_weight = kept
+    spec, x, weight = _ready(spec, given_x, given_weight, whole)
+    g = g.reshape(*g.shape[:2], -1) if whole else g
     operands, out = spec.split("->")
     left, right = operands.split(",")
+    d_x = jnp.einsum(f"{out},{right}->{left}", g, weight)
     d_weight = _weight_gradient(f"{left},{out}->{right}", x, g, whole)
-    return jnp.einsum(f"{out},{right}->{left}", g, weight), d_weight
+    d_weight = d_weight.reshape(given_weight.shape).astype(given_weight.dtype)
+    return d_x.reshape(given_x.shape), d_weight
 
 
 def _weight_gradient(spec: str, x: jax.Array, g: jax.Array, whole: bool) -> jax.Array:
@@ -61,42 +74,50 @@ def _weight_gradient(spec: str, x: jax.Array, g: jax.Array, whole: bool) -> jax.
     return jnp.einsum(spec.replace("bt", "t"), x, g)
 
 
-_product.defvjp(_product_forward, _product_backward)
+product.defvjp(_product_forward, _product_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def gated(x: jax.Array, weight: jax.Array, whole: bool) -> jax.Array:
-    """silu(x gate) * (x up): x [batch, length, embed], weight [embed, 2, mlp] of gate and up.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def gated_mlp(x: jax.Array, gate_up: jax.Array, down: jax.Array, whole: bool) -> jax.Array:
+    """(silu(x gate) * (x up)) down, in the dtype of x [batch, length, embed].
 
-    ``whole``: no mesh axis splits the length or the weights. Then the backward pass has a product
-    for each half, whose gradients are never copied into one array; otherwise one product for both,
-    because each would gather its weights and be summed over devices.
+    ``gate_up`` [embed, 2, mlp] is gate and up, ``down`` [mlp, embed]; both are kept as they were
+    given. ``whole``: no mesh axis splits the length or the weights. Then the backward pass has a
+    product for each half, whose gradients are never copied into one array; otherwise one product
+    for both, because each would gather its weights and be summed over devices.
     """
-    return _gated_forward(x, weight, whole)[0]
+    return _gated_mlp_forward(x, gate_up, down, whole)[0]
 
 
-def _gated_forward(x: jax.Array, weight: jax.Array, whole: bool) -> tuple[jax.Array, Any]:
-    both = jnp.einsum("btd,dcm->btcm", x, weight)
-    gate, up = both[:, :, 0], both[:, :, 1]
-    return jax.nn.silu(gate) * up, (x, weight, both)
+def _gated_mlp_forward(
+    x: jax.Array, gate_up: jax.Array, down: jax.Array, whole: bool
+) -> tuple[jax.Array, Any]:
+    both = jnp.einsum("btd,dcm->btcm", x, gate_up.astype(x.dtype))
+    inner = jax.nn.silu(both[:, :, 0]) * both[:, :, 1]
+    return product("btm,md->btd", inner, down, whole), (x, gate_up, down, both)
 
 
-def _gated_backward(whole: bool, kept: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, weight, both = kept
+def _gated_mlp_backward(whole: bool, kept: Any, g: jax.Array) -> tuple[jax.Array, ...]:
+    x, given_gate_up, given_down, both = kept
+    gate_up, down = given_gate_up.astype(x.dtype), given_down.astype(x.dtype)
     gate, up = both[:, :, 0], both[:, :, 1]
     share = jax.nn.sigmoid(gate)
-    d_gate, d_up = g * up * share * (1 + gate * (1 - share)), g * gate * share
-    if not whole:
+    d_down = _weight_gradient("btm,btd->md", gate * share * up, g, whole)
+    d_inner = jnp.einsum("btd,md->btm", g, down)
+    d_gate, d_up = d_inner * up * share * (1 + gate * (1 - share)), d_inner * gate * share
+    if whole:
+        dx = jnp.einsum("btm,dm->btd", d_gate, gate_up[:, 0])
+        dx += jnp.einsum("btm,dm->btd", d_up, gate_up[:, 1])
+        halves = [_weight_gradient("btd,btm->dm", x, half, whole) for half in (d_gate, d_up)]
+        d_gate_up = jnp.stack(halves, axis=1)
+    else:
         d_both = jnp.stack([d_gate, d_up], axis=2)
-        dx = jnp.einsum("btcm,dcm->btd", d_both, weight)
-        return dx, jnp.einsum("btd,btcm->dcm", x, d_both)
-    dx = jnp.einsum("btm,dm->btd", d_gate, weight[:, 0])
-    dx += jnp.einsum("btm,dm->btd", d_up, weight[:, 1])
-    d_weight = [_weight_gradient("btd,btm->dm", x, half, whole) for half in (d_gate, d_up)]
-    return dx, jnp.stack(d_weight, axis=1)
+        dx = jnp.einsum("btcm,dcm->btd", d_both, gate_up)
+        d_gate_up = jnp.einsum("btd,btcm->dcm", x, d_both)
+    return dx, d_gate_up.astype(given_gate_up.dtype), d_down.astype(given_down.dtype)
 
 
-gated.defvjp(_gated_forward, _gated_backward)
+gated_mlp.defvjp(_gated_mlp_forward, _gated_mlp_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

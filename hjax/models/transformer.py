@@ -18,7 +18,7 @@ from flax import nnx
 
 from hjax.models.attention import Attention
 from hjax.models.config import ModelConfig
-from hjax.models.gradients import gated, product, rms_norm
+from hjax.models.gradients import gated_mlp, product, rms_norm
 from hjax.sharding.layout import Layout
 from hjax.sharding.pipeline import Stack, plain
 
@@ -180,20 +180,18 @@ class Block(nnx.Module):
         compute: Compute = Compute(),
     ) -> tuple[jax.Array, Any, Any]:
         """One layer (of a block whose parameters were sliced to it): x [batch, length, embed]."""
-        dtype, whole = x.dtype, compute.whole
+        whole = compute.whole
         h = rms_norm(x, self.attention_norm[...], self.epsilon)
-        q = product("btd,dhe->bthe", h, self.q[...].astype(dtype), whole)
-        kv = product("btd,dcke->btcke", h, self.kv[...].astype(dtype), whole)
-        k, v = _pair(kv)
+        q = product("btd,dhe->bthe", h, self.q[...], whole)
+        k, v = _pair(product("btd,dcke->btcke", h, self.kv[...], whole))
         out, cache, kept = attention(layer, rotate(q, cos, sin), rotate(k, cos, sin), v, cache)
-        o, spec = self.o[...].astype(dtype), "bthe,hed->btd"
-        if whole or compute.unroll_layers:
+        o, spec = self.o[...], "bthe,hed->btd"
+        if compute.unroll_layers and not whole:
             # With two dimensions to sum over, XLA on a CPU copies the weights, for every token.
             out, o, spec = out.reshape(*x.shape[:2], -1), o.reshape(-1, o.shape[-1]), "btm,md->btd"
         x = x + product(spec, out, o, whole)
         h = rms_norm(x, self.mlp_norm[...], self.epsilon)
-        h = gated(h, self.gate_up[...].astype(dtype), whole)
-        return x + product("btm,md->btd", h, self.down[...].astype(dtype), whole), cache, kept
+        return x + gated_mlp(h, self.gate_up[...], self.down[...], whole), cache, kept
 
 
 class Decoder(nnx.Module):
