@@ -8,6 +8,7 @@ and the cache, not the number of devices.
 """
 
 import contextlib
+import dataclasses
 import fcntl
 import importlib.metadata
 import io
@@ -91,15 +92,18 @@ def test_data() -> pathlib.Path:
 
 @pytest.fixture(scope="session")
 def calibrated(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """A cache (XDG_CACHE_HOME) with the profile of the suite's devices and nothing else but
-    ``shown.txt``, what `plan --calibrate --json` printed. Measured once for all workers, with
-    fewer repeats and runs than a user's: no test asks how exact it is."""
-    from hjax.launch import calibrate, plan
+    """A cache (XDG_CACHE_HOME) with a profile for the suite's devices, for plans and runs.
+
+    Two of them are measured, once for all workers and with fewer repeats and runs than a user's;
+    ``two.json`` is that profile, ``shown.txt`` what `plan --calibrate --json` printed. The one for
+    all of them has the same rates: no test asks how exact it is.
+    """
+    from hjax.launch import calibrate, plan, profile
 
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "calibrated"
     folder.mkdir(exist_ok=True)
-    shown = io.StringIO()
+    shown, devices = io.StringIO(), jax.devices()
     with open(folder / "lock", "w") as lock, pytest.MonkeyPatch.context() as patch:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
         if not (folder / "shown.txt").exists():
@@ -108,8 +112,13 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
             patch.setattr(calibrate, "STEPS", 2)
             patch.setattr(calibrate, "LONG_RESPONSE", calibrate.RESPONSE)
             patch.setattr(calibrate, "UPDATES", 3)
-            patch.setattr(calibrate, "BUSY", (2,))
+            patch.setattr(jax, "devices", lambda *platform: devices[:2])
             with contextlib.redirect_stdout(shown):
                 assert plan.main(["--calibrate", "--json"]) == 0
+            stored = profile.profile_path(devices[:2]).rename(folder / "two.json")
+            measured = profile.read_profile(stored)
+            of_all = dataclasses.replace(measured.device, per_host=len(devices), alone=())
+            whole = dataclasses.replace(measured, device=of_all, busy={})
+            profile.write_profile(whole, profile.profile_path(devices))
             (folder / "shown.txt").write_text(shown.getvalue())
     return folder

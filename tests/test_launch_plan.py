@@ -6,7 +6,6 @@ import pathlib
 import subprocess
 import sys
 
-import jax
 import pytest
 from helpers import trainer_of
 
@@ -258,11 +257,10 @@ def test_help_exits_with_0():
 
 def test_calibration_stores_a_profile_that_plans_read(calibrated, capsys):
     measured = json.loads((calibrated / "shown.txt").read_text().strip().splitlines()[-1])
-    assert set(measured["busy"]) == {"2", "8"}  # of a user's 1, 2, 4 and 8
-    assert measured["device"]["per_host"] == jax.device_count()
+    assert set(measured["busy"]) == {"1", "2"}  # each number of devices that may be busy
+    assert measured["device"]["per_host"] == 2
     assert all(rate > 0 for rate in measured["device"]["flops"].values())
-    (file,) = (calibrated / "hjax" / "profiles").glob("*.json")
-    found = planned(*SMALL, f"--profile={file}", capsys=capsys)
+    found = planned(*SMALL, f"--profile={calibrated / 'two.json'}", capsys=capsys)
     assert "measured: " in found["origins"]["seconds"]
 
 
