@@ -35,6 +35,7 @@ os.environ["XLA_FLAGS"] = re.sub(
 
 import jax  # noqa: E402  (reads the variables above)
 import jaxlib  # noqa: E402
+from jax._src import xla_bridge  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", DEVICES)
 jax.config.update("jax_enable_x64", False)
@@ -47,8 +48,13 @@ QUICK = ("--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=fa
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Let XLA compile quickly, here and in children, unless a slow test is among those to run.
 
-    Slow ones train, and need what LLVM does for the speed of programs. No backend has started yet.
+    Slow ones train, and need what LLVM does for the speed of programs.
     """
+    if xla_bridge.backends_are_initialized():
+        raise pytest.UsageError(
+            "importing one of the test modules starts a JAX backend, which then keeps its devices "
+            "and compiler flags; make arrays and layouts in fixtures or tests instead"
+        )
     if any(item.get_closest_marker("slow") for item in session.items):
         return
     flags = os.environ["XLA_FLAGS"].split()

@@ -24,13 +24,21 @@ PROMPTS = [[5, 9, 2], [40, 3, 17, 22, 1], [7]]  # three prompts of different len
 RESPONSES = [[[11], [12, 13, 14, 15], [0, 16, 17]], [[18, 19], [20, 21], [22]], [[5], [6], [7, 8]]]
 SAMPLES = 3
 FORMS = {
-    "scanned": Compute(),
-    "unrolled": Compute(unroll_layers=True),
-    "recomputed": Compute(remat=True),
-    "unrolled, recomputed": Compute(unroll_layers=True, remat=True),
-    "whole on a device": Compute(layout=make_layouts(jax.devices()[:1]).train),
-    "whole, unrolled": Compute(unroll_layers=True, layout=make_layouts(jax.devices()[:1]).train),
+    "scanned": {},
+    "unrolled": {"unroll_layers": True},
+    "recomputed": {"remat": True},
+    "unrolled, recomputed": {"unroll_layers": True, "remat": True},
+    "whole on a device": {"whole": True},
+    "whole, unrolled": {"whole": True, "unroll_layers": True},
 }
+
+
+def compute_of(form):
+    """``whole``: under a layout of one device, made here because that starts a backend."""
+    options = dict(FORMS[form])
+    whole = options.pop("whole", False)
+    layout = make_layouts(jax.devices()[:1]).train if whole else None
+    return Compute(layout=layout, **options)
 
 
 def pad(rows, length, left):
@@ -117,7 +125,7 @@ def test_log_probs_and_gradient_equal_torch(form, samples, truth, batch):
     network, params, logprobs, gradient = truth
     run = jax.jit(
         jax.value_and_grad(
-            lambda params, batch: weighted(network, params, batch, samples, FORMS[form]),
+            lambda params, batch: weighted(network, params, batch, samples, compute_of(form)),
             has_aux=True,
         )
     )
@@ -219,7 +227,7 @@ def test_the_scanned_program_does_not_grow_with_depth():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_scan_keeps_activations_for_the_backward_pass_and_no_weights(form, dtype, truth, batch):
     network, params, _, _ = truth
-    compute = dataclasses.replace(FORMS[form], dtype=dtype)
+    compute = dataclasses.replace(compute_of(form), dtype=dtype)
 
     def objective(params):
         return weighted(network, params, batch, 1, compute)[0]
