@@ -78,10 +78,8 @@ def copy_until(step, workdir, copy):
 
 @pytest.mark.parametrize(
     "algorithm, changes, undisturbed",
-    [
-        pytest.param("PPO", ADAPTIVE, "whole_ppo", id="PPO"),
-        pytest.param("SafeRLHF", COSTLY, "whole_safe_rlhf", id="SafeRLHF", marks=pytest.mark.slow),
-    ],
+    [("PPO", ADAPTIVE, "whole_ppo"), ("SafeRLHF", COSTLY, "whole_safe_rlhf")],
+    ids=["PPO", "SafeRLHF"],
 )
 def test_a_stopped_run_continues_bit_for_bit(algorithm, changes, undisturbed, tmp_path, request):
     undisturbed = request.getfixturevalue(undisturbed)

@@ -60,7 +60,7 @@ def colocated(files):
     [
         {"placement": "split"},
         {"placement": "standalone"},
-        pytest.param({"placement": "plan.json"}, marks=pytest.mark.slow),
+        {"placement": "plan.json"},
         {"layout.actor.train.tensor": 2, "layout.actor.generate.tensor": 1},
     ],
     ids=lambda changes: " ".join(map(str, changes.values())),
@@ -79,7 +79,6 @@ def test_ppo_is_the_same_under_every_placement(changes, colocated, files, monkey
     }.get(changes.get("placement"), {"pool all", "pool host"})
 
 
-@pytest.mark.slow
 def test_safe_rlhf_with_six_models_is_the_same_colocated_and_standalone(files):
     models = {"reward.path": f"{files}/reward", "cost.path": f"{files}/cost"}
     together, _, _ = run("SafeRLHF", files, models)

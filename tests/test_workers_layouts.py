@@ -194,24 +194,7 @@ def test_one_update_equals_torch(one_device, truth):
     assert max(errors(gradient, expected).values()) <= 2e-5
 
 
-# Every axis once, alone or with others; the rest is slow.
-EVERYDAY = (
-    "data 8",
-    "fsdp 2, tensor 2 x 2 micro, 2 passes",
-    "tensor 8, KV heads kept whole",
-    "one device, 4 passes",
-    "fsdp 2, context 4, 2 passes",
-    "expert 2, data 4",
-    "data 2, pipe 4 kept",
-    "fsdp 2, pipe 2, tensor 2",
-    "pipe 2, context 2, tensor 2",
-)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [*EVERYDAY, *(pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS if n not in EVERYDAY)],
-)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_loss_gradient_and_tokens_are_the_same_on_every_layout(name, directory, batch, one_device):
     metrics, gradient, drawn = one_step(directory, batch, *LAYOUTS[name])
     bubble = metrics.pop("pipeline_bubble", None)
