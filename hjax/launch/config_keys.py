@@ -177,7 +177,9 @@ KEYS: dict[str, Any] = {
             one_of("auto", "float32", "bfloat16"),
         ),
         "remat": Key(
-            False, "recompute each layer in the backward pass: less memory, a third more time"
+            False,
+            "recompute each layer in the backward pass: less memory, a third more time; on a CPU "
+            "of scanned layers only, because XLA undoes it for unrolled ones",
         ),
     },
     "data": {
