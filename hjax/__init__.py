@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # what type checkers and editors see of the table below
     from hjax import algorithms as algorithms
     from hjax import controller as controller
     from hjax import errors as errors
+    from hjax import rules as rules
     from hjax import workers as workers
     from hjax.launch.config import load_config as get_config
     from hjax.launch.trainer import Trainer as Trainer
@@ -30,6 +31,7 @@ _LAZY = {
     "get_config": ("hjax.launch.config", "load_config"),
     "load_model": ("hjax.rollout.language_model", "load_model"),
     "protocol": ("hjax.sharding.protocols", "protocol"),
+    "rules": ("hjax.rules", ""),
     "workers": ("hjax.workers", ""),
 }
 
@@ -42,6 +44,7 @@ __all__ = [
     "get_config",
     "load_model",
     "protocol",
+    "rules",
     "workers",
 ]
 

@@ -135,6 +135,13 @@ def test_a_mistyped_key_in_python_fails_at_once():
         ("--config.rollout.temperature=nan", "must be larger than 0"),
         ("--config.rollout.top_p=1.5", "above 0 and at most 1"),
         ("--config.actor.schedule=step", "must be one of constant, cosine, linear"),
+        ("--config.seed=4294967296", "must be from 0 to 4294967295"),
+        ("--config.algorithm.kl_in=rewrd", "algorithm.kl_in='rewrd': must be one of reward, loss"),
+        ("--config.algorithm.epochs=0", "must be 1 or more"),
+        ("--config.algorithm.lam=nan", "must be from 0 to 1"),
+        ("--config.algorithm.gamma=2", "must be from 0 to 1"),
+        ("--config.algorithm.minibatch=-1", "must be 0 or more"),
+        ("--config.algorithm.dual_clip=0.5", "must be above 1 (usually 3), or 0 for none"),
         ("--config.placement=plan.json", "no such file"),
         ("--config.placement=together", "must be one of colocate, split, standalone"),
         ("--config.cluster.address=head:6379", "not built yet; leave it empty"),
@@ -142,10 +149,30 @@ def test_a_mistyped_key_in_python_fails_at_once():
         ("--config.model.heads=3", "it may be 1, 2, 4, 8, 16, 32, 64, 128"),
         ("config.steps=3", "unexpected argument 'config.steps=3'"),
         ("--wrokdir=x", "wrokdir"),
+        ("--confg.steps=3", "'confg.steps'; did you mean --config.steps?"),
+        ("--zzz=3", "'zzz'; --help lists what there is"),
     ],
 )
 def test_wrong_overrides_are_named(override, says):
     assert says in error_of(override)
+
+
+def test_rules_of_an_algorithm_hold_for_its_subclasses_too(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "import hjax\n"
+        "class Mine(hjax.algorithms.GRPO):\n"
+        "    rules = {'bonus': hjax.rules.at_least(1),\n"
+        "             'kl_in': hjax.rules.one_of('loss', 'here')}\n"
+        "    @classmethod\n"
+        "    def default_config(cls):\n"
+        "        config = super().default_config()\n"
+        "        config.bonus = 2.0\n"
+        "        return config\n"
+    )
+    name = f"--config.algorithm.name={tmp_path / 'own.py'}:Mine"
+    assert "must be 1 or more" in error_of(name, "--config.algorithm.bonus=0.5")
+    assert "must be one of std, none" in error_of(name, "--config.algorithm.normalise=foo")
+    assert "must be one of loss, here" in error_of(name, "--config.algorithm.kl_in=reward")
 
 
 def test_batch_sizes_that_do_not_divide_offer_those_that_do():

@@ -1,6 +1,7 @@
 """A run that was stopped or killed goes on as if nothing had happened, bit for bit."""
 
 import json
+import os
 import random
 import shutil
 import signal
@@ -234,6 +235,18 @@ def wait_until(condition, process, seconds=200):
 
 def rows_so_far(path):
     return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def test_truncated_arrays_leave_one_line_in_a_shell(folder):
+    # Reads of other arrays are under way when the first fails.
+    shutil.copytree(folder / "whole", folder / "cut")
+    arrays = [f for f in (folder / "cut" / "checkpoints" / "12").glob("*/ocdbt*/d/*")]
+    for file in arrays:
+        os.truncate(file, file.stat().st_size // 2)
+    assert len(arrays) > 4
+    done = launch("tiny.py", "--workdir=cut", "--config.steps=13", cwd=folder)
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert done.returncode == 2 and "12: this checkpoint cannot be read" in done.stderr
 
 
 def test_a_finished_run_says_so(folder):

@@ -69,7 +69,7 @@ def test_prompts_as_token_ids_need_no_tokenizer(folder):
     "changes, message",
     [
         ({"model.vocab_size": 0}, "model.vocab_size=0 takes the tokenizer's size, but there is no"),
-        ({"model.vocab_size": 8}, "row .* has token id 15; the model's vocabulary is 0 to 7"),
+        ({"model.vocab_size": 8}, r"ids.jsonl:1: token id 15 is outside .*from 0 to 7\)"),
         ({"reward.function": ""}, "nothing gives a reward: set reward.function=path.py:name"),
         ({"warm_start.steps": 1}, "warm_start.steps=1 needs demonstrations; this data has none"),
         ({"algorithm.name": "SFT"}, "SFT needs demonstrations; this data has none"),
@@ -158,7 +158,7 @@ def test_a_demonstration_too_long_is_refused_with_its_length(folder):
         "tokenizer.path": f"{folder}/tokenizer",
         "reward.function": f"{folder}/rewards.py:length",
     }
-    with pytest.raises(ConfigError, match="demonstration .*row 0 has 6 tokens, more than .*=4"):
+    with pytest.raises(ConfigError, match="demonstration of the prompt '1>' has 6 tokens, .*=4"):
         with trainer_of("SFT", changes):
             pass
 
@@ -171,7 +171,7 @@ def test_demonstrations_that_are_missing_in_a_row_are_named(folder):
         "tokenizer.path": f"{folder}/tokenizer",
         "reward.function": f"{folder}/rewards.py:length",
     }
-    with pytest.raises(ConfigError, match="demonstration of row 1?[0-9] is None; it must be text"):
+    with pytest.raises(ConfigError, match="demonstration of the prompt '2>' is None; it must"):
         with trainer_of("SFT", changes):
             pass
     # Where nothing learns from them, a row without one is no error.

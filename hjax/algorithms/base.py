@@ -18,6 +18,7 @@ from hjax.algorithms.kl import AdaptiveKL, FixedKL, KLController
 from hjax.algorithms.losses import explained_variance
 from hjax.controller import Future, join
 from hjax.errors import RunError
+from hjax.rules import Rule, at_least, finite, one_of
 
 Batch = dict[str, Any]
 
@@ -84,6 +85,28 @@ class Algorithm:
     reward: Any
     cost: Any
     cost_critic: Any
+
+    # What the keys of `default_config()` may be; where a class is silent its bases' rules hold.
+    rules: ClassVar[Mapping[str, Rule]] = {
+        "minibatch": at_least(0),
+        "epochs": at_least(1),
+        "kl_coef": at_least(0),
+        "kl_in": one_of("reward", "loss"),
+        "kl_estimator": one_of("k2", "k3", "k1+", "k3+"),
+        "kl_target": at_least(0),
+        "kl_horizon": at_least(1),
+        "entropy_coef": finite(),
+        "aggregation": one_of("token", "sequence", "constant"),
+        "max_skipped": at_least(0),
+    }
+
+    @classmethod
+    def all_rules(cls) -> dict[str, Rule]:
+        """What the algorithm's own keys may be: its rules and its bases'."""
+        found: dict[str, Rule] = {}
+        for base in reversed(cls.__mro__):
+            found |= vars(base).get("rules", {})
+        return found
 
     @classmethod
     def default_config(cls) -> ConfigDict:

@@ -14,12 +14,20 @@ from hjax.algorithms.base import Algorithm, Batch, old_logprobs
 from hjax.algorithms.ppo import policy_loss
 from hjax.controller import join
 from hjax.errors import ConfigError
+from hjax.rules import at_least, between, one_of
 
 
 class GRPO(Algorithm):
     """Rewards normalised within each prompt's samples; no critic; KL in the loss."""
 
     roles: ClassVar[tuple[str, ...]] = ("actor", "reference", "reward")
+
+    rules = {
+        "clip_low": between(0, 1),
+        "clip_high": at_least(0),
+        "normalise": one_of("std", "none"),
+        "epsilon": at_least(0),
+    }
 
     @classmethod
     def default_config(cls) -> ConfigDict:

@@ -15,12 +15,22 @@ from hjax.algorithms.base import Algorithm, Batch, old_logprobs
 from hjax.algorithms.kl import kl_estimate
 from hjax.algorithms.losses import PolicyLoss, ValueLoss
 from hjax.controller import join
+from hjax.rules import Rule, at_least, between
 
 
 class PPO(Algorithm):
     """Clipped policy and value losses on advantages of GAE."""
 
     roles: ClassVar[tuple[str, ...]] = ("actor", "critic", "reference", "reward")
+
+    rules = {
+        "gamma": between(0, 1),
+        "lam": between(0, 1),
+        "clip_low": between(0, 1),
+        "clip_high": at_least(0),
+        "dual_clip": Rule("above 1 (usually 3), or 0 for none", lambda x: x == 0 or x > 1),
+        "value_clip": at_least(0),
+    }
 
     @classmethod
     def default_config(cls) -> ConfigDict:

@@ -15,12 +15,15 @@ from hjax.algorithms.base import Algorithm, Batch, old_logprobs
 from hjax.algorithms.kl import kl_estimate
 from hjax.algorithms.ppo import policy_loss
 from hjax.controller import join
+from hjax.rules import between
 
 
 class ReMax(Algorithm):
     """REINFORCE with a greedy baseline; no critic, no ratio, one update per batch."""
 
     roles: ClassVar[tuple[str, ...]] = ("actor", "reference", "reward")
+
+    rules = {"gamma": between(0, 1)}
 
     @classmethod
     def default_config(cls) -> ConfigDict:

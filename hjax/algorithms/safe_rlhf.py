@@ -20,6 +20,7 @@ from hjax.algorithms.losses import ValueLoss
 from hjax.algorithms.ppo import PPO
 from hjax.controller import join
 from hjax.errors import ConfigError
+from hjax.rules import above, at_least, finite
 
 
 class SafeRLHF(PPO):
@@ -33,10 +34,19 @@ class SafeRLHF(PPO):
             raise ConfigError(
                 "algorithm.pretraining_coef needs demonstrations; this data has none: set it to 0"
             )
-        if not config.initial_multiplier > 0:
-            raise ConfigError(f"algorithm.initial_multiplier={config.initial_multiplier}: above 0")
         self.log_multiplier = math.log(config.initial_multiplier)
         self.recent_costs: collections.deque[float] = collections.deque(maxlen=config.cost_window)
+
+    rules = {
+        "cost_limit": finite(),
+        "initial_multiplier": above(0),
+        "max_multiplier": above(0),
+        "multiplier_learning_rate": at_least(0),
+        "multiplier_delay": at_least(0),
+        "cost_window": at_least(1),
+        "score_clip": at_least(0),
+        "pretraining_coef": at_least(0),
+    }
 
     @classmethod
     def default_config(cls) -> ConfigDict:

@@ -5,6 +5,7 @@ config = load_config("ppo.py", ["--config.rollout.prompts=32"])
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import os
 import re
@@ -159,19 +160,26 @@ def _apply(config: ConfigDict, overrides: Sequence[str], values: flags.FlagValue
         )
         rest = values(["hjax.launch", *arguments])[1:]
     except flags.Error as error:
-        raise _flag_error(error, known) from error
+        raise _flag_error(error, known, values) from error
     except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"a --config override cannot be read: {_one_line(error)}") from error
+        raise ConfigError(f"an option cannot be read: {_one_line(error)}") from error
     if rest:
         raise ConfigError(
             f"unexpected argument {rest[0]!r}; options begin with -- and take =VALUE, see --help"
         )
 
 
-def _flag_error(error: flags.Error, known: dict[str, Any]) -> ConfigError:
-    """absl's complaint as a line that says what type the key has."""
+def _flag_error(
+    error: flags.Error, known: dict[str, Any], values: flags.FlagValues
+) -> ConfigError:
+    """absl's complaint as a line that says what type the key has, or which flag is nearest."""
     text = " ".join(str(error).split())
     match = re.match(r"flag --config\.([^=\s]+)=(.*?): ", text)
     if match and match[1] in known:
         return wrong_type(match[1], match[2], known[match[1]])
+    if isinstance(error, flags.UnrecognizedFlagError):
+        names = [*values, *(f"config.{key}" for key in known)]
+        near = difflib.get_close_matches(error.flagname, names, n=1)
+        text = text.partition(" Did you mean")[0].rstrip(".?")
+        text += f"; did you mean --{near[0]}?" if near else "; --help lists what there is"
     return ConfigError(text[:1].lower() + text[1:])

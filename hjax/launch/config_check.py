@@ -148,10 +148,15 @@ def unknown_key(key: str, known: Iterable[str], given: Mapping[str, Any]) -> Con
 
 
 def _check_ranges(config: ConfigDict) -> None:
+    from hjax.algorithms import get_algorithm
+
     values = flatten(config)
-    for key, definition in flatten(KEYS).items():
-        rule = definition.rule
-        if rule is not None and not rule.holds(values[key]):
+    rules = {key: definition.rule for key, definition in flatten(KEYS).items()}
+    own = get_algorithm(config.algorithm.name).all_rules()
+    rules |= {f"algorithm.{key}": rule for key, rule in own.items()}
+    for key, rule in rules.items():
+        # A class of the user's may leave out keys of its base's.
+        if rule is not None and key in values and not rule.holds(values[key]):
             raise ConfigError(f"config.{key}={values[key]!r}: must be {rule.text}")
     for text in config.rollout.stop:
         if not isinstance(text, str) or not text:
@@ -198,8 +203,6 @@ def _check_batches(config: ConfigDict) -> None:
     prompts, samples = config.rollout.prompts, config.rollout.samples
     batch = prompts * samples
     minibatch = config.algorithm.get("minibatch", 0)
-    if not isinstance(minibatch, int) or minibatch < 0:
-        raise ConfigError(f"config.algorithm.minibatch={minibatch!r}: must be 0 or more")
     if minibatch and (minibatch % samples or batch % minibatch):
         allowed = divisors(prompts, samples)
         raise ConfigError(

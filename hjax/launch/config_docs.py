@@ -69,7 +69,7 @@ def config_markdown() -> str:
 def _algorithms() -> list[str]:
     """The algorithms' own keys, with the comments beside their definitions as meanings."""
     lines = ["", "## The algorithms' own keys", "", "Of all algorithms but SFT:", ""]
-    head = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    head = ["| key | type | default | meaning | must be |", "|---|---|---|---|---|"]
     common = Algorithm.default_config()
     lines += head + [_own_row(Algorithm, key) for key in _comments(Algorithm)]
     for name, cls in ALGORITHMS.items():
@@ -94,7 +94,9 @@ def _algorithms() -> list[str]:
 def _own_row(cls: type[Algorithm], name: str) -> str:
     default = cls.default_config()[name]
     doc = _comments(cls).get(name, "").replace("|", "\\|")
-    return f"| `algorithm.{name}` | {type(default).__name__} | {_shown(default)} | {doc} |"
+    rule = cls.all_rules().get(name)
+    may = rule.text if rule else ""
+    return f"| `algorithm.{name}` | {type(default).__name__} | {_shown(default)} | {doc} | {may} |"
 
 
 def _comments(cls: type[Algorithm]) -> dict[str, str]:

@@ -2,7 +2,8 @@
 
 This table is the one source: `default_config` builds the ConfigDict from it, `check_config` takes
 types and ranges from it, and docs/config.md is its printout (`python -m hjax.launch.config_docs`).
-An algorithm's own keys live under `config.algorithm` and come from its `default_config()`.
+An algorithm's own keys live under `config.algorithm` and come from its `default_config()`, what
+they may be from its `rules`.
 
 Batch sizes are always counted in sequences (one sequence = one prompt with one response) over the
 whole run, never per device; `rollout.prompts` alone counts prompts.
@@ -11,44 +12,12 @@ whole run, never per device; `rollout.prompts` alone counts prompts.
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
 
-
-@dataclasses.dataclass(frozen=True)
-class Rule:
-    """A condition on one value; ``text`` completes the sentence 'must be ...'."""
-
-    text: str
-    holds: Callable[[Any], bool]
-
-
-def at_least(low: float) -> Rule:
-    """A finite number of ``low`` or more."""
-    return Rule(f"{low:g} or more", lambda x: math.isfinite(x) and x >= low)
-
-
-def above(low: float) -> Rule:
-    """A finite number larger than ``low``."""
-    return Rule(f"larger than {low:g}", lambda x: math.isfinite(x) and x > low)
-
-
-def between(low: float, high: float) -> Rule:
-    """A number from ``low`` to ``high``, both allowed."""
-    return Rule(f"from {low:g} to {high:g}", lambda x: low <= x <= high)
-
-
-def fraction_below_one() -> Rule:
-    """A decay rate: from 0 to just below 1."""
-    return Rule("from 0 to below 1", lambda x: 0 <= x < 1)
-
-
-def one_of(*allowed: str) -> Rule:
-    """One of these words."""
-    return Rule("one of " + ", ".join(allowed), lambda x: x in allowed)
+from hjax.rules import Rule, above, at_least, below_one, between, one_of, whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,8 +62,8 @@ def _optimizer(role: str, learning_rate: float) -> dict[str, Key]:
             0, "optimizer updates over which the learning rate rises from 0", at_least(0)
         ),
         "weight_decay": Key(0.0, "AdamW's decoupled weight decay", at_least(0)),
-        "beta1": Key(0.9, "AdamW's decay of the gradient's mean", fraction_below_one()),
-        "beta2": Key(0.99, "AdamW's decay of the gradient's mean square", fraction_below_one()),
+        "beta1": Key(0.9, "AdamW's decay of the gradient's mean", below_one()),
+        "beta2": Key(0.99, "AdamW's decay of the gradient's mean square", below_one()),
         "max_grad_norm": Key(
             1.0, "clip the gradient's global L2 norm to this; 0: no clipping", at_least(0)
         ),
@@ -141,7 +110,7 @@ def _layout(generates: bool) -> dict[str, Any]:
 ROLES = ("actor", "critic", "reference", "reward", "cost", "cost_critic")
 
 KEYS: dict[str, Any] = {
-    "seed": Key(0, "every random draw follows from it", at_least(0)),
+    "seed": Key(0, "every random draw follows from it", whole(0, 2**32 - 1)),
     "steps": Key(
         100, "training steps: one rollout and its updates each; may change on resume", at_least(1)
     ),
@@ -263,7 +232,7 @@ KEYS: dict[str, Any] = {
         "every": Key(
             20,
             "steps between evaluations; one stands before the first step and one after the "
-            "last. 0: none",
+            "last (of one step only the first stands in the metrics). 0: none",
             at_least(0),
         ),
         "prompts": Key(128, "held-out prompts per evaluation; 0: all", at_least(0)),

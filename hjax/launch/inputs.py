@@ -55,14 +55,15 @@ def load_inputs(config: ConfigDict, supervised: bool = False) -> Inputs:
     train, held_out = _datasets(config, task, tokenizer)
     longest = max(d.longest_prompt for d in (train, held_out) if d is not None)
     prompt_length = config.rollout.max_prompt_length or longest
-    if longest > prompt_length:  # of a task; a file's rows were checked one by one
+    if longest > prompt_length:  # of a task
         raise DataError(
             f"data.task={config.data.task}: its prompts have up to {longest} tokens, above "
             f"rollout.max_prompt_length={prompt_length}; raise that key (0: the longest prompt)"
         )
     model = _model(config, tokenizer, prompt_length)
-    for name, dataset in (("data.path", train), ("data.eval_path", held_out)):
-        _check_tokens(name, dataset, model.vocab_size)
+    if task is not None:  # a file's rows were checked one by one
+        for dataset in (train, held_out):
+            _check_tokens(f"data.task={config.data.task}", dataset, model.vocab_size)
     limit = prompt_length + config.rollout.max_response_length
     if limit > model.max_length:
         raise ConfigError(
@@ -127,9 +128,14 @@ def _datasets(
         )
         return train, held_out
     limit = config.rollout.max_prompt_length
-    train = Dataset.from_file(data.path, tokenizer, limit)
+    # Without a tokenizer or a size, text is refused first, by its line.
+    sized = config.actor.path or config.model.vocab_size or tokenizer is not None
+    vocabulary = _vocabulary(config, tokenizer) if sized else None
+    if vocabulary is not None and tokenizer is not None:
+        vocabulary = min(vocabulary, tokenizer.vocab_size)
+    train = Dataset.from_file(data.path, tokenizer, limit, vocab_size=vocabulary)
     if data.eval_path:
-        held_out = Dataset.from_file(data.eval_path, tokenizer, limit)
+        held_out = Dataset.from_file(data.eval_path, tokenizer, limit, vocab_size=vocabulary)
     elif data.eval_fraction and config.eval.every:
         train, held_out = split_held_out(train, data.eval_fraction, seed)
     else:
@@ -139,11 +145,11 @@ def _datasets(
     return train, held_out
 
 
-def _model(config: ConfigDict, tokenizer: Tokenizer | None, prompt_length: int) -> ModelConfig:
+def _vocabulary(config: ConfigDict, tokenizer: Tokenizer | None) -> int:
+    """How many tokens the actor knows."""
     if config.actor.path:
-        return read_config(config.actor.path)
-    shape = config.model
-    vocab = shape.vocab_size
+        return read_config(config.actor.path).vocab_size
+    vocab = config.model.vocab_size
     if not vocab:
         if tokenizer is None:
             raise ConfigError(
@@ -155,6 +161,13 @@ def _model(config: ConfigDict, tokenizer: Tokenizer | None, prompt_length: int) 
         raise ConfigError(
             f"model.vocab_size={vocab} is less than the tokenizer's {tokenizer.vocab_size}"
         )
+    return vocab
+
+
+def _model(config: ConfigDict, tokenizer: Tokenizer | None, prompt_length: int) -> ModelConfig:
+    if config.actor.path:
+        return read_config(config.actor.path)
+    shape, vocab = config.model, _vocabulary(config, tokenizer)
     if shape.hidden_size % shape.heads:
         raise ConfigError(
             f"model.heads={shape.heads} does not divide model.hidden_size={shape.hidden_size}"
@@ -177,7 +190,7 @@ def _check_tokens(name: str, dataset: Dataset | None, vocab: int) -> None:
         if tokens and not 0 <= min(tokens) <= max(tokens) < vocab:
             wrong = min(tokens) if min(tokens) < 0 else max(tokens)
             raise DataError(
-                f"{name}: row {row} has token id {wrong}; the model's vocabulary is 0 to "
+                f"{name}: prompt {row} has token id {wrong}; the model's vocabulary is 0 to "
                 f"{vocab - 1}"
             )
 
@@ -225,18 +238,23 @@ def _demonstrations(
     if texts is None:
         return []
     end = [tokenizer.eos_id] if tokenizer.eos_id is not None else []
+
+    def shown(row: int) -> str:
+        # Rows are those that were not held out, so their numbers would not be the file's.
+        return f"the prompt {train.prompt_text[row][:60]!r}" if train.prompt_text else "a prompt"
+
     pairs = []
     for i, (prompt, text) in enumerate(zip(train.prompt_tokens, texts, strict=True)):
         if not isinstance(text, str):
             if needed:
-                raise DataError(f"demonstration of row {i} is {text!r}; it must be text")
+                raise DataError(f"the demonstration of {shown(i)} is {text!r}; it must be text")
             continue
         response = tokenizer.encode(text, add_special=False) + end
         if not needed and len(response) > config.rollout.max_response_length:
             continue
         if len(response) > config.rollout.max_response_length:
             raise DataError(
-                f"demonstration of row {i} has {len(response)} tokens, more than "
+                f"the demonstration of {shown(i)} has {len(response)} tokens, more than "
                 f"rollout.max_response_length={config.rollout.max_response_length}; raise it"
             )
         pairs.append((prompt, response))

@@ -6,8 +6,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import inspect
 import logging
-from collections.abc import Mapping
+import sys
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +91,9 @@ class Checkpointer:
         for role, state in states.items():
             for kind, tree in state.items():
                 items[f"{role}.{kind}"] = args.StandardRestore(tree)
-        try:
+        path = self.directory / str(step)
+        with _one_error(path):
             restored = self._manager.restore(step, args=args.Composite(**items))
-        except Exception as error:  # orbax and tensorstore raise many kinds for damaged files
-            raise damaged(self.directory / str(step), error) from error
         return (
             {
                 role: {kind: restored[f"{role}.{kind}"] for kind in state}
@@ -126,23 +130,67 @@ def restore_params(directory: Path, role: str) -> Any:
     if not steps:
         raise DataError(f"{directory}: no complete checkpoint; train a step first")
     path = directory / str(steps[-1]) / f"{role}.params"
+    with _one_error(path), ocp.StandardCheckpointer() as reader:
+        tree = reader.metadata(path).item_metadata.tree
+        # Without a sharding orbax wants the devices that saved; the reader may have others.
+        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        shapes = jax.tree.map(
+            lambda m: jax.ShapeDtypeStruct(m.shape, m.dtype, sharding=here), tree
+        )
+        return jax.device_get(reader.restore(path, shapes))
+
+
+@contextlib.contextmanager
+def _one_error(path: Path) -> Iterator[None]:
+    """Whatever orbax and tensorstore raise for damaged files becomes one line, and the only one.
+
+    The first array that cannot be read ends the event loop in which all are; the others' reads then
+    find it closed and would print so, each with a traceback, until the last has ended.
+    """
+    kept = sys.unraisablehook, sys.excepthook
+    unraised: list[Any] = []
+    uncaught: list[Any] = []
+    sys.unraisablehook = unraised.append
+    sys.excepthook = lambda *about: uncaught.append(about)
     try:
-        with ocp.StandardCheckpointer() as reader:
-            tree = reader.metadata(path).item_metadata.tree
-            # Without a sharding orbax wants the devices that saved; the reader may have others.
-            here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-            shapes = jax.tree.map(
-                lambda m: jax.ShapeDtypeStruct(m.shape, m.dtype, sharding=here), tree
-            )
-            return jax.device_get(reader.restore(path, shapes))
+        yield
     except Exception as error:
+        for _ in range(5):
+            gc.collect()
+            time.sleep(0.1)
+        unraised, uncaught = [], []
+        kept = _without_abandoned_reads(*kept)  # slow ones end later still
         raise damaged(path, error) from error
+    finally:
+        sys.unraisablehook, sys.excepthook = kept
+        for unraisable in unraised:
+            sys.unraisablehook(unraisable)
+        for about in uncaught:
+            sys.excepthook(*about)
+
+
+def _without_abandoned_reads(unraisable: Any, uncaught: Any) -> tuple[Any, Any]:
+    """The hooks, but silent about coroutines and event loops that were left."""
+    closed = "Event loop is closed"
+
+    def quiet_unraisable(about: Any) -> None:
+        if not (inspect.iscoroutine(about.object) or closed in str(about.exc_value)):
+            unraisable(about)
+
+    def quiet_uncaught(kind: Any, error: Any, trace: Any) -> None:
+        if closed not in str(error):
+            uncaught(kind, error, trace)
+
+    return quiet_unraisable, quiet_uncaught
 
 
 def damaged(path: Path, error: Exception) -> DataError:
     """The one line for a checkpoint that cannot be read."""
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    for beside in (" See full TensorStore details", " <bound method"):
+        reason = reason.partition(beside)[0]
+    reason = f"{type(error).__name__}: {reason[:200]}"
     return DataError(
-        f"{path}: this checkpoint cannot be read ({type(error).__name__}: {reason}); delete that "
-        "directory to go on from the one before it, or use a new --workdir"
+        f"{path}: this checkpoint cannot be read ({reason}); delete that directory to go on from "
+        "the one before it, or use a new --workdir"
     )

@@ -1,0 +1,51 @@
+"""What a config key's value may be, said so that a refusal can name it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """A condition on one value; ``text`` completes the sentence 'must be ...'."""
+
+    text: str
+    holds: Callable[[Any], bool]
+
+
+def at_least(low: float) -> Rule:
+    """A finite number of ``low`` or more."""
+    return Rule(f"{low:g} or more", lambda x: math.isfinite(x) and x >= low)
+
+
+def above(low: float) -> Rule:
+    """A finite number larger than ``low``."""
+    return Rule(f"larger than {low:g}", lambda x: math.isfinite(x) and x > low)
+
+
+def between(low: float, high: float) -> Rule:
+    """A number from ``low`` to ``high``, both allowed."""
+    return Rule(f"from {low:g} to {high:g}", lambda x: low <= x <= high)
+
+
+def whole(low: int, high: int) -> Rule:
+    """A whole number from ``low`` to ``high``, both allowed."""
+    return Rule(f"from {low} to {high}", lambda x: low <= x <= high)
+
+
+def finite() -> Rule:
+    """Any finite number."""
+    return Rule("a finite number", math.isfinite)
+
+
+def below_one() -> Rule:
+    """A decay rate: from 0 to just below 1."""
+    return Rule("from 0 to below 1", lambda x: 0 <= x < 1)
+
+
+def one_of(*allowed: str) -> Rule:
+    """One of these words."""
+    return Rule("one of " + ", ".join(allowed), lambda x: x in allowed)
