@@ -28,11 +28,6 @@ def above(low: float) -> Rule:
 
 def between(low: float, high: float) -> Rule:
     """A number from ``low`` to ``high``, both allowed."""
-    return Rule(f"from {low:g} to {high:g}", lambda x: low <= x <= high)
-
-
-def whole(low: int, high: int) -> Rule:
-    """A whole number from ``low`` to ``high``, both allowed."""
     return Rule(f"from {low} to {high}", lambda x: low <= x <= high)
 
 

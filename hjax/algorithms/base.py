@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from hjax.algorithms.kl import AdaptiveKL, FixedKL, KLController
+from hjax.algorithms.kl import KL_KINDS, AdaptiveKL, FixedKL, KLController
 from hjax.algorithms.losses import explained_variance
 from hjax.controller import Future, join
 from hjax.errors import RunError
@@ -92,7 +92,7 @@ class Algorithm:
         "epochs": at_least(1),
         "kl_coef": at_least(0),
         "kl_in": one_of("reward", "loss"),
-        "kl_estimator": one_of("k2", "k3", "k1+", "k3+"),
+        "kl_estimator": one_of(*KL_KINDS),
         "kl_target": at_least(0),
         "kl_horizon": at_least(1),
         "entropy_coef": finite(),

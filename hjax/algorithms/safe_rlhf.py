@@ -28,15 +28,6 @@ class SafeRLHF(PPO):
 
     roles = ("actor", "critic", "reference", "reward", "cost", "cost_critic")
 
-    def __init__(self, config: ConfigDict, *args: Any, **kwargs: Any):
-        super().__init__(config, *args, **kwargs)
-        if config.pretraining_coef and self.demonstrations is None:
-            raise ConfigError(
-                "algorithm.pretraining_coef needs demonstrations; this data has none: set it to 0"
-            )
-        self.log_multiplier = math.log(config.initial_multiplier)
-        self.recent_costs: collections.deque[float] = collections.deque(maxlen=config.cost_window)
-
     rules = {
         "cost_limit": finite(),
         "initial_multiplier": above(0),
@@ -47,6 +38,15 @@ class SafeRLHF(PPO):
         "score_clip": at_least(0),
         "pretraining_coef": at_least(0),
     }
+
+    def __init__(self, config: ConfigDict, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        if config.pretraining_coef and self.demonstrations is None:
+            raise ConfigError(
+                "algorithm.pretraining_coef needs demonstrations; this data has none: set it to 0"
+            )
+        self.log_multiplier = math.log(config.initial_multiplier)
+        self.recent_costs: collections.deque[float] = collections.deque(maxlen=config.cost_window)
 
     @classmethod
     def default_config(cls) -> ConfigDict:

@@ -17,7 +17,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from hjax.rules import Rule, above, at_least, below_one, between, one_of, whole
+from hjax.rules import Rule, above, at_least, below_one, between, one_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +110,7 @@ def _layout(generates: bool) -> dict[str, Any]:
 ROLES = ("actor", "critic", "reference", "reward", "cost", "cost_critic")
 
 KEYS: dict[str, Any] = {
-    "seed": Key(0, "every random draw follows from it", whole(0, 2**32 - 1)),
+    "seed": Key(0, "every random draw follows from it", between(0, 2**32 - 1)),
     "steps": Key(
         100, "training steps: one rollout and its updates each; may change on resume", at_least(1)
     ),
