@@ -19,13 +19,13 @@ ROLES = ("actor", "critic", "reference", "reward", "cost")
 
 def search_times() -> list[dict[str, Any]]:
     """Seconds of the search by models and GPUs."""
-    from hjax.launch.paper_tables import WORK
-    from hjax.models.arithmetic import counts
-    from hjax.models.shapes import published
-    from hjax.sharding.mapping.hardware import cluster
-    from hjax.sharding.mapping.records import Call, Dataflow
-    from hjax.sharding.mapping.search import Problem
-    from hjax.sharding.mapping.strategies import plan
+    from hjax.models.published import published
+    from hjax.planning.counting import counts
+    from hjax.planning.hardware import cluster
+    from hjax.planning.records import Call, Dataflow
+    from hjax.planning.search import Problem
+    from hjax.planning.strategies import plan
+    from hjax.studies.paper_tables import WORK
 
     rows = []
     for models, gpus in [(2, 128), (3, 128), (4, 64), (4, 128), (4, 256), (4, 512), (4, 1024),

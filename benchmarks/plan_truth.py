@@ -110,8 +110,8 @@ def simulate() -> Any:
 
 def predicted(trainer: Any, profile: Any) -> Any:
     """The planner's plan of a run as it is set up."""
-    from hjax.launch.auto import predict, run_problem
-    from hjax.sharding.mapping.records import Cluster, Pool
+    from hjax.planning.auto import predict, run_problem
+    from hjax.planning.records import Cluster, Pool
 
     shapes = {r: m for r, m in trainer.roles.models.items() if r in trainer.roles.layouts}
     cluster = Cluster((Pool(profile.device, 1, DEVICES),))
@@ -126,8 +126,8 @@ def times(steps: int = 6) -> dict[str, Any]:
     """Predicted and measured seconds of a step."""
     devices = simulate()
     import hjax
-    from hjax.launch.calibrate import calibrate
-    from hjax.launch.config import check_config
+    from hjax.planning.calibration import calibrate
+    from hjax.settings.reading import check_config
 
     profile = calibrate(devices)
     rows: list[dict[str, Any]] = []
@@ -177,10 +177,10 @@ def one_memory(name: str) -> dict[str, Any]:
     import jax
 
     import hjax
-    from hjax.launch.config import check_config
-    from hjax.launch.profile import Profile
-    from hjax.sharding.mapping.constants import Constants
-    from hjax.sharding.mapping.hardware import DEVICES as CATALOGUE
+    from hjax.planning.constants import Constants
+    from hjax.planning.hardware import DEVICES as CATALOGUE
+    from hjax.planning.profile import Profile
+    from hjax.settings.reading import check_config
 
     trainer = hjax.Trainer(check_config({**LARGE, "steps": 3, **MEMORY[name]}))
     try:
@@ -210,20 +210,21 @@ def _status(key: str) -> int:
 
 def compilers() -> dict[str, Any]:
     """The planner's bytes and the TPU compiler's, of every program; all that a device holds."""
-    from hjax.launch.topologies import prepare_environment
+    from hjax.dryrun.topologies import prepare_environment
 
     prepare_environment()
     from hjax.algorithms import get_algorithm
-    from hjax.launch.auto import predict, run_problem
-    from hjax.launch.compile import Command, cache_directory, compile_step
-    from hjax.launch.config import load_config
-    from hjax.launch.plan_compile import program_rows
-    from hjax.launch.roles import build_roles, planned_models
-    from hjax.launch.shapes import read_shape, shape_inputs
-    from hjax.launch.tables import wide_console
-    from hjax.launch.topologies import find_topology
-    from hjax.sharding.mapping.constants import Constants
-    from hjax.sharding.mapping.hardware import cluster
+    from hjax.dryrun.plan_programs import program_rows
+    from hjax.dryrun.shape_inputs import read_shape, shape_inputs
+    from hjax.dryrun.step import CompileRequest, compile_step
+    from hjax.dryrun.topologies import find_topology
+    from hjax.files import cache_folder
+    from hjax.planning.auto import predict, run_problem
+    from hjax.planning.constants import Constants
+    from hjax.planning.hardware import cluster
+    from hjax.run.roles import build_roles, planned_models
+    from hjax.settings.reading import load_config
+    from hjax.show.tables import wide_console
 
     rows: list[dict[str, Any]] = []
     for topology, (model, tensor, generate) in COMPILED.items():
@@ -232,7 +233,7 @@ def compilers() -> dict[str, Any]:
         changes["layout.actor.generate.tensor"] = generate
         overrides = [f"--config.{key}={value}" for key, value in changes.items()]
         config = load_config("ppo_llama_7b.py", overrides)
-        command = Command("ppo_llama_7b.py", config, topology, "", cache_directory(), json=False)
+        command = CompileRequest("ppo_llama_7b.py", config, topology, "", cache_folder("compile"))
         compiled = compile_step(command, wide_console())
         algorithm, inputs = get_algorithm(config.algorithm.name), shape_inputs(config)
         roles = build_roles(config, algorithm, inputs, find_topology(topology).devices, read_shape)
@@ -257,7 +258,7 @@ def placements(rounds: int = 9) -> dict[str, Any]:
     """Median seconds of a step under each placement, whose trainers take turns step by step."""
     simulate()
     import hjax
-    from hjax.launch.config import check_config
+    from hjax.settings.reading import check_config
 
     found: dict[str, Any] = {}
     for case, changes in PLACED.items():

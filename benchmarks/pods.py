@@ -18,9 +18,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from hjax.launch.format import seconds, size
-from hjax.launch.memory_table import flops, grouped, name_of
-from hjax.launch.programs import largest
+from hjax.dryrun.programs import largest
+from hjax.show.format import seconds, size
+from hjax.show.memory_table import flops, grouped, name_of
 
 CONFIG = "ppo_llama_7b.py"
 TOPOLOGIES = ("v5p:4x4x4", "v6e:8x8", "v5e:2x2")

@@ -51,7 +51,7 @@ class Contestant:
         """Go there and back; the first time compiles."""
         import jax
 
-        from hjax.sharding.memory import PeakWatch, live_bytes
+        from hjax.sharding.live_memory import PeakWatch, live_bytes
 
         before = resident_bytes(reset=True)
         own = max(live_bytes(jax.devices()).values())
@@ -102,9 +102,9 @@ def contestants(narrow: bool) -> tuple[dict[str, Contestant], dict[str, Any]]:
 
     from hjax.models.config import ModelConfig
     from hjax.models.parameters import decoder_network
-    from hjax.sharding.baselines import GatherAndCut
-    from hjax.sharding.grouping import Case, case_layouts, zero_sharding
     from hjax.sharding.transition import BUCKET_BYTES, Transition
+    from hjax.studies.baselines import GatherAndCut
+    from hjax.studies.grouping import Case, case_layouts, zero_sharding
 
     model = ModelConfig(
         vocab_size=8192, hidden_size=1024, mlp_size=2816, layers=8, heads=16, kv_heads=16,

@@ -17,19 +17,23 @@ if TYPE_CHECKING:  # what type checkers and editors see of the table below
     from hjax import errors as errors
     from hjax import rules as rules
     from hjax import workers as workers
-    from hjax.launch.config import load_config as get_config
-    from hjax.launch.trainer import Trainer as Trainer
+    from hjax.planning.auto import plan_run as plan
     from hjax.rollout.language_model import load_model as load_model
+    from hjax.run.trainer import Trainer as Trainer
+    from hjax.settings.keys import default_config as default_config
+    from hjax.settings.reading import load_config as get_config
     from hjax.sharding.protocols import protocol as protocol
 
 # Public name -> (module, attribute in it; "" is the module itself).
 _LAZY = {
-    "Trainer": ("hjax.launch.trainer", "Trainer"),
+    "Trainer": ("hjax.run.trainer", "Trainer"),
     "algorithms": ("hjax.algorithms", ""),
     "controller": ("hjax.controller", ""),
     "errors": ("hjax.errors", ""),
-    "get_config": ("hjax.launch.config", "load_config"),
+    "get_config": ("hjax.settings.reading", "load_config"),
+    "default_config": ("hjax.settings.keys", "default_config"),
     "load_model": ("hjax.rollout.language_model", "load_model"),
+    "plan": ("hjax.planning.auto", "plan_run"),
     "protocol": ("hjax.sharding.protocols", "protocol"),
     "rules": ("hjax.rules", ""),
     "workers": ("hjax.workers", ""),
@@ -40,9 +44,11 @@ __all__ = [
     "__version__",
     "algorithms",
     "controller",
+    "default_config",
     "errors",
     "get_config",
     "load_model",
+    "plan",
     "protocol",
     "rules",
     "workers",

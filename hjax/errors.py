@@ -1,5 +1,11 @@
 """The kinds of failure a user meets; each message is one line that says what to do next."""
 
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+
 
 class ConfigError(ValueError):
     """Bad input: a key, flag, file or shape. Commands print the message and exit with status 2."""
@@ -11,3 +17,25 @@ class DataError(ConfigError):
 
 class RunError(RuntimeError):
     """A failure while running (reward outage, non-finite updates). Commands exit with status 1."""
+
+
+def exit_status(run: Callable[[], int]) -> int:
+    """What ``run`` returns; 2 for wrong input, 1 for other errors, each said in one line."""
+    try:
+        return run()
+    except ConfigError as error:
+        return _fail(error, 2)
+    except RunError as error:
+        return _fail(error, 1)
+    except Exception as error:
+        # Not a known kind of failure: where it happened matters more than brevity.
+        traceback.print_exc()
+        return _fail(error, 1)
+
+
+def _fail(error: Exception, status: int) -> int:
+    text = " ".join(str(error).split()) or type(error).__name__
+    if not isinstance(error, (ConfigError, RunError)):
+        text = f"{type(error).__name__}: {text}"
+    print(f"hjax: error: {text}", file=sys.stderr)
+    return status

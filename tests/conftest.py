@@ -104,7 +104,9 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     ``two.json`` is that profile, ``shown.txt`` what `plan --calibrate --json` printed. The one for
     all of them has the same rates: no test asks how exact it is.
     """
-    from hjax.launch import calibrate, plan, profile
+    from hjax.launch import plan
+    from hjax.planning import calibration as calibrate
+    from hjax.planning import profile
 
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "calibrated"

@@ -14,7 +14,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 import hjax
-from hjax.launch.config import check_config
+from hjax.settings.reading import check_config
 
 # 8 prompts x 2 samples = 16 sequences a step, of 4 prompt and at most 4 response tokens.
 TINY = {
@@ -102,7 +102,7 @@ def launch(
 
 def write_config(path: pathlib.Path, keys: Mapping[str, Any]) -> pathlib.Path:
     """A config file, as a user writes one, with these dotted keys."""
-    lines = ["from hjax.launch.config import default_config", "", "", "def get_config():"]
+    lines = ["from hjax.settings.reading import default_config", "", "", "def get_config():"]
     lines += ["    config = default_config()"]
     lines += [f"    config.{key} = {value!r}" for key, value in keys.items()]
     path.write_text("\n".join([*lines, "    return config", ""]))

@@ -7,11 +7,11 @@ import random
 
 import numpy as np
 
-from hjax.sharding.mapping import memory
-from hjax.sharding.mapping.constants import Constants
-from hjax.sharding.mapping.hardware import legal_counts
-from hjax.sharding.mapping.options import Space, role_options
-from hjax.sharding.mapping.records import (
+from hjax.planning import memory
+from hjax.planning.constants import Constants
+from hjax.planning.hardware import legal_counts
+from hjax.planning.options import Space, role_options
+from hjax.planning.records import (
     Call,
     Cluster,
     Dataflow,
@@ -21,7 +21,7 @@ from hjax.sharding.mapping.records import (
     Pool,
     Workload,
 )
-from hjax.sharding.mapping.search import Problem
+from hjax.planning.search import Problem
 
 ROLES = ("actor", "critic", "reference", "reward", "cost")
 

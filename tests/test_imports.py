@@ -14,8 +14,25 @@ PACKAGE = pathlib.Path(hjax.__file__).parent
 
 # From the ground up; a room imports from those before it. data and rewards stand beside workers:
 # they import none of these floors, and whoever needs them may import them.
-FLOORS = ["sharding", "models", "rollout", "workers", "controller", "algorithms", "launch"]
+FLOORS = [
+    "xla",
+    "sharding",
+    "models",
+    "rollout",
+    "workers",
+    "controller",
+    "algorithms",
+    "settings",
+    "show",
+    "run",
+    "planning",
+    "dryrun",
+    "studies",
+    "launch",
+]
 BESIDE = ["data", "rewards"]
+# Files that stand beside the rooms, below them all.
+GROUND = ["errors", "files", "machine", "rules"]
 
 
 def in_new_process(code: str) -> str:
@@ -117,6 +134,48 @@ def test_a_room_imports_only_from_below(room):
         if (files := importers_of(f"hjax.{other}", files_of(room)))
     }
     assert wrong == {}
+
+
+def test_every_room_is_known():
+    rooms = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
+    assert rooms == {*FLOORS, *BESIDE}
+    assert {path.stem for path in PACKAGE.glob("*.py")} == {"__init__", *GROUND}
+
+
+@pytest.mark.parametrize("name", GROUND)
+def test_what_stands_below_imports_no_room(name):
+    wrong = [
+        room
+        for room in FLOORS + BESIDE
+        if importers_of(f"hjax.{room}", [PACKAGE / f"{name}.py"])
+    ]
+    assert wrong == []
+
+
+def module_name(file: pathlib.Path) -> str:
+    parts = file.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(["hjax", *(part for part in parts if part != "__init__")])
+
+
+def test_no_files_import_each_other_in_a_circle():
+    files = {module_name(file): file for file in PACKAGE.rglob("*.py")}
+    files.pop("hjax")  # the front door names what stands behind it
+    imports = {name: imports_of(file) & files.keys() - {name} for name, file in files.items()}
+    # What a package's own file takes from its parts is not taken back by naming the package.
+    while free := [name for name, taken in imports.items() if not taken & imports.keys()]:
+        for name in free:
+            del imports[name]
+    circle = {name: sorted(taken & imports.keys()) for name, taken in imports.items()}
+    assert circle == {}
+
+
+def test_no_room_holds_more_than_a_fifth():
+    lines = {
+        room: sum(len(file.read_text().splitlines()) for file in files_of(room))
+        for room in FLOORS + BESIDE
+    }
+    total = sum(lines.values())
+    assert {room: n for room, n in lines.items() if n > total / 5} == {}
 
 
 @pytest.mark.parametrize("unknown", ["ray", "jax.sharding", "hjax.workers"])

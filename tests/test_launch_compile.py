@@ -15,16 +15,16 @@ from rich.console import Console
 import hjax
 from hjax.algorithms import GRPO, PPO, ReMax, SafeRLHF
 from hjax.data.tasks import get_task
+from hjax.dryrun.gpus import GPUS, target_config
+from hjax.dryrun.programs import add_held, calls, held_beside, step_programs
+from hjax.dryrun.shape_inputs import is_published, read_shape, shape_inputs
+from hjax.dryrun.topologies import GIB, GPU_MEMORY, parse_memory_error, parse_topology
 from hjax.errors import ConfigError
 from hjax.launch.compile import main, parse
-from hjax.launch.config import load_config
-from hjax.launch.gpus import GPUS, target_config
-from hjax.launch.memory_table import WIDTH, memory_table, verdict
-from hjax.launch.programs import add_held, calls, held_beside, step_programs
-from hjax.launch.shapes import is_published, read_shape, shape_inputs
-from hjax.launch.topologies import GIB, GPU_MEMORY, parse_memory_error, parse_topology
-from hjax.models.shapes import published
-from hjax.sharding.collectives import received_bytes
+from hjax.models.published import published
+from hjax.settings.reading import load_config
+from hjax.show.memory_table import WIDTH, memory_table, verdict
+from hjax.xla.collectives import received_bytes
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,

@@ -5,7 +5,7 @@ import weakref
 
 import jax
 
-from hjax.launch.compiles import CompileCounter
+from hjax.run.compile_counter import CompileCounter
 
 
 def test_counts_programs_by_name_and_goes_when_unused():

@@ -12,9 +12,10 @@ from ml_collections import ConfigDict
 
 from hjax.errors import ConfigError
 from hjax.launch.__main__ import Signals, Stopped, main, parse
-from hjax.launch.config import check_config, config_names, default_config, load_config
 from hjax.launch.config_docs import config_markdown
-from hjax.launch.machine import available_cores, dividing_devices
+from hjax.launch.machine import dividing_devices
+from hjax.machine import available_cores
+from hjax.settings.reading import check_config, config_names, default_config, load_config
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -24,7 +25,7 @@ def config_file(tmp_path):
     """A config file of a user's: PPO with a few keys set."""
     path = tmp_path / "mine.py"
     path.write_text(
-        "from hjax.launch.config import default_config\n"
+        "from hjax.settings.reading import default_config\n"
         "def get_config():\n"
         "    config = default_config()\n"
         "    config.steps = 50\n"
@@ -192,7 +193,7 @@ def test_batch_sizes_that_do_not_divide_offer_those_that_do():
         ("def get_config():\n    return 3\n", "returned int"),
         ("def get_config():\n    return 1 / 0\n", "mine.py:2: ZeroDivisionError"),
         (
-            "from hjax.launch.config import default_config\n"
+            "from hjax.settings.reading import default_config\n"
             "def get_config():\n    c = default_config()\n    c.rollout.promts = 3\n    return c\n",
             "mine.py:4",
         ),
@@ -296,7 +297,7 @@ def test_cpu_devices_divide_the_batches():
 
 def test_reading_a_config_starts_no_backend():
     code = (
-        "from hjax.launch.config import load_config\n"
+        "from hjax.settings.reading import load_config\n"
         "load_config('ppo.py')\n"
         "from jax._src import xla_bridge\n"
         "assert not xla_bridge._backends\n"

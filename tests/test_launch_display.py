@@ -4,10 +4,10 @@ import io
 
 import pytest
 
-from hjax.launch.config import default_config
-from hjax.launch.display import Display, State, sample_texts
-from hjax.launch.format import cells, clock, count, one_line, pick, size, used_columns
-from hjax.launch.tables import print_description
+from hjax.settings.reading import default_config
+from hjax.show.format import cells, clock, count, one_line, pick, size, used_columns
+from hjax.show.live import Display, State, sample_texts
+from hjax.show.tables import print_description
 
 
 class Terminal(io.StringIO):

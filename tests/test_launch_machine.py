@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+# Prints the tunables it runs with, the pages that the kernel mapped during ten runs of a program
 from hjax.launch import huge_pages, machine
 
 # Prints the tunables it runs with, the pages that the kernel mapped during ten runs of a program

@@ -10,14 +10,14 @@ import pytest
 from helpers import trainer_of
 
 from hjax.algorithms import GRPO, PPO, ReMax, SafeRLHF, get_algorithm
+from hjax.dryrun import plan_programs as plan_compile
 from hjax.errors import ConfigError
 from hjax.launch import plan as command
-from hjax.launch import plan_compile
-from hjax.launch.dataflow import trace
-from hjax.launch.placement import make_plan
-from hjax.launch.profile import Profile
-from hjax.sharding.mapping.constants import Constants
-from hjax.sharding.mapping.records import Device
+from hjax.planning.constants import Constants
+from hjax.planning.dataflow import trace
+from hjax.planning.profile import Profile
+from hjax.planning.records import Device
+from hjax.run.placement import make_plan
 
 ROLES = ("actor", "critic", "reference", "reward", "cost", "cost_critic")
 SMALL = ["--models=qwen2.5-0.5b", "--cluster=2x4:h100", "--batch=64", "--prompt_length=128",
@@ -285,7 +285,7 @@ def test_a_resumed_auto_keeps_its_plan(calibrated, tmp_path, monkeypatch):
         first.run(1)
         planned = first.plan()
     # Nothing is measured or searched again: what another calibration says would change sums.
-    monkeypatch.setattr("hjax.launch.auto.find_profile", lambda devices: pytest.fail("measured"))
+    monkeypatch.setattr("hjax.planning.auto.find_profile", lambda devices: pytest.fail("measured"))
     with trainer_of("PPO", {"placement": "auto", "checkpoint.every": 1}, workdir=tmp_path) as again:
         assert again.plan() == planned and again.plan()["predicted"]["candidates"]
         again.run(1)
@@ -306,7 +306,7 @@ def shared_cores(load):
 def test_auto_takes_the_simplest_of_equal_plans(load, sets, monkeypatch):
     # Actor and critic update at the same time. Sets that would take all of the cores gain 3 % by
     # it, which is noise; sets that leave half of them idle gain much.
-    monkeypatch.setattr("hjax.launch.auto.find_profile", lambda devices: shared_cores(load))
+    monkeypatch.setattr("hjax.planning.auto.find_profile", lambda devices: shared_cores(load))
     changes = {"placement": "auto", "algorithm.kl_coef": 0.0, "rollout.prompts": 32}
     with trainer_of("PPO", changes) as trainer:
         found = trainer.plan()
@@ -318,7 +318,7 @@ def test_auto_takes_the_simplest_of_equal_plans(load, sets, monkeypatch):
 
 
 def test_auto_refuses_what_it_does_not_know(monkeypatch):
-    monkeypatch.setattr("hjax.launch.auto.find_profile", None)  # nothing is measured before
+    monkeypatch.setattr("hjax.planning.auto.find_profile", None)  # nothing is measured before
     with pytest.raises(ConfigError, match="one model and no rollouts"):
         with trainer_of("SFT", {"placement": "auto"}):
             pass

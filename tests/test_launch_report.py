@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from hjax.launch.report import write_report
-from hjax.launch.report_charts import Series, line_chart, ticks, timeline
+from hjax.show.charts import Series, line_chart, ticks, timeline
+from hjax.show.report import write_report
 
 
 class Checker(html.parser.HTMLParser):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from hjax.errors import ConfigError, DataError
-from hjax.launch.config import default_config
-from hjax.launch.workdir import METRICS, SAMPLES, WARM_START, Workdir
+from hjax.run.workdir import METRICS, SAMPLES, WARM_START, Workdir
+from hjax.settings.reading import default_config
 
 
 @pytest.fixture
@@ -69,8 +69,8 @@ def test_a_file_is_no_workdir(tmp_path):
 def test_two_processes_do_not_share_a_workdir(workdir):
     code = (
         "import sys\n"
-        "from hjax.launch.config import default_config\n"
-        "from hjax.launch.workdir import Workdir\n"
+        "from hjax.settings.reading import default_config\n"
+        "from hjax.run.workdir import Workdir\n"
         "Workdir(sys.argv[1]).open(default_config())\n"
     )
     command = [sys.executable, "-c", code, str(workdir.path)]

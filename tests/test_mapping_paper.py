@@ -5,10 +5,10 @@ import statistics
 
 import pytest
 
-from hjax.launch import paper_tables as paper
-from hjax.sharding.mapping.constants import Constants
-from hjax.sharding.mapping.records import MIXED
-from hjax.sharding.mapping.strategies import plan
+from hjax.planning.constants import Constants
+from hjax.planning.records import MIXED
+from hjax.planning.strategies import plan
+from hjax.studies import paper_tables as paper
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "auto_mapping.md"
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from mapping_cases import brute_force, groupings, packs, problem
 
-from hjax.sharding.mapping import hardware
-from hjax.sharding.mapping.options import front
-from hjax.sharding.mapping.records import Cluster, Pool
-from hjax.sharding.mapping.search import Roles, Search, partitions, search
+from hjax.planning import hardware
+from hjax.planning.options import front
+from hjax.planning.records import Cluster, Pool
+from hjax.planning.search import Roles, Search, partitions, search
 
 
 def best(case):

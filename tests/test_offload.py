@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from helpers import computed, tiny_config, trainer_of
 
+from hjax.dryrun.description import describe
 from hjax.errors import ConfigError
-from hjax.launch.trainer import Trainer
+from hjax.run.trainer import Trainer
 from hjax.sharding.layout import make_layouts
 from hjax.sharding.offload import to_device, to_host
 
@@ -94,7 +95,7 @@ def test_a_checkpoint_of_offloaded_state_goes_on_bit_for_bit(tmp_path):
 def test_the_dry_run_says_what_it_saves():
     # A pool of 4 kB models: the reference is idle in the largest program, an update.
     with trainer_of("PPO", {"reference.offload": "all"}) as trainer:
-        told = trainer.describe()
+        told = describe(trainer)
         size = 4 * trainer.roles.models["reference"].parameters
     assert told["offload"]["saved_bytes"] == size
     assert told["offload"]["peak_without_bytes"] - told["offload"]["peak_bytes"] == size

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from hjax.sharding.collectives import Collective, collectives, device_groups, received_bytes
-from hjax.sharding.hlo import shape_bytes
+from hjax.xla.collectives import Collective, collectives, device_groups, received_bytes
+from hjax.xla.hlo import shape_bytes
 
 
 def module(body, more="", devices=8):

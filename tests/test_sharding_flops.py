@@ -11,7 +11,7 @@ from hjax.models.config import ModelConfig
 from hjax.models.forward import sequence_states, token_log_probs
 from hjax.models.parameters import decoder_network
 from hjax.models.transformer import Compute
-from hjax.sharding.flops import Flops, count_flops
+from hjax.xla.flops import Flops, count_flops
 
 
 def array(*shape, dtype=jnp.float32):

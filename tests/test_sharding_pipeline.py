@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hjax.sharding.collectives import collectives
 from hjax.sharding.layout import make_layouts
 from hjax.sharding.pipeline import Pipeline, plain
+from hjax.xla.collectives import collectives
 
 LAYERS, WIDTH, VOCAB, ROWS = 4, 8, 6, 4
 AXES = {"table": ("vocab", "embed"), "layers": ("layers", "embed", "mlp"), "bias": ()}

@@ -10,10 +10,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from hjax.errors import RunError
-from hjax.sharding.collectives import collectives, received_bytes
 from hjax.sharding.layout import make_layouts, without
-from hjax.sharding.memory import PeakWatch, live_bytes
+from hjax.sharding.live_memory import PeakWatch, live_bytes
 from hjax.sharding.transition import Transition
+from hjax.xla.collectives import collectives, received_bytes
 
 # A made-up model: name -> (logical axes, shape).
 LEAVES = {

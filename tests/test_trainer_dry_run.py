@@ -4,7 +4,8 @@ import pytest
 from helpers import save_model, trainer_of
 
 from hjax.data.tasks import get_task
-from hjax.launch.programs import device_bytes
+from hjax.dryrun import description
+from hjax.dryrun.programs import device_bytes
 
 # hidden 32, MLP 64, 4 heads of 8, 16 tokens (11 characters, pad, BOS, EOS and one unknown, rounded
 # up to a multiple of 8), one layer: embedding + q, k, v, o + gate, up, down + three norms.
@@ -13,7 +14,7 @@ DECODER = 16 * 32 + 4 * 32 * 32 + 3 * 32 * 64 + 3 * 32
 
 def describe(algorithm, changes):
     with trainer_of(algorithm, changes) as trainer:
-        return trainer.describe(), trainer
+        return description.describe(trainer), trainer
 
 
 @pytest.fixture(scope="module")

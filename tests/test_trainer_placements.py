@@ -8,7 +8,7 @@ from helpers import save_model, tiny_config, trainer_of
 
 from hjax.data.tasks import get_task
 from hjax.errors import ConfigError
-from hjax.launch.placement import make_plan
+from hjax.run.placement import make_plan
 
 STEPS = 5
 WATCHED = ("reward/mean", "actor/loss", "critic/loss", "cost_critic/loss", "kl/reference")

@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 SWEEP = """
 import json
 from hjax.launch.transition import find_devices
-from hjax.launch.transition_docs import measured_rows, transition_markdown
+from hjax.studies.transition_docs import measured_rows, transition_markdown
 rows = list(measured_rows(find_devices(DEVICES)))
 print(json.dumps({"rows": rows, "text": transition_markdown(rows)}))
 """
@@ -174,7 +174,7 @@ def test_a_generation_shard_contains_the_training_shard(sweep):
 
 def test_the_document_is_up_to_date(sweep):
     written = (ROOT / "docs" / "transition.md").read_text()
-    again = "run python -m hjax.launch.transition_docs > docs/transition.md"
+    again = "run python -m hjax.studies.transition_docs > docs/transition.md"
     if sweep["devices"] == 16:
         assert written == sweep["text"], again
     cases = {line for line in sweep["text"].splitlines() if line.startswith("| ") and " → " in line}

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from hjax.sharding.memory import live_bytes
+from hjax.sharding.live_memory import live_bytes
 from tests.helpers import computed, trainer_of
 
 LAYOUT = {

@@ -21,11 +21,12 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict
 
-from hjax.errors import ConfigError
-from hjax.launch.command import exit_status, json_line, take_config
-from hjax.launch.config import config_names, find_config, load_config
+from hjax.errors import ConfigError, exit_status
+from hjax.files import METRICS, json_line
+from hjax.launch.command import take_config
 from hjax.launch.machine import prepare_jax
-from hjax.launch.workdir import METRICS, Workdir
+from hjax.run.workdir import Workdir
+from hjax.settings.reading import config_names, find_config, load_config
 
 HELP = """\
 usage: python -m hjax.launch --config=NAME.py [--workdir=DIR] [--dry_run] [--json]
@@ -146,14 +147,16 @@ def _run(command: Command, signals: Signals) -> int:
             return 0
 
     remark = prepare_jax(config)
-    from hjax.launch.display import Display
-    from hjax.launch.trainer import Trainer
+    from hjax.planning.auto import plan_run
+    from hjax.run.trainer import Trainer
+    from hjax.show.live import Display
 
     if command.dry_run:
-        return _dry_run(Trainer(config), command)
+        return _dry_run(Trainer(config, plan=plan_run(config, command.workdir)), command)
     path = command.workdir or _new_workdir(command.name)
+    plan = plan_run(config, path)
     display = Display(config, config.steps)
-    trainer = Trainer(config, workdir=path, display=display)
+    trainer = Trainer(config, workdir=path, display=display, plan=plan)
     signals.watch(trainer, display)
     try:
         display.start(f"{command.name}  {config.algorithm.name}  {path}")
@@ -200,12 +203,14 @@ def _say_finished(workdir: Workdir, config: ConfigDict, command: Command) -> Non
 
 
 def _dry_run(trainer: Any, command: Command) -> int:
+    from hjax.dryrun.description import describe
+
     try:
-        description = trainer.describe()
+        description = describe(trainer)
     finally:
         trainer.close()
     if not command.json:
-        from hjax.launch.tables import print_description, print_memory
+        from hjax.show.tables import print_description, print_memory
 
         memory = description.pop("memory")
         print_description(description, title=f"dry run of {command.name}")

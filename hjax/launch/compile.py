@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from absl import flags
-from ml_collections import ConfigDict
 
-from hjax.errors import ConfigError
-from hjax.launch.command import exit_status, json_line, take_config
-from hjax.launch.config import config_names, load_config
-from hjax.launch.format import seconds, size
-from hjax.launch.tables import wide_console
-from hjax.launch.topologies import GPU_MEMORY, TPU_KINDS, find_topology, prepare_environment
+from hjax.dryrun.topologies import GPU_MEMORY, TPU_KINDS, prepare_environment
+from hjax.errors import ConfigError, exit_status
+from hjax.files import cache_folder, json_line
+from hjax.launch.command import take_config
+from hjax.settings.reading import config_names, load_config
+from hjax.show.format import size
+from hjax.show.tables import wide_console
 
 LEVELS = ("O0", "O1", "O2", "O3")
 HELP = """\
@@ -45,18 +42,6 @@ exit status: 0 it compiles and fits; 1 failed while compiling; 2 wrong input, or
 """
 
 
-@dataclasses.dataclass
-class Command:
-    """The parsed command line."""
-
-    name: str
-    config: ConfigDict
-    topology: str
-    level: str
-    cache: Path | None
-    json: bool
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -65,10 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(HELP.format(configs=", ".join(config_names()), **kinds), end="")
         return 0
     prepare_environment()  # before JAX is imported
-    return exit_status(lambda: _run(parse(arguments)))
+    return exit_status(lambda: _run(*parse(arguments)))
 
 
-def parse(arguments: Sequence[str]) -> Command:
+def parse(arguments: Sequence[str]) -> tuple[Any, bool]:
     """Read the command line and the config it names.
 
     Raises:
@@ -85,124 +70,32 @@ def parse(arguments: Sequence[str]) -> Command:
         raise ConfigError("--topology= is missing; such as v5p:4x4x4, v5e:2x2 or h100:2x8")
     if own.optimization and own.optimization not in LEVELS:
         raise ConfigError(f"--optimization={own.optimization}: one of {', '.join(LEVELS)}")
-    cache = cache_directory() if own.cache else None
-    return Command(name, config, own.topology, own.optimization, cache, own.json)
+    cache = cache_folder("compile") if own.cache else None
+    from hjax.dryrun.step import CompileRequest
+
+    return CompileRequest(name, config, own.topology, own.optimization, cache), own.json
 
 
-def cache_directory() -> Path:
-    """Where results of compilations are kept."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "hjax" / "compile"
+def _run(asked: Any, as_json: bool) -> int:
+    from hjax.dryrun.step import compile_step
 
-
-def _run(command: Command) -> int:
     console = wide_console()
-    description = compile_step(command, console)
+    description = compile_step(asked, console)
     show(description, console)
-    if command.json:
+    if as_json:
         sys.stdout.flush()
         print(json_line(description))
     if description["fits"]:
         return 0
     raise ConfigError(
-        f"{command.name} does not fit on {command.topology}: {description['step']['verdict']}; "
+        f"{asked.name} does not fit on {asked.topology}: {description['step']['verdict']}; "
         "take more devices, split more (layout.*), or lower rollout.prompts or micro_batch"
     )
 
 
-def compile_step(command: Command, console: Any) -> dict[str, Any]:
-    """Compile every program of a step, a line of progress each; returns what ``--json`` prints."""
-    import jax
-
-    from hjax.algorithms import get_algorithm
-    from hjax.launch.compilation import compile_program
-    from hjax.launch.memory_table import verdict
-    from hjax.launch.programs import (
-        add_held,
-        any_offloaded,
-        largest,
-        offload_savings,
-        resident_bytes,
-        step_programs,
-    )
-    from hjax.launch.roles import build_roles
-    from hjax.launch.shapes import read_shape, shape_inputs
-
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_enable_compilation_cache", False)  # see hjax/launch/compilation.py
-    if command.level:
-        jax.config.update("jax_optimization_level", command.level)
-    config = command.config
-    algorithm = get_algorithm(config.algorithm.name)
-    inputs = shape_inputs(config, supervised=not algorithm.generates)
-    topology = find_topology(command.topology)
-    roles = build_roles(config, algorithm, inputs, topology.devices, read_shape)
-    records = []
-    try:
-        programs = step_programs(config, algorithm, roles, inputs.prompt_length)
-        for number, program in enumerate(programs, 1):
-            name = f"{program.role}.{program.name}"
-            with console.status(f"compiling {name} ({number} of {len(programs)})"):
-                devices = len(roles.pools[program.role].devices)
-                record = compile_program(program, topology, devices, command.level, command.cache)
-            records.append(add_held(record, program, roles))
-            console.print(f"{number:>3}/{len(programs)} {name:<28} {_how(record)}")
-        resident = resident_bytes(roles)
-        moved = _transition(records, roles)
-    finally:
-        roles.close()
-    most, memory = largest(records), topology.memory_bytes
-    return {
-        "config": command.name,
-        "topology": {
-            "name": topology.name,
-            "platform": topology.platform,
-            "device_kind": topology.device_kind,
-            "devices": len(topology.devices),
-            "memory_bytes": memory,
-        },
-        "versions": topology.versions,
-        "optimization": command.level or "default",
-        "placement": [list(members) for members in roles.plan.placement],
-        "resident_bytes": resident,
-        "programs": records,
-        **moved,
-        **({"offload": offload_savings(records)} if any_offloaded(records) else {}),
-        "step": {
-            "flops": sum(record["flops"] * record["runs"] for record in records),
-            "received_bytes": sum(r.get("received_bytes", 0) * r["runs"] for r in records),
-            "largest": f"{most['role']}.{most['program']}",
-            "sum_bytes": most["sum_bytes"],
-            "missing_bytes": max(0, most["sum_bytes"] - memory),
-            "verdict": verdict(records, memory),
-        },
-        "fits": most["sum_bytes"] <= memory,
-    }
-
-
-def _transition(records: list[dict[str, Any]], roles: Any) -> dict[str, Any]:
-    """What the actor's parameters receive on their way to the generate layout, and the formula."""
-    from hjax.launch.programs import transition_formula
-
-    ways = [r for r in records if r["role"] == "actor" and r["program"].startswith("transition")]
-    if not ways or any("refused_bytes" in record for record in ways):
-        return {}
-    received = sum(record["received_bytes"] for record in ways)
-    formula = transition_formula(roles.groups["actor"].worker)
-    return {"transition": {"received_bytes": received, "formula_bytes": formula}}
-
-
-def _how(record: dict[str, Any]) -> str:
-    taken = seconds(record["seconds"])
-    done = f"kept from before ({taken} then)" if record["kept"] else taken
-    if "refused_bytes" in record:
-        return f"{done}, refused: it needs {size(record['refused_bytes'])} per device"
-    return done
-
-
 def show(description: dict[str, Any], console: Any) -> None:
     """Print the tables."""
-    from hjax.launch.memory_table import flops, memory_table, work_table
+    from hjax.show.memory_table import flops, memory_table, work_table
 
     topology, step = description["topology"], description["step"]
     versions = ", ".join(f"{name} {version}" for name, version in description["versions"].items())

@@ -9,6 +9,8 @@ import os
 import sys
 from pathlib import Path
 
+from hjax.machine import only_cpus
+
 # Which memory gets huge pages: [always], [madvise]: what programs ask them for, or [never].
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 # By these users set malloc's ways themselves.
@@ -40,15 +42,3 @@ def huge_pages_wait() -> bool:
     except (AttributeError, OSError, ValueError):
         return False  # no glibc, or no such kernel
     return offered and tuple(map(int, version.split(".")[:2])) >= (2, 35)
-
-
-def only_cpus() -> bool:
-    """Whether JAX will run on CPUs: it is told so, or has no plugin for anything else."""
-    named = os.environ.get("JAX_PLATFORMS")
-    if named:
-        return named.split(",")[0] == "cpu"
-    import importlib.metadata
-    import importlib.util
-
-    plugins = importlib.metadata.entry_points(group="jax_plugins")
-    return not plugins and not any(map(importlib.util.find_spec, ("jax_plugins", "libtpu")))

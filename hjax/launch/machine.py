@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 import os
-from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
 
-from hjax.launch.config_keys import flatten
-from hjax.launch.huge_pages import only_cpus
+from hjax.files import cache_folder
+from hjax.machine import available_cores, compile_quickly, quiet_tpu_compiler
+from hjax.settings.keys import flatten
 
 
 def prepare_jax(config: ConfigDict) -> str:
@@ -68,46 +68,11 @@ def dividing_devices(config: ConfigDict, cores: int) -> int:
     return max(n for n in range(1, cores + 1) if common % n == 0)
 
 
-def available_cores() -> int:
-    """CPU cores this process may use: its affinity, and its control group's quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        if quota != "max":
-            cores = min(cores or 1, math.ceil(int(quota) / int(period)))
-    except (OSError, ValueError):
-        pass  # no control group, or an older kind: affinity alone
-    return cores or 1
-
-
-def compile_quickly() -> None:
-    """Let XLA spend less on optimising CPU programs; before JAX starts a backend.
-
-    At LLVM's first level they compile in four fifths of the time (drawing parameters in a third)
-    and run no slower: products are a library's, the rest waits for memory. A level that the user
-    has set in XLA_FLAGS stays, and so does everything where JAX may find an accelerator.
-    """
-    flags = os.environ.get("XLA_FLAGS", "")
-    if only_cpus() and "xla_backend_optimization_level" not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=1".strip()
-
-
-def quiet_tpu_compiler() -> None:
-    """Where JAX has found no TPU, let an installed libtpu find so too, without asking the network.
-
-    JAX tries it before it falls back to the CPU; these say what it would otherwise complain about.
-    """
-    if os.environ.get("TPU_SKIP_MDS_QUERY") == "1":  # set by JAX as it is imported
-        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-        os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5p-16")
-
-
 def _keep_compiled_programs(options: Any) -> None:
     import jax
 
     if options.jax_compilation_cache_dir is None:
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        folder = root / "hjax" / "programs" / f"jax-{jax.__version__}"
+        folder = cache_folder("programs", f"jax-{jax.__version__}")
         options.update("jax_compilation_cache_dir", str(folder))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         options.update("jax_persistent_cache_min_compile_time_secs", 0.0)

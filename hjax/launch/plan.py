@@ -6,16 +6,15 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from hjax.errors import ConfigError
-from hjax.launch.command import exit_status, json_line
+from hjax.errors import ConfigError, exit_status
+from hjax.files import json_line, replace_file
 from hjax.launch.huge_pages import use_huge_pages
 from hjax.launch.plan_flags import parse
-from hjax.launch.plan_picture import page, show
-from hjax.launch.plan_result import describe_result
-from hjax.launch.tables import wide_console
-from hjax.launch.workdir import replace_file
-from hjax.sharding.mapping.hardware import DEVICES
-from hjax.sharding.mapping.strategies import STRATEGIES, plan
+from hjax.planning.hardware import DEVICES
+from hjax.planning.result import describe_result
+from hjax.planning.strategies import STRATEGIES, plan
+from hjax.show.plan_page import page, show
+from hjax.show.tables import wide_console
 
 HELP = """\
 usage: python -m hjax.launch.plan --models=ROLE=MODEL,... --cluster=HOSTSxDEVICES:DEVICE
@@ -77,20 +76,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str]) -> int:
     request = parse(arguments)
     if request is None:
-        from hjax.launch.profile import calibrate_command
-
-        return calibrate_command("--json" in arguments)
+        return _calibrate("--json" in arguments)
     console = wide_console()
     found = plan(request.problem, request.strategy, request.candidates)
     described: dict[str, Any] = describe_result(found, request.problem, request.strategy)
     if request.compile and request.config is not None:
-        from hjax.launch.plan_compile import compile_plan
-        from hjax.launch.topologies import prepare_environment
+        from hjax.dryrun.plan_programs import compile_plan
+        from hjax.dryrun.topologies import prepare_environment
 
         prepare_environment()
         asked = request.problem, request.strategy, request.config, request.config_name
         described = compile_plan(found, *asked, console)
-    show(described, request.problem.constants, console)
+    show(described, console)
     if request.output is not None:
         if request.output.exists() and not request.output.is_dir():
             raise ConfigError(f"--output={request.output} is not a directory")
@@ -101,6 +98,37 @@ def _run(arguments: Sequence[str]) -> int:
     if request.json:
         sys.stdout.flush()
         print(json_line(described))
+    return 0
+
+
+def _calibrate(as_json: bool) -> int:
+    """Measure the devices of this process, store the profile and show it."""
+    import jax
+
+    from hjax.machine import compile_quickly, quiet_tpu_compiler
+    from hjax.planning.calibration import calibrate
+    from hjax.planning.profile import profile_path, write_profile
+    from hjax.show.tables import print_description
+
+    quiet_tpu_compiler()
+    compile_quickly()  # as a run does
+    devices = jax.devices()
+    profile = calibrate(devices)
+    path = profile_path(devices)
+    content = write_profile(profile, path)
+    print_description(
+        {
+            "stored in": str(path),
+            "device": {k: v for k, v in content["device"].items() if k not in ("flops", "source")},
+            "FLOP/s": content["device"]["flops"],
+            "constants": content["constants"],
+            "FLOP/s per device by devices busy": {str(n): r for n, r in profile.busy.items()},
+        },
+        title=f"{len(devices)} x {devices[0].device_kind}",
+    )
+    if as_json:
+        sys.stdout.flush()
+        print(json_line(content))
     return 0
 
 

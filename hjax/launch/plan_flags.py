@@ -11,19 +11,19 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict
 
-from hjax.algorithms import ALGORITHMS, Algorithm, get_algorithm
+from hjax.algorithms import get_algorithm
 from hjax.errors import ConfigError
 from hjax.launch.command import parse_flags, take_config
-from hjax.launch.config import load_config
-from hjax.launch.dataflow import trace
-from hjax.models import arithmetic
-from hjax.models.shapes import planning_shape
-from hjax.sharding.mapping import hardware
-from hjax.sharding.mapping.constants import Constants
-from hjax.sharding.mapping.options import Space
-from hjax.sharding.mapping.records import FLOAT32, MASTERS, MIXED, Cluster, Workload
-from hjax.sharding.mapping.search import Problem
-from hjax.sharding.mapping.strategies import STRATEGIES
+from hjax.models.published import planning_shape
+from hjax.planning import hardware
+from hjax.planning.constants import Constants
+from hjax.planning.counting import counts
+from hjax.planning.dataflow import find_algorithm, trace
+from hjax.planning.options import Space
+from hjax.planning.records import FLOAT32, MASTERS, MIXED, Cluster, Workload
+from hjax.planning.search import Problem
+from hjax.planning.strategies import STRATEGIES
+from hjax.settings.reading import load_config
 
 NUMERICS = {"mixed": MIXED, "masters": MASTERS, "float32": FLOAT32}
 # Roles whose model has a scalar head, and those that may be functions on the host.
@@ -109,9 +109,9 @@ def config_problem(own: Any, config: ConfigDict) -> Problem:
     Raises:
       ConfigError: a flag that says what the config says, or whatever is wrong with either.
     """
-    from hjax.launch.auto import run_problem
-    from hjax.launch.roles import is_float32, planned_models
-    from hjax.launch.shapes import read_shape, shape_inputs
+    from hjax.dryrun.shape_inputs import read_shape, shape_inputs
+    from hjax.planning.auto import run_problem
+    from hjax.run.roles import is_float32, planned_models
 
     for name in FROM_CONFIG:
         if own[name].present:
@@ -169,7 +169,7 @@ def problem(own: Any) -> Problem:
     return Problem(
         flow,
         {
-            role: arithmetic.counts(shape, names[role], scalar=role in SCALAR)
+            role: counts(shape, names[role], scalar=role in SCALAR)
             for role, shape in shapes.items()
         },
         Workload(own.prompt_length, own.response_length, own.batch, own.samples),
@@ -202,7 +202,7 @@ def parse_offload(text: str, roles: Sequence[str]) -> dict[str, Any]:
 def _constants(own: Any) -> Constants:
     constants = Constants()
     if own.profile:
-        from hjax.launch.profile import read_profile
+        from hjax.planning.profile import read_profile
 
         constants = read_profile(Path(own.profile)).constants
     values = {}
@@ -213,16 +213,6 @@ def _constants(own: Any) -> Constants:
         except ValueError as error:
             raise ConfigError(f"--constants: {part!r} is not NAME=NUMBER") from error
     return constants.with_values(values)
-
-
-def find_algorithm(name: str) -> type[Algorithm]:
-    """An algorithm by its class's name, its config's (``safe_rlhf``), or ``path.py:Class``."""
-    plain = name.replace("_", "").lower()
-    known = {key.lower(): key for key in ALGORITHMS}
-    found = get_algorithm(known.get(plain, name))
-    if not found.generates:
-        raise ConfigError(f"--algorithm={name}: supervised training has no dataflow to place")
-    return found
 
 
 def parse_models(text: str, roles: Sequence[str]) -> tuple[dict[str, str], list[str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,11 +10,12 @@ from typing import Any
 
 from absl import flags
 
-from hjax.errors import ConfigError
-from hjax.launch.command import exit_status, json_line, parse_flags
-from hjax.launch.format import size
-from hjax.launch.machine import quiet_tpu_compiler
-from hjax.launch.tables import wide_console
+from hjax.errors import ConfigError, exit_status
+from hjax.files import json_line
+from hjax.launch.command import parse_flags
+from hjax.machine import simulated_devices
+from hjax.show.format import size
+from hjax.show.tables import wide_console
 
 METHOD_NAMES = {
     "hybridflow": "HybridFlow: zero-redundancy grouping",
@@ -93,13 +93,13 @@ def _sizes(flag: str, text: str, form: str, example: str) -> tuple[int, ...]:
 
 
 def _run(command: Command) -> int:
-    from hjax.launch.shapes import read_shape
-    from hjax.launch.transition_cost import BUILT_IN, describe
-    from hjax.sharding.grouping import Case
+    from hjax.dryrun.shape_inputs import read_shape
+    from hjax.studies.grouping import Case
+    from hjax.studies.transition_cost import BUILT_IN, describe
 
     case = Case(*command.train, *command.generate)
     model = read_shape(command.model)[0] if command.model else BUILT_IN
-    devices = find_devices(case.devices)
+    devices = simulated_devices(case.devices)
     name = command.model or "built-in"
     console = wide_console()
     with console.status(f"compiling for {case.devices} devices"):
@@ -111,35 +111,14 @@ def _run(command: Command) -> int:
     return 0
 
 
-def find_devices(count: int) -> list[Any]:
-    """``count`` devices: the machine's, or simulated ones where it has too few."""
-    import jax
-
-    # Before JAX starts: a smaller number that the environment asks for would not do.
-    options: Any = jax.config
-    if options.jax_num_cpu_devices < count:
-        pattern = r"--xla_force_host_platform_device_count=(\d+)"
-        asked = re.search(pattern, os.environ.get("XLA_FLAGS", ""))
-        if asked is None or int(asked[1]) < count:
-            os.environ["XLA_FLAGS"] = re.sub(pattern, "", os.environ.get("XLA_FLAGS", "")).strip()
-            options.update("jax_num_cpu_devices", count)
-    quiet_tpu_compiler()
-    devices = jax.devices()
-    if len(devices) < count:
-        devices = jax.devices("cpu")
-    if len(devices) < count:
-        raise ConfigError(f"{count} devices are needed, there are {len(devices)}")
-    return devices[:count]
-
-
 def show(found: Mapping[str, Any], case: str, platform: str, console: Any) -> None:
     """Print the description as tables and a picture."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    from hjax.launch.transition_picture import picture
-    from hjax.sharding.grouping import describe_groups
+    from hjax.show.transition_table import picture
+    from hjax.studies.grouping import describe_groups
 
     total = found["model_bytes"]
     console.print(Text(f"{case}   {METHOD_NAMES[found['method']]}", style="bold"))

@@ -1,13 +1,11 @@
 """What a decoder's shape says about parameters, FLOPs and bytes.
 
-One place for dry runs, MFU and the cost model of the auto-mapping (hjax.sharding.mapping), which
-takes the counts as a plain record.
+One place for dry runs, MFU and the cost model of the auto-mapping (hjax.planning).
 """
 
 from __future__ import annotations
 
 from hjax.models.config import ModelConfig
-from hjax.sharding.mapping.records import ModelCounts
 
 
 def attention_parameters(config: ModelConfig) -> int:
@@ -96,30 +94,3 @@ def activation_bytes(
     if not rematerialise:
         return config.layers * layer
     return config.layers * config.hidden_size * tokens * element_bytes + layer
-
-
-def counts(config: ModelConfig, name: str = "", scalar: bool = False) -> ModelCounts:
-    """The record that the auto-mapping takes."""
-    embedding = config.vocab_size * config.hidden_size
-    head = config.hidden_size * (1 if scalar else config.vocab_size)
-    activations, whole = activation_elements(config)
-    return ModelCounts(
-        name=name,
-        layers=config.layers,
-        hidden=config.hidden_size,
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        mlp=config.mlp_size,
-        vocab=config.vocab_size,
-        experts=config.experts,
-        experts_per_token=config.experts_per_token,
-        layer_parameters=layer_parameters(config),
-        layer_active=active_layer_parameters(config),
-        layer_expert=mlp_parameters(config) * config.experts,
-        embedding_parameters=embedding + (0 if config.tie_embeddings and not scalar else head),
-        head_parameters=head,
-        attention_width=config.heads * config.head_dim,
-        cache_elements=cache_elements(config),
-        layer_activations=activations,
-        layer_activations_whole=whole,
-    )

@@ -14,7 +14,7 @@ from hjax.errors import ConfigError
 from hjax.models import huggingface
 from hjax.models.config import ModelConfig
 from hjax.models.parameters import Params
-from hjax.models.shapes import SHAPES
+from hjax.models.published import SHAPES
 
 MODEL_DIRECTORY = "model"  # in a workdir: config.json and tokenizer of its actor
 

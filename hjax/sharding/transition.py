@@ -16,7 +16,7 @@ import jax
 
 from hjax.errors import RunError
 from hjax.sharding.buckets import Leaf, Program, bucket_program, fill_buckets, plan_leaf
-from hjax.sharding.collectives import received_bytes
+from hjax.xla.collectives import received_bytes
 
 BUCKET_BYTES = 16 * 2**20
 

@@ -5,12 +5,12 @@ python -m hjax.launch --config=grpo.py
 
 from ml_collections import ConfigDict
 
-from hjax.launch.config import default_config
+import hjax
 
 
 def get_config() -> ConfigDict:
     """The config of `--config=grpo.py`."""
-    config = default_config()
+    config = hjax.default_config()
     config.algorithm.name = "GRPO"
     config.steps = 450  # of five seeds one was at .898 after 300
 

@@ -8,12 +8,12 @@ it is stopped early, so that there is something left to learn from rewards.
 
 from ml_collections import ConfigDict
 
-from hjax.launch.config import default_config
+import hjax
 
 
 def get_config() -> ConfigDict:
     """The config of `--config=ppo.py`."""
-    config = default_config()
+    config = hjax.default_config()
     config.algorithm.name = "PPO"
     config.steps = 300
 

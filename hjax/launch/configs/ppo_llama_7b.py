@@ -11,14 +11,14 @@ model with the same tokenizer or another) and prompts.
 
 from ml_collections import ConfigDict
 
-from hjax.launch.config import default_config
+import hjax
 
 SHAPE = "llama-7b"
 
 
 def get_config() -> ConfigDict:
     """The config of `--config=ppo_llama_7b.py`."""
-    config = default_config()
+    config = hjax.default_config()
     config.algorithm.name = "PPO"
     config.steps = 500
 

@@ -5,12 +5,12 @@ python -m hjax.launch --config=remax.py
 
 from ml_collections import ConfigDict
 
-from hjax.launch.config import default_config
+import hjax
 
 
 def get_config() -> ConfigDict:
     """The config of `--config=remax.py`."""
-    config = default_config()
+    config = hjax.default_config()
     config.algorithm.name = "ReMax"
     config.steps = 1000
 

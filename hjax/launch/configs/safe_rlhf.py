@@ -9,12 +9,12 @@ is above the limit and weighs the cost against the reward; report.html draws its
 
 from ml_collections import ConfigDict
 
-from hjax.launch.config import default_config
+import hjax
 
 
 def get_config() -> ConfigDict:
     """The config of `--config=safe_rlhf.py`."""
-    config = default_config()
+    config = hjax.default_config()
     config.algorithm.name = "SafeRLHF"
     config.steps = 120
 

@@ -8,12 +8,12 @@ With data of your own (`--config.data.path=FILE`) the column `response` holds th
 
 from ml_collections import ConfigDict
 
-from hjax.launch.config import default_config
+import hjax
 
 
 def get_config() -> ConfigDict:
     """The config of `--config=sft.py`."""
-    config = default_config()
+    config = hjax.default_config()
     config.algorithm.name = "SFT"
     config.steps = 500
 

@@ -14,14 +14,13 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 import hjax.rewards
-from hjax.launch.config import default_config
 
 WEIGHTS = "stories260K-hf"
 
 
 def get_config() -> ConfigDict:
     """The config of `--config=stories.py`."""
-    config = default_config()
+    config = hjax.default_config()
     config.algorithm.name = "PPO"
     config.steps = 80
 

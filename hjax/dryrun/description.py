@@ -1,0 +1,99 @@
+"""What a run will cost, counted before it starts: ``--dry_run``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hjax.dryrun.programs import (
+    add_held,
+    any_offloaded,
+    memory_of,
+    offload_savings,
+    step_programs,
+)
+from hjax.models.parameters import decoder_network, scalar_network
+from hjax.run.resident import resident_bytes
+from hjax.run.roles import Roles
+
+
+def describe(trainer: Any) -> dict[str, Any]:
+    """Batch arithmetic, placement, parameters and memory per device of a trainer's programs.
+
+    Nothing is allocated: the programs are compiled for abstract arguments and asked for their
+    memory (``memory_analysis``).
+
+    Returns:
+      ``algorithm``, ``batch``, ``placement``, ``parameters`` (by role), ``memory`` (of each program
+      what ``programs.add_held`` says, bytes per device), ``resident_bytes`` (by role, kept between
+      calls), ``device_memory_bytes`` and where
+      something is offloaded ``offload`` (of ``programs.offload_savings``).
+    """
+    config, roles = trainer.config, trainer.roles
+    rollout, algorithm = config.rollout, config.algorithm
+    rows = rollout.prompts * rollout.samples
+    minibatch = algorithm.get("minibatch", 0) or rows
+    epochs = algorithm.get("epochs", 1)
+    batch: dict[str, Any] = {
+        "prompts_per_step": rollout.prompts,
+        "samples_per_prompt": rollout.samples,
+        "sequences_per_step": rows,
+        "minibatch_sequences": minibatch,
+        "epochs": epochs,
+        "updates_per_step": epochs * (rows // minibatch),
+        "prompt_tokens": trainer.inputs.prompt_length,
+        "response_tokens": rollout.max_response_length,
+        "train_prompts": len(trainer.inputs.train),
+        "held_out_prompts": len(trainer.inputs.held_out or ()),
+        "steps": config.steps,
+    }
+    if not trainer.algorithm_class.generates:
+        minibatch = config.warm_start.batch
+        batch = {
+            "sequences_per_update": minibatch,
+            "train_examples": len(trainer.inputs.demonstrations),
+            "steps": config.steps,
+        }
+    records = []
+    length = trainer.inputs.prompt_length
+    for program in step_programs(config, trainer.algorithm_class, roles, length):
+        named = {"role": program.role, "program": program.name, "runs": program.runs}
+        memory = memory_of(program.trace().lower().compile())
+        records.append(add_held({**named, **memory}, program, roles))
+    placement = [
+        {
+            "roles": list(members),
+            "devices": [str(d) for d in roles.pools[members[0]].devices],
+            "layouts": {
+                role: {
+                    "train": roles.layouts[role].train.describe(),
+                    "generate": roles.layouts[role].generate.describe(),
+                }
+                for role in members
+            },
+        }
+        for members in roles.plan.placement
+    ]
+    return {
+        "algorithm": algorithm.name,
+        "batch": batch,
+        "placement": placement,
+        "host_roles": [r for r in roles.groups if r not in roles.layouts],
+        "parameters": {role: _parameters(trainer, role) for role in roles.models},
+        "resident_bytes": {r: sum(kinds.values()) for r, kinds in resident_bytes(roles).items()},
+        "device_memory_bytes": device_memory(roles),
+        **({"offload": offload_savings(records)} if any_offloaded(records) else {}),
+        "memory": records,
+    }
+
+
+def _parameters(trainer: Any, role: str) -> int:
+    config = trainer.roles.models[role]
+    scalar = getattr(trainer.roles.groups[role].worker, "scalar", False)
+    return (scalar_network if scalar else decoder_network)(config).parameters
+
+
+def device_memory(roles: Roles) -> int | None:
+    """Memory of the smallest device that a program may use, in bytes; None on a CPU."""
+    devices = [device for pool in roles.pools.values() for device in pool.devices]
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
+    return min((limit for limit in limits if limit), default=None)

@@ -1,0 +1,163 @@
+"""A plan's programs compiled by the real compiler of its cluster: memory and work, counted."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from hjax.dryrun.programs import phase_of
+from hjax.dryrun.step import CompileRequest, compile_step
+from hjax.errors import ConfigError
+from hjax.files import cache_folder, json_line
+from hjax.planning.records import STAGES, Cluster, Plan, PlannedSet
+from hjax.planning.result import describe_plan, describe_result
+from hjax.planning.search import Problem, Result
+from hjax.show.format import seconds, size
+
+# The planner's stage of a controller's phase.
+STAGE = dict(zip(("generate", "prepare", "update"), STAGES, strict=True))
+
+
+def compile_plan(
+    found: Result, problem: Problem, strategy: str, config: ConfigDict, name: str, console: Any
+) -> dict[str, Any]:
+    """The fastest of the found plans that fits by the compiler's own account.
+
+    Args:
+      found: plans, fastest first.
+      problem: what they solve.
+      config: the run's, called ``name``, whose programs are compiled under each plan's placement
+        and layouts until one fits.
+      console: for a line of progress per program.
+
+    Returns:
+      as ``describe_result``, and ``compiled``: ``topology``, ``versions``, ``memory_bytes`` of a
+      device, ``programs`` as of ``program_rows``.
+
+    Raises:
+      ConfigError: none fits, with the bytes missing; several kinds of devices.
+    """
+    topology = topology_name(problem.cluster)
+    refused: dict[int, int] = {}
+    for number, plan in enumerate(found.plans):
+        compiled = _compile(plan, problem, config, name, topology, console)
+        missing = compiled["step"]["missing_bytes"]
+        if missing:
+            refused[number] = missing
+            console.print(f"{_sets(plan)}: {size(missing)} are missing, says the compiler")
+            continue
+        described = describe_result(_first(found, number), problem, strategy)
+        for lost, short in refused.items():
+            described["candidates"][lost + 1]["reason"] = f"does not fit: {size(short)} missing"
+        described["origins"]["memory_bytes"] = "compiled"
+        described["compiled"] = {
+            "topology": topology,
+            "versions": compiled["versions"],
+            "memory_bytes": compiled["topology"]["memory_bytes"],
+            "programs": program_rows(plan, problem, compiled["programs"]),
+        }
+        return described
+    least = min(refused.values(), default=0)
+    raise ConfigError(
+        f"none of the {len(refused)} best plans fits on {topology} by its compiler's account: "
+        f"{size(least)} per device are missing at least; take more devices, or lower "
+        "rollout.prompts or micro_batch, or set model.remat"
+    )
+
+
+def topology_name(cluster: Cluster) -> str:
+    """A cluster as `hjax.launch.compile` calls it.
+
+    Raises:
+      ConfigError: several pools.
+    """
+    if len(cluster.pools) > 1:
+        raise ConfigError(f"--compile takes one kind of devices, not {cluster.name}")
+    (pool,) = cluster.pools
+    if pool.shape:
+        return pool.name
+    return f"{pool.device.name}:{pool.hosts}x{pool.per_host}"
+
+
+def program_rows(
+    plan: Plan, problem: Problem, records: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """What the planner's formulas say beside what was compiled, of every program.
+
+    Returns:
+      rows of ``role``, ``program``, ``stage``, ``runs`` per step, ``predicted_bytes`` and
+      ``compiled_bytes`` (all that a device holds while it runs; predictions are of a stage, so
+      transitions have none), ``flops`` and ``received_bytes`` (per device and run, counted on the
+      program), and ``roofline_seconds`` of a run.
+    """
+    rows = []
+    for record in records:
+        role, program = record["role"], record["program"]
+        group = next(s for s in plan.sets if role in s.roles)
+        stage = STAGE[phase_of(program)]
+        moves = program.startswith("transition")
+        rows.append(
+            {
+                "role": role,
+                "program": program,
+                "stage": stage,
+                "runs": record["runs"],
+                "predicted_bytes": None if moves else stage_bytes(group, role, stage),
+                "compiled_bytes": record["sum_bytes"],
+                "flops": record["flops"],
+                "received_bytes": record.get("received_bytes", 0),
+                "roofline_seconds": roofline(problem, group, record),
+            }
+        )
+    return rows
+
+
+def stage_bytes(group: PlannedSet, role: str, stage: str) -> float:
+    """Bytes per device while a role computes: what its set keeps, and its own transient."""
+    option = group.options[group.roles.index(role)]
+    held = sum(o.resident for o in group.options)
+    return held + option.transients[STAGES.index(stage)]
+
+
+def roofline(problem: Problem, group: PlannedSet, record: Mapping[str, Any]) -> float:
+    """Seconds of a program: counted FLOPs / rate + received bytes / wire.
+
+    The wire is the link's inside a domain; across hosts, a host's network shared by its devices.
+    Memory traffic is not counted by the compiler, so decoding takes longer than this.
+    """
+    place = problem.place(group.pool, group.devices)
+    device, constants = group.pool.device, problem.constants
+    wire = device.link * constants.link
+    if group.devices > group.pool.domain:
+        wire = min(wire, device.network * constants.network / group.pool.per_host)
+    return record["flops"] / place.flops + record.get("received_bytes", 0) / wire
+
+
+def _compile(
+    plan: Plan, problem: Problem, config: ConfigDict, name: str, topology: str, console: Any
+) -> dict[str, Any]:
+    console.print(f"{_sets(plan)}: {seconds(plan.total)} a step by the formulas; compiling")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "plan.json"
+        file.write_text(json_line(describe_plan(plan, problem)))
+        placed = config.copy_and_resolve_references()
+        with placed.unlocked():
+            placed.placement = str(file)
+        asked = CompileRequest(name, placed, topology, "", cache_folder("compile"))
+        return compile_step(asked, console)
+
+
+def _sets(plan: Plan) -> str:
+    return ", ".join(f"{'+'.join(s.roles)} on {s.devices}" for s in plan.sets)
+
+
+def _first(found: Result, number: int) -> Result:
+    """The plans with one put first."""
+    plans = found.plans
+    ordered = (plans[number], *plans[:number], *plans[number + 1 :])
+    return dataclasses.replace(found, plans=ordered)

@@ -1,0 +1,117 @@
+"""A step compiled for a topology: every program's memory, collectives and FLOPs."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from hjax.algorithms import get_algorithm
+from hjax.dryrun.compilation import compile_program
+from hjax.dryrun.programs import (
+    add_held,
+    any_offloaded,
+    offload_savings,
+    step_programs,
+    transition_formula,
+)
+from hjax.dryrun.shape_inputs import read_shape, shape_inputs
+from hjax.dryrun.topologies import find_topology
+from hjax.run.resident import resident_bytes
+from hjax.run.roles import build_roles
+from hjax.show.format import seconds, size
+from hjax.show.memory_table import largest, verdict
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileRequest:
+    """What is to be compiled for which devices.
+
+    Attributes:
+      name: of the config.
+      config: the run's.
+      topology: such as ``v5p:4x4x4``.
+      level: ``O0`` to ``O3``, or empty for the compiler's own.
+      cache: folder of earlier results, or None.
+    """
+
+    name: str
+    config: ConfigDict
+    topology: str
+    level: str
+    cache: Path | None
+
+
+def compile_step(asked: CompileRequest, console: Any) -> dict[str, Any]:
+    """Compile every program of a step, a line of progress each; returns what ``--json`` prints."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_compilation_cache", False)  # see hjax/dryrun/compilation.py
+    if asked.level:
+        jax.config.update("jax_optimization_level", asked.level)
+    config = asked.config
+    algorithm = get_algorithm(config.algorithm.name)
+    inputs = shape_inputs(config, supervised=not algorithm.generates)
+    topology = find_topology(asked.topology)
+    roles = build_roles(config, algorithm, inputs, topology.devices, read_shape)
+    records = []
+    try:
+        programs = step_programs(config, algorithm, roles, inputs.prompt_length)
+        for number, program in enumerate(programs, 1):
+            name = f"{program.role}.{program.name}"
+            with console.status(f"compiling {name} ({number} of {len(programs)})"):
+                devices = len(roles.pools[program.role].devices)
+                record = compile_program(program, topology, devices, asked.level, asked.cache)
+            records.append(add_held(record, program, roles))
+            console.print(f"{number:>3}/{len(programs)} {name:<28} {_how(record)}")
+        resident = resident_bytes(roles)
+        moved = _transition(records, roles)
+    finally:
+        roles.close()
+    most, memory = largest(records), topology.memory_bytes
+    return {
+        "config": asked.name,
+        "topology": {
+            "name": topology.name,
+            "platform": topology.platform,
+            "device_kind": topology.device_kind,
+            "devices": len(topology.devices),
+            "memory_bytes": memory,
+        },
+        "versions": topology.versions,
+        "optimization": asked.level or "default",
+        "placement": [list(members) for members in roles.plan.placement],
+        "resident_bytes": resident,
+        "programs": records,
+        **moved,
+        **({"offload": offload_savings(records)} if any_offloaded(records) else {}),
+        "step": {
+            "flops": sum(record["flops"] * record["runs"] for record in records),
+            "received_bytes": sum(r.get("received_bytes", 0) * r["runs"] for r in records),
+            "largest": f"{most['role']}.{most['program']}",
+            "sum_bytes": most["sum_bytes"],
+            "missing_bytes": max(0, most["sum_bytes"] - memory),
+            "verdict": verdict(records, memory),
+        },
+        "fits": most["sum_bytes"] <= memory,
+    }
+
+
+def _transition(records: list[dict[str, Any]], roles: Any) -> dict[str, Any]:
+    """What the actor's parameters receive on their way to the generate layout, and the formula."""
+    ways = [r for r in records if r["role"] == "actor" and r["program"].startswith("transition")]
+    if not ways or any("refused_bytes" in record for record in ways):
+        return {}
+    received = sum(record["received_bytes"] for record in ways)
+    formula = transition_formula(roles.groups["actor"].worker)
+    return {"transition": {"received_bytes": received, "formula_bytes": formula}}
+
+
+def _how(record: dict[str, Any]) -> str:
+    taken = seconds(record["seconds"])
+    done = f"kept from before ({taken} then)" if record["kept"] else taken
+    if "refused_bytes" in record:
+        return f"{done}, refused: it needs {size(record['refused_bytes'])} per device"
+    return done

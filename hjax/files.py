@@ -1,0 +1,101 @@
+"""Files as hjax keeps them: JSON without surprises, replaced whole, read with one-line errors."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hjax.errors import DataError
+
+# A run's rows, in its workdir.
+METRICS = "metrics.jsonl"
+WARM_START = "warm_start.jsonl"
+SAMPLES = "samples.jsonl"
+
+
+def cache_folder(*parts: str) -> Path:
+    """Where hjax keeps what it can make again: ``$XDG_CACHE_HOME/hjax`` or ``~/.cache/hjax``."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return root.joinpath("hjax", *parts)
+
+
+def to_json(value: Any) -> Any:
+    """``value`` as JSON knows it: arrays become lists, non-finite numbers None."""
+    if isinstance(value, Mapping):
+        return {str(k): to_json(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json(v) for v in value]
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "to_dict"):
+        return to_json(value.to_dict())
+    return to_json(np.asarray(value).tolist())
+
+
+def json_line(value: Any) -> str:
+    """One line of JSON; non-finite numbers become null."""
+    return json.dumps(to_json(value), ensure_ascii=False)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a `.jsonl` file; none if absent, a torn last line left out.
+
+    Raises:
+      DataError: a line before the last that is not a JSON object.
+    """
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")
+    # What stands after the last newline was cut off by a kill.
+    rows = []
+    for number, line in enumerate(lines[:-1], 1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{path}:{number}: not a JSON object; the file is damaged") from error
+        rows.append(row)
+    return rows
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file, None if it is absent.
+
+    Raises:
+      DataError: the file is not JSON.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise DataError(f"{path}: not JSON; the file is damaged") from error
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write ``text`` to ``path`` so that a reader sees the old or the new file, never half."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(text.encode("utf-8", errors="replace"))
+            file.flush()
+            os.fsync(file.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(name, 0o666 & ~umask)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

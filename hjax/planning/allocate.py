@@ -1,0 +1,153 @@
+"""Putting sets of models together on a cluster: which devices each set gets."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from hjax.planning.hardware import fit_together, is_chain, legal_counts
+from hjax.planning.options import front
+from hjax.planning.records import Cluster, Pool
+
+STAGE_COUNT = 3
+
+
+@dataclasses.dataclass
+class Choices:
+    """A set's ways to run, on every legal number of devices of every pool.
+
+    Attributes:
+      where: int [n, 2]: index of the pool, number of devices.
+      index: int [n]: which of the set's ways on those devices.
+      seconds: float64 [n, 3] per stage.
+    """
+
+    where: np.ndarray
+    index: np.ndarray
+    seconds: np.ndarray
+
+    @property
+    def least(self) -> int:
+        """Fewest devices on which the set fits."""
+        return int(self.where[:, 1].min())
+
+    def fastest(self, size: int) -> np.ndarray:
+        """float64 [size + 1, 3]: least seconds per stage on at most so many devices."""
+        table = np.full((size + 1, STAGE_COUNT), np.inf)
+        np.minimum.at(table, self.where[:, 1], self.seconds)
+        return np.minimum.accumulate(table, axis=0)
+
+
+class Usage:
+    """Devices in use as numbers that add up: per pool its devices, and where sizes below a host
+    do not divide one another, how many sets of each such size."""
+
+    def __init__(self, cluster: Cluster):
+        self.pools = cluster.pools
+        self.columns: list[tuple[int, int]] = []  # pool, size of a part (0: anything else)
+        for number, pool in enumerate(self.pools):
+            self.columns.append((number, 0))
+            if not is_chain(pool):
+                self.columns += [(number, n) for n in legal_counts(pool) if n < pool.per_host]
+        self.weights = np.array([size or 1 for _, size in self.columns])
+
+    def of(self, where: np.ndarray) -> np.ndarray:
+        """int [n, columns] of (pool, devices) pairs [n, 2]."""
+        used = np.zeros((len(where), len(self.columns)), int)
+        for column, (pool, size) in enumerate(self.columns):
+            here = where[:, 0] == pool
+            if size:
+                used[:, column] = here & (where[:, 1] == size)
+            else:
+                parts = [s for p, s in self.columns if p == pool and s]
+                rest = here & ~np.isin(where[:, 1], parts)
+                used[:, column] = np.where(rest, where[:, 1], 0)
+        return used
+
+    def fits(self, used: np.ndarray) -> np.ndarray:
+        """bool [n]: whether the sets find room."""
+        good = np.ones(len(used), bool)
+        for number, pool in enumerate(self.pools):
+            columns = [i for i, (p, _) in enumerate(self.columns) if p == number]
+            total = (used[:, columns] * self.weights[columns]).sum(axis=1)
+            good &= total <= pool.size
+            if len(columns) > 1:
+                for row in np.flatnonzero(good):
+                    good[row] = self._packs(pool, columns, used[row])
+        return good
+
+    def _packs(self, pool: Pool, columns: list[int], used: np.ndarray) -> bool:
+        parts = [self.columns[c][1] for c in columns[1:] for _ in range(used[c])]
+        whole = int(used[columns[0]])
+        counts = (whole, *parts) if whole else tuple(parts)
+        return fit_together(pool, tuple(sorted(counts)))
+
+    def loads(self, chosen: Choices) -> np.ndarray:
+        """float64 [n, 3 * pools that share cores]: seconds of the pool's cores, per stage."""
+        shared = [(i, pool) for i, pool in enumerate(self.pools) if pool.shares_cores]
+        found = np.zeros((len(chosen.index), len(shared), STAGE_COUNT))
+        for column, (number, pool) in enumerate(shared):
+            for row in np.flatnonzero(chosen.where[:, 0] == number):
+                devices = int(chosen.where[row, 1])
+                found[row, column] = chosen.seconds[row] * pool.load(devices)
+        return found.reshape(len(found), -1)
+
+    def devices(self, used: np.ndarray) -> np.ndarray:
+        """int [n]: devices in all."""
+        return (used * self.weights).sum(axis=1)
+
+
+def allocate(
+    cluster: Cluster, sets: Sequence[Choices], bound: float
+) -> tuple[float, tuple[int, ...]] | None:
+    """The choice per set that makes the step shortest, fewest devices among equals.
+
+    Sets are added one at a time. A partial plan is dropped if another one is as fast in every
+    stage on no more devices (and no more of shared cores), or if every completion of it is above
+    ``bound``.
+
+    Returns:
+      (seconds, row of each set's choices), or None where nothing fits within ``bound``.
+    """
+    usage = Usage(cluster)
+    fastest = [chosen.fastest(cluster.size) for chosen in sets]
+    least = [chosen.least for chosen in sets]
+    used = np.zeros((1, len(usage.columns)), int)
+    seconds = np.zeros((1, STAGE_COUNT))
+    loads = np.zeros((1, STAGE_COUNT * sum(pool.shares_cores for pool in cluster.pools)))
+    rows = np.zeros((1, 0), int)
+    for number, chosen in enumerate(sets):
+        here = np.repeat(np.arange(len(used)), len(chosen.index))
+        there = np.tile(np.arange(len(chosen.index)), len(used))
+        joint_seconds = np.maximum(seconds[here], chosen.seconds[there])
+        joint_loads = loads[here] + usage.loads(chosen)[there]
+        joint_used = used[here] + usage.of(chosen.where)[there]
+        left = cluster.size - usage.devices(joint_used)
+        good = left >= sum(least[number + 1 :])
+        reachable = _stages(joint_seconds, joint_loads)
+        for later in range(number + 1, len(sets)):
+            others = sum(least[number + 1 :]) - least[later]
+            room = np.clip(left - others, 0, cluster.size)
+            reachable = np.maximum(reachable, fastest[later][room])
+        good &= reachable.sum(axis=1) <= bound
+        chosen_rows = np.flatnonzero(good)
+        chosen_rows = chosen_rows[usage.fits(joint_used[chosen_rows])]
+        if not len(chosen_rows):
+            return None
+        state = np.concatenate([joint_seconds, joint_loads, joint_used], axis=1)[chosen_rows]
+        chosen_rows = chosen_rows[front(state)]
+        used, seconds = joint_used[chosen_rows], joint_seconds[chosen_rows]
+        loads = joint_loads[chosen_rows]
+        rows = np.concatenate([rows[here[chosen_rows]], there[chosen_rows, None]], axis=1)
+    totals = _stages(seconds, loads).sum(axis=1)
+    best = min(range(len(totals)), key=lambda i: (totals[i], usage.devices(used[i : i + 1])[0]))
+    return float(totals[best]), tuple(int(i) for i in rows[best])
+
+
+def _stages(seconds: np.ndarray, loads: np.ndarray) -> np.ndarray:
+    """float64 [n, 3]: what stages take: the slowest set, or all of a pool's shared cores."""
+    for column in range(0, loads.shape[1], STAGE_COUNT):
+        seconds = np.maximum(seconds, loads[:, column : column + STAGE_COUNT])
+    return seconds.copy()

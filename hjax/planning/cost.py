@@ -1,0 +1,311 @@
+"""What a step costs in seconds: one function per term, its formula in the docstring.
+
+Everything is per device unless said otherwise. Bandwidths and FLOP/s are the catalogue's times the
+constants' shares.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+from hjax.planning.constants import Constants
+from hjax.planning.records import Mesh, ModelCounts, Numerics, Pool
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Place:
+    """Devices of one pool that a set of models has to itself.
+
+    Attributes:
+      pool, devices: of which machines, and how many.
+      constants: efficiencies.
+      numerics: bytes per element.
+    """
+
+    pool: Pool
+    devices: int
+    constants: Constants = Constants()
+    numerics: Numerics = Numerics()
+
+    @functools.cached_property
+    def share(self) -> float:
+        """How many times faster a device is than with all of the pool's busy."""
+        return self.pool.faster(self.devices)
+
+    @functools.cached_property
+    def domain(self) -> int:
+        """Devices within reach of fast links."""
+        return min(self.devices, self.pool.domain)
+
+    @functools.cached_property
+    def flops(self) -> float:
+        """FLOP/s of matrix products in the compute dtype."""
+        return self.pool.device.flops[self.numerics.dtype] * self.constants.matmul * self.share
+
+    @functools.cached_property
+    def bandwidth(self) -> float:
+        """Bytes/s of memory."""
+        return self.pool.device.bandwidth * self.constants.memory * self.share
+
+
+# Collectives
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def ring_bandwidth(place: Place, size: int, stride: int) -> float:
+    """Bytes/s that each member of a ring of ``size`` devices, ``stride`` ranks apart, sends.
+
+    Inside a domain of D devices: the link's. Across domains D / h rings share a host's network,
+    where h = max(1, D // stride) members of a ring sit in one domain: network * h / D. A ring in
+    part of a torus axis lacks the wrap-around and has half the link's bandwidth.
+    """
+    device, constants = place.pool.device, place.constants
+    link = device.link * constants.link
+    if size * stride <= place.domain:
+        whole = place.devices == place.pool.size or not device.torus
+        return link if whole else link / 2
+    inside = max(1, place.domain // stride)
+    return min(link, device.network * constants.network * inside / place.domain)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def latency(place: Place, size: int, stride: int) -> float:
+    """Seconds of a small collective: latency * log2(size), the network's if it leaves a domain."""
+    constants = place.constants
+    inside = size * stride <= place.domain
+    once = constants.link_latency if inside else constants.network_latency
+    return once * math.ceil(math.log2(size))
+
+
+def all_gather(place: Place, whole_bytes: float, size: int, stride: int = 1) -> float:
+    """(size - 1) / size * bytes / ring bandwidth + latency. A reduce-scatter costs the same."""
+    if size == 1 or not whole_bytes:
+        return 0.0
+    moved = whole_bytes * (size - 1) / size
+    return moved / ring_bandwidth(place, size, stride) + latency(place, size, stride)
+
+
+def all_reduce(place: Place, array_bytes: float, size: int, stride: int = 1) -> float:
+    """A reduce-scatter and an all-gather: 2 * all_gather."""
+    return 2 * all_gather(place, array_bytes, size, stride)
+
+
+def all_to_all(place: Place, local_bytes: float, size: int, stride: int = 1) -> float:
+    """(size - 1) / size * local bytes / ring bandwidth + latency."""
+    return all_gather(place, local_bytes, size, stride)
+
+
+def send(place: Place, array_bytes: float, stride: int) -> float:
+    """Bytes / bandwidth to a device ``stride`` ranks away + latency."""
+    return array_bytes / ring_bandwidth(place, 2, stride) + latency(place, 2, stride)
+
+
+def transfer(place: Place, model: ModelCounts) -> float:
+    """Weights from other devices to these: weight bytes / network of a host.
+
+    The sender's hosts are as fast together, and receiving hosts pass on what they have, so the
+    whole model crosses each host's network once. Inside one domain it is the link instead.
+    """
+    array = model.parameters * place.numerics.compute
+    device, constants = place.pool.device, place.constants
+    outside = place.devices >= place.pool.domain
+    wire = device.network * constants.network if outside else device.link * constants.link
+    return array / wire + constants.network_latency
+
+
+def offload_seconds(place: Place, fetched_bytes: float) -> float:
+    """To the device and back over the host's bus: 2 * bytes / ``host``."""
+    return 2 * fetched_bytes / place.constants.host
+
+
+# Counting
+
+
+def forward_flops(model: ModelCounts, rows: float, length: float) -> float:
+    """2 * active parameters * tokens + 4 * width * layers * tokens * length / 2 (causal)."""
+    tokens = rows * length
+    products = 2.0 * model.active * tokens
+    return products + 2.0 * model.attention_width * model.layers * tokens * length
+
+
+def weight_bytes(model: ModelCounts, mesh: Mesh, element: float) -> float:
+    """A device's share of the weights without FSDP: parameters / (pipe * tensor), experts also
+    over the expert axis."""
+    experts = model.layers * model.layer_expert
+    others = model.parameters - experts
+    ways = mesh.pipe * mesh.tensor
+    return element * (others + experts / mesh.expert) / ways
+
+
+# Training and inference
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """Seconds of one micro-batch on one pipeline stage.
+
+    Attributes:
+      compute: matrix products and attention.
+      exchange: collectives of activations, which nothing hides.
+      weights: FSDP's gathers and, in a backward pass, reduce-scatters.
+    """
+
+    compute: float
+    exchange: float
+    weights: float
+
+    def seconds(self, overlap: float) -> float:
+        """compute + exchange + what of the weights' collectives the compute does not hide."""
+        return self.compute + self.exchange + max(0.0, self.weights - overlap * self.compute)
+
+
+def tensor_exchange(
+    place: Place, model: ModelCounts, mesh: Mesh, tokens: float, times: int
+) -> float:
+    """``times`` all-reduces of tokens * hidden per layer of the stage over the tensor axis."""
+    if mesh.tensor == 1:
+        return 0.0
+    array = tokens * model.hidden * place.numerics.compute
+    return times * model.layers / mesh.pipe * all_reduce(place, array, mesh.tensor)
+
+
+def context_exchange(
+    place: Place, model: ModelCounts, mesh: Mesh, tokens: float, times: int
+) -> float:
+    """``times`` all-gathers of the keys and values of a layer over the context axis.
+
+    ``tokens`` are a device's; KV heads are split over the tensor axis.
+    """
+    if mesh.context == 1:
+        return 0.0
+    cache = model.cache_elements / min(mesh.tensor, model.kv_heads) * place.numerics.compute
+    whole = tokens * mesh.context * cache
+    layers = model.layers / mesh.pipe
+    return times * layers * all_gather(place, whole, mesh.context, mesh.stride("context"))
+
+
+def expert_exchange(
+    place: Place, model: ModelCounts, mesh: Mesh, tokens: float, times: int
+) -> float:
+    """``times`` all-to-alls of tokens * experts_per_token * hidden per layer."""
+    if mesh.expert == 1:
+        return 0.0
+    array = tokens * model.experts_per_token * model.hidden * place.numerics.compute / mesh.tensor
+    layers = model.layers / mesh.pipe
+    return times * layers * all_to_all(place, array, mesh.expert, mesh.stride("expert"))
+
+
+def stage_pass(
+    place: Place,
+    model: ModelCounts,
+    mesh: Mesh,
+    rows: float,
+    length: float,
+    backward: bool,
+    rematerialise: bool = False,
+) -> Pass:
+    """One micro-batch of ``rows`` sequences on one pipeline stage.
+
+    FLOPs: forward 1, backward 2 more (times ``backward``), rematerialisation 1 more times
+    ``forward_flops`` / (tensor * pipe * context), of which the share ``unsplit`` is not divided by
+    tensor. Per layer and forward, ``layer_pass`` and ``score`` * rows * heads * length^2 /
+    (tensor * context).
+    Exchanges per layer: 2 forward, 2 backward, 2 rematerialised.
+    FSDP: one gather of the weights forward, one more and a reduce-scatter of gradients backward,
+    each layer by layer, with ``gather`` beside the ring's seconds.
+    """
+    constants, layers = place.constants, model.layers / mesh.pipe
+    forwards = 1 + 2 * constants.backward * backward + rematerialise
+    share = constants.unsplit + (1 - constants.unsplit) / mesh.tensor
+    products = share * forward_flops(model, rows, length) / (mesh.pipe * mesh.context) / place.flops
+    scores = rows * model.heads * length**2 / mesh.tensor / mesh.context
+    scores *= constants.score / place.share
+    compute = forwards * (products + layers * (scores + constants.layer_pass))
+    tokens = rows * length / mesh.context
+    times = 2 * (1 + backward + rematerialise)
+    exchange = tensor_exchange(place, model, mesh, tokens, times)
+    exchange += context_exchange(place, model, mesh, tokens, times // 2)
+    exchange += expert_exchange(place, model, mesh, tokens, times)
+    if mesh.pipe > 1:
+        boundary = tokens * model.hidden * place.numerics.compute
+        exchange += (1 + backward) * send(place, boundary, mesh.stride("pipe"))
+    weights = 0.0
+    if mesh.fsdp > 1:
+        gather = weight_bytes(model, mesh, place.numerics.compute)
+        stride = mesh.stride("fsdp")
+        weights = (1 + backward) * all_gather(place, gather, mesh.fsdp, stride)
+        starts = 1 + 2 * backward  # per layer; the terms around have one of each for all layers
+        weights += starts * (layers - 1) * latency(place, mesh.fsdp, stride)
+        weights += starts * layers * constants.gather
+        if backward:
+            gradients = weight_bytes(model, mesh, place.numerics.gradients)
+            weights += all_gather(place, gradients, mesh.fsdp, stride)
+    return Pass(compute, exchange, weights)
+
+
+def bubble(pipe: int, micro_batches: int) -> float:
+    """Stage times of a pipelined pass: micro-batches + pipe - 1."""
+    return micro_batches + pipe - 1
+
+
+def gradient_exchange(place: Place, model: ModelCounts, mesh: Mesh) -> float:
+    """All-reduce of a device's gradients over the data axis, once per update; those of weights
+    outside experts over the expert axis too."""
+    element = place.numerics.gradients / mesh.fsdp
+    experts = model.layers * model.layer_expert * element / (mesh.expert * mesh.pipe * mesh.tensor)
+    others = weight_bytes(model, mesh, element) - experts
+    stride = mesh.stride("expert")
+    seconds = all_reduce(place, others, mesh.data * mesh.expert, stride)
+    return seconds + all_reduce(place, experts, mesh.data, mesh.stride("data"))
+
+
+def optimizer_seconds(place: Place, model: ModelCounts, mesh: Mesh) -> float:
+    """Read gradients, read and write weights and optimizer state: bytes / memory bandwidth."""
+    numerics = place.numerics
+    touched = numerics.gradients + 2 * (numerics.weights + numerics.optimizer)
+    return weight_bytes(model, mesh, touched) / mesh.fsdp / place.bandwidth
+
+
+def update_seconds(
+    place: Place,
+    model: ModelCounts,
+    mesh: Mesh,
+    rows: float,
+    length: float,
+    micro_rows: int,
+    rematerialise: bool,
+) -> float:
+    """One optimizer step on ``rows`` sequences.
+
+    (m + pipe - 1) passes of m = ceil(rows / replicas / micro_rows) micro-batches; then the
+    gradients' all-reduce, less what the last backward pass hides; then the optimizer.
+    """
+    micro_batches = math.ceil(math.ceil(rows / mesh.replicas) / micro_rows)
+    one = stage_pass(place, model, mesh, micro_rows, length, True, rematerialise)
+    overlap = place.constants.overlap
+    exchange = gradient_exchange(place, model, mesh)
+    hidden = overlap * one.compute * 2 / 3
+    return (
+        bubble(mesh.pipe, micro_batches) * one.seconds(overlap)
+        + max(0.0, exchange - hidden)
+        + optimizer_seconds(place, model, mesh)
+    )
+
+
+def forward_rows(place: Place, rows: float, mesh: Mesh, length: float) -> int:
+    """Rows of a forward micro-batch: ``forward_tokens``, at most what a replica has."""
+    local = math.ceil(rows / mesh.replicas)
+    most = place.numerics.forward_tokens
+    return max(1, min(local, int(most // length))) if most else max(1, local)
+
+
+def forward_seconds(
+    place: Place, model: ModelCounts, mesh: Mesh, rows: float, length: float
+) -> float:
+    """One forward over ``rows`` sequences: (m + pipe - 1) passes of m micro-batches."""
+    micro = forward_rows(place, rows, mesh, length)
+    micro_batches = math.ceil(math.ceil(rows / mesh.replicas) / micro)
+    one = stage_pass(place, model, mesh, micro, length, backward=False)
+    return bubble(mesh.pipe, micro_batches) * one.seconds(place.constants.overlap)

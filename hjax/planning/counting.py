@@ -1,0 +1,34 @@
+"""A model as the search takes it: a plain record of what counts."""
+
+from __future__ import annotations
+
+from hjax.models import arithmetic
+from hjax.models.config import ModelConfig
+from hjax.planning.records import ModelCounts
+
+
+def counts(config: ModelConfig, name: str = "", scalar: bool = False) -> ModelCounts:
+    """The record that the auto-mapping takes."""
+    embedding = config.vocab_size * config.hidden_size
+    head = config.hidden_size * (1 if scalar else config.vocab_size)
+    activations, whole = arithmetic.activation_elements(config)
+    return ModelCounts(
+        name=name,
+        layers=config.layers,
+        hidden=config.hidden_size,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        mlp=config.mlp_size,
+        vocab=config.vocab_size,
+        experts=config.experts,
+        experts_per_token=config.experts_per_token,
+        layer_parameters=arithmetic.layer_parameters(config),
+        layer_active=arithmetic.active_layer_parameters(config),
+        layer_expert=arithmetic.mlp_parameters(config) * config.experts,
+        embedding_parameters=embedding + (0 if config.tie_embeddings and not scalar else head),
+        head_parameters=head,
+        attention_width=config.heads * config.head_dim,
+        cache_elements=arithmetic.cache_elements(config),
+        layer_activations=activations,
+        layer_activations_whole=whole,
+    )

@@ -1,0 +1,347 @@
+"""The search of HybridFlow's Algorithms 1 and 2, exact over legal allocations and layouts.
+
+A set of models on n devices keeps the Pareto front of (seconds per stage, resident, transient
+bytes) of its models' layouts, built one model at a time and kept over placements. Sets are then
+put together under the number of devices, partial plans that another dominates dropped, as are
+those that cannot become one of the best.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from hjax.planning import memory
+from hjax.planning.allocate import Choices, allocate
+from hjax.planning.constants import Constants
+from hjax.planning.cost import Place
+from hjax.planning.hardware import legal_counts
+from hjax.planning.options import Space, front, role_options, vectors
+from hjax.planning.records import (
+    Cluster,
+    Dataflow,
+    ModelCounts,
+    Numerics,
+    Offload,
+    Option,
+    Plan,
+    PlannedSet,
+    Pool,
+    Workload,
+)
+
+Placement = tuple[tuple[str, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Everything a search is asked.
+
+    Attributes:
+      models: by role.
+      offload: by role, of those that offload something.
+    """
+
+    dataflow: Dataflow
+    models: Mapping[str, ModelCounts]
+    work: Workload
+    cluster: Cluster
+    constants: Constants = Constants()
+    numerics: Numerics = Numerics()
+    space: Space = Space()
+    offload: Mapping[str, Offload] = dataclasses.field(default_factory=dict)
+
+    def place(self, pool: Pool, devices: int) -> Place:
+        """Some devices of a pool under these constants."""
+        return Place(pool, devices, self.constants, self.numerics)
+
+
+def partitions(items: Sequence[str]) -> Iterator[Placement]:
+    """Every set partition, the first item's set first."""
+    if not items:
+        yield ()
+        return
+    first, rest = items[0], items[1:]
+    for smaller in partitions(rest):
+        yield ((first,), *smaller)
+        for i, chosen in enumerate(smaller):
+            yield ((first, *chosen), *smaller[:i], *smaller[i + 1 :])
+
+
+@dataclasses.dataclass
+class _Front:
+    """Ways to run some roles on one number of devices: vectors [n, 5] and the options of each."""
+
+    points: np.ndarray
+    options: list[tuple[Option, ...]]
+
+    def of(self, kept: np.ndarray) -> _Front:
+        """Some of them."""
+        return _Front(self.points[kept], [self.options[i] for i in kept])
+
+
+class Roles:
+    """The fronts of single roles, which do not depend on the placement."""
+
+    def __init__(self, problem: Problem):
+        self.problem = problem
+        self._fronts: dict[tuple, _Front] = {}
+        self._places: dict[tuple[Pool, int], Place] = {}
+
+    def place(self, pool: Pool, devices: int) -> Place:
+        """The one record of some devices of a pool (collectives are cached by it)."""
+        if (pool, devices) not in self._places:
+            self._places[pool, devices] = self.problem.place(pool, devices)
+        return self._places[pool, devices]
+
+    def front(self, role: str, pool: Pool, devices: int) -> _Front:
+        """The front of one role; roles with equal models and calls share it."""
+        problem = self.problem
+        calls = tuple((c.kind, c.rows) for c in problem.dataflow.calls if c.role == role)
+        offload = problem.offload.get(role, "none")
+        key = (problem.models[role], calls, offload, pool, devices)
+        if key not in self._fronts:
+            place, model = self.place(pool, devices), problem.models[role]
+            asked = problem.dataflow, role, problem.work, problem.space, offload
+            found = role_options(place, model, *asked)
+            points = vectors(found)
+            kept = front(points)
+            self._fronts[key] = _Front(points[kept], [(found[i],) for i in kept])
+        return self._fronts[key]
+
+    def least_memory(self, roles: Sequence[str], pool: Pool, devices: int) -> float:
+        """Fewest bytes per device on which these roles can share; inf where one has no layout."""
+        points = [self.front(role, pool, devices).points for role in roles]
+        if not all(len(p) for p in points):
+            return np.inf
+        least = np.inf
+        for peak in np.unique(np.concatenate([p[:, 4] for p in points])):
+            held = [p[p[:, 4] <= peak, 3] for p in points]
+            if all(len(h) for h in held):
+                least = min(least, peak + sum(float(h.min()) for h in held))
+        return least
+
+    def fits(self, placement: Placement) -> bool:
+        """Whether the sets have numbers of devices on which they fit at the same time."""
+        sets = []
+        for roles in placement:
+            where = [
+                (number, devices)
+                for number, pool in enumerate(self.problem.cluster.pools)
+                for devices in legal_counts(pool)
+                if self.least_memory(roles, pool, devices)
+                <= memory.capacity(self.place(pool, devices))
+            ]
+            if not where:
+                return False
+            shape = (len(where), 3)
+            sets.append(Choices(np.array(where), np.zeros(len(where), int), np.zeros(shape)))
+        return allocate(self.problem.cluster, sets, np.inf) is not None
+
+
+class Search:
+    """Looks for plans that take at most ``bound`` seconds.
+
+    Args:
+      roles: of the problem, shared between searches.
+      bound: whatever cannot become part of a plan below it is dropped on the way.
+      thin: keep only so many ways to run each role: quick, and an upper bound of the optimum.
+    """
+
+    def __init__(self, roles: Roles, bound: float = np.inf, thin: int = 0):
+        self.roles = roles
+        self.problem = roles.problem
+        self.bound = bound
+        self.thin = thin
+        self._choices: dict[tuple[str, ...], Choices | None] = {}
+        self._fronts: dict[tuple, _Front] = {}
+        self._tables: dict[str, np.ndarray] = {}
+
+    def _role(self, role: str, pool: Pool, devices: int) -> _Front:
+        whole = self.roles.front(role, pool, devices)
+        if not self.thin or not whole.options:
+            return whole
+        return whole.of(_few(whole.points, self.thin))
+
+    def _set(self, names: tuple[str, ...], pool: Pool, devices: int) -> _Front:
+        """The front of a set: seconds and resident bytes add up, the largest transient counts.
+
+        Built role by role; ``rest`` is the least that the roles to come add, ``outside`` what the
+        roles of other sets take at least on the devices that are left.
+        """
+        fronts = [self._role(role, pool, devices) for role in names]
+        if not all(f.options for f in fronts):
+            return _Front(np.empty((0, 5)), [])
+        least = np.array([f.points.min(axis=0) for f in fronts])
+        outside = self._outside(names, self.problem.cluster.size - devices)
+        limit = memory.capacity(self.roles.place(pool, devices))
+        built = _Front(np.zeros((1, 5)), [()])
+        for number, joined in enumerate(fronts):
+            rest = least[number + 1 :]
+            added = np.append(rest[:, :4].sum(axis=0), rest[:, 4].max(initial=0.0))
+            built = _combine(built, joined, added, outside, limit, self.bound)
+        return built
+
+    def _outside(self, names: tuple[str, ...], left: int) -> np.ndarray:
+        """float64 [3]: seconds per stage of the slowest role outside the set, at its fastest."""
+        slowest = np.zeros(3)
+        for role in self.problem.dataflow.roles:
+            if role not in names:
+                slowest = np.maximum(slowest, self._fastest(role)[left])
+        return slowest
+
+    def _fastest(self, role: str) -> np.ndarray:
+        """float64 [size + 1, 3]: least seconds of a role per stage on at most so many devices."""
+        if role not in self._tables:
+            table = np.full((self.problem.cluster.size + 1, 3), np.inf)
+            for pool in self.problem.cluster.pools:
+                for devices in legal_counts(pool):
+                    points = self.roles.front(role, pool, devices).points
+                    if len(points):
+                        table[devices] = np.minimum(table[devices], points[:, :3].min(axis=0))
+            self._tables[role] = np.minimum.accumulate(table, axis=0)
+        return self._tables[role]
+
+    def choices(self, names: tuple[str, ...]) -> Choices | None:
+        """A set's ways on all legal numbers of devices; None where there is none."""
+        if names not in self._choices:
+            where: list[tuple[int, int]] = []
+            index: list[int] = []
+            seconds: list[np.ndarray] = []
+            for number, pool in enumerate(self.problem.cluster.pools):
+                for devices in legal_counts(pool):
+                    found = self._set(names, pool, devices)
+                    found = found.of(front(found.points[:, :3]))
+                    self._fronts[names, pool, devices] = found
+                    where += [(number, devices)] * len(found.options)
+                    index += range(len(found.options))
+                    seconds.append(found.points[:, :3])
+            self._choices[names] = (
+                Choices(np.array(where), np.array(index), np.concatenate(seconds))
+                if where
+                else None
+            )
+        return self._choices[names]
+
+    def best(self, placement: Placement, bound: float = np.inf) -> Plan | None:
+        """The fastest plan of a placement; None where none is at most ``bound``."""
+        sets = [self.choices(names) for names in placement]
+        known = [chosen for chosen in sets if chosen is not None]
+        if len(known) < len(sets):
+            return None
+        found = allocate(self.problem.cluster, known, min(bound, self.bound))
+        if found is None:
+            return None
+        planned = []
+        for names, chosen, row in zip(placement, known, found[1], strict=True):
+            number, devices = (int(n) for n in chosen.where[row])
+            pool = self.problem.cluster.pools[number]
+            options = self._fronts[names, pool, devices].options[chosen.index[row]]
+            planned.append(PlannedSet(names, pool, devices, options))
+        return Plan(tuple(planned))
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a search found.
+
+    Attributes:
+      plans: the best of each placement that fits and is among the best, fastest first.
+      slower: placements that fit, but whose best is slower than all of ``plans``.
+      impossible: placements that do not fit.
+      seconds: how long it took.
+    """
+
+    plans: tuple[Plan, ...]
+    slower: tuple[Placement, ...]
+    impossible: tuple[Placement, ...]
+    seconds: float
+
+
+# Of how many placements the best plan is shown.
+CANDIDATES = 5
+# Ways to run a role that the quick first search looks at.
+_THIN = 5
+
+
+def search(
+    problem: Problem, placements: Sequence[Placement] | None = None, candidates: int = CANDIDATES
+) -> Result:
+    """The best plans, one per placement.
+
+    A quick search over a few ways to run each role gives an upper bound of the candidates' times;
+    the exact one drops what cannot reach it.
+
+    Args:
+      placements: those to look at; None: every set partition of the roles.
+      candidates: of how many placements the best is wanted.
+    """
+    start = time.perf_counter()
+    asked = list(placements or partitions(problem.dataflow.roles))
+    candidates = min(candidates, len(asked))  # with all of them found quickly there is a bound too
+    roles = Roles(problem)
+    quick = _plans(Search(roles, thin=_THIN), asked, candidates)
+    bound = quick[-1].total * (1 + 1e-9) if len(quick) == candidates else np.inf
+    plans = _plans(Search(roles, bound), asked, candidates)
+    kept = {tuple(s.roles for s in plan.sets) for plan in plans}
+    others = [placement for placement in asked if placement not in kept]
+    possible = {placement: roles.fits(placement) for placement in others}
+    return Result(
+        tuple(plans),
+        tuple(p for p in others if possible[p]),
+        tuple(p for p in others if not possible[p]),
+        time.perf_counter() - start,
+    )
+
+
+def _plans(tried: Search, placements: Sequence[Placement], candidates: int) -> list[Plan]:
+    """The best plan of each placement, at most so many, fastest first."""
+    plans: list[Plan] = []
+    for placement in placements:
+        bound = plans[-1].total if len(plans) == candidates else np.inf
+        plan = tried.best(placement, bound)
+        if plan is not None:
+            plans = sorted([*plans, plan], key=lambda p: (p.total, p.devices))[:candidates]
+    return plans
+
+
+def _few(points: np.ndarray, count: int) -> np.ndarray:
+    """Indices of some points: the leanest, and the fastest of those within less and less memory."""
+    total, needed = points[:, :3].sum(axis=1), points[:, 3] + points[:, 4]
+    chosen = {int(np.argmin(needed)), int(np.argmin(points[:, 3]))}
+    for share in np.linspace(1, 0, count, endpoint=False):
+        within = np.flatnonzero(needed <= np.quantile(needed, share))
+        chosen.add(int(within[np.argmin(total[within])]))
+    return np.array(sorted(chosen), int)
+
+
+def _combine(
+    before: _Front,
+    last: _Front,
+    rest: np.ndarray,
+    outside: np.ndarray,
+    limit: float,
+    bound: float,
+) -> _Front:
+    """Every pair of two fronts on the same devices that can become part of a plan, less those
+    that another pair dominates.
+
+    Args:
+      rest: float64 [5], least that roles still to come add: seconds, resident, transient.
+      outside: float64 [3], least seconds per stage of other sets.
+      limit: bytes per device.
+      bound: seconds of a plan.
+    """
+    a, b = before.points[:, None], last.points[None]
+    added = a[..., :4] + b[..., :4]
+    peak = np.maximum(a[..., 4], b[..., 4])
+    good = added[..., 3] + rest[3] + np.maximum(peak, rest[4]) <= limit
+    good &= np.maximum(added[..., :3] + rest[:3], outside).sum(axis=-1) <= bound
+    first, second = np.nonzero(good)
+    pairs = np.column_stack([added[first, second], peak[first, second]])
+    kept = front(pairs)
+    options = [before.options[first[i]] + last.options[second[i]] for i in kept]
+    return _Front(pairs[kept], options)

@@ -1,0 +1,140 @@
+"""Ways to plan by name: hjax's placements, and other systems as in HybridFlow's section 8.
+
+Each turns a problem into the problems and placements to search, so that all are compared under
+the same cost model, constants and workload, each with the best layouts and allocation it allows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from hjax.errors import ConfigError
+from hjax.planning.records import Dataflow
+from hjax.planning.search import (
+    CANDIDATES,
+    Placement,
+    Problem,
+    Result,
+    partitions,
+    search,
+)
+
+# With split, these roles take the second half of the devices.
+SECOND_HALF = ("critic", "reward", "cost", "cost_critic")
+# OpenRLHF's second copy of the actor, the one that generates.
+ROLLOUT = "rollout"
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """A way to plan.
+
+    Attributes:
+      what: in a sentence.
+      placements: those it allows, of a problem's roles.
+      prepare: the problem as this system poses it.
+    """
+
+    name: str
+    what: str
+    placements: Callable[[tuple[str, ...]], list[Placement]]
+    prepare: Callable[[Problem], Problem] = lambda problem: problem
+
+
+def plan(problem: Problem, strategy: str, candidates: int = CANDIDATES) -> Result:
+    """The best plans under a strategy.
+
+    Raises:
+      ConfigError: an unknown name.
+    """
+    if strategy not in STRATEGIES:
+        raise ConfigError(f"--strategy={strategy}: one of {', '.join(STRATEGIES)}")
+    chosen = STRATEGIES[strategy]
+    posed = chosen.prepare(problem)
+    return search(posed, chosen.placements(posed.dataflow.roles), candidates)
+
+
+def _colocate(roles: tuple[str, ...]) -> list[Placement]:
+    return [(roles,)]
+
+
+def _split(roles: tuple[str, ...]) -> list[Placement]:
+    halves = (
+        tuple(r for r in roles if r not in SECOND_HALF),
+        tuple(r for r in roles if r in SECOND_HALF),
+    )
+    return [tuple(half for half in halves if half)]
+
+
+def _standalone(roles: tuple[str, ...]) -> list[Placement]:
+    return [tuple((role,) for role in roles)]
+
+
+def _deepspeed_chat(problem: Problem) -> Problem:
+    """ZeRO-3 over all devices; generation by tensor parallelism inside a machine, for which the
+    weights are gathered from all devices."""
+    space = dataclasses.replace(
+        problem.space, pipes=(1,), shardings=("fsdp",), zero=True, generate="inside", gather="all"
+    )
+    constants = problem.constants
+    eager = {
+        "matmul": min(constants.matmul, constants.eager_matmul),
+        "decode_layer": constants.eager_layer,
+        "decode_row": 0.0,
+    }
+    return dataclasses.replace(problem, space=space, constants=constants.with_values(eager))
+
+
+def _openrlhf(problem: Problem) -> Problem:
+    """ZeRO-3 training, and a second copy of the actor that generates on devices of its own, by
+    tensor parallelism inside a machine; it is sent the weights in every step."""
+    flow = problem.dataflow
+    calls = tuple(
+        dataclasses.replace(c, role=ROLLOUT) if c.kind == "generate" else c for c in flow.calls
+    )
+    space = dataclasses.replace(
+        problem.space,
+        pipes=(1,),
+        shardings=("fsdp",),
+        zero=True,
+        generate="inside",
+        gather="sent",
+    )
+    return dataclasses.replace(
+        problem,
+        dataflow=Dataflow(flow.name, (*flow.roles, ROLLOUT), calls),
+        models={**problem.models, ROLLOUT: problem.models["actor"]},
+        space=space,
+        constants=problem.constants.with_values(
+            {"matmul": min(problem.constants.matmul, problem.constants.eager_matmul)}
+        ),
+    )
+
+
+def _nemo_aligner(problem: Problem) -> Problem:
+    """The same pipeline and tensor sizes in training and generation, which runs in the training
+    framework, at the speed its makers measured before they had an engine (``native_decode``)."""
+    space = dataclasses.replace(problem.space, shardings=("data",), generate="same", native=True)
+    return dataclasses.replace(problem, space=space)
+
+
+def _nemo_recompute(problem: Problem) -> Problem:
+    """NeMo-Aligner's layouts, a forward over the whole sequence for every token."""
+    space = dataclasses.replace(problem.space, shardings=("data",), generate="same", cached=False)
+    return dataclasses.replace(problem, space=space)
+
+
+STRATEGIES: dict[str, Strategy] = {
+    s.name: s
+    for s in (
+        Strategy("auto", "every placement", lambda roles: list(partitions(roles))),
+        Strategy("colocate", "all models on all devices", _colocate),
+        Strategy("split", "actor and reference on some, the others on the rest", _split),
+        Strategy("standalone", "each model on devices of its own", _standalone),
+        Strategy("deepspeed_chat", "colocated, ZeRO-3", _colocate, _deepspeed_chat),
+        Strategy("openrlhf", "each model alone, two actors, ZeRO-3", _standalone, _openrlhf),
+        Strategy("nemo_aligner", "split, one 3D layout, no engine", _split, _nemo_aligner),
+        Strategy("nemo_recompute", "the same, recomputing for each token", _split, _nemo_recompute),
+    )
+}

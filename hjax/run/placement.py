@@ -1,0 +1,174 @@
+"""Placements: which roles share which devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from hjax.controller import ResourcePool, Timeline, check_disjoint
+from hjax.errors import ConfigError
+
+HOST_POOL = "host"
+# With split, these roles take the second half.
+SECOND_HALF = ("critic", "reward", "cost", "cost_critic")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Roles per set, devices per set, and layouts where the plan fixes them.
+
+    Attributes:
+      placement: sets of roles; the roles of a set take turns on its devices.
+      allocation: number of devices of each set.
+      layouts: by role, mesh axis sizes under ``train`` and ``generate``; roles that are not in it
+        take the config's.
+      predicted: what a planner expects of a step (``seconds``, ``memory_bytes``, ...), if one made
+        it.
+    """
+
+    placement: tuple[tuple[str, ...], ...]
+    allocation: tuple[int, ...]
+    layouts: Mapping[str, Mapping[str, Mapping[str, int]]] = dataclasses.field(default_factory=dict)
+    predicted: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def make_plan(placement: str, roles: Sequence[str], devices: int) -> Plan:
+    """The plan of a placement by name, or of a plan.json.
+
+    Args:
+      placement: ``colocate``, ``split``, ``standalone`` or a path.
+      roles: the roles that need devices.
+      devices: how many there are.
+
+    Raises:
+      ConfigError: too few devices, or a plan that does not fit the roles or devices.
+    """
+    if placement.endswith(".json"):
+        return _read_plan(Path(placement), roles, devices)
+    sets: list[tuple[str, ...]]
+    if placement == "colocate":
+        sets = [tuple(roles)]
+    elif placement == "split":
+        second = tuple(r for r in roles if r in SECOND_HALF)
+        first = tuple(r for r in roles if r not in SECOND_HALF)
+        sets = [s for s in (first, second) if s]
+    elif placement == "standalone":
+        sets = [(role,) for role in roles]
+    elif placement == "auto":
+        raise ConfigError(
+            "placement=auto is searched for outside of a Trainer: give it "
+            "plan=hjax.plan(config), as the command does"
+        )
+    else:
+        raise ConfigError(
+            f"placement={placement!r}; allowed: colocate, split, standalone, or a plan.json"
+        )
+    if len(sets) > devices:
+        raise ConfigError(
+            f"placement={placement}: {len(sets)} sets of roles need a device each, there are "
+            f"{devices}; use placement=colocate, or more devices (cluster.devices_per_process)"
+        )
+    return Plan(tuple(sets), _share_out(sets, devices))
+
+
+def _share_out(sets: Sequence[Sequence[str]], devices: int) -> tuple[int, ...]:
+    """Even shares; where that is impossible powers of two, the actor's set taking what is left."""
+    if devices % len(sets) == 0:
+        return (devices // len(sets),) * len(sets)
+    share = 1 << ((devices // len(sets)).bit_length() - 1)
+    shares = [share] * len(sets)
+    actor = next(i for i, s in enumerate(sets) if "actor" in s)
+    while sum(shares) + shares[actor] <= devices:
+        shares[actor] *= 2
+    return tuple(shares)
+
+
+def _read_plan(path: Path, roles: Sequence[str], devices: int) -> Plan:
+    try:
+        content = json.loads(path.read_text())
+        sets = tuple(tuple(s) for s in content["placement"])
+        allocation = tuple(int(n) for n in content["allocation"])
+        layouts = {
+            role: {stage: _axes(stage, value) for stage, value in stages.items()}
+            for role, stages in (content.get("layouts") or content.get("parallelism", {})).items()
+        }
+        known = {k: content[k] for k in ("seconds", "set_memory_bytes") if k in content}
+        predicted = dict(content.get("predicted", known))
+    except OSError as error:
+        raise ConfigError(f"placement={path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"placement={path}: not a plan: it needs `placement` (lists of roles), `allocation` "
+            "(devices per set), and where it fixes layouts `parallelism` by role, `train`: "
+            f"[pipe, tensor, data] and `generate`: [pipe, tensor] ({type(error).__name__}: {error})"
+        ) from error
+    # Roles that compute on the host (reward functions) need no place in a plan.
+    sets_and_sizes = [
+        (tuple(r for r in s if r in roles), n) for s, n in zip(sets, allocation, strict=False)
+    ]
+    sets_and_sizes = [(s, n) for s, n in sets_and_sizes if s]
+    placed = [role for s, _ in sets_and_sizes for role in s]
+    if sorted(placed) != sorted(roles) or len(sets) != len(allocation):
+        raise ConfigError(
+            f"placement={path}: it places {', '.join(placed) or 'nothing'}, this run has "
+            f"{', '.join(roles)}; each role once, one allocation per set"
+        )
+    total = sum(n for _, n in sets_and_sizes)
+    if total > devices or min(n for _, n in sets_and_sizes) < 1:
+        raise ConfigError(
+            f"placement={path}: it needs {total} devices (at least 1 a set), there are {devices}"
+        )
+    placed_sets, counts = zip(*sets_and_sizes, strict=True)
+    return Plan(tuple(placed_sets), tuple(counts), layouts, predicted)
+
+
+def _axes(stage: str, value: Any) -> dict[str, int]:
+    """Mesh axes of a plan's entry: a dict of them, or [p, t, d] (generate: [p_g, t_g])."""
+    if isinstance(value, Mapping):
+        sizes = {axis: int(n) for axis, n in value.items()}
+        if stage == "generate":
+            sizes.pop("data", None)  # follows from the training sizes
+        return sizes
+    pipe, tensor, *data = (int(n) for n in value)
+    if stage == "generate":
+        return {"pipe": pipe, "tensor": tensor}
+    return {"data": data[0] if data else -1, "pipe": pipe, "tensor": tensor}
+
+
+def make_pools(plan: Plan, devices: Sequence[jax.Device]) -> dict[str, ResourcePool]:
+    """Resource pool by role; the roles of a set share one. One timeline for all."""
+    timeline = Timeline()
+    pools, start = [], 0
+    for roles, count in zip(plan.placement, plan.allocation, strict=True):
+        name = "+".join(roles) if len(plan.placement) > 1 else "all"
+        pools.append(ResourcePool(name, devices[start : start + count], timeline))
+        start += count
+    check_disjoint(pools)
+    by_role = {
+        role: pool for roles, pool in zip(plan.placement, pools, strict=True) for role in roles
+    }
+    return by_role | {HOST_POOL: ResourcePool(HOST_POOL, (), timeline)}
+
+
+def layout_sizes(plan: Plan, layouts: Any, role: str, stage: str) -> dict[str, int]:
+    """Mesh axis sizes of a role: the plan's where it has them, else the config's."""
+    if role in plan.layouts and stage in plan.layouts[role]:
+        return dict(plan.layouts[role][stage])
+    section = layouts.get(role)
+    if section is None or stage not in section:
+        return {"data": -1}
+    return dict(section[stage])
+
+
+def train_sizes(shape: Mapping[str, int]) -> dict[str, int]:
+    """Mesh axes of the train layout, the micro axes multiplied in; rare ones where they split."""
+    sizes = {axis: n for axis, n in shape.items() if not axis.endswith("_micro")}
+    for axis in ("pipe", "tensor"):
+        sizes[axis] *= shape[f"{axis}_micro"]
+    usual = ("data", "fsdp", "tensor")
+    return {axis: n for axis, n in sizes.items() if n > 1 or axis in usual}

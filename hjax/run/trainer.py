@@ -1,0 +1,423 @@
+"""The trainer: builds a run from its config, takes steps, evaluates, saves and resumes."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from hjax.algorithms import get_algorithm
+from hjax.controller import Timeline, join
+from hjax.data.dataset import PromptSampler
+from hjax.errors import ConfigError, RunError
+from hjax.files import METRICS, SAMPLES, WARM_START
+from hjax.models.checkpoint import Checkpointer
+from hjax.models.huggingface import write_config
+from hjax.models.weights import MODEL_DIRECTORY
+from hjax.run.compile_counter import CompileCounter
+from hjax.run.inputs import Demonstrations, load_inputs, prompt_batch
+from hjax.run.placement import Plan, train_sizes
+from hjax.run.resident import offloaded_bytes
+from hjax.run.roles import build_roles
+from hjax.run.rows import peak_bytes, sample_row, take_rows
+from hjax.run.workdir import Workdir
+from hjax.settings.checking import check_config
+
+Metrics = dict[str, float]
+KEPT_SAMPLES = 8  # rows of each training batch and evaluation that are kept for the report
+
+
+class Trainer:
+    """A run: the same object that the command builds.
+
+    Args:
+      config: what to do, see docs/config.md.
+      workdir: where the run is written and resumed from; None writes nothing.
+      display: shows progress; None shows nothing.
+      plan: where the roles stand (``hjax.plan(config)``); None: as ``config.placement`` says,
+        which may not be ``auto`` then.
+
+    Attributes:
+      batch: the last step's batch, to look inside.
+      history: the metrics of the steps taken by this object.
+      stop_requested: set it to a signal number (or any true value) and ``run`` saves and returns
+        after the step in progress.
+
+    Raises:
+      ConfigError: anything wrong with the config or the files it names, before anything is
+        written.
+    """
+
+    def __init__(
+        self,
+        config: ConfigDict,
+        workdir: str | Path | None = None,
+        display: Any = None,
+        plan: Plan | None = None,
+    ):
+        self.config = check_config(config)
+        self.display = display
+        self.compiles = CompileCounter()
+        self.algorithm_class = get_algorithm(self.config.algorithm.name)
+        self.inputs = load_inputs(self.config, supervised=not self.algorithm_class.generates)
+        self.roles = build_roles(self.config, self.algorithm_class, self.inputs, plan=plan)
+        self._offloaded = offloaded_bytes(self.roles)
+        self.timeline: Timeline = next(iter(self.roles.pools.values())).timeline
+        config = self.config
+        lengths = self.inputs.prompt_length, config.rollout.max_response_length
+        self.prompts = PromptSampler(len(self.inputs.train), config.rollout.prompts, config.seed)
+        self._demonstrations = None
+        self._warm_start_data = None
+        if self.inputs.demonstrations:
+            batch = config.warm_start.batch
+            pairs = self.inputs.demonstrations
+            self._demonstrations = Demonstrations(pairs, batch, *lengths, config.seed + 1)
+            self._warm_start_data = Demonstrations(pairs, batch, *lengths, config.seed + 2)
+        elif config.warm_start.steps and not config.actor.path:
+            raise ConfigError(
+                f"warm_start.steps={config.warm_start.steps} needs demonstrations; this data has "
+                "none: set it to 0, or give the data a `response` column"
+            )
+        self.algorithm = self.algorithm_class(
+            config.algorithm,
+            self.roles.groups,
+            seed=config.seed,
+            samples=config.rollout.samples if self.algorithm_class.generates else 1,
+            demonstrations=self._demonstrations,
+        )
+        self.step_number = 0
+        self.batch: dict[str, Any] = {}
+        self.history: list[Metrics] = []
+        self.stop_requested: int = 0
+        self._prepared = False
+        self.workdir: Workdir | None = None
+        self.checkpoints: Checkpointer | None = None
+        if workdir is not None:
+            self.workdir = Workdir(workdir, config.display.tensorboard)
+            self.workdir.open(self.config)
+
+    # The run
+
+    def run(self, steps: int | None = None) -> list[Metrics]:
+        """Take steps until ``config.steps`` (or so many more); returns their metrics.
+
+        A set ``stop_requested`` ends it early, after a checkpoint.
+        """
+        self.prepare()
+        last = self.config.steps if steps is None else self.step_number + steps
+        rows = []
+        while self.step_number < last and not self.stop_requested:
+            rows.append(self.step())
+        if self._prepared:
+            self.save()
+            self._write_report()
+        return rows
+
+    def step(self) -> Metrics:
+        """Take one step; returns its metrics (the row of metrics.jsonl)."""
+        self.prepare()
+        if not self._prepared:
+            raise RunError("stopped before the first step")
+        step = self.step_number + 1
+        before = self.evaluate(step) if step == 1 and self.config.eval.every else {}
+        self.timeline.step = step
+        indices = self.prompts.next()
+        prompts = prompt_batch(self.inputs.train.rows(indices), self.inputs.prompt_length, step)
+        # An evaluation's transitions are not this step's.
+        self.roles.groups["actor"].call(lambda worker: worker.take_seconds(), "seconds")
+        start = time.perf_counter()
+        try:
+            with self._phase("step"):
+                self.batch, metrics = self.algorithm.run_step(prompts, step)
+        except RunError:
+            self.batch = self.algorithm.batch  # empty if the failure came before it was whole
+            self._keep_for_inspection(step)
+            raise
+        seconds = time.perf_counter() - start
+        metrics = {"step": step, **metrics, **self._machine_metrics(step, seconds)}
+        self.step_number = step
+        every = self.config.eval.every
+        if before:
+            metrics |= before
+        elif every and (step % every == 0 or step == self.config.steps):
+            metrics |= self.evaluate(step)
+        self._report(metrics)
+        return metrics
+
+    def evaluate(self, step: int | None = None) -> Metrics:
+        """Greedy answers to the held-out prompts: ``eval/reward`` and, with a verifier of right
+        and wrong, ``eval/accuracy``; empty without held-out prompts."""
+        self.prepare()
+        held_out, reward = self.inputs.held_out, self.roles.groups.get("reward")
+        if held_out is None:
+            return {}
+        with self._phase("evaluate"):
+            count = min(self.config.eval.prompts or len(held_out), len(held_out))
+            chunks = [
+                self._answer(range(start, min(start + self._eval_rows, count)))
+                for start in range(0, count, self._eval_rows)
+            ]
+        correct = [x for chunk in chunks for x in self._correct(chunk)]
+        metrics: Metrics = {}
+        if reward is not None:
+            scores = np.concatenate([chunk["rewards"] for chunk in chunks]).astype(np.float64)
+            scored = scores[~np.isnan(scores)]
+            metrics["eval/reward"] = float(scored.mean()) if scored.size else float("nan")
+        if correct:
+            metrics["eval/accuracy"] = float(np.mean(correct))
+        self._keep_samples(chunks[0], step or self.step_number, "eval", KEPT_SAMPLES)
+        return metrics
+
+    def save(self) -> None:
+        """Write a checkpoint of the last step, if a workdir is kept and it is not there yet."""
+        if self.checkpoints is None or self.checkpoints.latest() == self.step_number:
+            return
+        with self._phase("checkpoint"):
+            futures = {
+                role: group.call(lambda worker: worker.state(), "state")
+                for role, group in self.roles.groups.items()
+                if hasattr(group.worker, "state")
+            }
+            states = {role: future.result() for role, future in futures.items()}
+            self.checkpoints.save(self.step_number, states, self._controller_state())
+
+    def close(self) -> None:
+        """Finish writing and stop the pools' threads. The trainer cannot be used after."""
+        if self.checkpoints is not None:
+            self.checkpoints.close()
+            self.checkpoints = None
+        if self.workdir is not None:
+            self.workdir.close()
+        self.roles.close()
+
+    # Starting
+
+    def prepare(self) -> None:
+        """Load or create the weights, resume or warm-start; done by the first step otherwise."""
+        if self._prepared:
+            return
+        if self.workdir is not None:
+            self.checkpoints = Checkpointer(self.workdir.checkpoints, self.config.checkpoint.keep)
+            self._write_model_files()
+            self.workdir.write_json("plan.json", self.plan())
+        latest = self.checkpoints.latest() if self.checkpoints is not None else None
+        if latest is not None:
+            with self._phase("restore"):
+                self._restore(latest)
+        else:
+            with self._phase("initialise"):
+                self._initialize()
+        self._prepared = not (self.stop_requested and latest is None)
+
+    def _initialize(self) -> None:
+        if self.workdir is not None:
+            self.workdir.truncate(WARM_START, 0)
+            self.workdir.truncate_after(0)
+        groups = self.roles.groups
+        for role, group in groups.items():
+            if role not in self.roles.copies_actor and hasattr(group.worker, "initialize"):
+                group.call(lambda worker: worker.initialize(), "initialize").result()
+        if self.config.warm_start.steps and not self.config.actor.path:
+            if self.algorithm_class.generates:
+                self._warm_start()
+        actor = groups["actor"].call(lambda worker: worker.params, "params")
+        for role in self.roles.copies_actor:
+            groups[role].call(lambda w: w.copy_from(actor.result()), "copy_from").result()
+        saves = self.config.warm_start.steps and self.config.checkpoint.every
+        if saves and not self.stop_requested and self.algorithm_class.generates:
+            self._prepared = True
+            self.save()
+
+    def _warm_start(self) -> None:
+        assert self._warm_start_data is not None
+        actor, total = self.roles.groups["actor"], self.config.warm_start.steps
+        with self._phase("warm start"):
+            pending = []
+            for step in range(1, total + 1):
+                if self.stop_requested:
+                    return
+                pending.append((step, actor.update_warm_start(self._warm_start_data())))
+                if len(pending) > 8 or step == total:
+                    self._report_warm_start(pending, total)
+                    pending = []
+            actor.call(lambda worker: worker.finish_warm_start(), "finish_warm_start").result()
+
+    def _report_warm_start(self, pending: list[tuple[int, Any]], total: int) -> None:
+        rows = [
+            {"step": step, "loss": float(metrics["loss"]), "grad_norm": float(metrics["grad_norm"])}
+            for step, metrics in ((step, join(future)) for step, future in pending)
+        ]
+        if self.workdir is not None:
+            self.workdir.append(WARM_START, rows)
+        if self.display is not None:
+            self.display.warm_start(rows[-1]["step"], total, rows[-1]["loss"])
+
+    def _restore(self, step: int) -> None:
+        assert self.checkpoints is not None and self.workdir is not None
+        workers = {role: group.worker for role, group in self.roles.groups.items()}
+        # A worker of a user's without abstract_state shows its shapes by a state of its own.
+        shapes = {
+            role: worker.abstract_state() if hasattr(worker, "abstract_state") else worker.state()
+            for role, worker in workers.items()
+            if hasattr(worker, "state")
+        }
+        states, controller = self.checkpoints.restore(step, shapes)
+        for role, state in states.items():
+            restore = operator.methodcaller("restore", state)
+            self.roles.groups[role].call(restore, "restore").result()
+        self.algorithm.restore(controller["algorithm"])
+        self.prompts.restore(controller["prompts"])
+        if self._demonstrations is not None:
+            self._demonstrations.sampler.restore(controller["demonstrations"])
+        self.step_number = step
+        self.workdir.truncate_after(step)
+
+    def _controller_state(self) -> dict[str, Any]:
+        state = {
+            "step": self.step_number,
+            "algorithm": self.algorithm.state(),
+            "prompts": self.prompts.state(),
+        }
+        if self._demonstrations is not None:
+            state["demonstrations"] = self._demonstrations.sampler.state()
+        return state
+
+    # Evaluation
+
+    @property
+    def _eval_rows(self) -> int:
+        """Prompts answered at a time: as many as training's rows, evenly split."""
+        layouts = self.roles.layouts
+        generate = layouts["actor"].generate
+        ways = generate.ways("batch") * generate.ways("layers")
+        if "reward" in layouts:  # a reward model's
+            ways = math.lcm(ways, layouts["reward"].train.ways("batch"))
+        rows = self.config.rollout.prompts * self.config.rollout.samples
+        wanted = min(rows, self.config.eval.prompts or rows, len(self.inputs.held_out or ()))
+        return -(-wanted // ways) * ways
+
+    def _answer(self, indices: range) -> dict[str, Any]:
+        """The greedy batch of some held-out prompts, with rewards."""
+        assert self.inputs.held_out is not None
+        padded = [*indices, *[indices[-1]] * (self._eval_rows - len(indices))]
+        rows = self.inputs.held_out.rows(padded)
+        prompts = prompt_batch(rows, self.inputs.prompt_length, 0)
+        batch = join(self.roles.groups["actor"].generate_sequences(prompts, greedy=True))
+        batch = take_rows(batch, len(indices))
+        reward = self.roles.groups.get("reward")
+        return batch if reward is None else batch | join(reward.compute_reward(batch))
+
+    def _correct(self, batch: Mapping[str, Any]) -> list[bool]:
+        task = self.inputs.task
+        if task is None:
+            return []
+        found = task.correct(batch["prompt_text"], batch["response_text"], **batch["columns"])
+        return [] if found is None else list(found)
+
+    # Reporting
+
+    def _machine_metrics(self, step: int, seconds: float) -> Metrics:
+        phases = self.timeline.phase_seconds(step)
+        spent = self.roles.groups["actor"].call(lambda w: w.take_seconds(), "seconds").result()
+        names = self.compiles.take_names()
+        if step > 2 and names:
+            self._message(f"step {step} compiled {', '.join(sorted(set(names)))}")
+        metrics = {"time/step": seconds, "time/transition": spent["transition"]}
+        metrics |= {f"time/{phase}": taken for phase, taken in phases.items()}
+        if self.algorithm_class.generates and "response_mask" in self.batch:
+            tokens = int(self.batch["response_mask"].sum() + self.batch["prompt_mask"].sum())
+            metrics["throughput/tokens_per_second"] = tokens / seconds
+        metrics["memory/peak_bytes"] = peak_bytes()
+        if self._offloaded:
+            metrics["memory/offloaded_bytes"] = self._offloaded
+        metrics["compile/count"] = self.compiles.count
+        return metrics
+
+    def _report(self, metrics: Metrics) -> None:
+        step = self.step_number
+        self.history.append(metrics)
+        if self.workdir is not None:
+            self.workdir.append(METRICS, [metrics])
+        if self.display is not None:
+            self.display.step(metrics)
+        self._keep_samples(self.batch, step, "train", KEPT_SAMPLES)
+        if self.algorithm.skipped_this_step:
+            self._keep_for_inspection(step)
+        every = self.config.checkpoint.every
+        if every and step % every == 0:
+            self.save()
+
+    def _keep_samples(self, batch: Mapping[str, Any], step: int, kind: str, count: int) -> None:
+        if "responses" not in batch or not self.algorithm_class.generates:
+            return
+        count = min(count, len(batch["responses"]))
+        rows = [sample_row(batch, i, step, kind) for i in range(count)]
+        if self.workdir is not None:
+            self.workdir.append(SAMPLES, rows)
+        every = self.config.display.samples_every
+        if self.display is not None and (kind == "train" and (step == 1 or step % every == 0)):
+            self.display.samples(rows)
+
+    def _keep_for_inspection(self, step: int) -> None:
+        """The arrays of a step with a skipped update, as skipped/step-N.npz."""
+        if self.workdir is None or not self.batch:
+            return
+        directory = self.workdir.path / "skipped"
+        directory.mkdir(exist_ok=True)
+        arrays: dict[str, Any] = {k: v for k, v in self.batch.items() if isinstance(v, np.ndarray)}
+        np.savez(directory / f"step-{step}.npz", **arrays)
+
+    def _write_model_files(self) -> None:
+        assert self.workdir is not None
+        directory = self.workdir.path / MODEL_DIRECTORY
+        write_config(directory, self.inputs.model, self.inputs.tokenizer)
+        if self.inputs.tokenizer is not None:
+            self.inputs.tokenizer.save(directory)
+
+    def plan(self) -> dict[str, Any]:
+        """Where the roles stand: ``placement``, ``allocation`` and ``parallelism``."""
+        plan = self.roles.plan
+        parallelism: dict[str, Any] = {}
+        for role, layouts in self.roles.layouts.items():
+            parallelism[role] = {"train": train_sizes(layouts.train.mesh.shape)}
+            if role == "actor":
+                parallelism[role]["generate"] = {
+                    "data": layouts.generate.ways("batch"),
+                    "tensor": layouts.generate.ways("heads"),
+                }
+                if (stages := layouts.generate.ways("layers")) > 1:
+                    parallelism[role]["generate"]["pipe"] = stages
+        return {
+            "placement": [list(roles) for roles in plan.placement],
+            "allocation": list(plan.allocation),
+            "parallelism": parallelism,
+            **({"predicted": dict(plan.predicted)} if plan.predicted else {}),
+        }
+
+    def _write_report(self) -> None:
+        if self.workdir is None:
+            return
+        self.workdir.write_json("timeline.json", self.timeline.chrome_trace())
+        if self.config.display.report:
+            from hjax.show.report import write_report
+
+            write_report(self.workdir.path)
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        if self.display is None:
+            yield
+        else:
+            with self.display.phase(name):
+                yield
+
+    def _message(self, text: str) -> None:
+        if self.display is not None:
+            self.display.message(text)

@@ -1,0 +1,241 @@
+"""The directory of a run: what is written when, and how it survives a kill and a resume.
+
+Rows are appended as whole lines and synced to disk, other files are replaced atomically, so that a
+run killed at any moment leaves files that can be read and continued.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hjax.errors import ConfigError
+from hjax.files import (
+    METRICS,
+    SAMPLES,
+    WARM_START,
+    read_json,
+    read_rows,
+    replace_file,
+    to_json,
+)
+from hjax.settings.keys import flatten
+
+# What may differ from the first start when a run is resumed: keys, and sections with a dot.
+CHANGEABLE = ("steps", "placement", "layout.", "cluster.", "display.")
+
+
+class Workdir:
+    """A run's directory. Nothing is written before `open`.
+
+    Args:
+      path: the directory; it is made by `open` if it is not there.
+      tensorboard: also write metrics as TensorBoard events, under `tensorboard/`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], tensorboard: bool = True):
+        self.path = Path(path)
+        self._tensorboard = tensorboard
+        self._events: Any = None
+        self._purge_step: int | None = None
+        self._lock: int | None = None
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints go, one directory per step."""
+        return self.path / "checkpoints"
+
+    def check(self, config: Mapping[str, Any]) -> bool:
+        """Whether a run is here; writes nothing.
+
+        Raises:
+          ConfigError: a key differs that may not change on resume, named with both values.
+        """
+        old = self._read_config()
+        if old is not None:
+            self._check_same(old, to_json(config))
+        return old is not None
+
+    def planned(self, config: Mapping[str, Any]) -> Path | None:
+        """The plan that `placement=auto` made for the run here, which a resumed run keeps; None
+        before there is one, or if what it was made for has changed."""
+        old, new, plan = self._read_config(), to_json(config), self.path / "plan.json"
+        keys = ("placement", "layout", "cluster")
+        same = old is not None and all(old.get(key) == new[key] for key in keys)
+        return plan if same and new["placement"] == "auto" and plan.is_file() else None
+
+    def open(self, config: Mapping[str, Any]) -> bool:
+        """Start a run here, or go on with the one that is here.
+
+        Args:
+          config: the complete config (a ConfigDict or nested dicts).
+
+        Returns:
+          whether a run was here before.
+
+        Raises:
+          ConfigError: a key differs that may not change on resume (named with both values),
+            another process is training here, or the path cannot be a directory.
+        """
+        resumed = self.check(config)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--workdir={self.path}: {error.strerror}") from error
+        self._take_lock()
+        new = to_json(config)
+        if self._read_config() != new:
+            self.write_json("config.json", new)
+        for name in (METRICS, WARM_START, SAMPLES):
+            self._drop_torn_line(name)
+        return resumed
+
+    def append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Add whole rows to a `.jsonl` file; they are on disk on return. Non-finite is null.
+
+        Rows of metrics.jsonl also become TensorBoard scalars.
+        """
+        rows = [to_json(row) for row in rows]
+        if not rows:
+            return
+        text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+        with open(self.path / name, "ab") as file:
+            file.write(text.encode("utf-8", errors="replace"))
+            file.flush()
+            os.fsync(file.fileno())
+        if name == METRICS and self._tensorboard:
+            self._write_events(rows)
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """The rows of a `.jsonl` file; none if it is absent. A torn last line is left out.
+
+        Raises:
+          DataError: a line before the last that is not JSON.
+        """
+        return read_rows(self.path / name)
+
+    def truncate(self, name: str, step: int) -> None:
+        """Drop the rows of one file with a `step` above this one (atomic)."""
+        path = self.path / name
+        rows = read_rows(path)
+        kept = [row for row in rows if row["step"] <= step]
+        if len(kept) < len(rows):
+            lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in kept]
+            replace_file(path, "".join(lines))
+
+    def truncate_after(self, step: int) -> None:
+        """Drop what was logged after the restored checkpoint: metrics, samples, events."""
+        self.truncate(METRICS, step)
+        self.truncate(SAMPLES, step)
+        self._purge_step = step + 1
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Write or replace a JSON file (plan.json, timeline.json) in one go."""
+        indent = None if name == "timeline.json" else 2
+        text = json.dumps(to_json(value), indent=indent, ensure_ascii=False, allow_nan=False)
+        replace_file(self.path / name, text + "\n")
+
+    def read_json(self, name: str) -> Any:
+        """The content of a JSON file, None if it is absent.
+
+        Raises:
+          DataError: the file is not JSON.
+        """
+        return read_json(self.path / name)
+
+    def last_step(self) -> int:
+        """The step of the last row of metrics.jsonl, 0 if there is none."""
+        rows = self.rows(METRICS)
+        return int(rows[-1]["step"]) if rows else 0
+
+    def finished(self, steps: int | None = None) -> bool:
+        """Whether the run here has reached its end: last row written and checkpoint in place.
+
+        Args:
+          steps: the end; None: `steps` of the config.json that is here.
+        """
+        if steps is None:
+            config = self._read_config()
+            if config is None:
+                return False
+            steps = int(config["steps"])
+        if self.last_step() < steps or not self.checkpoints.is_dir():
+            return False
+        saved = [int(p.name) for p in self.checkpoints.iterdir() if p.name.isdigit()]
+        return bool(saved) and max(saved) >= steps
+
+    def close(self) -> None:
+        """Close the event file and let other processes train here."""
+        if self._events is not None:
+            self._events.close()
+            self._events = None
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _read_config(self) -> dict[str, Any] | None:
+        try:
+            return read_json(self.path / "config.json")
+        except NotADirectoryError as error:
+            raise ConfigError(f"--workdir={self.path}: not a directory") from error
+
+    def _check_same(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+        before, now = flatten(old), flatten(new)
+        for key in sorted(before.keys() | now.keys()):
+            changeable = any(key.startswith(c) if c.endswith(".") else key == c for c in CHANGEABLE)
+            if changeable or (key in before and key in now and before[key] == now[key]):
+                continue
+            was = repr(before[key]) if key in before else "absent"
+            asked = repr(now[key]) if key in now else "absent"
+            raise ConfigError(
+                f"{self.path} holds a run with config.{key}={was}, now {asked}; on resume only "
+                "steps, placement, layout, cluster and display may change: "
+                "give the old value, or another --workdir"
+            )
+
+    def _take_lock(self) -> None:
+        try:
+            import fcntl
+        except ImportError:  # not a POSIX system
+            return
+        if self._lock is not None:
+            return
+        self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            # A record lock: it dies with this process, whatever its children do.
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            os.close(self._lock)
+            self._lock = None
+            raise ConfigError(
+                f"--workdir={self.path}: another process is training here; wait for it, or give "
+                "another --workdir"
+            ) from error
+        except OSError:  # a file system without locks
+            pass
+
+    def _drop_torn_line(self, name: str) -> None:
+        path = self.path / name
+        if not path.exists():
+            return
+        with open(path, "rb+") as file:
+            content = file.read()
+            if content and not content.endswith(b"\n"):
+                file.truncate(content.rfind(b"\n") + 1)
+                os.fsync(file.fileno())
+
+    def _write_events(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        if self._events is None:
+            from tensorboardX import SummaryWriter
+
+            self._events = SummaryWriter(
+                str(self.path / "tensorboard"), purge_step=self._purge_step
+            )
+        for row in rows:
+            for key, value in row.items():
+                if key != "step" and isinstance(value, (int, float)):
+                    self._events.add_scalar(key, value, row["step"])
+        self._events.flush()

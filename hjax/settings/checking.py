@@ -1,0 +1,225 @@
+"""Holding a config against the keys that exist: names, types, ranges and batch arithmetic."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from hjax.errors import ConfigError
+from hjax.settings.keys import KEYS, OWNED_SECTIONS, PLACEMENTS, default_config, flatten
+
+
+def check_config(config: ConfigDict | Mapping[str, Any]) -> ConfigDict:
+    """A complete, checked copy of a config.
+
+    Keys that are missing take their defaults: the common ones those of `default_config()`, the
+    ones under `config.algorithm` those of the algorithm's class. Whether sizes divide over the
+    devices is not checked here: the Trainer knows the devices.
+
+    Args:
+      config: nested, e.g. `default_config()` with some keys changed.
+
+    Returns:
+      a new, locked ConfigDict.
+
+    Raises:
+      ConfigError: an unknown key (the nearest one is offered), a wrong type, a value out of range,
+        or batch sizes that do not divide (the divisors are offered).
+    """
+    complete = complete_config(config)
+    _check_ranges(complete)
+    _check_not_built(complete)
+    _check_model(complete)
+    _check_batches(complete)
+    return complete
+
+
+def complete_config(config: ConfigDict | Mapping[str, Any]) -> ConfigDict:
+    """The config with all missing keys at their defaults; names and types checked, values not.
+
+    Raises:
+      ConfigError: an unknown key, a wrong type, or an algorithm that cannot be found.
+    """
+    given = flatten(config)
+    complete = default_config().unlock()
+    common = flatten(complete)
+    for section, selector in OWNED_SECTIONS.items():
+        name = convert(selector, given.get(selector, common[selector]), common[selector])
+        for key, value in owned_defaults(section, name).items():
+            set_key(complete, f"{section}.{key}", value)
+    known = flatten(complete)
+    for key, value in given.items():
+        if key not in known:
+            raise unknown_key(key, known, given)
+        set_key(complete, key, convert(key, value, known[key]))
+    return complete.lock()
+
+
+def owned_defaults(section: str, name: str) -> dict[str, Any]:
+    """The keys below a section of `OWNED_SECTIONS` and their defaults.
+
+    Args:
+      section: `algorithm` or `data.task_options`.
+      name: the algorithm (a name or `path.py:Class`) or the task whose keys they are.
+
+    Raises:
+      ConfigError: there is no such algorithm or task.
+    """
+    # Imported late: a config can be printed and documented without loading an algorithm.
+    if section == "algorithm":
+        from hjax.algorithms import get_algorithm
+
+        return flatten(get_algorithm(name).default_config())
+    from hjax.data.tasks import get_task
+
+    return dict(get_task(name).default_options())
+
+
+def set_key(config: ConfigDict, key: str, value: Any) -> None:
+    """Set a dotted key, making the sections it needs."""
+    *sections, last = key.split(".")
+    for section in sections:
+        if section not in config:
+            config[section] = ConfigDict()
+        config = config[section]
+    config[last] = value
+
+
+def convert(key: str, value: Any, default: Any) -> Any:
+    """``value`` as the type of ``default``: an int for a float, a list for a tuple is taken.
+
+    Raises:
+      ConfigError: a value of another type.
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    expected = type(default)
+    if default is None or (type(value) is expected):
+        return value
+    if expected is float and type(value) is int:
+        return float(value)
+    if expected is tuple and isinstance(value, list):
+        return tuple(value)
+    raise wrong_type(key, value, default)
+
+
+def wrong_type(key: str, value: Any, default: Any) -> ConfigError:
+    """The error for a value that is not of its key's type."""
+    expected = type(default)
+    words = {int: "a whole number (int)", float: "a number (float)", bool: "true or false (bool)",
+             str: "a string (str)", tuple: "a tuple, such as ('a', 'b')"}  # fmt: skip
+    return ConfigError(f"config.{key}={value!r}: expected {words.get(expected, expected.__name__)}")
+
+
+def unknown_key(key: str, known: Iterable[str], given: Mapping[str, Any]) -> ConfigError:
+    """The error for a key that does not exist, with the nearest ones that do.
+
+    Args:
+      key: dotted, without `config.`.
+      known: all keys that exist.
+      given: dotted key to value, to say which algorithm or task has no such key.
+    """
+    known = list(known)
+    message = f"unknown key config.{key}"
+    for section, selector in OWNED_SECTIONS.items():
+        if key.startswith(section + ".") and selector in given:
+            message += f" (not a key of {given[selector]})"
+    if any(k.startswith(key + ".") for k in known):
+        below = [k for k in known if k.startswith(key + ".")]
+        return ConfigError(
+            f"config.{key} is a section; set one of its keys: "
+            + ", ".join(f"config.{k}" for k in below[:8])
+            + (", ..." if len(below) > 8 else "")
+        )
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
+    if not near:
+        # The right last name in the wrong section, or a slip in the last name alone.
+        last = key.rsplit(".", 1)[-1]
+        names = {k.rsplit(".", 1)[-1] for k in known}
+        ends = difflib.get_close_matches(last, sorted(names), n=1, cutoff=0.6)
+        near = [k for k in known if k.rsplit(".", 1)[-1] in ends][:3]
+    near = near or difflib.get_close_matches(key, known, n=1, cutoff=0)
+    return ConfigError(f"{message}; did you mean {' or '.join('config.' + k for k in near)}?")
+
+
+def _check_ranges(config: ConfigDict) -> None:
+    from hjax.algorithms import get_algorithm
+
+    values = flatten(config)
+    rules = {key: definition.rule for key, definition in flatten(KEYS).items()}
+    own = get_algorithm(config.algorithm.name).all_rules()
+    rules |= {f"algorithm.{key}": rule for key, rule in own.items()}
+    for key, rule in rules.items():
+        # A class of the user's may leave out keys of its base's.
+        if rule is not None and key in values and not rule.holds(values[key]):
+            raise ConfigError(f"config.{key}={values[key]!r}: must be {rule.text}")
+    for text in config.rollout.stop:
+        if not isinstance(text, str) or not text:
+            raise ConfigError(f"config.rollout.stop={text!r}: each must be a non-empty string")
+
+
+def _check_not_built(config: ConfigDict) -> None:
+    placement = config.placement
+    if placement.endswith(".json"):
+        if not os.path.isfile(placement):
+            raise ConfigError(f"config.placement={placement!r}: no such file")
+    elif placement not in PLACEMENTS:
+        raise ConfigError(
+            f"config.placement={placement!r}: must be one of {', '.join(PLACEMENTS)}, "
+            "or the path of a plan.json"
+        )
+    if config.cluster.address:
+        raise ConfigError(
+            f"config.cluster.address={config.cluster.address!r}: running on a Ray cluster is not "
+            "built yet; leave it empty to use this machine's devices"
+        )
+    if config.cluster.processes != 1:
+        raise ConfigError(
+            f"config.cluster.processes={config.cluster.processes}: several processes are not "
+            "built yet; leave it at 1, which uses all devices of this machine"
+        )
+
+
+def _check_model(config: ConfigDict) -> None:
+    model = config.model
+    if model.hidden_size % model.heads:
+        raise ConfigError(
+            f"config.model.heads={model.heads} does not divide config.model.hidden_size="
+            f"{model.hidden_size}; it may be {divisors(model.hidden_size)}"
+        )
+    if model.heads % model.kv_heads:
+        raise ConfigError(
+            f"config.model.kv_heads={model.kv_heads} does not divide config.model.heads="
+            f"{model.heads}; it may be {divisors(model.heads)}"
+        )
+
+
+def _check_batches(config: ConfigDict) -> None:
+    prompts, samples = config.rollout.prompts, config.rollout.samples
+    batch = prompts * samples
+    minibatch = config.algorithm.get("minibatch", 0)
+    if minibatch and (minibatch % samples or batch % minibatch):
+        allowed = divisors(prompts, samples)
+        raise ConfigError(
+            f"config.algorithm.minibatch={minibatch} (sequences) must divide the step's batch of "
+            f"{prompts} prompts x {samples} samples = {batch} and hold whole groups of {samples}; "
+            f"it may be {allowed}"
+        )
+    whole = minibatch or batch
+    for role in ("actor", "critic"):
+        micro = config[role].micro_batch
+        if micro and whole % micro:
+            raise ConfigError(
+                f"config.{role}.micro_batch={micro} (sequences) does not divide the mini-batch of "
+                f"{whole}; it may be {divisors(whole)}"
+            )
+
+
+def divisors(n: int, times: int = 1) -> str:
+    """The divisors of ``n``, each multiplied by ``times``, as a list in words."""
+    return ", ".join(str(i * times) for i in range(1, n + 1) if n % i == 0)

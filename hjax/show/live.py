@@ -1,0 +1,340 @@
+"""What a person sees while a run goes on: a live view in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TextIO
+
+from hjax.show.format import COLUMNS, cells, clock, one_line, pick, seconds, used_columns
+
+# Plain lines repeat the header after so many rows, and show a long start at most this often.
+_ROWS_PER_HEADER = 20
+_PLAIN_INTERVAL_SECONDS = 5.0
+
+
+class Display:
+    """Shows a run's progress. All methods may be called from any thread.
+
+    Args:
+      config: the run's config; its `display` keys are read.
+      total_steps: steps of the whole run.
+      stream: where to write; None: standard output. A terminal gets the live view.
+    """
+
+    def __init__(self, config: Any, total_steps: int, stream: TextIO | None = None):
+        stream = stream or sys.stdout
+        self.state = State(total_steps, config.display.samples)
+        self._view: _Plain | _Live | None = None
+        if config.display.enabled:
+            live = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+            self._view = (_Live if live else _Plain)(self.state, stream)
+
+    def start(self, title: str = "") -> None:
+        """Begin showing; ``title`` says what runs."""
+        self.state.title = title
+        self.state.started = time.monotonic()
+        if self._view:
+            self._view.start()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """What is being done (generate, update, evaluate, ...); phases may nest."""
+        begin = time.monotonic()
+        self.state.enter(name, begin)
+        try:
+            yield
+        finally:
+            self.state.leave(name, time.monotonic() - begin)
+
+    def warm_start(self, step: int, total: int, loss: float) -> None:
+        """One supervised update done, of ``total``; ``loss`` in nats per token."""
+        self.state.warm_start = (step, total, float(loss))
+        if self._view:
+            self._view.warm_start()
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        """One training step done; ``metrics`` as in metrics.jsonl."""
+        self.state.add_step(metrics)
+        if self._view:
+            self._view.step()
+
+    def samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Responses of the last step: `prompt`, `response`, `reward`, `advantage` each.
+
+        `display.samples` of them are shown, from the lowest to the highest reward.
+        """
+        if not self.state.sample_count or not samples:
+            return
+        self.state.samples = pick(samples, self.state.sample_count)
+        self.state.samples_step = self.state.done
+        if self._view:
+            self._view.samples()
+
+    def message(self, text: str) -> None:
+        """A line that stays."""
+        if self._view:
+            self._view.message(text)
+
+    def close(self) -> None:
+        """Leave the last view on the screen and stop drawing. May be called twice."""
+        if self._view:
+            self._view.close()
+
+
+class State:
+    """What the views draw; written by the training thread, read by the drawing one."""
+
+    def __init__(self, total_steps: int, sample_count: int):
+        self.title = ""
+        self.total = total_steps
+        self.done = 0
+        self.started = time.monotonic()
+        self.rows: deque[dict[str, Any]] = deque(maxlen=200)
+        self.columns: list[str] = []
+        self.warm_start: tuple[int, int, float] | None = None
+        self.samples: list[Mapping[str, Any]] = []
+        self.samples_step = 0
+        self.sample_count = sample_count
+        self._lock = threading.Lock()
+        self._active: list[tuple[str, float]] = []
+        self._phases: dict[str, float] = {}
+        self._last_phases: dict[str, float] = {}
+
+    def enter(self, name: str, begin: float) -> None:
+        with self._lock:
+            self._active.append((name, begin))
+
+    def leave(self, name: str, taken: float) -> None:
+        with self._lock:
+            last = max(i for i, (active, _) in enumerate(self._active) if active == name)
+            del self._active[last]
+            self._phases[name] = self._phases.get(name, 0.0) + taken
+
+    def add_step(self, metrics: Mapping[str, Any]) -> None:
+        with self._lock:
+            self.done = int(metrics["step"])
+            self.warm_start = None
+            self.rows.append({**metrics, "left_seconds": self.seconds_left(metrics)})
+            self.columns = used_columns(self.columns, self.rows[-1])
+            self._last_phases, self._phases = self._phases, {}
+
+    def seconds_left(self, metrics: Mapping[str, Any] | None = None) -> float | None:
+        """Remaining steps times the median of the last ones; None before the second step.
+
+        The first step compiles and says nothing about the others.
+        """
+        rows = [*self.rows, *([metrics] if metrics else [])][1:][-9:]
+        times = sorted(r["time/step"] for r in rows if r.get("time/step") is not None)
+        return times[(len(times) - 1) // 2] * (self.total - self.done) if times else None
+
+    def phases(self) -> tuple[list[tuple[str, float]], list[tuple[str, float]]]:
+        """Phases of this step (of the last, if this one has none), and those under way."""
+        with self._lock:
+            now = time.monotonic()
+            over = list((self._phases or self._last_phases).items())
+            return over, [(name, now - begin) for name, begin in self._active]
+
+
+class _Plain:
+    """Aligned lines, for logs and notebooks."""
+
+    def __init__(self, state: State, stream: TextIO):
+        self._state = state
+        self._stream = stream
+        self._header: list[str] = []
+        self._since_header = 0
+        self._last_warm_start = 0.0
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        if self._state.title:
+            self.message(self._state.title)
+
+    def warm_start(self) -> None:
+        now = time.monotonic()
+        assert self._state.warm_start is not None
+        step, total, loss = self._state.warm_start
+        if step < total and now - self._last_warm_start < _PLAIN_INTERVAL_SECONDS:
+            return
+        self._last_warm_start = now
+        elapsed = clock(now - self._state.started)
+        self.message(f"warm start {step:>5}/{total}   loss {loss:.4f}   {elapsed}")
+
+    def step(self) -> None:
+        state = self._state
+        row = cells(state.rows[-1], state.columns, state.total)
+        widths = [max(COLUMNS[c].width, len(COLUMNS[c].title)) for c in state.columns]
+        if self._header != state.columns or self._since_header >= _ROWS_PER_HEADER:
+            self._header, self._since_header = list(state.columns), 0
+            titles = [COLUMNS[c].title for c in state.columns]
+            self.message("  ".join(t.rjust(w) for t, w in zip(titles, widths)))
+        self._since_header += 1
+        self.message("  ".join(t.rjust(w) for t, w in zip(row, widths)))
+
+    def samples(self) -> None:
+        for sample in self._state.samples:
+            score = "  ".join(score_texts(sample))
+            self.message(f"    {score}   {' → '.join(sample_texts(sample, 120))}")
+
+    def message(self, text: str) -> None:
+        with self._lock:
+            # A closed pipe (`| head`) must not end the training.
+            with contextlib.suppress(BrokenPipeError):
+                print(text.rstrip(), file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Nothing is left open."""
+
+
+def score_texts(sample: Mapping[str, Any]) -> list[str]:
+    """A sample's reward and advantage as aligned texts."""
+    texts = []
+    for key in ("reward", "advantage"):
+        value = sample.get(key)
+        texts.append(f"{key} {value:+.2f}" if value is not None else f"{key}   – ")
+    return texts
+
+
+def sample_texts(sample: Mapping[str, Any], width: int) -> tuple[str, str]:
+    """Prompt and response, together at most ``width`` characters.
+
+    A long prompt loses its beginning (at most half is the prompt's), a long response its end.
+    """
+    prompt, response = one_line(sample["prompt"]), one_line(sample["response"])
+    if len(prompt) > width // 2:
+        prompt = "…" + prompt[len(prompt) - width // 2 + 1 :]
+    room = width - len(prompt)
+    return prompt, response if len(response) <= room else response[: room - 1] + "…"
+
+
+class _Live:
+    """A view that is redrawn in place: phases, speed, the last rows, samples."""
+
+    def __init__(self, state: State, stream: TextIO):
+        from rich.console import Console
+        from rich.live import Live
+
+        self._state = state
+        self._console = Console(file=stream, highlight=False)
+        self._live = Live(
+            console=self._console,
+            get_renderable=self._draw,
+            refresh_per_second=4,
+            vertical_overflow="crop",
+        )
+
+    def start(self) -> None:
+        self._live.start()
+
+    def warm_start(self) -> None:
+        """Drawn at the next refresh."""
+
+    step = samples = warm_start
+
+    def message(self, text: str) -> None:
+        from rich.text import Text
+
+        self._console.print(Text(text))
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def _draw(self) -> Any:
+        from rich.console import Group
+
+        parts: list[Callable[[], Any]] = [self._head, self._phases, self._table, self._samples]
+        drawn = [part() for part in parts]
+        return Group(*(part for part in drawn if part is not None))
+
+    def _head(self) -> Any:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        state = self._state
+        elapsed = time.monotonic() - state.started
+        grid = Table.grid(padding=(0, 1), expand=True)
+        grid.add_column()
+        grid.add_column(ratio=1)
+        grid.add_column(justify="right")
+        if state.warm_start:
+            step, total, loss = state.warm_start
+            left = elapsed / max(step, 1) * (total - step)
+            label, numbers = "warm start", f"{step}/{total}  loss {loss:.3f}"
+        else:
+            step, total, left_or_none = state.done, state.total, state.seconds_left()
+            label, numbers = "steps", f"{step}/{total}"
+            left = -1.0 if left_or_none is None else left_or_none
+        numbers += f"  {clock(elapsed)} gone"
+        if left >= 0 and step < total:
+            numbers += f", {clock(left)} left"
+        grid.add_row(
+            Text(label, style="bold"),
+            ProgressBar(total=max(total, 1), completed=step),
+            Text(numbers),
+        )
+        if not state.title:
+            return grid
+        outer = Table.grid(expand=True)
+        outer.add_row(Text(state.title, style="dim", overflow="ellipsis", no_wrap=True))
+        outer.add_row(grid)
+        return outer
+
+    def _phases(self) -> Any:
+        from rich.text import Text
+
+        over, active = self._state.phases()
+        text = Text(no_wrap=True, overflow="ellipsis")
+        running = {name for name, _ in active}
+        for name, taken in over:
+            if name not in running:
+                text.append(f"{name} ", style="dim").append(f"{seconds(taken)}   ", style="dim")
+        for name, taken in active:
+            text.append("▶ ", style="cyan").append(f"{name} ", style="bold cyan")
+            text.append(f"{seconds(taken)}   ", style="cyan")
+        return text
+
+    def _table(self) -> Any:
+        from rich import box
+        from rich.table import Table
+
+        state = self._state
+        if not state.rows:
+            return None
+        # Title, bar, phases, the table's head, the sample panel and free lines.
+        others = 7 + (len(state.samples) * 2 + 3 if state.samples else 0)
+        room = max(3, self._console.height - others)
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+        for name in state.columns:
+            table.add_column(COLUMNS[name].title, justify="right", no_wrap=True)
+        rows = list(state.rows)[-room:]
+        for i, row in enumerate(rows):
+            style = "bold" if i == len(rows) - 1 else None
+            table.add_row(*cells(row, state.columns, state.total), style=style)
+        return table
+
+    def _samples(self) -> Any:
+        from rich.panel import Panel
+        from rich.table import Table
+        from rich.text import Text
+
+        state = self._state
+        if not state.samples:
+            return None
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(no_wrap=True)
+        grid.add_column(overflow="fold")
+        width = max(20, self._console.width - 26)
+        for sample in state.samples:
+            reward, advantage = score_texts(sample)
+            score = Text(reward, style="bold").append("\n" + advantage, style="not bold dim")
+            prompt, response = sample_texts(sample, 2 * width - 4)
+            grid.add_row(score, Text(f"{prompt} → ", style="dim").append(response, style="not dim"))
+        title = f"samples of step {state.samples_step}"
+        return Panel(grid, title=Text(title), title_align="left", border_style="dim")

@@ -1,0 +1,161 @@
+"""What a device holds during each program of a step, as a table with bars."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hjax.show.format import size
+
+WIDTH = 32  # of a bar, in characters
+# Parts of a bar in the order they are drawn: their names, marks and colours.
+PARTS = {
+    "held": ("█", "blue"),
+    "argument": ("▓", "cyan"),
+    "temporary": ("▒", "yellow"),
+}
+
+
+def largest(records: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The program during which a device holds most."""
+    return max(records, key=lambda record: record["sum_bytes"])
+
+
+def memory_table(records: Sequence[Mapping[str, Any]], memory_bytes: int | None) -> Any:
+    """A rich table of the records of ``programs.add_held``.
+
+    Args:
+      records: a row each.
+      memory_bytes: of a device; None where it has no limit of its own.
+    """
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    columns = ("program", "arguments", "outputs", "temporary", "code", "peak", "beside it", "sum")
+    for column in columns:
+        table.add_column(column, justify="left" if column == "program" else "right")
+    table.add_column(_legend(memory_bytes))
+    scale = max([memory_bytes or 0, *(record["sum_bytes"] for record in records)])
+    for record in map(_largest_of, grouped(records)):
+        held = sum(record["held_bytes"].values())
+        figures = [
+            "" if record.get(key) is None else size(record[key])
+            for key in ("argument_bytes", "output_bytes", "temporary_bytes", "code_bytes")
+        ]
+        peak = record.get("peak_bytes")
+        table.add_row(
+            Text(record["name"]),
+            *map(Text, figures),
+            Text("does not fit" if "refused_bytes" in record else size(peak) if peak else ""),
+            Text(size(held)),
+            Text(size(record["sum_bytes"]), style="bold"),
+            _bar(record, held, scale, memory_bytes),
+        )
+    return table
+
+
+def grouped(records: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """The buckets of a transition together, every other program by itself."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for record in records:
+        name = f"{record['role']}.{record['program']}"
+        groups.setdefault(re.sub(r"^(\w+\.transition)_\d+$", r"\1", name), []).append(record)
+    return list(groups.values())
+
+
+def _largest_of(group: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {**largest(group), "name": name_of(group)}
+
+
+def name_of(group: Sequence[Mapping[str, Any]]) -> str:
+    """``role.program``, how many buckets a transition has, and runs per step if several."""
+    record, count = group[0], len(group)
+    program = re.sub(r"_\d+$", f" ({count} buckets)", record["program"])
+    runs = f" ×{record['runs']}" if record.get("runs", 1) > 1 else ""
+    return f"{record['role']}.{program if count > 1 else record['program']}{runs}"
+
+
+def _legend(memory_bytes: int | None) -> str:
+    marks = "  ".join(
+        f"{mark} {name}"
+        for (mark, _), name in zip(
+            PARTS.values(), ("beside it", "arguments", "temporary"), strict=True
+        )
+    )
+    return marks if memory_bytes is None else f"{marks}  | {size(memory_bytes)}"
+
+
+def _bar(record: Mapping[str, Any], held: int, scale: int, memory_bytes: int | None) -> Any:
+    from rich.text import Text
+
+    arguments = record.get("argument_bytes", 0)
+    sizes = (held, arguments, record["sum_bytes"] - held - arguments)
+    bar, done, reached = Text(), 0, 0
+    for (mark, colour), bytes_ in zip(PARTS.values(), sizes, strict=True):
+        reached += bytes_
+        cells = round(WIDTH * reached / scale) - done
+        bar.append(mark * cells, style=colour)
+        done += cells
+    bar.append("·" * (WIDTH - done), style="dim")
+    if memory_bytes is None:
+        return bar
+    limit = round(WIDTH * memory_bytes / scale)
+    return bar[:limit] + Text("|", style="bold red" if limit < done else "bold") + bar[limit:]
+
+
+def work_table(records: Sequence[Mapping[str, Any]]) -> Any:
+    """FLOPs and bytes received, per device and run of each program."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    table.add_column("program")
+    for column in ("rows", "FLOPs per device", "received per device"):
+        table.add_column(column, justify="right")
+    table.add_column("collectives: how many, bytes received per device")
+    for group in grouped(records):
+        received = [r["received_bytes"] for r in group if "received_bytes" in r]
+        table.add_row(
+            Text(name_of(group)),
+            f"{group[0]['rows']:,}" if group[0]["flops"] else "",  # a transition has none
+            flops(sum(record["flops"] for record in group)),
+            size(sum(received)) if received else "",
+            Text(_kinds(group) or "–"),
+        )
+    return table
+
+
+def _kinds(group: Sequence[Mapping[str, Any]]) -> str:
+    found: dict[str, list[int]] = {}
+    for record in group:
+        for kind, figures in record.get("collectives", {}).items():
+            total = found.setdefault(kind, [0, 0])
+            total[0] += figures["count"]
+            total[1] += figures["received_bytes"]
+    return ", ".join(f"{kind} {n:,}: {size(received)}" for kind, (n, received) in found.items())
+
+
+def flops(value: float) -> str:
+    """FLOPs: `1.24 TFLOP`, `812 MFLOP`."""
+    for power, unit in ((15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
+        if value >= 10**power:
+            return f"{value / 10**power:.3g} {unit}FLOP"
+    return f"{value:.3g} FLOP"
+
+
+def verdict(records: Sequence[Mapping[str, Any]], memory_bytes: int) -> str:
+    """One sentence: which program needs most, of what its sum is made, what is missing or left."""
+    most = largest(records)
+    held = ", ".join(f"{name} {size(n)}" for name, n in most["held_bytes"].items())
+    own = "it alone would need" if "refused_bytes" in most else "its own"
+    parts = f"{own} {size(most['total_bytes'])}" + (f", beside it {held}" if held else "")
+    short = most["sum_bytes"] - memory_bytes
+    end = f"{size(short)} are missing" if short > 0 else f"{size(-short)} are left"
+    return (
+        f"most is held during {name_of([most])}: {size(most['sum_bytes'])} per device of "
+        f"{size(memory_bytes)}, {end} ({parts})"
+    )

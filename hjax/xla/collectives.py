@@ -1,0 +1,225 @@
+"""What a compiled program sends between devices, read off its text.
+
+XLA's analyses count a loop's body once and say nothing of collectives, so bytes are counted here:
+each collective times the trips of the loops around it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from hjax.xla.hlo import Computation, Instruction, Module, closing, parse
+
+KINDS = (
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "collective-broadcast",
+    "collective-permute",
+    "ragged-all-to-all",
+    "reduce-scatter",
+)
+Groups = tuple[tuple[int, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One communication between devices.
+
+    Attributes:
+      kind: one of ``KINDS``; asynchronous forms have their plain name.
+      input_bytes: what each device puts in, once.
+      groups: the devices that exchange among themselves, numbered as the program numbers them;
+        of a collective-permute its (source, target) pairs, those to oneself left out.
+      times: how often the program runs it.
+    """
+
+    kind: str
+    input_bytes: int
+    groups: Groups
+    times: int = 1
+
+    @property
+    def group_size(self) -> int:
+        """Devices of the largest group; of a collective-permute 2, or 1 if nothing moves."""
+        return max(map(len, self.groups), default=1)
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes that a device receives in one run of it (the most that any does).
+
+        Of n devices in a group: all-gather (n - 1) times its input; all-to-all and
+        reduce-scatter all of it but the n-th part that stays; all-reduce twice that
+        (reduce-scatter, then all-gather); collective-permute and broadcast all of it.
+        """
+        n = self.group_size
+        if n == 1:
+            return 0
+        if self.kind == "all-gather":
+            return self.input_bytes * (n - 1)
+        if self.kind == "all-reduce":
+            return 2 * self.input_bytes * (n - 1) // n
+        if self.kind in ("collective-permute", "collective-broadcast"):
+            return self.input_bytes
+        return self.input_bytes * (n - 1) // n
+
+    @property
+    def total_bytes(self) -> int:
+        """``received_bytes`` over all its runs."""
+        return self.times * self.received_bytes
+
+
+def collectives(text: str, loop_trips: int | None = None) -> list[Collective]:
+    """The collectives of a compiled program, in the order of its text.
+
+    Args:
+      text: what ``compiled.as_text()`` returns.
+      loop_trips: taken for loops whose number of trips the text doesn't tell (generation's ends
+        when all sequences have).
+
+    Returns:
+      those of loops with ``times`` multiplied by the trips; of a conditional those of the branch
+      that receives most.
+
+    Raises:
+      ValueError: collectives in a loop whose trips are unknown, and no ``loop_trips``.
+    """
+    module = parse(text)
+    return _inside(module, module.entry, loop_trips)
+
+
+def received_bytes(text: str, loop_trips: int | None = None) -> int:
+    """Bytes that each device receives while a compiled program runs; see ``collectives``."""
+    return sum(found.total_bytes for found in collectives(text, loop_trips))
+
+
+def _inside(module: Module, computation: Computation, loop_trips: int | None) -> list[Collective]:
+    found: list[Collective] = []
+    for instruction in computation.instructions.values():
+        opcode = instruction.opcode
+        kind = opcode.removesuffix("-start")
+        if kind in KINDS:
+            found.append(
+                Collective(
+                    kind,
+                    computation.operand_bytes(instruction),
+                    _groups(instruction, kind, module.devices),
+                )
+            )
+        elif opcode == "while":
+            found += _loop(module, computation, instruction, loop_trips)
+        elif opcode == "conditional":
+            branches = [
+                _inside(module, module.computations[name], loop_trips)
+                for attribute in ("branch_computations", "true_computation", "false_computation")
+                for name in instruction.called(attribute)
+            ]
+            found += max(branches, key=lambda b: sum(c.total_bytes for c in b), default=[])
+        elif opcode in ("fusion", "call", "async-start", "custom-call"):
+            # A reducer's computation has no collectives, so its to_apply needs no look.
+            for attribute in ("calls", "to_apply", "called_computations"):
+                for name in instruction.called(attribute):
+                    found += _inside(module, module.computations[name], loop_trips)
+    return found
+
+
+def _loop(
+    module: Module, computation: Computation, loop: Instruction, loop_trips: int | None
+) -> list[Collective]:
+    (condition,), (body,) = loop.called("condition"), loop.called("body")
+    tested = _inside(module, module.computations[condition], loop_trips)
+    repeated = _inside(module, module.computations[body], loop_trips)
+    if not tested and not repeated:
+        return []
+    trips = module.trips(computation, loop)
+    if trips is None:
+        trips = loop_trips
+    if trips is None:
+        raise ValueError(
+            f"the trips of loop {loop.name}, which has collectives, are not in the program's "
+            "text; give loop_trips"
+        )
+    return _times(tested, trips + 1) + _times(repeated, trips)
+
+
+def _times(found: Sequence[Collective], trips: int) -> list[Collective]:
+    return [dataclasses.replace(c, times=c.times * trips) for c in found if trips]
+
+
+def _groups(instruction: Instruction, kind: str, devices: int) -> Groups:
+    attribute = "source_target_pairs" if kind == "collective-permute" else "replica_groups"
+    found = re.search(rf"\b{attribute}=", instruction.attributes)
+    text = instruction.attributes[found.end() :] if found else "{}"
+    if kind == "collective-permute":
+        return tuple(pair for pair in _listed(text) if pair[0] != pair[1])
+    groups = device_groups(text)
+    return groups or (tuple(range(devices)),)
+
+
+def device_groups(text: str) -> Groups:
+    """The groups that a ``replica_groups`` value names; text after it is ignored.
+
+    Three forms: ``{{0,1},{2,3}}``; ``[2,2]<=[4]T(0)``, rows of a transposed count from 0; and
+    ``mesh['a'=2,'b'=2] {'b'}``, the axes of a mesh of all devices over which groups extend. Empty
+    braces give no groups: all devices are one.
+
+    Raises:
+      ValueError: another form.
+    """
+    if text.startswith("{"):
+        return _listed(text)
+    if iota := re.match(r"\[([\d,]+)\]<=", text):
+        rows = _iota(text[iota.end() :]).reshape(_ints(iota[1]))
+        return tuple(tuple(row) for row in rows.tolist())
+    if text.startswith("mesh["):
+        return _mesh_groups(text)
+    raise ValueError(f"unknown replica_groups in HLO text: {text[:80]}")
+
+
+def _listed(text: str) -> Groups:
+    listed = text[: closing(text, 0)]
+    return tuple(tuple(_ints(group)) for group in re.findall(r"\{([\d,]+)\}", listed))
+
+
+def _ints(text: str) -> list[int]:
+    return [int(n) for n in text.split(",") if n]
+
+
+def _iota(text: str) -> np.ndarray:
+    """Device numbers of ``[4,2]T(1,0)``: a count in these dimensions, transposed."""
+    found = re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+    if found is None:
+        raise ValueError(f"unknown order of devices in HLO text: {text[:80]}")
+    sizes = _ints(found[1])
+    numbers = np.arange(np.prod(sizes)).reshape(sizes)
+    return numbers.transpose(_ints(found[2])) if found[2] else numbers
+
+
+def _mesh_groups(text: str) -> Groups:
+    """Groups over some axes of a mesh, or over parts of axes (``'a':(2)4``: factor 4 after 2)."""
+    # Then, in brackets of their own or not, the devices' order, if it isn't that of counting.
+    named = re.match(r"(mesh[^{]*)\{([^}]*)\}", text)
+    if named is None:
+        raise ValueError(f"unknown replica_groups in HLO text: {text[:80]}")
+    axes = {name: int(n) for name, n in re.findall(r"'([^']*)'=(\d+)", named[1])}
+    numbers = np.arange(np.prod(list(axes.values())))
+    if order := re.search(r"device_ids=(\(.*)", named[1]):
+        inside = order[1][1 : closing(order[1], 0) - 1]
+        numbers = _iota(inside) if inside.startswith("[") else np.array(_ints(inside))
+    refs = {
+        name: (int(before or 1), int(size) if size else axes[name])
+        for name, before, size in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", named[2])
+    }
+    sizes, grouped = [], []
+    for name, n in axes.items():
+        before, size = refs.get(name, (1, 1))
+        sizes += [before, size, n // (before * size)]
+        grouped.append(len(sizes) - 2)
+    others = [i for i in range(len(sizes)) if i not in grouped]
+    cells = numbers.reshape(sizes).transpose(others + grouped)
+    width = int(np.prod([sizes[i] for i in grouped]))
+    return tuple(tuple(row) for row in cells.reshape(-1, width).tolist())
