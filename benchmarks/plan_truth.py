@@ -222,7 +222,7 @@ def compilers() -> dict[str, Any]:
     from hjax.planning.auto import predict, run_problem
     from hjax.planning.constants import Constants
     from hjax.planning.hardware import cluster
-    from hjax.run.roles import build_roles, planned_models
+    from hjax.run.roles import describe_roles, placed, planned_models
     from hjax.settings.reading import load_config
     from hjax.show.tables import wide_console
 
@@ -236,14 +236,13 @@ def compilers() -> dict[str, Any]:
         command = CompileRequest("ppo_llama_7b.py", config, topology, "", cache_folder("compile"))
         compiled = compile_step(command, wide_console())
         algorithm, inputs = get_algorithm(config.algorithm.name), shape_inputs(config)
-        roles = build_roles(config, algorithm, inputs, find_topology(topology).devices, read_shape)
+        plan = placed(config, algorithm, len(find_topology(topology).devices))
+        roles = describe_roles(config, algorithm, inputs, plan, "tpu", read_shape)
         models, length = planned_models(config, algorithm, inputs, read_shape), inputs.prompt_length
         posed = run_problem(
             config, algorithm, models, length, cluster(topology), Constants(), False
         )
-        plan = predict(posed, roles)
-        roles.close()
-        for row in program_rows(plan, posed, compiled["programs"]):
+        for row in program_rows(predict(posed, roles), posed, compiled["programs"]):
             if row["predicted_bytes"] is not None:
                 name = f"{topology} {model} {row['role']}.{row['program']}"
                 found = {"predicted": row["predicted_bytes"], "measured": row["compiled_bytes"]}

@@ -63,8 +63,10 @@ def trainer_of(
     changes: Mapping[str, Any] | None = None,
     workdir: pathlib.Path | None = None,
 ) -> Iterator[hjax.Trainer]:
-    """A trainer of a tiny run, closed at the end."""
-    trainer = hjax.Trainer(tiny_config(algorithm, changes), workdir=workdir)
+    """A trainer of a tiny run, closed at the end; `placement=auto` is planned first."""
+    config = tiny_config(algorithm, changes)
+    plan = hjax.plan(config, workdir) if config.placement == "auto" else None
+    trainer = hjax.Trainer(config, workdir=workdir, plan=plan)
     try:
         yield trainer
     finally:

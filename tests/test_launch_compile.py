@@ -8,15 +8,16 @@ import os
 import subprocess
 import sys
 
+import jax
 import pytest
 from helpers import save_model, trainer_of
 from rich.console import Console
 
 import hjax
-from hjax.algorithms import GRPO, PPO, ReMax, SafeRLHF
 from hjax.data.tasks import get_task
+from hjax.dryrun.description import describe
 from hjax.dryrun.gpus import GPUS, target_config
-from hjax.dryrun.programs import add_held, calls, held_beside, step_programs
+from hjax.dryrun.programs import add_held, held_beside, rehearse, step_programs
 from hjax.dryrun.shape_inputs import is_published, read_shape, shape_inputs
 from hjax.dryrun.topologies import GIB, GPU_MEMORY, parse_memory_error, parse_topology
 from hjax.errors import ConfigError
@@ -142,23 +143,31 @@ def test_training_a_published_name_says_what_is_missing(tmp_path):
 
 def programs_of(algorithm, changes=None):
     with trainer_of(algorithm, changes or {}) as trainer:
-        found = step_programs(
-            trainer.config, trainer.algorithm_class, trainer.roles, trainer.inputs.prompt_length
-        )
-        return {(p.role, p.name): p for p in found}, trainer.roles
+        rehearsal = rehearse(trainer.roles, jax.devices())
+        length = trainer.inputs.prompt_length
+        found, remark = step_programs(trainer.config, trainer.algorithm_class, rehearsal, length)
+        assert remark == ""
+        return {(p.role, p.name): p for p in found}, rehearsal
 
 
-def test_an_algorithms_calls_are_read_off_its_methods():
-    assert {"actor.generate_sequences", "critic.compute_values"} <= calls(PPO)
-    assert "actor.generate_sequences(greedy)" in calls(ReMax) - calls(GRPO)
-
-    class Mine(GRPO):
-        def step(self, prompts):
-            batch = self.actor.compute_log_prob(super().step(prompts))
-            return batch
-
-    assert "actor.compute_log_prob" in calls(Mine) - calls(GRPO)
-    assert "cost.compute_cost" in calls(SafeRLHF)
+def test_a_users_own_call_brings_its_program(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import hjax\n"
+        "class Mine(hjax.algorithms.GRPO):\n"
+        "    def step(self, prompts):\n"
+        "        return self.actor.compute_log_prob(super().step(prompts))\n"
+        "class Odd(hjax.algorithms.GRPO):\n"
+        "    def step(self, prompts):\n"
+        "        return super().step(prompts | {'more': prompts['columns']['answer'][0]})\n"
+    )
+    assert ("actor", "compute_log_prob") in programs_of(f"{tmp_path}/mine.py:Mine")[0]
+    # Where the calls cannot be read off, every program is counted, and that is said.
+    with trainer_of(f"{tmp_path}/mine.py:Odd") as trainer:
+        told = describe(trainer)
+    assert "calls of Odd.step could not be read off" in told["remark"]
+    assert {"generate", "generate_greedy", "compute_log_prob", "update"} <= {
+        row["program"] for row in told["memory"] if row["role"] == "actor"
+    }
 
 
 def test_every_program_of_a_step_is_listed():
@@ -204,7 +213,7 @@ def test_an_fsdp_update_moves_parameters_and_gradients_not_activations():
     }  # fmt: skip
     programs, roles = programs_of("PPO", changes)
     text = programs["actor", "update"].trace().lower().compile().as_text()
-    model = 4 * roles.groups["actor"].worker.network.parameters
+    model = 4 * roles.workers["actor"].network.parameters
     # Gathered for the forward and for the backward pass; gradients summed (which counts twice).
     rule = (1 + 1 + 2) * 7 / 8 * model
     assert received_bytes(text) == pytest.approx(rule, rel=0.05)

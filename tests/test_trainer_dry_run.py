@@ -5,7 +5,7 @@ from helpers import save_model, trainer_of
 
 from hjax.data.tasks import get_task
 from hjax.dryrun import description
-from hjax.dryrun.programs import device_bytes
+from hjax.sharding.layout import shard_bytes
 
 # hidden 32, MLP 64, 4 heads of 8, 16 tokens (11 characters, pad, BOS, EOS and one unknown, rounded
 # up to a multiple of 8), one layer: embedding + q, k, v, o + gate, up, down + three norms.
@@ -71,7 +71,7 @@ def test_sharded_state_is_counted_per_device():
     norms = 3 * 32
     matrices = DECODER - norms
     low, high = 3 * 4 * matrices / 4, 3 * 4 * (matrices / 4 + norms) + 16
-    assert low < device_bytes(state) <= high
+    assert low < shard_bytes(state) <= high
 
 
 def test_placement(ppo):

@@ -98,7 +98,7 @@ def test_an_actor_from_weights_starts_from_them_without_warm_start(models):
             np.asarray(worker.params["embedding"]), np.asarray(loaded._params["embedding"])
         )
         assert loaded.logits(tokens).shape == (1, 8, 16)
-        assert "reference" in trainer.roles.copies_actor
+        assert trainer.roles.starts_from["reference"] == "actor"
 
 
 def test_a_workdir_gives_weights_to_the_next_run(models, tmp_path):

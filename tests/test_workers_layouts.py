@@ -270,7 +270,7 @@ def test_a_copy_shares_nothing_with_its_source(directory):
     source = make_actor(directory, *LAYOUTS["data 2, pipe 2 kept, tensor 2"]).worker
     copy = make_actor(directory, *LAYOUTS["data 4, pipe 2"]).worker
     expected = to_host(source.params)
-    copy.copy_from(source.params)
+    copy.take_weights(source.params)
     for leaf in jax.tree.leaves(copy.params):
         leaf.delete()
     jax.tree.map(np.testing.assert_array_equal, source.params, expected)

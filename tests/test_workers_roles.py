@@ -153,13 +153,17 @@ def test_rows_of_different_prompts_are_not_taken_for_samples(actor, batch):
     greedy = actor.generate_sequences(prompts(("abc", "h g", "ddd", "e")), greedy=True)
     assert np.asarray(greedy["responses"]).shape[0] == 4
     single = start(Actor, "actor", loss=PolicyLoss(), samples=1)
-    single.copy_from(actor.params)
+    single.take_weights(actor.params)
     untempered = np.asarray(single.compute_log_prob(greedy)["old_logprobs"])
     np.testing.assert_allclose(untempered, greedy["logprobs"], atol=1e-5)
 
-    tokens = {key: batch[key] for key in ("prompts", "prompt_mask", "responses", "response_mask")}
+    keys = ("prompts", "prompt_mask", "responses", "response_mask", "prompt_id")
+    tokens = {key: batch[key] for key in keys}
+    assert actor.grouped(tokens)
     order = np.random.default_rng(0).permutation(8)
-    shuffled = actor.compute_log_prob({key: x[order] for key, x in tokens.items()})
+    mixed = {key: x[order] for key, x in tokens.items()}
+    assert not actor.grouped(mixed) and not actor.grouped(greedy)
+    shuffled = actor.compute_log_prob(mixed)
     expected = actor.compute_log_prob(tokens)["old_logprobs"][order]
     np.testing.assert_allclose(shuffled["old_logprobs"], expected, atol=1e-5)
 
@@ -167,7 +171,7 @@ def test_rows_of_different_prompts_are_not_taken_for_samples(actor, batch):
 @pytest.fixture(scope="module")
 def learner():
     """An actor to update, from the same initial parameters in every test."""
-    return start(Actor, "actor", loss=PolicyLoss())
+    return start(Actor, "actor", loss=PolicyLoss(), supervised_loss=SupervisedLoss())
 
 
 @pytest.fixture(scope="module")
@@ -210,20 +214,23 @@ def test_demonstrations_do_not_share_prompts(actor, learner):
     data, temperature = demonstrations(), actor.context.sampling.temperature
     assert temperature == 0.7  # the likelihood is untempered
     one = start(Actor, "actor", loss=SupervisedLoss(), samples=1)
-    one.copy_from(actor.params)
+    one.take_weights(actor.params)
     table = np.asarray(one.compute_log_prob(data)["old_logprobs"])
     expected = -table.sum() / data["response_mask"].sum()
     assert float(actor.compute_loss(data)["loss"]) == pytest.approx(expected, rel=1e-5)
     warm = start(Actor, "actor", loss=PolicyLoss(), warm_start=DESCENT,
-                 warm_start_loss=SupervisedLoss())  # fmt: skip
-    warm.copy_from(actor.params)
-    assert float(warm.update_warm_start(data)["loss"]) == pytest.approx(expected, rel=1e-5)
+                 supervised_loss=SupervisedLoss())  # fmt: skip
+    warm.take_weights(actor.params)
+    warm.begin("warm_start")
+    assert float(warm.update_actor(data)["loss"]) == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_warm_start_that_was_not_set_up_is_refused():
     worker = start(Actor, "actor", loss=PolicyLoss())
-    with pytest.raises(ConfigError, match="without a warm start"):
-        worker.update_warm_start(demonstrations())
+    with pytest.raises(ConfigError, match="set up without a warm_start stage"):
+        worker.begin("warm_start")
+    with pytest.raises(ConfigError, match="stage 'middle'; allowed: main, warm_start"):
+        worker.begin("middle")
 
 
 def test_abstract_state_is_the_state():
@@ -242,8 +249,8 @@ def test_abstract_state_is_the_state():
 def test_the_reference_is_a_copy_that_does_not_change(actor, batch):
     reference = Reference(context("reference", sampling=Sampling(temperature=0.7)))
     worker = start(Actor, "actor", loss=PolicyLoss())
-    worker.copy_from(actor.params)
-    reference.copy_from(worker.params)
+    worker.take_weights(actor.params)
+    reference.take_weights(worker.params)
     before = np.asarray(reference.compute_ref_log_prob(batch)["ref_logprobs"])
     np.testing.assert_allclose(before, batch["logprobs"], atol=1e-5)  # at the actor's temperature
     assert not before[~batch["response_mask"]].any()
@@ -260,7 +267,7 @@ def test_the_reference_is_a_copy_that_does_not_change(actor, batch):
 def test_a_new_critic_predicts_zero_and_its_first_gradient_is_by_hand(actor, batch):
     """Value 0 everywhere, so d/d bias of mean 1/2 (V - R)^2 over tokens is -mean R."""
     critic = Critic(context("critic", loss=ValueLoss(clip=None)))
-    critic.copy_from(actor.params)
+    critic.take_weights(actor.params)
     assert "unembedding" in actor.params and "unembedding" not in critic.params["decoder"]
     assert not np.asarray(critic.compute_values(batch)["values"]).any()
     mask = batch["response_mask"]
@@ -389,7 +396,7 @@ def test_programs_are_told_apart_by_their_code():
 def test_a_group_runs_the_critic_behind_its_protocol(actor, batch):
     critic = context("critic", devices=8, loss=ValueLoss(clip=None))
     group = WorkerGroup(ResourcePool("all", jax.devices()), Critic, critic, role="critic")
-    group.worker.copy_from(actor.params)
+    group.worker.take_weights(actor.params)
     values = group.compute_values(batch).result()["values"]
     assert values.sharding.spec == jax.sharding.PartitionSpec("data")
     group.pool.close()

@@ -18,6 +18,7 @@ from hjax.algorithms.kl import KL_KINDS, AdaptiveKL, FixedKL, KLController
 from hjax.algorithms.losses import explained_variance
 from hjax.controller import Future, join
 from hjax.errors import RunError
+from hjax.roles import Role, role_table
 from hjax.rules import Rule, at_least, finite, one_of
 
 Batch = dict[str, Any]
@@ -49,8 +50,8 @@ class Algorithm:
     """
 
     roles: ClassVar[tuple[str, ...]] = ("actor", "reference", "reward")
-    # Name -> worker class (a subclass of hjax.workers.Worker): roles of your own, or your own class
-    # for one of the roles above.
+    # Name -> worker class (a subclass of hjax.workers.Worker) or hjax.Role: roles of your own, or
+    # your own class for one of the roles above.
     workers: ClassVar[dict[str, Any]] = {}
     # Whether steps are made of rollouts (False: supervised training).
     generates: ClassVar[bool] = True
@@ -139,6 +140,17 @@ class Algorithm:
         """The roles that a configuration uses: without a KL there is no reference."""
         roles = tuple(dict.fromkeys((*cls.roles, *cls.workers)))
         return roles if config.kl_coef else tuple(r for r in roles if r != "reference")
+
+    @classmethod
+    def role_table(cls, config: ConfigDict) -> dict[str, Role]:
+        """What each role that a configuration uses is, by name.
+
+        Raises:
+          ConfigError: a role that is neither a standing one nor among ``workers``.
+        """
+        names = cls.needed_roles(config)
+        own = {name: worker for name, worker in cls.workers.items() if name in names}
+        return role_table(names, own, cls.__name__)
 
     @classmethod
     def losses(cls, config: ConfigDict, max_response_length: int) -> dict[str, Any]:

@@ -1,10 +1,14 @@
-"""Who runs where and when: resource pools, worker groups, futures, the timeline."""
+"""Who runs where and when: resource pools, worker groups, messages, futures, the timeline."""
 
+from hjax.controller.executors import Executor, ThreadExecutor
 from hjax.controller.futures import Future, join, resolve
-from hjax.controller.pool import Executor, ResourcePool, ThreadExecutor, WorkerGroup, check_disjoint
+from hjax.controller.messages import Build, Call
+from hjax.controller.pool import ResourcePool, WorkerGroup, check_disjoint
 from hjax.controller.timeline import Span, Timeline
 
 __all__ = [
+    "Build",
+    "Call",
     "Executor",
     "Future",
     "ResourcePool",

@@ -9,11 +9,11 @@ from hjax.dryrun.programs import (
     any_offloaded,
     memory_of,
     offload_savings,
+    rehearse,
+    resident_bytes,
     step_programs,
 )
-from hjax.models.parameters import decoder_network, scalar_network
-from hjax.run.resident import resident_bytes
-from hjax.run.roles import Roles
+from hjax.run.roles import Roles, local_devices
 
 
 def describe(trainer: Any) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def describe(trainer: Any) -> dict[str, Any]:
     memory (``memory_analysis``).
 
     Returns:
-      ``algorithm``, ``batch``, ``placement``, ``parameters`` (by role), ``memory`` (of each program
+      ``algorithm``, ``remark`` (where the step's calls cannot be read off), ``batch``, ``placement``, ``parameters`` (by role), ``memory`` (of each program
       what ``programs.add_held`` says, bytes per device), ``resident_bytes`` (by role, kept between
       calls), ``device_memory_bytes`` and where
       something is offloaded ``offload`` (of ``programs.offload_savings``).
@@ -55,10 +55,12 @@ def describe(trainer: Any) -> dict[str, Any]:
         }
     records = []
     length = trainer.inputs.prompt_length
-    for program in step_programs(config, trainer.algorithm_class, roles, length):
+    rehearsal = rehearse(roles, local_devices(config))
+    programs, remark = step_programs(config, trainer.algorithm_class, rehearsal, length)
+    for program in programs:
         named = {"role": program.role, "program": program.name, "runs": program.runs}
         memory = memory_of(program.trace().lower().compile())
-        records.append(add_held({**named, **memory}, program, roles))
+        records.append(add_held({**named, **memory}, program, rehearsal))
     placement = [
         {
             "roles": list(members),
@@ -75,21 +77,16 @@ def describe(trainer: Any) -> dict[str, Any]:
     ]
     return {
         "algorithm": algorithm.name,
+        **({"remark": remark} if remark else {}),
         "batch": batch,
         "placement": placement,
-        "host_roles": [r for r in roles.groups if r not in roles.layouts],
-        "parameters": {role: _parameters(trainer, role) for role in roles.models},
-        "resident_bytes": {r: sum(kinds.values()) for r, kinds in resident_bytes(roles).items()},
+        "host_roles": [r for r in roles.builds if r not in roles.layouts],
+        "parameters": {r: w.network.parameters for r, w in rehearsal.workers.items()},
+        "resident_bytes": {r: sum(x.values()) for r, x in resident_bytes(rehearsal).items()},
         "device_memory_bytes": device_memory(roles),
         **({"offload": offload_savings(records)} if any_offloaded(records) else {}),
         "memory": records,
     }
-
-
-def _parameters(trainer: Any, role: str) -> int:
-    config = trainer.roles.models[role]
-    scalar = getattr(trainer.roles.groups[role].worker, "scalar", False)
-    return (scalar_network if scalar else decoder_network)(config).parameters
 
 
 def device_memory(roles: Roles) -> int | None:

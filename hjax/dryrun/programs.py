@@ -6,11 +6,8 @@ compiles for those of a topology. Nothing is allocated.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import inspect
 import math
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,15 +15,12 @@ import jax
 from ml_collections import ConfigDict
 
 from hjax.algorithms import Algorithm
-from hjax.run.resident import device_bytes, model_workers, resident_bytes
+from hjax.errors import ConfigError
+from hjax.run.dataflow import StepCall, step_calls
+from hjax.run.placement import set_name
 from hjax.run.roles import Roles
+from hjax.sharding.layout import shard_bytes
 from hjax.show.memory_table import largest
-
-# Programs that workers offer and only some algorithms call, and how the call is recognised.
-ON_CALL = {
-    "compute_log_prob": "actor.compute_log_prob",
-    "generate_greedy": "actor.generate_sequences(greedy)",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +30,7 @@ class StepProgram:
     Attributes:
       role: whose it is.
       name: as ``Worker.programs`` names it.
-      pool: name of the resource pool it runs on.
+      set_number: of the set of roles on whose devices it runs.
       rows: sequences of its batch.
       runs: times that a step runs it.
       trace: returns its jax.stages.Traced of abstract arguments.
@@ -45,63 +39,108 @@ class StepProgram:
 
     role: str
     name: str
-    pool: str
+    set_number: int
     rows: int
     runs: int
     trace: Callable[[], Any]
     loop_trips: int | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Rehearsal:
+    """The workers of a run that are made only to be asked about their programs.
+
+    Attributes:
+      roles: of the run.
+      workers: by role with devices and programs; they hold no arrays.
+    """
+
+    roles: Roles
+    workers: dict[str, Any]
+
+
+def rehearse(roles: Roles, devices: Sequence[Any]) -> Rehearsal:
+    """Make the workers of a run on devices that may be abstract.
+
+    Raises:
+      ConfigError: a layout that does not fit its model.
+    """
+    workers, start = {}, 0
+    for members, count in zip(roles.plan.placement, roles.plan.allocation, strict=True):
+        here = devices[start : start + count]
+        start += count
+        for role in members:
+            build = roles.builds[role]
+            arguments = [a.on(here) if hasattr(a, "on") else a for a in build.arguments]
+            if hasattr(build.worker, "programs"):
+                workers[role] = build.worker(*arguments, **build.options)
+    # In the order of the roles, however they are placed.
+    return Rehearsal(roles, {role: workers[role] for role in roles.builds if role in workers})
+
+
 def step_programs(
-    config: ConfigDict, algorithm: type[Algorithm], roles: Roles, prompt_length: int
-) -> list[StepProgram]:
-    """Every program that a step of an algorithm runs on devices, in the order of its roles."""
+    config: ConfigDict, algorithm: type[Algorithm], rehearsal: Rehearsal, prompt_length: int
+) -> tuple[list[StepProgram], str]:
+    """Every program that a step of an algorithm runs on devices, in the order of its roles.
+
+    Returns:
+      the programs, and a remark: empty, or why all that the workers have are counted, because the
+      calls of the step cannot be read off.
+    """
     rows = config.rollout.prompts * config.rollout.samples
+    samples = config.rollout.samples
     if not algorithm.generates:
-        rows = config.warm_start.batch
+        rows, samples = config.warm_start.batch, 1
     minibatch = config.algorithm.get("minibatch", 0) or rows
     minibatch = minibatch if algorithm.generates else rows
     updates = config.algorithm.get("epochs", 1) * (rows // minibatch)
-    called = calls(algorithm)
+    called: set[tuple[str, str]] | None = None
+    remark = ""
+    try:
+        calls = step_calls(algorithm, config.algorithm, rows // minibatch, samples)
+        called = {(call.role, program_of(call)) for call in calls}
+    except ConfigError as error:
+        remark = f"{error}; so every program that the workers have is counted"
     found = []
-    for role, worker in model_workers(roles):
-        pool = roles.pools[role].name
+    for role, worker in rehearsal.workers.items():
+        number = rehearsal.roles.set_of(role)
         learned = dict(worker.programs(minibatch, prompt_length))
         for name, trace in worker.programs(rows, prompt_length):
+            # Moving the parameters belongs to generation.
+            part = "generate" if name.startswith("transition") else name
+            if called is not None and (role, part) not in called:
+                continue
             if name == "update":
-                found.append(StepProgram(role, name, pool, minibatch, updates, learned[name]))
-            elif algorithm.generates and ON_CALL.get(name, name) in {name, *called}:
+                trace = learned[name]
+                found.append(StepProgram(role, name, number, minibatch, updates, trace))
+            else:
                 # The first token is drawn from the prompt, before the loop.
                 trips = config.rollout.max_response_length - 1
                 loop = trips if name.startswith("generate") else None
-                found.append(StepProgram(role, name, pool, rows, 1, trace, loop))
-    return found
+                found.append(StepProgram(role, name, number, rows, 1, trace, loop))
+    return found, remark
 
 
-def calls(algorithm: type[Algorithm]) -> set[str]:
-    """Calls that an algorithm's methods make on its roles, read off their source.
-
-    Returns:
-      ``role.method``, and ``role.method(greedy)`` where the argument ``greedy`` is given.
-    """
-    found = set()
-    for _, method in inspect.getmembers(algorithm, inspect.isfunction):
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
-        except (OSError, SyntaxError):  # made at run time: nothing to read
-            continue
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-                continue
-            role = node.func.value
-            if isinstance(role, ast.Attribute) and isinstance(role.value, ast.Name):
-                if role.value.id == "self":
-                    greedy = any(keyword.arg == "greedy" for keyword in node.keywords)
-                    found.add(f"{role.attr}.{node.func.attr}" + "(greedy)" * greedy)
-    return found
+def program_of(call: StepCall) -> str:
+    """What ``Worker.programs`` names the program of a call."""
+    if call.phase == "update":
+        return "update"
+    if call.phase == "generate":
+        return "generate_greedy" if call.greedy else "generate"
+    return call.method
 
 
-def held_beside(program: StepProgram, roles: Roles) -> tuple[dict[str, int], dict[str, int]]:
+def resident_bytes(rehearsal: Rehearsal) -> dict[str, dict[str, int]]:
+    """Bytes per device that each role keeps between calls, by role and kind of state."""
+    return {
+        role: {kind: shard_bytes(tree) for kind, tree in worker.abstract_state().items()}
+        for role, worker in rehearsal.workers.items()
+    }
+
+
+def held_beside(
+    program: StepProgram, rehearsal: Rehearsal
+) -> tuple[dict[str, int], dict[str, int]]:
     """What else is kept while a program runs and is none of its arguments.
 
     Returns:
@@ -110,13 +149,13 @@ def held_beside(program: StepProgram, roles: Roles) -> tuple[dict[str, int], dic
     held: dict[str, int] = {}
     away: dict[str, int] = {}
     phase = phase_of(program.name)
-    for role, kinds in resident_bytes(roles).items():
-        if roles.pools[role].name != program.pool:
+    for role, kinds in resident_bytes(rehearsal).items():
+        if rehearsal.roles.set_of(role) != program.set_number:
             continue
-        worker = roles.groups[role].worker
+        worker = rehearsal.workers[role]
         if role == program.role:
             beside = worker.beside(program.name)
-            kinds = {kind: device_bytes(tree) for kind, tree in beside.items()}
+            kinds = {kind: shard_bytes(tree) for kind, tree in beside.items()}
         # Trained roles take turns in updates and stay until these end.
         called = role == program.role or (phase == "update" and "optimizer" in kinds)
         waiting = worker.away(phase, called)
@@ -168,16 +207,19 @@ def memory_of(compiled: Any) -> dict[str, int]:
     return {**parts, "total_bytes": sum(parts.values()), "peak_bytes": peak}
 
 
-def add_held(record: dict[str, Any], program: StepProgram, roles: Roles) -> dict[str, Any]:
+def add_held(
+    record: dict[str, Any], program: StepProgram, rehearsal: Rehearsal
+) -> dict[str, Any]:
     """The record of a program with what else its devices hold.
 
     Adds ``pool``, ``held_bytes`` (by whose), ``offloaded_bytes`` (in the host's memory, by whose)
     and ``sum_bytes``: what is held and the program's own.
     """
-    held, away = held_beside(program, roles)
+    held, away = held_beside(program, rehearsal)
+    pool = set_name(rehearsal.roles.plan, program.set_number)
     total = record["total_bytes"] + sum(held.values())
     beside = {"held_bytes": held, "offloaded_bytes": away}
-    return {**record, "pool": program.pool, **beside, "sum_bytes": total}
+    return {**record, "pool": pool, **beside, "sum_bytes": total}
 
 
 def any_offloaded(records: Sequence[Mapping[str, Any]]) -> bool:

@@ -12,16 +12,18 @@ from ml_collections import ConfigDict
 from hjax.algorithms import get_algorithm
 from hjax.dryrun.compilation import compile_program
 from hjax.dryrun.programs import (
+    Rehearsal,
     add_held,
     any_offloaded,
     offload_savings,
+    rehearse,
+    resident_bytes,
     step_programs,
     transition_formula,
 )
 from hjax.dryrun.shape_inputs import read_shape, shape_inputs
 from hjax.dryrun.topologies import find_topology
-from hjax.run.resident import resident_bytes
-from hjax.run.roles import build_roles
+from hjax.run.roles import describe_roles, placed
 from hjax.show.format import seconds, size
 from hjax.show.memory_table import largest, verdict
 
@@ -55,21 +57,23 @@ def compile_step(asked: CompileRequest, console: Any) -> dict[str, Any]:
     algorithm = get_algorithm(config.algorithm.name)
     inputs = shape_inputs(config, supervised=not algorithm.generates)
     topology = find_topology(asked.topology)
-    roles = build_roles(config, algorithm, inputs, topology.devices, read_shape)
+    devices = topology.devices
+    plan = placed(config, algorithm, len(devices))
+    roles = describe_roles(config, algorithm, inputs, plan, topology.platform, read_shape)
+    rehearsal = rehearse(roles, devices)
     records = []
-    try:
-        programs = step_programs(config, algorithm, roles, inputs.prompt_length)
-        for number, program in enumerate(programs, 1):
-            name = f"{program.role}.{program.name}"
-            with console.status(f"compiling {name} ({number} of {len(programs)})"):
-                devices = len(roles.pools[program.role].devices)
-                record = compile_program(program, topology, devices, asked.level, asked.cache)
-            records.append(add_held(record, program, roles))
-            console.print(f"{number:>3}/{len(programs)} {name:<28} {_how(record)}")
-        resident = resident_bytes(roles)
-        moved = _transition(records, roles)
-    finally:
-        roles.close()
+    programs, remark = step_programs(config, algorithm, rehearsal, inputs.prompt_length)
+    if remark:
+        console.print(remark)
+    for number, program in enumerate(programs, 1):
+        name = f"{program.role}.{program.name}"
+        with console.status(f"compiling {name} ({number} of {len(programs)})"):
+            count = plan.allocation[program.set_number]
+            record = compile_program(program, topology, count, asked.level, asked.cache)
+        records.append(add_held(record, program, rehearsal))
+        console.print(f"{number:>3}/{len(programs)} {name:<28} {_how(record)}")
+    resident = resident_bytes(rehearsal)
+    moved = _transition(records, rehearsal)
     most, memory = largest(records), topology.memory_bytes
     return {
         "config": asked.name,
@@ -82,7 +86,7 @@ def compile_step(asked: CompileRequest, console: Any) -> dict[str, Any]:
         },
         "versions": topology.versions,
         "optimization": asked.level or "default",
-        "placement": [list(members) for members in roles.plan.placement],
+        "placement": [list(members) for members in plan.placement],
         "resident_bytes": resident,
         "programs": records,
         **moved,
@@ -99,13 +103,13 @@ def compile_step(asked: CompileRequest, console: Any) -> dict[str, Any]:
     }
 
 
-def _transition(records: list[dict[str, Any]], roles: Any) -> dict[str, Any]:
+def _transition(records: list[dict[str, Any]], rehearsal: Rehearsal) -> dict[str, Any]:
     """What the actor's parameters receive on their way to the generate layout, and the formula."""
     ways = [r for r in records if r["role"] == "actor" and r["program"].startswith("transition")]
     if not ways or any("refused_bytes" in record for record in ways):
         return {}
     received = sum(record["received_bytes"] for record in ways)
-    formula = transition_formula(roles.groups["actor"].worker)
+    formula = transition_formula(rehearsal.workers["actor"])
     return {"transition": {"received_bytes": received, "formula_bytes": formula}}
 
 

@@ -1,119 +1,193 @@
-"""Checkpoints with orbax: one item per role and kind, written in the background.
+"""Checkpoints: each worker writes and reads its own arrays (orbax), the controller the rest.
 
-``checkpoints/<step>/`` holds ``<role>.params`` and ``<role>.optimizer`` (trees of arrays) and
-``controller`` (JSON: everything else that decides the next step).
+``checkpoints/<step>/`` holds ``<role>.params`` and ``<role>.optimizer`` (trees of arrays, a folder
+each) and ``controller.json`` (everything else that decides the next step). A checkpoint appears
+under its number once all of it is on the disk.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import inspect
+import json
 import logging
+import shutil
 import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from hjax.errors import DataError, RunError
+from hjax.files import read_json, replace_file, to_json
+from hjax.sharding.offload import HOST
 
-CONTROLLER = "controller"
+CONTROLLER = "controller.json"
 
 
-class Checkpointer:
-    """Saves and restores the state of a run.
+class Checkpoints:
+    """The checkpoints of a run, as the controller keeps them.
 
     Args:
-      directory: ``checkpoints/`` of a workdir.
+      directory: ``checkpoints/`` of a workdir; made if need be.
       keep: newest checkpoints that stay.
     """
 
     def __init__(self, directory: Path, keep: int = 2):
-        import orbax.checkpoint as ocp
-
-        logging.getLogger("absl").setLevel(logging.ERROR)  # orbax reports every file it writes
-        self._ocp = ocp
         self.directory = Path(directory).absolute()
-        self._manager = ocp.CheckpointManager(
-            self.directory,
-            options=ocp.CheckpointManagerOptions(
-                max_to_keep=keep, enable_async_checkpointing=True, create=True
-            ),
-        )
-        # Splitting a replicated array's writing over its replicas would compile a slice for each.
-        whole = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
-        ocp.type_handlers.register_type_handler(jax.Array, whole, override=True)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.keep = keep
+        for left in self.directory.glob(".*.saving"):  # by a run that was killed
+            shutil.rmtree(left)
+        self._latest = max(self._complete(), default=None)
+        self._completing: threading.Thread | None = None
+        self._error: BaseException | None = None
 
     def latest(self) -> int | None:
-        """Step of the newest complete checkpoint, or None."""
-        return self._manager.latest_step()
+        """Step of the newest checkpoint, the one being written included; None without any."""
+        return self._latest
 
-    def save(self, step: int, states: Mapping[str, Any], controller: Mapping[str, Any]) -> None:
-        """Save in the background; returns when the arrays may change again.
+    def folder(self, step: int) -> Path:
+        """Where a checkpoint is."""
+        return self.directory / str(step)
+
+    def save(
+        self, step: int, write: Callable[[Path], Sequence[Any]], controller: Mapping[str, Any]
+    ) -> None:
+        """Save in the background.
 
         Args:
           step: above the latest saved one.
-          states: by role, trees of arrays by kind (``params``, ``optimizer``).
+          write: has every worker write its state into a folder; returns futures that are done when
+            it is on the disk. What a worker is called for next may change its arrays.
           controller: plain JSON.
 
         Raises:
-          RunError: the step is not above the latest, which orbax would skip in silence.
+          RunError: the step is not above the latest, or the checkpoint before could not be written.
         """
-        latest = self.latest()
-        if latest is not None and step <= latest:
-            raise RunError(f"checkpoint {step} is not after the latest one, {latest}")
-        args = self._ocp.args
-        items: dict[str, Any] = {CONTROLLER: args.JsonSave(dict(controller))}
-        for role, state in states.items():
-            for kind, tree in state.items():
-                # The next update donates these buffers while the writer may still read them.
-                items[f"{role}.{kind}"] = args.StandardSave(jax.tree.map(_copy, tree))
-        self._manager.save(step, args=args.Composite(**items))
+        self.wait()
+        if self._latest is not None and step <= self._latest:
+            raise RunError(f"checkpoint {step} is not after the latest one, {self._latest}")
+        part = self.directory / f".{step}.saving"
+        part.mkdir()
+        replace_file(part / CONTROLLER, json.dumps(to_json(controller)) + "\n")
+        written = write(part)
+        self._latest = step
+        self._completing = threading.Thread(
+            target=self._complete_when, args=(step, part, written), name=f"checkpoint {step}"
+        )
+        self._completing.start()
 
-    def restore(self, step: int, states: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-        """Read a checkpoint.
-
-        Args:
-          step: which one.
-          states: by role and kind, trees of jax.ShapeDtypeStruct with shardings.
-
-        Returns:
-          the states in those shardings, and the controller's JSON.
+    def controller(self, step: int) -> Any:
+        """The controller's part of a checkpoint.
 
         Raises:
-          DataError: the checkpoint is damaged or does not fit the run.
+          DataError: it is damaged.
         """
-        args = self._ocp.args
-        items: dict[str, Any] = {CONTROLLER: args.JsonRestore()}
-        for role, state in states.items():
-            for kind, tree in state.items():
-                items[f"{role}.{kind}"] = args.StandardRestore(tree)
-        path = self.directory / str(step)
-        with _one_error(path):
-            restored = self._manager.restore(step, args=args.Composite(**items))
-        return (
-            {
-                role: {kind: restored[f"{role}.{kind}"] for kind in state}
-                for role, state in states.items()
-            },
-            restored[CONTROLLER],
-        )
+        folder = self.folder(step)
+        try:
+            content = read_json(folder / CONTROLLER)
+        except (DataError, OSError) as error:
+            raise damaged(folder, error) from error
+        if content is None:
+            raise damaged(folder, FileNotFoundError(f"{CONTROLLER} is missing"))
+        return content
 
     def wait(self) -> None:
-        """Until everything saved is on disk."""
-        self._manager.wait_until_finished()
+        """Until everything saved is on disk.
+
+        Raises:
+          RunError: it could not be written.
+        """
+        if self._completing is not None:
+            self._completing.join()
+            self._completing = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise RunError(f"the checkpoint could not be written: {error}") from error
 
     def close(self) -> None:
-        """Finish writing and stop."""
-        self._manager.close()
+        """Finish writing."""
+        self.wait()
+
+    def _complete(self) -> list[int]:
+        return sorted(int(p.name) for p in self.directory.iterdir() if p.name.isdigit())
+
+    def _complete_when(self, step: int, part: Path, written: Sequence[Any]) -> None:
+        try:
+            for future in written:
+                future.result()
+            part.rename(self.folder(step))
+            for old in self._complete()[: -self.keep]:
+                shutil.rmtree(self.folder(old))
+        except BaseException as error:
+            self._error = error
+            self._latest = max(self._complete(), default=None)
 
 
-def _copy(x: Any) -> jax.Array:
-    """An array of its own, made without a compiled program."""
-    return jax.device_put(x, getattr(x, "sharding", None), may_alias=False)
+# Orbax's writers of one process tell each other's signals apart badly: one writes at a time.
+_WRITING = threading.Lock()
+
+
+def write_state(folder: Path, items: Mapping[str, Any]) -> Callable[[], None]:
+    """Copy trees of arrays to the host; returns a function that writes each under its name.
+
+    The arrays may change as soon as this returns; what the function returns from is on the disk.
+    """
+    if not items:
+        return lambda: None
+    ocp = _orbax()
+    copies = {name: jax.tree.map(_copy, tree) for name, tree in items.items()}
+    jax.block_until_ready(copies)
+
+    def write() -> None:
+        with _WRITING, ocp.Checkpointer(ocp.StandardCheckpointHandler()) as writer:
+            for name, tree in copies.items():
+                writer.save(folder / name, args=ocp.args.StandardSave(tree))
+
+    return write
+
+
+def read_state(folder: Path, items: Mapping[str, Any]) -> dict[str, Any]:
+    """Read trees of arrays by name, in the shardings of ``items``.
+
+    Args:
+      folder: of a checkpoint.
+      items: by name, trees of jax.ShapeDtypeStruct with shardings, or of arrays.
+
+    Raises:
+      DataError: the checkpoint is damaged or does not fit the run.
+    """
+    ocp = _orbax()
+    with _one_error(folder), ocp.StandardCheckpointer() as reader:
+        return {name: reader.restore(folder / name, tree) for name, tree in items.items()}
+
+
+@functools.cache
+def _orbax() -> Any:
+    import orbax.checkpoint as ocp
+
+    logging.getLogger("absl").setLevel(logging.ERROR)  # orbax reports every file it writes
+    # Splitting a replicated array's writing over its replicas would compile a slice for each.
+    whole = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
+    ocp.type_handlers.register_type_handler(jax.Array, whole, override=True)
+    return ocp
+
+
+def _copy(x: Any) -> Any:
+    """An array of its own in the host's memory, in the same shards, without a compiled program."""
+    if not isinstance(x, jax.Array):
+        return np.array(x)
+    device: Any = next(iter(x.sharding.device_set))
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    waiting = x.sharding.with_memory_kind(HOST) if HOST in kinds else x.sharding
+    return jax.device_put(x, waiting, may_alias=False)
 
 
 def restore_params(directory: Path, role: str) -> Any:
@@ -122,9 +196,7 @@ def restore_params(directory: Path, role: str) -> Any:
     Raises:
       DataError: no complete checkpoint there, or a damaged one.
     """
-    import orbax.checkpoint as ocp
-
-    logging.getLogger("absl").setLevel(logging.ERROR)
+    ocp = _orbax()
     directory = Path(directory).absolute()
     steps = sorted(int(p.name) for p in directory.iterdir() if p.name.isdigit())
     if not steps:

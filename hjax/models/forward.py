@@ -150,6 +150,25 @@ def token_log_probs(
     return jnp.moveaxis(logprobs, 0, 1).reshape(rows, length), whole(entropy)
 
 
+def response_log_probs(
+    decoder: Any,
+    batch: Mapping[str, jax.Array],
+    samples: int,
+    compute: Compute,
+    temperature: float = 1.0,
+) -> jax.Array:
+    """float32 [rows, length]: log-probs of the responses' tokens, 0 on padding.
+
+    Arguments as of ``response_states`` and ``token_log_probs``; the batch has ``response_mask``.
+    """
+    hidden = response_states(decoder, batch, samples, compute)
+    parts = compute.logit_parts
+    logprobs, _ = token_log_probs(
+        decoder, hidden, batch["responses"], temperature, with_entropy=False, parts=parts
+    )
+    return jnp.where(batch["response_mask"], logprobs, 0.0)
+
+
 def _pick(logits: jax.Array, tokens: jax.Array, gather: bool) -> jax.Array:
     """Each token's logit; in a pipeline's stage without a gather, which XLA cannot split there."""
     if gather:

@@ -33,11 +33,10 @@ from hjax.planning.records import Plan as SearchedPlan
 from hjax.planning.result import describe_result
 from hjax.planning.search import CANDIDATES, Problem, Result
 from hjax.planning.strategies import plan as search_plan
+from hjax.roles import ROLES, Role
 from hjax.run.inputs import load_inputs
 from hjax.run.placement import Plan, make_plan
 from hjax.run.roles import (
-    PER_TOKEN,
-    SECTION,
     is_float32,
     local_devices,
     planned_models,
@@ -47,7 +46,7 @@ from hjax.run.roles import (
 from hjax.run.workdir import Workdir
 from hjax.settings.checking import check_config
 
-SCALAR = ("critic", "cost_critic", "reward", "cost")
+SCALAR = tuple(name for name, role in ROLES.items() if role.scalar)
 # Plans whose seconds differ by less than this share are equal to the model where simulated devices
 # share cores: no placement has more of them than another, and what is left is their noise.
 TIE = 0.1
@@ -70,11 +69,11 @@ def plan_run(config: ConfigDict, workdir: str | Path | None = None) -> Plan:
     algorithm = get_algorithm(config.algorithm.name)
     devices = local_devices(config)
     inputs = load_inputs(config, supervised=not algorithm.generates)
-    with_devices = roles_with_devices(config, algorithm)
+    placed = roles_with_devices(config, algorithm)
     planned = Workdir(workdir).planned(config) if workdir is not None else None
     if planned is not None or config.placement != "auto":
         placement = config.placement if planned is None else str(planned)
-        return make_plan(placement, with_devices, len(devices))
+        return make_plan(placement, placed, len(devices))
     models = planned_models(config, algorithm, inputs)
     float32 = is_float32(config, devices[0].platform)
     return auto_plan(config, algorithm, models, inputs.prompt_length, devices, float32)
@@ -172,6 +171,7 @@ def run_problem(
 ) -> Problem:
     """A run as a problem for the search, on whatever cluster."""
     _check_generates(algorithm)
+    table = algorithm.role_table(config.algorithm)
     rollout = config.rollout
     rows = rollout.prompts * rollout.samples
     minibatch = config.algorithm.get("minibatch", 0) or rows
@@ -189,7 +189,7 @@ def run_problem(
     )
     return Problem(
         flow,
-        {r: counts(m, _name(config, r), r in SCALAR) for r, m in models.items()},
+        {r: counts(m, _name(config, table[r]), table[r].scalar) for r, m in models.items()},
         Workload(prompt_length, rollout.max_response_length, rows, rollout.samples),
         cluster,
         constants,
@@ -197,19 +197,20 @@ def run_problem(
             FLOAT32 if float32 else MASTERS, bucket=rollout.transition_bucket_bytes
         ),
         space,
-        {role: _offload(config, role) for role in models},
+        {role: _offload(config, table[role]) for role in models},
     )
 
 
-def _offload(config: ConfigDict, role: str) -> Any:
-    section = config.get(SECTION.get(role, role))
+def _offload(config: ConfigDict, role: Role) -> Any:
+    section = config.get(role.config_section)
     return section.get("offload", "none") if section is not None else "none"
 
 
-def _name(config: ConfigDict, role: str) -> str:
+def _name(config: ConfigDict, role: Role) -> str:
     """How a plan calls a role's model: its path's last part, else the role itself."""
-    path = role_path(config, role) or (role_path(config, "actor") if role in PER_TOKEN else "")
-    return Path(path).name or role
+    source = ROLES.get(role.starts_from)
+    path = role_path(config, role) or (role_path(config, source) if source else "")
+    return Path(path).name or role.name
 
 
 def predict(problem: Problem, roles: Any) -> SearchedPlan:

@@ -1,28 +1,18 @@
-"""An algorithm's step as the auto-mapping sees it, read off the algorithm itself.
-
-``step`` is run once with stand-ins for the worker groups, which note what is called with how many
-rows and answer with arrays of ones. So an algorithm declares nothing for it, a user's own included.
-"""
+"""An algorithm's step as the auto-mapping sees it: its calls on the roles that have devices."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
-import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.algorithms import ALGORITHMS, Algorithm, get_algorithm
-from hjax.controller import join
 from hjax.errors import ConfigError
 from hjax.planning.records import Call, Dataflow
-from hjax.run.roles import WORKERS
-from hjax.workers import ModelReward
+from hjax.run.dataflow import step_calls
 
-_KINDS = {"generate": "generate", "prepare": "forward", "update": "update"}
-_PER_TOKEN = ("logprobs", "policy_logprobs", "untempered_logprobs", "ref_logprobs", "values")
-_LEARNED = ("advantages", "returns", "old_logprobs", "cost_values", "cost_returns")
-_PER_ROW = ("rewards", "costs", "baseline")
+_KINDS: dict[str, Any] = {"generate": "generate", "prepare": "forward", "update": "update"}
 
 
 def trace(
@@ -43,31 +33,22 @@ def trace(
       absent: roles left out of the step altogether.
 
     Raises:
-      ConfigError: the step needs something that the stand-ins cannot give, named.
+      ConfigError: the calls cannot be read off, or one belongs to no phase that can be planned.
     """
-    prompts = updates
-    rows = prompts * samples
-    settings = ConfigDict(config.to_dict())
-    settings.minibatch = rows // updates
-    calls: list[Call] = []
-    groups = {
-        role: _StandIn(role, _methods(algorithm, role), samples, rows, calls)
-        for role in algorithm.needed_roles(config)
-        if role not in absent
-    }
-    step = algorithm(settings, groups, 0, samples, lambda: _batch(rows // updates))  # type: ignore[arg-type]
-    # The numerics are the controller's, not a call; their results are ones as well.
-    step.compute_advantages = lambda batch: {**join(batch), **_learned(join(batch))}  # type: ignore[method-assign]
-    step.step_number = 1
-    try:
-        step.step({**_batch(prompts), "step": 1})
-    except Exception as error:
-        raise ConfigError(
-            f"the calls of {algorithm.__name__}.step could not be read off for planning: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    placed = tuple(r for r in groups if r in roles and any(c.role == r for c in calls))
-    return Dataflow(algorithm.__name__, placed, tuple(c for c in calls if c.role in placed))
+    calls = step_calls(algorithm, config, updates, samples, absent)
+    table = algorithm.role_table(config)
+    called = {call.role for call in calls}
+    placed = tuple(name for name in table if name in roles and name in called)
+    found = []
+    for call in calls:
+        if call.phase not in _KINDS:
+            raise ConfigError(
+                f"{call.role}.{call.method} is of the phase {call.phase!r}; a plan knows "
+                f"{', '.join(_KINDS)}"
+            )
+        if call.role in placed:
+            found.append(Call(call.role, call.method, _KINDS[call.phase], call.rows))
+    return Dataflow(algorithm.__name__, placed, tuple(found))
 
 
 def find_algorithm(name: str) -> type[Algorithm]:
@@ -78,64 +59,3 @@ def find_algorithm(name: str) -> type[Algorithm]:
     if not found.generates:
         raise ConfigError(f"--algorithm={name}: supervised training has no dataflow to place")
     return found
-
-
-def _methods(algorithm: type[Algorithm], role: str) -> dict[str, str]:
-    """Kind of call by method bound to a transfer protocol."""
-    known = {**WORKERS, "reward": ModelReward, "cost": ModelReward, **algorithm.workers}
-    if role not in known:
-        raise ConfigError(f"role {role!r} has no worker class; {algorithm.__name__}.workers")
-    worker = known[role]
-    return {
-        name: _KINDS[method.phase]
-        for name in dir(worker)
-        if not name.startswith("__") and hasattr(method := getattr(worker, name), "phase")
-    }
-
-
-class _StandIn:
-    """Notes calls instead of making them."""
-
-    def __init__(
-        self, role: str, methods: dict[str, str], samples: int, rows: int, calls: list[Call]
-    ):
-        self._role, self._methods = role, methods
-        self._samples, self._rows, self._calls = samples, rows, calls
-
-    def __getattr__(self, name: str) -> Callable[..., dict[str, Any]]:
-        if name not in self._methods:
-            raise AttributeError(f"{self._role} has no method {name!r} bound to a protocol")
-        kind: Any = self._methods[name]
-
-        def call(*batches: Any, **options: Any) -> dict[str, Any]:
-            given = [_rows(b) for b in (*batches, *options.values()) if isinstance(b, dict)]
-            rows = sum(given)
-            if kind == "generate" and not options.get("greedy"):
-                rows *= self._samples
-            self._calls.append(Call(self._role, name, kind, rows / self._rows))
-            return {"loss": 0.0} if kind == "update" else _batch(rows)
-
-        return call
-
-
-def _rows(batch: dict[str, Any]) -> int:
-    for key in ("responses", "prompts"):
-        if key in batch:
-            return int(np.shape(batch[key])[0])
-    return 0
-
-
-def _batch(rows: int) -> dict[str, Any]:
-    """A batch as docs/design.md describes it, of ones."""
-    tokens, mask = np.ones((rows, 2), np.int32), np.ones((rows, 2), bool)
-    batch: dict[str, Any] = {"prompts": tokens, "prompt_mask": mask, "columns": {}}
-    batch |= {"responses": tokens, "response_mask": mask, "truncated": ~mask[:, 0]}
-    batch |= {key: np.ones((rows, 2), np.float32) for key in _PER_TOKEN}
-    batch |= {key: np.ones(rows, np.float32) for key in _PER_ROW}
-    return batch | {"reward_outcomes": {}, "coefficient": np.float32(1)}
-
-
-def _learned(batch: dict[str, Any]) -> dict[str, Any]:
-    rows = _rows(batch)
-    learned: dict[str, Any] = {key: np.ones((rows, 2), np.float32) for key in _LEARNED}
-    return learned | {"row_mask": np.ones(rows, bool)}

@@ -10,12 +10,12 @@ from typing import Any
 
 import jax
 
-from hjax.controller import ResourcePool, Timeline, check_disjoint
+from hjax.controller import ResourcePool, ThreadExecutor, Timeline, check_disjoint
+from hjax.controller.executors import ExecutorFactory
 from hjax.errors import ConfigError
+from hjax.roles import ROLES, Role
 
 HOST_POOL = "host"
-# With split, these roles take the second half.
-SECOND_HALF = ("critic", "reward", "cost", "cost_critic")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,28 +37,32 @@ class Plan:
     predicted: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def make_plan(placement: str, roles: Sequence[str], devices: int) -> Plan:
+def make_plan(
+    placement: str, roles: Mapping[str, Role] | Sequence[str], devices: int
+) -> Plan:
     """The plan of a placement by name, or of a plan.json.
 
     Args:
       placement: ``colocate``, ``split``, ``standalone`` or a path.
-      roles: the roles that need devices.
+      roles: those that need devices; names stand for the standing ones.
       devices: how many there are.
 
     Raises:
       ConfigError: too few devices, or a plan that does not fit the roles or devices.
     """
+    table = roles if isinstance(roles, Mapping) else {name: ROLES[name] for name in roles}
     if placement.endswith(".json"):
-        return _read_plan(Path(placement), roles, devices)
+        return _read_plan(Path(placement), list(table), devices)
     sets: list[tuple[str, ...]]
     if placement == "colocate":
-        sets = [tuple(roles)]
+        sets = [tuple(table)]
     elif placement == "split":
-        second = tuple(r for r in roles if r in SECOND_HALF)
-        first = tuple(r for r in roles if r not in SECOND_HALF)
+        # Those that judge stand apart from those that write.
+        second = tuple(name for name, role in table.items() if role.scalar)
+        first = tuple(name for name, role in table.items() if not role.scalar)
         sets = [s for s in (first, second) if s]
     elif placement == "standalone":
-        sets = [(role,) for role in roles]
+        sets = [(name,) for name in table]
     elif placement == "auto":
         raise ConfigError(
             "placement=auto is searched for outside of a Trainer: give it "
@@ -140,19 +144,26 @@ def _axes(stage: str, value: Any) -> dict[str, int]:
     return {"data": data[0] if data else -1, "pipe": pipe, "tensor": tensor}
 
 
-def make_pools(plan: Plan, devices: Sequence[jax.Device]) -> dict[str, ResourcePool]:
+def set_name(plan: Plan, number: int) -> str:
+    """What the resource pool of a plan's set of roles is called."""
+    return "+".join(plan.placement[number]) if len(plan.placement) > 1 else "all"
+
+
+def make_pools(
+    plan: Plan, devices: Sequence[jax.Device], executor: ExecutorFactory = ThreadExecutor
+) -> dict[str, ResourcePool]:
     """Resource pool by role; the roles of a set share one. One timeline for all."""
     timeline = Timeline()
     pools, start = [], 0
-    for roles, count in zip(plan.placement, plan.allocation, strict=True):
-        name = "+".join(roles) if len(plan.placement) > 1 else "all"
-        pools.append(ResourcePool(name, devices[start : start + count], timeline))
+    for number, count in enumerate(plan.allocation):
+        name = set_name(plan, number)
+        pools.append(ResourcePool(name, devices[start : start + count], timeline, executor))
         start += count
     check_disjoint(pools)
     by_role = {
         role: pool for roles, pool in zip(plan.placement, pools, strict=True) for role in roles
     }
-    return by_role | {HOST_POOL: ResourcePool(HOST_POOL, (), timeline)}
+    return by_role | {HOST_POOL: ResourcePool(HOST_POOL, (), timeline, executor)}
 
 
 def layout_sizes(plan: Plan, layouts: Any, role: str, stage: str) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,57 +12,72 @@ from ml_collections import ConfigDict
 
 from hjax.algorithms import Algorithm
 from hjax.algorithms.losses import SupervisedLoss
-from hjax.controller import ResourcePool, WorkerGroup
+from hjax.controller import Build, ResourcePool, WorkerGroup
+from hjax.controller.executors import ExecutorFactory
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError
 from hjax.models.config import ModelConfig
 from hjax.models.transformer import Compute
 from hjax.models.weights import check_weights, read_config
 from hjax.rewards.function import RewardFunction
+from hjax.roles import Role, worker_class
 from hjax.rollout.sampling import Sampling
 from hjax.run.inputs import Inputs, load_tokenizer
 from hjax.run.placement import HOST_POOL, Plan, layout_sizes, make_plan, make_pools
 from hjax.sharding.layout import RoleLayouts, make_layouts
 from hjax.sharding.offload import check_offload
-from hjax.workers import (
-    Actor,
-    Critic,
-    FunctionReward,
-    ModelReward,
-    OptimizerConfig,
-    Reference,
-    WorkerContext,
-)
-
-# Which config section describes a role's model and optimizer, where it is not its own.
-SECTION = {"cost_critic": "critic"}
-TRAINED = ("actor", "critic", "cost_critic")
-PER_TOKEN = ("critic", "cost_critic", "reference")
-WORKERS = {"actor": Actor, "critic": Critic, "cost_critic": Critic, "reference": Reference}
+from hjax.workers import OptimizerConfig, WorkerContext
 
 
 @dataclasses.dataclass
 class Roles:
-    """The worker groups of a run and where they stand.
+    """The roles of a run, described and, once started, as worker groups.
 
     Attributes:
-      groups: worker group by role.
-      pools: resource pool by role, and the host's.
+      table: what each role is.
+      builds: the message that makes each role's worker.
       plan: placement and allocation.
-      layouts: by role with devices.
+      layouts: by role with devices; they can be asked, but hold no arrays.
       models: shapes by role with a model.
-      copies_actor: roles that start from the actor's parameters.
+      starts_from: by role that takes another's weights, whose.
+      pools: resource pool by role, and the host's.
+      groups: worker group by role.
     """
 
-    groups: dict[str, WorkerGroup]
-    pools: dict[str, ResourcePool]
+    table: dict[str, Role]
+    builds: dict[str, Build]
     plan: Plan
     layouts: dict[str, RoleLayouts]
     models: dict[str, ModelConfig]
-    copies_actor: tuple[str, ...]
+    starts_from: dict[str, str]
+    pools: dict[str, ResourcePool] = dataclasses.field(default_factory=dict)
+    groups: dict[str, WorkerGroup] = dataclasses.field(default_factory=dict)
+
+    def start(self, devices: Sequence[jax.Device], executor: ExecutorFactory) -> None:
+        """Make the pools and the workers; waits until these stand.
+
+        Raises:
+          ConfigError: a layout that does not fit its model.
+        """
+        self.pools = make_pools(self.plan, devices, executor)
+        try:
+            for role, build in self.builds.items():
+                pool = self.pools[role] if role in self.layouts else self.pools[HOST_POOL]
+                arguments, options = build.arguments, build.options
+                group = WorkerGroup(pool, build.worker, *arguments, role=role, **options)
+                self.groups[role] = group
+            for group in self.groups.values():
+                group.built.result()  # what does not fit is an error of the set-up
+        except BaseException:
+            self.close()
+            raise
+
+    def set_of(self, role: str) -> int:
+        """Number of the set of roles that a role with devices shares them with."""
+        return next(i for i, roles in enumerate(self.plan.placement) if role in roles)
 
     def close(self) -> None:
-        """Stop every pool's thread."""
+        """Stop every pool."""
         for pool in {id(p): p for p in self.pools.values()}.values():
             pool.close()
 
@@ -82,85 +97,85 @@ def read_model(path: str) -> tuple[ModelConfig, Tokenizer | None]:
     return read_config(path), load_tokenizer(path)
 
 
-def build_roles(
+def describe_roles(
     config: ConfigDict,
     algorithm: type[Algorithm],
     inputs: Inputs,
-    devices: Sequence[jax.Device] | None = None,
+    plan: Plan,
+    platform: str,
     read: Callable[[str], tuple[ModelConfig, Tokenizer | None]] = read_model,
-    plan: Plan | None = None,
 ) -> Roles:
-    """Check everything that can be checked, then make the worker groups.
+    """Check everything that can be checked without devices, and describe the workers.
 
     Args:
       config: the run's.
       algorithm: its class.
       inputs: what it reads.
-      devices: to build for; None: those of this process. Nothing is placed on them here.
+      plan: where the roles stand.
+      platform: of the devices; it decides what ``model.dtype=auto`` means.
       read: gives shapes and tokenizer of a role's path.
-      plan: where the roles stand, instead of what ``config.placement`` says.
 
     Raises:
       ConfigError: shapes, batches, layouts or paths that do not fit, by name.
     """
-    roles = algorithm.needed_roles(config.algorithm)
-    if devices is None:
-        devices = local_devices(config)
-        for name in sorted({SECTION.get(role, role) for role in roles} & set(config.keys())):
-            if config[name].get("offload", "none") != "none":
-                check_offload(devices, f"{name}.offload")
+    table = algorithm.role_table(config.algorithm)
     with_devices = roles_with_devices(config, algorithm)
-    for name in set(roles) - set(with_devices):
-        if getattr(inputs, name) is None:
+    for name in set(table) - set(with_devices):
+        if table[name].function and getattr(inputs, name) is None:
             raise ConfigError(
                 f"nothing gives a {name}: set {name}.function=path.py:name or {name}.path"
             )
-    if plan is None:
-        plan = make_plan(config.placement, with_devices, len(devices))
-    pools = make_pools(plan, devices)
-    layouts = {
-        role: make_layouts(
-            pools[role].devices,
-            layout_sizes(plan, config.layout, role, "train"),
-            layout_sizes(plan, config.layout, role, "generate") if role == "actor" else None,
-            f"layout.{role}",
-        )
-        for role in with_devices
+    layouts: dict[str, RoleLayouts] = {}
+    sizes: dict[str, dict[str, dict[str, int]]] = {}
+    for roles, count in zip(plan.placement, plan.allocation, strict=True):
+        for role in roles:
+            sizes[role] = {"train": layout_sizes(plan, config.layout, role, "train")}
+            if role == "actor":
+                sizes[role]["generate"] = layout_sizes(plan, config.layout, role, "generate")
+            what = f"layout.{role}"
+            train, generate = sizes[role]["train"], sizes[role].get("generate")
+            layouts[role] = make_layouts(count, train, generate, what)
+    _check_batches(config, algorithm, table, layouts)
+    builder = _Builder(config, algorithm, inputs, table, sizes, default_dtype(platform), read)
+    builds = {role: builder.build(role) for role in table}
+    models = {role: b.arguments[0].model for role, b in builds.items() if b.arguments[0].model}
+    starts_from = {
+        role: entry.starts_from
+        for role, entry in table.items()
+        if entry.starts_from
+        and not role_path(config, entry)
+        and hasattr(builds[role].worker, "take_weights")
     }
-    _check_batches(config, algorithm, layouts, inputs)
-    dtype = default_dtype(devices[0].platform)
-    builder = _Builder(config, algorithm, inputs, layouts, dtype, read)
-    contexts = {role: builder.context(role) for role in roles}
-    groups: dict[str, WorkerGroup] = {}
-    for role, context in contexts.items():
-        worker, options = builder.worker(role)
-        pool = pools[role] if role in with_devices else pools[HOST_POOL]
-        groups[role] = WorkerGroup(pool, worker, context, role=role, **options)
-    models = {role: c.model for role, c in contexts.items() if c.model is not None}
-    for group in groups.values():
-        _ = group.worker  # a layout that does not fit its model is an error of the set-up
-    copies = tuple(
-        role
-        for role in roles
-        if role in PER_TOKEN
-        and not config[SECTION.get(role, role)].path
-        and hasattr(groups[role].worker, "copy_from")
-    )
-    return Roles(groups, pools, plan, layouts, models, copies)
+    return Roles(table, builds, plan, layouts, models, starts_from)
 
 
-def roles_with_devices(config: ConfigDict, algorithm: type[Algorithm]) -> tuple[str, ...]:
-    """Roles with a model; rewards and costs that are functions compute on the host."""
-    return tuple(
-        role
-        for role in algorithm.needed_roles(config.algorithm)
-        if role not in ("reward", "cost") or role in algorithm.workers or config[role].path
-    )
+def check_offloads(
+    config: ConfigDict, algorithm: type[Algorithm], devices: Sequence[jax.Device]
+) -> None:
+    """Raise ConfigError where state is to wait in a memory that the devices do not have."""
+    table = algorithm.role_table(config.algorithm)
+    for name in sorted({role.config_section for role in table.values()} & set(config.keys())):
+        if config[name].get("offload", "none") != "none":
+            check_offload(devices, f"{name}.offload")
 
 
-def role_path(config: ConfigDict, role: str) -> str:
-    """Where a role's model is loaded from; empty if it is the actor's or made from scratch."""
-    section = config.get(SECTION.get(role, role))
+def roles_with_devices(config: ConfigDict, algorithm: type[Algorithm]) -> dict[str, Role]:
+    """Roles with a model or a worker of a user's own; functions compute on the host."""
+    return {
+        name: role
+        for name, role in algorithm.role_table(config.algorithm).items()
+        if not role.function or role_path(config, role)
+    }
+
+
+def placed(config: ConfigDict, algorithm: type[Algorithm], devices: int) -> Plan:
+    """The plan that ``config.placement`` stands for on so many devices; ``auto`` is refused."""
+    return make_plan(config.placement, roles_with_devices(config, algorithm), devices)
+
+
+def role_path(config: ConfigDict, role: Role) -> str:
+    """Where a role's model is loaded from; empty if it is another's or made from scratch."""
+    section = config.get(role.config_section)
     return section.get("path", "") if section is not None else ""
 
 
@@ -175,15 +190,16 @@ def planned_models(
     Raises:
       ConfigError: a worker class of a user's own, whose model nobody here knows.
     """
-    with_devices = roles_with_devices(config, algorithm)
-    own = [r for r in with_devices if r in algorithm.workers and r not in (*WORKERS, "reward")]
-    if own:
-        raise ConfigError(
-            f"placement=auto: {own[0]} has a worker class of its own, whose model the planner does "
-            "not know; use colocate, split, standalone or a plan.json"
-        )
-    paths = {role: role_path(config, role) for role in with_devices}
-    return {role: read(path)[0] if path else inputs.model for role, path in paths.items()}
+    models = {}
+    for name, role in roles_with_devices(config, algorithm).items():
+        if not role.model:
+            raise ConfigError(
+                f"placement=auto: {name} has a worker class of its own, whose model the planner "
+                "does not know; use colocate, split, standalone or a plan.json"
+            )
+        path = role_path(config, role)
+        models[name] = read(path)[0] if path else inputs.model
+    return models
 
 
 def is_float32(config: ConfigDict, platform: str) -> bool:
@@ -204,19 +220,20 @@ def local_devices(config: ConfigDict) -> list[jax.Device]:
 
 
 class _Builder:
-    """Makes each role's context and worker class."""
+    """Describes each role's worker."""
 
     def __init__(
         self,
         config: ConfigDict,
         algorithm: type[Algorithm],
         inputs: Inputs,
-        layouts: dict[str, RoleLayouts],
+        table: Mapping[str, Role],
+        sizes: Mapping[str, Any],
         auto_dtype: Any,
         read: Callable[[str], tuple[ModelConfig, Tokenizer | None]],
     ):
         self.config, self.algorithm, self.inputs = config, algorithm, inputs
-        self.layouts, self.read = layouts, read
+        self.table, self.sizes, self.read = table, sizes, read
         self.losses = algorithm.losses(config.algorithm, config.rollout.max_response_length)
         dtype = {"auto": auto_dtype, "float32": jnp.float32, "bfloat16": jnp.bfloat16}
         self.compute = Compute(
@@ -226,34 +243,28 @@ class _Builder:
         )
         self.stop = stop_tokens(config, inputs)
 
-    def worker(self, role: str) -> tuple[Any, dict[str, Any]]:
-        """The class of a role's worker, and what it is built with beside its context."""
-        if role in self.algorithm.workers:
-            return self.algorithm.workers[role], {}
-        if role in ("reward", "cost"):
-            if self.config[role].path:
-                return ModelReward, {}
-            settings = self.config.reward
-            function = RewardFunction(
-                getattr(self.inputs, role), timeout_seconds=settings.timeout_seconds
-            )
-            return FunctionReward, {"function": function, "max_unscored": settings.max_unscored}
-        if role not in WORKERS:
-            raise ConfigError(
-                f"role {role!r} has no worker class: give it one in "
-                f"{self.algorithm.__name__}.workers"
-            )
-        return WORKERS[role], {}
+    def build(self, role: str) -> Build:
+        """The message that makes a role's worker."""
+        entry, context = self.table[role], self.context(role)
+        if not entry.function or context.path:
+            return Build(role, worker_class(entry.worker), (context,))
+        settings = self.config.reward
+        function = RewardFunction(
+            getattr(self.inputs, role), timeout_seconds=settings.timeout_seconds
+        )
+        options = {"function": function, "max_unscored": settings.max_unscored}
+        return Build(role, worker_class(entry.function), (context,), options)
 
     def context(self, role: str) -> WorkerContext:
         """What the role's worker is built from."""
-        config, section = self.config, self.config.get(SECTION.get(role, role))
-        path = role_path(config, role)
+        config, entry = self.config, self.table[role]
+        section = config.get(entry.config_section)
+        path = role_path(config, entry)
         model, tokenizer = self._model(role, path)
-        trained = role in TRAINED
+        is_actor = role == "actor"
         return WorkerContext(
             role=role,
-            layouts=self.layouts.get(role),
+            sizes=self.sizes.get(role),
             seed=config.seed,
             tokenizer=tokenizer,
             model=model,
@@ -266,10 +277,10 @@ class _Builder:
             stop=self.stop,
             max_response_length=config.rollout.max_response_length,
             loss=self.losses.get(role),
-            warm_start_loss=SupervisedLoss() if role == "actor" else None,
-            warm_start=self._warm_start() if role == "actor" else None,
-            optimizer=self._optimizer(section) if trained else None,
-            micro_batch=section.micro_batch if trained else 0,
+            optimizer=self._optimizer(section) if entry.trained else None,
+            supervised_loss=SupervisedLoss() if is_actor else None,
+            warm_start=self._warm_start() if is_actor else None,
+            micro_batch=section.micro_batch if entry.trained else 0,
             offload=section.get("offload", "none") if section is not None else "none",
             retokenize=self._retokenizes(role, tokenizer),
             transition_bucket_bytes=config.rollout.transition_bucket_bytes,
@@ -277,20 +288,21 @@ class _Builder:
         )
 
     def _model(self, role: str, path: str) -> tuple[ModelConfig | None, Tokenizer | None]:
-        own = role in self.algorithm.workers and role not in (*WORKERS, "reward", "cost")
-        if own or role not in self.layouts:
+        entry = self.table[role]
+        if not entry.model or role not in self.sizes:
             return None, self.inputs.tokenizer
         if not path:
             return self.inputs.model, self.inputs.tokenizer
         model, tokenizer = self.read(path)
         ours = self.inputs.tokenizer
         differs = ours is not None and tokenizer is not None and not ours.same_as(tokenizer)
-        if role in PER_TOKEN and (differs or model.vocab_size < self.inputs.model.vocab_size):
+        fewer = model.vocab_size < self.inputs.model.vocab_size
+        if entry.starts_from and (differs or fewer):
             raise ConfigError(
-                f"{SECTION.get(role, role)}.path={path}: its tokenizer is not the actor's; a "
+                f"{entry.config_section}.path={path}: its tokenizer is not the actor's; a "
                 f"{role} answers for each of the actor's tokens and needs the same one"
             )
-        if role == "cost_critic" or role not in ("reward", "cost"):
+        if not entry.whole:
             self._check_length(role, model)
         return model, tokenizer or ours
 
@@ -304,7 +316,7 @@ class _Builder:
 
     def _retokenizes(self, role: str, tokenizer: Tokenizer | None) -> bool:
         ours = self.inputs.tokenizer
-        if role not in ("reward", "cost") or ours is None or tokenizer is None:
+        if not self.table[role].whole or ours is None or tokenizer is None:
             return False
         return not ours.same_as(tokenizer)
 
@@ -352,8 +364,8 @@ def stop_tokens(config: ConfigDict, inputs: Inputs) -> tuple[int, ...]:
 def _check_batches(
     config: ConfigDict,
     algorithm: type[Algorithm],
-    layouts: dict[str, RoleLayouts],
-    inputs: Inputs,
+    table: Mapping[str, Role],
+    layouts: Mapping[str, RoleLayouts],
 ) -> None:
     """Batches must split evenly over each role's data-parallel parts."""
     if not algorithm.generates:
@@ -365,13 +377,13 @@ def _check_batches(
     _check_divides("rollout.prompts", config.rollout.prompts, generate, "actor", stages)
     for role, layout in layouts.items():
         _check_divides("rollout.prompts * rollout.samples", rows, layout.train, role)
-        if role in TRAINED and config.algorithm.get("minibatch", 0):
+        if not table[role].trained:
+            continue
+        if config.algorithm.get("minibatch", 0):
             _check_divides("algorithm.minibatch", config.algorithm.minibatch, layout.train, role)
-        section = config.get(SECTION.get(role, role))
-        if role in TRAINED and section.micro_batch:
-            _check_divides(
-                f"{SECTION.get(role, role)}.micro_batch", section.micro_batch, layout.train, role
-            )
+        section = table[role].config_section
+        if micro := config[section].micro_batch:
+            _check_divides(f"{section}.micro_batch", micro, layout.train, role)
     if config.warm_start.steps and not config.actor.path:
         _check_divides("warm_start.batch", config.warm_start.batch, layouts["actor"].train, "actor")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import operator
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,18 +13,23 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.algorithms import get_algorithm
-from hjax.controller import Timeline, join
+from hjax.controller import Future, ThreadExecutor, Timeline, join
+from hjax.controller.executors import ExecutorFactory
 from hjax.data.dataset import PromptSampler
 from hjax.errors import ConfigError, RunError
 from hjax.files import METRICS, SAMPLES, WARM_START
-from hjax.models.checkpoint import Checkpointer
+from hjax.models.checkpoint import Checkpoints
 from hjax.models.huggingface import write_config
 from hjax.models.weights import MODEL_DIRECTORY
 from hjax.run.compile_counter import CompileCounter
 from hjax.run.inputs import Demonstrations, load_inputs, prompt_batch
 from hjax.run.placement import Plan, train_sizes
-from hjax.run.resident import offloaded_bytes
-from hjax.run.roles import build_roles
+from hjax.run.roles import (
+    check_offloads,
+    describe_roles,
+    local_devices,
+    placed,
+)
 from hjax.run.rows import peak_bytes, sample_row, take_rows
 from hjax.run.workdir import Workdir
 from hjax.settings.checking import check_config
@@ -43,6 +47,7 @@ class Trainer:
       display: shows progress; None shows nothing.
       plan: where the roles stand (``hjax.plan(config)``); None: as ``config.placement`` says,
         which may not be ``auto`` then.
+      executor: makes what carries out a pool's calls; threads of this process by default.
 
     Attributes:
       batch: the last step's batch, to look inside.
@@ -61,16 +66,30 @@ class Trainer:
         workdir: str | Path | None = None,
         display: Any = None,
         plan: Plan | None = None,
+        executor: ExecutorFactory = ThreadExecutor,
     ):
         self.config = check_config(config)
         self.display = display
         self.compiles = CompileCounter()
         self.algorithm_class = get_algorithm(self.config.algorithm.name)
         self.inputs = load_inputs(self.config, supervised=not self.algorithm_class.generates)
-        self.roles = build_roles(self.config, self.algorithm_class, self.inputs, plan=plan)
-        self._offloaded = offloaded_bytes(self.roles)
-        self.timeline: Timeline = next(iter(self.roles.pools.values())).timeline
+        config, devices = self.config, local_devices(self.config)
+        check_offloads(config, self.algorithm_class, devices)
+        if plan is None:
+            plan = placed(config, self.algorithm_class, len(devices))
+        platform = devices[0].platform
+        self.roles = describe_roles(config, self.algorithm_class, self.inputs, plan, platform)
+        self.roles.start(devices, executor)
+        try:
+            self._set_up(workdir)
+        except BaseException:
+            self.roles.close()
+            raise
+
+    def _set_up(self, workdir: str | Path | None) -> None:
         config = self.config
+        self._offloaded = self._offloaded_bytes()
+        self.timeline: Timeline = next(iter(self.roles.pools.values())).timeline
         lengths = self.inputs.prompt_length, config.rollout.max_response_length
         self.prompts = PromptSampler(len(self.inputs.train), config.rollout.prompts, config.seed)
         self._demonstrations = None
@@ -98,7 +117,7 @@ class Trainer:
         self.stop_requested: int = 0
         self._prepared = False
         self.workdir: Workdir | None = None
-        self.checkpoints: Checkpointer | None = None
+        self.checkpoints: Checkpoints | None = None
         if workdir is not None:
             self.workdir = Workdir(workdir, config.display.tensorboard)
             self.workdir.open(self.config)
@@ -131,7 +150,7 @@ class Trainer:
         indices = self.prompts.next()
         prompts = prompt_batch(self.inputs.train.rows(indices), self.inputs.prompt_length, step)
         # An evaluation's transitions are not this step's.
-        self.roles.groups["actor"].call(lambda worker: worker.take_seconds(), "seconds")
+        self.roles.groups["actor"].take_seconds()
         start = time.perf_counter()
         try:
             with self._phase("step"):
@@ -180,13 +199,11 @@ class Trainer:
         if self.checkpoints is None or self.checkpoints.latest() == self.step_number:
             return
         with self._phase("checkpoint"):
-            futures = {
-                role: group.call(lambda worker: worker.state(), "state")
-                for role, group in self.roles.groups.items()
-                if hasattr(group.worker, "state")
-            }
-            states = {role: future.result() for role, future in futures.items()}
-            self.checkpoints.save(self.step_number, states, self._controller_state())
+            self.checkpoints.save(self.step_number, self._save_states, self._controller_state())
+
+    def _save_states(self, folder: Path) -> list[Future]:
+        groups = self.roles.groups.values()
+        return [group.save_state(str(folder)) for group in groups if group.has("save_state")]
 
     def close(self) -> None:
         """Finish writing and stop the pools' threads. The trainer cannot be used after."""
@@ -204,7 +221,7 @@ class Trainer:
         if self._prepared:
             return
         if self.workdir is not None:
-            self.checkpoints = Checkpointer(self.workdir.checkpoints, self.config.checkpoint.keep)
+            self.checkpoints = Checkpoints(self.workdir.checkpoints, self.config.checkpoint.keep)
             self._write_model_files()
             self.workdir.write_json("plan.json", self.plan())
         latest = self.checkpoints.latest() if self.checkpoints is not None else None
@@ -220,16 +237,15 @@ class Trainer:
         if self.workdir is not None:
             self.workdir.truncate(WARM_START, 0)
             self.workdir.truncate_after(0)
-        groups = self.roles.groups
+        groups, starts_from = self.roles.groups, self.roles.starts_from
         for role, group in groups.items():
-            if role not in self.roles.copies_actor and hasattr(group.worker, "initialize"):
-                group.call(lambda worker: worker.initialize(), "initialize").result()
+            if role not in starts_from and group.has("initialize"):
+                group.initialize().result()
         if self.config.warm_start.steps and not self.config.actor.path:
             if self.algorithm_class.generates:
                 self._warm_start()
-        actor = groups["actor"].call(lambda worker: worker.params, "params")
-        for role in self.roles.copies_actor:
-            groups[role].call(lambda w: w.copy_from(actor.result()), "copy_from").result()
+        for role, source in starts_from.items():
+            groups[role].take_weights(groups[source].weights()).result()
         saves = self.config.warm_start.steps and self.config.checkpoint.every
         if saves and not self.stop_requested and self.algorithm_class.generates:
             self._prepared = True
@@ -239,15 +255,16 @@ class Trainer:
         assert self._warm_start_data is not None
         actor, total = self.roles.groups["actor"], self.config.warm_start.steps
         with self._phase("warm start"):
+            actor.begin("warm_start").result()
             pending = []
             for step in range(1, total + 1):
                 if self.stop_requested:
                     return
-                pending.append((step, actor.update_warm_start(self._warm_start_data())))
+                pending.append((step, actor.update_actor(self._warm_start_data())))
                 if len(pending) > 8 or step == total:
                     self._report_warm_start(pending, total)
                     pending = []
-            actor.call(lambda worker: worker.finish_warm_start(), "finish_warm_start").result()
+            actor.begin("main").result()
 
     def _report_warm_start(self, pending: list[tuple[int, Any]], total: int) -> None:
         rows = [
@@ -261,17 +278,10 @@ class Trainer:
 
     def _restore(self, step: int) -> None:
         assert self.checkpoints is not None and self.workdir is not None
-        workers = {role: group.worker for role, group in self.roles.groups.items()}
-        # A worker of a user's without abstract_state shows its shapes by a state of its own.
-        shapes = {
-            role: worker.abstract_state() if hasattr(worker, "abstract_state") else worker.state()
-            for role, worker in workers.items()
-            if hasattr(worker, "state")
-        }
-        states, controller = self.checkpoints.restore(step, shapes)
-        for role, state in states.items():
-            restore = operator.methodcaller("restore", state)
-            self.roles.groups[role].call(restore, "restore").result()
+        controller, folder = self.checkpoints.controller(step), self.checkpoints.folder(step)
+        for group in self.roles.groups.values():
+            if group.has("load_state"):
+                group.load_state(str(folder)).result()
         self.algorithm.restore(controller["algorithm"])
         self.prompts.restore(controller["prompts"])
         if self._demonstrations is not None:
@@ -323,9 +333,20 @@ class Trainer:
 
     # Reporting
 
+    def _offloaded_bytes(self) -> int:
+        """Bytes per device that wait in the host's memory while a pool generates, at most."""
+        sets: dict[int, int] = {}
+        for role in self.roles.layouts:
+            group = self.roles.groups[role]
+            if group.has("offloaded_bytes"):
+                size = group.offloaded_bytes("generate", role == "actor").result()
+                number = self.roles.set_of(role)
+                sets[number] = sets.get(number, 0) + size
+        return max(sets.values(), default=0)
+
     def _machine_metrics(self, step: int, seconds: float) -> Metrics:
         phases = self.timeline.phase_seconds(step)
-        spent = self.roles.groups["actor"].call(lambda w: w.take_seconds(), "seconds").result()
+        spent = self.roles.groups["actor"].take_seconds().result()
         names = self.compiles.take_names()
         if step > 2 and names:
             self._message(f"step {step} compiled {', '.join(sorted(set(names)))}")

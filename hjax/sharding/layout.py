@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from hjax.errors import ConfigError
 
@@ -65,7 +65,7 @@ GENERATE_RULES: Rules = {
 class Layout:
     """A mesh and the rules that say over which of its axes each logical axis is split."""
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     rules: Rules
 
     def spec(self, logical_axes: Sequence[str | None]) -> PartitionSpec:
@@ -187,7 +187,7 @@ def _divisors(n: int) -> str:
 
 
 def make_layouts(
-    devices: Sequence[jax.Device],
+    devices: Sequence[jax.Device] | int,
     train: Mapping[str, int] | None = None,
     generate: Mapping[str, int] | None = None,
     what: str = "layout",
@@ -195,7 +195,8 @@ def make_layouts(
     """The layouts of a role on ``devices``.
 
     Args:
-      devices: in rank order; consecutive ranks form the micro data-parallel groups.
+      devices: in rank order; consecutive ranks form the micro data-parallel groups. Their number
+        alone gives layouts that can be asked, but hold no array.
       train: sizes of the mesh axes for training; -1 takes what is left over.
       generate: sizes for generation; ``tensor`` and ``pipe`` must divide the training sizes. The
         quotients become the ``tensor_micro`` and ``pipe_micro`` axes, over which generation splits
@@ -205,7 +206,8 @@ def make_layouts(
     Raises:
       ConfigError: sizes that do not divide, named, with those that would.
     """
-    sizes = resolve_sizes(dict(train or {"data": -1}), len(devices), f"{what}.train")
+    count = devices if isinstance(devices, int) else len(devices)
+    sizes = resolve_sizes(dict(train or {"data": -1}), count, f"{what}.train")
     wanted = dict(generate or {})
     shape = dict.fromkeys(MESH_AXES, 1) | sizes
     for axis in ("tensor", "pipe"):
@@ -227,9 +229,22 @@ def make_layouts(
                 f"{what}.generate.{axis}={size}: generation takes only tensor and pipe; "
                 "data follows from them (leave it at -1)"
             )
-    grid = np.asarray(devices, dtype=object).reshape([shape[a] for a in MESH_AXES])
-    mesh = Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    lengths = tuple(shape[a] for a in MESH_AXES)
+    kinds = (AxisType.Auto,) * len(MESH_AXES)
+    mesh: Mesh | AbstractMesh
+    if isinstance(devices, int):
+        mesh = AbstractMesh(lengths, MESH_AXES, axis_types=kinds)
+    else:
+        mesh = Mesh(np.asarray(devices, dtype=object).reshape(lengths), MESH_AXES, axis_types=kinds)
     return RoleLayouts(Layout(mesh, TRAIN_RULES), Layout(mesh, GENERATE_RULES))
+
+
+def shard_bytes(tree: Any) -> int:
+    """Bytes that each device holds of a tree of jax.ShapeDtypeStruct with shardings."""
+    return sum(
+        leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
+        for leaf in jax.tree.leaves(tree)
+    )
 
 
 def check_shapes(layout: Layout, dimensions: Mapping[str, int], what: str) -> list[str]:

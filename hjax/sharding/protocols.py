@@ -9,7 +9,7 @@ which replicas are one.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -17,6 +17,9 @@ import numpy as np
 
 from hjax.errors import ConfigError
 from hjax.sharding.layout import Layout, RoleLayouts
+
+# What a batch tells the host, not its devices: it stays a numpy array on every edge.
+PROMPT_ID = "prompt_id"
 
 Split = Literal["batch", "replicated", "none"]
 Stage = Literal["train", "generate"]
@@ -83,7 +86,10 @@ class Protocol:
 
 def _map_arrays(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _map_arrays(function, item) for key, item in value.items()}
+        return {
+            key: np.asarray(item) if key == PROMPT_ID else _map_arrays(function, item)
+            for key, item in value.items()
+        }
     if isinstance(value, tuple):
         return tuple(_map_arrays(function, item) for item in value)
     # Arrays of objects, strings and times are columns of the data, nothing for a device.
@@ -107,12 +113,21 @@ PROTOCOLS: dict[str, Protocol] = {
 }
 
 
-def protocol(name: str, phase: str = "prepare") -> Callable[[F], F]:
+# For calls outside of the dataflow: all is handed over as it is, and comes back so.
+CONTROL = Protocol("CONTROL", split="none")
+
+# Entries of a batch, or a function that tells them from what the worker is built with.
+Reads = Sequence[str] | Callable[..., Sequence[str]] | None
+
+
+def protocol(name: str, phase: str = "prepare", reads: Reads = None) -> Callable[[F], F]:
     """Bind a worker's method to a transfer protocol, so that the controller can call it.
 
     Args:
       name: a key of ``PROTOCOLS`` (Table 3's names).
       phase: under which heading its time is counted: ``generate``, ``prepare`` or ``update``.
+      reads: the entries of a batch that the method reads; only those travel. A function is called
+        with what the worker is built with (its ``WorkerContext``). None: all of them.
 
     Raises:
       ConfigError: an unknown name.
@@ -125,6 +140,27 @@ def protocol(name: str, phase: str = "prepare") -> Callable[[F], F]:
     def bind(method: F) -> F:
         method.protocol = PROTOCOLS[name]  # type: ignore[attr-defined]
         method.phase = phase  # type: ignore[attr-defined]
+        method.reads = reads  # type: ignore[attr-defined]
         return method
 
     return bind
+
+
+def control(method: F) -> F:
+    """Let the controller call a worker's method outside of the dataflow.
+
+    Such a call takes its turn in the pool; it is no part of a step, so it is on no timeline and
+    moves no idle state.
+    """
+    method.protocol = CONTROL  # type: ignore[attr-defined]
+    method.phase = ""  # type: ignore[attr-defined]
+    return method
+
+
+def control_in_background(method: F) -> F:
+    """As ``control``, for a method that returns a function with the rest of its work.
+
+    The rest runs while the pool goes on; the call's future has its result.
+    """
+    method.background = True  # type: ignore[attr-defined]
+    return control(method)

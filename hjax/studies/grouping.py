@@ -119,7 +119,7 @@ def case_layouts(devices: Sequence[jax.Device], case: Case, method: str) -> Role
     return RoleLayouts(train, Layout(mesh, GENERATE_RULES))
 
 
-def zero_sharding(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding | None:
+def zero_sharding(shape: tuple[int, ...], mesh: Any) -> NamedSharding | None:
     """One part of an array per device of the mesh, as ZeRO-3 keeps it; None if none divides."""
     axes = tuple(a for a in mesh.axis_names if mesh.shape[a] > 1)
     for dimension, size in enumerate(shape):

@@ -11,24 +11,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hjax.errors import ConfigError
-from hjax.models.forward import response_states, token_log_probs
+from hjax.models.forward import response_log_probs, response_states, token_log_probs
 from hjax.models.parameters import Params
 from hjax.rollout.generator import Generator, bucket_length
 from hjax.rollout.sampling import Sampling
 from hjax.sharding.pipeline import Stack
-from hjax.sharding.protocols import protocol
+from hjax.sharding.protocols import PROMPT_ID, control, protocol
 from hjax.sharding.transition import Transition
-from hjax.workers.base import TOKEN_KEYS, TrainedWorker, WorkerContext
-from hjax.workers.optimizer import Prepare, Updater
+from hjax.workers.base import SCORED_KEYS, TOKEN_KEYS, TrainedWorker, WorkerContext, update_keys
+from hjax.workers.optimizer import Prepare
 from hjax.workers.passes import Batch, Objective
+
+# What generation reads: token ids and what comes back once per row.
+PROMPT_KEYS = ("prompts", "prompt_mask", "step", "columns", "prompt_text")
+
+
+def actor_update_keys(context: WorkerContext, *_: Any) -> tuple[str, ...]:
+    """Entries that an update of the actor reads, demonstrations' coefficient among them."""
+    return (*update_keys(context, *Actor.extra_keys), PROMPT_ID, "coefficient")
 
 
 class Actor(TrainedWorker):
     """Primitive calls of HybridFlow's Table 4 for the policy."""
 
     # Behaviour log-probs, to compare with training's own on the same parameters.
-    extra_keys = ("logprobs", "policy_logprobs", "pretrain")
+    extra_keys = ("logprobs", "policy_logprobs")
 
     def __init__(self, context: WorkerContext):
         super().__init__(context)
@@ -40,7 +47,6 @@ class Actor(TrainedWorker):
             self.network.read_dtypes(context.compute.dtype),
             context.transition_bucket_bytes,
         )
-        self._warm_start: tuple[Updater, Any] | None = None
         self._seconds = {"transition": 0.0}
 
     def token_loss(
@@ -48,7 +54,13 @@ class Actor(TrainedWorker):
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The policy loss and its statistics; adds ``token_prob_error``."""
         temperature = self.context.temperature if getattr(loss, "tempered", True) else 1.0
-        logprobs, entropy = self._log_probs(model, batch, share, temperature)
+        logprobs, entropy = token_log_probs(
+            model,
+            response_states(model, batch, share, self.compute),
+            batch["responses"],
+            temperature,
+            parts=self.compute.logit_parts,
+        )
         token_loss, stats = loss(logprobs, entropy, batch)
         behaviour = batch.get("policy_logprobs", batch.get("logprobs"))
         if behaviour is not None:
@@ -56,7 +68,7 @@ class Actor(TrainedWorker):
             stats["token_prob_error"] = jnp.where(batch["response_mask"], error, 0.0)
         return token_loss, stats
 
-    @protocol("3D_ALL_MICRO_DP", phase="generate")
+    @protocol("3D_ALL_MICRO_DP", phase="generate", reads=PROMPT_KEYS)
     def generate_sequences(
         self, prompts: Mapping[str, Any], greedy: bool = False, samples: int | None = None
     ) -> dict[str, Any]:
@@ -73,7 +85,10 @@ class Actor(TrainedWorker):
         """
         context = self.context
         count = 1 if greedy else (samples or context.samples)
-        rows = prompts["prompts"].shape[0] * count
+        asked = prompts["prompts"].shape[0]
+        rows = asked * count
+        # The same prompt in another step is another: rows of one id are of one call.
+        ids = prompts.get("step", 0) * asked + np.arange(asked, dtype=np.int64)
         sequence = jax.device_put(
             np.arange(rows, dtype=np.int32), self.layouts.generate.sharding("batch")
         )
@@ -92,6 +107,7 @@ class Actor(TrainedWorker):
             )
             # This waits for the responses: the cache is gone before training's parameters return.
             rollout = trim(rollout)
+        rollout[PROMPT_ID] = np.repeat(ids, count)
         rollout["columns"] = {
             name: [value for value in values for _ in range(count)]
             for name, values in prompts.get("columns", {}).items()
@@ -133,103 +149,59 @@ class Actor(TrainedWorker):
             ],
         }
 
-    @protocol("3D_PROTO")
+    @protocol("3D_PROTO", reads=SCORED_KEYS)
     def compute_log_prob(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
         """``old_logprobs`` float32 [rows, length] of the responses under the policy as it is."""
-        tokens = {key: batch[key] for key in TOKEN_KEYS}
-        return {"old_logprobs": self.forward(self._log_prob, self.params, tokens)}
+        return {"old_logprobs": self.score(self._log_prob, batch)}
 
     def _log_prob(self, model: Any, batch: Any, share: int) -> jax.Array:
-        logprobs, _ = self._log_probs(
-            model, batch, share, self.context.temperature, with_entropy=False
-        )
-        return jnp.where(batch["response_mask"], logprobs, 0.0)
+        return response_log_probs(model, batch, share, self.compute, self.context.temperature)
 
-    @protocol("3D_PROTO")
+    @protocol("3D_PROTO", reads=SCORED_KEYS)
     def compute_loss(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
         """``loss``: mean negative log-likelihood per response token, untempered, in nats."""
-        tokens = {key: batch[key] for key in TOKEN_KEYS}
+        logprobs = self.score(self._untempered_log_prob, batch)
+        mask = batch["response_mask"]
+        return {"loss": -jnp.sum(logprobs) / jnp.maximum(jnp.sum(mask), 1)}
 
-        def pretraining_loss(model: Any, batch: Any, share: int) -> jax.Array:
-            return self._negative_log_likelihood(model, batch, share)
+    def _untempered_log_prob(self, model: Any, batch: Any, share: int) -> jax.Array:
+        return response_log_probs(model, batch, share, self.compute)
 
-        losses = self.forward(pretraining_loss, self.params, tokens)
-        return {"loss": jnp.sum(losses * _mean_weights(tokens))}
-
-    @protocol("3D_PROTO", phase="update")
+    @protocol("3D_PROTO", phase="update", reads=actor_update_keys)
     def update_actor(
         self, batch: Mapping[str, Any], pretrain: Mapping[str, Any] | None = None
     ) -> dict[str, jax.Array]:
-        """One optimizer step of the algorithm's loss; metrics as scalars.
+        """One optimizer step of the stage's loss; metrics as scalars.
 
         Args:
           batch: what the loss needs.
           pretrain: demonstrations whose mean negative log-likelihood, times their entry
             ``coefficient``, is added to the loss (PPO-ptx).
         """
-        if pretrain is not None:
-            pretrain = {key: pretrain[key] for key in (*TOKEN_KEYS, "coefficient")}
-        return self.update({**batch, "pretrain": pretrain})
+        if pretrain is None:
+            return self.update(batch)
+        keys = (*TOKEN_KEYS, "coefficient")
+        return self.update(batch, pretrain={key: pretrain[key] for key in keys})
 
-    def pretraining(self) -> tuple[Objective, Prepare]:
-        """Mean negative log-likelihood per response token of demonstrations, with coefficient."""
+    def pretraining(self) -> tuple[Objective, Prepare] | None:
+        """The supervised loss of demonstrations, with their coefficient."""
+        loss = self.context.supervised_loss
+        if loss is None:
+            return None
+        supervised, weigh = self.objective(loss, grouped=False)  # they do not share prompts
 
         def prepare(batch: Batch) -> Batch:
-            mean = _mean_weights(batch)
-            tokens = {key: batch[key] for key in TOKEN_KEYS}
-            return tokens | {"weights": batch["coefficient"] * mean, "stat_weights": mean}
+            weighed = weigh(batch)
+            return weighed | {"weights": batch["coefficient"] * weighed["weights"]}
 
         def objective(params: Params, batch: Batch, stack: Stack) -> Any:
-            model = self.network.bind(params, stack)
-            share = 1  # demonstrations do not share prompts
-            losses = self._negative_log_likelihood(model, batch, share)
-            stats = {"pretrain_loss": jnp.sum(batch["stat_weights"] * losses)}
-            return jnp.sum(batch["weights"] * losses), stats
+            total, _ = supervised(params, batch, stack)
+            # The coefficient taken out again: what is shown is the loss itself.
+            return total, {"pretrain_loss": total / batch["coefficient"]}
 
         return objective, prepare
 
-    def _log_probs(
-        self,
-        model: Any,
-        batch: Mapping[str, jax.Array],
-        share: int,
-        temperature: float,
-        with_entropy: bool = True,
-    ) -> tuple[jax.Array, jax.Array | None]:
-        hidden = response_states(model, batch, share, self.compute)
-        parts = self.compute.logit_parts
-        return token_log_probs(
-            model, hidden, batch["responses"], temperature, with_entropy, parts
-        )
-
-    def _negative_log_likelihood(
-        self, model: Any, batch: Mapping[str, jax.Array], share: int
-    ) -> jax.Array:
-        """Minus each response token's untempered log-prob, in nats; 0 on padding."""
-        logprobs, _ = self._log_probs(model, batch, share, 1.0, with_entropy=False)
-        return jnp.where(batch["response_mask"], -logprobs, 0.0)
-
-    @protocol("3D_PROTO", phase="update")
-    def update_warm_start(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """One supervised step on demonstrations, with an optimizer of its own."""
-        if self._warm_start is None:
-            settings = self.context.warm_start
-            if settings is None:
-                raise ConfigError(f"{self.role}: this run was set up without a warm start")
-            # Demonstrations do not share prompts.
-            updater = self.make_updater(self.context.warm_start_loss, settings, grouped=False)
-            self._warm_start = (updater, updater.init(self.params))
-        updater, state = self._warm_start
-        tokens = {key: batch[key] for key in TOKEN_KEYS}
-        self.params, state, metrics = updater(self.params, state, tokens)
-        self._warm_start = (updater, state)
-        return metrics
-
-    def finish_warm_start(self) -> None:
-        """Drop the warm start's optimizer; training starts with a fresh one."""
-        self._warm_start = None
-        self.start_optimizer()
-
+    @control
     def take_seconds(self) -> dict[str, float]:
         """Seconds spent inside calls since last asked, by what for."""
         taken, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
@@ -278,12 +250,6 @@ class Actor(TrainedWorker):
         else:
             return super().beside(program)
         return self.abstract_state() | {"params": params}
-
-
-def _mean_weights(batch: Mapping[str, jax.Array]) -> jax.Array:
-    """[rows, length] whose weighted sum is the mean over all response tokens."""
-    mask = batch["response_mask"]
-    return mask / jnp.maximum(jnp.sum(mask), 1)
 
 
 def trim(rollout: Mapping[str, jax.Array]) -> dict[str, Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,29 +13,38 @@ import jax.numpy as jnp
 import numpy as np
 
 from hjax.errors import ConfigError
+from hjax.models.checkpoint import read_state, write_state
 from hjax.models.config import ModelConfig
 from hjax.models.parameters import Network, Params, decoder_network, scalar_network
 from hjax.models.transformer import Compute
 from hjax.models.weights import load_decoder, load_scalar
 from hjax.rollout.sampling import Sampling
-from hjax.sharding.layout import RoleLayouts, check_shapes, without
+from hjax.sharding.across import PoolTransition
+from hjax.sharding.layout import RoleLayouts, check_shapes, make_layouts, shard_bytes, without
 from hjax.sharding.offload import to_device, to_host
 from hjax.sharding.pipeline import Stack
+from hjax.sharding.protocols import PROMPT_ID, control, control_in_background
 from hjax.sharding.transition import BUCKET_BYTES
 from hjax.workers.optimizer import OptimizerConfig, Prepare, Updater
 from hjax.workers.passes import Batch, Objective, Passes
 
 # The arrays that a forward over prompts and responses reads.
 TOKEN_KEYS = ("prompts", "prompt_mask", "responses", "response_mask")
+# Those, and what says which rows answer the same prompt.
+SCORED_KEYS = (*TOKEN_KEYS, PROMPT_ID)
+# What a trained worker learns: the algorithm's objective, or the warm start's.
+STAGES = ("main", "warm_start")
 
 
 @dataclasses.dataclass(frozen=True)
 class WorkerContext:
-    """What a worker is built from; plain and picklable but for the layouts.
+    """What a worker is built from: a plain description that can be pickled, without devices.
 
     Attributes:
       role: name in the dataflow.
-      layouts: train and generate layouts on its pool's devices; None for a worker without any.
+      sizes: of the mesh axes under ``train`` and ``generate``; None for a worker without devices.
+      layouts: train and generate layouts on its pool's devices, made of ``sizes`` where the worker
+        is built (``on``); None for a worker without any.
       seed: of the run.
       tokenizer: of the role's model, or None.
       model: shapes of the role's model.
@@ -44,9 +54,10 @@ class WorkerContext:
       sampling: how responses are drawn; its temperature applies to all log-probs.
       stop: token ids that end a response.
       max_response_length: tokens.
-      loss: the algorithm's loss for this role, picklable, or None.
-      warm_start_loss, warm_start: loss and settings of supervised updates, or None.
+      loss: the algorithm's loss for this role, or None.
       optimizer: settings of its updates, or None.
+      supervised_loss: of demonstrations: the warm start's, and PPO-ptx's second term; or None.
+      warm_start: settings of the warm start's updates, or None.
       micro_batch: rows per pass over all devices; 0: all.
       offload: what waits in pinned host memory while it is idle: ``none``, ``optimizer`` (its
         state, but in updates) or ``all`` (the parameters too, but in the role's own calls).
@@ -56,6 +67,7 @@ class WorkerContext:
     """
 
     role: str
+    sizes: Mapping[str, Mapping[str, int]] | None = None
     layouts: RoleLayouts | None = None
     seed: int = 0
     tokenizer: Any = None
@@ -67,9 +79,9 @@ class WorkerContext:
     stop: tuple[int, ...] = ()
     max_response_length: int = 0
     loss: Any = None
-    warm_start_loss: Any = None
-    warm_start: OptimizerConfig | None = None
     optimizer: OptimizerConfig | None = None
+    supervised_loss: Any = None
+    warm_start: OptimizerConfig | None = None
     micro_batch: int = 0
     offload: str = "none"
     retokenize: bool = False
@@ -81,14 +93,74 @@ class WorkerContext:
         """What logits are divided by wherever rollouts are scored; 1 for greedy sampling."""
         return self.sampling.temperature or 1.0
 
+    def on(self, devices: Sequence[jax.Device]) -> WorkerContext:
+        """The same with its layouts on these devices; whoever builds the worker calls it.
+
+        Raises:
+          ConfigError: sizes that do not give the number of devices.
+        """
+        if self.sizes is None or self.layouts is not None:
+            return self
+        train, generate = self.sizes["train"], self.sizes.get("generate")
+        layouts = make_layouts(devices, train, generate, f"layout.{self.role}")
+        return dataclasses.replace(self, layouts=layouts)
+
 
 class Worker:
-    """Base of every role. Subclass it and bind methods with ``@hjax.protocol``."""
+    """Base of every role. Subclass it and bind methods with ``@hjax.protocol``.
+
+    State that must survive a resume: override ``state`` and ``restore``.
+    """
 
     def __init__(self, context: WorkerContext):
         self.context = context
         self.role = context.role
         self.layouts = context.layouts
+
+    @control
+    def initialize(self) -> None:
+        """Get ready for the first step of a new run."""
+
+    def state(self) -> dict[str, Any]:
+        """Everything that decides what this worker does next: trees of arrays by kind."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a ``state()``."""
+
+    def abstract_state(self) -> dict[str, Any]:
+        """``state()`` as jax.ShapeDtypeStruct with shardings, or a state of the same form."""
+        return self.state()
+
+    @control_in_background
+    def save_state(self, folder: str) -> Callable[[], None]:
+        """Write ``state()`` as ``<role>.<kind>`` into a folder; done when it is on the disk."""
+        return write_state(Path(folder), self._named(self.state()))
+
+    @control
+    def load_state(self, folder: str) -> None:
+        """Continue from what ``save_state`` wrote into a folder.
+
+        Raises:
+          DataError: it is damaged, or of other shapes.
+        """
+        promised = self.abstract_state()
+        read = read_state(Path(folder), self._named(promised))
+        if promised:
+            self.restore({kind: read[f"{self.role}.{kind}"] for kind in promised})
+
+    def _named(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {f"{self.role}.{kind}": tree for kind, tree in state.items()}
+
+    @control
+    def take_seconds(self) -> dict[str, float]:
+        """Seconds spent inside calls since last asked, by what for."""
+        return {}
+
+    @control
+    def offloaded_bytes(self, phase: str, called: bool) -> int:
+        """Bytes per device that wait in the host's memory in a phase, see ``away``."""
+        return 0
 
 
 class ModelWorker(Worker):
@@ -116,10 +188,11 @@ class ModelWorker(Worker):
         held = train if train.ways("layers") == 1 or train.ways("length") > 1 else None
         self.compute = dataclasses.replace(context.compute, layout=held)
         self.passes = Passes(train, self.network.axes, context.micro_batch, context.samples)
-        self.params: Params = {}  # until initialize, copy_from or restore
+        self.params: Params = {}  # until initialize, take_weights or restore
         self._phase = ""
         self._forwards: dict[tuple, Any] = {}
 
+    @control
     def initialize(self) -> None:
         """Read the weights from the role's path, or draw them from the seed."""
         path, layout = self.context.path, self.layouts.train
@@ -131,8 +204,26 @@ class ModelWorker(Worker):
             raise ConfigError(f"{path}: its shapes changed since the run was set up")
         self.params = self.network.place(params, layout)
 
-    def copy_from(self, params: Params) -> None:
-        """Take another worker's parameters of the same shapes, in copy, whatever their layout."""
+    @control
+    def weights(self) -> Params:
+        """The parameters, for another worker's ``take_weights``."""
+        return self.params
+
+    @control
+    def take_weights(self, params: Params) -> None:
+        """Take another worker's parameters of the same shapes, in copy, whatever their layout.
+
+        From another pool's devices every byte crosses once (``PoolTransition``).
+        """
+        leaves = jax.tree.leaves(params)
+        if not all(isinstance(x, jax.Array) for x in leaves):
+            self.params = self.network.place(params, self.layouts.train)
+            return
+        devices = set(self.layouts.train.mesh.devices.flat)
+        if all(devices.isdisjoint(x.sharding.device_set) for x in leaves):
+            source = jax.tree.map(lambda x: x.sharding, params)
+            self.params = PoolTransition(source, self.shardings, self.network.shapes)(params)
+            return
         # Copied first: device_put between shuffled shards shares buffers whatever may_alias says.
         params = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(params)
         self.params = jax.tree.map(jax.device_put, params, self.shardings)
@@ -143,6 +234,13 @@ class ModelWorker(Worker):
         While updating, what was once needed stays until the phase ends.
         """
         return set() if called or self.context.offload != "all" else {"params"}
+
+    @control
+    def offloaded_bytes(self, phase: str, called: bool) -> int:
+        """Bytes per device that wait in the host's memory in a phase, see ``away``."""
+        away = self.away(phase, called)
+        state = self.abstract_state()
+        return sum(shard_bytes(state[kind]) for kind in away)
 
     def turn(self, phase: str, called: bool) -> None:
         """Put away what a call does not need, or fetch what it does; asked by the pool."""
@@ -186,13 +284,26 @@ class ModelWorker(Worker):
         batch = self.token_shapes(rows, prompt_length)
         return self._forward(compute, True).trace(params, batch)
 
-    def forward(self, compute: Callable[..., Any], params: Any, batch: Any) -> Any:
+    def forward(
+        self, compute: Callable[..., Any], params: Any, batch: Any, grouped: bool = False
+    ) -> Any:
         """Run ``compute(model, batch, share)`` compiled; ``share``: rows per copy of a prompt.
 
         Its arrays have a row per row of the batch, which a pipeline cuts into micro-batches.
         Programs are kept by the function's code: whatever varies between calls goes in ``batch``.
+
+        Args:
+          compute: the function.
+          params: of the model.
+          batch: dict of arrays.
+          grouped: rows come in groups of one prompt (``self.grouped``).
         """
-        return self._forward(compute, self.grouped(batch))(params, batch)
+        return self._forward(compute, grouped)(params, batch)
+
+    def score(self, compute: Callable[..., Any], batch: Mapping[str, Any]) -> Any:
+        """``forward`` over a batch's prompts and responses, with the parameters as they are."""
+        tokens = {key: batch[key] for key in TOKEN_KEYS}
+        return self.forward(compute, self.params, tokens, self.grouped(batch))
 
     def _forward(self, compute: Callable[..., Any], grouped: bool) -> Any:
         key = (getattr(compute, "__code__", compute), grouped)
@@ -213,22 +324,21 @@ class ModelWorker(Worker):
         """Rows per copy of a prompt, such that no copy straddles two devices' parts."""
         return math.gcd(self.context.samples, rows // self.layouts.train.ways("batch"))
 
-    def grouped(self, batch: Any) -> bool:
-        """Whether the rows come in groups of ``samples`` that hold one prompt each.
+    def grouped(self, batch: Mapping[str, Any]) -> bool:
+        """Whether the rows come in groups of ``samples`` that answer one prompt each.
 
-        A greedy batch has one row per prompt, demonstrations and filtered batches any order;
-        their prompts must not be taken for copies of one another.
+        The batch says so (``prompt_id``, on the host). A greedy batch has one row per prompt,
+        demonstrations say nothing, filtered batches have any order: their prompts must not be taken
+        for copies of one another.
         """
         samples = self.context.samples
         if samples == 1:
             return True
-        for key in ("prompts", "prompt_mask"):
-            if key not in batch or batch[key].shape[0] % samples:
-                return False
-            groups = np.asarray(batch[key]).reshape(-1, samples, batch[key].shape[1])
-            if not np.array_equal(groups, np.broadcast_to(groups[:, :1], groups.shape)):
-                return False
-        return True
+        ids = batch.get(PROMPT_ID)
+        if ids is None or len(ids) % samples:
+            return False
+        groups = np.asarray(ids).reshape(-1, samples)
+        return bool((groups == groups[:, :1]).all())
 
     def token_shapes(self, rows: int, prompt_length: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Abstract prompts and responses of a step, placed for training."""
@@ -254,12 +364,32 @@ class TrainedWorker(ModelWorker):
         super().__init__(context)
         if context.optimizer is None or context.loss is None:
             raise ConfigError(f"{self.role}: a trained role needs a loss and an optimizer")
-        self.updater = self.make_updater(context.loss, context.optimizer)
-        self._ungrouped: Updater | None = None
+        self.stage = "main"
+        self._updaters: dict[tuple[str, bool], Updater] = {}
+        self.updater = self._updater("main", grouped=True)
         self.optimizer_state: Any = None
 
-    def make_updater(self, loss: Any, optimizer: OptimizerConfig, grouped: bool = True) -> Updater:
-        """An update program for one loss; ``grouped``: samples of a prompt are consecutive."""
+    def _updater(self, stage: str, grouped: bool) -> Updater:
+        """The update program of a stage; ``grouped``: samples of a prompt are consecutive."""
+        if (stage, grouped) not in self._updaters:
+            context = self.context
+            loss, optimizer = context.loss, context.optimizer
+            if stage == "warm_start":
+                loss, optimizer = context.supervised_loss, context.warm_start
+            if loss is None or optimizer is None:
+                raise ConfigError(f"{self.role}: this run was set up without a {stage} stage")
+            self._updaters[stage, grouped] = Updater(
+                *self.objective(loss, grouped),
+                optimizer,
+                self.passes,
+                self.shardings,
+                self.pretraining(),
+                name=f"{self.role}_update",
+            )
+        return self._updaters[stage, grouped]
+
+    def objective(self, loss: Any, grouped: bool) -> tuple[Objective, Prepare]:
+        """A loss as a weighted sum over a micro-batch, and the weights of the whole step."""
 
         def objective(params: Params, batch: Batch, stack: Stack) -> Any:
             share = self.share(batch["responses"].shape[0]) if grouped else 1
@@ -274,15 +404,7 @@ class TrainedWorker(ModelWorker):
                 "stat_weights": loss.stat_weights(batch),
             }
 
-        return Updater(
-            objective,
-            prepare,
-            optimizer,
-            self.passes,
-            self.shardings,
-            self.pretraining(),
-            name=f"{self.role}_update",
-        )
+        return objective, prepare
 
     def pretraining(self) -> tuple[Objective, Prepare] | None:
         """Objective and preparation of the batch's ``pretrain`` entry; None: no such loss."""
@@ -294,15 +416,32 @@ class TrainedWorker(ModelWorker):
         """Per-token loss and statistics [rows, length] of a micro-batch."""
         raise NotImplementedError(f"{type(self).__name__} must define token_loss")
 
+    @control
     def initialize(self) -> None:
         """Read or draw the weights, and start the optimizer."""
         super().initialize()
-        self.start_optimizer()
+        self.begin(self.stage)
 
-    def copy_from(self, params: Params) -> None:
+    @control
+    def take_weights(self, params: Params) -> None:
         """Take another worker's parameters, in copy, and start the optimizer."""
-        super().copy_from(params)
-        self.start_optimizer()
+        super().take_weights(params)
+        self.begin(self.stage)
+
+    @control
+    def begin(self, stage: str) -> None:
+        """Start a stage of training with a fresh optimizer: updates are of its loss from now on.
+
+        Args:
+          stage: ``main``, the algorithm's loss; ``warm_start``, demonstrations'.
+
+        Raises:
+          ConfigError: another stage, or one that the run was set up without.
+        """
+        if stage not in STAGES:
+            raise ConfigError(f"stage {stage!r}; allowed: {', '.join(STAGES)}")
+        self.optimizer_state = self._updater(stage, True).init(self.params)
+        self.stage = stage
 
     def away(self, phase: str, called: bool) -> set[str]:
         """The optimizer's state waits outside of updates, the parameters outside of own calls."""
@@ -315,28 +454,22 @@ class TrainedWorker(ModelWorker):
         self._place("optimizer", self.away(phase, called), phase, called)
         super().turn(phase, called)
 
-    def start_optimizer(self) -> None:
-        """Fresh optimizer state for the parameters as they are."""
-        self.optimizer_state = self.updater.init(self.params)
+    def update(self, batch: Mapping[str, Any], **more: Any) -> dict[str, jax.Array]:
+        """One optimizer step on a batch; returns metrics as scalars on the device.
 
-    def update(self, batch: dict[str, Any]) -> dict[str, jax.Array]:
-        """One optimizer step on a batch; returns metrics as scalars on the device."""
-        needs = (*TOKEN_KEYS, *self.context.loss.needs, "row_mask", *self.extra_keys)
-        arrays = {key: batch[key] for key in dict.fromkeys(needs) if batch.get(key) is not None}
-        updater = self.updater if self.grouped(arrays) else self._ungrouped_updater()
+        Args:
+          batch: of which the losses' entries are taken.
+          more: entries for the update program beside them.
+        """
+        needs = update_keys(self.context, *self.extra_keys)
+        arrays = {key: batch[key] for key in needs if batch.get(key) is not None} | more
+        updater = self._updater(self.stage, self.grouped(batch))
         self.params, self.optimizer_state, metrics = updater(
             self.params, self.optimizer_state, arrays
         )
         return metrics
 
-    def _ungrouped_updater(self) -> Updater:
-        if self._ungrouped is None:
-            assert self.context.optimizer is not None
-            self._ungrouped = self.make_updater(
-                self.context.loss, self.context.optimizer, grouped=False
-            )
-        return self._ungrouped
-
+    # What an update reads beside prompts, responses and what the losses need.
     extra_keys: tuple[str, ...] = ()
 
     def state(self) -> dict[str, Any]:
@@ -366,10 +499,16 @@ class TrainedWorker(ModelWorker):
             batch["responses"].shape, jnp.float32, sharding=batch["responses"].sharding
         )
         for key in (*self.context.loss.needs, *self.extra_keys):
-            if key != "pretrain":  # demonstrations come in a shape of their own
-                batch.setdefault(key, floats)
+            batch.setdefault(key, floats)
         state = self.abstract_state()
         yield "update", lambda: self.updater.trace(state["params"], state["optimizer"], batch)
+
+
+def update_keys(context: WorkerContext, *extra: str) -> tuple[str, ...]:
+    """Entries of a batch that updates of a role read, prompt ids left out."""
+    losses = (context.loss, context.supervised_loss)
+    needs = [key for loss in losses if loss is not None for key in loss.needs]
+    return tuple(dict.fromkeys((*TOKEN_KEYS, *needs, "row_mask", *extra)))
 
 
 def abstract(shapes: Any, shardings: Any) -> Any:

@@ -7,11 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from hjax.models.forward import response_states
 from hjax.models.parameters import Params
-from hjax.sharding.protocols import protocol
-from hjax.workers.base import TOKEN_KEYS, TrainedWorker
+from hjax.sharding.protocols import PROMPT_ID, control, protocol
+from hjax.workers.base import SCORED_KEYS, TrainedWorker, WorkerContext, update_keys
 
 
 class Critic(TrainedWorker):
@@ -19,11 +21,17 @@ class Critic(TrainedWorker):
 
     scalar = True
 
-    def copy_from(self, params: Params) -> None:
+    @control
+    def take_weights(self, params: Params) -> None:
         """Start from a language model's parameters, with a value head of zeros."""
         shapes = self.network.shapes
-        head = {key: jnp.zeros(shapes[key].shape) for key in shapes if key != "decoder"}
-        super().copy_from({"decoder": {key: params[key] for key in shapes["decoder"]}, **head})
+        kept = {key: params[key] for key in shapes["decoder"]}
+        head: Params = {k: np.zeros(x.shape, x.dtype) for k, x in shapes.items() if k != "decoder"}
+        placed = getattr(jax.tree.leaves(kept)[0], "sharding", None)
+        if isinstance(placed, NamedSharding):
+            # Where the others are, so that all of them cross between pools alike.
+            head = jax.device_put(head, NamedSharding(placed.mesh, PartitionSpec()))
+        super().take_weights({"decoder": kept, **head})
 
     def token_loss(
         self, model: Any, batch: dict[str, jax.Array], share: int, loss: Any
@@ -32,25 +40,28 @@ class Critic(TrainedWorker):
         values = _values(model, batch, share, self.compute)
         return loss(values, batch)
 
-    @protocol("3D_PROTO")
+    @protocol("3D_PROTO", reads=SCORED_KEYS)
     def compute_values(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
         """``values`` float32 [rows, length], 0 on padding."""
-        tokens = {key: batch[key] for key in TOKEN_KEYS}
-        return {"values": self.forward(self._values, self.params, tokens)}
+        return {"values": self.score(self._values, batch)}
 
     def _values(self, model: Any, batch: Any, share: int) -> jax.Array:
         scores = _values(model, batch, share, self.compute)
         return jnp.where(batch["response_mask"], scores, 0.0)
 
-    @protocol("3D_PROTO", phase="update")
+    @protocol("3D_PROTO", phase="update", reads=lambda context, *_: _update_keys(context))
     def update_critic(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
         """One optimizer step on the squared error to the returns; metrics as scalars."""
-        return self.update(dict(batch))
+        return self.update(batch)
 
     def programs(self, rows: int, prompt_length: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         """Values and update of ``rows`` sequences."""
         yield "compute_values", lambda: self.trace_forward(self._values, rows, prompt_length)
         yield from super().programs(rows, prompt_length)
+
+
+def _update_keys(context: WorkerContext) -> tuple[str, ...]:
+    return (*update_keys(context), PROMPT_ID)
 
 
 def _values(model: Any, batch: Mapping[str, jax.Array], share: int, compute: Any) -> jax.Array:

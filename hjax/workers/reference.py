@@ -6,33 +6,22 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from hjax.models.forward import response_states, token_log_probs
+from hjax.models.forward import response_log_probs
 from hjax.sharding.protocols import protocol
-from hjax.workers.base import TOKEN_KEYS, ModelWorker
+from hjax.workers.base import SCORED_KEYS, ModelWorker
 
 
 class Reference(ModelWorker):
     """Log-probs of the responses under a policy that does not change."""
 
-    @protocol("3D_PROTO")
+    @protocol("3D_PROTO", reads=SCORED_KEYS)
     def compute_ref_log_prob(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
         """``ref_logprobs`` float32 [rows, length], at the actor's temperature, 0 on padding."""
-        tokens = {key: batch[key] for key in TOKEN_KEYS}
-        return {"ref_logprobs": self.forward(self._ref_log_prob, self.params, tokens)}
+        return {"ref_logprobs": self.score(self._ref_log_prob, batch)}
 
     def _ref_log_prob(self, model: Any, batch: Any, share: int) -> jax.Array:
-        hidden = response_states(model, batch, share, self.compute)
-        logprobs, _ = token_log_probs(
-            model,
-            hidden,
-            batch["responses"],
-            self.context.temperature,
-            with_entropy=False,
-            parts=self.compute.logit_parts,
-        )
-        return jnp.where(batch["response_mask"], logprobs, 0.0)
+        return response_log_probs(model, batch, share, self.compute, self.context.temperature)
 
     def programs(self, rows: int, prompt_length: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         """Log-probs of ``rows`` sequences."""

@@ -15,7 +15,11 @@ from hjax.rewards.function import RewardFunction, RewardResult, check_unscored
 from hjax.rollout.generator import bucket_length
 from hjax.sharding.protocols import protocol
 from hjax.workers.actor import ragged
-from hjax.workers.base import ModelWorker, Worker, WorkerContext, abstract
+from hjax.workers.base import TOKEN_KEYS, ModelWorker, Worker, WorkerContext, abstract
+
+# What a reward model reads, and what a function is shown beside it.
+TEXT_KEYS = (*TOKEN_KEYS, "prompt_text", "response_text")
+JUDGED_KEYS = (*TEXT_KEYS, "columns")
 
 
 class FunctionReward(Worker):
@@ -46,13 +50,13 @@ class FunctionReward(Worker):
         check_unscored(result, self.max_unscored)
         return result
 
-    @protocol("ALL_TO_ALL")
+    @protocol("ALL_TO_ALL", reads=JUDGED_KEYS)
     def compute_reward(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """``rewards`` float32 [rows], NaN where unscored; ``reward_outcomes`` counts them."""
         result = self.score(batch)
         return {"rewards": result.rewards, "reward_outcomes": result.outcomes}
 
-    @protocol("ALL_TO_ALL")
+    @protocol("ALL_TO_ALL", reads=JUDGED_KEYS)
     def compute_cost(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """``costs`` float32 [rows], NaN where unscored."""
         return {"costs": self.score(batch).rewards}
@@ -66,17 +70,17 @@ class ModelReward(ModelWorker):
 
     scalar = True
 
-    @protocol("ALL_TO_ALL")
+    @protocol("ALL_TO_ALL", reads=TEXT_KEYS)
     def compute_reward(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """``rewards`` float32 [rows]."""
-        return {"rewards": self.score(batch)}
+        return {"rewards": self.last_scores(batch)}
 
-    @protocol("ALL_TO_ALL")
+    @protocol("ALL_TO_ALL", reads=TEXT_KEYS)
     def compute_cost(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """``costs`` float32 [rows]."""
-        return {"costs": self.score(batch)}
+        return {"costs": self.last_scores(batch)}
 
-    def score(self, batch: Mapping[str, Any]) -> np.ndarray:
+    def last_scores(self, batch: Mapping[str, Any]) -> np.ndarray:
         """float32 [rows] on the host, the head's value at each sequence's last token."""
         sequences = self._sequences(batch)
         longest = max(map(len, sequences))
@@ -98,7 +102,8 @@ class ModelReward(ModelWorker):
         split = self.layouts.train.sharding("batch")
         arrays = {"tokens": jax.device_put(tokens, split), "mask": jax.device_put(mask, split)}
 
-        return np.asarray(self.forward(self._last_score, self.params, arrays))[: len(sequences)]
+        scores = self.forward(self._last_score, self.params, arrays)
+        return np.asarray(scores)[: len(sequences)]
 
     def _last_score(self, model: Any, batch: Any, share: int) -> jax.Array:
         mask = batch["mask"]

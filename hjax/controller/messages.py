@@ -1,0 +1,99 @@
+"""What the controller says to workers: plain messages, and how they are written down.
+
+A worker is described, never handed over: its class, sizes, paths and settings, no devices. A call
+names role, method and arguments. Both can be pickled, so they may travel to another process; what a
+user's file defines travels as the file's path and a name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from hjax.user_files import load_object, origin
+
+
+@dataclasses.dataclass(frozen=True)
+class Build:
+    """Make a role's worker.
+
+    Attributes:
+      role: its name.
+      worker: its class.
+      arguments, options: what the class is called with. One that has a method ``on(devices)`` is
+        replaced by what that returns where the worker is made.
+    """
+
+    role: str
+    worker: Callable[..., Any]
+    arguments: tuple[Any, ...] = ()
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """How errors and timelines call it."""
+        return f"{self.role} (construction)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """Call a method of a role's worker.
+
+    Attributes:
+      role, method: whose, which.
+      arguments, options: values, or futures of other calls' results.
+      reads: the entries of dicts among them that the method reads; None: all.
+    """
+
+    role: str
+    method: str
+    arguments: tuple[Any, ...] = ()
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    reads: frozenset[str] | None = None
+
+    @property
+    def label(self) -> str:
+        """How errors and timelines call it."""
+        return f"{self.role}.{self.method}"
+
+
+Message = Build | Call
+
+
+def select(value: Any, reads: frozenset[str] | None) -> Any:
+    """Of a dict the entries that are read; anything else as it is."""
+    if reads is None or not isinstance(value, Mapping):
+        return value
+    return {key: item for key, item in value.items() if key in reads}
+
+
+class _Pickler(pickle.Pickler):
+    """Arrays on devices as numpy arrays, and what users' files define by file and name."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, jax.Array):
+            return np.asarray(value).__reduce__()
+        if isinstance(value, type) or callable(value) and hasattr(value, "__qualname__"):
+            where = origin(value)
+            if where is not None:
+                path, name = where
+                return load_object, (f"{path}:{name}", name)
+        return NotImplemented
+
+
+def to_bytes(value: Any) -> bytes:
+    """A message or result, written down."""
+    out = io.BytesIO()
+    _Pickler(out, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    return out.getvalue()
+
+
+def from_bytes(data: bytes) -> Any:
+    """What ``to_bytes`` wrote."""
+    return pickle.loads(data)

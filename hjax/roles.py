@@ -1,0 +1,117 @@
+"""The one table of roles: what the models of a dataflow are, read by everyone.
+
+A role is one entry here, or one in an algorithm's ``workers`` for a role of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hjax.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Role:
+    """A model of the dataflow, or whatever else answers calls.
+
+    Attributes:
+      worker: the class of its worker, or where that is: ``module:Class``.
+      name: in the dataflow; empty: that under which it stands in a table.
+      section: of the config that has its path, optimizer and offload; empty: that of its name.
+      trained: whether it has an optimizer and a loss.
+      scalar: its model gives one number per token, not one per word of the vocabulary.
+      starts_from: the role whose weights it takes where its own path is empty. It answers for each
+        of that role's tokens, so their tokenizers must agree.
+      whole: it judges whole sequences, as text if its tokenizer is another than the actor's.
+      function: the class of its worker where it has no path: a Python function on the host.
+      model: whether it has one that hjax builds, with shapes and weights; a class of a user's own
+        for a new role mostly has not.
+    """
+
+    worker: Any
+    name: str = ""
+    section: str = ""
+    trained: bool = False
+    scalar: bool = False
+    starts_from: str = ""
+    whole: bool = False
+    function: Any = ""
+    model: bool = False
+
+    @property
+    def config_section(self) -> str:
+        """Name of the config section that describes it."""
+        return self.section or self.name
+
+
+def _standing(name: str, worker: str, **facts: Any) -> tuple[str, Role]:
+    return name, Role(f"hjax.workers:{worker}", name, model=True, **facts)
+
+
+_FUNCTION = "hjax.workers:FunctionReward"
+# In the order in which they are shown.
+ROLES: dict[str, Role] = dict(
+    (
+        _standing("actor", "Actor", trained=True),
+        _standing("critic", "Critic", trained=True, scalar=True, starts_from="actor"),
+        _standing("reference", "Reference", starts_from="actor"),
+        _standing("reward", "ModelReward", scalar=True, whole=True, function=_FUNCTION),
+        _standing("cost", "ModelReward", scalar=True, whole=True, function=_FUNCTION),
+        _standing(
+            "cost_critic",
+            "Critic",
+            section="critic",
+            trained=True,
+            scalar=True,
+            starts_from="actor",
+        ),
+    )
+)
+
+
+def role_table(names: Sequence[str], own: Mapping[str, Any], owner: str) -> dict[str, Role]:
+    """The roles of an algorithm by name, in their order.
+
+    Args:
+      names: the roles it calls.
+      own: roles of its own, or classes of its own for standing ones: a worker class or a ``Role``
+        by name.
+      owner: the algorithm, for the error.
+
+    Raises:
+      ConfigError: a role that stands nowhere.
+    """
+    table = {}
+    for name in dict.fromkeys((*names, *own)):
+        entry = own.get(name)
+        if isinstance(entry, Role):
+            table[name] = dataclasses.replace(entry, name=name)
+        elif entry is not None:
+            # The class alone: otherwise like the standing role of that name, but never a function.
+            known = ROLES.get(name, Role(entry, name))
+            table[name] = dataclasses.replace(known, worker=entry, function="")
+        elif name in ROLES:
+            table[name] = ROLES[name]
+        else:
+            raise ConfigError(
+                f"role {name!r} has no worker class: give it one in {owner}.workers"
+            )
+    return table
+
+
+def worker_class(worker: Any) -> Any:
+    """A worker's class, imported where it is named ``module:Class``."""
+    if not isinstance(worker, str):
+        return worker
+    module, _, name = worker.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def calls_of(worker: Any) -> dict[str, str]:
+    """Phase by name of a worker class's methods that are part of the dataflow (hjax.protocol)."""
+    cls = worker_class(worker)
+    methods = ((name, getattr(cls, name)) for name in dir(cls) if not name.startswith("__"))
+    return {name: phase for name, method in methods if (phase := getattr(method, "phase", ""))}

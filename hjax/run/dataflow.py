@@ -1,0 +1,133 @@
+"""The calls of an algorithm's step, read off the algorithm itself.
+
+``step`` is run once with stand-ins for the worker groups, which note what is called with how many
+rows and answer with arrays of ones. So an algorithm declares nothing for a dry run or a planner, a
+user's own included.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection
+from typing import Any
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from hjax.algorithms import Algorithm
+from hjax.controller import join
+from hjax.errors import ConfigError
+from hjax.roles import calls_of
+
+_PER_TOKEN = ("logprobs", "policy_logprobs", "untempered_logprobs", "ref_logprobs", "values")
+_LEARNED = ("advantages", "returns", "old_logprobs", "cost_values", "cost_returns")
+_PER_ROW = ("rewards", "costs", "baseline")
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCall:
+    """One call of a step.
+
+    Attributes:
+      role, method: whose and which.
+      phase: ``generate``, ``prepare`` or ``update``.
+      rows: sequences, as a share of the step's.
+      greedy: whether it asks for the likeliest answers.
+    """
+
+    role: str
+    method: str
+    phase: str
+    rows: float
+    greedy: bool = False
+
+
+def step_calls(
+    algorithm: type[Algorithm],
+    config: ConfigDict,
+    updates: int,
+    samples: int,
+    absent: Collection[str] = (),
+) -> tuple[StepCall, ...]:
+    """The calls of one step, in their order.
+
+    Args:
+      config: the section ``algorithm``.
+      updates: mini-batches that the step's sequences are cut into, for each epoch.
+      samples: responses per prompt.
+      absent: roles left out of the step altogether.
+
+    Raises:
+      ConfigError: the step needs something that the stand-ins cannot give, named.
+    """
+    prompts = updates
+    rows = prompts * samples
+    settings = ConfigDict(config.to_dict())
+    settings.minibatch = rows // updates
+    calls: list[StepCall] = []
+    groups = {
+        name: _StandIn(name, calls_of(role.worker), samples, rows, calls)
+        for name, role in algorithm.role_table(config).items()
+        if name not in absent
+    }
+    step = algorithm(settings, groups, 0, samples, lambda: _batch(rows // updates))  # type: ignore[arg-type]
+    # The numerics are the controller's, not a call; their results are ones as well.
+    step.compute_advantages = lambda batch: {**join(batch), **_learned(join(batch))}  # type: ignore[method-assign]
+    step.step_number = 1
+    try:
+        step.step({**_batch(prompts), "step": 1})
+    except Exception as error:
+        raise ConfigError(
+            f"the calls of {algorithm.__name__}.step could not be read off: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return tuple(calls)
+
+
+class _StandIn:
+    """Notes calls instead of making them."""
+
+    def __init__(
+        self, role: str, methods: dict[str, str], samples: int, rows: int, calls: list[StepCall]
+    ):
+        self._role, self._methods = role, methods
+        self._samples, self._rows, self._calls = samples, rows, calls
+
+    def __getattr__(self, name: str) -> Callable[..., dict[str, Any]]:
+        if name not in self._methods:
+            raise AttributeError(f"{self._role} has no method {name!r} bound to a protocol")
+        phase = self._methods[name]
+
+        def call(*batches: Any, **options: Any) -> dict[str, Any]:
+            given = [_rows(b) for b in (*batches, *options.values()) if isinstance(b, dict)]
+            rows = sum(given)
+            greedy = bool(options.get("greedy"))
+            if phase == "generate" and not greedy:
+                rows *= self._samples
+            self._calls.append(StepCall(self._role, name, phase, rows / self._rows, greedy))
+            return {"loss": 0.0} if phase == "update" else _batch(rows)
+
+        return call
+
+
+def _rows(batch: dict[str, Any]) -> int:
+    for key in ("responses", "prompts"):
+        if key in batch:
+            return int(np.shape(batch[key])[0])
+    return 0
+
+
+def _batch(rows: int) -> dict[str, Any]:
+    """A batch as docs/design.md describes it, of ones."""
+    tokens, mask = np.ones((rows, 2), np.int32), np.ones((rows, 2), bool)
+    batch: dict[str, Any] = {"prompts": tokens, "prompt_mask": mask, "columns": {}}
+    batch |= {"responses": tokens, "response_mask": mask, "truncated": ~mask[:, 0]}
+    batch |= {key: np.ones((rows, 2), np.float32) for key in _PER_TOKEN}
+    batch |= {key: np.ones(rows, np.float32) for key in _PER_ROW}
+    return batch | {"reward_outcomes": {}, "coefficient": np.float32(1)}
+
+
+def _learned(batch: dict[str, Any]) -> dict[str, Any]:
+    rows = _rows(batch)
+    learned: dict[str, Any] = {key: np.ones((rows, 2), np.float32) for key in _LEARNED}
+    return learned | {"row_mask": np.ones(rows, bool)}
