@@ -32,7 +32,7 @@ FLOORS = [
 ]
 BESIDE = ["data", "rewards"]
 # Files that stand beside the rooms, below them all.
-GROUND = ["errors", "files", "machine", "rules"]
+GROUND = ["config", "errors", "files", "machine", "rules", "user_files"]
 
 
 def in_new_process(code: str) -> str:

@@ -25,9 +25,9 @@ def config_file(tmp_path):
     """A config file of a user's: PPO with a few keys set."""
     path = tmp_path / "mine.py"
     path.write_text(
-        "from hjax.settings.reading import default_config\n"
+        "import hjax\n"
         "def get_config():\n"
-        "    config = default_config()\n"
+        "    config = hjax.default_config()\n"
         "    config.steps = 50\n"
         "    config.algorithm.gamma = 0.9\n"
         "    return config\n"
@@ -162,13 +162,8 @@ def test_rules_of_an_algorithm_hold_for_its_subclasses_too(tmp_path):
     (tmp_path / "own.py").write_text(
         "import hjax\n"
         "class Mine(hjax.algorithms.GRPO):\n"
-        "    rules = {'bonus': hjax.rules.at_least(1),\n"
-        "             'kl_in': hjax.rules.one_of('loss', 'here')}\n"
-        "    @classmethod\n"
-        "    def default_config(cls):\n"
-        "        config = super().default_config()\n"
-        "        config.bonus = 2.0\n"
-        "        return config\n"
+        "    keys = {'bonus': hjax.Key(2.0, 'a bonus', hjax.rules.at_least(1)),\n"
+        "            'kl_in': hjax.Key('loss', 'where', hjax.rules.one_of('loss', 'here'))}\n"
     )
     name = f"--config.algorithm.name={tmp_path / 'own.py'}:Mine"
     assert "must be 1 or more" in error_of(name, "--config.algorithm.bonus=0.5")
@@ -193,8 +188,8 @@ def test_batch_sizes_that_do_not_divide_offer_those_that_do():
         ("def get_config():\n    return 3\n", "returned int"),
         ("def get_config():\n    return 1 / 0\n", "mine.py:2: ZeroDivisionError"),
         (
-            "from hjax.settings.reading import default_config\n"
-            "def get_config():\n    c = default_config()\n    c.rollout.promts = 3\n    return c\n",
+            "import hjax\n"
+            "def get_config():\n    c = hjax.default_config()\n    c.rollout.promts = 3\n    return c\n",
             "mine.py:4",
         ),
     ],

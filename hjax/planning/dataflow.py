@@ -16,8 +16,7 @@ from hjax.algorithms import ALGORITHMS, Algorithm, get_algorithm
 from hjax.controller import join
 from hjax.errors import ConfigError
 from hjax.planning.records import Call, Dataflow
-from hjax.run.roles import WORKERS
-from hjax.workers import ModelReward
+from hjax.run.methods import absent_roles, worker_methods
 
 _KINDS = {"generate": "generate", "prepare": "forward", "update": "update"}
 _PER_TOKEN = ("logprobs", "policy_logprobs", "untempered_logprobs", "ref_logprobs", "values")
@@ -51,11 +50,12 @@ def trace(
     settings.minibatch = rows // updates
     calls: list[Call] = []
     groups = {
-        role: _StandIn(role, _methods(algorithm, role), samples, rows, calls)
+        role: _StandIn(role, worker_methods(algorithm, role), samples, rows, calls)
         for role in algorithm.needed_roles(config)
         if role not in absent
     }
-    step = algorithm(settings, groups, 0, samples, lambda: _batch(rows // updates))  # type: ignore[arg-type]
+    every = {**groups, **absent_roles(algorithm, groups)}
+    step = algorithm(settings, every, 0, samples, lambda: _batch(rows // updates))  # type: ignore[arg-type]
     # The numerics are the controller's, not a call; their results are ones as well.
     step.compute_advantages = lambda batch: {**join(batch), **_learned(join(batch))}  # type: ignore[method-assign]
     step.step_number = 1
@@ -80,19 +80,6 @@ def find_algorithm(name: str) -> type[Algorithm]:
     return found
 
 
-def _methods(algorithm: type[Algorithm], role: str) -> dict[str, str]:
-    """Kind of call by method bound to a transfer protocol."""
-    known = {**WORKERS, "reward": ModelReward, "cost": ModelReward, **algorithm.workers}
-    if role not in known:
-        raise ConfigError(f"role {role!r} has no worker class; {algorithm.__name__}.workers")
-    worker = known[role]
-    return {
-        name: _KINDS[method.phase]
-        for name in dir(worker)
-        if not name.startswith("__") and hasattr(method := getattr(worker, name), "phase")
-    }
-
-
 class _StandIn:
     """Notes calls instead of making them."""
 
@@ -105,7 +92,7 @@ class _StandIn:
     def __getattr__(self, name: str) -> Callable[..., dict[str, Any]]:
         if name not in self._methods:
             raise AttributeError(f"{self._role} has no method {name!r} bound to a protocol")
-        kind: Any = self._methods[name]
+        kind: Any = _KINDS[self._methods[name]]
 
         def call(*batches: Any, **options: Any) -> dict[str, Any]:
             given = [_rows(b) for b in (*batches, *options.values()) if isinstance(b, dict)]
