@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
-from ml_collections import ConfigDict, FieldReference
+from ml_collections import ConfigDict, FieldReference, FrozenConfigDict
 
 from hjax.errors import ConfigError
 
@@ -158,6 +158,18 @@ class Config(ConfigDict):
         super().__setitem__(key, value)
         if isinstance(value, Config):
             value._stand_at(self._name_of(key))
+
+    def __eq__(self, other: object) -> bool:
+        # ConfigDict's own is true from one side only where the classes differ.
+        if not isinstance(other, ConfigDict) or isinstance(other, FrozenConfigDict):
+            return False
+        return (
+            self._fields == other._fields
+            and self.is_locked == other.is_locked
+            and self.is_type_safe == other.is_type_safe
+        )
+
+    __hash__ = None  # type: ignore[assignment]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -97,7 +97,8 @@ class Trainer:
             demonstrations=self._demonstrations,
         )
         self.recorder = StepRecorder(self.algorithm, config.algorithm.max_skipped)
-        self._truncation = TruncationWarning(config.rollout.max_response_length)
+        task = self.inputs.task
+        self._truncation = TruncationWarning(lengths[1], task and task.response_length)
         self.step_number = 0
         self.batch: dict[str, Any] = {}
         self.history: list[Metrics] = []

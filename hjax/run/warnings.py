@@ -10,11 +10,13 @@ class TruncationWarning:
 
     Args:
       max_response_length: ``rollout.max_response_length``, in tokens.
+      longest: tokens of the longest right answer, where a built-in task knows it; a limit that
+        leaves room for it is meant, and nothing is said. None: not known.
     """
 
-    def __init__(self, max_response_length: int):
+    def __init__(self, max_response_length: int, longest: int | None = None):
         self._limit = max_response_length
-        self._said = False
+        self._said = longest is not None and longest <= max_response_length
 
     def message(self, metrics: Mapping[str, float]) -> str | None:
         """What to tell of a step's row: once, where more than half was cut; else None."""
