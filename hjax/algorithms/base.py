@@ -34,7 +34,9 @@ class Absent:
         self._role, self._methods = role, frozenset(methods)
 
     def __getattr__(self, name: str) -> Callable[..., Batch]:
-        if name.startswith("__") or name not in self._methods:
+        if name.startswith("_"):  # asked for by copy and pickle, before there are any methods
+            raise AttributeError(name)
+        if name not in self._methods:
             raise AttributeError(
                 f"{self._role} has no method {name!r} bound to a protocol; "
                 f"it has {', '.join(sorted(self._methods)) or 'none'}"

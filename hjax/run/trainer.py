@@ -98,7 +98,7 @@ class Trainer:
         )
         self.recorder = StepRecorder(self.algorithm, config.algorithm.max_skipped)
         task = self.inputs.task
-        self._truncation = TruncationWarning(lengths[1], task and task.response_length)
+        self._truncation = TruncationWarning(lengths[1], task.response_length if task else None)
         self.step_number = 0
         self.batch: dict[str, Any] = {}
         self.history: list[Metrics] = []
