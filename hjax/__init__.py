@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # what type checkers and editors see of the table below
     from hjax import workers as workers
     from hjax.planning.auto import plan_run as plan
     from hjax.rollout.language_model import load_model as load_model
+    from hjax.rules import Key as Key
     from hjax.run.trainer import Trainer as Trainer
     from hjax.settings.keys import default_config as default_config
     from hjax.settings.reading import load_config as get_config
@@ -26,6 +27,7 @@ if TYPE_CHECKING:  # what type checkers and editors see of the table below
 
 # Public name -> (module, attribute in it; "" is the module itself).
 _LAZY = {
+    "Key": ("hjax.rules", "Key"),
     "Trainer": ("hjax.run.trainer", "Trainer"),
     "algorithms": ("hjax.algorithms", ""),
     "controller": ("hjax.controller", ""),
@@ -40,6 +42,7 @@ _LAZY = {
 }
 
 __all__ = [
+    "Key",
     "Trainer",
     "__version__",
     "algorithms",

@@ -1,4 +1,4 @@
-"""What a config key's value may be, said so that a refusal can name it."""
+"""What a config key is: its default, its meaning, and what its value may be."""
 
 from __future__ import annotations
 
@@ -14,6 +14,21 @@ class Rule:
 
     text: str
     holds: Callable[[Any], bool]
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """One config key.
+
+    Attributes:
+      default: its value where nobody sets it; the key has the type of this.
+      doc: what it means, with its unit; printed in docs/config.md.
+      rule: what it may be; None: whatever has the type.
+    """
+
+    default: Any
+    doc: str = ""
+    rule: Rule | None = None
 
 
 def at_least(low: float) -> Rule:

@@ -104,8 +104,8 @@ def launch(
 
 def write_config(path: pathlib.Path, keys: Mapping[str, Any]) -> pathlib.Path:
     """A config file, as a user writes one, with these dotted keys."""
-    lines = ["from hjax.settings.reading import default_config", "", "", "def get_config():"]
-    lines += ["    config = default_config()"]
+    lines = ["import hjax", "", "", "def get_config():"]
+    lines += ["    config = hjax.default_config()"]
     lines += [f"    config.{key} = {value!r}" for key, value in keys.items()]
     path.write_text("\n".join([*lines, "    return config", ""]))
     return path

@@ -284,3 +284,23 @@ def test_without_clamps_the_lagrangian_carries_exactly_minus_beta_kl(multiplier)
     close(combined(clip=None), expected)
     close(combined(clip=50.0), expected)  # never reached
     assert not np.allclose(combined(clip=0.05), expected, atol=1e-3)
+
+
+THREE = np.ones((3, 3), np.float32)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        # NumPy would stretch one reward per row over the three tokens.
+        lambda: advantages.gae(np.ones(3), THREE, THREE, 1.0, 1.0),
+        lambda: advantages.token_rewards(THREE, THREE),
+        lambda: advantages.token_rewards(np.ones(3), THREE, kl=np.ones(3)),
+        lambda: advantages.group_advantages(THREE, 3),
+        lambda: advantages.remax_advantages(np.ones((3, 1)), np.ones((3, 1)), THREE),
+        lambda: advantages.lagrangian_advantages(THREE, np.ones(3), 1.0),
+    ],
+)
+def test_arrays_of_other_shapes_are_refused(wrong):
+    with pytest.raises(AssertionError, match="shape|rank"):
+        wrong()

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import json
 import math
 import pathlib
 import textwrap
@@ -13,6 +14,8 @@ import hjax
 from hjax.algorithms import GRPO, PPO, SFT, ReMax, SafeRLHF, get_algorithm
 from hjax.controller import ResourcePool, WorkerGroup
 from hjax.errors import ConfigError, RunError
+from hjax.run.dataflow import absent_roles
+from hjax.run.metrics import StepRecorder
 
 PROMPTS, SAMPLES, LENGTH = 4, 2, 3
 ROWS = PROMPTS * SAMPLES
@@ -152,12 +155,14 @@ class Dataflow:
             context = hjax.workers.WorkerContext(role)
             worker = Reward if judge else Actor
             self.groups[role] = WorkerGroup(self.pool, worker, context, role=role, **options)
-        self.algorithm = algorithm(config, self.groups, seed=3, samples=SAMPLES)
+        every = {**self.groups, **absent_roles(algorithm, self.groups)}
+        self.algorithm = algorithm(config, every, seed=3, samples=SAMPLES)
+        self.recorder = StepRecorder(self.algorithm, config.max_skipped)
         self.number = 0
 
     def step(self):
         self.number += 1
-        return self.algorithm.run_step({"prompts": np.zeros((PROMPTS, 2), int)}, self.number)
+        return self.recorder.run({"prompts": np.zeros((PROMPTS, 2), int)}, self.number)
 
     def updates(self, role="actor"):
         return self.groups[role].worker.updates
@@ -200,17 +205,96 @@ def test_critic_and_actor_take_the_same_minibatches():
             np.testing.assert_array_equal(actor["responses"], critic["responses"])
 
 
-def test_an_adaptive_coefficient_follows_the_kl():
-    # The KL is 0.3 per token, three times the target: the error is clipped to 0.2, and 8 of 100
-    # sequences of the horizon pass, so each step multiplies by 1 + 0.2 * 8 / 100 = 1.016.
-    with Dataflow(PPO, REWARDS, kl_coef=0.05, kl_target=0.1, kl_horizon=100) as flow:
+# The KL is 0.3 per token and 8 of the horizon's 100 sequences pass in each step. Three times the
+# target: the error is cut at 0.2, a factor of 1 + 0.2 * 8 / 100. Half of it: cut at -0.2. A tenth
+# above it: 1 + 0.1 * 8 / 100.
+@pytest.mark.parametrize("target, factor", [(0.1, 1.016), (0.6, 0.984), (0.3 / 1.1, 1.008)])
+@pytest.mark.parametrize(
+    "algorithm, where",
+    [
+        (PPO, "reward"),
+        (PPO, "loss"),
+        (GRPO, "loss"),
+        (ReMax, "reward"),
+        (ReMax, "loss"),
+        (SafeRLHF, "reward"),
+        (SafeRLHF, "loss"),
+    ],
+)
+def test_an_adaptive_coefficient_follows_the_kl(algorithm, where, target, factor):
+    keys = {"kl_coef": 0.05, "kl_in": where, "kl_target": target, "kl_horizon": 100}
+    keys["minibatch"] = 4
+    with Dataflow(algorithm, REWARDS, greedy=[0.0] * PROMPTS, **keys) as flow:
         rows = [flow.step()[1] for _ in range(2)]
-        state = flow.algorithm.state()
+        state = json.loads(json.dumps(flow.algorithm.state()))
+        loss = algorithm.losses(flow.algorithm.config, LENGTH)["actor"]
     assert rows[0]["kl/reference"] == pytest.approx(0.3)
-    assert [row["kl/coefficient"] for row in rows] == pytest.approx([0.05 * 1.016, 0.05 * 1.016**2])
-    with Dataflow(PPO, REWARDS, kl_coef=0.05, kl_target=0.1, kl_horizon=100) as other:
+    expected = [0.05 * factor, 0.05 * factor**2]
+    assert [row["kl/coefficient"] for row in rows] == pytest.approx(expected)
+    # Two updates a step; those of the first step still take the first coefficient.
+    given = [batch.get("kl_coef") for batch in flow.updates()]
+    if where == "loss":
+        assert loss.kl_coef and loss.kl_adaptive
+        np.testing.assert_allclose(given, [0.05, 0.05, *[0.05 * factor] * 2], rtol=1e-6)
+        assert all(x.dtype == np.float32 and x.shape == () for x in given)
+    else:
+        assert given == [None] * 4 and not loss.kl_coef and not loss.kl_adaptive
+    with Dataflow(algorithm, REWARDS, greedy=[0.0] * PROMPTS, **keys) as other:
         other.algorithm.restore(state)
         assert other.algorithm.kl.coef == flow.algorithm.kl.coef
+
+
+def test_an_adaptive_coefficient_weighs_the_kl_in_remaxs_reward():
+    # Advantages are r - b - beta * 0.3; beta grows from 0.5 to 0.5 * 1.016 = 0.508.
+    keys = {"kl_coef": 0.5, "kl_target": 0.1, "kl_horizon": 100}
+    with Dataflow(ReMax, REWARDS, greedy=[0.0] * PROMPTS, **keys) as flow:
+        first, second = (flow.step()[0]["advantages"][:, 0] for _ in range(2))
+    np.testing.assert_allclose(first, np.float32(REWARDS) - 0.15, atol=1e-6)
+    np.testing.assert_allclose(second, np.float32(REWARDS) - 0.1524, atol=1e-6)
+
+
+@pytest.mark.parametrize("algorithm", [PPO, GRPO, ReMax, SafeRLHF])
+@pytest.mark.parametrize("where", ["reward", "loss"])
+def test_without_a_target_the_coefficient_stays_and_does_not_travel(algorithm, where):
+    if algorithm is GRPO and where == "reward":
+        return  # refused, see below
+    with Dataflow(algorithm, REWARDS, greedy=[0.0] * PROMPTS, kl_coef=0.05, kl_in=where) as flow:
+        rows = [flow.step()[1]["kl/coefficient"] for _ in range(2)]
+        loss = algorithm.losses(flow.algorithm.config, LENGTH)["actor"]
+    assert rows == [0.05, 0.05] and not loss.kl_adaptive
+    assert not any("kl_coef" in batch for batch in flow.updates())
+
+
+@pytest.mark.parametrize(
+    "algorithm, keys, message",
+    [
+        (PPO, {"kl_coef": 0.0, "kl_target": 0.1}, "kl_target=0.1 moves config.algorithm.kl_coef"),
+        (GRPO, {"kl_coef": 0.0, "kl_target": 0.1}, "give it a first value above 0"),
+        (GRPO, {"kl_in": "reward"}, "GRPO takes its KL in the loss"),
+    ],
+)
+def test_keys_that_do_not_go_together_are_refused(algorithm, keys, message):
+    config = algorithm.default_config()
+    config.update(keys)
+    with pytest.raises(ConfigError, match=message) as error:
+        algorithm.check(config)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("algorithm", [PPO, GRPO, ReMax, SafeRLHF])
+def test_an_absent_role_answers_only_what_its_worker_could(algorithm):
+    with Dataflow(algorithm, REWARDS, greedy=[0.0] * PROMPTS, kl_coef=0.0) as flow:
+        reference = flow.algorithm.reference
+        assert reference.compute_ref_log_prob({}) == {}
+        with pytest.raises(AttributeError, match="reference has no method 'compute_ref_logprob'.*"
+                           "it has compute_ref_log_prob"):  # fmt: skip
+            reference.compute_ref_logprob({})
+
+
+def test_a_role_that_nobody_gave_is_named():
+    config = PPO.default_config()
+    with pytest.raises(ConfigError, match="PPO was given no worker group of actor"):
+        PPO(config, {})
 
 
 def test_unscored_samples_leave_grpos_baseline_and_loss():
@@ -279,13 +363,13 @@ def test_updates_skipped_in_a_row_stop_the_run_with_the_cause():
     with Dataflow(PPO, REWARDS, max_skipped=3, skip={"actor": (2, 4, 5, 6)}) as flow:
         for step in range(1, 6):  # one sound update lies between the first skip and the others
             flow.step()
-            assert flow.algorithm.skipped_this_step == int(step in (2, 4, 5))
+            assert flow.recorder.skipped_this_step == int(step in (2, 4, 5))
         with pytest.raises(
             RunError, match="3 updates of the actor in a row .*loss is nan"
         ) as error:
             flow.step()  # though the critic's updates in between are sound
     assert "lower actor.learning_rate" in str(error.value)
-    assert "advantages" in flow.algorithm.batch  # to be looked at
+    assert "advantages" in flow.recorder.batch  # to be looked at
 
 
 def test_counts_of_skipped_updates_survive_a_resume():
@@ -293,7 +377,7 @@ def test_counts_of_skipped_updates_survive_a_resume():
         flow.step()
         flow.step()
     with Dataflow(PPO, REWARDS, max_skipped=3, skip={"actor": (1,)}) as again:
-        again.algorithm.restore(flow.algorithm.state())
+        again.recorder.restore(json.loads(json.dumps(flow.recorder.state())))
         with pytest.raises(RunError, match="3 updates"):
             again.step()
 
@@ -319,7 +403,7 @@ def test_a_users_advantages_may_be_jax_arrays():
         ("{folder}/mine.py:Other", "has no Other; .*it has .*Mine"),
         ("{folder}/mine.py:number", "number"),
         ("{folder}/mine.py:function", "no subclass of hjax.algorithms.Algorithm"),
-        ("{folder}/broken.py:Mine", "broken.py line 2 fails on import: ZeroDivisionError"),
+        ("{folder}/broken.py:Mine", "broken.py:2: ZeroDivisionError"),
     ],
 )
 def test_an_algorithm_that_cannot_be_found_is_named(name, message, tmp_path):

@@ -121,6 +121,13 @@ def test_an_unknown_estimator_is_refused():
         kl_estimate(0.0, 0.0, "k4")
 
 
+def test_token_ids_and_other_shapes_are_refused_when_traced():
+    with pytest.raises(AssertionError, match="float"):
+        kl_estimate(np.arange(3), np.zeros(3, np.float32))
+    with pytest.raises(AssertionError, match="shape"):
+        kl_estimate(np.zeros((3, 3), np.float32), np.zeros(3, np.float32))
+
+
 def test_adaptive_by_hand():
     kl = AdaptiveKL(0.1, target=2.0, horizon=1000)
     kl.update(3.0, sequences=100)  # error 0.5, bounded to 0.2: 0.1 * (1 + 0.2 / 10)

@@ -341,7 +341,48 @@ def test_the_call_reads_what_it_needs_and_travels(loss):
         assert array.shape == (8, 5) and array.dtype == jnp.float32
 
 
+def test_an_adaptive_coefficient_is_read_from_the_batch_by_hand():
+    # The policy gives the token 1/2, the reference 1/4: k3 is e^-log2 - 1 + log 2 = .193147. With
+    # ratio 1 and advantage 1 the loss is -1 + beta * .193147, and its gradient along the
+    # log-prob -1 + beta * (1 - e^-log2) = -1 + beta / 2.
+    loss = PolicyLoss(kl_coef=0.05, kl_adaptive=True)
+    assert "kl_coef" in loss.needs and loss.scalars == ("kl_coef",)
+    logprobs = np.log(np.float32([[0.5]]))
+    batch = {
+        "old_logprobs": logprobs,
+        "ref_logprobs": np.log(np.float32([[0.25]])),
+        "advantages": np.ones((1, 1), np.float32),
+        "response_mask": np.ones((1, 1), bool),
+    }
+    for beta in (0.05, 0.4):
+        batch["kl_coef"] = np.float32(beta)
+        close(call(loss, logprobs, None, batch)[0], [[-1 + beta * (np.log(2) - 0.5)]])
+        close(gradient_of(loss, logprobs, batch), [[-1 + beta / 2]])
+    fixed = PolicyLoss(kl_coef=0.4)
+    np.testing.assert_array_equal(
+        call(loss, logprobs, None, batch)[0], call(fixed, logprobs, None, batch)[0]
+    )
+
+
 # --- refusals
+
+
+@pytest.mark.parametrize(
+    "key, shape",
+    [("advantages", (8,)), ("old_logprobs", (8, 4)), ("ref_logprobs", (5,)), ("kl_coef", (8,))],
+)
+def test_shapes_that_do_not_belong_together_are_refused_when_traced(key, shape):
+    loss = PolicyLoss(kl_coef=0.1, kl_adaptive=True)
+    batch = random_batch() | {"kl_coef": np.float32(0.1)}
+    call(loss, np.zeros((8, 5)), None, batch)
+    with pytest.raises(AssertionError, match="shape"):
+        call(loss, np.zeros((8, 5)), None, batch | {key: np.ones(shape, np.float32)})
+
+
+def test_a_value_loss_refuses_one_return_per_row():
+    batch = {"returns": np.ones(3), "values": np.ones((3, 3)), "response_mask": np.ones((3, 3))}
+    with pytest.raises(AssertionError, match="shape"):
+        call(ValueLoss(), np.zeros((3, 3)), batch)
 
 
 @pytest.mark.parametrize(
@@ -357,7 +398,8 @@ def test_the_call_reads_what_it_needs_and_travels(loss):
         ({"ratio": "none", "dual_clip": 3.0}, "dual_clip=3.0 has no effect with ratio='none'"),
         ({"ratio": "none", "clip_high": 0.28}, "clip_high=0.28 has no effect with ratio='none'"),
         ({"kl_coef": -1.0}, "kl_coef=-1.0 must be 0 or more"),
-        ({"kl_coef": "adaptive"}, "put an adaptive KL in the reward"),
+        ({"kl_coef": "adaptive"}, "batch's entry kl_coef, with kl_adaptive=True"),
+        ({"kl_adaptive": True}, "kl_adaptive=True needs a first kl_coef above 0"),
         ({"kl_coef": 0.1, "kl_estimator": "k1"}, "does nothing as a loss"),
         ({"kl_estimator": "k9"}, "KL estimator 'k9' is unknown"),
     ],

@@ -25,9 +25,9 @@ def config_file(tmp_path):
     """A config file of a user's: PPO with a few keys set."""
     path = tmp_path / "mine.py"
     path.write_text(
-        "from hjax.settings.reading import default_config\n"
+        "import hjax\n"
         "def get_config():\n"
-        "    config = default_config()\n"
+        "    config = hjax.default_config()\n"
         "    config.steps = 50\n"
         "    config.algorithm.gamma = 0.9\n"
         "    return config\n"
@@ -111,9 +111,79 @@ def test_an_incomplete_config_is_completed():
     assert config.algorithm.aggregation == "sequence"
 
 
-def test_a_mistyped_key_in_python_fails_at_once():
-    with pytest.raises(AttributeError, match="stepz"):
-        default_config().stepz = 3
+def test_keys_of_an_algorithm_are_declared_once(config_file, tmp_path):
+    (tmp_path / "own.py").write_text(
+        "import hjax\n"
+        "class Mine(hjax.algorithms.GRPO):\n"
+        "    keys = {'bonus': hjax.Key(0.5, 'added to rewards', hjax.rules.at_least(0))}\n"
+        "    defaults = {'kl_coef': 0, 'aggregation': 'token'}\n"
+        "class Below(Mine):\n"
+        "    defaults = {'bonus': 0.25}\n"
+    )
+    own = tmp_path / "own.py"
+    config = load_config(config_file, {"algorithm.name": f"{own}:Mine"}).algorithm
+    assert (config.bonus, config.kl_coef, config.aggregation) == (0.5, 0.0, "token")
+    assert type(config.kl_coef) is float and config.normalise == "std"
+    config = load_config(config_file, {"algorithm": {"name": f"{own}:Below"}}).algorithm
+    assert (config.bonus, config.kl_coef) == (0.25, 0.0)
+    says = error_of(f"--config.algorithm.name={own}:Below", "--config.algorithm.bonus=-1")
+    assert says == "config.algorithm.bonus=-1.0: must be 0 or more"
+
+
+@pytest.mark.parametrize(
+    ("defaults", "says"),
+    [
+        ("{'kl_coeff': 0.1}", "Mine.defaults: no key 'kl_coeff'; there are minibatch"),
+        ("{'kl_coef': 'a'}", "config.algorithm.kl_coef='a': expected a number"),
+    ],
+)
+def test_a_default_that_no_base_has_is_named(defaults, says, tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text(f"import hjax\nclass Mine(hjax.algorithms.PPO):\n    defaults = {defaults}\n")
+    assert says in error_of(f"--config.algorithm.name={own}:Mine")
+
+
+def test_sft_takes_its_two_keys_and_a_subclass_more(tmp_path):
+    assert set(load_config("sft.py").algorithm) == {"name", "aggregation", "max_skipped"}
+    own = tmp_path / "own.py"
+    own.write_text(
+        "import hjax\nclass Mine(hjax.algorithms.SFT):\n    keys = {'bonus': hjax.Key(1)}\n"
+    )
+    config = load_config("sft.py", {"algorithm.name": f"{own}:Mine"})
+    assert set(config.algorithm) == {"name", "aggregation", "max_skipped", "bonus"}
+
+
+def test_overrides_as_values():
+    config = load_config(
+        "ppo.py", {"rollout.prompts": 32, "rollout": {"samples": 8}, "algorithm.lam": 1}
+    )
+    assert (config.rollout.prompts, config.rollout.samples) == (32, 8)
+    assert config.algorithm.lam == 1.0 and type(config.algorithm.lam) is float
+    assert config == load_config(
+        "ppo.py",
+        ["--config.rollout.prompts=32", "--config.rollout.samples=8", "--config.algorithm.lam=1"],
+    )
+    other = load_config("ppo.py", {"algorithm.name": "GRPO", "data.task": "addition"})
+    assert "gamma" not in other.algorithm and "length" not in other.data.task_options
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ({"stps": 3}, "unknown key config.stps; did you mean config.steps?"),
+        ({"rollout": 3}, "is a section"),
+        ({"steps": "abc"}, "config.steps='abc': expected a whole number"),
+        ({"steps": 0}, "must be 1 or more"),
+        ({"algorithm.name": 3}, "config.algorithm.name=3: expected a string"),
+        ({"algorithm": {"gama": 0.9}}, "not a key of PPO"),
+        ({"algorithm.kl_coef": 0.0, "algorithm.kl_target": 0.1}, "moves config.algorithm.kl_coef"),
+        ({"algorithm.name": "GRPO", "algorithm.kl_in": "reward"}, "takes its KL in the loss"),
+    ],
+)
+def test_wrong_values_are_named(overrides, says):
+    with pytest.raises(ConfigError) as caught:
+        load_config("ppo.py", overrides)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -162,13 +232,8 @@ def test_rules_of_an_algorithm_hold_for_its_subclasses_too(tmp_path):
     (tmp_path / "own.py").write_text(
         "import hjax\n"
         "class Mine(hjax.algorithms.GRPO):\n"
-        "    rules = {'bonus': hjax.rules.at_least(1),\n"
-        "             'kl_in': hjax.rules.one_of('loss', 'here')}\n"
-        "    @classmethod\n"
-        "    def default_config(cls):\n"
-        "        config = super().default_config()\n"
-        "        config.bonus = 2.0\n"
-        "        return config\n"
+        "    keys = {'bonus': hjax.Key(2.0, 'a bonus', hjax.rules.at_least(1)),\n"
+        "            'kl_in': hjax.Key('loss', 'where', hjax.rules.one_of('loss', 'here'))}\n"
     )
     name = f"--config.algorithm.name={tmp_path / 'own.py'}:Mine"
     assert "must be 1 or more" in error_of(name, "--config.algorithm.bonus=0.5")
@@ -193,9 +258,10 @@ def test_batch_sizes_that_do_not_divide_offer_those_that_do():
         ("def get_config():\n    return 3\n", "returned int"),
         ("def get_config():\n    return 1 / 0\n", "mine.py:2: ZeroDivisionError"),
         (
-            "from hjax.settings.reading import default_config\n"
-            "def get_config():\n    c = default_config()\n    c.rollout.promts = 3\n    return c\n",
-            "mine.py:4",
+            "import hjax\ndef get_config():\n    config = hjax.default_config()\n"
+            "    config.rollout.promts = 3\n    return config\n",
+            "mine.py:4: AttributeError: unknown key config.rollout.promts; did you mean "
+            "config.rollout.prompts?",
         ),
     ],
 )

@@ -204,9 +204,9 @@ def test_files_of_the_same_name_do_not_hide_each_other(tmp_path):
     ("def rewards(): pass\n", "reward", "mine.py has no reward; did you mean rewards. it has rew"),
     ("x = 1\n", "y", "has no y; it has none"),
     ("reward = 3\n", "reward", r"reward is 3 \(int\), not a function"),
-    ("x = 1\nimport no_such_module\n", "reward", "mine.py line 2 fails on import: ModuleNotFoundE"),
-    ("x = 1\n\ndef f(:\n", "reward", "mine.py line 3 fails on import: SyntaxError"),
-    ("def f():\n  return 1 / 0\n\nf()\n", "reward", "mine.py line 2 fails.*ZeroDivisionError"),
+    ("x = 1\nimport no_such_module\n", "reward", "mine.py:2: ModuleNotFoundError"),
+    ("x = 1\n\ndef f(:\n", "reward", "mine.py:3: SyntaxError"),
+    ("def f():\n  return 1 / 0\n\nf()\n", "reward", "mine.py:2: ZeroDivisionError"),
 ])
 def test_files_that_do_not_work(tmp_path, content, name, message):
     if content is not None:

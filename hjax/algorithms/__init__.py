@@ -11,7 +11,7 @@ from hjax.algorithms.remax import ReMax
 from hjax.algorithms.safe_rlhf import SafeRLHF
 from hjax.algorithms.sft import SFT
 from hjax.errors import ConfigError
-from hjax.rewards.function import load_function
+from hjax.user_files import load_object
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "PPO": PPO,
@@ -47,7 +47,7 @@ def get_algorithm(name: str) -> type[Algorithm]:
             f"algorithm.name={name!r} is unknown; allowed: {', '.join(ALGORITHMS)}, "
             "or a class of yours as path.py:Class"
         )
-    found = load_function(name, "algorithm.name")
+    found = load_object(name, "algorithm.name")
     if not (inspect.isclass(found) and issubclass(found, Algorithm)):
         raise ConfigError(
             f"algorithm.name={name!r}: {found!r} is no subclass of hjax.algorithms.Algorithm"

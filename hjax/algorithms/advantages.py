@@ -4,10 +4,14 @@ Shapes: N rows = prompts x samples (row = prompt_index * samples + sample), L re
 `mask` [N, L] is true on response tokens. Responses are padded on the right; tokens masked out
 in the middle of a response (a tool's output) are stepped over as if they were not there.
 NaN marks an unscored sample: it contributes nothing and gets advantage 0.
+
+Arrays of other shapes are an AssertionError when the call is traced: [N] rewards would else be
+stretched over [N, L] tokens without a word wherever N = L.
 """
 
 from typing import Literal
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -59,6 +63,10 @@ def token_rewards(
     """
     mask = jnp.asarray(mask, bool)
     rewards = jnp.asarray(rewards, jnp.float32)
+    chex.assert_rank(mask, 2)
+    chex.assert_shape(rewards, mask.shape[:1])
+    if kl is not None:
+        chex.assert_equal_shape([kl, mask])
     rewards = keep(rewards, ~jnp.isnan(rewards))
     result = jnp.where(_is_last(mask), rewards[:, None], 0.0)
     if kl is not None:
@@ -96,6 +104,8 @@ def gae(
         >>> gae(jnp.array([[0.0, 1.0]]), jnp.array([[0.5, 0.5]]), jnp.ones((1, 2)), 1.0, 0.5)
         (Array([[0.25, 0.5 ]], dtype=float32), Array([[0.75, 1.  ]], dtype=float32))
     """
+    chex.assert_rank(mask, 2)
+    chex.assert_equal_shape([rewards, values, mask])
     mask = jnp.asarray(mask, bool)
     values = keep(values, mask)
 
@@ -180,6 +190,7 @@ def group_advantages(
     if normalise not in ("std", "none"):
         raise ConfigError(f"normalise={normalise!r} is unknown: use 'std' or 'none'")
     rewards = jnp.asarray(rewards, jnp.float32)
+    chex.assert_rank(rewards, 1)
     if samples < 1 or rewards.shape[0] % samples:
         raise ConfigError(
             f"{rewards.shape[0]} rewards do not split into groups of samples={samples}: "
@@ -245,6 +256,10 @@ def remax_advantages(
         float32 [N, L], 0 outside the mask and in rows whose reward or baseline is NaN.
     """
     mask = jnp.asarray(mask, bool)
+    chex.assert_rank(mask, 2)
+    chex.assert_shape([rewards, baseline], mask.shape[:1])
+    if kl is not None:
+        chex.assert_equal_shape([kl, mask])
     gain = jnp.asarray(rewards, jnp.float32) - jnp.asarray(baseline, jnp.float32)
     mask = mask & ~jnp.isnan(gain)[:, None]
     if clip is not None:
@@ -268,6 +283,7 @@ def lagrangian_advantages(
         cost_advantages: float [N, L]; a positive cost is unsafe.
         multiplier: lambda >= 0.
     """
+    chex.assert_equal_shape([reward_advantages, cost_advantages])
     reward_advantages = jnp.asarray(reward_advantages, jnp.float32)
     return (reward_advantages - multiplier * jnp.asarray(cost_advantages)) / (1.0 + multiplier)
 

@@ -1,37 +1,47 @@
-"""What every algorithm shares: its roles by name, mini-batches, metrics and resumable state.
+"""What every algorithm shares: its roles by name, its keys, mini-batches and resumable state.
 
 An algorithm is a dataflow: ``step`` calls worker groups, each call returns a future at once, and
-``join`` waits for what the controller's own numerics need. It names no mesh, device or sharding.
+``join`` waits for what the controller's own numerics need. It names no device, mesh or sharding.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, ClassVar
 
-import jax
 import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.algorithms.kl import KL_KINDS, AdaptiveKL, FixedKL, KLController
-from hjax.algorithms.losses import explained_variance
+from hjax.config import Config, convert
 from hjax.controller import Future, join
-from hjax.errors import RunError
+from hjax.errors import ConfigError
 from hjax.roles import Role, role_table
-from hjax.rules import Rule, at_least, finite, one_of
+from hjax.rules import Key, at_least, finite, one_of
 
 Batch = dict[str, Any]
 
-_explained_variance = jax.jit(explained_variance)
-
 
 class Absent:
-    """Stands for a role that this configuration does not need: its calls give nothing."""
+    """Stands for a role that this configuration does not need: its calls give nothing.
+
+    Args:
+      role: its name.
+      methods: what its worker class could be called with.
+    """
+
+    def __init__(self, role: str, methods: Collection[str]):
+        self._role, self._methods = role, frozenset(methods)
 
     def __getattr__(self, name: str) -> Callable[..., Batch]:
-        if name.startswith("__"):
+        if name.startswith("_"):  # asked for by copy and pickle, before there are any methods
             raise AttributeError(name)
+        if name not in self._methods:
+            raise AttributeError(
+                f"{self._role} has no method {name!r} bound to a protocol; "
+                f"it has {', '.join(sorted(self._methods)) or 'none'}"
+            )
         return lambda *args, **kwargs: {}
 
 
@@ -43,7 +53,7 @@ class Algorithm:
 
     Args:
       config: the section ``algorithm`` of the run's config.
-      groups: worker group by role.
+      groups: worker group by role; an ``Absent`` for a role that the config does not need.
       seed: of the run.
       samples: responses per prompt.
       demonstrations: returns the next batch of demonstrations, or None where there are none.
@@ -70,14 +80,12 @@ class Algorithm:
         self.demonstrations = demonstrations
         self.step_number = 0
         for role in dict.fromkeys((*self.roles, *self.workers)):
-            setattr(self, role, groups.get(role, Absent()))
+            if role not in groups:
+                raise ConfigError(f"{type(self).__name__} was given no worker group of {role}")
+            setattr(self, role, groups[role])
         self.kl = self.make_kl_controller()
-        self._logged: list[tuple[str, Any]] = []
-        self._skipped: dict[str, int] = {}
-        self._skipped_in_a_row: dict[str, int] = {}
-        self.skipped_this_step = 0
-        # The batch of the step in progress, to be kept if the step fails.
-        self.batch: Batch = {}
+        # What `log` kept of this step, role and metrics: whoever runs the steps reads it.
+        self.logged: list[tuple[str, Future | Mapping[str, Any]]] = []
 
     # Declared for type checkers; each is a worker group.
     actor: Any
@@ -87,53 +95,92 @@ class Algorithm:
     cost: Any
     cost_critic: Any
 
-    # What the keys of `default_config()` may be; where a class is silent its bases' rules hold.
-    rules: ClassVar[Mapping[str, Rule]] = {
-        "minibatch": at_least(0),
-        "epochs": at_least(1),
-        "kl_coef": at_least(0),
-        "kl_in": one_of("reward", "loss"),
-        "kl_estimator": one_of(*KL_KINDS),
-        "kl_target": at_least(0),
-        "kl_horizon": at_least(1),
-        "entropy_coef": finite(),
-        "aggregation": one_of("token", "sequence", "constant"),
-        "max_skipped": at_least(0),
+    # Keys of its own, and other defaults for keys of its bases.
+    keys: ClassVar[Mapping[str, Key]] = {
+        "minibatch": Key(
+            0,
+            "sequences per optimizer update; 0: the step's whole batch. Divides prompts * samples",
+            at_least(0),
+        ),
+        "epochs": Key(1, "passes over each step's batch", at_least(1)),
+        "kl_coef": Key(
+            0.05, "weight of the KL to the reference; 0 needs no reference", at_least(0)
+        ),
+        "kl_in": Key(
+            "reward",
+            'where the KL enters: "reward" (k1, subtracted per token) or "loss"',
+            one_of("reward", "loss"),
+        ),
+        "kl_estimator": Key(
+            "k3",
+            "estimator of the KL in the loss: k2, k3, k1+ or k3+ (docs/losses.md)",
+            one_of(*KL_KINDS),
+        ),
+        "kl_target": Key(
+            0.0,
+            "mean KL per token that an adaptive kl_coef aims at, in nats; 0: kl_coef is fixed",
+            at_least(0),
+        ),
+        "kl_horizon": Key(
+            10000,
+            "sequences over which an error of 20 % or more changes kl_coef by 20 %",
+            at_least(1),
+        ),
+        "entropy_coef": Key(0.0, "weight of the entropy bonus", finite()),
+        "aggregation": Key(
+            "token",
+            'how token losses are added up: "token", "sequence" or "constant" (docs/losses.md)',
+            one_of("token", "sequence", "constant"),
+        ),
+        "max_skipped": Key(
+            5,
+            "optimizer updates in a row that may be skipped for not being finite; then the run "
+            "stops",
+            at_least(0),
+        ),
     }
+    defaults: ClassVar[Mapping[str, Any]] = {}
 
     @classmethod
-    def all_rules(cls) -> dict[str, Rule]:
-        """What the algorithm's own keys may be: its rules and its bases'."""
-        found: dict[str, Rule] = {}
+    def all_keys(cls) -> dict[str, Key]:
+        """The keys of the class and its bases, each with the default of the class that is nearest.
+
+        Raises:
+          ConfigError: ``defaults`` names a key that no base has, or a value of another type.
+        """
+        found: dict[str, Key] = {}
         for base in reversed(cls.__mro__):
-            found |= vars(base).get("rules", {})
+            found |= vars(base).get("keys", {})
+            for name, value in vars(base).get("defaults", {}).items():
+                if name not in found:
+                    raise ConfigError(
+                        f"{base.__name__}.defaults: no key {name!r}; there are {', '.join(found)}"
+                    )
+                value = convert(f"algorithm.{name}", value, found[name].default)
+                found[name] = dataclasses.replace(found[name], default=value)
         return found
 
     @classmethod
-    def default_config(cls) -> ConfigDict:
-        """The algorithm's own keys, which live under ``config.algorithm``."""
-        config = ConfigDict()
-        # Sequences per optimizer update; 0: the step's whole batch. Divides prompts * samples.
-        config.minibatch = 0
-        # Passes over each step's batch.
-        config.epochs = 1
-        # Weight of the KL to the reference; 0 needs no reference.
-        config.kl_coef = 0.05
-        # Where it enters: "reward" (k1, subtracted per token) or "loss".
-        config.kl_in = "reward"
-        # Estimator of the KL in the loss: k2, k3, k1+ or k3+ (docs/losses.md).
-        config.kl_estimator = "k3"
-        # Mean KL per token that an adaptive kl_coef aims at, in nats; 0: kl_coef is fixed.
-        config.kl_target = 0.0
-        # Sequences over which an error of 20 % or more changes kl_coef by 20 %.
-        config.kl_horizon = 10000
-        # Weight of the entropy bonus.
-        config.entropy_coef = 0.0
-        # How token losses are added up: "token", "sequence" or "constant" (docs/losses.md).
-        config.aggregation = "token"
-        # Optimizer updates in a row that may be skipped for not being finite; then the run stops.
-        config.max_skipped = 5
-        return config
+    def default_config(cls) -> Config:
+        """The algorithm's own keys, which live under ``config.algorithm``, at their defaults.
+
+        A class may override it and add keys to what ``super()`` returns (they have no meaning and
+        no rule then) or change or delete others; it has the last word.
+        """
+        return Config({name: key.default for name, key in cls.all_keys().items()})
+
+    @classmethod
+    def check(cls, config: ConfigDict) -> None:
+        """Raise ConfigError where keys that are each in their range do not go together.
+
+        Args:
+          config: the section ``algorithm``, complete.
+        """
+        if config.get("kl_target", 0.0) and not config.get("kl_coef", 0.0):
+            raise ConfigError(
+                f"config.algorithm.kl_target={config.kl_target} moves config.algorithm.kl_coef, "
+                "which is 0: give it a first value above 0, or set kl_target to 0"
+            )
 
     @classmethod
     def needed_roles(cls, config: ConfigDict) -> tuple[str, ...]:
@@ -166,15 +213,40 @@ class Algorithm:
         raise NotImplementedError(f"{type(self).__name__} must define compute_advantages")
 
     def make_kl_controller(self) -> KLController:
-        """The coefficient of the KL in the reward."""
+        """The coefficient of the KL, in the reward or in the loss; adaptive with a target."""
         config = self.config
         if not config.get("kl_target"):
             return FixedKL(config.get("kl_coef", 0.0))
         return AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon)
 
+    def follow_kl(self, batch: Batch, old: Any) -> Batch:
+        """Let an adaptive coefficient follow the KL measured on this batch.
+
+        Args:
+          batch: with ``response_mask``, and ``ref_logprobs`` where there is a reference.
+          old: float [rows, length], log-probs of the policy that drew the batch.
+
+        Returns:
+          what an adaptive KL in the loss reads: ``kl_coef``, a float32 scalar, as it was before
+          it moved (the next step's updates take the new one, as the reward's KL does); else {}.
+        """
+        config = self.config
+        adaptive_loss = config.get("kl_target") and config.get("kl_in") == "loss"
+        entries = {"kl_coef": np.asarray(self.kl.coef, np.float32)} if adaptive_loss else {}
+        if "ref_logprobs" in batch:
+            mask = np.asarray(batch["response_mask"], bool)
+            difference = (np.asarray(old) - np.asarray(batch["ref_logprobs"]))[mask]
+            self.kl.update(float(difference.mean()), mask.shape[0])
+        return entries
+
     def minibatches(self, batch: Batch) -> Iterator[Batch]:
-        """Mini-batches of whole groups of samples, drawn anew in every epoch."""
-        arrays = {k: v for k, v in join(batch).items() if isinstance(v, np.ndarray) and v.ndim}
+        """Mini-batches of whole groups of samples, drawn anew in every epoch.
+
+        A scalar array holds for all rows and stands in each.
+        """
+        every = {k: v for k, v in join(batch).items() if isinstance(v, np.ndarray)}
+        scalars = {k: v for k, v in every.items() if not v.ndim}
+        arrays = {k: v for k, v in every.items() if v.ndim}
         rows = arrays["response_mask"].shape[0]
         size = self.config.minibatch or rows
         samples = self.samples if rows % self.samples == 0 else 1
@@ -184,110 +256,31 @@ class Algorithm:
                 rng = np.random.default_rng([self.seed, self.step_number, epoch])
                 order = rng.permutation(order)
             for chosen in order.reshape(-1, size):
-                yield {k: v[chosen] for k, v in arrays.items()} if size < rows else arrays
+                part = {k: v[chosen] for k, v in arrays.items()} if size < rows else arrays
+                yield part | scalars
 
     def log(self, metrics: Future | Mapping[str, Any], role: str = "") -> None:
         """Keep an update's metrics for this step's row; does not wait for a future."""
         if isinstance(metrics, Future):
             role = role or metrics.label.split(".")[0]
-        self._logged.append((role, metrics))
-
-    def run_step(self, prompts: Batch, step: int) -> tuple[Batch, dict[str, float]]:
-        """Run ``step`` and collect its metrics. Called by the trainer.
-
-        Raises:
-          RunError: too many updates in a row were not finite.
-        """
-        self.step_number = step
-        self._logged = []
-        self.skipped_this_step = 0
-        self.batch = {}
-        self.batch = join(self.step(prompts))
-        metrics = self.batch_metrics(self.batch) if self.generates else {}
-        return self.batch, metrics | self._update_metrics()
+        self.logged.append((role, metrics))
 
     def batch_metrics(self, batch: Batch) -> dict[str, float]:
-        """Metrics read off the batch: rewards, KL, lengths."""
-        rewards = np.asarray(batch["rewards"], np.float64)
-        scored = rewards[~np.isnan(rewards)]
-        mask = np.asarray(batch["response_mask"], bool)
-        metrics = {
-            "reward/mean": float(scored.mean()) if scored.size else math.nan,
-            "reward/std": float(scored.std()) if scored.size else math.nan,
-            "reward/unscored": 1.0 - scored.size / max(rewards.size, 1),
-            "response/length_mean": float(mask.sum(axis=1).mean()),
-            "response/truncated": float(np.mean(batch["truncated"])),
-        }
-        if "ref_logprobs" in batch:
-            difference = np.asarray(batch["old_logprobs"]) - np.asarray(batch["ref_logprobs"])
-            metrics["kl/reference"] = float(difference[mask].astype(np.float64).mean())
-            metrics["kl/coefficient"] = self.kl.coef
-        if "values" in batch:
-            explained = _explained_variance(batch["values"], batch["returns"], scored_mask(batch))
-            metrics["critic/explained_variance"] = float(explained)
-        for outcome, count in batch.get("reward_outcomes", {}).items():
-            if outcome != "ok" and count:
-                metrics[f"reward/{outcome}"] = float(count)
-        return metrics
+        """Metrics of the algorithm's own for the step's row, read off its batch.
 
-    def _update_metrics(self) -> dict[str, float]:
-        by_role: dict[str, list[dict[str, float]]] = {}
-        for role, logged in self._logged:
-            by_role.setdefault(role, []).append(
-                {key: float(x) for key, x in join(logged).items() if np.ndim(x) == 0}
-            )
-        self._logged = []
-        metrics: dict[str, float] = {}
-        for role, updates in by_role.items():
-            taken = [u for u in updates if not u.get("skipped")]
-            for key in updates[0]:
-                if key == "token_prob_error":
-                    # Only before the first update are the parameters those that generated.
-                    metrics["rollout/token_prob_error"] = updates[0][key]
-                elif key != "skipped":
-                    values = [u[key] for u in taken or updates if key in u]
-                    metrics[f"{role}/{key}"] = float(np.mean(values))
-            self._count_skipped(role, updates)
-            metrics[f"{role}/skipped"] = float(self._skipped.get(role, 0))
-        return metrics
-
-    def _count_skipped(self, role: str, updates: list[dict[str, float]]) -> None:
-        for update in updates:
-            if not update.get("skipped"):
-                self._skipped_in_a_row[role] = 0
-                continue
-            self._skipped[role] = self._skipped.get(role, 0) + 1
-            self.skipped_this_step += 1
-            in_a_row = self._skipped_in_a_row.get(role, 0) + 1
-            self._skipped_in_a_row[role] = in_a_row
-            if in_a_row >= self.config.max_skipped:
-                raise RunError(
-                    f"{in_a_row} updates of the {role} in a row were skipped: the last one's loss "
-                    f"is {update['loss']} and its gradient norm {update['grad_norm']}; lower "
-                    f"{role}.learning_rate, or look at the batch kept in skipped/"
-                )
+        Those of every algorithm (rewards, KL, lengths) stand in the row already.
+        """
+        return {}
 
     def state(self) -> dict[str, Any]:
         """What decides the next step beside the workers' arrays, as plain JSON."""
-        return {
-            "kl": self.kl.state(),
-            "skipped": dict(self._skipped),
-            "skipped_in_a_row": dict(self._skipped_in_a_row),
-        }
+        return {"kl": self.kl.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a ``state()``."""
         self.kl.restore(state["kl"])
-        self._skipped = dict(state["skipped"])
-        self._skipped_in_a_row = dict(state["skipped_in_a_row"])
 
 
 def old_logprobs(batch: Batch) -> Any:
     """The log-probs that ratios are taken against: tempered, not truncated by top-k or top-p."""
     return batch.get("policy_logprobs", batch["logprobs"])
-
-
-def scored_mask(batch: Batch) -> np.ndarray:
-    """bool [rows, length]: response tokens of the rows that have a reward."""
-    scored = ~np.isnan(np.asarray(batch["rewards"]))
-    return np.asarray(batch["response_mask"], bool) & scored[:, None]

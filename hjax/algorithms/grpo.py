@@ -11,10 +11,10 @@ from ml_collections import ConfigDict
 
 from hjax.algorithms.advantages import group_advantages
 from hjax.algorithms.base import Algorithm, Batch, old_logprobs
-from hjax.algorithms.ppo import policy_loss
+from hjax.algorithms.ppo import PPO, policy_loss
 from hjax.controller import join
 from hjax.errors import ConfigError
-from hjax.rules import at_least, between, one_of
+from hjax.rules import Key, at_least, one_of
 
 
 class GRPO(Algorithm):
@@ -22,39 +22,35 @@ class GRPO(Algorithm):
 
     roles: ClassVar[tuple[str, ...]] = ("actor", "reference", "reward")
 
-    rules = {
-        "clip_low": between(0, 1),
-        "clip_high": at_least(0),
-        "normalise": one_of("std", "none"),
-        "epsilon": at_least(0),
+    keys = {
+        "clip_low": PPO.keys["clip_low"],
+        "clip_high": PPO.keys["clip_high"],
+        "normalise": Key(
+            "std",
+            'divide by the group\'s standard deviation ("std"), or not ("none": Dr.GRPO)',
+            one_of("std", "none"),
+        ),
+        "epsilon": Key(1e-6, "added to the group's standard deviation", at_least(0)),
+        "leave_one_out": Key(
+            False,
+            'compare each sample with the others only (with normalise "none": RLOO\'s baseline)',
+        ),
     }
+    defaults = {"kl_coef": 0.04, "kl_in": "loss", "aggregation": "sequence"}
 
     @classmethod
-    def default_config(cls) -> ConfigDict:
-        """GRPO's keys."""
-        config = super().default_config()
-        config.kl_coef = 0.04
-        config.kl_in = "loss"
-        config.aggregation = "sequence"
-        # Bounds of the probability ratio: 1 - clip_low to 1 + clip_high.
-        config.clip_low = 0.2
-        config.clip_high = 0.2
-        # Divide by the group's standard deviation ("std"), or not ("none": Dr.GRPO).
-        config.normalise = "std"
-        # Added to that standard deviation.
-        config.epsilon = 1e-6
-        # Compare each sample with the others only (with normalise "none": RLOO's baseline).
-        config.leave_one_out = False
-        return config
-
-    @classmethod
-    def losses(cls, config: ConfigDict, max_response_length: int) -> dict[str, Any]:
-        """The clipped policy loss with its KL."""
+    def check(cls, config: ConfigDict) -> None:
+        """A KL stands in the loss."""
+        super().check(config)
         if config.kl_coef and config.kl_in != "loss":
             raise ConfigError(
                 f"algorithm.kl_in={config.kl_in!r}: GRPO takes its KL in the loss; "
                 "use 'loss', or PPO for a KL in the reward"
             )
+
+    @classmethod
+    def losses(cls, config: ConfigDict, max_response_length: int) -> dict[str, Any]:
+        """The clipped policy loss with its KL."""
         return {"actor": policy_loss(config, max_response_length)}
 
     def step(self, prompts: Batch) -> Batch:
@@ -77,11 +73,12 @@ class GRPO(Algorithm):
             epsilon=config.epsilon,
             leave_one_out=config.leave_one_out,
         )
-        mask = np.asarray(batch["response_mask"], bool)
+        mask, old = np.asarray(batch["response_mask"], bool), old_logprobs(batch)
         return batch | {
             "advantages": np.where(mask, np.asarray(per_row)[:, None], np.float32(0)),
-            "old_logprobs": old_logprobs(batch),
+            "old_logprobs": old,
             "row_mask": ~np.isnan(batch["rewards"]),
+            **self.follow_kl(batch, old),
         }
 
 

@@ -3,6 +3,7 @@
 import math
 from typing import Protocol
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -43,12 +44,15 @@ def kl_estimate(
 
     Raises:
         ConfigError: unknown `kind`.
+        AssertionError: two shapes, or whole numbers (token ids, say), when traced.
 
     Example:
         >>> kl_estimate(jnp.log(0.5), jnp.log(0.25), "k3")      # 1/2 - 1 + log 2
         Array(0.19314718, dtype=float32)
     """
     check_kl_kind(kind)
+    chex.assert_type([logprobs, ref_logprobs], float)
+    chex.assert_equal_shape([jnp.asarray(logprobs), jnp.asarray(ref_logprobs)])
     difference = jnp.asarray(logprobs, jnp.float32) - jnp.asarray(ref_logprobs, jnp.float32)
     if input_clamp is not None:
         difference = jnp.clip(difference, -input_clamp, input_clamp)
@@ -79,11 +83,11 @@ def check_kl_kind(kind: str) -> None:
 
 
 class KLController(Protocol):
-    """The coefficient of the KL penalty in the reward, and how it moves from step to step."""
+    """The coefficient of the KL, in the reward or the loss, and how it moves from step to step."""
 
     @property
     def coef(self) -> float:
-        """The coefficient to use now, reward per nat."""
+        """The coefficient to use now, reward (or loss) per nat."""
         ...
 
     def update(self, kl_mean: float, sequences: int) -> None:

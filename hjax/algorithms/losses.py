@@ -9,19 +9,23 @@ Protocol of every loss, a frozen and picklable dataclass handed to the worker:
 
 - `needs`: the batch keys that the call reads. `row_mask` (bool [N], false for unscored or padding
   rows) is read by `weights` where the batch has it.
+- `scalars` (none where absent): those of `needs` that are one number for all rows.
 - `tempered` (True where absent): whether log-probs are taken at the rollout's temperature.
 - `weights(batch) -> [N, L]`, of the loss; `stat_weights(batch) -> [N, L]`, the mean over tokens,
   with which the statistics are averaged in the same way.
 - `loss(output [N, L], ..., batch) -> (token_loss [N, L], stats: dict of [N, L])`, float32, 0 off
   the mask. What the model computes on padding has no influence, not even as NaN.
 
-A part that isn't built is refused by the constructor with one line.
+A part that isn't built is refused by the constructor with one line. Arrays of shapes that do not
+belong together are an AssertionError when the call is traced, before NumPy's rules would stretch
+one over the other.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -72,7 +76,9 @@ def aggregation_weights(
     """
     _check_aggregation(how, max_length)
     mask = jnp.asarray(mask, bool)
+    chex.assert_rank(mask, 2)
     rows = jnp.ones(mask.shape[0], bool) if row_mask is None else jnp.asarray(row_mask, bool)
+    chex.assert_shape(rows, mask.shape[:1])
     mask = mask & rows[:, None]
     if how == "token":
         count = jnp.sum(mask)
@@ -131,7 +137,9 @@ class PolicyLoss(_TokenLoss):
             each token. "none": REINFORCE, L = -A * l, no old log-probs and no clipping.
         aggregation: how tokens are added up, see `aggregation_weights`.
         max_length: tokens, for aggregation "constant".
-        kl_coef: beta, of the KL in the loss; fixed (an adaptive one belongs in the reward).
+        kl_coef: beta, of the KL in the loss; 0: none.
+        kl_adaptive: beta moves from step to step (`hjax.algorithms.kl.AdaptiveKL`): it is the
+            batch's entry `kl_coef`, a float32 scalar, and the field above only its first value.
         kl_estimator: k2, k3, k1+ or k3+; k1 is refused, its gradient has mean zero.
         kl_input_clamp, kl_output_clamp: see `kl_estimate`; None: off.
         entropy_coef: c, of the entropy bonus.
@@ -148,6 +156,7 @@ class PolicyLoss(_TokenLoss):
     dual_clip: float | None = None
     ratio: Literal["token", "sequence", "none"] = "token"
     kl_coef: float = 0.0
+    kl_adaptive: bool = False
     kl_estimator: str = "k3"
     kl_input_clamp: float | None = None
     kl_output_clamp: float | None = None
@@ -171,10 +180,13 @@ class PolicyLoss(_TokenLoss):
             value = getattr(self, name)
             if not isinstance(value, int | float):
                 raise ConfigError(
-                    f"{name}={value!r} must be a fixed number: put an adaptive KL in the reward"
+                    f"{name}={value!r} must be a fixed number; a KL coefficient that moves is the "
+                    "batch's entry kl_coef, with kl_adaptive=True"
                 )
         if not self.kl_coef >= 0:
             raise ConfigError(f"kl_coef={self.kl_coef} must be 0 or more")
+        if self.kl_adaptive and not self.kl_coef:
+            raise ConfigError("kl_adaptive=True needs a first kl_coef above 0")
         check_kl_kind(self.kl_estimator)
         if self.kl_coef and self.kl_estimator == "k1":
             raise ConfigError(
@@ -197,7 +209,12 @@ class PolicyLoss(_TokenLoss):
         """Keys that the call reads from the batch."""
         old = () if self.ratio == "none" else ("old_logprobs",)
         reference = ("ref_logprobs",) if self.kl_coef else ()
-        return ("response_mask", "advantages", *old, *reference)
+        return ("response_mask", "advantages", *old, *reference, *self.scalars)
+
+    @property
+    def scalars(self) -> tuple[str, ...]:
+        """Those of `needs` that are one number for all rows."""
+        return ("kl_coef",) if self.kl_adaptive else ()
 
     @property
     def needs_entropy(self) -> bool:
@@ -212,7 +229,8 @@ class PolicyLoss(_TokenLoss):
         Args:
             logprobs: float [N, L], of the response tokens under the policy being trained.
             entropy: float [N, L], nats, of the distributions they were drawn from; or None.
-            batch: the keys of `needs`: `response_mask` bool [N, L], the others float [N, L].
+            batch: the keys of `needs`: `response_mask` bool [N, L], those of `scalars` float32
+                scalars, the others float [N, L].
 
         Returns:
             (token_loss, stats), all float32 [N, L]. Stats, without gradient: `clip_fraction` (1
@@ -224,6 +242,9 @@ class PolicyLoss(_TokenLoss):
             ConfigError: `entropy` is None though the loss has an entropy bonus.
         """
         mask = batch["response_mask"]
+        per_token = [batch[key] for key in self.needs if key not in self.scalars]
+        chex.assert_equal_shape([logprobs, *per_token, *([] if entropy is None else [entropy])])
+        chex.assert_shape([batch[key] for key in self.scalars], ())
         advantages = keep(batch["advantages"], mask)
         logprobs = keep(logprobs, mask)
         stats: Stats = {}
@@ -240,7 +261,7 @@ class PolicyLoss(_TokenLoss):
                 input_clamp=self.kl_input_clamp,
                 output_clamp=self.kl_output_clamp,
             )
-            loss = loss + self.kl_coef * kl
+            loss = loss + (batch["kl_coef"] if self.kl_adaptive else self.kl_coef) * kl
             stats["kl"] = kl
         if entropy is not None:
             stats["entropy"] = keep(entropy, mask)
@@ -322,6 +343,7 @@ class ValueLoss(_TokenLoss):
             clipping `clip_fraction` (1 where the clipped error is the larger one).
         """
         mask = batch["response_mask"]
+        chex.assert_equal_shape([values, *(batch[key] for key in self.needs)])
         values, returns = keep(values, mask), keep(batch[self.returns_key], mask)
         stats: Stats = {"value": values}
         error = jnp.square(values - returns)
@@ -362,6 +384,7 @@ class SupervisedLoss(_TokenLoss):
             batch: `response_mask` bool [N, L].
         """
         mask = batch["response_mask"]
+        chex.assert_equal_shape([logprobs, mask])
         stats = {} if entropy is None else {"entropy": keep(entropy, mask)}
         return -keep(logprobs, mask), jax.lax.stop_gradient(stats)
 
@@ -376,6 +399,7 @@ def explained_variance(values: jax.Array, returns: jax.Array, mask: jax.Array) -
     Returns:
         float32 scalar, at most 1; 0 (never NaN) where the returns don't vary.
     """
+    chex.assert_equal_shape([values, returns, mask])
     variance = masked_variance(returns, mask)
     residual = masked_variance(keep(returns, mask) - keep(values, mask), mask)
     return jnp.where(variance > 0, 1.0 - residual / jnp.where(variance > 0, variance, 1.0), 0.0)

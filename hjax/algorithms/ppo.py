@@ -15,7 +15,7 @@ from hjax.algorithms.base import Algorithm, Batch, old_logprobs
 from hjax.algorithms.kl import kl_estimate
 from hjax.algorithms.losses import PolicyLoss, ValueLoss
 from hjax.controller import join
-from hjax.rules import Rule, at_least, between
+from hjax.rules import Key, Rule, at_least, between
 
 
 class PPO(Algorithm):
@@ -23,32 +23,25 @@ class PPO(Algorithm):
 
     roles: ClassVar[tuple[str, ...]] = ("actor", "critic", "reference", "reward")
 
-    rules = {
-        "gamma": between(0, 1),
-        "lam": between(0, 1),
-        "clip_low": between(0, 1),
-        "clip_high": at_least(0),
-        "dual_clip": Rule("above 1 (usually 3), or 0 for none", lambda x: x == 0 or x > 1),
-        "value_clip": at_least(0),
+    keys = {
+        "gamma": Key(1.0, "discount per token", between(0, 1)),
+        "lam": Key(0.95, "lambda of generalised advantage estimation", between(0, 1)),
+        "clip_low": Key(0.2, "the probability ratio may fall to 1 - clip_low", between(0, 1)),
+        "clip_high": Key(0.2, "the probability ratio may rise to 1 + clip_high", at_least(0)),
+        "dual_clip": Key(
+            0.0,
+            "bound on the loss of negative advantages, in units of |A| (0: none; usually 3)",
+            Rule("above 1 (usually 3), or 0 for none", lambda x: x == 0 or x > 1),
+        ),
+        "value_clip": Key(
+            0.2,
+            "how far a value may move from the old one before the loss stops it; 0: no clipping",
+            at_least(0),
+        ),
+        "whiten": Key(
+            True, "shift and scale the advantages of a step to mean 0 and standard deviation 1"
+        ),
     }
-
-    @classmethod
-    def default_config(cls) -> ConfigDict:
-        """PPO's keys."""
-        config = super().default_config()
-        # Discount per token, and lambda of generalised advantage estimation.
-        config.gamma = 1.0
-        config.lam = 0.95
-        # Bounds of the probability ratio: 1 - clip_low to 1 + clip_high.
-        config.clip_low = 0.2
-        config.clip_high = 0.2
-        # Bound on the loss of negative advantages, in units of |A| (0: none; usually 3).
-        config.dual_clip = 0.0
-        # How far a value may move from the old one before the loss stops it; 0: no clipping.
-        config.value_clip = 0.2
-        # Shift and scale the advantages of a step to mean 0 and standard deviation 1.
-        config.whiten = True
-        return config
 
     @classmethod
     def losses(cls, config: ConfigDict, max_response_length: int) -> dict[str, Any]:
@@ -85,20 +78,13 @@ class PPO(Algorithm):
             lam=config.lam,
             whitened=config.whiten,
         )
-        self.update_kl(batch, old)
         return batch | {
             "advantages": np.asarray(advantages),
             "returns": np.asarray(returns),
             "old_logprobs": old,
             "row_mask": ~np.isnan(batch["rewards"]),
+            **self.follow_kl(batch, old),
         }
-
-    def update_kl(self, batch: Batch, old: Any) -> None:
-        """Let an adaptive coefficient follow the KL measured on this batch."""
-        if "ref_logprobs" in batch:
-            mask = np.asarray(batch["response_mask"], bool)
-            difference = (np.asarray(old) - np.asarray(batch["ref_logprobs"]))[mask]
-            self.kl.update(float(difference.mean()), mask.shape[0])
 
 
 def policy_loss(config: ConfigDict, max_response_length: int, **switches: Any) -> PolicyLoss:
@@ -111,6 +97,7 @@ def policy_loss(config: ConfigDict, max_response_length: int, **switches: Any) -
         "max_length": max_response_length if config.aggregation == "constant" else None,
         "entropy_coef": config.entropy_coef,
         "kl_coef": config.kl_coef if config.kl_in == "loss" else 0.0,
+        "kl_adaptive": config.kl_in == "loss" and config.kl_target > 0,
         "kl_estimator": config.kl_estimator,
     }
     return PolicyLoss(**options | switches)

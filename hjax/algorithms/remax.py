@@ -13,9 +13,9 @@ from ml_collections import ConfigDict
 from hjax.algorithms.advantages import remax_advantages, whiten
 from hjax.algorithms.base import Algorithm, Batch, old_logprobs
 from hjax.algorithms.kl import kl_estimate
-from hjax.algorithms.ppo import policy_loss
+from hjax.algorithms.ppo import PPO, policy_loss
 from hjax.controller import join
-from hjax.rules import between
+from hjax.rules import Key
 
 
 class ReMax(Algorithm):
@@ -23,21 +23,19 @@ class ReMax(Algorithm):
 
     roles: ClassVar[tuple[str, ...]] = ("actor", "reference", "reward")
 
-    rules = {"gamma": between(0, 1)}
-
-    @classmethod
-    def default_config(cls) -> ConfigDict:
-        """ReMax's keys."""
-        config = super().default_config()
-        # Discount per token.
-        config.gamma = 1.0
-        # Each token answers for the KL of those after it too (verl), or only for its own (the
-        # authors' code).
-        config.kl_cumulated = False
-        # Shift and scale the advantages of a step to mean 0 and standard deviation 1 (not in the
-        # paper).
-        config.whiten = False
-        return config
+    keys = {
+        "gamma": PPO.keys["gamma"],
+        "kl_cumulated": Key(
+            False,
+            "each token answers for the KL of those after it too (verl), or only for its own (the "
+            "authors' code)",
+        ),
+        "whiten": Key(
+            False,
+            "shift and scale the advantages of a step to mean 0 and standard deviation 1 (not in "
+            "the paper)",
+        ),
+    }
 
     @classmethod
     def losses(cls, config: ConfigDict, max_response_length: int) -> dict[str, Any]:
@@ -76,6 +74,7 @@ class ReMax(Algorithm):
             "baseline": baseline,
             "old_logprobs": old,
             "row_mask": ~np.isnan(batch["rewards"] - baseline),
+            **self.follow_kl(batch, old),
         }
 
 

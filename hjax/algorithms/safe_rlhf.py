@@ -20,7 +20,7 @@ from hjax.algorithms.losses import ValueLoss
 from hjax.algorithms.ppo import PPO
 from hjax.controller import join
 from hjax.errors import ConfigError
-from hjax.rules import above, at_least, finite
+from hjax.rules import Key, above, at_least, finite
 
 
 class SafeRLHF(PPO):
@@ -28,16 +28,28 @@ class SafeRLHF(PPO):
 
     roles = ("actor", "critic", "reference", "reward", "cost", "cost_critic")
 
-    rules = {
-        "cost_limit": finite(),
-        "initial_multiplier": above(0),
-        "max_multiplier": above(0),
-        "multiplier_learning_rate": at_least(0),
-        "multiplier_delay": at_least(0),
-        "cost_window": at_least(1),
-        "score_clip": at_least(0),
-        "pretraining_coef": at_least(0),
+    keys = {
+        "cost_limit": Key(
+            0.1,
+            "mean cost per response that may not be exceeded; a cost above 0 is unsafe",
+            finite(),
+        ),
+        "initial_multiplier": Key(1.0, "the multiplier (lambda) at the start", above(0)),
+        "max_multiplier": Key(20.0, "largest value of the multiplier", above(0)),
+        "multiplier_learning_rate": Key(0.1, "learning rate of the multiplier", at_least(0)),
+        "multiplier_delay": Key(0, "steps before the multiplier first moves", at_least(0)),
+        "cost_window": Key(4, "steps over whose mean costs the multiplier averages", at_least(1)),
+        "score_clip": Key(
+            50.0,
+            "bound on the absolute reward and cost of a token, KL included; 0: none",
+            at_least(0),
+        ),
+        "pretraining_coef": Key(
+            0.0, "weight of the loss on demonstrations (PPO-ptx); 0: none", at_least(0)
+        ),
     }
+    # Safe-RLHF does not whiten.
+    defaults = {"whiten": False}
 
     def __init__(self, config: ConfigDict, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
@@ -47,27 +59,6 @@ class SafeRLHF(PPO):
             )
         self.log_multiplier = math.log(config.initial_multiplier)
         self.recent_costs: collections.deque[float] = collections.deque(maxlen=config.cost_window)
-
-    @classmethod
-    def default_config(cls) -> ConfigDict:
-        """PPO's keys and those of the constraint."""
-        config = super().default_config()
-        # Mean cost per response that may not be exceeded; a cost above 0 is unsafe.
-        config.cost_limit = 0.1
-        # The multiplier (lambda) at the start, its largest value, and its learning rate.
-        config.initial_multiplier = 1.0
-        config.max_multiplier = 20.0
-        config.multiplier_learning_rate = 0.1
-        # Steps before the multiplier first moves, and over how many steps' costs it averages.
-        config.multiplier_delay = 0
-        config.cost_window = 4
-        # Bound on the absolute reward and cost of a token, KL included; 0: none.
-        config.score_clip = 50.0
-        # Weight of the loss on demonstrations (PPO-ptx); 0: none.
-        config.pretraining_coef = 0.0
-        # Safe-RLHF does not whiten.
-        config.whiten = False
-        return config
 
     @classmethod
     def losses(cls, config: ConfigDict, max_response_length: int) -> dict[str, Any]:
@@ -112,7 +103,6 @@ class SafeRLHF(PPO):
             clip=config.score_clip or None,
             whitened=config.whiten,
         )
-        self.update_kl(batch, old)
         return batch | {
             "advantages": np.asarray(advantages),
             "returns": np.asarray(returns),
@@ -120,6 +110,7 @@ class SafeRLHF(PPO):
             "cost_values": batch["cost"]["values"],
             "old_logprobs": old,
             "row_mask": ~np.isnan(batch["rewards"] + batch["costs"]),
+            **self.follow_kl(batch, old),
         }
 
     @property
@@ -148,7 +139,7 @@ class SafeRLHF(PPO):
         return self.demonstrations() | {"coefficient": coefficient}
 
     def batch_metrics(self, batch: Batch) -> dict[str, float]:
-        """PPO's, and the cost's."""
+        """The cost's."""
         return super().batch_metrics(batch) | {
             "cost/mean": float(np.nanmean(batch["costs"])),
             "cost/multiplier": self.multiplier,

@@ -9,6 +9,7 @@ from ml_collections import ConfigDict
 from hjax.algorithms.base import Algorithm, Batch
 from hjax.algorithms.losses import SupervisedLoss
 from hjax.errors import ConfigError
+from hjax.rules import Key
 
 
 class SFT(Algorithm):
@@ -25,14 +26,14 @@ class SFT(Algorithm):
             )
 
     @classmethod
-    def default_config(cls) -> ConfigDict:
-        """SFT's keys; sequences per update are ``warm_start.batch``."""
-        config = ConfigDict()
-        # How token losses are added up: "token", "sequence" or "constant" (docs/losses.md).
-        config.aggregation = "token"
-        # Optimizer updates in a row that may be skipped for not being finite; then the run stops.
-        config.max_skipped = 5
-        return config
+    def all_keys(cls) -> dict[str, Key]:
+        """Of the keys that all algorithms share only those that supervised training reads.
+
+        Sequences per update are ``warm_start.batch``.
+        """
+        read = ("aggregation", "max_skipped")
+        shared = Algorithm.keys.keys() - read
+        return {name: key for name, key in super().all_keys().items() if name not in shared}
 
     @classmethod
     def needed_roles(cls, config: ConfigDict) -> tuple[str, ...]:

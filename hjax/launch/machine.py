@@ -11,9 +11,9 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from hjax.config import flatten
 from hjax.files import cache_folder
 from hjax.machine import available_cores, compile_quickly, quiet_tpu_compiler
-from hjax.settings.keys import flatten
 
 
 def prepare_jax(config: ConfigDict) -> str:

@@ -7,13 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import difflib
-import hashlib
-import importlib.util
 import inspect
 import itertools
 import numbers
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from hjax.errors import ConfigError, RunError
+from hjax.user_files import load_object
 
 # Every way a sequence can come out of being judged. `killed` is for code run in a sandbox.
 OUTCOMES = (
@@ -57,28 +54,13 @@ class RewardResult:
 def load_function(spec: str, key: str = "reward.function") -> Callable[..., Any]:
     """The function `name` of the file `path.py`, given as "path.py:name".
 
-    A path that doesn't exist as given is looked up beside this file, where the examples are. The
-    file's folder is put at the end of `sys.path`, so that it can import its neighbours. `key`
-    names the setting in messages. Raises ConfigError, one line, when there is no such file or
-    name, the name can't be called, or the file fails on import (with the line that failed).
+    A path that doesn't exist as given is looked up beside this file, where the examples are.
+    `key` names the setting in messages. Raises ConfigError, one line, when there is no such file
+    or name, the name can't be called, or the file fails on import (with the line that failed).
     """
-    where, colon, name = spec.rpartition(":")
-    if not colon or not where.endswith(".py") or not name:
-        raise ConfigError(f"{key}={spec!r}: it must look like path.py:name")
-    given = Path(where).expanduser()
-    path = next((p for p in (given, Path(__file__).parent / given) if p.is_file()), None)
-    if path is None:
-        raise ConfigError(f"{key}={spec!r}: there is no file {where} in {Path.cwd()}")
-    module = _import_file(path.resolve(), f"{key}={spec!r}")
-    functions = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-    if not hasattr(module, name):
-        near = difflib.get_close_matches(name, functions, 1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(
-            f"{key}={spec!r}: {where} has no {name}; {hint}it has {', '.join(functions) or 'none'}"
-        )
-    function = getattr(module, name)
+    function = load_object(spec, key, beside=Path(__file__).parent)
     if not callable(function):
+        name = spec.rpartition(":")[2]
         raise ConfigError(
             f"{key}={spec!r}: {name} is {function!r} ({type(function).__name__}), not a function"
         )
@@ -257,33 +239,6 @@ def _check_signature(function: Callable[..., Any], name: str) -> None:
             f"reward function {name}({shown}) cannot be called: it must take "
             "(prompts, responses, **columns)"
         )
-
-
-def _import_file(path: Path, setting: str) -> Any:
-    # The name depends on the path: two files called reward.py don't hide each other.
-    name = f"hjax_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None  # it ends in .py
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        line = _line_in(error, path)
-        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise ConfigError(f"{setting}: {path.name} line {line} fails on import: {what}") from error
-    return module
-
-
-def _line_in(error: BaseException, path: Path) -> int | str:
-    if isinstance(error, SyntaxError) and error.filename == str(path):
-        return error.lineno or "?"
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-    return (lines[-1] if lines else None) or "?"
 
 
 def _short(value: Any, limit: int = 60) -> str:

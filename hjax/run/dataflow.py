@@ -15,9 +15,10 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.algorithms import Algorithm
+from hjax.algorithms.base import Absent
 from hjax.controller import join
 from hjax.errors import ConfigError
-from hjax.roles import calls_of
+from hjax.roles import calls_of, role_table
 
 _PER_TOKEN = ("logprobs", "policy_logprobs", "untempered_logprobs", "ref_logprobs", "values")
 _LEARNED = ("advantages", "returns", "old_logprobs", "cost_values", "cost_returns")
@@ -70,7 +71,8 @@ def step_calls(
         for name, role in algorithm.role_table(config).items()
         if name not in absent
     }
-    step = algorithm(settings, groups, 0, samples, lambda: _batch(rows // updates))  # type: ignore[arg-type]
+    every = {**groups, **absent_roles(algorithm, groups)}
+    step = algorithm(settings, every, 0, samples, lambda: _batch(rows // updates))  # type: ignore[arg-type]
     # The numerics are the controller's, not a call; their results are ones as well.
     step.compute_advantages = lambda batch: {**join(batch), **_learned(join(batch))}  # type: ignore[method-assign]
     step.step_number = 1
@@ -82,6 +84,17 @@ def step_calls(
             f"{type(error).__name__}: {error}"
         ) from error
     return tuple(calls)
+
+
+def absent_roles(algorithm: type[Algorithm], present: Collection[str]) -> dict[str, Absent]:
+    """Stand-ins for the algorithm's roles that are not ``present``, by role."""
+    names = dict.fromkeys((*algorithm.roles, *algorithm.workers))
+    table = role_table(list(names), algorithm.workers, algorithm.__name__)
+    return {
+        name: Absent(name, calls_of(role.worker))
+        for name, role in table.items()
+        if name not in present
+    }
 
 
 class _StandIn:

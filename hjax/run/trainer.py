@@ -22,7 +22,9 @@ from hjax.models.checkpoint import Checkpoints
 from hjax.models.huggingface import write_config
 from hjax.models.weights import MODEL_DIRECTORY
 from hjax.run.compile_counter import CompileCounter
+from hjax.run.dataflow import absent_roles
 from hjax.run.inputs import Demonstrations, load_inputs, prompt_batch
+from hjax.run.metrics import StepRecorder
 from hjax.run.placement import Plan, train_sizes
 from hjax.run.roles import (
     check_offloads,
@@ -31,6 +33,7 @@ from hjax.run.roles import (
     placed,
 )
 from hjax.run.rows import peak_bytes, sample_row, take_rows
+from hjax.run.warnings import TruncationWarning
 from hjax.run.workdir import Workdir
 from hjax.settings.checking import check_config
 
@@ -104,13 +107,17 @@ class Trainer:
                 f"warm_start.steps={config.warm_start.steps} needs demonstrations; this data has "
                 "none: set it to 0, or give the data a `response` column"
             )
+        groups = self.roles.groups
         self.algorithm = self.algorithm_class(
             config.algorithm,
-            self.roles.groups,
+            {**groups, **absent_roles(self.algorithm_class, groups)},
             seed=config.seed,
             samples=config.rollout.samples if self.algorithm_class.generates else 1,
             demonstrations=self._demonstrations,
         )
+        self.recorder = StepRecorder(self.algorithm, config.algorithm.max_skipped)
+        task = self.inputs.task
+        self._truncation = TruncationWarning(lengths[1], task.response_length if task else None)
         self.step_number = 0
         self.batch: dict[str, Any] = {}
         self.history: list[Metrics] = []
@@ -154,9 +161,9 @@ class Trainer:
         start = time.perf_counter()
         try:
             with self._phase("step"):
-                self.batch, metrics = self.algorithm.run_step(prompts, step)
+                self.batch, metrics = self.recorder.run(prompts, step)
         except RunError:
-            self.batch = self.algorithm.batch  # empty if the failure came before it was whole
+            self.batch = self.recorder.batch  # empty if the failure came before it was whole
             self._keep_for_inspection(step)
             raise
         seconds = time.perf_counter() - start
@@ -283,6 +290,7 @@ class Trainer:
             if group.has("load_state"):
                 group.load_state(str(folder)).result()
         self.algorithm.restore(controller["algorithm"])
+        self.recorder.restore(controller["updates"])
         self.prompts.restore(controller["prompts"])
         if self._demonstrations is not None:
             self._demonstrations.sampler.restore(controller["demonstrations"])
@@ -293,6 +301,7 @@ class Trainer:
         state = {
             "step": self.step_number,
             "algorithm": self.algorithm.state(),
+            "updates": self.recorder.state(),
             "prompts": self.prompts.state(),
         }
         if self._demonstrations is not None:
@@ -368,8 +377,10 @@ class Trainer:
             self.workdir.append(METRICS, [metrics])
         if self.display is not None:
             self.display.step(metrics)
+        if warning := self._truncation.message(metrics):
+            self._message(warning)
         self._keep_samples(self.batch, step, "train", KEPT_SAMPLES)
-        if self.algorithm.skipped_this_step:
+        if self.recorder.skipped_this_step:
             self._keep_for_inspection(step)
         every = self.config.checkpoint.every
         if every and step % every == 0:

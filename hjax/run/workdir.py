@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from hjax.config import flatten
 from hjax.errors import ConfigError
 from hjax.files import (
     METRICS,
@@ -22,7 +23,6 @@ from hjax.files import (
     replace_file,
     to_json,
 )
-from hjax.settings.keys import flatten
 
 # What may differ from the first start when a run is resumed: keys, and sections with a dot.
 CHANGEABLE = ("steps", "placement", "layout.", "cluster.", "display.")

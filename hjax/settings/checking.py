@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
 from ml_collections import ConfigDict
 
+from hjax.config import Config, convert, flatten, nearest_keys, section_error
 from hjax.errors import ConfigError
-from hjax.settings.keys import KEYS, OWNED_SECTIONS, PLACEMENTS, default_config, flatten
+from hjax.settings.keys import KEYS, OWNED_SECTIONS, PLACEMENTS, default_config
 
 
-def check_config(config: ConfigDict | Mapping[str, Any]) -> ConfigDict:
+def check_config(config: ConfigDict | Mapping[str, Any]) -> Config:
     """A complete, checked copy of a config.
 
     Keys that are missing take their defaults: the common ones those of `default_config()`, the
@@ -25,7 +24,7 @@ def check_config(config: ConfigDict | Mapping[str, Any]) -> ConfigDict:
       config: nested, e.g. `default_config()` with some keys changed.
 
     Returns:
-      a new, locked ConfigDict.
+      a new, locked Config.
 
     Raises:
       ConfigError: an unknown key (the nearest one is offered), a wrong type, a value out of range,
@@ -33,20 +32,22 @@ def check_config(config: ConfigDict | Mapping[str, Any]) -> ConfigDict:
     """
     complete = complete_config(config)
     _check_ranges(complete)
+    _check_algorithm(complete)
     _check_not_built(complete)
     _check_model(complete)
     _check_batches(complete)
     return complete
 
 
-def complete_config(config: ConfigDict | Mapping[str, Any]) -> ConfigDict:
+def complete_config(config: ConfigDict | Mapping[str, Any]) -> Config:
     """The config with all missing keys at their defaults; names and types checked, values not.
 
     Raises:
       ConfigError: an unknown key, a wrong type, or an algorithm that cannot be found.
     """
     given = flatten(config)
-    complete = default_config().unlock()
+    complete = default_config()
+    complete.unlock()
     common = flatten(complete)
     for section, selector in OWNED_SECTIONS.items():
         name = convert(selector, given.get(selector, common[selector]), common[selector])
@@ -57,7 +58,8 @@ def complete_config(config: ConfigDict | Mapping[str, Any]) -> ConfigDict:
         if key not in known:
             raise unknown_key(key, known, given)
         set_key(complete, key, convert(key, value, known[key]))
-    return complete.lock()
+    complete.lock()
+    return complete
 
 
 def owned_defaults(section: str, name: str) -> dict[str, Any]:
@@ -85,35 +87,9 @@ def set_key(config: ConfigDict, key: str, value: Any) -> None:
     *sections, last = key.split(".")
     for section in sections:
         if section not in config:
-            config[section] = ConfigDict()
+            config[section] = Config()
         config = config[section]
     config[last] = value
-
-
-def convert(key: str, value: Any, default: Any) -> Any:
-    """``value`` as the type of ``default``: an int for a float, a list for a tuple is taken.
-
-    Raises:
-      ConfigError: a value of another type.
-    """
-    if isinstance(value, np.generic):
-        value = value.item()
-    expected = type(default)
-    if default is None or (type(value) is expected):
-        return value
-    if expected is float and type(value) is int:
-        return float(value)
-    if expected is tuple and isinstance(value, list):
-        return tuple(value)
-    raise wrong_type(key, value, default)
-
-
-def wrong_type(key: str, value: Any, default: Any) -> ConfigError:
-    """The error for a value that is not of its key's type."""
-    expected = type(default)
-    words = {int: "a whole number (int)", float: "a number (float)", bool: "true or false (bool)",
-             str: "a string (str)", tuple: "a tuple, such as ('a', 'b')"}  # fmt: skip
-    return ConfigError(f"config.{key}={value!r}: expected {words.get(expected, expected.__name__)}")
 
 
 def unknown_key(key: str, known: Iterable[str], given: Mapping[str, Any]) -> ConfigError:
@@ -129,21 +105,9 @@ def unknown_key(key: str, known: Iterable[str], given: Mapping[str, Any]) -> Con
     for section, selector in OWNED_SECTIONS.items():
         if key.startswith(section + ".") and selector in given:
             message += f" (not a key of {given[selector]})"
-    if any(k.startswith(key + ".") for k in known):
-        below = [k for k in known if k.startswith(key + ".")]
-        return ConfigError(
-            f"config.{key} is a section; set one of its keys: "
-            + ", ".join(f"config.{k}" for k in below[:8])
-            + (", ..." if len(below) > 8 else "")
-        )
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
-    if not near:
-        # The right last name in the wrong section, or a slip in the last name alone.
-        last = key.rsplit(".", 1)[-1]
-        names = {k.rsplit(".", 1)[-1] for k in known}
-        ends = difflib.get_close_matches(last, sorted(names), n=1, cutoff=0.6)
-        near = [k for k in known if k.rsplit(".", 1)[-1] in ends][:3]
-    near = near or difflib.get_close_matches(key, known, n=1, cutoff=0)
+    if below := [k for k in known if k.startswith(key + ".")]:
+        return section_error(key, below)
+    near = nearest_keys(key, known)
     return ConfigError(f"{message}; did you mean {' or '.join('config.' + k for k in near)}?")
 
 
@@ -152,15 +116,21 @@ def _check_ranges(config: ConfigDict) -> None:
 
     values = flatten(config)
     rules = {key: definition.rule for key, definition in flatten(KEYS).items()}
-    own = get_algorithm(config.algorithm.name).all_rules()
-    rules |= {f"algorithm.{key}": rule for key, rule in own.items()}
+    own = get_algorithm(config.algorithm.name).all_keys()
+    rules |= {f"algorithm.{name}": key.rule for name, key in own.items()}
     for key, rule in rules.items():
-        # A class of the user's may leave out keys of its base's.
+        # A `default_config` of the user's may leave out keys of its base's.
         if rule is not None and key in values and not rule.holds(values[key]):
             raise ConfigError(f"config.{key}={values[key]!r}: must be {rule.text}")
     for text in config.rollout.stop:
         if not isinstance(text, str) or not text:
             raise ConfigError(f"config.rollout.stop={text!r}: each must be a non-empty string")
+
+
+def _check_algorithm(config: ConfigDict) -> None:
+    from hjax.algorithms import get_algorithm
+
+    get_algorithm(config.algorithm.name).check(config.algorithm)
 
 
 def _check_not_built(config: ConfigDict) -> None:

@@ -1,9 +1,9 @@
 """Every key that all algorithms' configs share: its default, its meaning and what it may be.
 
-This table is the one source: `default_config` builds the ConfigDict from it, `check_config` takes
+This table is the one source: `default_config` builds the config from it, `check_config` takes
 types and ranges from it, and docs/config.md is its printout (`python -m hjax.launch.config_docs`).
-An algorithm's own keys live under `config.algorithm` and come from its `default_config()`, what
-they may be from its `rules`.
+An algorithm's own keys live under `config.algorithm` and come from its `keys`, a task's under
+`config.data.task_options`.
 
 Batch sizes are always counted in sequences (one sequence = one prompt with one response) over the
 whole run, never per device; `rollout.prompts` alone counts prompts.
@@ -11,26 +11,15 @@ whole run, never per device; `rollout.prompts` alone counts prompts.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ml_collections import ConfigDict
-
-from hjax.rules import Rule, above, at_least, below_one, between, one_of
-
-
-@dataclasses.dataclass(frozen=True)
-class Key:
-    """One config key: its default (whose type is the key's type), its meaning, its rule."""
-
-    default: Any
-    doc: str
-    rule: Rule | None = None
-
+from hjax.config import Config
+from hjax.rules import Key, Rule, above, at_least, below_one, between, one_of
 
 # Sections whose keys belong to what another key names: to the algorithm's class, to the task.
 OWNED_SECTIONS = {"algorithm": "algorithm.name", "data.task_options": "data.task"}
+
 
 def _offload(trained: bool) -> Key:
     if trained:
@@ -265,19 +254,8 @@ KEYS: dict[str, Any] = {
 }
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted key to value of a nested (or already flat) mapping; an empty section has none."""
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, (Mapping, ConfigDict)):
-            flat.update(flatten(value, f"{prefix}{name}."))
-        else:
-            flat[prefix + name] = value
-    return flat
-
-
-def default_config() -> ConfigDict:
-    """A new ConfigDict with every common key at its default.
+def default_config() -> Config:
+    """A new Config with every common key at its default.
 
     It is locked, so that a mistyped key fails at once, but for `config.algorithm` and
     `config.data.task_options`, whose keys belong to the algorithm and the task.
@@ -286,7 +264,8 @@ def default_config() -> ConfigDict:
     def build(tree: Mapping[str, Any]) -> dict[str, Any]:
         return {k: v.default if isinstance(v, Key) else build(v) for k, v in tree.items()}
 
-    config = ConfigDict(build(KEYS)).lock()
+    config = Config(build(KEYS))
+    config.lock()
     for section in OWNED_SECTIONS:
         holder = config
         for name in section.split("."):

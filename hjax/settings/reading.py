@@ -1,31 +1,26 @@
 """Reading a config: a Python file with `get_config()`, the algorithm's keys, then overrides.
 
+config = load_config("ppo.py", {"rollout.prompts": 32})
 config = load_config("ppo.py", ["--config.rollout.prompts=32"])
 """
 
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import os
 import re
-import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
+from hjax.config import Config, convert, flatten, wrong_type
 from hjax.errors import ConfigError
-from hjax.settings.checking import (
-    check_config,
-    complete_config,
-    owned_defaults,
-    unknown_key,
-    wrong_type,
-)
-from hjax.settings.keys import OWNED_SECTIONS, default_config, flatten
+from hjax.settings.checking import check_config, complete_config, owned_defaults, unknown_key
+from hjax.settings.keys import OWNED_SECTIONS, default_config
+from hjax.user_files import error_line, import_file
 
 __all__ = ["check_config", "config_names", "default_config", "find_config", "load_config"]
 
@@ -37,29 +32,34 @@ _OVERRIDE = re.compile(r"^--?(no)?config\.([^=]+)(?:=(.*))?$", re.DOTALL)
 
 def load_config(
     name_or_path: str,
-    overrides: Sequence[str] = (),
+    overrides: Sequence[str] | Mapping[str, Any] = (),
     flag_values: flags.FlagValues | None = None,
-) -> ConfigDict:
+) -> Config:
     """The complete, checked config of a run.
 
     Args:
       name_or_path: a Python file with `get_config()`, or the name of one in hjax/launch/configs/
         (`ppo.py` or `ppo`). What follows a colon is handed to `get_config` as its argument.
-      overrides: command-line arguments `--config.a.b=VALUE`, with the meaning that
+      overrides: keys with their values, dotted (`{"rollout.prompts": 32}`) or nested; or
+        command-line arguments `--config.a.b=VALUE`, with the meaning that
         ml_collections.config_flags gives them. Naming another algorithm or task leaves out what
         the file set for its own and the other one does not have.
-      flag_values: flags that may stand between the overrides (a command's own); they are parsed
+      flag_values: flags that may stand between the arguments (a command's own); they are parsed
         along. None: overrides only.
 
     Returns:
-      a locked ConfigDict with all common keys and the algorithm's own.
+      a locked Config with all common keys and the algorithm's own.
 
     Raises:
       ConfigError: whatever is wrong with the file, a key or a value, in one line.
     """
     path, colon, argument = name_or_path.partition(":")
     given = flatten(_get_config(find_config(path), argument if colon else None))
-    _choose_owners(given, overrides)
+    if isinstance(overrides, Mapping):
+        wanted = flatten(overrides)
+        _choose_owners(given, wanted)
+        return check_config(given | wanted)
+    _choose_owners(given, _owners_named(overrides))
     config = complete_config(given)
     _apply(config, overrides, flag_values if flag_values is not None else flags.FlagValues())
     return check_config(config)
@@ -88,59 +88,49 @@ def find_config(name_or_path: str) -> Path:
     )
 
 
-def _choose_owners(given: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Let an override of the algorithm or the task decide which keys there are.
+def _owners_named(arguments: Sequence[str]) -> dict[str, str]:
+    """The algorithm and the task that command-line arguments name, by their keys."""
+    named = {}
+    for argument, following in zip(arguments, [*arguments[1:], ""]):
+        match = _OVERRIDE.match(argument)
+        if match and match[2] in OWNED_SECTIONS.values():
+            named[match[2]] = following if match[3] is None else match[3]
+    return named
+
+
+def _choose_owners(given: dict[str, Any], named: Mapping[str, Any]) -> None:
+    """Let the algorithm and the task that overrides name decide which keys there are.
 
     What the file set for its own algorithm or task and the other one does not have is left out of
     ``given`` (dotted key to value): it has no meaning there.
     """
-    for argument, following in zip(overrides, [*overrides[1:], ""]):
-        match = _OVERRIDE.match(argument)
-        for section, selector in OWNED_SECTIONS.items():
-            if not match or match[2] != selector:
-                continue
-            before = given.get(selector, flatten(default_config())[selector])
-            given[selector] = following if match[3] is None else match[3]
-            gone = owned_defaults(section, before).keys() - owned_defaults(section, given[selector])
-            for key in gone:
-                given.pop(f"{section}.{key}", None)
+    for section, selector in OWNED_SECTIONS.items():
+        if selector not in named:
+            continue
+        default = flatten(default_config())[selector]
+        before = convert(selector, given.get(selector, default), default)
+        given[selector] = convert(selector, named[selector], default)
+        gone = owned_defaults(section, before).keys() - owned_defaults(section, given[selector])
+        for key in gone:
+            given.pop(f"{section}.{key}", None)
 
 
 def _get_config(path: Path, argument: str | None) -> ConfigDict | dict[str, Any]:
     """Import the file and call its `get_config`."""
-    name = "hjax_config_" + re.sub(r"\W", "_", path.stem)
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"--config={path}: not a Python file (its name must end in .py)")
-    module = importlib.util.module_from_spec(spec)
+    module = import_file(path, f"--config={path}")
+    if not hasattr(module, "get_config"):
+        raise ConfigError(f"--config={path}: the file defines no get_config()")
     try:
-        spec.loader.exec_module(module)
-        if not hasattr(module, "get_config"):
-            raise ConfigError(f"--config={path}: the file defines no get_config()")
         config = module.get_config() if argument is None else module.get_config(argument)
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"{_place(path, error)}: {_one_line(error)}") from error
+        raise ConfigError(f"--config={path}: {error_line(path, error)}") from error
     if not isinstance(config, (ConfigDict, dict)):
         raise ConfigError(
             f"--config={path}: get_config() returned {type(config).__name__}, not a ConfigDict"
         )
     return config
-
-
-def _place(path: Path, error: Exception) -> str:
-    """`file:line` of the error within the config file."""
-    if isinstance(error, SyntaxError) and error.lineno:
-        return f"{path}:{error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [f.lineno for f in frames if os.path.abspath(f.filename) == os.path.abspath(path)]
-    return f"{path}:{lines[-1]}" if lines else str(path)
-
-
-def _one_line(error: Exception) -> str:
-    text = error.msg if isinstance(error, SyntaxError) else str(error)
-    return f"{type(error).__name__}: {' '.join(str(text).split())}"
 
 
 def _apply(config: ConfigDict, overrides: Sequence[str], values: flags.FlagValues) -> None:
@@ -164,7 +154,8 @@ def _apply(config: ConfigDict, overrides: Sequence[str], values: flags.FlagValue
     except flags.Error as error:
         raise _flag_error(error, known, values) from error
     except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"an option cannot be read: {_one_line(error)}") from error
+        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ConfigError(f"an option cannot be read: {text}") from error
     if rest:
         raise ConfigError(
             f"unexpected argument {rest[0]!r}; options begin with -- and take =VALUE, see --help"

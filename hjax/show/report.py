@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hjax.config import flatten
 from hjax.errors import ConfigError
 from hjax.files import METRICS, SAMPLES, WARM_START, read_json, read_rows, replace_file
 from hjax.settings.checking import owned_defaults
-from hjax.settings.keys import OWNED_SECTIONS, default_config, flatten
+from hjax.settings.keys import OWNED_SECTIONS, default_config
 from hjax.show.charts import Series, escape, label, line_chart, stacked_bar, timeline
 from hjax.show.format import clock, count
 from hjax.show.format import seconds as duration

@@ -5,12 +5,12 @@ python -m hjax.launch.config_docs > docs/config.md
 
 from __future__ import annotations
 
-import inspect
-import re
 from typing import Any
 
 from hjax.algorithms import ALGORITHMS, Algorithm
-from hjax.settings.keys import KEYS, ROLES, Key, flatten
+from hjax.config import flatten
+from hjax.rules import Key
+from hjax.settings.keys import KEYS, ROLES
 
 SECTION_DOCS = {
     "": "The run",
@@ -45,7 +45,7 @@ def config_markdown() -> str:
         "(`--config.rollout.prompts=32`). **Batch sizes are counted in sequences** (a prompt "
         "with one response) **over the whole run, not per device**; `rollout.prompts` alone "
         "counts prompts. An algorithm's own keys live under `algorithm`, see below; a class of "
-        "your own declares its own in `default_config`.",
+        "your own declares its own in `keys`.",
     ]
     sections: dict[str, dict[str, Any]] = {"": {}}
     for name, value in KEYS.items():
@@ -67,61 +67,24 @@ def config_markdown() -> str:
 
 
 def _algorithms() -> list[str]:
-    """The algorithms' own keys, with the comments beside their definitions as meanings."""
-    lines = ["", "## The algorithms' own keys", "", "Of all algorithms but SFT:", ""]
+    """The algorithms' own keys: what a class declares, and the defaults that it changes."""
     head = ["| key | type | default | meaning | must be |", "|---|---|---|---|---|"]
-    common = Algorithm.default_config()
-    lines += head + [_own_row(Algorithm, key) for key in _comments(Algorithm)]
-    for name, cls in ALGORITHMS.items():
-        config = cls.default_config()
-        parents = [
-            base
-            for base in cls.__mro__[1:]
-            if issubclass(base, Algorithm) and base is not Algorithm
-        ]
-        known = parents[0].default_config() if parents else common
-        own = [
-            key
-            for key in _comments(cls)
-            if key in config and (not cls.generates or known.get(key) != config[key])
-        ]
-        beside = f"those of {parents[0].__name__}" if parents else "those above"
-        beside = "" if not cls.generates else f", beside {beside}"
-        lines += ["", f"{name}{beside}:", "", *head, *(_own_row(cls, key) for key in own)]
+    lines = ["", "## The algorithms' own keys", "", "Of all algorithms but SFT:", "", *head]
+    lines += [_own_row(name, key) for name, key in Algorithm.keys.items()]
+    for title, cls in ALGORITHMS.items():
+        keys = cls.all_keys()
+        base = cls.__mro__[1]
+        if cls.generates:
+            names = [*vars(cls).get("keys", ()), *vars(cls).get("defaults", ())]
+            title += f", beside those {'above' if base is Algorithm else f'of {base.__name__}'}"
+        else:
+            names = list(keys)
+        lines += ["", f"{title}:", "", *head, *(_own_row(name, keys[name]) for name in names)]
     return lines
 
 
-def _own_row(cls: type[Algorithm], name: str) -> str:
-    default = cls.default_config()[name]
-    doc = _comments(cls).get(name, "").replace("|", "\\|")
-    rule = cls.all_rules().get(name)
-    may = rule.text if rule else ""
-    return f"| `algorithm.{name}` | {type(default).__name__} | {_shown(default)} | {doc} | {may} |"
-
-
-def _comments(cls: type[Algorithm]) -> dict[str, str]:
-    """Key to the comment above its line in `default_config`; a subclass's own comment wins.
-
-    Lines that follow each other without a comment between them share the one above.
-    """
-    found: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        if "default_config" not in vars(base):
-            continue
-        comment: list[str] = []
-        keys_seen = True
-        source = inspect.getsource(vars(base)["default_config"].__func__)
-        for line in map(str.strip, source.splitlines()):
-            if line.startswith("#"):
-                comment = [line[1:].strip()] if keys_seen else [*comment, line[1:].strip()]
-                keys_seen = False
-            elif match := re.match(r"config\.(\w+) = ", line):
-                keys_seen = True
-                if comment:
-                    found[match[1]] = " ".join(comment)
-            else:
-                comment = []
-    return found
+def _own_row(name: str, key: Key) -> str:
+    return _row(f"algorithm.{name}", key)
 
 
 def _row(name: str, key: Key) -> str:

@@ -498,8 +498,10 @@ class TrainedWorker(ModelWorker):
         floats = jax.ShapeDtypeStruct(
             batch["responses"].shape, jnp.float32, sharding=batch["responses"].sharding
         )
+        number = jax.ShapeDtypeStruct((), jnp.float32, sharding=self.layouts.train.replicated)
+        scalars = getattr(self.context.loss, "scalars", ())
         for key in (*self.context.loss.needs, *self.extra_keys):
-            batch.setdefault(key, floats)
+            batch.setdefault(key, number if key in scalars else floats)
         state = self.abstract_state()
         yield "update", lambda: self.updater.trace(state["params"], state["optimizer"], batch)
 

@@ -56,9 +56,9 @@ class Task:
         raise NotImplementedError
 
     @property
-    def response_length(self) -> int:
-        """Characters of the longest answer or demonstration, plus one for EOS."""
-        raise NotImplementedError
+    def response_length(self) -> int | None:
+        """Characters of the longest answer or demonstration, plus one for EOS; None: not known."""
+        return None
 
     def record(self, index: int) -> dict[str, Any] | None:
         """The record of an index in [0, size): `prompt` and columns; None if there is none."""

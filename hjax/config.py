@@ -1,0 +1,211 @@
+"""The tree of settings of a run, and what it says of a key that is wrong.
+
+`Config` is ml_collections' ConfigDict, which config files and flags work with, but a slip is
+answered in one line that names the nearest key, where ConfigDict prints all there are.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+from ml_collections import ConfigDict, FieldReference, FrozenConfigDict
+
+from hjax.errors import ConfigError
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted key to value of a nested (or already flat) mapping; an empty section has none."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, (Mapping, ConfigDict)):
+            flat.update(flatten(value, f"{prefix}{name}."))
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+def convert(key: str, value: Any, default: Any) -> Any:
+    """``value`` as the type of ``default``.
+
+    An int is taken for a float, a list for a tuple and the reverse, and NumPy's numbers for
+    Python's.
+
+    Args:
+      key: dotted, without `config.`; for the message.
+      value: any.
+      default: what the key holds now; None: a value of any type is taken.
+
+    Raises:
+      ConfigError: a value of another type.
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    expected = type(default)
+    if default is None or type(value) is expected:
+        return value
+    if expected is float and type(value) is int:
+        return float(value)
+    if expected in (tuple, list) and isinstance(value, tuple | list):
+        return expected(value)
+    raise wrong_type(key, value, default)
+
+
+def wrong_type(key: str, value: Any, default: Any) -> ConfigError:
+    """The error for a value that is not of its key's type."""
+    expected = type(default)
+    words = {int: "a whole number (int)", float: "a number (float)", bool: "true or false (bool)",
+             str: "a string (str)", tuple: "a tuple, such as ('a', 'b')"}  # fmt: skip
+    return ConfigError(f"config.{key}={value!r}: expected {words.get(expected, expected.__name__)}")
+
+
+def section_error(key: str, known: Collection[str]) -> ConfigError:
+    """The error for a value given to a section; ``known`` are the dotted keys in it."""
+    return ConfigError(
+        f"config.{key} is a section; set one of its keys: "
+        + ", ".join(f"config.{k}" for k in list(known)[:8])
+        + (", ..." if len(known) > 8 else "")
+    )
+
+
+def nearest_keys(key: str, known: Collection[str]) -> list[str]:
+    """The keys that a mistyped one may have meant, at most three; none only if there are none.
+
+    Args:
+      key: dotted.
+      known: all dotted keys.
+    """
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
+    if not near:
+        # The right last name in the wrong section, or a slip in the last name alone.
+        last = key.rsplit(".", 1)[-1]
+        names = {k.rsplit(".", 1)[-1] for k in known}
+        ends = difflib.get_close_matches(last, sorted(names), n=1, cutoff=0.6)
+        near = [k for k in known if k.rsplit(".", 1)[-1] in ends][:3]
+    return near or difflib.get_close_matches(key, known, n=1, cutoff=0)
+
+
+class Config(ConfigDict):
+    """A ConfigDict whose errors are one line with the nearest key.
+
+    Nested dicts become Configs that know where they stand, so that a slip in
+    `config.algorithm` is named with its section. Arguments are ConfigDict's.
+
+    Raises:
+      AttributeError: `config.key` that does not exist: read, or set while locked.
+      KeyError: the same as `config["key"]`.
+      TypeError: a value of another type than the one it replaces.
+    """
+
+    def __init__(
+        self,
+        initial_dictionary: Mapping[str, Any] | ConfigDict | None = None,
+        type_safe: bool = True,
+        convert_dict: bool = True,
+        *,
+        allow_dotted_keys: bool = False,
+        sort_keys: bool = True,
+    ):
+        object.__setattr__(self, "_path", "")
+        super().__init__(
+            None,
+            type_safe,
+            convert_dict,
+            allow_dotted_keys=allow_dotted_keys,
+            sort_keys=sort_keys,
+        )
+        given = initial_dictionary
+        if isinstance(given, ConfigDict):
+            for key, value in given.items(preserve_field_references=True):
+                self[key] = value
+            object.__setattr__(self, "_type_safe", given.is_type_safe)
+            object.__setattr__(self, "_locked", given.is_locked)
+        elif given is not None:
+            for key, value in given.items():
+                self[key] = value
+
+    def __getattr__(self, name: str) -> Any:
+        # What copy, pickle and notebooks ask every object for is no key.
+        if name.startswith("_"):
+            raise AttributeError(name)
+        try:
+            return self[name]
+        except KeyError as error:
+            raise AttributeError(error.args[0]) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        try:
+            super().__setattr__(name, value)
+        except AttributeError as error:
+            # ConfigDict wraps the KeyError, which would show the message in quotes.
+            cause = error.args[0]
+            raise AttributeError(*getattr(cause, "args", (cause,))) from None
+
+    def __getitem__(self, key: str) -> Any:
+        if key in self._fields or "." in str(key):
+            return super().__getitem__(key)
+        raise KeyError(self._unknown(key))
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key in self._fields:
+            value = self._converted(key, value)
+        elif self.is_locked:
+            raise KeyError(self._unknown(key))
+        if isinstance(value, dict) and self.convert_dict:
+            value = Config(value, self.is_type_safe)
+        super().__setitem__(key, value)
+        if isinstance(value, Config):
+            value._stand_at(self._name_of(key))
+
+    def __eq__(self, other: object) -> bool:
+        # ConfigDict's own is true from one side only where the classes differ.
+        if not isinstance(other, ConfigDict) or isinstance(other, FrozenConfigDict):
+            return False
+        return (
+            self._fields == other._fields
+            and self.is_locked == other.is_locked
+            and self.is_type_safe == other.is_type_safe
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._stand_at(state["_path"])
+
+    def _converted(self, key: str, value: Any) -> Any:
+        held = self._fields[key]
+        loose = isinstance(held, FieldReference) or isinstance(value, FieldReference)
+        if loose or value is None or not self.is_type_safe:
+            return value
+        name = self._name_of(key)
+        try:
+            if not isinstance(held, ConfigDict):
+                return convert(name, value, held)
+            if not isinstance(value, dict | ConfigDict):
+                raise section_error(name, list(flatten(held, f"{name}.")))
+        except ConfigError as error:
+            raise TypeError(str(error)) from None
+        return value
+
+    def _name_of(self, key: str) -> str:
+        return f"{self._path}.{key}" if self._path else str(key)
+
+    def _stand_at(self, path: str) -> None:
+        """Note the dotted name of this section, and of those below, for messages."""
+        object.__setattr__(self, "_path", path)
+        for key, value in self._fields.items():
+            if isinstance(value, Config):
+                value._stand_at(self._name_of(key))
+
+    def _unknown(self, key: str) -> str:
+        message = f"unknown key config.{self._name_of(key)}"
+        if not self._fields:
+            return f"{message}; there are none in this section yet"
+        near = difflib.get_close_matches(str(key), map(str, self._fields), n=1)
+        near = near or nearest_keys(str(key), list(flatten(self)))
+        if not near:
+            near = [str(k) for k in self._fields][:3]
+        return f"{message}; did you mean {' or '.join(f'config.{self._name_of(k)}' for k in near)}?"

@@ -1,0 +1,141 @@
+"""A step of an algorithm and what its row says: rewards, KL, lengths, updates and those skipped."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from hjax.algorithms import Algorithm, Batch
+from hjax.algorithms.losses import explained_variance
+from hjax.controller import join
+from hjax.errors import RunError
+
+_explained_variance = jax.jit(explained_variance)
+
+
+class StepRecorder:
+    """Runs an algorithm's steps, one at a time, and reads off each its metrics.
+
+    Args:
+      algorithm: whose steps.
+      max_skipped: updates of one role in a row that may be skipped; then the run stops.
+
+    Attributes:
+      batch: of the step in progress, to be kept if it fails; empty until it is whole.
+      skipped_this_step: updates of the last step that were skipped for not being finite.
+    """
+
+    def __init__(self, algorithm: Algorithm, max_skipped: int):
+        self.algorithm = algorithm
+        self.max_skipped = max_skipped
+        self.batch: Batch = {}
+        self.skipped_this_step = 0
+        self._skipped: dict[str, int] = {}
+        self._skipped_in_a_row: dict[str, int] = {}
+
+    def run(self, prompts: Batch, step: int) -> tuple[Batch, dict[str, float]]:
+        """Run the algorithm's ``step``; waits for its updates.
+
+        Args:
+          prompts: of the step, see docs/design.md.
+          step: its number, counted from 1.
+
+        Returns:
+          (the batch it trained on, arrays on the host; its metrics).
+
+        Raises:
+          RunError: too many updates in a row were not finite.
+        """
+        algorithm = self.algorithm
+        algorithm.step_number = step
+        algorithm.logged = []
+        self.skipped_this_step = 0
+        self.batch = {}
+        self.batch = join(algorithm.step(prompts))
+        metrics: dict[str, float] = {}
+        if algorithm.generates:
+            metrics |= batch_metrics(self.batch, algorithm.kl.coef)
+            metrics |= algorithm.batch_metrics(self.batch)
+        return self.batch, metrics | self._update_metrics()
+
+    def _update_metrics(self) -> dict[str, float]:
+        """Means over a role's updates of this step, those skipped left out."""
+        by_role: dict[str, list[dict[str, float]]] = {}
+        for role, logged in self.algorithm.logged:
+            by_role.setdefault(role, []).append(
+                {key: float(x) for key, x in join(logged).items() if np.ndim(x) == 0}
+            )
+        self.algorithm.logged = []
+        metrics: dict[str, float] = {}
+        for role, updates in by_role.items():
+            taken = [u for u in updates if not u.get("skipped")]
+            for key in updates[0]:
+                if key == "token_prob_error":
+                    # Only before the first update are the parameters those that generated.
+                    metrics["rollout/token_prob_error"] = updates[0][key]
+                elif key != "skipped":
+                    values = [u[key] for u in taken or updates if key in u]
+                    metrics[f"{role}/{key}"] = float(np.mean(values))
+            self._count_skipped(role, updates)
+            metrics[f"{role}/skipped"] = float(self._skipped.get(role, 0))
+        return metrics
+
+    def _count_skipped(self, role: str, updates: list[dict[str, float]]) -> None:
+        for update in updates:
+            if not update.get("skipped"):
+                self._skipped_in_a_row[role] = 0
+                continue
+            self._skipped[role] = self._skipped.get(role, 0) + 1
+            self.skipped_this_step += 1
+            in_a_row = self._skipped_in_a_row.get(role, 0) + 1
+            self._skipped_in_a_row[role] = in_a_row
+            if in_a_row >= self.max_skipped:
+                raise RunError(
+                    f"{in_a_row} updates of the {role} in a row were skipped: the last one's loss "
+                    f"is {update['loss']} and its gradient norm {update['grad_norm']}; lower "
+                    f"{role}.learning_rate, or look at the batch kept in skipped/"
+                )
+
+    def state(self) -> dict[str, Any]:
+        """The counts of skipped updates by role, as plain JSON."""
+        return {"skipped": dict(self._skipped), "in_a_row": dict(self._skipped_in_a_row)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a ``state()``."""
+        self._skipped = dict(state["skipped"])
+        self._skipped_in_a_row = dict(state["in_a_row"])
+
+
+def batch_metrics(batch: Batch, kl_coefficient: float) -> dict[str, float]:
+    """Metrics read off a step's batch: rewards, lengths, KL, the critic's explained variance.
+
+    Args:
+      batch: numpy arrays, as docs/design.md describes it.
+      kl_coefficient: weight of the KL after the step, shown where there is a reference.
+    """
+    rewards = np.asarray(batch["rewards"], np.float64)
+    scored = rewards[~np.isnan(rewards)]
+    mask = np.asarray(batch["response_mask"], bool)
+    metrics = {
+        "reward/mean": float(scored.mean()) if scored.size else math.nan,
+        "reward/std": float(scored.std()) if scored.size else math.nan,
+        "reward/unscored": 1.0 - scored.size / max(rewards.size, 1),
+        "response/length_mean": float(mask.sum(axis=1).mean()),
+        "response/truncated": float(np.mean(batch["truncated"])),
+    }
+    if "ref_logprobs" in batch:
+        difference = np.asarray(batch["old_logprobs"]) - np.asarray(batch["ref_logprobs"])
+        metrics["kl/reference"] = float(difference[mask].astype(np.float64).mean())
+        metrics["kl/coefficient"] = kl_coefficient
+    if "values" in batch:
+        counted = mask & ~np.isnan(rewards)[:, None]
+        explained = _explained_variance(batch["values"], batch["returns"], counted)
+        metrics["critic/explained_variance"] = float(explained)
+    for outcome, count in batch.get("reward_outcomes", {}).items():
+        if outcome != "ok" and count:
+            metrics[f"reward/{outcome}"] = float(count)
+    return metrics
