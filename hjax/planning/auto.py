@@ -46,7 +46,6 @@ from hjax.run.roles import (
 from hjax.run.workdir import Workdir
 from hjax.settings.checking import check_config
 
-SCALAR = tuple(name for name, role in ROLES.items() if role.scalar)
 # Plans whose seconds differ by less than this share are equal to the model where simulated devices
 # share cores: no placement has more of them than another, and what is left is their noise.
 TIE = 0.1

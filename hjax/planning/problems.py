@@ -5,7 +5,7 @@ A run's own problem comes from its config instead (``hjax.planning.auto.run_prob
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -13,19 +13,17 @@ from ml_collections import ConfigDict
 from hjax.algorithms import Algorithm
 from hjax.errors import ConfigError
 from hjax.models.published import planning_shape
-from hjax.planning.auto import SCALAR
 from hjax.planning.constants import Constants
 from hjax.planning.counting import counts
 from hjax.planning.dataflow import trace
 from hjax.planning.options import SearchSpace
 from hjax.planning.records import FLOAT32, MASTERS, MIXED, Cluster, Workload
 from hjax.planning.search import Problem
+from hjax.roles import Role
 
 NUMERICS = {"mixed": MIXED, "masters": MASTERS, "float32": FLOAT32}
 # Of them those of hjax's runs, whose generator decodes all sequences of a replica at once.
 OF_RUNS = ("masters", "float32")
-# Roles that may be functions on the host.
-FUNCTIONS = ("reward", "cost")
 OFFLOADS = ("none", "optimizer", "all")
 
 
@@ -55,7 +53,8 @@ def pose_problem(
     Raises:
       ConfigError: an unknown model, a role missing or unknown, sequences longer than a model's.
     """
-    names, absent = fill_in(models, algorithm.needed_roles(settings))
+    table = algorithm.role_table(settings)
+    names, absent = fill_in(models, table)
     for role, what in (offload or {}).items():
         if role not in names or what not in OFFLOADS:
             raise ConfigError(
@@ -65,7 +64,7 @@ def pose_problem(
     flow = trace(algorithm, settings, updates, work.samples, names, absent)
     shapes = {role: planning_shape(name) for role, name in names.items()}
     for role, shape in shapes.items():
-        if shape.max_length < work.length and role not in FUNCTIONS:
+        if shape.max_length < work.length and not table[role].function:
             raise ConfigError(
                 f"--models: {role}={names[role]} has {shape.max_length} positions, fewer than the "
                 f"{work.length} of prompt and response"
@@ -73,7 +72,7 @@ def pose_problem(
     waves = (1,) if numerics in OF_RUNS else SearchSpace().waves
     return Problem(
         flow,
-        {role: counts(shape, names[role], role in SCALAR) for role, shape in shapes.items()},
+        {role: counts(shape, names[role], table[role].scalar) for role, shape in shapes.items()},
         work,
         cluster,
         constants or Constants(),
@@ -83,7 +82,9 @@ def pose_problem(
     )
 
 
-def fill_in(models: Mapping[str, str], roles: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+def fill_in(
+    models: Mapping[str, str], roles: Mapping[str, Role]
+) -> tuple[dict[str, str], list[str]]:
     """Model name of each role that has one, in the order of ``roles``, and the roles left out.
 
     A reward or cost that is not named is a function on the host; a cost critic that is not named
@@ -99,7 +100,7 @@ def fill_in(models: Mapping[str, str], roles: Sequence[str]) -> tuple[dict[str, 
     absent = [role for role, name in names.items() if name == "none"]
     if "cost_critic" in roles and "critic" in names:
         names.setdefault("cost_critic", names["critic"])
-    missing = [r for r in roles if r not in names and r not in FUNCTIONS]
+    missing = [r for r in roles if r not in names and not roles[r].function]
     if missing or "actor" in absent:
         raise ConfigError(
             f"--models lacks {', '.join(missing or ['actor'])}; this algorithm has "

@@ -19,7 +19,7 @@ from hjax.planning.search import (
     partitions,
     search,
 )
-from hjax.run.placement import SECOND_HALF
+from hjax.roles import ROLES
 
 # OpenRLHF's second copy of the actor, the one that generates.
 ROLLOUT = "rollout"
@@ -68,9 +68,11 @@ def _colocate(roles: tuple[str, ...]) -> list[Placement]:
 
 
 def _split(roles: tuple[str, ...]) -> list[Placement]:
+    # Those that judge stand apart from those that write.
+    judges = [name for name, role in ROLES.items() if role.scalar]
     halves = (
-        tuple(r for r in roles if r not in SECOND_HALF),
-        tuple(r for r in roles if r in SECOND_HALF),
+        tuple(r for r in roles if r not in judges),
+        tuple(r for r in roles if r in judges),
     )
     return [tuple(half for half in halves if half)]
 
