@@ -17,6 +17,7 @@ import machine
 
 ROLES = ("actor", "critic", "reference", "reward", "cost")
 
+
 def search_times() -> list[dict[str, Any]]:
     """Seconds of the search by models and GPUs."""
     from hjax.models.published import published
@@ -24,8 +25,8 @@ def search_times() -> list[dict[str, Any]]:
     from hjax.planning.hardware import cluster
     from hjax.planning.records import Call, Dataflow
     from hjax.planning.search import Problem
-    from hjax.planning.strategies import plan
-    from hjax.studies.paper_tables import WORK
+    from hjax.planning.strategies import search_strategy
+    from hjax.studies.paper_experiments import WORK
 
     rows = []
     for models, gpus in [(2, 128), (3, 128), (4, 64), (4, 128), (4, 256), (4, 512), (4, 1024),
@@ -43,10 +44,10 @@ def search_times() -> list[dict[str, Any]]:
             cluster(f"{gpus // 8}x8:a100-80g"),
         )
         start = time.process_time()
-        found = plan(problem, "auto")
+        found = search_strategy(problem, "auto")
         seconds = time.process_time() - start
         rows.append({"models": models, "gpus": gpus, "seconds": round(seconds, 2)})
-        print(f"{models} models, {gpus} GPUs: {seconds:.2f} s, {found.plans[0].total:.0f} s a step")
+        print(f"{models} models, {gpus} GPUs: {seconds:.2f} s, {found.fastest.total:.0f} s a step")
     return rows
 
 

@@ -196,7 +196,7 @@ def one_memory(name: str) -> dict[str, Any]:
     gc.collect()
     left = sum(s.data.nbytes for x in jax.live_arrays() for s in x.addressable_shards)
     measured = peak - (_status("VmRSS") - left)
-    expected = sum(s.devices * s.memory for s in plan.sets)
+    expected = sum(s.devices * s.peak_bytes for s in plan.sets)
     return {"case": name, "predicted": expected, "measured": measured}
 
 

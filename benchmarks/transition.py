@@ -103,15 +103,15 @@ def contestants(narrow: bool) -> tuple[dict[str, Contestant], dict[str, Any]]:
     from hjax.models.config import ModelConfig
     from hjax.models.parameters import decoder_network
     from hjax.sharding.transition import BUCKET_BYTES, Transition
-    from hjax.studies.baselines import GatherAndCut
-    from hjax.studies.grouping import Case, case_layouts, zero_sharding
+    from hjax.studies.gather_and_cut import GatherAndCut
+    from hjax.studies.transition_groups import Table2Case, case_layouts, zero_sharding
 
     model = ModelConfig(
         vocab_size=8192, hidden_size=1024, mlp_size=2816, layers=8, heads=16, kv_heads=16,
         head_dim=64, max_length=2048, tie_embeddings=False,
     )  # fmt: skip
     network = decoder_network(model)
-    case = Case(1, TRAIN, DEVICES // TRAIN, 1, GENERATE)
+    case = Table2Case(1, TRAIN, DEVICES // TRAIN, 1, GENERATE)
     layouts = case_layouts(jax.devices(), case, "hybridflow")
     source, target = map(network.shardings, (layouts.train, layouts.generate))
     dtypes = network.read_dtypes(jnp.bfloat16 if narrow else jnp.float32)

@@ -10,7 +10,7 @@ import numpy as np
 from hjax.planning import memory
 from hjax.planning.constants import Constants
 from hjax.planning.hardware import legal_counts
-from hjax.planning.options import Space, role_options
+from hjax.planning.options import SearchSpace, role_options
 from hjax.planning.records import (
     Call,
     Cluster,
@@ -100,14 +100,14 @@ def dataflow(rng: random.Random, roles: tuple[str, ...]) -> Dataflow:
     return Dataflow("random", roles, tuple(calls))
 
 
-def problem(seed: int, devices: int, models: int, wide: bool) -> Problem:
+def random_problem(seed: int, devices: int, models: int, wide: bool) -> Problem:
     """A random problem; ``wide`` ones have more layouts per model."""
     rng = random.Random(seed)
     roles = ROLES[: rng.randint(1, models)]
     shapes = {role: model(rng, role) for role in roles}
     if rng.random() < 0.3:  # one shape for all, so that fronts are shared between roles
         shapes = dict.fromkeys(roles, shapes["actor"])
-    space = Space(
+    space = SearchSpace(
         pipes=rng.choice([(1,), (1, 2)]),
         tensors=rng.choice([(1, 2), (1, 2, 4)]) if wide else rng.choice([(1,), (1, 2)]),
         shardings=tuple(rng.sample(["data", "fsdp", "hybrid"], 2 if wide else 1)),

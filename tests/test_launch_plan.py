@@ -1,5 +1,6 @@
 """`python -m hjax.launch.plan`, the dataflow it reads off an algorithm, and `placement=auto`."""
 
+import contextlib
 import json
 import math
 import pathlib
@@ -7,8 +8,9 @@ import subprocess
 import sys
 
 import pytest
-from helpers import trainer_of
+from helpers import tiny_config
 
+import hjax
 from hjax.algorithms import GRPO, PPO, ReMax, SafeRLHF, get_algorithm
 from hjax.dryrun import plan_programs as plan_compile
 from hjax.errors import ConfigError
@@ -130,6 +132,47 @@ def test_what_is_offloaded_takes_no_memory_between_calls(capsys):
     assert less["seconds"]["total"] > kept["seconds"]["total"]
 
 
+WAVES = ["--models=llama-7b", "--cluster=1x8:a100-80g"]
+
+
+def test_a_plan_says_in_one_line_what_hjax_does_not_do_of_it(tmp_path, capsys):
+    # 1024 sequences of 2048 tokens, 0.5 MiB of KV cache a token: 1 TiB, more than eight GPUs have.
+    found = planned(*WAVES, capsys=capsys)
+    assert found["waves"]["actor"] > 1
+    waves = f"decoding in {found['waves']['actor']} waves"
+    assert found["needs"] == [waves, "16-bit weights"]
+    _, out, _ = run(*WAVES, f"--output={tmp_path}", capsys=capsys)
+    line = f"This plan needs {waves} and 16-bit weights, which hjax does not do."
+    assert line in out.splitlines() and line in (tmp_path / "plan.html").read_text()
+
+
+@pytest.mark.parametrize("numerics", ["masters", "float32"])
+def test_with_the_run_s_numerics_no_plan_decodes_in_waves(numerics, capsys):
+    # In one wave the KV cache alone is 1 TiB or 2 TiB, whatever the layout.
+    status, _, err = run(*WAVES, f"--numerics={numerics}", capsys=capsys)
+    assert status == 2 and "per device are missing" in err
+    found = planned(*SMALL, f"--numerics={numerics}", "--even", capsys=capsys)
+    assert found["waves"] == {"actor": 1} and found["needs"] == []
+
+
+def test_uneven_batches_and_other_systems_programs_are_said(capsys):
+    # 64 sequences in 8 updates of 8 rows, on 6 devices a host.
+    odd = planned(*SMALL[:1], *SMALL[2:], "--cluster=1x6:h100", "--numerics=masters",
+                  "--strategy=colocate", capsys=capsys)  # fmt: skip
+    uneven = [n for n in odd["needs"] if n.startswith("batches that do not divide")]
+    for role in ROLES[:4]:
+        layout = odd["layouts"][role]["train"]
+        replicas = math.prod(layout.get(axis, 1) for axis in ("data", "fsdp"))
+        rows = 8 if role in ("actor", "critic") else 64
+        generating = 6 // math.prod(odd["parallelism"][role].get("generate", (6, 1)))
+        divides = rows % replicas == 0 and 64 % generating == 0
+        said = f"batches that do not divide over the replicas of the {role}"
+        assert divides == (said not in uneven)
+    assert uneven
+    other = planned(*SMALL, "--strategy=deepspeed_chat", capsys=capsys)
+    assert other["needs"][0] == "the programs of deepspeed_chat"
+
+
 CONFIG = ("--config=ppo_llama_7b.py", "--cluster=v5p:4x4x4")
 
 
@@ -140,6 +183,7 @@ def test_a_config_is_planned_as_it_stands(capsys):
     }  # fmt: skip
     assert found["tokens_per_second"] * found["seconds"]["total"] == pytest.approx(512 * 2048)
     assert found["rematerialise"] == {"actor": True, "critic": True}
+    assert found["needs"] == [] and found["waves"] == {"actor": 1}
     for layouts in found["layouts"].values():  # 512 sequences, updates of 128, passes of 32
         assert 32 % math.prod(layouts["train"].get(a, 1) for a in ("data", "fsdp")) == 0
 
@@ -264,9 +308,20 @@ def test_calibration_stores_a_profile_that_plans_read(calibrated, capsys):
     assert "measured: " in found["origins"]["seconds"]
 
 
+@contextlib.contextmanager
+def auto_trainer(algorithm="PPO", changes=None, workdir=None):
+    """A tiny run whose placement is planned as the command plans it."""
+    config = tiny_config(algorithm, {"placement": "auto", **(changes or {})})
+    trainer = hjax.Trainer(config, workdir=workdir, plan=hjax.plan(config, workdir))
+    try:
+        yield trainer
+    finally:
+        trainer.close()
+
+
 def test_auto_runs_the_plan_it_printed(calibrated, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(calibrated))
-    with trainer_of("PPO", {"placement": "auto"}, workdir=tmp_path) as trainer:
+    with auto_trainer(workdir=tmp_path) as trainer:
         trainer.run()
         predicted = trainer.roles.plan.predicted
         written = json.loads((tmp_path / "plan.json").read_text())
@@ -281,12 +336,12 @@ def test_auto_runs_the_plan_it_printed(calibrated, tmp_path, monkeypatch):
 
 def test_a_resumed_auto_keeps_its_plan(calibrated, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(calibrated))
-    with trainer_of("PPO", {"placement": "auto", "checkpoint.every": 1}, workdir=tmp_path) as first:
+    with auto_trainer(changes={"checkpoint.every": 1}, workdir=tmp_path) as first:
         first.run(1)
         planned = first.plan()
     # Nothing is measured or searched again: what another calibration says would change sums.
     monkeypatch.setattr("hjax.planning.auto.find_profile", lambda devices: pytest.fail("measured"))
-    with trainer_of("PPO", {"placement": "auto", "checkpoint.every": 1}, workdir=tmp_path) as again:
+    with auto_trainer(changes={"checkpoint.every": 1}, workdir=tmp_path) as again:
         assert again.plan() == planned and again.plan()["predicted"]["candidates"]
         again.run(1)
         assert again.step_number == 2
@@ -307,8 +362,8 @@ def test_auto_takes_the_simplest_of_equal_plans(load, sets, monkeypatch):
     # Actor and critic update at the same time. Sets that would take all of the cores gain 3 % by
     # it, which is noise; sets that leave half of them idle gain much.
     monkeypatch.setattr("hjax.planning.auto.find_profile", lambda devices: shared_cores(load))
-    changes = {"placement": "auto", "algorithm.kl_coef": 0.0, "rollout.prompts": 32}
-    with trainer_of("PPO", changes) as trainer:
+    changes = {"algorithm.kl_coef": 0.0, "rollout.prompts": 32}
+    with auto_trainer(changes=changes) as trainer:
         found = trainer.plan()
     seconds = [c["seconds"] for c in found["predicted"]["candidates"]]
     reasons = [c["reason"] for c in found["predicted"]["candidates"]]
@@ -320,5 +375,4 @@ def test_auto_takes_the_simplest_of_equal_plans(load, sets, monkeypatch):
 def test_auto_refuses_what_it_does_not_know(monkeypatch):
     monkeypatch.setattr("hjax.planning.auto.find_profile", None)  # nothing is measured before
     with pytest.raises(ConfigError, match="one model and no rollouts"):
-        with trainer_of("SFT", {"placement": "auto"}):
-            pass
+        hjax.plan(tiny_config("SFT", {"placement": "auto"}))

@@ -7,32 +7,64 @@ import pytest
 
 from hjax.planning.constants import Constants
 from hjax.planning.records import MIXED
-from hjax.planning.strategies import plan
-from hjax.studies import paper_tables as paper
+from hjax.planning.strategies import search_strategy
+from hjax.studies import paper_experiments as paper
+from hjax.studies import paper_tables as tables
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "auto_mapping.md"
+# Where the model's fastest of the four placements is not the paper's, and by how much the paper's
+# is slower than the best of all at most (docs/auto_mapping.md says why).
+DISAGREES = {
+    ("13B", 96): ("critic apart", 0.15),
+    ("13B", 128): ("split", 0.35),
+    ("34B", 96): ("critic apart", 0.15),
+    ("34B", 128): ("critic apart", 0.05),
+}
+CASES = [(models, gpus) for models, found in paper.BEST_PLACEMENTS.items() for gpus in found]
 
 
-@pytest.mark.parametrize(
-    "label, gpus",
-    [(label, gpus) for label, sizes in paper.PLACEMENTS.items() for gpus in sizes],
-)
-def test_the_paper_s_placements_are_the_best_of_those_it_names(label, gpus):
-    row = paper.placement_row(label, gpus)
-    if (label, gpus) == ("13B", 128):  # docs/auto_mapping.md says why
-        assert row["nearest"] == "split" and 0.2 < row["gap"] < 0.4
-        return
-    named = {k: v for k, v in row["seconds"].items() if k in ("colocate", "split", "standalone")}
-    if row["paper"] == "arw":
-        assert row["seconds"]["arw"] <= min(named.values())
-        assert [s.devices for s in row["best"].sets] == [64, 64]
-    else:
-        assert row["paper"] == min(named, key=lambda k: named[k])
-    assert row["gap"] < 0.15
+@pytest.mark.parametrize("models, gpus", CASES)
+def test_the_paper_s_placement_is_the_fastest_of_the_named_where_the_page_says_so(models, gpus):
+    row = paper.placement_row(models, gpus)
+    fastest, gap = DISAGREES.get((models, gpus), (row.paper, 0.005))
+    assert row.fastest_named == fastest
+    assert 0 <= row.gap < gap
+    assert row.best.total <= min(row.seconds.values()) * (1 + 1e-9)
+    if row.paper == "critic apart":
+        assert [s.devices for s in row.best.sets] == [64, 64]
+
+
+def test_the_page_counts_the_cases_in_which_model_and_paper_agree():
+    said = dict(tables.sections(PAGE.read_text()))["placements"]
+    rows = [line.split("|")[1:-1] for line in said.splitlines() if line.startswith("|")][2:]
+    named = list(paper.NAMED)
+    agree = 0
+    for row in rows:
+        cells = [cell.strip() for cell in row]
+        seconds = {n: int(s) for n, s in zip(named, cells[3:7]) if s != "–"}
+        chosen = cells[7]
+        # Shown seconds are whole: what is equal by them is decided by the gap, 0 only of the best.
+        agree += seconds[chosen] == min(seconds.values()) and cells[8] == "+0 %"
+    assert len(rows) == 12
+    assert f"found best in {agree} of 12 cases" in said
+
+
+def test_the_sentence_says_which_cases_do_not_agree():
+    one = paper.placement_row("13B", 32)
+    sentence = tables.placements_sentence([one])
+    assert "in 1 of 1 cases; of all 15 placements in 1 of 1." in sentence
+    assert "others" not in sentence
+    other = tables.PlacementRow(one.models, one.gpus, one.best, one.seconds, "split")
+    sentence = tables.placements_sentence([one, other])
+    longer = 100 * (one.seconds["split"] / one.best.total - 1)
+    assert "in 1 of 2 cases; of all 15 placements in 1 of 2." in sentence
+    wanted = f"13B on 32 GPUs (colocate; split, the paper's, takes {longer:.0f} % longer than"
+    assert wanted in sentence
 
 
 def test_standalone_on_128_gpus_gets_the_paper_s_allocation():
-    (best,) = plan(paper.problem("ppo", "llama-13b", 128), "standalone", 1).plans
+    posed = paper.paper_problem("ppo", "llama-13b", 128)
+    best = search_strategy(posed, "standalone", 1).fastest
     devices = {s.roles[0]: s.devices for s in best.sets}
     assert devices == {"actor": 64, "critic": 32, "reference": 16, "reward": 16}
 
@@ -43,32 +75,43 @@ def test_best_generation_sizes_are_the_paper_s():
         assert min(times, key=lambda t: times[t]) == best
 
 
-def test_speed_ups_and_scaling_of_some_ppo_runs():
+def test_speed_ups_of_some_ppo_runs():
     """The whole table is the slow test's."""
     rows = [paper.speedup_row("ppo", m, n) for m, n in (("llama-7b", 16), ("llama-13b", 64),
                                                         ("llama-70b", 96))]  # fmt: skip
-    for system, wanted in paper.AVERAGES.items():
-        mean = statistics.mean(row[system] for row in rows)
+    for system, wanted in paper.PPO_AVERAGES.items():
+        mean = statistics.mean(row.ratios[system] for row in rows)
         assert wanted / 1.6 < mean < wanted * 1.6
+
+
+def test_a_system_without_the_algorithm_is_in_no_average():
+    row = paper.speedup_row("remax", "llama-7b", 16)
+    assert set(row.ratios) == {"deepspeed_chat", "openrlhf"}
+    rows = [row, *(paper.SpeedupRow("ppo", "llama-7b", n, 1.0, {s: n / 8 for s in
+            paper.PPO_AVERAGES}) for n in (8, 24))]  # fmt: skip
+    rows.append(paper.SpeedupRow("safe_rlhf", "llama-7b", 8, 1.0, {"nemo_aligner": 5.0}))
+    lines = tables.averages_table(rows).splitlines()
+    nemo = next(line for line in lines if line.startswith("| nemo_aligner"))
+    assert nemo == "| nemo_aligner | 2.00 (2) | – | 5.00 (1) | 12.52 |"
+    assert "nemo_aligner has no remax" in lines[-1] and "0.16 for nemo_aligner" in lines[-1]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_average_speed_ups_are_within_a_factor_of_1_5_and_scaling_within_10_points():
-    averages = paper.speedup_tables().split("\n\n")[-1].splitlines()[2:]
-    cells = {row.split("|")[1].strip(): row.split("|")[2:-1] for row in averages}
-    for system, wanted in paper.AVERAGES.items():
-        ppo, every = float(cells[system][0]), float(cells[system][3])
-        for mean in (ppo, every):
-            assert wanted / 1.5 < mean < wanted * 1.5
-    ppo, every = float(cells["strong scaling"][0]), float(cells["strong scaling"][3])
-    assert abs(ppo - paper.STRONG_SCALING) < 0.1 and abs(every - paper.STRONG_SCALING) < 0.1
+def test_average_speed_ups_of_ppo_are_within_a_factor_of_1_5_and_scaling_within_10_points():
+    rows = paper.speedup_rows()
+    for system, wanted in paper.PPO_AVERAGES.items():
+        mean = statistics.mean(paper.ratios_of(rows, "ppo", system))
+        assert wanted / 1.5 < mean < wanted * 1.5
+    each = [paper.strong_scaling(rows, algorithm) for algorithm in paper.SYSTEMS]
+    assert abs(each[0] - paper.STRONG_SCALING) < 0.1
+    assert abs(statistics.mean(each) - paper.STRONG_SCALING) < 0.1
 
 
 def test_recomputing_every_token_contradicts_the_paper_s_own_ranges():
-    posed = paper.problem("ppo", "llama-7b", 16)
-    mine = plan(posed, "auto", 1).plans[0].total
-    recomputed = plan(posed, "nemo_recompute", 1).plans[0].total
+    posed = paper.paper_problem("ppo", "llama-7b", 16)
+    mine = search_strategy(posed, "auto", 1).fastest.total
+    recomputed = search_strategy(posed, "nemo_recompute", 1).fastest.total
     # 2 * parameters * 1024 sequences * sum of (1024 + i) for i < 1024, on 8 GPUs at full peak.
     floor = 2 * 6.6e9 * 1024 * 1024 * 1535 / (8 * 312e12)
     assert recomputed > floor > 8.63 * mine
@@ -76,17 +119,17 @@ def test_recomputing_every_token_contradicts_the_paper_s_own_ranges():
 
 @pytest.mark.parametrize("name", ["constants", "devices", "sweep"])
 def test_the_page_s_tables_are_up_to_date(name):
-    assert dict(paper.sections(PAGE.read_text()))[name] == paper.TABLES[name]()
+    assert dict(tables.sections(PAGE.read_text()))[name] == tables.TABLES[name]()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", ["placements", "speedups", "sensitivity"])
+@pytest.mark.parametrize("name", ["placements", "moved", "speedups", "sensitivity"])
 def test_the_page_s_long_tables_are_up_to_date(name):
-    assert dict(paper.sections(PAGE.read_text()))[name] == paper.TABLES[name]()
+    assert dict(tables.sections(PAGE.read_text()))[name] == tables.TABLES[name]()
 
 
 def test_the_paper_s_numerics_are_the_default():
     # BF16 parameters, FP32 gradients, Adam's moments and FP32 masters.
     assert (MIXED.weights, MIXED.gradients, MIXED.optimizer) == (2, 4, 12)
-    assert paper.problem("ppo", "llama-7b", 8).constants == Constants()
+    assert paper.paper_problem("ppo", "llama-7b", 8).constants == Constants()

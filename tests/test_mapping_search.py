@@ -4,30 +4,30 @@ import dataclasses
 
 import numpy as np
 import pytest
-from mapping_cases import brute_force, groupings, packs, problem
+from mapping_cases import brute_force, groupings, packs, random_problem
 
 from hjax.planning import hardware
 from hjax.planning.options import front
 from hjax.planning.records import Cluster, Pool
-from hjax.planning.search import Roles, Search, partitions, search
+from hjax.planning.search import BoundedSearch, RoleFronts, partitions, search
 
 
 def best(case):
-    result = search(case, candidates=1)
-    return result.plans[0].total if result.plans else np.inf
+    result = search(case, count=1)
+    return result.fastest.total if result.candidates else np.inf
 
 
 @pytest.mark.parametrize("start", range(0, 400, 50))
 def test_equals_brute_force_up_to_8_devices_and_3_models(start):
     for seed in range(start, start + 50):
-        case = problem(seed, devices=8, models=3, wide=True)
+        case = random_problem(seed, devices=8, models=3, wide=True)
         assert best(case) == pytest.approx(brute_force(case), rel=1e-9), f"seed {seed}"
 
 
 @pytest.mark.parametrize("start", range(0, 100, 25))
 def test_equals_brute_force_up_to_16_devices_and_5_models(start):
     for seed in range(10_000 + start, 10_000 + start + 25):
-        case = problem(seed, devices=16, models=5, wide=False)
+        case = random_problem(seed, devices=16, models=5, wide=False)
         assert best(case) == pytest.approx(brute_force(case), rel=1e-9), f"seed {seed}"
 
 
@@ -35,30 +35,32 @@ def test_equals_brute_force_up_to_16_devices_and_5_models(start):
 @pytest.mark.timeout(3600)
 def test_equals_brute_force_in_thousands_of_cases():
     for seed in range(100_000, 104_000):
-        case = problem(seed, devices=8, models=3, wide=True)
+        case = random_problem(seed, devices=8, models=3, wide=True)
         assert best(case) == pytest.approx(brute_force(case), rel=1e-9), f"seed {seed}"
     for seed in range(200_000, 200_400):
-        case = problem(seed, devices=16, models=5, wide=False)
+        case = random_problem(seed, devices=16, models=5, wide=False)
         assert best(case) == pytest.approx(brute_force(case), rel=1e-9), f"seed {seed}"
 
 
 def test_the_random_cases_are_not_all_alike():
-    plans = [search(problem(s, 8, 3, True), candidates=1).plans for s in range(100)]
+    plans = [search(random_problem(s, 8, 3, True), count=1).candidates for s in range(100)]
     sets = [len(p[0].sets) for p in plans if p]
     assert 0 < sets.count(1) < len(sets) and sum(not p for p in plans) > 2
-    used = [p[0].devices < problem(s, 8, 3, True).cluster.size for s, p in enumerate(plans) if p]
+    used = [
+        p[0].devices < random_problem(s, 8, 3, True).cluster.size for s, p in enumerate(plans) if p
+    ]
     assert any(used) and not all(used)
 
 
 def test_candidates_are_the_best_of_their_placements():
-    case = problem(7, devices=8, models=3, wide=True)
-    few, all_of_them = search(case, candidates=2), search(case, candidates=99)
-    totals = [p.total for p in all_of_them.plans]
+    case = random_problem(7, devices=8, models=3, wide=True)
+    few, all_of_them = search(case, count=2), search(case, count=99)
+    totals = [p.total for p in all_of_them.candidates]
     assert totals == sorted(totals)
-    assert [p.total for p in few.plans] == pytest.approx(totals[:2])
-    for plan in all_of_them.plans:
+    assert [p.total for p in few.candidates] == pytest.approx(totals[:2])
+    for plan in all_of_them.candidates:
         placement = tuple(s.roles for s in plan.sets)
-        assert Search(Roles(case)).best(placement).total == pytest.approx(plan.total)
+        assert BoundedSearch(RoleFronts(case)).best(placement).total == pytest.approx(plan.total)
 
 
 @pytest.mark.parametrize("count, bell", [(1, 1), (2, 2), (3, 5), (4, 15), (5, 52), (6, 203)])
@@ -102,10 +104,10 @@ def test_sets_below_a_host_share_hosts_as_they_really_fit():
 
 
 def test_a_set_lies_within_one_pool():
-    case = problem(3, devices=8, models=3, wide=True)
+    case = random_problem(3, devices=8, models=3, wide=True)
     device = case.cluster.pools[0].device
     two = Cluster((Pool(device, 1, 2), Pool(device, 1, 2)))
     assert {n for p in two.pools for n in hardware.legal_counts(p)} == {1, 2}
-    result = search(dataclasses.replace(case, cluster=two), candidates=99)
-    for plan in result.plans:
+    result = search(dataclasses.replace(case, cluster=two), count=99)
+    for plan in result.candidates:
         assert all(s.devices <= 2 for s in plan.sets) and plan.devices <= 4

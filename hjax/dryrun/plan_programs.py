@@ -14,9 +14,9 @@ from hjax.dryrun.programs import phase_of
 from hjax.dryrun.step import CompileRequest, compile_step
 from hjax.errors import ConfigError
 from hjax.files import cache_folder, json_line
-from hjax.planning.records import STAGES, Cluster, Plan, PlannedSet
-from hjax.planning.result import describe_plan, describe_result
-from hjax.planning.search import Problem, Result
+from hjax.planning.records import STAGES, Candidate, Cluster, PlannedSet
+from hjax.planning.result import describe_candidate, describe_result
+from hjax.planning.search import Problem, SearchResult
 from hjax.show.format import seconds, size
 
 # The planner's stage of a controller's phase.
@@ -24,12 +24,17 @@ STAGE = dict(zip(("generate", "prepare", "update"), STAGES, strict=True))
 
 
 def compile_plan(
-    found: Result, problem: Problem, strategy: str, config: ConfigDict, name: str, console: Any
+    found: SearchResult,
+    problem: Problem,
+    strategy: str,
+    config: ConfigDict,
+    name: str,
+    console: Any,
 ) -> dict[str, Any]:
     """The fastest of the found plans that fits by the compiler's own account.
 
     Args:
-      found: plans, fastest first.
+      found: candidates, fastest first.
       problem: what they solve.
       config: the run's, called ``name``, whose programs are compiled under each plan's placement
         and layouts until one fits.
@@ -44,12 +49,12 @@ def compile_plan(
     """
     topology = topology_name(problem.cluster)
     refused: dict[int, int] = {}
-    for number, plan in enumerate(found.plans):
-        compiled = _compile(plan, problem, config, name, topology, console)
+    for number, candidate in enumerate(found.candidates):
+        compiled = _compile(candidate, problem, config, name, topology, console)
         missing = compiled["step"]["missing_bytes"]
         if missing:
             refused[number] = missing
-            console.print(f"{_sets(plan)}: {size(missing)} are missing, says the compiler")
+            console.print(f"{_sets(candidate)}: {size(missing)} are missing, says the compiler")
             continue
         described = describe_result(_first(found, number), problem, strategy)
         for lost, short in refused.items():
@@ -59,7 +64,7 @@ def compile_plan(
             "topology": topology,
             "versions": compiled["versions"],
             "memory_bytes": compiled["topology"]["memory_bytes"],
-            "programs": program_rows(plan, problem, compiled["programs"]),
+            "programs": program_rows(candidate, problem, compiled["programs"]),
         }
         return described
     least = min(refused.values(), default=0)
@@ -85,7 +90,7 @@ def topology_name(cluster: Cluster) -> str:
 
 
 def program_rows(
-    plan: Plan, problem: Problem, records: list[dict[str, Any]]
+    candidate: Candidate, problem: Problem, records: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """What the planner's formulas say beside what was compiled, of every program.
 
@@ -98,7 +103,7 @@ def program_rows(
     rows = []
     for record in records:
         role, program = record["role"], record["program"]
-        group = next(s for s in plan.sets if role in s.roles)
+        group = next(s for s in candidate.sets if role in s.roles)
         stage = STAGE[phase_of(program)]
         moves = program.startswith("transition")
         rows.append(
@@ -139,12 +144,18 @@ def roofline(problem: Problem, group: PlannedSet, record: Mapping[str, Any]) -> 
 
 
 def _compile(
-    plan: Plan, problem: Problem, config: ConfigDict, name: str, topology: str, console: Any
+    candidate: Candidate,
+    problem: Problem,
+    config: ConfigDict,
+    name: str,
+    topology: str,
+    console: Any,
 ) -> dict[str, Any]:
-    console.print(f"{_sets(plan)}: {seconds(plan.total)} a step by the formulas; compiling")
+    step = seconds(candidate.total)
+    console.print(f"{_sets(candidate)}: {step} a step by the formulas; compiling")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "plan.json"
-        file.write_text(json_line(describe_plan(plan, problem)))
+        file.write_text(json_line(describe_candidate(candidate, problem)))
         placed = config.copy_and_resolve_references()
         with placed.unlocked():
             placed.placement = str(file)
@@ -152,12 +163,12 @@ def _compile(
         return compile_step(asked, console)
 
 
-def _sets(plan: Plan) -> str:
-    return ", ".join(f"{'+'.join(s.roles)} on {s.devices}" for s in plan.sets)
+def _sets(candidate: Candidate) -> str:
+    return ", ".join(f"{'+'.join(s.roles)} on {s.devices}" for s in candidate.sets)
 
 
-def _first(found: Result, number: int) -> Result:
-    """The plans with one put first."""
-    plans = found.plans
-    ordered = (plans[number], *plans[:number], *plans[number + 1 :])
-    return dataclasses.replace(found, plans=ordered)
+def _first(found: SearchResult, number: int) -> SearchResult:
+    """The candidates with one put first."""
+    all_of_them = found.candidates
+    ordered = (all_of_them[number], *all_of_them[:number], *all_of_them[number + 1 :])
+    return dataclasses.replace(found, candidates=ordered)

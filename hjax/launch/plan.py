@@ -12,7 +12,7 @@ from hjax.launch.huge_pages import use_huge_pages
 from hjax.launch.plan_flags import parse
 from hjax.planning.hardware import DEVICES
 from hjax.planning.result import describe_result
-from hjax.planning.strategies import STRATEGIES, plan
+from hjax.planning.strategies import STRATEGIES, search_strategy
 from hjax.show.plan_page import page, show
 from hjax.show.tables import wide_console
 
@@ -44,8 +44,9 @@ training and generation, such that a step is fastest and everything fits. Nothin
   --updates=8           optimizer updates that a step's sequences are cut into
   --strategy=auto       {strategies}
   --candidates=5        how many placements to show
-  --numerics=mixed      mixed: 16-bit weights, 32-bit optimizer; masters: hjax's 32-bit weights
-                        with a 16-bit generation copy; float32
+  --numerics=mixed      mixed: the paper's 16-bit weights and 32-bit optimizer, and decoding in
+                        waves where all sequences at once do not fit; hjax does neither. Its own:
+                        masters, 32-bit weights with a 16-bit generation copy; float32
   --offload=reference=all,critic=optimizer   what of a role waits in the host's memory
   --even                only layouts over which all batches divide, as hjax's programs need
   --constants=a=1,b=2   replace constants of the cost model (docs/auto_mapping.md)
@@ -78,7 +79,7 @@ def _run(arguments: Sequence[str]) -> int:
     if request is None:
         return _calibrate("--json" in arguments)
     console = wide_console()
-    found = plan(request.problem, request.strategy, request.candidates)
+    found = search_strategy(request.problem, request.strategy, request.candidates)
     described: dict[str, Any] = describe_result(found, request.problem, request.strategy)
     if request.compile and request.config is not None:
         from hjax.dryrun.plan_programs import compile_plan

@@ -1,4 +1,4 @@
-"""What `hjax.launch.plan` is asked: flags into a problem for the search."""
+"""What `hjax.launch.plan` is asked: its flags read, and the problem that they pose."""
 
 from __future__ import annotations
 
@@ -14,25 +14,18 @@ from ml_collections import ConfigDict
 from hjax.algorithms import get_algorithm
 from hjax.errors import ConfigError
 from hjax.launch.command import parse_flags, take_config
-from hjax.models.published import planning_shape
 from hjax.planning import hardware
 from hjax.planning.constants import Constants
-from hjax.planning.counting import counts
-from hjax.planning.dataflow import find_algorithm, trace
-from hjax.planning.options import Space
-from hjax.planning.records import FLOAT32, MASTERS, MIXED, Cluster, Workload
+from hjax.planning.dataflow import find_algorithm
+from hjax.planning.problems import NUMERICS, pose_problem
+from hjax.planning.records import Cluster, Workload
 from hjax.planning.search import Problem
 from hjax.planning.strategies import STRATEGIES
 from hjax.settings.reading import load_config
 
-NUMERICS = {"mixed": MIXED, "masters": MASTERS, "float32": FLOAT32}
-# Roles whose model has a scalar head, and those that may be functions on the host.
-SCALAR = ("critic", "cost_critic", "reward", "cost")
-FUNCTIONS = ("reward", "cost")
 # What a config says itself.
 FROM_CONFIG = ("algorithm", "models", "numerics", "prompt_length", "response_length", "batch",
                "samples", "updates", "even", "offload")  # fmt: skip
-OFFLOADS = ("none", "optimizer", "all")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +84,7 @@ def parse(arguments: Sequence[str]) -> Request | None:
     if own.compile and config is None:
         raise ConfigError("--compile needs --config=NAME.py: it compiles a run's own programs")
     return Request(
-        problem(own) if config is None else config_problem(own, config),
+        models_problem(own) if config is None else config_problem(own, config),
         own.strategy,
         max(1, own.candidates),
         Path(own.output).expanduser() if own.output else None,
@@ -138,8 +131,8 @@ def _cluster(own: Any) -> Cluster:
     return hardware.cluster(own.cluster)
 
 
-def problem(own: Any) -> Problem:
-    """The problem that the flags pose.
+def models_problem(own: Any) -> Problem:
+    """The problem of the models, cluster and work that the flags name.
 
     Raises:
       ConfigError: an unknown device, model or algorithm, a workload of zero, batches that do not
@@ -155,48 +148,44 @@ def problem(own: Any) -> Problem:
         )
     cluster = _cluster(own)
     algorithm = find_algorithm(own.algorithm)
-    config = algorithm.default_config()
-    names, absent = parse_models(own.models, algorithm.needed_roles(config))
-    flow = trace(algorithm, config, own.updates, own.samples, names, absent)
-    shapes = {role: planning_shape(name) for role, name in names.items()}
-    longest = own.prompt_length + own.response_length
-    for role, shape in shapes.items():
-        if shape.max_length < longest and role not in FUNCTIONS:
-            raise ConfigError(
-                f"--models: {role}={names[role]} has {shape.max_length} positions, fewer than the "
-                f"{longest} of prompt and response"
-            )
-    return Problem(
-        flow,
-        {
-            role: counts(shape, names[role], scalar=role in SCALAR)
-            for role, shape in shapes.items()
-        },
+    settings = algorithm.default_config()
+    return pose_problem(
+        algorithm,
+        settings,
+        read_models(own.models, algorithm.needed_roles(settings)),
         Workload(own.prompt_length, own.response_length, own.batch, own.samples),
+        own.updates,
         cluster,
         _constants(own),
-        NUMERICS[own.numerics],
-        Space(even=own.even),
-        parse_offload(own.offload, list(shapes)),
+        own.numerics,
+        read_offload(own.offload),
+        own.even,
     )
 
 
-def parse_offload(text: str, roles: Sequence[str]) -> dict[str, Any]:
-    """What waits in the host's memory, by role: ``reference=all,critic=optimizer``.
+def read_models(text: str, roles: Sequence[str]) -> dict[str, str]:
+    """Model name by role: of ``actor=NAME,critic=NAME,...``, or of one name for all ``roles``.
 
     Raises:
-      ConfigError: another form, role or word.
+      ConfigError: nothing, another form, or a role twice.
     """
-    found = {}
-    for part in filter(None, text.split(",")):
-        role, _, what = (x.strip() for x in part.partition("="))
-        if role not in roles or what not in OFFLOADS:
-            raise ConfigError(
-                f"--offload: {part!r} is not ROLE=WHAT, with a role of {', '.join(roles)} and one "
-                f"of {', '.join(OFFLOADS)}"
-            )
-        found[role] = what
-    return found
+    if not text:
+        raise ConfigError("--models is missing; such as actor=llama-7b,critic=llama-7b,...")
+    if "=" not in text:
+        return dict.fromkeys(roles, text)
+    names: dict[str, str] = {}
+    for part in text.split(","):
+        role, _, name = (x.strip() for x in part.partition("="))
+        if not name or role in names:
+            raise ConfigError(f"--models: {part!r}: one ROLE=MODEL for each role")
+        names[role] = name
+    return names
+
+
+def read_offload(text: str) -> dict[str, str]:
+    """What waits in the host's memory, by role: ``reference=all,critic=optimizer``."""
+    parts = (part.partition("=") for part in filter(None, text.split(",")))
+    return {role.strip(): what.strip() for role, _, what in parts}
 
 
 def _constants(own: Any) -> Constants:
@@ -213,35 +202,3 @@ def _constants(own: Any) -> Constants:
         except ValueError as error:
             raise ConfigError(f"--constants: {part!r} is not NAME=NUMBER") from error
     return constants.with_values(values)
-
-
-def parse_models(text: str, roles: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Model name by role, and the roles left out: ``actor=NAME,critic=NAME,...``, or one name for
-    all. A reward or cost that is not named is a function on the host; a cost critic that is not
-    named is like the critic, and ``cost_critic=none`` leaves it out.
-
-    Raises:
-      ConfigError: a role that the algorithm does not have, or one of its roles without a model.
-    """
-    if not text:
-        raise ConfigError("--models is missing; such as actor=llama-7b,critic=llama-7b,...")
-    if "=" not in text:
-        return dict.fromkeys(roles, text), []
-    names: dict[str, str] = {}
-    for part in text.split(","):
-        role, _, name = (x.strip() for x in part.partition("="))
-        if role not in roles:
-            raise ConfigError(f"--models: no role {role!r}; this algorithm has {', '.join(roles)}")
-        if not name or role in names:
-            raise ConfigError(f"--models: {part!r}: one ROLE=MODEL for each role")
-        names[role] = name
-    absent = [role for role, name in names.items() if name == "none"]
-    if "cost_critic" in roles and "critic" in names:
-        names.setdefault("cost_critic", names["critic"])
-    missing = [r for r in roles if r not in names and r not in FUNCTIONS]
-    if missing or "actor" in absent:
-        raise ConfigError(
-            f"--models lacks {', '.join(missing or ['actor'])}; this algorithm has "
-            f"{', '.join(roles)} (reward and cost may be left out: functions on the host)"
-        )
-    return {role: names[role] for role in roles if role in names and role not in absent}, absent

@@ -94,10 +94,10 @@ def _sizes(flag: str, text: str, form: str, example: str) -> tuple[int, ...]:
 
 def _run(command: Command) -> int:
     from hjax.dryrun.shape_inputs import read_shape
-    from hjax.studies.grouping import Case
     from hjax.studies.transition_cost import BUILT_IN, describe
+    from hjax.studies.transition_groups import Table2Case
 
-    case = Case(*command.train, *command.generate)
+    case = Table2Case(*command.train, *command.generate)
     model = read_shape(command.model)[0] if command.model else BUILT_IN
     devices = simulated_devices(case.devices)
     name = command.model or "built-in"
@@ -118,7 +118,7 @@ def show(found: Mapping[str, Any], case: str, platform: str, console: Any) -> No
     from rich.text import Text
 
     from hjax.show.transition_table import picture
-    from hjax.studies.grouping import describe_groups
+    from hjax.studies.transition_groups import describe_groups
 
     total = found["model_bytes"]
     console.print(Text(f"{case}   {METHOD_NAMES[found['method']]}", style="bold"))

@@ -1,6 +1,13 @@
 """Auto-mapping: which devices and which layout each model of a dataflow gets.
 
-HybridFlow (arXiv 2409.19256, section 6). Plain records in, a plan out: `records` holds them,
-`hardware` the catalogue, `cost`, `generation` and `memory` the model, `options`, `search` and
-`allocate` the search. docs/auto_mapping.md explains it.
+HybridFlow (arXiv 2409.19256, section 6). Plain records in, candidates out. docs/auto_mapping.md
+explains it.
+
+- `records`: what the search is given and returns. `hardware`: the catalogue of devices.
+- `constants`, `cost`, `generation`, `memory`: seconds and bytes of one layout, a formula each.
+- `options`: every way to run one role. `search`, `allocate`: the best of them together, exactly.
+- `strategies`: ways to plan by name, other systems among them. `result`: a search's answer as data.
+- `dataflow`, `counting`: an algorithm's calls and a model's sizes as records.
+- `problems`: a problem out of names. `auto`: a run's own problem, and its plan (`hjax.plan`).
+- `calibration`, `profile`: constants measured on the devices at hand, and kept.
 """

@@ -18,21 +18,21 @@ from hjax.planning.constants import Constants
 from hjax.planning.counting import counts
 from hjax.planning.dataflow import trace
 from hjax.planning.hardware import DEVICES
-from hjax.planning.options import Space, role_options
+from hjax.planning.options import SearchSpace, role_options
 from hjax.planning.profile import Profile, device_memory, profile_path, read_profile, write_profile
 from hjax.planning.records import (
     FLOAT32,
     MASTERS,
+    Candidate,
     Cluster,
     Mesh,
     PlannedSet,
     Pool,
     Workload,
 )
-from hjax.planning.records import Plan as SearchedPlan
 from hjax.planning.result import describe_result
-from hjax.planning.search import CANDIDATES, Problem, Result
-from hjax.planning.strategies import plan as search_plan
+from hjax.planning.search import SHOWN, Problem, SearchResult
+from hjax.planning.strategies import search_strategy
 from hjax.roles import ROLES, Role
 from hjax.run.inputs import load_inputs
 from hjax.run.placement import Plan, make_plan
@@ -46,7 +46,6 @@ from hjax.run.roles import (
 from hjax.run.workdir import Workdir
 from hjax.settings.checking import check_config
 
-SCALAR = tuple(name for name, role in ROLES.items() if role.scalar)
 # Plans whose seconds differ by less than this share are equal to the model where simulated devices
 # share cores: no placement has more of them than another, and what is left is their noise.
 TIE = 0.1
@@ -105,8 +104,8 @@ def auto_plan(
         config, algorithm, models, prompt_length, cluster, measured.constants, float32
     )
     shared = cluster.pools[0].shares_cores
-    found = search_plan(problem, "auto", EVERY if shared else CANDIDATES)
-    if shared and found.plans:
+    found = search_strategy(problem, "auto", EVERY if shared else SHOWN)
+    if shared and found.candidates:
         found = _simplest_first(found)
     described = describe_result(found, problem, "auto")
     keys = ("seconds", "memory_bytes", "set_memory_bytes", "usable_bytes", "origins", "candidates")
@@ -125,14 +124,14 @@ def _check_generates(algorithm: type[Algorithm]) -> None:
         )
 
 
-def _simplest_first(found: Result) -> Result:
-    """The fastest plan of fewest sets among those within ``TIE`` of the fastest comes first."""
-    plans = found.plans
-    equal = [plan for plan in plans if plan.total <= plans[0].total * (1 + TIE)]
-    simplest = min(equal, key=lambda plan: len(plan.sets))
-    plans = (simplest, *(plan for plan in plans if plan is not simplest))
-    rest = tuple(tuple(s.roles for s in plan.sets) for plan in plans[CANDIDATES:])
-    return dataclasses.replace(found, plans=plans[:CANDIDATES], slower=found.slower + rest)
+def _simplest_first(found: SearchResult) -> SearchResult:
+    """The fastest of fewest sets among the candidates within ``TIE`` of the fastest comes first."""
+    fastest = found.fastest.total
+    equal = [c for c in found.candidates if c.total <= fastest * (1 + TIE)]
+    simplest = min(equal, key=lambda candidate: len(candidate.sets))
+    ordered = (simplest, *(c for c in found.candidates if c is not simplest))
+    rest = tuple(tuple(s.roles for s in candidate.sets) for candidate in ordered[SHOWN:])
+    return dataclasses.replace(found, candidates=ordered[:SHOWN], slower=found.slower + rest)
 
 
 def find_profile(devices: Sequence[Any]) -> Profile:
@@ -180,7 +179,7 @@ def run_problem(
     if config.warm_start.steps and not config.actor.path:
         batches.append(config.warm_start.batch)
     micro = max(config.actor.micro_batch, config.critic.micro_batch)
-    space = Space(
+    space = SearchSpace(
         even=True,
         batches=tuple(b for b in (*batches, micro) if b),
         micro_batch=micro,
@@ -213,7 +212,7 @@ def _name(config: ConfigDict, role: Role) -> str:
     return Path(path).name or role.name
 
 
-def predict(problem: Problem, roles: Any) -> SearchedPlan:
+def predict(problem: Problem, roles: Any) -> Candidate:
     """What the cost model expects of a run as it is set up, whatever its placement.
 
     Args:
@@ -233,7 +232,7 @@ def predict(problem: Problem, roles: Any) -> SearchedPlan:
             found = role_options(place, problem.models[role], flow, role, work, space, offload)
             options.append(next(o for o in found if o.mesh == mesh))
         sets.append(PlannedSet(names, pool, devices, tuple(options)))
-    return SearchedPlan(tuple(sets))
+    return Candidate(tuple(sets))
 
 
 def _mesh(layouts: Any, generates: bool) -> Mesh:
@@ -244,7 +243,7 @@ def _mesh(layouts: Any, generates: bool) -> Mesh:
     return Mesh(**axes, **whole, **generate)
 
 
-def _only(space: Space, mesh: Mesh) -> Space:
+def _only(space: SearchSpace, mesh: Mesh) -> SearchSpace:
     """The space cut down to one mesh."""
     sharding: Any = "fsdp" if mesh.fsdp > 1 and mesh.data == 1 else "data"
     return dataclasses.replace(

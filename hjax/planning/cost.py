@@ -143,7 +143,7 @@ def weight_bytes(model: ModelCounts, mesh: Mesh, element: float) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pass:
+class StageSeconds:
     """Seconds of one micro-batch on one pipeline stage.
 
     Attributes:
@@ -156,7 +156,7 @@ class Pass:
     exchange: float
     weights: float
 
-    def seconds(self, overlap: float) -> float:
+    def total(self, overlap: float) -> float:
         """compute + exchange + what of the weights' collectives the compute does not hide."""
         return self.compute + self.exchange + max(0.0, self.weights - overlap * self.compute)
 
@@ -197,7 +197,7 @@ def expert_exchange(
     return times * layers * all_to_all(place, array, mesh.expert, mesh.stride("expert"))
 
 
-def stage_pass(
+def stage_seconds(
     place: Place,
     model: ModelCounts,
     mesh: Mesh,
@@ -205,7 +205,7 @@ def stage_pass(
     length: float,
     backward: bool,
     rematerialise: bool = False,
-) -> Pass:
+) -> StageSeconds:
     """One micro-batch of ``rows`` sequences on one pipeline stage.
 
     FLOPs: forward 1, backward 2 more (times ``backward``), rematerialisation 1 more times
@@ -242,11 +242,11 @@ def stage_pass(
         if backward:
             gradients = weight_bytes(model, mesh, place.numerics.gradients)
             weights += all_gather(place, gradients, mesh.fsdp, stride)
-    return Pass(compute, exchange, weights)
+    return StageSeconds(compute, exchange, weights)
 
 
 def bubble(pipe: int, micro_batches: int) -> float:
-    """Stage times of a pipelined pass: micro-batches + pipe - 1."""
+    """Stage times of a pipeline's round: micro-batches + pipe - 1."""
     return micro_batches + pipe - 1
 
 
@@ -279,16 +279,16 @@ def update_seconds(
 ) -> float:
     """One optimizer step on ``rows`` sequences.
 
-    (m + pipe - 1) passes of m = ceil(rows / replicas / micro_rows) micro-batches; then the
+    (m + pipe - 1) stage times for m = ceil(rows / replicas / micro_rows) micro-batches; then the
     gradients' all-reduce, less what the last backward pass hides; then the optimizer.
     """
     micro_batches = math.ceil(math.ceil(rows / mesh.replicas) / micro_rows)
-    one = stage_pass(place, model, mesh, micro_rows, length, True, rematerialise)
+    one = stage_seconds(place, model, mesh, micro_rows, length, True, rematerialise)
     overlap = place.constants.overlap
     exchange = gradient_exchange(place, model, mesh)
     hidden = overlap * one.compute * 2 / 3
     return (
-        bubble(mesh.pipe, micro_batches) * one.seconds(overlap)
+        bubble(mesh.pipe, micro_batches) * one.total(overlap)
         + max(0.0, exchange - hidden)
         + optimizer_seconds(place, model, mesh)
     )
@@ -304,8 +304,8 @@ def forward_rows(place: Place, rows: float, mesh: Mesh, length: float) -> int:
 def forward_seconds(
     place: Place, model: ModelCounts, mesh: Mesh, rows: float, length: float
 ) -> float:
-    """One forward over ``rows`` sequences: (m + pipe - 1) passes of m micro-batches."""
+    """One forward over ``rows`` sequences: (m + pipe - 1) stage times for m micro-batches."""
     micro = forward_rows(place, rows, mesh, length)
     micro_batches = math.ceil(math.ceil(rows / mesh.replicas) / micro)
-    one = stage_pass(place, model, mesh, micro, length, backward=False)
-    return bubble(mesh.pipe, micro_batches) * one.seconds(place.constants.overlap)
+    one = stage_seconds(place, model, mesh, micro, length, backward=False)
+    return bubble(mesh.pipe, micro_batches) * one.total(place.constants.overlap)

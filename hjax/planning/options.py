@@ -25,7 +25,7 @@ Sharding = Literal["data", "fsdp", "hybrid"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Space:
+class SearchSpace:
     """Which layouts are tried, and how a system generates.
 
     Attributes:
@@ -39,14 +39,15 @@ class Space:
       zero: no tensor axis in training; ``tensors`` are then generation's alone.
       gather: weights of a transition: ``shards`` (HybridFlow), ``all`` devices' (ZeRO-3), or
         ``sent`` from another copy of the model.
-      cached: generation keeps keys and values.
-      native: decoding by the training framework, not by an engine made for it.
-      micro_rows: rows per device and pass of an update.
+      kv_cache: generation keeps keys and values.
+      native_decode: decoding by the training framework, not by an engine made for it.
+      micro_rows: rows per device and micro-batch of an update.
       rematerialise: whether activations are computed again.
-      waves: rounds in which a replica decodes.
+      waves: in how many parts, one after another, a replica decodes its sequences; more than one
+        is what hjax's generator does not do.
       even: batches must divide over the replicas, as hjax's programs need.
       batches: further numbers of rows that must then divide.
-      micro_batch: rows of a pass over all replicas (0: all of the update's), instead of
+      micro_batch: rows of a micro-batch over all replicas (0: all of the update's), instead of
         ``micro_rows``; -1: free.
     """
 
@@ -59,8 +60,8 @@ class Space:
     generate: Literal["any", "same", "inside"] = "any"
     zero: bool = False
     gather: Literal["shards", "all", "sent"] = "shards"
-    cached: bool = True
-    native: bool = False
+    kv_cache: bool = True
+    native_decode: bool = False
     micro_rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     rematerialise: tuple[bool, ...] = (False, True)
     waves: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -76,7 +77,7 @@ def divides(model: ModelCounts, pipe: int, tensor: int) -> bool:
     return whole and (model.kv_heads % tensor == 0 or tensor % model.kv_heads == 0)
 
 
-def meshes(place: Place, model: ModelCounts, space: Space) -> Iterator[Mesh]:
+def training_meshes(place: Place, model: ModelCounts, space: SearchSpace) -> Iterator[Mesh]:
     """Training meshes of a model on ``place.devices``: pipe * tensor * context * replicas, with
     tensor (and context) inside a domain."""
     for pipe in space.pipes:
@@ -90,7 +91,7 @@ def meshes(place: Place, model: ModelCounts, space: Space) -> Iterator[Mesh]:
 
 
 def _replicated(
-    place: Place, model: ModelCounts, space: Space, rest: Mesh, replicas: int
+    place: Place, model: ModelCounts, space: SearchSpace, rest: Mesh, replicas: int
 ) -> Iterator[Mesh]:
     inside = max(1, place.domain // rest.devices)
     for expert in space.experts if model.experts else (1,):
@@ -104,7 +105,9 @@ def _replicated(
                 yield dataclasses.replace(rest, data=left // fsdp, fsdp=fsdp, expert=expert)
 
 
-def generation_meshes(place: Place, model: ModelCounts, mesh: Mesh, space: Space) -> Iterator[Mesh]:
+def generation_meshes(
+    place: Place, model: ModelCounts, mesh: Mesh, space: SearchSpace
+) -> Iterator[Mesh]:
     """The mesh with each legal p_g and t_g."""
     if space.generate == "same":
         sizes = [(mesh.pipe, mesh.tensor)]
@@ -125,15 +128,16 @@ def role_options(
     dataflow: Dataflow,
     role: str,
     work: Workload,
-    space: Space,
+    space: SearchSpace,
     offload: Offload = "none",
 ) -> list[Option]:
     """Every option of a role, those that do not fit its devices alone left out."""
     calls = {kind: dataflow.of(role, kind) for kind in ("generate", "forward", "update")}
     limit = memory.capacity(place)
     found: list[Option] = []
-    for mesh in meshes(place, model, space):
-        if space.even and not _even(calls, mesh, work, space):
+    for mesh in training_meshes(place, model, space):
+        rows_of = (*calls["forward"], *calls["update"])
+        if space.even and not batches_divide(rows_of, mesh, work, space.batches):
             continue
         held = memory.resident(place, model, mesh, bool(calls["update"]), offload)
         if held > limit:
@@ -154,10 +158,10 @@ def role_options(
                 held,
                 (generate_bytes + back[0], scoring[1] + back[1], update_bytes + back[2]),
                 micro_rows,
-                again,
+                rematerialise,
                 waves,
             )
-            for learned, update_bytes, micro_rows, again in updates
+            for learned, update_bytes, micro_rows, rematerialise in updates
             for laid_out, generated, moved, generate_bytes, waves in rollouts
             if held + max(scoring[1] + back[1], update_bytes + back[2], generate_bytes + back[0])
             <= limit
@@ -165,9 +169,18 @@ def role_options(
     return found
 
 
-def _even(calls: dict[str, tuple[Call, ...]], mesh: Mesh, work: Workload, space: Space) -> bool:
-    rows = [round(c.rows * work.sequences) for c in (*calls["forward"], *calls["update"])]
-    return all(n % mesh.replicas == 0 for n in (*rows, *space.batches))
+def batches_divide(
+    calls: Sequence[Call], mesh: Mesh, work: Workload, batches: Sequence[int] = ()
+) -> bool:
+    """Whether the rows of these calls, and ``batches``, divide over the replicas."""
+    rows = [round(c.rows * work.sequences) for c in calls]
+    return all(n % mesh.replicas == 0 for n in (*rows, *batches))
+
+
+def prompts_divide(mesh: Mesh, work: Workload) -> bool:
+    """Whether the prompts of a step divide over the replicas that generate."""
+    replicas = mesh.devices // (mesh.generate_pipe * mesh.generate_tensor)
+    return round(work.sequences / work.samples) % replicas == 0
 
 
 def _forward(
@@ -190,9 +203,9 @@ def _updates(
     mesh: Mesh,
     calls: Sequence[Call],
     work: Workload,
-    space: Space,
+    space: SearchSpace,
 ) -> list[tuple[float, float, int, bool]]:
-    """(seconds, transient bytes, micro rows, rematerialise) of each way to run a role's updates."""
+    """(seconds, transient bytes, ``micro_rows``, ``rematerialise``) of each way to update."""
     if not calls:
         return [(0.0, 0.0, 0, False)]
     counted = _counted(calls, work)
@@ -201,18 +214,18 @@ def _updates(
     tried: tuple[int, ...] = space.micro_rows
     if space.micro_batch >= 0:
         tried = (math.ceil(space.micro_batch / mesh.replicas) or local,)
-    for micro in tried:
-        if micro > local and micro != tried[0]:
+    for micro_rows in tried:
+        if micro_rows > local and micro_rows != tried[0]:
             continue
-        for again in space.rematerialise:
+        for rematerialise in space.rematerialise:
             length = work.row_tokens(place.numerics.shared_prompt)
             seconds, needed = len(calls) * place.constants.dispatch, 0.0
             for n, k in counted:
-                passes = micro, again
-                seconds += k * cost.update_seconds(place, model, mesh, n, length, *passes)
-                held = memory.update_transient(place, model, mesh, n, work, *passes)
+                how = micro_rows, rematerialise
+                seconds += k * cost.update_seconds(place, model, mesh, n, length, *how)
+                held = memory.update_transient(place, model, mesh, n, work, *how)
                 needed = max(needed, held)
-            found.append((seconds, needed, micro, again))
+            found.append((seconds, needed, micro_rows, rematerialise))
     return found
 
 
@@ -222,21 +235,20 @@ def _rollouts(
     mesh: Mesh,
     calls: Sequence[Call],
     work: Workload,
-    space: Space,
+    space: SearchSpace,
 ) -> list[tuple[Mesh, float, float, float, int]]:
     """(mesh, seconds, those of the transition, transient bytes, waves) of each way."""
     if not calls:
         return [(mesh, 0.0, 0.0, 0.0, 0)]
     found = []
     counted = _counted(calls, work)
-    slowness = place.constants.native_decode if space.native else 1.0
+    slowness = place.constants.native_decode if space.native_decode else 1.0
     for laid_out in generation_meshes(place, model, mesh, space):
-        replicas = place.devices // (laid_out.generate_pipe * laid_out.generate_tensor)
-        if space.even and round(work.sequences / work.samples) % replicas:
+        if space.even and not prompts_divide(laid_out, work):
             continue
         moved = _transition(place, model, laid_out, space)
         started = len(calls) * (place.constants.dispatch + place.constants.rollout)
-        if not space.cached:
+        if not space.kv_cache:
             seconds = sum(
                 k * generation.uncached_seconds(place, model, laid_out, n, work) for n, k in counted
             )
@@ -258,7 +270,7 @@ def _rollouts(
     return found
 
 
-def _transition(place: Place, model: ModelCounts, mesh: Mesh, space: Space) -> float:
+def _transition(place: Place, model: ModelCounts, mesh: Mesh, space: SearchSpace) -> float:
     if space.gather == "all":
         whole = model.parameters * place.numerics.compute
         return cost.all_gather(place, whole, place.devices)

@@ -224,12 +224,12 @@ class Numerics:
       optimizer: per parameter of a trained model, beside the weights (moments, masters).
       gradients: while an update runs.
       compute: what forward, generation and their collectives use.
-      cache: keys and values.
+      cache: of the KV cache.
       shared_prompt: the prompt is computed and cached once per group of samples.
       whole_scores: attention scores stand in memory, float32, while a layer computes.
       adds_gradients: those of a micro-batch stand beside their sum.
       forward_tokens: most tokens per device and forward pass; 0: all at once.
-      prompt_copies: of the prompts' keys and values, prefill's and the decode loop's own.
+      prompt_copies: of the prompts' KV cache, prefill's and the decode loop's own.
       bucket: of a transition, bytes received at a time.
       in_place: the generation copy takes the weights' place (same dtype), else it stands beside.
     """
@@ -318,9 +318,11 @@ class Option:
       transition: seconds of it.
       resident: bytes per device for as long as the run lasts.
       transients: most bytes per device beside them while the role computes, of each stage.
-      micro_rows: rows per device and pass of an update; 0 for frozen roles.
+      micro_rows: rows per device and micro-batch of an update, whose gradients accumulate; 0 for
+        frozen roles.
       rematerialise: activations are computed again in the backward pass.
-      waves: rounds in which a replica decodes its sequences; 0 for roles that do not generate.
+      waves: parts in which a replica decodes its sequences, one after another; 0 for roles that
+        do not generate.
     """
 
     mesh: Mesh
@@ -340,7 +342,7 @@ class Option:
 
 @dataclasses.dataclass(frozen=True)
 class PlannedSet:
-    """Roles that take turns on some devices of a pool."""
+    """Roles that take turns on some devices of a pool, each by its option."""
 
     roles: tuple[str, ...]
     pool: Pool
@@ -353,15 +355,16 @@ class PlannedSet:
         return tuple(sum(o.seconds[s] for o in self.options) for s in range(len(STAGES)))
 
     @property
-    def memory(self) -> float:
+    def peak_bytes(self) -> float:
         """Most bytes per device: all that is resident, and the largest transient."""
         resident = sum(o.resident for o in self.options)
         return resident + max(o.transient for o in self.options)
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """Placement, allocation and a layout per role, with what they cost."""
+class Candidate:
+    """A plan that the search weighs: placement, allocation, an option per role, and what a step of
+    it costs. What a run takes of it is ``hjax.run.placement.Plan``."""
 
     sets: tuple[PlannedSet, ...]
 

@@ -7,20 +7,22 @@ from typing import Any
 
 from hjax.errors import ConfigError
 from hjax.planning import memory
-from hjax.planning.records import STAGES, Plan
-from hjax.planning.search import Problem, Result, Roles
+from hjax.planning.options import batches_divide, prompts_divide
+from hjax.planning.records import MASTERS, STAGES, Candidate
+from hjax.planning.search import Problem, RoleFronts, SearchResult
+from hjax.planning.strategies import STRATEGIES
 from hjax.show.format import size
 
 
-def describe_plan(plan: Plan, problem: Problem) -> dict[str, Any]:
-    """Placement, allocation, layouts, seconds and memory of a plan."""
-    generation, preparation, learning = plan.stages
-    transition = max(o.transition for s in plan.sets for o in s.options)
-    roles = [(r, s, o) for s in plan.sets for r, o in zip(s.roles, s.options)]
+def describe_candidate(candidate: Candidate, problem: Problem) -> dict[str, Any]:
+    """Placement, allocation, layouts, seconds and memory of a candidate."""
+    generation, preparation, learning = candidate.stages
+    transition = max(o.transition for s in candidate.sets for o in s.options)
+    roles = [(r, s, o) for s in candidate.sets for r, o in zip(s.roles, s.options)]
     return {
-        "placement": [list(s.roles) for s in plan.sets],
-        "allocation": [s.devices for s in plan.sets],
-        "pools": [s.pool.name for s in plan.sets],
+        "placement": [list(s.roles) for s in candidate.sets],
+        "allocation": [s.devices for s in candidate.sets],
+        "pools": [s.pool.name for s in candidate.sets],
         "parallelism": {r: _triples(o.mesh) for r, _, o in roles},
         "layouts": {r: _axes(o.mesh) for r, _, o in roles},
         "micro_rows": {r: o.micro_rows for r, _, o in roles if o.micro_rows},
@@ -31,44 +33,45 @@ def describe_plan(plan: Plan, problem: Problem) -> dict[str, Any]:
             "preparation": preparation,
             "learning": learning,
             "transition": transition,
-            "total": plan.total,
+            "total": candidate.total,
         },
         "role_seconds": {r: dict(zip(STAGES, o.seconds)) for r, _, o in roles},
         "memory_bytes": {r: o.resident + o.transient for r, _, o in roles},
         "resident_bytes": {r: o.resident for r, _, o in roles},
-        "set_memory_bytes": [s.memory for s in plan.sets],
-        "usable_bytes": [memory.capacity(problem.place(s.pool, s.devices)) for s in plan.sets],
-        "tokens_per_second": problem.work.tokens / plan.total,
+        "set_memory_bytes": [s.peak_bytes for s in candidate.sets],
+        "usable_bytes": [memory.capacity(problem.place(s.pool, s.devices)) for s in candidate.sets],
+        "tokens_per_second": problem.work.tokens / candidate.total,
     }
 
 
-def describe_result(result: Result, problem: Problem, strategy: str) -> dict[str, Any]:
+def describe_result(result: SearchResult, problem: Problem, strategy: str) -> dict[str, Any]:
     """The best plan, the runners-up with the reason each lost, and where the numbers come from.
 
     Raises:
       ConfigError: nothing fits; the message has the bytes missing.
     """
-    if not result.plans:
+    if not result.candidates:
         raise ConfigError(missing(problem, strategy))
-    best = result.plans[0]
+    best = result.fastest
     candidates = [
         {
-            "placement": [list(s.roles) for s in plan.sets],
-            "allocation": [s.devices for s in plan.sets],
-            "seconds": plan.total,
-            "reason": reason(plan, best),
+            "placement": [list(s.roles) for s in candidate.sets],
+            "allocation": [s.devices for s in candidate.sets],
+            "seconds": candidate.total,
+            "reason": reason(candidate, best),
         }
-        for plan in result.plans
+        for candidate in result.candidates
     ]
     constants = problem.constants
     measured = sorted(constants.measured)
     return {
-        **describe_plan(best, problem),
+        **describe_candidate(best, problem),
         "algorithm": problem.dataflow.name,
         "cluster": problem.cluster.name,
         "strategy": strategy,
         "models": {role: model.name for role, model in problem.models.items()},
         "candidates": candidates,
+        "needs": needs(best, problem, strategy),
         "slower": len(result.slower),
         "impossible": [[list(s) for s in p] for p in result.impossible],
         "origins": {
@@ -80,18 +83,38 @@ def describe_result(result: Result, problem: Problem, strategy: str) -> dict[str
     }
 
 
-def reason(plan: Plan, best: Plan) -> str:
+def needs(candidate: Candidate, problem: Problem, strategy: str) -> list[str]:
+    """What a candidate needs that hjax's own programs do not do, in words; nothing where a run can
+    do what was planned."""
+    found = [f"the programs of {strategy}"] if STRATEGIES[strategy].other_system else []
+    roles = [(r, o) for s in candidate.sets for r, o in zip(s.roles, s.options)]
+    waves = max(o.waves for _, o in roles)
+    if waves > 1:
+        found.append(f"decoding in {waves} waves")
+    if problem.numerics.weights < MASTERS.weights:
+        found.append(f"{8 * problem.numerics.weights:g}-bit weights")
+    for role, option in roles:
+        calls = problem.dataflow.of(role, "forward") + problem.dataflow.of(role, "update")
+        even = batches_divide(calls, option.mesh, problem.work)
+        if not even or (option.waves and not prompts_divide(option.mesh, problem.work)):
+            found.append(f"batches that do not divide over the replicas of the {role}")
+    if len({o.rematerialise for _, o in roles if o.micro_rows}) > 1:
+        found.append("rematerialisation of some of the trained models only")
+    return found
+
+
+def reason(candidate: Candidate, best: Candidate) -> str:
     """Why a plan lost to the best one: the stages in which it is slower."""
-    if plan is best:
+    if candidate is best:
         return "chosen"
-    if plan.total < best.total:
-        faster = 100 * (1 - plan.total / best.total)
-        return f"{faster:.1f} % faster, within the model's error, but {len(plan.sets)} sets"
+    if candidate.total < best.total:
+        faster = 100 * (1 - candidate.total / best.total)
+        return f"{faster:.1f} % faster, within the model's error, but {len(candidate.sets)} sets"
     parts = []
-    for name, mine, its in zip(STAGES, plan.stages, best.stages):
+    for name, mine, its in zip(STAGES, candidate.stages, best.stages):
         if abs(mine - its) > 5e-3 * best.total:
             parts.append(f"{name} {mine - its:+.1f} s")
-    slower = f"{100 * (plan.total / best.total - 1):.1f} % slower"
+    slower = f"{100 * (candidate.total / best.total - 1):.1f} % slower"
     return f"{slower}: {', '.join(parts)}" if parts else f"{slower} over all stages"
 
 
@@ -102,7 +125,7 @@ def missing(problem: Problem, strategy: str) -> str:
     for pool in problem.cluster.pools:
         # As if memory had no end: what would then be needed is what is missing.
         large = dataclasses.replace(pool, device=dataclasses.replace(pool.device, memory=2.0**60))
-        needed = Roles(problem).least_memory(names, large, pool.size)
+        needed = RoleFronts(problem).least_memory(names, large, pool.size)
         best = min(best, needed - memory.capacity(problem.place(pool, pool.size)))
     models = ", ".join(f"{r}={problem.models[r].name}" for r in names)
     where = f"{models} do not fit on {problem.cluster.name}"

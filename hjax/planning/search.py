@@ -19,15 +19,15 @@ from hjax.planning.allocate import Choices, allocate
 from hjax.planning.constants import Constants
 from hjax.planning.cost import Place
 from hjax.planning.hardware import legal_counts
-from hjax.planning.options import Space, front, role_options, vectors
+from hjax.planning.options import SearchSpace, front, role_options, vectors
 from hjax.planning.records import (
+    Candidate,
     Cluster,
     Dataflow,
     ModelCounts,
     Numerics,
     Offload,
     Option,
-    Plan,
     PlannedSet,
     Pool,
     Workload,
@@ -51,7 +51,7 @@ class Problem:
     cluster: Cluster
     constants: Constants = Constants()
     numerics: Numerics = Numerics()
-    space: Space = Space()
+    space: SearchSpace = SearchSpace()
     offload: Mapping[str, Offload] = dataclasses.field(default_factory=dict)
 
     def place(self, pool: Pool, devices: int) -> Place:
@@ -83,7 +83,7 @@ class _Front:
         return _Front(self.points[kept], [self.options[i] for i in kept])
 
 
-class Roles:
+class RoleFronts:
     """The fronts of single roles, which do not depend on the placement."""
 
     def __init__(self, problem: Problem):
@@ -142,18 +142,18 @@ class Roles:
         return allocate(self.problem.cluster, sets, np.inf) is not None
 
 
-class Search:
-    """Looks for plans that take at most ``bound`` seconds.
+class BoundedSearch:
+    """Looks for candidates that take at most ``bound`` seconds.
 
     Args:
-      roles: of the problem, shared between searches.
+      role_fronts: of the problem, shared between searches.
       bound: whatever cannot become part of a plan below it is dropped on the way.
       thin: keep only so many ways to run each role: quick, and an upper bound of the optimum.
     """
 
-    def __init__(self, roles: Roles, bound: float = np.inf, thin: int = 0):
-        self.roles = roles
-        self.problem = roles.problem
+    def __init__(self, role_fronts: RoleFronts, bound: float = np.inf, thin: int = 0):
+        self.role_fronts = role_fronts
+        self.problem = role_fronts.problem
         self.bound = bound
         self.thin = thin
         self._choices: dict[tuple[str, ...], Choices | None] = {}
@@ -161,7 +161,7 @@ class Search:
         self._tables: dict[str, np.ndarray] = {}
 
     def _role(self, role: str, pool: Pool, devices: int) -> _Front:
-        whole = self.roles.front(role, pool, devices)
+        whole = self.role_fronts.front(role, pool, devices)
         if not self.thin or not whole.options:
             return whole
         return whole.of(_few(whole.points, self.thin))
@@ -177,7 +177,7 @@ class Search:
             return _Front(np.empty((0, 5)), [])
         least = np.array([f.points.min(axis=0) for f in fronts])
         outside = self._outside(names, self.problem.cluster.size - devices)
-        limit = memory.capacity(self.roles.place(pool, devices))
+        limit = memory.capacity(self.role_fronts.place(pool, devices))
         built = _Front(np.zeros((1, 5)), [()])
         for number, joined in enumerate(fronts):
             rest = least[number + 1 :]
@@ -190,16 +190,16 @@ class Search:
         slowest = np.zeros(3)
         for role in self.problem.dataflow.roles:
             if role not in names:
-                slowest = np.maximum(slowest, self._fastest(role)[left])
+                slowest = np.maximum(slowest, self._least_seconds(role)[left])
         return slowest
 
-    def _fastest(self, role: str) -> np.ndarray:
+    def _least_seconds(self, role: str) -> np.ndarray:
         """float64 [size + 1, 3]: least seconds of a role per stage on at most so many devices."""
         if role not in self._tables:
             table = np.full((self.problem.cluster.size + 1, 3), np.inf)
             for pool in self.problem.cluster.pools:
                 for devices in legal_counts(pool):
-                    points = self.roles.front(role, pool, devices).points
+                    points = self.role_fronts.front(role, pool, devices).points
                     if len(points):
                         table[devices] = np.minimum(table[devices], points[:, :3].min(axis=0))
             self._tables[role] = np.minimum.accumulate(table, axis=0)
@@ -226,8 +226,8 @@ class Search:
             )
         return self._choices[names]
 
-    def best(self, placement: Placement, bound: float = np.inf) -> Plan | None:
-        """The fastest plan of a placement; None where none is at most ``bound``."""
+    def best(self, placement: Placement, bound: float = np.inf) -> Candidate | None:
+        """The fastest candidate of a placement; None where none is at most ``bound``."""
         sets = [self.choices(names) for names in placement]
         known = [chosen for chosen in sets if chosen is not None]
         if len(known) < len(sets):
@@ -241,71 +241,76 @@ class Search:
             pool = self.problem.cluster.pools[number]
             options = self._fronts[names, pool, devices].options[chosen.index[row]]
             planned.append(PlannedSet(names, pool, devices, options))
-        return Plan(tuple(planned))
+        return Candidate(tuple(planned))
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class SearchResult:
     """What a search found.
 
     Attributes:
-      plans: the best of each placement that fits and is among the best, fastest first.
-      slower: placements that fit, but whose best is slower than all of ``plans``.
+      candidates: the best of each placement that fits and is among the best, fastest first.
+      slower: placements that fit, but whose best is slower than all of ``candidates``.
       impossible: placements that do not fit.
       seconds: how long it took.
     """
 
-    plans: tuple[Plan, ...]
+    candidates: tuple[Candidate, ...]
     slower: tuple[Placement, ...]
     impossible: tuple[Placement, ...]
     seconds: float
 
+    @property
+    def fastest(self) -> Candidate:
+        """The first candidate; only where there is one."""
+        return self.candidates[0]
 
-# Of how many placements the best plan is shown.
-CANDIDATES = 5
+
+# How many candidates are shown.
+SHOWN = 5
 # Ways to run a role that the quick first search looks at.
 _THIN = 5
 
 
 def search(
-    problem: Problem, placements: Sequence[Placement] | None = None, candidates: int = CANDIDATES
-) -> Result:
-    """The best plans, one per placement.
+    problem: Problem, placements: Sequence[Placement] | None = None, count: int = SHOWN
+) -> SearchResult:
+    """The fastest candidates, one per placement.
 
     A quick search over a few ways to run each role gives an upper bound of the candidates' times;
     the exact one drops what cannot reach it.
 
     Args:
       placements: those to look at; None: every set partition of the roles.
-      candidates: of how many placements the best is wanted.
+      count: how many candidates are wanted.
     """
     start = time.perf_counter()
     asked = list(placements or partitions(problem.dataflow.roles))
-    candidates = min(candidates, len(asked))  # with all of them found quickly there is a bound too
-    roles = Roles(problem)
-    quick = _plans(Search(roles, thin=_THIN), asked, candidates)
-    bound = quick[-1].total * (1 + 1e-9) if len(quick) == candidates else np.inf
-    plans = _plans(Search(roles, bound), asked, candidates)
-    kept = {tuple(s.roles for s in plan.sets) for plan in plans}
+    count = min(count, len(asked))  # with all of them found quickly there is a bound too
+    fronts = RoleFronts(problem)
+    quick = _fastest(BoundedSearch(fronts, thin=_THIN), asked, count)
+    bound = quick[-1].total * (1 + 1e-9) if len(quick) == count else np.inf
+    found = _fastest(BoundedSearch(fronts, bound), asked, count)
+    kept = {tuple(s.roles for s in candidate.sets) for candidate in found}
     others = [placement for placement in asked if placement not in kept]
-    possible = {placement: roles.fits(placement) for placement in others}
-    return Result(
-        tuple(plans),
+    possible = {placement: fronts.fits(placement) for placement in others}
+    return SearchResult(
+        tuple(found),
         tuple(p for p in others if possible[p]),
         tuple(p for p in others if not possible[p]),
         time.perf_counter() - start,
     )
 
 
-def _plans(tried: Search, placements: Sequence[Placement], candidates: int) -> list[Plan]:
-    """The best plan of each placement, at most so many, fastest first."""
-    plans: list[Plan] = []
+def _fastest(within: BoundedSearch, placements: Sequence[Placement], count: int) -> list[Candidate]:
+    """The best candidate of each placement, at most so many, fastest first."""
+    found: list[Candidate] = []
     for placement in placements:
-        bound = plans[-1].total if len(plans) == candidates else np.inf
-        plan = tried.best(placement, bound)
-        if plan is not None:
-            plans = sorted([*plans, plan], key=lambda p: (p.total, p.devices))[:candidates]
-    return plans
+        bound = found[-1].total if len(found) == count else np.inf
+        best = within.best(placement, bound)
+        if best is not None:
+            found = sorted([*found, best], key=lambda c: (c.total, c.devices))[:count]
+    return found
 
 
 def _few(points: np.ndarray, count: int) -> np.ndarray:

@@ -12,18 +12,21 @@ from collections.abc import Callable
 from hjax.errors import ConfigError
 from hjax.planning.records import Dataflow
 from hjax.planning.search import (
-    CANDIDATES,
+    SHOWN,
     Placement,
     Problem,
-    Result,
+    SearchResult,
     partitions,
     search,
 )
+from hjax.roles import ROLES
 
-# With split, these roles take the second half of the devices.
-SECOND_HALF = ("critic", "reward", "cost", "cost_critic")
 # OpenRLHF's second copy of the actor, the one that generates.
 ROLLOUT = "rollout"
+
+
+def _as_posed(problem: Problem) -> Problem:
+    return problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,11 +42,16 @@ class Strategy:
     name: str
     what: str
     placements: Callable[[tuple[str, ...]], list[Placement]]
-    prepare: Callable[[Problem], Problem] = lambda problem: problem
+    prepare: Callable[[Problem], Problem] = _as_posed
+
+    @property
+    def other_system(self) -> bool:
+        """Whether it is another system's way."""
+        return self.prepare is not _as_posed
 
 
-def plan(problem: Problem, strategy: str, candidates: int = CANDIDATES) -> Result:
-    """The best plans under a strategy.
+def search_strategy(problem: Problem, strategy: str, count: int = SHOWN) -> SearchResult:
+    """The fastest candidates under a strategy, one per placement, at most ``count``.
 
     Raises:
       ConfigError: an unknown name.
@@ -52,7 +60,7 @@ def plan(problem: Problem, strategy: str, candidates: int = CANDIDATES) -> Resul
         raise ConfigError(f"--strategy={strategy}: one of {', '.join(STRATEGIES)}")
     chosen = STRATEGIES[strategy]
     posed = chosen.prepare(problem)
-    return search(posed, chosen.placements(posed.dataflow.roles), candidates)
+    return search(posed, chosen.placements(posed.dataflow.roles), count)
 
 
 def _colocate(roles: tuple[str, ...]) -> list[Placement]:
@@ -60,9 +68,11 @@ def _colocate(roles: tuple[str, ...]) -> list[Placement]:
 
 
 def _split(roles: tuple[str, ...]) -> list[Placement]:
+    # Those that judge stand apart from those that write.
+    judges = [name for name, role in ROLES.items() if role.scalar]
     halves = (
-        tuple(r for r in roles if r not in SECOND_HALF),
-        tuple(r for r in roles if r in SECOND_HALF),
+        tuple(r for r in roles if r not in judges),
+        tuple(r for r in roles if r in judges),
     )
     return [tuple(half for half in halves if half)]
 
@@ -115,13 +125,15 @@ def _openrlhf(problem: Problem) -> Problem:
 def _nemo_aligner(problem: Problem) -> Problem:
     """The same pipeline and tensor sizes in training and generation, which runs in the training
     framework, at the speed its makers measured before they had an engine (``native_decode``)."""
-    space = dataclasses.replace(problem.space, shardings=("data",), generate="same", native=True)
+    space = dataclasses.replace(
+        problem.space, shardings=("data",), generate="same", native_decode=True
+    )
     return dataclasses.replace(problem, space=space)
 
 
 def _nemo_recompute(problem: Problem) -> Problem:
     """NeMo-Aligner's layouts, a forward over the whole sequence for every token."""
-    space = dataclasses.replace(problem.space, shardings=("data",), generate="same", cached=False)
+    space = dataclasses.replace(problem.space, shardings=("data",), generate="same", kv_cache=False)
     return dataclasses.replace(problem, space=space)
 
 

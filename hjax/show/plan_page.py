@@ -30,6 +30,8 @@ def show(plan: Mapping[str, Any], console: Any) -> None:
         f" a step takes {seconds(taken['total'])}, {count(plan['tokens_per_second'])} tokens/s",
         sep=" ",
     )
+    if plan["needs"]:
+        console.print(Text(_needs(plan), style="yellow"))
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
     for name in ("devices", "role", "model", "train p-t-d", "generate p-t", "axes"):
         table.add_column(name)
@@ -51,6 +53,13 @@ def show(plan: Mapping[str, Any], console: Any) -> None:
         f"Searched in {plan['search_seconds']:.2f} s.",
         style="dim",
     )
+
+
+def _needs(plan: Mapping[str, Any]) -> str:
+    """One line: what hjax does not do of what the plan rests on."""
+    *most, last = plan["needs"]
+    listed = f"{', '.join(most)} and {last}" if most else last
+    return f"This plan needs {listed}, which hjax does not do."
 
 
 def _row(plan: Mapping[str, Any], number: int, role: str, first: bool) -> list[str]:
@@ -234,6 +243,7 @@ def page(plan: Mapping[str, Any]) -> str:
     ]
     body = [
         head,
+        *([f"<p>{escape(_needs(plan))}</p>"] if plan["needs"] else []),
         "<h2>Who runs where</h2>",
         _table(titles, rows),
         "<h2>One step</h2>",

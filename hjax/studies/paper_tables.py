@@ -1,7 +1,7 @@
-"""HybridFlow's experiments (arXiv 2409.19256, section 8) as this cost model sees them.
+"""The tables of docs/auto_mapping.md, and the sentences that count what stands in them.
 
-`python -m hjax.studies.paper_tables [--write=docs/auto_mapping.md] [NAME ...]` prints the tables of
-docs/auto_mapping.md, or writes them into it between their markers.
+`python -m hjax.studies.paper_tables [--write=docs/auto_mapping.md] [NAME ...]` prints the tables,
+or writes them into the page between their markers. All of them take ten minutes.
 """
 
 from __future__ import annotations
@@ -9,151 +9,37 @@ from __future__ import annotations
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from hjax.errors import ConfigError, exit_status
-from hjax.models.published import published
-from hjax.planning import memory
-from hjax.planning.auto import SCALAR
 from hjax.planning.constants import Constants, describe
-from hjax.planning.counting import counts
-from hjax.planning.dataflow import find_algorithm, trace
-from hjax.planning.hardware import DEVICES, cluster
-from hjax.planning.options import Space, role_options
-from hjax.planning.records import Plan, Workload
-from hjax.planning.search import Problem
-from hjax.planning.strategies import plan
+from hjax.planning.hardware import DEVICES
+from hjax.planning.search import partitions
+from hjax.planning.strategies import search_strategy
+from hjax.studies.paper_experiments import (
+    ASSUMED,
+    MODELS,
+    NAMED,
+    PPO_AVERAGES,
+    RANGES,
+    STRONG_SCALING,
+    SYSTEMS,
+    PlacementRow,
+    SpeedupRow,
+    generation_sweep,
+    paper_problem,
+    placement_name,
+    placement_rows,
+    ratios_of,
+    speedup_rows,
+    strong_scaling,
+)
 
-WORK = Workload(prompt_length=1024, response_length=1024, sequences=1024)
-UPDATES = 8
-ASSUMED = Constants()
-ALGORITHMS = ("ppo", "remax", "safe_rlhf")
-# Numbers of GPUs, from the fewest on which the four models of a size fit.
-SIZES = {
-    "llama-7b": (8, 16, 32, 64, 96, 128),
-    "llama-13b": (16, 32, 64, 96, 128),
-    "llama-34b": (32, 64, 96, 128),
-    "llama-70b": (64, 96, 128),
-}
-SYSTEMS = ("deepspeed_chat", "openrlhf", "nemo_aligner")
-# The paper's averages and largest speed-ups of PPO, and its ranges over the three systems.
-AVERAGES = {"deepspeed_chat": 3.67, "openrlhf": 3.25, "nemo_aligner": 12.52}
-LARGEST = {"deepspeed_chat": 7.84, "openrlhf": 5.93, "nemo_aligner": 20.57}
-RANGES = {
-    ("ppo", "llama-7b"): (1.68, 8.63), ("ppo", "llama-13b"): (2.70, 18.96),
-    ("ppo", "llama-34b"): (2.41, 20.57), ("ppo", "llama-70b"): (5.17, 17.98),
-    ("remax", "llama-7b"): (1.53, 2.56), ("remax", "llama-13b"): (2.49, 3.66),
-    ("remax", "llama-34b"): (2.14, 4.80), ("remax", "llama-70b"): (6.46, 9.78),
-    ("safe_rlhf", "llama-7b"): (1.71, 12.87), ("safe_rlhf", "llama-13b"): (2.49, 18.47),
-    ("safe_rlhf", "llama-34b"): (2.20, 19.76), ("safe_rlhf", "llama-70b"): (4.89, 16.86),
-}  # fmt: skip
-STRONG_SCALING = 0.668
-MIXED_SIZES = {
-    "actor": "llama-13b", "reference": "llama-13b", "critic": "llama-70b", "reward": "llama-70b",
-}  # fmt: skip
-# The paper's best placements; arw: {actor, reference, reward} and {critic}.
-PLACEMENTS = {
-    "13B": {32: "colocate", 64: "colocate", 96: "split", 128: "standalone"},
-    "34B": {32: "colocate", 64: "colocate", 96: "split", 128: "split"},
-    "13B, 70B": {32: "colocate", 64: "colocate", 96: "split", 128: "arw"},
-}
-MODELS: Mapping[str, str | Mapping[str, str]] = {
-    "13B": "llama-13b", "34B": "llama-34b", "13B, 70B": MIXED_SIZES,
-}  # fmt: skip
-
-
-def problem(
-    algorithm: str,
-    models: str | Mapping[str, str],
-    gpus: int,
-    constants: Constants = ASSUMED,
-) -> Problem:
-    """One of the paper's experiments: A100-80GB, 8 to a machine. Its Safe-RLHF has one critic."""
-    found = find_algorithm(algorithm)
-    config = found.default_config()
-    if algorithm == "safe_rlhf":
-        config.pretraining_coef = 1.0
-    roles = [r for r in found.needed_roles(config) if r != "cost_critic"]
-    names = dict.fromkeys(roles, models) if isinstance(models, str) else dict(models)
-    return Problem(
-        trace(found, config, UPDATES, 1, roles, absent=("cost_critic",)),
-        {r: counts(published(names[r]), names[r], scalar=r in SCALAR) for r in roles},
-        WORK,
-        cluster(f"{max(1, gpus // 8)}x{min(gpus, 8)}:a100-80g"),
-        constants,
-    )
-
-
-def kind(found: Plan) -> str:
-    """The paper's name of a placement."""
-    sets = {frozenset(s.roles) for s in found.sets}
-    if len(sets) == 1:
-        return "colocate"
-    if all(len(s) == 1 for s in sets):
-        return "standalone"
-    named = {
-        "split": {frozenset({"actor", "reference"}), frozenset({"critic", "reward"})},
-        "arw": {frozenset({"actor", "reference", "reward"}), frozenset({"critic"})},
-    }
-    return next((name for name, wanted in named.items() if sets == wanted), "other")
-
-
-def placement_row(label: str, gpus: int, constants: Constants = ASSUMED) -> dict[str, Any]:
-    """The best plan of all, seconds of the named placements, and the paper's choice."""
-    posed = problem("ppo", MODELS[label], gpus, constants)
-    best = plan(posed, "auto", 3).plans
-    named = {s: plan(posed, s, 1).plans for s in ("colocate", "split", "standalone")}
-    seconds = {s: p[0].total for s, p in named.items() if p}
-    for found in best:
-        seconds.setdefault(kind(found), found.total)
-    paper = PLACEMENTS[label][gpus]
-    return {
-        "models": label,
-        "gpus": gpus,
-        "best": best[0],
-        "seconds": seconds,
-        "paper": paper,
-        "nearest": min(seconds, key=lambda s: (seconds[s], s)),
-        "gap": seconds[paper] / best[0].total - 1 if paper in seconds else float("nan"),
-    }
-
-
-def speedup_row(algorithm: str, model: str, gpus: int) -> dict[str, float]:
-    """Seconds of hjax's best plan, and each system's over it."""
-    posed = problem(algorithm, model, gpus)
-    mine = plan(posed, "auto", 1).plans[0].total
-    row = {"seconds": mine}
-    for system in SYSTEMS:
-        found = plan(posed, system, 1).plans
-        if found:
-            row[system] = found[0].total / mine
-    return row
-
-
-def generation_sweep(model: str, constants: Constants = ASSUMED) -> dict[int, float]:
-    """Fig. 15: seconds of the transition and generation by t_g.
-
-    On 16 GPUs, all models colocated, trained 1-8-2.
-    """
-    posed = problem("ppo", model, 16, constants)
-    place = posed.place(posed.cluster.pools[0], 16)
-    space = Space(pipes=(1,), shardings=("data",))
-
-    def options(role: str) -> list[Any]:
-        arguments = (place, posed.models[role], posed.dataflow, role, WORK, space)
-        return [o for o in role_options(*arguments) if o.mesh.tensor == 8]
-
-    others = sum(
-        min(o.resident for o in options(role)) for role in ("critic", "reference", "reward")
-    )
-    best: dict[int, float] = {}
-    for option in options("actor"):
-        if option.resident + option.transient + others <= memory.capacity(place):
-            size = option.mesh.generate_tensor
-            best[size] = min(best.get(size, float("inf")), option.seconds[0])
-    return dict(sorted(best.items()))
+# Constants that were moved while the paper's figures were looked at, and their values before.
+MOVED = {"network": 0.85, "overlap": 0.5}
+PLACEMENT_COUNT = len(list(partitions(NAMED["colocate"][0])))
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -192,63 +78,114 @@ def devices_table() -> str:
 
 
 def placements_table() -> str:
-    """The paper's placements beside the model's."""
+    """The paper's placements beside the model's, and how many agree."""
+    found = placement_rows()
     rows = []
-    for label, sizes in PLACEMENTS.items():
-        for gpus in sizes:
-            row = placement_row(label, gpus)
-            best, seconds = row["best"], row["seconds"]
-            sets = ", ".join(f"{'+'.join(s.roles)} {s.devices}" for s in best.sets)
-            rows.append(
-                (
-                    label,
-                    gpus,
-                    f"{sets}: {best.total:.0f} s",
-                    *(
-                        f"{seconds[s]:.0f}" if s in seconds else "–"
-                        for s in ("colocate", "split", "standalone")
-                    ),
-                    row["paper"],
-                    f"{100 * row['gap']:+.0f} %",
-                )  # fmt: skip
-            )
-    titles = ("models", "GPUs", "best of all", "colocate s", "split s", "standalone s", "paper",
+    for row in found:
+        sets = ", ".join(f"{'+'.join(s.roles)} {s.devices}" for s in row.best.sets)
+        named = (f"{row.seconds[s]:.0f}" if s in row.seconds else "–" for s in NAMED)
+        best = f"{sets}: {row.best.total:.0f} s"
+        rows.append((row.models, row.gpus, best, *named, row.paper, f"{100 * row.gap:+.0f} %"))
+    titles = ("models", "GPUs", "best of all", *(f"{name} s" for name in NAMED), "paper",
               "paper's over best")  # fmt: skip
+    return f"{table(titles, rows)}\n\n{placements_sentence(found)}"
+
+
+def placements_sentence(rows: Sequence[PlacementRow]) -> str:
+    """How often the model's fastest placement is the paper's, and where it is not."""
+    named, of_all = agreement(rows)
+    sentence = (
+        f"Of the paper's four placements ({', '.join(NAMED)}) the model's fastest is the one that "
+        f"the paper found best in {named} of {len(rows)} cases; of all {PLACEMENT_COUNT} "
+        f"placements in {of_all} of {len(rows)}."
+    )
+    others = [
+        f"{row.models} on {row.gpus} GPUs ({row.fastest_named}; {row.paper}, the paper's, takes "
+        f"{100 * row.gap:.0f} % longer than the best of all)"
+        for row in rows
+        if row.fastest_named != row.paper
+    ]
+    return f"{sentence} The others: {'; '.join(others)}." if others else sentence
+
+
+def agreement(rows: Sequence[PlacementRow]) -> tuple[int, int]:
+    """In how many cases the fastest of the named placements, and of all, is the paper's."""
+    named = sum(row.fastest_named == row.paper for row in rows)
+    return named, sum(placement_name(row.best) == row.paper for row in rows)
+
+
+def moved_table() -> str:
+    """What the placements would be with the constants as they were before they were moved."""
+    before = {"as they are now": {}, **{f"`{k}` {v:g}": {k: v} for k, v in MOVED.items()}}
+    before["both as before"] = MOVED
+    rows = []
+    for label, values in before.items():
+        found = placement_rows(Constants().with_values(values))
+        named, of_all = agreement(found)
+        gap = statistics.mean(row.gap for row in found)
+        cells = (f"{n} of {len(found)}" for n in (named, of_all))
+        rows.append((label, *cells, f"{100 * gap:.0f} %"))
+    titles = ("constants", "paper's is the fastest of the four", "of all",
+              "paper's over best, mean")  # fmt: skip
     return table(titles, rows)
 
 
-def speedup_tables() -> str:
-    """Every system over hjax's best plan, and the averages."""
-    parts, ratios, scaling = [], [], []
-    for algorithm in ALGORITHMS:
-        rows = []
-        for model, sizes in SIZES.items():
-            found = {gpus: speedup_row(algorithm, model, gpus) for gpus in sizes}
-            ratios += [(algorithm, row) for row in found.values()]
-            first, last = sizes[0], sizes[-1]
-            gain = found[first]["seconds"] / found[last]["seconds"]
-            scaling.append((algorithm, gain / (last / first)))
-            low, high = RANGES[algorithm, model]
-            for gpus, row in found.items():
-                cells = [f"{row[s]:.2f}" if s in row else "–" for s in SYSTEMS]
-                paper = f"{low} to {high}" if gpus == first else ""
-                rows.append((model, gpus, f"{row['seconds']:.0f}", *cells, paper))
-        titles = ("models", "GPUs", "hjax s", *SYSTEMS, "paper's range over the three")
-        parts.append(f"**{algorithm}**\n\n{table(titles, rows)}")
+def speedups_tables() -> str:
+    """Every system over hjax's best plan, their averages, ranges and strong scaling."""
+    found = speedup_rows()
+    parts = [_sizes_table(found, algorithm) for algorithm in SYSTEMS]
+    return "\n\n".join([*parts, averages_table(found), _ranges_table(found), _scaling_table(found)])
+
+
+def _sizes_table(found: Sequence[SpeedupRow], algorithm: str) -> str:
+    systems = SYSTEMS[algorithm]
     rows = []
-    for system in SYSTEMS:
-        of = {
-            a: statistics.mean(r[system] for x, r in ratios if x == a and system in r)
-            for a in ALGORITHMS
-        }
-        every = statistics.mean(r[system] for _, r in ratios if system in r)
-        cells = [f"{of[a]:.2f}" for a in ALGORITHMS]
-        rows.append((system, *cells, f"{every:.2f}", AVERAGES[system]))
-    means = [f"{statistics.mean(s for x, s in scaling if x == a):.3f}" for a in ALGORITHMS]
-    every = statistics.mean(s for _, s in scaling)
-    rows.append(("strong scaling", *means, f"{every:.3f}", STRONG_SCALING))
-    averages = table(("average over sizes", *ALGORITHMS, "all", "paper"), rows)
-    return "\n\n".join([*parts, averages])
+    for row in (r for r in found if r.algorithm == algorithm):
+        cells = (f"{row.ratios[s]:.2f}" if s in row.ratios else "–" for s in systems)
+        rows.append((row.model, row.gpus, f"{row.seconds:.0f}", *cells))
+    return f"**{algorithm}**\n\n{table(('models', 'GPUs', 'hjax s', *systems), rows)}"
+
+
+def averages_table(found: list[SpeedupRow]) -> str:
+    """Means over the sizes that fit, and what is averaged."""
+    rows, means = [], {}
+    for system, paper in PPO_AVERAGES.items():
+        cells = []
+        for algorithm in SYSTEMS:
+            ratios = ratios_of(found, algorithm, system)
+            cells.append(f"{statistics.mean(ratios):.2f} ({len(ratios)})" if ratios else "–")
+        means[system] = statistics.mean(ratios_of(found, "ppo", system)) / paper
+        rows.append((system, *cells, paper))
+    titles = ("average over sizes (how many)", *SYSTEMS, "paper, ppo")
+    beside = ", ".join(f"{ratio:.2f} for {system}" for system, ratio in means.items())
+    missing = [f"{s} has no {a}" for s in PPO_AVERAGES for a in SYSTEMS if s not in SYSTEMS[a]]
+    return (
+        f"{table(titles, rows)}\n\nEach average is of one column of the tables above, over the "
+        f"sizes that fit; {', '.join(missing)}. The paper's averages are of PPO alone, so `ppo` is "
+        f"the column to compare: the model's over the paper's is {beside}."
+    )
+
+
+def _ranges_table(found: Sequence[SpeedupRow]) -> str:
+    rows, inside = [], 0
+    for (algorithm, model), (low, high) in RANGES.items():
+        of = (r for r in found if (r.algorithm, r.model) == (algorithm, model))
+        ratios = [ratio for r in of for ratio in r.ratios.values()]
+        inside += low <= min(ratios) and max(ratios) <= high
+        mine = f"{min(ratios):.2f} to {max(ratios):.2f}"
+        rows.append((algorithm, model, mine, f"{low:.2f} to {high:.2f}"))
+    titles = ("algorithm", "models", "model's ratios over sizes and systems", "paper's")
+    return (
+        f"{table(titles, rows)}\n\nThe model's range lies inside the paper's in {inside} of "
+        f"{len(rows)}."
+    )
+
+
+def _scaling_table(found: list[SpeedupRow]) -> str:
+    each = [strong_scaling(found, algorithm) for algorithm in SYSTEMS]
+    cells = (f"{value:.3f}" for value in (*each, statistics.mean(each)))
+    titles = ("strong scaling", *SYSTEMS, "mean of the three", "paper")
+    return table(titles, [("hjax's best plan", *cells, STRONG_SCALING)])
 
 
 def sweep_table() -> str:
@@ -272,27 +209,48 @@ def sensitivity_table() -> str:
         "matmul": (0.4, 0.5, 0.6),
         "decode_row": (0.0, 6e-5, 1.2e-4),
     }
+    cases = (("13B", 64), ("13B", 96), ("13B", 128), ("34B", 128), ("13B, 70B", 128))
+    answers: list[dict[str, str]] = [{} for _ in cases]
     rows = []
     for name, tried in values.items():
         for value in tried:
-            cells = []
-            for label, gpus in (("13B", 64), ("13B", 96), ("13B", 128), ("34B", 128),
-                                ("13B, 70B", 128)):  # fmt: skip
-                posed = problem("ppo", MODELS[label], gpus, Constants().with_values({name: value}))
-                best = plan(posed, "auto", 1).plans[0]
-                sets = "+".join(str(s.devices) for s in best.sets)
-                cells.append(f"{kind(best)} {sets}, {best.total:.0f} s")
-            mark = " (default)" if value == getattr(Constants(), name) else ""
+            cells, constants = [], Constants().with_values({name: value})
+            for answer, (models, gpus) in zip(answers, cases):
+                posed = paper_problem("ppo", MODELS[models], gpus, constants)
+                best = search_strategy(posed, "auto", 1).fastest
+                sizes = "+".join(str(s.devices) for s in best.sets)
+                chosen = f"{placement_name(best)} {sizes}"
+                answer[f"`{name}` {value:g}"] = chosen
+                cells.append(f"{chosen}, {best.total:.0f} s")
+            mark = " (default)" if value == getattr(ASSUMED, name) else ""
             rows.append((f"`{name}` {value:g}{mark}", *cells))
-    titles = ("constant", "13B, 64 GPUs", "13B, 96", "13B, 128", "34B, 128", "13B and 70B, 128")
-    return table(titles, rows)
+    titles = ("constant", *(f"{models}: {gpus} GPUs" for models, gpus in cases))
+    default = f"`network` {ASSUMED.network:g}"
+    return f"{table(titles, rows)}\n\n{_moves(titles[1:], answers, default)}"
+
+
+def _moves(cases: Sequence[str], answers: Sequence[dict[str, str]], default: str) -> str:
+    """Which answers flip, and where."""
+    still, moving = [], []
+    for case, answer in zip(cases, answers):
+        usual = answer[default]
+        flips = [f"{chosen} at {where}" for where, chosen in answer.items() if chosen != usual]
+        if flips:
+            moving.append(f"{case}: {usual}, but {', '.join(flips)}")
+        else:
+            still.append(case)
+    return (
+        f"The same at all of these values: {'; '.join(still) or 'none'}. Not the same: "
+        f"{'; '.join(moving) or 'none'}."
+    )
 
 
 TABLES: dict[str, Callable[[], str]] = {
     "constants": constants_table,
+    "moved": moved_table,
     "devices": devices_table,
     "placements": placements_table,
-    "speedups": speedup_tables,
+    "speedups": speedups_tables,
     "sweep": sweep_table,
     "sensitivity": sensitivity_table,
 }

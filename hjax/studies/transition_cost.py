@@ -18,9 +18,9 @@ from hjax.models.parameters import decoder_network
 from hjax.sharding.layout import RoleLayouts, check_shapes, without
 from hjax.sharding.live_memory import PeakWatch
 from hjax.sharding.transition import BUCKET_BYTES, Transition
-from hjax.studies.baselines import GatherAndCut
-from hjax.studies.grouping import (
-    Case,
+from hjax.studies.gather_and_cut import GatherAndCut
+from hjax.studies.transition_groups import (
+    Table2Case,
     case_layouts,
     holdings,
     stage_groups,
@@ -80,7 +80,7 @@ def model_leaves(model: ModelConfig) -> dict[str, tuple[tuple[str, ...], Any]]:
     return dict(zip(names, zip((a for _, a in axes), (x for _, x in shapes)), strict=True))
 
 
-def set_up(case: Case, method: str, devices: Sequence[jax.Device], leaves: Leaves) -> Setup:
+def set_up(case: Table2Case, method: str, devices: Sequence[jax.Device], leaves: Leaves) -> Setup:
     """Lay parameters out for a case.
 
     Raises:
@@ -124,7 +124,7 @@ def _parts(sharding: Any, x: Any) -> int:
     return math.prod(x.shape) // math.prod(sharding.shard_shape(x.shape))
 
 
-def measure(case: Case, method: str, setup: Setup, bucket_bytes: int) -> dict[str, Any]:
+def measure(case: Table2Case, method: str, setup: Setup, bucket_bytes: int) -> dict[str, Any]:
     """Compile a transition, run it there and back where it fits, and count.
 
     Returns:
@@ -171,7 +171,7 @@ def measure(case: Case, method: str, setup: Setup, bucket_bytes: int) -> dict[st
 
 
 def describe(
-    case: Case, method: str, devices: Sequence[jax.Device], model: ModelConfig, name: str
+    case: Table2Case, method: str, devices: Sequence[jax.Device], model: ModelConfig, name: str
 ) -> dict[str, Any]:
     """What ``python -m hjax.launch.transition --json`` prints, and who holds what."""
     setup = set_up(case, method, devices, model_leaves(model))

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
-from hjax.studies.grouping import METHODS, Case, describe_groups, table2
+from hjax.studies.transition_groups import METHODS, Table2Case, describe_groups, table2
 
 SIZES = (1, 2, 4, 8, 16)
 DEVICES = 16
@@ -20,7 +20,7 @@ AXES = {
     "norm": ("layers", "embed"),
 }
 SHAPES = {"layers": 16, "embed": 2, "heads": 16}
-EXAMPLE = Case(1, 4, 2, 1, 2)
+EXAMPLE = Table2Case(1, 4, 2, 1, 2)
 
 TEXT = """\
 # The transition between training and generation
@@ -97,13 +97,13 @@ than the bucket that is being moved. Vanilla and gather_all hold the whole model
 """
 
 
-def cases(most: int = DEVICES) -> list[Case]:
+def cases(most: int = DEVICES) -> list[Table2Case]:
     """All cases in powers of two on at most so many devices."""
     found = []
     for p, t, d in itertools.product(SIZES, repeat=3):
         for p_g, t_g in itertools.product(SIZES, repeat=2):
             if p * t * d <= most and p % p_g == 0 and t % t_g == 0:
-                found.append(Case(p, t, d, p_g, t_g))
+                found.append(Table2Case(p, t, d, p_g, t_g))
     return found
 
 
@@ -125,9 +125,9 @@ def measured_rows(devices: Sequence[Any]) -> Iterator[dict[str, Any]]:
 
 def transition_markdown(rows: Sequence[dict[str, Any]]) -> str:
     """The text of docs/transition.md, from ``measured_rows``."""
-    by_case: dict[Case, dict[str, dict[str, Any]]] = {}
+    by_case: dict[Table2Case, dict[str, dict[str, Any]]] = {}
     for row in rows:
-        case = Case(*row["train"], *row["generate"])
+        case = Table2Case(*row["train"], *row["generate"])
         by_case.setdefault(case, {})[row["method"]] = row
     example = by_case[EXAMPLE]
     return TEXT.format(
@@ -178,7 +178,7 @@ def _ratio(row: dict[str, Any]) -> float:
     return measured / formula if formula else 1.0 + measured
 
 
-def _table(by_case: dict[Case, dict[str, dict[str, Any]]]) -> list[str]:
+def _table(by_case: dict[Table2Case, dict[str, dict[str, Any]]]) -> list[str]:
     head = ["case", *(f"{m}: formula, measured, ratio" for m in METHODS)]
     head += ["hybridflow holds: formula, measured", "redundant: hybridflow, vanilla, gather_all"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]

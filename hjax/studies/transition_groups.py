@@ -30,7 +30,7 @@ METHODS = ("hybridflow", "vanilla", "gather_all")
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class Table2Case:
     """Sizes of the training and generation groups.
 
     Raises:
@@ -84,7 +84,7 @@ class Case:
         return f"{train} → {generate}"
 
 
-def table2(case: Case, method: str) -> dict[str, float]:
+def table2(case: Table2Case, method: str) -> dict[str, float]:
     """The paper's Table 2, as fractions of the model's bytes M.
 
     Returns:
@@ -98,7 +98,7 @@ def table2(case: Case, method: str) -> dict[str, float]:
     return {"communication": 1 - 1 / shards, "peak": 1.0, "redundancy": 1 / shards}
 
 
-def case_layouts(devices: Sequence[jax.Device], case: Case, method: str) -> RoleLayouts:
+def case_layouts(devices: Sequence[jax.Device], case: Table2Case, method: str) -> RoleLayouts:
     """Train and generate layout of a method; ``vanilla``'s generation is on a mesh of its own.
 
     The train layout of ``gather_all`` is that of the model-parallel groups all the same; what it
@@ -157,7 +157,7 @@ def stage_groups(layouts: RoleLayouts) -> dict[str, dict[str, list[list[int]]]]:
     }
 
 
-def holdings(sharding: Any, case: Case) -> list[set[int]]:
+def holdings(sharding: Any, case: Table2Case) -> list[set[int]]:
     """Which of the p t parts of the model each rank holds; part P t + T is trained by (P, T).
 
     Args:

@@ -1,0 +1,109 @@
+"""A problem for the search out of names: an algorithm, published models, a cluster's numerics.
+
+A run's own problem comes from its config instead (``hjax.planning.auto.run_problem``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from hjax.algorithms import Algorithm
+from hjax.errors import ConfigError
+from hjax.models.published import planning_shape
+from hjax.planning.constants import Constants
+from hjax.planning.counting import counts
+from hjax.planning.dataflow import trace
+from hjax.planning.options import SearchSpace
+from hjax.planning.records import FLOAT32, MASTERS, MIXED, Cluster, Workload
+from hjax.planning.search import Problem
+from hjax.roles import Role
+
+NUMERICS = {"mixed": MIXED, "masters": MASTERS, "float32": FLOAT32}
+# Of them those of hjax's runs, whose generator decodes all sequences of a replica at once.
+OF_RUNS = ("masters", "float32")
+OFFLOADS = ("none", "optimizer", "all")
+
+
+def pose_problem(
+    algorithm: type[Algorithm],
+    settings: ConfigDict,
+    models: Mapping[str, str],
+    work: Workload,
+    updates: int,
+    cluster: Cluster,
+    constants: Constants | None = None,
+    numerics: str = "mixed",
+    offload: Mapping[str, Any] | None = None,
+    even: bool = False,
+) -> Problem:
+    """Which devices and layouts these models should get for this work.
+
+    Args:
+      settings: the config's section ``algorithm``.
+      models: by role a published name or a directory with a config.json, as ``fill_in`` takes it.
+      work: lengths, sequences and samples of a step.
+      updates: optimizer updates that a step's sequences are cut into.
+      numerics: one of ``NUMERICS``; with those of hjax's runs no plan decodes in waves.
+      offload: by role what of it waits in the host's memory, one of ``OFFLOADS``.
+      even: only layouts over which all batches divide.
+
+    Raises:
+      ConfigError: an unknown model, a role missing or unknown, sequences longer than a model's.
+    """
+    table = algorithm.role_table(settings)
+    names, absent = fill_in(models, table)
+    for role, what in (offload or {}).items():
+        if role not in names or what not in OFFLOADS:
+            raise ConfigError(
+                f"--offload: '{role}={what}' is not ROLE=WHAT, with a role of {', '.join(names)} "
+                f"and one of {', '.join(OFFLOADS)}"
+            )
+    flow = trace(algorithm, settings, updates, work.samples, names, absent)
+    shapes = {role: planning_shape(name) for role, name in names.items()}
+    for role, shape in shapes.items():
+        if shape.max_length < work.length and not table[role].function:
+            raise ConfigError(
+                f"--models: {role}={names[role]} has {shape.max_length} positions, fewer than the "
+                f"{work.length} of prompt and response"
+            )
+    waves = (1,) if numerics in OF_RUNS else SearchSpace().waves
+    return Problem(
+        flow,
+        {role: counts(shape, names[role], table[role].scalar) for role, shape in shapes.items()},
+        work,
+        cluster,
+        constants or Constants(),
+        NUMERICS[numerics],
+        SearchSpace(even=even, waves=waves),
+        dict(offload or {}),
+    )
+
+
+def fill_in(
+    models: Mapping[str, str], roles: Mapping[str, Role]
+) -> tuple[dict[str, str], list[str]]:
+    """Model name of each role that has one, in the order of ``roles``, and the roles left out.
+
+    A reward or cost that is not named is a function on the host; a cost critic that is not named
+    is like the critic, and ``none`` leaves it out.
+
+    Raises:
+      ConfigError: a role that the algorithm does not have, or one of its roles without a model.
+    """
+    for role in models:
+        if role not in roles:
+            raise ConfigError(f"--models: no role {role!r}; this algorithm has {', '.join(roles)}")
+    names = dict(models)
+    absent = [role for role, name in names.items() if name == "none"]
+    if "cost_critic" in roles and "critic" in names:
+        names.setdefault("cost_critic", names["critic"])
+    missing = [r for r in roles if r not in names and not roles[r].function]
+    if missing or "actor" in absent:
+        raise ConfigError(
+            f"--models lacks {', '.join(missing or ['actor'])}; this algorithm has "
+            f"{', '.join(roles)} (reward and cost may be left out: functions on the host)"
+        )
+    return {role: names[role] for role in roles if role in names and role not in absent}, absent
