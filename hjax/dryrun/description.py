@@ -23,10 +23,11 @@ def describe(trainer: Any) -> dict[str, Any]:
     memory (``memory_analysis``).
 
     Returns:
-      ``algorithm``, ``remark`` (where the step's calls cannot be read off), ``batch``, ``placement``,
-      ``parameters`` (by role), ``memory`` (of each program what ``programs.add_held`` says, bytes per
-      device), ``resident_bytes`` (by role, kept between calls), ``device_memory_bytes`` and where
-      something is offloaded ``offload`` (of ``programs.offload_savings``).
+      ``algorithm``, ``remark`` (where the step's calls cannot be read off), ``batch``,
+      ``placement``, ``parameters`` (by role), ``memory`` (of each program what
+      ``programs.add_held`` says, bytes per device), ``resident_bytes`` (by role, kept between
+      calls), ``device_memory_bytes`` and where something is offloaded ``offload`` (of
+      ``programs.offload_savings``).
     """
     config, roles = trainer.config, trainer.roles
     rollout, algorithm = config.rollout, config.algorithm
