@@ -21,7 +21,8 @@ def counts(config: ModelConfig, name: str = "", scalar: bool = False) -> ModelCo
         vocab=config.vocab_size,
         experts=config.experts,
         experts_per_token=config.experts_per_token,
-        parameters=arithmetic.parameters(config, scalar),
+        # What is counted is split over devices; a scalar head's bias, one number, is not.
+        parameters=arithmetic.parameters(config, scalar) - int(scalar),
         layer_parameters=arithmetic.layer_parameters(config),
         layer_active=arithmetic.active_layer_parameters(config),
         layer_expert=arithmetic.mlp_parameters(config) * config.experts,

@@ -114,7 +114,7 @@ class ModelCounts:
     """What a model's shape says about its costs (hjax.models.arithmetic makes it).
 
     Attributes:
-      parameters: of the whole model.
+      parameters: of the whole model, a scalar head's bias left out.
       layer_parameters: of one layer; ``layer_active``: those that one token uses (fewer with
         experts); ``layer_expert``: those in experts.
       head_parameters: those that the head multiplies a token with: hidden x vocab, or hidden for a
