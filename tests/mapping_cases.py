@@ -33,9 +33,10 @@ def model(rng: random.Random, name: str) -> ModelCounts:
     kv_heads = rng.choice([k for k in (1, 2, heads) if heads % k == 0])
     layer = hidden * 128 * 2 * (heads + kv_heads) + 3 * hidden * mlp + 2 * hidden
     vocab = rng.choice([512, 32000])
+    layers = rng.choice([2, 4, 12, 24])
     return ModelCounts(
         name=name,
-        layers=rng.choice([2, 4, 12, 24]),
+        layers=layers,
         hidden=hidden,
         heads=heads,
         kv_heads=kv_heads,
@@ -43,10 +44,10 @@ def model(rng: random.Random, name: str) -> ModelCounts:
         vocab=vocab,
         experts=0,
         experts_per_token=0,
+        parameters=layers * layer + vocab * hidden + hidden,
         layer_parameters=layer,
         layer_active=layer,
         layer_expert=0,
-        embedding_parameters=vocab * hidden,
         head_parameters=vocab * hidden,
         attention_width=heads * 128,
         cache_elements=2 * kv_heads * 128,

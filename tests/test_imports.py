@@ -16,6 +16,7 @@ PACKAGE = pathlib.Path(hjax.__file__).parent
 # they import none of these floors, and whoever needs them may import them.
 FLOORS = [
     "xla",
+    "kernels",
     "sharding",
     "models",
     "rollout",

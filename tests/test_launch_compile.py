@@ -22,6 +22,7 @@ from hjax.dryrun.shape_inputs import is_published, read_shape, shape_inputs
 from hjax.dryrun.topologies import GIB, GPU_MEMORY, parse_memory_error, parse_topology
 from hjax.errors import ConfigError
 from hjax.launch.compile import main, parse
+from hjax.models import arithmetic
 from hjax.models.published import published
 from hjax.settings.reading import load_config
 from hjax.show.memory_table import WIDTH, memory_table, verdict
@@ -213,7 +214,7 @@ def test_an_fsdp_update_moves_parameters_and_gradients_not_activations():
     }  # fmt: skip
     programs, roles = programs_of("PPO", changes)
     text = programs["actor", "update"].trace().lower().compile().as_text()
-    model = 4 * roles.workers["actor"].network.parameters
+    model = 4 * arithmetic.parameters(roles.workers["actor"].network.config)
     # Gathered for the forward and for the backward pass; gradients summed (which counts twice).
     rule = (1 + 1 + 2) * 7 / 8 * model
     assert received_bytes(text) == pytest.approx(rule, rel=0.05)

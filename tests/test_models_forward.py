@@ -23,13 +23,17 @@ from hjax.sharding.layout import make_layouts
 PROMPTS = [[5, 9, 2], [40, 3, 17, 22, 1], [7]]  # three prompts of different lengths
 RESPONSES = [[[11], [12, 13, 14, 15], [0, 16, 17]], [[18, 19], [20, 21], [22]], [[5], [6], [7, 8]]]
 SAMPLES = 3
+CPU = {"kernel_set": "cpu"}
 FORMS = {
-    "scanned": {},
-    "unrolled": {"unroll_layers": True},
-    "recomputed": {"remat": True},
-    "unrolled, recomputed": {"unroll_layers": True, "remat": True},
-    "whole on a device": {"whole": True},
-    "whole, unrolled": {"whole": True, "unroll_layers": True},
+    "scanned": CPU,
+    "unrolled": {**CPU, "unroll_layers": True},
+    "recomputed": {**CPU, "remat": True},
+    "unrolled, recomputed": {**CPU, "unroll_layers": True, "remat": True},
+    "whole on a device": {**CPU, "whole": True},
+    "whole, unrolled": {**CPU, "whole": True, "unroll_layers": True},
+    "with the reference": {"kernel_set": "reference"},
+    "with written-out backward passes": {"kernel_set": "backward"},
+    "written out, unrolled": {"kernel_set": "backward", "unroll_layers": True},
 }
 
 
@@ -135,6 +139,86 @@ def test_log_probs_and_gradient_equal_torch(form, samples, truth, batch):
     close(ours_gradient, gradient)
 
 
+def test_forward_mode_and_second_derivatives_through_the_reference(truth, batch):
+    network, params, _, gradient = truth
+    rng = np.random.default_rng(3)
+    direction = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype), params)
+
+    def objective(params):
+        return weighted(network, params, batch, SAMPLES, Compute())[0]
+
+    @jax.jit
+    def run(params):
+        _, along = jax.jvp(objective, (params,), (direction,))
+        return along, jax.jvp(jax.grad(objective), (params,), (direction,))[1]
+
+    @jax.jit
+    def gradient_at(distance):
+        return jax.grad(objective)(jax.tree.map(lambda x, d: x + distance * d, params, direction))
+
+    def inner(left, right):
+        return sum(np.vdot(a, b) for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right)))
+
+    along, curved = run(params)
+    # Along a direction the derivative is the inner product with torch's gradient.
+    np.testing.assert_allclose(along, inner(gradient, direction), rtol=1e-4)
+    # The Hessian times it is how the gradient changes there.
+    step = 1e-3
+    change = jax.tree.map(
+        lambda b, a: (b - a) / (2 * step), gradient_at(step), gradient_at(-step)
+    )
+    off = jax.tree.map(np.subtract, curved, change)
+    assert inner(off, off) <= 1e-4 * inner(curved, curved)
+
+
+def test_written_out_backward_passes_have_no_forward_mode(truth, batch):
+    network, params, _, _ = truth
+
+    def objective(params):
+        return weighted(network, params, batch, SAMPLES, Compute(kernel_set="backward"))[0]
+
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(objective, (params,), (params,))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prompt_mask": np.ones((9, 5), bool)},
+        {"prompt_mask": np.ones((9, 6), np.float32)},
+        {"responses": np.zeros((8, 4), np.int32)},
+        {"responses": np.zeros((9, 4), np.float32)},
+        {
+            "prompts": np.zeros((8, 6), np.int32), "prompt_mask": np.ones((8, 6), bool),
+            "responses": np.zeros((8, 4), np.int32),
+        },
+    ],
+    ids=["mask's length", "mask's dtype", "rows", "tokens' dtype", "rows that no group divides"],
+)  # fmt: skip
+def test_a_wrong_batch_is_refused_when_traced(changes, truth, batch):
+    network, params, _, _ = truth
+
+    def run(params, batch):
+        return response_states(network.bind(params), batch, SAMPLES, Compute())
+
+    jax.eval_shape(run, params, batch)
+    with pytest.raises(AssertionError):
+        jax.eval_shape(run, params, batch | changes)
+
+
+def test_wrong_tokens_to_score_are_refused_when_traced(truth):
+    network, params, _, _ = truth
+
+    def run(params, hidden, tokens):
+        return token_log_probs(network.bind(params), hidden, tokens)
+
+    hidden = jnp.zeros((3, 5, 32))
+    jax.eval_shape(run, params, hidden, jnp.zeros((3, 5), int))
+    for tokens in (jnp.zeros((3, 4), int), jnp.zeros((5, 3), int), jnp.zeros((3, 5))):
+        with pytest.raises(AssertionError):
+            jax.eval_shape(run, params, hidden, tokens)
+
+
 def test_padding_is_never_seen(truth, batch):
     network, params, _, _ = truth
     run = jax.jit(lambda batch: weighted(network, params, batch, SAMPLES, Compute())[1])
@@ -223,7 +307,9 @@ def test_the_scanned_program_does_not_grow_with_depth():
     assert lowered_size(8, unrolled) > 1.5 * lowered_size(4, unrolled)  # the measure measures
 
 
-@pytest.mark.parametrize("form", ["scanned", "whole on a device"])
+@pytest.mark.parametrize(
+    "form", ["scanned", "whole on a device", "with written-out backward passes"]
+)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_scan_keeps_activations_for_the_backward_pass_and_no_weights(form, dtype, truth, batch):
     network, params, _, _ = truth

@@ -10,6 +10,7 @@ from helpers import computed, tiny_config, trainer_of
 
 from hjax.dryrun.description import describe
 from hjax.errors import ConfigError
+from hjax.models import arithmetic
 from hjax.run.trainer import Trainer
 from hjax.sharding.layout import make_layouts
 from hjax.sharding.offload import to_device, to_host
@@ -56,7 +57,7 @@ def run(changes):
 
         actor.generator.generate = watched
         rows.append(trainer.step())
-        return rows, seen, trainer.roles.models["actor"].parameters
+        return rows, seen, arithmetic.parameters(trainer.roles.models["actor"])
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +97,7 @@ def test_the_dry_run_says_what_it_saves():
     # A pool of 4 kB models: the reference is idle in the largest program, an update.
     with trainer_of("PPO", {"reference.offload": "all"}) as trainer:
         told = describe(trainer)
-        size = 4 * trainer.roles.models["reference"].parameters
+        size = 4 * arithmetic.parameters(trainer.roles.models["reference"])
     assert told["offload"]["saved_bytes"] == size
     assert told["offload"]["peak_without_bytes"] - told["offload"]["peak_bytes"] == size
     [generate] = [row for row in told["memory"] if row["program"] == "generate"]

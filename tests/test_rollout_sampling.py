@@ -8,7 +8,7 @@ import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from hjax.errors import ConfigError
-from hjax.rollout.sampling import Sampling, draw, largest, sequence_keys, truncate
+from hjax.rollout.sampling import Sampling, draw, sequence_keys, truncate
 
 SETTINGS = [
     Sampling(),
@@ -58,14 +58,6 @@ def test_a_draw_reports_the_log_probs_of_its_token(sampling):
     ):
         picked = warped(logits, distribution)[range(50), drawn.token]
         np.testing.assert_allclose(np.exp(getattr(drawn, field)), picked, rtol=1e-5)
-
-
-def test_largest_is_numpys_argmax():
-    rows = np.random.default_rng(0).integers(-3, 4, size=(200, 7)).astype(np.float32)  # many ties
-    rows[:50, 2:5] = -np.inf
-    rows[50] = -np.inf
-    np.testing.assert_array_equal(jax.jit(largest)(rows), rows.argmax(-1))
-    assert largest(jnp.array([1.0, jnp.nan, 2.0])) == 2  # an index of the table all the same
 
 
 def test_greedy_takes_the_likeliest_token_and_reports_it_untempered():

@@ -1,26 +1,48 @@
 """AdamW, schedules, clipping, accumulation and skipped updates, against torch's optimizer."""
 
+import dataclasses
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from flax import nnx
 
 from hjax.errors import ConfigError
+from hjax.models.config import ModelConfig
+from hjax.models.declaration import Kind, ones, parameter, zeros
+from hjax.models.parameters import decoder_network, network_of, scalar_network
 from hjax.sharding.layout import make_layouts
 from hjax.workers import OptimizerConfig, Updater
 from hjax.workers.passes import Passes
 
 ROWS, STEPS = 8, 12
-SHAPES = {"matrix": (3, 2), "bias": (2,), "stack": {"some_norm": (2, 2), "weight": (2, 2)}}
+NO_CONFIG = ModelConfig(1, 1, 1, 1, 1, 1, 2, 1)  # of a network that reads none
+
+
+class Stack(nnx.Module):
+    """``scales`` has the shape of a matrix, and is none: it must not be decayed."""
+
+    def __init__(self, keys):
+        self.scales = ones((2, 2), ("layers", "embed"))
+        self.weight = parameter(keys[0], (2, 2), ("layers", "embed"), Kind.MATRIX, 1.0)
+
+
+class Affine(nnx.Module):
+    def __init__(self, config, key):
+        keys = jax.random.split(key, 2)
+        self.matrix = parameter(keys[0], (3, 2), ("embed", "mlp"), Kind.MATRIX, 1.0)
+        self.bias = zeros((2,), ("mlp",))
+        self.stack = Stack(keys[1:])
 
 
 def initial():
     rng = np.random.default_rng(0)
-    shapes, structure = jax.tree.flatten(SHAPES, is_leaf=lambda x: isinstance(x, tuple))
-    return jax.tree.unflatten(structure, [rng.normal(size=s).astype(np.float32) for s in shapes])
+    shapes = network_of(Affine, NO_CONFIG).shapes
+    return jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype), shapes)
 
 
 def batches(rows=ROWS):
@@ -32,8 +54,8 @@ def batches(rows=ROWS):
 
 def predict(params, x):
     """Small enough to write twice; works on jax and torch alike."""
-    hidden = (x @ params["matrix"] + params["bias"]) * params["stack"]["some_norm"][0]
-    return hidden @ params["stack"]["weight"] * params["stack"]["some_norm"][1]
+    hidden = (x @ params["matrix"] + params["bias"]) * params["stack"]["scales"][0]
+    return hidden @ params["stack"]["weight"] * params["stack"]["scales"][1]
 
 
 def objective(params, batch, stack):
@@ -47,16 +69,15 @@ def prepare(batch):
 
 
 def updater(config, micro_batch=0, devices=1):
-    made = make(objective, config, initial(), micro_batch, devices)
+    made = make(objective, config, micro_batch, devices)
     params = jax.device_put(initial(), make_layouts(jax.devices()[:devices]).train.replicated)
     return made, params, made.init(params)
 
 
-def make(objective, config, params, micro_batch=0, devices=1):
+def make(objective, config, micro_batch=0, devices=1):
     layout = make_layouts(jax.devices()[:devices]).train
-    shardings = jax.tree.map(lambda _: layout.replicated, params)
     passes = Passes(layout, {}, micro_batch)
-    return Updater(objective, prepare, config, passes, shardings)
+    return Updater(objective, prepare, config, passes, network_of(Affine, NO_CONFIG))
 
 
 def ours(config, data, **options):
@@ -72,7 +93,7 @@ def theirs(config, data, rate):
     """torch's AdamW, its clipping, and the rate of every update by hand."""
     params = jax.tree.map(lambda x: torch.tensor(x, requires_grad=True), initial())
     decayed = [params["matrix"], params["stack"]["weight"]]
-    plain = [params["bias"], params["stack"]["some_norm"]]
+    plain = [params["bias"], params["stack"]["scales"]]
     groups = [
         {"params": decayed, "weight_decay": config.weight_decay},
         {"params": plain, "weight_decay": 0.0},
@@ -94,8 +115,7 @@ def theirs(config, data, rate):
 
 
 def close(left, right, rtol=2e-5):
-    for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
-        np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6)
+    chex.assert_trees_all_close(left, right, rtol=rtol, atol=1e-6)
 
 
 PEAK = 0.05
@@ -159,14 +179,16 @@ def test_a_gradient_that_is_not_finite_skips_though_the_loss_is():
     def root(params, batch, stack):
         return jnp.sum(jnp.sqrt(params["matrix"])) + 0 * jnp.sum(batch["weights"]), {}
 
-    params = {"matrix": jnp.array([[0.0, 4.0]])}
-    update = make(root, OptimizerConfig(PEAK), params)
+    params = initial() | {"matrix": np.array([[0, 4], [1, 1], [1, 1]], np.float32)}
+    kept = jax.tree.map(np.copy, params)
+    params = jax.tree.map(jnp.asarray, params)
+    update = make(root, OptimizerConfig(PEAK))
     state = update.init(params)
     [batch, *_] = batches()
     params, _, metrics = update(params, state, jax.tree.map(jnp.asarray, batch))
-    assert float(metrics["loss"]) == 2 and not math.isfinite(metrics["grad_norm"])
+    assert float(metrics["loss"]) == 6 and not math.isfinite(metrics["grad_norm"])
     assert int(metrics["skipped"]) == 1
-    assert params["matrix"].tolist() == [[0.0, 4.0]]
+    chex.assert_trees_all_equal(params, kept)
 
 
 def test_a_number_for_all_rows_survives_the_cut():
@@ -178,13 +200,52 @@ def test_a_number_for_all_rows_survives_the_cut():
     batch |= {"scale": np.float32(3.0).reshape(())}
     norms = []
     for micro in (0, 2):
-        update = make(scaled, OptimizerConfig(PEAK), initial(), micro)
+        update = make(scaled, OptimizerConfig(PEAK), micro)
         params = jax.tree.map(jnp.asarray, initial())
         state = update.init(params)
         norms.append(float(update(params, state, jax.tree.map(jnp.asarray, batch))[2]["grad_norm"]))
     assert norms[1] == pytest.approx(norms[0], rel=1e-6)
 
 
+def of_leaves(tree):
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+
+
+def test_what_is_decayed_and_cast_of_the_models_there_are():
+    """By name, as it was when it was read off names and numbers of axes."""
+    shape = dataclasses.replace(NO_CONFIG, tie_embeddings=False)
+    stacked = ("q", "kv", "o", "gate_up", "down")
+    matrices = {"['embedding']", "['unembedding']", *(f"['layers']['{n}']" for n in stacked)}
+    scalar = {f"['decoder']{name}" for name in matrices - {"['unembedding']"}}
+    for network, expected in (
+        (decoder_network(shape), matrices),
+        (scalar_network(shape), scalar),
+    ):
+        kinds = of_leaves(network.kinds)
+        assert {name for name, kind in kinds.items() if kind.decayed} == expected
+        dtypes = of_leaves(network.read_dtypes(jnp.bfloat16))
+        assert {name for name, dtype in dtypes.items() if dtype == jnp.bfloat16} == expected
+        assert {dtypes[name] for name in dtypes.keys() - expected} == {np.dtype(np.float32)}
+
+
+def test_stacked_biases_are_neither_decayed_nor_cast():
+    class Biased(nnx.Module):
+        def __init__(self, config, key):
+            self.weight = parameter(key, (2, 3, 4), ("layers", "embed", "mlp"), Kind.MATRIX, 1.0)
+            self.bias = zeros((2, 4), ("layers", "mlp"))
+
+    network = network_of(Biased, NO_CONFIG)
+    assert network.kinds == {"weight": Kind.MATRIX, "bias": Kind.VECTOR}
+    assert network.read_dtypes(jnp.bfloat16) == {"weight": jnp.bfloat16, "bias": jnp.float32}
+    # Without a gradient AdamW takes rate * decay of what is decayed, and nothing else.
+    optimizer = OptimizerConfig(0.5, weight_decay=0.1, max_grad_norm=0.0).build(network.kinds)
+    params = jax.tree.map(lambda x: jnp.ones(x.shape), network.shapes)
+    still = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = optimizer.update(still, optimizer.init(params), params)
+    expected = {"weight": np.full((2, 3, 4), -0.05), "bias": np.zeros((2, 4))}
+    chex.assert_trees_all_close(updates, expected, rtol=1e-6)
+
+
 def test_an_unknown_schedule_is_refused():
     with pytest.raises(ConfigError, match="'step' is unknown; allowed: constant, linear, cosine"):
-        OptimizerConfig(PEAK, schedule="step").build()
+        OptimizerConfig(PEAK, schedule="step").build({})

@@ -13,6 +13,7 @@ from hjax.dryrun.programs import (
     resident_bytes,
     step_programs,
 )
+from hjax.models import arithmetic
 from hjax.run.roles import Roles, local_devices
 
 
@@ -82,7 +83,10 @@ def describe(trainer: Any) -> dict[str, Any]:
         "batch": batch,
         "placement": placement,
         "host_roles": [r for r in roles.builds if r not in roles.layouts],
-        "parameters": {r: w.network.parameters for r, w in rehearsal.workers.items()},
+        "parameters": {
+            role: arithmetic.parameters(worker.network.config, worker.scalar)
+            for role, worker in rehearsal.workers.items()
+        },
         "resident_bytes": {r: sum(x.values()) for r, x in resident_bytes(rehearsal).items()},
         "device_memory_bytes": device_memory(roles),
         **({"offload": offload_savings(records)} if any_offloaded(records) else {}),

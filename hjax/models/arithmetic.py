@@ -33,11 +33,14 @@ def active_layer_parameters(config: ModelConfig) -> int:
 
 
 def parameters(config: ModelConfig, scalar: bool = False) -> int:
-    """Of the whole model; ``scalar``: with one value head instead of the vocabulary's."""
+    """Of the whole model; ``scalar``: with a value head and its bias instead of the vocabulary's.
+
+    The one count that everyone takes.
+    """
     embedding = config.vocab_size * config.hidden_size
     head = 0 if config.tie_embeddings else embedding
     if scalar:
-        head = config.hidden_size
+        head = config.hidden_size + 1
     return config.layers * layer_parameters(config) + embedding + head + config.hidden_size
 
 

@@ -1,4 +1,4 @@
-"""Shapes of a decoder and what can be counted from them."""
+"""Shapes of a decoder."""
 
 from __future__ import annotations
 
@@ -85,17 +85,6 @@ class ModelConfig:
             "mlp": self.mlp_size,
             "vocab": self.vocab_size,
         }
-
-    @property
-    def parameters(self) -> int:
-        """Number of parameters of the decoder (heads on top not counted)."""
-        attention = self.hidden_size * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        mlp = 3 * self.hidden_size * self.mlp_size
-        if self.experts:
-            mlp = self.experts * (mlp + self.hidden_size)  # and a router
-        block = attention + mlp + 2 * self.hidden_size
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return self.layers * block + embeddings + self.hidden_size
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], what: str = "config.json") -> ModelConfig:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -21,7 +22,13 @@ LOGIT_CHUNK_BYTES = 256 * 2**20
 
 
 def positions_of(mask: jax.Array) -> jax.Array:
-    """int32 [batch, length]: each real token's index in its sequence; padding gets 0."""
+    """int32 [batch, length]: each real token's index in its sequence; padding gets 0.
+
+    Args:
+      mask: bool [batch, length], False at padding.
+    """
+    chex.assert_rank(mask, 2)
+    chex.assert_type(mask, bool)
     return jnp.maximum(jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1, 0)
 
 
@@ -37,17 +44,24 @@ def response_states(
 
     Returns:
       [rows, length, embed]: entry t saw the prompt and the response's first t tokens.
+
+    Raises:
+      AssertionError: other shapes or dtypes, when traced.
     """
+    prompts, mask, responses = batch["prompts"], batch["prompt_mask"], batch["responses"]
+    _check_tokens(prompts, mask)
+    chex.assert_shape(responses, (prompts.shape[0], None))
+    chex.assert_type(responses, int)
+    chex.assert_is_divisible(prompts.shape[0], samples)
     if compute.context is not None:
         return _split_response_states(decoder, batch, compute)
-    responses = batch["responses"]
     rows, length = responses.shape
     groups = rows // samples
 
     def first(x: jax.Array) -> jax.Array:
         return x.reshape(groups, samples, x.shape[-1])[:, 0]
 
-    prompts, mask = first(batch["prompts"]), first(batch["prompt_mask"])
+    prompts, mask = first(prompts), first(mask)
     prompt = prompts.shape[1]
     tokens = jnp.concatenate([prompts, responses.reshape(groups, samples * length)], axis=1)
     after = jnp.sum(mask, axis=-1, dtype=jnp.int32)[:, None] + jnp.arange(length, dtype=jnp.int32)
@@ -91,9 +105,25 @@ def _split_response_states(
 def sequence_states(
     decoder: Any, tokens: jax.Array, mask: jax.Array, compute: Compute
 ) -> jax.Array:
-    """Hidden states [batch, length, embed] of whole sequences, int tokens and bool mask alike."""
+    """Hidden states [batch, length, embed] of whole sequences.
+
+    Args:
+      decoder: a ``Decoder``.
+      tokens: int [batch, length].
+      mask: bool [batch, length], False at padding.
+
+    Raises:
+      AssertionError: other shapes or dtypes, when traced.
+    """
+    _check_tokens(tokens, mask)
     attention = Causal(mask, context=compute.context)
     return decoder.hidden_states(tokens, positions_of(mask), attention, compute)
+
+
+def _check_tokens(tokens: jax.Array, mask: jax.Array) -> None:
+    chex.assert_rank(tokens, 2)
+    chex.assert_equal_shape((tokens, mask))
+    chex.assert_type((tokens, mask), (int, bool))
 
 
 def token_log_probs(
@@ -118,7 +148,13 @@ def token_log_probs(
 
     Returns:
       float32 [rows, length] natural logs, and float32 [rows, length] nats or None.
+
+    Raises:
+      AssertionError: other shapes or dtypes, when traced.
     """
+    chex.assert_rank((hidden, tokens), (3, 2))
+    chex.assert_equal(hidden.shape[:2], tokens.shape)
+    chex.assert_type(tokens, int)
 
     def score(hidden: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         logits = decoder.logits(hidden)

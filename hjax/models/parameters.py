@@ -1,4 +1,4 @@
-"""Parameters as plain nested dicts: create them sharded, read their axes, count them.
+"""Parameters as plain nested dicts: create them sharded, read their declarations.
 
 A model is a pair: a static graph (what to compute) and a nested dict of float32 arrays. Workers
 keep the dict, optimizers and checkpoints see nothing of flax.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -33,12 +32,14 @@ class Network:
       config: shapes of the decoder.
       graph: flax.nnx graph definition; ``bind`` puts parameters into it.
       axes: nested dict like the parameters, of logical axis names.
+      kinds: nested dict like the parameters, of ``Kind``.
       shapes: nested dict like the parameters, of jax.ShapeDtypeStruct.
     """
 
     config: ModelConfig
     graph: Any
     axes: Params
+    kinds: Params
     shapes: Params
     _create: Callable[[jax.Array], Params]
     _state: Any
@@ -66,13 +67,11 @@ class Network:
     def read_dtypes(self, dtype: Any) -> Params:
         """Dtype in which a forward of compute ``dtype`` reads every parameter.
 
-        Matrices are cast; vectors (norm weights, heads) stay float32, so a copy in these dtypes
-        gives bit for bit the forward of the parameters themselves.
+        Vectors (norm weights, heads) stay float32, so a copy in these dtypes gives bit for bit the
+        forward of the parameters themselves.
         """
         return jax.tree.map(
-            lambda axes: np.dtype(dtype if len({*axes} - {"layers"}) > 1 else np.float32),
-            self.axes,
-            is_leaf=lambda x: isinstance(x, tuple),
+            lambda kind: np.dtype(dtype if kind.cast else np.float32), self.kinds
         )
 
     def create(self, seed: int, layout: Layout) -> Params:
@@ -84,42 +83,47 @@ class Network:
         """Host arrays (or arrays elsewhere) laid out for ``layout``."""
         return jax.tree.map(jax.device_put, params, self.shardings(layout))
 
-    @property
-    def parameters(self) -> int:
-        """Number of parameters."""
-        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.shapes))
-
 
 @functools.lru_cache(maxsize=64)
-def _network(kind: type, config: ModelConfig) -> Network:
+def network_of(module: type, config: ModelConfig) -> Network:
+    """The network of a flax.nnx module made as ``module(config, key)``.
+
+    Its parameters are declared by the functions of ``hjax.models.declaration``.
+
+    Raises:
+      ConfigError: a model with experts.
+    """
     if config.experts:
         raise ConfigError(
             f"a model with {config.experts} experts can be planned for, not run yet"
         )
 
     def create(key: jax.Array) -> Params:
-        return nnx.to_pure_dict(nnx.state(kind(config, key)))
+        return nnx.to_pure_dict(nnx.state(module(config, key)))
 
-    module = nnx.eval_shape(lambda: kind(config, jax.random.key(0)))
-    graph, state = nnx.split(module)
-    axes = nnx.to_pure_dict(
-        jax.tree.map(
-            lambda v: v.replace(v.get_metadata("logical_axes")),
-            state,
-            is_leaf=lambda v: isinstance(v, nnx.Variable),
+    graph, state = nnx.split(nnx.eval_shape(lambda: module(config, jax.random.key(0))))
+
+    def declared(name: str) -> Params:
+        return nnx.to_pure_dict(
+            jax.tree.map(
+                lambda v: v.replace(v.get_metadata(name)),
+                state,
+                is_leaf=lambda v: isinstance(v, nnx.Variable),
+            )
         )
-    )
-    return Network(config, graph, axes, nnx.to_pure_dict(state), create, state)
+
+    axes, kinds = declared("logical_axes"), declared("kind")
+    return Network(config, graph, axes, kinds, nnx.to_pure_dict(state), create, state)
 
 
 def decoder_network(config: ModelConfig) -> Network:
     """The language model of these shapes."""
-    return _network(Decoder, config)
+    return network_of(Decoder, config)
 
 
 def scalar_network(config: ModelConfig) -> Network:
     """The decoder with a scalar head: critics, reward and cost models."""
-    return _network(ScalarDecoder, config)
+    return network_of(ScalarDecoder, config)
 
 
 def to_host(params: Params) -> Params:

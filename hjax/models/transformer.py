@@ -2,8 +2,8 @@
 
 Llama's architecture (Touvron et al. 2023): RMSNorm, rotary positions (half-split, as in
 transformers), grouped-query attention, gated SiLU MLP. Every parameter carries its logical axes
-as metadata, so a layout shards it without model-specific code. Layers are stacked on a leading
-``layers`` dimension and scanned; unrolled on request.
+and its kind as metadata, so layouts and optimizers need no model-specific code. Layers are stacked
+on a leading ``layers`` dimension and scanned; unrolled on request.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from hjax.kernels.sets import REFERENCE, Kernels, choose, kernels_of
 from hjax.models.attention import Attention
 from hjax.models.config import ModelConfig
-from hjax.models.gradients import gated_mlp, product, rms_norm
+from hjax.models.declaration import Kind, ones, parameter, zeros
 from hjax.sharding.layout import Layout
 from hjax.sharding.pipeline import Stack, plain
 
@@ -34,12 +35,24 @@ class Compute:
       remat: recompute each layer in the backward pass instead of keeping its activations.
       layout: the train layout over whose axes activations stay split, or None to leave them to
         the compiler (which would rather split the width of FSDP's embedding than the batch).
+      kernel_set: name of the functions that layers are made of, see ``hjax.kernels.sets``; the
+        plain reference until ``on`` chooses those of a platform.
     """
 
     dtype: Any = jnp.float32
     unroll_layers: bool = False
     remat: bool = False
     layout: Layout | None = None
+    kernel_set: str = REFERENCE
+
+    def on(self, layout: Layout) -> Compute:
+        """The same with the kernels for a layout's devices."""
+        return dataclasses.replace(self, kernel_set=choose(layout.platform))
+
+    @property
+    def kernels(self) -> Kernels:
+        """The functions that layers are made of."""
+        return kernels_of(self.kernel_set, whole=self.whole, unrolled=self.unroll_layers)
 
     @property
     def context(self) -> Layout | None:
@@ -65,19 +78,6 @@ class Compute:
         return x if self.layout is None else self.layout.constrain(x, *logical_axes)
 
 
-def parameter(
-    key: jax.Array, shape: tuple[int, ...], logical_axes: tuple[str, ...], scale: float
-) -> nnx.Param:
-    """A float32 parameter drawn from a truncated normal with standard deviation ``scale``."""
-    value = scale * jax.random.truncated_normal(key, -2.0, 2.0, shape, jnp.float32)
-    return nnx.Param(value, logical_axes=logical_axes)
-
-
-def ones(shape: tuple[int, ...], logical_axes: tuple[str, ...]) -> nnx.Param:
-    """A float32 parameter of ones (norm weights)."""
-    return nnx.Param(jnp.ones(shape, jnp.float32), logical_axes=logical_axes)
-
-
 def rope_frequencies(config: ModelConfig) -> jax.Array:
     """Inverse wavelengths, float32 [head_dim / 2], with Llama 3's scaling where set."""
     exponent = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
@@ -89,39 +89,6 @@ def rope_frequencies(config: ModelConfig) -> jax.Array:
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     smooth = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
     return frequencies * (smooth + (1 - smooth) / scaling.factor)
-
-
-def rotary_tables(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """cos and sin, float32 [..., 1, head_dim / 2], of int positions [...]."""
-    angles = positions[..., None, None].astype(jnp.float32) * rope_frequencies(config)
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def _computed_once(tables: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """The same tables, out of a loop of two turns, into which XLA fuses nothing.
-
-    Otherwise unrolled layers' cos and sin are computed again for every head of every layer.
-    """
-    first, second = tables
-    both = jax.lax.map(lambda turn: jnp.where(turn, second, first), jnp.array([False, True]))
-    return both[0], both[1]
-
-
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotary embedding of [batch, length, heads, head_dim], halves rotated against each other.
-
-    The halves are padded and added, forward and backward: XLA on a CPU concatenates an element at
-    a time, five times as slowly.
-    """
-    half, wide = x.shape[-1] // 2, x.astype(jnp.float32)
-    first, second = wide[..., :half], wide[..., half:]
-
-    def put(part: jax.Array, before: int) -> jax.Array:
-        last = (before, half - before, 0)
-        return jax.lax.pad(part, jnp.float32(0), [(0, 0, 0)] * (part.ndim - 1) + [last])
-
-    turned = put(first * cos - second * sin, 0) + put(second * cos + first * sin, half)
-    return turned.astype(x.dtype)
 
 
 def _pair(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -143,31 +110,22 @@ class Block(nnx.Module):
         keys = jax.random.split(key, 5)
         into, out = d**-0.5, (2 * n) ** -0.5
         self.epsilon = config.norm_epsilon
+
+        def matrix(key: jax.Array, *axes: tuple[str, int], scale: float = into) -> nnx.Param:
+            names, sizes = zip(("layers", n), *axes)
+            return parameter(key, sizes, names, Kind.MATRIX, scale)
+
+        embed = ("embed", d)
         self.attention_norm = ones((n, d), ("layers", "embed"))
-        self.q = parameter(keys[0], (n, d, h, e), ("layers", "embed", "heads", "head_dim"), into)
+        self.q = matrix(keys[0], embed, ("heads", h), ("head_dim", e))
         # Keys and values in one array: one product, split along a dimension no mesh axis splits.
-        self.kv = parameter(
-            keys[1],
-            (n, d, 2, k, e),
-            ("layers", "embed", "pair", "kv_heads", "head_dim"),
-            into,
-        )
-        self.o = parameter(
-            keys[2],
-            (n, h, e, d),
-            ("layers", "heads", "head_dim", "embed"),
-            (h * e) ** -0.5 * out,
-        )
+        self.kv = matrix(keys[1], embed, ("pair", 2), ("kv_heads", k), ("head_dim", e))
+        back = (h * e) ** -0.5 * out
+        self.o = matrix(keys[2], ("heads", h), ("head_dim", e), embed, scale=back)
         self.mlp_norm = ones((n, d), ("layers", "embed"))
-        self.gate_up = parameter(
-            keys[3], (n, d, 2, config.mlp_size), ("layers", "embed", "pair", "mlp"), into
-        )
-        self.down = parameter(
-            keys[4],
-            (n, config.mlp_size, d),
-            ("layers", "mlp", "embed"),
-            config.mlp_size**-0.5 * out,
-        )
+        self.gate_up = matrix(keys[3], embed, ("pair", 2), ("mlp", config.mlp_size))
+        back = config.mlp_size**-0.5 * out
+        self.down = matrix(keys[4], ("mlp", config.mlp_size), embed, scale=back)
 
     def __call__(
         self,
@@ -180,18 +138,15 @@ class Block(nnx.Module):
         compute: Compute = Compute(),
     ) -> tuple[jax.Array, Any, Any]:
         """One layer (of a block whose parameters were sliced to it): x [batch, length, embed]."""
-        whole = compute.whole
-        h = rms_norm(x, self.attention_norm[...], self.epsilon)
-        q = product("btd,dhe->bthe", h, self.q[...], whole)
-        k, v = _pair(product("btd,dcke->btcke", h, self.kv[...], whole))
-        out, cache, kept = attention(layer, rotate(q, cos, sin), rotate(k, cos, sin), v, cache)
-        o, spec = self.o[...], "bthe,hed->btd"
-        if compute.unroll_layers and not whole:
-            # With two dimensions to sum over, XLA on a CPU copies the weights, for every token.
-            out, o, spec = out.reshape(*x.shape[:2], -1), o.reshape(-1, o.shape[-1]), "btm,md->btd"
-        x = x + product(spec, out, o, whole)
-        h = rms_norm(x, self.mlp_norm[...], self.epsilon)
-        return x + gated_mlp(h, self.gate_up[...], self.down[...], whole), cache, kept
+        kernels = compute.kernels
+        h = kernels.rms_norm(x, self.attention_norm[...], self.epsilon)
+        q = kernels.product("btd,dhe->bthe", h, self.q[...])
+        k, v = _pair(kernels.product("btd,dcke->btcke", h, self.kv[...]))
+        q, k = kernels.rotate(q, cos, sin), kernels.rotate(k, cos, sin)
+        out, cache, kept = attention(layer, q, k, v, cache)
+        x = x + kernels.product("bthe,hed->btd", out, self.o[...])
+        h = kernels.rms_norm(x, self.mlp_norm[...], self.epsilon)
+        return x + kernels.gated_mlp(h, self.gate_up[...], self.down[...]), cache, kept
 
 
 class Decoder(nnx.Module):
@@ -209,11 +164,12 @@ class Decoder(nnx.Module):
         self.config = config
         keys = jax.random.split(key, 3)
         shape, axes = (config.vocab_size, config.hidden_size), ("vocab", "embed")
-        self.embedding = parameter(keys[0], shape, axes, 0.02)
+        self.embedding = parameter(keys[0], shape, axes, Kind.EMBEDDING, 0.02)
         self.layers = Block(config, keys[1])
         self.final_norm = ones((config.hidden_size,), ("embed",))
         if not config.tie_embeddings:
-            self.unembedding = parameter(keys[2], shape, axes, config.hidden_size**-0.5)
+            scale = config.hidden_size**-0.5
+            self.unembedding = parameter(keys[2], shape, axes, Kind.EMBEDDING, scale)
 
     def __call__(
         self,
@@ -232,10 +188,10 @@ class Decoder(nnx.Module):
           positions: int [batch, length], of each token in its own sequence.
           attention: the strategy that says what each token sees.
           cache: handed to the strategy.
-          compute: dtype and loop form.
+          compute: dtype, loop form and kernels.
           layers: for unrolled layers, what ``unstack`` returned; a loop over tokens makes it
             once, outside.
-          rotary: ``rotary_tables`` of all positions from 0 on, to look up in; a loop over tokens
+          rotary: cos and sin of all positions from 0 on, to look up in; a loop over tokens
             makes them once, outside.
 
         Returns:
@@ -248,7 +204,7 @@ class Decoder(nnx.Module):
         x, cache, kept = self.run(
             x, positions, attention, cache, compute, layers, rotary=rotary
         )
-        return self.finish(x), cache, kept
+        return self.finish(x, compute), cache, kept
 
     def hidden_states(
         self,
@@ -263,7 +219,7 @@ class Decoder(nnx.Module):
             return self._through(stacked, None, x, positions, attention, None, compute)[0]
 
         x = self.stack(layers, nnx.state(self.layers), lambda: self.embed(tokens, compute))
-        return self.finish(x)
+        return self.finish(x, compute)
 
     def embed(self, tokens: jax.Array, compute: Compute) -> jax.Array:
         """[batch, length, embed] of int tokens [batch, length]."""
@@ -292,9 +248,9 @@ class Decoder(nnx.Module):
             stacked, layers, x, positions, attention, cache, compute, numbers, rotary
         )
 
-    def finish(self, x: jax.Array) -> jax.Array:
+    def finish(self, x: jax.Array, compute: Compute) -> jax.Array:
         """The final norm."""
-        return rms_norm(x, self.final_norm[...], self.config.norm_epsilon)
+        return compute.kernels.rms_norm(x, self.final_norm[...], self.config.norm_epsilon)
 
     def _through(
         self,
@@ -311,9 +267,7 @@ class Decoder(nnx.Module):
         if rotary is not None:
             cos, sin = (table[positions] for table in rotary)
         else:
-            cos, sin = rotary_tables(self.config, positions)
-            if compute.unroll_layers:
-                cos, sin = _computed_once((cos, sin))
+            cos, sin = compute.kernels.rotary_tables(rope_frequencies(self.config), positions)
         graph, _ = nnx.split(self.layers)
         first, stride = numbers
 
@@ -375,8 +329,8 @@ class ScalarDecoder(nnx.Module):
         # Nothing reads an output table here, so none is made: as if embeddings were tied.
         self.decoder = Decoder(dataclasses.replace(config, tie_embeddings=True), key)
         # Zero: a new critic predicts 0 everywhere, so the first advantages are the rewards.
-        self.head = nnx.Param(jnp.zeros((config.hidden_size,)), logical_axes=("embed",))
-        self.bias = nnx.Param(jnp.zeros(()), logical_axes=())
+        self.head = zeros((config.hidden_size,), ("embed",))
+        self.bias = zeros((), ())
 
     def __call__(
         self,

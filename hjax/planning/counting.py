@@ -9,7 +9,6 @@ from hjax.planning.records import ModelCounts
 
 def counts(config: ModelConfig, name: str = "", scalar: bool = False) -> ModelCounts:
     """The record that the auto-mapping takes."""
-    embedding = config.vocab_size * config.hidden_size
     head = config.hidden_size * (1 if scalar else config.vocab_size)
     activations, whole = arithmetic.activation_elements(config)
     return ModelCounts(
@@ -22,10 +21,11 @@ def counts(config: ModelConfig, name: str = "", scalar: bool = False) -> ModelCo
         vocab=config.vocab_size,
         experts=config.experts,
         experts_per_token=config.experts_per_token,
+        # What is counted is split over devices; a scalar head's bias, one number, is not.
+        parameters=arithmetic.parameters(config, scalar) - int(scalar),
         layer_parameters=arithmetic.layer_parameters(config),
         layer_active=arithmetic.active_layer_parameters(config),
         layer_expert=arithmetic.mlp_parameters(config) * config.experts,
-        embedding_parameters=embedding + (0 if config.tie_embeddings and not scalar else head),
         head_parameters=head,
         attention_width=config.heads * config.head_dim,
         cache_elements=arithmetic.cache_elements(config),

@@ -114,9 +114,9 @@ class ModelCounts:
     """What a model's shape says about its costs (hjax.models.arithmetic makes it).
 
     Attributes:
+      parameters: of the whole model, a scalar head's bias left out.
       layer_parameters: of one layer; ``layer_active``: those that one token uses (fewer with
         experts); ``layer_expert``: those in experts.
-      embedding_parameters: of the embedding, and of the head where it is not tied.
       head_parameters: those that the head multiplies a token with: hidden x vocab, or hidden for a
         scalar head.
       attention_width: heads x head_dim: scores and their values cost 4 x width FLOPs per pair of
@@ -135,20 +135,15 @@ class ModelCounts:
     vocab: int
     experts: int
     experts_per_token: int
+    parameters: int
     layer_parameters: int
     layer_active: int
     layer_expert: int
-    embedding_parameters: int
     head_parameters: int
     attention_width: int
     cache_elements: int
     layer_activations: int
     layer_activations_whole: int
-
-    @property
-    def parameters(self) -> int:
-        """All of them."""
-        return self.layers * self.layer_parameters + self.embedding_parameters + self.hidden
 
     @property
     def active(self) -> int:

@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from hjax.errors import ConfigError
+from hjax.kernels import reference
 from hjax.models.attention import Causal, Decode, KVCache
 from hjax.models.forward import positions_of
 from hjax.models.parameters import Network, Params
-from hjax.models.transformer import Compute, rotary_tables
+from hjax.models.transformer import Compute, rope_frequencies
 from hjax.rollout import progress
 from hjax.rollout.pipelined import PipelinedRollout
 from hjax.rollout.sampling import Sampling, sequence_keys
@@ -49,13 +50,14 @@ class Generator:
     Args:
       network: the model.
       layout: the generate layout; prompts are split over its batch axes.
-      compute: dtype and loop form of the forward.
+      compute: dtype and loop form of the forward; its kernels will be those for the layout's
+        devices.
     """
 
     def __init__(self, network: Network, layout: Layout, compute: Compute = Compute()):
         self.network = network
         self.layout = layout
-        self.compute = compute
+        self.compute = compute.on(layout)
         self._programs: dict[_Shape, Any] = {}
 
     @property
@@ -175,7 +177,8 @@ class Generator:
 
         prompts, prompt_mask = split(prompts, "batch"), split(prompt_mask, "batch")
         layers = model.unstack() if self.compute.unroll_layers else None
-        rotary = rotary_tables(self.network.config, jnp.arange(prompts.shape[1] + length))
+        frequencies = rope_frequencies(self.network.config)
+        rotary = reference.rotary_tables(frequencies, jnp.arange(prompts.shape[1] + length))
         hidden, _, kept = model(
             prompts,
             positions_of(prompt_mask),
@@ -194,7 +197,9 @@ class Generator:
         def draw(state: dict[str, Any], logits: jax.Array) -> dict[str, Any]:
             # First as they are made: otherwise XLA gathers the output table, for every token.
             at, logits = state["position"], split(split(logits, "batch", "vocab"), "batch")
-            drawn = progress.advance(state["drawn"], logits, keys, at, shape.sampling, stop)
+            drawn = progress.advance(
+                state["drawn"], logits, keys, at, shape.sampling, stop, self.compute.kernels
+            )
             return {"cache": state["cache"], "position": at + 1, "drawn": drawn}
 
         def decode(state: dict[str, Any]) -> dict[str, Any]:

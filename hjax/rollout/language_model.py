@@ -68,7 +68,7 @@ class LanguageModel:
         self.eos_ids = tuple(eos_ids)
         self._network = decoder_network(config)
         self._layout = make_layouts(jax.local_devices()[:1]).generate
-        self._compute = Compute(dtype=dtypes[dtype])
+        self._compute = Compute(dtype=dtypes[dtype]).on(self._layout)
         self._params = self._network.place(params, self._layout)
         self._generator = Generator(self._network, self._layout, self._compute)
         self._programs = {

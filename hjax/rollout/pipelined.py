@@ -72,15 +72,19 @@ class PipelinedRollout:
             """Micro-batch ``index``'s tokens at position ``at``, of hidden states [rows, embed]."""
             logits = layout.constrain(model.logits(x), "batch")
             part = jax.tree.map(lambda t: t[index], drawn)
-            part = progress.advance(part, logits, keys[index], at, sampling, ends)
+            kernels = self.compute.kernels
+            part = progress.advance(part, logits, keys[index], at, sampling, ends, kernels)
             return jax.tree.map(lambda t, new: t.at[index].set(new), drawn, part)
 
         nothing = progress.start(rows, length, sampling)
         drawn = jax.tree.map(lambda x: jnp.broadcast_to(x, (stages, *x.shape)), nothing)
         for index in range(stages):
-            first = jnp.repeat(model.finish(hidden[index]), samples, axis=0)
+            first = jnp.repeat(model.finish(hidden[index], self.compute), samples, axis=0)
             drawn = draw(drawn, jnp.int32(index), first, jnp.int32(0))
         decode = self._decoder(params, masks, lengths)
+
+        def finished(out: jax.Array) -> jax.Array:
+            return model.finish(out, self.compute)[:, 0]
 
         def tick(state: Any) -> Any:
             time, cache, received, drawn = state
@@ -90,7 +94,7 @@ class PipelinedRollout:
             back = time - (stages - 1)
             drawn = jax.lax.cond(
                 back >= 0,
-                lambda d: draw(d, back % stages, model.finish(out)[:, 0], back // stages + 1),
+                lambda d: draw(d, back % stages, finished(out), back // stages + 1),
                 lambda d: d,
                 drawn,
             )

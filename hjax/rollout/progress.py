@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from hjax.kernels.sets import Kernels
 from hjax.rollout.sampling import Sampling, draw
 
 Progress = dict[str, Any]
@@ -32,6 +33,7 @@ def advance(
     at: jax.Array,
     sampling: Sampling,
     stop: jax.Array,
+    kernels: Kernels,
 ) -> Progress:
     """Draw every row's token at position ``at`` of its response.
 
@@ -42,9 +44,10 @@ def advance(
       at: int32 [].
       sampling: how tokens are drawn.
       stop: int32 [stop tokens]; a row that draws one is done.
+      kernels: of the platform.
     """
     done = progress["done"]
-    drawn = draw(logits, keys, at, sampling)
+    drawn = draw(logits, keys, at, sampling, kernels)
     token = jnp.where(done, 0, drawn.token)
     finished = jnp.any(token[:, None] == stop, axis=-1) & ~done
 

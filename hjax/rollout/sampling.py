@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from hjax.errors import ConfigError
+from hjax.kernels.sets import Kernels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,17 +78,25 @@ def sequence_keys(seed: jax.Array, step: jax.Array, sequence: jax.Array) -> jax.
     return jax.vmap(jax.random.fold_in, (None, 0))(key, sequence)
 
 
-def draw(logits: jax.Array, keys: jax.Array, position: jax.Array, sampling: Sampling) -> Draw:
+def draw(
+    logits: jax.Array,
+    keys: jax.Array,
+    position: jax.Array,
+    sampling: Sampling,
+    kernels: Kernels = Kernels(),
+) -> Draw:
     """Draw the token at ``position``.
 
     Args:
       logits: float32 [rows, vocab].
       keys: one per row, of ``sequence_keys``.
       position: int [] or [rows], the token's index in its response.
+      sampling: how it is drawn.
+      kernels: of the platform.
     """
     plain = jax.nn.log_softmax(logits)
     if sampling.greedy:
-        token = largest(logits)
+        token = kernels.largest(logits)
         logprob = _pick(plain, token)
         return Draw(token, logprob, logprob, logprob)
     policy = plain
@@ -99,20 +108,8 @@ def draw(logits: jax.Array, keys: jax.Array, position: jax.Array, sampling: Samp
     position = jnp.broadcast_to(position, keys.shape)
     keys = jax.vmap(jax.random.fold_in)(keys, position)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], jnp.float32))(keys)
-    token = largest(sampled + noise)
+    token = kernels.largest(sampled + noise)
     return Draw(token, _pick(sampled, token), _pick(policy, token), _pick(plain, token))
-
-
-def largest(logits: jax.Array) -> jax.Array:
-    """int32 [...]: index of the largest of [..., vocab], the first of equals.
-
-    As ``jnp.argmax``, in two plain reductions: on a CPU its single one, of pairs, costs ten times
-    as much. Of a row with a NaN it is the last index.
-    """
-    vocab = logits.shape[-1]
-    index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    top = jnp.max(logits, axis=-1, keepdims=True)
-    return jnp.min(jnp.where(logits == top, index, vocab - 1), axis=-1)
 
 
 def truncate(logits: jax.Array, sampling: Sampling) -> jax.Array:

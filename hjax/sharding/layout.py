@@ -132,6 +132,11 @@ class Layout:
         """The sharding of an array that every device holds whole."""
         return NamedSharding(self.mesh, PartitionSpec())
 
+    @property
+    def platform(self) -> str:
+        """Of its devices, as JAX names it: ``cpu``, ``tpu``, ``gpu``, ..."""
+        return self.mesh.devices.flat[0].platform
+
     def describe(self) -> dict[str, int]:
         """The mesh axes larger than one."""
         return {a: n for a, n in self.mesh.shape.items() if n > 1}

@@ -186,7 +186,7 @@ class ModelWorker(Worker):
         train = self.layouts.train
         # Stages of a pipeline take branches of their own, in which only a split length is held.
         held = train if train.ways("layers") == 1 or train.ways("length") > 1 else None
-        self.compute = dataclasses.replace(context.compute, layout=held)
+        self.compute = dataclasses.replace(context.compute.on(train), layout=held)
         self.passes = Passes(train, self.network.axes, context.micro_batch, context.samples)
         self.params: Params = {}  # until initialize, take_weights or restore
         self._phase = ""
@@ -382,7 +382,7 @@ class TrainedWorker(ModelWorker):
                 *self.objective(loss, grouped),
                 optimizer,
                 self.passes,
-                self.shardings,
+                self.network,
                 self.pretraining(),
                 name=f"{self.role}_update",
             )

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from hjax.errors import ConfigError
-from hjax.models.parameters import Params
+from hjax.models.parameters import Network, Params
 from hjax.workers.passes import Batch, Objective, Passes
 
 Metrics = dict[str, jax.Array]
@@ -32,7 +32,8 @@ class OptimizerConfig:
       schedule: ``constant``, ``linear`` or ``cosine`` (both fall to 0 at ``total_updates``).
       warmup_updates: updates over which the rate rises linearly from 0.
       total_updates: length of the schedule in updates.
-      weight_decay: decoupled, on matrices only (norm weights and biases are left alone).
+      weight_decay: decoupled, on matrices and embeddings; vectors (norm weights, biases, scalar
+        heads) are left alone.
       max_grad_norm: gradients are scaled down to this global norm; 0 leaves them.
     """
 
@@ -66,21 +67,15 @@ class OptimizerConfig:
         # From the first update on a step is taken: rate(0) is one part of the rise, not 0.
         return optax.join_schedules([lambda n: rise(n + 1), after], [self.warmup_updates])
 
-    def build(self) -> optax.GradientTransformation:
-        """The optax transformation."""
-
-        def matrices(params: Params) -> Any:
-            return jax.tree.map_with_path(
-                lambda path, x: x.ndim > 1 and "norm" not in jax.tree_util.keystr(path), params
-            )
-
+    def build(self, kinds: Params) -> optax.GradientTransformation:
+        """The optax transformation of parameters of these kinds (nested dict of ``Kind``)."""
         adamw = optax.adamw(
             self.rate(),
             b1=self.beta1,
             b2=self.beta2,
             eps=self.epsilon,
             weight_decay=self.weight_decay,
-            mask=matrices,
+            mask=jax.tree.map(lambda kind: kind.decayed, kinds),
         )
         if not self.max_grad_norm:
             return adamw
@@ -96,7 +91,7 @@ class Updater:
       prepare: adds the weights to the whole step's batch, before it is cut.
       optimizer: settings of the update.
       passes: how batches are cut and run under the train layout.
-      shardings: nested dict of NamedSharding, of the parameters.
+      network: the model whose parameters are updated: their kinds, shapes and axes.
       pretraining: a second objective and its ``prepare``, for the batch's entry ``pretrain``
         where it has one; its loss is added (PPO-ptx).
       name: of the compiled program.
@@ -108,7 +103,7 @@ class Updater:
         prepare: Prepare,
         optimizer: OptimizerConfig,
         passes: Passes,
-        shardings: Params,
+        network: Network,
         pretraining: tuple[Objective, Prepare] | None = None,
         name: str = "update",
     ):
@@ -116,15 +111,17 @@ class Updater:
         self._pretraining = pretraining
         self._prepare = prepare
         self._passes = passes
-        self._shardings = shardings
-        self._optimizer = optimizer.build()
+        self._shardings = network.shardings(passes.layout)
+        self._optimizer = optimizer.build(network.kinds)
         self._rate = optimizer.rate()
 
         def step(params: Params, state: Any, batch: dict[str, jax.Array]) -> Any:
             return self._step(params, state, batch)
 
         step.__name__ = name  # by which a compilation is logged
-        self._program = jax.jit(step, donate_argnums=(0, 1))
+        state = jax.tree.map(lambda x: x.sharding, self.abstract_state(network.shapes))
+        placed = self._shardings, state, passes.layout.replicated
+        self._program = jax.jit(step, donate_argnums=(0, 1), out_shardings=placed)
 
     def init(self, params: Params) -> Any:
         """Optimizer state, its moments sharded like the parameters."""
@@ -152,8 +149,8 @@ class Updater:
 
         Returns:
           the new parameters and state (the old ones where loss or gradient is not finite:
-          ``skipped`` is then 1), and metrics: ``loss``, ``grad_norm``, ``learning_rate``,
-          ``skipped`` and the objective's statistics.
+          ``skipped`` is then 1), laid out as they were, and metrics, on every device: ``loss``,
+          ``grad_norm``, ``learning_rate``, ``skipped`` and the objective's statistics.
         """
         return self._program(params, state, batch)
 
@@ -185,7 +182,6 @@ class Updater:
         (_, count), *_ = optax.tree.get_all_with_path(state, "count")
         rate = self._rate(count)
         params, state = jax.lax.cond(finite, take, lambda p, s: (p, s), params, state)
-        params = jax.lax.with_sharding_constraint(params, self._shardings)
         metrics = {
             "loss": loss,
             "grad_norm": norm,

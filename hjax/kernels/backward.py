@@ -1,0 +1,120 @@
+"""Parts of a layer whose backward pass is written out, with fewer passes over memory.
+
+Differentiated by rule, each elementwise step keeps what its own derivative needs. Here a part
+keeps little more than its inputs and recomputes the rest: the same mathematics in less memory. A
+function with a backward pass of its own has no forward-mode derivative; the reference has.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hjax.kernels import checks
+
+
+def product(spec: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """As ``reference.product``.
+
+    The weight is kept as it was given and cast once more in the backward pass: a scan over layers
+    would keep the cast ones of all layers at once.
+    """
+    checks.check_product(spec, x, weight)
+    return _product(spec, x, weight)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(spec: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+    return _product_forward(spec, x, weight)[0]
+
+
+def _product_forward(spec: str, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, Any]:
+    return jnp.einsum(spec, x, weight.astype(x.dtype)), (x, weight)
+
+
+def _product_backward(spec: str, kept: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, weight = kept
+    left, right, out = spec.replace("->", ",").split(",")
+    d_x = jnp.einsum(f"{out},{right}->{left}", g, weight.astype(x.dtype))
+    d_weight = jnp.einsum(f"{left},{out}->{right}", x, g)
+    return d_x, d_weight.astype(weight.dtype)
+
+
+_product.defvjp(_product_forward, _product_backward)
+
+
+def gated_mlp(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+    """As ``reference.gated_mlp``; the weights are kept as they were given.
+
+    One product for gate and up, forward and backward: each would gather its weights and be summed
+    over devices.
+    """
+    checks.check_gated_mlp(x, gate_up, down)
+    return _gated_mlp(x, gate_up, down)
+
+
+@jax.custom_vjp
+def _gated_mlp(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+    return _gated_mlp_forward(x, gate_up, down)[0]
+
+
+def _gated_mlp_forward(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> tuple[jax.Array, Any]:
+    both = jnp.einsum("btd,dcm->btcm", x, gate_up.astype(x.dtype))
+    inner = jax.nn.silu(both[:, :, 0]) * both[:, :, 1]
+    return _product("btm,md->btd", inner, down), (x, gate_up, down, both)
+
+
+def _gated_mlp_backward(kept: Any, g: jax.Array) -> tuple[jax.Array, ...]:
+    x, given_gate_up, given_down, both = kept
+    gate_up, down = given_gate_up.astype(x.dtype), given_down.astype(x.dtype)
+    gate, up = both[:, :, 0], both[:, :, 1]
+    share = jax.nn.sigmoid(gate)
+    d_down = jnp.einsum("btm,btd->md", gate * share * up, g)
+    d_inner = jnp.einsum("btd,md->btm", g, down)
+    d_both = jnp.stack(gate_gradients(gate, up, share, d_inner), axis=2)
+    d_x = jnp.einsum("btcm,dcm->btd", d_both, gate_up)
+    d_gate_up = jnp.einsum("btd,btcm->dcm", x, d_both)
+    return d_x, d_gate_up.astype(given_gate_up.dtype), d_down.astype(given_down.dtype)
+
+
+def gate_gradients(
+    gate: jax.Array, up: jax.Array, share: jax.Array, d_inner: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Gradients of gate and up of ``gate * share * up``, ``share`` being sigmoid(gate)."""
+    return d_inner * up * share * (1 + gate * (1 - share)), d_inner * gate * share
+
+
+_gated_mlp.defvjp(_gated_mlp_forward, _gated_mlp_backward)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
+    """As ``reference.rms_norm``."""
+    checks.check_rms_norm(x, weight)
+    return _rms_norm(x, weight, epsilon)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
+    return _rms_norm_forward(x, weight, epsilon)[0]
+
+
+def _rms_norm_forward(x: jax.Array, weight: jax.Array, epsilon: float) -> tuple[jax.Array, Any]:
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
+    out = wide * scale * weight.astype(jnp.float32)
+    return out.astype(x.dtype), (x, weight, scale)
+
+
+def _rms_norm_backward(epsilon: float, kept: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, weight, scale = kept
+    unit, g = x.astype(jnp.float32) * scale, g.astype(jnp.float32)
+    inner = g * weight.astype(jnp.float32)
+    along = jnp.mean(inner * unit, axis=-1, keepdims=True)
+    d_weight = jnp.sum(g * unit, axis=tuple(range(g.ndim - 1)))
+    return ((inner - unit * along) * scale).astype(x.dtype), d_weight.astype(weight.dtype)
+
+
+_rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)

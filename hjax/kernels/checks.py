@@ -1,0 +1,47 @@
+"""What shapes and dtypes kernels take, checked when they are traced: it costs nothing at run time.
+
+Every set of kernels calls these, so that a wrong shape is refused alike by all of them, with an
+AssertionError that names it, before broadcasting makes something else of it.
+"""
+
+from __future__ import annotations
+
+import chex
+import jax
+import jax.numpy as jnp
+
+
+def check_product(spec: str, x: jax.Array, weight: jax.Array) -> None:
+    """x [batch, length, ...], weight [..., made]: all that x has beyond the length is summed."""
+    left, right, out = spec.replace("->", ",").split(",")
+    chex.assert_rank((x, weight), (len(left), len(right)))
+    if right != left[2:] + out[2:] or left[:2] != out[:2]:
+        raise AssertionError(f"{spec!r} does not sum over all dimensions of x after the length")
+    chex.assert_equal(weight.shape[: x.ndim - 2], x.shape[2:])
+
+
+def check_gated_mlp(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> None:
+    """x [batch, length, embed], gate_up [embed, 2, mlp], down [mlp, embed]."""
+    chex.assert_rank((x, gate_up, down), (3, 3, 2))
+    embed, mlp = x.shape[-1], down.shape[0]
+    chex.assert_shape(gate_up, (embed, 2, mlp))
+    chex.assert_shape(down, (mlp, embed))
+
+
+def check_rms_norm(x: jax.Array, weight: jax.Array) -> None:
+    """x [..., embed], weight [embed]."""
+    chex.assert_shape(weight, x.shape[-1:])
+
+
+def check_rotary_tables(frequencies: jax.Array, positions: jax.Array) -> None:
+    """frequencies float32 [head_dim / 2], positions int [...]."""
+    chex.assert_rank(frequencies, 1)
+    chex.assert_type((frequencies, positions), (jnp.float32, int))
+
+
+def check_rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> None:
+    """x [batch, length, heads, head_dim], cos and sin float32 [batch, length, 1, head_dim / 2]."""
+    chex.assert_rank(x, 4)
+    batch, length, _, head_dim = x.shape
+    chex.assert_shape((cos, sin), (batch, length, 1, head_dim // 2))
+    chex.assert_type((cos, sin), jnp.float32)

@@ -1,0 +1,96 @@
+"""The parts of a layer as their mathematics reads.
+
+Arrays in, arrays out; differentiable in forward and reverse mode, as often as one likes. Other
+sets of kernels compute the same faster and are tested against these.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from hjax.kernels import checks
+
+
+def product(spec: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """``einsum(spec, x, weight)`` in the dtype of x.
+
+    Args:
+      spec: such as ``btd,dhe->bthe``: x's first two dimensions stay, all others are summed over.
+      x: [batch, length, ...].
+      weight: [..., made dimensions], of any float dtype.
+
+    Returns:
+      [batch, length, made dimensions].
+    """
+    checks.check_product(spec, x, weight)
+    return jnp.einsum(spec, x, weight.astype(x.dtype))
+
+
+def gated_mlp(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+    """``(silu(x gate) * (x up)) down``, [batch, length, embed] in the dtype of x (Shazeer 2020,
+    arXiv 2002.05202).
+
+    Args:
+      x: [batch, length, embed].
+      gate_up: [embed, 2, mlp], gate and up.
+      down: [mlp, embed].
+    """
+    checks.check_gated_mlp(x, gate_up, down)
+    both = jnp.einsum("btd,dcm->btcm", x, gate_up.astype(x.dtype))
+    inner = jax.nn.silu(both[:, :, 0]) * both[:, :, 1]
+    return jnp.einsum("btm,md->btd", inner, down.astype(x.dtype))
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
+    """``weight * x / sqrt(mean(x**2) + epsilon)`` over the last dimension (Zhang and Sennrich
+    2019, arXiv 1910.07467), computed in float32.
+
+    Args:
+      x: [..., embed].
+      weight: [embed].
+      epsilon: above 0.
+
+    Returns:
+      [..., embed] in the dtype of x.
+    """
+    checks.check_rms_norm(x, weight)
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
+    return (wide * scale * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+def rotary_tables(
+    frequencies: jax.Array, positions: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """cos and sin of position times frequency, each float32 [..., 1, head_dim / 2].
+
+    Args:
+      frequencies: float32 [head_dim / 2], radians per position.
+      positions: int [...].
+    """
+    checks.check_rotary_tables(frequencies, positions)
+    angles = positions[..., None, None].astype(jnp.float32) * frequencies
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotary embedding (Su et al. 2021, arXiv 2104.09864), halves rotated against each other as in
+    transformers: ``[a cos - b sin, b cos + a sin]`` of ``x = [a, b]``, computed in float32.
+
+    Args:
+      x: [batch, length, heads, head_dim].
+      cos, sin: float32 [batch, length, 1, head_dim / 2].
+
+    Returns:
+      like x, in its dtype.
+    """
+    checks.check_rotate(x, cos, sin)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+def largest(logits: jax.Array) -> jax.Array:
+    """int32 [...]: index of the largest of [..., vocab], the first of equals."""
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)

@@ -1,0 +1,67 @@
+"""Sets of kernels, and which of them a platform runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+
+from hjax.errors import ConfigError
+from hjax.kernels import backward, cpu, reference
+
+Tables = tuple[jax.Array, jax.Array]
+
+REFERENCE, BACKWARD, CPU = "reference", "backward", "cpu"
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """The functions that a layer is made of; ``hjax.kernels.reference`` says what each computes.
+
+    A new set starts from ``Kernels()`` and replaces what it has better.
+    """
+
+    product: Callable[[str, jax.Array, jax.Array], jax.Array] = reference.product
+    gated_mlp: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] = reference.gated_mlp
+    rms_norm: Callable[[jax.Array, jax.Array, float], jax.Array] = reference.rms_norm
+    rotary_tables: Callable[[jax.Array, jax.Array], Tables] = reference.rotary_tables
+    rotate: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] = reference.rotate
+    largest: Callable[[jax.Array], jax.Array] = reference.largest
+
+
+def choose(platform: str) -> str:
+    """The name of the set that devices of a platform (``cpu``, ``tpu``, ``gpu``, ...) run."""
+    return CPU if platform == "cpu" else BACKWARD
+
+
+def kernels_of(name: str, whole: bool = False, unrolled: bool = False) -> Kernels:
+    """The functions of a set.
+
+    Args:
+      name: ``reference``, ``backward`` (written-out backward passes) or ``cpu`` (those, and what
+        XLA's CPU compiler needs to be told another way).
+      whole: each device is known to hold the whole length and a layer's whole weights.
+      unrolled: layers run in a Python loop, not in a scan.
+
+    Raises:
+      ConfigError: another name.
+    """
+    written_out = Kernels(
+        product=backward.product, gated_mlp=backward.gated_mlp, rms_norm=backward.rms_norm
+    )
+    if name == REFERENCE:
+        return Kernels()
+    if name == BACKWARD:
+        return written_out
+    if name != CPU:
+        raise ConfigError(f"kernels {name!r}: {REFERENCE}, {BACKWARD} or {CPU}")
+    if whole:
+        products = dataclasses.replace(written_out, product=cpu.product, gated_mlp=cpu.gated_mlp)
+    else:
+        product = cpu.product_joined if unrolled else backward.product
+        products = dataclasses.replace(written_out, product=product)
+    tables = cpu.rotary_tables if unrolled else reference.rotary_tables
+    return dataclasses.replace(
+        products, rotary_tables=tables, rotate=cpu.rotate, largest=cpu.largest
+    )
