@@ -8,9 +8,9 @@ import pathlib
 import subprocess
 import sys
 
+import conftest
 import pytest
 
-# Prints the tunables it runs with, the pages that the kernel mapped during ten runs of a program
 from hjax.launch import huge_pages, machine
 
 # Prints the tunables it runs with, the pages that the kernel mapped during ten runs of a program
@@ -111,3 +111,22 @@ def test_an_installed_accelerator_plugin_leaves_the_compiler_alone(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", found.get)
     machine.compile_quickly()
     assert os.environ["XLA_FLAGS"] == ""
+
+
+def test_the_suite_asks_the_compiler_for_its_flags(monkeypatch, tmp_path):
+    """By a process that dies of a flag it does not know; the answer is kept."""
+    monkeypatch.setattr(conftest, "CACHE_ROOT", tmp_path)
+    assert conftest.xla_knows("--xla_backend_optimization_level=0")
+    assert not conftest.xla_knows("--xla_no_such_flag=1")
+    kept = {file.name: file.read_text() for file in tmp_path.rglob("*") if file.is_file()}
+    assert kept == {"xla_backend_optimization_level=0": "known", "xla_no_such_flag=1": "unknown"}
+    monkeypatch.setattr(conftest.subprocess, "run", None)
+    assert not conftest.xla_knows("--xla_no_such_flag=1")
+
+
+def test_a_broken_installation_is_no_answer(monkeypatch, tmp_path):
+    monkeypatch.setattr(conftest, "CACHE_ROOT", tmp_path)
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(pytest.UsageError, match="asking jaxlib for --xla_f=1 failed"):
+        conftest.xla_knows("--xla_f=1")
+    assert not list(tmp_path.iterdir())
