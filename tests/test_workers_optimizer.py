@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
+from references import torch
 
 from hjax.errors import ConfigError
 from hjax.sharding.layout import make_layouts

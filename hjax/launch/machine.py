@@ -12,7 +12,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from hjax.files import cache_folder
-from hjax.machine import available_cores, compile_quickly, quiet_tpu_compiler
+from hjax.machine import available_cores, compile_quickly, settle_platform
 from hjax.settings.keys import flatten
 
 
@@ -26,7 +26,7 @@ def prepare_jax(config: ConfigDict) -> str:
     import jax
 
     options: Any = jax.config
-    quiet_tpu_compiler()
+    settle_platform()
     _keep_compiled_programs(options)
     platform = (options.jax_platforms or "cpu").split(",")[0]
     already_set = (
