@@ -23,16 +23,44 @@ def available_cores() -> int:
     return cores or 1
 
 
+# JAX's plugins for NVIDIA's GPUs and Google's TPUs, and where Linux shows such hardware: its device
+# files (those of WSL and of NVIDIA's small boards too), and the vendor's number on the PCI bus.
+_PLUGINS = frozenset({"xla_cuda12", "xla_cuda13", "libtpu"})
+_DEVICE_FILES = ("nvidia*", "nvhost*", "dxg", "accel*", "vfio/[0-9]*")
+_GOOGLE = "0x1ae0"
+
+
 def only_cpus() -> bool:
-    """Whether JAX will run on CPUs: it is told so, or has no plugin for anything else."""
+    """Whether JAX will run on CPUs: it is told so, or has no plugin for hardware that is here.
+
+    A plugin may be installed for its compiler alone (docs/compile.md). One that is not known here
+    may find hardware anywhere.
+    """
     named = os.environ.get("JAX_PLATFORMS")
     if named:
         return named.split(",")[0] == "cpu"
+    plugins = _installed_plugins()
+    return not plugins or (plugins <= _PLUGINS and not _accelerator_visible())
+
+
+def _installed_plugins() -> set[str]:
     import importlib.metadata
     import importlib.util
+    import pkgutil
 
-    plugins = importlib.metadata.entry_points(group="jax_plugins")
-    return not plugins and not any(map(importlib.util.find_spec, ("jax_plugins", "libtpu")))
+    found = {point.name for point in importlib.metadata.entry_points(group="jax_plugins")}
+    if package := importlib.util.find_spec("jax_plugins"):
+        found |= {m.name for m in pkgutil.iter_modules(package.submodule_search_locations)}
+    if importlib.util.find_spec("libtpu") or os.environ.get("TPU_LIBRARY_PATH"):
+        found.add("libtpu")
+    return found
+
+
+def _accelerator_visible() -> bool:
+    if any(any(Path("/dev").glob(pattern)) for pattern in _DEVICE_FILES):
+        return True
+    vendors = Path("/sys/bus/pci/devices").glob("*/vendor")
+    return any(file.read_text().strip() == _GOOGLE for file in vendors)
 
 
 def compile_quickly() -> None:
@@ -47,12 +75,18 @@ def compile_quickly() -> None:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=1".strip()
 
 
-def quiet_tpu_compiler() -> None:
-    """Where JAX has found no TPU, let an installed libtpu find so too, without asking the network.
+def settle_platform() -> None:
+    """Keep JAX from looking for hardware that is not here; before it starts a backend.
 
-    JAX tries it before it falls back to the CPU; these say what it would otherwise complain about.
+    With a plugin that is there for its compiler it would, and complain at length, or ask the
+    network, before it takes the CPU. A platform that the user has named stays.
     """
-    if os.environ.get("TPU_SKIP_MDS_QUERY") == "1":  # set by JAX as it is imported
+    import jax
+
+    options: Any = jax.config
+    if not options.jax_platforms and only_cpus():
+        options.update("jax_platforms", "cpu")
+    elif os.environ.get("TPU_SKIP_MDS_QUERY") == "1":  # set by JAX where it has found no TPU
         os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
         os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5p-16")
 
@@ -69,7 +103,7 @@ def simulated_devices(count: int) -> list[Any]:
         if asked is None or int(asked[1]) < count:
             os.environ["XLA_FLAGS"] = re.sub(pattern, "", os.environ.get("XLA_FLAGS", "")).strip()
             options.update("jax_num_cpu_devices", count)
-    quiet_tpu_compiler()
+    settle_platform()
     devices = jax.devices()
     if len(devices) < count:
         devices = jax.devices("cpu")

@@ -12,10 +12,11 @@ import dataclasses
 import fcntl
 import importlib.metadata
 import io
-import mmap
 import os
 import pathlib
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -34,7 +35,6 @@ os.environ["XLA_FLAGS"] = re.sub(
 ).strip()
 
 import jax  # noqa: E402  (reads the variables above)
-import jaxlib  # noqa: E402
 from jax._src import xla_bridge  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", DEVICES)
@@ -60,7 +60,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     flags = os.environ["XLA_FLAGS"].split()
     for flag in QUICK:
         name = flag.partition("=")[0]
-        if not any(given.startswith(name) for given in flags) and xla_knows(name):
+        if not any(given.startswith(name) for given in flags) and xla_knows(flag):
             flags.append(flag)
     os.environ["XLA_FLAGS"] = " ".join(flags)
 
@@ -76,12 +76,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def xla_knows(flag: str) -> bool:
-    """Whether this jaxlib has a flag; one that it lacks would end the process."""
-    for library in pathlib.Path(jaxlib.__file__).parent.glob("libjax_common.*"):
-        with open(library, "rb") as file:
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-                return text.find(flag.strip("-").encode()) >= 0
-    return False
+    """Whether this jaxlib takes a flag, ``--name=value``; one that it does not know ends a process.
+
+    So a process of its own is asked, once per version (a name that still stands in the library's
+    text tells nothing). The answer is kept beside the compiled programs.
+
+    Raises:
+      pytest.UsageError: that process failed for another reason.
+    """
+    folder = CACHE_ROOT / "hjax" / "tests" / f"flags-jaxlib-{importlib.metadata.version('jaxlib')}"
+    answer = folder / flag.strip("-")
+    if not answer.is_file():
+        done = subprocess.run(
+            [sys.executable, "-c", "import jax; jax.devices()"],
+            env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flag},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        if done.returncode and "Unknown flag" not in done.stderr:
+            raise pytest.UsageError(f"asking jaxlib for {flag} failed:\n{done.stderr}")
+        folder.mkdir(parents=True, exist_ok=True)
+        part = answer.with_name(f"{answer.name}.{os.getpid()}")  # several workers may ask at once
+        part.write_text("unknown" if done.returncode else "known")
+        part.replace(answer)
+    return answer.read_text() == "known"
 
 
 @pytest.fixture(scope="session")

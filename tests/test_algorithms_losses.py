@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import torch
+from references import torch
 
 from hjax.algorithms import losses
 from hjax.algorithms.losses import (

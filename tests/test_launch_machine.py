@@ -7,10 +7,13 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
 
+import conftest
+import jax
 import pytest
 
-# Prints the tunables it runs with, the pages that the kernel mapped during ten runs of a program
+import hjax.machine
 from hjax.launch import huge_pages, machine
 
 # Prints the tunables it runs with, the pages that the kernel mapped during ten runs of a program
@@ -87,27 +90,84 @@ def test_other_flags_are_kept_beside_the_level(tmp_path):
     assert flags.split() == [own, "--xla_backend_optimization_level=1"]
 
 
+NVIDIA, GOOGLE, OTHER = "dev/nvidia0", "sys/bus/pci/devices/0000:00:05.0/vendor", "dev/null"
+
+
+@pytest.fixture
+def machine_with(monkeypatch, tmp_path):
+    """A machine where JAX has these plugins and Linux shows this file."""
+
+    def make(plugins, file=OTHER, named=None):
+        (tmp_path / file).parent.mkdir(parents=True)
+        (tmp_path / file).write_text("0x1ae0\n" if file == GOOGLE else "")
+        modules = {"libtpu": object()} if "libtpu" in plugins else {}
+        points = [types.SimpleNamespace(name=name) for name in plugins if name != "libtpu"]
+        monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points)
+        monkeypatch.setattr(importlib.util, "find_spec", modules.get)
+        monkeypatch.setattr(hjax.machine, "Path", lambda path: tmp_path / path.lstrip("/"))
+        monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+        monkeypatch.delenv("JAX_PLATFORMS")
+        if named is not None:
+            monkeypatch.setenv("JAX_PLATFORMS", named)
+
+    return make
+
+
 @pytest.mark.parametrize(
-    ("named", "plugins", "expected"),
+    ("named", "plugins", "file", "expected"),
     [
-        ("cpu", ["cuda"], True),
-        ("cpu,cuda", [], True),
-        ("tpu,cpu", [], False),
-        ("", ["cuda"], False),
-        ("", [], True),
+        ("cpu", ["xla_cuda13"], NVIDIA, True),
+        ("cpu,cuda", [], NVIDIA, True),
+        ("tpu,cpu", [], OTHER, False),
+        ("", ["xla_cuda13"], NVIDIA, False),
+        ("", ["xla_cuda13", "libtpu"], GOOGLE, False),
+        # Compilers alone; hardware that JAX has no plugin for.
+        ("", ["xla_cuda13", "libtpu"], OTHER, True),
+        ("", [], NVIDIA, True),
+        (None, [], OTHER, True),
+        # Who knows where that one finds its hardware.
+        ("", ["xla_cuda13", "another"], OTHER, False),
     ],
 )
-def test_whether_only_cpus_are_there(monkeypatch, named, plugins, expected):
-    monkeypatch.setenv("JAX_PLATFORMS", named)
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: plugins)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+def test_whether_only_cpus_are_there(machine_with, named, plugins, file, expected):
+    machine_with(plugins, file, named)
     assert huge_pages.only_cpus() is expected
 
 
-def test_an_installed_accelerator_plugin_leaves_the_compiler_alone(monkeypatch):
-    found = {"libtpu": object()}
-    monkeypatch.delenv("JAX_PLATFORMS")
+def test_where_there_may_be_an_accelerator_the_compiler_is_left_alone(machine_with, monkeypatch):
+    machine_with(["libtpu"], GOOGLE)
     monkeypatch.setenv("XLA_FLAGS", "")
-    monkeypatch.setattr(importlib.util, "find_spec", found.get)
     machine.compile_quickly()
     assert os.environ["XLA_FLAGS"] == ""
+
+
+@pytest.mark.parametrize("file, platforms", [(OTHER, "cpu"), (NVIDIA, None)])
+def test_jax_does_not_look_for_what_is_not_there(machine_with, monkeypatch, file, platforms):
+    machine_with(["xla_cuda13", "libtpu"], file)
+    options = types.SimpleNamespace(jax_platforms=None)
+    options.update = lambda name, value: setattr(options, name, value)
+    monkeypatch.setattr(jax, "config", options)
+    hjax.machine.settle_platform()
+    assert options.jax_platforms == platforms
+    options.jax_platforms = "cuda"  # a user's own word stays
+    hjax.machine.settle_platform()
+    assert options.jax_platforms == "cuda"
+
+
+def test_the_suite_asks_the_compiler_for_its_flags(monkeypatch, tmp_path):
+    """By a process that dies of a flag it does not know; the answer is kept."""
+    monkeypatch.setattr(conftest, "CACHE_ROOT", tmp_path)
+    assert conftest.xla_knows("--xla_backend_optimization_level=0")
+    assert not conftest.xla_knows("--xla_no_such_flag=1")
+    kept = {file.name: file.read_text() for file in tmp_path.rglob("*") if file.is_file()}
+    assert kept == {"xla_backend_optimization_level=0": "known", "xla_no_such_flag=1": "unknown"}
+    monkeypatch.setattr(conftest.subprocess, "run", None)
+    assert not conftest.xla_knows("--xla_no_such_flag=1")
+
+
+def test_a_broken_installation_is_no_answer(monkeypatch, tmp_path):
+    monkeypatch.setattr(conftest, "CACHE_ROOT", tmp_path)
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(pytest.UsageError, match="asking jaxlib for --xla_f=1 failed"):
+        conftest.xla_knows("--xla_f=1")
+    assert not list(tmp_path.iterdir())

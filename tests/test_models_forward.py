@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
+from references import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hjax.models import forward

@@ -7,7 +7,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
-import torch
+from references import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hjax

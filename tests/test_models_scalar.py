@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-import torch
+from references import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from hjax.errors import ConfigError

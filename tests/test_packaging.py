@@ -3,6 +3,7 @@
 import ast
 import configparser
 import email
+import importlib.metadata
 import os
 import pathlib
 import re
@@ -13,6 +14,7 @@ import tarfile
 import zipfile
 
 import pytest
+from packaging.requirements import Requirement
 
 import hjax
 
@@ -202,3 +204,99 @@ def test_ci_runs_the_test_line_of_the_readme():
         ["awk", program, str(ROOT / "README.md")], capture_output=True, text=True, check=True
     )
     assert found.stdout.strip() == readme_line("the test line")
+
+
+# Stand-ins for .ci/run: a Python of some version that makes environments, whose own python notes
+# what it is asked for, and one that does not run, like pyenv's of a version not switched on.
+PYTHON = """#!/bin/sh
+case "$1 $2" in
+  "-m venv")
+    mkdir -p $3/bin
+    echo "export VIRTUAL_ENV=$3 OLD=\\$PATH PATH=$3/bin:\\$PATH; deactivate() {{ PATH=\\$OLD; }}" \\
+      > $3/bin/activate
+    printf '#!/bin/sh\\necho "{version} $*" >> {log}\\nexit {status}\\n' > $3/bin/python
+    chmod +x $3/bin/python ;;
+  "-c import sys"*) echo {version} ;;
+esac
+"""
+SHIM = "#!/bin/sh\necho not switched on >&2\nexit 127\n"
+
+
+def run_ci(folder: pathlib.Path, pythons: dict[str, str | None], status: int = 0, **variables):
+    """Runs .ci/run with these versions of Python by name (None: one that does not run).
+
+    Returns its exit status, its output, and the commands of the environments' pythons.
+    """
+    commands = folder / "bin"
+    commands.mkdir()
+    log = folder / "log"
+    for name, version in pythons.items():
+        text = PYTHON.format(version=version, log=log, status=status) if version else SHIM
+        (commands / name).write_text(text)
+        (commands / name).chmod(0o755)
+    done = subprocess.run(
+        ["bash", str(ROOT / ".ci" / "run")],
+        env={"PATH": f"{commands}:/usr/bin:/bin", "HJAX_TEST_DATA": "here", **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return done.returncode, done.stdout, log.read_text().splitlines()
+
+
+def selection() -> dict[str, list[str]]:
+    lines = (ROOT / ".ci" / "selection").read_text().splitlines()
+    pairs = [line.split(":") for line in lines if not line.startswith("#")]
+    return {room: files.split() for room, files in pairs}
+
+
+def test_ci_takes_the_newest_python_that_runs(tmp_path):
+    pythons = {"python3": "3.11.7", "python3.13": None, "python3.12": "3.12.1"}
+    status, output, calls = run_ci(tmp_path, pythons)
+    assert status == 0
+    assert "the whole suite on Python 3.11.7, python3\n" in output
+    assert f"the selection on Python 3.12.1, {tmp_path}/bin/python3.12\n" in output
+    tests = "-m pytest -q -n auto --dist worksteal -m not slow"
+    assert calls == [
+        "3.11.7 -m pip install -q -e .[test]", f"3.11.7 {tests}",
+        "3.11.7 -m ruff check", "3.11.7 -m mypy",
+        "3.12.1 -m pip install -q -e .[test]",
+        f"3.12.1 {tests} " + " ".join(file for files in selection().values() for file in files),
+    ]  # fmt: skip
+
+
+def test_ci_says_where_there_is_no_newer_python(tmp_path):
+    (tmp_path / "a").mkdir()
+    pythons = {"python3": "3.11.7", "python3.13": None, "python3.12": None}
+    status, output, calls = run_ci(tmp_path / "a", pythons)
+    assert status == 0 and len(calls) == 4
+    assert "no selection on a newer Python: none of python3.13 python3.12 runs here" in output
+    (tmp_path / "b").mkdir()
+    pythons = {"python3": "3.11.7", "python3.13": "3.13.0"}
+    status, output, calls = run_ci(tmp_path / "b", pythons, PYTHON="python3.13")
+    assert "the whole suite on Python 3.13.0, python3.13\n" in output and len(calls) == 4
+    assert "no selection on a newer Python: python3.13 is as new as" in output
+
+
+def test_ci_fails_where_something_failed_but_runs_it_all(tmp_path):
+    pythons = {"python3": "3.11.7", "python3.13": "3.13.0"}
+    status, _, calls = run_ci(tmp_path, pythons, status=1)
+    # The tests of an installation that failed are not run, the other steps are.
+    assert status == 1 and [call.split()[2] for call in calls] == ["pip", "ruff", "mypy", "pip"]
+
+
+def test_cis_selection_tests_every_room():
+    rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert set(selection()) == rooms
+    for room, files in selection().items():
+        texts = [(ROOT / file).read_text() for file in files]
+        assert any(f"hjax.{room}" in text for text in texts), room
+
+
+def test_what_the_test_extra_names_is_installed():
+    """Tests of what is missing are skipped, so it must not go missing unnoticed."""
+    extra = setup_cfg()["options.extras_require"]["test"]
+    for line in extra.strip().splitlines():
+        requirement = Requirement(line)
+        if requirement.marker is None or requirement.marker.evaluate():
+            assert importlib.metadata.version(requirement.name) in requirement.specifier

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-import torch
+from references import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hjax.models.forward import response_states, token_log_probs

@@ -161,6 +161,30 @@ def test_a_loops_body_counts_once_per_trip():
     assert received_bytes(loop(limit="carried")) == 5 * K
 
 
+def test_entries_of_tuples_may_be_named_where_they_are_used():
+    """As newer printers do: ``%p#1`` and no line for it."""
+    short = loop()
+    for name, entry in (("i", 0), ("y", 1), ("n", 2)):
+        short = short.replace(f"  %{name} = s32[] get-tuple-element(%p), index={entry}\n", "")
+        short = short.replace(
+            f"  %{name} = f32[128,128] get-tuple-element(%p), index={entry}\n", ""
+        )
+        for end in (")", ","):
+            short = short.replace(f"%{name}{end}", f"%p#{entry}{end}")
+    assert "get-tuple-element" not in short and "compare(%p#0, %five)" in short
+    assert received_bytes(short) == received_bytes(loop()) == 3 * K
+    # Of a tuple in a tuple the one array that goes in, not the bytes of the whole.
+    line = (
+        "  %t = (s32[], (bf16[7]{0}, /*index=1*/f32[128,128]{1,0:T(8,128)})) custom-call(%x)\n"
+        "  ROOT %r = f32[128,128]{1,0} all-reduce(%t#1#1), replica_groups={{0,1},{2,3}}"
+    )
+    (found,) = collectives(module(line))
+    assert found.input_bytes == K
+    for wrong in ("%t#1#2", "%t#0#0", "%x#0", "%later#0"):
+        with pytest.raises(ValueError, match="in the shape of HLO text|before %later"):
+            collectives(module(line.replace("%t#1#1", wrong)))
+
+
 def test_a_loop_of_unknown_length_is_an_error_unless_given():
     unknown = loop(start="parameter(1)")
     with pytest.raises(ValueError, match="loop w.*loop_trips"):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from helpers import save_model, tiny_config, trainer_of
+from references import torch
 
 import hjax
 from hjax.data.tasks import get_task
@@ -26,13 +27,13 @@ def models(tmp_path_factory):
 
 def transformers_scores(directory, rows):
     """What transformers makes of a reward model: the head at the last token, one row at a time."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    model = transformers.LlamaModel.from_pretrained(directory)
+    no_grad = torch.no_grad()  # without torch this skips, so before what imports it
     from safetensors.torch import load_file
+    from transformers import LlamaModel
 
+    model = LlamaModel.from_pretrained(directory)
     head = load_file(directory / "model.safetensors")["score.weight"]
-    with torch.no_grad():
+    with no_grad:
         return [
             (model(torch.tensor([row])).last_hidden_state[0, -1] @ head.T).item() for row in rows
         ]

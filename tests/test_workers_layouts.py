@@ -9,7 +9,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-import torch
+from references import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hjax.algorithms.losses import PolicyLoss

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from flax import nnx
+from references import torch
 
 from hjax.errors import ConfigError
 from hjax.models.config import ModelConfig

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
+from references import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from hjax.algorithms.losses import PolicyLoss, SupervisedLoss, ValueLoss

@@ -107,10 +107,12 @@ def show(description: dict[str, Any], console: Any) -> None:
     console.print(memory_table(description["programs"], topology["memory_bytes"]))
     console.print(work_table(description["programs"]))
     if moved := description.get("transition"):
+        received, formula = moved["received_bytes"], moved["formula_bytes"]
+        # Where both layouts split the weights alike, neither has anything to move.
+        ratio = f" (ratio {received / formula:.4f})" if formula else ""
         console.print(
-            f"the transition receives {size(moved['received_bytes'])} per device; HybridFlow's "
-            f"formula says {size(moved['formula_bytes'])} "
-            f"(ratio {moved['received_bytes'] / moved['formula_bytes']:.4f})"
+            f"the transition receives {size(received)} per device; HybridFlow's formula says "
+            f"{size(formula)}{ratio}"
         )
     console.print(
         f"a step: {flops(step['flops'])} and {size(step['received_bytes'])} received per device; "

@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 from hjax.config import flatten
 from hjax.files import cache_folder
-from hjax.machine import available_cores, compile_quickly, quiet_tpu_compiler
+from hjax.machine import available_cores, compile_quickly, settle_platform
 
 
 def prepare_jax(config: ConfigDict) -> str:
@@ -26,7 +26,7 @@ def prepare_jax(config: ConfigDict) -> str:
     import jax
 
     options: Any = jax.config
-    quiet_tpu_compiler()
+    settle_platform()
     _keep_compiled_programs(options)
     platform = (options.jax_platforms or "cpu").split(",")[0]
     already_set = (

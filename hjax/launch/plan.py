@@ -106,12 +106,12 @@ def _calibrate(as_json: bool) -> int:
     """Measure the devices of this process, store the profile and show it."""
     import jax
 
-    from hjax.machine import compile_quickly, quiet_tpu_compiler
+    from hjax.machine import compile_quickly, settle_platform
     from hjax.planning.calibration import calibrate
     from hjax.planning.profile import profile_path, write_profile
     from hjax.show.tables import print_description
 
-    quiet_tpu_compiler()
+    settle_platform()
     compile_quickly()  # as a run does
     devices = jax.devices()
     profile = calibrate(devices)

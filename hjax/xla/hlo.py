@@ -18,6 +18,8 @@ _HEADER = re.compile(r"^(ENTRY )?%?([\w.~-]+) \(.*\) -> .*\{$")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.~-]+) = ")
 _OPCODE = re.compile(r"\s*([\w-]+)\(")
 _NAME = re.compile(r"%([\w.~-]+)")
+# An operand may be an entry of a tuple, or an entry of that: %name#1, %name#1#0.
+_OPERAND = re.compile(r"%([\w.~-]+(?:#\d+)*)")
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<= ]*)\]")
 # Instructions that hand on the number they are given.
 _SAME = ("copy", "bitcast", "convert", "reshape")
@@ -52,6 +54,24 @@ def shape_bytes(shape: str) -> int:
     return total
 
 
+def entry_shape(shape: str, index: int) -> str:
+    """The shape of a tuple's entry: ``f32[2,3]{1,0}`` of ``(s32[], f32[2,3]{1,0})`` is its 1.
+
+    Raises:
+      ValueError: no tuple, or it has no such entry.
+    """
+    entries, start, depth = [], 1, 0
+    text = re.sub(r"/\*.*?\*/", "", shape)
+    for position, character in enumerate(text):
+        depth += (character in "([{") - (character in ")]}")
+        if (character == "," and depth == 1) or (character == ")" and depth == 0):
+            entries.append(text[start:position].strip())
+            start = position + 1
+    if not text.startswith("(") or index >= len(entries):
+        raise ValueError(f"no entry {index} in the shape of HLO text: {shape[:80]}")
+    return entries[index]
+
+
 @dataclasses.dataclass(frozen=True)
 class Instruction:
     """One line of a computation.
@@ -60,7 +80,7 @@ class Instruction:
       name: without its percent sign.
       shape: as printed, layout included.
       opcode: e.g. ``all-gather-start``.
-      operands: names of its arguments.
+      operands: names of its arguments, ``name#1`` for entry 1 of the tuple ``name``.
       literal: what stands between the brackets, for constants.
       attributes: the rest of the line.
     """
@@ -85,7 +105,11 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-    """Instructions by name; the last one is the result's."""
+    """Instructions by name; the last one is the result's.
+
+    Newer printers leave out the lines that pick entries of tuples and write ``%name#1`` where an
+    entry is used; those lines are put back, under this name.
+    """
 
     name: str
     instructions: Mapping[str, Instruction]
@@ -179,9 +203,11 @@ def parse(text: str) -> Module:
     computations: dict[str, Computation] = {}
     entry: Computation | None = None
     for is_entry, name, lines in _blocks(text):
-        found = {}
+        found: dict[str, Instruction] = {}
         for line in lines:
             instruction = _instruction(line)
+            for operand in instruction.operands:
+                _pick_entry(found, operand)
             found[instruction.name] = instruction
         computations[name] = Computation(name, found)
         if is_entry:
@@ -191,6 +217,19 @@ def parse(text: str) -> Module:
     header = text[: text.index("\n")]
     sizes = (re.search(rf"{what}=(\d+)", header) for what in ("num_partitions", "replica_count"))
     return Module(computations, entry, math.prod(int(n[1]) for n in sizes if n))
+
+
+def _pick_entry(found: dict[str, Instruction], operand: str) -> None:
+    """Add the instruction that picks the entry which an operand names, if it names one."""
+    source, _, index = operand.rpartition("#")
+    if not source or operand in found:
+        return
+    _pick_entry(found, source)
+    if source not in found:
+        raise ValueError(f"%{operand} in HLO text is used before %{source} is there")
+    shape = entry_shape(found[source].shape, int(index))
+    picked = Instruction(operand, shape, "get-tuple-element", (source,), "", f", index={index}")
+    found[operand] = picked
 
 
 def _blocks(text: str) -> Iterator[tuple[bool, str, list[str]]]:
@@ -221,7 +260,7 @@ def _instruction(line: str) -> Instruction:
         name=head[1],
         shape=line[start:end],
         opcode=opcode[1],
-        operands=tuple(_NAME.findall(inside)) if opcode[1] != "constant" else (),
+        operands=tuple(_OPERAND.findall(inside)) if opcode[1] != "constant" else (),
         literal=inside,
         attributes=line[after:],
     )
