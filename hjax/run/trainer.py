@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,6 +22,7 @@ from hjax.models.huggingface import write_config
 from hjax.models.weights import MODEL_DIRECTORY
 from hjax.run.compile_counter import CompileCounter
 from hjax.run.dataflow import absent_roles
+from hjax.run.evaluation import evaluate
 from hjax.run.inputs import Demonstrations, load_inputs, prompt_batch
 from hjax.run.metrics import StepRecorder
 from hjax.run.placement import Plan, train_sizes
@@ -32,7 +32,7 @@ from hjax.run.roles import (
     local_devices,
     placed,
 )
-from hjax.run.rows import peak_bytes, sample_row, take_rows
+from hjax.run.rows import peak_bytes, sample_row
 from hjax.run.warnings import TruncationWarning
 from hjax.run.workdir import Workdir
 from hjax.settings.checking import check_config
@@ -181,24 +181,11 @@ class Trainer:
         """Greedy answers to the held-out prompts: ``eval/reward`` and, with a verifier of right
         and wrong, ``eval/accuracy``; empty without held-out prompts."""
         self.prepare()
-        held_out, reward = self.inputs.held_out, self.roles.groups.get("reward")
-        if held_out is None:
+        if self.inputs.held_out is None:
             return {}
         with self._phase("evaluate"):
-            count = min(self.config.eval.prompts or len(held_out), len(held_out))
-            chunks = [
-                self._answer(range(start, min(start + self._eval_rows, count)))
-                for start in range(0, count, self._eval_rows)
-            ]
-        correct = [x for chunk in chunks for x in self._correct(chunk)]
-        metrics: Metrics = {}
-        if reward is not None:
-            scores = np.concatenate([chunk["rewards"] for chunk in chunks]).astype(np.float64)
-            scored = scores[~np.isnan(scores)]
-            metrics["eval/reward"] = float(scored.mean()) if scored.size else float("nan")
-        if correct:
-            metrics["eval/accuracy"] = float(np.mean(correct))
-        self._keep_samples(chunks[0], step or self.step_number, "eval", KEPT_SAMPLES)
+            metrics, shown = evaluate(self.config, self.inputs, self.roles)
+        self._keep_samples(shown, step or self.step_number, "eval", KEPT_SAMPLES)
         return metrics
 
     def save(self) -> None:
@@ -307,38 +294,6 @@ class Trainer:
         if self._demonstrations is not None:
             state["demonstrations"] = self._demonstrations.sampler.state()
         return state
-
-    # Evaluation
-
-    @property
-    def _eval_rows(self) -> int:
-        """Prompts answered at a time: as many as training's rows, evenly split."""
-        layouts = self.roles.layouts
-        generate = layouts["actor"].generate
-        ways = generate.ways("batch") * generate.ways("layers")
-        if "reward" in layouts:  # a reward model's
-            ways = math.lcm(ways, layouts["reward"].train.ways("batch"))
-        rows = self.config.rollout.prompts * self.config.rollout.samples
-        wanted = min(rows, self.config.eval.prompts or rows, len(self.inputs.held_out or ()))
-        return -(-wanted // ways) * ways
-
-    def _answer(self, indices: range) -> dict[str, Any]:
-        """The greedy batch of some held-out prompts, with rewards."""
-        assert self.inputs.held_out is not None
-        padded = [*indices, *[indices[-1]] * (self._eval_rows - len(indices))]
-        rows = self.inputs.held_out.rows(padded)
-        prompts = prompt_batch(rows, self.inputs.prompt_length, 0)
-        batch = join(self.roles.groups["actor"].generate_sequences(prompts, greedy=True))
-        batch = take_rows(batch, len(indices))
-        reward = self.roles.groups.get("reward")
-        return batch if reward is None else batch | join(reward.compute_reward(batch))
-
-    def _correct(self, batch: Mapping[str, Any]) -> list[bool]:
-        task = self.inputs.task
-        if task is None:
-            return []
-        found = task.correct(batch["prompt_text"], batch["response_text"], **batch["columns"])
-        return [] if found is None else list(found)
 
     # Reporting
 

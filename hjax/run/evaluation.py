@@ -1,0 +1,71 @@
+"""Evaluation: greedy answers to the held-out prompts, scored."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from hjax.controller import join
+from hjax.run.inputs import Inputs, prompt_batch
+from hjax.run.roles import Roles
+from hjax.run.rows import take_rows
+
+
+def evaluate(
+    config: ConfigDict, inputs: Inputs, roles: Roles
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Answer as many held-out prompts as ``eval.prompts`` wants.
+
+    Returns:
+      ``eval/reward`` where there is a reward, ``eval/accuracy`` where the task has right and wrong;
+      and the batch of the first answers.
+    """
+    assert inputs.held_out is not None
+    count = min(config.eval.prompts or len(inputs.held_out), len(inputs.held_out))
+    rows = rows_at_a_time(config, len(inputs.held_out), roles)
+    chunks = [
+        _answer(range(start, min(start + rows, count)), rows, inputs, roles)
+        for start in range(0, count, rows)
+    ]
+    metrics: dict[str, float] = {}
+    if "reward" in roles.groups:
+        scores = np.concatenate([chunk["rewards"] for chunk in chunks]).astype(np.float64)
+        scored = scores[~np.isnan(scores)]
+        metrics["eval/reward"] = float(scored.mean()) if scored.size else float("nan")
+    correct = [right for chunk in chunks for right in _correct(chunk, inputs)]
+    if correct:
+        metrics["eval/accuracy"] = float(np.mean(correct))
+    return metrics, chunks[0]
+
+
+def rows_at_a_time(config: ConfigDict, held_out: int, roles: Roles) -> int:
+    """Prompts answered at a time: at most as many as training's rows, evenly split."""
+    generate = roles.layouts["actor"].generate
+    ways = generate.ways("batch") * generate.ways("layers")
+    if "reward" in roles.layouts:  # a reward model's
+        ways = math.lcm(ways, roles.layouts["reward"].train.ways("batch"))
+    rows = config.rollout.prompts * config.rollout.samples
+    wanted = min(rows, config.eval.prompts or rows, held_out)
+    return -(-wanted // ways) * ways
+
+
+def _answer(indices: range, rows: int, inputs: Inputs, roles: Roles) -> dict[str, Any]:
+    """The greedy batch of some held-out prompts, with rewards; filled up to ``rows``, cut back."""
+    assert inputs.held_out is not None
+    filled = [*indices, *[indices[-1]] * (rows - len(indices))]
+    prompts = prompt_batch(inputs.held_out.rows(filled), inputs.prompt_length, 0)
+    batch = join(roles.groups["actor"].generate_sequences(prompts, greedy=True))
+    batch = take_rows(batch, len(indices))
+    reward = roles.groups.get("reward")
+    return batch if reward is None else batch | join(reward.compute_reward(batch))
+
+
+def _correct(batch: Mapping[str, Any], inputs: Inputs) -> list[bool]:
+    if inputs.task is None:
+        return []
+    found = inputs.task.correct(batch["prompt_text"], batch["response_text"], **batch["columns"])
+    return [] if found is None else list(found)
