@@ -13,9 +13,9 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 SWEEP = """
 import json
-from hjax.launch.transition import find_devices
+from hjax.machine import simulated_devices
 from hjax.studies.transition_docs import measured_rows, transition_markdown
-rows = list(measured_rows(find_devices(DEVICES)))
+rows = list(measured_rows(simulated_devices(DEVICES)))
 print(json.dumps({"rows": rows, "text": transition_markdown(rows)}))
 """
 
