@@ -101,7 +101,7 @@ def simulate() -> Any:
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
 
-    from hjax.launch.machine import compile_quickly
+    from hjax.machine import compile_quickly
 
     compile_quickly()
     jax.config.update("jax_num_cpu_devices", DEVICES)
