@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # what type checkers and editors see of the table below
     from hjax import rules as rules
     from hjax import workers as workers
     from hjax.planning.auto import plan_run as plan
+    from hjax.roles import Role as Role
     from hjax.rollout.language_model import load_model as load_model
     from hjax.rules import Key as Key
     from hjax.run.trainer import Trainer as Trainer
@@ -28,6 +29,7 @@ if TYPE_CHECKING:  # what type checkers and editors see of the table below
 # Public name -> (module, attribute in it; "" is the module itself).
 _LAZY = {
     "Key": ("hjax.rules", "Key"),
+    "Role": ("hjax.roles", "Role"),
     "Trainer": ("hjax.run.trainer", "Trainer"),
     "algorithms": ("hjax.algorithms", ""),
     "controller": ("hjax.controller", ""),
@@ -43,6 +45,7 @@ _LAZY = {
 
 __all__ = [
     "Key",
+    "Role",
     "Trainer",
     "__version__",
     "algorithms",

@@ -23,6 +23,7 @@ class Role:
       section: of the config that has its path, optimizer and offload; empty: that of its name.
       trained: whether it has an optimizer and a loss.
       scalar: its model gives one number per token, not one per word of the vocabulary.
+      generates: it draws responses, so it has a layout for that beside the one for training.
       starts_from: the role whose weights it takes where its own path is empty. It answers for each
         of that role's tokens, so their tokenizers must agree.
       whole: it judges whole sequences, as text if its tokenizer is another than the actor's.
@@ -36,6 +37,7 @@ class Role:
     section: str = ""
     trained: bool = False
     scalar: bool = False
+    generates: bool = False
     starts_from: str = ""
     whole: bool = False
     function: Any = ""
@@ -55,7 +57,7 @@ _FUNCTION = "hjax.workers:FunctionReward"
 # In the order in which they are shown.
 ROLES: dict[str, Role] = dict(
     (
-        _standing("actor", "Actor", trained=True),
+        _standing("actor", "Actor", trained=True, generates=True),
         _standing("critic", "Critic", trained=True, scalar=True, starts_from="actor"),
         _standing("reference", "Reference", starts_from="actor"),
         _standing("reward", "ModelReward", scalar=True, whole=True, function=_FUNCTION),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from absl import flags
+from ml_collections import ConfigDict
 
-from hjax.errors import ConfigError
-from hjax.settings.reading import config_names
+from hjax.errors import ConfigError, exit_status
+from hjax.settings.reading import config_names, load_config
 
 
 def take_config(arguments: Sequence[str]) -> tuple[str, list[str]]:
@@ -47,3 +50,22 @@ def parse_flags(own: flags.FlagValues, arguments: Sequence[str]) -> None:
         raise ConfigError(f"{error}; see --help") from error
     if rest:
         raise ConfigError(f"unexpected argument {rest[0]!r}; flags are --name=value, see --help")
+
+
+def run_with_config(run: Callable[[ConfigDict], None], text: str) -> NoReturn:
+    """The whole of a command that only takes a config: reads it, runs, exits with the status.
+
+    Args:
+      run: what it does with the config.
+      text: what ``--help`` prints.
+    """
+    arguments = sys.argv[1:]
+    if any(a in ("--help", "-help", "-h") for a in arguments):
+        print(text)
+        sys.exit(0)
+
+    def whole() -> int:
+        run(load_config(*take_config(arguments)))
+        return 0
+
+    sys.exit(exit_status(whole))

@@ -130,7 +130,7 @@ def describe_roles(
     for roles, count in zip(plan.placement, plan.allocation, strict=True):
         for role in roles:
             sizes[role] = {"train": layout_sizes(plan, config.layout, role, "train")}
-            if role == "actor":
+            if table[role].generates:
                 sizes[role]["generate"] = layout_sizes(plan, config.layout, role, "generate")
             what = f"layout.{role}"
             train, generate = sizes[role]["train"], sizes[role].get("generate")

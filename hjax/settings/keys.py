@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hjax.config import Config
+from hjax.roles import ROLES
 from hjax.rules import Key, Rule, above, at_least, below_one, between, one_of
 
 # Sections whose keys belong to what another key names: to the algorithm's class, to the task.
@@ -95,8 +96,6 @@ def _layout(generates: bool) -> dict[str, Any]:
         }
     return axes
 
-
-ROLES = ("actor", "critic", "reference", "reward", "cost", "cost_critic")
 
 KEYS: dict[str, Any] = {
     "seed": Key(0, "every random draw follows from it", between(0, 2**32 - 1)),
@@ -236,7 +235,7 @@ KEYS: dict[str, Any] = {
         "half, critic and reward on the other), standalone (each its own), auto (the best by "
         "the cost model, docs/auto_mapping.md), or a plan.json",
     ),
-    "layout": {role: _layout(generates=role == "actor") for role in ROLES},
+    "layout": {name: _layout(role.generates) for name, role in ROLES.items()},
     "cluster": {
         "address": Key("", "address of a Ray cluster (this version: empty, one process)"),
         "processes": Key(1, "host processes (this version: 1)", at_least(1)),

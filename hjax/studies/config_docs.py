@@ -9,8 +9,9 @@ from typing import Any
 
 from hjax.algorithms import ALGORITHMS, Algorithm
 from hjax.config import flatten
+from hjax.roles import ROLES
 from hjax.rules import Key
-from hjax.settings.keys import KEYS, ROLES
+from hjax.settings.keys import KEYS
 
 SECTION_DOCS = {
     "": "The run",
