@@ -19,6 +19,7 @@ from hjax.planning.constants import Constants
 from hjax.planning.dataflow import trace
 from hjax.planning.profile import Profile
 from hjax.planning.records import Device
+from hjax.planning.strategies import STRATEGIES
 from hjax.run.placement import make_plan
 
 ROLES = ("actor", "critic", "reference", "reward", "cost", "cost_critic")
@@ -253,6 +254,23 @@ def test_what_is_drawn(tmp_path, capsys):
     plan = make_plan(str(tmp_path / "plan.json"), ROLES[:4], 8)
     assert sorted(r for s in plan.placement for r in s) == sorted(ROLES[:4])
     assert plan.predicted["seconds"]["total"] > 0
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_is_drawn_with_all_of_its_roles(strategy, tmp_path, capsys):
+    """OpenRLHF's has one more than the algorithm: the copy of the actor that generates."""
+    roles = (*ROLES[:4], "rollout") if strategy == "openrlhf" else ROLES[:4]
+    arguments = (*SMALL, f"--strategy={strategy}", f"--output={tmp_path}", "--json")
+    status, out, _ = run(*arguments, capsys=capsys)
+    found = json.loads(out.strip().splitlines()[-1])
+    page = (tmp_path / "plan.html").read_text()
+    assert status == 0 and sorted(r for s in found["placement"] for r in s) == sorted(roles)
+    assert found["models"] == dict.fromkeys(roles, "qwen2.5-0.5b")
+    for role in roles:
+        assert role in out and f"<td>{role}</td>" in page
+        assert len(found["parallelism"][role]["train"]) == 3
+    generating = {r for r, layouts in found["parallelism"].items() if "generate" in layouts}
+    assert generating == {"rollout" if strategy == "openrlhf" else "actor"}
 
 
 @pytest.mark.parametrize(
