@@ -7,6 +7,7 @@ import pathlib
 import subprocess
 import sys
 
+import markupsafe
 import pytest
 from helpers import tiny_config
 
@@ -21,6 +22,7 @@ from hjax.planning.profile import Profile
 from hjax.planning.records import Device
 from hjax.planning.strategies import STRATEGIES
 from hjax.run.placement import make_plan
+from hjax.show.plan_page import plan_page
 
 ROLES = ("actor", "critic", "reference", "reward", "cost", "cost_critic")
 SMALL = ["--models=qwen2.5-0.5b", "--cluster=2x4:h100", "--batch=64", "--prompt_length=128",
@@ -271,6 +273,18 @@ def test_every_strategy_is_drawn_with_all_of_its_roles(strategy, tmp_path, capsy
         assert len(found["parallelism"][role]["train"]) == 3
     generating = {r for r, layouts in found["parallelism"].items() if "generate" in layouts}
     assert generating == {"rollout" if strategy == "openrlhf" else "actor"}
+
+
+def test_no_name_in_a_plan_becomes_markup(capsys):
+    evil = "</title></script>\"'><evil onload=e()>{{ 7 * 7 }}"
+    text = json.dumps(planned(*SMALL, capsys=capsys))
+    for name in ("actor", "qwen2.5-0.5b", "2x4:h100", "PPO", "chosen", "assumed"):
+        assert f'"{name}"' in text
+        text = text.replace(f'"{name}"', json.dumps(name + evil))
+    page = plan_page(json.loads(text))
+    assert "<evil" not in page and "{{ 7 * 7 }}" in page
+    for name in ("actor", "qwen2.5-0.5b", "2x4:h100", "PPO", "chosen", "assumed"):
+        assert name + str(markupsafe.escape(evil)) in page
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ def number(value: float) -> str:
     return f"{round(value, 3) + 0:.3f}" if abs(value) < 10 else f"{value:.1f}"
 
 
-def seconds(value: float) -> str:
-    """A duration: `0.25 s`, `12.3 s`, `3:05`."""
+def duration(value: float) -> str:
+    """Seconds: `0.25 s`, `12.3 s`, `3:05`."""
     if value >= 60:
         return clock(value)
     return f"{value:.2f} s" if value < 10 else f"{value:.1f} s"
@@ -41,9 +41,9 @@ def clock(value: float) -> str:
 
 def count(value: float) -> str:
     """A large count: `812`, `12.3k`, `4.5M`, `13.0B`."""
-    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:.1f}{unit}"
+    for least, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= least:
+            return f"{value / least:.1f}{unit}"
     return f"{value:.0f}"
 
 
@@ -53,6 +53,14 @@ def size(value: float) -> str:
         if value >= 1 << power:
             return f"{value / (1 << power):.1f} {unit}"
     return f"{value:.0f} B"
+
+
+def flop_count(value: float) -> str:
+    """FLOPs: `1.24 TFLOP`, `812 MFLOP`."""
+    for power, unit in ((15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
+        if value >= 10**power:
+            return f"{value / 10**power:.3g} {unit}FLOP"
+    return f"{value:.3g} FLOP"
 
 
 def _percent(value: float) -> str:
@@ -73,7 +81,7 @@ COLUMNS = {
         Column("entropy", "actor/entropy", number, 7),
         Column("length", "response/length_mean", lambda x: f"{x:.1f}", 6),
         Column("tok/s", "throughput/tokens_per_second", count, 7),
-        Column("time", "time/step", seconds, 7),
+        Column("time", "time/step", duration, 7),
         Column("left", "left_seconds", clock, 7),
     )
 }

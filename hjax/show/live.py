@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
-from hjax.show.format import COLUMNS, cells, clock, one_line, pick, seconds, used_columns
+from hjax.show.format import COLUMNS, cells, clock, duration, one_line, pick, used_columns
 
 # Plain lines repeat the header after so many rows, and show a long start at most this often.
 _ROWS_PER_HEADER = 20
@@ -294,10 +294,10 @@ class _Live:
         running = {name for name, _ in active}
         for name, taken in over:
             if name not in running:
-                text.append(f"{name} ", style="dim").append(f"{seconds(taken)}   ", style="dim")
+                text.append(f"{name} ", style="dim").append(f"{duration(taken)}   ", style="dim")
         for name, taken in active:
             text.append("▶ ", style="cyan").append(f"{name} ", style="bold cyan")
-            text.append(f"{seconds(taken)}   ", style="cyan")
+            text.append(f"{duration(taken)}   ", style="cyan")
         return text
 
     def _table(self) -> Any:
