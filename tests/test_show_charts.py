@@ -172,14 +172,22 @@ def test_a_stacked_bar_is_as_long_as_its_parts():
 def test_timeline_places_spans_by_time():
     span = {"row": 0, "color": 0, "names": ["a call of some length", "call"], "title": "call"}
     spans = [{**span, "start": 0.0, "length": 1.0}, {**span, "start": 3.0, "length": 0.25}]
-    chart = timeline(["a pool with a long name"], spans, [(3.0, "step 1")])
+    chart = timeline(["pool"], spans, [(3.0, "step 1")])
     # 3.25 s over 884 px from x = 108: 272 px a second.
     assert [(s["x"], s["width"]) for s in chart.spans] == [(108.0, 272.0), (924.0, 68.0)]
     assert [s["text"] for s in chart.spans] == ["a call of some length", "call"]
     assert chart.marks == [(924.0, "step 1")]
     assert [text for _, text in chart.seconds] == ["0.0", "0.5", "1.0", "1.5", "2.0", "2.5", "3.0"]
-    svg = drawn("timeline", chart)
-    assert "a pool with a …" in svg and "<title>a pool with a long name</title>" in svg
+
+
+def test_names_of_a_timelines_rows_get_room():
+    spans = [{"row": 0, "color": 0, "names": [], "title": "", "start": 0.0, "length": 1.0}]
+    name = "actor+critic+reference (16)"
+    chart = timeline([name], spans, [])
+    assert chart.rows[0]["short"] == name and chart.left > 6.5 * len(name)  # 12 px letters
+    assert chart.left + chart.lane_width < chart.width
+    svg = drawn("timeline", timeline([10 * "name"], spans, []))
+    assert 8 * "name" + "nam…" in svg and f"<title>{10 * 'name'}</title>" in svg
 
 
 def test_a_template_that_lacks_a_value_is_an_error():

@@ -18,6 +18,8 @@ from hjax.show.ticks import Tick, ticks
 WIDTH, HEIGHT = 380, 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 10, 26
 _LETTER = 6.5  # width of a tick's letter
+# Of a timeline's names: room around them, of a letter, and letters at most.
+_NAMES, _NAME_LETTER, _NAME_LENGTH = 22, 7, 36
 # Curves with more points are averaged down to about this many.
 _POINTS = 400
 # Values that differ by less, as a share of the largest, are one value.
@@ -226,10 +228,10 @@ class Timeline:
     spans: Sequence[Mapping[str, Any]]
     marks: Sequence[tuple[float, str]]
     seconds: Sequence[tuple[float, str]]
+    left: float
+    lane_width: float
     height: int
     width: int = 1000
-    left: int = 108
-    lane_width: int = 1000 - 108 - 8
     lane_height: int = 26
     top: int = 18
 
@@ -247,10 +249,13 @@ def timeline(
     """
     lane = Timeline.lane_height + 10
     end = max(s["start"] + s["length"] for s in spans) or 1e-9
-    scale = Timeline.lane_width / end
+    left = _NAMES + _NAME_LETTER * min(max(map(len, rows)), _NAME_LENGTH)
+    left = max(108.0, round(left, 1))
+    lane_width = Timeline.width - left - 8
+    scale = lane_width / end
 
     def x_of(seconds: float) -> float:
-        return round(Timeline.left + seconds * scale, 1)
+        return round(left + seconds * scale, 1)
 
     drawn = []
     for span in spans:
@@ -268,12 +273,14 @@ def timeline(
         )
     return Timeline(
         rows=[
-            {"y": Timeline.top + i * lane, "name": name, "short": _short(name, 15)}
+            {"y": Timeline.top + i * lane, "name": name, "short": _short(name, _NAME_LENGTH)}
             for i, name in enumerate(rows)
         ],
         spans=drawn,
         marks=[(x_of(seconds), name) for seconds, name in marks],
         seconds=_places(ticks(0, end, 8), x_of),
+        left=left,
+        lane_width=lane_width,
         height=Timeline.top + len(rows) * lane + 22,
     )
 
