@@ -1,20 +1,9 @@
-"""Numbers and texts as a person reads them: the columns of the step table, times, samples."""
+"""Numbers and texts as a person reads them: times, counts, sizes, samples."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Column:
-    """A column of the step table: its title, its metric, how it is written, its width."""
-
-    title: str
-    metric: str
-    text: Callable[[float], str]
-    width: int
 
 
 def number(value: float) -> str:
@@ -63,62 +52,6 @@ def flop_count(value: float) -> str:
     return f"{value:.3g} FLOP"
 
 
-def _percent(value: float) -> str:
-    return f"{100 * value:.1f}%"
-
-
-COLUMNS = {
-    column.title: column
-    for column in (
-        Column("step", "step", count, 9),
-        Column("reward", "reward/mean", number, 13),
-        Column("accuracy", "eval/accuracy", _percent, 8),
-        Column("eval", "eval/reward", number, 6),
-        Column("cost", "cost/mean", number, 6),
-        Column("multiplier", "cost/multiplier", number, 6),
-        Column("KL", "kl/reference", number, 7),
-        Column("loss", "actor/loss", lambda x: f"{x:.4f}", 8),
-        Column("entropy", "actor/entropy", number, 7),
-        Column("length", "response/length_mean", lambda x: f"{x:.1f}", 6),
-        Column("tok/s", "throughput/tokens_per_second", count, 7),
-        Column("time", "time/step", duration, 7),
-        Column("left", "left_seconds", clock, 7),
-    )
-}
-
-
-def used_columns(before: Sequence[str], row: Mapping[str, Any]) -> list[str]:
-    """The columns to show: those shown before and those for which this row has a metric."""
-    columns = [
-        title
-        for title, column in COLUMNS.items()
-        if title in before or row.get(column.metric) is not None
-    ]
-    if "time" in columns and "left" not in columns:
-        columns.append("left")  # known from the second step on; the table need not change then
-    if "accuracy" in columns and "eval" in columns and "eval" not in before:
-        columns.remove("eval")  # the accuracy says it already
-    return columns
-
-
-def cells(row: Mapping[str, Any], columns: Iterable[str], total: int) -> list[str]:
-    """The texts of a row of the step table; empty where the row lacks the metric."""
-    texts = []
-    for title in columns:
-        column = COLUMNS[title]
-        value = row.get(column.metric)
-        if title == "step":
-            text = f"{row['step']}/{total}"
-        elif value is None:
-            text = ""
-        else:
-            text = column.text(value)
-            if title == "reward" and row.get("reward/std") is not None:
-                text += f" ±{number(row['reward/std']):>5}"
-        texts.append(text)
-    return texts
-
-
 def one_line(text: Any) -> str:
     """A model's text, safe to print on one line: line breaks as ⏎, no control characters.
 
@@ -138,7 +71,7 @@ def one_line(text: Any) -> str:
     return "".join(shown)
 
 
-def pick(samples: Sequence[Mapping[str, Any]], n: int) -> list[Mapping[str, Any]]:
+def spread_samples(samples: Sequence[Mapping[str, Any]], n: int) -> list[Mapping[str, Any]]:
     """``n`` of the samples, spread from the lowest to the highest reward."""
 
     def reward(sample: Mapping[str, Any]) -> float:
