@@ -332,7 +332,8 @@ def test_help_exits_with_0():
 
 
 def test_calibration_stores_a_profile_that_plans_read(calibrated, capsys):
-    measured = json.loads((calibrated / "shown.txt").read_text().strip().splitlines()[-1])
+    shown = (calibrated / "shown.txt").read_text().strip().splitlines()
+    measured = json.loads(shown[-1])
     assert set(measured["busy"]) == {"1", "2"}  # each number of devices that may be busy
     assert measured["device"]["per_host"] == 2
     assert all(rate > 0 for rate in measured["device"]["flops"].values())
@@ -349,6 +350,44 @@ def auto_trainer(algorithm="PPO", changes=None, workdir=None):
         yield trainer
     finally:
         trainer.close()
+
+
+def test_calibration_says_how_far_it_has_come(calibrated):
+    shown = (calibrated / "shown.txt").read_text().splitlines()
+    lines = [line for line in shown if line.startswith("calibrating")]
+    # A dtype; runs on 1 and on 2 devices, with FSDP and a tensor axis; seven parts more.
+    assert lines[0].startswith("calibrating  0/12   products in float32")
+    assert lines[-1].startswith("calibrating 12/12   done")
+
+
+@pytest.mark.parametrize("display", [True, False])
+def test_a_plan_shows_the_calibration_that_it_needs(display, tmp_path, monkeypatch, capsys):
+    def calibrate(devices, progress):
+        progress(0, 1, "products")
+        progress(1, 1, "")
+        return shared_cores(0.5)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("hjax.planning.auto.calibrate", calibrate)
+    config = tiny_config("PPO", {"placement": "auto", "display.enabled": display})
+    hjax.plan(config)
+    out = capsys.readouterr().out
+    assert out == ("calibrating 0/1   products   0:00\ncalibrating 1/1   done   0:00\n"
+                   if display else "")  # fmt: skip
+    hjax.plan(config)  # the profile is stored now
+    assert capsys.readouterr().out == ""
+
+
+def test_a_calibration_tells_whoever_asked(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    told = []
+    monkeypatch.setattr(
+        "hjax.planning.auto.calibrate",
+        lambda devices, progress: (progress(1, 2, "copies"), shared_cores(0.5))[1],
+    )
+    config = tiny_config("PPO", {"placement": "auto", "display.enabled": True})
+    hjax.plan(config, progress=lambda *parts: told.append(parts))
+    assert told == [(1, 2, "copies")] and capsys.readouterr().out == ""
 
 
 def test_auto_runs_the_plan_it_printed(calibrated, tmp_path, monkeypatch):
@@ -372,7 +411,7 @@ def test_a_resumed_auto_keeps_its_plan(calibrated, tmp_path, monkeypatch):
         first.run(1)
         planned = first.plan()
     # Nothing is measured or searched again: what another calibration says would change sums.
-    monkeypatch.setattr("hjax.planning.auto.find_profile", lambda devices: pytest.fail("measured"))
+    monkeypatch.setattr("hjax.planning.auto.find_profile", lambda *_: pytest.fail("measured"))
     with auto_trainer(changes={"checkpoint.every": 1}, workdir=tmp_path) as again:
         assert again.plan() == planned and again.plan()["predicted"]["candidates"]
         again.run(1)
@@ -393,7 +432,7 @@ def shared_cores(load):
 def test_auto_takes_the_simplest_of_equal_plans(load, sets, monkeypatch):
     # Actor and critic update at the same time. Sets that would take all of the cores gain 3 % by
     # it, which is noise; sets that leave half of them idle gain much.
-    monkeypatch.setattr("hjax.planning.auto.find_profile", lambda devices: shared_cores(load))
+    monkeypatch.setattr("hjax.planning.auto.find_profile", lambda *_: shared_cores(load))
     changes = {"algorithm.kl_coef": 0.0, "rollout.prompts": 32}
     with auto_trainer(changes=changes) as trainer:
         found = trainer.plan()

@@ -110,12 +110,14 @@ def _calibrate(as_json: bool) -> int:
     from hjax.machine import compile_quickly, settle_platform
     from hjax.planning.calibration import calibrate
     from hjax.planning.profile import profile_path, write_profile
+    from hjax.show.parts_display import PartsDisplay
     from hjax.show.tables import print_description
 
     settle_platform()
     compile_quickly()  # as a run does
     devices = jax.devices()
-    profile = calibrate(devices)
+    with PartsDisplay("calibrating") as progress:
+        profile = calibrate(devices, progress)
     path = profile_path(devices)
     content = write_profile(profile, path)
     print_description(
