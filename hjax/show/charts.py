@@ -228,8 +228,8 @@ class Timeline:
     spans: Sequence[Mapping[str, Any]]
     marks: Sequence[tuple[float, str]]
     seconds: Sequence[tuple[float, str]]
-    left: float
-    lane_width: float
+    left: int
+    lane_width: int
     height: int
     width: int = 1000
     lane_height: int = 26
@@ -249,8 +249,7 @@ def timeline(
     """
     lane = Timeline.lane_height + 10
     end = max(s["start"] + s["length"] for s in spans) or 1e-9
-    left = _NAMES + _NAME_LETTER * min(max(map(len, rows)), _NAME_LENGTH)
-    left = max(108.0, round(left, 1))
+    left = max(108, _NAMES + _NAME_LETTER * min(max(map(len, rows)), _NAME_LENGTH))
     lane_width = Timeline.width - left - 8
     scale = lane_width / end
 
