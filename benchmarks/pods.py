@@ -19,8 +19,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from hjax.dryrun.programs import largest
-from hjax.show.format import seconds, size
-from hjax.show.memory_table import flops, grouped, name_of
+from hjax.show.format import duration, flop_count, size
+from hjax.show.memory_table import grouped, name_of
 
 CONFIG = "ppo_llama_7b.py"
 TOPOLOGIES = ("v5p:4x4x4", "v6e:8x8", "v5e:2x2")
@@ -59,8 +59,8 @@ def section(found: dict[str, Any]) -> str:
         HEAD,
         *map(_row, grouped(found["programs"])),
         "",
-        f"A step: {flops(step['flops'])} and {size(step['received_bytes'])} received per device. "
-        f"{step['verdict'][0].upper()}{step['verdict'][1:]}.",
+        f"A step: {flop_count(step['flops'])} and {size(step['received_bytes'])} received per "
+        f"device. {step['verdict'][0].upper()}{step['verdict'][1:]}.",
     ]
     if moved := found.get("transition"):
         ratio = moved["received_bytes"] / moved["formula_bytes"]
@@ -83,7 +83,7 @@ def _row(group: list[Mapping[str, Any]]) -> str:
 
     cells = [
         name_of(group),
-        seconds(sum(p["seconds"] for p in group)),
+        duration(sum(p["seconds"] for p in group)),
         bytes_of("argument_bytes"),
         bytes_of("output_bytes"),
         bytes_of("temporary_bytes")
@@ -91,7 +91,7 @@ def _row(group: list[Mapping[str, Any]]) -> str:
         else f"refused: needs {size(program['refused_bytes'])}",
         size(sum(program["held_bytes"].values())),
         size(program["sum_bytes"]),
-        flops(sum(p["flops"] for p in group)),
+        flop_count(sum(p["flops"] for p in group)),
         size(received) if "received_bytes" in program else "–",
     ]
     return "| " + " | ".join(cells) + " |"

@@ -1,12 +1,14 @@
 """What a person sees: aligned lines, a live view, and nothing when it is switched off."""
 
 import io
+import time
 
 import pytest
 
 from hjax.settings.reading import default_config
-from hjax.show.format import cells, clock, count, one_line, pick, size, used_columns
+from hjax.show.format import clock, count, one_line, size, spread_samples
 from hjax.show.live import Display, State, sample_texts
+from hjax.show.step_table import COLUMNS, IMPORTANCE, fitting_columns, row_cells, used_columns
 from hjax.show.tables import print_description
 
 
@@ -120,7 +122,149 @@ def test_columns_appear_when_first_needed():
     assert first == ["step", "loss"]
     second = used_columns(first, {"step": 2, "actor/loss": 0.1, "kl/reference": 0.0})
     assert second == ["step", "KL", "loss"]
-    assert cells({"step": 3, "kl/reference": 0.5}, second, 9) == ["3/9", "0.500", ""]
+    assert row_cells({"step": 3, "kl/reference": 0.5}, second, 9) == ["3/9", "0.500", ""]
+
+
+# Rows as in metrics.jsonl, with texts as wide as they come.
+PPO_ROW = {
+    "reward/mean": -0.125, "reward/std": 0.5, "eval/accuracy": 1.0, "eval/reward": 0.5,
+    "kl/reference": 0.086, "actor/loss": -0.0123, "actor/entropy": 12.5,
+    "response/length_mean": 1023.5, "throughput/tokens_per_second": 123456, "time/step": 12.25,
+}  # fmt: skip
+SAFE_ROW = {
+    **{k: v for k, v in PPO_ROW.items() if k != "eval/accuracy"},
+    "cost/mean": -0.039, "cost/multiplier": 1.3281,
+}  # fmt: skip
+CELLS = {
+    "step": "2/300", "reward": "-0.125 ±0.500", "accuracy": "100.0%", "eval": "0.500",
+    "cost": "-0.039", "multiplier": "1.328", "KL": "0.086", "loss": "-0.0123", "entropy": "12.5",
+    "length": "1023.5", "tok/s": "123.5k", "time": "12.2 s", "left": "1:00:51",
+}  # fmt: skip
+# By hand from the columns' widths (9, 13, 8, 6, 6, 10, 7, 8, 7, 6, 7, 7, 7) and 2 between two.
+PLAIN = [
+    (PPO_ROW, 97, "step reward accuracy KL loss entropy length tok/s time left"),
+    (PPO_ROW, 96, "step reward accuracy KL loss length tok/s time left"),
+    (PPO_ROW, 80, "step reward accuracy KL loss length time left"),
+    (PPO_ROW, 60, "step reward accuracy KL loss"),
+    (PPO_ROW, 30, "step reward"),
+    (SAFE_ROW, 115, "step reward eval cost multiplier KL loss entropy length tok/s time left"),
+    (SAFE_ROW, 80, "step reward eval cost multiplier KL loss time"),
+    (SAFE_ROW, 60, "step reward eval cost KL loss"),
+]
+# A live table's columns are as wide as their texts (300/300 for steps); what is left stands above.
+LIVE = [
+    (PPO_ROW, 120, "step reward accuracy KL loss entropy length tok/s time left"),
+    (PPO_ROW, 80, "step reward accuracy KL loss length tok/s time"),
+    (PPO_ROW, 81, "step reward accuracy KL loss entropy length tok/s time"),
+    (PPO_ROW, 60, "step reward accuracy KL loss time"),
+    (SAFE_ROW, 120, "step reward eval cost multiplier KL loss entropy length tok/s time left"),
+    (SAFE_ROW, 80, "step reward eval cost multiplier KL loss time"),
+    (SAFE_ROW, 60, "step reward eval cost KL loss"),
+]
+
+
+def shown_rows(lines, columns):
+    """The cells of the table's rows, read below the ends of their titles."""
+    (at,) = [i for i, line in enumerate(lines) if line.split() == columns]
+    ends = [lines[at].index(f"{title} ") + len(title) for title in columns[:-1]]
+    ends.append(len(lines[at].rstrip()))
+    rows = [line for line in lines[at + 1 :] if "/300" in line]
+    return [[r[a:b].strip() for a, b in zip([0, *ends], ends)] for r in rows]
+
+
+def steps_shown(view, row):
+    for step in (1, 2):
+        view.step({"step": step, **row})
+
+
+@pytest.mark.parametrize(("row", "width", "columns"), PLAIN)
+def test_plain_lines_fit_with_whole_cells(row, width, columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    config = default_config()
+    stream = io.StringIO()
+    display = Display(config, 300, stream)
+    steps_shown(display, row)
+    long = {"prompt": "p" * 300, "response": "r" * 300, "reward": 1.0, "advantage": -0.5}
+    display.samples([long])
+    lines = stream.getvalue().splitlines()
+    assert max(map(len, lines[:-1])) <= width
+    assert len(lines[-1]) <= max(width, 60)  # a sample keeps 20 characters
+    columns = columns.split()
+    assert shown_rows(lines, columns)[-1] == [CELLS[title] for title in columns]
+
+
+def test_plain_lines_without_a_terminal_have_all_columns(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    stream = io.StringIO()
+    steps_shown(Display(default_config(), 300, stream), {**SAFE_ROW, "eval/accuracy": 0.5})
+    assert stream.getvalue().splitlines()[0].split() == [t for t in COLUMNS if t != "eval"]
+
+
+def test_plain_columns_widen_and_the_header_comes_again():
+    stream = io.StringIO()
+    display = Display(default_config(), 300, stream)
+    display.step({"step": 1, "reward/mean": 0.5, "reward/std": 0.5, "actor/loss": 0.25})
+    display.step({"step": 2, "reward/mean": -12345.0, "reward/std": 54321.0, "actor/loss": 0.25})
+    first, _, second, row = stream.getvalue().splitlines()
+    assert first != second and second.split() == ["step", "reward", "loss"]
+    assert row[: second.index("reward") + 6].endswith("-1.2e+04 ±5.4e+04")
+    assert row.endswith("  0.2500") and len(row) == len(second)
+
+
+def live_lines(row, width, monkeypatch):
+    """The live view of 300 steps of which two are done, as lines of text."""
+    from rich.text import Text
+
+    for name, value in {"TERM": "xterm", "COLUMNS": str(width), "LINES": "40"}.items():
+        monkeypatch.setenv(name, value)
+    display = Display(default_config(), 300, Terminal())
+    display.state.title = "safe_rlhf.py  SafeRLHF  runs/safe_rlhf-20250101-120000"
+    display.step({"step": 1, **row})
+    phases = ("generate", "transition", "prepare", "update", "evaluate")
+    for seconds, name in enumerate(phases, start=10):
+        display.state.enter(name, 0.0)
+        display.state.leave(name, float(seconds))
+    display.step({"step": 2, **row})
+    display.state.enter("generate", time.monotonic())
+    long = {"prompt": "p" * 300, "response": "r" * 300, "reward": 1.0, "advantage": -0.5}
+    display.samples([long])
+    view = display._view
+    with view._console.capture() as captured:
+        view._console.print(view._draw())
+    return Text.from_ansi(captured.get()).plain.splitlines()
+
+
+@pytest.mark.parametrize(("row", "width", "columns"), LIVE)
+def test_live_table_fits_with_whole_cells(row, width, columns, monkeypatch):
+    lines = live_lines(row, width, monkeypatch)
+    assert max(map(len, lines)) <= width
+    columns = columns.split()
+    first = CELLS | {"step": "1/300", "left": ""}  # which compiled: how long is left is not known
+    expected = [[texts[title] for title in columns] for texts in (first, CELLS)]
+    assert shown_rows(lines, columns) == expected
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_live_head_and_phases_fit(width, monkeypatch):
+    lines = live_lines(PPO_ROW, width, monkeypatch)
+    samples = next(i for i, line in enumerate(lines) if "samples of step 2" in line)
+    above = "\n".join(lines[:samples])
+    assert "…" not in above and "2/300" in lines[1] and "1:00:51 left" in lines[1]
+    phases = lines[2].split("   ")
+    assert phases[-1].startswith("▶ generate 0.0")
+    # With all that are over the line has 88 characters; the shortest phases go first.
+    over = ["transition 11.0 s", "prepare 12.0 s", "update 13.0 s", "evaluate 14.0 s"]
+    assert phases[:-1] == over[{120: 0, 80: 1, 60: 2}[width] :]
+
+
+def test_columns_go_in_the_order_of_importance():
+    assert sorted(IMPORTANCE) == sorted(COLUMNS)
+    widths = dict.fromkeys(COLUMNS, 8)
+    left = [fitting_columns(list(COLUMNS), widths, 10 * n - 2) for n in range(1, 14)]
+    assert [set(columns) for columns in left] == [set(IMPORTANCE[:n]) for n in range(1, 14)]
+    assert left[4] == ["step", "reward", "accuracy", "cost", "KL"]  # in the table's order
+    assert fitting_columns(list(COLUMNS), widths, 3) == ["step"]
+    assert fitting_columns(list(COLUMNS), widths, None) == list(COLUMNS)
 
 
 def test_control_characters_cannot_reach_the_terminal():
@@ -129,9 +273,9 @@ def test_control_characters_cannot_reach_the_terminal():
 
 def test_samples_are_spread_over_the_rewards():
     samples = [{"reward": r} for r in (0.5, None, 1.0, 0.0)]
-    assert [s["reward"] for s in pick(samples, 2)] == [None, 1.0]
-    assert [s["reward"] for s in pick(samples, 1)] == [1.0]
-    assert len(pick(samples, 9)) == 4
+    assert [s["reward"] for s in spread_samples(samples, 2)] == [None, 1.0]
+    assert [s["reward"] for s in spread_samples(samples, 1)] == [1.0]
+    assert len(spread_samples(samples, 9)) == 4
 
 
 def test_long_samples_keep_the_prompts_end_and_the_responses_beginning():

@@ -7,6 +7,7 @@ import pathlib
 import subprocess
 import sys
 
+import markupsafe
 import pytest
 from helpers import tiny_config
 
@@ -19,7 +20,9 @@ from hjax.planning.constants import Constants
 from hjax.planning.dataflow import trace
 from hjax.planning.profile import Profile
 from hjax.planning.records import Device
+from hjax.planning.strategies import STRATEGIES
 from hjax.run.placement import make_plan
+from hjax.show.plan_page import plan_page
 
 ROLES = ("actor", "critic", "reference", "reward", "cost", "cost_critic")
 SMALL = ["--models=qwen2.5-0.5b", "--cluster=2x4:h100", "--batch=64", "--prompt_length=128",
@@ -255,6 +258,35 @@ def test_what_is_drawn(tmp_path, capsys):
     assert plan.predicted["seconds"]["total"] > 0
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_is_drawn_with_all_of_its_roles(strategy, tmp_path, capsys):
+    """OpenRLHF's has one more than the algorithm: the copy of the actor that generates."""
+    roles = (*ROLES[:4], "rollout") if strategy == "openrlhf" else ROLES[:4]
+    arguments = (*SMALL, f"--strategy={strategy}", f"--output={tmp_path}", "--json")
+    status, out, _ = run(*arguments, capsys=capsys)
+    found = json.loads(out.strip().splitlines()[-1])
+    page = (tmp_path / "plan.html").read_text()
+    assert status == 0 and sorted(r for s in found["placement"] for r in s) == sorted(roles)
+    assert found["models"] == dict.fromkeys(roles, "qwen2.5-0.5b")
+    for role in roles:
+        assert role in out and f"<td>{role}</td>" in page
+        assert len(found["parallelism"][role]["train"]) == 3
+    generating = {r for r, layouts in found["parallelism"].items() if "generate" in layouts}
+    assert generating == {"rollout" if strategy == "openrlhf" else "actor"}
+
+
+def test_no_name_in_a_plan_becomes_markup(capsys):
+    evil = "</title></script>\"'><evil onload=e()>{{ 7 * 7 }}"
+    text = json.dumps(planned(*SMALL, capsys=capsys))
+    for name in ("actor", "qwen2.5-0.5b", "2x4:h100", "PPO", "chosen", "assumed"):
+        assert f'"{name}"' in text
+        text = text.replace(f'"{name}"', json.dumps(name + evil))
+    page = plan_page(json.loads(text))
+    assert "<evil" not in page and "{{ 7 * 7 }}" in page
+    for name in ("actor", "qwen2.5-0.5b", "2x4:h100", "PPO", "chosen", "assumed"):
+        assert name + str(markupsafe.escape(evil)) in page
+
+
 @pytest.mark.parametrize(
     "arguments, said",
     [
@@ -300,7 +332,8 @@ def test_help_exits_with_0():
 
 
 def test_calibration_stores_a_profile_that_plans_read(calibrated, capsys):
-    measured = json.loads((calibrated / "shown.txt").read_text().strip().splitlines()[-1])
+    shown = (calibrated / "shown.txt").read_text().strip().splitlines()
+    measured = json.loads(shown[-1])
     assert set(measured["busy"]) == {"1", "2"}  # each number of devices that may be busy
     assert measured["device"]["per_host"] == 2
     assert all(rate > 0 for rate in measured["device"]["flops"].values())
@@ -317,6 +350,44 @@ def auto_trainer(algorithm="PPO", changes=None, workdir=None):
         yield trainer
     finally:
         trainer.close()
+
+
+def test_calibration_says_how_far_it_has_come(calibrated):
+    shown = (calibrated / "shown.txt").read_text().splitlines()
+    lines = [line for line in shown if line.startswith("calibrating")]
+    # A dtype; runs on 1 and on 2 devices, with FSDP and a tensor axis; seven parts more.
+    assert lines[0].startswith("calibrating  0/12   products in float32")
+    assert lines[-1].startswith("calibrating 12/12   done")
+
+
+@pytest.mark.parametrize("display", [True, False])
+def test_a_plan_shows_the_calibration_that_it_needs(display, tmp_path, monkeypatch, capsys):
+    def calibrate(devices, progress):
+        progress(0, 1, "products")
+        progress(1, 1, "")
+        return shared_cores(0.5)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("hjax.planning.auto.calibrate", calibrate)
+    config = tiny_config("PPO", {"placement": "auto", "display.enabled": display})
+    hjax.plan(config)
+    out = capsys.readouterr().out
+    assert out == ("calibrating 0/1   products   0:00\ncalibrating 1/1   done   0:00\n"
+                   if display else "")  # fmt: skip
+    hjax.plan(config)  # the profile is stored now
+    assert capsys.readouterr().out == ""
+
+
+def test_a_calibration_tells_whoever_asked(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    told = []
+    monkeypatch.setattr(
+        "hjax.planning.auto.calibrate",
+        lambda devices, progress: (progress(1, 2, "copies"), shared_cores(0.5))[1],
+    )
+    config = tiny_config("PPO", {"placement": "auto", "display.enabled": True})
+    hjax.plan(config, progress=lambda *parts: told.append(parts))
+    assert told == [(1, 2, "copies")] and capsys.readouterr().out == ""
 
 
 def test_auto_runs_the_plan_it_printed(calibrated, tmp_path, monkeypatch):
@@ -340,7 +411,7 @@ def test_a_resumed_auto_keeps_its_plan(calibrated, tmp_path, monkeypatch):
         first.run(1)
         planned = first.plan()
     # Nothing is measured or searched again: what another calibration says would change sums.
-    monkeypatch.setattr("hjax.planning.auto.find_profile", lambda devices: pytest.fail("measured"))
+    monkeypatch.setattr("hjax.planning.auto.find_profile", lambda *_: pytest.fail("measured"))
     with auto_trainer(changes={"checkpoint.every": 1}, workdir=tmp_path) as again:
         assert again.plan() == planned and again.plan()["predicted"]["candidates"]
         again.run(1)
@@ -361,7 +432,7 @@ def shared_cores(load):
 def test_auto_takes_the_simplest_of_equal_plans(load, sets, monkeypatch):
     # Actor and critic update at the same time. Sets that would take all of the cores gain 3 % by
     # it, which is noise; sets that leave half of them idle gain much.
-    monkeypatch.setattr("hjax.planning.auto.find_profile", lambda devices: shared_cores(load))
+    monkeypatch.setattr("hjax.planning.auto.find_profile", lambda *_: shared_cores(load))
     changes = {"algorithm.kl_coef": 0.0, "rollout.prompts": 32}
     with auto_trainer(changes=changes) as trainer:
         found = trainer.plan()

@@ -6,26 +6,27 @@ import re
 
 import pytest
 
-from hjax.show.charts import Series, line_chart, ticks, timeline
 from hjax.show.report import write_report
 
 
 class Checker(html.parser.HTMLParser):
-    """Collects text and attributes; every opened tag must be closed."""
+    """Collects tags, text and attributes; every opened tag must be closed."""
 
     VOID = {"meta", "br", "link", "img"}
 
     def __init__(self):
         super().__init__()
-        self.open, self.text, self.attributes = [], [], []
+        self.open, self.text, self.attributes, self.tags = [], [], [], set()
 
     def handle_starttag(self, tag, attrs):
         self.attributes += attrs
+        self.tags.add(tag)
         if tag not in self.VOID:
             self.open.append(tag)
 
     def handle_startendtag(self, tag, attrs):
         self.attributes += attrs
+        self.tags.add(tag)
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
@@ -122,6 +123,38 @@ def test_text_of_models_is_escaped(run):
     assert "&lt;b&gt;&amp;prompt" in page and "<b>&prompt" not in page
 
 
+# Ends whatever stands around it, and is no template's business either.
+EVIL = """</script></title></style>"'><evil evil="yes" onload=e()>{{ 7 * 7 }}{% evil %}&lt;\x1b"""
+
+
+def test_no_text_of_a_run_becomes_markup(run):
+    """Prompts, responses, keys, values, metrics, roles, pools, calls and the folder's own name."""
+    for path in run.glob("*.json*"):
+        rows = path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]
+        path.write_text("".join(json.dumps(evil(json.loads(row))) + "\n" for row in rows))
+    folder = run.rename(run.with_name("<evil evil=yes>"))
+    checker, text = read(write_report(folder))
+    attributes = {name for name, _ in checker.attributes}
+    assert "evil" not in checker.tags and {"evil", "onload"}.isdisjoint(attributes)
+    shown = EVIL.replace("\x1b", "·")
+    # In the title, a metric's name, a config key, a sample, a role, a limit, a span's tip.
+    assert text.count(shown) > 20 and "49" not in text
+    assert any(value and shown in value for name, value in checker.attributes if name == "data-tip")
+
+
+def evil(value, key=""):
+    """A run's data with every text, and every name that is the run's own, turned evil."""
+    if isinstance(value, dict):
+        own = ("own/metric", "actor", "critic", "harvest", "generate", "train")
+        return {EVIL + k if k in own else k: evil(v, k) for k, v in value.items()}
+    if isinstance(value, list):
+        return [evil(v) for v in value]
+    fixed = ("kind", "ph") or ()
+    if isinstance(value, str) and key not in fixed and value != "process_name":
+        return EVIL + value
+    return value
+
+
 def test_report_needs_no_network(run):
     checker, _ = read(write_report(run))
     assert not [v for _, v in checker.attributes if v and re.match(r"(https?:)?//", v)]
@@ -164,25 +197,3 @@ def test_one_step_and_a_torn_line(run):
 def test_an_empty_directory(tmp_path):
     _, text = read(write_report(tmp_path))
     assert "No step has been taken yet" in text
-
-
-def test_ticks_are_round_numbers():
-    assert ticks(0, 1, 4) == [0, 0.25, 0.5, 0.75, 1.0]
-    assert ticks(1, 60, 5) == [20, 40, 60]
-    assert ticks(-0.01, 0.002, 4) == pytest.approx([-0.01, -0.005, 0])
-
-
-def test_long_curves_are_averaged_down():
-    svg = line_chart([Series("x", [(i, i % 2) for i in range(100_000)])])
-    assert len(svg) < 100_000
-    hover = json.loads(html.unescape(re.search(r'data-hover="([^"]*)"', svg)[1]))
-    assert hover["series"][0]["at"]["249"][0] == "0.5"  # the mean of 250 steps
-
-
-def test_timeline_places_spans_by_time():
-    span = {"row": 0, "color": 0, "names": ["call"], "title": "call"}
-    spans = [{**span, "start": start, "length": 1.0} for start in (0.0, 3.0)]
-    svg = timeline(["pool"], spans, [(0.0, "step 1")])
-    drawn = re.findall(r'span c0" x="([\d.]+)" y="\d+" width="([\d.]+)"', svg)
-    (x1, w1), (x2, w2) = [(float(x), float(w)) for x, w in drawn]
-    assert w1 == w2 and x2 - x1 == pytest.approx(3 * w1, abs=0.3)

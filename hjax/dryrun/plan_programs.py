@@ -17,7 +17,7 @@ from hjax.files import cache_folder, json_line
 from hjax.planning.records import STAGES, Candidate, Cluster, PlannedSet
 from hjax.planning.result import describe_candidate, describe_result
 from hjax.planning.search import Problem, SearchResult
-from hjax.show.format import seconds, size
+from hjax.show.format import duration, size
 
 # The planner's stage of a controller's phase.
 STAGE = dict(zip(("generate", "prepare", "update"), STAGES, strict=True))
@@ -151,7 +151,7 @@ def _compile(
     topology: str,
     console: Any,
 ) -> dict[str, Any]:
-    step = seconds(candidate.total)
+    step = duration(candidate.total)
     console.print(f"{_sets(candidate)}: {step} a step by the formulas; compiling")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "plan.json"

@@ -24,7 +24,7 @@ from hjax.dryrun.programs import (
 from hjax.dryrun.shape_inputs import read_shape, shape_inputs
 from hjax.dryrun.topologies import find_topology
 from hjax.run.roles import describe_roles, placed
-from hjax.show.format import seconds, size
+from hjax.show.format import duration, size
 from hjax.show.memory_table import largest, verdict
 
 
@@ -114,7 +114,7 @@ def _transition(records: list[dict[str, Any]], rehearsal: Rehearsal) -> dict[str
 
 
 def _how(record: dict[str, Any]) -> str:
-    taken = seconds(record["seconds"])
+    taken = duration(record["seconds"])
     done = f"kept from before ({taken} then)" if record["kept"] else taken
     if "refused_bytes" in record:
         return f"{done}, refused: it needs {size(record['refused_bytes'])} per device"

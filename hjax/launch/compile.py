@@ -13,7 +13,7 @@ from hjax.errors import ConfigError, exit_status
 from hjax.files import cache_folder, json_line
 from hjax.launch.command import take_config
 from hjax.settings.reading import config_names, load_config
-from hjax.show.format import size
+from hjax.show.format import flop_count, size
 from hjax.show.tables import wide_console
 
 LEVELS = ("O0", "O1", "O2", "O3")
@@ -95,7 +95,7 @@ def _run(asked: Any, as_json: bool) -> int:
 
 def show(description: dict[str, Any], console: Any) -> None:
     """Print the tables."""
-    from hjax.show.memory_table import flops, memory_table, work_table
+    from hjax.show.memory_table import memory_table, work_table
 
     topology, step = description["topology"], description["step"]
     versions = ", ".join(f"{name} {version}" for name, version in description["versions"].items())
@@ -115,8 +115,8 @@ def show(description: dict[str, Any], console: Any) -> None:
             f"{size(formula)}{ratio}"
         )
     console.print(
-        f"a step: {flops(step['flops'])} and {size(step['received_bytes'])} received per device; "
-        f"{step['verdict']}"
+        f"a step: {flop_count(step['flops'])} and {size(step['received_bytes'])} received per "
+        f"device; {step['verdict']}"
     )
 
 

@@ -13,7 +13,8 @@ from hjax.launch.plan_flags import parse
 from hjax.planning.hardware import DEVICES
 from hjax.planning.result import describe_result
 from hjax.planning.strategies import STRATEGIES, search_strategy
-from hjax.show.plan_page import page, show
+from hjax.show.plan_page import plan_page
+from hjax.show.plan_tables import print_plan
 from hjax.show.tables import wide_console
 
 HELP = """\
@@ -88,13 +89,13 @@ def _run(arguments: Sequence[str]) -> int:
         prepare_environment()
         asked = request.problem, request.strategy, request.config, request.config_name
         described = compile_plan(found, *asked, console)
-    show(described, console)
+    print_plan(described, console)
     if request.output is not None:
         if request.output.exists() and not request.output.is_dir():
             raise ConfigError(f"--output={request.output} is not a directory")
         request.output.mkdir(parents=True, exist_ok=True)
         replace_file(request.output / "plan.json", json_line(described) + "\n")
-        replace_file(request.output / "plan.html", page(described))
+        replace_file(request.output / "plan.html", plan_page(described))
         console.print(f"written: {request.output / 'plan.json'}, {request.output / 'plan.html'}")
     if request.json:
         sys.stdout.flush()
@@ -109,12 +110,14 @@ def _calibrate(as_json: bool) -> int:
     from hjax.machine import compile_quickly, settle_platform
     from hjax.planning.calibration import calibrate
     from hjax.planning.profile import profile_path, write_profile
+    from hjax.show.parts_display import PartsDisplay
     from hjax.show.tables import print_description
 
     settle_platform()
     compile_quickly()  # as a run does
     devices = jax.devices()
-    profile = calibrate(devices)
+    with PartsDisplay("calibrating") as progress:
+        profile = calibrate(devices, progress)
     path = profile_path(devices)
     content = write_profile(profile, path)
     print_description(

@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 from hjax.algorithms import Algorithm, get_algorithm
 from hjax.errors import ConfigError
 from hjax.models.config import ModelConfig
-from hjax.planning.calibration import calibrate
+from hjax.planning.calibration import Progress, calibrate
 from hjax.planning.constants import Constants
 from hjax.planning.counting import counts
 from hjax.planning.dataflow import trace
@@ -45,6 +45,7 @@ from hjax.run.roles import (
 )
 from hjax.run.workdir import Workdir
 from hjax.settings.checking import check_config
+from hjax.show.parts_display import PartsDisplay
 
 # Plans whose seconds differ by less than this share are equal to the model where simulated devices
 # share cores: no placement has more of them than another, and what is left is their noise.
@@ -52,7 +53,9 @@ TIE = 0.1
 EVERY = 1 << 10  # placements
 
 
-def plan_run(config: ConfigDict, workdir: str | Path | None = None) -> Plan:
+def plan_run(
+    config: ConfigDict, workdir: str | Path | None = None, progress: Progress | None = None
+) -> Plan:
     """Where the roles of a run stand: ``hjax.plan``.
 
     Args:
@@ -60,6 +63,8 @@ def plan_run(config: ConfigDict, workdir: str | Path | None = None) -> Plan:
         devices or, on CPUs, one that is measured now; another placement is taken as it stands.
       workdir: of an earlier start of the run, whose plan is kept where nothing that decides it has
         changed.
+      progress: told how far a calibration has come; None: shown on standard output, unless
+        ``display.enabled`` is off.
 
     Raises:
       ConfigError: a run that cannot be planned or does not fit.
@@ -75,7 +80,9 @@ def plan_run(config: ConfigDict, workdir: str | Path | None = None) -> Plan:
         return make_plan(placement, placed, len(devices))
     models = planned_models(config, algorithm, inputs)
     float32 = is_float32(config, devices[0].platform)
-    return auto_plan(config, algorithm, models, inputs.prompt_length, devices, float32)
+    with PartsDisplay("calibrating", config.display.enabled) as shown:
+        told = progress or shown
+        return auto_plan(config, algorithm, models, inputs.prompt_length, devices, float32, told)
 
 
 def auto_plan(
@@ -85,6 +92,7 @@ def auto_plan(
     prompt_length: int,
     devices: Sequence[Any],
     float32: bool,
+    progress: Progress | None = None,
 ) -> Plan:
     """The fastest plan of the cost model on ``devices``, measured before or now.
 
@@ -93,12 +101,13 @@ def auto_plan(
     Args:
       models: shapes of the roles that need devices.
       float32: whether the run computes in float32.
+      progress: told how far a calibration has come.
 
     Raises:
       ConfigError: it would not fit, with the bytes missing; or a run that cannot be planned.
     """
     _check_generates(algorithm)  # before a calibration, which takes a minute
-    measured = find_profile(devices)
+    measured = find_profile(devices, progress)
     cluster = Cluster((Pool(measured.device, 1, len(devices)),))
     problem = run_problem(
         config, algorithm, models, prompt_length, cluster, measured.constants, float32
@@ -134,9 +143,9 @@ def _simplest_first(found: SearchResult) -> SearchResult:
     return dataclasses.replace(found, candidates=ordered[:SHOWN], slower=found.slower + rest)
 
 
-def find_profile(devices: Sequence[Any]) -> Profile:
+def find_profile(devices: Sequence[Any], progress: Progress | None = None) -> Profile:
     """For a plan on these devices: their stored profile, the catalogue's entry, or (CPUs) a
-    calibration now, which is stored.
+    calibration now, which is stored and tells ``progress`` how far it has come.
 
     Raises:
       ConfigError: a device that is neither calibrated nor in the catalogue.
@@ -150,7 +159,7 @@ def find_profile(devices: Sequence[Any]) -> Profile:
             fits = dataclasses.replace(device, memory=device_memory(devices[0]) or device.memory)
             return Profile(fits, Constants(), {})
     if devices[0].platform == "cpu":
-        profile = calibrate(devices)
+        profile = calibrate(devices, progress)
         write_profile(profile, path)
         return profile
     raise ConfigError(

@@ -31,6 +31,9 @@ from hjax.planning.cost import Place, update_seconds
 from hjax.planning.profile import Profile, device_memory
 from hjax.planning.records import FLOAT32, MASTERS, Device, Mesh, Pool
 
+# Called with the parts that are over, how many there are, and what is done now (at the end: "").
+Progress = Callable[[int, int, str], None]
+
 # Of the small runs: steps, those left out because they compile, tokens of a prompt, a response, and
 # a response of the run with many attention scores; and updates that are timed.
 STEPS, WARM_UP, PROMPT, RESPONSE, LONG_RESPONSE = 9, 3, 32, 32, 96
@@ -39,37 +42,55 @@ UPDATES = 7
 BUSY = (1, 2, 4, 8)
 
 
-def calibrate(devices: Sequence[Any]) -> Profile:
+def calibrate(devices: Sequence[Any], progress: Progress | None = None) -> Profile:
     """Measure the devices of one host, all of them. Takes a minute.
 
     Simulated devices are also measured with 1, 2 and 4 of them busy: how much faster each is then
     and how much of the cores' time they take, in the same update spread over so many. That update
     is also taken with FSDP and with a tensor axis, for what these cost beside data parallelism.
+
+    Args:
+      devices: of this process.
+      progress: called as each part begins and once at the end, see ``Progress``.
     """
     cpu = devices[0].platform == "cpu"
     dtypes = ("float32",) if cpu else ("bfloat16", "float32")
     size = 512 if cpu else 8192
     counts = [n for n in BUSY if n < len(devices)] if cpu else []
     counts.append(len(devices))
-    flops = {d: _matmul(devices, size, d) for d in dtypes}
     rows = 8 * len(devices)
     meshes = [Mesh(data=n) for n in counts] + _split_meshes(len(devices))
     all_of_them = len(counts) - 1
+    # Beside a part per dtype and mesh: steps, updates, all-reduces, copies, three small models.
+    parts = _Parts(len(dtypes) + len(meshes) + 7, progress)
+    flops = {}
+    for dtype in dtypes:
+        parts.begin(f"products in {dtype}")
+        flops[dtype] = _matmul(devices, size, dtype)
     with contextlib.ExitStack() as ends:
-        wide = [_start(ends, mesh, width=128, layers=2, rows=rows, steps=1) for mesh in meshes]
+        wide = []
+        for mesh in meshes:
+            axes = ", ".join(f"{axis} {n}" for axis, n in mesh.train_axes().items() if n > 1)
+            parts.begin(f"a run over {axes or 'one device'}")
+            wide.append(_start(ends, mesh, width=128, layers=2, rows=rows, steps=1))
+        parts.begin("its steps")
         wide[all_of_them].run(STEPS)
+        parts.begin("updates of all runs in turn")
         taken = _updates(wide)
         updates = dict(zip(counts, taken))
         run = _calls(wide[all_of_them])
         model = wide[0].roles.models["actor"]
     busy = {n: 3 * run.flops * len(devices) / n / updates[n][0] for n in counts}
     alone = ((n, busy[n] / busy[counts[-1]], updates[n][1]) for n in counts)
+    parts.begin("all-reduces")
     latency, link = _all_reduce(devices, (1 << 20) if cpu else (1 << 26))
+    parts.begin("copies in memory")
+    bandwidth = _copy(devices, (1 << 22) if cpu else (1 << 28))
     device = Device(
         name=re.sub(r"\s+", "-", str(devices[0].device_kind).lower()),
         memory=device_memory(devices[0]) or _host_memory() / len(devices),
         flops=flops,
-        bandwidth=_copy(devices, (1 << 22) if cpu else (1 << 28)),
+        bandwidth=bandwidth,
         link=link,
         network=link,
         per_host=len(devices),
@@ -79,7 +100,8 @@ def calibrate(devices: Sequence[Any]) -> Profile:
     )
     values = {"memory": 1.0, "link": 1.0}
     values |= {"link_latency": latency, "decode_row": 0.0}
-    values |= _small_model(len(devices), flops[dtypes[0]], run)
+    values |= _small_model(len(devices), flops[dtypes[0]], run, parts)
+    parts.end()
     place = Place(Pool(device, 1, len(devices)), len(devices), Constants().with_values(values))
     place = dataclasses.replace(place, numerics=FLOAT32 if cpu else MASTERS)
     seconds = {mesh: s for mesh, (s, _) in zip(meshes, taken)}
@@ -88,6 +110,24 @@ def calibrate(devices: Sequence[Any]) -> Profile:
         values |= split
         place = dataclasses.replace(place, constants=place.constants.with_values(split))
     return Profile(device, Constants().with_values(values, measured=True), busy)
+
+
+class _Parts:
+    """The parts of a calibration, counted as they begin."""
+
+    def __init__(self, total: int, progress: Progress | None):
+        self._begun, self._total, self._progress = 0, total, progress
+
+    def begin(self, what: str) -> None:
+        """The parts before are over."""
+        if self._progress is not None:
+            self._progress(self._begun, self._total, what)
+        self._begun += 1
+
+    def end(self) -> None:
+        """All parts are over."""
+        if self._progress is not None:
+            self._progress(self._begun, self._total, "")
 
 
 def _split_meshes(devices: int) -> list[Mesh]:
@@ -221,7 +261,7 @@ def _rising(
     return tuple(found)
 
 
-def _small_model(devices: int, flops: float, wide: _Calls) -> dict[str, float]:
+def _small_model(devices: int, flops: float, wide: _Calls, parts: _Parts) -> dict[str, float]:
     """Constants of what hjax's calls cost, from GRPO runs of four models.
 
     Two tiny ones of 1 and 4 layers: a forward takes dispatch + layers * layer_pass, a rollout
@@ -231,7 +271,11 @@ def _small_model(devices: int, flops: float, wide: _Calls) -> dict[str, float]:
     """
     mesh = Mesh(data=devices)
     with contextlib.ExitStack() as ends:
-        tiny = [_start(ends, mesh, width=32, layers=n, rows=2 * devices) for n in (1, 4)]
+        tiny = []
+        for layers in (1, 4):
+            parts.begin(f"a tiny model, layers: {layers}")
+            tiny.append(_start(ends, mesh, width=32, layers=layers, rows=2 * devices))
+        parts.begin("longer responses")
         long = _start(
             ends, mesh, width=64, layers=2, rows=8 * devices, heads=8, response=LONG_RESPONSE
         )

@@ -47,6 +47,10 @@ def describe_candidate(candidate: Candidate, problem: Problem) -> dict[str, Any]
 def describe_result(result: SearchResult, problem: Problem, strategy: str) -> dict[str, Any]:
     """The best plan, the runners-up with the reason each lost, and where the numbers come from.
 
+    Args:
+      result: of the search.
+      problem: what was asked, before the strategy posed it in its own way.
+
     Raises:
       ConfigError: nothing fits; the message has the bytes missing.
     """
@@ -65,13 +69,13 @@ def describe_result(result: SearchResult, problem: Problem, strategy: str) -> di
     constants = problem.constants
     measured = sorted(constants.measured)
     return {
-        **describe_candidate(best, problem),
+        **describe_candidate(best, result.problem),
         "algorithm": problem.dataflow.name,
         "cluster": problem.cluster.name,
         "strategy": strategy,
-        "models": {role: model.name for role, model in problem.models.items()},
+        "models": {role: model.name for role, model in result.problem.models.items()},
         "candidates": candidates,
-        "needs": needs(best, problem, strategy),
+        "needs": needs(best, result.problem, strategy),
         "slower": len(result.slower),
         "impossible": [[list(s) for s in p] for p in result.impossible],
         "origins": {

@@ -249,12 +249,14 @@ class SearchResult:
     """What a search found.
 
     Attributes:
+      problem: what was searched; a strategy may have added roles to the one that was asked.
       candidates: the best of each placement that fits and is among the best, fastest first.
       slower: placements that fit, but whose best is slower than all of ``candidates``.
       impossible: placements that do not fit.
       seconds: how long it took.
     """
 
+    problem: Problem
     candidates: tuple[Candidate, ...]
     slower: tuple[Placement, ...]
     impossible: tuple[Placement, ...]
@@ -295,6 +297,7 @@ def search(
     others = [placement for placement in asked if placement not in kept]
     possible = {placement: fronts.fits(placement) for placement in others}
     return SearchResult(
+        problem,
         tuple(found),
         tuple(p for p in others if possible[p]),
         tuple(p for p in others if not possible[p]),

@@ -11,11 +11,23 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
-from hjax.show.format import COLUMNS, cells, clock, one_line, pick, seconds, used_columns
+from hjax.show.format import clock, duration, one_line, spread_samples
+from hjax.show.step_table import (
+    COLUMNS,
+    GAP,
+    IMPORTANCE,
+    fitting_columns,
+    row_cells,
+    used_columns,
+)
 
 # Plain lines repeat the header after so many rows, and show a long start at most this often.
 _ROWS_PER_HEADER = 20
 _PLAIN_INTERVAL_SECONDS = 5.0
+# Of the live table: its head says already how long is left.
+_LIVE_IMPORTANCE = (*(title for title in IMPORTANCE if title != "left"), "left")
+# Prompt and response together, in characters, where a line has no end.
+_SAMPLE_WIDTH = 120
 
 
 class Display:
@@ -71,7 +83,7 @@ class Display:
         """
         if not self.state.sample_count or not samples:
             return
-        self.state.samples = pick(samples, self.state.sample_count)
+        self.state.samples = spread_samples(samples, self.state.sample_count)
         self.state.samples_step = self.state.done
         if self._view:
             self._view.samples()
@@ -97,6 +109,8 @@ class State:
         self.started = time.monotonic()
         self.rows: deque[dict[str, Any]] = deque(maxlen=200)
         self.columns: list[str] = []
+        # Of the columns: their titles and longest texts so far; steps become as long as the last.
+        self.widths = {"step": len(f"{total_steps}/{total_steps}")}
         self.warm_start: tuple[int, int, float] | None = None
         self.samples: list[Mapping[str, Any]] = []
         self.samples_step = 0
@@ -121,7 +135,11 @@ class State:
             self.done = int(metrics["step"])
             self.warm_start = None
             self.rows.append({**metrics, "left_seconds": self.seconds_left(metrics)})
-            self.columns = used_columns(self.columns, self.rows[-1])
+            columns = used_columns(self.columns, self.rows[-1])
+            texts = row_cells(self.rows[-1], columns, self.total)
+            for title, text in zip(columns, texts, strict=True):
+                self.widths[title] = max(self.widths.get(title, len(title)), len(text))
+            self.columns = columns  # last: who draws finds a width for each of them
             self._last_phases, self._phases = self._phases, {}
 
     def seconds_left(self, metrics: Mapping[str, Any] | None = None) -> float | None:
@@ -147,7 +165,7 @@ class _Plain:
     def __init__(self, state: State, stream: TextIO):
         self._state = state
         self._stream = stream
-        self._header: list[str] = []
+        self._header = ""
         self._since_header = 0
         self._last_warm_start = 0.0
         self._lock = threading.Lock()
@@ -168,19 +186,27 @@ class _Plain:
 
     def step(self) -> None:
         state = self._state
-        row = cells(state.rows[-1], state.columns, state.total)
-        widths = [max(COLUMNS[c].width, len(COLUMNS[c].title)) for c in state.columns]
-        if self._header != state.columns or self._since_header >= _ROWS_PER_HEADER:
-            self._header, self._since_header = list(state.columns), 0
-            titles = [COLUMNS[c].title for c in state.columns]
-            self.message("  ".join(t.rjust(w) for t, w in zip(titles, widths)))
+        widths = {c: max(COLUMNS[c].width, state.widths[c]) for c in state.columns}
+        columns = fitting_columns(state.columns, widths, _line_width(self._stream))
+
+        def line(texts: Sequence[str]) -> str:
+            return (" " * GAP).join(t.rjust(widths[c]) for c, t in zip(columns, texts))
+
+        header = line(columns)
+        if self._header != header or self._since_header >= _ROWS_PER_HEADER:
+            self._header, self._since_header = header, 0
+            self.message(header)
         self._since_header += 1
-        self.message("  ".join(t.rjust(w) for t, w in zip(row, widths)))
+        self.message(line(row_cells(state.rows[-1], columns, state.total)))
 
     def samples(self) -> None:
+        width = _line_width(self._stream)
         for sample in self._state.samples:
-            score = "  ".join(score_texts(sample))
-            self.message(f"    {score}   {' → '.join(sample_texts(sample, 120))}")
+            score = "    " + "  ".join(score_texts(sample)) + "   "
+            arrow = " → "
+            room = _SAMPLE_WIDTH if width is None else width - len(score) - len(arrow)
+            texts = sample_texts(sample, min(max(room, 20), _SAMPLE_WIDTH))
+            self.message(score + arrow.join(texts))
 
     def message(self, text: str) -> None:
         with self._lock:
@@ -190,6 +216,17 @@ class _Plain:
 
     def close(self) -> None:
         """Nothing is left open."""
+
+
+def _line_width(stream: TextIO) -> int | None:
+    """Characters of a line: what COLUMNS says, or the terminal; None for a file or a pipe."""
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and int(columns) > 0:
+        return int(columns)
+    with contextlib.suppress(OSError, ValueError):
+        if stream.isatty():
+            return os.get_terminal_size(stream.fileno()).columns
+    return None
 
 
 def score_texts(sample: Mapping[str, Any]) -> list[str]:
@@ -282,7 +319,7 @@ class _Live:
         if not state.title:
             return grid
         outer = Table.grid(expand=True)
-        outer.add_row(Text(state.title, style="dim", overflow="ellipsis", no_wrap=True))
+        outer.add_row(Text(state.title, style="dim", overflow="fold"))
         outer.add_row(grid)
         return outer
 
@@ -290,15 +327,22 @@ class _Live:
         from rich.text import Text
 
         over, active = self._state.phases()
-        text = Text(no_wrap=True, overflow="ellipsis")
         running = {name for name, _ in active}
-        for name, taken in over:
-            if name not in running:
-                text.append(f"{name} ", style="dim").append(f"{seconds(taken)}   ", style="dim")
-        for name, taken in active:
-            text.append("▶ ", style="cyan").append(f"{name} ", style="bold cyan")
-            text.append(f"{seconds(taken)}   ", style="cyan")
-        return text
+        over = [(name, taken) for name, taken in over if name not in running]
+
+        def line() -> Text:
+            text = Text()
+            for name, taken in over:
+                text.append(f"{name} {duration(taken)}   ", style="dim")
+            for name, taken in active:
+                text.append("▶ ", style="cyan").append(f"{name} ", style="bold cyan")
+                text.append(f"{duration(taken)}   ", style="cyan")
+            text.rstrip()
+            return text
+
+        while over and line().cell_len > self._console.width:
+            over.remove(min(over, key=lambda phase: phase[1]))  # the shortest is missed least
+        return line()
 
     def _table(self) -> Any:
         from rich import box
@@ -310,13 +354,19 @@ class _Live:
         # Title, bar, phases, the table's head, the sample panel and free lines.
         others = 7 + (len(state.samples) * 2 + 3 if state.samples else 0)
         room = max(3, self._console.height - others)
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-        for name in state.columns:
-            table.add_column(COLUMNS[name].title, justify="right", no_wrap=True)
+        columns = fitting_columns(
+            state.columns, state.widths, self._console.width, _LIVE_IMPORTANCE
+        )
+        # One blank of the gap is the box's.
+        table = Table(
+            box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, GAP - 1)
+        )
+        for name in columns:
+            table.add_column(name, justify="right", no_wrap=True, min_width=state.widths[name])
         rows = list(state.rows)[-room:]
         for i, row in enumerate(rows):
             style = "bold" if i == len(rows) - 1 else None
-            table.add_row(*cells(row, state.columns, state.total), style=style)
+            table.add_row(*row_cells(row, columns, state.total), style=style)
         return table
 
     def _samples(self) -> Any:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hjax.show.format import size
+from hjax.show.format import flop_count, size
 
 WIDTH = 32  # of a bar, in characters
 # Parts of a bar in the order they are drawn: their names, marks and colours.
@@ -122,7 +122,7 @@ def work_table(records: Sequence[Mapping[str, Any]]) -> Any:
         table.add_row(
             Text(name_of(group)),
             f"{group[0]['rows']:,}" if group[0]["flops"] else "",  # a transition has none
-            flops(sum(record["flops"] for record in group)),
+            flop_count(sum(record["flops"] for record in group)),
             size(sum(received)) if received else "",
             Text(_kinds(group) or "–"),
         )
@@ -137,14 +137,6 @@ def _kinds(group: Sequence[Mapping[str, Any]]) -> str:
             total[0] += figures["count"]
             total[1] += figures["received_bytes"]
     return ", ".join(f"{kind} {n:,}: {size(received)}" for kind, (n, received) in found.items())
-
-
-def flops(value: float) -> str:
-    """FLOPs: `1.24 TFLOP`, `812 MFLOP`."""
-    for power, unit in ((15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
-        if value >= 10**power:
-            return f"{value / 10**power:.3g} {unit}FLOP"
-    return f"{value:.3g} FLOP"
 
 
 def verdict(records: Sequence[Mapping[str, Any]], memory_bytes: int) -> str:

@@ -5,73 +5,57 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hjax.show.charts import escape
-
 Row = Mapping[str, Any]
 # Prompts shown.
 _SAMPLES = 8
 
 
-def sample_section(samples: Sequence[Row]) -> str:
-    """Held-out prompts before and after, and the first and last step's training samples."""
+def held_out_table(samples: Sequence[Row]) -> dict[str, Any] | None:
+    """The same held-out prompts, answered at the first and at the last evaluation.
+
+    Returns:
+      ``heads`` of the answers' columns, and ``rows`` of ``prompt`` and ``answers`` (as of
+      ``answer``; None where it was not asked again); None without evaluations.
+    """
     held_out = [s for s in samples if s.get("kind") == "eval"]
-    train = [s for s in samples if s.get("kind") != "eval"]
-    parts = []
-    if held_out:
-        parts.append(_held_out_table(held_out))
-    if train:
-        first, last = train[0]["step"], train[-1]["step"]
-        columns = [_sample_card(train, first)]
-        if last != first:
-            columns.append(_sample_card(train, last))
-        parts.append(f'<h2>Training samples</h2><div class="two">{"".join(columns)}</div>')
-    return "\n".join(parts)
-
-
-def _held_out_table(samples: Sequence[Row]) -> str:
-    """The same held-out prompts, answered at the first and at the last evaluation."""
-    first, last = samples[0]["step"], samples[-1]["step"]
+    if not held_out:
+        return None
+    first, last = held_out[0]["step"], held_out[-1]["step"]
     # The first evaluation comes before its step's update.
-    before = {s["index"]: s for s in samples if s["step"] == first}
-    after = {s["index"]: s for s in samples if s["step"] == last}
-    rows = []
-    for index in sorted(before)[:_SAMPLES]:
-        cells = [f'<td class="text prompt">{escape(before[index]["prompt"])}</td>']
-        for sample in (before[index], after.get(index)) if last != first else (before[index],):
-            if sample is None:
-                cells.append("<td></td>")
-                continue
-            cells.append(f'<td><div class="text">{escape(sample["response"])}</div>'
-                         f"{_chips(sample)}</td>")  # fmt: skip
-        rows.append(f"<tr>{''.join(cells)}</tr>")
     heads = [f"before training (step {first})"]
+    stages = [{s["index"]: s for s in held_out if s["step"] == first}]
     if last != first:
         heads.append(f"after step {last}")
-    head = "".join(f"<th>{h}</th>" for h in ["prompt", *heads])
-    return (
-        '<h2>Held-out prompts, before and after</h2><div class="card scroll"><table>'
-        f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
-    )
+        stages.append({s["index"]: s for s in held_out if s["step"] == last})
+    rows = []
+    for index in sorted(stages[0])[:_SAMPLES]:
+        answers = [answer(stage[index]) if index in stage else None for stage in stages]
+        rows.append({"prompt": str(stages[0][index]["prompt"]), "answers": answers})
+    return {"heads": heads, "rows": rows}
 
 
-def _sample_card(samples: Sequence[Row], step: int) -> str:
-    rows = [
-        f'<tr><td><span class="text prompt">{escape(s["prompt"])}</span> '
-        f'<span class="text">{escape(s["response"])}</span><br>{_chips(s)}</td></tr>'
-        for s in [s for s in samples if s["step"] == step][:_SAMPLES]
+def training_samples(samples: Sequence[Row]) -> list[dict[str, Any]]:
+    """The first and the last step's training samples: ``step`` and ``answers``."""
+    train = [s for s in samples if s.get("kind") != "eval"]
+    steps = sorted({train[0]["step"], train[-1]["step"]}) if train else []
+    return [
+        {"step": step, "answers": [answer(s) for s in train if s["step"] == step][:_SAMPLES]}
+        for step in steps
     ]
-    return (
-        f'<div class="card"><h3>Step {step}</h3><table><tbody>{"".join(rows)}</tbody></table></div>'
-    )
 
 
-def _chips(sample: Row) -> str:
-    chips = []
+def answer(sample: Row) -> dict[str, Any]:
+    """``prompt``, ``response``, ``scores`` as (name, text), and whether it was ``truncated``."""
+    scores = []
     for key in ("reward", "cost", "advantage"):
         if key in sample:
             value = sample[key]
+            # Adding 0 turns a rounded -0.0 into 0.0.
             text = "unscored" if value is None else f"{round(value, 2) + 0.0:+.2f}"
-            chips.append(f'<span class="chip">{key} <b>{text}</b></span>')
-    if sample.get("truncated"):
-        chips.append('<span class="chip">cut at the limit</span>')
-    return " ".join(chips)
+            scores.append((key, text))
+    return {
+        "prompt": str(sample["prompt"]),
+        "response": str(sample["response"]),
+        "scores": scores,
+        "truncated": bool(sample.get("truncated")),
+    }

@@ -1,0 +1,107 @@
+"""A described plan (planning.result) as rows of text, for a terminal and for a page alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hjax.show.format import duration, flop_count, size
+
+Plan = Mapping[str, Any]
+# Of a step, in their order.
+STAGES = ("generation", "preparation", "learning")
+# Titles of the columns of the rows below.
+ROLE_TEXTS = ("devices", "role", "model", "train p-t-d", "generate p-t", "axes")
+ROLE_FIGURES = (*STAGES, "resident", "needs")
+CANDIDATE_COLUMNS = ("step", "placement", "why")
+COMPILED_COLUMNS = (
+    "program", "runs", "bytes by formula", "bytes compiled", "FLOPs", "received", "roofline a run",
+)  # fmt: skip
+
+
+def roles_of(plan: Plan) -> list[str]:
+    """All roles, set by set."""
+    return [role for roles in plan["placement"] for role in roles]
+
+
+def set_names(plan: Plan) -> list[str]:
+    """`actor+reference (8)`, of a plan or a candidate: who shares how many devices."""
+    return [f"{'+'.join(roles)} ({n})" for roles, n in zip(plan["placement"], plan["allocation"])]
+
+
+def needs_text(plan: Plan) -> str:
+    """One line: what hjax does not do of what the plan rests on; empty where it does it all."""
+    if not plan["needs"]:
+        return ""
+    *most, last = plan["needs"]
+    listed = f"{', '.join(most)} and {last}" if most else last
+    return f"This plan needs {listed}, which hjax does not do."
+
+
+def role_rows(plan: Plan) -> list[list[str]]:
+    """A row per role under ``ROLE_TEXTS`` and ``ROLE_FIGURES``; devices with a set's first."""
+    rows = []
+    for roles, devices in zip(plan["placement"], plan["allocation"]):
+        for role in roles:
+            sizes, times = plan["parallelism"][role], plan["role_seconds"][role]
+            axes = plan["layouts"][role]["train"]
+            rows.append(
+                [
+                    str(devices) if role == roles[0] else "",
+                    role,
+                    plan["models"][role],
+                    "-".join(map(str, sizes["train"])),
+                    "-".join(map(str, sizes.get("generate", ()))),
+                    ", ".join(f"{axis} {n}" for axis, n in axes.items()),
+                    *(duration(times[stage]) if times[stage] else "" for stage in STAGES),
+                    size(plan["resident_bytes"][role]),
+                    size(plan["memory_bytes"][role]),
+                ]
+            )
+    return rows
+
+
+def candidate_rows(plan: Plan) -> list[list[str]]:
+    """A row per candidate under ``CANDIDATE_COLUMNS``."""
+    return [
+        [duration(c["seconds"]), " | ".join(set_names(c)), c["reason"]] for c in plan["candidates"]
+    ]
+
+
+def compiled_rows(plan: Plan) -> list[list[str]]:
+    """A row per compiled program under ``COMPILED_COLUMNS``; none where nothing was compiled."""
+    if "compiled" not in plan:
+        return []
+    return [
+        [
+            f"{row['role']}.{row['program']}",
+            str(row["runs"]),
+            "" if row["predicted_bytes"] is None else size(row["predicted_bytes"]),
+            size(row["compiled_bytes"]),
+            flop_count(row["flops"]) if row["flops"] else "",
+            size(row["received_bytes"]),
+            duration(row["roofline_seconds"]),
+        ]
+        for row in plan["compiled"]["programs"]
+    ]
+
+
+def spans(plan: Plan) -> list[dict[str, Any]]:
+    """What runs when: ``row`` (set), ``role``, ``stage``, ``start`` and ``length`` in seconds."""
+    found, start = [], 0.0
+    for stage in STAGES:
+        longest = 0.0
+        for row, roles in enumerate(plan["placement"]):
+            at = start
+            for role in roles:
+                length = plan["role_seconds"][role][stage]
+                if length:
+                    found.append(
+                        {"row": row, "role": role, "stage": stage, "start": at, "length": length}
+                    )
+                at += length
+            longest = max(longest, at - start)
+        # Simulated devices share cores: a stage may last longer than its slowest set.
+        moved = plan["seconds"]["transition"] if stage == STAGES[0] else 0.0
+        start += max(longest, plan["seconds"][stage] + moved)
+    return found

@@ -1,0 +1,130 @@
+"""A plan on a terminal: tables, a Gantt chart of one step and memory bars."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hjax.show.format import count, duration, size
+from hjax.show.plan_rows import (
+    CANDIDATE_COLUMNS,
+    COMPILED_COLUMNS,
+    ROLE_FIGURES,
+    ROLE_TEXTS,
+    Plan,
+    candidate_rows,
+    compiled_rows,
+    needs_text,
+    role_rows,
+    roles_of,
+    spans,
+)
+
+COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red", "white")
+_GANTT_WIDTH = 72  # characters
+_BAR_WIDTH = 30
+
+
+def print_plan(plan: Plan, console: Any) -> None:
+    """Print a described plan: layouts, the Gantt chart, memory, runners-up, constants."""
+    from rich.text import Text
+
+    taken = plan["seconds"]
+    console.print(
+        Text(f"{plan['algorithm']} on {plan['cluster']}", style="bold"),
+        f" a step takes {duration(taken['total'])}, {count(plan['tokens_per_second'])} tokens/s",
+        sep=" ",
+    )
+    if plan["needs"]:
+        console.print(Text(needs_text(plan), style="yellow"))
+    console.print(_table([*ROLE_TEXTS, *ROLE_FIGURES], role_rows(plan), right=ROLE_FIGURES))
+    console.print(_gantt(plan))
+    console.print(_memory(plan))
+    left = f"{plan['slower']} slower, {len(plan['impossible'])} do not fit"
+    rows = [*candidate_rows(plan), ["", f"other placements: {left}", ""]]
+    console.print(_table(CANDIDATE_COLUMNS, rows, right=("step",), title="candidates"))
+    if "compiled" in plan:
+        memory = size(plan["compiled"]["memory_bytes"])
+        title = f"compiled for {plan['compiled']['topology']}, devices of {memory}"
+        rows = compiled_rows(plan)
+        console.print(_table(COMPILED_COLUMNS, rows, right=COMPILED_COLUMNS[1:], title=title))
+    measured = plan["origins"]["seconds"].startswith("measured")
+    origin = "measured on this machine" if measured else "assumed (docs/auto_mapping.md)"
+    console.print(
+        f"seconds: from constants {origin}; bytes: {_bytes_origin(plan)}; hardware: data sheets. "
+        f"Searched in {plan['search_seconds']:.2f} s.",
+        style="dim",
+    )
+
+
+def _table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str], title: str = ""
+) -> Any:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), title=title or None, title_justify="left")
+    for name in columns:
+        table.add_column(name, justify="right" if name in right else "left")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def _gantt(plan: Plan) -> Any:
+    from rich.text import Text
+
+    total, roles = plan["seconds"]["total"], roles_of(plan)
+    scale = _GANTT_WIDTH / total if total else 0.0
+    drawn = Text("one step\n", style="bold")
+    for row in range(len(plan["placement"])):
+        cells = [(" ", "")] * _GANTT_WIDTH
+        for span in (s for s in spans(plan) if s["row"] == row):
+            left = int(span["start"] * scale)
+            right = max(left + 1, int((span["start"] + span["length"]) * scale))
+            text = f"{span['role']} {span['stage'][:5]}"[: right - left].ljust(right - left)
+            style = _style(roles, span["role"], "black on ")
+            for i, letter in enumerate(text):
+                if left + i < _GANTT_WIDTH:
+                    cells[left + i] = (letter, style)
+        drawn.append(f"{plan['allocation'][row]:>6} ")
+        for letter, style in cells:
+            drawn.append(letter, style=style)
+        drawn.append("\n")
+    begin, end = "0 s", duration(total)
+    room = _GANTT_WIDTH - len(begin) - len(end)
+    drawn.append(f"{'':>6} {begin}{'':>{max(room, 1)}}{end}\n", style="dim")
+    return drawn
+
+
+def _style(roles: Sequence[str], role: str, prefix: str = "") -> str:
+    return prefix + COLORS[roles.index(role) % len(COLORS)]
+
+
+def _memory(plan: Plan) -> Any:
+    from rich.text import Text
+
+    drawn = Text("memory per device\n", style="bold")
+    roles = roles_of(plan)
+    for names, needed, usable in zip(
+        plan["placement"], plan["set_memory_bytes"], plan["usable_bytes"]
+    ):
+        used = 0
+        drawn.append("       ")
+        for role in names:
+            cells = round(_BAR_WIDTH * plan["resident_bytes"][role] / usable)
+            drawn.append("█" * cells, style=_style(roles, role))
+            used += cells
+        working = max(0, round(_BAR_WIDTH * needed / usable) - used)
+        drawn.append("▒" * working + "·" * max(0, _BAR_WIDTH - used - working))
+        drawn.append(f" {size(needed)} of {size(usable)}  {'+'.join(names)}\n")
+    drawn.append("       █ resident, by role  ▒ most at work  · free\n", style="dim")
+    return drawn
+
+
+def _bytes_origin(plan: Mapping[str, Any]) -> str:
+    if "compiled" not in plan:
+        return "assumed, from formulas"
+    versions = plan["compiled"]["versions"].items()
+    return f"compiled, by {', '.join(f'{name} {version}' for name, version in versions)}"

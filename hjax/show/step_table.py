@@ -1,0 +1,102 @@
+"""The table of steps: its columns, how a row is written, and what is shown where room is short."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from hjax.show.format import clock, count, duration, number
+
+GAP = 2  # blanks between columns
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """A column of the step table: its title, its metric, how it is written, its width."""
+
+    title: str
+    metric: str
+    text: Callable[[float], str]
+    width: int
+
+
+COLUMNS = {
+    column.title: column
+    for column in (
+        Column("step", "step", count, 9),
+        Column("reward", "reward/mean", number, 13),
+        Column("accuracy", "eval/accuracy", lambda x: f"{100 * x:.1f}%", 8),
+        Column("eval", "eval/reward", number, 6),
+        Column("cost", "cost/mean", number, 6),
+        Column("multiplier", "cost/multiplier", number, 10),
+        Column("KL", "kl/reference", number, 7),
+        Column("loss", "actor/loss", lambda x: f"{x:.4f}", 8),
+        Column("entropy", "actor/entropy", number, 7),
+        Column("length", "response/length_mean", lambda x: f"{x:.1f}", 6),
+        Column("tok/s", "throughput/tokens_per_second", count, 7),
+        Column("time", "time/step", duration, 7),
+        Column("left", "left_seconds", clock, 7),
+    )
+}
+# From the column that stays longest to the one that goes first where a row is too wide.
+IMPORTANCE = (
+    "step", "reward", "accuracy", "cost", "KL", "loss", "eval", "multiplier", "time", "left",
+    "length", "tok/s", "entropy",
+)  # fmt: skip
+
+
+def used_columns(before: Sequence[str], row: Mapping[str, Any]) -> list[str]:
+    """The columns to show: those shown before and those for which this row has a metric."""
+    columns = [
+        title
+        for title, column in COLUMNS.items()
+        if title in before or row.get(column.metric) is not None
+    ]
+    if "time" in columns and "left" not in columns:
+        columns.append("left")  # known from the second step on; the table need not change then
+    if "accuracy" in columns and "eval" in columns and "eval" not in before:
+        columns.remove("eval")  # the accuracy says it already
+    return columns
+
+
+def fitting_columns(
+    columns: Sequence[str],
+    widths: Mapping[str, int],
+    room: int | None,
+    importance: Sequence[str] = IMPORTANCE,
+) -> list[str]:
+    """The columns without the least important ones, so that a row fits; one stays in any case.
+
+    Args:
+      columns: titles, in their order.
+      widths: characters of each, without the gap between two.
+      room: characters of a line; None: no end.
+      importance: all titles, the most important first.
+    """
+    kept = list(columns)
+    for title in reversed(importance):
+        needed = sum(widths[c] for c in kept) + GAP * (len(kept) - 1)
+        if room is None or needed <= room or len(kept) == 1:
+            break
+        if title in kept:
+            kept.remove(title)
+    return kept
+
+
+def row_cells(row: Mapping[str, Any], columns: Iterable[str], total: int) -> list[str]:
+    """The texts of a row of the step table; empty where the row lacks the metric."""
+    texts = []
+    for title in columns:
+        column = COLUMNS[title]
+        value = row.get(column.metric)
+        if title == "step":
+            text = f"{row['step']}/{total}"
+        elif value is None:
+            text = ""
+        else:
+            text = column.text(value)
+            if title == "reward" and row.get("reward/std") is not None:
+                text += f" ±{number(row['reward/std']):>5}"
+        texts.append(text)
+    return texts
