@@ -98,9 +98,9 @@ def fill_in(
             raise ConfigError(f"--models: no role {role!r}; this algorithm has {', '.join(roles)}")
     names = dict(models)
     absent = [role for role, name in names.items() if name == "none"]
-    for role_name, role in roles.items():  # one that shares another's section is like it
-        if role.config_section in names:
-            names.setdefault(role_name, names[role.config_section])
+    for name, like in roles.items():  # one that shares another's section is like it
+        if like.config_section in names:
+            names.setdefault(name, names[like.config_section])
     missing = [r for r in roles if r not in names and not roles[r].function]
     if missing or "actor" in absent:
         raise ConfigError(
