@@ -170,7 +170,7 @@ CASES = {
     ),
     "syntax": (
         {"reward.function": "syntax.py:reward"},
-        "syntax.py line 1 fails on import: SyntaxError",
+        "syntax.py:1: SyntaxError",
     ),
     "no cost": (
         {"algorithm.name": "SafeRLHF"},
