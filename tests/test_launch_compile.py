@@ -15,22 +15,33 @@ from rich.console import Console
 
 import hjax
 from hjax.data.tasks import get_task
+from hjax.dryrun import gpus
 from hjax.dryrun.description import describe
 from hjax.dryrun.gpus import GPUS, target_config
 from hjax.dryrun.programs import add_held, held_beside, rehearse, step_programs
 from hjax.dryrun.shape_inputs import is_published, read_shape, shape_inputs
-from hjax.dryrun.topologies import GIB, GPU_MEMORY, parse_memory_error, parse_topology
+from hjax.dryrun.topologies import (
+    GIB,
+    GPU_MEMORY,
+    find_topology,
+    parse_memory_error,
+    parse_topology,
+)
 from hjax.errors import ConfigError
 from hjax.launch.compile import main, parse
 from hjax.models import arithmetic
 from hjax.models.published import published
-from hjax.settings.reading import load_config
+from hjax.settings.reading import config_names, load_config
 from hjax.show.memory_table import WIDTH, memory_table, verdict
 from hjax.xla.collectives import received_bytes
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
     reason="libtpu, the TPU compiler, is not installed: pip install 'jax[tpu]'",
+)
+needs_plugin = pytest.mark.skipif(
+    not gpus.plugin_installed(),
+    reason="JAX's CUDA plugin, the GPU compiler, is not installed: pip install 'jax[cuda13-local]'",
 )
 # Parameters of a 7B Llama: embedding and output table, and per layer q, k, v, o, gate, up, down
 # and two norms; a final norm.
@@ -262,14 +273,52 @@ def test_gpus_are_described():
     assert "cuda_compute_capability { major: 9 minor: 0 }" in target_config("h100")
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("jax_plugins") is not None, reason="a GPU compiler may be installed"
+def test_a_missing_compiler_is_named(monkeypatch):
+    monkeypatch.setattr(gpus, "plugin_installed", lambda: False)
+    with pytest.raises(ConfigError, match=r"not installed; pip install 'jax\[cuda13-local\]'"):
+        find_topology("h100:2x8")
+
+
+# A small TPU and a small GPU machine; those that the 7B models need.
+TPU, GPU = pytest.param("v5e:2x2", marks=needs_libtpu), pytest.param("h100:1x8", marks=needs_plugin)
+PODS = {"v5e:2x2": "v5p:2x2x4", "h100:1x8": "h100:2x8"}
+# Of the small configs those that compile within seconds a program; the others take a minute or two.
+QUICK = ("sft.py", "grpo.py")
+
+
+@pytest.mark.parametrize("topology", [TPU, GPU])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)
+        for name in config_names()
+    ],
 )
-def test_a_missing_compiler_is_named(tmp_path):
-    done = command("--config=ppo.py", "--topology=h100:2x8", cache=tmp_path)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert "the GPU compiler is not installed; pip install 'jax[cuda13]'" in line
+@pytest.mark.timeout(3600)
+def test_every_shipped_config_compiles_as_it_stands(name, topology, tmp_path, request):
+    if name == "stories.py":
+        request.getfixturevalue("test_data")  # its weights
+    if name == "ppo_llama_7b.py":
+        topology = PODS[topology]
+    done = command(
+        f"--config={name}", f"--topology={topology}", "--json", cache=tmp_path, timeout=3500
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    found = json.loads(done.stdout.splitlines()[-1])
+    kind, sizes = parse_topology(topology)
+    assert found["topology"]["devices"] == math.prod(sizes)
+    assert found["topology"]["platform"] == ("cuda" if kind == "h100" else "tpu")
+    assert found["fits"] and found["optimization"] == "default"
+    programs = {f"{p['role']}.{p['program']}": p for p in found["programs"]}
+    assert "actor.update" in programs
+    # All devices learn from their own rows, so gradients are summed between them.
+    assert all(p["received_bytes"] > 0 for name, p in programs.items() if "update" in name)
+    if name == "grpo.py":
+        # The weights are whole on every device in both layouts: a cast, and nothing to send.
+        assert programs["actor.transition"]["collectives"] == {}
+        assert found["transition"] == {"received_bytes": 0, "formula_bytes": 0}
+        assert "receives 0 B per device; HybridFlow's formula says 0 B\n" in done.stdout
 
 
 @needs_libtpu

@@ -54,10 +54,10 @@ def gpu_devices(name: str, kind: str, sizes: tuple[int, ...]) -> tuple[Any, ...]
     Raises:
       ConfigError: the CUDA plugin is not installed.
     """
-    if not _plugin_installed():
+    if not plugin_installed():
         raise ConfigError(
-            f"--topology={name}: the GPU compiler is not installed; pip install 'jax[cuda13]' "
-            "(without a GPU its two wheels jax-cuda13-plugin and jax-cuda13-pjrt are enough)"
+            f"--topology={name}: the GPU compiler is not installed; "
+            "pip install 'jax[cuda13-local]'"
         )
     from jax.experimental import topologies
 
@@ -71,7 +71,8 @@ def gpu_devices(name: str, kind: str, sizes: tuple[int, ...]) -> tuple[Any, ...]
     return tuple(described.devices)
 
 
-def _plugin_installed() -> bool:
+def plugin_installed() -> bool:
+    """Whether JAX's CUDA plugin, which has the compiler, is there."""
     if importlib.util.find_spec("jax_plugins") is None:
         return False
     names = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
