@@ -110,3 +110,9 @@ def simulated_devices(count: int) -> list[Any]:
     if len(devices) < count:
         raise ConfigError(f"{count} devices are needed, there are {len(devices)}")
     return devices[:count]
+
+
+def device_memory(device: Any) -> int:
+    """Bytes of a device's memory that programs may use; 0 where it does not say (CPUs)."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    return int(stats.get("bytes_limit", 0)) if stats else 0

@@ -13,8 +13,9 @@ from hjax.dryrun.programs import (
     resident_bytes,
     step_programs,
 )
+from hjax.machine import device_memory
 from hjax.models import arithmetic
-from hjax.run.roles import Roles, local_devices
+from hjax.run.roles import local_devices
 
 
 def describe(trainer: Any) -> dict[str, Any]:
@@ -57,7 +58,8 @@ def describe(trainer: Any) -> dict[str, Any]:
         }
     records = []
     length = trainer.inputs.prompt_length
-    rehearsal = rehearse(roles, local_devices(config))
+    devices = local_devices(config)
+    rehearsal = rehearse(roles, devices)
     programs, remark = step_programs(config, trainer.algorithm_class, rehearsal, length)
     for program in programs:
         named = {"role": program.role, "program": program.name, "runs": program.runs}
@@ -88,14 +90,7 @@ def describe(trainer: Any) -> dict[str, Any]:
             for role, worker in rehearsal.workers.items()
         },
         "resident_bytes": {r: sum(x.values()) for r, x in resident_bytes(rehearsal).items()},
-        "device_memory_bytes": device_memory(roles),
+        "device_memory_bytes": min(filter(None, map(device_memory, devices)), default=None),
         **({"offload": offload_savings(records)} if any_offloaded(records) else {}),
         "memory": records,
     }
-
-
-def device_memory(roles: Roles) -> int | None:
-    """Memory of the smallest device that a program may use, in bytes; None on a CPU."""
-    devices = [device for pool in roles.pools.values() for device in pool.devices]
-    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
-    return min((limit for limit in limits if limit), default=None)

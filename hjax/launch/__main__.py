@@ -59,7 +59,7 @@ by Ctrl-C or SIGTERM, saved
 
 
 @dataclasses.dataclass
-class Command:
+class TrainCommand:
     """The parsed command line."""
 
     name: str
@@ -120,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + signals.received
 
 
-def parse(arguments: Sequence[str]) -> Command:
+def parse(arguments: Sequence[str]) -> TrainCommand:
     """Read the command line and the config it names.
 
     Raises:
@@ -135,10 +135,10 @@ def parse(arguments: Sequence[str]) -> Command:
     if own.workdir == "":
         raise ConfigError("--workdir= is empty; name a directory, or leave the flag out")
     workdir = Path(own.workdir).expanduser() if own.workdir else None
-    return Command(name, config, workdir, own.dry_run, own.json)
+    return TrainCommand(name, config, workdir, own.dry_run, own.json)
 
 
-def _run(command: Command, signals: Signals) -> int:
+def _run(command: TrainCommand, signals: Signals) -> int:
     config = command.config
     if command.workdir is not None:
         workdir = Workdir(command.workdir)
@@ -171,7 +171,7 @@ def _run(command: Command, signals: Signals) -> int:
     return _finish(trainer, path, command, signals.received)
 
 
-def _finish(trainer: Any, path: Path, command: Command, received: int) -> int:
+def _finish(trainer: Any, path: Path, command: TrainCommand, received: int) -> int:
     rows = Workdir(path).rows(METRICS)
     last = rows[-1] if rows else {}
     step = last.get("step", 0)
@@ -191,7 +191,7 @@ def _finish(trainer: Any, path: Path, command: Command, received: int) -> int:
     return 128 + received if received else 0
 
 
-def _say_finished(workdir: Workdir, config: ConfigDict, command: Command) -> None:
+def _say_finished(workdir: Workdir, config: ConfigDict, command: TrainCommand) -> None:
     print(
         f"{workdir.path} is finished: {workdir.last_step()} of {config.steps} steps; give a "
         "larger --config.steps to go on"
@@ -202,7 +202,7 @@ def _say_finished(workdir: Workdir, config: ConfigDict, command: Command) -> Non
         print(json_line({**summary, "metrics": rows[-1] if rows else {}}))
 
 
-def _dry_run(trainer: Any, command: Command) -> int:
+def _dry_run(trainer: Any, command: TrainCommand) -> int:
     from hjax.dryrun.description import describe
 
     try:

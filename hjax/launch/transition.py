@@ -45,7 +45,7 @@ input.
 
 
 @dataclasses.dataclass
-class Command:
+class TransitionCommand:
     """The parsed command line."""
 
     train: tuple[int, ...]
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return exit_status(lambda: _run(parse(arguments)))
 
 
-def parse(arguments: Sequence[str]) -> Command:
+def parse(arguments: Sequence[str]) -> TransitionCommand:
     """Read the command line.
 
     Raises:
@@ -81,7 +81,7 @@ def parse(arguments: Sequence[str]) -> Command:
         raise ConfigError(f"--method={own.method}: one of {', '.join(METHOD_NAMES)}")
     train = _sizes("train", own.train, "P,T,D", "1,4,2")
     generate = _sizes("generate", own.generate, "PG,TG", "1,2")
-    return Command(train, generate, own.method, own.model, own.json)
+    return TransitionCommand(train, generate, own.method, own.model, own.json)
 
 
 def _sizes(flag: str, text: str, form: str, example: str) -> tuple[int, ...]:
@@ -92,7 +92,7 @@ def _sizes(flag: str, text: str, form: str, example: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-def _run(command: Command) -> int:
+def _run(command: TransitionCommand) -> int:
     from hjax.dryrun.shape_inputs import read_shape
     from hjax.studies.transition_cost import BUILT_IN, describe
     from hjax.studies.transition_groups import Table2Case

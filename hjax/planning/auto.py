@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 
 from hjax.algorithms import Algorithm, get_algorithm
 from hjax.errors import ConfigError
+from hjax.machine import device_memory
 from hjax.models.config import ModelConfig
 from hjax.planning.calibration import Progress, calibrate
 from hjax.planning.constants import Constants
@@ -19,7 +20,7 @@ from hjax.planning.counting import counts
 from hjax.planning.dataflow import trace
 from hjax.planning.hardware import DEVICES
 from hjax.planning.options import SearchSpace, role_options
-from hjax.planning.profile import Profile, device_memory, profile_path, read_profile, write_profile
+from hjax.planning.profile import Profile, profile_path, read_profile, write_profile
 from hjax.planning.records import (
     FLOAT32,
     MASTERS,

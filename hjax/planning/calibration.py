@@ -23,12 +23,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from hjax.machine import device_memory
 from hjax.models import arithmetic
 from hjax.models.config import ModelConfig
 from hjax.planning import counting
 from hjax.planning.constants import Constants
 from hjax.planning.cost import Place, update_seconds
-from hjax.planning.profile import Profile, device_memory
+from hjax.planning.profile import Profile
 from hjax.planning.records import FLOAT32, MASTERS, Device, Mesh, Pool
 
 # Called with the parts that are over, how many there are, and what is done now (at the end: "").

@@ -74,9 +74,3 @@ def write_profile(profile: Profile, path: Path) -> dict[str, Any]:
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, json.dumps(content, indent=1) + "\n")
     return content
-
-
-def device_memory(device: Any) -> float:
-    """Bytes that a device says it has; 0 where it does not say."""
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    return float(stats.get("bytes_limit", 0)) if stats else 0.0

@@ -21,7 +21,7 @@ from hjax.models.attention import Causal, Decode, KVCache
 from hjax.models.forward import positions_of
 from hjax.models.parameters import Network, Params
 from hjax.models.transformer import Compute, rope_frequencies
-from hjax.rollout import progress
+from hjax.rollout import decode_state
 from hjax.rollout.pipelined import PipelinedRollout
 from hjax.rollout.sampling import Sampling, sequence_keys
 from hjax.sharding.layout import Layout
@@ -197,7 +197,7 @@ class Generator:
         def draw(state: dict[str, Any], logits: jax.Array) -> dict[str, Any]:
             # First as they are made: otherwise XLA gathers the output table, for every token.
             at, logits = state["position"], split(split(logits, "batch", "vocab"), "batch")
-            drawn = progress.advance(
+            drawn = decode_state.advance(
                 state["drawn"], logits, keys, at, shape.sampling, stop, self.compute.kernels
             )
             return {"cache": state["cache"], "position": at + 1, "drawn": drawn}
@@ -219,8 +219,8 @@ class Generator:
             more = state["position"] < length
             return more & ~jnp.all(state["drawn"]["done"]) if shape.stop else more
 
-        nothing = progress.start(rows, length, shape.sampling)
+        nothing = decode_state.start(rows, length, shape.sampling)
         drawn = jax.tree.map(lambda x: split(x, "batch"), nothing)
         state = {"cache": cache, "position": jnp.int32(0), "drawn": drawn}
         state = draw(state, jnp.repeat(model.logits(hidden[:, -1]), shape.samples, axis=0))
-        return progress.responses(jax.lax.while_loop(unfinished, decode, state)["drawn"])
+        return decode_state.responses(jax.lax.while_loop(unfinished, decode, state)["drawn"])

@@ -20,7 +20,7 @@ from hjax.models.attention import Causal, Decode, KVCache
 from hjax.models.forward import positions_of
 from hjax.models.parameters import Network, Params
 from hjax.models.transformer import Compute
-from hjax.rollout import progress
+from hjax.rollout import decode_state
 from hjax.rollout.sampling import Sampling, sequence_keys
 from hjax.sharding.layout import Layout
 
@@ -68,15 +68,15 @@ class PipelinedRollout:
         cache = KVCache.create(prompt, samples, length)
         cache = jax.tree.map(lambda x: layout.constrain(x, "layers", "batch", "kv_heads"), cache)
 
-        def draw(drawn: progress.Progress, index: jax.Array, x: jax.Array, at: Any) -> Any:
+        def draw(drawn: decode_state.DecodeState, index: jax.Array, x: jax.Array, at: Any) -> Any:
             """Micro-batch ``index``'s tokens at position ``at``, of hidden states [rows, embed]."""
             logits = layout.constrain(model.logits(x), "batch")
             part = jax.tree.map(lambda t: t[index], drawn)
             kernels = self.compute.kernels
-            part = progress.advance(part, logits, keys[index], at, sampling, ends, kernels)
+            part = decode_state.advance(part, logits, keys[index], at, sampling, ends, kernels)
             return jax.tree.map(lambda t, new: t.at[index].set(new), drawn, part)
 
-        nothing = progress.start(rows, length, sampling)
+        nothing = decode_state.start(rows, length, sampling)
         drawn = jax.tree.map(lambda x: jnp.broadcast_to(x, (stages, *x.shape)), nothing)
         for index in range(stages):
             first = jnp.repeat(model.finish(hidden[index], self.compute), samples, axis=0)
@@ -108,7 +108,7 @@ class PipelinedRollout:
         received = jnp.zeros((stages, rows, 1, width), hidden.dtype)
         state = jnp.int32(0), cache, layout.constrain(received, "layers", "batch"), drawn
         drawn = jax.lax.while_loop(unfinished, tick, state)[3]
-        return jax.tree.map(layout.join, progress.responses(drawn))
+        return jax.tree.map(layout.join, decode_state.responses(drawn))
 
     def _map(self, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         return jax.shard_map(

@@ -13,6 +13,7 @@ from typing import Any
 from hjax.config import flatten
 from hjax.errors import ConfigError
 from hjax.files import METRICS, SAMPLES, WARM_START, read_json, read_rows, replace_file
+from hjax.roles import ROLES
 from hjax.settings.checking import owned_defaults
 from hjax.settings.keys import OWNED_SECTIONS, default_config
 from hjax.show.charts import stacked_bar, timeline, value_text
@@ -22,7 +23,7 @@ from hjax.show.pages import render
 from hjax.show.samples import held_out_table, training_samples
 
 PHASES = ("generate", "transition", "prepare", "update")
-ROLE_COLORS = {"actor": 0, "critic": 1, "reference": 2, "reward": 3, "cost": 4, "cost_critic": 5}
+ROLE_COLORS = {name: number for number, name in enumerate(ROLES)}
 _OTHER_ROLE, _OTHER_TIME = 6, 7  # colours
 _TIMELINE_STEPS = 3
 # The first steps compile: they say nothing about the others' time.

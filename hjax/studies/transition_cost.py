@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from hjax.errors import ConfigError
+from hjax.machine import device_memory
 from hjax.models.config import ModelConfig
 from hjax.models.parameters import decoder_network
 from hjax.sharding.layout import RoleLayouts, check_shapes, without
@@ -226,8 +227,7 @@ def largest_bucket(transition: Any) -> int:
 def fits(devices: Sequence[jax.Device], bytes_: int) -> bool:
     """Whether arrays of so many bytes on all devices together can well be held here."""
     if devices[0].platform != "cpu":
-        limits = [(d.memory_stats() or {}).get("bytes_limit", 0) for d in devices]
-        return bytes_ / len(devices) < 0.8 * min(limits)
+        return bytes_ / len(devices) < 0.8 * min(map(device_memory, devices))
     try:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError, AttributeError):

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from hjax.kernels.sets import Kernels
 from hjax.rollout.sampling import Sampling, draw
 
-Progress = dict[str, Any]
+DecodeState = dict[str, Any]
 
 
-def start(rows: int, length: int, sampling: Sampling) -> Progress:
+def start(rows: int, length: int, sampling: Sampling) -> DecodeState:
     """Nothing drawn yet: tables of [rows, length] and the rows that are done."""
     return {
         "last": jnp.zeros((rows,), jnp.int32),
@@ -27,18 +27,18 @@ def start(rows: int, length: int, sampling: Sampling) -> Progress:
 
 
 def advance(
-    progress: Progress,
+    state: DecodeState,
     logits: jax.Array,
     keys: jax.Array,
     at: jax.Array,
     sampling: Sampling,
     stop: jax.Array,
     kernels: Kernels,
-) -> Progress:
+) -> DecodeState:
     """Draw every row's token at position ``at`` of its response.
 
     Args:
-      progress: of ``start``.
+      state: of ``start``.
       logits: float32 [rows, vocab].
       keys: PRNG keys [rows], of ``sequence_keys``.
       at: int32 [].
@@ -46,7 +46,7 @@ def advance(
       stop: int32 [stop tokens]; a row that draws one is done.
       kernels: of the platform.
     """
-    done = progress["done"]
+    done = state["done"]
     drawn = draw(logits, keys, at, sampling, kernels)
     token = jnp.where(done, 0, drawn.token)
     finished = jnp.any(token[:, None] == stop, axis=-1) & ~done
@@ -59,22 +59,22 @@ def advance(
     return {
         "last": token,
         "done": done | finished,
-        "tokens": put(progress["tokens"], token),
-        "mask": put(progress["mask"], ~done),
+        "tokens": put(state["tokens"], token),
+        "mask": put(state["mask"], ~done),
         "logprobs": {
             name: put(table, getattr(drawn, fields[name]))
-            for name, table in progress["logprobs"].items()
+            for name, table in state["logprobs"].items()
         },
     }
 
 
-def responses(progress: Progress) -> dict[str, jax.Array]:
+def responses(state: DecodeState) -> dict[str, jax.Array]:
     """The rollout's entries that were drawn."""
     return {
-        "responses": progress["tokens"],
-        "response_mask": progress["mask"],
-        "truncated": ~progress["done"],
-        **progress["logprobs"],
+        "responses": state["tokens"],
+        "response_mask": state["mask"],
+        "truncated": ~state["done"],
+        **state["logprobs"],
     }
 
 
