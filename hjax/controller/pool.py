@@ -93,7 +93,7 @@ class WorkerGroup:
             method = None if name.startswith("__") else getattr(worker, name)
             if hasattr(method, "protocol"):
                 reads = getattr(method, "reads", None)
-                reads = reads(*arguments) if callable(reads) else reads
+                reads = reads(worker, *arguments) if callable(reads) else reads
                 self._methods[name] = _Method(None if reads is None else frozenset(reads))
         self.built: Future = pool.executor.submit(Build(self.role, worker, arguments, options))
 

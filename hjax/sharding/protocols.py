@@ -116,7 +116,7 @@ PROTOCOLS: dict[str, Protocol] = {
 # For calls outside of the dataflow: all is handed over as it is, and comes back so.
 CONTROL = Protocol("CONTROL", split="none")
 
-# Entries of a batch, or a function that tells them from what the worker is built with.
+# Entries of a batch, or a function that tells them from a worker's class and what it is built with.
 Reads = Sequence[str] | Callable[..., Sequence[str]] | None
 
 
@@ -127,7 +127,7 @@ def protocol(name: str, phase: str = "prepare", reads: Reads = None) -> Callable
       name: a key of ``PROTOCOLS`` (Table 3's names).
       phase: under which heading its time is counted: ``generate``, ``prepare`` or ``update``.
       reads: the entries of a batch that the method reads; only those travel. A function is called
-        with what the worker is built with (its ``WorkerContext``). None: all of them.
+        with the worker's class and what that is built with (its ``WorkerContext``). None: all.
 
     Raises:
       ConfigError: an unknown name.

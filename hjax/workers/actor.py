@@ -18,17 +18,12 @@ from hjax.rollout.sampling import Sampling
 from hjax.sharding.pipeline import Stack
 from hjax.sharding.protocols import PROMPT_ID, control, protocol
 from hjax.sharding.transition import Transition
-from hjax.workers.base import SCORED_KEYS, TOKEN_KEYS, TrainedWorker, WorkerContext, update_keys
+from hjax.workers.base import SCORED_KEYS, TOKEN_KEYS, TrainedWorker, WorkerContext, update_reads
 from hjax.workers.optimizer import Prepare
 from hjax.workers.passes import Batch, Objective
 
 # What generation reads: token ids and what comes back once per row.
 PROMPT_KEYS = ("prompts", "prompt_mask", "step", "columns", "prompt_text")
-
-
-def actor_update_keys(context: WorkerContext, *_: Any) -> tuple[str, ...]:
-    """Entries that an update of the actor reads, demonstrations' coefficient among them."""
-    return (*update_keys(context, *Actor.extra_keys), PROMPT_ID, "coefficient")
 
 
 class Actor(TrainedWorker):
@@ -167,7 +162,7 @@ class Actor(TrainedWorker):
     def _untempered_log_prob(self, model: Any, batch: Any, share: int) -> jax.Array:
         return response_log_probs(model, batch, share, self.compute)
 
-    @protocol("3D_PROTO", phase="update", reads=actor_update_keys)
+    @protocol("3D_PROTO", phase="update", reads=update_reads)
     def update_actor(
         self, batch: Mapping[str, Any], pretrain: Mapping[str, Any] | None = None
     ) -> dict[str, jax.Array]:

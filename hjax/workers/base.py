@@ -506,8 +506,13 @@ class TrainedWorker(ModelWorker):
         yield "update", lambda: self.updater.trace(state["params"], state["optimizer"], batch)
 
 
+def update_reads(worker: type[TrainedWorker], context: WorkerContext, *_: Any) -> tuple[str, ...]:
+    """Entries of a batch that travel to a role's updates; pretraining's coefficient among them."""
+    return (*update_keys(context, *worker.extra_keys), PROMPT_ID, "coefficient")
+
+
 def update_keys(context: WorkerContext, *extra: str) -> tuple[str, ...]:
-    """Entries of a batch that updates of a role read, prompt ids left out."""
+    """Entries of a batch that the update program of a role reads."""
     losses = (context.loss, context.supervised_loss)
     needs = [key for loss in losses if loss is not None for key in loss.needs]
     return tuple(dict.fromkeys((*TOKEN_KEYS, *needs, "row_mask", *extra)))

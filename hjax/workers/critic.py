@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from hjax.models.forward import response_states
 from hjax.models.parameters import Params
-from hjax.sharding.protocols import PROMPT_ID, control, protocol
-from hjax.workers.base import SCORED_KEYS, TrainedWorker, WorkerContext, update_keys
+from hjax.sharding.protocols import control, protocol
+from hjax.workers.base import SCORED_KEYS, TrainedWorker, update_reads
 
 
 class Critic(TrainedWorker):
@@ -49,7 +49,7 @@ class Critic(TrainedWorker):
         scores = _values(model, batch, share, self.compute)
         return jnp.where(batch["response_mask"], scores, 0.0)
 
-    @protocol("3D_PROTO", phase="update", reads=lambda context, *_: _update_keys(context))
+    @protocol("3D_PROTO", phase="update", reads=update_reads)
     def update_critic(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
         """One optimizer step on the squared error to the returns; metrics as scalars."""
         return self.update(batch)
@@ -58,10 +58,6 @@ class Critic(TrainedWorker):
         """Values and update of ``rows`` sequences."""
         yield "compute_values", lambda: self.trace_forward(self._values, rows, prompt_length)
         yield from super().programs(rows, prompt_length)
-
-
-def _update_keys(context: WorkerContext) -> tuple[str, ...]:
-    return (*update_keys(context), PROMPT_ID)
 
 
 def _values(model: Any, batch: Mapping[str, jax.Array], share: int, compute: Any) -> jax.Array:
