@@ -6,10 +6,10 @@ A role is one entry here, or one in an algorithm's ``workers`` for a role of its
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hjax.binding import bound_methods, worker_class
 from hjax.errors import ConfigError
 
 
@@ -92,9 +92,13 @@ def role_table(names: Sequence[str], own: Mapping[str, Any], owner: str) -> dict
         if isinstance(entry, Role):
             table[name] = dataclasses.replace(entry, name=name)
         elif entry is not None:
-            # The class alone: otherwise like the standing role of that name, but never a function.
+            # The class alone: otherwise like the standing role of that name, but a function only
+            # where the class calls one.
             known = ROLES.get(name, Role(entry, name))
-            table[name] = dataclasses.replace(known, worker=entry, function="")
+            if known.function and issubclass(entry, worker_class(known.function)):
+                table[name] = dataclasses.replace(known, function=entry)
+            else:
+                table[name] = dataclasses.replace(known, worker=entry, function="")
         elif name in ROLES:
             table[name] = ROLES[name]
         else:
@@ -104,16 +108,6 @@ def role_table(names: Sequence[str], own: Mapping[str, Any], owner: str) -> dict
     return table
 
 
-def worker_class(worker: Any) -> Any:
-    """A worker's class, imported where it is named ``module:Class``."""
-    if not isinstance(worker, str):
-        return worker
-    module, _, name = worker.partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
 def calls_of(worker: Any) -> dict[str, str]:
     """Phase by name of a worker class's methods that are part of the dataflow (hjax.protocol)."""
-    cls = worker_class(worker)
-    methods = ((name, getattr(cls, name)) for name in dir(cls) if not name.startswith("__"))
-    return {name: phase for name, method in methods if (phase := getattr(method, "phase", ""))}
+    return {name: method.phase for name, method in bound_methods(worker).items() if method.phase}

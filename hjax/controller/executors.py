@@ -6,6 +6,7 @@ workers share nothing with the controller.
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import threading
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from hjax.controller.futures import Future, resolve
 from hjax.controller.host import Answer, WorkerHost
 from hjax.controller.messages import Build, Call, Message
 from hjax.controller.timeline import Timeline
+from hjax.errors import RunError
 
 _NOTE = "in the call"
 
@@ -28,7 +30,10 @@ class Executor(Protocol):
         """Queue a message; returns at once. The future of a ``Build`` has no value."""
 
     def close(self) -> None:
-        """Let queued messages finish, then stop."""
+        """Let the message under way finish, and what goes on in the background; then stop.
+
+        Messages that still wait are not run: their futures say so by a RunError.
+        """
 
 
 # Makes the executor of a pool: its name, its devices, where calls are recorded.
@@ -59,31 +64,31 @@ class ThreadExecutor:
     def __init__(self, name: str, devices: Sequence[jax.Device], timeline: Timeline):
         self.host = WorkerHost(devices)
         self._name, self._timeline = name, timeline
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._messages = Messages(self._run, name)
 
     def submit(self, message: Message) -> Future:
         """Queue a message on the pool's thread."""
         done: concurrent.futures.Future = concurrent.futures.Future()
-        task = self._thread.submit(self._run, message, done)
-        task.add_done_callback(lambda task: done.cancel() if task.cancelled() else None)
+        self._messages.put(message, (message, done), done.set_exception)
         return Future(done, message.label)
 
     def close(self) -> None:
-        """Let the message under way finish, then stop."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        """Let the message under way finish; see ``Executor``."""
+        self._messages.close()
 
-    def _run(self, message: Message, done: concurrent.futures.Future) -> None:
+    def _run(self, item: tuple[Message, concurrent.futures.Future]) -> None:
+        message, done = item
         try:
             answer = named(message, lambda: self._answer(message))
+            if answer.phase and isinstance(message, Call):
+                self._timeline.record(self._name, message.role, message.method, answer)
+            if answer.background:
+                self._messages.finish_beside(message, answer.value, done.set_result,
+                                             done.set_exception)  # fmt: skip
+            else:
+                done.set_result(answer.value)
         except BaseException as error:
             done.set_exception(error)
-            return
-        if answer.phase and isinstance(message, Call):
-            self._timeline.record(self._name, message.role, message.method, answer)
-        if answer.background:
-            in_background(message, answer.value, done.set_result, done.set_exception)
-        else:
-            done.set_result(answer.value)
 
     def _answer(self, message: Message) -> Answer:
         # A future of an earlier call is waited for here: the dataflow's only synchronisation.
@@ -95,20 +100,74 @@ class ThreadExecutor:
         return self.host.call(call)
 
 
-def in_background(
-    message: Message,
-    rest: Callable[[], Any],
-    succeed: Callable[[Any], Any],
-    fail: Callable[[BaseException], Any],
-) -> None:
-    """Finish a call in a thread of its own, while its pool goes on."""
+class Messages:
+    """Runs what is queued in one thread, in its order, until it is closed.
 
-    def run() -> None:
-        try:
-            value = named(message, rest)
-        except BaseException as error:
-            fail(error)
-        else:
-            succeed(value)
+    Args:
+      run: what is done with an item.
+      name: of the thread.
+    """
 
-    threading.Thread(target=run, name=f"{message.label} (rest)").start()
+    def __init__(self, run: Callable[[Any], None], name: str):
+        self._run = run
+        self._items: collections.deque[tuple[Message, Any, Callable[[RunError], Any]]]
+        self._items = collections.deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._beside: list[threading.Thread] = []
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, message: Message, item: Any, refuse: Callable[[RunError], Any]) -> None:
+        """Queue an item; ``refuse`` is called if it will never be run.
+
+        Raises:
+          RunError: the pool was closed.
+        """
+        with self._changed:
+            if self._closed:
+                raise RunError(f"{message.label} was called after its pool was closed")
+            self._items.append((message, item, refuse))
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Let the item under way finish, and what goes on beside; refuse the others."""
+        with self._changed:
+            self._closed = True
+            waiting, self._items = list(self._items), collections.deque()
+            self._changed.notify()
+        for message, _, refuse in waiting:
+            refuse(RunError(f"{message.label} was not run: its pool was closed"))
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        for thread in self._beside:
+            thread.join()
+
+    def finish_beside(
+        self,
+        message: Message,
+        rest: Callable[[], Any],
+        succeed: Callable[[Any], Any],
+        fail: Callable[[BaseException], Any],
+    ) -> None:
+        """Finish a call in a thread of its own, while the next ones run."""
+
+        def run() -> None:
+            try:
+                succeed(named(message, rest))
+            except BaseException as error:
+                fail(error)
+
+        self._beside = [thread for thread in self._beside if thread.is_alive()]
+        self._beside.append(threading.Thread(target=run, name=f"{message.label} (rest)"))
+        self._beside[-1].start()
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._items or self._closed)
+                if not self._items:
+                    return
+                _, item, _ = self._items.popleft()
+            self._run(item)
+            del item  # what it holds may be large

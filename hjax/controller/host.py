@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from hjax.binding import binding
 from hjax.controller.messages import Build, Call, select
 from hjax.errors import RunError
 
@@ -66,7 +67,10 @@ class WorkerHost:
             raise RunError(f"{message.role} has no worker here")
         worker = self.workers[message.role]
         method = getattr(worker, message.method)
-        protocol, phase = method.protocol, method.phase
+        bound = binding(type(worker), message.method)
+        if bound is None:
+            raise RunError(f"{message.label} is bound to no protocol")
+        protocol, phase = bound.protocol, bound.phase
         layouts = getattr(worker, "layouts", None)
         start = time.perf_counter()
         if phase:
@@ -81,7 +85,7 @@ class WorkerHost:
         # Whoever runs this waits, not the controller: spans are true, errors surface here.
         result = jax.block_until_ready(method(*arguments, **options))
         end = time.perf_counter()
-        background = getattr(method, "background", False)
+        background = getattr(bound, "background", False)
         value = result if background else protocol.gather(result)
         return Answer(value, background, phase, start, end)
 
@@ -92,6 +96,7 @@ class WorkerHost:
         """
         if self._turn is not None and self._turn[0] is worker and self._turn[1] == phase:
             return
+        self._turn = None  # until all of it has been done
         # First those that make room.
         for other in sorted(self.workers.values(), key=lambda other: other is worker):
             if hasattr(other, "turn"):

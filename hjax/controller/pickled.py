@@ -11,15 +11,13 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import itertools
-import queue
-import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
-from hjax.controller.executors import in_background, named
+from hjax.controller.executors import Messages, named
 from hjax.controller.futures import Future
 from hjax.controller.host import Answer, WorkerHost
 from hjax.controller.messages import Build, Call, Message, from_bytes, to_bytes
@@ -114,10 +112,10 @@ class PicklingExecutor:
         self, store: ObjectStore, name: str, devices: Sequence[jax.Device], timeline: Timeline
     ):
         self._store, self._name, self._timeline = store, name, timeline
-        self._messages: queue.SimpleQueue = queue.SimpleQueue()
         ids = [device.id for device in devices]
-        self._thread = threading.Thread(target=self._serve, args=(ids,), name=name, daemon=True)
-        self._thread.start()
+        by_id = {device.id: device for device in jax.devices()} if ids else {}
+        self._host = WorkerHost([by_id[i] for i in ids])
+        self._messages = Messages(self._run, name)
 
     def submit(self, message: Message) -> Future:
         """Write a message down and queue it."""
@@ -128,13 +126,13 @@ class PicklingExecutor:
         else:
             written = Call(message.role, message.method, *arguments, message.reads)
         # The message's own futures go along, so that their results stay until it is read.
-        self._messages.put((number, to_bytes(written), message))
+        item = number, to_bytes(written), message
+        self._messages.put(message, item, lambda error: self._store.fail(number, error))
         return StoredFuture(self._store, number, inner, message.label)
 
     def close(self) -> None:
-        """Let queued messages finish, then stop."""
-        self._messages.put(None)
-        self._thread.join()
+        """Let the message under way finish; see ``Executor``."""
+        self._messages.close()
 
     def _referring(self, value: Any) -> Any:
         """Futures replaced by references to what they will hold."""
@@ -159,29 +157,25 @@ class PicklingExecutor:
             return type(value)(self._fetched(item, None) for item in value)
         return value
 
-    def _serve(self, ids: Sequence[int]) -> None:
-        by_id = {device.id: device for device in jax.devices()} if ids else {}
-        host = WorkerHost([by_id[i] for i in ids])
-        while (item := self._messages.get()) is not None:
-            number, data, _ = item
-            try:
-                message: Message = from_bytes(data)
-                answer = named(message, lambda m=message: self._answer(host, m))  # type: ignore[misc]
-            except BaseException as error:
-                self._store.fail(number, error)
-                continue
+    def _run(self, item: tuple[int, bytes, Message]) -> None:
+        number, data, sent = item
+        store = self._store
+        try:
+            message: Message = from_bytes(data)
+            answer = named(message, lambda: self._answer(self._host, message))
             if answer.phase and isinstance(message, Call):
                 self._timeline.record(self._name, message.role, message.method, answer)
             if answer.background:
-                in_background(
-                    message,
+                self._messages.finish_beside(
+                    sent,
                     answer.value,
-                    lambda value, n=number: self._store.put(n, value),  # type: ignore[misc]
-                    lambda error, n=number: self._store.fail(n, error),  # type: ignore[misc]
+                    lambda value: store.put(number, value),
+                    lambda error: store.fail(number, error),
                 )
             else:
-                self._store.put(number, answer.value)
-            del item
+                store.put(number, answer.value)
+        except BaseException as error:
+            store.fail(number, error)
 
     def _answer(self, host: WorkerHost, message: Message) -> Answer:
         reads = message.reads if isinstance(message, Call) else None

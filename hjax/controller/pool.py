@@ -8,12 +8,12 @@ with nested dicts of arrays, or with futures of them.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
+from hjax.binding import bound_methods
 from hjax.controller.executors import Executor, ExecutorFactory, ThreadExecutor
 from hjax.controller.futures import Future
 from hjax.controller.messages import Build, Call, select
@@ -44,7 +44,7 @@ class ResourcePool:
         self.executor: Executor = executor(name, self.devices, self.timeline)
 
     def close(self) -> None:
-        """Let queued calls finish and stop what carries them out."""
+        """Let the call under way finish and stop; calls that still wait are refused."""
         self.executor.close()
 
     def __repr__(self) -> str:
@@ -64,13 +64,6 @@ def check_disjoint(pools: Sequence[ResourcePool]) -> None:
             owner[device] = pool.name
 
 
-@dataclasses.dataclass(frozen=True)
-class _Method:
-    """What the controller knows of a worker's method: the entries of a batch that it reads."""
-
-    reads: frozenset[str] | None
-
-
 class WorkerGroup:
     """The controller's handle on one role's worker in its pool.
 
@@ -88,13 +81,12 @@ class WorkerGroup:
                  role: str = "", **options: Any):  # fmt: skip
         self.role = role or str(getattr(worker, "__name__", "worker"))
         self.pool = pool
-        self._methods: dict[str, _Method] = {}
-        for name in dir(worker):
-            method = None if name.startswith("__") else getattr(worker, name)
-            if hasattr(method, "protocol"):
-                reads = getattr(method, "reads", None)
-                reads = reads(worker, *arguments) if callable(reads) else reads
-                self._methods[name] = _Method(None if reads is None else frozenset(reads))
+        # By method the entries of a batch that it reads; None: all.
+        self._methods: dict[str, frozenset[str] | None] = {}
+        for name, method in bound_methods(worker).items():
+            reads = getattr(method, "reads", None)
+            reads = reads(worker, *arguments) if callable(reads) else reads
+            self._methods[name] = None if reads is None else frozenset(reads)
         self.built: Future = pool.executor.submit(Build(self.role, worker, arguments, options))
 
     @property
@@ -117,7 +109,7 @@ class WorkerGroup:
                 f"{self.__dict__.get('role')} has no method {name!r} bound to a protocol; "
                 f"it has {', '.join(sorted(methods)) or 'none'}"
             )
-        reads = methods[name].reads
+        reads = methods[name]
 
         def remote(*arguments: Any, **options: Any) -> Future:
             # What is at hand here is cut down here; of a future's result, where that is.

@@ -29,7 +29,7 @@ class StepProgram:
 
     Attributes:
       role: whose it is.
-      name: as ``Worker.programs`` names it.
+      name: as ``ModelWorker.programs`` names it.
       set_number: of the set of roles on whose devices it runs.
       rows: sequences of its batch.
       runs: times that a step runs it.
@@ -122,7 +122,7 @@ def step_programs(
 
 
 def program_of(call: StepCall) -> str:
-    """What ``Worker.programs`` names the program of a call."""
+    """What ``ModelWorker.programs`` names the program of a call."""
     if call.phase == "update":
         return "update"
     if call.phase == "generate":
@@ -166,7 +166,7 @@ def held_beside(
 
 
 def phase_of(program: str) -> str:
-    """The phase in which a program of ``Worker.programs`` runs, as the controller names it."""
+    """The phase in which a program of ``ModelWorker.programs`` runs, as the controller names it."""
     if program.startswith(("generate", "transition")):
         return "generate"
     return "update" if program == "update" else "prepare"

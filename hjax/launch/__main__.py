@@ -47,7 +47,7 @@ from the last checkpoint. Ctrl-C saves and stops; a second Ctrl-C stops at once.
                           --config.data.path=FILE       your prompts, jsonl or parquet
                           --config.reward.function=FILE.py:NAME
                           --config.algorithm.name=FILE.py:CLASS
-                          --config.placement=colocate|split|standalone
+                          --config.placement=colocate|split|standalone|auto
   --workdir=DIR         where the run is kept; without it a new runs/<config>-<time>
   --dry_run             print batch arithmetic, placement, parameters and memory, and stop
   --json                print one line of JSON as the last line of the output

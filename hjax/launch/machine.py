@@ -53,6 +53,8 @@ def dividing_devices(config: ConfigDict, cores: int) -> int:
 
     With a layout or placement of the user's own it is all cores: then sizes are theirs to match.
     """
+    from hjax.algorithms import get_algorithm
+
     layout = flatten(config.layout)
     own = any(size not in (-1, 1) for size in layout.values())
     if own or config.placement != "colocate":
@@ -60,9 +62,10 @@ def dividing_devices(config: ConfigDict, cores: int) -> int:
     sizes = [config.rollout.prompts]
     sizes += [config.algorithm.get("minibatch", 0)]
     sizes += [config.actor.micro_batch, config.critic.micro_batch]
-    if config.algorithm.name == "SFT":
+    rollouts = get_algorithm(config.algorithm.name).generates
+    if not rollouts:
         sizes = []
-    if config.algorithm.name == "SFT" or config.warm_start.steps:
+    if not rollouts or config.warm_start.steps:
         sizes += [config.warm_start.batch]
     common = math.gcd(*sizes)
     return max(n for n in range(1, cores + 1) if common % n == 0)

@@ -76,8 +76,12 @@ class Checkpoints:
             raise RunError(f"checkpoint {step} is not after the latest one, {self._latest}")
         part = self.directory / f".{step}.saving"
         part.mkdir()
-        replace_file(part / CONTROLLER, json.dumps(to_json(controller)) + "\n")
-        written = write(part)
+        try:
+            replace_file(part / CONTROLLER, json.dumps(to_json(controller)) + "\n")
+            written = write(part)
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
         self._latest = step
         self._completing = threading.Thread(
             target=self._complete_when, args=(step, part, written), name=f"checkpoint {step}"
@@ -120,13 +124,20 @@ class Checkpoints:
         return sorted(int(p.name) for p in self.directory.iterdir() if p.name.isdigit())
 
     def _complete_when(self, step: int, part: Path, written: Sequence[Any]) -> None:
-        try:
-            for future in written:
+        errors = []
+        for future in written:  # all of them: a worker that still writes must find its folder
+            try:
                 future.result()
+            except BaseException as error:
+                errors.append(error)
+        try:
+            if errors:
+                raise errors[0]
             part.rename(self.folder(step))
             for old in self._complete()[: -self.keep]:
                 shutil.rmtree(self.folder(old))
         except BaseException as error:
+            shutil.rmtree(part, ignore_errors=True)
             self._error = error
             self._latest = max(self._complete(), default=None)
 
@@ -152,6 +163,11 @@ def write_state(folder: Path, items: Mapping[str, Any]) -> Callable[[], None]:
                 writer.save(folder / name, args=ocp.args.StandardSave(tree))
 
     return write
+
+
+def saved_items(folder: Path, role: str) -> list[str]:
+    """Names of a role's trees in the folder of a checkpoint."""
+    return sorted(path.name for path in folder.glob(f"{role}.*") if path.is_dir())
 
 
 def read_state(folder: Path, items: Mapping[str, Any]) -> dict[str, Any]:
@@ -242,8 +258,9 @@ def _one_error(path: Path) -> Iterator[None]:
 
 
 def _without_abandoned_reads(unraisable: Any, uncaught: Any) -> tuple[Any, Any]:
-    """The hooks, but silent about coroutines and event loops that were left."""
+    """The hooks, but silent about coroutines, tasks and event loops that were left."""
     closed = "Event loop is closed"
+    logging.getLogger("asyncio").addFilter(_of_no_abandoned_task)
 
     def quiet_unraisable(about: Any) -> None:
         if not (inspect.iscoroutine(about.object) or closed in str(about.exc_value)):
@@ -254,6 +271,10 @@ def _without_abandoned_reads(unraisable: Any, uncaught: Any) -> tuple[Any, Any]:
             uncaught(kind, error, trace)
 
     return quiet_unraisable, quiet_uncaught
+
+
+def _of_no_abandoned_task(record: logging.LogRecord) -> bool:
+    return "exception was never retrieved" not in record.getMessage()
 
 
 def damaged(path: Path, error: Exception) -> DataError:

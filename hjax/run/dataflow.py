@@ -8,7 +8,8 @@ user's own included.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
+import inspect
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from ml_collections import ConfigDict
 
 from hjax.algorithms import Algorithm
 from hjax.algorithms.base import Absent
+from hjax.binding import worker_class
 from hjax.controller import join
 from hjax.errors import ConfigError
 from hjax.roles import calls_of, role_table
@@ -67,7 +69,7 @@ def step_calls(
     settings.minibatch = rows // updates
     calls: list[StepCall] = []
     groups = {
-        name: _StandIn(name, calls_of(role.worker), samples, rows, calls)
+        name: _StandIn(name, worker_class(role.worker), samples, rows, calls)
         for name, role in algorithm.role_table(config).items()
         if name not in absent
     }
@@ -101,9 +103,9 @@ class _StandIn:
     """Notes calls instead of making them."""
 
     def __init__(
-        self, role: str, methods: dict[str, str], samples: int, rows: int, calls: list[StepCall]
+        self, role: str, worker: Any, samples: int, rows: int, calls: list[StepCall]
     ):
-        self._role, self._methods = role, methods
+        self._role, self._worker, self._methods = role, worker, calls_of(worker)
         self._samples, self._rows, self._calls = samples, rows, calls
 
     def __getattr__(self, name: str) -> Callable[..., dict[str, Any]]:
@@ -111,19 +113,33 @@ class _StandIn:
             raise AttributeError(f"{self._role} has no method {name!r} bound to a protocol")
         phase = self._methods[name]
 
-        def call(*batches: Any, **options: Any) -> dict[str, Any]:
-            given = [_rows(b) for b in (*batches, *options.values()) if isinstance(b, dict)]
-            rows = sum(given)
-            greedy = bool(options.get("greedy"))
+        signature = inspect.signature(getattr(self._worker, name))
+
+        def call(*arguments: Any, **options: Any) -> _Answer:
+            given = signature.bind(None, *arguments, **options).arguments
+            rows = sum(_rows(value) for value in given.values() if isinstance(value, Mapping))
+            greedy = bool(given.get("greedy"))
             if phase == "generate" and not greedy:
-                rows *= self._samples
+                rows *= given.get("samples") or self._samples
             self._calls.append(StepCall(self._role, name, phase, rows / self._rows, greedy))
-            return {"loss": 0.0} if phase == "update" else _batch(rows)
+            return _Answer({"loss": 0.0} if phase == "update" else _batch(rows))
 
         return call
 
 
-def _rows(batch: dict[str, Any]) -> int:
+class _Answer(dict):
+    """A result that is there at once, for a step that waits for it."""
+
+    def result(self, timeout_seconds: float = 0.0) -> dict[str, Any]:
+        """The result itself."""
+        return self
+
+    def done(self) -> bool:
+        """Always."""
+        return True
+
+
+def _rows(batch: Mapping[str, Any]) -> int:
     for key in ("responses", "prompts"):
         if key in batch:
             return int(np.shape(batch[key])[0])

@@ -59,9 +59,15 @@ def _answer(indices: range, rows: int, inputs: Inputs, roles: Roles) -> dict[str
     filled = [*indices, *[indices[-1]] * (rows - len(indices))]
     prompts = prompt_batch(inputs.held_out.rows(filled), inputs.prompt_length, 0)
     batch = join(roles.groups["actor"].generate_sequences(prompts, greedy=True))
-    batch = take_rows(batch, len(indices))
     reward = roles.groups.get("reward")
-    return batch if reward is None else batch | join(reward.compute_reward(batch))
+    if reward is None:
+        return take_rows(batch, len(indices))
+    if "reward" in roles.layouts:  # its devices share the rows evenly, those that fill up too
+        batch |= join(reward.compute_reward(batch))
+        batch.pop("reward_outcomes", None)  # they count rows that are cut off now
+        return take_rows(batch, len(indices))
+    batch = take_rows(batch, len(indices))
+    return batch | join(reward.compute_reward(batch))
 
 
 def _correct(batch: Mapping[str, Any], inputs: Inputs) -> list[bool]:

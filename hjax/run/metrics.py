@@ -73,13 +73,14 @@ class StepRecorder:
         metrics: dict[str, float] = {}
         for role, updates in by_role.items():
             taken = [u for u in updates if not u.get("skipped")]
-            for key in updates[0]:
+            for key in dict.fromkeys(key for update in updates for key in update):
+                values = [update[key] for update in updates if key in update]
                 if key == "token_prob_error":
                     # Only before the first update are the parameters those that generated.
-                    metrics["rollout/token_prob_error"] = updates[0][key]
+                    metrics["rollout/token_prob_error"] = values[0]
                 elif key != "skipped":
-                    values = [u[key] for u in taken or updates if key in u]
-                    metrics[f"{role}/{key}"] = float(np.mean(values))
+                    counted = [update[key] for update in taken if key in update]
+                    metrics[f"{role}/{key}"] = float(np.mean(counted or values))
             self._count_skipped(role, updates)
             metrics[f"{role}/skipped"] = float(self._skipped.get(role, 0))
         return metrics

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from ml_collections import ConfigDict
 
 from hjax.algorithms import Algorithm
 from hjax.algorithms.losses import SupervisedLoss
+from hjax.binding import worker_class
 from hjax.controller import Build, ResourcePool, WorkerGroup
 from hjax.controller.executors import ExecutorFactory
 from hjax.data.tokenizer import Tokenizer
@@ -20,7 +22,7 @@ from hjax.models.config import ModelConfig
 from hjax.models.transformer import Compute
 from hjax.models.weights import check_weights, read_config
 from hjax.rewards.function import RewardFunction
-from hjax.roles import Role, worker_class
+from hjax.roles import Role
 from hjax.rollout.sampling import Sampling
 from hjax.run.inputs import Inputs, load_tokenizer
 from hjax.run.placement import HOST_POOL, Plan, layout_sizes, make_plan, make_pools
@@ -78,8 +80,9 @@ class Roles:
 
     def close(self) -> None:
         """Stop every pool."""
-        for pool in {id(p): p for p in self.pools.values()}.values():
-            pool.close()
+        with contextlib.ExitStack() as ends:  # all of them, whichever fails
+            for pool in {id(p): p for p in self.pools.values()}.values():
+                ends.callback(pool.close)
 
 
 def default_dtype(platform: str) -> Any:
@@ -136,6 +139,17 @@ def describe_roles(
             train, generate = sizes[role]["train"], sizes[role].get("generate")
             layouts[role] = make_layouts(count, train, generate, what)
     _check_batches(config, algorithm, table, layouts)
+    for name, entry in table.items():
+        if entry.trained and config.get(entry.config_section) is None:
+            raise ConfigError(
+                f"role {name!r} is trained, but the config has no section "
+                f"{entry.config_section!r} with its optimizer; say section='critic' in its Role"
+            )
+        if entry.starts_from and entry.starts_from not in table:
+            raise ConfigError(
+                f"role {name!r} starts from {entry.starts_from!r}, which this config has no use "
+                f"for; it has {', '.join(table)}"
+            )
     builder = _Builder(config, algorithm, inputs, table, sizes, default_dtype(platform), read)
     builds = {role: builder.build(role) for role in table}
     models = {role: b.arguments[0].model for role, b in builds.items() if b.arguments[0].model}
@@ -146,7 +160,27 @@ def describe_roles(
         and not role_path(config, entry)
         and hasattr(builds[role].worker, "take_weights")
     }
-    return Roles(table, builds, plan, layouts, models, starts_from)
+    return Roles(table, builds, plan, layouts, models, _in_order(starts_from))
+
+
+def _in_order(starts_from: Mapping[str, str]) -> dict[str, str]:
+    """Every role after the one whose weights it takes.
+
+    Raises:
+      ConfigError: roles that start from each other.
+    """
+    ordered: dict[str, str] = {}
+    while len(ordered) < len(starts_from):
+        ready = {
+            role: source
+            for role, source in starts_from.items()
+            if role not in ordered and (source in ordered or source not in starts_from)
+        }
+        if not ready:
+            circle = sorted(set(starts_from) - set(ordered))
+            raise ConfigError(f"roles start from each other in a circle: {', '.join(circle)}")
+        ordered |= ready
+    return ordered
 
 
 def check_offloads(

@@ -143,6 +143,8 @@ class Trainer:
             rows.append(self.step())
         if self._prepared:
             self.save()
+            if self.checkpoints is not None:
+                self.checkpoints.wait()
             self._write_report()
         return rows
 
@@ -200,13 +202,14 @@ class Trainer:
         return [group.save_state(str(folder)) for group in groups if group.has("save_state")]
 
     def close(self) -> None:
-        """Finish writing and stop the pools' threads. The trainer cannot be used after."""
-        if self.checkpoints is not None:
-            self.checkpoints.close()
-            self.checkpoints = None
-        if self.workdir is not None:
-            self.workdir.close()
-        self.roles.close()
+        """Finish writing and stop the pools. The trainer cannot be used after."""
+        with contextlib.ExitStack() as ends:  # all of them, whichever fails
+            ends.callback(self.roles.close)
+            if self.workdir is not None:
+                ends.callback(self.workdir.close)
+            if self.checkpoints is not None:
+                ends.callback(self.checkpoints.close)
+                self.checkpoints = None
 
     # Starting
 
@@ -235,12 +238,12 @@ class Trainer:
         for role, group in groups.items():
             if role not in starts_from and group.has("initialize"):
                 group.initialize().result()
-        if self.config.warm_start.steps and not self.config.actor.path:
-            if self.algorithm_class.generates:
-                self._warm_start()
+        warmed = self.config.warm_start.steps and not self.config.actor.path
+        if warmed and self.algorithm_class.generates:
+            self._warm_start()
         for role, source in starts_from.items():
             groups[role].take_weights(groups[source].weights()).result()
-        saves = self.config.warm_start.steps and self.config.checkpoint.every
+        saves = warmed and self.config.checkpoint.every
         if saves and not self.stop_requested and self.algorithm_class.generates:
             self._prepared = True
             self.save()
@@ -297,13 +300,16 @@ class Trainer:
 
     # Reporting
 
+    def _generates(self, role: str) -> bool:
+        return self.roles.table[role].generates
+
     def _offloaded_bytes(self) -> int:
         """Bytes per device that wait in the host's memory while a pool generates, at most."""
         sets: dict[int, int] = {}
         for role in self.roles.layouts:
             group = self.roles.groups[role]
             if group.has("offloaded_bytes"):
-                size = group.offloaded_bytes("generate", role == "actor").result()
+                size = group.offloaded_bytes("generate", self._generates(role)).result()
                 number = self.roles.set_of(role)
                 sets[number] = sets.get(number, 0) + size
         return max(sets.values(), default=0)
@@ -314,7 +320,7 @@ class Trainer:
         names = self.compiles.take_names()
         if step > 2 and names:
             self._message(f"step {step} compiled {', '.join(sorted(set(names)))}")
-        metrics = {"time/step": seconds, "time/transition": spent["transition"]}
+        metrics = {"time/step": seconds, "time/transition": spent.get("transition", 0.0)}
         metrics |= {f"time/{phase}": taken for phase, taken in phases.items()}
         if self.algorithm_class.generates and "response_mask" in self.batch:
             tokens = int(self.batch["response_mask"].sum() + self.batch["prompt_mask"].sum())
@@ -374,7 +380,7 @@ class Trainer:
         parallelism: dict[str, Any] = {}
         for role, layouts in self.roles.layouts.items():
             parallelism[role] = {"train": train_sizes(layouts.train.mesh.shape)}
-            if role == "actor":
+            if self._generates(role):
                 parallelism[role]["generate"] = {
                     "data": layouts.generate.ways("batch"),
                     "tensor": layouts.generate.ways("heads"),

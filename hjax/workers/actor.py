@@ -43,6 +43,7 @@ class Actor(TrainedWorker):
             context.transition_bucket_bytes,
         )
         self._seconds = {"transition": 0.0}
+        self._asked = 0  # prompts so far, by which their rows know each other
 
     def token_loss(
         self, model: Any, batch: dict[str, jax.Array], share: int, loss: Any
@@ -82,8 +83,9 @@ class Actor(TrainedWorker):
         count = 1 if greedy else (samples or context.samples)
         asked = prompts["prompts"].shape[0]
         rows = asked * count
-        # The same prompt in another step is another: rows of one id are of one call.
-        ids = prompts.get("step", 0) * asked + np.arange(asked, dtype=np.int64)
+        # Of this call alone: the same prompt in another call is another.
+        ids = np.arange(self._asked, self._asked + asked, dtype=np.int64)
+        self._asked += asked
         sequence = jax.device_put(
             np.arange(rows, dtype=np.int32), self.layouts.generate.sharding("batch")
         )

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hjax.errors import ConfigError
-from hjax.models.checkpoint import read_state, write_state
+from hjax.errors import ConfigError, DataError
+from hjax.models.checkpoint import read_state, saved_items, write_state
 from hjax.models.config import ModelConfig
 from hjax.models.parameters import Network, Params, decoder_network, scalar_network
 from hjax.models.transformer import Compute
@@ -48,7 +48,7 @@ class WorkerContext:
       seed: of the run.
       tokenizer: of the role's model, or None.
       model: shapes of the role's model.
-      path: where its weights are read; empty: from scratch, or copied from the actor.
+      path: where its weights are read; empty: from scratch, or taken from the role it starts from.
       compute: dtype and loop form.
       samples: rows of a batch that share a prompt.
       sampling: how responses are drawn; its temperature applies to all log-probs.
@@ -145,6 +145,12 @@ class Worker:
           DataError: it is damaged, or of other shapes.
         """
         promised = self.abstract_state()
+        unknown = set(saved_items(Path(folder), self.role)) - set(self._named(promised))
+        if unknown:
+            raise DataError(
+                f"{folder}: {', '.join(sorted(unknown))} was saved, but the new worker of "
+                f"{self.role} has no such state; its state() must show every kind from the start"
+            )
         read = read_state(Path(folder), self._named(promised))
         if promised:
             self.restore({kind: read[f"{self.role}.{kind}"] for kind in promised})
@@ -206,7 +212,10 @@ class ModelWorker(Worker):
 
     @control
     def weights(self) -> Params:
-        """The parameters, for another worker's ``take_weights``."""
+        """The parameters, for another worker's ``take_weights``; wait for that before an update.
+
+        They are lent, not copied: an update writes over them.
+        """
         return self.params
 
     @control
@@ -243,7 +252,7 @@ class ModelWorker(Worker):
         return sum(shard_bytes(state[kind]) for kind in away)
 
     def turn(self, phase: str, called: bool) -> None:
-        """Put away what a call does not need, or fetch what it does; asked by the pool."""
+        """Put away what a call does not need, or fetch what it does; asked by its pool's host."""
         self._place("params", self.away(phase, called), phase, called)
         self._phase = phase
 
