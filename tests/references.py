@@ -3,6 +3,7 @@
 setup.cfg says on which Pythons the test extra brings it.
 """
 
+import importlib
 from typing import Any
 
 import pytest
@@ -19,4 +20,8 @@ except ModuleNotFoundError:
 
     torch = _Absent()  # type: ignore[assignment]
 
-__all__ = ["torch"]
+
+def llama_layers() -> Any:
+    """transformers' module of Llama's layers, which imports torch; without it a skip."""
+    assert torch.nn
+    return importlib.import_module("transformers.models.llama.modeling_llama")

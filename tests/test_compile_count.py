@@ -76,6 +76,6 @@ def test_a_new_length_bucket_is_compiled_once_and_named(tmp_path):
     first, second, third, *rest = counts
     assert first == second < third
     assert rest == [third] * 3
-    said = [text for text in said if " compiled " in text]
-    assert [text.split(" compiled ")[0] for text in said] == ["step 3"]
-    assert "actor_update" in said[0]
+    compiled = [text for text in said if " compiled " in text]
+    assert [text.split(" compiled ")[0] for text in compiled] == ["step 3"]
+    assert "actor_update" in compiled[0]

@@ -300,3 +300,14 @@ def test_what_the_test_extra_names_is_installed():
         requirement = Requirement(line)
         if requirement.marker is None or requirement.marker.evaluate():
             assert importlib.metadata.version(requirement.name) in requirement.specifier
+
+
+def test_no_test_needs_torch_to_be_read():
+    """The test extra does not bring it on every Python; tests/references.py skips without it."""
+    wanted = re.compile(r"^(import torch|from torch|from safetensors.torch|from [a-z.]*modeling_)")
+    found = {
+        file.name
+        for file in (ROOT / "tests").glob("*.py")
+        if any(map(wanted.match, file.read_text().splitlines()))
+    }
+    assert found == set()
