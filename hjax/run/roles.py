@@ -122,6 +122,17 @@ def describe_roles(
       ConfigError: shapes, batches, layouts or paths that do not fit, by name.
     """
     table = algorithm.role_table(config.algorithm)
+    for name, entry in table.items():
+        if entry.trained and config.get(entry.config_section) is None:
+            raise ConfigError(
+                f"role {name!r} is trained, but the config has no section "
+                f"{entry.config_section!r} with its optimizer; say section='critic' in its Role"
+            )
+        if entry.starts_from and entry.starts_from not in table:
+            raise ConfigError(
+                f"role {name!r} starts from {entry.starts_from!r}, which this config has no use "
+                f"for; it has {', '.join(table)}"
+            )
     with_devices = roles_with_devices(config, algorithm)
     for name in set(table) - set(with_devices):
         if table[name].function and getattr(inputs, name) is None:
@@ -139,17 +150,6 @@ def describe_roles(
             train, generate = sizes[role]["train"], sizes[role].get("generate")
             layouts[role] = make_layouts(count, train, generate, what)
     _check_batches(config, algorithm, table, layouts)
-    for name, entry in table.items():
-        if entry.trained and config.get(entry.config_section) is None:
-            raise ConfigError(
-                f"role {name!r} is trained, but the config has no section "
-                f"{entry.config_section!r} with its optimizer; say section='critic' in its Role"
-            )
-        if entry.starts_from and entry.starts_from not in table:
-            raise ConfigError(
-                f"role {name!r} starts from {entry.starts_from!r}, which this config has no use "
-                f"for; it has {', '.join(table)}"
-            )
     builder = _Builder(config, algorithm, inputs, table, sizes, default_dtype(platform), read)
     builds = {role: builder.build(role) for role in table}
     models = {role: b.arguments[0].model for role, b in builds.items() if b.arguments[0].model}
