@@ -23,7 +23,7 @@ def search_times() -> list[dict[str, Any]]:
     from hjax.models.published import published
     from hjax.planning.counting import counts
     from hjax.planning.hardware import cluster
-    from hjax.planning.records import Call, Dataflow
+    from hjax.planning.records import Dataflow, PlannedCall
     from hjax.planning.search import Problem
     from hjax.planning.strategies import search_strategy
     from hjax.studies.paper_experiments import WORK
@@ -32,10 +32,10 @@ def search_times() -> list[dict[str, Any]]:
     for models, gpus in [(2, 128), (3, 128), (4, 64), (4, 128), (4, 256), (4, 512), (4, 1024),
                          (5, 128), (5, 1024)]:  # fmt: skip
         roles = ROLES[:models]
-        calls = [Call("actor", "generate", "generate", 1.0)]
-        calls += [Call(role, "score", "forward", 1.0) for role in roles[1:]]
+        calls = [PlannedCall("actor", "generate", "generate", 1.0)]
+        calls += [PlannedCall(role, "score", "forward", 1.0) for role in roles[1:]]
         for role in ("actor", "critic"):
-            calls += [Call(role, "update", "update", 1 / 8)] * 8
+            calls += [PlannedCall(role, "update", "update", 1 / 8)] * 8
         shape = published("llama-70b")
         problem = Problem(
             Dataflow("ppo", roles, tuple(calls)),

@@ -276,7 +276,7 @@ def placements(rounds: int = 9) -> dict[str, Any]:
                 name: statistics.median(row["time/step"] for row in trainer.history[2:])
                 for name, trainer in trainers.items()
             }
-            plan = trainers["auto"].plan()
+            plan = trainers["auto"].plan_record()
         finally:
             for trainer in trainers.values():
                 trainer.close()

@@ -12,12 +12,12 @@ from hjax.planning.constants import Constants
 from hjax.planning.hardware import legal_counts
 from hjax.planning.options import SearchSpace, role_options
 from hjax.planning.records import (
-    Call,
     Cluster,
     Dataflow,
     Device,
     ModelCounts,
     Numerics,
+    PlannedCall,
     Pool,
     Workload,
 )
@@ -92,12 +92,12 @@ def cluster(rng: random.Random, most: int) -> Cluster:
 
 def dataflow(rng: random.Random, roles: tuple[str, ...]) -> Dataflow:
     """An actor that generates once or twice, and models that score or learn."""
-    calls = [Call("actor", "generate_sequences", "generate", 1.0)] * rng.choice([1, 1, 2])
-    calls += [Call(r, "score", "forward", 1.0) for r in roles if rng.random() < 0.8]
+    calls = [PlannedCall("actor", "generate_sequences", "generate", 1.0)] * rng.choice([1, 1, 2])
+    calls += [PlannedCall(r, "score", "forward", 1.0) for r in roles if rng.random() < 0.8]
     updates = rng.choice([1, 2, 4])
     for role in roles:
         if role == "actor" or (role == "critic" and rng.random() < 0.8):
-            calls += [Call(role, "update", "update", 1 / updates)] * updates
+            calls += [PlannedCall(role, "update", "update", 1 / updates)] * updates
     return Dataflow("random", roles, tuple(calls))
 
 

@@ -409,11 +409,11 @@ def test_a_resumed_auto_keeps_its_plan(calibrated, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(calibrated))
     with auto_trainer(changes={"checkpoint.every": 1}, workdir=tmp_path) as first:
         first.run(1)
-        planned = first.plan()
+        planned = first.plan_record()
     # Nothing is measured or searched again: what another calibration says would change sums.
     monkeypatch.setattr("hjax.planning.auto.find_profile", lambda *_: pytest.fail("measured"))
     with auto_trainer(changes={"checkpoint.every": 1}, workdir=tmp_path) as again:
-        assert again.plan() == planned and again.plan()["predicted"]["candidates"]
+        assert again.plan_record() == planned and again.plan_record()["predicted"]["candidates"]
         again.run(1)
         assert again.step_number == 2
 
@@ -435,7 +435,7 @@ def test_auto_takes_the_simplest_of_equal_plans(load, sets, monkeypatch):
     monkeypatch.setattr("hjax.planning.auto.find_profile", lambda *_: shared_cores(load))
     changes = {"algorithm.kl_coef": 0.0, "rollout.prompts": 32}
     with auto_trainer(changes=changes) as trainer:
-        found = trainer.plan()
+        found = trainer.plan_record()
     seconds = [c["seconds"] for c in found["predicted"]["candidates"]]
     reasons = [c["reason"] for c in found["predicted"]["candidates"]]
     assert len(found["placement"]) == sets and reasons[0] == "chosen"

@@ -47,7 +47,7 @@ def run(algorithm, files, changes):
     with trainer_of(algorithm, base | changes) as trainer:
         rows = trainer.run()
         watched = [{k: row[k] for k in WATCHED if k in row} for row in rows]
-        return watched, trainer.timeline.chrome_trace(), trainer.plan()
+        return watched, trainer.timeline.chrome_trace(), trainer.plan_record()
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_a_plan_that_was_written_can_be_read_back(files, tmp_path, colocated):
     again = make_plan(str(path), ("actor", "critic", "reference"), 8)
     assert again.placement == (("actor", "critic", "reference"),) and again.allocation == (8,)
     with trainer_of("PPO", {"placement": str(path)}) as trainer:
-        assert trainer.plan() == plan
+        assert trainer.plan_record() == plan
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 4, 6, 8])

@@ -26,7 +26,7 @@ from hjax.errors import RunError
 
 
 @dataclasses.dataclass(frozen=True)
-class Reference:
+class ResultOf:
     """Stands in a message for the result of another call."""
 
     number: int
@@ -137,7 +137,7 @@ class PicklingExecutor:
     def _referring(self, value: Any) -> Any:
         """Futures replaced by references to what they will hold."""
         if isinstance(value, StoredFuture):
-            return Reference(value.number)
+            return ResultOf(value.number)
         if isinstance(value, Mapping):
             return {key: self._referring(item) for key, item in value.items()}
         if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -147,7 +147,7 @@ class PicklingExecutor:
         return value
 
     def _fetched(self, value: Any, reads: frozenset[str] | None) -> Any:
-        if isinstance(value, Reference):
+        if isinstance(value, ResultOf):
             return self._store.get(value.number, reads)
         if isinstance(value, Mapping):
             return {key: self._fetched(item, None) for key, item in value.items()}

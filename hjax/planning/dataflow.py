@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 from hjax.algorithms import ALGORITHMS, Algorithm, get_algorithm
 from hjax.errors import ConfigError
-from hjax.planning.records import Call, Dataflow
+from hjax.planning.records import Dataflow, PlannedCall
 from hjax.run.dataflow import step_calls
 
 _KINDS: dict[str, Any] = {"generate": "generate", "prepare": "forward", "update": "update"}
@@ -47,7 +47,7 @@ def trace(
                 f"{', '.join(_KINDS)}"
             )
         if call.role in placed:
-            found.append(Call(call.role, call.method, _KINDS[call.phase], call.rows))
+            found.append(PlannedCall(call.role, call.method, _KINDS[call.phase], call.rows))
     return Dataflow(algorithm.__name__, placed, tuple(found))
 
 

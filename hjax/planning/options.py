@@ -12,12 +12,12 @@ import numpy as np
 from hjax.planning import cost, generation, memory
 from hjax.planning.cost import Place
 from hjax.planning.records import (
-    Call,
     Dataflow,
     Mesh,
     ModelCounts,
     Offload,
     Option,
+    PlannedCall,
     Workload,
 )
 
@@ -170,7 +170,7 @@ def role_options(
 
 
 def batches_divide(
-    calls: Sequence[Call], mesh: Mesh, work: Workload, batches: Sequence[int] = ()
+    calls: Sequence[PlannedCall], mesh: Mesh, work: Workload, batches: Sequence[int] = ()
 ) -> bool:
     """Whether the rows of these calls, and ``batches``, divide over the replicas."""
     rows = [round(c.rows * work.sequences) for c in calls]
@@ -184,7 +184,7 @@ def prompts_divide(mesh: Mesh, work: Workload) -> bool:
 
 
 def _forward(
-    place: Place, model: ModelCounts, mesh: Mesh, calls: Sequence[Call], work: Workload
+    place: Place, model: ModelCounts, mesh: Mesh, calls: Sequence[PlannedCall], work: Workload
 ) -> tuple[float, float]:
     """(seconds, transient bytes) of a role's forwards."""
     seconds = transient = 0.0
@@ -201,7 +201,7 @@ def _updates(
     place: Place,
     model: ModelCounts,
     mesh: Mesh,
-    calls: Sequence[Call],
+    calls: Sequence[PlannedCall],
     work: Workload,
     space: SearchSpace,
 ) -> list[tuple[float, float, int, bool]]:
@@ -233,7 +233,7 @@ def _rollouts(
     place: Place,
     model: ModelCounts,
     mesh: Mesh,
-    calls: Sequence[Call],
+    calls: Sequence[PlannedCall],
     work: Workload,
     space: SearchSpace,
 ) -> list[tuple[Mesh, float, float, float, int]]:
@@ -281,7 +281,7 @@ def _transition(place: Place, model: ModelCounts, mesh: Mesh, space: SearchSpace
     return generation.transition_seconds(place, model, mesh)
 
 
-def _counted(calls: Sequence[Call], work: Workload) -> list[tuple[int, int]]:
+def _counted(calls: Sequence[PlannedCall], work: Workload) -> list[tuple[int, int]]:
     """(rows, how many calls have so many)."""
     rows = [max(1, round(c.rows * work.sequences)) for c in calls]
     return [(n, rows.count(n)) for n in dict.fromkeys(rows)]

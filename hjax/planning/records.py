@@ -152,7 +152,7 @@ class ModelCounts:
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class PlannedCall:
     """One call of a step, as the algorithm makes it.
 
     Attributes:
@@ -173,9 +173,9 @@ class Dataflow:
 
     name: str
     roles: tuple[str, ...]
-    calls: tuple[Call, ...]
+    calls: tuple[PlannedCall, ...]
 
-    def of(self, role: str, kind: str) -> tuple[Call, ...]:
+    def of(self, role: str, kind: str) -> tuple[PlannedCall, ...]:
         """A role's calls of one kind."""
         return tuple(c for c in self.calls if c.role == role and c.kind == kind)
 

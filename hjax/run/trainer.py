@@ -220,7 +220,7 @@ class Trainer:
         if self.workdir is not None:
             self.checkpoints = Checkpoints(self.workdir.checkpoints, self.config.checkpoint.keep)
             self._write_model_files()
-            self.workdir.write_json("plan.json", self.plan())
+            self.workdir.write_json("plan.json", self.plan_record())
         latest = self.checkpoints.latest() if self.checkpoints is not None else None
         if latest is not None:
             with self._phase("restore"):
@@ -374,7 +374,7 @@ class Trainer:
         if self.inputs.tokenizer is not None:
             self.inputs.tokenizer.save(directory)
 
-    def plan(self) -> dict[str, Any]:
+    def plan_record(self) -> dict[str, Any]:
         """Where the roles stand: ``placement``, ``allocation`` and ``parallelism``."""
         plan = self.roles.plan
         parallelism: dict[str, Any] = {}

@@ -213,7 +213,7 @@ def stacked_bar(parts: Sequence[tuple[str, float, int]]) -> list[BarPart]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Timeline:
+class TimelineChart:
     """Spans on rows over time, in the chart's coordinates.
 
     Attributes:
@@ -238,7 +238,7 @@ class Timeline:
 
 def timeline(
     rows: Sequence[str], spans: Sequence[Mapping[str, Any]], marks: Sequence[tuple[float, str]]
-) -> Timeline:
+) -> TimelineChart:
     """Spans on rows over time.
 
     Args:
@@ -247,10 +247,10 @@ def timeline(
         `names` (from long to short; the first that fits is written) and `title` (on hovering).
       marks: (seconds, name) of vertical lines.
     """
-    lane = Timeline.lane_height + 10
+    lane = TimelineChart.lane_height + 10
     end = max(s["start"] + s["length"] for s in spans) or 1e-9
     left = max(108, _NAMES + _NAME_LETTER * min(max(map(len, rows)), _NAME_LENGTH))
-    lane_width = Timeline.width - left - 8
+    lane_width = TimelineChart.width - left - 8
     scale = lane_width / end
 
     def x_of(seconds: float) -> float:
@@ -263,16 +263,16 @@ def timeline(
         drawn.append(
             {
                 "x": x_of(span["start"]),
-                "y": Timeline.top + span["row"] * lane,
+                "y": TimelineChart.top + span["row"] * lane,
                 "width": width,
                 "color": span["color"],
                 "title": span["title"],
                 "text": next(fitting, ""),
             }
         )
-    return Timeline(
+    return TimelineChart(
         rows=[
-            {"y": Timeline.top + i * lane, "name": name, "short": _short(name, _NAME_LENGTH)}
+            {"y": TimelineChart.top + i * lane, "name": name, "short": _short(name, _NAME_LENGTH)}
             for i, name in enumerate(rows)
         ],
         spans=drawn,
@@ -280,7 +280,7 @@ def timeline(
         seconds=_places(ticks(0, end, 8), x_of),
         left=left,
         lane_width=lane_width,
-        height=Timeline.top + len(rows) * lane + 22,
+        height=TimelineChart.top + len(rows) * lane + 22,
     )
 
 
