@@ -33,7 +33,7 @@ FLOORS = [
 ]
 BESIDE = ["data", "rewards"]
 # Files that stand beside the rooms, below them all.
-GROUND = ["binding", "config", "errors", "files", "machine", "roles", "rules", "user_files"]
+GROUND = ["binding", "config", "errors", "files", "machine", "pieces", "roles", "rules", "user_files"]
 
 
 def in_new_process(code: str) -> str:

@@ -1,0 +1,216 @@
+"""Values of which each process has a part: how they are described, put together and read.
+
+A worker that runs on several processes gives each of them its own part of a result. What the
+controller and other workers are handed then says which regions there are and who can give them;
+whoever reads one asks for the regions that it needs and for nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from hjax.errors import RunError
+
+# Start and stop in each dimension.
+Region = tuple[tuple[int, int], ...]
+
+
+class Handle(Protocol):
+    """Stands for an array that is somewhere else."""
+
+    def fetch(self) -> np.ndarray:
+        """The array, brought here."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """An array of which regions are at hand, here or by a handle.
+
+    Attributes:
+      shape, dtype: of the whole array.
+      parts: disjoint regions, each with its numbers: a numpy array of the region's shape, or a
+        ``Handle`` of one.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    parts: tuple[tuple[Region, Any], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole array."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def merged(self, others: Sequence[Pieces]) -> Pieces:
+        """This and the parts of the same array that other processes have.
+
+        Raises:
+          RunError: they are not parts of the same array.
+        """
+        for other in others:
+            if (other.shape, other.dtype) != (self.shape, self.dtype):
+                raise RunError(
+                    f"parts of different arrays: {self.dtype}{list(self.shape)} and "
+                    f"{other.dtype}{list(other.shape)}"
+                )
+        every = (*self.parts, *(part for other in others for part in other.parts))
+        return dataclasses.replace(self, parts=every)
+
+    def read(self, region: Region) -> np.ndarray:
+        """The numbers of a region; only parts that overlap it are fetched.
+
+        Raises:
+          RunError: parts of the region are missing, or there twice.
+        """
+        shape = tuple(stop - start for start, stop in region)
+        found = 0
+        result: np.ndarray | None = None
+        for held, data in self.parts:
+            common = overlap(held, region)
+            if common is None:
+                continue
+            found += volume(common)
+            numbers = data if isinstance(data, np.ndarray) else data.fetch()
+            if numbers.dtype != self.dtype or numbers.shape != extent(held):
+                raise RunError(
+                    f"a part of {self.dtype}{list(self.shape)} came as {numbers.dtype}"
+                    f"{list(numbers.shape)}, not as {list(extent(held))}"
+                )
+            cut = numbers[within(common, held)]
+            if common == region:
+                result = cut
+                continue
+            if result is None:
+                result = np.empty(shape, self.dtype)
+            result[within(common, region)] = cut
+        if found != math.prod(shape):
+            raise RunError(
+                f"of {self.dtype}{list(self.shape)} the region {region} is "
+                f"{'missing in part' if found < math.prod(shape) else 'there more than once'}"
+            )
+        return np.empty(shape, self.dtype) if result is None else result
+
+    def whole(self) -> np.ndarray:
+        """The whole array."""
+        return self.read(tuple((0, n) for n in self.shape))
+
+
+@dataclasses.dataclass(frozen=True)
+class RowPieces:
+    """A list with an entry per row, of which each process has some rows.
+
+    Attributes:
+      total: rows of the whole list.
+      parts: the first row of a run of rows, and these.
+    """
+
+    total: int
+    parts: tuple[tuple[int, Sequence[Any]], ...]
+
+    def merged(self, others: Sequence[RowPieces]) -> RowPieces:
+        """This and the rows that other processes have."""
+        every = (*self.parts, *(part for other in others for part in other.parts))
+        return dataclasses.replace(self, parts=every)
+
+    def whole(self) -> list[Any]:
+        """All rows.
+
+        Raises:
+          RunError: rows are missing.
+        """
+        rows: dict[int, Any] = {}
+        for start, values in self.parts:
+            rows.update(enumerate(values, start))
+        if len(rows) != self.total:
+            raise RunError(f"{self.total - len(rows)} of {self.total} rows are missing")
+        return [rows[i] for i in range(self.total)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Added:
+    """Counts of which each process has its share: together they are the sum."""
+
+    counts: Mapping[str, float]
+
+    def merged(self, others: Sequence[Added]) -> Added:
+        """The sums."""
+        total = dict(self.counts)
+        for other in others:
+            for key, count in other.counts.items():
+                total[key] = total.get(key, 0) + count
+        return Added(total)
+
+    def whole(self) -> dict[str, float]:
+        """The counts by name."""
+        return dict(self.counts)
+
+
+PARTIAL = (Pieces, RowPieces, Added)
+
+
+def merge(values: Sequence[Any]) -> Any:
+    """One value out of what each process gave, in rank order.
+
+    Parts are put together; of anything else every process has the same, and the first one's is
+    taken.
+    """
+    first, *others = values
+    if isinstance(first, PARTIAL):
+        return first.merged(others)  # type: ignore[arg-type]
+    if isinstance(first, Mapping):
+        return {key: merge([value[key] for value in values]) for key in first}
+    if isinstance(first, tuple) and hasattr(first, "_fields"):
+        return type(first)(*(merge(items) for items in zip(*values, strict=True)))
+    if isinstance(first, list | tuple):
+        return type(first)(merge(items) for items in zip(*values, strict=True))
+    return first
+
+
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """``value`` with ``function`` applied to everything in its dicts, tuples and lists."""
+    if isinstance(value, Mapping):
+        return {key: map_leaves(function, item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_leaves(function, item) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(map_leaves(function, item) for item in value)
+    return function(value)
+
+
+def whole(value: Any) -> Any:
+    """``value`` with everything that came in parts put together."""
+    return map_leaves(lambda x: x.whole() if isinstance(x, PARTIAL) else x, value)
+
+
+def region_of(index: Sequence[slice], shape: Sequence[int]) -> Region:
+    """A tuple of slices, as JAX gives shards, as starts and stops."""
+    bounds = (s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
+    return tuple((start, stop) for start, stop in bounds)
+
+
+def extent(region: Region) -> tuple[int, ...]:
+    """The shape of a region."""
+    return tuple(stop - start for start, stop in region)
+
+
+def volume(region: Region) -> int:
+    """Elements of a region."""
+    return math.prod(extent(region))
+
+
+def overlap(one: Region, other: Region) -> Region | None:
+    """What two regions have in common; None: nothing."""
+    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return common if all(start < stop for start, stop in common) else None
+
+
+def within(part: Region, held: Region) -> tuple[slice, ...]:
+    """Slices that cut a region out of an array that holds a larger one."""
+    return tuple(
+        slice(p[0] - h[0], p[1] - h[0]) for p, h in zip(part, held, strict=True)
+    )
