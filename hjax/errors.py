@@ -19,6 +19,10 @@ class RunError(RuntimeError):
     """A failure while running (reward outage, non-finite updates). Commands exit with status 1."""
 
 
+class ProcessLost(RunError):
+    """A process of a resource pool died, hangs or lost its network; the message names it."""
+
+
 def exit_status(run: Callable[[], int]) -> int:
     """What ``run`` returns; 2 for wrong input, 1 for other errors, each said in one line."""
     try:

@@ -114,7 +114,8 @@ class Messages:
         self._items = collections.deque()
         self._changed = threading.Condition()
         self._closed = False
-        self._beside: list[threading.Thread] = []
+        # One at a time and in order: those of several processes wait for each other.
+        self._beside = concurrent.futures.ThreadPoolExecutor(1, f"{name} (rest)")
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
@@ -140,8 +141,7 @@ class Messages:
             refuse(RunError(f"{message.label} was not run: its pool was closed"))
         if threading.current_thread() is not self._thread:
             self._thread.join()
-        for thread in self._beside:
-            thread.join()
+        self._beside.shutdown()
 
     def finish_beside(
         self,
@@ -150,7 +150,7 @@ class Messages:
         succeed: Callable[[Any], Any],
         fail: Callable[[BaseException], Any],
     ) -> None:
-        """Finish a call in a thread of its own, while the next ones run."""
+        """Finish a call in another thread, while the next ones run."""
 
         def run() -> None:
             try:
@@ -158,9 +158,7 @@ class Messages:
             except BaseException as error:
                 fail(error)
 
-        self._beside = [thread for thread in self._beside if thread.is_alive()]
-        self._beside.append(threading.Thread(target=run, name=f"{message.label} (rest)"))
-        self._beside[-1].start()
+        self._beside.submit(run)
 
     def _serve(self) -> None:
         while True:

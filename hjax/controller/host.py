@@ -37,10 +37,12 @@ class WorkerHost:
 
     Args:
       devices: of the pool, in rank order; none for workers that compute on the host.
+      process: which of how many that run the same messages this one is.
     """
 
-    def __init__(self, devices: Sequence[jax.Device] = ()):
+    def __init__(self, devices: Sequence[jax.Device] = (), process: tuple[int, int] = (0, 1)):
         self.devices = tuple(devices)
+        self.process = process
         self.workers: dict[str, Any] = {}
         self._failed: dict[str, BaseException] = {}
         self._turn: tuple[Any, str] | None = None
@@ -49,7 +51,7 @@ class WorkerHost:
         """Make a role's worker. Its later calls fail as this did, if it failed."""
 
         def here(value: Any) -> Any:
-            return value.on(self.devices) if hasattr(value, "on") else value
+            return value.on(self.devices, self.process) if hasattr(value, "on") else value
 
         try:
             arguments = [here(value) for value in message.arguments]

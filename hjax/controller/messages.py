@@ -10,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 import io
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from hjax.errors import RunError
 from hjax.user_files import load_object, origin
 
 
@@ -66,6 +67,13 @@ class Call:
 Message = Build | Call
 
 
+@dataclasses.dataclass(frozen=True)
+class ResultOf:
+    """Stands in a message that was written down for the result of another call."""
+
+    number: int
+
+
 def select(value: Any, reads: frozenset[str] | None) -> Any:
     """Of a dict the entries that are read; anything else as it is."""
     if reads is None or not isinstance(value, Mapping):
@@ -75,6 +83,16 @@ def select(value: Any, reads: frozenset[str] | None) -> Any:
 
 class _Pickler(pickle.Pickler):
     """Arrays on devices as numpy arrays, and what users' files define by file and name."""
+
+    def __init__(self, out: io.BytesIO, kept: list[Any] | None, keeps: Callable[[Any], bool]):
+        super().__init__(out, protocol=pickle.HIGHEST_PROTOCOL)
+        self._kept, self._keeps = kept, keeps
+
+    def persistent_id(self, value: Any) -> int | None:
+        if self._kept is None or not self._keeps(value):
+            return None
+        self._kept.append(value)
+        return len(self._kept) - 1
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, jax.Array):
@@ -87,13 +105,40 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def to_bytes(value: Any) -> bytes:
-    """A message or result, written down."""
+def to_bytes(
+    value: Any, kept: list[Any] | None = None, keeps: Callable[[Any], bool] = lambda _: False
+) -> bytes:
+    """A message or result, written down.
+
+    Args:
+      value: what is written.
+      kept: takes what is not written down but goes along beside it.
+      keeps: says what that is.
+    """
     out = io.BytesIO()
-    _Pickler(out, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    _Pickler(out, kept, keeps).dump(value)
     return out.getvalue()
 
 
-def from_bytes(data: bytes) -> Any:
-    """What ``to_bytes`` wrote."""
-    return pickle.loads(data)
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: io.BytesIO, kept: Sequence[Any]):
+        super().__init__(data)
+        self._kept = kept
+
+    def persistent_load(self, number: int) -> Any:
+        return self._kept[number]
+
+
+def from_bytes(data: bytes, kept: Sequence[Any] = ()) -> Any:
+    """What ``to_bytes`` wrote, with what went along beside it."""
+    return _Unpickler(io.BytesIO(data), kept).load()
+
+
+def writable_error(error: BaseException) -> BaseException:
+    """The error, or where it cannot be written down one that tells it in words."""
+    try:
+        told = from_bytes(to_bytes(error))
+    except Exception:
+        told = RunError(f"{type(error).__name__}: {error}")
+    told.__notes__ = list(getattr(error, "__notes__", ()))
+    return told

@@ -9,7 +9,6 @@ it; a distributed executor does the same with a store between processes.
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import itertools
 import weakref
 from collections.abc import Mapping, Sequence
@@ -20,16 +19,16 @@ import jax
 from hjax.controller.executors import Messages, named
 from hjax.controller.futures import Future
 from hjax.controller.host import Answer, WorkerHost
-from hjax.controller.messages import Build, Call, Message, from_bytes, to_bytes
+from hjax.controller.messages import (
+    Build,
+    Call,
+    Message,
+    ResultOf,
+    from_bytes,
+    to_bytes,
+    writable_error,
+)
 from hjax.controller.timeline import Timeline
-from hjax.errors import RunError
-
-
-@dataclasses.dataclass(frozen=True)
-class ResultOf:
-    """Stands in a message for the result of another call."""
-
-    number: int
 
 
 class ObjectStore:
@@ -65,14 +64,8 @@ class ObjectStore:
 
     def fail(self, number: int, error: BaseException) -> None:
         """Write down what went wrong instead."""
-        try:
-            error = from_bytes(to_bytes(error))
-        except Exception:  # an error that cannot be written down is told in words
-            told = RunError(f"{type(error).__name__}: {error}")
-            told.__notes__ = list(getattr(error, "__notes__", ()))
-            error = told
         if (result := self._results.get(number)) is not None:
-            result.set_exception(error)
+            result.set_exception(writable_error(error))
 
     def get(self, number: int, reads: frozenset[str] | None = None) -> Any:
         """Read a result, of a dict the entries that are asked for; waits for it."""

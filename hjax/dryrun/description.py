@@ -15,7 +15,7 @@ from hjax.dryrun.programs import (
 )
 from hjax.machine import device_memory
 from hjax.models import arithmetic
-from hjax.run.roles import local_devices
+from hjax.run.machines import local_devices
 
 
 def describe(trainer: Any) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from flax import nnx
 from hjax.errors import ConfigError
 from hjax.models.config import ModelConfig
 from hjax.models.transformer import Decoder, ScalarDecoder
+from hjax.sharding.arrays import place
 from hjax.sharding.layout import Layout
 from hjax.sharding.pipeline import Stack, plain
 
@@ -81,7 +82,7 @@ class Network:
 
     def place(self, params: Params, layout: Layout) -> Params:
         """Host arrays (or arrays elsewhere) laid out for ``layout``."""
-        return jax.tree.map(jax.device_put, params, self.shardings(layout))
+        return jax.tree.map(place, params, self.shardings(layout))
 
 
 @functools.lru_cache(maxsize=64)

@@ -37,9 +37,9 @@ from hjax.planning.strategies import search_strategy
 from hjax.roles import ROLES, Role
 from hjax.run.inputs import load_inputs
 from hjax.run.placement import Plan, make_plan
+from hjax.run.machines import local_devices
 from hjax.run.roles import (
     is_float32,
-    local_devices,
     planned_models,
     role_path,
     roles_with_devices,

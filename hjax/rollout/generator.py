@@ -24,6 +24,7 @@ from hjax.models.transformer import Compute, rope_frequencies
 from hjax.rollout import decode_state
 from hjax.rollout.pipelined import PipelinedRollout
 from hjax.rollout.sampling import Sampling, sequence_keys
+from hjax.sharding.arrays import place
 from hjax.sharding.layout import Layout
 
 Rollout = dict[str, jax.Array]
@@ -111,7 +112,7 @@ class Generator:
                 f"use a multiple of {self.multiple}"
             )
         program = self._program(_Shape(samples, max_new_tokens, sampling, tuple(stop)))
-        numbers = jax.device_put(np.asarray([seed, step], np.uint32), self.layout.replicated)
+        numbers = place(np.asarray([seed, step], np.uint32), self.layout.replicated)
         return program(params, prompts, prompt_mask, sequence, numbers)
 
     def trace(self, params: Any, prompts: int, prompt_length: int, **options: Any) -> Any:

@@ -242,17 +242,6 @@ def is_float32(config: ConfigDict, platform: str) -> bool:
     return dtype == "float32" or (dtype == "auto" and default_dtype(platform) == jnp.float32)
 
 
-def local_devices(config: ConfigDict) -> list[jax.Device]:
-    """This process's devices, as many of them as the config wants."""
-    devices = jax.devices()
-    limit = config.cluster.devices_per_process
-    if limit > len(devices):
-        raise ConfigError(
-            f"cluster.devices_per_process={limit}, but this process sees {len(devices)} devices"
-        )
-    return devices[: limit or None]
-
-
 class _Builder:
     """Describes each role's worker."""
 

@@ -1,12 +1,10 @@
-"""What a step leaves behind: rows of samples.jsonl, and the memory it took."""
+"""What a step leaves behind: rows of samples.jsonl."""
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
 
@@ -36,9 +34,3 @@ def sample_row(batch: Mapping[str, Any], row: int, step: int, kind: str) -> dict
         sample["advantage"] = float(np.asarray(batch["advantages"][row])[mask].mean())
     sample["truncated"] = bool(batch["truncated"][row])
     return sample
-
-
-def peak_bytes() -> int:
-    """Largest memory use so far of any local device; of the process where devices keep no count."""
-    peaks = [(d.memory_stats() or {}).get("peak_bytes_in_use", 0) for d in jax.local_devices()]
-    return max(peaks) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

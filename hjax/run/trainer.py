@@ -20,19 +20,18 @@ from hjax.files import METRICS, SAMPLES, WARM_START
 from hjax.models.checkpoint import Checkpoints
 from hjax.models.huggingface import write_config
 from hjax.models.weights import MODEL_DIRECTORY
-from hjax.run.compile_counter import CompileCounter
 from hjax.run.dataflow import absent_roles
 from hjax.run.evaluation import evaluate
 from hjax.run.inputs import Demonstrations, load_inputs, prompt_batch
+from hjax.run.machines import Machines, OnCluster, ThisProcess, on_cluster
 from hjax.run.metrics import StepRecorder
 from hjax.run.placement import Plan, train_sizes
 from hjax.run.roles import (
     check_offloads,
     describe_roles,
-    local_devices,
     placed,
 )
-from hjax.run.rows import peak_bytes, sample_row
+from hjax.run.rows import sample_row
 from hjax.run.warnings import TruncationWarning
 from hjax.run.workdir import Workdir
 from hjax.settings.checking import check_config
@@ -50,7 +49,8 @@ class Trainer:
       display: shows progress; None shows nothing.
       plan: where the roles stand (``hjax.plan(config)``); None: as ``config.placement`` says,
         which may not be ``auto`` then.
-      executor: makes what carries out a pool's calls; threads of this process by default.
+      executor: makes what carries out a pool's calls; by default threads of this process, or
+        where ``config.cluster`` asks for them processes of a cluster.
 
     Attributes:
       batch: the last step's batch, to look inside.
@@ -69,25 +69,29 @@ class Trainer:
         workdir: str | Path | None = None,
         display: Any = None,
         plan: Plan | None = None,
-        executor: ExecutorFactory = ThreadExecutor,
+        executor: ExecutorFactory | None = None,
     ):
         self.config = check_config(config)
         self.display = display
-        self.compiles = CompileCounter()
         self.algorithm_class = get_algorithm(self.config.algorithm.name)
         self.inputs = load_inputs(self.config, supervised=not self.algorithm_class.generates)
-        config, devices = self.config, local_devices(self.config)
-        check_offloads(config, self.algorithm_class, devices)
-        if plan is None:
-            plan = placed(config, self.algorithm_class, len(devices))
-        platform = devices[0].platform
-        self.roles = describe_roles(config, self.algorithm_class, self.inputs, plan, platform)
-        self.roles.start(devices, executor)
-        try:
+        config = self.config
+        self.machines: Machines
+        if on_cluster(config) and executor is None:
+            self.machines = OnCluster(config, workdir, self._message)
+        else:
+            self.machines = ThisProcess(config, executor or ThreadExecutor)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.machines.close)
+            devices, platform = self.machines.devices, self.machines.platform
+            if plan is None:
+                plan = placed(config, self.algorithm_class, len(devices))
+            self.roles = describe_roles(config, self.algorithm_class, self.inputs, plan, platform)
+            self.roles.start(devices, self.machines.executor)
+            undo.callback(self.roles.close)
+            check_offloads(config, self.algorithm_class, devices)
             self._set_up(workdir)
-        except BaseException:
-            self.roles.close()
-            raise
+            undo.pop_all()
 
     def _set_up(self, workdir: str | Path | None) -> None:
         config = self.config
@@ -204,6 +208,7 @@ class Trainer:
     def close(self) -> None:
         """Finish writing and stop the pools. The trainer cannot be used after."""
         with contextlib.ExitStack() as ends:  # all of them, whichever fails
+            ends.callback(self.machines.close)
             ends.callback(self.roles.close)
             if self.workdir is not None:
                 ends.callback(self.workdir.close)
@@ -317,7 +322,8 @@ class Trainer:
     def _machine_metrics(self, step: int, seconds: float) -> Metrics:
         phases = self.timeline.phase_seconds(step)
         spent = self.roles.groups["actor"].take_seconds().result()
-        names = self.compiles.take_names()
+        machine = self.machines.read()
+        names = machine["names"]
         if step > 2 and names:
             self._message(f"step {step} compiled {', '.join(sorted(set(names)))}")
         metrics = {"time/step": seconds, "time/transition": spent.get("transition", 0.0)}
@@ -325,10 +331,10 @@ class Trainer:
         if self.algorithm_class.generates and "response_mask" in self.batch:
             tokens = int(self.batch["response_mask"].sum() + self.batch["prompt_mask"].sum())
             metrics["throughput/tokens_per_second"] = tokens / seconds
-        metrics["memory/peak_bytes"] = peak_bytes()
+        metrics["memory/peak_bytes"] = machine["peak_bytes"]
         if self._offloaded:
             metrics["memory/offloaded_bytes"] = self._offloaded
-        metrics["compile/count"] = self.compiles.count
+        metrics["compile/count"] = machine["compiles"]
         return metrics
 
     def _report(self, metrics: Metrics) -> None:

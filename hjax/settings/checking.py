@@ -33,7 +33,7 @@ def check_config(config: ConfigDict | Mapping[str, Any]) -> Config:
     complete = complete_config(config)
     _check_ranges(complete)
     _check_algorithm(complete)
-    _check_not_built(complete)
+    _check_placement(complete)
     _check_model(complete)
     _check_batches(complete)
     return complete
@@ -133,7 +133,7 @@ def _check_algorithm(config: ConfigDict) -> None:
     get_algorithm(config.algorithm.name).check(config.algorithm)
 
 
-def _check_not_built(config: ConfigDict) -> None:
+def _check_placement(config: ConfigDict) -> None:
     placement = config.placement
     if placement.endswith(".json"):
         if not os.path.isfile(placement):
@@ -142,16 +142,6 @@ def _check_not_built(config: ConfigDict) -> None:
         raise ConfigError(
             f"config.placement={placement!r}: must be one of {', '.join(PLACEMENTS)}, "
             "or the path of a plan.json"
-        )
-    if config.cluster.address:
-        raise ConfigError(
-            f"config.cluster.address={config.cluster.address!r}: running on a Ray cluster is not "
-            "built yet; leave it empty to use this machine's devices"
-        )
-    if config.cluster.processes != 1:
-        raise ConfigError(
-            f"config.cluster.processes={config.cluster.processes}: several processes are not "
-            "built yet; leave it at 1, which uses all devices of this machine"
         )
 
 

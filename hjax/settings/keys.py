@@ -237,10 +237,26 @@ KEYS: dict[str, Any] = {
     ),
     "layout": {name: _layout(role.generates) for name, role in ROLES.items()},
     "cluster": {
-        "address": Key("", "address of a Ray cluster (this version: empty, one process)"),
-        "processes": Key(1, "host processes (this version: 1)", at_least(1)),
+        "address": Key(
+            "",
+            "Ray cluster to run on: auto, HOST:PORT, or local for one on this machine alone; empty "
+            "with one process: no cluster, with several: local",
+        ),
+        "processes": Key(1, "host processes with devices, over all pools", at_least(1)),
         "devices_per_process": Key(
-            0, "devices a process uses; 0: all, on a CPU one simulated per core", at_least(0)
+            0,
+            "devices a process uses; 0: all, on a CPU one simulated per core, shared out over the "
+            "processes",
+            at_least(0),
+        ),
+        "reward_processes": Key(
+            1, "processes of a cluster that share the calls of reward functions", at_least(1)
+        ),
+        "heartbeat_seconds": Key(
+            30.0, "a process that gives no sign of life for so long counts as lost", above(0)
+        ),
+        "max_restarts": Key(
+            3, "lost processes are replaced so many times; then the run stops", at_least(0)
         ),
     },
     "display": {

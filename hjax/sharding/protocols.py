@@ -16,6 +16,8 @@ import jax
 import numpy as np
 
 from hjax.errors import ConfigError
+from hjax.pieces import PARTIAL
+from hjax.sharding.arrays import is_array, place, to_numpy
 from hjax.sharding.layout import Layout, RoleLayouts
 
 # What a batch tells the host, not its devices: it stays a numpy array on every edge.
@@ -53,24 +55,26 @@ class Protocol:
         Raises:
           ConfigError: a leading dimension that the batch axes do not divide.
         """
-        if self.split == "none":
+        if self.name == CONTROL.name:
             return value
+        if self.split == "none":
+            return _at_hand(value)
         if layouts is None:
-            return _map_arrays(np.asarray, value)
+            return _map_arrays(to_numpy, value)
         layout: Layout = getattr(layouts, self.stage)
         ways = layout.ways("batch")
 
-        def place(x: Any) -> jax.Array:
-            if self.split == "replicated" or np.ndim(x) == 0:
-                return jax.device_put(x, layout.replicated)
+        def placed(x: Any) -> jax.Array:
+            if self.split == "replicated" or not x.shape:
+                return place(x, layout.replicated)
             if x.shape[0] % ways:
                 raise ConfigError(
                     f"a batch of {x.shape[0]} rows does not divide over {ways} data-parallel "
                     f"parts ({layout.describe()}); use a multiple of {ways}"
                 )
-            return jax.device_put(x, layout.sharding("batch"))
+            return place(x, layout.sharding("batch"))
 
-        return _map_arrays(place, value)
+        return _map_arrays(placed, value)
 
     def gather(self, value: Any) -> Any:
         """What the controller sees of a method's result."""
@@ -87,17 +91,25 @@ class Protocol:
 def _map_arrays(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, Mapping):
         return {
-            key: np.asarray(item) if key == PROMPT_ID else _map_arrays(function, item)
+            key: to_numpy(item) if key == PROMPT_ID else _map_arrays(function, item)
             for key, item in value.items()
         }
     if isinstance(value, tuple):
         return tuple(_map_arrays(function, item) for item in value)
-    # Arrays of objects, strings and times are columns of the data, nothing for a device.
-    if isinstance(value, jax.Array) or (
-        isinstance(value, np.ndarray) and value.dtype.kind not in "OUSMm"
-    ):
+    if is_array(value):
         return function(value)
-    return value
+    return value.whole() if isinstance(value, PARTIAL) else value
+
+
+def _at_hand(value: Any) -> Any:
+    """``value`` with everything whole in this process, and nothing copied that is so already."""
+    if isinstance(value, Mapping):
+        return {key: _at_hand(item) for key, item in value.items()}
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return tuple(_at_hand(item) for item in value)
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        return to_numpy(value)
+    return value.whole() if isinstance(value, PARTIAL) else value
 
 
 PROTOCOLS: dict[str, Protocol] = {

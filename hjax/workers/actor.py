@@ -15,6 +15,7 @@ from hjax.models.forward import response_log_probs, response_states, token_log_p
 from hjax.models.parameters import Params
 from hjax.rollout.generator import Generator, bucket_length
 from hjax.rollout.sampling import Sampling
+from hjax.sharding.arrays import place, to_numpy
 from hjax.sharding.pipeline import Stack
 from hjax.sharding.protocols import PROMPT_ID, control, protocol
 from hjax.sharding.transition import Transition
@@ -86,7 +87,7 @@ class Actor(TrainedWorker):
         # Of this call alone: the same prompt in another call is another.
         ids = np.arange(self._asked, self._asked + asked, dtype=np.int64)
         self._asked += asked
-        sequence = jax.device_put(
+        sequence = place(
             np.arange(rows, dtype=np.int32), self.layouts.generate.sharding("batch")
         )
         with self.gathered() as params:
@@ -252,7 +253,7 @@ class Actor(TrainedWorker):
 def trim(rollout: Mapping[str, jax.Array]) -> dict[str, Any]:
     """Cut the response arrays to the bucket of the longest response."""
     limit = rollout["responses"].shape[1]
-    longest = int(np.asarray(rollout["response_mask"]).sum(axis=1).max(initial=1))
+    longest = int(to_numpy(rollout["response_mask"]).sum(axis=1).max(initial=1))
     length = bucket_length(longest, limit)
     prompt = ("prompts", "prompt_mask")
     return {
@@ -263,5 +264,5 @@ def trim(rollout: Mapping[str, jax.Array]) -> dict[str, Any]:
 
 def ragged(tokens: Any, mask: Any) -> list[list[int]]:
     """Rows of token ids without their padding."""
-    tokens, mask = np.asarray(tokens), np.asarray(mask)
+    tokens, mask = to_numpy(tokens), to_numpy(mask)
     return [row[keep].tolist() for row, keep in zip(tokens, mask, strict=True)]

@@ -64,6 +64,7 @@ class WorkerContext:
       retokenize: the role's tokenizer differs from the actor's, so text is tokenised again.
       transition_bucket_bytes: of parameters that go to the generate layout in one program.
       options: whatever a user's own worker wants: the run's whole config.
+      process: which of its pool's processes this worker is in, and how many there are.
     """
 
     role: str
@@ -87,18 +88,27 @@ class WorkerContext:
     retokenize: bool = False
     transition_bucket_bytes: int = BUCKET_BYTES
     options: Any = None
+    process: tuple[int, int] = (0, 1)
 
     @property
     def temperature(self) -> float:
         """What logits are divided by wherever rollouts are scored; 1 for greedy sampling."""
         return self.sampling.temperature or 1.0
 
-    def on(self, devices: Sequence[jax.Device]) -> WorkerContext:
+    def on(
+        self, devices: Sequence[jax.Device], process: tuple[int, int] = (0, 1)
+    ) -> WorkerContext:
         """The same with its layouts on these devices; whoever builds the worker calls it.
+
+        Args:
+          devices: of its pool.
+          process: which of the pool's processes this is, and how many there are.
 
         Raises:
           ConfigError: sizes that do not give the number of devices.
         """
+        if process != self.process:
+            self = dataclasses.replace(self, process=process)
         if self.sizes is None or self.layouts is not None:
             return self
         train, generate = self.sizes["train"], self.sizes.get("generate")

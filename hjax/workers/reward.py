@@ -13,6 +13,7 @@ from hjax.errors import RunError
 from hjax.models.forward import sequence_states
 from hjax.rewards.function import RewardFunction, RewardResult, check_unscored
 from hjax.rollout.generator import bucket_length
+from hjax.sharding.arrays import place, to_numpy
 from hjax.sharding.protocols import protocol
 from hjax.workers.actor import ragged
 from hjax.workers.base import TOKEN_KEYS, ModelWorker, Worker, WorkerContext, abstract
@@ -100,10 +101,10 @@ class ModelReward(ModelWorker):
             tokens[row, : len(sequence)] = sequence
             mask[row, : len(sequence)] = True
         split = self.layouts.train.sharding("batch")
-        arrays = {"tokens": jax.device_put(tokens, split), "mask": jax.device_put(mask, split)}
+        arrays = {"tokens": place(tokens, split), "mask": place(mask, split)}
 
         scores = self.forward(self._last_score, self.params, arrays)
-        return np.asarray(scores)[: len(sequences)]
+        return to_numpy(scores)[: len(sequences)]
 
     def _last_score(self, model: Any, batch: Any, share: int) -> jax.Array:
         mask = batch["mask"]

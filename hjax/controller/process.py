@@ -1,0 +1,454 @@
+"""What runs in a process of a pool: its part of the pool's devices, messages and results.
+
+A pool of several processes is one world (``jax.distributed``): each of them runs every message, in
+the same order, on its own devices. Results stay where they were made, on the devices; what another
+pool or the controller asks for is written into the object store, each region of an array once, by
+the process that holds it. Nothing here knows which store that is, or how messages come.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import hashlib
+import logging
+import os
+import platform
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from hjax import pieces
+from hjax.controller.executors import Messages, named
+from hjax.controller.host import Answer, WorkerHost
+from hjax.controller.messages import (
+    Build,
+    Call,
+    Message,
+    ResultOf,
+    from_bytes,
+    to_bytes,
+    writable_error,
+)
+from hjax.errors import RunError
+from hjax.pieces import Pieces
+
+# Arrays from so many bytes on go into the store by themselves, smaller ones with what is around.
+LARGE = 32 << 10
+KEPT_LINES = 20
+
+
+class Store(Protocol):
+    """Where processes leave arrays for each other."""
+
+    def put(self, value: np.ndarray) -> pieces.Handle:
+        """Leave an array; the handle gives it in any process."""
+
+    def get(self, references: Sequence[Any]) -> list[Any]:
+        """What stands behind references that came with a message."""
+
+    def is_reference(self, value: Any) -> bool:
+        """Whether a value is one that must travel beside what is written down."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What a process is told before it starts.
+
+    Attributes:
+      pool: its name.
+      rank, processes: which of the pool's processes it is.
+      devices: how many it brings; 0: it computes on the host.
+      platform: of JAX; empty: what JAX finds.
+      options: of ``jax.config``, by name.
+      environment: variables to set.
+      log: file that takes what it prints; empty: none.
+      probe: made once the devices are there; its ``read()`` tells of the machine.
+      seconds: that starting the world may take.
+    """
+
+    pool: str
+    rank: int
+    processes: int
+    devices: int
+    platform: str = ""
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    log: str = ""
+    probe: Callable[[], Any] | None = None
+    seconds: int = 120
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What a process says of itself.
+
+    Attributes:
+      host, pid: where it is.
+      address: host and a free port, for the world that this process would lead.
+      versions: of what must be the same everywhere, by name.
+    """
+
+    host: str
+    pid: int
+    address: str
+    versions: Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a message went.
+
+    Attributes:
+      phase, start, end: as of ``Answer``, by this process's clock.
+      error: written down; None: all is well.
+    """
+
+    phase: str = ""
+    start: float = 0.0
+    end: float = 0.0
+    error: bytes | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """A value written down.
+
+    Attributes:
+      data: its bytes.
+      kept: references that go along.
+      failed: the value is an error, to be raised where it is read.
+    """
+
+    data: bytes
+    kept: tuple[Any, ...] = ()
+    failed: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Elsewhere:
+    """Stands in a message for a result of another pool: what each of its processes wrote.
+
+    Attributes:
+      references: of a dict of ``Written`` by entry, in rank order.
+    """
+
+    references: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pulse:
+    """A sign of life: the process's clock, and lines that somebody should see."""
+
+    clock: float
+    lines: tuple[str, ...]
+
+
+def write(value: Any, store: Store) -> Written:
+    """A value written down, its large arrays in the store."""
+
+    def leaf(x: Any) -> Any:
+        if isinstance(x, jax.Array):
+            # Imported here: the controller itself knows no devices.
+            from hjax.sharding.arrays import pieces_of
+
+            x = pieces_of(x)
+        elif isinstance(x, np.ndarray) and x.nbytes >= LARGE and x.dtype.kind not in "OUSMm":
+            x = Pieces(x.shape, x.dtype, ((tuple((0, n) for n in x.shape), x),))
+        if isinstance(x, Pieces):
+            parts = tuple((region, stored(data, store)) for region, data in x.parts)
+            return dataclasses.replace(x, parts=parts)
+        return x
+
+    kept: list[Any] = []
+    data = to_bytes(pieces.map_leaves(leaf, value), kept, store.is_reference)
+    return Written(data, tuple(kept))
+
+
+def stored(data: Any, store: Store) -> Any:
+    """An array as it is if it is small; else left in the store."""
+    if isinstance(data, np.ndarray) and data.nbytes >= LARGE:
+        return store.put(np.ascontiguousarray(data))
+    return data
+
+
+def read(written: Written) -> Any:
+    """What was written; an error is raised."""
+    value = from_bytes(written.data, written.kept)
+    if written.failed:
+        raise value
+    return value
+
+
+def read_all(exports: Sequence[Mapping[Any, Written]]) -> Any:
+    """One value out of what every process of a pool wrote of a result."""
+    first = exports[0]
+    if None in first:
+        return pieces.merge([read(export[None]) for export in exports])
+    return {key: pieces.merge([read(export[key]) for export in exports]) for key in first}
+
+
+class HostProcess:
+    """A process of a pool.
+
+    Args:
+      store: where results go that others ask for.
+    """
+
+    def __init__(self, store: Store):
+        self._store = store
+        self._results: dict[int, concurrent.futures.Future] = {}
+        self._lock = threading.Lock()
+        # Messages may overtake each other on their way; they run in the order they were sent.
+        self._next = 0
+        self._early: dict[int, tuple[Any, ...]] = {}
+        self._exports: dict[tuple[int, Any], Written] = {}
+        self._lines: collections.deque[str] = collections.deque(maxlen=KEPT_LINES)
+        self._host: WorkerHost | None = None
+        self._messages: Messages | None = None
+        self._probe: Any = None
+
+    # Starting and stopping
+
+    def prepare(self, setup: Setup) -> Facts:
+        """Take the settings; before JAX starts a backend."""
+        self._setup = setup
+        if setup.log:
+            redirect(Path(setup.log))
+        logging.getLogger().addHandler(_Notices(self._lines))
+        os.environ.update(setup.environment)
+        options: Any = jax.config
+        for name, value in setup.options.items():
+            options.update(name, value)
+        if setup.platform:
+            options.update("jax_platforms", setup.platform)
+        if setup.platform == "cpu":
+            options.update("jax_num_cpu_devices", max(setup.devices, 1))
+        return Facts(socket.gethostname(), os.getpid(), free_address(), versions())
+
+    def join(self, coordinator: str) -> dict[str, Any]:
+        """Start the world that rank 0 leads; returns what its devices are like.
+
+        Raises:
+          RunError: another number of devices than was asked for.
+        """
+        setup = self._setup
+        devices: list[Any] = []
+        if setup.devices:
+            if setup.processes > 1:
+                jax.distributed.initialize(
+                    coordinator, setup.processes, setup.rank,
+                    initialization_timeout=setup.seconds,
+                )  # fmt: skip
+            here, devices = jax.local_devices(), jax.devices()
+            if len(here) != setup.devices or len(devices) != setup.devices * setup.processes:
+                raise RunError(
+                    f"process {setup.rank} of pool {setup.pool} sees {len(here)} devices, and "
+                    f"{len(devices)} in all, not {setup.devices} and "
+                    f"{setup.devices * setup.processes}; set cluster.devices_per_process to what "
+                    "every process has"
+                )
+        self._host = WorkerHost(devices, (setup.rank, setup.processes))
+        self._messages = Messages(self._run, setup.pool)
+        self._probe = setup.probe() if setup.probe is not None else None
+        if not devices:
+            return {"platform": "cpu", "memories": ()}
+        kinds = tuple(memory.kind for memory in jax.local_devices()[0].addressable_memories())
+        return {"platform": devices[0].platform, "memories": kinds}
+
+    def stop(self) -> None:
+        """Let the message under way finish, and leave the world."""
+        if self._messages is not None:
+            self._messages.close()
+        if self._setup.devices and self._setup.processes > 1:
+            jax.distributed.shutdown()
+
+    # Messages
+
+    def submit(
+        self, sequence: int, number: int, written: Written, dropped: Sequence[int]
+    ) -> concurrent.futures.Future:
+        """Queue a message; the future has its ``Outcome``.
+
+        Args:
+          sequence: its place among the pool's messages, from 0.
+          number: under which its result is kept.
+          written: the message.
+          dropped: results that nobody will ask for once the messages before have run.
+        """
+        outcome: concurrent.futures.Future = concurrent.futures.Future()
+        assert self._messages is not None
+        with self._lock:
+            self._early[sequence] = (number, written, tuple(dropped), outcome)
+            while self._next in self._early:
+                item = self._early.pop(self._next)
+                self._next += 1
+                self._messages.put(_Unread(), item, item[3].set_exception)
+        return outcome
+
+    def _run(self, item: tuple[int, Written, tuple[int, ...], Any]) -> None:
+        number, written, dropped, outcome = item
+        for old in dropped:
+            self._drop(old)
+        result = self.result(number)
+        try:
+            message: Message = read(written)
+            answer = named(message, lambda: self._answer(message))
+            ends = Outcome(answer.phase, answer.start, answer.end)
+            if not answer.background:
+                result.set_result(answer.value)
+                outcome.set_result(ends)
+                return
+
+            def succeed(value: Any) -> None:
+                result.set_result(value)
+                outcome.set_result(ends)
+
+            assert self._messages is not None
+            self._messages.finish_beside(
+                message, answer.value, succeed, lambda error: _fail(result, outcome, error)
+            )
+        except BaseException as error:
+            _fail(result, outcome, error)
+
+    def _answer(self, message: Message) -> Answer:
+        host = self._host
+        assert host is not None
+        reads = message.reads if isinstance(message, Call) else None
+        arguments = self._filled(message.arguments, reads)
+        options = self._filled(dict(message.options), reads)
+        if isinstance(message, Build):
+            host.build(Build(message.role, message.worker, arguments, options))
+            return Answer(None)
+        return host.call(Call(message.role, message.method, arguments, options, reads))
+
+    def _filled(self, value: Any, reads: frozenset[str] | None) -> Any:
+        """The value with results in the place of what stands for them."""
+
+        def leaf(x: Any) -> Any:
+            if isinstance(x, ResultOf):
+                return self.result(x.number).result()
+            if isinstance(x, Elsewhere):
+                return read_all(self._store.get(x.references))
+            return x
+
+        return pieces.map_leaves(leaf, value)
+
+    # Results
+
+    def result(self, number: int) -> concurrent.futures.Future:
+        """A message's result; it may not be there yet."""
+        with self._lock:
+            return self._results.setdefault(number, concurrent.futures.Future())
+
+    def export(self, number: int, reads: frozenset[str] | None) -> dict[Any, Written]:
+        """Write down a result that is there, of a dict the entries that are asked for."""
+        try:
+            value = self.result(number).result(0)
+        except BaseException as error:
+            return {None: Written(to_bytes(writable_error(error)), failed=True)}
+        if not isinstance(value, Mapping):
+            return {None: self._exported(number, None, value)}
+        keys = [key for key in value if reads is None or key in reads]
+        return {key: self._exported(number, key, value[key]) for key in keys}
+
+    def _exported(self, number: int, key: Any, value: Any) -> Written:
+        with self._lock:
+            before = self._exports.get((number, key))
+        if before is not None:
+            return before
+        written = write(value, self._store)
+        with self._lock:
+            if number in self._results:
+                self._exports[number, key] = written
+        return written
+
+    def _drop(self, number: int) -> None:
+        with self._lock:
+            self._results.pop(number, None)
+            for key in [key for key in self._exports if key[0] == number]:
+                del self._exports[key]
+
+    # What the cluster asks
+
+    def pulse(self) -> Pulse:
+        """A sign of life."""
+        lines = []
+        while self._lines:
+            lines.append(self._lines.popleft())
+        return Pulse(time.perf_counter(), tuple(lines))
+
+    def machine(self) -> dict[str, Any]:
+        """What the probe reads."""
+        return self._probe.read() if self._probe is not None else {}
+
+
+class _Unread:
+    """Stands for a message whose bytes were not read yet, in what a closed pool refuses."""
+
+    label = "a message"
+
+
+def _fail(result: Any, outcome: Any, error: BaseException) -> None:
+    result.set_exception(error)
+    outcome.set_result(Outcome(error=to_bytes(writable_error(error))))
+
+
+class _Notices(logging.Handler):
+    """Keeps warnings and errors for whoever watches."""
+
+    def __init__(self, lines: collections.deque[str]):
+        super().__init__(logging.WARNING)
+        self._lines = lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.append(f"{record.levelname.lower()}: {record.getMessage()}".splitlines()[0])
+
+
+def redirect(path: Path) -> None:
+    """Send all that this process prints to a file, what its libraries print included."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+
+
+def free_address() -> str:
+    """This host's address and a port that is free there."""
+    host = os.environ.get("HJAX_HOST", "127.0.0.1")
+    with socket.socket() as found:
+        found.bind((host, 0))
+        return f"{host}:{found.getsockname()[1]}"
+
+
+def versions() -> dict[str, str]:
+    """What must be the same in every process."""
+    import jaxlib
+
+    import hjax
+
+    package = Path(hjax.__file__).parent
+    code = hashlib.sha256()
+    for file in sorted(package.rglob("*.py")):
+        code.update(str(file.relative_to(package)).encode())
+        code.update(file.read_bytes())
+    return {
+        "Python": platform.python_version(),
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "numpy": np.__version__,
+        "hjax": f"{hjax.__version__} ({code.hexdigest()[:12]})",
+    }

@@ -1,0 +1,823 @@
+"""Ray: host processes as actors, their pools as executors, the object store between them.
+
+The only file that knows Ray. A pool's process is an actor (``hjax.controller.process`` is what it
+runs); a message goes to every process of its pool, results go from process to process as objects
+of Ray's store, and the controller holds references to them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import dataclasses
+import itertools
+import logging
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
+
+from hjax import pieces
+from hjax.controller.futures import DEADLINE_SECONDS, Future
+from hjax.controller.messages import Build, Call, Message, ResultOf, from_bytes
+from hjax.controller.process import (
+    LARGE,
+    Elsewhere,
+    Facts,
+    HostProcess,
+    Outcome,
+    Pulse,
+    Setup,
+    Written,
+    read_all,
+    versions,
+    write,
+)
+from hjax.controller.timeline import Timeline
+from hjax.errors import ConfigError, ProcessLost, RunError
+from hjax.machine import available_cores
+from hjax.pieces import Pieces
+
+LOOPBACK = "127.0.0.1"
+START_SECONDS = 180
+STOP_SECONDS = 10
+LOG_LINES = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredArray:
+    """An array in Ray's object store."""
+
+    reference: Any
+
+    def fetch(self) -> np.ndarray:
+        """The array, read-only; of this host's store without a copy."""
+        return ray.get(self.reference)
+
+
+class RayStore:
+    """Ray's object store, as a process sees it."""
+
+    def put(self, value: np.ndarray) -> StoredArray:
+        """Leave an array."""
+        return StoredArray(ray.put(value))
+
+    def get(self, references: Sequence[Any]) -> list[Any]:
+        """What stands behind references; waits for it."""
+        return ray.get(list(references))
+
+    def is_reference(self, value: Any) -> bool:
+        """Whether a value is a reference into the store."""
+        return isinstance(value, ray.ObjectRef)
+
+
+class _Process:
+    """A host process as an actor; its own thread runs the messages."""
+
+    def __init__(self) -> None:
+        self._process = HostProcess(RayStore())
+        self._threads = concurrent.futures.ThreadPoolExecutor(4)
+
+    async def prepare(self, setup: Written) -> Facts:
+        return await self._beside(lambda: self._process.prepare(from_bytes(setup.data)))
+
+    async def join(self, coordinator: str) -> dict[str, Any]:
+        return await self._beside(lambda: self._process.join(coordinator))
+
+    async def run(
+        self, sequence: int, number: int, written: Written, dropped: Sequence[int]
+    ) -> Outcome:
+        future = self._process.submit(sequence, number, written, dropped)
+        return await asyncio.wrap_future(future)
+
+    async def export(self, number: int, reads: frozenset[str] | None) -> dict[Any, Written]:
+        # An error is written down like any result.
+        with contextlib.suppress(BaseException):
+            await asyncio.shield(asyncio.wrap_future(self._process.result(number)))
+        return await self._beside(lambda: self._process.export(number, reads))
+
+    async def pulse(self) -> Pulse:
+        return self._process.pulse()
+
+    async def machine(self) -> dict[str, Any]:
+        return await self._beside(self._process.machine)
+
+    async def stop(self) -> None:
+        await self._beside(self._process.stop)
+
+    async def _beside(self, function: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoteDevice:
+    """A device of a process that does not stand yet.
+
+    Attributes:
+      id: its number in the cluster.
+      platform: of its process.
+      memories: that it reaches; all devices share the list, which fills as processes start.
+    """
+
+    id: int
+    platform: str
+    memories: list[Any] = dataclasses.field(compare=False)
+
+    def addressable_memories(self) -> list[Any]:
+        """As of a jax.Device: objects with a ``kind``."""
+        return self.memories
+
+    def __str__(self) -> str:
+        return f"device {self.id} of the cluster"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Memory:
+    kind: str
+
+
+@dataclasses.dataclass
+class _Handle:
+    """The controller's end of a process.
+
+    Attributes:
+      name: pool and rank, as people are told.
+      actor: Ray's handle.
+      facts: what it said of itself; None until then.
+      node: Ray's id of its host.
+      offset: seconds to add to its clock for the controller's.
+      beating: the sign of life that is waited for, and since when.
+    """
+
+    name: str
+    actor: Any
+    log: Path | None
+    facts: Facts | None = None
+    node: str = ""
+    offset: float = 0.0
+    beating: tuple[Any, float] | None = None
+
+
+class RayFuture(Future):
+    """A result that stays where it was made until somebody asks for it."""
+
+    def __init__(self, executor: RayExecutor, number: int, inner: Any, label: str):
+        super().__init__(inner, label)
+        self.executor, self.number = executor, number
+        weakref.finalize(self, executor.forget, number)
+
+    def result(self, timeout_seconds: float = DEADLINE_SECONDS) -> Any:
+        """Wait for the value and bring it here; see ``Future``."""
+        until = time.monotonic() + timeout_seconds
+        super().result(timeout_seconds)
+        left = max(until - time.monotonic(), 1.0)
+        return self.executor.fetch(self.number, self.label, left)
+
+
+class RayExecutor:
+    """Carries out a pool's messages in its processes.
+
+    Args:
+      cluster: that the pool is of.
+      name, devices, timeline: as of ``ThreadExecutor``.
+    """
+
+    def __init__(
+        self, cluster: RayCluster, name: str, devices: Sequence[Any], timeline: Timeline
+    ):
+        self.name = name
+        self._cluster, self._timeline = cluster, timeline
+        each, count = cluster.divide(name, len(devices))
+        self.devices, self.processes = each, count
+        self._lock = threading.RLock()
+        self._handles: list[_Handle] = []
+        self._group: Any = None
+        self._numbers = itertools.count()
+        self._sequence = itertools.count()
+        self._waiting: dict[int, tuple[concurrent.futures.Future, str]] = {}
+        self._dropped: list[int] = []
+        self._lost: ProcessLost | None = None
+        self._closed = False
+        self._start()
+
+    # Processes
+
+    def _start(self) -> None:
+        cluster = self._cluster
+        gpus = self.devices if cluster.platform == "gpu" else 0
+        tpus = self.devices if cluster.platform == "tpu" else 0
+        bundle = {"CPU": 1.0} | ({"GPU": gpus} if gpus else {}) | ({"TPU": tpus} if tpus else {})
+        self._group = placement_group([bundle] * self.processes, strategy="PACK")
+        try:
+            if not self._group.wait(START_SECONDS):
+                raise RunError(
+                    f"pool {self.name}: no room for {self.processes} processes with "
+                    f"{', '.join(f'{n:g} {kind}' for kind, n in bundle.items())} each within "
+                    f"{START_SECONDS} seconds; the cluster has {_resources()}"
+                )
+            self._handles = [self._make(rank, bundle) for rank in range(self.processes)]
+            setups = [cluster.setup(self, rank) for rank in range(self.processes)]
+            prepared = [
+                handle.actor.prepare.remote(setup)
+                for handle, setup in zip(self._handles, setups, strict=True)
+            ]
+            facts = self._all(prepared, "starting")
+            for handle, said in zip(self._handles, facts, strict=True):
+                handle.facts = said
+                cluster.compare(handle.name, said.versions)
+            address = facts[0].address
+            joined = self._all([h.actor.join.remote(address) for h in self._handles], "joining")
+            if self.devices:
+                cluster.memories[:] = [_Memory(kind) for kind in joined[0]["memories"]]
+            self._measure_clocks()
+        except BaseException:
+            self._kill()
+            raise
+        self._lost = None
+
+    def _make(self, rank: int, bundle: Mapping[str, float]) -> _Handle:
+        cluster = self._cluster
+        options: dict[str, Any] = {
+            "num_cpus": bundle["CPU"],
+            "max_concurrency": 1000,
+            "max_restarts": 0,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=rank
+            ),
+            "runtime_env": {"env_vars": cluster.environment},
+        }
+        if "GPU" in bundle:
+            options["num_gpus"] = bundle["GPU"]
+        if "TPU" in bundle:
+            options["resources"] = {"TPU": bundle["TPU"]}
+        actor = ray.remote(_Process).options(**options).remote()
+        return _Handle(f"{self.name}:{rank}", actor, cluster.log_of(self.name, rank))
+
+    def _all(self, references: Sequence[Any], doing: str) -> list[Any]:
+        """Results of one call of every process; an error says who was late or gone."""
+        done, late = ray.wait(list(references), num_returns=len(references), timeout=START_SECONDS)
+        if late:
+            names = [self._handles[references.index(r)].name for r in late]
+            raise ProcessLost(
+                f"{', '.join(names)}: not done with {doing} within {START_SECONDS} seconds"
+            )
+        results = []
+        for handle, reference in zip(self._handles, references, strict=True):
+            try:
+                results.append(ray.get(reference))
+            except ray.exceptions.RayActorError as error:
+                raise ProcessLost(self._told(handle, "died", error)) from error
+            except ray.exceptions.RayTaskError as error:
+                cause = error.cause if isinstance(error.cause, Exception) else error
+                raise cause from None
+        return results
+
+    def _measure_clocks(self) -> None:
+        for handle in self._handles:
+            before = time.perf_counter()
+            pulse = ray.get(handle.actor.pulse.remote(), timeout=START_SECONDS)
+            handle.offset = (before + time.perf_counter()) / 2 - pulse.clock
+
+    def _kill(self) -> None:
+        for handle in self._handles:
+            with contextlib.suppress(Exception):
+                ray.kill(handle.actor, no_restart=True)
+            self._cluster.end(handle)
+        if self._group is not None:
+            with contextlib.suppress(Exception):
+                remove_placement_group(self._group)
+        self._handles, self._group = [], None
+
+    def restart(self) -> None:
+        """New processes in the place of the old ones; what they held is gone."""
+        with self._lock:
+            self._fail_waiting(ProcessLost(f"pool {self.name} was started anew"))
+            self._kill()
+            self._sequence = itertools.count()
+            self._dropped = []
+            self._start()
+
+    def pids(self) -> list[int]:
+        """Of the pool's processes, in rank order."""
+        return [handle.facts.pid for handle in self._handles if handle.facts is not None]
+
+    @property
+    def lost(self) -> ProcessLost | None:
+        """Why its processes are of no use any more; None: they are."""
+        return self._lost
+
+    # Messages
+
+    def submit(self, message: Message) -> Future:
+        """Send a message to every process of the pool."""
+        with self._lock:
+            if self._closed:
+                raise RunError(f"{message.label} was called after its pool was closed")
+            number = next(self._numbers)
+            inner: concurrent.futures.Future = concurrent.futures.Future()
+            future = RayFuture(self, number, inner, message.label)
+            if self._lost is not None:
+                inner.set_exception(_again(self._lost))
+                return future
+            used: list[Any] = []  # results that must stay until this message has run
+            arguments = self._sent(message.arguments, message, used)
+            options = self._sent(dict(message.options), message, used)
+            if isinstance(message, Build):
+                sent: Message = Build(message.role, message.worker, arguments, options)
+            else:
+                sent = Call(message.role, message.method, arguments, options, message.reads)
+            written = write(sent, RayStore())
+            dropped, self._dropped = self._dropped, []
+            sequence = next(self._sequence)
+            self._waiting[number] = inner, message.label
+            references = [
+                handle.actor.run.remote(sequence, number, written, dropped)
+                for handle in self._handles
+            ]
+        _Gather(self, number, message, references, list(self._handles), used)
+        return future
+
+    def _sent(self, value: Any, message: Message, used: list[Any]) -> Any:
+        """A message's values with results by reference, and large arrays cut by rows."""
+        reads = message.reads if isinstance(message, Call) else None
+
+        def leaf(x: Any) -> Any:
+            if isinstance(x, RayFuture):
+                used.append(x)
+                if x.executor is self:
+                    return ResultOf(x.number)
+                return Elsewhere(tuple(x.executor.export(x.number, reads)))
+            if isinstance(x, Future):
+                return x.result()
+            if isinstance(x, jax.Array):
+                x = np.asarray(x)
+            if isinstance(x, np.ndarray) and x.nbytes >= LARGE and x.dtype.kind not in "OUSMm":
+                return by_rows(x, self.processes)
+            return x
+
+        return pieces.map_leaves(leaf, value)
+
+    def gathered(
+        self, number: int, message: Message, outcomes: Sequence[Any], handles: Sequence[_Handle]
+    ) -> None:
+        """All processes have answered, or failed to."""
+        for handle, outcome in zip(handles, outcomes, strict=True):
+            if isinstance(outcome, ray.exceptions.RayActorError):
+                self.lose(handle, "died", outcome)
+                return
+        with self._lock:
+            inner, _ = self._waiting.pop(number, (None, ""))
+        if inner is None:
+            return
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                inner.set_exception(RunError(f"{message.label}: {outcome}"))
+                return
+            if outcome.error is not None:
+                inner.set_exception(from_bytes(outcome.error))
+                return
+        if isinstance(message, Call) and outcomes[0].phase:
+            starts = [o.start + h.offset for o, h in zip(outcomes, handles, strict=True)]
+            ends = [o.end + h.offset for o, h in zip(outcomes, handles, strict=True)]
+            phase = outcomes[0].phase
+            self._timeline.add(
+                self.name, message.role, message.method, phase, min(starts), max(ends)
+            )
+        inner.set_result(None)
+
+    def lose(self, handle: _Handle, how: str, error: Any = None) -> None:
+        """A process is gone, and with it the pool's world; calls under way fail."""
+        with self._lock:
+            if self._lost is not None or self._closed or handle not in self._handles:
+                return
+            self._lost = ProcessLost(self._told(handle, how, error))
+            self._fail_waiting(self._lost)
+        # The others wait for it in vain.
+        for other in list(self._handles):
+            self._cluster.end(other)
+
+    def _fail_waiting(self, error: ProcessLost) -> None:
+        waiting, self._waiting = list(self._waiting.values()), {}
+        for inner, label in waiting:
+            told = _again(error)
+            told.add_note(f"in the call {label}")
+            if not inner.done():
+                inner.set_exception(told)
+
+    def _told(self, handle: _Handle, how: str, error: Any) -> str:
+        where = f" (pid {handle.facts.pid} on {handle.facts.host})" if handle.facts else ""
+        lines = last_lines(handle.log)
+        rest = f"; the last lines of {handle.log}:\n{lines}" if lines else ""
+        return f"process {handle.name}{where} {how}{rest}"
+
+    # Results
+
+    def export(self, number: int, reads: frozenset[str] | None) -> list[Any]:
+        """References to what each process writes down of a result."""
+        return [handle.actor.export.remote(number, reads) for handle in self._handles]
+
+    def fetch(self, number: int, label: str, seconds: float) -> Any:
+        """A result, brought to the controller."""
+        with self._lock:
+            if self._lost is not None:
+                raise _again(self._lost)
+            references = self.export(number, None)
+        try:
+            value = pieces.whole(read_all(ray.get(references, timeout=seconds)))
+        except ray.exceptions.RayActorError as error:
+            self._cluster.check()
+            raise _again(self._lost or ProcessLost(f"pool {self.name}: {error}")) from None
+        except ray.exceptions.GetTimeoutError:
+            raise RunError(f"{label} has not been brought here within {seconds:g} seconds") from None
+        self._cluster.fetched_bytes += size_of(value)
+        return value
+
+    def forget(self, number: int) -> None:
+        """Nobody will ask for a result; its processes are told with the next message."""
+        self._dropped.append(number)
+
+    # The cluster's questions
+
+    def beat(self, seconds: float) -> Iterator[str]:
+        """Look after every process; lines that somebody should see."""
+        for handle in list(self._handles):
+            if self._lost is not None or self._closed:
+                return
+            now = time.monotonic()
+            if handle.beating is None:
+                handle.beating = handle.actor.pulse.remote(), now
+                continue
+            reference, since = handle.beating
+            done, _ = ray.wait([reference], timeout=0)
+            if not done:
+                if now - since > seconds:
+                    self.lose(handle, f"has given no sign of life for {now - since:.0f} seconds")
+                continue
+            handle.beating = None
+            try:
+                pulse = ray.get(reference)
+            except ray.exceptions.RayActorError as error:
+                self.lose(handle, "died", error)
+                return
+            for line in pulse.lines:
+                yield f"{handle.name} {line}"
+
+    def machine(self) -> list[dict[str, Any]]:
+        """What each process's probe reads."""
+        return ray.get([h.actor.machine.remote() for h in self._handles], timeout=60)
+
+    def close(self) -> None:
+        """Let the message under way finish; see ``Executor``."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            waiting, self._waiting = list(self._waiting.values()), {}
+        for inner, label in waiting:
+            if not inner.done():
+                inner.set_exception(RunError(f"{label} was not waited for: its pool was closed"))
+        if self._lost is None:
+            with contextlib.suppress(Exception):
+                ray.get([h.actor.stop.remote() for h in self._handles], timeout=STOP_SECONDS)
+        self._kill()
+        self._cluster.closed(self)
+
+
+class _Gather:
+    """Waits for the answers of a pool's processes to one message."""
+
+    def __init__(
+        self,
+        executor: RayExecutor,
+        number: int,
+        message: Message,
+        references: Sequence[Any],
+        handles: Sequence[_Handle],
+        used: list[Any],
+    ):
+        self._executor, self._number, self._message = executor, number, message
+        self._handles, self._used = handles, used
+        self._outcomes: list[Any] = [None] * len(references)
+        self._left = len(references)
+        self._lock = threading.Lock()
+        for rank, reference in enumerate(references):
+            reference.future().add_done_callback(lambda done, rank=rank: self._done(rank, done))
+
+    def _done(self, rank: int, done: concurrent.futures.Future) -> None:
+        error = done.exception()
+        with self._lock:
+            self._outcomes[rank] = error if error is not None else done.result()
+            self._left -= 1
+            if isinstance(error, ray.exceptions.RayActorError):
+                # The others may wait for this one for ever.
+                self._executor.lose(self._handles[rank], "died", error)
+            if self._left:
+                return
+        self._executor.gathered(self._number, self._message, self._outcomes, self._handles)
+        self._used.clear()
+
+
+class RayCluster:
+    """A Ray cluster as hjax uses it: processes by pool, watched over.
+
+    Args:
+      address: of a running one (``auto``, ``HOST:PORT``), or ``local`` or empty to start one on
+        this machine, within its loopback.
+      processes: host processes with devices, in all pools together.
+      devices_per_process: 0: all that a host has.
+      host_processes: processes of a pool without devices, for functions.
+      logs: folder for what the processes print; None: Ray's own.
+      heartbeat_seconds: without a sign of life after which a process counts as lost.
+      probe: read in every process, see ``Setup``.
+      say: told what a person should see.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        processes: int,
+        devices_per_process: int = 0,
+        host_processes: int = 1,
+        logs: Path | None = None,
+        heartbeat_seconds: float = 30.0,
+        probe: Callable[[], Any] | None = None,
+        say: Callable[[str], None] = lambda text: None,
+    ):
+        self.logs = None if logs is None else Path(logs).absolute()
+        self._host_processes, self._probe = host_processes, probe
+        self._heartbeat_seconds = heartbeat_seconds
+        self.say = say
+        self.fetched_bytes = 0
+        self.memories: list[Any] = []
+        self._executors: list[RayExecutor] = []
+        self._started = _connect(address, processes + host_processes)
+        try:
+            self.platform = _platform()
+            self.each = devices_per_process or self._devices_of_a_host(processes)
+            self.devices = [
+                RemoteDevice(number, self.platform, self.memories)
+                for number in range(processes * self.each)
+            ]
+        except BaseException:
+            self._disconnect()
+            raise
+        self.environment = {"HJAX_HOST": LOOPBACK} if self._started else {}
+        self._ended = threading.Event()
+        self._watch = threading.Thread(target=self._look_after, name="heartbeat", daemon=True)
+        self._watch.start()
+
+    def _devices_of_a_host(self, processes: int) -> int:
+        if self.platform == "cpu":
+            return max(available_cores() // processes, 1)
+        kind = self.platform.upper()
+        counts = {int(n["Resources"].get(kind, 0)) for n in ray.nodes() if n["Alive"]} - {0}
+        if len(counts) != 1:
+            raise ConfigError(
+                f"cluster.devices_per_process=0: the hosts have {sorted(counts)} {kind}s; "
+                "say how many each process takes"
+            )
+        return counts.pop()
+
+    def executor(self, name: str, devices: Sequence[Any], timeline: Timeline) -> RayExecutor:
+        """Starts a pool's processes; what a Trainer takes as its executor."""
+        made = RayExecutor(self, name, devices, timeline)
+        self._executors.append(made)
+        return made
+
+    def divide(self, name: str, devices: int) -> tuple[int, int]:
+        """Devices of each process of a pool, and how many processes that makes.
+
+        Raises:
+          ConfigError: devices that whole processes do not give.
+        """
+        if not devices:
+            return 0, self._host_processes
+        if devices <= self.each:
+            return devices, 1
+        if devices % self.each:
+            raise ConfigError(
+                f"pool {name} gets {devices} devices, which processes of {self.each} do not give; "
+                f"use a multiple of {self.each} (cluster.devices_per_process), or at most that"
+            )
+        return self.each, devices // self.each
+
+    def setup(self, executor: RayExecutor, rank: int) -> Written:
+        """What a process is told before it starts, written down."""
+        log = self.log_of(executor.name, rank)
+        platform = self.platform if executor.devices else "cpu"
+        setup = Setup(
+            pool=executor.name,
+            rank=rank,
+            processes=executor.processes,
+            devices=executor.devices,
+            platform="cuda" if platform == "gpu" else platform,
+            options=_options(),
+            environment={"XLA_FLAGS": _flags()},
+            log=str(log or ""),
+            probe=self._probe,
+            seconds=START_SECONDS,
+        )
+        return write(setup, RayStore())
+
+    def log_of(self, pool: str, rank: int) -> Path | None:
+        """Where a process's output goes."""
+        return None if self.logs is None else self.logs / f"{pool.replace('+', '-')}-{rank}.log"
+
+    def compare(self, name: str, theirs: Mapping[str, str]) -> None:
+        """Raise ConfigError where a process has other versions than the controller."""
+        for what, ours in versions().items():
+            if theirs.get(what) != ours:
+                raise ConfigError(
+                    f"process {name} has {what} {theirs.get(what)}, the controller {ours}; install "
+                    "the same on every host"
+                )
+
+    def lost(self) -> list[RayExecutor]:
+        """Pools whose processes are of no use any more."""
+        self.check()
+        return [executor for executor in self._executors if executor.lost is not None]
+
+    def check(self) -> None:
+        """Look after every process now; waits until each has answered or is known to be gone."""
+        until = time.monotonic() + self._heartbeat_seconds + 1
+        for executor in list(self._executors):
+            for handle in list(executor._handles):
+                if executor.lost is not None:
+                    break
+                try:
+                    left = max(until - time.monotonic(), 0.1)
+                    ray.get(handle.actor.pulse.remote(), timeout=left)
+                except ray.exceptions.RayActorError as error:
+                    executor.lose(handle, "died", error)
+                except ray.exceptions.GetTimeoutError:
+                    executor.lose(handle, "does not answer")
+
+    def _look_after(self) -> None:
+        while not self._ended.wait(1.0):
+            for executor in list(self._executors):
+                try:
+                    for line in executor.beat(self._heartbeat_seconds):
+                        self.say(line)
+                except Exception as error:
+                    if not self._ended.is_set():
+                        self.say(f"the cluster does not answer: {error}")
+
+    def end(self, handle: _Handle) -> None:
+        """End a process that may not hear any more."""
+        if handle.facts is None:
+            return
+        if self._started:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(handle.facts.pid, signal.SIGKILL)
+            return
+        with contextlib.suppress(Exception):
+            node = _node_of(handle.actor)
+            if node:
+                strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+                kill = ray.remote(os.kill).options(num_cpus=0, scheduling_strategy=strategy)
+                ray.get(kill.remote(handle.facts.pid, signal.SIGKILL), timeout=STOP_SECONDS)
+
+    def machine(self) -> list[list[dict[str, Any]]]:
+        """What every process's probe reads, by pool."""
+        return [e.machine() for e in self._executors if e.devices and e.lost is None]
+
+    def closed(self, executor: RayExecutor) -> None:
+        """A pool is no longer of this cluster."""
+        if executor in self._executors:
+            self._executors.remove(executor)
+
+    def close(self) -> None:
+        """End every process, and the cluster if it was started here."""
+        self._ended.set()
+        for executor in list(self._executors):
+            executor.close()
+        if self._watch is not threading.current_thread():
+            self._watch.join(STOP_SECONDS)
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        if self._started and ray.is_initialized():
+            ray.shutdown()
+
+
+def _connect(address: str, processes: int) -> bool:
+    """Join a cluster, or start one; returns whether it was started.
+
+    Raises:
+      ConfigError: there is none at the address.
+    """
+    quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+    if ray.is_initialized():
+        return False
+    if address in ("", "local"):
+        ray.init(
+            "local",
+            num_cpus=max(processes, available_cores()),
+            include_dashboard=False,
+            _node_ip_address=LOOPBACK,
+            **quiet,
+        )
+        return True
+    try:
+        ray.init(address, **quiet)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            f"cluster.address={address!r}: no Ray cluster answers there ({reason}); start one "
+            "with `ray start --head`, or leave it empty to start one on this machine"
+        ) from error
+    return False
+
+
+def _platform() -> str:
+    if (os.environ.get("JAX_PLATFORMS") or "").split(",")[0] == "cpu":
+        return "cpu"
+    resources = ray.cluster_resources()
+    if resources.get("GPU"):
+        return "gpu"
+    return "tpu" if resources.get("TPU") else "cpu"
+
+
+def _resources() -> str:
+    kinds = ("CPU", "GPU", "TPU")
+    return ", ".join(f"{n:g} {k}" for k, n in ray.cluster_resources().items() if k in kinds)
+
+
+def _node_of(actor: Any) -> str:
+    from ray.util.state import get_actor
+
+    found = get_actor(actor._actor_id.hex(), timeout=STOP_SECONDS)
+    return getattr(found, "node_id", "") or ""
+
+
+# What decides how programs are compiled and numbers drawn; the same in every process.
+_OPTIONS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_threefry_partitionable",
+    "jax_numpy_dtype_promotion",
+    "jax_debug_nans",
+    "jax_compilation_cache_dir",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_min_entry_size_bytes",
+)
+
+
+def _options() -> dict[str, Any]:
+    options: Any = jax.config
+    return {name: options.values[name] for name in _OPTIONS if name in options.values}
+
+
+def _flags() -> str:
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    return " ".join(f for f in flags if "xla_force_host_platform_device_count" not in f)
+
+
+def by_rows(x: np.ndarray, parts: int) -> Any:
+    """An array of the controller's, cut by rows, so that every process takes its own."""
+    if not x.ndim or x.shape[0] < parts:
+        return x
+    ends = [x.shape[0] * i // parts for i in range(parts + 1)]
+    rest = tuple((0, n) for n in x.shape[1:])
+    cut = zip(ends[:-1], ends[1:], strict=True)
+    return Pieces(x.shape, x.dtype, tuple((((a, b), *rest), x[a:b]) for a, b in cut))
+
+
+def size_of(value: Any) -> int:
+    """Bytes of the arrays in a value."""
+    total = 0
+
+    def leaf(x: Any) -> None:
+        nonlocal total
+        total += getattr(x, "nbytes", 0)
+
+    pieces.map_leaves(leaf, value)
+    return total
+
+
+def last_lines(log: Path | None) -> str:
+    """The end of a process's log."""
+    try:
+        lines = log.read_text(errors="replace").splitlines() if log is not None else []
+    except OSError:
+        return ""
+    return "\n".join(lines[-LOG_LINES:])
+
+
+def _again(error: ProcessLost) -> ProcessLost:
+    """The same to be raised once more: notes gather on each by itself."""
+    return ProcessLost(*error.args)
