@@ -351,7 +351,9 @@ class ValueLoss(_TokenLoss):
             old = keep(batch[self.values_key], mask)
             clipped = old + jnp.clip(values - old, -self.clip, self.clip)
             clipped_error = jnp.square(clipped - returns)
-            stats["clip_fraction"] = keep(clipped_error > error, mask)
+            # Within the clip both errors are the same up to rounding, which is no clipping.
+            outside = jnp.abs(values - old) > self.clip
+            stats["clip_fraction"] = keep(outside & (clipped_error > error), mask)
             error = jnp.maximum(error, clipped_error)
         return 0.5 * error, jax.lax.stop_gradient(stats)
 

@@ -87,7 +87,12 @@ class WorkerGroup:
             reads = getattr(method, "reads", None)
             reads = reads(worker, *arguments) if callable(reads) else reads
             self._methods[name] = None if reads is None else frozenset(reads)
-        self.built: Future = pool.executor.submit(Build(self.role, worker, arguments, options))
+        self._build = Build(self.role, worker, arguments, options)
+        self.built: Future = pool.executor.submit(self._build)
+
+    def rebuild(self) -> None:
+        """Make the worker anew, after its pool lost it; it knows nothing of what was."""
+        self.built = self.pool.executor.submit(self._build)
 
     @property
     def worker(self) -> Any:

@@ -291,7 +291,8 @@ class HostProcess:
             while self._next in self._early:
                 item = self._early.pop(self._next)
                 self._next += 1
-                self._messages.put(_Unread(), item, item[3].set_exception)
+                unread = Call("", "a message that was not read yet")
+                self._messages.put(unread, item, item[3].set_exception)
         return outcome
 
     def _run(self, item: tuple[int, Written, tuple[int, ...], Any]) -> None:
@@ -389,12 +390,6 @@ class HostProcess:
     def machine(self) -> dict[str, Any]:
         """What the probe reads."""
         return self._probe.read() if self._probe is not None else {}
-
-
-class _Unread:
-    """Stands for a message whose bytes were not read yet, in what a closed pool refuses."""
-
-    label = "a message"
 
 
 def _fail(result: Any, outcome: Any, error: BaseException) -> None:

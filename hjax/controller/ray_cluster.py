@@ -442,7 +442,8 @@ class RayExecutor:
             self._cluster.check()
             raise _again(self._lost or ProcessLost(f"pool {self.name}: {error}")) from None
         except ray.exceptions.GetTimeoutError:
-            raise RunError(f"{label} has not been brought here within {seconds:g} seconds") from None
+            late = f"{label} has not been brought here within {seconds:g} seconds"
+            raise RunError(late) from None
         self._cluster.fetched_bytes += size_of(value)
         return value
 

@@ -36,8 +36,8 @@ from hjax.planning.search import SHOWN, Problem, SearchResult
 from hjax.planning.strategies import search_strategy
 from hjax.roles import ROLES, Role
 from hjax.run.inputs import load_inputs
-from hjax.run.placement import Plan, make_plan
 from hjax.run.machines import local_devices
+from hjax.run.placement import Plan, make_plan
 from hjax.run.roles import (
     is_float32,
     planned_models,

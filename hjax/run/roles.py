@@ -74,6 +74,16 @@ class Roles:
             self.close()
             raise
 
+    def restart(self, lost: Sequence[Any]) -> None:
+        """Start the executors that lost their processes again, and make their workers anew."""
+        for executor in lost:
+            executor.restart()
+        groups = [group for group in self.groups.values() if group.pool.executor in lost]
+        for group in groups:
+            group.rebuild()
+        for group in groups:
+            group.built.result()
+
     def set_of(self, role: str) -> int:
         """Number of the set of roles that a role with devices shares them with."""
         return next(i for i, roles in enumerate(self.plan.placement) if role in roles)

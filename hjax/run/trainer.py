@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ class Trainer:
     Attributes:
       batch: the last step's batch, to look inside.
       history: the metrics of the steps taken by this object.
+      restarts: times that lost processes were replaced.
       stop_requested: set it to a signal number (or any true value) and ``run`` saves and returns
         after the step in progress.
 
@@ -127,6 +129,8 @@ class Trainer:
         self.history: list[Metrics] = []
         self.stop_requested: int = 0
         self._prepared = False
+        self.restarts = 0
+        self._at_start = copy.deepcopy(self._controller_state())
         self.workdir: Workdir | None = None
         self.checkpoints: Checkpoints | None = None
         if workdir is not None:
@@ -140,23 +144,82 @@ class Trainer:
 
         A set ``stop_requested`` ends it early, after a checkpoint.
         """
-        self.prepare()
+        self._surely(self.prepare)
         last = self.config.steps if steps is None else self.step_number + steps
-        rows = []
-        while self.step_number < last and not self.stop_requested:
-            rows.append(self.step())
-        if self._prepared:
-            self.save()
-            if self.checkpoints is not None:
-                self.checkpoints.wait()
-            self._write_report()
-        return rows
+        rows: dict[int, Metrics] = {}
+        saved = False
+        while not saved:
+            while self.step_number < last and not self.stop_requested:
+                metrics = self.step()
+                rows[int(metrics["step"])] = metrics
+            try:
+                self._finish_saving()
+                saved = True
+            except Exception as error:
+                self._recover(error)  # to a step that is saved, from which the rest is taken again
+        self._write_report()
+        return list(rows.values())
+
+    def _finish_saving(self) -> None:
+        if not self._prepared:
+            return
+        self.save()
+        if self.checkpoints is not None:
+            self.checkpoints.wait()
 
     def step(self) -> Metrics:
-        """Take one step; returns its metrics (the row of metrics.jsonl)."""
-        self.prepare()
+        """Take one step; returns its metrics (the row of metrics.jsonl).
+
+        Where a process of a cluster is lost it is replaced, and what came after the last checkpoint
+        is done again.
+        """
+        self._surely(self.prepare)
         if not self._prepared:
             raise RunError("stopped before the first step")
+        step = self.step_number + 1
+        while self.step_number < step:
+            metrics = self._surely(self._step)
+        return metrics
+
+    def _surely(self, part: Callable[[], Any]) -> Any:
+        """Do a part of the run; lost processes are replaced, and it is done once more."""
+        while True:
+            try:
+                return part()
+            except Exception as error:
+                self._recover(error)
+
+    def _recover(self, error: Exception) -> None:
+        """Replace the processes that an error came from, and go back to the last checkpoint.
+
+        Raises:
+          Exception: the error, if all processes are there.
+          RunError: they were replaced too often.
+        """
+        while True:
+            lost = self.machines.lost()
+            if not lost:
+                raise error
+            cause = lost[0].lost
+            most = self.config.cluster.max_restarts
+            if self.restarts >= most:
+                raise RunError(
+                    f"lost processes were replaced {most} times (cluster.max_restarts); now {cause}"
+                ) from error
+            self.restarts += 1
+            self._message(f"{cause}\nit is replaced ({self.restarts} of at most {most} times)")
+            try:
+                if self.checkpoints is not None:
+                    with contextlib.suppress(RunError):  # of the lost process
+                        self.checkpoints.wait()
+                self.roles.restart(lost)
+                self._prepared = False
+                self.prepare()
+                return
+            except Exception as again:
+                error = again
+
+    def _step(self) -> Metrics:
         step = self.step_number + 1
         before = self.evaluate(step) if step == 1 and self.config.eval.every else {}
         self.timeline.step = step
@@ -222,7 +285,7 @@ class Trainer:
         """Load or create the weights, resume or warm-start; done by the first step otherwise."""
         if self._prepared:
             return
-        if self.workdir is not None:
+        if self.workdir is not None and self.checkpoints is None:
             self.checkpoints = Checkpoints(self.workdir.checkpoints, self.config.checkpoint.keep)
             self._write_model_files()
             self.workdir.write_json("plan.json", self.plan_record())
@@ -239,6 +302,8 @@ class Trainer:
         if self.workdir is not None:
             self.workdir.truncate(WARM_START, 0)
             self.workdir.truncate_after(0)
+        if self.restarts:
+            self._restore_controller(self._at_start)
         groups, starts_from = self.roles.groups, self.roles.starts_from
         for role, group in groups.items():
             if role not in starts_from and group.has("initialize"):
@@ -256,6 +321,7 @@ class Trainer:
     def _warm_start(self) -> None:
         assert self._warm_start_data is not None
         actor, total = self.roles.groups["actor"], self.config.warm_start.steps
+        self._warm_start_data.sampler.position = 0
         with self._phase("warm start"):
             actor.begin("warm_start").result()
             pending = []
@@ -284,13 +350,17 @@ class Trainer:
         for group in self.roles.groups.values():
             if group.has("load_state"):
                 group.load_state(str(folder)).result()
-        self.algorithm.restore(controller["algorithm"])
-        self.recorder.restore(controller["updates"])
-        self.prompts.restore(controller["prompts"])
-        if self._demonstrations is not None:
-            self._demonstrations.sampler.restore(controller["demonstrations"])
-        self.step_number = step
+        self._restore_controller(controller)
         self.workdir.truncate_after(step)
+
+    def _restore_controller(self, state: Mapping[str, Any]) -> None:
+        self.algorithm.restore(state["algorithm"])
+        self.recorder.restore(state["updates"])
+        self.prompts.restore(state["prompts"])
+        if self._demonstrations is not None:
+            self._demonstrations.sampler.restore(state["demonstrations"])
+        self.step_number = state["step"]
+        self.history = [row for row in self.history if row["step"] <= self.step_number]
 
     def _controller_state(self) -> dict[str, Any]:
         state = {

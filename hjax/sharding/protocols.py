@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import jax
-import numpy as np
 
 from hjax.errors import ConfigError
 from hjax.pieces import PARTIAL
