@@ -41,6 +41,11 @@ class Pieces:
     dtype: np.dtype
     parts: tuple[tuple[Region, Any], ...]
 
+    @classmethod
+    def of(cls, x: np.ndarray) -> Pieces:
+        """An array that is at hand, as one piece."""
+        return cls(x.shape, x.dtype, ((tuple((0, n) for n in x.shape), x),))
+
     @property
     def nbytes(self) -> int:
         """Bytes of the whole array."""
@@ -209,8 +214,8 @@ def overlap(one: Region, other: Region) -> Region | None:
     return common if all(start < stop for start, stop in common) else None
 
 
-def within(part: Region, held: Region) -> tuple[slice, ...]:
-    """Slices that cut a region out of an array that holds a larger one."""
-    return tuple(
-        slice(p[0] - h[0], p[1] - h[0]) for p, h in zip(part, held, strict=True)
-    )
+def within(part: Region, held: Region) -> tuple[Any, ...]:
+    """An index that cuts a region out of an array that holds a larger one, as a view."""
+    cuts = (slice(p[0] - h[0], p[1] - h[0]) for p, h in zip(part, held, strict=True))
+    # With the ellipsis that of a scalar is an array too.
+    return (..., *cuts)

@@ -33,7 +33,17 @@ FLOORS = [
 ]
 BESIDE = ["data", "rewards"]
 # Files that stand beside the rooms, below them all.
-GROUND = ["binding", "config", "errors", "files", "machine", "pieces", "roles", "rules", "user_files"]
+GROUND = [
+    "binding",
+    "config",
+    "errors",
+    "files",
+    "machine",
+    "pieces",
+    "roles",
+    "rules",
+    "user_files",
+]
 
 
 def in_new_process(code: str) -> str:

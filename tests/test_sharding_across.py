@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hjax.sharding.across import PoolTransition, spread
+from hjax.sharding.across import PoolTransition
 from hjax.sharding.layout import make_layouts
 
 LEAVES = {
@@ -50,13 +50,6 @@ def test_values_arrive_and_every_byte_crosses_once(name, dtype):
         assert not params[leaf].is_deleted()
     # The scalar alone, which cannot be split, goes to every device.
     share = jnp.dtype(dtype).itemsize / 4
-    assert transition.crossing_bytes == (BYTES + 4 * len(there)) * share
+    assert transition.crossing.nbytes == (BYTES + 4 * len(there)) * share
     moves = [m.kind for route in transition.within.routes for m in route.there.moves]
     assert set(moves) <= {"all_gather"}
-
-
-def test_spread_over_what_is_free():
-    layouts = make_layouts(jax.devices()[:8], {"data": 2, "tensor": 4}, {"tensor": 2})
-    q = jax.ShapeDtypeStruct((4, 16, 8), jnp.float32)
-    landing = spread(layouts.generate.sharding("layers", "embed", "heads"), q)
-    assert int(np.prod(landing.shard_shape(q.shape))) == 4 * 16 * 8 // 8

@@ -17,9 +17,11 @@ from hjax.models.config import ModelConfig
 from hjax.models.parameters import to_host
 from hjax.models.transformer import Compute
 from hjax.models.weights import read_config
+from hjax.pieces import Pieces
 from hjax.rewards.function import RewardFunction
 from hjax.rollout.sampling import Sampling
 from hjax.sharding.layout import make_layouts
+from hjax.sharding.manifest import manifest_of
 from hjax.workers import (
     Actor,
     Critic,
@@ -278,6 +280,62 @@ def test_a_new_critic_predicts_zero_and_its_first_gradient_is_by_hand(actor, bat
     assert not jax.tree.leaves(got["decoder"])[0].any()  # nothing flows through a head of zeros
     values = np.asarray(critic.compute_values(batch)["values"])
     assert values[mask].any() and not values[~mask].any()
+
+
+# Weights in pieces
+
+
+def in_pieces(params):
+    """As another pool's processes give them: each array in two parts where it can be."""
+
+    def cut(x):
+        x = np.asarray(x)
+        if x.ndim == 0 or x.shape[0] % 2:
+            return Pieces.of(x)
+        half, rest = x.shape[0] // 2, tuple((0, n) for n in x.shape[1:])
+        parts = (((0, half), *rest), x[:half]), (((half, x.shape[0]), *rest), x[half:])
+        return Pieces(x.shape, x.dtype, parts)
+
+    return jax.tree.map(cut, params)
+
+
+def test_weights_in_pieces_are_those_in_arrays(actor):
+    layouts = make_layouts(jax.devices(), {"fsdp": 4, "data": 2})
+    pieces = in_pieces(actor.params)
+    reference = Reference(context("reference", layouts=layouts))
+    reference.take_weights(pieces, manifest_of(actor.params, 7))
+    jax.tree.map(np.testing.assert_array_equal, reference.params, actor.params)
+    assert reference.version == 7 and reference.fetched_bytes == 0  # all was at hand
+    critic = Critic(context("critic", loss=ValueLoss(clip=None), layouts=layouts))
+    critic.take_weights(pieces)
+    promised = critic.abstract_state()["params"]
+    jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s.sharding, x.ndim) or 1 / 0,
+                 critic.params, promised)  # fmt: skip
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        critic.params["decoder"],
+        {key: actor.params[key] for key in critic.params["decoder"]},
+    )
+    head = {key: x for key, x in critic.params.items() if key != "decoder"}
+    assert head and not any(np.asarray(x).any() for x in jax.tree.leaves(head))
+
+
+def test_weights_that_are_not_the_promised_or_the_models_are_refused(actor):
+    pieces, manifest = in_pieces(actor.params), manifest_of(actor.params, 7)
+    reference = Reference(context("reference"))
+    reference.take_weights(pieces, manifest)
+    before = reference.params
+    with pytest.raises(RunError, match="version 7 came while version 7 is in use"):
+        reference.take_weights(pieces, manifest)
+    short = {key: x for key, x in pieces.items() if key != "embedding"}
+    with pytest.raises(RunError, match="embedding .* is missing among the weights of version 8"):
+        reference.take_weights(short, dataclasses.replace(manifest, version=8))
+    with pytest.raises(RunError, match="embedding .* is missing"):
+        reference.take_weights(short)
+    assert reference.params is before and reference.version == 7
+    critic = Critic(context("critic", loss=ValueLoss(clip=None)))
+    with pytest.raises(RunError, match=r"decoder\.embedding .* is missing"):
+        critic.take_weights(short)
 
 
 def test_a_trained_role_needs_a_loss_and_an_optimizer():

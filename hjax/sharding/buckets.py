@@ -20,6 +20,11 @@ from jax.sharding import NamedSharding
 from hjax.sharding.moves import Move, plan_moves, received, spec_of, split_of
 
 
+def leaf_name(path: Sequence[Any]) -> str:
+    """A leaf's keys in its tree, with dots between them."""
+    return ".".join(str(getattr(key, "key", key)) for key in path)
+
+
 @dataclasses.dataclass(frozen=True)
 class Leaf:
     """One array on its way from a sharding to another; equal ones share a program.

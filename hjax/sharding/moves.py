@@ -124,17 +124,24 @@ def _missing(shape: tuple[int, ...], split: Split, target: Split, sizes: dict[st
     common = np.ones(grid.shape[1:], np.int64)
     whole = 1
     for n, have, want in zip(shape, split, target, strict=True):
-        (first, size), (start, wanted) = (_interval(n, axes, at, sizes) for axes in (have, want))
+        (first, size), (start, wanted) = (interval(n, axes, at, sizes) for axes in (have, want))
         overlap = np.minimum(first + size, start + wanted) - np.maximum(first, start)
         common = common * np.maximum(overlap, 0)
         whole *= wanted
     return whole - int(common.min())
 
 
-def _interval(
-    n: int, axes: tuple[str, ...], at: dict[str, np.ndarray], sizes: dict[str, int]
+def interval(
+    n: int, axes: tuple[str, ...], at: Mapping[str, np.ndarray], sizes: Mapping[str, int]
 ) -> tuple[np.ndarray | int, int]:
-    """Where each device's part of a dimension begins, and its size."""
+    """Where each device's part of a dimension begins, and its size.
+
+    Args:
+      n: elements of the dimension, of which the product of the axes' sizes is a divisor.
+      axes: over which it is split, major to minor.
+      at: every device's index along each mesh axis; arrays of one shape.
+      sizes: of the mesh axes.
+    """
     part: np.ndarray | int = 0
     for axis in axes:
         part = part * sizes[axis] + at[axis]

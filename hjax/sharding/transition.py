@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from hjax.errors import RunError
-from hjax.sharding.buckets import Leaf, Program, bucket_program, fill_buckets, plan_leaf
+from hjax.sharding.buckets import Leaf, Program, bucket_program, fill_buckets, leaf_name, plan_leaf
 from hjax.xla.collectives import received_bytes
 
 BUCKET_BYTES = 16 * 2**20
@@ -115,7 +115,7 @@ class Transition:
         befores, afters = jax.tree.leaves(source), jax.tree.leaves(target)
         self.routes: list[Route] = []
         for (path, x), cast, before, after in zip(paths, casts, befores, afters, strict=True):
-            name = ".".join(str(getattr(key, "key", key)) for key in path)
+            name = leaf_name(path)
             there = plan_leaf(name, x.shape, x.dtype, cast, before, after)
             back = plan_leaf(name, x.shape, cast, x.dtype, after, before)
             sliced = back.moves is not None and all(m.kind == "slice" for m in back.moves)

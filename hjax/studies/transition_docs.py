@@ -58,8 +58,10 @@ python -m hjax.launch.transition --train=1,8,8 --generate=1,2 --model=llama-7b -
   optimizer state), and the way back drops the copy.
 - **The way back moves nothing**: it is a local slice, or the copy is dropped. If generation fails,
   training's parameters come back all the same.
-- Between **disjoint pools** (`hjax/sharding/across.py`) every byte crosses once, to one device of
-  the other pool, which then gathers by the same moves; the source stays.
+- Between **disjoint pools** every byte crosses once, to one device of the other pool, which then
+  gathers by the same moves; the source stays. The plan of who sends what is made of the two layouts
+  alone (`hjax/sharding/crossing.py`); arrays of one process, or pieces of another world's, take it
+  (`hjax/sharding/across.py`).
 - `Transition.cost()` says what it will cost before it runs: bytes received per device, read off the
   compiled programs (loops times their trips), peak, temporaries, what is redundant. What no move
   does is left to the compiler and named.

@@ -18,9 +18,11 @@ from hjax.models.config import ModelConfig
 from hjax.models.parameters import Network, Params, decoder_network, scalar_network
 from hjax.models.transformer import Compute
 from hjax.models.weights import load_decoder, load_scalar
+from hjax.pieces import Pieces
 from hjax.rollout.sampling import Sampling
-from hjax.sharding.across import PoolTransition
+from hjax.sharding.across import Arrival, PoolTransition
 from hjax.sharding.layout import RoleLayouts, check_shapes, make_layouts, shard_bytes, without
+from hjax.sharding.manifest import Manifest, check, manifest_of
 from hjax.sharding.offload import to_device, to_host
 from hjax.sharding.pipeline import Stack
 from hjax.sharding.protocols import PROMPT_ID, control, control_in_background
@@ -205,6 +207,8 @@ class ModelWorker(Worker):
         self.compute = dataclasses.replace(context.compute.on(train), layout=held)
         self.passes = Passes(train, self.network.axes, context.micro_batch, context.samples)
         self.params: Params = {}  # until initialize, take_weights or restore
+        self.version: int | None = None  # of the weights taken; None: they came without
+        self.fetched_bytes = 0  # by this process, of the weights last taken in pieces
         self._phase = ""
         self._forwards: dict[tuple, Any] = {}
 
@@ -229,12 +233,37 @@ class ModelWorker(Worker):
         return self.params
 
     @control
-    def take_weights(self, params: Params) -> None:
+    def take_weights(self, params: Params, manifest: Manifest | None = None) -> None:
         """Take another worker's parameters of the same shapes, in copy, whatever their layout.
 
-        From another pool's devices every byte crosses once (``PoolTransition``).
+        From another pool's devices every byte crosses once (``PoolTransition``); from another
+        pool's processes they come as ``Pieces``, of which each process of this one's reads what
+        its devices land (``Arrival``).
+
+        Args:
+          params: nested dict of jax.Array, numpy arrays or ``Pieces``.
+          manifest: what the sender says that it gives; these weights are newer than those in use.
+
+        Raises:
+          RunError: the parameters are not those of the manifest, or, in pieces, not this model's.
         """
+        if manifest is not None:
+            check(manifest_of(params, manifest.version), manifest, after=self.version)
+        self._take(self.adapted(params))
+        self.version = None if manifest is None else manifest.version
+
+    def adapted(self, params: Params) -> Params:
+        """Another role's parameters as a tree of this one's."""
+        return params
+
+    def _take(self, params: Params) -> None:
         leaves = jax.tree.leaves(params)
+        if any(isinstance(x, Pieces) for x in leaves):
+            bucket = self.context.transition_bucket_bytes
+            arrival = Arrival(self.shardings, self.network.shapes, bucket_bytes=bucket)
+            self.params = arrival(params)
+            self.fetched_bytes = arrival.fetched_bytes
+            return
         if not all(isinstance(x, jax.Array) for x in leaves):
             self.params = self.network.place(params, self.layouts.train)
             return
@@ -442,9 +471,9 @@ class TrainedWorker(ModelWorker):
         self.begin(self.stage)
 
     @control
-    def take_weights(self, params: Params) -> None:
+    def take_weights(self, params: Params, manifest: Manifest | None = None) -> None:
         """Take another worker's parameters, in copy, and start the optimizer."""
-        super().take_weights(params)
+        super().take_weights(params, manifest)
         self.begin(self.stage)
 
     @control

@@ -12,7 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from hjax.models.forward import response_states
 from hjax.models.parameters import Params
-from hjax.sharding.protocols import control, protocol
+from hjax.pieces import Pieces
+from hjax.sharding.protocols import protocol
 from hjax.workers.base import SCORED_KEYS, TrainedWorker, update_reads
 
 
@@ -21,17 +22,20 @@ class Critic(TrainedWorker):
 
     scalar = True
 
-    @control
-    def take_weights(self, params: Params) -> None:
-        """Start from a language model's parameters, with a value head of zeros."""
+    def adapted(self, params: Params) -> Params:
+        """A language model's parameters, with a value head of zeros."""
         shapes = self.network.shapes
-        kept = {key: params[key] for key in shapes["decoder"]}
+        # What is missing is named where the parameters are taken.
+        kept = {key: params[key] for key in shapes["decoder"] if key in params}
         head: Params = {k: np.zeros(x.shape, x.dtype) for k, x in shapes.items() if k != "decoder"}
-        placed = getattr(jax.tree.leaves(kept)[0], "sharding", None)
+        first = jax.tree.leaves(params)[0]
+        placed = getattr(first, "sharding", None)
         if isinstance(placed, NamedSharding):
             # Where the others are, so that all of them cross between pools alike.
             head = jax.device_put(head, NamedSharding(placed.mesh, PartitionSpec()))
-        super().take_weights({"decoder": kept, **head})
+        elif isinstance(first, Pieces):
+            head = jax.tree.map(Pieces.of, head)
+        return {"decoder": kept, **head}
 
     def token_loss(
         self, model: Any, batch: dict[str, jax.Array], share: int, loss: Any
