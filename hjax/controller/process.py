@@ -201,10 +201,11 @@ class HostProcess:
 
     Args:
       store: where results go that others ask for.
+      address: of this host, at which the pool's other processes reach it.
     """
 
-    def __init__(self, store: Store):
-        self._store = store
+    def __init__(self, store: Store, address: str):
+        self._store, self._address = store, address
         self._results: dict[int, concurrent.futures.Future] = {}
         self._lock = threading.Lock()
         # Messages may overtake each other on their way; they run in the order they were sent.
@@ -232,7 +233,8 @@ class HostProcess:
             options.update("jax_platforms", setup.platform)
         if setup.platform == "cpu":
             options.update("jax_num_cpu_devices", max(setup.devices, 1))
-        return Facts(socket.gethostname(), os.getpid(), free_address(), versions())
+        address = free_address(self._address)
+        return Facts(socket.gethostname(), os.getpid(), address, versions())
 
     def join(self, coordinator: str) -> dict[str, Any]:
         """Start the world that rank 0 leads; returns what its devices are like.
@@ -421,9 +423,8 @@ def redirect(path: Path) -> None:
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
 
 
-def free_address() -> str:
-    """This host's address and a port that is free there."""
-    host = os.environ.get("HJAX_HOST", "127.0.0.1")
+def free_address(host: str) -> str:
+    """A port of a host's address that is free there."""
     with socket.socket() as found:
         found.bind((host, 0))
         return f"{host}:{found.getsockname()[1]}"

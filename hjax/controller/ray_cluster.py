@@ -89,11 +89,12 @@ class _Process:
     """A host process as an actor; its own thread runs the messages."""
 
     def __init__(self) -> None:
-        self._process = HostProcess(RayStore())
+        self._process = HostProcess(RayStore(), ray.util.get_node_ip_address())
         self._threads = concurrent.futures.ThreadPoolExecutor(4)
 
-    async def prepare(self, setup: Written) -> Facts:
-        return await self._beside(lambda: self._process.prepare(from_bytes(setup.data)))
+    async def prepare(self, setup: Written) -> tuple[Facts, str]:
+        facts = await self._beside(lambda: self._process.prepare(from_bytes(setup.data)))
+        return facts, ray.get_runtime_context().get_node_id()
 
     async def join(self, coordinator: str) -> dict[str, Any]:
         return await self._beside(lambda: self._process.join(coordinator))
@@ -235,11 +236,11 @@ class RayExecutor:
                 handle.actor.prepare.remote(setup)
                 for handle, setup in zip(self._handles, setups, strict=True)
             ]
-            facts = self._all(prepared, "starting")
-            for handle, said in zip(self._handles, facts, strict=True):
-                handle.facts = said
-                cluster.compare(handle.name, said.versions)
-            address = facts[0].address
+            said = self._all(prepared, "starting")
+            for handle, (facts, node) in zip(self._handles, said, strict=True):
+                handle.facts, handle.node = facts, node
+                cluster.compare(handle.name, facts.versions)
+            address = said[0][0].address
             joined = self._all([h.actor.join.remote(address) for h in self._handles], "joining")
             if self.devices:
                 cluster.memories[:] = [_Memory(kind) for kind in joined[0]["memories"]]
@@ -564,6 +565,8 @@ class RayCluster:
         self.say = say
         self.fetched_bytes = 0
         self.memories: list[Any] = []
+        # Results are waited for in threads beside an actor's loop, which Ray takes for its own.
+        self.environment = {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0"}
         self._executors: list[RayExecutor] = []
         self._started = _connect(address, processes + host_processes)
         try:
@@ -576,7 +579,6 @@ class RayCluster:
         except BaseException:
             self._disconnect()
             raise
-        self.environment = {"HJAX_HOST": LOOPBACK} if self._started else {}
         self._ended = threading.Event()
         self._watch = threading.Thread(target=self._look_after, name="heartbeat", daemon=True)
         self._watch.start()
@@ -681,16 +683,14 @@ class RayCluster:
         """End a process that may not hear any more."""
         if handle.facts is None:
             return
-        if self._started:
+        if handle.node == ray.get_runtime_context().get_node_id():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(handle.facts.pid, signal.SIGKILL)
             return
-        with contextlib.suppress(Exception):
-            node = _node_of(handle.actor)
-            if node:
-                strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-                kill = ray.remote(os.kill).options(num_cpus=0, scheduling_strategy=strategy)
-                ray.get(kill.remote(handle.facts.pid, signal.SIGKILL), timeout=STOP_SECONDS)
+        with contextlib.suppress(Exception):  # its host may be gone
+            strategy = NodeAffinitySchedulingStrategy(handle.node, soft=False)
+            kill = ray.remote(os.kill).options(num_cpus=0, scheduling_strategy=strategy)
+            ray.get(kill.remote(handle.facts.pid, signal.SIGKILL), timeout=STOP_SECONDS)
 
     def machine(self) -> list[list[dict[str, Any]]]:
         """What every process's probe reads, by pool."""
@@ -756,13 +756,6 @@ def _platform() -> str:
 def _resources() -> str:
     kinds = ("CPU", "GPU", "TPU")
     return ", ".join(f"{n:g} {k}" for k, n in ray.cluster_resources().items() if k in kinds)
-
-
-def _node_of(actor: Any) -> str:
-    from ray.util.state import get_actor
-
-    found = get_actor(actor._actor_id.hex(), timeout=STOP_SECONDS)
-    return getattr(found, "node_id", "") or ""
 
 
 # What decides how programs are compiled and numbers drawn; the same in every process.

@@ -158,7 +158,9 @@ def write_state(folder: Path, items: Mapping[str, Any]) -> Callable[[], None]:
     jax.block_until_ready(copies)
 
     def write() -> None:
-        with _WRITING, ocp.Checkpointer(ocp.StandardCheckpointHandler()) as writer:
+        together = _together(ocp)
+        handler = ocp.StandardCheckpointHandler(**together)
+        with _WRITING, ocp.Checkpointer(handler, **together) as writer:
             for name, tree in copies.items():
                 writer.save(folder / name, args=ocp.args.StandardSave(tree))
 
@@ -181,7 +183,7 @@ def read_state(folder: Path, items: Mapping[str, Any]) -> dict[str, Any]:
       DataError: the checkpoint is damaged or does not fit the run.
     """
     ocp = _orbax()
-    with _one_error(folder), ocp.StandardCheckpointer() as reader:
+    with _one_error(folder), ocp.StandardCheckpointer(**_together(ocp)) as reader:
         return {name: reader.restore(folder / name, tree) for name, tree in items.items()}
 
 
@@ -194,6 +196,19 @@ def _orbax() -> Any:
     whole = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
     ocp.type_handlers.register_type_handler(jax.Array, whole, override=True)
     return ocp
+
+
+def _together(ocp: Any) -> dict[str, Any]:
+    """How the processes of a world wait for each other while one of them writes or reads.
+
+    Named, they meet at barriers of the world's coordinator. Orbax's default is a program on the
+    devices, which a thread in the background may not start between those of a step.
+    """
+    if jax.process_count() == 1:
+        return {}
+    every = set(range(jax.process_count()))
+    options = ocp.options.MultiprocessingOptions(primary_host=0, active_processes=every)
+    return {"multiprocessing_options": options}
 
 
 def _copy(x: Any) -> Any:
