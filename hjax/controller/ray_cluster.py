@@ -14,6 +14,7 @@ import dataclasses
 import itertools
 import logging
 import os
+import queue
 import signal
 import threading
 import time
@@ -202,6 +203,7 @@ class RayExecutor:
     ):
         self.name = name
         self._cluster, self._timeline = cluster, timeline
+        self.later = cluster.later
         each, count = cluster.divide(name, len(devices))
         self.devices, self.processes = each, count
         self._lock = threading.RLock()
@@ -307,10 +309,10 @@ class RayExecutor:
         """New processes in the place of the old ones; what they held is gone."""
         with self._lock:
             self._fail_waiting(ProcessLost(f"pool {self.name} was started anew"))
-            self._kill()
             self._sequence = itertools.count()
             self._dropped = []
-            self._start()
+        self._kill()
+        self._start()
 
     def pids(self) -> list[int]:
         """Of the pool's processes, in rank order."""
@@ -516,8 +518,12 @@ class _Gather:
         self._outcomes: list[Any] = [None] * len(references)
         self._left = len(references)
         self._lock = threading.Lock()
+        later = executor.later
         for rank, reference in enumerate(references):
-            reference.future().add_done_callback(lambda done, rank=rank: self._done(rank, done))
+            # Called in a thread of Ray's own, which must not wait for anything.
+            reference.future().add_done_callback(
+                lambda done, rank=rank: later(lambda: self._done(rank, done))
+            )
 
     def _done(self, rank: int, done: concurrent.futures.Future) -> None:
         error = done.exception()
@@ -579,6 +585,10 @@ class RayCluster:
         except BaseException:
             self._disconnect()
             raise
+        self._answers: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.later = self._answers.put
+        self._answering = threading.Thread(target=self._answer, name="answers", daemon=True)
+        self._answering.start()
         self._ended = threading.Event()
         self._watch = threading.Thread(target=self._look_after, name="heartbeat", daemon=True)
         self._watch.start()
@@ -669,6 +679,10 @@ class RayCluster:
                 except ray.exceptions.GetTimeoutError:
                     executor.lose(handle, "does not answer")
 
+    def _answer(self) -> None:
+        while (answered := self._answers.get()) is not None:
+            answered()
+
     def _look_after(self) -> None:
         while not self._ended.wait(1.0):
             for executor in list(self._executors):
@@ -708,6 +722,7 @@ class RayCluster:
             executor.close()
         if self._watch is not threading.current_thread():
             self._watch.join(STOP_SECONDS)
+        self._answers.put(None)
         self._disconnect()
 
     def _disconnect(self) -> None:
