@@ -1,7 +1,8 @@
 """What every algorithm shares: its roles by name, its keys, mini-batches and resumable state.
 
-An algorithm is a dataflow: ``step`` calls worker groups, each call returns a future at once, and
-``join`` waits for what the controller's own numerics need. It names no device, mesh or sharding.
+An algorithm is a dataflow: a step is ``collect`` and then ``learn``, which call worker groups; each
+call returns a future at once, and ``join`` waits for what the controller's own numerics need. It
+names no device, mesh or sharding.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class Absent:
 class Algorithm:
     """Base of every algorithm.
 
-    Subclass it (or one of its subclasses) and override ``step`` or ``compute_advantages``; the
-    worker groups of ``roles`` are attributes of their names.
+    Subclass it (or one of its subclasses) and override ``collect``, ``learn`` or
+    ``compute_advantages``; the worker groups of ``roles`` are attributes of their names.
 
     Args:
       config: the section ``algorithm`` of the run's config.
@@ -205,8 +206,27 @@ class Algorithm:
         raise NotImplementedError(f"{cls.__name__} must define losses")
 
     def step(self, prompts: Batch) -> Batch:
-        """One step of the dataflow on a batch of prompts; returns the batch it trained on."""
-        raise NotImplementedError(f"{type(self).__name__} must define step")
+        """One step of the dataflow on a batch of prompts; returns the batch it trained on.
+
+        A class may override it instead of the two that it is made of; it is then run one step
+        after another, for nobody could tell what of it may run ahead.
+        """
+        return self.learn(self.collect(prompts))
+
+    def collect(self, prompts: Batch) -> Any:
+        """Answer prompts: the part of a step that may run ahead of learning.
+
+        It only makes calls, and waits for none. Where it does run ahead (``rollout.max_staleness``)
+        it is called from another thread than ``learn``: it changes nothing that ``learn`` reads.
+
+        Returns:
+          what ``learn`` takes: the future of a batch, or a tuple or dict of such.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define collect and learn")
+
+    def learn(self, batch: Any) -> Batch:
+        """Score what ``collect`` gave and learn from it; returns the batch it trained on."""
+        raise NotImplementedError(f"{type(self).__name__} must define collect and learn")
 
     def compute_advantages(self, batch: Batch) -> Batch:
         """The batch (numpy arrays on the controller) with what the updates need added."""

@@ -51,9 +51,12 @@ class PPO(Algorithm):
             "critic": ValueLoss(clip=config.value_clip or None),
         }
 
-    def step(self, prompts: Batch) -> Batch:
-        """Generate, score with every model, then learn."""
-        batch = self.actor.generate_sequences(prompts)
+    def collect(self, prompts: Batch) -> Any:
+        """Generate."""
+        return self.actor.generate_sequences(prompts)
+
+    def learn(self, batch: Any) -> Batch:
+        """Score with every model, then learn."""
         values = self.critic.compute_values(batch)
         reference = self.reference.compute_ref_log_prob(batch)
         rewards = self.reward.compute_reward(batch)

@@ -68,9 +68,8 @@ class SafeRLHF(PPO):
         )
         return super().losses(config, max_response_length) | {"cost_critic": critic}
 
-    def step(self, prompts: Batch) -> Batch:
-        """PPO's step with a cost, its critic, the multiplier and a pretraining loss."""
-        batch = self.actor.generate_sequences(prompts)
+    def learn(self, batch: Any) -> Batch:
+        """PPO's with a cost, its critic, the multiplier and a pretraining loss."""
         values = self.critic.compute_values(batch)
         cost_values = self.cost_critic.compute_values(batch)
         reference = self.reference.compute_ref_log_prob(batch)
