@@ -44,8 +44,8 @@ def test_remax_is_ppo_without_the_critics_lines_and_with_a_greedy_answer_beside(
     assert len(remax) == len(ppo) - 2 + 3
     # The answer, its score, that they come as two; the join has a baseline instead of values.
     new = [line for line in remax if line not in ppo]
-    assert [word for line in new for word in ("greedy=True", "(greedy)", "baseline=") if word in line]\
-        == ["greedy=True", "(greedy)", "baseline="]  # fmt: skip
+    marks = ("greedy=True", "(greedy)", "baseline=")
+    assert [mark for line in new for mark in marks if mark in line] == list(marks)
 
 
 def test_safe_rlhf_takes_at_most_six_more_lines():

@@ -15,11 +15,12 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.algorithms.kl import KL_KINDS, AdaptiveKL, FixedKL, KLController
+from hjax.algorithms.losses import CORRECTIONS
 from hjax.config import Config, convert
 from hjax.controller import Future, join
 from hjax.errors import ConfigError
 from hjax.roles import Role, role_table
-from hjax.rules import Key, at_least, finite, one_of
+from hjax.rules import Key, above, at_least, finite, one_of
 
 Batch = dict[str, Any]
 
@@ -133,6 +134,14 @@ class Algorithm:
             'how token losses are added up: "token", "sequence" or "constant" (docs/losses.md)',
             one_of("token", "sequence", "constant"),
         ),
+        "correction": Key(
+            "none",
+            "weight on the policy's loss for rollouts of other weights than learning starts from: "
+            "none; decoupled (decoupled PPO) or truncated (truncated importance sampling), for "
+            "which the actor scores the responses once more (docs/losses.md)",
+            one_of(*CORRECTIONS),
+        ),
+        "correction_cap": Key(2.0, 'largest weight of correction "truncated"', above(0)),
         "max_skipped": Key(
             5,
             "optimizer updates in a row that may be skipped for not being finite; then the run "
@@ -259,6 +268,20 @@ class Algorithm:
             self.kl.update(float(difference.mean()), mask.shape[0])
         return entries
 
+    def proximal(self, batch: Any) -> Any:
+        """The actor's own log-probs of a batch, where a ``correction`` compares them.
+
+        Args:
+          batch: that ``collect`` gave, or its future.
+
+        Returns:
+          the future of ``old_logprobs`` float32 [rows, length]; {} without a correction: then the
+          sampler's log-probs stand for them.
+        """
+        if self.config.get("correction", "none") == "none":
+            return {}
+        return self.actor.compute_log_prob(batch)
+
     def minibatches(self, batch: Batch) -> Iterator[Batch]:
         """Mini-batches of whole groups of samples, drawn anew in every epoch.
 
@@ -302,5 +325,8 @@ class Algorithm:
 
 
 def old_logprobs(batch: Batch) -> Any:
-    """The log-probs that ratios are taken against: tempered, not truncated by top-k or top-p."""
-    return batch.get("policy_logprobs", batch["logprobs"])
+    """The log-probs that ratios are taken against: tempered, not truncated by top-k or top-p.
+
+    The actor's own as learning starts, where the batch has them (``proximal``), else the sampler's.
+    """
+    return batch.get("old_logprobs", batch.get("policy_logprobs", batch["logprobs"]))

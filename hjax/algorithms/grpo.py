@@ -61,7 +61,8 @@ class GRPO(Algorithm):
         """Score the samples, then learn."""
         reference = self.reference.compute_ref_log_prob(batch)
         rewards = self.reward.compute_reward(batch)
-        batch = self.compute_advantages(join(batch, reference, rewards))
+        old = self.proximal(batch)
+        batch = self.compute_advantages(join(batch, reference, rewards, old))
         for minibatch in self.minibatches(batch):
             self.log(self.actor.update_actor(minibatch))
         return batch

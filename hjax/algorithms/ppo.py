@@ -60,7 +60,8 @@ class PPO(Algorithm):
         values = self.critic.compute_values(batch)
         reference = self.reference.compute_ref_log_prob(batch)
         rewards = self.reward.compute_reward(batch)
-        batch = self.compute_advantages(join(batch, values, reference, rewards))
+        old = self.proximal(batch)
+        batch = self.compute_advantages(join(batch, values, reference, rewards, old))
         for minibatch in self.minibatches(batch):
             self.log(self.critic.update_critic(minibatch))
             self.log(self.actor.update_actor(minibatch))
@@ -102,6 +103,8 @@ def policy_loss(config: ConfigDict, max_response_length: int, **switches: Any) -
         "kl_coef": config.kl_coef if config.kl_in == "loss" else 0.0,
         "kl_adaptive": config.kl_in == "loss" and config.kl_target > 0,
         "kl_estimator": config.kl_estimator,
+        "correction": config.get("correction", "none"),
+        "correction_cap": config.get("correction_cap", 2.0),
     }
     return PolicyLoss(**options | switches)
 

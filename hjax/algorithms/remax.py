@@ -53,7 +53,8 @@ class ReMax(Algorithm):
         baseline = self.reward.compute_reward(greedy)
         reference = self.reference.compute_ref_log_prob(batch)
         rewards = self.reward.compute_reward(batch)
-        batch = self.compute_advantages(join(batch, reference, rewards, baseline=baseline))
+        old = self.proximal(batch)
+        batch = self.compute_advantages(join(batch, reference, rewards, old, baseline=baseline))
         for minibatch in self.minibatches(batch):
             self.log(self.actor.update_actor(minibatch))
         return batch

@@ -75,7 +75,8 @@ class SafeRLHF(PPO):
         reference = self.reference.compute_ref_log_prob(batch)
         rewards = self.reward.compute_reward(batch)
         costs = self.cost.compute_cost(batch)
-        batch = join(batch, values, reference, rewards, costs, cost=cost_values)
+        old = self.proximal(batch)
+        batch = join(batch, values, reference, rewards, costs, old, cost=cost_values)
         batch = self.compute_advantages(self.update_multiplier(batch))
         for minibatch in self.minibatches(batch):
             self.log(self.critic.update_critic(minibatch))

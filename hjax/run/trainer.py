@@ -20,12 +20,14 @@ from hjax.files import METRICS, SAMPLES, WARM_START
 from hjax.models.checkpoint import Checkpoints
 from hjax.models.huggingface import write_config
 from hjax.models.weights import MODEL_DIRECTORY
+from hjax.run.ahead import Ahead, Schedule
 from hjax.run.compile_counter import CompileCounter
 from hjax.run.dataflow import absent_roles
 from hjax.run.evaluation import evaluate
 from hjax.run.inputs import Demonstrations, load_inputs, prompt_batch
 from hjax.run.metrics import StepRecorder
 from hjax.run.placement import Plan, train_sizes
+from hjax.run.policy import Policy
 from hjax.run.roles import (
     check_offloads,
     describe_roles,
@@ -95,6 +97,11 @@ class Trainer:
         self.timeline: Timeline = next(iter(self.roles.pools.values())).timeline
         lengths = self.inputs.prompt_length, config.rollout.max_response_length
         self.prompts = PromptSampler(len(self.inputs.train), config.rollout.prompts, config.seed)
+        # Who generates apart, and what collects ahead of learning once steps are taken.
+        actor = self.roles.groups["actor"]
+        self.policy: Policy | None = actor if isinstance(actor, Policy) else None
+        self.ahead: Ahead | None = None
+        self._ahead_state: dict[str, int] | None = None
         self._demonstrations = None
         self._warm_start_data = None
         if self.inputs.demonstrations:
@@ -156,14 +163,12 @@ class Trainer:
         step = self.step_number + 1
         before = self.evaluate(step) if step == 1 and self.config.eval.every else {}
         self.timeline.step = step
-        indices = self.prompts.next()
-        prompts = prompt_batch(self.inputs.train.rows(indices), self.inputs.prompt_length, step)
         # An evaluation's transitions are not this step's.
         self.roles.groups["actor"].take_seconds()
         start = time.perf_counter()
         try:
             with self._phase("step"):
-                self.batch, metrics = self.recorder.run(prompts, step)
+                self.batch, metrics = self._take_step(step)
         except RunError:
             self.batch = self.recorder.batch  # empty if the failure came before it was whole
             self._keep_for_inspection(step)
@@ -179,12 +184,50 @@ class Trainer:
         self._report(metrics)
         return metrics
 
+    def _take_step(self, step: int) -> tuple[dict[str, Any], Metrics]:
+        """Collect and learn, one after the other or the one ahead of the other."""
+        if not self.config.rollout.max_staleness:
+            return self.recorder.run(self._draw(self.prompts.next(), step), step)
+        if self.ahead is None:
+            self.ahead = self._start_ahead()
+        collected = self.ahead.next(step - 1)
+        batch, metrics = self.recorder.record(lambda: self.algorithm.learn(collected), step)
+        return batch, metrics | self.ahead.metrics(batch)
+
+    def _draw(self, indices: np.ndarray, number: int) -> dict[str, Any]:
+        """The prompt batch of a number, from 1, with which its tokens are drawn."""
+        return prompt_batch(self.inputs.train.rows(indices), self.inputs.prompt_length, number)
+
+    def _start_ahead(self) -> Ahead:
+        config = self.config
+        assert self.policy is not None  # or the config would have been refused
+        rollout, parts = config.rollout, 1
+        if rollout.partial_tokens:
+            parts = -(-rollout.max_response_length // rollout.partial_tokens)
+        schedule = Schedule(
+            rollout.max_staleness,
+            fixed=rollout.deterministic,
+            every=config.checkpoint.every if rollout.deterministic else 0,
+            parts=parts,
+            tokens=rollout.partial_tokens,
+            steps=config.steps,
+        )
+        arguments = self.algorithm, self.policy, self.prompts, self._draw, schedule
+        return Ahead(*arguments, self.step_number, self._ahead_state)
+
+    def _stop_ahead(self) -> None:
+        ahead, self.ahead = self.ahead, None
+        if ahead is not None:
+            ahead.close()
+
     def evaluate(self, step: int | None = None) -> Metrics:
         """Greedy answers to the held-out prompts: ``eval/reward`` and, with a verifier of right
         and wrong, ``eval/accuracy``; empty without held-out prompts."""
         self.prepare()
         if self.inputs.held_out is None:
             return {}
+        if self.ahead is not None:
+            self.ahead.settle(self.step_number)
         with self._phase("evaluate"):
             metrics, shown = evaluate(self.config, self.inputs, self.roles)
         self._keep_samples(shown, step or self.step_number, "eval", KEPT_SAMPLES)
@@ -205,6 +248,7 @@ class Trainer:
         """Finish writing and stop the pools. The trainer cannot be used after."""
         with contextlib.ExitStack() as ends:  # all of them, whichever fails
             ends.callback(self.roles.close)
+            ends.callback(self._stop_ahead)
             if self.workdir is not None:
                 ends.callback(self.workdir.close)
             if self.checkpoints is not None:
@@ -275,6 +319,7 @@ class Trainer:
 
     def _restore(self, step: int) -> None:
         assert self.checkpoints is not None and self.workdir is not None
+        self._stop_ahead()
         controller, folder = self.checkpoints.controller(step), self.checkpoints.folder(step)
         for group in self.roles.groups.values():
             if group.has("load_state"):
@@ -282,6 +327,9 @@ class Trainer:
         self.algorithm.restore(controller["algorithm"])
         self.recorder.restore(controller["updates"])
         self.prompts.restore(controller["prompts"])
+        self._ahead_state = controller.get("ahead")
+        if self.policy is not None:
+            self.policy.reset(step)
         if self._demonstrations is not None:
             self._demonstrations.sampler.restore(controller["demonstrations"])
         self.step_number = step
@@ -294,6 +342,8 @@ class Trainer:
             "updates": self.recorder.state(),
             "prompts": self.prompts.state(),
         }
+        if self.ahead is not None:
+            state["prompts"], state["ahead"] = self.ahead.state()
         if self._demonstrations is not None:
             state["demonstrations"] = self._demonstrations.sampler.state()
         return state
@@ -316,11 +366,14 @@ class Trainer:
 
     def _machine_metrics(self, step: int, seconds: float) -> Metrics:
         phases = self.timeline.phase_seconds(step)
-        spent = self.roles.groups["actor"].take_seconds().result()
+        # Generation that runs ahead is not waited for to be asked.
+        spent = {} if self.ahead else self.roles.groups["actor"].take_seconds().result()
         names = self.compiles.take_names()
         if step > 2 and names:
             self._message(f"step {step} compiled {', '.join(sorted(set(names)))}")
-        metrics = {"time/step": seconds, "time/transition": spent.get("transition", 0.0)}
+        metrics = {"time/step": seconds}
+        if not self.ahead:
+            metrics["time/transition"] = spent.get("transition", 0.0)
         metrics |= {f"time/{phase}": taken for phase, taken in phases.items()}
         if self.algorithm_class.generates and "response_mask" in self.batch:
             tokens = int(self.batch["response_mask"].sum() + self.batch["prompt_mask"].sum())
@@ -380,7 +433,7 @@ class Trainer:
         parallelism: dict[str, Any] = {}
         for role, layouts in self.roles.layouts.items():
             parallelism[role] = {"train": train_sizes(layouts.train.mesh.shape)}
-            if self._generates(role):
+            if self._generates(role) and not self.roles.table[role].apart:
                 parallelism[role]["generate"] = {
                     "data": layouts.generate.ways("batch"),
                     "tensor": layouts.generate.ways("heads"),
