@@ -4,6 +4,7 @@ import functools
 import json
 import pathlib
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -89,7 +90,6 @@ def test_without_a_schedule_the_newest_weights_generate_and_none_is_too_old():
 
 
 def test_generation_and_learning_run_at_the_same_time(tmp_path):
-    # Both are slowed down to what can be told apart: side by side they take half as long.
     (tmp_path / "slow.py").write_text(
         "import hjax, time\n"
         "class Slow(hjax.workers.Actor):\n"
@@ -100,16 +100,24 @@ def test_generation_and_learning_run_at_the_same_time(tmp_path):
         "class Slowly(hjax.algorithms.GRPO):\n"
         "    workers = {'actor': Slow}\n"
     )
-    rows, versions, spans = run(f"{tmp_path}/slow.py:Slowly", {})
+    with trainer_of(f"{tmp_path}/slow.py:Slowly", AHEAD) as trainer:
+        generator = trainer.roles.groups["rollout"].worker.generator
+        quick = generator.generate
+
+        def slow(*arguments, **options):
+            time.sleep(0.4)
+            return quick(*arguments, **options)
+
+        generator.generate = slow
+        trainer.run()
+        spans = trainer.timeline.spans()
     updates = [s for s in spans if s.method == "update_actor"]
-    assert len(updates) == 6
     generations = [s for s in spans if s.method == "generate_sequences"]
-    # After the first two, that begin alone, each is generated while the batch before it is learned
-    # from.
-    within = [
-        any(u.start <= g.start and g.end <= u.end for u in updates) for g in generations[2:5]
-    ]
-    assert within == [True] * 3
+    assert len(updates) == len(generations) == 6  # none for a seventh step
+    for generated, learned in zip(generations[2:], updates[1:-1], strict=True):
+        # While the batch before it is learned from.
+        both = min(generated.end, learned.end) - max(generated.start, learned.start)
+        assert both > 0.1
 
 
 @pytest.mark.parametrize("staleness, parts, expected", [

@@ -97,9 +97,7 @@ class Trainer:
         self.timeline: Timeline = next(iter(self.roles.pools.values())).timeline
         lengths = self.inputs.prompt_length, config.rollout.max_response_length
         self.prompts = PromptSampler(len(self.inputs.train), config.rollout.prompts, config.seed)
-        # Who generates apart, and what collects ahead of learning once steps are taken.
-        actor = self.roles.groups["actor"]
-        self.policy: Policy | None = actor if isinstance(actor, Policy) else None
+        # What collects ahead of learning, once steps are taken.
         self.ahead: Ahead | None = None
         self._ahead_state: dict[str, int] | None = None
         self._demonstrations = None
@@ -184,6 +182,12 @@ class Trainer:
         self._report(metrics)
         return metrics
 
+    @property
+    def policy(self) -> Policy | None:
+        """The actor as algorithms call it where a rollout stands apart, else None."""
+        actor = self.roles.groups["actor"]
+        return actor if isinstance(actor, Policy) else None
+
     def _take_step(self, step: int) -> tuple[dict[str, Any], Metrics]:
         """Collect and learn, one after the other or the one ahead of the other."""
         if not self.config.rollout.max_staleness:
@@ -199,8 +203,8 @@ class Trainer:
         return prompt_batch(self.inputs.train.rows(indices), self.inputs.prompt_length, number)
 
     def _start_ahead(self) -> Ahead:
-        config = self.config
-        assert self.policy is not None  # or the config would have been refused
+        config, policy = self.config, self.policy
+        assert policy is not None  # or the config would have been refused
         rollout, parts = config.rollout, 1
         if rollout.partial_tokens:
             parts = -(-rollout.max_response_length // rollout.partial_tokens)
@@ -212,7 +216,7 @@ class Trainer:
             tokens=rollout.partial_tokens,
             steps=config.steps,
         )
-        arguments = self.algorithm, self.policy, self.prompts, self._draw, schedule
+        arguments = self.algorithm, policy, self.prompts, self._draw, schedule
         return Ahead(*arguments, self.step_number, self._ahead_state)
 
     def _stop_ahead(self) -> None:
@@ -342,6 +346,8 @@ class Trainer:
             "updates": self.recorder.state(),
             "prompts": self.prompts.state(),
         }
+        if self._ahead_state:
+            state["ahead"] = self._ahead_state
         if self.ahead is not None:
             state["prompts"], state["ahead"] = self.ahead.state()
         if self._demonstrations is not None:
