@@ -59,7 +59,6 @@ def test_a_batch_is_generated_with_exactly_the_version_that_is_its_turn(one_step
 
 
 def test_two_runs_are_equal_also_on_workers_that_share_nothing(one_step_off):
-    assert run("GRPO", {"eval.every": 2})[0] == one_step_off[0]
     executor = functools.partial(PicklingExecutor, ObjectStore())
     assert run("GRPO", {"eval.every": 2}, executor)[0] == one_step_off[0]
 
@@ -73,7 +72,9 @@ def test_the_first_steps_are_those_of_a_synchronous_run(one_step_off):
     assert one_step_off[0][1]["actor/loss"] != second["actor/loss"]
 
 
-@pytest.mark.parametrize("algorithm", ["PPO", "ReMax", "SafeRLHF"])
+@pytest.mark.parametrize(
+    "algorithm", ["PPO", "ReMax", pytest.param("SafeRLHF", marks=pytest.mark.slow)]
+)
 def test_every_algorithm_runs_ahead(algorithm):
     changes = {"rollout.max_staleness": 4, "algorithm.correction": "truncated"}
     rows, versions, _ = run(algorithm, changes)
@@ -120,17 +121,17 @@ def test_generation_and_learning_run_at_the_same_time(tmp_path):
         assert both > 0.1
 
 
-@pytest.mark.parametrize("staleness, parts, expected", [
-    (1, 2, [[0], [0, 1], [1, 2], [2, 3], [3, 4], [4, 5]]),
-    (2, 2, [[0], [0], [0, 1], [1, 2], [2, 3], [3, 4]]),
+@pytest.mark.parametrize("staleness, expected", [
+    (1, [[0], [0, 1], [1, 2], [2, 3], [3, 4]]),
+    (2, [[0], [0], [0, 1], [1, 2], [2, 3]]),
 ])  # fmt: skip
-def test_a_response_goes_on_under_newer_weights(staleness, parts, expected):
-    changes = {"rollout.max_staleness": staleness, "rollout.partial_tokens": 4 // parts}
-    rows, versions, spans = run("GRPO", changes)
+def test_a_response_goes_on_under_newer_weights(staleness, expected):
+    changes = {"rollout.max_staleness": staleness, "rollout.partial_tokens": 2, "steps": 5}
+    rows, versions, _ = run("GRPO", changes)
     assert versions == expected
-    assert run("GRPO", changes)[0] == rows
-    executor = functools.partial(PicklingExecutor, ObjectStore())
-    assert run("GRPO", changes, executor)[0] == rows
+    if staleness == 1:
+        executor = functools.partial(PicklingExecutor, ObjectStore())
+        assert run("GRPO", changes, executor)[0] == rows
 
 
 def test_versions_stand_beside_the_tokens_that_they_drew():
@@ -225,6 +226,16 @@ def test_a_schedule_never_goes_back_and_never_passes_its_bound():
             assert n - staleness <= first <= last <= n
             if every:
                 assert first >= n // every * every  # nothing reaches over a checkpoint
+
+
+def test_more_steps_than_were_planned_go_on_as_scheduled():
+    with trainer_of("GRPO", AHEAD | {"steps": 2, "eval.every": 1}) as trainer:
+        found = []
+        for _ in range(5):
+            trainer.step()
+            found.append(trainer.batch["versions"].max())
+            trainer.evaluate()
+    assert found == [0, 0, 1, 2, 3]
 
 
 # What goes wrong

@@ -170,6 +170,8 @@ class Ahead:
     def _announce(self, version: int) -> None:
         self._policy.announce(version)
         with self._changed:
+            if version != self._version:
+                self._resting = False  # until the thread has looked again
             self._version = version
             self._changed.notify_all()
 
