@@ -28,6 +28,7 @@ class Role:
         of that role's tokens, so their tokenizers must agree.
       whole: it judges whole sequences, as text if its tokenizer is another than the actor's.
       function: the class of its worker where it has no path: a Python function on the host.
+      apart: no algorithm calls it: it is there where the placement gives it devices.
       model: whether it has one that hjax builds, with shapes and weights; a class of a user's own
         for a new role mostly has not.
     """
@@ -41,6 +42,7 @@ class Role:
     starts_from: str = ""
     whole: bool = False
     function: Any = ""
+    apart: bool = False
     model: bool = False
 
     @property
@@ -70,8 +72,11 @@ ROLES: dict[str, Role] = dict(
             scalar=True,
             starts_from="actor",
         ),
+        _standing("rollout", "Rollout", section="actor", generates=True, apart=True),
     )
 )
+# The role that generates in the actor's stead, where a placement names it.
+ROLLOUT = "rollout"
 
 
 def role_table(names: Sequence[str], own: Mapping[str, Any], owner: str) -> dict[str, Role]:
@@ -89,6 +94,11 @@ def role_table(names: Sequence[str], own: Mapping[str, Any], owner: str) -> dict
     table = {}
     for name in dict.fromkeys((*names, *own)):
         entry = own.get(name)
+        if name in ROLES and ROLES[name].apart:
+            raise ConfigError(
+                f"{owner} has a role {name!r}, which is none of an algorithm's: it stands for the "
+                "actor where a placement gives it devices; choose another name"
+            )
         if isinstance(entry, Role):
             table[name] = dataclasses.replace(entry, name=name)
         elif entry is not None:

@@ -74,8 +74,22 @@ def test_the_worker_and_its_algorithm_take_under_twenty_lines(examples):
 
 def test_every_example_is_one_of_those_above(examples):
     files = [file.name for file in sorted(examples.glob("*.py"))]
-    assert files == ["mine.py", "varied.py", "wide.py"]
+    assert files == ["again.py", "mine.py", "varied.py", "wide.py"]
 
+
+def test_an_earlier_batch_is_learned_from_again(examples):
+    _, _, trainer = run(examples, "again.py:Again", **{"steps": 3, "algorithm.minibatch": 8})
+    spans = [s for s in trainer.timeline.spans() if s.method == "update_actor"]
+    # Two mini-batches of the first step's batch; then two of a kept one beside.
+    assert [sum(s.step == step for s in spans) for step in (1, 2, 3)] == [2, 4, 4]
+
+
+@pytest.mark.parametrize("name", ["again.py:Again", "varied.py:Varied"])
+def test_a_dataflow_of_ones_own_runs_ahead(examples, name):
+    keys = {"placement": "disaggregate", "rollout.max_staleness": 1, "steps": 3}
+    batch, rows, _ = run(examples, name, **keys)
+    assert {"rollout/staleness", "rollout/dropped"} <= rows[-1].keys()
+    assert batch["versions"].max() >= 1
 
 def test_ones_own_class_for_a_standing_role(tmp_path):
     (tmp_path / "judge.py").write_text(

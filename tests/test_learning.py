@@ -26,6 +26,25 @@ def test_held_out_accuracy_rises_from_below_half_to_nine_tenths(config, seed, tm
     assert rows[-1]["eval/accuracy"] >= 0.9
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("staleness", [1, 4])
+@pytest.mark.parametrize("config", ["ppo.py", "grpo.py"])
+def test_it_rises_as_high_with_rollouts_of_older_weights(config, staleness, seed, tmp_path):
+    changes = {
+        "seed": seed,
+        "placement": "disaggregate",
+        "cluster.devices_per_process": 2,
+        "rollout.max_staleness": staleness,
+        "algorithm.correction": "decoupled",
+    }
+    overrides = [f"--config.{key}={value}" for key, value in changes.items()]
+    rows = train(config, tmp_path / "run", *overrides)
+    assert rows[0]["eval/accuracy"] < 0.5
+    assert rows[-1]["eval/accuracy"] >= 0.9
+    assert max(row["rollout/staleness"] for row in rows) <= staleness
+    assert sum(row["rollout/staleness"] for row in rows) / len(rows) > 0.5
+
+
 def test_no_shipped_config_compiles_after_its_second_step(tmp_path):
     rows = train("ppo.py", tmp_path / "run", "--config.steps=60", "--config.eval.every=20")
     assert len({row["compile/count"] for row in rows[1:]}) == 1

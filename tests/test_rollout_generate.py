@@ -69,6 +69,36 @@ def padded(prompts, length=LENGTH):
     return tokens, mask
 
 
+def generate_in_parts(generators, cuts, prompts=PROMPTS, devices=1, **options):
+    """The same as ``generate``, left off and resumed at each of ``cuts``."""
+    generator, params = generators[devices]
+    options = {"seed": 0, "samples": 1} | options
+    sequence = np.arange(len(prompts) * options["samples"], dtype=np.int32)
+    tokens = padded(prompts)
+    first, *others = [*cuts, None]
+    rollout = generator.generate(
+        params, *tokens, sequence, max_new_tokens=NEW, end=first, **options
+    )
+    for start, end in zip(cuts, others, strict=True):
+        rollout = generator.resume(params, rollout, sequence, start=start, end=end, **options)
+    return {key: np.asarray(value) for key, value in rollout.items()}
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_parts_are_the_whole_with_the_same_parameters(generators, devices):
+    prompts = [PROMPTS[i % 4] for i in range(8)]
+    options = {"samples": 2, "stop": (4, 31), "sampling": Sampling(temperature=0.8)}
+    whole = generate(generators, prompts, devices, **options)
+    parts = generate_in_parts(generators, (3, 4, 8), prompts, devices, **options)
+    assert 0 < whole["truncated"].sum() < 16  # some end in an early part, some never
+    assert whole.keys() == parts.keys()
+    for key, expected in whole.items():
+        if expected.dtype == np.float32:
+            np.testing.assert_allclose(parts[key], expected, atol=1e-5)
+        else:
+            np.testing.assert_array_equal(parts[key], expected)
+
+
 def generate(generators, prompts=PROMPTS, devices=1, sequence=None, length=LENGTH, **options):
     generator, params = generators[devices]
     options = {"seed": 0, "max_new_tokens": NEW, "samples": 1} | options

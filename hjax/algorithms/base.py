@@ -1,7 +1,8 @@
 """What every algorithm shares: its roles by name, its keys, mini-batches and resumable state.
 
-An algorithm is a dataflow: ``step`` calls worker groups, each call returns a future at once, and
-``join`` waits for what the controller's own numerics need. It names no device, mesh or sharding.
+An algorithm is a dataflow: a step is ``collect`` and then ``learn``, which call worker groups; each
+call returns a future at once, and ``join`` waits for what the controller's own numerics need. It
+names no device, mesh or sharding.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.algorithms.kl import KL_KINDS, AdaptiveKL, FixedKL, KLController
+from hjax.algorithms.losses import CORRECTIONS
 from hjax.config import Config, convert
 from hjax.controller import Future, join
 from hjax.errors import ConfigError
 from hjax.roles import Role, role_table
-from hjax.rules import Key, at_least, finite, one_of
+from hjax.rules import Key, above, at_least, finite, one_of
 
 Batch = dict[str, Any]
 
@@ -48,8 +50,8 @@ class Absent:
 class Algorithm:
     """Base of every algorithm.
 
-    Subclass it (or one of its subclasses) and override ``step`` or ``compute_advantages``; the
-    worker groups of ``roles`` are attributes of their names.
+    Subclass it (or one of its subclasses) and override ``collect``, ``learn`` or
+    ``compute_advantages``; the worker groups of ``roles`` are attributes of their names.
 
     Args:
       config: the section ``algorithm`` of the run's config.
@@ -132,6 +134,14 @@ class Algorithm:
             'how token losses are added up: "token", "sequence" or "constant" (docs/losses.md)',
             one_of("token", "sequence", "constant"),
         ),
+        "correction": Key(
+            "none",
+            "weight on the policy's loss for rollouts of other weights than learning starts from: "
+            "none; decoupled (decoupled PPO) or truncated (truncated importance sampling), for "
+            "which the actor scores the responses once more (docs/losses.md)",
+            one_of(*CORRECTIONS),
+        ),
+        "correction_cap": Key(2.0, 'largest weight of correction "truncated"', above(0)),
         "max_skipped": Key(
             5,
             "optimizer updates in a row that may be skipped for not being finite; then the run "
@@ -205,8 +215,27 @@ class Algorithm:
         raise NotImplementedError(f"{cls.__name__} must define losses")
 
     def step(self, prompts: Batch) -> Batch:
-        """One step of the dataflow on a batch of prompts; returns the batch it trained on."""
-        raise NotImplementedError(f"{type(self).__name__} must define step")
+        """One step of the dataflow on a batch of prompts; returns the batch it trained on.
+
+        A class may override it instead of the two that it is made of; it is then run one step
+        after another, for nobody could tell what of it may run ahead.
+        """
+        return self.learn(self.collect(prompts))
+
+    def collect(self, prompts: Batch) -> Any:
+        """Answer prompts: the part of a step that may run ahead of learning.
+
+        It only makes calls, and waits for none. Where it does run ahead (``rollout.max_staleness``)
+        it is called from another thread than ``learn``: it changes nothing that ``learn`` reads.
+
+        Returns:
+          what ``learn`` takes: the future of a batch, or a tuple or dict of such.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define collect and learn")
+
+    def learn(self, batch: Any) -> Batch:
+        """Score what ``collect`` gave and learn from it; returns the batch it trained on."""
+        raise NotImplementedError(f"{type(self).__name__} must define collect and learn")
 
     def compute_advantages(self, batch: Batch) -> Batch:
         """The batch (numpy arrays on the controller) with what the updates need added."""
@@ -238,6 +267,20 @@ class Algorithm:
             difference = (np.asarray(old) - np.asarray(batch["ref_logprobs"]))[mask]
             self.kl.update(float(difference.mean()), mask.shape[0])
         return entries
+
+    def proximal(self, batch: Any) -> Any:
+        """The actor's own log-probs of a batch, where a ``correction`` compares them.
+
+        Args:
+          batch: that ``collect`` gave, or its future.
+
+        Returns:
+          the future of ``old_logprobs`` float32 [rows, length]; {} without a correction: then the
+          sampler's log-probs stand for them.
+        """
+        if self.config.get("correction", "none") == "none":
+            return {}
+        return self.actor.compute_log_prob(batch)
 
     def minibatches(self, batch: Batch) -> Iterator[Batch]:
         """Mini-batches of whole groups of samples, drawn anew in every epoch.
@@ -282,5 +325,8 @@ class Algorithm:
 
 
 def old_logprobs(batch: Batch) -> Any:
-    """The log-probs that ratios are taken against: tempered, not truncated by top-k or top-p."""
-    return batch.get("policy_logprobs", batch["logprobs"])
+    """The log-probs that ratios are taken against: tempered, not truncated by top-k or top-p.
+
+    The actor's own as learning starts, where the batch has them (``proximal``), else the sampler's.
+    """
+    return batch.get("old_logprobs", batch.get("policy_logprobs", batch["logprobs"]))

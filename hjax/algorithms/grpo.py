@@ -53,12 +53,16 @@ class GRPO(Algorithm):
         """The clipped policy loss with its KL."""
         return {"actor": policy_loss(config, max_response_length)}
 
-    def step(self, prompts: Batch) -> Batch:
-        """Generate groups of samples, score them, then learn."""
-        batch = self.actor.generate_sequences(prompts)
+    def collect(self, prompts: Batch) -> Any:
+        """Generate groups of samples."""
+        return self.actor.generate_sequences(prompts)
+
+    def learn(self, batch: Any) -> Batch:
+        """Score the samples, then learn."""
         reference = self.reference.compute_ref_log_prob(batch)
         rewards = self.reward.compute_reward(batch)
-        batch = self.compute_advantages(join(batch, reference, rewards))
+        old = self.proximal(batch)
+        batch = self.compute_advantages(join(batch, reference, rewards, old))
         for minibatch in self.minibatches(batch):
             self.log(self.actor.update_actor(minibatch))
         return batch

@@ -40,6 +40,8 @@ Aggregation = Literal["token", "sequence", "constant"]
 # exp(20) is far outside any clip range; beyond it float32 overflows (verl clamps there too).
 _MAX_LOG_RATIO = 20.0
 
+CORRECTIONS = ("none", "decoupled", "truncated")
+
 
 def aggregation_weights(
     mask: jax.Array,
@@ -143,6 +145,14 @@ class PolicyLoss(_TokenLoss):
         kl_estimator: k2, k3, k1+ or k3+; k1 is refused, its gradient has mean zero.
         kl_input_clamp, kl_output_clamp: see `kl_estimate`; None: off.
         entropy_coef: c, of the entropy bonus.
+        correction: what weighs the surrogate (neither the KL nor the entropy), with mu the
+            behaviour log-prob (`policy_logprobs` of the batch where it has them, else `logprobs`)
+            and l_old recomputed by the actor as learning starts. "none": nothing, ratios are taken
+            against what the batch says. "decoupled": exp(l_old - mu), decoupled PPO (AReaL,
+            https://arxiv.org/abs/2505.24298). "truncated": min(exp(l_old - mu), C), truncated
+            importance sampling (Yao et al. 2025, "Your efficient RL framework secretly brings you
+            off-policy RL training"). No gradient goes through it.
+        correction_cap: C of "truncated".
 
     Example:
         >>> batch = {"old_logprobs": jnp.log(jnp.array([[0.5]])), "advantages": jnp.ones((1, 1)),
@@ -161,6 +171,8 @@ class PolicyLoss(_TokenLoss):
     kl_input_clamp: float | None = None
     kl_output_clamp: float | None = None
     entropy_coef: float = 0.0
+    correction: Literal["none", "decoupled", "truncated"] = "none"
+    correction_cap: float = 2.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -176,6 +188,7 @@ class PolicyLoss(_TokenLoss):
             raise ConfigError(f"dual_clip={self.dual_clip} must be above 1 (usually 3), or None")
         if self.ratio == "none":
             self._refuse_without_ratio("clip_low", "clip_high", "dual_clip")
+        self._check_correction()
         for name in ("kl_coef", "entropy_coef"):
             value = getattr(self, name)
             if not isinstance(value, int | float):
@@ -194,6 +207,19 @@ class PolicyLoss(_TokenLoss):
                 "use k2, k3, k1+ or k3+, or put the KL in the reward"
             )
 
+    def _check_correction(self) -> None:
+        if self.correction not in CORRECTIONS:
+            raise ConfigError(
+                f"correction={self.correction!r} is not built: use {', '.join(CORRECTIONS)}"
+            )
+        if self.correction == "decoupled" and self.ratio == "none":
+            raise ConfigError(
+                "correction='decoupled' has no effect with ratio='none' (REINFORCE has no ratio to "
+                "decouple): use correction='truncated'"
+            )
+        if not self.correction_cap > 0:
+            raise ConfigError(f"correction_cap={self.correction_cap} must be above 0 (usually 2)")
+
     def _refuse_without_ratio(self, *names: str) -> None:
         defaults = {field.name: field.default for field in fields(self)}
         for name in names:
@@ -207,9 +233,11 @@ class PolicyLoss(_TokenLoss):
     @property
     def needs(self) -> tuple[str, ...]:
         """Keys that the call reads from the batch."""
-        old = () if self.ratio == "none" else ("old_logprobs",)
+        corrected = self.correction != "none"
+        old = () if self.ratio == "none" and not corrected else ("old_logprobs",)
+        sampler = ("logprobs",) if corrected else ()
         reference = ("ref_logprobs",) if self.kl_coef else ()
-        return ("response_mask", "advantages", *old, *reference, *self.scalars)
+        return ("response_mask", "advantages", *old, *sampler, *reference, *self.scalars)
 
     @property
     def scalars(self) -> tuple[str, ...]:
@@ -235,8 +263,9 @@ class PolicyLoss(_TokenLoss):
         Returns:
             (token_loss, stats), all float32 [N, L]. Stats, without gradient: `clip_fraction` (1
             where the bound decides the loss), `dual_clip_fraction`, `approx_kl` (k3 of old
-            against new policy, nats), `kl` (the estimator in the loss, nats), `entropy`; those
-            that apply.
+            against new policy, nats), `kl` (the estimator in the loss, nats), `entropy`,
+            `correction` (the weight) and `correction_capped` (1 where the cap is the weight);
+            those that apply.
 
         Raises:
             ConfigError: `entropy` is None though the loss has an entropy bonus.
@@ -253,6 +282,8 @@ class PolicyLoss(_TokenLoss):
         else:
             log_ratio = logprobs - keep(batch["old_logprobs"], mask)
             loss = self._clipped(log_ratio, advantages, mask, stats)
+        if self.correction != "none":
+            loss = loss * self._correction(batch, mask, stats)
         if self.kl_coef:
             kl = kl_estimate(
                 logprobs,
@@ -273,6 +304,17 @@ class PolicyLoss(_TokenLoss):
                 "needs_entropy is true"
             )
         return loss, jax.lax.stop_gradient(stats)
+
+    def _correction(self, batch: Batch, mask: jax.Array, stats: Stats) -> jax.Array:
+        """Probability under the policy that learning starts from, over that of the sampler."""
+        behaviour = batch.get("policy_logprobs", batch["logprobs"])
+        difference = keep(batch["old_logprobs"], mask) - keep(behaviour, mask)
+        weight = jnp.exp(jnp.minimum(difference, _MAX_LOG_RATIO))
+        if self.correction == "truncated":
+            stats["correction_capped"] = keep(weight > self.correction_cap, mask)
+            weight = jnp.minimum(weight, self.correction_cap)
+        stats["correction"] = keep(weight, mask)
+        return jax.lax.stop_gradient(weight)
 
     def _clipped(
         self, log_ratio: jax.Array, advantages: jax.Array, mask: jax.Array, stats: Stats

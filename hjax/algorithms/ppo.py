@@ -51,13 +51,17 @@ class PPO(Algorithm):
             "critic": ValueLoss(clip=config.value_clip or None),
         }
 
-    def step(self, prompts: Batch) -> Batch:
-        """Generate, score with every model, then learn."""
-        batch = self.actor.generate_sequences(prompts)
+    def collect(self, prompts: Batch) -> Any:
+        """Generate."""
+        return self.actor.generate_sequences(prompts)
+
+    def learn(self, batch: Any) -> Batch:
+        """Score with every model, then learn."""
         values = self.critic.compute_values(batch)
         reference = self.reference.compute_ref_log_prob(batch)
         rewards = self.reward.compute_reward(batch)
-        batch = self.compute_advantages(join(batch, values, reference, rewards))
+        old = self.proximal(batch)
+        batch = self.compute_advantages(join(batch, values, reference, rewards, old))
         for minibatch in self.minibatches(batch):
             self.log(self.critic.update_critic(minibatch))
             self.log(self.actor.update_actor(minibatch))
@@ -99,6 +103,8 @@ def policy_loss(config: ConfigDict, max_response_length: int, **switches: Any) -
         "kl_coef": config.kl_coef if config.kl_in == "loss" else 0.0,
         "kl_adaptive": config.kl_in == "loss" and config.kl_target > 0,
         "kl_estimator": config.kl_estimator,
+        "correction": config.get("correction", "none"),
+        "correction_cap": config.get("correction_cap", 2.0),
     }
     return PolicyLoss(**options | switches)
 

@@ -42,13 +42,19 @@ class ReMax(Algorithm):
         """REINFORCE's loss."""
         return {"actor": policy_loss(config, max_response_length, ratio="none")}
 
-    def step(self, prompts: Batch) -> Batch:
-        """Generate, score against the greedy response, then learn."""
+    def collect(self, prompts: Batch) -> Any:
+        """Generate, a greedy response beside."""
         batch = self.actor.generate_sequences(prompts)
-        greedy = self.reward.compute_reward(self.actor.generate_sequences(prompts, greedy=True))
+        return batch, self.actor.generate_sequences(prompts, greedy=True)
+
+    def learn(self, batch: Any) -> Batch:
+        """Score against the greedy response, then learn."""
+        batch, greedy = batch
+        baseline = self.reward.compute_reward(greedy)
         reference = self.reference.compute_ref_log_prob(batch)
         rewards = self.reward.compute_reward(batch)
-        batch = self.compute_advantages(join(batch, reference, rewards, baseline=greedy))
+        old = self.proximal(batch)
+        batch = self.compute_advantages(join(batch, reference, rewards, old, baseline=baseline))
         for minibatch in self.minibatches(batch):
             self.log(self.actor.update_actor(minibatch))
         return batch

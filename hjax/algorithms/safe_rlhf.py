@@ -68,15 +68,15 @@ class SafeRLHF(PPO):
         )
         return super().losses(config, max_response_length) | {"cost_critic": critic}
 
-    def step(self, prompts: Batch) -> Batch:
-        """PPO's step with a cost, its critic, the multiplier and a pretraining loss."""
-        batch = self.actor.generate_sequences(prompts)
+    def learn(self, batch: Any) -> Batch:
+        """PPO's with a cost, its critic, the multiplier and a pretraining loss."""
         values = self.critic.compute_values(batch)
         cost_values = self.cost_critic.compute_values(batch)
         reference = self.reference.compute_ref_log_prob(batch)
         rewards = self.reward.compute_reward(batch)
         costs = self.cost.compute_cost(batch)
-        batch = join(batch, values, reference, rewards, costs, cost=cost_values)
+        old = self.proximal(batch)
+        batch = join(batch, values, reference, rewards, costs, old, cost=cost_values)
         batch = self.compute_advantages(self.update_multiplier(batch))
         for minibatch in self.minibatches(batch):
             self.log(self.critic.update_critic(minibatch))

@@ -46,9 +46,12 @@ class SFT(Algorithm):
         limit = max_response_length if config.aggregation == "constant" else None
         return {"actor": SupervisedLoss(aggregation=config.aggregation, max_length=limit)}
 
-    def step(self, prompts: Batch) -> Batch:
-        """One update on the next demonstrations; the prompts are not used."""
+    def collect(self, prompts: Batch) -> Any:
+        """The next demonstrations; the prompts are not used."""
         assert self.demonstrations is not None
-        batch = self.demonstrations()
+        return self.demonstrations()
+
+    def learn(self, batch: Any) -> Batch:
+        """One update."""
         self.log(self.actor.update_actor(batch))
         return batch

@@ -98,7 +98,7 @@ def step_programs(
     remark = ""
     try:
         calls = step_calls(algorithm, config.algorithm, rows // minibatch, samples)
-        called = {(call.role, program_of(call)) for call in calls}
+        called = {(whose(call, rehearsal.roles), program_of(call)) for call in calls}
     except ConfigError as error:
         remark = f"{error}; so every program that the workers have is counted"
     found = []
@@ -119,6 +119,12 @@ def step_programs(
                 loop = trips if name.startswith("generate") else None
                 found.append(StepProgram(role, name, number, rows, 1, trace, loop))
     return found, remark
+
+
+def whose(call: StepCall, roles: Roles) -> str:
+    """The role whose worker a call reaches: a rollout that stands apart generates for the actor."""
+    answers = call.role == "actor" and call.method == "generate_sequences"
+    return roles.generates if answers else call.role
 
 
 def program_of(call: StepCall) -> str:

@@ -273,6 +273,40 @@ class KVCache:
         )
 
 
+    @classmethod
+    def filled(cls, kept: Any, samples: int, length: int, prompt: int) -> KVCache:
+        """A cache of rows that have begun to answer.
+
+        Args:
+          kept: (k, v) of prompts and responses so far, a row per response, with a leading layer
+            dimension, or a tuple of (k, v) per layer; samples of a prompt are consecutive.
+          samples: rows per prompt.
+          length: of a response in the end.
+          prompt: tokens of a padded prompt; what follows is the response's.
+        """
+
+        def by_group(x: jax.Array) -> jax.Array:
+            *lead, rows, kv_heads, total, dim = x.shape
+            return x.reshape(*lead, rows // samples, samples, kv_heads, total, dim)
+
+        def shared(x: jax.Array) -> jax.Array:
+            return by_group(x)[..., 0, :, :prompt, :]
+
+        def own(x: jax.Array) -> jax.Array:
+            x = by_group(x)[..., prompt:, :].swapaxes(-4, -3)
+            return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, length - x.shape[-2]), (0, 0)])
+
+        def own_keys(x: jax.Array) -> jax.Array:
+            return own(x).swapaxes(-1, -2)
+
+        if len(kept) and isinstance(kept[0], tuple):
+            k, v = (tuple(pair[i] for pair in kept) for i in (0, 1))
+        else:
+            k, v = kept
+        prompt_k, prompt_v = jax.tree.map(shared, k), jax.tree.map(shared, v)
+        return cls(prompt_k, prompt_v, jax.tree.map(own_keys, k), jax.tree.map(own, v))
+
+
 def _replace(items: tuple, index: int | jax.Array, value: jax.Array) -> tuple:
     assert isinstance(index, int)
     return (*items[:index], value, *items[index + 1 :])

@@ -43,6 +43,8 @@ class _Shape:
     max_new_tokens: int
     sampling: Sampling
     stop: tuple[int, ...]
+    start: int = 0  # tokens that are there already
+    end: int | None = None  # tokens that will be there; None: max_new_tokens
 
 
 class Generator:
@@ -79,6 +81,7 @@ class Generator:
         max_new_tokens: int,
         sampling: Sampling = Sampling(),
         stop: Sequence[int] = (),
+        end: int | None = None,
     ) -> Rollout:
         """Sample responses.
 
@@ -93,6 +96,8 @@ class Generator:
           max_new_tokens: length limit of a response, in tokens.
           sampling: how tokens are drawn.
           stop: token ids that end a response (and are part of it).
+          end: tokens after which to leave off, ``truncated`` where a response has not ended;
+            None: ``max_new_tokens``.
 
         Returns:
           ``prompts`` and ``prompt_mask`` once per row, ``responses`` int32
@@ -111,9 +116,48 @@ class Generator:
                 f"{prompts.shape[0]} prompts do not divide over {self.layout.describe()}; "
                 f"use a multiple of {self.multiple}"
             )
-        program = self._program(_Shape(samples, max_new_tokens, sampling, tuple(stop)))
-        numbers = place(np.asarray([seed, step], np.uint32), self.layout.replicated)
-        return program(params, prompts, prompt_mask, sequence, numbers)
+        program = self._program(_Shape(samples, max_new_tokens, sampling, tuple(stop), 0, end))
+        return program(params, prompts, prompt_mask, sequence, self._numbers(seed, step))
+
+    def resume(
+        self,
+        params: Params,
+        rollout: Rollout,
+        sequence: jax.Array | np.ndarray,
+        *,
+        seed: int,
+        step: int = 0,
+        samples: int = 1,
+        start: int,
+        end: int | None = None,
+        sampling: Sampling = Sampling(),
+        stop: Sequence[int] = (),
+    ) -> Rollout:
+        """Go on with responses that ``generate`` left off, maybe with other parameters.
+
+        Prompts and what there is of the responses go through the model anew. Draws follow from the
+        position, so with the same parameters the tokens are those of one call.
+
+        Args:
+          params, sequence, seed, step, samples, sampling, stop: as of ``generate``.
+          rollout: what it gave, with an ``end``; rows whose ``truncated`` is false stay.
+          start: tokens after which it left off, at least 1.
+          end: tokens after which to leave off now; None: the length of ``responses``.
+
+        Raises:
+          ConfigError: under a layout with stages.
+        """
+        if self.layout.ways("layers") > 1:
+            raise ConfigError(
+                f"responses are generated in parts under one stage, not {self.layout.describe()}; "
+                "use pipe=1 for generation, or whole responses"
+            )
+        limit = rollout["responses"].shape[1]
+        program = self._program(_Shape(samples, limit, sampling, tuple(stop), start, end))
+        return program(params, rollout, sequence, self._numbers(seed, step))
+
+    def _numbers(self, seed: int, step: int) -> jax.Array:
+        return place(np.asarray([seed, step], np.uint32), self.layout.replicated)
 
     def trace(self, params: Any, prompts: int, prompt_length: int, **options: Any) -> Any:
         """The program traced for abstract ``params``, to count what it costs without running it."""
@@ -131,8 +175,10 @@ class Generator:
     def _program(self, shape: _Shape) -> Any:
         if shape not in self._programs:
 
+            part = self._run_on if shape.start else self._run
+
             def run(*arguments: Any) -> Rollout:
-                return self._run(shape, *arguments)
+                return part(shape, *arguments)
 
             run.__name__ = "generate_greedy" if shape.sampling.greedy else "generate"
             self._programs[shape] = jax.jit(run)
@@ -161,6 +207,20 @@ class Generator:
         }
         return jax.tree.map(lambda x: self.layout.constrain(x, "batch"), rollout)
 
+    def _run_on(
+        self,
+        shape: _Shape,
+        params: Params,
+        rollout: Rollout,
+        sequence: jax.Array,
+        seed_and_step: jax.Array,
+    ) -> Rollout:
+        """As ``_run``, of responses that have begun."""
+        first = {key: rollout[key][:: shape.samples] for key in ("prompts", "prompt_mask")}
+        inputs = params, first["prompts"], first["prompt_mask"], sequence, seed_and_step
+        drawn = self._run_whole(shape, *inputs, rollout)
+        return jax.tree.map(lambda x: self.layout.constrain(x, "batch"), {**rollout, **drawn})
+
     def _run_whole(
         self,
         shape: _Shape,
@@ -169,30 +229,43 @@ class Generator:
         prompt_mask: jax.Array,
         sequence: jax.Array,
         seed_and_step: jax.Array,
+        begun: Rollout | None = None,
     ) -> Rollout:
         """All layers on every device, all rows together."""
         model = self.network.bind(params)
         split = self.layout.constrain
         rows = prompts.shape[0] * shape.samples
-        length = shape.max_new_tokens
+        length, start = shape.max_new_tokens, shape.start
+        end = length if shape.end is None else min(shape.end, length)
 
         prompts, prompt_mask = split(prompts, "batch"), split(prompt_mask, "batch")
         layers = model.unstack() if self.compute.unroll_layers else None
         frequencies = rope_frequencies(self.network.config)
         rotary = reference.rotary_tables(frequencies, jnp.arange(prompts.shape[1] + length))
+        prompt_lengths = jnp.repeat(jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32), shape.samples)
+        tokens, mask, positions = prompts, prompt_mask, positions_of(prompt_mask)
+        if begun is not None:
+            # A row for each response now: what it has so far is part of the prefill.
+            tokens = jnp.concatenate([begun["prompts"], begun["responses"][:, :start]], axis=1)
+            so_far = jnp.ones((rows, start), bool)
+            mask = jnp.concatenate([begun["prompt_mask"], so_far], axis=1)
+            after = prompt_lengths[:, None] + jnp.arange(start, dtype=jnp.int32)
+            positions = jnp.concatenate([positions_of(begun["prompt_mask"]), after], axis=1)
         hidden, _, kept = model(
-            prompts,
-            positions_of(prompt_mask),
-            Causal(prompt_mask, keep=True),
+            tokens,
+            positions,
+            Causal(mask, keep=True),
             compute=self.compute,
             layers=layers,
             rotary=rotary,
         )
-        cache = KVCache.create(kept, shape.samples, length)
+        if begun is None:
+            cache = KVCache.create(kept, shape.samples, length)
+        else:
+            cache = KVCache.filled(kept, shape.samples, length, prompts.shape[1])
         lead = () if self.compute.unroll_layers else (None,)
         cache = jax.tree.map(lambda x: split(x, *lead, "batch", "kv_heads"), cache)
         keys = sequence_keys(seed_and_step[0], seed_and_step[1], split(sequence, "batch"))
-        prompt_lengths = jnp.repeat(jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32), shape.samples)
         stop = jnp.asarray(shape.stop, jnp.int32)
 
         def draw(state: dict[str, Any], logits: jax.Array) -> dict[str, Any]:
@@ -217,11 +290,15 @@ class Generator:
             return draw(state | {"cache": cache}, model.logits(hidden[:, 0]))
 
         def unfinished(state: dict[str, Any]) -> jax.Array:
-            more = state["position"] < length
+            more = state["position"] < end
             return more & ~jnp.all(state["drawn"]["done"]) if shape.stop else more
 
-        nothing = decode_state.start(rows, length, shape.sampling)
-        drawn = jax.tree.map(lambda x: split(x, "batch"), nothing)
-        state = {"cache": cache, "position": jnp.int32(0), "drawn": drawn}
-        state = draw(state, jnp.repeat(model.logits(hidden[:, -1]), shape.samples, axis=0))
+        before = decode_state.start(rows, length, shape.sampling)
+        if begun is not None:
+            before = decode_state.begun(begun, shape.sampling)
+        drawn = jax.tree.map(lambda x: split(x, "batch"), before)
+        state = {"cache": cache, "position": jnp.int32(start), "drawn": drawn}
+        logits = model.logits(hidden[:, -1])
+        logits = jnp.repeat(logits, shape.samples, axis=0) if begun is None else logits
+        state = draw(state, logits)
         return decode_state.responses(jax.lax.while_loop(unfinished, decode, state)["drawn"])

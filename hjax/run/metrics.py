@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -50,12 +50,16 @@ class StepRecorder:
         Raises:
           RunError: too many updates in a row were not finite.
         """
+        return self.record(lambda: self.algorithm.step(prompts), step)
+
+    def record(self, compute: Callable[[], Any], step: int) -> tuple[Batch, dict[str, float]]:
+        """``run`` with another way to take the step: ``compute`` gives the batch it trained on."""
         algorithm = self.algorithm
         algorithm.step_number = step
         algorithm.logged = []
         self.skipped_this_step = 0
         self.batch = {}
-        self.batch = join(algorithm.step(prompts))
+        self.batch = join(compute())
         metrics: dict[str, float] = {}
         if algorithm.generates:
             metrics |= batch_metrics(self.batch, algorithm.kl.coef)

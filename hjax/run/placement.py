@@ -13,7 +13,7 @@ import jax
 from hjax.controller import ResourcePool, ThreadExecutor, Timeline, check_disjoint
 from hjax.controller.executors import ExecutorFactory
 from hjax.errors import ConfigError
-from hjax.roles import ROLES, Role
+from hjax.roles import ROLES, ROLLOUT, Role
 
 HOST_POOL = "host"
 
@@ -43,8 +43,8 @@ def make_plan(
     """The plan of a placement by name, or of a plan.json.
 
     Args:
-      placement: ``colocate``, ``split``, ``standalone`` or a path.
-      roles: those that need devices; names stand for the standing ones.
+      placement: ``colocate``, ``split``, ``standalone``, ``disaggregate`` or a path.
+      roles: those of the algorithm that need devices; names stand for the standing ones.
       devices: how many there are.
 
     Raises:
@@ -63,6 +63,9 @@ def make_plan(
         sets = [s for s in (first, second) if s]
     elif placement == "standalone":
         sets = [(name,) for name in table]
+    elif placement == "disaggregate":
+        # Who generates stands apart from who learns and judges.
+        sets = [tuple(table), (ROLLOUT,)]
     elif placement == "auto":
         raise ConfigError(
             "placement=auto is searched for outside of a Trainer: give it "
@@ -70,7 +73,8 @@ def make_plan(
         )
     else:
         raise ConfigError(
-            f"placement={placement!r}; allowed: colocate, split, standalone, or a plan.json"
+            f"placement={placement!r}; allowed: colocate, split, standalone, disaggregate, or a "
+            "plan.json"
         )
     if len(sets) > devices:
         raise ConfigError(
@@ -112,6 +116,8 @@ def _read_plan(path: Path, roles: Sequence[str], devices: int) -> Plan:
             f"[pipe, tensor, data] and `generate`: [pipe, tensor] ({type(error).__name__}: {error})"
         ) from error
     # Roles that compute on the host (reward functions) need no place in a plan.
+    apart = [role for s in sets for role in s if role in ROLES and ROLES[role].apart]
+    roles = [*roles, *dict.fromkeys(apart)]
     sets_and_sizes = [
         (tuple(r for r in s if r in roles), n) for s, n in zip(sets, allocation, strict=False)
     ]
@@ -121,6 +127,16 @@ def _read_plan(path: Path, roles: Sequence[str], devices: int) -> Plan:
         raise ConfigError(
             f"placement={path}: it places {', '.join(placed) or 'nothing'}, this run has "
             f"{', '.join(roles)}; each role once, one allocation per set"
+        )
+    if any({"actor", ROLLOUT} <= set(s) for s, _ in sets_and_sizes):
+        raise ConfigError(
+            f"placement={path}: {ROLLOUT} shares the actor's devices; give it a set of its own, or "
+            "leave it out: then the actor generates itself"
+        )
+    if "generate" in layouts.get(ROLLOUT, {}):
+        raise ConfigError(
+            f"placement={path}: {ROLLOUT} only generates, its layout is `train`; leave `generate` "
+            "out"
         )
     total = sum(n for _, n in sets_and_sizes)
     if total > devices or min(n for _, n in sets_and_sizes) < 1:

@@ -22,13 +22,14 @@ from hjax.models.config import ModelConfig
 from hjax.models.transformer import Compute
 from hjax.models.weights import check_weights, read_config
 from hjax.rewards.function import RewardFunction
-from hjax.roles import Role
+from hjax.roles import ROLES, ROLLOUT, Role, calls_of
 from hjax.rollout.sampling import Sampling
 from hjax.run.inputs import Inputs, load_tokenizer
 from hjax.run.placement import HOST_POOL, Plan, layout_sizes, make_plan, make_pools
+from hjax.run.policy import Policy
 from hjax.sharding.layout import RoleLayouts, make_layouts
 from hjax.sharding.offload import check_offload
-from hjax.workers import OptimizerConfig, WorkerContext
+from hjax.workers import GeneratingWorker, OptimizerConfig, WorkerContext
 
 
 @dataclasses.dataclass
@@ -43,7 +44,7 @@ class Roles:
       models: shapes by role with a model.
       starts_from: by role that takes another's weights, whose.
       pools: resource pool by role, and the host's.
-      groups: worker group by role.
+      groups: worker group by role; the actor's is a ``Policy`` where a rollout stands apart.
     """
 
     table: dict[str, Role]
@@ -53,7 +54,7 @@ class Roles:
     models: dict[str, ModelConfig]
     starts_from: dict[str, str]
     pools: dict[str, ResourcePool] = dataclasses.field(default_factory=dict)
-    groups: dict[str, WorkerGroup] = dataclasses.field(default_factory=dict)
+    groups: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def start(self, devices: Sequence[jax.Device], executor: ExecutorFactory) -> None:
         """Make the pools and the workers; waits until these stand.
@@ -70,6 +71,10 @@ class Roles:
                 self.groups[role] = group
             for group in self.groups.values():
                 group.built.result()  # what does not fit is an error of the set-up
+            if ROLLOUT in self.groups:
+                calls = calls_of(self.table["actor"].worker)
+                updates = [name for name, phase in calls.items() if phase == "update"]
+                self.groups["actor"] = Policy(self.groups["actor"], self.groups[ROLLOUT], updates)
         except BaseException:
             self.close()
             raise
@@ -83,6 +88,11 @@ class Roles:
             group.rebuild()
         for group in groups:
             group.built.result()
+
+    @property
+    def generates(self) -> str:
+        """The role that answers prompts: the rollout where it stands apart, else the actor."""
+        return ROLLOUT if ROLLOUT in self.layouts else "actor"
 
     def set_of(self, role: str) -> int:
         """Number of the set of roles that a role with devices shares them with."""
@@ -132,6 +142,10 @@ def describe_roles(
       ConfigError: shapes, batches, layouts or paths that do not fit, by name.
     """
     table = algorithm.role_table(config.algorithm)
+    if any(ROLLOUT in roles for roles in plan.placement):
+        _check_rollout(table, algorithm)
+        table[ROLLOUT] = ROLES[ROLLOUT]
+    _check_ahead(config, algorithm, plan)
     for name, entry in table.items():
         if entry.trained and config.get(entry.config_section) is None:
             raise ConfigError(
@@ -144,7 +158,7 @@ def describe_roles(
                 f"for; it has {', '.join(table)}"
             )
     with_devices = roles_with_devices(config, algorithm)
-    for name in set(table) - set(with_devices):
+    for name in set(table) - set(with_devices) - {ROLLOUT}:
         if table[name].function and getattr(inputs, name) is None:
             raise ConfigError(
                 f"nothing gives a {name}: set {name}.function=path.py:name or {name}.path"
@@ -154,11 +168,19 @@ def describe_roles(
     for roles, count in zip(plan.placement, plan.allocation, strict=True):
         for role in roles:
             sizes[role] = {"train": layout_sizes(plan, config.layout, role, "train")}
-            if table[role].generates:
+            if table[role].apart:
+                sizes[role]["generate"] = {"tensor": -1, "pipe": -1}  # as its mesh says
+            elif table[role].generates:
                 sizes[role]["generate"] = layout_sizes(plan, config.layout, role, "generate")
             what = f"layout.{role}"
             train, generate = sizes[role]["train"], sizes[role].get("generate")
             layouts[role] = make_layouts(count, train, generate, what)
+    if config.rollout.partial_tokens and layouts[ROLLOUT].generate.ways("layers") > 1:
+        raise ConfigError(
+            f"config.rollout.partial_tokens={config.rollout.partial_tokens} needs generation with "
+            f"one stage, layout.{ROLLOUT} has {layouts[ROLLOUT].generate.ways('layers')}; use "
+            "pipe=1, or rollout.partial_tokens=0"
+        )
     _check_batches(config, algorithm, table, layouts)
     builder = _Builder(config, algorithm, inputs, table, sizes, default_dtype(platform), read)
     builds = {role: builder.build(role) for role in table}
@@ -171,6 +193,45 @@ def describe_roles(
         and hasattr(builds[role].worker, "take_weights")
     }
     return Roles(table, builds, plan, layouts, models, _in_order(starts_from))
+
+
+def _check_rollout(table: Mapping[str, Role], algorithm: type[Algorithm]) -> None:
+    """Raise ConfigError where a rollout apart would not do as the actor does."""
+    if not algorithm.generates:
+        raise ConfigError(
+            f"{algorithm.__name__} generates nothing: use a placement without {ROLLOUT}, such as "
+            "placement=colocate"
+        )
+    own = getattr(worker_class(table["actor"].worker), "generate_sequences", None)
+    if own is not GeneratingWorker.generate_sequences:
+        raise ConfigError(
+            f"{algorithm.__name__}.workers: the actor generates in its own way, which a {ROLLOUT} "
+            "apart would not; use a placement without it, such as placement=colocate"
+        )
+
+
+def _check_ahead(config: ConfigDict, algorithm: type[Algorithm], plan: Plan) -> None:
+    """Raise ConfigError where generation is to run ahead of learning and cannot."""
+    settings = config.rollout
+    if not settings.max_staleness:
+        for name in ("deterministic", "partial_tokens"):
+            if settings[name]:
+                raise ConfigError(
+                    f"config.rollout.{name}={settings[name]} is for generation ahead of learning; "
+                    "set rollout.max_staleness to 1 or more as well, or leave it out"
+                )
+        return
+    asked = f"config.rollout.max_staleness={settings.max_staleness}"
+    if (ROLLOUT,) not in plan.placement:
+        raise ConfigError(
+            f"{asked} needs a set with {ROLLOUT} alone, so that it can generate while others "
+            "learn; use placement=disaggregate, or rollout.max_staleness=0"
+        )
+    if algorithm.step is not Algorithm.step:
+        raise ConfigError(
+            f"{asked}: {algorithm.__name__} defines step as a whole, of which nothing can run "
+            "ahead; let it define collect and learn instead, or use rollout.max_staleness=0"
+        )
 
 
 def _in_order(starts_from: Mapping[str, str]) -> dict[str, str]:
@@ -405,10 +466,13 @@ def _check_batches(
         _check_divides("warm_start.batch", config.warm_start.batch, layouts["actor"].train, "actor")
         return
     rows = config.rollout.prompts * config.rollout.samples
-    generate = layouts["actor"].generate
+    generator = ROLLOUT if ROLLOUT in layouts else "actor"
+    generate = layouts[generator].generate
     stages = generate.ways("layers")
-    _check_divides("rollout.prompts", config.rollout.prompts, generate, "actor", stages)
+    _check_divides("rollout.prompts", config.rollout.prompts, generate, generator, stages)
     for role, layout in layouts.items():
+        if table[role].apart:
+            continue  # it has no rows but those above
         _check_divides("rollout.prompts * rollout.samples", rows, layout.train, role)
         if not table[role].trained:
             continue

@@ -21,12 +21,14 @@ from hjax.files import METRICS, SAMPLES, WARM_START
 from hjax.models.checkpoint import Checkpoints
 from hjax.models.huggingface import write_config
 from hjax.models.weights import MODEL_DIRECTORY
+from hjax.run.ahead import Ahead, Schedule
 from hjax.run.dataflow import absent_roles
 from hjax.run.evaluation import evaluate
 from hjax.run.inputs import Demonstrations, load_inputs, prompt_batch
 from hjax.run.machines import Machines, OnCluster, ThisProcess, on_cluster
 from hjax.run.metrics import StepRecorder
 from hjax.run.placement import Plan, train_sizes
+from hjax.run.policy import Policy
 from hjax.run.roles import (
     check_offloads,
     describe_roles,
@@ -101,6 +103,9 @@ class Trainer:
         self.timeline: Timeline = next(iter(self.roles.pools.values())).timeline
         lengths = self.inputs.prompt_length, config.rollout.max_response_length
         self.prompts = PromptSampler(len(self.inputs.train), config.rollout.prompts, config.seed)
+        # What collects ahead of learning, once steps are taken.
+        self.ahead: Ahead | None = None
+        self._ahead_state: dict[str, int] | None = None
         self._demonstrations = None
         self._warm_start_data = None
         if self.inputs.demonstrations:
@@ -209,6 +214,8 @@ class Trainer:
             self.restarts += 1
             self._message(f"{cause}\nit is replaced ({self.restarts} of at most {most} times)")
             try:
+                self._stop_ahead()
+                self._ahead_state = None
                 if self.checkpoints is not None:
                     with contextlib.suppress(RunError):  # of the lost process
                         self.checkpoints.wait()
@@ -223,14 +230,12 @@ class Trainer:
         step = self.step_number + 1
         before = self.evaluate(step) if step == 1 and self.config.eval.every else {}
         self.timeline.step = step
-        indices = self.prompts.next()
-        prompts = prompt_batch(self.inputs.train.rows(indices), self.inputs.prompt_length, step)
         # An evaluation's transitions are not this step's.
         self.roles.groups["actor"].take_seconds()
         start = time.perf_counter()
         try:
             with self._phase("step"):
-                self.batch, metrics = self.recorder.run(prompts, step)
+                self.batch, metrics = self._take_step(step)
         except RunError:
             self.batch = self.recorder.batch  # empty if the failure came before it was whole
             self._keep_for_inspection(step)
@@ -246,12 +251,56 @@ class Trainer:
         self._report(metrics)
         return metrics
 
+    @property
+    def policy(self) -> Policy | None:
+        """The actor as algorithms call it where a rollout stands apart, else None."""
+        actor = self.roles.groups["actor"]
+        return actor if isinstance(actor, Policy) else None
+
+    def _take_step(self, step: int) -> tuple[dict[str, Any], Metrics]:
+        """Collect and learn, one after the other or the one ahead of the other."""
+        if not self.config.rollout.max_staleness:
+            return self.recorder.run(self._draw(self.prompts.next(), step), step)
+        if self.ahead is None:
+            self.ahead = self._start_ahead()
+        collected = self.ahead.next(step - 1)
+        batch, metrics = self.recorder.record(lambda: self.algorithm.learn(collected), step)
+        return batch, metrics | self.ahead.metrics(batch)
+
+    def _draw(self, indices: np.ndarray, number: int) -> dict[str, Any]:
+        """The prompt batch of a number, from 1, with which its tokens are drawn."""
+        return prompt_batch(self.inputs.train.rows(indices), self.inputs.prompt_length, number)
+
+    def _start_ahead(self) -> Ahead:
+        config, policy = self.config, self.policy
+        assert policy is not None  # or the config would have been refused
+        rollout, parts = config.rollout, 1
+        if rollout.partial_tokens:
+            parts = -(-rollout.max_response_length // rollout.partial_tokens)
+        schedule = Schedule(
+            rollout.max_staleness,
+            fixed=rollout.deterministic,
+            every=config.checkpoint.every if rollout.deterministic else 0,
+            parts=parts,
+            tokens=rollout.partial_tokens,
+            steps=config.steps,
+        )
+        arguments = self.algorithm, policy, self.prompts, self._draw, schedule
+        return Ahead(*arguments, self.step_number, self._ahead_state)
+
+    def _stop_ahead(self) -> None:
+        ahead, self.ahead = self.ahead, None
+        if ahead is not None:
+            ahead.close()
+
     def evaluate(self, step: int | None = None) -> Metrics:
         """Greedy answers to the held-out prompts: ``eval/reward`` and, with a verifier of right
         and wrong, ``eval/accuracy``; empty without held-out prompts."""
         self.prepare()
         if self.inputs.held_out is None:
             return {}
+        if self.ahead is not None:
+            self.ahead.settle(self.step_number)
         with self._phase("evaluate"):
             metrics, shown = evaluate(self.config, self.inputs, self.roles)
         self._keep_samples(shown, step or self.step_number, "eval", KEPT_SAMPLES)
@@ -273,6 +322,7 @@ class Trainer:
         with contextlib.ExitStack() as ends:  # all of them, whichever fails
             ends.callback(self.machines.close)
             ends.callback(self.roles.close)
+            ends.callback(self._stop_ahead)
             if self.workdir is not None:
                 ends.callback(self.workdir.close)
             if self.checkpoints is not None:
@@ -304,6 +354,8 @@ class Trainer:
             self.workdir.truncate_after(0)
         if self.restarts:
             self._restore_controller(self._at_start)
+            if self.policy is not None:
+                self.policy.reset(0)
         groups, starts_from = self.roles.groups, self.roles.starts_from
         for role, group in groups.items():
             if role not in starts_from and group.has("initialize"):
@@ -346,11 +398,15 @@ class Trainer:
 
     def _restore(self, step: int) -> None:
         assert self.checkpoints is not None and self.workdir is not None
+        self._stop_ahead()
         controller, folder = self.checkpoints.controller(step), self.checkpoints.folder(step)
         for group in self.roles.groups.values():
             if group.has("load_state"):
                 group.load_state(str(folder)).result()
         self._restore_controller(controller)
+        self._ahead_state = controller.get("ahead")
+        if self.policy is not None:
+            self.policy.reset(step)
         self.workdir.truncate_after(step)
 
     def _restore_controller(self, state: Mapping[str, Any]) -> None:
@@ -369,6 +425,10 @@ class Trainer:
             "updates": self.recorder.state(),
             "prompts": self.prompts.state(),
         }
+        if self._ahead_state:
+            state["ahead"] = self._ahead_state
+        if self.ahead is not None:
+            state["prompts"], state["ahead"] = self.ahead.state()
         if self._demonstrations is not None:
             state["demonstrations"] = self._demonstrations.sampler.state()
         return state
@@ -391,12 +451,15 @@ class Trainer:
 
     def _machine_metrics(self, step: int, seconds: float) -> Metrics:
         phases = self.timeline.phase_seconds(step)
-        spent = self.roles.groups["actor"].take_seconds().result()
+        # Generation that runs ahead is not waited for to be asked.
+        spent = {} if self.ahead else self.roles.groups["actor"].take_seconds().result()
         machine = self.machines.read()
         names = machine["names"]
         if step > 2 and names:
             self._message(f"step {step} compiled {', '.join(sorted(set(names)))}")
-        metrics = {"time/step": seconds, "time/transition": spent.get("transition", 0.0)}
+        metrics = {"time/step": seconds}
+        if not self.ahead:
+            metrics["time/transition"] = spent.get("transition", 0.0)
         metrics |= {f"time/{phase}": taken for phase, taken in phases.items()}
         if self.algorithm_class.generates and "response_mask" in self.batch:
             tokens = int(self.batch["response_mask"].sum() + self.batch["prompt_mask"].sum())
@@ -456,7 +519,7 @@ class Trainer:
         parallelism: dict[str, Any] = {}
         for role, layouts in self.roles.layouts.items():
             parallelism[role] = {"train": train_sizes(layouts.train.mesh.shape)}
-            if self._generates(role):
+            if self._generates(role) and not self.roles.table[role].apart:
                 parallelism[role]["generate"] = {
                     "data": layouts.generate.ways("batch"),
                     "tensor": layouts.generate.ways("heads"),

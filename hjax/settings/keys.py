@@ -37,7 +37,7 @@ def _offload(trained: bool) -> Key:
     )
 
 
-PLACEMENTS = ("colocate", "split", "standalone", "auto")
+PLACEMENTS = ("colocate", "split", "standalone", "disaggregate", "auto")
 
 
 def _optimizer(role: str, learning_rate: float) -> dict[str, Key]:
@@ -198,6 +198,24 @@ KEYS: dict[str, Any] = {
             "sample among the likeliest tokens of this total probability",
             Rule("above 0 and at most 1", lambda x: 0 < x <= 1),
         ),
+        "max_staleness": Key(
+            0,
+            "versions of the weights by which a batch may lag behind those that learn from it: "
+            "generation runs ahead of learning by so many steps. 0: it does not; above 0 "
+            "generation needs devices apart (placement=disaggregate)",
+            at_least(0),
+        ),
+        "deterministic": Key(
+            False,
+            "with max_staleness: which weights generate which batch is fixed beforehand, so that "
+            "two runs are equal; otherwise the newest there are",
+        ),
+        "partial_tokens": Key(
+            0,
+            "with max_staleness: responses are generated in parts of so many tokens, each under "
+            "the newest weights. 0: whole",
+            at_least(0),
+        ),
         "stop": Key((), "strings that end a response, besides the end-of-sequence token"),
         "transition_bucket_bytes": Key(
             2**24,
@@ -232,10 +250,11 @@ KEYS: dict[str, Any] = {
     "placement": Key(
         "colocate",
         "which roles share devices: colocate (all on all), split (actor and reference on one "
-        "half, critic and reward on the other), standalone (each its own), auto (the best by "
-        "the cost model, docs/auto_mapping.md), or a plan.json",
+        "half, critic and reward on the other), standalone (each its own), disaggregate "
+        "(generation on one half, all else on the other), auto (the best by the cost model, "
+        "docs/auto_mapping.md), or a plan.json; in it the role `rollout` generates apart",
     ),
-    "layout": {name: _layout(role.generates) for name, role in ROLES.items()},
+    "layout": {name: _layout(role.generates and role.trained) for name, role in ROLES.items()},
     "cluster": {
         "address": Key(
             "",

@@ -63,7 +63,8 @@ def config_markdown() -> str:
             rows = flatten(tree, f"{section}." if section else "")
         lines += [_row(key, value) for key, value in rows.items()]
         if section == "layout":
-            lines += ["", f"Roles: {', '.join(ROLES)}; `generate` for the actor only."]
+            lines += ["", f"Roles: {', '.join(ROLES)}; `generate` for the actor only; the mesh "
+                "of `rollout` (its `train`) is that of generation."]
     return "\n".join([*lines, *_algorithms()]) + "\n"
 
 

@@ -3,18 +3,22 @@
 from hjax.workers.actor import Actor
 from hjax.workers.base import ModelWorker, TrainedWorker, Worker, WorkerContext
 from hjax.workers.critic import Critic
+from hjax.workers.generation import GeneratingWorker
 from hjax.workers.optimizer import OptimizerConfig, Updater
 from hjax.workers.reference import Reference
 from hjax.workers.reward import FunctionReward, ModelReward
+from hjax.workers.rollout import Rollout
 
 __all__ = [
     "Actor",
     "Critic",
     "FunctionReward",
+    "GeneratingWorker",
     "ModelReward",
     "ModelWorker",
     "OptimizerConfig",
     "Reference",
+    "Rollout",
     "TrainedWorker",
     "Updater",
     "Worker",

@@ -9,25 +9,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from hjax.models.forward import response_log_probs, response_states, token_log_probs
 from hjax.models.parameters import Params
-from hjax.rollout.generator import Generator, bucket_length
-from hjax.rollout.sampling import Sampling
-from hjax.sharding.arrays import place, to_numpy
 from hjax.sharding.pipeline import Stack
-from hjax.sharding.protocols import PROMPT_ID, control, protocol
+from hjax.sharding.protocols import control, protocol
 from hjax.sharding.transition import Transition
 from hjax.workers.base import SCORED_KEYS, TOKEN_KEYS, TrainedWorker, WorkerContext, update_reads
+from hjax.workers.generation import GeneratingWorker
 from hjax.workers.optimizer import Prepare
 from hjax.workers.passes import Batch, Objective
 
-# What generation reads: token ids and what comes back once per row.
-PROMPT_KEYS = ("prompts", "prompt_mask", "step", "columns", "prompt_text")
 
-
-class Actor(TrainedWorker):
+class Actor(TrainedWorker, GeneratingWorker):
     """Primitive calls of HybridFlow's Table 4 for the policy."""
 
     # Behaviour log-probs, to compare with training's own on the same parameters.
@@ -35,7 +29,6 @@ class Actor(TrainedWorker):
 
     def __init__(self, context: WorkerContext):
         super().__init__(context)
-        self.generator = Generator(self.network, self.layouts.generate, context.compute)
         self.transition = Transition(
             self.shardings,
             self.network.shardings(self.layouts.generate),
@@ -43,8 +36,12 @@ class Actor(TrainedWorker):
             self.network.read_dtypes(context.compute.dtype),
             context.transition_bucket_bytes,
         )
+        dtypes = self.network.read_dtypes(context.compute.dtype)
+        # jit hands an argument that is only passed on out again: copied, it is another array.
+        self._copy = jax.jit(
+            lambda tree: jax.tree.map(lambda x, dtype: jnp.copy(x).astype(dtype), tree, dtypes)
+        )
         self._seconds = {"transition": 0.0}
-        self._asked = 0  # prompts so far, by which their rows know each other
 
     def token_loss(
         self, model: Any, batch: dict[str, jax.Array], share: int, loss: Any
@@ -65,56 +62,6 @@ class Actor(TrainedWorker):
             stats["token_prob_error"] = jnp.where(batch["response_mask"], error, 0.0)
         return token_loss, stats
 
-    @protocol("3D_ALL_MICRO_DP", phase="generate", reads=PROMPT_KEYS)
-    def generate_sequences(
-        self, prompts: Mapping[str, Any], greedy: bool = False, samples: int | None = None
-    ) -> dict[str, Any]:
-        """Answer prompts.
-
-        Args:
-          prompts: ``prompts`` int32 [prompts, prompt_length] padded on the left, ``prompt_mask``,
-            ``step``; ``columns`` and ``prompt_text`` come back once per row.
-          greedy: one response per prompt, the most likely tokens.
-          samples: responses per prompt, if not the configured number.
-
-        Returns:
-          the batch: rows = prompts x samples, see docs/design.md.
-        """
-        context = self.context
-        count = 1 if greedy else (samples or context.samples)
-        asked = prompts["prompts"].shape[0]
-        rows = asked * count
-        # Of this call alone: the same prompt in another call is another.
-        ids = np.arange(self._asked, self._asked + asked, dtype=np.int64)
-        self._asked += asked
-        sequence = place(
-            np.arange(rows, dtype=np.int32), self.layouts.generate.sharding("batch")
-        )
-        with self.gathered() as params:
-            rollout: dict[str, Any] = self.generator.generate(
-                params,
-                prompts["prompts"],
-                prompts["prompt_mask"],
-                sequence,
-                seed=context.seed,
-                step=prompts.get("step", 0),
-                samples=count,
-                max_new_tokens=context.max_response_length,
-                sampling=Sampling(temperature=0.0) if greedy else context.sampling,
-                stop=context.stop,
-            )
-            # This waits for the responses: the cache is gone before training's parameters return.
-            rollout = trim(rollout)
-        rollout[PROMPT_ID] = np.repeat(ids, count)
-        rollout["columns"] = {
-            name: [value for value in values for _ in range(count)]
-            for name, values in prompts.get("columns", {}).items()
-        }
-        if context.tokenizer is not None:
-            texts = prompts.get("prompt_text")
-            rollout |= self._decode(rollout, texts and [t for t in texts for _ in range(count)])
-        return rollout
-
     @contextlib.contextmanager
     def gathered(self) -> Iterator[Params]:
         """Lend out the parameters as generation reads them; in between there are no others.
@@ -132,20 +79,6 @@ class Actor(TrainedWorker):
             start = time.perf_counter()
             self.params = self.transition.back(held)
             self._seconds["transition"] += time.perf_counter() - start
-
-    def _decode(
-        self, rollout: Mapping[str, Any], prompt_text: list[str] | None
-    ) -> dict[str, list[str]]:
-        tokenizer = self.context.tokenizer
-        prompts = ragged(rollout["prompts"], rollout["prompt_mask"])
-        responses = ragged(rollout["responses"], rollout["response_mask"])
-        return {
-            "prompt_text": prompt_text or [tokenizer.decode(prompt) for prompt in prompts],
-            "response_text": [
-                tokenizer.decode_response(prompt, response)
-                for prompt, response in zip(prompts, responses, strict=True)
-            ],
-        }
 
     @protocol("3D_PROTO", reads=SCORED_KEYS)
     def compute_log_prob(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
@@ -200,6 +133,16 @@ class Actor(TrainedWorker):
         return objective, prepare
 
     @control
+    def publish(self) -> Params:
+        """The weights as generation reads them, for a rollout that stands apart.
+
+        In copy, so that updates may go on while they are on their way: until they have arrived
+        they stand beside the actor's own, in its train layout and in generation's dtypes.
+        """
+        params = jax.tree.map(jax.device_put, self.params, self.shardings)  # if they wait on hosts
+        return self._copy(params)
+
+    @control
     def take_seconds(self) -> dict[str, float]:
         """Seconds spent inside calls since last asked, by what for."""
         taken, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
@@ -208,35 +151,10 @@ class Actor(TrainedWorker):
     def programs(self, rows: int, prompt_length: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         """Transition, generation, log-probs and update of ``rows`` sequences."""
         yield from self.transition.programs()
-        samples, sampling = self.context.samples, self.context.sampling
-        yield "generate", lambda: self._trace_generate(rows, prompt_length, samples, sampling)
-        greedy = Sampling(temperature=0.0)
-        yield "generate_greedy", lambda: self._trace_generate(rows, prompt_length, 1, greedy)
+        yield from GeneratingWorker.programs(self, rows, prompt_length)
         trace = self.trace_forward
         yield "compute_log_prob", lambda: trace(self._log_prob, rows, prompt_length)
-        yield from super().programs(rows, prompt_length)
-
-    def _trace_generate(
-        self, rows: int, prompt_length: int, samples: int, sampling: Sampling
-    ) -> Any:
-        return self.generator.trace(
-            self._generation_copy(),
-            rows // self.context.samples,
-            prompt_length,
-            samples=samples,
-            max_new_tokens=self.context.max_response_length,
-            sampling=sampling,
-            stop=self.context.stop,
-        )
-
-    def _generation_copy(self) -> Params:
-        """What generation reads, as jax.ShapeDtypeStruct with shardings."""
-        return jax.tree.map(
-            lambda x, dtype, s: jax.ShapeDtypeStruct(x.shape, dtype, sharding=s),
-            self.network.shapes,
-            self.network.read_dtypes(self.context.compute.dtype),
-            self.network.shardings(self.layouts.generate),
-        )
+        yield from TrainedWorker.programs(self, rows, prompt_length)
 
     def beside(self, program: str) -> dict[str, Any]:
         """During the transition what is on neither side of a bucket; then masters of a copy."""
@@ -248,21 +166,3 @@ class Actor(TrainedWorker):
         else:
             return super().beside(program)
         return self.abstract_state() | {"params": params}
-
-
-def trim(rollout: Mapping[str, jax.Array]) -> dict[str, Any]:
-    """Cut the response arrays to the bucket of the longest response."""
-    limit = rollout["responses"].shape[1]
-    longest = int(to_numpy(rollout["response_mask"]).sum(axis=1).max(initial=1))
-    length = bucket_length(longest, limit)
-    prompt = ("prompts", "prompt_mask")
-    return {
-        key: x[:, :length] if length < limit and x.ndim == 2 and key not in prompt else x
-        for key, x in rollout.items()
-    }
-
-
-def ragged(tokens: Any, mask: Any) -> list[list[int]]:
-    """Rows of token ids without their padding."""
-    tokens, mask = to_numpy(tokens), to_numpy(mask)
-    return [row[keep].tolist() for row, keep in zip(tokens, mask, strict=True)]

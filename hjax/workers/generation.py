@@ -1,0 +1,163 @@
+"""Generation as a call on a worker: the actor's between updates, or a rollout's apart from it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from hjax.models.parameters import Params
+from hjax.rollout.generator import Generator, bucket_length
+from hjax.rollout.sampling import Sampling
+from hjax.sharding.arrays import place, to_numpy
+from hjax.sharding.protocols import PROMPT_ID, protocol
+from hjax.workers.base import ModelWorker, WorkerContext
+
+# What generation reads: token ids and what comes back once per row.
+PROMPT_KEYS = ("prompts", "prompt_mask", "step", "columns", "prompt_text")
+
+
+class GeneratingWorker(ModelWorker):
+    """A worker with a language model that answers prompts."""
+
+    def __init__(self, context: WorkerContext):
+        super().__init__(context)
+        self.generator = Generator(self.network, self.layouts.generate, context.compute)
+        self._asked = 0  # prompts so far, by which their rows know each other
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[Params]:
+        """Lend out the parameters as generation reads them."""
+        yield self.params
+
+    @protocol("3D_ALL_MICRO_DP", phase="generate", reads=PROMPT_KEYS)
+    def generate_sequences(
+        self, prompts: Mapping[str, Any], greedy: bool = False, samples: int | None = None
+    ) -> dict[str, Any]:
+        """Answer prompts.
+
+        Args:
+          prompts: ``prompts`` int32 [prompts, prompt_length] padded on the left, ``prompt_mask``,
+            ``step``; ``columns`` and ``prompt_text`` come back once per row.
+          greedy: one response per prompt, the most likely tokens.
+          samples: responses per prompt, if not the configured number.
+
+        Returns:
+          the batch: rows = prompts x samples, see docs/design.md.
+        """
+        return self.with_text(self.answer(prompts, greedy, samples))
+
+    def answer(
+        self,
+        prompts: Mapping[str, Any],
+        greedy: bool,
+        samples: int | None,
+        end: int | None = None,
+    ) -> dict[str, Any]:
+        """``generate_sequences`` but for the text of the responses.
+
+        Args:
+          prompts, greedy, samples: as there.
+          end: tokens after which to leave off, the arrays as long as responses may become; None:
+            to the end, the arrays cut to what is needed.
+        """
+        context = self.context
+        count = 1 if greedy else (samples or context.samples)
+        asked = prompts["prompts"].shape[0]
+        rows = asked * count
+        # Of this call alone: the same prompt in another call is another.
+        ids = np.arange(self._asked, self._asked + asked, dtype=np.int64)
+        self._asked += asked
+        with self.gathered() as params:
+            rollout: dict[str, Any] = self.generator.generate(
+                params,
+                prompts["prompts"],
+                prompts["prompt_mask"],
+                self.sequence(rows),
+                seed=context.seed,
+                step=prompts.get("step", 0),
+                samples=count,
+                max_new_tokens=context.max_response_length,
+                sampling=Sampling(temperature=0.0) if greedy else context.sampling,
+                stop=context.stop,
+                end=end,
+            )
+            # This waits for the responses: the cache is gone before training's parameters return.
+            rollout = trim(rollout) if end is None else rollout
+        rollout[PROMPT_ID] = np.repeat(ids, count)
+        rollout["columns"] = {
+            name: [value for value in values for _ in range(count)]
+            for name, values in prompts.get("columns", {}).items()
+        }
+        if texts := prompts.get("prompt_text"):
+            rollout["prompt_text"] = [text for text in texts for _ in range(count)]
+        return rollout
+
+    def sequence(self, rows: int) -> jax.Array:
+        """int32 [rows]: the number by which each row draws its tokens."""
+        split = self.layouts.generate.sharding("batch")
+        return place(np.arange(rows, dtype=np.int32), split)
+
+    def with_text(self, rollout: dict[str, Any]) -> dict[str, Any]:
+        """The batch with ``response_text`` and ``prompt_text``, where there is a tokenizer."""
+        tokenizer = self.context.tokenizer
+        if tokenizer is None:
+            return {key: value for key, value in rollout.items() if key != "prompt_text"}
+        prompts = ragged(rollout["prompts"], rollout["prompt_mask"])
+        responses = ragged(rollout["responses"], rollout["response_mask"])
+        prompt_text = rollout.get("prompt_text") or [tokenizer.decode(p) for p in prompts]
+        response_text = [
+            tokenizer.decode_response(prompt, response)
+            for prompt, response in zip(prompts, responses, strict=True)
+        ]
+        return rollout | {"prompt_text": prompt_text, "response_text": response_text}
+
+    def programs(self, rows: int, prompt_length: int) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """Generation of ``rows`` sequences, and of greedy ones."""
+        samples, sampling = self.context.samples, self.context.sampling
+        yield "generate", lambda: self._trace_generate(rows, prompt_length, samples, sampling)
+        greedy = Sampling(temperature=0.0)
+        yield "generate_greedy", lambda: self._trace_generate(rows, prompt_length, 1, greedy)
+
+    def _trace_generate(
+        self, rows: int, prompt_length: int, samples: int, sampling: Sampling
+    ) -> Any:
+        return self.generator.trace(
+            self._generation_copy(),
+            rows // self.context.samples,
+            prompt_length,
+            samples=samples,
+            max_new_tokens=self.context.max_response_length,
+            sampling=sampling,
+            stop=self.context.stop,
+        )
+
+    def _generation_copy(self) -> Params:
+        """What generation reads, as jax.ShapeDtypeStruct with shardings."""
+        return jax.tree.map(
+            lambda x, dtype, s: jax.ShapeDtypeStruct(x.shape, dtype, sharding=s),
+            self.network.shapes,
+            self.network.read_dtypes(self.context.compute.dtype),
+            self.network.shardings(self.layouts.generate),
+        )
+
+
+def trim(rollout: Mapping[str, Any]) -> dict[str, Any]:
+    """Cut the response arrays to the bucket of the longest response; other entries stay."""
+    limit = rollout["responses"].shape[1]
+    longest = int(to_numpy(rollout["response_mask"]).sum(axis=1).max(initial=1))
+    length = bucket_length(longest, limit)
+    prompt = ("prompts", "prompt_mask")
+    return {
+        key: x[:, :length] if length < limit and np.ndim(x) == 2 and key not in prompt else x
+        for key, x in rollout.items()
+    }
+
+
+def ragged(tokens: Any, mask: Any) -> list[list[int]]:
+    """Rows of token ids without their padding."""
+    tokens, mask = to_numpy(tokens), to_numpy(mask)
+    return [row[keep].tolist() for row, keep in zip(tokens, mask, strict=True)]
