@@ -146,13 +146,15 @@ def _run(command: TrainCommand, signals: Signals) -> int:
             _say_finished(workdir, config, command)
             return 0
 
-    remark = prepare_jax(config)
+    remark = prepare_jax(config, command.dry_run)
+    from hjax.controller import ThreadExecutor
     from hjax.planning.auto import plan_run
     from hjax.run.trainer import Trainer
     from hjax.show.live import Display
 
     if command.dry_run:
-        return _dry_run(Trainer(config, plan=plan_run(config, command.workdir)), command)
+        plan = plan_run(config, command.workdir)
+        return _dry_run(Trainer(config, plan=plan, executor=ThreadExecutor), command)
     path = command.workdir or _new_workdir(command.name)
     plan = plan_run(config, path)
     display = Display(config, config.steps)

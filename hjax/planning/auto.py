@@ -45,7 +45,7 @@ from hjax.run.roles import (
     roles_with_devices,
 )
 from hjax.run.workdir import Workdir
-from hjax.settings.checking import check_config
+from hjax.settings.checking import check_config, on_cluster
 from hjax.show.parts_display import PartsDisplay
 
 # Plans whose seconds differ by less than this share are equal to the model where simulated devices
@@ -56,8 +56,11 @@ EVERY = 1 << 10  # placements
 
 def plan_run(
     config: ConfigDict, workdir: str | Path | None = None, progress: Progress | None = None
-) -> Plan:
+) -> Plan | None:
     """Where the roles of a run stand: ``hjax.plan``.
+
+    None for a run on a cluster whose placement needs no search: the Trainer, which knows the
+    cluster's devices, makes that plan itself.
 
     Args:
       config: the run's. ``placement=auto`` is searched for, with a stored profile of this process's
@@ -72,6 +75,9 @@ def plan_run(
     """
     config = check_config(config)
     algorithm = get_algorithm(config.algorithm.name)
+    away = on_cluster(config)
+    if away and config.placement != "auto":
+        return None
     devices = local_devices(config)
     inputs = load_inputs(config, supervised=not algorithm.generates)
     placed = roles_with_devices(config, algorithm)
@@ -83,7 +89,9 @@ def plan_run(
     float32 = is_float32(config, devices[0].platform)
     with PartsDisplay("calibrating", config.display.enabled) as shown:
         told = progress or shown
-        return auto_plan(config, algorithm, models, inputs.prompt_length, devices, float32, told)
+        hosts = config.cluster.processes if away else 1
+        arguments = config, algorithm, models, inputs.prompt_length, devices, float32
+        return auto_plan(*arguments, told, hosts)
 
 
 def auto_plan(
@@ -94,6 +102,7 @@ def auto_plan(
     devices: Sequence[Any],
     float32: bool,
     progress: Progress | None = None,
+    hosts: int = 1,
 ) -> Plan:
     """The fastest plan of the cost model on ``devices``, measured before or now.
 
@@ -103,18 +112,21 @@ def auto_plan(
       models: shapes of the roles that need devices.
       float32: whether the run computes in float32.
       progress: told how far a calibration has come.
+      hosts: processes that the devices are spread over; a set gets whole ones or a part of one.
 
     Raises:
       ConfigError: it would not fit, with the bytes missing; or a run that cannot be planned.
     """
     _check_generates(algorithm)  # before a calibration, which takes a minute
     measured = find_profile(devices, progress)
-    cluster = Cluster((Pool(measured.device, 1, len(devices)),))
+    cluster = Cluster((Pool(measured.device, hosts, len(devices) // hosts),))
     problem = run_problem(
         config, algorithm, models, prompt_length, cluster, measured.constants, float32
     )
     shared = cluster.pools[0].shares_cores
-    found = search_strategy(problem, "auto", EVERY if shared else SHOWN)
+    found = search_strategy(problem, "auto", EVERY if shared or hosts > 1 else SHOWN)
+    if hosts > 1:
+        found = _of_whole_processes(found, len(devices) // hosts)
     if shared and found.candidates:
         found = _simplest_first(found)
     described = describe_result(found, problem, "auto")
@@ -132,6 +144,24 @@ def _check_generates(algorithm: type[Algorithm]) -> None:
         raise ConfigError(
             f"placement=auto: {algorithm.__name__} has one model and no rollouts; use colocate"
         )
+
+
+def _of_whole_processes(found: SearchResult, each: int) -> SearchResult:
+    """The candidates whose sets get whole processes of ``each`` devices, or a part of one.
+
+    Raises:
+      ConfigError: there are none.
+    """
+    fitting = tuple(
+        c for c in found.candidates
+        if all(s.devices <= each or s.devices % each == 0 for s in c.sets)
+    )  # fmt: skip
+    if found.candidates and not fitting:
+        raise ConfigError(
+            f"placement=auto: no plan gives its sets whole processes of {each} devices; use "
+            "another cluster.devices_per_process"
+        )
+    return dataclasses.replace(found, candidates=fitting)
 
 
 def _simplest_first(found: SearchResult) -> SearchResult:

@@ -14,6 +14,7 @@ from hjax.controller import ThreadExecutor
 from hjax.controller.executors import ExecutorFactory
 from hjax.errors import ConfigError
 from hjax.run.compile_counter import CompileCounter
+from hjax.settings.checking import on_cluster
 
 LOGS = "logs"
 
@@ -129,15 +130,26 @@ class OnCluster:
         self.cluster.close()
 
 
-def on_cluster(config: ConfigDict) -> bool:
-    """Whether a config asks for processes of a cluster."""
-    return bool(config.cluster.address) or config.cluster.processes > 1
-
-
 def local_devices(config: ConfigDict) -> list[jax.Device]:
-    """This process's devices, as many of them as the config wants."""
+    """This process's devices, as many of them as the config wants.
+
+    For a run on a cluster, which is planned or tried dry here, as many simulated ones as it has.
+
+    Raises:
+      ConfigError: there are fewer.
+    """
     devices = jax.devices()
     limit = config.cluster.devices_per_process
+    if on_cluster(config):
+        every = limit * config.cluster.processes
+        if not limit or devices[0].platform != "cpu" or len(devices) < every:
+            raise ConfigError(
+                f"a cluster of {config.cluster.processes} processes with "
+                f"cluster.devices_per_process={limit} cannot be planned or tried dry here: that "
+                "takes CPU devices of a number that is set; for a cluster's hardware use python "
+                "-m hjax.launch.plan and .compile, and give the plan.json as placement"
+            )
+        return devices[:every]
     if limit > len(devices):
         raise ConfigError(
             f"cluster.devices_per_process={limit}, but this process sees {len(devices)} devices"

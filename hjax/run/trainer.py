@@ -25,7 +25,7 @@ from hjax.run.ahead import Ahead, Schedule
 from hjax.run.dataflow import absent_roles
 from hjax.run.evaluation import evaluate
 from hjax.run.inputs import Demonstrations, load_inputs, prompt_batch
-from hjax.run.machines import Machines, OnCluster, ThisProcess, on_cluster
+from hjax.run.machines import Machines, OnCluster, ThisProcess
 from hjax.run.metrics import StepRecorder
 from hjax.run.placement import Plan, train_sizes
 from hjax.run.policy import Policy
@@ -37,7 +37,7 @@ from hjax.run.roles import (
 from hjax.run.rows import sample_row
 from hjax.run.warnings import TruncationWarning
 from hjax.run.workdir import Workdir
-from hjax.settings.checking import check_config
+from hjax.settings.checking import check_config, on_cluster
 
 Metrics = dict[str, float]
 KEPT_SAMPLES = 8  # rows of each training batch and evaluation that are kept for the report

@@ -145,6 +145,11 @@ def _check_placement(config: ConfigDict) -> None:
         )
 
 
+def on_cluster(config: ConfigDict) -> bool:
+    """Whether a config asks for processes of a cluster."""
+    return bool(config.cluster.address) or config.cluster.processes > 1
+
+
 def _check_model(config: ConfigDict) -> None:
     model = config.model
     if model.hidden_size % model.heads:
