@@ -11,7 +11,7 @@ import pytest
 from helpers import computed, read_rows, tiny_config, trainer_of
 
 import hjax
-from hjax.controller.pickled import ObjectStore, PicklingExecutor
+from hjax.controller.pickled import ObjectStore, PicklingExecutor, StoredFuture
 from hjax.errors import ConfigError, RunError
 from hjax.run.ahead import Queue, Schedule, Ticket
 
@@ -146,6 +146,22 @@ def test_versions_stand_beside_the_tokens_that_they_drew():
             assert ((np.diff(versions, axis=1) >= 0) | ~mask[:, 1:]).all()  # they rise
             assert versions[mask].min() >= step - 1
             assert len(batch["response_text"]) == len(mask)
+
+
+def test_neither_weights_nor_unfinished_responses_pass_through_the_controller(monkeypatch):
+    asked, result = set(), StoredFuture.result
+
+    def noted(self, *arguments):
+        asked.add(self.label)
+        return result(self, *arguments)
+
+    monkeypatch.setattr(StoredFuture, "result", noted)
+    executor = functools.partial(PicklingExecutor, ObjectStore())
+    changes = {"rollout.partial_tokens": 1, "rollout.deterministic": False, "steps": 3}
+    run("GRPO", changes, executor)
+    assert "rollout.continue_sequences" in asked  # a batch, which learning joins
+    assert not asked & {"actor.publish", "rollout.take", "rollout.commit"}
+    assert "rollout.generate_sequences" not in asked  # nor what is left off
 
 
 # Resuming

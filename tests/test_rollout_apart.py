@@ -69,6 +69,11 @@ def test_in_another_layout_it_is_the_same_up_to_the_order_of_sums():
         assert row == pytest.approx(together, rel=1e-5, abs=1e-5)
 
 
+def test_offloaded_weights_are_published_too(colocated):
+    away = {"actor.offload": "all", "critic.offload": "all", "reference.offload": "all"}
+    assert run("PPO", APART | MINIBATCHES | away | {"steps": 2})[0] == colocated[0][:2]
+
+
 def test_a_plan_names_the_rollout_and_is_written_so(tmp_path):
     plan = {
         "placement": [["actor", "reference"], ["rollout"]],

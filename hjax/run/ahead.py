@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+from ml_collections import ConfigDict
 
 from hjax.algorithms import Algorithm, Batch
 from hjax.controller.futures import DEADLINE_SECONDS
@@ -41,6 +42,21 @@ class Schedule:
     parts: int = 1
     tokens: int = 0
     steps: int = 0
+
+    @classmethod
+    def of(cls, config: ConfigDict) -> Schedule:
+        """That of a run's config."""
+        rollout, parts = config.rollout, 1
+        if rollout.partial_tokens:
+            parts = -(-rollout.max_response_length // rollout.partial_tokens)
+        return cls(
+            rollout.max_staleness,
+            fixed=rollout.deterministic,
+            every=config.checkpoint.every if rollout.deterministic else 0,
+            parts=parts,
+            tokens=rollout.partial_tokens,
+            steps=config.steps,
+        )
 
     def version(self, number: int, part: int) -> int:
         """The version that a fixed schedule gives a part of a batch.

@@ -272,19 +272,8 @@ class Trainer:
         return prompt_batch(self.inputs.train.rows(indices), self.inputs.prompt_length, number)
 
     def _start_ahead(self) -> Ahead:
-        config, policy = self.config, self.policy
+        policy, schedule = self.policy, Schedule.of(self.config)
         assert policy is not None  # or the config would have been refused
-        rollout, parts = config.rollout, 1
-        if rollout.partial_tokens:
-            parts = -(-rollout.max_response_length // rollout.partial_tokens)
-        schedule = Schedule(
-            rollout.max_staleness,
-            fixed=rollout.deterministic,
-            every=config.checkpoint.every if rollout.deterministic else 0,
-            parts=parts,
-            tokens=rollout.partial_tokens,
-            steps=config.steps,
-        )
         arguments = self.algorithm, policy, self.prompts, self._draw, schedule
         return Ahead(*arguments, self.step_number, self._ahead_state)
 
