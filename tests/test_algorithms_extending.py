@@ -17,7 +17,10 @@ STEPS = 2
 @pytest.fixture(scope="module")
 def examples(tmp_path_factory):
     """The page's Python blocks as the files that their first lines name."""
-    folder = tmp_path_factory.mktemp("extending")
+    return write_examples(tmp_path_factory.mktemp("extending"))
+
+
+def write_examples(folder):
     for block in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S):
         name = re.match(r"# (\w+\.py)\n", block)
         assert name, f"an example without a file name: {block[:40]}"

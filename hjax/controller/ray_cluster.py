@@ -727,7 +727,30 @@ class RayCluster:
 
     def _disconnect(self) -> None:
         if self._started and ray.is_initialized():
-            ray.shutdown()
+            end_here()
+
+
+_QUIET: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+
+
+def start_here(processes: int) -> None:
+    """Start a Ray cluster of this machine alone; clusters made after use it, one or several.
+
+    Args:
+      processes: that it has room for.
+    """
+    ray.init(
+        "local",
+        num_cpus=max(processes, available_cores()),
+        include_dashboard=False,
+        _node_ip_address=LOOPBACK,
+        **_QUIET,
+    )
+
+
+def end_here() -> None:
+    """End what ``start_here`` started."""
+    ray.shutdown()
 
 
 def _connect(address: str, processes: int) -> bool:
@@ -736,20 +759,13 @@ def _connect(address: str, processes: int) -> bool:
     Raises:
       ConfigError: there is none at the address.
     """
-    quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     if ray.is_initialized():
         return False
     if address in ("", "local"):
-        ray.init(
-            "local",
-            num_cpus=max(processes, available_cores()),
-            include_dashboard=False,
-            _node_ip_address=LOOPBACK,
-            **quiet,
-        )
+        start_here(processes)
         return True
     try:
-        ray.init(address, **quiet)
+        ray.init(address, **_QUIET)
     except (ConnectionError, RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(

@@ -1,0 +1,141 @@
+"""Runs on a Ray cluster of real processes: the same metrics as in one process."""
+
+import contextlib
+
+import numpy as np
+import pytest
+from helpers import computed, tiny_config
+from test_algorithms_extending import write_examples
+from test_controller_pickled import RUNNABLE, SHORT, UNUSED
+
+import hjax
+
+EACH = 2  # devices of a process
+# Enough for rewards that differ in the first step: of equal ones whitening makes noise.
+BASE = {"warm_start.steps": 6, "rollout.prompts": 16, "rollout.max_response_length": 8}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    """One Ray cluster for the tests of this file; every run starts its own processes on it."""
+    from hjax.controller import ray_cluster
+
+    ray_cluster.start_here(processes=6)
+    yield
+    ray_cluster.end_here()
+
+
+def on_cluster(processes, each=EACH):
+    return {
+        "cluster.address": "local",
+        "cluster.processes": processes,
+        "cluster.devices_per_process": each,
+    }
+
+
+def in_one_process(processes, each=EACH):
+    return {"cluster.devices_per_process": processes * each}
+
+
+def run(config, workdir=None, steps=None):
+    with contextlib.closing(hjax.Trainer(config, workdir)) as trainer:
+        return [computed(row) for row in trainer.run(steps)]
+
+
+def assert_close(rows, expected):
+    """Equal to 1e-5. Not bit for bit: a process with fewer devices shares its cores out otherwise,
+    and XLA's products on a CPU add up in an order that depends on that."""
+    assert len(rows) == len(expected) and rows
+    for row, other in zip(rows, expected, strict=True):
+        assert row.keys() == other.keys()
+        for key, value in other.items():
+            told = f"{key} of step {other['step']}"
+            np.testing.assert_allclose(row[key], value, atol=1e-5, rtol=1e-5, err_msg=told)
+
+
+# (algorithm, placement, processes)
+CASES = [
+    ("PPO", "colocate", 2),
+    ("GRPO", "split", 2),
+]
+SLOW_CASES = [
+    (algorithm, placement, processes)
+    for algorithm in ("PPO", "GRPO")
+    for placement, processes in (
+        ("colocate", 1),
+        ("colocate", 2),
+        ("colocate", 4),
+        ("split", 2),
+        ("split", 4),
+        ("standalone", 4),
+    )
+    if (algorithm, placement, processes) not in CASES
+]
+
+
+@pytest.mark.parametrize(
+    "algorithm, placement, processes",
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)],
+)
+def test_metrics_are_those_of_one_process(algorithm, placement, processes):
+    changes = BASE | {"placement": placement, "steps": 5, "eval.every": 3}
+    expected = run(tiny_config(algorithm, changes | in_one_process(processes)))
+    rows = run(tiny_config(algorithm, changes | on_cluster(processes)))
+    assert_close(rows, expected)
+
+
+LAYOUTS = {
+    "tensor": {"layout.actor.train.tensor": 4, "layout.critic.train.tensor": 4},
+    "fsdp": {"layout.actor.train.fsdp": 4, "layout.critic.train.fsdp": 4},
+    "pipe": {"layout.actor.train.pipe": 2, "model.layers": 2},
+    "context": {"layout.actor.train.context": 4},
+}
+BY_CONFIG = [("ppo", "tensor"), ("grpo", "fsdp"), ("remax", "pipe"), ("safe_rlhf", "context"),
+             ("sft", "fsdp"), ("stories", "tensor")]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, layout",
+    [*BY_CONFIG, *(("ppo", layout) for layout in LAYOUTS if ("ppo", layout) not in BY_CONFIG)],
+)
+def test_two_processes_compute_what_one_does_with_as_many_devices(name, layout, request):
+    assert name in RUNNABLE
+    if name == "stories":
+        request.getfixturevalue("test_data")
+    changes = {k: v for k, v in SHORT.items() if k not in UNUSED.get(name, ())} | LAYOUTS[layout]
+
+    def config(cluster):
+        keys = changes | {f"cluster.{k.partition('.')[2]}": v for k, v in cluster.items()}
+        return hjax.get_config(f"{name}.py", [f"--config.{k}={v}" for k, v in keys.items()])
+
+    assert_close(run(config(on_cluster(2))), run(config(in_one_process(2))))
+
+
+def test_a_worker_and_a_dataflow_of_ones_own_run_unchanged(tmp_path):
+    name = f"{write_examples(tmp_path)}/varied.py:Varied"
+    changes = BASE | {"steps": 2}
+    expected = run(tiny_config(name, changes | in_one_process(2, each=1)))
+    assert_close(run(tiny_config(name, changes | on_cluster(2, each=1))), expected)
+
+
+def test_it_resumes_on_other_processes_and_another_placement(tmp_path):
+    changes = BASE | {"steps": 4, "checkpoint.every": 1}
+    expected = run(tiny_config("PPO", changes | in_one_process(2)))
+    first = run(tiny_config("PPO", changes | on_cluster(2)), tmp_path, steps=2)
+    moved = changes | on_cluster(2, each=1) | {"placement": "split"}
+    assert_close(first + run(tiny_config("PPO", moved), tmp_path), expected)
+
+
+def test_generation_ahead_of_learning_is_the_same(tmp_path):
+    changes = BASE | {
+        "placement": "disaggregate",
+        "rollout.max_staleness": 1,
+        "rollout.deterministic": True,
+        "steps": 4,
+    }
+    expected = run(tiny_config("GRPO", changes | in_one_process(2, each=1)))
+    rows = run(tiny_config("GRPO", changes | on_cluster(2, each=1)), tmp_path)
+    assert_close(rows, expected)
+    assert max(row["rollout/staleness"] for row in rows) == 1
+    assert list((tmp_path / "logs").glob("rollout-0.log"))
