@@ -106,37 +106,6 @@ class Pieces:
 
 
 @dataclasses.dataclass(frozen=True)
-class RowPieces:
-    """A list with an entry per row, of which each process has some rows.
-
-    Attributes:
-      total: rows of the whole list.
-      parts: the first row of a run of rows, and these.
-    """
-
-    total: int
-    parts: tuple[tuple[int, Sequence[Any]], ...]
-
-    def merged(self, others: Sequence[RowPieces]) -> RowPieces:
-        """This and the rows that other processes have."""
-        every = (*self.parts, *(part for other in others for part in other.parts))
-        return dataclasses.replace(self, parts=every)
-
-    def whole(self) -> list[Any]:
-        """All rows.
-
-        Raises:
-          RunError: rows are missing.
-        """
-        rows: dict[int, Any] = {}
-        for start, values in self.parts:
-            rows.update(enumerate(values, start))
-        if len(rows) != self.total:
-            raise RunError(f"{self.total - len(rows)} of {self.total} rows are missing")
-        return [rows[i] for i in range(self.total)]
-
-
-@dataclasses.dataclass(frozen=True)
 class Added:
     """Counts of which each process has its share: together they are the sum."""
 
@@ -155,7 +124,7 @@ class Added:
         return dict(self.counts)
 
 
-PARTIAL = (Pieces, RowPieces, Added)
+PARTIAL = (Pieces, Added)
 
 
 def merge(values: Sequence[Any]) -> Any:

@@ -10,6 +10,7 @@ import importlib.util
 import sys
 import traceback
 import types
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,22 @@ class _Imported:
 
 # By the module's name, under which it stands in sys.modules too.
 _imported: dict[str, _Imported] = {}
+# Files as another process has them, by path.
+_provided: dict[Path, bytes] = {}
+
+
+def imported() -> dict[str, bytes]:
+    """The files of the user's that this process has imported: their content by absolute path."""
+    return {str(file.path): file.content for file in _imported.values()}
+
+
+def provide(files: Mapping[str, bytes]) -> None:
+    """Take files as another process has them, whatever this host has at these paths.
+
+    Args:
+      files: what ``imported()`` gave there.
+    """
+    _provided.update({Path(path): content for path, content in files.items()})
 
 
 def import_file(path: Path, setting: str) -> types.ModuleType:
@@ -49,7 +66,7 @@ def import_file(path: Path, setting: str) -> types.ModuleType:
     if path.suffix != ".py":
         raise ConfigError(f"{setting}: not a Python file (its name must end in .py)")
     try:
-        content = path.read_bytes()
+        content = _provided[path] if path in _provided else path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{setting}: {path}: {error.strerror}") from error
     # The name depends on the path: two files called reward.py don't hide each other.
@@ -90,7 +107,7 @@ def load_object(spec: str, setting: str, beside: Path | None = None) -> Any:
         raise ConfigError(f"{setting}={spec!r}: it must look like path.py:name")
     given = Path(where).expanduser()
     candidates = [given] if beside is None else [given, beside / given]
-    path = next((p for p in candidates if p.is_file()), None)
+    path = next((p for p in candidates if p in _provided or p.is_file()), None)
     if path is None:
         raise ConfigError(f"{setting}={spec!r}: there is no file {where} in {Path.cwd()}")
     module = import_file(path, f"{setting}={spec!r}")

@@ -40,6 +40,7 @@ from hjax.controller.messages import (
 )
 from hjax.errors import RunError
 from hjax.pieces import Pieces
+from hjax.user_files import provide
 
 # Arrays from so many bytes on go into the store by themselves, smaller ones with what is around.
 LARGE = 32 << 10
@@ -71,6 +72,7 @@ class Setup:
       options: of ``jax.config``, by name.
       environment: variables to set.
       log: file that takes what it prints; empty: none.
+      files: of the user's, as the controller has them, see ``hjax.user_files``.
       probe: made once the devices are there; its ``read()`` tells of the machine.
       seconds: that starting the world may take.
     """
@@ -83,6 +85,7 @@ class Setup:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     log: str = ""
+    files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     probe: Callable[[], Any] | None = None
     seconds: int = 120
 
@@ -226,6 +229,7 @@ class HostProcess:
             redirect(Path(setup.log))
         logging.getLogger().addHandler(_Notices(self._lines))
         os.environ.update(setup.environment)
+        provide(setup.files)
         options: Any = jax.config
         for name, value in setup.options.items():
             options.update(name, value)
@@ -248,7 +252,8 @@ class HostProcess:
             if setup.processes > 1:
                 jax.distributed.initialize(
                     coordinator, setup.processes, setup.rank,
-                    initialization_timeout=setup.seconds,
+                    initialization_timeout=setup.seconds, cluster_detection_method="deactivate",
+                    coordinator_bind_address=coordinator,  # not every address of the host
                 )  # fmt: skip
             here, devices = jax.local_devices(), jax.devices()
             if len(here) != setup.devices or len(devices) != setup.devices * setup.processes:

@@ -15,6 +15,7 @@ import itertools
 import logging
 import os
 import queue
+import secrets
 import signal
 import threading
 import time
@@ -52,6 +53,7 @@ from hjax.controller.timeline import Timeline
 from hjax.errors import ConfigError, ProcessLost, RunError
 from hjax.machine import available_cores
 from hjax.pieces import Pieces
+from hjax.user_files import imported
 
 LOOPBACK = "127.0.0.1"
 START_SECONDS = 180
@@ -345,6 +347,7 @@ class RayExecutor:
                 sent = Call(message.role, message.method, arguments, options, message.reads)
             written = write(sent, RayStore())
             dropped, self._dropped = self._dropped, []
+            self._cluster.sent_bytes += len(written.data) * len(self._handles)
             sequence = next(self._sequence)
             self._waiting[number] = inner, message.label
             references = [
@@ -569,7 +572,8 @@ class RayCluster:
         self._host_processes, self._probe = host_processes, probe
         self._heartbeat_seconds = heartbeat_seconds
         self.say = say
-        self.fetched_bytes = 0
+        # What has passed through the controller: messages, and results that it asked for.
+        self.sent_bytes = self.fetched_bytes = 0
         self.memories: list[Any] = []
         # Results are waited for in threads beside an actor's loop, which Ray takes for its own.
         self.environment = {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0"}
@@ -641,6 +645,7 @@ class RayCluster:
             options=_options(),
             environment={"XLA_FLAGS": _flags()},
             log=str(log or ""),
+            files=imported(),
             probe=self._probe,
             seconds=START_SECONDS,
         )
@@ -739,6 +744,9 @@ def start_here(processes: int) -> None:
     Args:
       processes: that it has room for.
     """
+    if not any(name.startswith("RAY_AUTH_") for name in os.environ):
+        # Ray asks for a token of itself; one of this cluster's own is written to no file.
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     ray.init(
         "local",
         num_cpus=max(processes, available_cores()),

@@ -30,7 +30,7 @@ from hjax.settings.reading import config_names, find_config, load_config
 
 HELP = """\
 usage: python -m hjax.launch --config=NAME.py [--workdir=DIR] [--dry_run] [--json]
-                             [--config.a.b=VALUE ...]
+                             [--debug=ROLE] [--config.a.b=VALUE ...]
 
 Train a model as a config says. Running the same command again with the same workdir goes on
 from the last checkpoint. Ctrl-C saves and stops; a second Ctrl-C stops at once.
@@ -50,6 +50,7 @@ from the last checkpoint. Ctrl-C saves and stops; a second Ctrl-C stops at once.
                           --config.placement=colocate|split|standalone|auto
   --workdir=DIR         where the run is kept; without it a new runs/<config>-<time>
   --dry_run             print batch arithmetic, placement, parameters and memory, and stop
+  --debug=ROLE          stop in a debugger at every call of a role, which runs in this process
   --json                print one line of JSON as the last line of the output
   --help                print this
 
@@ -67,6 +68,7 @@ class TrainCommand:
     workdir: Path | None
     dry_run: bool
     json: bool
+    debug: str = ""
 
 
 class Stopped(BaseException):
@@ -130,12 +132,13 @@ def parse(arguments: Sequence[str]) -> TrainCommand:
     own = flags.FlagValues()
     flags.DEFINE_string("workdir", None, "where the run is kept", flag_values=own)
     flags.DEFINE_bool("dry_run", False, "only say what would be done", flag_values=own)
+    flags.DEFINE_string("debug", "", "role whose calls stop in a debugger", flag_values=own)
     flags.DEFINE_bool("json", False, "one line of JSON", flag_values=own)
     config = load_config(name, rest, own)
     if own.workdir == "":
         raise ConfigError("--workdir= is empty; name a directory, or leave the flag out")
     workdir = Path(own.workdir).expanduser() if own.workdir else None
-    return TrainCommand(name, config, workdir, own.dry_run, own.json)
+    return TrainCommand(name, config, workdir, own.dry_run, own.json, own.debug)
 
 
 def _run(command: TrainCommand, signals: Signals) -> int:
@@ -146,7 +149,9 @@ def _run(command: TrainCommand, signals: Signals) -> int:
             _say_finished(workdir, config, command)
             return 0
 
-    remark = prepare_jax(config, command.dry_run)
+    if command.debug:
+        config.display.enabled = False  # the debugger has the terminal
+    remark = prepare_jax(config, simulates=command.dry_run or bool(command.debug))
     from hjax.controller import ThreadExecutor
     from hjax.planning.auto import plan_run
     from hjax.run.trainer import Trainer
@@ -158,7 +163,7 @@ def _run(command: TrainCommand, signals: Signals) -> int:
     path = command.workdir or _new_workdir(command.name)
     plan = plan_run(config, path)
     display = Display(config, config.steps)
-    trainer = Trainer(config, workdir=path, display=display, plan=plan)
+    trainer = Trainer(config, workdir=path, display=display, plan=plan, debug=command.debug)
     signals.watch(trainer, display)
     try:
         display.start(f"{command.name}  {config.algorithm.name}  {path}")

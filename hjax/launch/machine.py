@@ -17,8 +17,11 @@ from hjax.machine import available_cores, compile_quickly, settle_platform
 from hjax.settings.checking import on_cluster
 
 
-def prepare_jax(config: ConfigDict, dry: bool = False) -> str:
-    """Set JAX's options for a run, or a dry one; returns a remark for the user, mostly empty.
+def prepare_jax(config: ConfigDict, simulates: bool = False) -> str:
+    """Set JAX's options for a run; returns a remark for the user, mostly empty.
+
+    Where a cluster has the devices this process has one, or, if it ``simulates`` the cluster's, as
+    many.
 
     On a CPU there is one simulated device per core; a number that the user has set (in XLA_FLAGS
     or JAX_NUM_CPU_DEVICES) stays. Compiled programs are kept on disk, so that a second start is
@@ -31,8 +34,7 @@ def prepare_jax(config: ConfigDict, dry: bool = False) -> str:
         # The devices are other processes'; this one must not take one of its host's.
         options.update("jax_platforms", "cpu")
         every = config.cluster.processes * config.cluster.devices_per_process
-        # A dry run and a search for the placement use as many simulated devices.
-        simulates = dry or config.placement == "auto"
+        simulates = simulates or config.placement == "auto"
         options.update("jax_num_cpu_devices", max(every, 1) if simulates else 1)
         _keep_compiled_programs(options)
         compile_quickly()

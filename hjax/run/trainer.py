@@ -27,7 +27,7 @@ from hjax.run.evaluation import evaluate
 from hjax.run.inputs import Demonstrations, load_inputs, prompt_batch
 from hjax.run.machines import Machines, OnCluster, ThisProcess
 from hjax.run.metrics import StepRecorder
-from hjax.run.placement import Plan, train_sizes
+from hjax.run.placement import Plan, set_name, train_sizes
 from hjax.run.policy import Policy
 from hjax.run.roles import (
     check_offloads,
@@ -54,6 +54,7 @@ class Trainer:
         which may not be ``auto`` then.
       executor: makes what carries out a pool's calls; by default threads of this process, or
         where ``config.cluster`` asks for them processes of a cluster.
+      debug: a role whose calls stop in a debugger, in this process; empty: none.
 
     Attributes:
       batch: the last step's batch, to look inside.
@@ -74,6 +75,7 @@ class Trainer:
         display: Any = None,
         plan: Plan | None = None,
         executor: ExecutorFactory | None = None,
+        debug: str = "",
     ):
         self.config = check_config(config)
         self.display = display
@@ -91,11 +93,24 @@ class Trainer:
             if plan is None:
                 plan = placed(config, self.algorithm_class, len(devices))
             self.roles = describe_roles(config, self.algorithm_class, self.inputs, plan, platform)
-            self.roles.start(devices, self.machines.executor)
+            self.roles.start(devices, self._executors(debug))
             undo.callback(self.roles.close)
             check_offloads(config, self.algorithm_class, devices)
             self._set_up(workdir)
             undo.pop_all()
+
+    def _executors(self, debug: str) -> ExecutorFactory:
+        """What makes the pools' executors; that of a role to debug is in this process."""
+        if not debug:
+            return self.machines.executor
+        table, plan = self.roles.table, self.roles.plan
+        if debug not in table:
+            raise ConfigError(f"debug={debug}: no role of this run, which has {', '.join(table)}")
+        names = {set_name(plan, i): members for i, members in enumerate(plan.placement)}
+        on_host = [role for role in table if role not in self.roles.layouts]
+        from hjax.controller.debugging import debugging
+
+        return debugging(debug, self.machines.executor, lambda name: names.get(name, on_host))
 
     def _set_up(self, workdir: str | Path | None) -> None:
         config = self.config

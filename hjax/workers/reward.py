@@ -11,6 +11,7 @@ import numpy as np
 
 from hjax.errors import RunError
 from hjax.models.forward import sequence_states
+from hjax.pieces import Added, Pieces
 from hjax.rewards.function import RewardFunction, RewardResult, check_unscored
 from hjax.rollout.generator import bucket_length
 from hjax.sharding.arrays import place, to_numpy
@@ -37,6 +38,15 @@ class FunctionReward(Worker):
         self.function = function
         self.max_unscored = max_unscored
 
+    def share(self, batch: Mapping[str, Any]) -> slice:
+        """The rows that this process of its pool judges: whole groups of one prompt's samples."""
+        index, processes = self.context.process
+        rows = len(batch["responses"])
+        samples = self.context.samples if rows % self.context.samples == 0 else 1
+        groups = rows // samples
+        start, stop = (groups * i // processes * samples for i in (index, index + 1))
+        return slice(start, stop)
+
     def score(self, batch: Mapping[str, Any]) -> RewardResult:
         """Call the function on every row's prompt, response and dataset columns."""
         prompts = ragged(batch["prompts"], batch["prompt_mask"])
@@ -54,13 +64,32 @@ class FunctionReward(Worker):
     @protocol("ALL_TO_ALL", reads=JUDGED_KEYS)
     def compute_reward(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """``rewards`` float32 [rows], NaN where unscored; ``reward_outcomes`` counts them."""
-        result = self.score(batch)
-        return {"rewards": result.rewards, "reward_outcomes": result.outcomes}
+        result = self._judged(batch)
+        return {"rewards": result["rewards"], "reward_outcomes": result["outcomes"]}
 
     @protocol("ALL_TO_ALL", reads=JUDGED_KEYS)
     def compute_cost(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """``costs`` float32 [rows], NaN where unscored."""
-        return {"costs": self.score(batch).rewards}
+        return {"costs": self._judged(batch)["rewards"]}
+
+    def _judged(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """``rewards`` and ``outcomes``: of several processes each gives its share."""
+        if self.context.process[1] == 1:
+            result = self.score(batch)
+            return {"rewards": result.rewards, "outcomes": result.outcomes}
+        rows, share = len(batch["responses"]), self.share(batch)
+        result = self.score(cut(batch, share))
+        region = ((share.start, share.stop),)
+        rewards = Pieces((rows,), result.rewards.dtype, ((region, result.rewards),))
+        return {"rewards": rewards, "outcomes": Added(result.outcomes)}
+
+
+def cut(batch: Mapping[str, Any], rows: slice) -> dict[str, Any]:
+    """Rows of a batch, of arrays, lists and dicts of lists."""
+    return {
+        key: cut(value, rows) if isinstance(value, Mapping) else value[rows]
+        for key, value in batch.items()
+    }
 
 
 class ModelReward(ModelWorker):
