@@ -137,6 +137,21 @@ class Written:
 
 
 @dataclasses.dataclass(frozen=True)
+class Posted:
+    """A message on its way.
+
+    Attributes:
+      number: under which its result is kept.
+      message: written down.
+      dropped: results that nobody will ask for once the messages before have run.
+    """
+
+    number: int
+    message: Written
+    dropped: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class Elsewhere:
     """Stands in a message for a result of another pool: what each of its processes wrote.
 
@@ -280,35 +295,32 @@ class HostProcess:
 
     # Messages
 
-    def submit(
-        self, sequence: int, number: int, written: Written, dropped: Sequence[int]
-    ) -> concurrent.futures.Future:
-        """Queue a message; the future has its ``Outcome``.
+    def submit(self, sequence: int, parcel: Sequence[Posted]) -> list[concurrent.futures.Future]:
+        """Queue messages; the futures have their ``Outcome``.
 
         Args:
-          sequence: its place among the pool's messages, from 0.
-          number: under which its result is kept.
-          written: the message.
-          dropped: results that nobody will ask for once the messages before have run.
+          sequence: the parcel's place among the pool's, from 0.
+          parcel: messages that travel together.
         """
-        outcome: concurrent.futures.Future = concurrent.futures.Future()
+        outcomes: list[concurrent.futures.Future] = [concurrent.futures.Future() for _ in parcel]
         assert self._messages is not None
         with self._lock:
-            self._early[sequence] = (number, written, tuple(dropped), outcome)
+            self._early[sequence] = tuple(zip(parcel, outcomes, strict=True))
             while self._next in self._early:
-                item = self._early.pop(self._next)
+                items = self._early.pop(self._next)
                 self._next += 1
-                unread = Call("", "a message that was not read yet")
-                self._messages.put(unread, item, item[3].set_exception)
-        return outcome
+                for item in items:
+                    unread = Call("", "a message that was not read yet")
+                    self._messages.put(unread, item, item[1].set_exception)
+        return outcomes
 
-    def _run(self, item: tuple[int, Written, tuple[int, ...], Any]) -> None:
-        number, written, dropped, outcome = item
-        for old in dropped:
+    def _run(self, item: tuple[Posted, concurrent.futures.Future]) -> None:
+        posted, outcome = item
+        for old in posted.dropped:
             self._drop(old)
-        result = self.result(number)
+        result = self.result(posted.number)
         try:
-            message: Message = read(written)
+            message: Message = read(posted.message)
             answer = named(message, lambda: self._answer(message))
             ends = Outcome(answer.phase, answer.start, answer.end)
             if not answer.background:

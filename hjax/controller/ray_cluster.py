@@ -17,6 +17,7 @@ import os
 import queue
 import secrets
 import signal
+import socket
 import threading
 import time
 import weakref
@@ -42,6 +43,7 @@ from hjax.controller.process import (
     Facts,
     HostProcess,
     Outcome,
+    Posted,
     Pulse,
     Setup,
     Written,
@@ -59,6 +61,10 @@ LOOPBACK = "127.0.0.1"
 START_SECONDS = 180
 STOP_SECONDS = 10
 LOG_LINES = 12
+# Parcels of messages to a pool that have not been answered; later messages wait and go together.
+UNDER_WAY = 8
+# Without these of its processes no part of Ray works.
+SERVERS = ("gcs_server", "raylet")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +75,7 @@ class StoredArray:
 
     def fetch(self) -> np.ndarray:
         """The array, read-only; of this host's store without a copy."""
-        return ray.get(self.reference)
+        return _arrived(self.reference)
 
 
 class RayStore:
@@ -81,17 +87,27 @@ class RayStore:
 
     def get(self, references: Sequence[Any]) -> list[Any]:
         """What stands behind references; waits for it."""
-        return ray.get(list(references))
+        return _arrived(list(references))
 
     def is_reference(self, value: Any) -> bool:
         """Whether a value is a reference into the store."""
         return isinstance(value, ray.ObjectRef)
 
 
+def _arrived(references: Any) -> Any:
+    try:
+        return ray.get(references, timeout=DEADLINE_SECONDS)
+    except ray.exceptions.GetTimeoutError:
+        raise RunError(
+            f"what another process made has not arrived within {DEADLINE_SECONDS:g} seconds"
+        ) from None
+
+
 class _Process:
     """A host process as an actor; its own thread runs the messages."""
 
     def __init__(self) -> None:
+        threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
         self._process = HostProcess(RayStore(), ray.util.get_node_ip_address())
         self._threads = concurrent.futures.ThreadPoolExecutor(4)
 
@@ -102,11 +118,9 @@ class _Process:
     async def join(self, coordinator: str) -> dict[str, Any]:
         return await self._beside(lambda: self._process.join(coordinator))
 
-    async def run(
-        self, sequence: int, number: int, written: Written, dropped: Sequence[int]
-    ) -> Outcome:
-        future = self._process.submit(sequence, number, written, dropped)
-        return await asyncio.wrap_future(future)
+    async def run(self, sequence: int, parcel: Sequence[Posted]) -> list[Outcome]:
+        outcomes = self._process.submit(sequence, parcel)
+        return [await asyncio.wrap_future(outcome) for outcome in outcomes]
 
     async def export(self, number: int, reads: frozenset[str] | None) -> dict[Any, Written]:
         # An error is written down like any result.
@@ -182,6 +196,7 @@ class RayFuture(Future):
     def __init__(self, executor: RayExecutor, number: int, inner: Any, label: str):
         super().__init__(inner, label)
         self.executor, self.number = executor, number
+        self.start = executor.starts
         weakref.finalize(self, executor.forget, number)
 
     def result(self, timeout_seconds: float = DEADLINE_SECONDS) -> Any:
@@ -189,7 +204,7 @@ class RayFuture(Future):
         until = time.monotonic() + timeout_seconds
         super().result(timeout_seconds)
         left = max(until - time.monotonic(), 1.0)
-        return self.executor.fetch(self.number, self.label, left)
+        return self.executor.fetch(self, left)
 
 
 class RayExecutor:
@@ -198,6 +213,9 @@ class RayExecutor:
     Args:
       cluster: that the pool is of.
       name, devices, timeline: as of ``ThreadExecutor``.
+
+    Attributes:
+      starts: how often its processes were started; results of those before are gone.
     """
 
     def __init__(
@@ -209,32 +227,38 @@ class RayExecutor:
         each, count = cluster.divide(name, len(devices))
         self.devices, self.processes = each, count
         self._lock = threading.RLock()
+        self._looking = threading.Lock()
         self._handles: list[_Handle] = []
         self._group: Any = None
         self._numbers = itertools.count()
         self._sequence = itertools.count()
         self._waiting: dict[int, tuple[concurrent.futures.Future, str]] = {}
         self._dropped: list[int] = []
+        self._outbox: list[tuple[Posted, Message, list[Any]]] = []
+        self._under_way = 0
         self._lost: ProcessLost | None = None
         self._closed = False
+        self.starts = 0
         self._start()
 
     # Processes
 
     def _start(self) -> None:
         cluster = self._cluster
+        self._lost, self.starts = None, self.starts + 1
         gpus = self.devices if cluster.platform == "gpu" else 0
         tpus = self.devices if cluster.platform == "tpu" else 0
         bundle = {"CPU": 1.0} | ({"GPU": gpus} if gpus else {}) | ({"TPU": tpus} if tpus else {})
-        self._group = placement_group([bundle] * self.processes, strategy="PACK")
         try:
-            if not self._group.wait(START_SECONDS):
+            if not cluster.ask(lambda: self._reserve(bundle), f"made room for pool {self.name}"):
                 raise RunError(
                     f"pool {self.name}: no room for {self.processes} processes with "
                     f"{', '.join(f'{n:g} {kind}' for kind, n in bundle.items())} each within "
                     f"{START_SECONDS} seconds; the cluster has {_resources()}"
                 )
-            self._handles = [self._make(rank, bundle) for rank in range(self.processes)]
+            ranks = range(self.processes)
+            started = f"started the processes of pool {self.name}"
+            self._handles = cluster.ask(lambda: [self._make(r, bundle) for r in ranks], started)
             setups = [cluster.setup(self, rank) for rank in range(self.processes)]
             prepared = [
                 handle.actor.prepare.remote(setup)
@@ -245,14 +269,20 @@ class RayExecutor:
                 handle.facts, handle.node = facts, node
                 cluster.compare(handle.name, facts.versions)
             address = said[0][0].address
-            joined = self._all([h.actor.join.remote(address) for h in self._handles], "joining")
+            joining = [handle.actor.join.remote(address) for handle in self._handles]
+            joined = self._all(joining, "joining", watched=True)
             if self.devices:
                 cluster.memories[:] = [_Memory(kind) for kind in joined[0]["memories"]]
             self._measure_clocks()
-        except BaseException:
+        except BaseException as error:
             self._kill()
+            self._lost = self._lost or ProcessLost(f"pool {self.name} did not start: {error}")
             raise
-        self._lost = None
+
+    def _reserve(self, bundle: Mapping[str, float]) -> bool:
+        """Room for every process; whether there is any."""
+        self._group = placement_group([bundle] * self.processes, strategy="PACK")
+        return self._group.wait(START_SECONDS)
 
     def _make(self, rank: int, bundle: Mapping[str, float]) -> _Handle:
         cluster = self._cluster
@@ -272,48 +302,87 @@ class RayExecutor:
         actor = ray.remote(_Process).options(**options).remote()
         return _Handle(f"{self.name}:{rank}", actor, cluster.log_of(self.name, rank))
 
-    def _all(self, references: Sequence[Any], doing: str) -> list[Any]:
-        """Results of one call of every process; an error says who was late or gone."""
-        done, late = ray.wait(list(references), num_returns=len(references), timeout=START_SECONDS)
-        if late:
-            names = [self._handles[references.index(r)].name for r in late]
-            raise ProcessLost(
-                f"{', '.join(names)}: not done with {doing} within {START_SECONDS} seconds"
-            )
-        results = []
-        for handle, reference in zip(self._handles, references, strict=True):
-            try:
-                results.append(ray.get(reference))
-            except ray.exceptions.RayActorError as error:
-                raise ProcessLost(self._told(handle, "died", error)) from error
-            except ray.exceptions.RayTaskError as error:
-                cause = error.cause if isinstance(error.cause, Exception) else error
-                raise cause from None
-        return results
+    def _all(self, references: Sequence[Any], doing: str, watched: bool = False) -> list[Any]:
+        """Results of one call of every process; an error says who was late or gone.
+
+        Args:
+          references: of the results, in rank order.
+          doing: what they do.
+          watched: whether each must give a sign of life in the meantime.
+        """
+        until = time.monotonic() + START_SECONDS
+        left = list(references)
+        while left:
+            done, left = ray.wait(left, timeout=0.5)
+            for reference in done:
+                self._one(reference, self._handles[references.index(reference)])
+            if watched and left:
+                for _ in self.beat(self._cluster.heartbeat_seconds):
+                    pass
+            if error := self._lost or self._cluster.down:
+                raise _again(error)
+            if left and time.monotonic() > until:
+                late = ", ".join(self._handles[references.index(r)].name for r in left)
+                raise ProcessLost(f"{late}: not done with {doing} within {START_SECONDS} seconds")
+        return [self._one(r, h) for r, h in zip(references, self._handles, strict=True)]
+
+    def _one(self, reference: Any, handle: _Handle) -> Any:
+        """A result that is there."""
+        try:
+            return ray.get(reference)
+        except ray.exceptions.RayActorError as error:
+            raise ProcessLost(self._told(handle, "died", error)) from error
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause if isinstance(error.cause, Exception) else error
+            raise cause from None
 
     def _measure_clocks(self) -> None:
         for handle in self._handles:
             before = time.perf_counter()
-            pulse = ray.get(handle.actor.pulse.remote(), timeout=START_SECONDS)
+            late = f"process {handle.name} has not answered within {START_SECONDS} seconds"
+            [pulse] = self._get([handle.actor.pulse.remote()], START_SECONDS, late)
             handle.offset = (before + time.perf_counter()) / 2 - pulse.clock
 
+    def _get(self, references: Sequence[Any], seconds: float, late: str) -> list[Any]:
+        """Results; an error if a process is lost meanwhile, ``late`` if it takes too long."""
+        until, references = time.monotonic() + seconds, list(references)
+        while True:
+            # In short waits: without its servers Ray would never end a long one.
+            left = min(max(until - time.monotonic(), 0.0), 1.0)
+            _, missing = ray.wait(references, num_returns=len(references), timeout=left)
+            if not missing:
+                return ray.get(references)
+            if error := self._lost or self._cluster.down:
+                raise _again(error)
+            if time.monotonic() >= until:
+                raise RunError(late)
+
     def _kill(self) -> None:
-        for handle in self._handles:
-            with contextlib.suppress(Exception):
-                ray.kill(handle.actor, no_restart=True)
+        handles, group = self.leave()
+        for handle in handles:
+            if self._cluster.down is None:
+                with contextlib.suppress(Exception):
+                    ray.kill(handle.actor, no_restart=True)
             self._cluster.end(handle)
-        if self._group is not None:
+        if group is not None and self._cluster.down is None:
             with contextlib.suppress(Exception):
-                remove_placement_group(self._group)
+                room = f"given up the room of pool {self.name}"
+                self._cluster.ask(lambda: remove_placement_group(group), room)
+
+    def leave(self) -> tuple[list[_Handle], Any]:
+        """Let go of the processes and their room, which are returned."""
+        handles, group = self._handles, self._group
         self._handles, self._group = [], None
+        return handles, group
 
     def restart(self) -> None:
         """New processes in the place of the old ones; what they held is gone."""
         with self._lock:
             self._fail_waiting(ProcessLost(f"pool {self.name} was started anew"))
             self._sequence = itertools.count()
-            self._dropped = []
+            self._dropped, self._outbox, self._under_way = [], [], 0
         self._kill()
+        self._cluster.revive()
         self._start()
 
     def pids(self) -> list[int]:
@@ -348,14 +417,25 @@ class RayExecutor:
             written = write(sent, RayStore())
             dropped, self._dropped = self._dropped, []
             self._cluster.sent_bytes += len(written.data) * len(self._handles)
-            sequence = next(self._sequence)
             self._waiting[number] = inner, message.label
-            references = [
-                handle.actor.run.remote(sequence, number, written, dropped)
-                for handle in self._handles
-            ]
-        _Gather(self, number, message, references, list(self._handles), used)
+            self._outbox.append((Posted(number, written, tuple(dropped)), message, used))
+            self._send()
         return future
+
+    def _send(self) -> None:
+        """Send what waits, all in one, unless much is under way: then it waits for an answer.
+
+        No two messages can wait for each other so: one takes results of earlier ones only, and
+        those are sent before it.
+        """
+        if not self._outbox or self._under_way >= UNDER_WAY:
+            return
+        waiting, self._outbox = self._outbox, []
+        parcel, sequence = [posted for posted, _, _ in waiting], next(self._sequence)
+        references = [handle.actor.run.remote(sequence, parcel) for handle in self._handles]
+        self._under_way += 1
+        _Gather(self, [(posted.number, message, used) for posted, message, used in waiting],
+                references, list(self._handles))  # fmt: skip
 
     def _sent(self, value: Any, message: Message, used: list[Any]) -> Any:
         """A message's values with results by reference, and large arrays cut by rows."""
@@ -364,9 +444,10 @@ class RayExecutor:
         def leaf(x: Any) -> Any:
             if isinstance(x, RayFuture):
                 used.append(x)
-                if x.executor is self:
-                    return ResultOf(x.number)
-                return Elsewhere(tuple(x.executor.export(x.number, reads)))
+                if x.executor is not self:
+                    return Elsewhere(tuple(x.executor.export(x, reads)))
+                self._check_start(x)
+                return ResultOf(x.number)
             if isinstance(x, Future):
                 return x.result()
             if isinstance(x, jax.Array):
@@ -378,13 +459,24 @@ class RayExecutor:
         return pieces.map_leaves(leaf, value)
 
     def gathered(
+        self, sent: Sequence[_Sent], answers: Sequence[Any], handles: Sequence[_Handle]
+    ) -> None:
+        """All processes have answered to messages that went together, or failed to."""
+        for handle, answer in zip(handles, answers, strict=True):
+            if isinstance(answer, ray.exceptions.RayActorError):
+                self.lose(handle, "died", answer)
+                return
+        with self._lock:
+            if list(handles) == self._handles:
+                self._under_way -= 1
+                self._send()
+        for i, (number, message, _) in enumerate(sent):
+            outcomes = [a if isinstance(a, BaseException) else a[i] for a in answers]
+            self._ended(number, message, outcomes, handles)
+
+    def _ended(
         self, number: int, message: Message, outcomes: Sequence[Any], handles: Sequence[_Handle]
     ) -> None:
-        """All processes have answered, or failed to."""
-        for handle, outcome in zip(handles, outcomes, strict=True):
-            if isinstance(outcome, ray.exceptions.RayActorError):
-                self.lose(handle, "died", outcome)
-                return
         with self._lock:
             inner, _ = self._waiting.pop(number, (None, ""))
         if inner is None:
@@ -407,14 +499,18 @@ class RayExecutor:
 
     def lose(self, handle: _Handle, how: str, error: Any = None) -> None:
         """A process is gone, and with it the pool's world; calls under way fail."""
+        if handle in self._handles:
+            self.fail(ProcessLost(self._told(handle, how, error)))
+
+    def fail(self, error: ProcessLost) -> None:
+        """The processes are of no use any more: end those that are left, which wait in vain."""
         with self._lock:
-            if self._lost is not None or self._closed or handle not in self._handles:
+            if self._lost is not None or self._closed:
                 return
-            self._lost = ProcessLost(self._told(handle, how, error))
-            self._fail_waiting(self._lost)
-        # The others wait for it in vain.
-        for other in list(self._handles):
-            self._cluster.end(other)
+            self._lost = error
+            self._fail_waiting(error)
+        for handle in list(self._handles):
+            self._cluster.end(handle)
 
     def _fail_waiting(self, error: ProcessLost) -> None:
         waiting, self._waiting = list(self._waiting.values()), {}
@@ -427,29 +523,34 @@ class RayExecutor:
     def _told(self, handle: _Handle, how: str, error: Any) -> str:
         where = f" (pid {handle.facts.pid} on {handle.facts.host})" if handle.facts else ""
         lines = last_lines(handle.log)
+        if not lines and "creation task" in str(error):  # it never came so far as to have a log
+            how += f" as it began: {str(error).strip().splitlines()[-1].strip()}"
         rest = f"; the last lines of {handle.log}:\n{lines}" if lines else ""
         return f"process {handle.name}{where} {how}{rest}"
 
     # Results
 
-    def export(self, number: int, reads: frozenset[str] | None) -> list[Any]:
+    def export(self, future: RayFuture, reads: frozenset[str] | None) -> list[Any]:
         """References to what each process writes down of a result."""
-        return [handle.actor.export.remote(number, reads) for handle in self._handles]
+        self._check_start(future)
+        return [handle.actor.export.remote(future.number, reads) for handle in self._handles]
 
-    def fetch(self, number: int, label: str, seconds: float) -> Any:
+    def _check_start(self, future: RayFuture) -> None:
+        if future.start != self.starts:
+            raise ProcessLost(f"{future.label}: its result went with pool {self.name}'s processes")
+
+    def fetch(self, future: RayFuture, seconds: float) -> Any:
         """A result, brought to the controller."""
         with self._lock:
             if self._lost is not None:
                 raise _again(self._lost)
-            references = self.export(number, None)
+            references = self.export(future, None)
+        late = f"{future.label} has not been brought here within {seconds:g} seconds"
         try:
-            value = pieces.whole(read_all(ray.get(references, timeout=seconds)))
+            value = pieces.whole(read_all(self._get(references, seconds, late)))
         except ray.exceptions.RayActorError as error:
             self._cluster.check()
             raise _again(self._lost or ProcessLost(f"pool {self.name}: {error}")) from None
-        except ray.exceptions.GetTimeoutError:
-            late = f"{label} has not been brought here within {seconds:g} seconds"
-            raise RunError(late) from None
         self._cluster.fetched_bytes += size_of(value)
         return value
 
@@ -461,9 +562,19 @@ class RayExecutor:
 
     def beat(self, seconds: float) -> Iterator[str]:
         """Look after every process; lines that somebody should see."""
+        if not self._looking.acquire(blocking=False):
+            return  # somebody else is
+        try:
+            yield from self._beat(seconds)
+        finally:
+            self._looking.release()
+
+    def _beat(self, seconds: float) -> Iterator[str]:
         for handle in list(self._handles):
             if self._lost is not None or self._closed:
                 return
+            if handle.facts is None:
+                continue
             now = time.monotonic()
             if handle.beating is None:
                 handle.beating = handle.actor.pulse.remote(), now
@@ -485,7 +596,8 @@ class RayExecutor:
 
     def machine(self) -> list[dict[str, Any]]:
         """What each process's probe reads."""
-        return ray.get([h.actor.machine.remote() for h in self._handles], timeout=60)
+        late = f"pool {self.name} has not said within 60 seconds how its machines are"
+        return self._get([h.actor.machine.remote() for h in self._handles], 60, late)
 
     def close(self) -> None:
         """Let the message under way finish; see ``Executor``."""
@@ -499,25 +611,26 @@ class RayExecutor:
                 inner.set_exception(RunError(f"{label} was not waited for: its pool was closed"))
         if self._lost is None:
             with contextlib.suppress(Exception):
-                ray.get([h.actor.stop.remote() for h in self._handles], timeout=STOP_SECONDS)
+                self._get([h.actor.stop.remote() for h in self._handles], STOP_SECONDS, "late")
         self._kill()
         self._cluster.closed(self)
 
 
+# Number, message, and the results that must stay until it has run.
+_Sent = tuple[int, Message, list[Any]]
+
+
 class _Gather:
-    """Waits for the answers of a pool's processes to one message."""
+    """Waits for the answers of a pool's processes to messages that went together."""
 
     def __init__(
         self,
         executor: RayExecutor,
-        number: int,
-        message: Message,
+        sent: Sequence[_Sent],
         references: Sequence[Any],
         handles: Sequence[_Handle],
-        used: list[Any],
     ):
-        self._executor, self._number, self._message = executor, number, message
-        self._handles, self._used = handles, used
+        self._executor, self._sent, self._handles = executor, sent, handles
         self._outcomes: list[Any] = [None] * len(references)
         self._left = len(references)
         self._lock = threading.Lock()
@@ -538,8 +651,8 @@ class _Gather:
                 self._executor.lose(self._handles[rank], "died", error)
             if self._left:
                 return
-        self._executor.gathered(self._number, self._message, self._outcomes, self._handles)
-        self._used.clear()
+        self._executor.gathered(self._sent, self._outcomes, self._handles)
+        self._sent = ()
 
 
 class RayCluster:
@@ -555,6 +668,9 @@ class RayCluster:
       heartbeat_seconds: without a sign of life after which a process counts as lost.
       probe: read in every process, see ``Setup``.
       say: told what a person should see.
+
+    Attributes:
+      down: why Ray itself is of no use any more; None: it is.
     """
 
     def __init__(
@@ -570,7 +686,7 @@ class RayCluster:
     ):
         self.logs = None if logs is None else Path(logs).absolute()
         self._host_processes, self._probe = host_processes, probe
-        self._heartbeat_seconds = heartbeat_seconds
+        self.heartbeat_seconds = heartbeat_seconds
         self.say = say
         # What has passed through the controller: messages, and results that it asked for.
         self.sent_bytes = self.fetched_bytes = 0
@@ -578,8 +694,12 @@ class RayCluster:
         # Results are waited for in threads beside an actor's loop, which Ray takes for its own.
         self.environment = {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0"}
         self._executors: list[RayExecutor] = []
-        self._started = _connect(address, processes + host_processes)
+        self.down: ProcessLost | None = None
+        self._address, self._cores = address, processes + host_processes
+        self._silent_since: float | None = None
+        self._started = _connect(address, self._cores)
         try:
+            self._meet()
             self.platform = _platform()
             self.each = devices_per_process or self._devices_of_a_host(processes)
             self.devices = [
@@ -611,6 +731,7 @@ class RayCluster:
 
     def executor(self, name: str, devices: Sequence[Any], timeline: Timeline) -> RayExecutor:
         """Starts a pool's processes; what a Trainer takes as its executor."""
+        self.revive()
         made = RayExecutor(self, name, devices, timeline)
         self._executors.append(made)
         return made
@@ -664,52 +785,136 @@ class RayCluster:
                     "the same on every host"
                 )
 
+    # Who is there
+
+    def _meet(self) -> None:
+        """Take note of where Ray is."""
+        context = ray.get_runtime_context()
+        self._node, self._head = context.get_node_id(), context.gcs_address
+        self._servers = {
+            pid: name for pid, name in children(os.getpid()).items() if name in SERVERS
+        }
+
+    def ask(self, function: Callable[[], Any], done: str) -> Any:
+        """Call a function of Ray's that waits for its servers.
+
+        Raises:
+          ProcessLost: they are gone.
+          RunError: they have not ``done`` it in time.
+        """
+        answer: concurrent.futures.Future = concurrent.futures.Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(function())
+            except BaseException as error:
+                answer.set_exception(error)
+
+        # A thread of its own, which is left behind if no answer ever comes.
+        threading.Thread(target=run, name="ask Ray", daemon=True).start()
+        until = time.monotonic() + START_SECONDS + STOP_SECONDS
+        while not concurrent.futures.wait([answer], timeout=0.5).done:
+            if self.down is not None:
+                raise _again(self.down)
+            if time.monotonic() > until:
+                raise RunError(f"Ray has not {done} within {START_SECONDS} seconds")
+        return answer.result()
+
     def lost(self) -> list[RayExecutor]:
-        """Pools whose processes are of no use any more."""
+        """Pools whose processes are of no use any more.
+
+        Raises:
+          RunError: those of Ray itself are, and others started them.
+        """
         self.check()
+        if self.down is not None and not self._started:
+            raise RunError(
+                f"{self.down}; start the cluster again, then the same command with the same "
+                "--workdir goes on from the last checkpoint"
+            )
         return [executor for executor in self._executors if executor.lost is not None]
 
     def check(self) -> None:
         """Look after every process now; waits until each has answered or is known to be gone."""
-        until = time.monotonic() + self._heartbeat_seconds + 1
+        self._look_at_servers()
+        until = time.monotonic() + self.heartbeat_seconds + 1
         for executor in list(self._executors):
             for handle in list(executor._handles):
-                if executor.lost is not None:
+                if executor.lost is not None or self.down is not None:
                     break
+                left = max(until - time.monotonic(), 0.1)
                 try:
-                    left = max(until - time.monotonic(), 0.1)
-                    ray.get(handle.actor.pulse.remote(), timeout=left)
+                    executor._get([handle.actor.pulse.remote()], left, "")
                 except ray.exceptions.RayActorError as error:
                     executor.lose(handle, "died", error)
-                except ray.exceptions.GetTimeoutError:
+                except ProcessLost:
+                    break
+                except RunError:
                     executor.lose(handle, "does not answer")
+
+    def _look_at_servers(self) -> None:
+        """Without its servers Ray answers nobody, and ends this process after a minute."""
+        if self.down is not None:
+            return
+        for pid, name in self._servers.items():
+            if state(pid) in ("", "Z", "X"):
+                return self._lose_servers(f"Ray's {name} (pid {pid} on this machine) died")
+        stopped = [(pid, name) for pid, name in self._servers.items() if state(pid) in "Tt"]
+        if not stopped and (self._servers or reachable(self._head)):
+            self._silent_since = None
+            return
+        now = time.monotonic()
+        since = self._silent_since = self._silent_since or now
+        if now - since > self.heartbeat_seconds:
+            pid, name = stopped[0] if stopped else (0, "")
+            who = f"Ray's {name} (pid {pid} on this machine)" if pid else f"Ray at {self._head}"
+            self._lose_servers(f"{who} has given no sign of life for {now - since:.0f} seconds")
+
+    def _lose_servers(self, why: str) -> None:
+        self.down = ProcessLost(why)
+        for executor in list(self._executors):
+            executor.fail(self.down)
+
+    def revive(self) -> None:
+        """Start Ray again if it is gone, and was started here."""
+        if self.down is None or not self._started:
+            return
+        for executor in self._executors:
+            executor.fail(self.down)
+            for handle in executor.leave()[0]:
+                self.end(handle)
+        self._disconnect()
+        _connect(self._address, self._cores)
+        self._meet()
+        self.down, self._silent_since = None, None
 
     def _answer(self) -> None:
         while (answered := self._answers.get()) is not None:
             answered()
 
     def _look_after(self) -> None:
-        while not self._ended.wait(1.0):
-            for executor in list(self._executors):
+        while not self._ended.wait(0.5):
+            self._look_at_servers()
+            for executor in list(self._executors) if self.down is None else []:
                 try:
-                    for line in executor.beat(self._heartbeat_seconds):
+                    for line in executor.beat(self.heartbeat_seconds):
                         self.say(line)
                 except Exception as error:
-                    if not self._ended.is_set():
+                    if not self._ended.is_set() and self.down is None:
                         self.say(f"the cluster does not answer: {error}")
 
     def end(self, handle: _Handle) -> None:
         """End a process that may not hear any more."""
         if handle.facts is None:
             return
-        if handle.node == ray.get_runtime_context().get_node_id():
+        if handle.node == self._node:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(handle.facts.pid, signal.SIGKILL)
-            return
-        with contextlib.suppress(Exception):  # its host may be gone
-            strategy = NodeAffinitySchedulingStrategy(handle.node, soft=False)
-            kill = ray.remote(os.kill).options(num_cpus=0, scheduling_strategy=strategy)
-            ray.get(kill.remote(handle.facts.pid, signal.SIGKILL), timeout=STOP_SECONDS)
+        elif self.down is None:
+            with contextlib.suppress(Exception):  # its host may be gone
+                strategy = NodeAffinitySchedulingStrategy(handle.node, soft=False)
+                kill = ray.remote(os.kill).options(num_cpus=0, scheduling_strategy=strategy)
+                ray.get(kill.remote(handle.facts.pid, signal.SIGKILL), timeout=STOP_SECONDS)
 
     def machine(self) -> list[list[dict[str, Any]]]:
         """What every process's probe reads, by pool."""
@@ -732,6 +937,9 @@ class RayCluster:
 
     def _disconnect(self) -> None:
         if self._started and ray.is_initialized():
+            for pid in self._servers if self.down is not None else ():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)  # one that is stopped would be waited for
             end_here()
 
 
@@ -854,3 +1062,38 @@ def last_lines(log: Path | None) -> str:
 def _again(error: ProcessLost) -> ProcessLost:
     """The same to be raised once more: notes gather on each by itself."""
     return ProcessLost(*error.args)
+
+
+def children(pid: int) -> dict[int, str]:
+    """Names of a process's children by pid; none where the system does not tell."""
+    found: dict[int, str] = {}
+    for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, tasks.read_text().split()):
+                found[child] = Path(f"/proc/{child}/comm").read_text().strip()
+    return found
+
+
+def state(pid: int) -> str:
+    """A process's state in one letter, as ``ps`` shows it; empty: there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def reachable(address: str) -> bool:
+    """Whether somebody takes connections at HOST:PORT."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
+    except OSError:
+        return False
+    return True
+
+
+def end_with(parent: int) -> None:
+    """End this process as soon as its parent has ended."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)

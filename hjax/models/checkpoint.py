@@ -75,12 +75,15 @@ class Checkpoints:
         if self._latest is not None and step <= self._latest:
             raise RunError(f"checkpoint {step} is not after the latest one, {self._latest}")
         part = self.directory / f".{step}.saving"
-        part.mkdir()
+        shutil.rmtree(part, ignore_errors=True)  # a process that is no more may have left some
         try:
+            part.mkdir()
             replace_file(part / CONTROLLER, json.dumps(to_json(controller)) + "\n")
             written = write(part)
-        except BaseException:
+        except BaseException as error:
             shutil.rmtree(part, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise not_written(error) from error
             raise
         self._latest = step
         self._completing = threading.Thread(
@@ -114,7 +117,7 @@ class Checkpoints:
             self._completing = None
         if self._error is not None:
             error, self._error = self._error, None
-            raise RunError(f"the checkpoint could not be written: {error}") from error
+            raise not_written(error) from error
 
     def close(self) -> None:
         """Finish writing."""
@@ -290,6 +293,11 @@ def _without_abandoned_reads(unraisable: Any, uncaught: Any) -> tuple[Any, Any]:
 
 def _of_no_abandoned_task(record: logging.LogRecord) -> bool:
     return "exception was never retrieved" not in record.getMessage()
+
+
+def not_written(error: BaseException) -> RunError:
+    """The one line for a checkpoint that cannot be written."""
+    return RunError(f"the checkpoint could not be written: {error}")
 
 
 def damaged(path: Path, error: Exception) -> DataError:

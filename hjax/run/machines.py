@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from hjax.run.compile_counter import CompileCounter
 from hjax.settings.checking import on_cluster
 
 LOGS = "logs"
+RAY_SAYS = "A worker died or was killed|Raylet is terminated|has been marked dead"
 
 
 class Machines(Protocol):
@@ -93,6 +95,8 @@ class OnCluster:
     """
 
     def __init__(self, config: ConfigDict, workdir: str | Path | None, say: Callable[[str], None]):
+        # Ray prints of a lost process what is said here in a line: it reads this as it is imported.
+        os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", RAY_SAYS)
         from hjax.controller.ray_cluster import RayCluster
 
         self._probe = MachineProbe()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
@@ -170,16 +171,21 @@ def make_pools(
 ) -> dict[str, ResourcePool]:
     """Resource pool by role; the roles of a set share one. One timeline for all."""
     timeline = Timeline()
-    pools, start = [], 0
-    for number, count in enumerate(plan.allocation):
-        name = set_name(plan, number)
-        pools.append(ResourcePool(name, devices[start : start + count], timeline, executor))
-        start += count
-    check_disjoint(pools)
+    pools: list[ResourcePool] = []
+    start = 0
+    with contextlib.ExitStack() as undo:
+        for number, count in enumerate(plan.allocation):
+            name = set_name(plan, number)
+            pools.append(ResourcePool(name, devices[start : start + count], timeline, executor))
+            undo.callback(pools[-1].close)
+            start += count
+        check_disjoint(pools)
+        host = ResourcePool(HOST_POOL, (), timeline, executor)
+        undo.pop_all()
     by_role = {
         role: pool for roles, pool in zip(plan.placement, pools, strict=True) for role in roles
     }
-    return by_role | {HOST_POOL: ResourcePool(HOST_POOL, (), timeline, executor)}
+    return by_role | {HOST_POOL: host}
 
 
 def layout_sizes(plan: Plan, layouts: Any, role: str, stage: str) -> dict[str, int]:

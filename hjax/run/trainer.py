@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from hjax.algorithms import get_algorithm
 from hjax.controller import Future, ThreadExecutor, Timeline, join
 from hjax.controller.executors import ExecutorFactory
 from hjax.data.dataset import PromptSampler
-from hjax.errors import ConfigError, RunError
+from hjax.errors import ConfigError, ProcessLost, RunError
 from hjax.files import METRICS, SAMPLES, WARM_START
 from hjax.models.checkpoint import Checkpoints
 from hjax.models.huggingface import write_config
@@ -93,7 +93,7 @@ class Trainer:
             if plan is None:
                 plan = placed(config, self.algorithm_class, len(devices))
             self.roles = describe_roles(config, self.algorithm_class, self.inputs, plan, platform)
-            self.roles.start(devices, self._executors(debug))
+            self._start(devices, self._executors(debug))
             undo.callback(self.roles.close)
             check_offloads(config, self.algorithm_class, devices)
             self._set_up(workdir)
@@ -112,9 +112,28 @@ class Trainer:
 
         return debugging(debug, self.machines.executor, lambda name: names.get(name, on_host))
 
+    def _start(self, devices: Sequence[Any], executor: ExecutorFactory) -> None:
+        """Start the pools; where a process is lost while it starts, once more."""
+        self.restarts = 0
+        while True:
+            try:
+                return self.roles.start(devices, executor)
+            except ProcessLost as error:
+                self._count(error)
+
+    def _count(self, cause: Exception) -> None:
+        """Something lost is replaced, unless that was done too often."""
+        most = self.config.cluster.max_restarts
+        if self.restarts >= most:
+            raise RunError(
+                f"lost processes were replaced {most} times (cluster.max_restarts); now {cause}"
+            ) from cause
+        self.restarts += 1
+        self._message(f"{cause}\nit is replaced ({self.restarts} of at most {most} times)")
+
     def _set_up(self, workdir: str | Path | None) -> None:
         config = self.config
-        self._offloaded = self._offloaded_bytes()
+        self._offloaded: int | None = None
         self.timeline: Timeline = next(iter(self.roles.pools.values())).timeline
         lengths = self.inputs.prompt_length, config.rollout.max_response_length
         self.prompts = PromptSampler(len(self.inputs.train), config.rollout.prompts, config.seed)
@@ -149,7 +168,6 @@ class Trainer:
         self.history: list[Metrics] = []
         self.stop_requested: int = 0
         self._prepared = False
-        self.restarts = 0
         self._at_start = copy.deepcopy(self._controller_state())
         self.workdir: Workdir | None = None
         self.checkpoints: Checkpoints | None = None
@@ -164,19 +182,20 @@ class Trainer:
 
         A set ``stop_requested`` ends it early, after a checkpoint.
         """
-        self._surely(self.prepare)
         last = self.config.steps if steps is None else self.step_number + steps
         rows: dict[int, Metrics] = {}
         saved = False
         while not saved:
-            while self.step_number < last and not self.stop_requested:
-                metrics = self.step()
-                rows[int(metrics["step"])] = metrics
             try:
+                self.prepare()
+                while self._prepared and self.step_number < last and not self.stop_requested:
+                    metrics = self._step()
+                    rows[int(metrics["step"])] = metrics
                 self._finish_saving()
                 saved = True
             except Exception as error:
                 self._recover(error)  # to a step that is saved, from which the rest is taken again
+                rows = {step: row for step, row in rows.items() if step <= self.step_number}
         self._write_report()
         return list(rows.values())
 
@@ -193,19 +212,17 @@ class Trainer:
         Where a process of a cluster is lost it is replaced, and what came after the last checkpoint
         is done again.
         """
-        self._surely(self.prepare)
-        if not self._prepared:
-            raise RunError("stopped before the first step")
-        step = self.step_number + 1
-        while self.step_number < step:
-            metrics = self._surely(self._step)
-        return metrics
-
-    def _surely(self, part: Callable[[], Any]) -> Any:
-        """Do a part of the run; lost processes are replaced, and it is done once more."""
+        step = None
         while True:
             try:
-                return part()
+                self.prepare()
+                if not self._prepared:
+                    raise RunError("stopped before the first step")
+                step = self.step_number + 1 if step is None else step
+                while True:
+                    metrics = self._step()
+                    if self.step_number == step:
+                        return metrics
             except Exception as error:
                 self._recover(error)
 
@@ -220,14 +237,7 @@ class Trainer:
             lost = self.machines.lost()
             if not lost:
                 raise error
-            cause = lost[0].lost
-            most = self.config.cluster.max_restarts
-            if self.restarts >= most:
-                raise RunError(
-                    f"lost processes were replaced {most} times (cluster.max_restarts); now {cause}"
-                ) from error
-            self.restarts += 1
-            self._message(f"{cause}\nit is replaced ({self.restarts} of at most {most} times)")
+            self._count(lost[0].lost)
             try:
                 self._stop_ahead()
                 self._ahead_state = None
@@ -350,6 +360,8 @@ class Trainer:
         else:
             with self._phase("initialise"):
                 self._initialize()
+        if self._offloaded is None:
+            self._offloaded = self._offloaded_bytes()
         self._prepared = not (self.stop_requested and latest is None)
 
     def _initialize(self) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hjax.config import flatten
-from hjax.errors import ConfigError
+from hjax.errors import ConfigError, RunError
 from hjax.files import (
     METRICS,
     SAMPLES,
@@ -97,15 +97,21 @@ class Workdir:
         """Add whole rows to a `.jsonl` file; they are on disk on return. Non-finite is null.
 
         Rows of metrics.jsonl also become TensorBoard scalars.
+
+        Raises:
+          RunError: the file cannot be written.
         """
         rows = [to_json(row) for row in rows]
         if not rows:
             return
         text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
-        with open(self.path / name, "ab") as file:
-            file.write(text.encode("utf-8", errors="replace"))
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with open(self.path / name, "ab") as file:
+                file.write(text.encode("utf-8", errors="replace"))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise RunError(f"{self.path / name} could not be written: {error.strerror}") from error
         if name == METRICS and self._tensorboard:
             self._write_events(rows)
 
