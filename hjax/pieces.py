@@ -135,7 +135,8 @@ def merge(values: Sequence[Any]) -> Any:
     """
     first, *others = values
     if isinstance(first, PARTIAL):
-        return first.merged(others)  # type: ignore[arg-type]
+        # The others say nothing where the first process alone gives it all.
+        return first.merged([x for x in others if x is not None])
     if isinstance(first, Mapping):
         return {key: merge([value[key] for value in values]) for key in first}
     if isinstance(first, tuple) and hasattr(first, "_fields"):

@@ -385,6 +385,11 @@ class HostProcess:
             before = self._exports.get((number, key))
         if before is not None:
             return before
+        if self._setup.rank:
+            # What every process has is taken from the first; the others give their parts.
+            value = pieces.map_leaves(
+                lambda x: x if isinstance(x, (jax.Array, *pieces.PARTIAL)) else None, value
+            )
         written = write(value, self._store)
         with self._lock:
             if number in self._results:

@@ -261,6 +261,10 @@ class ModelWorker(Worker):
         if any(isinstance(x, Pieces) for x in leaves):
             bucket = self.context.transition_bucket_bytes
             arrival = Arrival(self.shardings, self.network.shapes, bucket_bytes=bucket)
+            # Small arrays come as they are.
+            params = jax.tree.map(
+                lambda x: Pieces.of(x) if isinstance(x, np.ndarray) else x, params
+            )
             self.params = arrival(params)
             self.fetched_bytes = arrival.fetched_bytes
             return
