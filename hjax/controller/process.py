@@ -242,6 +242,8 @@ class HostProcess:
         self._setup = setup
         if setup.log:
             redirect(Path(setup.log))
+            name = f"process {setup.rank} of {setup.processes} of pool {setup.pool}"
+            print(f"{name}: pid {os.getpid()} on {socket.gethostname()}, {self._address}", flush=True)
         logging.getLogger().addHandler(_Notices(self._lines))
         os.environ.update(setup.environment)
         provide(setup.files)

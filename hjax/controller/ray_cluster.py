@@ -281,7 +281,10 @@ class RayExecutor:
 
     def _reserve(self, bundle: Mapping[str, float]) -> bool:
         """Room for every process; whether there is any."""
-        self._group = placement_group([bundle] * self.processes, strategy="PACK")
+        # One process per host where there are several; devices of a host are one process's.
+        several = sum(node["Alive"] for node in ray.nodes()) > 1 and self.processes > 1
+        strategy = "SPREAD" if several else "PACK"
+        self._group = placement_group([bundle] * self.processes, strategy=strategy)
         return self._group.wait(START_SECONDS)
 
     def _make(self, rank: int, bundle: Mapping[str, float]) -> _Handle:
