@@ -19,6 +19,7 @@ import signal
 import socket
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -51,7 +52,7 @@ from hjax.controller.process import (
 )
 from hjax.controller.timeline import Timeline
 from hjax.errors import ConfigError, ProcessLost, RunError
-from hjax.machine import available_cores
+from hjax.machine import available_cores, children, descendants, end_all, name_of, state
 from hjax.pieces import Pieces
 
 LOOPBACK = "127.0.0.1"
@@ -760,9 +761,9 @@ class RayCluster:
         """Take note of where Ray is."""
         context = ray.get_runtime_context()
         self._node, self._head = context.get_node_id(), context.gcs_address
-        self._servers = {
-            pid: name for pid, name in children(os.getpid()).items() if name in SERVERS
-        }
+        found = {pid: name_of(pid) for pid in children(os.getpid())}
+        self._servers = {pid: name for pid, name in found.items() if name in SERVERS}
+        self._kin: list[int] = []
 
     def ask(self, function: Callable[[], Any], done: str) -> Any:
         """Call a function of Ray's that waits for its servers.
@@ -828,6 +829,7 @@ class RayCluster:
         for pid, name in self._servers.items():
             if state(pid) in ("", "Z", "X"):
                 return self._lose_servers(f"Ray's {name} (pid {pid} on this machine) died")
+        self._kin = [kin for pid in self._servers for kin in descendants(pid)]
         stopped = [(pid, name) for pid, name in self._servers.items() if state(pid) in "Tt"]
         if not stopped and (self._servers or reachable(self._head)):
             self._silent_since = None
@@ -843,6 +845,7 @@ class RayCluster:
         self.down = ProcessLost(why)
         for executor in list(self._executors):
             executor.fail(self.down)
+        end_all([*self._servers, *self._kin])
 
     def revive(self) -> None:
         """Start Ray again if it is gone, and was started here."""
@@ -906,9 +909,6 @@ class RayCluster:
 
     def _disconnect(self) -> None:
         if self._started and ray.is_initialized():
-            for pid in self._servers if self.down is not None else ():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)  # one that is stopped would be waited for
             ray.shutdown()
 
 
@@ -922,13 +922,16 @@ def _connect(address: str, processes: int) -> bool:
     if ray.is_initialized():
         return False
     if address in ("", "local"):
-        ray.init(
-            "local",
-            num_cpus=max(processes, available_cores()),
-            include_dashboard=False,
-            _node_ip_address=LOOPBACK,
-            **quiet,
-        )
+        with warnings.catch_warnings():
+            # Where Ray is started again JAX is there already, of which no child makes use.
+            warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
+            ray.init(
+                "local",
+                num_cpus=max(processes, available_cores()),
+                include_dashboard=False,
+                _node_ip_address=LOOPBACK,
+                **quiet,
+            )
         return True
     try:
         ray.init(address, **quiet)
@@ -1012,24 +1015,6 @@ def last_lines(log: Path | None) -> str:
 def _again(error: ProcessLost) -> ProcessLost:
     """The same to be raised once more: notes gather on each by itself."""
     return ProcessLost(*error.args)
-
-
-def children(pid: int) -> dict[int, str]:
-    """Names of a process's children by pid; none where the system does not tell."""
-    found: dict[int, str] = {}
-    for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            for child in map(int, tasks.read_text().split()):
-                found[child] = Path(f"/proc/{child}/comm").read_text().strip()
-    return found
-
-
-def state(pid: int) -> str:
-    """A process's state in one letter, as ``ps`` shows it; empty: there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
 
 
 def reachable(address: str) -> bool:
