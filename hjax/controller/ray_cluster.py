@@ -925,23 +925,30 @@ def _connect(address: str, processes: int) -> bool:
         with warnings.catch_warnings():
             # Where Ray is started again JAX is there already, of which no child makes use.
             warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
-            ray.init(
-                "local",
-                num_cpus=max(processes, available_cores()),
-                include_dashboard=False,
-                _node_ip_address=LOOPBACK,
-                **quiet,
-            )
+            try:
+                ray.init(
+                    "local",
+                    num_cpus=max(processes, available_cores()),
+                    include_dashboard=False,
+                    _node_ip_address=LOOPBACK,
+                    **quiet,
+                )
+            except Exception as error:
+                raise RunError(f"Ray did not start on this machine: {first_line(error)}") from error
         return True
     try:
         ray.init(address, **quiet)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
-            f"cluster.address={address!r}: no Ray cluster answers there ({reason}); start one "
-            "with `ray start --head`, or leave it empty to start one on this machine"
+            f"cluster.address={address!r}: no Ray cluster answers there ({first_line(error)}); "
+            "start one with `ray start --head`, or leave it empty to start one on this machine"
         ) from error
     return False
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says first; its kind if it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _platform() -> str:
