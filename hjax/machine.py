@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
+import signal
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,46 @@ def available_cores() -> int:
     except (OSError, ValueError):
         pass  # no control group, or an older kind: affinity alone
     return cores or 1
+
+
+def children(pid: int) -> list[int]:
+    """A process's children; none where the system does not tell."""
+    found: list[int] = []
+    for of_thread in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += map(int, of_thread.read_text().split())
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    """A process's children, theirs, and so on."""
+    found = children(pid)
+    for child in found:  # grows
+        found += children(child)
+    return found
+
+
+def name_of(pid: int) -> str:
+    """A process's name; empty: there is none."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def state(pid: int) -> str:
+    """A process's state in one letter, as ``ps`` shows it; empty: there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def end_all(pids: Iterable[int]) -> None:
+    """End processes at once, those that are stopped too."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 # JAX's plugins for NVIDIA's GPUs and Google's TPUs, and where Linux shows such hardware: its device

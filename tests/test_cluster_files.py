@@ -502,17 +502,27 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="127.0.0.3 is an addr
 
 @linux
 @pytest.mark.slow
-def test_two_hosts_on_this_machine(tmp_path):
-    (tmp_path / "actors.py").write_text(ACTORS)
+def test_a_run_on_two_hosts_on_this_machine(tmp_path):
+    keys = {
+        "cluster.address": "127.0.0.2:6379", "cluster.processes": 2,
+        "cluster.devices_per_process": 2, "steps": 2, "rollout.prompts": 8, "rollout.samples": 2,
+        "algorithm.minibatch": 8, "model.hidden_size": 32, "model.layers": 1,
+        "warm_start.steps": 1, "warm_start.batch": 8, "eval.every": 0,
+    }  # fmt: skip
     done = subprocess.run(
-        ["bash", str(CLUSTER / "two_hosts.sh"), sys.executable, str(tmp_path / "actors.py"),
-         "127.0.0.2:6379"],
-        env=environment(tmp_path), capture_output=True, text=True, timeout=200,
+        ["bash", str(CLUSTER / "two_hosts.sh"), sys.executable, "-m", "hjax.launch",
+         "--config=ppo.py", f"--workdir={tmp_path}/run",
+         *(f"--config.{key}={value}" for key, value in keys.items())],
+        env=environment(tmp_path), capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    first, second = done.stdout.splitlines()[-2:]
-    assert first == "2 machines in the cluster at 127.0.0.2:6379"
-    assert second == "[('127.0.0.2', False), ('127.0.0.3', False)]"
+    assert "2 machines in the cluster at 127.0.0.2:6379" in done.stdout
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+    # A world over both: each process of the pool on a host of its own.
+    logs = [(tmp_path / "run" / "logs" / f"all-{rank}.log").read_text() for rank in (0, 1)]
+    told = [log.splitlines()[0] for log in logs]
+    assert all(t.startswith(f"process {i} of 2 of pool all") for i, t in enumerate(told))
+    assert {t.rpartition(" ")[2] for t in told} == {"127.0.0.2", "127.0.0.3"}
     assert left_over("node-ip-address=127.0.0.[23]") == ""
     assert not (tmp_path / ".ray").exists()
 

@@ -242,8 +242,9 @@ class HostProcess:
         self._setup = setup
         if setup.log:
             redirect(Path(setup.log))
+            where = f"pid {os.getpid()} on {socket.gethostname()}, {self._address}"
             name = f"process {setup.rank} of {setup.processes} of pool {setup.pool}"
-            print(f"{name}: pid {os.getpid()} on {socket.gethostname()}, {self._address}", flush=True)
+            print(f"{name}: {where}", flush=True)
         logging.getLogger().addHandler(_Notices(self._lines))
         os.environ.update(setup.environment)
         provide(setup.files)

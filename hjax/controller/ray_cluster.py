@@ -20,6 +20,7 @@ import signal
 import socket
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -53,7 +54,7 @@ from hjax.controller.process import (
 )
 from hjax.controller.timeline import Timeline
 from hjax.errors import ConfigError, ProcessLost, RunError
-from hjax.machine import available_cores
+from hjax.machine import available_cores, children, descendants, end_all, name_of, state
 from hjax.pieces import Pieces
 from hjax.user_files import imported
 
@@ -794,9 +795,9 @@ class RayCluster:
         """Take note of where Ray is."""
         context = ray.get_runtime_context()
         self._node, self._head = context.get_node_id(), context.gcs_address
-        self._servers = {
-            pid: name for pid, name in children(os.getpid()).items() if name in SERVERS
-        }
+        found = {pid: name_of(pid) for pid in children(os.getpid())}
+        self._servers = {pid: name for pid, name in found.items() if name in SERVERS}
+        self._kin: list[int] = []
 
     def ask(self, function: Callable[[], Any], done: str) -> Any:
         """Call a function of Ray's that waits for its servers.
@@ -862,6 +863,7 @@ class RayCluster:
         for pid, name in self._servers.items():
             if state(pid) in ("", "Z", "X"):
                 return self._lose_servers(f"Ray's {name} (pid {pid} on this machine) died")
+        self._kin = [kin for pid in self._servers for kin in descendants(pid)]
         stopped = [(pid, name) for pid, name in self._servers.items() if state(pid) in "Tt"]
         if not stopped and (self._servers or reachable(self._head)):
             self._silent_since = None
@@ -877,6 +879,7 @@ class RayCluster:
         self.down = ProcessLost(why)
         for executor in list(self._executors):
             executor.fail(self.down)
+        end_all([*self._servers, *self._kin])
 
     def revive(self) -> None:
         """Start Ray again if it is gone, and was started here."""
@@ -940,9 +943,6 @@ class RayCluster:
 
     def _disconnect(self) -> None:
         if self._started and ray.is_initialized():
-            for pid in self._servers if self.down is not None else ():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)  # one that is stopped would be waited for
             end_here()
 
 
@@ -954,17 +954,26 @@ def start_here(processes: int) -> None:
 
     Args:
       processes: that it has room for.
+
+    Raises:
+      RunError: it does not start.
     """
     if not any(name.startswith("RAY_AUTH_") for name in os.environ):
         # Ray asks for a token of itself; one of this cluster's own is written to no file.
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-    ray.init(
-        "local",
-        num_cpus=max(processes, available_cores()),
-        include_dashboard=False,
-        _node_ip_address=LOOPBACK,
-        **_QUIET,
-    )
+    with warnings.catch_warnings():
+        # Where Ray is started again JAX is there already, of which no child makes use.
+        warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
+        try:
+            ray.init(
+                "local",
+                num_cpus=max(processes, available_cores()),
+                include_dashboard=False,
+                _node_ip_address=LOOPBACK,
+                **_QUIET,
+            )
+        except Exception as error:
+            raise RunError(f"Ray did not start on this machine: {first_line(error)}") from error
 
 
 def end_here() -> None:
@@ -986,12 +995,16 @@ def _connect(address: str, processes: int) -> bool:
     try:
         ray.init(address, **_QUIET)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
-            f"cluster.address={address!r}: no Ray cluster answers there ({reason}); start one "
-            "with `ray start --head`, or leave it empty to start one on this machine"
+            f"cluster.address={address!r}: no Ray cluster answers there ({first_line(error)}); "
+            "start one with `ray start --head`, or leave it empty to start one on this machine"
         ) from error
     return False
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says first; its kind if it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _platform() -> str:
@@ -1065,24 +1078,6 @@ def last_lines(log: Path | None) -> str:
 def _again(error: ProcessLost) -> ProcessLost:
     """The same to be raised once more: notes gather on each by itself."""
     return ProcessLost(*error.args)
-
-
-def children(pid: int) -> dict[int, str]:
-    """Names of a process's children by pid; none where the system does not tell."""
-    found: dict[int, str] = {}
-    for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            for child in map(int, tasks.read_text().split()):
-                found[child] = Path(f"/proc/{child}/comm").read_text().strip()
-    return found
-
-
-def state(pid: int) -> str:
-    """A process's state in one letter, as ``ps`` shows it; empty: there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
 
 
 def reachable(address: str) -> bool:

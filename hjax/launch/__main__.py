@@ -25,6 +25,7 @@ from hjax.errors import ConfigError, exit_status
 from hjax.files import METRICS, json_line
 from hjax.launch.command import take_config
 from hjax.launch.machine import prepare_jax
+from hjax.machine import descendants, end_all
 from hjax.run.workdir import Workdir
 from hjax.settings.reading import config_names, find_config, load_config
 
@@ -96,6 +97,8 @@ class Signals:
         if self.received:
             if sys.stdout.isatty():
                 os.write(sys.stdout.fileno(), b"\x1b[?25h\n")  # the live view hid the cursor
+            if "ray" in sys.modules:
+                end_all(descendants(os.getpid()))  # Ray's own end only minutes later, or never
             os._exit(128 + number)
         self.received = number
         if self.trainer is None:
