@@ -926,24 +926,37 @@ def _connect(address: str, processes: int) -> bool:
             # Where Ray is started again JAX is there already, of which no child makes use.
             warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
             try:
-                ray.init(
-                    "local",
-                    num_cpus=max(processes, available_cores()),
-                    include_dashboard=False,
-                    _node_ip_address=LOOPBACK,
-                    **quiet,
-                )
+                with kept_signals():
+                    ray.init(
+                        "local",
+                        num_cpus=max(processes, available_cores()),
+                        include_dashboard=False,
+                        _node_ip_address=LOOPBACK,
+                        **quiet,
+                    )
             except Exception as error:
                 raise RunError(f"Ray did not start on this machine: {first_line(error)}") from error
         return True
     try:
-        ray.init(address, **quiet)
+        with kept_signals():
+            ray.init(address, **quiet)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"cluster.address={address!r}: no Ray cluster answers there ({first_line(error)}); "
             "start one with `ray start --head`, or leave it empty to start one on this machine"
         ) from error
     return False
+
+
+@contextlib.contextmanager
+def kept_signals() -> Iterator[None]:
+    """Afterwards SIGTERM means what it did: Ray's core takes it, to print where it came."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 def first_line(error: BaseException) -> str:
