@@ -6,20 +6,18 @@ tests are the full table; some strike Ray's own processes and the command.
 
 import contextlib
 import os
-import pathlib
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
-from helpers import TINY, computed, read_rows, tiny_config
+from helpers import TINY, computed, read_rows, tiny_config, write_config
 from strikes import Strike, striking
 
 import hjax
-from hjax.errors import ProcessLost, RunError
+from hjax.errors import RunError
 from hjax.machine import descendants, name_of, state
 
 ray = pytest.importorskip("ray")
@@ -194,3 +192,147 @@ def test_after_so_many_restarts_it_stops_with_the_cause(tmp_path, cluster):
     strike = Strike("reward.compute_reward", 1, "host")
     with pytest.raises(RunError, match=r"replaced 0 times .*max_restarts.* process host:0 .* died"):
         train("grpo", tmp_path / "run", strike, **{"cluster.max_restarts": 0})
+
+
+# The command, with a Ray of its own.
+
+
+class Command:
+    """A run of the command that is struck from outside."""
+
+    def __init__(self, folder, **changes):
+        self.workdir = folder / "run"
+        keys = TINY | PPO | {"algorithm.name": "PPO", "display.enabled": True} | changes
+        config = write_config(folder / "config.py", keys)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "hjax.launch", f"--config={config}",
+             f"--workdir={self.workdir}"],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+        self.others = set()
+
+    def wait_for(self, there):
+        """Until something is there; notes on the way which processes are this run's."""
+        until = time.monotonic() + 90
+        while not there(self):
+            assert time.monotonic() < until and self.process.poll() is None, self.end()
+            self.others |= set(descendants(self.process.pid))
+            time.sleep(0.02)
+        self.others |= set(descendants(self.process.pid))
+
+    def rows(self):
+        """Of metrics.jsonl."""
+        there = (self.workdir / "metrics.jsonl").exists()
+        return [computed(row) for row in read_rows(self.workdir)] if there else []
+
+    def end(self):
+        """Its status and what it printed; none of its processes may outlast it by much."""
+        try:
+            printed, _ = self.process.communicate(timeout=90)
+        finally:
+            for pid in [self.process.pid] if self.process.poll() is None else []:
+                for each in (*descendants(pid), pid):
+                    os.kill(each, signal.SIGKILL)
+        until = time.monotonic() + 15
+        while left := [name_of(pid) for pid in self.others if state(pid) not in ("", "Z")]:
+            assert time.monotonic() < until, left
+            time.sleep(0.1)
+        return self.process.returncode, printed
+
+
+def workers_start(command):
+    """Ray runs, and starts the first of the run's processes."""
+    return any("_Process" in name_of(pid) for pid in descendants(command.process.pid))
+
+
+def steps_are_taken(command):
+    """So many that some are behind the last checkpoint."""
+    return len(command.rows()) >= 3
+
+
+def a_checkpoint_is_written(command):
+    """One after the first step, not there yet."""
+    return any(command.workdir.glob("checkpoints/.[2-9].saving"))
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Rows of a command that nobody struck."""
+    command = Command(tmp_path_factory.mktemp("alone"))
+    assert command.end()[0] == 0
+    return command.rows()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("server", ["gcs_server", "raylet"])
+def test_ray_itself_is_started_again(server, sent, tmp_path, alone):
+    command = Command(tmp_path)
+    command.wait_for(lambda command: command.rows())
+    [pid] = [p for p in descendants(command.process.pid) if name_of(p) == server]
+    os.kill(pid, sent)
+    status, printed = command.end()
+    assert status == 0, printed
+    assert f"Ray's {server} (pid {pid} on this machine)" in printed
+    assert command.rows() == alone
+    assert "Traceback" not in printed and "(raylet)" not in printed
+
+
+@pytest.mark.slow
+def test_a_killed_controller_leaves_nothing_and_resumes(tmp_path, alone):
+    command = Command(tmp_path)
+    command.wait_for(steps_are_taken)
+    command.process.kill()
+    assert command.end()[0] == -signal.SIGKILL
+    command = Command(tmp_path)
+    status, printed = command.end()
+    assert status == 0, printed
+    assert command.rows() == alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("when", [workers_start, steps_are_taken, a_checkpoint_is_written])
+def test_a_signal_saves_and_ends_all(when, sent, tmp_path):
+    command = Command(tmp_path, **{"steps": 500, "checkpoint.every": 1})
+    command.wait_for(when)
+    # As a terminal sends it: to all of the session.
+    send = os.killpg if sent == signal.SIGINT else os.kill
+    send(command.process.pid, sent)
+    status, printed = command.end()
+    assert status == 128 + sent, printed
+    assert "Traceback" not in printed and "***" not in printed
+    last = printed.strip().splitlines()[-1]
+    assert f"stopped by {signal.Signals(sent).name}" in last
+    if when is not workers_start:
+        assert f"after step {len(command.rows())} of 500, saved" in last
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", [workers_start, steps_are_taken])
+def test_a_second_signal_ends_all_at_once(when, tmp_path):
+    command = Command(tmp_path, **{"steps": 500, "checkpoint.every": 0})
+    command.wait_for(when)
+    command.process.send_signal(signal.SIGINT)
+    time.sleep(0.1)
+    command.process.send_signal(signal.SIGINT)
+    begun = time.monotonic()
+    status, printed = command.end()
+    assert status == 130, printed
+    assert time.monotonic() - begun < 20
+    assert "Traceback" not in printed
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_cannot_be_written_is_one_line(tmp_path):
+    command = Command(tmp_path, **{"steps": 500, "checkpoint.every": 0})
+    command.wait_for(steps_are_taken)
+    checkpoints = command.workdir / "checkpoints"
+    checkpoints.rename(tmp_path / "away")
+    checkpoints.write_text("a file, which root cannot write into either")
+    command.process.send_signal(signal.SIGTERM)
+    status, printed = command.end()
+    assert status == 1, printed
+    assert "hjax: error: the checkpoint could not be written: " in printed.splitlines()[-1]
+    assert "Traceback" not in printed
