@@ -15,10 +15,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import time
 
+import machine
 import numpy as np
 from idle import Idle
 
@@ -170,8 +170,7 @@ def main() -> None:
                     "ray_line_ms": {"alone": round(alone, 3), "each_process": round(each, 3)},
                     "ray_64_hosts_ms": round(alone + 64 * each, 2),
                 },
-                "cores": os.cpu_count(),
-                "machine": platform.machine(),
+                **machine.describe(),
             }
         )
     )

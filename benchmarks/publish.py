@@ -19,6 +19,7 @@ import os
 import statistics
 import time
 
+import machine
 from idle import Weights
 
 from hjax.controller import ResourcePool, Timeline, WorkerGroup
@@ -101,6 +102,7 @@ def main() -> None:
                 **{f"{name}_seconds": round(x, 3) for name, x in medians.items()},
                 "times_as_fast": round(medians["broadcast"] / medians["publish"], 2),
                 "controller_bytes": cluster.sent_bytes + cluster.fetched_bytes,
+                **machine.describe(),
             }
         )
     )

@@ -965,13 +965,14 @@ def start_here(processes: int) -> None:
         # Where Ray is started again JAX is there already, of which no child makes use.
         warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
         try:
-            ray.init(
-                "local",
-                num_cpus=max(processes, available_cores()),
-                include_dashboard=False,
-                _node_ip_address=LOOPBACK,
-                **_QUIET,
-            )
+            with kept_signals():
+                ray.init(
+                    "local",
+                    num_cpus=max(processes, available_cores()),
+                    include_dashboard=False,
+                    _node_ip_address=LOOPBACK,
+                    **_QUIET,
+                )
         except Exception as error:
             raise RunError(f"Ray did not start on this machine: {first_line(error)}") from error
 
@@ -993,13 +994,25 @@ def _connect(address: str, processes: int) -> bool:
         start_here(processes)
         return True
     try:
-        ray.init(address, **_QUIET)
+        with kept_signals():
+            ray.init(address, **_QUIET)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"cluster.address={address!r}: no Ray cluster answers there ({first_line(error)}); "
             "start one with `ray start --head`, or leave it empty to start one on this machine"
         ) from error
     return False
+
+
+@contextlib.contextmanager
+def kept_signals() -> Iterator[None]:
+    """Afterwards SIGTERM means what it did: Ray's core takes it, to print where it came."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 def first_line(error: BaseException) -> str:

@@ -92,6 +92,7 @@ class Signals:
     def watch(self, trainer: Any, display: Any) -> None:
         """There is something to save now."""
         self.trainer, self.display = trainer, display
+        trainer.stop_requested = self.received  # mostly 0
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received:
@@ -118,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signals = Signals()
     signals.install()
     try:
-        return exit_status(lambda: _run(parse(arguments), signals))
+        return exit_status(lambda: _stoppable(parse(arguments), signals))
     except Stopped:
         name = signal.Signals(signals.received).name
         print(f"hjax: stopped by {name} before the run began", file=sys.stderr)
@@ -142,6 +143,15 @@ def parse(arguments: Sequence[str]) -> TrainCommand:
         raise ConfigError("--workdir= is empty; name a directory, or leave the flag out")
     workdir = Path(own.workdir).expanduser() if own.workdir else None
     return TrainCommand(name, config, workdir, own.dry_run, own.json, own.debug)
+
+
+def _stoppable(command: TrainCommand, signals: Signals) -> int:
+    try:
+        return _run(command, signals)
+    except SystemError as error:  # what Ray makes of Stopped
+        if signals.received and signals.trainer is None:
+            raise Stopped from error
+        raise
 
 
 def _run(command: TrainCommand, signals: Signals) -> int:

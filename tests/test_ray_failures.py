@@ -1,0 +1,338 @@
+"""Processes of a cluster die, hang or are lost in each phase, and the run ends as if none had.
+
+Undisturbed and struck runs have the same metrics, bit for bit, wherever the strike came. The slow
+tests are the full table; some strike Ray's own processes and the command.
+"""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from helpers import TINY, computed, read_rows, tiny_config, write_config
+from strikes import Strike, striking
+
+import hjax
+from hjax.errors import RunError
+from hjax.machine import descendants, name_of, state
+
+ray = pytest.importorskip("ray")
+
+PPO = {
+    "steps": 3,
+    "warm_start.steps": 2,
+    "algorithm.minibatch": 8,
+    "checkpoint.every": 2,
+    "placement": "split",
+    "cluster.address": "local",
+    "cluster.processes": 2,
+    "cluster.devices_per_process": 1,
+    "cluster.heartbeat_seconds": 4.0,
+}
+# The actor's pool is a world of two processes.
+WORLD = PPO | {"cluster.processes": 4}
+AHEAD = PPO | {
+    "placement": "disaggregate",
+    "cluster.processes": 3,
+    "rollout.max_staleness": 1,
+    "rollout.deterministic": True,
+}
+GRPO = PPO | {"placement": "colocate", "cluster.processes": 1, "warm_start.steps": 0}
+RUNS = {"ppo": ("PPO", PPO), "world": ("PPO", WORLD), "ahead": ("PPO", AHEAD),
+        "grpo": ("GRPO", GRPO)}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A Ray of this module's own, which trainers find and use."""
+    with contextlib.ExitStack() as ends:
+        if not ray.is_initialized():
+            before = signal.getsignal(signal.SIGTERM)
+            ray.init("local", num_cpus=8, include_dashboard=False, _node_ip_address="127.0.0.1",
+                     log_to_driver=False)  # fmt: skip
+            signal.signal(signal.SIGTERM, before)
+            ends.callback(ray.shutdown)
+        yield
+
+
+class Said:
+    """A display that keeps what it is told."""
+
+    def __init__(self):
+        self.texts = []
+
+    def message(self, text):
+        self.texts.append(text)
+
+    @contextlib.contextmanager
+    def phase(self, name):
+        yield
+
+    def __getattr__(self, name):
+        return lambda *arguments, **options: None
+
+
+def train(kind, workdir, *strikes, **changes):
+    """The rows of a run that is struck, what was said, and the trainer."""
+    algorithm, keys = RUNS[kind]
+    said = Said()
+    with striking(*strikes) as left:
+        trainer = hjax.Trainer(tiny_config(algorithm, keys | changes), workdir, said)
+        try:
+            trainer.run()
+        finally:
+            trainer.close()
+        assert not left, "a strike never came"
+    return [computed(row) for row in read_rows(workdir)], said.texts, trainer
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster, tmp_path_factory):
+    """Rows of a run that was left alone, by its kind."""
+    known = {}
+
+    def rows(kind):
+        if kind not in known:
+            known[kind], texts, _ = train(kind, tmp_path_factory.mktemp(kind) / "run")
+            assert not [text for text in texts if "replaced" in text]
+        return known[kind]
+
+    return rows
+
+
+def check(kind, tmp_path, undisturbed, *strikes):
+    rows, texts, trainer = train(kind, tmp_path / "run", *strikes)
+    assert rows == undisturbed(kind)
+    told = [text for text in texts if "is replaced" in text]
+    assert 1 <= trainer.restarts <= len(strikes) and len(told) == trainer.restarts
+    for text, strike in zip(told, strikes):
+        how = "no sign of life" if strike.sent == signal.SIGSTOP else "died"
+        assert re.match(rf"process {re.escape(strike.pool)}\S*:\d+ \(pid \d+ on .*\) ", text), text
+        assert how in text or trainer.restarts > 1, text
+    return texts
+
+
+EVERYDAY = {
+    "the reward, in its call": ("grpo", Strike("reward.compute_reward", 2, "host")),
+    "the actor, while it generates": ("grpo", Strike("actor.generate_sequences", 2, "all")),
+}
+TABLE = {
+    # Each kind of process, in each phase.
+    "actor 0, generate": ("world", Strike("actor.generate_sequences", 2, "actor", 0)),
+    "actor 1, generate": ("world", Strike("actor.generate_sequences", 3, "actor", 1)),
+    "actor 1, prepare": ("world", Strike("reference.compute_ref_log_prob", 2, "actor", 1)),
+    "actor 0, update": ("world", Strike("actor.update_actor", 5, "actor", 0)),
+    "actor 1, update, in it": ("world", Strike("actor.update_actor", 5, "actor", 1, after=0.02)),
+    "actor 0, checkpoint": ("world", Strike("actor.save_state", 2, "actor", 0)),
+    "actor 1, checkpoint, in it": ("world", Strike("actor.save_state", 2, "actor", 1, after=0.1)),
+    "actor 0, initialise": ("world", Strike("actor.initialize", 1, "actor", 0)),
+    "actor 1, warm start": ("world", Strike("actor.update_actor", 2, "actor", 1)),
+    "actor 1, joining": ("world", Strike("joining", 1, "actor", 1)),
+    "actor 0, joining": ("world", Strike("joining", 1, "actor", 0)),
+    "critic, generate": ("ppo", Strike("actor.generate_sequences", 2, "critic")),
+    "critic, prepare": ("ppo", Strike("critic.compute_values", 2, "critic")),
+    "critic, update": ("ppo", Strike("critic.update_critic", 4, "critic")),
+    "critic, checkpoint": ("ppo", Strike("critic.save_state", 2, "critic")),
+    "critic, the last checkpoint": ("ppo", Strike("critic.save_state", 3, "critic")),
+    "critic, initialise": ("ppo", Strike("critic.initialize", 1, "critic")),
+    "critic, joining": ("ppo", Strike("joining", 1, "critic")),
+    "reward, generate": ("ppo", Strike("actor.generate_sequences", 2, "host")),
+    "reward, prepare": ("ppo", Strike("reward.compute_reward", 2, "host")),
+    "reward, update": ("ppo", Strike("actor.update_actor", 5, "host")),
+    "reward, checkpoint": ("ppo", Strike("critic.save_state", 2, "host")),
+    "reward, initialise": ("ppo", Strike("actor.initialize", 1, "host")),
+    # A process that hangs.
+    "actor 0 stopped, generate": (
+        "world", Strike("actor.generate_sequences", 2, "actor", 0, signal.SIGSTOP)),
+    "actor 1 stopped, joining": ("world", Strike("joining", 1, "actor", 1, signal.SIGSTOP)),
+    "critic stopped, update": (
+        "ppo", Strike("critic.update_critic", 4, "critic", 0, signal.SIGSTOP)),
+    "reward stopped": ("ppo", Strike("reward.compute_reward", 2, "host", 0, signal.SIGSTOP)),
+    # Several in one run.
+    "three": (
+        "ppo",
+        Strike("critic.update_critic", 4, "critic"),
+        Strike("reward.compute_reward", 4, "host"),
+        Strike("actor.save_state", 4, "actor"),
+    ),
+    "two at once": (
+        "ppo",
+        Strike("critic.update_critic", 4, "critic"),
+        Strike("critic.update_critic", 4, "actor"),
+    ),
+    # Generation ahead of learning, of which the schedule makes the same in each run.
+    "ahead: the rollout": ("ahead", Strike("rollout.generate_sequences", 2, "rollout")),
+    "ahead: the rollout, taking weights": ("ahead", Strike("rollout.take", 2, "rollout")),
+    "ahead: the actor, publishing": ("ahead", Strike("actor.publish", 2, "actor")),
+    "ahead: the actor, update": ("ahead", Strike("actor.update_actor", 5, "actor")),
+    "ahead: the rollout stopped": (
+        "ahead", Strike("rollout.generate_sequences", 2, "rollout", 0, signal.SIGSTOP)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EVERYDAY)
+def test_a_struck_run_ends_as_if_it_had_been_left_alone(name, tmp_path, undisturbed):
+    kind, *strikes = EVERYDAY[name]
+    check(kind, tmp_path, undisturbed, *strikes)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", TABLE)
+def test_the_table(name, tmp_path, undisturbed):
+    kind, *strikes = TABLE[name]
+    check(kind, tmp_path, undisturbed, *strikes)
+
+
+def test_after_so_many_restarts_it_stops_with_the_cause(tmp_path, cluster):
+    strike = Strike("reward.compute_reward", 1, "host")
+    with pytest.raises(RunError, match=r"replaced 0 times .*max_restarts.* process host:0 .* died"):
+        train("grpo", tmp_path / "run", strike, **{"cluster.max_restarts": 0})
+
+
+# The command, with a Ray of its own.
+
+
+class Command:
+    """A run of the command that is struck from outside."""
+
+    def __init__(self, folder, **changes):
+        self.workdir = folder / "run"
+        keys = TINY | PPO | {"algorithm.name": "PPO", "display.enabled": True} | changes
+        config = write_config(folder / "config.py", keys)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "hjax.launch", f"--config={config}",
+             f"--workdir={self.workdir}"],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+        self.others = set()
+
+    def wait_for(self, there):
+        """Until something is there; notes on the way which processes are this run's."""
+        until = time.monotonic() + 90
+        while not there(self):
+            assert time.monotonic() < until and self.process.poll() is None, self.end()
+            self.others |= set(descendants(self.process.pid))
+            time.sleep(0.02)
+        self.others |= set(descendants(self.process.pid))
+
+    def rows(self):
+        """Of metrics.jsonl."""
+        there = (self.workdir / "metrics.jsonl").exists()
+        return [computed(row) for row in read_rows(self.workdir)] if there else []
+
+    def end(self):
+        """Its status and what it printed; none of its processes may outlast it by much."""
+        try:
+            printed, _ = self.process.communicate(timeout=90)
+        finally:
+            for pid in [self.process.pid] if self.process.poll() is None else []:
+                for each in (*descendants(pid), pid):
+                    os.kill(each, signal.SIGKILL)
+        until = time.monotonic() + 15
+        while left := [name_of(pid) for pid in self.others if state(pid) not in ("", "Z")]:
+            assert time.monotonic() < until, left
+            time.sleep(0.1)
+        return self.process.returncode, printed
+
+
+def workers_start(command):
+    """Ray runs, and starts the first of the run's processes."""
+    return any("_Process" in name_of(pid) for pid in descendants(command.process.pid))
+
+
+def steps_are_taken(command):
+    """So many that some are behind the last checkpoint."""
+    return len(command.rows()) >= 3
+
+
+def a_checkpoint_is_written(command):
+    """One after the first step, not there yet."""
+    return any(command.workdir.glob("checkpoints/.[2-9].saving"))
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Rows of a command that nobody struck."""
+    command = Command(tmp_path_factory.mktemp("alone"))
+    assert command.end()[0] == 0
+    return command.rows()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("server", ["gcs_server", "raylet"])
+def test_ray_itself_is_started_again(server, sent, tmp_path, alone):
+    command = Command(tmp_path)
+    command.wait_for(lambda command: command.rows())
+    [pid] = [p for p in descendants(command.process.pid) if name_of(p) == server]
+    os.kill(pid, sent)
+    status, printed = command.end()
+    assert status == 0, printed
+    assert f"Ray's {server} (pid {pid} on this machine)" in printed
+    assert command.rows() == alone
+    assert "Traceback" not in printed and "(raylet)" not in printed
+
+
+@pytest.mark.slow
+def test_a_killed_controller_leaves_nothing_and_resumes(tmp_path, alone):
+    command = Command(tmp_path)
+    command.wait_for(steps_are_taken)
+    command.process.kill()
+    assert command.end()[0] == -signal.SIGKILL
+    command = Command(tmp_path)
+    status, printed = command.end()
+    assert status == 0, printed
+    assert command.rows() == alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("when", [workers_start, steps_are_taken, a_checkpoint_is_written])
+def test_a_signal_saves_and_ends_all(when, sent, tmp_path):
+    command = Command(tmp_path, **{"steps": 500, "checkpoint.every": 1})
+    command.wait_for(when)
+    # As a terminal sends it: to all of the session.
+    send = os.killpg if sent == signal.SIGINT else os.kill
+    send(command.process.pid, sent)
+    status, printed = command.end()
+    assert status == 128 + sent, printed
+    assert "Traceback" not in printed and "***" not in printed
+    last = printed.strip().splitlines()[-1]
+    assert f"stopped by {signal.Signals(sent).name}" in last
+    if when is not workers_start:
+        assert f"after step {len(command.rows())} of 500, saved" in last
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", [workers_start, steps_are_taken])
+def test_a_second_signal_ends_all_at_once(when, tmp_path):
+    command = Command(tmp_path, **{"steps": 500, "checkpoint.every": 0})
+    command.wait_for(when)
+    command.process.send_signal(signal.SIGINT)
+    time.sleep(0.1)
+    command.process.send_signal(signal.SIGINT)
+    begun = time.monotonic()
+    status, printed = command.end()
+    assert status == 130, printed
+    assert time.monotonic() - begun < 20
+    assert "Traceback" not in printed
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_cannot_be_written_is_one_line(tmp_path):
+    command = Command(tmp_path, **{"steps": 500, "checkpoint.every": 0})
+    command.wait_for(steps_are_taken)
+    checkpoints = command.workdir / "checkpoints"
+    checkpoints.rename(tmp_path / "away")
+    checkpoints.write_text("a file, which root cannot write into either")
+    command.process.send_signal(signal.SIGTERM)
+    status, printed = command.end()
+    assert status == 1, printed
+    assert "hjax: error: the checkpoint could not be written: " in printed.splitlines()[-1]
+    assert "Traceback" not in printed
