@@ -17,6 +17,7 @@ from helpers import TINY, computed, read_rows, tiny_config, write_config
 from strikes import Strike, striking
 
 import hjax
+from hjax.controller import ray_cluster
 from hjax.errors import RunError
 from hjax.machine import descendants, name_of, state
 
@@ -51,11 +52,8 @@ def cluster():
     """A Ray of this module's own, which trainers find and use."""
     with contextlib.ExitStack() as ends:
         if not ray.is_initialized():
-            before = signal.getsignal(signal.SIGTERM)
-            ray.init("local", num_cpus=8, include_dashboard=False, _node_ip_address="127.0.0.1",
-                     log_to_driver=False)  # fmt: skip
-            signal.signal(signal.SIGTERM, before)
-            ends.callback(ray.shutdown)
+            ray_cluster.start_here(8)
+            ends.callback(ray_cluster.end_here)
         yield
 
 

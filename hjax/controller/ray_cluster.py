@@ -961,6 +961,8 @@ def start_here(processes: int) -> None:
     if not any(name.startswith("RAY_AUTH_") for name in os.environ):
         # Ray asks for a token of itself; one of this cluster's own is written to no file.
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    # Ray would let its workers give way to everything else on the machine; here they do the work.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     with warnings.catch_warnings():
         # Where Ray is started again JAX is there already, of which no child makes use.
         warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)

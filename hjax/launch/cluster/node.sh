@@ -17,7 +17,7 @@ fail() {
 
 # Ray needs the same token on every machine. Its own default is to run without.
 export RAY_AUTH_MODE=token
-export RAY_USAGE_STATS_ENABLED=0
+export RAY_USAGE_STATS_ENABLED=0 RAY_worker_niceness=0
 token=${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}
 
 command=${1:-}
