@@ -62,7 +62,7 @@ def state(pid: int) -> str:
 def end_all(pids: Iterable[int]) -> None:
     """End processes at once, those that are stopped too."""
     for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
 
 

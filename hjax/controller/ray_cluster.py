@@ -1106,7 +1106,13 @@ def reachable(address: str) -> bool:
 
 
 def end_with(parent: int) -> None:
-    """End this process as soon as its parent has ended."""
+    """End this process soon after its parent, and the parent's other children.
+
+    Ray's own do not all end where their raylet, the parent, was killed.
+    """
+    kin: list[int] = []
     while os.getppid() == parent:
+        kin = children(parent)
         time.sleep(1)
+    end_all(kin)
     os._exit(1)
