@@ -52,7 +52,11 @@ def pickling():
     return functools.partial(PicklingExecutor, ObjectStore())
 
 
-@pytest.mark.parametrize("name", RUNNABLE)
+@pytest.mark.parametrize(
+    # Stories' step is GRPO's, of a larger model.
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] if n == "stories" else []) for n in RUNNABLE],
+)
 def test_a_shipped_config_has_the_same_metrics(name, request):
     if name == "stories":
         request.getfixturevalue("test_data")

@@ -154,6 +154,7 @@ def test_notebook_links_lead_somewhere():
         assert links and [link for link in links if not (path.parent / link).is_file()] == []
 
 
+@pytest.mark.slow
 def test_auto_mapping_runs_and_its_plan_is_the_one_that_ran(tmp_path_factory, calibrated):
     notebook = nbformat.read(NOTEBOOKS / "03_auto_mapping.ipynb", as_version=4)
     client = nbclient.NotebookClient(notebook, timeout=400, kernel_name="python3")

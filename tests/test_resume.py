@@ -79,7 +79,10 @@ def copy_until(step, workdir, copy):
 
 @pytest.mark.parametrize(
     "algorithm, changes, undisturbed",
-    [("PPO", ADAPTIVE, "whole_ppo"), ("SafeRLHF", COSTLY, "whole_safe_rlhf")],
+    [
+        ("PPO", ADAPTIVE, "whole_ppo"),
+        pytest.param("SafeRLHF", COSTLY, "whole_safe_rlhf", marks=pytest.mark.slow),
+    ],
     ids=["PPO", "SafeRLHF"],
 )
 def test_a_stopped_run_continues_bit_for_bit(algorithm, changes, undisturbed, tmp_path, request):
