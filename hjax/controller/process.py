@@ -457,7 +457,7 @@ def free_address(host: str) -> str:
 
 def versions() -> dict[str, str]:
     """What must be the same in every process."""
-    import jaxlib
+    import importlib.metadata
 
     import hjax
 
@@ -469,7 +469,7 @@ def versions() -> dict[str, str]:
     return {
         "Python": platform.python_version(),
         "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
         "numpy": np.__version__,
         "hjax": f"{hjax.__version__} ({code.hexdigest()[:12]})",
     }

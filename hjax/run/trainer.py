@@ -182,12 +182,14 @@ class Trainer:
 
         A set ``stop_requested`` ends it early, after a checkpoint.
         """
-        last = self.config.steps if steps is None else self.step_number + steps
+        last = self.config.steps if steps is None else None
         rows: dict[int, Metrics] = {}
         saved = False
         while not saved:
             try:
                 self.prepare()
+                if last is None:
+                    last = self.step_number + (steps or 0)
                 while self._prepared and self.step_number < last and not self.stop_requested:
                     metrics = self._step()
                     rows[int(metrics["step"])] = metrics
