@@ -193,7 +193,8 @@ def test_after_so_many_restarts_it_stops_with_the_cause(tmp_path, cluster):
         train("grpo", tmp_path / "run", strike, **{"cluster.max_restarts": 0})
 
 
-# The command, with a Ray of its own.
+# The command, with a Ray of its own. So many steps that they take longer than a heartbeat.
+LONGER = {"steps": 60, "checkpoint.every": 20}
 
 
 class Command:
@@ -258,7 +259,7 @@ def a_checkpoint_is_written(command):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """Rows of a command that nobody struck."""
-    command = Command(tmp_path_factory.mktemp("alone"))
+    command = Command(tmp_path_factory.mktemp("alone"), **LONGER)
     assert command.end()[0] == 0
     return command.rows()
 
@@ -267,7 +268,7 @@ def alone(tmp_path_factory):
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("server", ["gcs_server", "raylet"])
 def test_ray_itself_is_started_again(server, sent, tmp_path, alone):
-    command = Command(tmp_path)
+    command = Command(tmp_path, **LONGER)
     command.wait_for(lambda command: command.rows())
     [pid] = [p for p in descendants(command.process.pid) if name_of(p) == server]
     os.kill(pid, sent)
@@ -280,11 +281,11 @@ def test_ray_itself_is_started_again(server, sent, tmp_path, alone):
 
 @pytest.mark.slow
 def test_a_killed_controller_leaves_nothing_and_resumes(tmp_path, alone):
-    command = Command(tmp_path)
+    command = Command(tmp_path, **LONGER)
     command.wait_for(steps_are_taken)
     command.process.kill()
     assert command.end()[0] == -signal.SIGKILL
-    command = Command(tmp_path)
+    command = Command(tmp_path, **LONGER)
     status, printed = command.end()
     assert status == 0, printed
     assert command.rows() == alone
