@@ -32,7 +32,7 @@ from hjax.sharding.layout import make_layouts
 from hjax.workers import WorkerContext
 
 MODEL = ModelConfig(
-    vocab_size=23552, hidden_size=768, layers=10, heads=12, kv_heads=12, head_dim=64, mlp_size=2304,
+    vocab_size=30720, hidden_size=768, layers=10, heads=12, kv_heads=12, head_dim=64, mlp_size=2304,
     max_length=256,
 )  # fmt: skip
 TRAIN, ROLLOUT = {"fsdp": 2, "tensor": 2}, {"tensor": 2}
