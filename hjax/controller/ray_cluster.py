@@ -365,11 +365,11 @@ class RayExecutor:
         handles, group = self.leave()
         for handle in handles:
             if self._cluster.down is None:
-                with contextlib.suppress(Exception):
+                with contextlib.suppress(Exception):  # it may be gone; ``end`` sees to it
                     ray.kill(handle.actor, no_restart=True)
             self._cluster.end(handle)
         if group is not None and self._cluster.down is None:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # Ray gives it up with the run at the latest
                 room = f"given up the room of pool {self.name}"
                 self._cluster.ask(lambda: remove_placement_group(group), room)
 
@@ -614,7 +614,7 @@ class RayExecutor:
             if not inner.done():
                 inner.set_exception(RunError(f"{label} was not waited for: its pool was closed"))
         if self._lost is None:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # who does not stop in time is killed
                 self._get([h.actor.stop.remote() for h in self._handles], STOP_SECONDS, "late")
         self._kill()
         self._cluster.closed(self)
