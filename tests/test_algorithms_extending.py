@@ -55,6 +55,18 @@ def test_another_loss_and_a_metric_more(examples):
     assert rows[-1]["reward/best_of_group"] == pytest.approx(best)
 
 
+def test_advantages_where_the_batch_is(examples):
+    keys = {"algorithm.minibatch": 8, "algorithm.epochs": 2}
+    _, rows, trainer = run(examples, "near.py:Near", **keys)
+    with trainer_of("GRPO", {"steps": STEPS} | keys) as other:
+        for row, expected in zip(rows, other.run(), strict=True):
+            told = {key for key in expected if key.startswith(("actor/", "reward/"))}
+            assert told <= row.keys()
+            for key in told:
+                np.testing.assert_allclose(row[key], expected[key], rtol=1e-5, atol=1e-6)
+    assert len(trainer.roles.groups["actor"].worker._applied) == 3  # programs, whatever the steps
+
+
 def test_a_worker_of_ones_own(examples):
     batch, _, trainer = run(examples, "varied.py:Varied")
     tokens, mask = batch["responses"], batch["response_mask"]
@@ -77,7 +89,7 @@ def test_the_worker_and_its_algorithm_take_under_twenty_lines(examples):
 
 def test_every_example_is_one_of_those_above(examples):
     files = [file.name for file in sorted(examples.glob("*.py"))]
-    assert files == ["again.py", "mine.py", "varied.py", "wide.py"]
+    assert files == ["again.py", "mine.py", "near.py", "varied.py", "wide.py"]
 
 
 def test_an_earlier_batch_is_learned_from_again(examples):

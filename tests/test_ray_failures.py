@@ -187,6 +187,97 @@ def test_the_table(name, tmp_path, undisturbed):
     check(kind, tmp_path, undisturbed, *strikes)
 
 
+# Nothing decides beforehand which weights generate what, so a rollout can go on with fewer.
+ELASTIC = AHEAD | {
+    "cluster.processes": 4,  # two of them generate
+    "rollout.deterministic": False,
+    "checkpoint.every": 0,
+    "eval.every": 3,
+}
+
+
+class Watched(Said):
+    """Keeps the names of the phases too."""
+
+    def __init__(self):
+        super().__init__()
+        self.phases = []
+
+    @contextlib.contextmanager
+    def phase(self, name):
+        self.phases.append(name)
+        yield
+
+
+@contextlib.contextmanager
+def elastic(**changes):
+    """A trainer that collects ahead, and what it says."""
+    said = Watched()
+    trainer = hjax.Trainer(tiny_config("PPO", ELASTIC | changes), None, said)
+    try:
+        yield trainer, said
+    finally:
+        trainer.close()
+
+
+@pytest.mark.parametrize("call, nth", [
+    ("rollout.generate_sequences", 3),
+    pytest.param("actor.update_actor", 5, marks=pytest.mark.slow),
+    pytest.param("rollout.take", 2, marks=pytest.mark.slow),
+    pytest.param("evaluated", 2, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_learning_goes_on_while_a_rollout_is_replaced(call, nth, cluster):
+    changes = {"steps": 6}
+    if call == "evaluated":  # nothing else generates so often
+        call, nth, changes = "rollout.generate_sequences", 4, {"steps": 6, "eval.every": 1}
+    with striking(Strike(call, nth, "rollout", 1)) as left, elastic(**changes) as (trainer, said):
+        rows = trainer.run()
+        assert not left and trainer.restarts == 1
+        assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+        assert [row["step"] for row in trainer.history] == [1, 2, 3, 4, 5, 6]
+        assert said.phases.count("initialise") == 1 and "restore" not in said.phases
+        assert trainer.roles.pools["actor"].executor.starts == 1
+        assert trainer.roles.pools["rollout"].executor.starts == 2
+        assert "rollout goes on with 2 of 2 processes" in said.texts
+        # Every prompt's turn came once: what was lost on its way was drawn again.
+        assert trainer.prompts.position >= 6 * 8
+        assert max(row["rollout/staleness"] for row in rows) <= 1
+
+
+@pytest.mark.slow
+def test_a_rollout_goes_on_with_fewer_processes_and_takes_new_ones_in(cluster):
+    @ray.remote(num_cpus=1)
+    class Guest:
+        def here(self):
+            return True
+
+    with elastic(steps=400, **{"eval.every": 0}) as (trainer, said):
+        executor = trainer.roles.pools["rollout"].executor
+        trainer.run(3)
+        # Guests take all the room there is, and the next one what becomes free.
+        free = int(ray.available_resources().get("CPU", 0))
+        guests = [Guest.remote() for _ in range(free + 1)]
+        ray.get([guest.here.remote() for guest in guests[:free]])
+        os.kill(executor.pids()[1], signal.SIGKILL)
+        rows = trainer.run(4)
+        assert [row["step"] for row in rows] == [4, 5, 6, 7]
+        assert executor.processes == 1
+        fewer = "rollout goes on with 1 of 2 processes until there is room for more"
+        assert fewer in said.texts
+        mask = trainer.batch["response_mask"]
+        assert trainer.batch["versions"][mask].min() >= 5
+        for guest in guests:
+            ray.kill(guest)
+        until = time.monotonic() + 60
+        while executor.processes == 1:
+            assert time.monotonic() < until
+            trainer.step()
+        trainer.run(2)
+        assert "rollout goes on with 2 of 2 processes" in said.texts
+        assert trainer.restarts == 1 and trainer.roles.pools["actor"].executor.starts == 1
+        assert [row["step"] for row in trainer.history] == [*range(1, trainer.step_number + 1)]
+
+
 def test_after_so_many_restarts_it_stops_with_the_cause(tmp_path, cluster):
     strike = Strike("reward.compute_reward", 1, "host")
     with pytest.raises(RunError, match=r"replaced 0 times .*max_restarts.* process host:0 .* died"):

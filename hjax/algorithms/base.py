@@ -282,25 +282,36 @@ class Algorithm:
             return {}
         return self.actor.compute_log_prob(batch)
 
-    def minibatches(self, batch: Batch) -> Iterator[Batch]:
+    def minibatches(self, batch: Any) -> Iterator[Any]:
         """Mini-batches of whole groups of samples, drawn anew in every epoch.
 
         A scalar array holds for all rows and stands in each.
+
+        Args:
+          batch: as ``compute_advantages`` gives it; or a future of arrays that a group holds, such
+            as its ``apply`` gives: then it stays there, and so do the mini-batches, futures too.
         """
-        every = {k: v for k, v in join(batch).items() if isinstance(v, np.ndarray)}
-        scalars = {k: v for k, v in every.items() if not v.ndim}
-        arrays = {k: v for k, v in every.items() if v.ndim}
-        rows = arrays["response_mask"].shape[0]
+        if isinstance(batch, Future):
+            group = getattr(self, batch.label.split(".")[0])
+            rows = int(group.apply(rows_of, batch).result())
+            for chosen in self._chosen(rows):
+                yield batch if chosen is None else group.apply(take_rows, batch, chosen)
+            return
+        arrays = {k: v for k, v in join(batch).items() if isinstance(v, np.ndarray)}
+        for chosen in self._chosen(rows_of(arrays)):
+            yield arrays if chosen is None else take_rows(arrays, chosen)
+
+    def _chosen(self, rows: int) -> Iterator[np.ndarray | None]:
+        """Row numbers of each mini-batch; None: all, as they stand."""
         size = self.config.minibatch or rows
         samples = self.samples if rows % self.samples == 0 else 1
         for epoch in range(self.config.epochs):
-            order = np.arange(rows).reshape(-1, samples)
-            if size < rows:
-                rng = np.random.default_rng([self.seed, self.step_number, epoch])
-                order = rng.permutation(order)
-            for chosen in order.reshape(-1, size):
-                part = {k: v[chosen] for k, v in arrays.items()} if size < rows else arrays
-                yield part | scalars
+            if size >= rows:
+                yield None
+                continue
+            rng = np.random.default_rng([self.seed, self.step_number, epoch])
+            order = rng.permutation(np.arange(rows).reshape(-1, samples))
+            yield from order.reshape(-1, size)
 
     def log(self, metrics: Future | Mapping[str, Any], role: str = "") -> None:
         """Keep an update's metrics for this step's row; does not wait for a future."""
@@ -322,6 +333,16 @@ class Algorithm:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a ``state()``."""
         self.kl.restore(state["kl"])
+
+
+def rows_of(batch: Mapping[str, Any]) -> int:
+    """Rows of a batch of arrays."""
+    return batch["response_mask"].shape[0]
+
+
+def take_rows(batch: Mapping[str, Any], chosen: Any) -> Batch:
+    """Rows of a batch of arrays, by their numbers; scalars hold for all."""
+    return {key: x[chosen] if x.ndim else x for key, x in batch.items()}
 
 
 def old_logprobs(batch: Batch) -> Any:

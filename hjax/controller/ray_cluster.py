@@ -11,6 +11,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 import os
@@ -37,6 +38,7 @@ from ray.util.scheduling_strategies import (
 
 from hjax import pieces
 from hjax.controller.futures import DEADLINE_SECONDS, Future
+from hjax.controller.hosts import RESOURCE, Room, rooms
 from hjax.controller.messages import Build, Call, Message, ResultOf, from_bytes
 from hjax.controller.process import (
     LARGE,
@@ -61,6 +63,8 @@ from hjax.user_files import imported
 LOOPBACK = "127.0.0.1"
 START_SECONDS = 180
 STOP_SECONDS = 10
+# For which one place is waited while there are others to try.
+ROOM_SECONDS = 4
 LOG_LINES = 12
 # Parcels of messages to a pool that have not been answered; later messages wait and go together.
 UNDER_WAY = 8
@@ -216,6 +220,9 @@ class RayExecutor:
       name, devices, timeline: as of ``ThreadExecutor``.
 
     Attributes:
+      devices: of each process.
+      processes: that there are.
+      planned: processes that the pool is to have.
       starts: how often its processes were started; results of those before are gone.
     """
 
@@ -226,14 +233,17 @@ class RayExecutor:
         self._cluster, self._timeline = cluster, timeline
         self.later = cluster.later
         each, count = cluster.divide(name, len(devices))
-        self.devices, self.processes = each, count
+        self.devices, self.processes, self.planned = each, count, count
         self._lock = threading.RLock()
         self._looking = threading.Lock()
         self._handles: list[_Handle] = []
         self._group: Any = None
+        self._wishes: list[Any] = []  # rooms for processes that are missing
+        self._granted = 0
         self._numbers = itertools.count()
         self._sequence = itertools.count()
-        self._waiting: dict[int, tuple[concurrent.futures.Future, str]] = {}
+        # Calls that were not answered, and the pools whose results they take.
+        self._waiting: dict[int, tuple[concurrent.futures.Future, str, set[RayExecutor]]] = {}
         self._dropped: list[int] = []
         self._outbox: list[tuple[Posted, Message, list[Any]]] = []
         self._under_way = 0
@@ -244,19 +254,13 @@ class RayExecutor:
 
     # Processes
 
-    def _start(self) -> None:
+    def _start(self, counts: Sequence[int] = ()) -> None:
+        """Start the processes: so many as there is room for, of the numbers that are allowed."""
         cluster = self._cluster
         self._lost, self.starts = None, self.starts + 1
-        gpus = self.devices if cluster.platform == "gpu" else 0
-        tpus = self.devices if cluster.platform == "tpu" else 0
-        bundle = {"CPU": 1.0} | ({"GPU": gpus} if gpus else {}) | ({"TPU": tpus} if tpus else {})
+        bundle = self._bundle()
         try:
-            if not cluster.ask(lambda: self._reserve(bundle), f"made room for pool {self.name}"):
-                raise RunError(
-                    f"pool {self.name}: no room for {self.processes} processes with "
-                    f"{', '.join(f'{n:g} {kind}' for kind, n in bundle.items())} each within "
-                    f"{START_SECONDS} seconds; the cluster has {_resources()}"
-                )
+            self.processes = self._reserve(bundle, counts or (self.planned,))
             ranks = range(self.processes)
             started = f"started the processes of pool {self.name}"
             self._handles = cluster.ask(lambda: [self._make(r, bundle) for r in ranks], started)
@@ -280,13 +284,66 @@ class RayExecutor:
             self._lost = self._lost or ProcessLost(f"pool {self.name} did not start: {error}")
             raise
 
-    def _reserve(self, bundle: Mapping[str, float]) -> bool:
-        """Room for every process; whether there is any."""
-        # One process per host where there are several; devices of a host are one process's.
-        several = sum(node["Alive"] for node in ray.nodes()) > 1 and self.processes > 1
-        strategy = "SPREAD" if several else "PACK"
-        self._group = placement_group([bundle] * self.processes, strategy=strategy)
-        return self._group.wait(START_SECONDS)
+    def _bundle(self) -> dict[str, float]:
+        """What a process takes of its host."""
+        kind = RESOURCE[self._cluster.platform]
+        return {"CPU": 1.0} | ({kind: self.devices} if self.devices and kind != "CPU" else {})
+
+    def _reserve(self, bundle: Mapping[str, float], counts: Sequence[int]) -> int:
+        """Make room for processes; how many of them there are.
+
+        Args:
+          bundle: what each takes.
+          counts: that are allowed, the best first.
+
+        Raises:
+          RunError: there is room for none of them.
+        """
+        cluster = self._cluster
+        until = time.monotonic() + START_SECONDS
+        while True:
+            places = [
+                (count, room) for count in counts for room in self._rooms(count, min(counts))
+            ]
+            for count, room in places:
+                seconds = ROOM_SECONDS if len(places) > 1 else START_SECONDS
+                ask = functools.partial(self._room, bundle, count, room, seconds)
+                if cluster.ask(ask, f"made room for pool {self.name}"):
+                    wanted = range(self.planned - count)
+                    self._wishes = [self._ask_for([bundle], room) for _ in wanted]
+                    return count
+            if time.monotonic() > until:
+                raise RunError(
+                    f"pool {self.name}: no room for {min(counts)} processes with "
+                    f"{', '.join(f'{n:g} {kind}' for kind, n in bundle.items())} each within "
+                    f"{START_SECONDS} seconds; the cluster has {_resources()}"
+                )
+
+    def _rooms(self, processes: int, least: int) -> list[Room]:
+        """Where so many processes may stand; nowhere, if fewer would do and these do not fit."""
+        cluster = self._cluster
+        nodes, each = ray.nodes(), self.devices
+        try:
+            return rooms(nodes, self.name, cluster.platform, processes, each, cluster.together)
+        except ConfigError:
+            if processes == least:
+                raise
+            return []
+
+    def _room(self, bundle: Mapping[str, float], count: int, room: Room, seconds: float) -> bool:
+        """Ask for a place and wait for it a while; whether it was given."""
+        self._group = self._ask_for([bundle] * count, room)
+        if self._group.wait(seconds):
+            return True
+        remove_placement_group(self._group)
+        self._group = None
+        return False
+
+    def _ask_for(self, bundles: list[Mapping[str, float]], room: Room) -> Any:
+        labels = [dict(room.labels)] * len(bundles) if room.labels else None
+        return placement_group(
+            [dict(b) for b in bundles], strategy=room.strategy, bundle_label_selector=labels
+        )
 
     def _make(self, rank: int, bundle: Mapping[str, float]) -> _Handle:
         cluster = self._cluster
@@ -362,36 +419,58 @@ class RayExecutor:
                 raise RunError(late)
 
     def _kill(self) -> None:
-        handles, group = self.leave()
+        handles, groups = self.leave()
         for handle in handles:
             if self._cluster.down is None:
                 with contextlib.suppress(Exception):  # it may be gone; ``end`` sees to it
                     ray.kill(handle.actor, no_restart=True)
             self._cluster.end(handle)
-        if group is not None and self._cluster.down is None:
+        for each in groups if self._cluster.down is None else ():
             with contextlib.suppress(Exception):  # Ray gives it up with the run at the latest
                 room = f"given up the room of pool {self.name}"
-                self._cluster.ask(lambda: remove_placement_group(group), room)
+                self._cluster.ask(functools.partial(remove_placement_group, each), room)
 
-    def leave(self) -> tuple[list[_Handle], Any]:
-        """Let go of the processes and their room, which are returned."""
-        handles, group = self._handles, self._group
-        self._handles, self._group = [], None
-        return handles, group
+    def leave(self) -> tuple[list[_Handle], list[Any]]:
+        """Let go of the processes and their rooms, which are returned."""
+        handles, groups = self._handles, [g for g in (self._group, *self._wishes) if g is not None]
+        self._handles, self._group, self._wishes, self._granted = [], None, [], 0
+        return handles, groups
 
-    def restart(self) -> None:
-        """New processes in the place of the old ones; what they held is gone."""
+    def restart(self, counts: Sequence[int] = ()) -> None:
+        """New processes in the place of the old ones; what they held is gone.
+
+        Args:
+          counts: numbers of processes that will do, the best first: the first for which there is
+            room. Empty: as many as were planned, for which room is waited.
+        """
         with self._lock:
             self._fail_waiting(ProcessLost(f"pool {self.name} was started anew"))
             self._sequence = itertools.count()
             self._dropped, self._outbox, self._under_way = [], [], 0
         self._kill()
         self._cluster.revive()
-        self._start()
+        self._start(counts)
+
+    @property
+    def room(self) -> int:
+        """Processes that the pool could have now; those missing are asked for all the time."""
+        return self.processes + self._granted
+
+    def look_for_room(self) -> None:
+        """See which of the missing processes there is room for by now."""
+        wishes = self._wishes
+        granted = sum(bool(wish.wait(0.05)) for wish in wishes)
+        if wishes is self._wishes:
+            self._granted = granted
 
     def pids(self) -> list[int]:
         """Of the pool's processes, in rank order."""
         return [handle.facts.pid for handle in self._handles if handle.facts is not None]
+
+    @property
+    def hosts(self) -> list[str]:
+        """Names of the hosts of the pool's processes, in rank order."""
+        return [handle.facts.host for handle in self._handles if handle.facts is not None]
 
     @property
     def lost(self) -> ProcessLost | None:
@@ -421,7 +500,8 @@ class RayExecutor:
             written = write(sent, RayStore())
             dropped, self._dropped = self._dropped, []
             self._cluster.sent_bytes += len(written.data) * len(self._handles)
-            self._waiting[number] = inner, message.label
+            sources = {x.executor for x in used if x.executor is not self}
+            self._waiting[number] = inner, message.label, sources
             self._outbox.append((Posted(number, written, tuple(dropped)), message, used))
             self._send()
         return future
@@ -482,7 +562,7 @@ class RayExecutor:
         self, number: int, message: Message, outcomes: Sequence[Any], handles: Sequence[_Handle]
     ) -> None:
         with self._lock:
-            inner, _ = self._waiting.pop(number, (None, ""))
+            inner, _, _ = self._waiting.pop(number, (None, "", set()))
         if inner is None:
             return
         for outcome in outcomes:
@@ -518,7 +598,7 @@ class RayExecutor:
 
     def _fail_waiting(self, error: ProcessLost) -> None:
         waiting, self._waiting = list(self._waiting.values()), {}
-        for inner, label in waiting:
+        for inner, label, _ in waiting:
             told = _again(error)
             told.add_note(f"in the call {label}")
             if not inner.done():
@@ -563,6 +643,20 @@ class RayExecutor:
         self._dropped.append(number)
 
     # The cluster's questions
+
+    def first_taking_from(self, others: set[RayExecutor]) -> _Taking | None:
+        """The first call that was not answered and takes results of others.
+
+        None where there is none, or one process alone, which waits for no other.
+        """
+        if self.processes == 1 or not others:
+            return None
+        with self._lock:
+            waiting = list(self._waiting.items())
+        for i, (number, (_, _, sources)) in enumerate(waiting):
+            if sources & others:
+                return _Taking(number, at_work=i == 0)
+        return None
 
     def beat(self, seconds: float) -> Iterator[str]:
         """Look after every process; lines that somebody should see."""
@@ -610,7 +704,7 @@ class RayExecutor:
                 return
             self._closed = True
             waiting, self._waiting = list(self._waiting.values()), {}
-        for inner, label in waiting:
+        for inner, label, _ in waiting:
             if not inner.done():
                 inner.set_exception(RunError(f"{label} was not waited for: its pool was closed"))
         if self._lost is None:
@@ -618,6 +712,14 @@ class RayExecutor:
                 self._get([h.actor.stop.remote() for h in self._handles], STOP_SECONDS, "late")
         self._kill()
         self._cluster.closed(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Taking:
+    """A call that takes what may not come: its number, and whether all before it are answered."""
+
+    number: int
+    at_work: bool
 
 
 # Number, message, and the results that must stay until it has run.
@@ -670,6 +772,7 @@ class RayCluster:
       host_processes: processes of a pool without devices, for functions.
       logs: folder for what the processes print; None: Ray's own.
       heartbeat_seconds: without a sign of life after which a process counts as lost.
+      together: label that the hosts of a pool agree in, see ``hjax.controller.hosts``.
       probe: read in every process, see ``Setup``.
       say: told what a person should see.
 
@@ -685,9 +788,11 @@ class RayCluster:
         host_processes: int = 1,
         logs: Path | None = None,
         heartbeat_seconds: float = 30.0,
+        together: str = "auto",
         probe: Callable[[], Any] | None = None,
         say: Callable[[str], None] = lambda text: None,
     ):
+        self.together = together
         self.logs = None if logs is None else Path(logs).absolute()
         self._host_processes, self._probe = host_processes, probe
         self.heartbeat_seconds = heartbeat_seconds
@@ -836,7 +941,23 @@ class RayCluster:
                 f"{self.down}; start the cluster again, then the same command with the same "
                 "--workdir goes on from the last checkpoint"
             )
-        return [executor for executor in self._executors if executor.lost is not None]
+        since: dict[tuple[RayExecutor, int], float] = {}
+        while True:
+            gone = {executor for executor in self._executors if executor.lost is not None}
+            behind = {e: e.first_taking_from(gone) for e in self._executors if e not in gone}
+            if not any(behind.values()):
+                return [executor for executor in self._executors if executor in gone]
+            for executor, found in behind.items():
+                if found is None or not found.at_work:
+                    continue
+                begun = since.setdefault((executor, found.number), time.monotonic())
+                if time.monotonic() - begun > self.heartbeat_seconds:
+                    # One of its processes has what it needs, and waits in a program for another
+                    # that does not.
+                    names = ", ".join(other.name for other in gone)
+                    why = f"pool {executor.name} waits for what was lost with pool {names}"
+                    executor.fail(ProcessLost(why))
+            time.sleep(0.02)
 
     def check(self) -> None:
         """Look after every process now; waits until each has answered or is known to be gone."""
@@ -905,6 +1026,7 @@ class RayCluster:
                 try:
                     for line in executor.beat(self.heartbeat_seconds):
                         self.say(line)
+                    executor.look_for_room()
                 except Exception as error:
                     if not self._ended.is_set() and self.down is None:
                         self.say(f"the cluster does not answer: {error}")
@@ -923,8 +1045,13 @@ class RayCluster:
                 ray.get(kill.remote(handle.facts.pid, signal.SIGKILL), timeout=STOP_SECONDS)
 
     def machine(self) -> list[list[dict[str, Any]]]:
-        """What every process's probe reads, by pool."""
-        return [e.machine() for e in self._executors if e.devices and e.lost is None]
+        """What every process's probe reads, by pool; a pool that is lost says nothing."""
+        said = []
+        for executor in list(self._executors):
+            if executor.devices and executor.lost is None:
+                with contextlib.suppress(ProcessLost):  # while it is asked
+                    said.append(executor.machine())
+        return said
 
     def closed(self, executor: RayExecutor) -> None:
         """A pool is no longer of this cluster."""

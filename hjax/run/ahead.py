@@ -141,6 +141,7 @@ class Ahead:
         state = state or {"number": version, "dropped": 0}
         self._number, self.queue.dropped = int(state["number"]), int(state["dropped"])
         self._first = self._version = version
+        self._taken: tuple[int, Ticket] | None = None  # by learning, at which version
         self._wanted = -1  # version that the next generation waits for
         self._resting = False  # nothing more is wanted for now
         self._error: BaseException | None = None
@@ -172,6 +173,7 @@ class Ahead:
             return bool(found)
 
         self._wait(ready)
+        self._taken = version, found[0]
         return found[0].collected
 
     def settle(self, version: int) -> None:
@@ -210,13 +212,19 @@ class Ahead:
             metrics["rollout/staleness"] = float(lag.mean()) if lag.size else 0.0
         return metrics
 
-    def state(self) -> tuple[dict[str, int], dict[str, int]]:
+    def state(self, version: int = -1) -> tuple[dict[str, int], dict[str, int]]:
         """Where to go on from: the prompts' order, and this object's own; plain JSON.
 
         What is on its way is not in them: its prompts are drawn again.
+
+        Args:
+          version: steps learned from; a batch that was taken at this version was not. -1: all
+            that were taken were.
         """
         with self._changed:
             first = self.queue.tickets[0] if self.queue.tickets else None
+            if self._taken is not None and self._taken[0] == version:
+                first = self._taken[1]
             prompts = self._prompts.state() if first is None else first.prompts
             number = self._number if first is None else first.number
             return prompts, {"number": number, "dropped": self.queue.dropped}

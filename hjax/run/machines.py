@@ -108,6 +108,7 @@ class OnCluster:
             host_processes=settings.reward_processes,
             logs=None if workdir is None else Path(workdir) / LOGS,
             heartbeat_seconds=settings.heartbeat_seconds,
+            together=settings.together,
             probe=MachineProbe,
             say=say,
         )
@@ -120,7 +121,7 @@ class OnCluster:
         pools = self.cluster.machine()
         firsts = [self._probe.read(), *(pool[0] for pool in pools)]
         return {
-            "peak_bytes": max(each["peak_bytes"] for pool in pools for each in pool),
+            "peak_bytes": max((x["peak_bytes"] for pool in pools for x in pool), default=0),
             "compiles": sum(first["compiles"] for first in firsts),
             "names": [name for first in firsts for name in first["names"]],
         }

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from hjax.algorithms import Algorithm, Batch
+from hjax.algorithms.base import old_logprobs
 from hjax.algorithms.losses import explained_variance
 from hjax.controller import join
 from hjax.errors import RunError
@@ -133,7 +134,7 @@ def batch_metrics(batch: Batch, kl_coefficient: float) -> dict[str, float]:
         "response/truncated": float(np.mean(batch["truncated"])),
     }
     if "ref_logprobs" in batch:
-        difference = np.asarray(batch["old_logprobs"]) - np.asarray(batch["ref_logprobs"])
+        difference = np.asarray(old_logprobs(batch)) - np.asarray(batch["ref_logprobs"])
         metrics["kl/reference"] = float(difference[mask].astype(np.float64).mean())
         metrics["kl/coefficient"] = kl_coefficient
     if "values" in batch:

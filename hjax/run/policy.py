@@ -84,6 +84,11 @@ class Policy:
             self.version, self._changed = version, False
             return version
 
+    @property
+    def changed(self) -> bool:
+        """Whether the actor's weights were changed since they were announced."""
+        return self._changed
+
     @contextlib.contextmanager
     def choosing(self, turn: Turn) -> Iterator[None]:
         """In this thread, and inside the block, generation asks ``turn`` for its version."""

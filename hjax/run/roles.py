@@ -43,6 +43,8 @@ class Roles:
       layouts: by role with devices; they can be asked, but hold no arrays.
       models: shapes by role with a model.
       starts_from: by role that takes another's weights, whose.
+      fewer: numbers of devices, falling, on which a rollout apart can do what it does; the first
+        is that of the plan.
       pools: resource pool by role, and the host's.
       groups: worker group by role; the actor's is a ``Policy`` where a rollout stands apart.
     """
@@ -53,6 +55,7 @@ class Roles:
     layouts: dict[str, RoleLayouts]
     models: dict[str, ModelConfig]
     starts_from: dict[str, str]
+    fewer: tuple[int, ...] = ()
     pools: dict[str, ResourcePool] = dataclasses.field(default_factory=dict)
     groups: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -79,15 +82,38 @@ class Roles:
             self.close()
             raise
 
-    def restart(self, lost: Sequence[Any]) -> None:
-        """Start the executors that lost their processes again, and make their workers anew."""
+    def restart(self, lost: Sequence[Any], fewer: bool = False) -> None:
+        """Start the executors that lost their processes again, and make their workers anew.
+
+        Args:
+          lost: those executors.
+          fewer: whether a rollout may do with fewer processes, if there is room for no more.
+        """
         for executor in lost:
-            executor.restart()
+            smaller = fewer and executor is self.generating
+            executor.restart(self._counts() if smaller else ())
         groups = [group for group in self.groups.values() if group.pool.executor in lost]
         for group in groups:
             group.rebuild()
         for group in groups:
             group.built.result()
+
+    @property
+    def generating(self) -> Any:
+        """The executor of the pool that answers prompts; one of a cluster knows its processes."""
+        return self.pools[self.generates].executor
+
+    def _counts(self) -> tuple[int, ...]:
+        """Processes with which the rollout can do what it does, falling."""
+        executor = self.generating
+        planned = range(executor.planned, 0, -1)
+        return tuple(n for n in planned if n * executor.devices in self.fewer)
+
+    def could_grow(self) -> bool:
+        """Whether there is room for processes that the rollout lost, and it can use them."""
+        executor = self.generating
+        room = getattr(executor, "room", 0)
+        return bool(room) and any(executor.processes < n <= room for n in self._counts())
 
     @property
     def generates(self) -> str:
@@ -182,6 +208,12 @@ def describe_roles(
             "pipe=1, or rollout.partial_tokens=0"
         )
     _check_batches(config, algorithm, table, layouts)
+    fewer: tuple[int, ...] = ()
+    if ROLLOUT in layouts:
+        # What stands on fewer devices has fewer data-parallel parts.
+        sizes[ROLLOUT]["train"] = sizes[ROLLOUT]["train"] | {"data": -1}
+        most = plan.allocation[[ROLLOUT in s for s in plan.placement].index(True)]
+        fewer = tuple(n for n in range(most, 0, -1) if _can_generate(config, sizes[ROLLOUT], n))
     builder = _Builder(config, algorithm, inputs, table, sizes, default_dtype(platform), read)
     builds = {role: builder.build(role) for role in table}
     models = {role: b.arguments[0].model for role, b in builds.items() if b.arguments[0].model}
@@ -192,7 +224,7 @@ def describe_roles(
         and not role_path(config, entry)
         and hasattr(builds[role].worker, "take_weights")
     }
-    return Roles(table, builds, plan, layouts, models, _in_order(starts_from))
+    return Roles(table, builds, plan, layouts, models, _in_order(starts_from), fewer)
 
 
 def _check_rollout(table: Mapping[str, Role], algorithm: type[Algorithm]) -> None:
@@ -483,6 +515,17 @@ def _check_batches(
             _check_divides(f"{section}.micro_batch", micro, layout.train, role)
     if config.warm_start.steps and not config.actor.path:
         _check_divides("warm_start.batch", config.warm_start.batch, layouts["actor"].train, "actor")
+
+
+def _can_generate(config: ConfigDict, sizes: Mapping[str, Any], devices: int) -> bool:
+    """Whether a rollout apart takes a step's prompts on so many devices."""
+    try:
+        generate = make_layouts(devices, sizes["train"], sizes["generate"], "layout").generate
+        stages = generate.ways("layers")
+        _check_divides("rollout.prompts", config.rollout.prompts, generate, ROLLOUT, stages)
+    except ConfigError:
+        return False
+    return True
 
 
 def _check_divides(name: str, value: int, layout: Any, role: str, stages: int = 1) -> None:

@@ -168,6 +168,7 @@ class Trainer:
         self.history: list[Metrics] = []
         self.stop_requested: int = 0
         self._prepared = False
+        self._updated = False  # weights, by a step whose row is not written
         self._at_start = copy.deepcopy(self._controller_state())
         self.workdir: Workdir | None = None
         self.checkpoints: Checkpoints | None = None
@@ -241,19 +242,64 @@ class Trainer:
                 raise error
             self._count(lost[0].lost)
             try:
+                # A step that has updated weights, and has no row yet, is not begun again.
+                if self._only_generates(lost) and not self._updated:
+                    self._restart_rollout()
+                    return
                 self._stop_ahead()
                 self._ahead_state = None
                 if self.checkpoints is not None:
                     with contextlib.suppress(RunError):  # of the lost process
                         self.checkpoints.wait()
-                self.roles.restart(lost)
-                self._prepared = False
+                self.roles.restart(lost, fewer=self.elastic)
+                self._prepared = self._updated = False
                 self.prepare()
                 return
             except Exception as again:
                 error = again
 
+    def _only_generates(self, lost: Sequence[Any]) -> bool:
+        """Whether what was lost is a rollout that runs ahead: the weights that learn are there."""
+        if not self._prepared or not self.elastic:
+            return False
+        return list(lost) == [self.roles.generating]
+
+    @property
+    def elastic(self) -> bool:
+        """Whether generation goes on with fewer processes where some are lost."""
+        settings = self.config.rollout
+        return bool(settings.max_staleness) and not settings.deterministic
+
+    def _restart_rollout(self) -> None:
+        """Give the rollout the processes that there is room for; batches on their way are redone.
+
+        Learning goes on from the weights as they are.
+        """
+        policy = self.policy
+        assert policy is not None
+        if self.ahead is not None:
+            prompts, self._ahead_state = self.ahead.state(self.step_number)
+            self._stop_ahead()
+            self.prompts.restore(prompts)
+        executor = self.roles.generating
+        self.roles.restart([executor], fewer=True)
+        policy.reset(self.step_number)
+        self._tell_size()
+
+    def _tell_size(self) -> None:
+        executor = self.roles.generating
+        now, planned = executor.processes, executor.planned
+        if planned > 1:
+            until = "" if now == planned else " until there is room for more"
+            self._message(f"{executor.name} goes on with {now} of {planned} processes{until}")
+
+    def _grow(self) -> None:
+        """Take processes in that a rollout ahead of learning lost, where there is room again."""
+        if self.ahead is not None and self.elastic and self.roles.could_grow():
+            self._restart_rollout()
+
     def _step(self) -> Metrics:
+        self._grow()
         step = self.step_number + 1
         before = self.evaluate(step) if step == 1 and self.config.eval.every else {}
         self.timeline.step = step
@@ -291,7 +337,14 @@ class Trainer:
         if self.ahead is None:
             self.ahead = self._start_ahead()
         collected = self.ahead.next(step - 1)
-        batch, metrics = self.recorder.record(lambda: self.algorithm.learn(collected), step)
+        try:
+            batch, metrics = self.recorder.record(lambda: self.algorithm.learn(collected), step)
+        except Exception:
+            policy = self.policy
+            assert policy is not None
+            self._updated = policy.changed or bool(self.algorithm.logged)
+            raise
+        self._updated = True
         return batch, metrics | self.ahead.metrics(batch)
 
     def _draw(self, indices: np.ndarray, number: int) -> dict[str, Any]:
@@ -315,10 +368,19 @@ class Trainer:
         self.prepare()
         if self.inputs.held_out is None:
             return {}
-        if self.ahead is not None:
-            self.ahead.settle(self.step_number)
-        with self._phase("evaluate"):
-            metrics, shown = evaluate(self.config, self.inputs, self.roles)
+        while True:
+            try:
+                if self.ahead is not None:
+                    self.ahead.settle(self.step_number)
+                with self._phase("evaluate"):
+                    metrics, shown = evaluate(self.config, self.inputs, self.roles)
+                break
+            except Exception:
+                # Else the step before it would have to be taken again.
+                if not self._only_generates(lost := self.machines.lost()):
+                    raise
+                self._count(lost[0].lost)
+                self._restart_rollout()
         self._keep_samples(shown, step or self.step_number, "eval", KEPT_SAMPLES)
         return metrics
 
@@ -330,8 +392,11 @@ class Trainer:
             self.checkpoints.save(self.step_number, self._save_states, self._controller_state())
 
     def _save_states(self, folder: Path) -> list[Future]:
-        groups = self.roles.groups.values()
-        return [group.save_state(str(folder)) for group in groups if group.has("save_state")]
+        return [
+            group.save_state(str(folder))
+            for role, group in self.roles.groups.items()
+            if group.has("save_state") and not self.roles.table[role].apart  # it has none
+        ]
 
     def close(self) -> None:
         """Finish writing and stop the pools. The trainer cannot be used after."""
@@ -493,6 +558,7 @@ class Trainer:
         self.history.append(metrics)
         if self.workdir is not None:
             self.workdir.append(METRICS, [metrics])
+        self._updated = False
         if self.display is not None:
             self.display.step(metrics)
         if warning := self._truncation.message(metrics):
@@ -532,8 +598,11 @@ class Trainer:
             self.inputs.tokenizer.save(directory)
 
     def plan_record(self) -> dict[str, Any]:
-        """Where the roles stand: ``placement``, ``allocation`` and ``parallelism``."""
+        """Where the roles stand: ``placement``, ``allocation``, ``parallelism``, on a cluster
+        ``hosts``, by set the host of each process."""
         plan = self.roles.plan
+        executors: list[Any] = [self.roles.pools[roles[0]].executor for roles in plan.placement]
+        hosts = [executor.hosts for executor in executors if hasattr(executor, "hosts")]
         parallelism: dict[str, Any] = {}
         for role, layouts in self.roles.layouts.items():
             parallelism[role] = {"train": train_sizes(layouts.train.mesh.shape)}
@@ -548,6 +617,7 @@ class Trainer:
             "placement": [list(roles) for roles in plan.placement],
             "allocation": list(plan.allocation),
             "parallelism": parallelism,
+            **({"hosts": hosts} if hosts else {}),
             **({"predicted": dict(plan.predicted)} if plan.predicted else {}),
         }
 

@@ -271,6 +271,11 @@ KEYS: dict[str, Any] = {
         "reward_processes": Key(
             1, "processes of a cluster that share the calls of reward functions", at_least(1)
         ),
+        "together": Key(
+            "auto",
+            "label of Ray's nodes whose value is the same for all hosts of a pool; auto: the slice "
+            "on TPUs (ray.io/tpu-slice-name), none elsewhere; none: any hosts",
+        ),
         "heartbeat_seconds": Key(
             30.0, "a process that gives no sign of life for so long counts as lost", above(0)
         ),

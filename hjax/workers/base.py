@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,11 +22,12 @@ from hjax.models.weights import load_decoder, load_scalar
 from hjax.pieces import Pieces
 from hjax.rollout.sampling import Sampling
 from hjax.sharding.across import Arrival, PoolTransition
+from hjax.sharding.arrays import is_array
 from hjax.sharding.layout import RoleLayouts, check_shapes, make_layouts, shard_bytes, without
 from hjax.sharding.manifest import Manifest, check, manifest_of
 from hjax.sharding.offload import to_device, to_host
 from hjax.sharding.pipeline import Stack
-from hjax.sharding.protocols import PROMPT_ID, control, control_in_background
+from hjax.sharding.protocols import PROMPT_ID, control, control_in_background, protocol
 from hjax.sharding.transition import BUCKET_BYTES
 from hjax.workers.optimizer import OptimizerConfig, Prepare, Updater
 from hjax.workers.passes import Batch, Objective, Passes
@@ -128,6 +130,7 @@ class Worker:
         self.context = context
         self.role = context.role
         self.layouts = context.layouts
+        self._applied: dict[Any, Any] = {}
 
     @control
     def initialize(self) -> None:
@@ -169,6 +172,28 @@ class Worker:
 
     def _named(self, state: dict[str, Any]) -> dict[str, Any]:
         return {f"{self.role}.{kind}": tree for kind, tree in state.items()}
+
+    @protocol("3D_PROTO")
+    def apply(self, function: Callable[..., Any], *values: Any) -> Any:
+        """Call a pure function where this role's data is, so that nothing passes the controller.
+
+        Args:
+          function: of a module or a user's file, or a ``functools.partial`` of one; traced and
+            compiled once where the role has devices. Else it gets numpy arrays.
+          values: batches and arrays, split by rows, or futures of them. Of a batch it gets the
+            arrays; what else is in it (texts) stays where it was.
+
+        Returns:
+          what the function does; a batch of the same rows can be handed on as any other.
+        """
+        arrays = tuple(_arrays_of(value) for value in values)
+        if self.layouts is None:
+            return function(*arrays)
+        part = function if isinstance(function, functools.partial) else functools.partial(function)
+        key = part.func, part.args, tuple(sorted(part.keywords.items()))
+        if key not in self._applied:
+            self._applied[key] = jax.jit(part)
+        return self._applied[key](*arrays)
 
     @control
     def take_seconds(self) -> dict[str, float]:
@@ -556,6 +581,13 @@ class TrainedWorker(ModelWorker):
             batch.setdefault(key, number if key in scalars else floats)
         state = self.abstract_state()
         yield "update", lambda: self.updater.trace(state["params"], state["optimizer"], batch)
+
+
+def _arrays_of(value: Any) -> Any:
+    """Of a batch the arrays; another value as it is."""
+    if not isinstance(value, Mapping):
+        return value
+    return {key: x for key, x in value.items() if is_array(x)}
 
 
 def update_reads(worker: type[TrainedWorker], context: WorkerContext, *_: Any) -> tuple[str, ...]:

@@ -1,0 +1,59 @@
+"""Which hosts a pool may stand on, by hand-worked clusters."""
+
+import pytest
+
+from hjax.controller.hosts import SLICE, Room, rooms
+from hjax.errors import ConfigError
+
+
+def host(kind, count, alive=True, **labels):
+    return {"Alive": alive, "Resources": {"CPU": 8.0, kind: float(count)}, "Labels": labels}
+
+
+def slices(**sizes):
+    """TPU hosts of four chips each, by slice."""
+    return [host("TPU", 4, **{SLICE: name}) for name, n in sizes.items() for _ in range(n)]
+
+
+@pytest.mark.parametrize(
+    "processes, each, expected",
+    [
+        (1, 8, [Room("PACK")]),  # a host's GPUs are one process's
+        (2, 8, [Room("PACK")]),
+        (2, 4, [Room("STRICT_PACK"), Room("PACK")]),  # half a host each
+        (4, 4, [Room("PACK")]),
+    ],
+)
+def test_processes_with_gpus_share_a_host_where_one_has_enough(processes, each, expected):
+    assert rooms([host("GPU", 8), host("GPU", 8)], "p", "gpu", processes, each) == expected
+
+
+def test_processes_on_cpus_take_a_host_each():
+    two = [host("CPU", 8), host("CPU", 8)]
+    assert rooms(two, "p", "cpu", 2, 4) == [Room("SPREAD")]
+    assert rooms(two, "p", "cpu", 1, 4) == [Room("PACK")]
+    assert rooms(two[:1], "p", "cpu", 2, 4) == [Room("PACK")]
+    assert rooms([two[0], host("CPU", 8, alive=False)], "p", "cpu", 2, 4) == [Room("PACK")]
+
+
+def test_a_pool_on_tpus_stays_in_one_slice_the_smallest_first():
+    found = rooms(slices(a=4, b=2, c=1), "p", "tpu", 2, 4)
+    assert found == [Room("PACK", ((SLICE, "b"),)), Room("PACK", ((SLICE, "a"),))]
+
+
+def test_functions_stand_anywhere():
+    assert rooms(slices(a=1, b=1), "p", "tpu", 2, 0, "rack") == [Room("SPREAD")]
+
+
+def test_a_label_of_ones_own():
+    racks = [host("GPU", 8, rack=rack) for rack in ("r1", "r1", "r2")]
+    assert rooms(racks, "p", "gpu", 2, 8, "rack") == [Room("PACK", (("rack", "r1"),))]
+    assert rooms(racks, "p", "gpu", 3, 8) == [Room("PACK")]
+
+
+def test_where_labels_do_not_fit_the_error_says_what_does():
+    with pytest.raises(ConfigError, match=r"pool p has 5 processes.* largest, a, takes 4.*=none"):
+        rooms(slices(a=4, b=2), "p", "tpu", 5, 4)
+    with pytest.raises(ConfigError, match=r"together='rack': no host has this label.*tpu-slice"):
+        rooms(slices(a=4), "p", "tpu", 1, 4, "rack")
+    assert rooms([host("TPU", 4)] * 2, "p", "tpu", 2, 4) == [Room("PACK")]  # none is named
