@@ -278,6 +278,27 @@ def test_a_rollout_goes_on_with_fewer_processes_and_takes_new_ones_in(cluster):
         assert [row["step"] for row in trainer.history] == [*range(1, trainer.step_number + 1)]
 
 
+@pytest.mark.slow
+def test_a_call_that_never_ends_is_noticed_though_its_process_answers(tmp_path, cluster):
+    (tmp_path / "stuck.py").write_text(
+        "import hjax, time\n"
+        "class Stuck(hjax.workers.Reference):\n"
+        "    @hjax.protocol('3D_PROTO')\n"
+        "    def compute_ref_log_prob(self, batch):\n"
+        "        time.sleep(1000)\n"
+        "class Hangs(hjax.algorithms.GRPO):\n"
+        "    workers = {'reference': Stuck}\n"
+    )
+    keys = GRPO | {"cluster.call_seconds": 15.0, "cluster.max_restarts": 0}
+    config = tiny_config(f"{tmp_path}/stuck.py:Hangs", keys)
+    trainer = hjax.Trainer(config, tmp_path / "run", Said())
+    try:
+        with pytest.raises(RunError, match=r"all:0 .* has been at reference.* for 15 seconds"):
+            trainer.run()
+    finally:
+        trainer.close()
+
+
 def test_after_so_many_restarts_it_stops_with_the_cause(tmp_path, cluster):
     strike = Strike("reward.compute_reward", 1, "host")
     with pytest.raises(RunError, match=r"replaced 0 times .*max_restarts.* process host:0 .* died"):

@@ -244,6 +244,7 @@ class RayExecutor:
         self._sequence = itertools.count()
         # Calls that were not answered, and the pools whose results they take.
         self._waiting: dict[int, tuple[concurrent.futures.Future, str, set[RayExecutor]]] = {}
+        self._oldest = (-1, 0.0)  # call that was not answered, and since when it is the oldest
         self._dropped: list[int] = []
         self._outbox: list[tuple[Posted, Message, list[Any]]] = []
         self._under_way = 0
@@ -668,6 +669,7 @@ class RayExecutor:
             self._looking.release()
 
     def _beat(self, seconds: float) -> Iterator[str]:
+        self._look_at_calls()
         for handle in list(self._handles):
             if self._lost is not None or self._closed:
                 return
@@ -691,6 +693,17 @@ class RayExecutor:
                 return
             for line in pulse.lines:
                 yield f"{handle.name} {line}"
+
+    def _look_at_calls(self) -> None:
+        """Processes that answer may hang in a program; a call may take so long and no more."""
+        now, most = time.monotonic(), self._cluster.call_seconds
+        with self._lock:
+            number, (_, label, _) = next(iter(self._waiting.items()), (-1, (None, "", set())))
+            if number != self._oldest[0]:
+                self._oldest = number, now
+        if number >= 0 and now - self._oldest[1] > most and self._handles:
+            how = f"has been at {label} for {most:g} seconds (cluster.call_seconds)"
+            self.lose(self._handles[0], how)
 
     def machine(self) -> list[dict[str, Any]]:
         """What each process's probe reads."""
@@ -772,6 +785,7 @@ class RayCluster:
       host_processes: processes of a pool without devices, for functions.
       logs: folder for what the processes print; None: Ray's own.
       heartbeat_seconds: without a sign of life after which a process counts as lost.
+      call_seconds: that a call may take; then its pool counts as lost.
       together: label that the hosts of a pool agree in, see ``hjax.controller.hosts``.
       probe: read in every process, see ``Setup``.
       say: told what a person should see.
@@ -788,11 +802,12 @@ class RayCluster:
         host_processes: int = 1,
         logs: Path | None = None,
         heartbeat_seconds: float = 30.0,
+        call_seconds: float = DEADLINE_SECONDS,
         together: str = "auto",
         probe: Callable[[], Any] | None = None,
         say: Callable[[str], None] = lambda text: None,
     ):
-        self.together = together
+        self.together, self.call_seconds = together, call_seconds
         self.logs = None if logs is None else Path(logs).absolute()
         self._host_processes, self._probe = host_processes, probe
         self.heartbeat_seconds = heartbeat_seconds

@@ -108,6 +108,7 @@ class OnCluster:
             host_processes=settings.reward_processes,
             logs=None if workdir is None else Path(workdir) / LOGS,
             heartbeat_seconds=settings.heartbeat_seconds,
+            call_seconds=settings.call_seconds,
             together=settings.together,
             probe=MachineProbe,
             say=say,

@@ -279,6 +279,11 @@ KEYS: dict[str, Any] = {
         "heartbeat_seconds": Key(
             30.0, "a process that gives no sign of life for so long counts as lost", above(0)
         ),
+        "call_seconds": Key(
+            7200.0,
+            "a call of a model that takes longer counts as hanging, and its processes as lost",
+            above(0),
+        ),
         "max_restarts": Key(
             3, "lost processes are replaced so many times; then the run stops", at_least(0)
         ),
