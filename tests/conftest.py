@@ -10,6 +10,7 @@ and the cache, not the number of devices.
 import contextlib
 import dataclasses
 import fcntl
+import gc
 import importlib.metadata
 import io
 import os
@@ -50,6 +51,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
     Slow ones train, and need what LLVM does for the speed of programs.
     """
+    # What was imported stays; collecting garbage need not look through it every time.
+    gc.freeze()
+    gc.set_threshold(200_000, 50, 50)
     if xla_bridge.backends_are_initialized():
         raise pytest.UsageError(
             "importing one of the test modules starts a JAX backend, which then keeps its devices "

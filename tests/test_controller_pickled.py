@@ -53,9 +53,12 @@ def pickling():
 
 
 @pytest.mark.parametrize(
-    # Stories' step is GRPO's, of a larger model.
+    # Everyday those with most roles, and the one without rollouts.
     "name",
-    [pytest.param(n, marks=[pytest.mark.slow] if n == "stories" else []) for n in RUNNABLE],
+    [
+        pytest.param(n, marks=[] if n in ("ppo", "safe_rlhf", "sft") else [pytest.mark.slow])
+        for n in RUNNABLE
+    ],
 )
 def test_a_shipped_config_has_the_same_metrics(name, request):
     if name == "stories":

@@ -46,10 +46,16 @@ def test_the_update_takes_the_coefficient_of_the_batch(rows):
 @pytest.mark.parametrize(
     "layout",
     [
-        {"actor.micro_batch": 4, "layout.actor.train.data": 4, "layout.actor.train.tensor": 2},
-        {"layout.actor.train.data": 4, "layout.actor.train.pipe": 2},
+        pytest.param(
+            {"actor.micro_batch": 4, "layout.actor.train.data": 4, "layout.actor.train.tensor": 2},
+            id="micro-batches",
+        ),
+        pytest.param(
+            {"layout.actor.train.data": 4, "layout.actor.train.pipe": 2},
+            id="pipeline",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["micro-batches", "pipeline"],
 )
 def test_the_coefficient_reaches_every_micro_batch(layout, tmp_path):
     # Another model is the reference, so that there is a KL before the first update.

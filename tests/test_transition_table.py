@@ -12,9 +12,10 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 SWEEP = """
-import json
+import gc, json
 from hjax.machine import simulated_devices
 from hjax.studies.transition_docs import measured_rows, transition_markdown
+gc.freeze()  # each case collects; what was imported need not be looked through every time
 rows = list(measured_rows(simulated_devices(DEVICES)))
 print(json.dumps({"rows": rows, "text": transition_markdown(rows)}))
 """

@@ -102,6 +102,9 @@ def main(topology):
     from hjax.dryrun.topologies import find_topology, prepare_environment
 
     prepare_environment()
+    import jax
+
+    jax.config.update("jax_optimization_level", "O0")  # where outputs stand is decided before
     devices = find_topology(topology).devices
     print(json.dumps({name: update_on(devices, train) for name, train in LAYOUTS.items()}))
 

@@ -17,13 +17,14 @@ from typing import Any
 
 import jax
 
+from hjax.dryrun.account import account
 from hjax.dryrun.programs import StepProgram, memory_of
 from hjax.dryrun.topologies import Topology, parse_memory_error
 from hjax.errors import RunError
 from hjax.xla.collectives import collectives
 from hjax.xla.flops import count_flops
 
-FORMAT = 2  # of the kept results; a change makes older ones be compiled again
+FORMAT = 3  # of the kept results; a change makes older ones be compiled again
 TPU_DUMP = {"xla_dump_hlo_as_text": True}
 
 
@@ -42,9 +43,9 @@ def compile_program(
     Returns:
       ``role``, ``program``, ``rows``, ``runs`` (per step), ``flops`` and ``received_bytes`` (per
       device and run), the bytes of ``programs.memory_of``, ``collectives`` (by kind: ``count`` and
-      ``received_bytes``), ``seconds`` it took to compile, ``kept`` (read back, not compiled). Of a
-      program that the compiler refuses ``refused_bytes``, what it would need, and
-      ``total_bytes`` the same, but no other bytes and no collectives.
+      ``received_bytes``), ``roofline`` (of ``account``), ``seconds`` it took to compile, ``kept``
+      (read back, not compiled). Of a program that the compiler refuses ``refused_bytes``, what it
+      would need, and ``total_bytes`` the same, but no other bytes, collectives or roofline.
 
     Raises:
       RunError: it does not compile for another reason than memory.
@@ -111,6 +112,7 @@ def _compile(lowered: Any, program: StepProgram, topology: Topology) -> dict[str
         **memory_of(compiled),
         "received_bytes": sum(kind["received_bytes"] for kind in by_kind.values()),
         "collectives": by_kind,
+        "roofline": account(text, topology, program.loop_trips),
         "seconds": seconds,
     }
 

@@ -10,7 +10,9 @@ import jax
 from ml_collections import ConfigDict
 
 from hjax.algorithms import get_algorithm
+from hjax.dryrun.account import limits_of, speeds
 from hjax.dryrun.compilation import compile_program
+from hjax.dryrun.minimum import minimum
 from hjax.dryrun.programs import (
     Rehearsal,
     add_held,
@@ -57,7 +59,7 @@ def compile_step(asked: CompileRequest, console: Any) -> dict[str, Any]:
     algorithm = get_algorithm(config.algorithm.name)
     inputs = shape_inputs(config, supervised=not algorithm.generates)
     topology = find_topology(asked.topology)
-    devices = topology.devices
+    devices, limits = topology.devices, limits_of(topology)
     plan = placed(config, algorithm, len(devices))
     roles = describe_roles(config, algorithm, inputs, plan, topology.platform, read_shape)
     rehearsal = rehearse(roles, devices)
@@ -70,6 +72,9 @@ def compile_step(asked: CompileRequest, console: Any) -> dict[str, Any]:
         with console.status(f"compiling {name} ({number} of {len(programs)})"):
             count = plan.allocation[program.set_number]
             record = compile_program(program, topology, count, asked.level, asked.cache)
+        if record.get("roofline") and limits is not None:
+            least = minimum(program, rehearsal, inputs.prompt_length, limits)
+            record |= {"minimum": least} | speeds(record, program, rehearsal, least, limits)
         records.append(add_held(record, program, rehearsal))
         console.print(f"{number:>3}/{len(programs)} {name:<28} {_how(record)}")
     resident = resident_bytes(rehearsal)
@@ -98,9 +103,19 @@ def compile_step(asked: CompileRequest, console: Any) -> dict[str, Any]:
             "sum_bytes": most["sum_bytes"],
             "missing_bytes": max(0, most["sum_bytes"] - memory),
             "verdict": verdict(records, memory),
+            **_predicted(records),
         },
         "fits": most["sum_bytes"] <= memory,
     }
+
+
+def _predicted(records: list[dict[str, Any]]) -> dict[str, float]:
+    """Seconds of a step by data sheet, its programs one after another; none if one was refused."""
+    found = [record.get("roofline") for record in records]
+    if not all(found):
+        return {}
+    seconds = sum(r["roofline"]["seconds"] * r["runs"] for r in records)
+    return {"predicted_seconds": seconds}
 
 
 def _transition(records: list[dict[str, Any]], rehearsal: Rehearsal) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from hjax.show.tables import wide_console
 LEVELS = ("O0", "O1", "O2", "O3")
 HELP = """\
 usage: python -m hjax.launch.compile --config=NAME.py --topology=KIND:SIZES [--json]
-                                     [--optimization=O0] [--nocache] [--config.a.b=VALUE ...]
+                                     [--roofline] [--optimization=O0] [--nocache]
+                                     [--config.a.b=VALUE ...]
 
 Compile every program of a training step with the compiler of hardware that this machine does not
 have, and say what each needs: memory, collectives, FLOPs. Nothing is run. A step that does not fit
@@ -32,6 +33,8 @@ into the devices' memory is refused with the bytes missing.
                         pip install 'jax[cuda13-local]')
   --config.a.b=VALUE    set a key of the config (docs/config.md lists all). A role's path may name
                         a published shape, such as llama-7b: no weights and no data are needed
+  --roofline            say as well how long each program takes by data sheet, what bounds it, how
+                        far it is from the least it has to do, and which lines cost most
   --optimization=O0     compile quickly to see whether it compiles (O0 to O3); memory is
                         overstated. Without it: as in a run
   --nocache             compile what was compiled before too
@@ -53,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return exit_status(lambda: _run(*parse(arguments)))
 
 
-def parse(arguments: Sequence[str]) -> tuple[Any, bool]:
+def parse(arguments: Sequence[str]) -> tuple[Any, bool, bool]:
     """Read the command line and the config it names.
 
     Raises:
@@ -64,6 +67,7 @@ def parse(arguments: Sequence[str]) -> tuple[Any, bool]:
     flags.DEFINE_string("topology", "", "devices to compile for", flag_values=own)
     flags.DEFINE_string("optimization", "", "level", flag_values=own)
     flags.DEFINE_bool("cache", True, "keep results", flag_values=own)
+    flags.DEFINE_bool("roofline", False, "predicted times", flag_values=own)
     flags.DEFINE_bool("json", False, "one line of JSON", flag_values=own)
     config = load_config(name, rest, own)
     if not own.topology:
@@ -73,15 +77,18 @@ def parse(arguments: Sequence[str]) -> tuple[Any, bool]:
     cache = cache_folder("compile") if own.cache else None
     from hjax.dryrun.step import CompileRequest
 
-    return CompileRequest(name, config, own.topology, own.optimization, cache), own.json
+    asked = CompileRequest(name, config, own.topology, own.optimization, cache)
+    return asked, own.json, own.roofline
 
 
-def _run(asked: Any, as_json: bool) -> int:
+def _run(asked: Any, as_json: bool, roofline: bool) -> int:
     from hjax.dryrun.step import compile_step
 
     console = wide_console()
     description = compile_step(asked, console)
     show(description, console)
+    if roofline:
+        show_roofline(description, console)
     if as_json:
         sys.stdout.flush()
         print(json_line(description))
@@ -118,6 +125,27 @@ def show(description: dict[str, Any], console: Any) -> None:
         f"a step: {flop_count(step['flops'])} and {size(step['received_bytes'])} received per "
         f"device; {step['verdict']}"
     )
+
+
+def show_roofline(description: dict[str, Any], console: Any) -> None:
+    """Print how long the programs take by data sheet, and where."""
+    from hjax.show.format import seconds
+    from hjax.show.roofline_table import costliest_table, roofline_table
+
+    records = [record for record in description["programs"] if record.get("roofline")]
+    if not records:
+        console.print(f"no data sheet of {description['topology']['device_kind']}: no roofline")
+        return
+    console.print(roofline_table(records))
+    for record in sorted(records, key=lambda r: -r["roofline"]["seconds"] * r["runs"])[:3]:
+        console.print(costliest_table(record))
+    if opaque := sorted({name for r in records for name in r["roofline"]["opaque"]}):
+        console.print(f"kernels that do not say what they multiply: {', '.join(opaque[:5])}")
+    if total := description["step"].get("predicted_seconds"):
+        console.print(
+            f"a step's programs, one after another, by data sheet: {seconds(total)}; what kernels "
+            "lose within themselves, launches and the host are not in it"
+        )
 
 
 if __name__ == "__main__":

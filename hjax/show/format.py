@@ -21,6 +21,14 @@ def duration(value: float) -> str:
     return f"{value:.2f} s" if value < 10 else f"{value:.1f} s"
 
 
+def seconds(value: float) -> str:
+    """Seconds of any size: `1.24 s`, `12.3 ms`, `85 µs`."""
+    for power, unit in ((0, "s"), (-3, "ms")):
+        if value >= 10.0**power:
+            return f"{value / 10.0**power:.3g} {unit}" if value < 1000 else clock(value)
+    return f"{value * 1e6:.3g} µs"
+
+
 def clock(value: float) -> str:
     """Minutes and seconds, or hours: `3:05`, `2:00:00`."""
     whole = int(value + 0.5)

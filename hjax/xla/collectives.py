@@ -107,7 +107,7 @@ def _inside(module: Module, computation: Computation, loop_trips: int | None) ->
                 Collective(
                     kind,
                     computation.operand_bytes(instruction),
-                    _groups(instruction, kind, module.devices),
+                    groups_of(instruction, kind, module.devices),
                 )
             )
         elif opcode == "while":
@@ -150,7 +150,7 @@ def _times(found: Sequence[Collective], trips: int) -> list[Collective]:
     return [dataclasses.replace(c, times=c.times * trips) for c in found if trips]
 
 
-def _groups(instruction: Instruction, kind: str, devices: int) -> Groups:
+def groups_of(instruction: Instruction, kind: str, devices: int) -> Groups:
     attribute = "source_target_pairs" if kind == "collective-permute" else "replica_groups"
     found = re.search(rf"\b{attribute}=", instruction.attributes)
     text = instruction.attributes[found.end() :] if found else "{}"

@@ -43,15 +43,85 @@ def shape_bytes(shape: str) -> int:
     total = 0
     # A layout may hold what looks like a shape's dimensions; tiles and comments go with it.
     for kind, dims in _ARRAY.findall(re.sub(r"\{[^{}]*\}|/\*.*?\*/", "", shape)):
-        bits = _BITS.get(kind)
-        if bits is None:
-            digits = re.match(r"[a-z]+(\d+)", kind)
-            if digits is None:
-                raise ValueError(f"unknown type in HLO text: {shape}")
-            bits = int(digits[1])
         sizes = [int(n.lstrip("<= ")) for n in dims.split(",") if n.strip()]
-        total += -(-bits * math.prod(sizes) // 8)
+        total += -(-_bits(kind, shape) * math.prod(sizes) // 8)
     return total
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayShape:
+    """An array as a compiler lays it out.
+
+    Attributes:
+      kind: of its elements, e.g. ``bf16``.
+      bits: of one.
+      sizes: of its dimensions, in the program's order.
+      order: its dimensions from minor to major; empty where the text has no layout.
+      tile: sizes of the tiles that the most minor dimensions are cut into, major first; empty:
+        none.
+      space: number of the memory it is in; 0 is the device's main memory, on a TPU 1 the vector
+        unit's own, 5 the host's.
+    """
+
+    kind: str
+    bits: int
+    sizes: tuple[int, ...]
+    order: tuple[int, ...] = ()
+    tile: tuple[int, ...] = ()
+    space: int = 0
+
+    @property
+    def elements(self) -> int:
+        """Their number, without what fills tiles up."""
+        return math.prod(self.sizes)
+
+    @property
+    def bytes(self) -> int:
+        """That it takes in memory, its last tiles filled up."""
+        sizes = list(self.sizes)
+        for i, side in enumerate(reversed(self.tile)):
+            if i < len(self.order):
+                at = self.order[i]
+                sizes[at] = -(-sizes[at] // side) * side
+        return -(-self.bits * math.prod(sizes) // 8)
+
+
+_LAID_OUT = re.compile(r"\b([a-z]\w*)\[([\d,<= ]*)\](?:\{([^{}]*)\})?")
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def arrays_of(shape: str) -> tuple[ArrayShape, ...]:
+    """The arrays of a shape, those of a tuple in its order.
+
+    Raises:
+      ValueError: a type that is not known.
+    """
+    found = []
+    for kind, dims, layout in _LAID_OUT.findall(re.sub(r"/\*.*?\*/", "", shape)):
+        sizes = tuple(int(n.lstrip("<= ")) for n in dims.split(",") if n.strip())
+        order, _, rest = layout.partition(":")
+        tile = re.match(r"T\(([\d,]+)\)", rest)
+        space = re.search(r"S\((\d+)\)", rest)
+        found.append(
+            ArrayShape(
+                kind,
+                _bits(kind, shape),
+                sizes,
+                tuple(int(n) for n in order.split(",") if n.isdigit()),
+                tuple(int(n) for n in tile[1].split(",")) if tile else (),
+                int(space[1]) if space else 0,
+            )
+        )
+    return tuple(found)
+
+
+def _bits(kind: str, shape: str) -> int:
+    if kind in _BITS:
+        return _BITS[kind]
+    digits = re.match(r"[a-z]+(\d+)", kind)
+    if digits is None:
+        raise ValueError(f"unknown type in HLO text: {shape}")
+    return int(digits[1])
 
 
 def entry_shape(shape: str, index: int) -> str:
@@ -119,6 +189,12 @@ class Computation:
         """The instruction whose value is the computation's."""
         return list(self.instructions.values())[-1]
 
+    @functools.cached_property
+    def parameters(self) -> list[Instruction]:
+        """Its arguments, by their numbers."""
+        found = [i for i in self.instructions.values() if i.opcode == "parameter"]
+        return sorted(found, key=lambda i: int(i.literal))
+
     def operand_bytes(self, instruction: Instruction) -> int:
         """Bytes of an instruction's arguments together."""
         return sum(shape_bytes(self.instructions[name].shape) for name in instruction.operands)
@@ -147,11 +223,37 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A program: its computations by name, its entry, and how many devices run it."""
+    """A program.
+
+    Attributes:
+      computations: by name.
+      entry: that which runs.
+      devices: that run it.
+      head: its text before the first computation, with the tables of source lines.
+    """
 
     computations: Mapping[str, Computation]
     entry: Computation
     devices: int
+    head: str = ""
+
+    @functools.cached_property
+    def frames(self) -> Mapping[int, tuple[str, ...]]:
+        """By number the places (``FILE:LINE``) that called each other, innermost first."""
+        return _frames(self.head)
+
+    def source(self, instruction: Instruction) -> str:
+        """``FILE:LINE`` that an instruction comes from: the innermost that is no library's.
+
+        Empty where the program says none.
+        """
+        here = re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.attributes)
+        if here:
+            return f"{here[1]}:{here[2]}"
+        frame = instruction.number("stack_frame_id")
+        places = self.frames.get(frame or 0, ())
+        own = [place for place in places if "site-packages" not in place]
+        return (own or list(places) or [""])[0]
 
     def trips(self, computation: Computation, loop: Instruction) -> int | None:
         """How often a ``while`` of ``computation`` runs its body; None if the text doesn't tell.
@@ -216,7 +318,46 @@ def parse(text: str) -> Module:
         raise ValueError("no ENTRY computation; give what compiled.as_text() returns")
     header = text[: text.index("\n")]
     sizes = (re.search(rf"{what}=(\d+)", header) for what in ("num_partitions", "replica_count"))
-    return Module(computations, entry, math.prod(int(n[1]) for n in sizes if n))
+    devices = math.prod(int(n[1]) for n in sizes if n)
+    first = re.search(r"^(ENTRY )?%", text, re.M)
+    return Module(computations, entry, devices, text[: first.start() if first else 0])
+
+
+_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+
+
+def _frames(text: str) -> dict[int, tuple[str, ...]]:
+    """Where each stack frame that a module's head lists stands, and what called it."""
+    tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
+    table = None
+    for line in text.splitlines()[1:]:
+        if line in tables:
+            table = tables[line]
+        elif table is not None and (entry := re.match(r"(\d+) (.*)", line)):
+            table[int(entry[1])] = entry[2]
+        elif line and not line.isspace():
+            break
+    files = {number: name.strip('"') for number, name in tables["FileNames"].items()}
+    places = {}
+    for number, value in tables["FileLocations"].items():
+        fields = {key: int(n) for key, n in re.findall(r"(\w+)=(\d+)", value)}
+        places[number] = f"{files.get(fields.get('file_name_id', 0), '')}:{fields.get('line', 0)}"
+    frames = {}
+    for number, value in tables["StackFrames"].items():
+        fields = {key: int(n) for key, n in re.findall(r"(\w+)=(\d+)", value)}
+        frames[number] = fields.get("file_location_id", 0), fields.get("parent_frame_id", 0)
+    # Some printers count parents from 1, where 1 is none.
+    shift = int(any(parent == number for number, (_, parent) in frames.items()))
+    found: dict[int, tuple[str, ...]] = {}
+    for number in frames:
+        chain: list[str] = []
+        at = number
+        while at in frames and len(chain) <= len(frames):
+            place, parent = frames[at]
+            chain.append(places.get(place, ""))
+            at = parent - shift
+        found[number] = tuple(chain)
+    return found
 
 
 def _pick_entry(found: dict[str, Instruction], operand: str) -> None:

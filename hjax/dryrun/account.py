@@ -1,0 +1,94 @@
+"""How long a topology's devices need for a compiled program, by data sheet: ``--roofline``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hjax.dryrun.programs import Rehearsal, StepProgram, phase_of
+from hjax.dryrun.topologies import Topology, parse_topology
+from hjax.planning.hardware import DEVICES
+from hjax.xla.roofline import Limits, Operation, roofline
+
+COSTLIEST = 10  # source lines that are kept of a program
+# Sides of a torus from which on its links go round.
+_WRAPS = {"v5e": 16, "v6e": 16}
+
+
+def limits_of(topology: Topology) -> Limits | None:
+    """Peaks and bandwidths of a topology's devices; None for kinds without a data sheet here.
+
+    Of a torus one axis counts, both ways round where its links do.
+    """
+    kind, sizes = parse_topology(topology.name)
+    device = DEVICES.get(kind)
+    if device is None:
+        return None
+    if not device.torus:
+        per_host = sizes[1]
+        network = device.network / device.per_host
+        return Limits(
+            device.flops, device.bandwidth, device.link, network=network, domain=per_host
+        )
+    round_trip = max(sizes) >= _WRAPS.get(kind, 4)
+    link = device.link if round_trip else device.link / 2
+    return Limits(device.flops, device.bandwidth, link, default_float32=False)
+
+
+def account(text: str, topology: Topology, loop_trips: int | None) -> dict[str, Any] | None:
+    """What ``roofline`` says of a program, as JSON; None where the devices are not known.
+
+    Returns:
+      ``seconds``, ``bytes``, ``flops``, ``received_bytes``, ``synchronous_bytes``, per device and
+      run; ``memory_seconds``, ``compute_seconds``, ``network_seconds``, which make up the first;
+      ``bound``; ``costliest``: the lines of source that take longest, each with ``source``,
+      ``name``, ``times``, ``seconds``, ``bytes``, ``flops``, ``received_bytes``; ``opaque``:
+      kernels that do not say what they multiply.
+    """
+    limits = limits_of(topology)
+    if limits is None:
+        return None
+    found = roofline(text, limits, loop_trips)
+    return {
+        "seconds": found.seconds,
+        "bytes": found.bytes,
+        "flops": found.flops,
+        "received_bytes": found.received,
+        "synchronous_bytes": found.synchronous,
+        "memory_seconds": found.memory_seconds,
+        "compute_seconds": found.product_seconds,
+        "network_seconds": found.exposed_seconds,
+        "bound": found.bound,
+        "costliest": [_line(operation) for operation in found.by_source()[:COSTLIEST]],
+        "opaque": list(found.opaque),
+    }
+
+
+def speeds(
+    record: dict[str, Any],
+    program: StepProgram,
+    rehearsal: Rehearsal,
+    least: dict[str, float] | None,
+    limits: Limits,
+) -> dict[str, float]:
+    """``mfu``: the least products at the peak's rate, over the predicted time; of generation and
+    updates ``tokens_per_second``, of responses over all devices."""
+    seconds = record["roofline"]["seconds"]
+    if least is None or not seconds:
+        return {}
+    found = {"mfu": least["flops"] / limits.flops["bfloat16"] / seconds}
+    if phase_of(program.name) != "prepare":
+        length = rehearsal.workers[program.role].context.max_response_length
+        found["tokens_per_second"] = program.rows * length / seconds
+    return found
+
+
+def _line(operation: Operation) -> dict[str, Any]:
+    return {
+        "source": operation.source,
+        "name": operation.name,
+        "times": operation.times,
+        "seconds": operation.seconds,
+        "bytes": operation.bytes,
+        "flops": operation.flops,
+        "received_bytes": operation.received,
+    }

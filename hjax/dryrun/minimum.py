@@ -1,0 +1,109 @@
+"""The least that a step's program has to do, by arithmetic alone: what its account stands beside.
+
+Per device and run: the matrix products of the tokens that there are, parameters and moments read
+and written once, and the collectives that the layout cannot do without. What a program passes many
+times over has a cause.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import numpy as np
+
+from hjax.dryrun.programs import Rehearsal, StepProgram, phase_of
+from hjax.models import arithmetic
+from hjax.models.config import ModelConfig
+from hjax.sharding.layout import Layout, shard_bytes
+from hjax.xla.roofline import Limits
+
+
+def minimum(
+    program: StepProgram, rehearsal: Rehearsal, prompt_length: int, limits: Limits
+) -> dict[str, float] | None:
+    """What a program has to do at the least.
+
+    Returns:
+      ``flops``, ``bytes``, ``received_bytes``, per device and run, and ``seconds``, the longest
+      that one of the three takes; None of a transition (HybridFlow's formula is its minimum) and
+      of models that a worker of a user's own makes.
+    """
+    worker = rehearsal.workers[program.role]
+    phase = phase_of(program.name)
+    network = getattr(worker, "network", None)
+    if network is None or program.name.startswith("transition"):
+        return None
+    context, model = worker.context, network.config
+    generates = phase == "generate"
+    layout: Layout = worker.layouts.generate if generates else worker.layouts.train
+    samples = 1 if program.name.endswith("greedy") else context.samples
+    tokens = Tokens(program.rows, samples, prompt_length, context.max_response_length)
+    element = np.dtype(context.compute.dtype).itemsize
+    weights = arithmetic.parameters(model, worker.scalar) * element
+    shared = layout.ways("heads") * layout.ways("layers")
+    held = weights / shared  # of the parameters, of which each device needs all that passes it
+    parts = layout.ways("embed")
+    gather = held * (parts - 1) / parts
+    forward = tokens.forward_flops(model, worker.scalar) / layout.mesh.size
+    if generates:
+        steps = context.max_response_length
+        cache = arithmetic.cache_bytes(model, element) * tokens.read_while_decoding
+        moved = steps * held + cache / layout.mesh.size
+        flops, received = forward, 0.0
+    elif phase == "update":
+        state = sum(shard_bytes(tree) for tree in worker.abstract_state().values())
+        moved, flops = 2.0 * state, 3 * forward
+        copies = layout.ways("batch") // parts
+        # Gathered for the forward and the backward pass, its gradients scattered, then summed
+        # over whole copies.
+        received = 3 * gather + 2 * held / parts * (copies - 1) / copies
+    else:
+        stored = {"params": worker.abstract_state()["params"]}
+        moved = float(sum(shard_bytes(tree) for tree in jax.tree.leaves(stored)))
+        flops, received = forward, gather
+    if (t := layout.ways("heads")) > 1:
+        # Of every layer's two sums over its parts, a reduce-scatter and an all-gather each.
+        rows = tokens.all / layout.ways("batch")
+        passes = {"update": 2}.get(phase, 1)
+        sums = 2 * 2 * (t - 1) / t * model.layers / layout.ways("layers")
+        received += passes * sums * rows * model.hidden_size * element
+    kind = "bfloat16" if element == 2 or not limits.default_float32 else "float32"
+    seconds = max(
+        flops / limits.flops[kind], moved / limits.bandwidth, received / limits.link
+    )
+    return {"flops": flops, "bytes": moved, "received_bytes": received, "seconds": seconds}
+
+
+class Tokens:
+    """Those of a batch, of whose prompts each is passed once for all its samples.
+
+    Args:
+      rows: responses.
+      samples: of a prompt.
+      prompt, response: tokens of each.
+    """
+
+    def __init__(self, rows: int, samples: int, prompt: int, response: int):
+        self.rows, self.groups = rows, max(rows // samples, 1)
+        self.prompt, self.response = prompt, response
+
+    @property
+    def all(self) -> int:
+        """Tokens that pass the layers."""
+        return self.groups * self.prompt + self.rows * self.response
+
+    @property
+    def read_while_decoding(self) -> float:
+        """Tokens whose keys and values are read, over all steps: each prompt's once a step for all
+        its samples, of each response those before."""
+        return self.response * (self.groups * self.prompt + self.rows * self.response / 2)
+
+    def forward_flops(self, model: ModelConfig, scalar: bool) -> float:
+        """Matrix products of a forward pass; the head's of the responses alone."""
+        layers = 2.0 * model.layers * arithmetic.active_layer_parameters(model) * self.all
+        head = 2.0 * model.hidden_size * (1 if scalar else model.vocab_size)
+        pairs = self.groups * self.prompt**2 / 2
+        pairs += self.rows * self.response * (self.prompt + self.response / 2)
+        attention = 4.0 * model.heads * model.head_dim * model.layers * pairs
+        return math.fsum([layers, head * self.rows * self.response, attention])

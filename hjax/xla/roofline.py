@@ -1,0 +1,741 @@
+"""What a compiled program takes at the least on a device, by the compiler's own text.
+
+Each operation takes as long as the slower of what it moves to and from main memory and what it
+multiplies; transfers that the program starts early are hidden behind what runs meanwhile, as far as
+that leaves their wire or the memory free. So it is a bound by bandwidths and peaks (a roofline,
+Williams et al. 2009): what kernels lose within themselves, launches and contention are not in it.
+
+Counted are loops by their trips, tiles that are filled up, slices (of what is cut out of an array,
+not all of it), updates in place (what is written), and memory on the chip (nothing).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+
+from hjax.xla.collectives import KINDS, Collective, groups_of
+from hjax.xla.hlo import ArrayShape, Computation, Instruction, Module, arrays_of, parse
+
+# They name, pick, or mark: nothing moves.
+_FREE = frozenset(
+    """parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id
+    optimization-barrier add-dependency domain opt-barrier copy-done async-done async-update
+    get-dimension-size infeed outfeed""".split()
+)
+# Elements of the result need as many of the operand.
+_SAME_ELEMENTS = frozenset("bitcast reshape copy transpose convert bitcast-convert reverse".split())
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """A device's.
+
+    Attributes:
+      flops: operations per second of matrix products, by the type of their operands; ``float32``
+        those of the fullest precision.
+      bandwidth: bytes per second of main memory.
+      link: bytes per second that a device receives from others of its domain.
+      network: the same from beyond it; None: as ``link``.
+      domain: devices that reach each other over links, numbered one after another; 0: all.
+      default_float32: whether products of float32 arrays run at ``float32``'s rate unless the
+        program asks for less (a TPU takes bfloat16's, unless it asks for more).
+    """
+
+    flops: Mapping[str, float]
+    bandwidth: float
+    link: float
+    default_float32: bool = True
+    network: float | None = None
+    domain: int = 0
+
+    def seconds(self, collective: Collective) -> float:
+        """That a collective takes alone."""
+        apart = self.domain and any(
+            len({member // self.domain for member in group}) > 1 for group in collective.groups
+        )
+        rate = self.network if apart and self.network is not None else self.link
+        return collective.received_bytes / rate
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """An instruction and what all its runs take together.
+
+    Attributes:
+      name, opcode: as printed.
+      source: ``FILE:LINE`` that it comes from.
+      times: how often it runs.
+      bytes: to and from main memory.
+      flops: of matrix products.
+      received: bytes from other devices.
+      seconds: that it adds to the program.
+    """
+
+    name: str
+    opcode: str
+    source: str
+    times: float
+    bytes: float
+    flops: float
+    received: float
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Roofline:
+    """A program's account, per device and run.
+
+    Attributes:
+      seconds: all of it.
+      bytes: to and from main memory.
+      flops: of matrix products.
+      received: bytes from other devices.
+      synchronous: of these, those that nothing runs beside.
+      memory_seconds, product_seconds, exposed_seconds: of ``seconds``, what memory and products
+        bound, and what is waited for other devices or early copies.
+      operations: the costliest first.
+      opaque: names of kernels that do not say what they multiply.
+    """
+
+    seconds: float
+    bytes: float
+    flops: float
+    received: float
+    synchronous: float
+    memory_seconds: float
+    product_seconds: float
+    exposed_seconds: float
+    operations: tuple[Operation, ...]
+    opaque: tuple[str, ...]
+
+    @property
+    def bound(self) -> str:
+        """What most of the time goes to: ``memory``, ``compute`` or ``network``."""
+        parts = {
+            "memory": self.memory_seconds,
+            "compute": self.product_seconds,
+            "network": self.exposed_seconds,
+        }
+        return max(parts, key=lambda name: parts[name])
+
+    def by_source(self) -> list[Operation]:
+        """Operations of one source line as one, the costliest first."""
+        found: dict[str, list[Operation]] = {}
+        for operation in self.operations:
+            found.setdefault(operation.source or operation.name, []).append(operation)
+        merged = [
+            Operation(
+                max(items, key=lambda o: o.seconds).name,
+                max(items, key=lambda o: o.seconds).opcode,
+                source,
+                sum(o.times for o in items),
+                sum(o.bytes for o in items),
+                sum(o.flops for o in items),
+                sum(o.received for o in items),
+                sum(o.seconds for o in items),
+            )
+            for source, items in found.items()
+        ]
+        return sorted(merged, key=lambda o: -o.seconds)
+
+
+def roofline(text: str, limits: Limits, loop_trips: int | None = None) -> Roofline:
+    """The account of a compiled program.
+
+    Args:
+      text: what ``compiled.as_text()`` returns, or a TPU's compiler printed.
+      limits: of the devices.
+      loop_trips: taken for loops whose number of trips the text does not tell.
+
+    Raises:
+      ValueError: text that is not a compiled module's; a loop of unknown trips, and no
+        ``loop_trips``.
+    """
+    module = parse(text)
+    account = _Account(module, limits, loop_trips)
+    total = account.of(module.entry)
+    operations = sorted(total.operations, key=lambda o: -o.seconds)
+    return Roofline(
+        total.seconds,
+        sum(o.bytes for o in operations),
+        sum(o.flops for o in operations),
+        sum(o.received for o in operations),
+        total.synchronous,
+        total.memory,
+        total.product,
+        total.exposed,
+        tuple(operations),
+        tuple(dict.fromkeys(account.opaque)),
+    )
+
+
+@dataclasses.dataclass
+class _Step:
+    """What runs in a computation, in its order.
+
+    Attributes:
+      seconds: it takes.
+      wire, memory: of these, in which the wire to other devices and main memory are idle, and not
+        yet used by a transfer beside it.
+    """
+
+    seconds: float
+    wire: float
+    memory: float
+
+
+@dataclasses.dataclass
+class _Total:
+    """Of a computation's one run."""
+
+    seconds: float = 0.0
+    memory: float = 0.0
+    product: float = 0.0
+    exposed: float = 0.0
+    synchronous: float = 0.0
+    wire_idle: float = 0.0
+    memory_idle: float = 0.0
+    operations: list[Operation] = dataclasses.field(default_factory=list)
+
+    def times(self, n: float) -> _Total:
+        numbers = {
+            f.name: getattr(self, f.name) * n
+            for f in dataclasses.fields(self)
+            if f.name != "operations"
+        }
+        scaled = ("times", "bytes", "flops", "received", "seconds")
+        operations = [
+            dataclasses.replace(o, **{name: getattr(o, name) * n for name in scaled})
+            for o in self.operations
+        ]
+        return _Total(**numbers, operations=operations)
+
+
+@dataclasses.dataclass
+class _Transfer:
+    """On its way while other things run.
+
+    Attributes:
+      instruction: that began it.
+      seconds: that it takes alone.
+      begun: number of the steps before it.
+      bytes: to and from main memory.
+      received: from other devices; 0 of a copy within the device.
+    """
+
+    instruction: Instruction
+    seconds: float
+    begun: int
+    bytes: float
+    received: float
+
+
+class _Account:
+    def __init__(self, module: Module, limits: Limits, loop_trips: int | None):
+        self.module, self.limits, self.loop_trips = module, limits, loop_trips
+        self.opaque: list[str] = []
+        self._known: dict[str, _Total] = {}
+
+    def of(self, computation: Computation) -> _Total:
+        """The account of one run of a computation."""
+        if computation.name not in self._known:
+            self._known[computation.name] = self._schedule(computation)
+        return self._known[computation.name]
+
+    def _schedule(self, computation: Computation) -> _Total:
+        total = _Total()
+        steps: list[_Step] = []
+        under_way: dict[str, _Transfer] = {}
+        chains = self._chains(computation)
+        for instruction in computation.instructions.values():
+            opcode = instruction.opcode
+            if opcode.endswith("-done") or opcode == "async-done":
+                begun = under_way.pop(_first(computation, instruction), None)
+                if begun is not None:
+                    self._arrive(begun, steps, total)
+                continue
+            if opcode in _FREE:
+                continue
+            inner = self._inner(computation, instruction)
+            if inner is not None:
+                for name in ("seconds", "memory", "product", "exposed", "synchronous"):
+                    setattr(total, name, getattr(total, name) + getattr(inner, name))
+                total.operations += inner.operations
+                steps.append(_Step(inner.seconds, inner.wire_idle, inner.memory_idle))
+                continue
+            transfer = self._transfer(computation, instruction, len(steps))
+            if transfer is not None:
+                under_way[instruction.name] = transfer
+                continue
+            kind = opcode if opcode in KINDS else ""
+            if kind:
+                self._collective(computation, instruction, kind, steps, total)
+                continue
+            for channel in chains.begins.get(instruction.name, ()):
+                found = chains.collectives[channel]
+                under_way[channel] = _Transfer(
+                    instruction,
+                    self.limits.seconds(found),
+                    len(steps),
+                    0.0,
+                    found.received_bytes,
+                )
+            self._compute(computation, instruction, steps, total)
+            for channel in chains.ends.get(instruction.name, ()):
+                self._arrive(under_way.pop(channel), steps, total)
+        for left in under_way.values():
+            self._arrive(left, steps, total)
+        total.wire_idle = sum(step.wire for step in steps)
+        total.memory_idle = sum(step.memory for step in steps)
+        return total
+
+    # What an instruction is
+
+    def _inner(self, computation: Computation, instruction: Instruction) -> _Total | None:
+        """Of loops, branches and calls."""
+        module, opcode = self.module, instruction.opcode
+        if opcode == "while":
+            (condition,), (body,) = instruction.called("condition"), instruction.called("body")
+            once = self.of(module.computations[body])
+            trips = module.trips(computation, instruction)
+            trips = self.loop_trips if trips is None else trips
+            if trips is None:
+                if not once.operations:
+                    return _Total()
+                raise ValueError(
+                    f"the trips of loop {instruction.name} are not in the program's text; give "
+                    "loop_trips"
+                )
+            del condition  # a comparison of counters
+            return once.times(trips)
+        if opcode == "conditional":
+            names = [
+                name
+                for attribute in ("branch_computations", "true_computation", "false_computation")
+                for name in instruction.called(attribute)
+            ]
+            branches = [self.of(module.computations[name]) for name in names]
+            return max(branches, key=lambda total: total.seconds, default=_Total())
+        if opcode == "call":
+            [name] = instruction.called("to_apply")
+            return self.of(module.computations[name])
+        return None
+
+    def _transfer(
+        self, computation: Computation, instruction: Instruction, steps: int
+    ) -> _Transfer | None:
+        """What goes on beside what follows, until its -done."""
+        opcode, limits = instruction.opcode, self.limits
+        kind = opcode.removesuffix("-start")
+        if opcode.endswith("-start") and kind in KINDS:
+            found = self._collective_of(computation, instruction, kind)
+            size = found.received_bytes
+            return _Transfer(instruction, limits.seconds(found), steps, 0.0, size)
+        if opcode == "copy-start":
+            read = arrays_of(computation.instructions[instruction.operands[0]].shape)
+            written = arrays_of(instruction.shape)[:1]
+            moved = _main(read) + _main(written)
+            return _Transfer(instruction, moved / limits.bandwidth, steps, moved, 0.0)
+        if opcode == "async-start":
+            moved = received = 0.0
+            for name in instruction.called("calls"):
+                inner = self.of(self.module.computations[name])
+                moved += sum(o.bytes for o in inner.operations)
+                received += sum(o.received for o in inner.operations)
+            seconds = max(moved / limits.bandwidth, received / limits.link)
+            return _Transfer(instruction, seconds, steps, moved, received)
+        if opcode in ("send", "recv"):
+            sent = sum(a.bytes for a in arrays_of(instruction.shape)[:1])
+            return _Transfer(instruction, sent / limits.link, steps, 0.0, sent)
+        return None
+
+    def _chains(self, computation: Computation) -> _Chains:
+        """Collectives that run inside several fusions, from the first to the last of a channel."""
+        chains = _Chains()
+        for instruction in computation.instructions.values():
+            if instruction.opcode != "fusion":
+                continue
+            for found_in, inside in self._collectives_in(instruction):
+                kind = inside.opcode.removesuffix("-start").removesuffix("-done")
+                channel = f"channel {inside.number('channel_id')}"
+                first = channel not in chains.collectives
+                if first and kind in KINDS and not inside.opcode.endswith("-done"):
+                    size = found_in.operand_bytes(inside)
+                    groups = groups_of(inside, kind, self.module.devices)
+                    chains.collectives[channel] = Collective(kind, size, groups)
+                    chains.begins.setdefault(instruction.name, []).append(channel)
+                if channel in chains.collectives:
+                    chains.last[channel] = instruction.name
+        for channel, name in chains.last.items():
+            chains.ends.setdefault(name, []).append(channel)
+        return chains
+
+    def _collectives_in(
+        self, fusion: Instruction
+    ) -> Iterable[tuple[Computation, Instruction]]:
+        for name in fusion.called("calls"):
+            inner = self.module.computations[name]
+            for inside in inner.instructions.values():
+                if inside.opcode.removesuffix("-start").removesuffix("-done") in KINDS:
+                    yield inner, inside
+                elif inside.opcode == "fusion":
+                    yield from self._collectives_in(inside)
+
+    # What it takes
+
+    def _collective_of(
+        self, computation: Computation, instruction: Instruction, kind: str
+    ) -> Collective:
+        size = computation.operand_bytes(instruction)
+        return Collective(kind, size, groups_of(instruction, kind, self.module.devices))
+
+    def _collective(
+        self,
+        computation: Computation,
+        instruction: Instruction,
+        kind: str,
+        steps: list[_Step],
+        total: _Total,
+    ) -> None:
+        found = self._collective_of(computation, instruction, kind)
+        received, seconds = found.received_bytes, self.limits.seconds(found)
+        total.seconds += seconds
+        total.exposed += seconds
+        total.synchronous += received
+        steps.append(_Step(seconds, 0.0, seconds))
+        self._note(instruction, 0.0, 0.0, received, seconds, total)
+
+    def _compute(
+        self,
+        computation: Computation,
+        instruction: Instruction,
+        steps: list[_Step],
+        total: _Total,
+    ) -> None:
+        moved, products = self._moved(computation, instruction), 0.0
+        reading = moved / self.limits.bandwidth
+        flops = 0.0
+        for kind, count in self._products(computation, instruction).items():
+            flops += count
+            products += count / self.limits.flops.get(kind, self.limits.flops["bfloat16"])
+        seconds = max(reading, products)
+        total.seconds += seconds
+        if products > reading:
+            total.product += seconds
+        else:
+            total.memory += seconds
+        steps.append(_Step(seconds, seconds, seconds - reading))
+        self._note(instruction, moved, flops, 0.0, seconds, total)
+
+    def _arrive(self, transfer: _Transfer, steps: list[_Step], total: _Total) -> None:
+        """What of a transfer nothing ran beside adds to the time."""
+        left = transfer.seconds
+        which = "wire" if transfer.received else "memory"
+        for step in steps[transfer.begun :]:
+            used = min(left, getattr(step, which))
+            setattr(step, which, getattr(step, which) - used)
+            left -= used
+        if left > 0:
+            total.seconds += left
+            total.exposed += left if transfer.received else 0.0
+            total.memory += 0.0 if transfer.received else left
+            steps.append(_Step(left, 0.0 if transfer.received else left, 0.0))
+        if transfer.received and transfer.seconds:
+            total.synchronous += transfer.received * left / transfer.seconds
+        self._note(
+            transfer.instruction, transfer.bytes, 0.0, transfer.received, max(left, 0.0), total
+        )
+
+    def _note(
+        self,
+        instruction: Instruction,
+        moved: float,
+        flops: float,
+        received: float,
+        seconds: float,
+        total: _Total,
+    ) -> None:
+        if moved or flops or received:
+            source = self.module.source(instruction)
+            total.operations.append(
+                Operation(
+                    instruction.name, instruction.opcode, source, 1, moved, flops, received, seconds
+                )
+            )
+
+    # Bytes
+
+    def _moved(self, computation: Computation, instruction: Instruction) -> float:
+        """To and from main memory."""
+        opcode = instruction.opcode
+        if opcode == "fusion":
+            [name] = instruction.called("calls")
+            inner = self.module.computations[name]
+            return self._fusion(computation, instruction, inner)
+        operands = [computation.instructions[name] for name in instruction.operands]
+        written = _main(arrays_of(instruction.shape))
+        if opcode in ("dynamic-slice", "slice", "gather"):
+            return 2 * written + sum(_main(arrays_of(o.shape)) for o in operands[1:])
+        if opcode == "dynamic-update-slice":
+            return 2 * _main(arrays_of(operands[1].shape))
+        if opcode == "scatter":
+            updates = operands[len(operands) // 2 + 1 :] or operands[-1:]
+            return 3 * sum(_main(arrays_of(o.shape)) for o in updates)
+        if opcode in ("iota", "rng", "rng-bit-generator"):
+            return written
+        return written + sum(_main(arrays_of(o.shape)) for o in operands)
+
+    def _fusion(
+        self, computation: Computation, fusion: Instruction, inner: Computation
+    ) -> float:
+        """Of its arguments what is used, and of its results what is new."""
+        demand, written = self._demand(inner)
+        moved = 0.0
+        for parameter, name in zip(inner.parameters, fusion.operands, strict=False):
+            held = arrays_of(computation.instructions[name].shape)
+            if len(held) == 1 and not held[0].space:
+                elements = max(held[0].elements, 1)
+                moved += held[0].bytes * min(demand.get(parameter.name, 0.0) / elements, 1.0)
+        results = arrays_of(fusion.shape)
+        for array, share in zip(results, written, strict=False):
+            if not array.space:
+                moved += array.bytes * share
+        return moved
+
+    def _demand(self, inner: Computation) -> tuple[dict[str, float], list[float]]:
+        """Elements of each value that a fusion needs, and of each result the share that is new."""
+        needed: dict[str, float] = {}
+        root = inner.root
+        results = (
+            [inner.instructions[name] for name in root.operands]
+            if root.opcode == "tuple"
+            else [root]
+        )
+        shares = []
+        for result in results:
+            arrays = arrays_of(result.shape)
+            size = float(sum(a.elements for a in arrays)) or 1.0
+            update = self._update_of(inner, result)
+            new = size if update is None else float(_elements(inner.instructions[update].shape))
+            shares += [new / size] * len(arrays)
+            needed[result.name] = needed.get(result.name, 0.0) + new
+        for instruction in reversed(list(inner.instructions.values())):
+            wanted = needed.get(instruction.name, 0.0)
+            if wanted and instruction.operands and instruction is not root or (
+                instruction is root and root.opcode != "tuple"
+            ):
+                self._pass_on(inner, instruction, wanted, needed)
+        return needed, shares
+
+    def _pass_on(
+        self, inner: Computation, instruction: Instruction, wanted: float, needed: dict[str, float]
+    ) -> None:
+        """Tell an instruction's operands how many of their elements it takes."""
+        opcode = instruction.opcode
+        operands = [inner.instructions[name] for name in instruction.operands]
+        sizes = [float(_elements(o.shape)) for o in operands]
+        own = float(_elements(instruction.shape)) or 1.0
+
+        def take(i: int, elements: float) -> None:
+            name = operands[i].name
+            needed[name] = min(needed.get(name, 0.0) + elements, sizes[i])
+
+        if opcode in ("slice", "dynamic-slice", "gather"):
+            take(0, wanted)
+            for i in range(1, len(operands)):
+                take(i, sizes[i])
+        elif opcode == "dynamic-update-slice":
+            take(0, max(wanted - sizes[1], 0.0))
+            take(1, min(wanted, sizes[1]))
+            for i in range(2, len(operands)):
+                take(i, sizes[i])
+        elif opcode in ("fusion", "call"):
+            [name] = instruction.called("calls") or instruction.called("to_apply")
+            below = self.module.computations[name]
+            deeper, _ = self._demand(below)
+            for i, parameter in enumerate(below.parameters[: len(operands)]):
+                take(i, deeper.get(parameter.name, 0.0))
+        elif opcode == "get-tuple-element" or opcode in _SAME_ELEMENTS:
+            for i in range(len(operands)):
+                take(i, min(wanted, sizes[i]))
+        elif opcode in ("broadcast", "dot", "convolution", "reduce", "reduce-window", "sort"):
+            for i in range(len(operands)):
+                take(i, sizes[i])
+        else:  # elementwise, or nearly
+            for i in range(len(operands)):
+                take(i, sizes[i] * min(wanted / own, 1.0))
+
+    def _update_of(self, inner: Computation, result: Instruction) -> str | None:
+        """Of a result that is an array with a part written over, that part."""
+        while result.opcode in ("bitcast", "reshape") and result.operands:
+            result = inner.instructions[result.operands[0]]
+        if result.opcode == "dynamic-update-slice":
+            return result.operands[1]
+        if result.opcode == "scatter":
+            return result.operands[-1]
+        if result.opcode == "fusion":
+            [name] = result.called("calls")
+            below = self.module.computations[name]
+            update = self._update_of(below, below.root)
+            if update is not None and below.instructions[update].opcode == "parameter":
+                return result.operands[int(below.instructions[update].literal)]
+        return None
+
+    # Products
+
+    def _products(self, computation: Computation, instruction: Instruction) -> dict[str, float]:
+        """Operations of matrix products in an instruction, by the type that sets their speed."""
+        opcode = instruction.opcode
+        found: dict[str, float] = {}
+        if opcode == "fusion":
+            for name in instruction.called("calls"):
+                inner = self.module.computations[name]
+                for inside in inner.instructions.values():
+                    for kind, count in self._products(inner, inside).items():
+                        found[kind] = found.get(kind, 0.0) + count
+        elif opcode in ("dot", "convolution"):
+            count = (_dot if opcode == "dot" else _convolution)(computation, instruction)
+            found[self._speed(computation, instruction)] = count
+        elif opcode == "custom-call":
+            count, known = _kernel(computation, instruction)
+            if not known:
+                self.opaque.append(instruction.name)
+            if count:
+                found[self._speed(computation, instruction)] = count
+        return found
+
+    def _speed(self, computation: Computation, instruction: Instruction) -> str:
+        kinds = {
+            a.kind
+            for name in instruction.operands[:2]
+            for a in arrays_of(computation.instructions[name].shape)
+        }
+        if any(kind.startswith("f8") for kind in kinds) and "float8" in self.limits.flops:
+            return "float8"
+        if kinds & {"f32", "f64"}:
+            full = "highest" in instruction.attributes
+            return "float32" if full or self.limits.default_float32 else "bfloat16"
+        return "bfloat16"
+
+
+@dataclasses.dataclass
+class _Chains:
+    collectives: dict[str, Collective] = dataclasses.field(default_factory=dict)
+    begins: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    ends: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    last: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+def _first(computation: Computation, instruction: Instruction) -> str:
+    """The -start that a -done belongs to, through updates."""
+    name = instruction.operands[0] if instruction.operands else ""
+    while name in computation.instructions:
+        found = computation.instructions[name]
+        if found.opcode not in ("async-update", "get-tuple-element", "bitcast"):
+            break
+        name = found.operands[0]
+    return name
+
+
+def _main(arrays: Iterable[ArrayShape]) -> float:
+    """Bytes of those in main memory."""
+    return float(sum(a.bytes for a in arrays if not a.space))
+
+
+def _elements(shape: str) -> int:
+    return sum(a.elements for a in arrays_of(shape))
+
+
+def _ints(text: str) -> list[int]:
+    return [int(n) for n in re.findall(r"-?\d+", text)]
+
+
+def _listed(attributes: str, name: str) -> list[int]:
+    found = re.search(rf"\b{name}=\{{([\d,]*)\}}", attributes)
+    return _ints(found[1]) if found else []
+
+
+def _dot(computation: Computation, dot: Instruction) -> float:
+    left = arrays_of(computation.instructions[dot.operands[0]].shape)[0]
+    contracted = [left.sizes[i] for i in _listed(dot.attributes, "lhs_contracting_dims")]
+    return 2.0 * arrays_of(dot.shape)[0].elements * math.prod(contracted)
+
+
+def _convolution(computation: Computation, convolution: Instruction) -> float:
+    """Multiplications and additions of a convolution, those with padding and holes left out.
+
+    A TPU's matrix products are convolutions, whose windows slide over dimensions that they join.
+    """
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", convolution.attributes)
+    if labels is None:
+        return 0.0
+    left, right = (
+        arrays_of(computation.instructions[name].shape)[0] for name in convolution.operands[:2]
+    )
+    out = arrays_of(convolution.shape)[0]
+    lhs, rhs, result = labels.groups()
+    batch, features = out.sizes[result.index("b")], out.sizes[result.index("f")]
+    contracted = right.sizes[rhs.index("i")]
+    window = _window(convolution.attributes)
+    count = 2.0 * batch * features * contracted
+    groups = convolution.number("batch_group_count") or 1
+    for i in range(sum(label.isdigit() for label in result)):
+        label = str(i)
+        count *= _pairs(
+            left.sizes[lhs.index(label)],
+            right.sizes[rhs.index(label)],
+            out.sizes[result.index(label)],
+            window.get("stride", [])[i : i + 1] or [1],
+            window.get("pad", [])[i : i + 1] or [0],
+            window.get("lhs_dilate", [])[i : i + 1] or [1],
+            window.get("rhs_dilate", [])[i : i + 1] or [1],
+        )
+    return count / groups if groups > 1 else count
+
+
+def _window(attributes: str) -> dict[str, list[int]]:
+    """A convolution's window by field, of ``pad`` what comes before."""
+    found = re.search(r"window=\{([^}]*)\}", attributes)
+    fields: dict[str, list[int]] = {}
+    for name, value in re.findall(r"(\w+)=([-\dx_]+)", found[1] if found else ""):
+        fields[name] = [int(part.split("_")[0]) for part in value.split("x")]
+    return fields
+
+
+def _pairs(
+    size: int,
+    taps: int,
+    places: int,
+    stride: list[int],
+    before: list[int],
+    spread: list[int],
+    gaps: list[int],
+) -> int:
+    """(place, tap) pairs of one dimension that meet an element of the input."""
+    count, reach = 0, (size - 1) * spread[0] + 1
+    for tap in range(taps):
+        for place in range(places):
+            at = place * stride[0] + tap * gaps[0] - before[0]
+            count += 0 <= at < reach and at % spread[0] == 0
+    return count
+
+
+def _kernel(computation: Computation, call: Instruction) -> tuple[float, bool]:
+    """Products of a kernel, and whether that is known: a library's by its shapes, a written one's
+    by what it says of itself."""
+    target = re.search(r'custom_call_target="([^"]*)"', call.attributes)
+    name = target[1] if target else ""
+    if "gemm" in name or "matmul" in name:
+        left = arrays_of(computation.instructions[call.operands[0]].shape)[0]
+        dims = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', call.attributes)
+        contracted = [left.sizes[i] for i in _ints(dims[1])] if dims else []
+        return 2.0 * arrays_of(call.shape)[0].elements * math.prod(contracted), bool(dims)
+    estimate = re.search(r'"cost_estimate":(\{[^{}]*\})', call.attributes)
+    if estimate:
+        return float(json.loads(estimate[1]).get("flops", 0)), True
+    written = name in ("tpu_custom_call", "mosaic_gpu") or "triton" in name or "cudnn" in name
+    return 0.0, not written
