@@ -328,7 +328,7 @@ def test_every_shipped_config_compiles_as_it_stands(name, topology, tmp_path, re
 @needs_libtpu
 def test_a_small_step_compiles_for_a_small_topology(tmp_path):
     arguments = (
-        "--config=ppo.py", "--topology=v5e:2x2", "--optimization=O0", "--json",
+        "--config=ppo.py", "--topology=v5e:2x2", "--optimization=O0", "--json", "--roofline",
         "--config.model.unroll_layers=False", "--config.model.layers=1",
         "--config.model.dtype=float32",
     )  # fmt: skip
@@ -354,6 +354,20 @@ def test_a_small_step_compiles_for_a_small_topology(tmp_path):
     assert update["product_flops"] * 4 == pytest.approx(products, rel=0.05)
     # Data parallelism: one gradient is summed over 4 devices.
     assert update["received_bytes"] == pytest.approx(2 * 3 / 4 * 4 * decoder, rel=0.05)
+    # The same by the compiler's own text, in which products are convolutions.
+    found, least = update["roofline"], update["minimum"]
+    assert found["flops"] == pytest.approx(update["product_flops"], rel=0.02)
+    assert found["received_bytes"] == update["received_bytes"]
+    assert least["received_bytes"] == pytest.approx(update["received_bytes"], rel=0.01)
+    assert least["bytes"] == 2 * 12 * decoder <= found["bytes"]
+    assert found["seconds"] == pytest.approx(
+        found["memory_seconds"] + found["compute_seconds"] + found["network_seconds"]
+    )
+    assert found["seconds"] >= least["seconds"] and 0 < update["mfu"] < 1
+    lines = [line["source"] for line in found["costliest"]]
+    assert any("hjax/" in line for line in lines)
+    assert description["step"]["predicted_seconds"] > 4 * found["seconds"]
+    assert "a step's programs, one after another, by data sheet" in done.stdout
     assert update["runs"] == 4 and update["sum_bytes"] == update["total_bytes"] + sum(
         update["held_bytes"].values()
     )

@@ -7,15 +7,17 @@ rows of one prompt are consecutive, so its forward runs once for all of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 
+from hjax.kernels.log_prob_head import Head, Split, token_scores
 from hjax.models.attention import Causal, SharedPrompt
 from hjax.models.transformer import Compute
+from hjax.sharding.layout import Layout
 from hjax.sharding.pipeline import plain
 
 LOGIT_CHUNK_BYTES = 256 * 2**20
@@ -132,19 +134,19 @@ def token_log_probs(
     tokens: jax.Array,
     temperature: float = 1.0,
     with_entropy: bool = True,
-    parts: int = 1,
+    layout: Layout | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Log-probs of tokens, and the entropy of the distribution each was drawn from.
 
     Where a device's logits of all tokens together would be large, they are made a chunk at a time,
-    and again in the backward pass. (Not without need: in FSDP each chunk gathers the output table.)
+    and again in the backward pass (``hjax.kernels.log_prob_head``).
 
     Args:
       hidden: [rows, length, embed], from which token t is predicted.
       tokens: int [rows, length].
       temperature: logits are divided by it.
       with_entropy: whether the entropies are wanted.
-      parts: over how many devices the logits are split.
+      layout: over whose devices rows, length and vocabulary are split.
 
     Returns:
       float32 [rows, length] natural logs, and float32 [rows, length] nats or None.
@@ -155,6 +157,14 @@ def token_log_probs(
     chex.assert_rank((hidden, tokens), (3, 2))
     chex.assert_equal(hidden.shape[:2], tokens.shape)
     chex.assert_type(tokens, int)
+    rows, length = tokens.shape
+    split = ("batch", "length", "vocab")
+    parts = 1 if layout is None else math.prod(layout.ways(name) for name in split)
+    chunks = math.ceil(rows * length * decoder.config.vocab_size * 4 / parts / LOGIT_CHUNK_BYTES)
+    if chunks > 1 and decoder.stack is plain:
+        head = Head(temperature, chunk_bytes=LOGIT_CHUNK_BYTES, split=_split_of(layout))
+        logprobs, entropy = token_scores(hidden, decoder.output_table, tokens, head)
+        return logprobs, entropy if with_entropy else None
 
     def score(hidden: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         logits = decoder.logits(hidden)
@@ -167,15 +177,33 @@ def token_log_probs(
         mean = jnp.sum(jnp.exp(logits - total[..., None]) * logits, axis=-1)
         return picked - total, total - mean
 
-    rows, length = tokens.shape
-    vocab = decoder.config.vocab_size
-    chunks = max(1, math.ceil(rows * length * vocab * 4 / parts / LOGIT_CHUNK_BYTES))
-    chunks = next((c for c in range(chunks, length + 1) if length % c == 0), length)
     if chunks <= 1:
         return score(hidden, tokens)
+    return _in_parts(score, hidden, tokens, chunks)
+
+
+def _split_of(layout: Layout | None) -> Split:
+    if layout is None:
+        return Split()
+    names = ("batch", "length", "vocab", "embed")
+    return Split(layout.mesh, *(layout.axes(name) for name in names))
+
+
+def _in_parts(
+    score: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array | None]],
+    hidden: jax.Array,
+    tokens: jax.Array,
+    parts: int,
+) -> tuple[jax.Array, jax.Array | None]:
+    """``score`` of so many or more parts of the length, one after another.
+
+    In a pipeline's stage, where the compiler has the other axes: each part gathers the table.
+    """
+    rows, length = tokens.shape
+    parts = next((n for n in range(parts, length + 1) if length % n == 0), length)
 
     def split(x: jax.Array) -> jax.Array:
-        return jnp.moveaxis(x.reshape(rows, chunks, length // chunks, *x.shape[2:]), 1, 0)
+        return jnp.moveaxis(x.reshape(rows, parts, length // parts, *x.shape[2:]), 1, 0)
 
     def whole(x: jax.Array | None) -> jax.Array | None:
         return None if x is None else jnp.moveaxis(x, 0, 1).reshape(rows, length)
@@ -198,9 +226,8 @@ def response_log_probs(
     Arguments as of ``response_states`` and ``token_log_probs``; the batch has ``response_mask``.
     """
     hidden = response_states(decoder, batch, samples, compute)
-    parts = compute.logit_parts
     logprobs, _ = token_log_probs(
-        decoder, hidden, batch["responses"], temperature, with_entropy=False, parts=parts
+        decoder, hidden, batch["responses"], temperature, False, compute.layout
     )
     return jnp.where(batch["response_mask"], logprobs, 0.0)
 

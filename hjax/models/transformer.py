@@ -9,7 +9,6 @@ on a leading ``layers`` dimension and scanned; unrolled on request.
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -65,13 +64,6 @@ class Compute:
         """Whether each device is known to hold the whole length and a layer's whole weights."""
         split = ("length", "embed", "heads", "kv_heads", "mlp")
         return self.layout is not None and all(self.layout.ways(name) == 1 for name in split)
-
-    @property
-    def logit_parts(self) -> int:
-        """Over how many devices the layout splits logits."""
-        if self.layout is None:
-            return 1
-        return math.prod(self.layout.ways(name) for name in ("batch", "length", "vocab"))
 
     def hold(self, x: jax.Array, *logical_axes: str | None) -> jax.Array:
         """Inside jit: keep activations split as the layout says."""
@@ -299,13 +291,17 @@ class Decoder(nnx.Module):
         """The layers' parameters, one tree per layer."""
         return unstack(nnx.state(self.layers))
 
+    @property
+    def output_table(self) -> jax.Array:
+        """[vocab, embed], by which hidden states make logits."""
+        return (self.embedding if self.config.tie_embeddings else self.unembedding)[...]
+
     def logits(self, hidden: jax.Array) -> jax.Array:
         """float32 [..., vocab] of hidden states [..., embed]."""
-        table = self.embedding if self.config.tie_embeddings else self.unembedding
         return jnp.einsum(
             "...d,vd->...v",
             hidden,
-            table[...].astype(hidden.dtype),
+            self.output_table.astype(hidden.dtype),
             preferred_element_type=jnp.float32,
         )
 

@@ -68,11 +68,15 @@ class Layout:
     mesh: Mesh | AbstractMesh
     rules: Rules
 
+    def axes(self, logical_axis: str) -> tuple[str, ...]:
+        """The mesh axes, of more than one device, that split a dimension of this logical name."""
+        return tuple(a for a in self._axes(logical_axis) if self.mesh.shape[a] > 1)
+
     def spec(self, logical_axes: Sequence[str | None]) -> PartitionSpec:
         """PartitionSpec of an array whose dimensions carry these logical names (None: whole)."""
         parts: list[Any] = []
         for name in logical_axes:
-            axes = tuple(a for a in self._axes(name) if self.mesh.shape[a] > 1)
+            axes = self.axes(name) if name is not None else ()
             parts.append(axes[0] if len(axes) == 1 else (axes or None))
         while parts and parts[-1] is None:
             parts.pop()

@@ -53,7 +53,7 @@ class Actor(TrainedWorker, GeneratingWorker):
             response_states(model, batch, share, self.compute),
             batch["responses"],
             temperature,
-            parts=self.compute.logit_parts,
+            layout=self.compute.layout,
         )
         token_loss, stats = loss(logprobs, entropy, batch)
         behaviour = batch.get("policy_logprobs", batch.get("logprobs"))

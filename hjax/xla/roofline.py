@@ -461,6 +461,8 @@ class _Account:
     ) -> None:
         if moved or flops or received:
             source = self.module.source(instruction)
+            if not source and instruction.opcode == "copy-start":
+                source = "(copies between memories)"
             total.operations.append(
                 Operation(
                     instruction.name, instruction.opcode, source, 1, moved, flops, received, seconds

@@ -1,0 +1,294 @@
+"""Log-probs of tokens from hidden states, without the logits of all of them at once.
+
+The output table is gathered once, the vocabulary taken in chunks: a running maximum and sum, as in
+online softmax (Milakov and Gimelshein 2018, arXiv 1805.02867). The backward pass makes each chunk's
+logits again; the table's gradient is added up on the device and summed over devices once. Over a
+mesh each device has its rows (and its part of the length) and its part of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+Axes = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """Over which axes of a mesh what the head takes is split; none: on one device.
+
+    Attributes:
+      mesh: None: one device.
+      rows, length: of hidden states and tokens; the length stays whole where its axes do not
+        divide it.
+      vocab, embed: of the table; axes of ``embed`` are among those of ``rows`` and ``length``, as
+        in FSDP.
+    """
+
+    mesh: Mesh | AbstractMesh | None = None
+    rows: Axes = ()
+    length: Axes = ()
+    vocab: Axes = ()
+    embed: Axes = ()
+
+    def fitted(self, length: int) -> Split:
+        """The same for sequences of so many tokens."""
+        if self.mesh is None or self.mesh.size == 1:
+            return Split()
+        ways = math.prod(self.mesh.shape[axis] for axis in self.length)
+        split = dataclasses.replace(self, length=self.length if length % ways == 0 else ())
+        if not set(split.embed) <= set(split.tokens):
+            raise AssertionError(f"{split.embed} splits the table's width, but no rows")
+        return split
+
+    @property
+    def tokens(self) -> Axes:
+        """Over which tokens are split."""
+        return self.rows + self.length
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """How the head computes; static when it is traced.
+
+    Attributes:
+      temperature: logits are divided by it.
+      softcap: logits become ``softcap * tanh(logits / softcap)`` before; 0: they stay.
+      chunk_bytes: of float32 logits that a device makes at a time.
+      split: over which devices.
+    """
+
+    temperature: float = 1.0
+    softcap: float = 0.0
+    chunk_bytes: int = 256 * 2**20
+    split: Split = Split()
+
+
+def reference(
+    hidden: jax.Array,
+    table: jax.Array,
+    tokens: jax.Array,
+    temperature: float = 1.0,
+    softcap: float = 0.0,
+) -> tuple[jax.Array, jax.Array]:
+    """The same as its mathematics reads; see ``token_scores``."""
+    check(hidden, table, tokens)
+    logits = jnp.einsum(
+        "btd,vd->btv", hidden, table.astype(hidden.dtype), preferred_element_type=jnp.float32
+    )
+    if softcap:
+        logits = softcap * jnp.tanh(logits / softcap)
+    logprobs = jax.nn.log_softmax(logits / temperature, axis=-1)
+    picked = jnp.take_along_axis(logprobs, tokens[..., None], axis=-1)[..., 0]
+    return picked, -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
+
+
+def check(hidden: jax.Array, table: jax.Array, tokens: jax.Array) -> None:
+    """hidden [rows, length, embed], table [vocab, embed], int tokens [rows, length]."""
+    chex.assert_rank((hidden, table, tokens), (3, 2, 2))
+    chex.assert_equal(hidden.shape[:2], tokens.shape)
+    chex.assert_equal(hidden.shape[2], table.shape[1])
+    chex.assert_type(tokens, int)
+
+
+def token_scores(
+    hidden: jax.Array, table: jax.Array, tokens: jax.Array, head: Head
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probs of tokens, and the entropy of the distribution each was drawn from.
+
+    Differentiable once, in reverse mode, with respect to the hidden states and the table.
+
+    Args:
+      hidden: [rows, length, embed], of any float dtype; products are made in it.
+      table: [vocab, embed].
+      tokens: int [rows, length], below the vocabulary's size.
+      head: how.
+
+    Returns:
+      float32 [rows, length] natural logs, and float32 [rows, length] nats.
+
+    Raises:
+      AssertionError: other shapes or dtypes, when traced.
+    """
+    check(hidden, table, tokens)
+    return _token_scores(head, hidden, table, tokens)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _token_scores(
+    head: Head, hidden: jax.Array, table: jax.Array, tokens: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    return _forward(head, hidden, table, tokens)[0]
+
+
+def _forward(head: Head, hidden: jax.Array, table: jax.Array, tokens: jax.Array) -> Any:
+    run = _over(head, _scores, hidden, "wtr", "rrrr")
+    logprobs, entropy, total, mean = run(hidden, table, tokens)
+    return (logprobs, entropy), (hidden, table, tokens, total, mean)
+
+
+def _backward(head: Head, kept: Any, given: Any) -> Any:
+    run = _over(head, _gradients, kept[0], "wtrrrrr", "wt")
+    d_hidden, d_table = run(*kept, *given)
+    return d_hidden, d_table, None
+
+
+_token_scores.defvjp(_forward, _backward)
+
+
+def _over(head: Head, function: Any, hidden: jax.Array, given: str, made: str) -> Any:
+    """``function(head, split, *arrays)``, on every device its own parts.
+
+    Args:
+      given, made: what arguments and results are: ``r`` [rows, length], ``w`` with the width as
+        well, ``t`` the table.
+    """
+    split = head.split.fitted(hidden.shape[1])
+    run = functools.partial(function, head, split)
+    if split.mesh is None:
+        return run
+    rows = split.rows or None, split.length or None
+    specs = {
+        "r": PartitionSpec(*rows),
+        "w": PartitionSpec(*rows, None),
+        "t": PartitionSpec(split.vocab or None, split.embed or None),
+    }
+    arguments, results = (tuple(specs[kind] for kind in kinds) for kinds in (given, made))
+    return jax.shard_map(
+        run, mesh=split.mesh, in_specs=arguments, out_specs=results, check_vma=False
+    )
+
+
+# On a device
+
+
+def _gathered(split: Split, table: jax.Array, dtype: Any) -> jax.Array:
+    """This device's part of the vocabulary, of full width, as the products read it."""
+    table = table.astype(dtype)
+    return jax.lax.all_gather(table, split.embed, axis=1, tiled=True) if split.embed else table
+
+
+def _first(split: Split, columns: int) -> Any:
+    """Number of this device's first token of the vocabulary."""
+    return jax.lax.axis_index(split.vocab) * columns if split.vocab else 0
+
+
+class _Chunks:
+    """The vocabulary in parts of one size; the last begins earlier where it would run over."""
+
+    def __init__(self, head: Head, tokens: int, columns: int):
+        most = max(head.chunk_bytes // (4 * max(tokens, 1)), 1)
+        self.count = math.ceil(columns / min(most, columns))
+        self.width = math.ceil(columns / self.count)
+        self.columns = columns
+        self.head = head
+
+    def start(self, number: jax.Array) -> jax.Array:
+        return jnp.minimum(number * self.width, self.columns - self.width)
+
+    def logits(
+        self, hidden: jax.Array, table: jax.Array, number: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """float32 [tokens, width], which of them are new, and what the cap leaves of a slope."""
+        part = jax.lax.dynamic_slice_in_dim(table, self.start(number), self.width)
+        logits = jnp.einsum("td,vd->tv", hidden, part, preferred_element_type=jnp.float32)
+        slope = jnp.ones((), jnp.float32)
+        if cap := self.head.softcap:
+            bent = jnp.tanh(logits / cap)
+            logits, slope = cap * bent, 1.0 - bent * bent
+        new = self.start(number) + jnp.arange(self.width) >= number * self.width
+        return logits / self.head.temperature, new, slope / self.head.temperature
+
+
+def _scores(
+    head: Head, split: Split, hidden: jax.Array, table: jax.Array, tokens: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Log-probs, entropy, the logits' log-sum and their mean, each [rows, length]."""
+    shape = tokens.shape
+    states, ids = hidden.reshape(-1, hidden.shape[-1]), tokens.reshape(-1)
+    table = _gathered(split, table, hidden.dtype)
+    columns = table.shape[0]
+    chunks, first = _Chunks(head, ids.size, columns), _first(split, columns)
+
+    def step(carry: Any, number: jax.Array) -> Any:
+        top, total, weighted, picked = carry
+        logits, new, _ = chunks.logits(states, table, number)
+        logits = jnp.where(new, logits, -jnp.inf)
+        higher = jnp.maximum(top, logits.max(-1))
+        old, now = jnp.exp(top - higher), jnp.exp(logits - higher[:, None])
+        total = total * old + now.sum(-1)
+        weighted = weighted * old + jnp.where(new, now * logits, 0.0).sum(-1)
+        own = first + chunks.start(number) + jnp.arange(chunks.width) == ids[:, None]
+        picked = picked + jnp.where(own & new, logits, 0.0).sum(-1)
+        return (higher, total, weighted, picked), None
+
+    zero = jnp.zeros(ids.shape, jnp.float32)
+    begin = jnp.full(ids.shape, -jnp.inf, jnp.float32), zero, zero, zero
+    (top, total, weighted, picked), _ = jax.lax.scan(step, begin, jnp.arange(chunks.count))
+    if split.vocab:
+        highest = jax.lax.pmax(top, split.vocab)
+        factor = jnp.exp(top - highest)
+        parts = total * factor, weighted * factor, picked
+        total, weighted, picked = (jax.lax.psum(x, split.vocab) for x in parts)
+        top = highest
+    log_total, mean = top + jnp.log(total), weighted / total
+    results = picked - log_total, log_total - mean, log_total, mean
+    return tuple(x.reshape(shape) for x in results)
+
+
+def _gradients(
+    head: Head,
+    split: Split,
+    hidden: jax.Array,
+    table: jax.Array,
+    tokens: jax.Array,
+    total: jax.Array,
+    mean: jax.Array,
+    d_logprobs: jax.Array,
+    d_entropy: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Of hidden states and table: with p the probabilities and l the logits,
+    dl = d_logprob (1[token] - p) - d_entropy p (l - mean)."""
+    states = hidden.reshape(-1, hidden.shape[-1])
+    ids, total, mean, d_logprobs, d_entropy = (
+        x.reshape(-1) for x in (tokens, total, mean, d_logprobs, d_entropy)
+    )
+    gathered = _gathered(split, table, hidden.dtype)
+    columns = gathered.shape[0]
+    chunks, first = _Chunks(head, ids.size, columns), _first(split, columns)
+
+    def step(carry: Any, number: jax.Array) -> Any:
+        d_states, d_table = carry
+        logits, new, slope = chunks.logits(states, gathered, number)
+        p = jnp.where(new, jnp.exp(logits - total[:, None]), 0.0)
+        start = chunks.start(number)
+        own = (first + start + jnp.arange(chunks.width) == ids[:, None]) & new
+        d_logits = d_logprobs[:, None] * (own - p)
+        d_logits -= d_entropy[:, None] * p * (logits - mean[:, None])
+        d_logits = (d_logits * slope).astype(hidden.dtype)
+        part = jax.lax.dynamic_slice_in_dim(gathered, start, chunks.width)
+        wide = jnp.float32
+        d_states += jnp.einsum("tv,vd->td", d_logits, part, preferred_element_type=wide)
+        d_part = jnp.einsum("tv,td->vd", d_logits, states, preferred_element_type=wide)
+        # Of what a chunk has again from the one before the gradient is 0.
+        before = jax.lax.dynamic_slice_in_dim(d_table, start, chunks.width)
+        d_table = jax.lax.dynamic_update_slice_in_dim(d_table, before + d_part, start, 0)
+        return (d_states, d_table), None
+
+    begin = jnp.zeros(states.shape, jnp.float32), jnp.zeros(gathered.shape, jnp.float32)
+    (d_states, d_table), _ = jax.lax.scan(step, begin, jnp.arange(chunks.count))
+    if split.vocab:
+        d_states = jax.lax.psum(d_states, split.vocab)
+    if split.embed:
+        d_table = jax.lax.psum_scatter(d_table, split.embed, scatter_dimension=1, tiled=True)
+    if rest := tuple(axis for axis in split.tokens if axis not in split.embed):
+        d_table = jax.lax.psum(d_table, rest)
+    return d_states.reshape(hidden.shape).astype(hidden.dtype), d_table.astype(table.dtype)

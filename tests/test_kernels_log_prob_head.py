@@ -1,0 +1,133 @@
+"""The log-prob head against the plain one: values, gradients, chunks, meshes, odd sizes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from hjax.kernels.log_prob_head import Head, Split, reference, token_scores
+from hjax.sharding.layout import make_layouts
+from hjax.xla.collectives import collectives
+
+ROWS, LENGTH, WIDTH, VOCAB = 8, 6, 16, 48
+
+
+def inputs(dtype=jnp.float32, vocab=VOCAB, length=LENGTH):
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(rng.normal(size=(ROWS, length, WIDTH)), dtype)
+    table = jnp.asarray(rng.normal(size=(vocab, WIDTH)), jnp.float32)
+    tokens = jnp.asarray(rng.integers(0, vocab, (ROWS, length)), jnp.int32)
+    weights = jnp.asarray(rng.normal(size=(2, ROWS, length)), jnp.float32)
+    return hidden, table, tokens, weights
+
+
+def both(function, hidden, table, tokens, weights):
+    """Scores, and the gradients of a weighted sum of them."""
+
+    def total(hidden, table):
+        logprobs, entropy = function(hidden, table, tokens)
+        return jnp.sum(weights[0] * logprobs + weights[1] * entropy), (logprobs, entropy)
+
+    gradient = jax.value_and_grad(total, argnums=(0, 1), has_aux=True)
+    (_, scores), gradients = jax.jit(gradient)(hidden, table)
+    return [np.asarray(x, np.float32) for x in (*scores, *gradients)]
+
+
+def assert_equal(found, expected, atol=1e-4, rtol=1e-4):
+    for name, ours, theirs in zip(
+        ("logprobs", "entropy", "hidden", "table"), found, expected, strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, atol=atol, rtol=rtol, err_msg=name)
+
+
+# Columns of a chunk over 48 tokens: one chunk, several, a last one that overlaps, one column.
+@pytest.mark.parametrize("columns", [VOCAB, 16, 20, 1])
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"softcap": 2.0, "temperature": 3}])
+def test_it_is_the_reference_whatever_the_chunks(columns, options):
+    arrays = inputs()
+    head = Head(chunk_bytes=columns * 4 * ROWS * LENGTH, **options)
+    expected = both(lambda *a: reference(*a, **options), *arrays)
+    assert_equal(both(lambda *a: token_scores(*a, head), *arrays), expected)
+
+
+def test_by_hand():
+    # Logits 0, ln 2 and ln 5: probabilities 1/8, 2/8, 5/8.
+    table = jnp.log(jnp.array([[1.0], [2.0], [5.0]]))
+    head = Head(chunk_bytes=8)
+    logprobs, entropy = token_scores(jnp.ones((1, 1, 1)), table, jnp.array([[2]]), head)
+    p = np.array([1, 2, 5]) / 8
+    assert float(logprobs[0, 0]) == pytest.approx(np.log(5 / 8))
+    assert float(entropy[0, 0]) == pytest.approx(-(p * np.log(p)).sum())
+
+
+def test_in_bfloat16_it_is_as_near_as_its_products():
+    arrays = inputs(jnp.bfloat16)
+    head = Head(chunk_bytes=20 * 4 * ROWS * LENGTH)
+    found = both(lambda *a: token_scores(*a, head), *arrays)
+    exact = both(reference, arrays[0].astype(jnp.float32), *arrays[1:])
+    assert_equal(found, exact, atol=0.12, rtol=0.03)
+
+
+LAYOUTS = {
+    "data": {"data": 8},
+    "fsdp": {"data": 1, "fsdp": 8},
+    "tensor": {"data": 2, "tensor": 4},
+    "all": {"data": 1, "fsdp": 2, "tensor": 2, "context": 2},
+    "data and fsdp": {"data": 2, "fsdp": 2, "tensor": 2},
+}
+
+
+def split_of(layout):
+    return Split(layout.mesh, *map(layout.axes, ("batch", "length", "vocab", "embed")))
+
+
+def placed(layout, hidden, table, tokens, weights):
+    rows = layout.axes("batch") or None
+    return (
+        jax.device_put(hidden, NamedSharding(layout.mesh, PartitionSpec(rows))),
+        jax.device_put(table, layout.sharding("vocab", "embed")),
+        jax.device_put(tokens, NamedSharding(layout.mesh, PartitionSpec(rows))),
+        weights,
+    )
+
+
+@pytest.mark.parametrize("length", [LENGTH, 5])  # 5: context 2 does not divide it
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_it_is_the_reference_on_every_layout(name, length):
+    layout = make_layouts(jax.devices(), LAYOUTS[name], None, name).train
+    arrays = inputs(length=length)
+    head = Head(0.7, chunk_bytes=1000, split=split_of(layout))
+    expected = both(lambda *a: reference(*a, temperature=0.7), *arrays)
+    found = both(lambda *a: token_scores(*a, head), *placed(layout, *arrays))
+    assert_equal(found, expected)
+
+
+def test_the_table_is_gathered_once_each_way_and_its_gradient_scattered_once():
+    layout = make_layouts(jax.devices(), LAYOUTS["fsdp"], None, "fsdp").train
+    hidden, table, tokens, weights = placed(layout, *inputs())
+    head = Head(chunk_bytes=400, split=split_of(layout))  # many chunks
+
+    def total(hidden, table):
+        logprobs, entropy = token_scores(hidden, table, tokens, head)
+        return jnp.sum(weights[0] * logprobs + weights[1] * entropy)
+
+    compiled = jax.jit(jax.grad(total, argnums=(0, 1))).lower(hidden, table).compile()
+    found = collectives(compiled.as_text())
+    kinds = sorted((c.kind, c.times) for c in found if c.received_bytes > 100)
+    assert kinds in (
+        [("all-gather", 1), ("reduce-scatter", 1)],  # one gather serves both ways
+        [("all-gather", 1), ("all-gather", 1), ("reduce-scatter", 1)],
+    )
+
+
+def test_what_does_not_fit_is_refused_when_traced():
+    hidden, table, tokens, _ = inputs()
+    for wrong in ((hidden[..., :3], table, tokens), (hidden, table, tokens[:2]),
+                  (hidden, table, tokens * 1.0)):  # fmt: skip
+        with pytest.raises(AssertionError):
+            jax.eval_shape(lambda *a: token_scores(*a, Head()), *wrong)
+    layout = make_layouts(jax.devices(), {"data": 8}, None, "data").train
+    odd = Split(layout.mesh, ("data",), embed=("tensor",))
+    with pytest.raises(AssertionError, match="tensor.*splits the table's width"):
+        jax.eval_shape(lambda *a: token_scores(*a, Head(split=odd)), hidden, table, tokens)
