@@ -258,6 +258,18 @@ def test_a_written_kernel_counts_what_it_says_of_itself():
     assert account(x, call.replace("TOLD", "")).opaque == ("y",)
 
 
+def test_a_kernel_whose_words_go_over_several_lines_ends_no_computation():
+    found = account(
+        "%x = f32[4]{0} parameter(0)",
+        '%k = f32[4]{0} custom-call(%x), custom_call_target="tpu_custom_call", '
+        'frontend_attributes={kernel_metadata={\n"words":"{\\"block\\": 128}"\n}}, '
+        'metadata={op_name="k"}, backend_config={"custom_call_config":{"cost_estimate":'
+        '{"flops":"7"}}}',
+        "ROOT %y = f32[4]{0} negate(%k)",
+    )
+    assert found.flops == 7 and found.bytes == 2 * 32
+
+
 def test_costs_stand_by_the_line_that_they_come_from():
     text = program(
         "%x = f32[10]{0} parameter(0)",

@@ -374,17 +374,22 @@ def _pick_entry(found: dict[str, Instruction], operand: str) -> None:
 
 
 def _blocks(text: str) -> Iterator[tuple[bool, str, list[str]]]:
-    """Whether it is the entry, name and instruction lines of each computation."""
+    """Whether it is the entry, name and instruction lines of each computation.
+
+    What a written kernel says of itself may go over several lines, which then begin anyhow.
+    """
     header = None
     for line in text.splitlines():
         if header is None:
             header = _HEADER.match(line)
             lines: list[str] = []
-        elif line.startswith("}"):
+        elif line == "}" or line.startswith("}, execution_thread="):
             yield bool(header[1]), header[2], lines
             header = None
         elif _INSTRUCTION.match(line):
             lines.append(line)
+        elif lines:
+            lines[-1] += line
 
 
 def _instruction(line: str) -> Instruction:
