@@ -1,6 +1,6 @@
 """Steps of a run that generates while it learns, beside what the two take each.
 
-    python benchmarks/overlap.py [--steps=14]
+    python benchmarks/overlap.py [--steps=14] [--prompts=16] [--samples=8] [--length=48]
 
 GRPO of a small decoder on two Ray processes of one CPU device, each kept to a core of its own:
 generation in the one, all else in the other (``placement=disaggregate``, ``max_staleness=1``).
@@ -22,7 +22,11 @@ import machine
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=14)
-    steps = parser.parse_args().steps
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--length", type=int, default=48, help="tokens of a response")
+    options = parser.parse_args()
+    steps = options.steps
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     import hjax
 
@@ -34,13 +38,13 @@ def main() -> None:
             "cluster.processes": 2,
             "cluster.devices_per_process": 1,
             "rollout.max_staleness": 1,
-            "rollout.prompts": 16,
-            "rollout.samples": 8,
+            "rollout.prompts": options.prompts,
+            "rollout.samples": options.samples,
             "algorithm.minibatch": 0,
             "algorithm.kl_coef": 0.0,
             "model.hidden_size": 192,
             "model.layers": 4,
-            "rollout.max_response_length": 48,
+            "rollout.max_response_length": options.length,
             "warm_start.steps": 1,
             "eval.every": 0,
             "checkpoint.every": 0,

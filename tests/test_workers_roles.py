@@ -458,3 +458,25 @@ def test_a_group_runs_the_critic_behind_its_protocol(actor, batch):
     values = group.compute_values(batch).result()["values"]
     assert values.sharding.spec == jax.sharding.PartitionSpec("data")
     group.pool.close()
+
+
+def test_scores_are_made_in_micro_batches():
+    """The same numbers, in less memory, prompts still run once for all their samples."""
+    rng = np.random.default_rng(3)
+    rows, length = 16, 6
+    batch = {
+        "prompts": np.repeat(rng.integers(3, 12, (4, 4), dtype=np.int32), SAMPLES, axis=0),
+        "prompt_mask": np.ones((rows, 4), bool),
+        "responses": rng.integers(3, 12, (rows, length), dtype=np.int32),
+        "response_mask": np.ones((rows, length), bool),
+        "prompt_id": np.repeat(np.arange(4), SAMPLES),
+    }
+    found, temporary = {}, {}
+    for micro in (0, 8, 4):
+        worker = start(Reference, "reference", devices=2, micro_batch=micro)
+        found[micro] = np.asarray(worker.compute_ref_log_prob(batch)["ref_logprobs"])
+        ((_, trace),) = worker.programs(64, 32)
+        temporary[micro] = trace().lower().compile().memory_analysis().temp_size_in_bytes
+    np.testing.assert_allclose(found[8], found[0], atol=1e-5)
+    np.testing.assert_allclose(found[4], found[0], atol=1e-5)
+    assert temporary[4] < temporary[8] < 0.5 * temporary[0]

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hjax.xla.collectives import received_bytes
 from hjax.xla.hlo import arrays_of, parse
 from hjax.xla.roofline import Limits, roofline
 
@@ -217,16 +218,15 @@ def test_a_collective_inside_several_fusions_comes_once():
         "ROOT %g = f32[20]{0} all-gather(%p), channel_id=9, dimensions={0}, "
         "replica_groups={{0,1,2,3}}",
     ]
-    found = account(
+    lines = (
         "%x = f32[5]{0:S(1)} parameter(0)",
         "%a = bf16[10,10]{1,0:S(1)} parameter(1)",
         "%start = f32[20]{0:S(1)} fusion(%x), kind=kCustom, calls=%one",
         "%y = bf16[10,10]{1,0:S(1)} dot(%a, %a), lhs_contracting_dims={1}",
         "ROOT %done = f32[20]{0:S(1)} fusion(%x), kind=kCustom, calls=%two",
-        one=inside,
-        two=inside,
     )
-    assert found.received == 60
+    found = account(*lines, one=inside, two=inside)
+    assert found.received == 60 == received_bytes(program(*lines, one=inside, two=inside))
     assert found.seconds == pytest.approx(6.0)  # of which 2 beside the product
     assert found.exposed_seconds == pytest.approx(4.0)
 

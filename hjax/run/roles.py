@@ -406,7 +406,7 @@ class _Builder:
             optimizer=self._optimizer(section) if entry.trained else None,
             supervised_loss=SupervisedLoss() if is_actor else None,
             warm_start=self._warm_start() if is_actor else None,
-            micro_batch=section.micro_batch if entry.trained else 0,
+            micro_batch=(section if entry.trained else config.actor).micro_batch,
             offload=section.get("offload", "none") if section is not None else "none",
             retokenize=self._retokenizes(role, tokenizer),
             transition_bucket_bytes=config.rollout.transition_bucket_bytes,

@@ -59,8 +59,9 @@ def _optimizer(role: str, learning_rate: float) -> dict[str, Key]:
         ),
         "micro_batch": Key(
             0,
-            "sequences per forward and backward pass; gradients are accumulated over the "
-            "mini-batch, with the same result. 0: the whole mini-batch at once",
+            "sequences per pass: gradients are accumulated over the mini-batch, with the same "
+            "result, and scores made one part after another (by roles that are not trained in the "
+            "actor's). 0: all at once",
             at_least(0),
         ),
         "offload": _offload(trained=True),

@@ -62,7 +62,7 @@ class WorkerContext:
       optimizer: settings of its updates, or None.
       supervised_loss: of demonstrations: the warm start's, and PPO-ptx's second term; or None.
       warm_start: settings of the warm start's updates, or None.
-      micro_batch: rows per pass over all devices; 0: all.
+      micro_batch: rows per pass over all devices, of updates and scores; 0: all.
       offload: what waits in pinned host memory while it is idle: ``none``, ``optimizer`` (its
         state, but in updates) or ``all`` (the parameters too, but in the role's own calls).
       retokenize: the role's tokenizer differs from the actor's, so text is tokenised again.

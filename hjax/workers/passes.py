@@ -58,11 +58,15 @@ class Passes:
         self, compute: Callable[[Params, Batch, Stack], Any], params: Params, batch: Batch
     ) -> Any:
         """``compute``'s arrays, one row of each per row of the batch; inside jit."""
-        if self.pipeline is None:
-            return compute(params, batch, plain)
         pieces = self.pieces(batch)
+        if self.pipeline is None and pieces == 1:
+            return compute(params, batch, plain)
         parts = jax.tree.map(lambda x: self.layout.cut(x, pieces), batch)
-        return jax.tree.map(self.layout.join, self.pipeline.forward(compute, params, parts))
+        if self.pipeline is not None:
+            made = self.pipeline.forward(compute, params, parts)
+        else:
+            made = jax.lax.map(lambda part: compute(params, part, plain), parts)
+        return jax.tree.map(self.layout.join, made)
 
     def pieces(self, batch: Batch) -> int:
         """Into how many equal micro-batches a batch is cut: the fewest that are small enough."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -97,8 +97,24 @@ def received_bytes(text: str, loop_trips: int | None = None) -> int:
     return sum(found.total_bytes for found in collectives(text, loop_trips))
 
 
+def fused(module: Module, fusion: Instruction) -> Iterator[tuple[Computation, Instruction]]:
+    """The collectives inside a fusion, each with the computation that it stands in.
+
+    A TPU's asynchronous one is a chain: its start, its end and what is fused with it are fusions
+    that all name it, by one channel.
+    """
+    for name in fusion.called("calls"):
+        inner = module.computations[name]
+        for inside in inner.instructions.values():
+            if inside.opcode.removesuffix("-start").removesuffix("-done") in KINDS:
+                yield inner, inside
+            elif inside.opcode == "fusion":
+                yield from fused(module, inside)
+
+
 def _inside(module: Module, computation: Computation, loop_trips: int | None) -> list[Collective]:
     found: list[Collective] = []
+    chains: set[int | None] = set()  # channels of those met inside fusions
     for instruction in computation.instructions.values():
         opcode = instruction.opcode
         kind = opcode.removesuffix("-start")
@@ -119,7 +135,14 @@ def _inside(module: Module, computation: Computation, loop_trips: int | None) ->
                 for name in instruction.called(attribute)
             ]
             found += max(branches, key=lambda b: sum(c.total_bytes for c in b), default=[])
-        elif opcode in ("fusion", "call", "async-start", "custom-call"):
+        elif opcode == "fusion":
+            for inner, inside in fused(module, instruction):
+                channel, kind = inside.number("channel_id"), inside.opcode.removesuffix("-start")
+                if kind in KINDS and (channel is None or channel not in chains):
+                    chains |= {channel} - {None}
+                    size = inner.operand_bytes(inside)
+                    found.append(Collective(kind, size, groups_of(inside, kind, module.devices)))
+        elif opcode in ("call", "async-start", "custom-call"):
             # A reducer's computation has no collectives, so its to_apply needs no look.
             for attribute in ("calls", "to_apply", "called_computations"):
                 for name in instruction.called(attribute):

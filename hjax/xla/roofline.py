@@ -17,7 +17,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 
-from hjax.xla.collectives import KINDS, Collective, groups_of
+from hjax.xla.collectives import KINDS, Collective, fused, groups_of
 from hjax.xla.hlo import ArrayShape, Computation, Instruction, Module, arrays_of, parse
 
 # They name, pick, or mark: nothing moves.
@@ -359,7 +359,7 @@ class _Account:
         for instruction in computation.instructions.values():
             if instruction.opcode != "fusion":
                 continue
-            for found_in, inside in self._collectives_in(instruction):
+            for found_in, inside in fused(self.module, instruction):
                 kind = inside.opcode.removesuffix("-start").removesuffix("-done")
                 channel = f"channel {inside.number('channel_id')}"
                 first = channel not in chains.collectives
@@ -373,17 +373,6 @@ class _Account:
         for channel, name in chains.last.items():
             chains.ends.setdefault(name, []).append(channel)
         return chains
-
-    def _collectives_in(
-        self, fusion: Instruction
-    ) -> Iterable[tuple[Computation, Instruction]]:
-        for name in fusion.called("calls"):
-            inner = self.module.computations[name]
-            for inside in inner.instructions.values():
-                if inside.opcode.removesuffix("-start").removesuffix("-done") in KINDS:
-                    yield inner, inside
-                elif inside.opcode == "fusion":
-                    yield from self._collectives_in(inside)
 
     # What it takes
 
