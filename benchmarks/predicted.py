@@ -1,6 +1,7 @@
 """What a program of a real model takes on accelerators, by their compilers' own text: no device.
 
     python benchmarks/predicted.py [--topology=v5e:2x4] [--model=qwen2.5-1.5b] [--tokens=2048]
+                                   [--micro_batch=8]
 
 An update of 64 rows (8 prompts of 512 tokens with 8 samples each; GRPO without KL, FSDP over all
 devices, bfloat16, layers recomputed). Prints one JSON line: of each program of the step the
@@ -32,6 +33,7 @@ def get_config():
     config.rollout.prompts, config.rollout.samples = 8, 8
     config.rollout.max_prompt_length = 512
     config.rollout.max_response_length = {tokens} - 512
+    config.actor.micro_batch = {rows}
     config.layout.actor.train.data, config.layout.actor.train.fsdp = 1, -1
     return config
 """
@@ -42,10 +44,12 @@ def main() -> None:
     parser.add_argument("--topology", default="v5e:2x4")
     parser.add_argument("--model", default="qwen2.5-1.5b")
     parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--micro_batch", type=int, default=8, help="rows of a pass; 0: all")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         place = pathlib.Path(folder)
-        content = CONFIG.format(model=options.model, tokens=options.tokens)
+        given = {"model": options.model, "tokens": options.tokens, "rows": options.micro_batch}
+        content = CONFIG.format(**given)
         (place / "predicted.py").write_text(content)
         (place / "prompts.jsonl").write_text('{"prompt": "one"}\n')
         (place / "reward.py").write_text(
@@ -86,6 +90,7 @@ def main() -> None:
                 "model": options.model,
                 "topology": options.topology,
                 "tokens": options.tokens,
+                "micro_batch": options.micro_batch,
                 "versions": found["versions"],
                 "programs": programs,
             }

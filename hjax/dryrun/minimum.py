@@ -55,13 +55,14 @@ def minimum(
         state = sum(shard_bytes(tree) for tree in worker.abstract_state().values())
         moved, flops = 2.0 * state, 3 * forward
         copies = layout.ways("batch") // parts
-        # Gathered for the forward and the backward pass, its gradients scattered, then summed
-        # over whole copies.
-        received = 3 * gather + 2 * held / parts * (copies - 1) / copies
+        # In each micro-batch gathered for the forward and the backward pass, and its gradients
+        # scattered; then these are summed over whole copies.
+        received = 3 * gather * worker.passes.pieces_of(program.rows)
+        received += 2 * held / parts * (copies - 1) / copies
     else:
         stored = {"params": worker.abstract_state()["params"]}
         moved = float(sum(shard_bytes(tree) for tree in jax.tree.leaves(stored)))
-        flops, received = forward, gather
+        flops, received = forward, gather * worker.passes.pieces_of(program.rows)
     if (t := layout.ways("heads")) > 1:
         # Of every layer's two sums over its parts, a reduce-scatter and an all-gather each.
         rows = tokens.all / layout.ways("batch")

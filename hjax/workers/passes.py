@@ -70,7 +70,10 @@ class Passes:
 
     def pieces(self, batch: Batch) -> int:
         """Into how many equal micro-batches a batch is cut: the fewest that are small enough."""
-        rows = next(x.shape[0] for x in batch.values() if x.ndim)
+        return self.pieces_of(next(x.shape[0] for x in batch.values() if x.ndim))
+
+    def pieces_of(self, rows: int) -> int:
+        """``pieces`` of a batch of so many rows."""
         local = rows // self.layout.ways("batch")
         if self._micro_batch:
             fewest = -(-rows // self._micro_batch)
