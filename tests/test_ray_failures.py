@@ -232,16 +232,40 @@ def test_learning_goes_on_while_a_rollout_is_replaced(call, nth, cluster):
         call, nth, changes = "rollout.generate_sequences", 4, {"steps": 6, "eval.every": 1}
     with striking(Strike(call, nth, "rollout", 1)) as left, elastic(**changes) as (trainer, said):
         rows = trainer.run()
-        assert not left and trainer.restarts == 1
-        assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
-        assert [row["step"] for row in trainer.history] == [1, 2, 3, 4, 5, 6]
-        assert said.phases.count("initialise") == 1 and "restore" not in said.phases
-        assert trainer.roles.pools["actor"].executor.starts == 1
-        assert trainer.roles.pools["rollout"].executor.starts == 2
-        assert "rollout goes on with 2 of 2 processes" in said.texts
-        # Every prompt's turn came once: what was lost on its way was drawn again.
-        assert trainer.prompts.position >= 6 * 8
-        assert max(row["rollout/staleness"] for row in rows) <= 1
+        assert not left
+        check_nothing_was_redone(trainer, said, rows)
+
+
+def check_nothing_was_redone(trainer, said, rows):
+    """Six steps, each once, by the weights that were there."""
+    assert trainer.restarts == 1
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in trainer.history] == [1, 2, 3, 4, 5, 6]
+    assert said.phases.count("initialise") == 1 and "restore" not in said.phases
+    assert trainer.roles.pools["actor"].executor.starts == 1
+    assert trainer.roles.pools["rollout"].executor.starts == 2
+    assert "rollout goes on with 2 of 2 processes" in said.texts
+    # Every prompt's turn came once: what was lost on its way was drawn again.
+    assert trainer.prompts.position >= 6 * 8
+    assert max(row["rollout/staleness"] for row in rows) <= 1
+
+
+@pytest.mark.slow
+def test_a_rollout_that_is_lost_while_its_machine_is_asked(cluster, monkeypatch):
+    # After the updates, before the step's row: nothing of the step may be lost with it.
+    asked, ask = [], ray_cluster.RayExecutor.machine
+
+    def struck(executor):
+        if executor.name == "rollout":
+            asked.append(executor)
+            if len(asked) == 3:
+                os.kill(executor.pids()[1], signal.SIGKILL)
+        return ask(executor)
+
+    monkeypatch.setattr(ray_cluster.RayExecutor, "machine", struck)
+    with elastic(steps=6) as (trainer, said):
+        check_nothing_was_redone(trainer, said, trainer.run())
+        assert len(asked) > 3
 
 
 @pytest.mark.slow

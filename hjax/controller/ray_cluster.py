@@ -1064,7 +1064,8 @@ class RayCluster:
         said = []
         for executor in list(self._executors):
             if executor.devices and executor.lost is None:
-                with contextlib.suppress(ProcessLost):  # while it is asked
+                # It may be lost while it is asked, and not be known to be.
+                with contextlib.suppress(ProcessLost, ray.exceptions.RayActorError):
                     said.append(executor.machine())
         return said
 

@@ -252,6 +252,8 @@ class Trainer:
                     with contextlib.suppress(RunError):  # of the lost process
                         self.checkpoints.wait()
                 self.roles.restart(lost, fewer=self.elastic)
+                if self.elastic and self.roles.generating in lost:
+                    self._tell_size()
                 self._prepared = self._updated = False
                 self.prepare()
                 return
