@@ -1,6 +1,8 @@
 """Runs on a Ray cluster of real processes: the same metrics as in one process."""
 
 import contextlib
+import json
+import socket
 
 import numpy as np
 import pytest
@@ -127,6 +129,8 @@ def test_it_resumes_on_other_processes_and_another_placement(tmp_path):
     changes = BASE | {"steps": 4, "checkpoint.every": 1}
     expected = run(tiny_config("PPO", changes | in_one_process(2)))
     first = run(tiny_config("PPO", changes | on_cluster(2)), tmp_path, steps=2)
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert plan["hosts"] == [[socket.gethostname()] * 2]
     moved = changes | on_cluster(2, each=1) | {"placement": "split"}
     assert_close(first + run(tiny_config("PPO", moved), tmp_path), expected)
 
