@@ -231,6 +231,38 @@ def test_a_collective_inside_several_fusions_comes_once():
     assert found.exposed_seconds == pytest.approx(4.0)
 
 
+def test_a_chain_that_goes_on_inside_a_loop_comes_once():
+    inside = [
+        "p: f32[5]",
+        "%p = f32[5]{0} parameter(0)",
+        "ROOT %g = f32[20]{0} all-gather(%p), channel_id=9, dimensions={0}, "
+        "replica_groups={{0,1,2,3}}",
+    ]
+    lines = (
+        "%x = f32[5]{0:S(1)} parameter(0)",
+        "%start = f32[20]{0:S(1)} fusion(%x), kind=kCustom, calls=%one",
+        "%t = (s32[]) parameter(1)",
+        "%out = (s32[]) while(%t), condition=%test, body=%turn, "
+        'backend_config={"known_trip_count":{"n":"6"}}',
+        "ROOT %done = f32[20]{0:S(1)} fusion(%x), kind=kCustom, calls=%two",
+    )
+    parts = {
+        "one": inside,
+        "two": inside,
+        "three": inside,
+        "test": ["t: (s32[])", "ROOT %less = pred[] parameter(0)"],
+        "turn": [
+            "t: (s32[])",
+            "%t = (s32[]) parameter(0)",
+            "%x = f32[5]{0:S(1)} constant({...})",
+            "%part = f32[20]{0:S(1)} fusion(%x), kind=kCustom, calls=%three",
+            "ROOT %r = (s32[]) tuple(%t)",
+        ],
+    }
+    assert received_bytes(program(*lines, **parts)) == 60
+    assert account(*lines, **parts).received == 60
+
+
 def test_a_copy_onto_the_chip_hides_behind_products():
     copy = "%go = (f32[100]{0:S(1)}, f32[100]{0}, u32[]{:S(2)}) copy-start(%x)"
     lines = [

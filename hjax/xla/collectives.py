@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -89,7 +89,7 @@ def collectives(text: str, loop_trips: int | None = None) -> list[Collective]:
       ValueError: collectives in a loop whose trips are unknown, and no ``loop_trips``.
     """
     module = parse(text)
-    return _inside(module, module.entry, loop_trips)
+    return _inside(module, module.entry, loop_trips, chain_owners(module))
 
 
 def received_bytes(text: str, loop_trips: int | None = None) -> int:
@@ -112,7 +112,44 @@ def fused(module: Module, fusion: Instruction) -> Iterator[tuple[Computation, In
                 yield from fused(module, inside)
 
 
-def _inside(module: Module, computation: Computation, loop_trips: int | None) -> list[Collective]:
+def chain_owners(module: Module) -> dict[int, str]:
+    """By channel of a collective inside fusions the computation that begins its chain.
+
+    What a chain is fused with may be a loop of its own: its turns are no collectives more. So the
+    owner is the outermost computation that names the channel.
+    """
+    named: dict[int, list[str]] = {}
+    below: dict[str, set[str]] = {}
+    for computation in module.computations.values():
+        below[computation.name] = calls = set()
+        for instruction in computation.instructions.values():
+            if instruction.opcode == "fusion":
+                for _, inside in fused(module, instruction):
+                    channel = inside.number("channel_id")
+                    if channel is not None and computation.name not in named.get(channel, ()):
+                        named.setdefault(channel, []).append(computation.name)
+            elif instruction.opcode in ("while", "conditional", "call"):
+                for attribute in ("body", "to_apply", "branch_computations", "true_computation",
+                                  "false_computation"):  # fmt: skip
+                    calls |= set(instruction.called(attribute))
+
+    def reaches(start: str, end: str) -> bool:
+        return any(name == end or reaches(name, end) for name in below.get(start, ()))
+
+    return {
+        channel: next(
+            name for name in names if not any(reaches(o, name) for o in names if o != name)
+        )
+        for channel, names in named.items()
+    }
+
+
+def _inside(
+    module: Module,
+    computation: Computation,
+    loop_trips: int | None,
+    owners: Mapping[int, str],
+) -> list[Collective]:
     found: list[Collective] = []
     chains: set[int | None] = set()  # channels of those met inside fusions
     for instruction in computation.instructions.values():
@@ -127,10 +164,10 @@ def _inside(module: Module, computation: Computation, loop_trips: int | None) ->
                 )
             )
         elif opcode == "while":
-            found += _loop(module, computation, instruction, loop_trips)
+            found += _loop(module, computation, instruction, loop_trips, owners)
         elif opcode == "conditional":
             branches = [
-                _inside(module, module.computations[name], loop_trips)
+                _inside(module, module.computations[name], loop_trips, owners)
                 for attribute in ("branch_computations", "true_computation", "false_computation")
                 for name in instruction.called(attribute)
             ]
@@ -138,6 +175,8 @@ def _inside(module: Module, computation: Computation, loop_trips: int | None) ->
         elif opcode == "fusion":
             for inner, inside in fused(module, instruction):
                 channel, kind = inside.number("channel_id"), inside.opcode.removesuffix("-start")
+                if channel is not None and owners[channel] != computation.name:
+                    continue
                 if kind in KINDS and (channel is None or channel not in chains):
                     chains |= {channel} - {None}
                     size = inner.operand_bytes(inside)
@@ -146,16 +185,20 @@ def _inside(module: Module, computation: Computation, loop_trips: int | None) ->
             # A reducer's computation has no collectives, so its to_apply needs no look.
             for attribute in ("calls", "to_apply", "called_computations"):
                 for name in instruction.called(attribute):
-                    found += _inside(module, module.computations[name], loop_trips)
+                    found += _inside(module, module.computations[name], loop_trips, owners)
     return found
 
 
 def _loop(
-    module: Module, computation: Computation, loop: Instruction, loop_trips: int | None
+    module: Module,
+    computation: Computation,
+    loop: Instruction,
+    loop_trips: int | None,
+    owners: Mapping[int, str],
 ) -> list[Collective]:
     (condition,), (body,) = loop.called("condition"), loop.called("body")
-    tested = _inside(module, module.computations[condition], loop_trips)
-    repeated = _inside(module, module.computations[body], loop_trips)
+    tested = _inside(module, module.computations[condition], loop_trips, owners)
+    repeated = _inside(module, module.computations[body], loop_trips, owners)
     if not tested and not repeated:
         return []
     trips = module.trips(computation, loop)

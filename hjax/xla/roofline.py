@@ -17,7 +17,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 
-from hjax.xla.collectives import KINDS, Collective, fused, groups_of
+from hjax.xla.collectives import KINDS, Collective, chain_owners, fused, groups_of
 from hjax.xla.hlo import ArrayShape, Computation, Instruction, Module, arrays_of, parse
 
 # They name, pick, or mark: nothing moves.
@@ -238,6 +238,7 @@ class _Account:
     def __init__(self, module: Module, limits: Limits, loop_trips: int | None):
         self.module, self.limits, self.loop_trips = module, limits, loop_trips
         self.opaque: list[str] = []
+        self._owners = chain_owners(module)
         self._known: dict[str, _Total] = {}
 
     def of(self, computation: Computation) -> _Total:
@@ -361,7 +362,10 @@ class _Account:
                 continue
             for found_in, inside in fused(self.module, instruction):
                 kind = inside.opcode.removesuffix("-start").removesuffix("-done")
-                channel = f"channel {inside.number('channel_id')}"
+                number = inside.number("channel_id")
+                if number is not None and self._owners[number] != computation.name:
+                    continue  # a turn of a loop that it is fused with
+                channel = f"channel {number}"
                 first = channel not in chains.collectives
                 if first and kind in KINDS and not inside.opcode.endswith("-done"):
                     size = found_in.operand_bytes(inside)
