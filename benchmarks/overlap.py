@@ -1,6 +1,7 @@
 """Steps of a run that generates while it learns, beside what the two take each.
 
     python benchmarks/overlap.py [--steps=14] [--prompts=16] [--samples=8] [--length=48]
+                                 [--hidden=192] [--layers=4]
 
 GRPO of a small decoder on two Ray processes of one CPU device, each kept to a core of its own:
 generation in the one, all else in the other (``placement=disaggregate``, ``max_staleness=1``).
@@ -25,6 +26,8 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--length", type=int, default=48, help="tokens of a response")
+    parser.add_argument("--hidden", type=int, default=192, help="width of the model")
+    parser.add_argument("--layers", type=int, default=4)
     options = parser.parse_args()
     steps = options.steps
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -42,8 +45,9 @@ def main() -> None:
             "rollout.samples": options.samples,
             "algorithm.minibatch": 0,
             "algorithm.kl_coef": 0.0,
-            "model.hidden_size": 192,
-            "model.layers": 4,
+            "model.hidden_size": options.hidden,
+            "model.mlp_size": 3 * options.hidden,
+            "model.layers": options.layers,
             "rollout.max_response_length": options.length,
             "warm_start.steps": 1,
             "eval.every": 0,
