@@ -53,10 +53,10 @@ def pickling():
 
 
 @pytest.mark.parametrize(
-    # Everyday those with most roles, and the one without rollouts.
+    # Everyday the one with most roles, and the one without rollouts.
     "name",
     [
-        pytest.param(n, marks=[] if n in ("ppo", "safe_rlhf", "sft") else [pytest.mark.slow])
+        pytest.param(n, marks=[] if n in ("safe_rlhf", "sft") else [pytest.mark.slow])
         for n in RUNNABLE
     ],
 )

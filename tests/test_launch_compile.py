@@ -282,9 +282,9 @@ def test_a_missing_compiler_is_named(monkeypatch):
 # A small TPU and a small GPU machine; those that the 7B models need.
 NEEDS = {"v5e:2x2": needs_libtpu, "h100:1x8": needs_plugin}
 PODS = {"v5e:2x2": "v5p:2x2x4", "h100:1x8": "h100:2x8"}
-# Everyday an update for each compiler (a whole step is compiled below); each of the other cases
-# takes half a minute or more.
-QUICK = (("sft.py", "v5e:2x2"), ("sft.py", "h100:1x8"))
+# Everyday an update for the GPU's compiler (a whole step for the TPU's is compiled below); most of
+# the other cases take half a minute or more.
+QUICK = (("sft.py", "h100:1x8"),)
 
 
 @pytest.mark.parametrize(
@@ -359,7 +359,7 @@ def test_a_small_step_compiles_for_a_small_topology(tmp_path):
     assert found["flops"] == pytest.approx(update["product_flops"], rel=0.02)
     assert found["received_bytes"] == update["received_bytes"]
     assert least["received_bytes"] == pytest.approx(update["received_bytes"], rel=0.01)
-    assert least["bytes"] == 2 * 12 * decoder <= found["bytes"]
+    assert least["bytes"] == pytest.approx(2 * 12 * decoder, rel=1e-3)  # and counters
     assert found["seconds"] == pytest.approx(
         found["memory_seconds"] + found["compute_seconds"] + found["network_seconds"]
     )
