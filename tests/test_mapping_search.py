@@ -24,7 +24,9 @@ def test_equals_brute_force_up_to_8_devices_and_3_models(start):
         assert best(case) == pytest.approx(brute_force(case), rel=1e-9), f"seed {seed}"
 
 
-@pytest.mark.parametrize("start", range(0, 100, 25))
+@pytest.mark.parametrize(
+    "start", [pytest.param(0, marks=pytest.mark.slow), *range(25, 100, 25)]  # the first takes long
+)
 def test_equals_brute_force_up_to_16_devices_and_5_models(start):
     for seed in range(10_000 + start, 10_000 + start + 25):
         case = random_problem(seed, devices=16, models=5, wide=False)
