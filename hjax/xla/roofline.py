@@ -12,19 +12,16 @@ not all of it), updates in place (what is written), and memory on the chip (noth
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
-import re
 from collections.abc import Iterable, Mapping
 
 from hjax.xla.collectives import KINDS, Collective, chain_owners, fused, groups_of
 from hjax.xla.hlo import ArrayShape, Computation, Instruction, Module, arrays_of, parse
+from hjax.xla.products import convolution_flops, dot_flops, kernel_flops
 
 # They name, pick, or mark: nothing moves.
 _FREE = frozenset(
     """parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id
-    optimization-barrier add-dependency domain opt-barrier copy-done async-done async-update
-    get-dimension-size infeed outfeed""".split()
+    opt-barrier add-dependency domain async-update get-dimension-size infeed outfeed""".split()
 )
 # Elements of the result need as many of the operand.
 _SAME_ELEMENTS = frozenset("bitcast reshape copy transpose convert bitcast-convert reverse".split())
@@ -254,7 +251,7 @@ class _Account:
         chains = self._chains(computation)
         for instruction in computation.instructions.values():
             opcode = instruction.opcode
-            if opcode.endswith("-done") or opcode == "async-done":
+            if opcode.endswith("-done"):
                 begun = under_way.pop(_first(computation, instruction), None)
                 if begun is not None:
                     self._arrive(begun, steps, total)
@@ -300,7 +297,7 @@ class _Account:
         """Of loops, branches and calls."""
         module, opcode = self.module, instruction.opcode
         if opcode == "while":
-            (condition,), (body,) = instruction.called("condition"), instruction.called("body")
+            [body] = instruction.called("body")  # the condition compares counters
             once = self.of(module.computations[body])
             trips = module.trips(computation, instruction)
             trips = self.loop_trips if trips is None else trips
@@ -311,7 +308,6 @@ class _Account:
                     f"the trips of loop {instruction.name} are not in the program's text; give "
                     "loop_trips"
                 )
-            del condition  # a comparison of counters
             return once.times(trips)
         if opcode == "conditional":
             names = [
@@ -520,9 +516,7 @@ class _Account:
             needed[result.name] = needed.get(result.name, 0.0) + new
         for instruction in reversed(list(inner.instructions.values())):
             wanted = needed.get(instruction.name, 0.0)
-            if wanted and instruction.operands and instruction is not root or (
-                instruction is root and root.opcode != "tuple"
-            ):
+            if wanted and not (instruction is root and root.opcode == "tuple"):
                 self._pass_on(inner, instruction, wanted, needed)
         return needed, shares
 
@@ -593,10 +587,10 @@ class _Account:
                     for kind, count in self._products(inner, inside).items():
                         found[kind] = found.get(kind, 0.0) + count
         elif opcode in ("dot", "convolution"):
-            count = (_dot if opcode == "dot" else _convolution)(computation, instruction)
+            count = (dot_flops if opcode == "dot" else convolution_flops)(computation, instruction)
             found[self._speed(computation, instruction)] = count
         elif opcode == "custom-call":
-            count, known = _kernel(computation, instruction)
+            count, known = kernel_flops(computation, instruction)
             if not known:
                 self.opaque.append(instruction.name)
             if count:
@@ -643,94 +637,3 @@ def _main(arrays: Iterable[ArrayShape]) -> float:
 
 def _elements(shape: str) -> int:
     return sum(a.elements for a in arrays_of(shape))
-
-
-def _ints(text: str) -> list[int]:
-    return [int(n) for n in re.findall(r"-?\d+", text)]
-
-
-def _listed(attributes: str, name: str) -> list[int]:
-    found = re.search(rf"\b{name}=\{{([\d,]*)\}}", attributes)
-    return _ints(found[1]) if found else []
-
-
-def _dot(computation: Computation, dot: Instruction) -> float:
-    left = arrays_of(computation.instructions[dot.operands[0]].shape)[0]
-    contracted = [left.sizes[i] for i in _listed(dot.attributes, "lhs_contracting_dims")]
-    return 2.0 * arrays_of(dot.shape)[0].elements * math.prod(contracted)
-
-
-def _convolution(computation: Computation, convolution: Instruction) -> float:
-    """Multiplications and additions of a convolution, those with padding and holes left out.
-
-    A TPU's matrix products are convolutions, whose windows slide over dimensions that they join.
-    """
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", convolution.attributes)
-    if labels is None:
-        return 0.0
-    left, right = (
-        arrays_of(computation.instructions[name].shape)[0] for name in convolution.operands[:2]
-    )
-    out = arrays_of(convolution.shape)[0]
-    lhs, rhs, result = labels.groups()
-    batch, features = out.sizes[result.index("b")], out.sizes[result.index("f")]
-    contracted = right.sizes[rhs.index("i")]
-    window = _window(convolution.attributes)
-    count = 2.0 * batch * features * contracted
-    groups = convolution.number("batch_group_count") or 1
-    for i in range(sum(label.isdigit() for label in result)):
-        label = str(i)
-        count *= _pairs(
-            left.sizes[lhs.index(label)],
-            right.sizes[rhs.index(label)],
-            out.sizes[result.index(label)],
-            window.get("stride", [])[i : i + 1] or [1],
-            window.get("pad", [])[i : i + 1] or [0],
-            window.get("lhs_dilate", [])[i : i + 1] or [1],
-            window.get("rhs_dilate", [])[i : i + 1] or [1],
-        )
-    return count / groups if groups > 1 else count
-
-
-def _window(attributes: str) -> dict[str, list[int]]:
-    """A convolution's window by field, of ``pad`` what comes before."""
-    found = re.search(r"window=\{([^}]*)\}", attributes)
-    fields: dict[str, list[int]] = {}
-    for name, value in re.findall(r"(\w+)=([-\dx_]+)", found[1] if found else ""):
-        fields[name] = [int(part.split("_")[0]) for part in value.split("x")]
-    return fields
-
-
-def _pairs(
-    size: int,
-    taps: int,
-    places: int,
-    stride: list[int],
-    before: list[int],
-    spread: list[int],
-    gaps: list[int],
-) -> int:
-    """(place, tap) pairs of one dimension that meet an element of the input."""
-    count, reach = 0, (size - 1) * spread[0] + 1
-    for tap in range(taps):
-        for place in range(places):
-            at = place * stride[0] + tap * gaps[0] - before[0]
-            count += 0 <= at < reach and at % spread[0] == 0
-    return count
-
-
-def _kernel(computation: Computation, call: Instruction) -> tuple[float, bool]:
-    """Products of a kernel, and whether that is known: a library's by its shapes, a written one's
-    by what it says of itself."""
-    target = re.search(r'custom_call_target="([^"]*)"', call.attributes)
-    name = target[1] if target else ""
-    if "gemm" in name or "matmul" in name:
-        left = arrays_of(computation.instructions[call.operands[0]].shape)[0]
-        dims = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', call.attributes)
-        contracted = [left.sizes[i] for i in _ints(dims[1])] if dims else []
-        return 2.0 * arrays_of(call.shape)[0].elements * math.prod(contracted), bool(dims)
-    estimate = re.search(r'"cost_estimate":(\{[^{}]*\})', call.attributes)
-    if estimate:
-        return float(json.loads(estimate[1]).get("flops", 0)), True
-    written = name in ("tpu_custom_call", "mosaic_gpu") or "triton" in name or "cudnn" in name
-    return 0.0, not written
