@@ -12,6 +12,9 @@ from typing import Any
 from hjax.binding import bound_methods, worker_class
 from hjax.errors import ConfigError
 
+# The parts of a step, in their order, as plans call them (HybridFlow, arXiv 2409.19256, figure 1).
+STAGES = ("generation", "preparation", "learning")
+
 
 @dataclasses.dataclass(frozen=True)
 class Role:

@@ -57,9 +57,6 @@ def test_flops_by_hand():
     # products 2 * (4*4*4 attention + 3*4*8 MLP + 4*10 head) * 3; pairs 4 * 4 * 3 * 3 / 2.
     shape = published("llama-7b").__class__(10, 4, 8, 1, 1, 1, 4, 16)
     assert arithmetic.forward_flops(shape, 3) == 2 * (64 + 96 + 40) * 3 + 4 * 4 * 4.5
-    assert arithmetic.training_flops(shape, 3) == 3 * arithmetic.forward_flops(shape, 3)
-    again = arithmetic.training_flops(shape, 3, rematerialise=True)
-    assert again == 4 * arithmetic.forward_flops(shape, 3)
 
 
 def test_flops_are_those_of_the_traced_forward():
@@ -87,12 +84,10 @@ def test_cache_bytes_of_llama():
     assert arithmetic.cache_bytes(published("llama-70b")) == 320 * 1024
 
 
-def test_activation_bytes_by_hand():
+def test_activations_by_hand():
     # Llama 7B: 4*4096 whole + 4*4096 of attention + 3*11008 of the MLP = 65792 elements a layer.
     shape = published("llama-7b")
     assert arithmetic.activation_elements(shape) == (65792, 16384)
-    assert arithmetic.activation_bytes(shape, 1, rematerialise=False) == 32 * 65792 * 2
-    assert arithmetic.activation_bytes(shape, 1, rematerialise=True) == (32 * 4096 + 65792) * 2
 
 
 def test_a_model_with_experts_is_planned_not_run():

@@ -14,9 +14,10 @@ from hjax.dryrun.programs import phase_of
 from hjax.dryrun.step import CompileRequest, compile_step
 from hjax.errors import ConfigError
 from hjax.files import cache_folder, json_line
-from hjax.planning.records import STAGES, Candidate, Cluster, PlannedSet
+from hjax.planning.records import Candidate, Cluster, PlannedSet
 from hjax.planning.result import describe_candidate, describe_result
 from hjax.planning.search import Problem, SearchResult
+from hjax.roles import STAGES
 from hjax.show.format import duration, size
 
 # The planner's stage of a controller's phase.

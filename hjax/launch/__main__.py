@@ -188,10 +188,10 @@ def _run(command: TrainCommand, signals: Signals) -> int:
             trainer.close()
         finally:
             display.close()
-    return _finish(trainer, path, command, signals.received)
+    return _finish(path, command, signals.received)
 
 
-def _finish(trainer: Any, path: Path, command: TrainCommand, received: int) -> int:
+def _finish(path: Path, command: TrainCommand, received: int) -> int:
     rows = Workdir(path).rows(METRICS)
     last = rows[-1] if rows else {}
     step = last.get("step", 0)

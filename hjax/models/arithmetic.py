@@ -58,13 +58,6 @@ def forward_flops(
     return products + 4.0 * config.heads * config.head_dim * config.layers * pairs
 
 
-def training_flops(
-    config: ModelConfig, length: int, scalar: bool = False, rematerialise: bool = False
-) -> float:
-    """FLOPs of forward and backward over one sequence: 3 forwards, 4 with rematerialisation."""
-    return (4 if rematerialise else 3) * forward_flops(config, length, scalar)
-
-
 def cache_elements(config: ModelConfig) -> int:
     """Keys and values of one token in one layer: 2 * kv_heads * head_dim."""
     return 2 * config.kv_heads * config.head_dim
@@ -86,14 +79,3 @@ def activation_elements(config: ModelConfig) -> tuple[int, int]:
     attention = config.head_dim * (2 * config.heads + 2 * config.kv_heads)
     mlp = 3 * config.mlp_size * (config.experts_per_token if config.experts else 1)
     return whole + attention + mlp, whole
-
-
-def activation_bytes(
-    config: ModelConfig, tokens: int, rematerialise: bool, element_bytes: float = 2
-) -> float:
-    """What a forward keeps for its backward: every layer's activations, or each layer's input and
-    one layer whole."""
-    layer = activation_elements(config)[0] * tokens * element_bytes
-    if not rematerialise:
-        return config.layers * layer
-    return config.layers * config.hidden_size * tokens * element_bytes + layer

@@ -17,12 +17,6 @@ from hjax.models.parameters import Params
 LAYER = "model.layers.{}."
 
 
-def is_hf_directory(path: str | os.PathLike) -> bool:
-    """Whether ``path`` is a directory with a config.json and safetensors."""
-    path = Path(path)
-    return (path / "config.json").is_file() and any(path.glob("*.safetensors"))
-
-
 def read_config(path: str | os.PathLike) -> ModelConfig:
     """The shapes in a directory's config.json.
 

@@ -11,7 +11,8 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
-STAGES = ("generation", "preparation", "learning")
+from hjax.roles import STAGES
+
 # What of a role waits in the host's memory between its calls.
 Offload = Literal["none", "optimizer", "all"]
 

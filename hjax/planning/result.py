@@ -8,9 +8,10 @@ from typing import Any
 from hjax.errors import ConfigError
 from hjax.planning import memory
 from hjax.planning.options import batches_divide, prompts_divide
-from hjax.planning.records import MASTERS, STAGES, Candidate
+from hjax.planning.records import MASTERS, Candidate
 from hjax.planning.search import Problem, RoleFronts, SearchResult
 from hjax.planning.strategies import STRATEGIES
+from hjax.roles import STAGES
 from hjax.show.format import size
 
 

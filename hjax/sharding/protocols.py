@@ -23,7 +23,7 @@ from hjax.sharding.layout import Layout, RoleLayouts
 PROMPT_ID = "prompt_id"
 
 Split = Literal["batch", "replicated", "none"]
-Stage = Literal["train", "generate"]
+LayoutName = Literal["train", "generate"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -35,14 +35,14 @@ class Protocol:
       name: the paper's name.
       split: ``batch``: arrays are split on their leading dimension as the layout's ``batch`` rule
         says; ``replicated``: every device gets them whole; ``none``: handed over untouched.
-      stage: which of the role's layouts the split is read from.
+      layout: which of the role's layouts the split is read from.
       collect: ``global``: arrays as the controller sees them, replicas once; ``shards``: for
         every device its own part, a list in device order (debugging).
     """
 
     name: str
     split: Split
-    stage: Stage = "train"
+    layout: LayoutName = "train"
     collect: Literal["global", "shards"] = "global"
 
     def distribute(self, value: Any, layouts: RoleLayouts | None) -> Any:
@@ -60,7 +60,7 @@ class Protocol:
             return _at_hand(value)
         if layouts is None:
             return _map_arrays(to_numpy, value)
-        layout: Layout = getattr(layouts, self.stage)
+        layout: Layout = getattr(layouts, self.layout)
         ways = layout.ways("batch")
 
         def placed(x: Any) -> jax.Array:
@@ -116,7 +116,7 @@ PROTOCOLS: dict[str, Protocol] = {
     for p in (
         Protocol("ONE_TO_ALL", split="replicated"),
         Protocol("3D_PROTO", split="batch"),
-        Protocol("3D_ALL_MICRO_DP", split="batch", stage="generate"),
+        Protocol("3D_ALL_MICRO_DP", split="batch", layout="generate"),
         Protocol("3D_PP_ONLY", split="replicated"),
         Protocol("DP_PROTO", split="batch"),
         Protocol("ALL_TO_ALL", split="none", collect="shards"),

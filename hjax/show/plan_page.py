@@ -13,7 +13,7 @@ from hjax.show.plan_rows import (
     ROLE_FIGURES,
     ROLE_TEXTS,
     STAGES,
-    Plan,
+    PlanRecord,
     candidate_rows,
     compiled_rows,
     needs_text,
@@ -27,7 +27,7 @@ _BAR_WIDTH = 700  # of a device's memory, in the drawing's units
 _AT_WORK = 7  # colour
 
 
-def plan_page(plan: Plan) -> str:
+def plan_page(plan: PlanRecord) -> str:
     """The page of a described plan: layouts, a timeline of one step, memory, runners-up."""
     tokens = f"{count(plan['tokens_per_second'])} tokens/s"
     return render(
@@ -49,7 +49,7 @@ def plan_page(plan: Plan) -> str:
     )
 
 
-def _one_step(plan: Plan) -> Any:
+def _one_step(plan: PlanRecord) -> Any:
     """The timeline of a step, a row per set of devices."""
     roles, taken = roles_of(plan), plan["seconds"]
     drawn = [
@@ -68,7 +68,7 @@ def _one_step(plan: Plan) -> Any:
     return timeline(set_names(plan), drawn, list(zip(starts, STAGES)))
 
 
-def _memory_bars(plan: Plan) -> list[dict[str, Any]]:
+def _memory_bars(plan: PlanRecord) -> list[dict[str, Any]]:
     """Per set: ``parts`` (what each role keeps, then what is used at work) and a ``text``."""
     roles, bars = roles_of(plan), []
     for names, needed, usable in zip(

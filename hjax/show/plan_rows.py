@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hjax.roles import STAGES
 from hjax.show.format import duration, flop_count, size
 
-Plan = Mapping[str, Any]
-# Of a step, in their order.
-STAGES = ("generation", "preparation", "learning")
+PlanRecord = Mapping[str, Any]
 # Titles of the columns of the rows below.
 ROLE_TEXTS = ("devices", "role", "model", "train p-t-d", "generate p-t", "axes")
 ROLE_FIGURES = (*STAGES, "resident", "needs")
@@ -19,17 +18,17 @@ COMPILED_COLUMNS = (
 )  # fmt: skip
 
 
-def roles_of(plan: Plan) -> list[str]:
+def roles_of(plan: PlanRecord) -> list[str]:
     """All roles, set by set."""
     return [role for roles in plan["placement"] for role in roles]
 
 
-def set_names(plan: Plan) -> list[str]:
+def set_names(plan: PlanRecord) -> list[str]:
     """`actor+reference (8)`, of a plan or a candidate: who shares how many devices."""
     return [f"{'+'.join(roles)} ({n})" for roles, n in zip(plan["placement"], plan["allocation"])]
 
 
-def needs_text(plan: Plan) -> str:
+def needs_text(plan: PlanRecord) -> str:
     """One line: what hjax does not do of what the plan rests on; empty where it does it all."""
     if not plan["needs"]:
         return ""
@@ -38,7 +37,7 @@ def needs_text(plan: Plan) -> str:
     return f"This plan needs {listed}, which hjax does not do."
 
 
-def role_rows(plan: Plan) -> list[list[str]]:
+def role_rows(plan: PlanRecord) -> list[list[str]]:
     """A row per role under ``ROLE_TEXTS`` and ``ROLE_FIGURES``; devices with a set's first."""
     rows = []
     for roles, devices in zip(plan["placement"], plan["allocation"]):
@@ -61,14 +60,14 @@ def role_rows(plan: Plan) -> list[list[str]]:
     return rows
 
 
-def candidate_rows(plan: Plan) -> list[list[str]]:
+def candidate_rows(plan: PlanRecord) -> list[list[str]]:
     """A row per candidate under ``CANDIDATE_COLUMNS``."""
     return [
         [duration(c["seconds"]), " | ".join(set_names(c)), c["reason"]] for c in plan["candidates"]
     ]
 
 
-def compiled_rows(plan: Plan) -> list[list[str]]:
+def compiled_rows(plan: PlanRecord) -> list[list[str]]:
     """A row per compiled program under ``COMPILED_COLUMNS``; none where nothing was compiled."""
     if "compiled" not in plan:
         return []
@@ -86,7 +85,7 @@ def compiled_rows(plan: Plan) -> list[list[str]]:
     ]
 
 
-def spans(plan: Plan) -> list[dict[str, Any]]:
+def spans(plan: PlanRecord) -> list[dict[str, Any]]:
     """What runs when: ``row`` (set), ``role``, ``stage``, ``start`` and ``length`` in seconds."""
     found, start = [], 0.0
     for stage in STAGES:

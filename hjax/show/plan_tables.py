@@ -11,7 +11,7 @@ from hjax.show.plan_rows import (
     COMPILED_COLUMNS,
     ROLE_FIGURES,
     ROLE_TEXTS,
-    Plan,
+    PlanRecord,
     candidate_rows,
     compiled_rows,
     needs_text,
@@ -25,7 +25,7 @@ _GANTT_WIDTH = 72  # characters
 _BAR_WIDTH = 30
 
 
-def print_plan(plan: Plan, console: Any) -> None:
+def print_plan(plan: PlanRecord, console: Any) -> None:
     """Print a described plan: layouts, the Gantt chart, memory, runners-up, constants."""
     from rich.text import Text
 
@@ -72,7 +72,7 @@ def _table(
     return table
 
 
-def _gantt(plan: Plan) -> Any:
+def _gantt(plan: PlanRecord) -> Any:
     from rich.text import Text
 
     total, roles = plan["seconds"]["total"], roles_of(plan)
@@ -102,7 +102,7 @@ def _style(roles: Sequence[str], role: str, prefix: str = "") -> str:
     return prefix + COLORS[roles.index(role) % len(COLORS)]
 
 
-def _memory(plan: Plan) -> Any:
+def _memory(plan: PlanRecord) -> Any:
     from rich.text import Text
 
     drawn = Text("memory per device\n", style="bold")

@@ -37,7 +37,7 @@ TOKEN_KEYS = ("prompts", "prompt_mask", "responses", "response_mask")
 # Those, and what says which rows answer the same prompt.
 SCORED_KEYS = (*TOKEN_KEYS, PROMPT_ID)
 # What a trained worker learns: the algorithm's objective, or the warm start's.
-STAGES = ("main", "warm_start")
+TRAININGS = ("main", "warm_start")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -515,8 +515,8 @@ class TrainedWorker(ModelWorker):
         Raises:
           ConfigError: another stage, or one that the run was set up without.
         """
-        if stage not in STAGES:
-            raise ConfigError(f"stage {stage!r}; allowed: {', '.join(STAGES)}")
+        if stage not in TRAININGS:
+            raise ConfigError(f"stage {stage!r}; allowed: {', '.join(TRAININGS)}")
         self.optimizer_state = self._updater(stage, True).init(self.params)
         self.stage = stage
 
