@@ -1,7 +1,7 @@
 """What a program of a real model takes on accelerators, by their compilers' own text: no device.
 
     python benchmarks/predicted.py [--topology=v5e:2x4] [--model=qwen2.5-1.5b] [--tokens=2048]
-                                   [--micro_batch=8]
+                                   [--micro_batch=8] [--remat=attention]
 
 An update of 64 rows (8 prompts of 512 tokens with 8 samples each; GRPO without KL, FSDP over all
 devices, bfloat16, layers recomputed). Prints one JSON line: of each program of the step the
@@ -29,7 +29,7 @@ def get_config():
     config.data.path = "prompts.jsonl"
     config.reward.function = "reward.py:reward"
     config.model.dtype = "bfloat16"
-    config.model.remat = True
+    config.model.remat = {remat!r}
     config.rollout.prompts, config.rollout.samples = 8, 8
     config.rollout.max_prompt_length = 512
     config.rollout.max_response_length = {tokens} - 512
@@ -45,10 +45,12 @@ def main() -> None:
     parser.add_argument("--model", default="qwen2.5-1.5b")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--micro_batch", type=int, default=8, help="rows of a pass; 0: all")
+    parser.add_argument("--remat", default="attention")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         place = pathlib.Path(folder)
         given = {"model": options.model, "tokens": options.tokens, "rows": options.micro_batch}
+        given["remat"] = options.remat
         content = CONFIG.format(**given)
         (place / "predicted.py").write_text(content)
         (place / "prompts.jsonl").write_text('{"prompt": "one"}\n')
@@ -91,6 +93,7 @@ def main() -> None:
                 "topology": options.topology,
                 "tokens": options.tokens,
                 "micro_batch": options.micro_batch,
+                "remat": options.remat,
                 "versions": found["versions"],
                 "programs": programs,
             }

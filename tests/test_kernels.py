@@ -1,6 +1,7 @@
 """Every set of kernels against the plain reference, and the reference against transformers."""
 
 import copy
+import dataclasses
 import pickle
 
 import chex
@@ -13,7 +14,7 @@ from references import llama_layers, torch
 from transformers import LlamaConfig
 
 from hjax.errors import ConfigError
-from hjax.kernels import backward, cpu, reference
+from hjax.kernels import backward, blockwise, cpu, reference, splash
 from hjax.kernels.sets import Kernels, choose, kernels_of
 from hjax.models.transformer import Compute
 from hjax.sharding.layout import make_layouts
@@ -180,7 +181,7 @@ def test_largest_is_numpys_argmax(name):
 
 def test_a_platform_chooses_its_set():
     assert [choose(platform) for platform in ("cpu", "tpu", "gpu", "cuda")] == [
-        "cpu", "backward", "backward", "backward",
+        "cpu", "tpu", "backward", "backward",
     ]  # fmt: skip
     layout = make_layouts(jax.devices()[:2]).train
     assert layout.platform == "cpu"
@@ -191,8 +192,12 @@ def test_a_platform_chooses_its_set():
 def test_accelerators_get_no_detours_of_cpus():
     found = kernels_of("backward", whole=True, unrolled=True)
     assert found == Kernels(
-        product=backward.product, gated_mlp=backward.gated_mlp, rms_norm=backward.rms_norm
+        product=backward.product,
+        gated_mlp=backward.gated_mlp,
+        rms_norm=backward.rms_norm,
+        attention=blockwise.attend,
     )
+    assert kernels_of("tpu") == dataclasses.replace(found, attention=splash.attend)
 
 
 def test_joined_dimensions_are_for_devices_that_hold_them_whole():
@@ -211,7 +216,7 @@ def test_a_set_is_plain_and_can_be_sent(kernel_set):
 
 
 def test_an_unknown_set_is_refused():
-    with pytest.raises(ConfigError, match="kernels 'fast': reference, backward or cpu"):
+    with pytest.raises(ConfigError, match="kernels 'fast': reference, backward, tpu or cpu"):
         kernels_of("fast")
 
 

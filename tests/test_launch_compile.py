@@ -220,7 +220,7 @@ def test_what_stays_beside_a_program():
 
 def test_an_fsdp_update_moves_parameters_and_gradients_not_activations():
     changes = {
-        "layout.actor.train.data": 1, "layout.actor.train.fsdp": 8, "model.remat": True,
+        "layout.actor.train.data": 1, "layout.actor.train.fsdp": 8, "model.remat": "full",
         "rollout.prompts": 64, "rollout.samples": 4, "rollout.max_response_length": 16,
     }  # fmt: skip
     programs, roles = programs_of("PPO", changes)

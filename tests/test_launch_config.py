@@ -62,7 +62,7 @@ def test_overrides_have_the_type_of_the_key(config_file):
             "--config.steps=7",
             "--config.rollout.temperature=2",
             "--config.rollout.stop=('a', 'b')",
-            "--config.model.remat",
+            "--config.model.unroll_layers",
             "--noconfig.model.tie_embeddings",
             "--config.algorithm.lam=1",
             "--config.data.task_options.length=3",
@@ -73,7 +73,7 @@ def test_overrides_have_the_type_of_the_key(config_file):
     assert config.steps == 7
     assert config.rollout.temperature == 2.0 and type(config.rollout.temperature) is float
     assert config.rollout.stop == ("a", "b")
-    assert config.model.remat and not config.model.tie_embeddings
+    assert config.model.unroll_layers and not config.model.tie_embeddings
     assert config.algorithm.gamma == 0.9 and config.algorithm.lam == 1.0
     assert config.data.task_options.length == 3
     assert config.layout.actor.train.tensor == 2
@@ -199,7 +199,8 @@ def test_wrong_values_are_named(overrides, says):
         ("--config.rollout=3", "is a section"),
         ("--config.steps=abc", "config.steps='abc': expected a whole number"),
         ("--config.steps=1.5", "config.steps='1.5': expected a whole number"),
-        ("--config.model.remat=maybe", "expected true or false"),
+        ("--config.model.unroll_layers=maybe", "expected true or false"),
+        ("--config.model.remat=True", "must be one of none, attention, full, offload"),
         ("--config.rollout.temperature=hot", "expected a number"),
         ("--config.steps", "missing value"),
         ("--config.rollout.temperature=0", "must be larger than 0"),

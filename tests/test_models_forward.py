@@ -27,8 +27,8 @@ CPU = {"kernel_set": "cpu"}
 FORMS = {
     "scanned": CPU,
     "unrolled": {**CPU, "unroll_layers": True},
-    "recomputed": {**CPU, "remat": True},
-    "unrolled, recomputed": {**CPU, "unroll_layers": True, "remat": True},
+    "recomputed": {**CPU, "remat": "full"},
+    "unrolled, recomputed": {**CPU, "unroll_layers": True, "remat": "full"},
     "whole on a device": {**CPU, "whole": True},
     "whole, unrolled": {**CPU, "whole": True, "unroll_layers": True},
     "with the reference": {"kernel_set": "reference"},

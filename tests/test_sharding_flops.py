@@ -7,11 +7,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.sharding import Mesh, PartitionSpec
 
+from hjax.kernels import blockwise, splash
+from hjax.kernels.attention import attend, cost_label
 from hjax.models.config import ModelConfig
 from hjax.models.forward import sequence_states, token_log_probs
 from hjax.models.parameters import decoder_network
 from hjax.models.transformer import Compute
 from hjax.xla.flops import Flops, count_flops
+from hjax.xla.products import told_cost
 
 
 def array(*shape, dtype=jnp.float32):
@@ -146,7 +149,7 @@ def test_a_kernel_counts_its_grid():
     assert flops(product, array(32, 16), array(16, 16)) == Flops(2 * 32 * 16 * 16)
 
 
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("remat", ["none", "full"])
 def test_training_a_decoder_is_six_operations_per_parameter_and_token(remat):
     hidden, mlp, layers, vocab, batch, length = 256, 688, 3, 512, 2, 32
     config = ModelConfig(
@@ -169,11 +172,55 @@ def test_training_a_decoder_is_six_operations_per_parameter_and_token(remat):
     attention = layers * 2 * length * hidden
     tokens = batch * length
     forward = 2 * tokens * (in_layers + vocab * hidden + attention)
-    again = 2 * tokens * (in_layers + attention) if remat else 0
+    again = 2 * tokens * (in_layers + attention) if remat == "full" else 0
     # The last product of a layer (remat: `down`) need not be made again.
-    saved = 2 * tokens * layers * hidden * mlp if remat else 0
+    saved = 2 * tokens * layers * hidden * mlp if remat == "full" else 0
     assert found.products == 3 * forward + again - saved
-    if not remat:
+    if remat == "none":
         rule = 6 * (in_layers + vocab * hidden) * tokens
         assert found.products == pytest.approx(rule, rel=0.03)
         assert found.elementwise < 0.05 * found.products
+
+
+def test_a_scope_tells_what_a_kernel_costs():
+    def kernel(x_ref, y_ref):
+        y_ref[...] = x_ref[...] @ x_ref[...]
+
+    def run(x):
+        call = pl.pallas_call(kernel, out_shape=array(8, 8), grid=(4,), name="squares_fwd")
+        with jax.named_scope("squares_fwd"):
+            return call(x)
+
+    def told(x):
+        with jax.named_scope(cost_label((("_fwd", 1200.0, 64.0), ("_bwd", 7.0, 8.0)))):
+            return jax.jit(run)(x)
+
+    def told_of_another(x):
+        with jax.named_scope(cost_label((("_other", 1200.0, 64.0),))):
+            return run(x)
+
+    body = 4 * 2 * 8 * 8 * 8
+    assert [flops(f, array(8, 8)).products for f in (run, told, told_of_another)] == [
+        body, 1200, body,
+    ]  # fmt: skip
+    assert told_cost("a/cost:_fwd=1.5e+3,2e+0:_dq=3e+3,4e+0/vmap(x_dq)/call") == (3000.0, 4.0)
+    assert told_cost("a/x_dq/cost:_dq=3e+3,4e+0/call") is None
+
+
+def test_attention_counts_the_blocks_that_are_seen():
+    length, heads, dim = 2048, 4, 128
+    q, k = array(2, length, heads, dim), array(2, length, 2, dim)
+
+    def of(kernel, function):
+        return flops(function(lambda q, k, v: attend(kernel, q, k, v).sum()), q, k, k).products
+
+    def gradient(f):
+        return jax.grad(f, (0, 1, 2))
+
+    # 512 places a block: of 4 x 4 blocks 10 are seen; a block's product:
+    product = 2 * heads * 10 * 2 * 512**2 * dim
+    weighed = 2 * 2 * heads * length * dim  # outputs by their gradients, once
+    # Forward scores and values; backward by blocks five products, in the TPU's two kernels seven.
+    assert of(blockwise.attend, lambda f: f) == of(splash.attend, lambda f: f) == 2 * product
+    assert of(blockwise.attend, gradient) == (2 + 5) * product
+    assert of(splash.attend, gradient) == (2 + 3 + 4) * product + weighed

@@ -72,7 +72,7 @@ def compile_plan(
     raise ConfigError(
         f"none of the {len(refused)} best plans fits on {topology} by its compiler's account: "
         f"{size(least)} per device are missing at least; take more devices, or lower "
-        "rollout.prompts or micro_batch, or set model.remat"
+        "rollout.prompts or micro_batch, or set model.remat=full"
     )
 
 

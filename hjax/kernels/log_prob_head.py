@@ -288,7 +288,11 @@ def _gradients(
     if split.vocab:
         d_states = jax.lax.psum(d_states, split.vocab)
     if split.embed:
-        d_table = jax.lax.psum_scatter(d_table, split.embed, scatter_dimension=1, tiled=True)
+        # Parts first: of a minor dimension a TPU's compiler makes no reduce-scatter.
+        assert split.mesh is not None
+        parts = math.prod(split.mesh.shape[axis] for axis in split.embed)
+        d_table = d_table.reshape(columns, parts, -1).swapaxes(0, 1)
+        d_table = jax.lax.psum_scatter(d_table, split.embed, scatter_dimension=0)
     if rest := tuple(axis for axis in split.tokens if axis not in split.embed):
         d_table = jax.lax.psum(d_table, rest)
     return d_states.reshape(hidden.shape).astype(hidden.dtype), d_table.astype(table.dtype)

@@ -8,11 +8,12 @@ from collections.abc import Callable
 import jax
 
 from hjax.errors import ConfigError
-from hjax.kernels import backward, cpu, reference
+from hjax.kernels import backward, blockwise, cpu, reference
+from hjax.kernels.attention import Kernel
 
 Tables = tuple[jax.Array, jax.Array]
 
-REFERENCE, BACKWARD, CPU = "reference", "backward", "cpu"
+REFERENCE, BACKWARD, CPU, TPU = "reference", "backward", "cpu", "tpu"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,19 +29,21 @@ class Kernels:
     rotary_tables: Callable[[jax.Array, jax.Array], Tables] = reference.rotary_tables
     rotate: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] = reference.rotate
     largest: Callable[[jax.Array], jax.Array] = reference.largest
+    attention: Kernel | None = None  # of long sequences; None: as of short ones, in one piece
 
 
 def choose(platform: str) -> str:
     """The name of the set that devices of a platform (``cpu``, ``tpu``, ``gpu``, ...) run."""
-    return CPU if platform == "cpu" else BACKWARD
+    return platform if platform in (CPU, TPU) else BACKWARD
 
 
 def kernels_of(name: str, whole: bool = False, unrolled: bool = False) -> Kernels:
     """The functions of a set.
 
     Args:
-      name: ``reference``, ``backward`` (written-out backward passes) or ``cpu`` (those, and what
-        XLA's CPU compiler needs to be told another way).
+      name: ``reference``, ``backward`` (written-out backward passes, long attention by blocks),
+        ``tpu`` (those with a TPU's attention kernel) or ``cpu`` (those, and what XLA's CPU compiler
+        needs to be told another way).
       whole: each device is known to hold the whole length and a layer's whole weights.
       unrolled: layers run in a Python loop, not in a scan.
 
@@ -48,14 +51,21 @@ def kernels_of(name: str, whole: bool = False, unrolled: bool = False) -> Kernel
       ConfigError: another name.
     """
     written_out = Kernels(
-        product=backward.product, gated_mlp=backward.gated_mlp, rms_norm=backward.rms_norm
+        product=backward.product,
+        gated_mlp=backward.gated_mlp,
+        rms_norm=backward.rms_norm,
+        attention=blockwise.attend,
     )
     if name == REFERENCE:
         return Kernels()
     if name == BACKWARD:
         return written_out
+    if name == TPU:
+        from hjax.kernels import splash  # Pallas takes long to import, and only here it runs
+
+        return dataclasses.replace(written_out, attention=splash.attend)
     if name != CPU:
-        raise ConfigError(f"kernels {name!r}: {REFERENCE}, {BACKWARD} or {CPU}")
+        raise ConfigError(f"kernels {name!r}: {REFERENCE}, {BACKWARD}, {TPU} or {CPU}")
     if whole:
         products = dataclasses.replace(written_out, product=cpu.product, gated_mlp=cpu.gated_mlp)
     else:

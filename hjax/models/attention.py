@@ -1,7 +1,9 @@
 """Attention strategies: what each token may see, and where keys and values are kept.
 
 The decoder hands every layer's queries, keys and values to a strategy. Three cover training,
-prefill and decoding; all compute scores and softmax in float32.
+prefill and decoding; all compute scores and softmax in float32. Sequences of up to ``WHOLE`` places
+are computed in one piece, with scores [length, length]: the quickest way where these are small.
+Longer ones go to the platform's kernel (``hjax.kernels.attention``), which never holds them.
 
 Shapes: queries ``[batch, length, heads, head_dim]``, keys and values
 ``[batch, length, kv_heads, head_dim]``; ``heads = kv_heads * q_per_kv``.
@@ -10,14 +12,14 @@ Shapes: queries ``[batch, length, heads, head_dim]``, keys and values
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
+from hjax.kernels.attention import MASKED, WHOLE, Kernel, Scoring, Sight, Split, attend
 from hjax.sharding.layout import Layout
-
-MASKED = -1e30  # added to scores that must not be seen; finite, so that empty rows stay finite
 
 KeyValue = tuple[jax.Array, jax.Array]
 
@@ -26,9 +28,73 @@ class Attention(Protocol):
     """One way to attend; called once per layer inside the decoder."""
 
     def __call__(
-        self, layer: int | jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, cache: Any
+        self,
+        layer: int | jax.Array,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        cache: Any,
+        scoring: Scoring = Scoring(),
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, Any, KeyValue | None]:
-        """Returns the output ``[batch, length, heads, head_dim]``, the cache, and what to keep."""
+        """Returns the output ``[batch, length, heads, head_dim]``, the cache, and what to keep.
+
+        Args:
+          scoring: how this layer's scores are made.
+          sinks: [heads], a score per head that takes part in the softmax and has no value.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How a platform attends.
+
+    Attributes:
+      kernel: of sequences longer than ``WHOLE``; None: all in one piece (the reference).
+      layout: over whose devices rows, length and heads are split.
+    """
+
+    kernel: Kernel | None = None
+    layout: Layout | None = None
+
+    def pieces(self, length: int) -> bool:
+        """Whether sequences of this length go to the kernel."""
+        return self.kernel is not None and length > WHOLE
+
+    def attend(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        mask: jax.Array,
+        sinks: jax.Array | None,
+        scoring: Scoring,
+        sight: Sight = Sight(),
+    ) -> jax.Array:
+        """By the kernel; ``mask``: bool [batch, length], False at padding."""
+        assert self.kernel is not None
+        marks, split = mask.astype(jnp.int32), Split()
+        if (layout := self.layout) is not None:
+            names = ("batch", "length", "heads", "kv_heads")
+            split = Split(layout.mesh, *(layout.axes(name) for name in names))
+        return attend(self.kernel, q, k, v, marks, sinks, scoring, sight, split)
+
+    def hold(self, x: jax.Array, *logical_axes: str | None) -> jax.Array:
+        """``x`` split as the layout says, where it splits the length."""
+        if self.layout is None or self.layout.ways("length") == 1:
+            return x
+        return self.layout.constrain(x, *logical_axes)
+
+
+def _with_sink(
+    scores: jax.Array, sinks: jax.Array | None, weigh: Callable[[jax.Array], jax.Array]
+) -> jax.Array:
+    """``weigh`` (a softmax) of scores [b, k, g, t, s] and a sink beside them."""
+    if sinks is None:
+        return weigh(scores)
+    sink = sinks.astype(jnp.float32).reshape(scores.shape[1:3])[None, :, :, None, None]
+    sink = jnp.broadcast_to(sink, (*scores.shape[:-1], 1))
+    return weigh(jnp.concatenate([scores, sink], axis=-1))[..., :-1]
 
 
 def _split_heads(q: jax.Array, kv_heads: int) -> jax.Array:
@@ -43,10 +109,11 @@ def _merge_heads(out: jax.Array) -> jax.Array:
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, kv_heads * groups, dim)
 
 
-def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
-    """q [b, k, g, t, d], k [b, k, s, d] -> float32 [b, k, g, t, s], scaled."""
-    scale = q.shape[-1] ** -0.5
-    return jnp.einsum("bkgtd,bksd->bkgts", q * scale, k, preferred_element_type=jnp.float32)
+def _scores(q: jax.Array, k: jax.Array, scoring: Scoring) -> jax.Array:
+    """q [b, k, g, t, d], k [b, k, s, d] -> float32 [b, k, g, t, s], scaled and capped."""
+    q = q * scoring.factor(q.shape[-1])
+    scores = jnp.einsum("bkgtd,bksd->bkgts", q, k, preferred_element_type=jnp.float32)
+    return scoring.bend(scores)
 
 
 def _values(weights: jax.Array, v: jax.Array) -> jax.Array:
@@ -60,29 +127,52 @@ class Causal:
     Attributes:
       mask: bool [batch, length], False at padding.
       keep: return each layer's keys and values, [batch, kv_heads, length, head_dim] (prefill).
-      context: a layout that splits the length: queries stay split, keys and values are gathered.
+      form: how; in one piece, queries stay split over a length and keys and values are gathered.
     """
 
     mask: jax.Array
     keep: bool = False
-    context: Layout | None = None
+    form: Form = Form()
 
     def __call__(
-        self, layer: int | jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, cache: Any
+        self,
+        layer: int | jax.Array,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        cache: Any,
+        scoring: Scoring = Scoring(),
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, Any, KeyValue | None]:
-        if self.context is not None:
-            q = self.context.constrain(q, "batch", "length", "heads", None)
-            k, v = (self.context.constrain(x, "batch", None, "kv_heads", None) for x in (k, v))
+        form, pieces = self.form, self.form.pieces(q.shape[1])
+        if pieces:
+            out = form.attend(q, k, v, self.mask, sinks, scoring)
+            if not self.keep:
+                return out, cache, None
+        else:
+            q = form.hold(q, "batch", "length", "heads", None)
+            k, v = (form.hold(x, "batch", None, "kv_heads", None) for x in (k, v))
         k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-        out = _causal(_split_heads(q, k.shape[1]), k, v, self.mask)
-        return _merge_heads(out), cache, (k, v) if self.keep else None
+        if not pieces:
+            whole = _causal(_split_heads(q, k.shape[1]), k, v, self.mask, scoring, sinks)
+            out = _merge_heads(whole)
+        return out, cache, (k, v) if self.keep else None
 
 
-def _causal(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+def _causal(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array,
+    scoring: Scoring,
+    sinks: jax.Array | None,
+) -> jax.Array:
     length = q.shape[3]
     visible = jnp.tril(jnp.ones((length, length), bool)) & mask[:, None, :]
-    scores = jnp.where(visible[:, None, None], _scores(q, k), MASKED)
-    return _values(jax.nn.softmax(scores, axis=-1), v)
+    if scoring.window:
+        visible &= jnp.triu(jnp.ones((length, length), bool), 1 - scoring.window)
+    scores = jnp.where(visible[:, None, None], _scores(q, k, scoring), MASKED)
+    return _values(_with_sink(scores, sinks, lambda x: jax.nn.softmax(x, axis=-1)), v)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,18 +186,33 @@ class SharedPrompt:
       prompt_mask: bool [groups, prompt_length].
       samples: responses per row, all of one (padded) length. Padding stands on the right of a
         response, so causality alone hides it.
+      form: how.
     """
 
     prompt_mask: jax.Array
     samples: int
+    form: Form = Form()
 
     def __call__(
-        self, layer: int | jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, cache: Any
+        self,
+        layer: int | jax.Array,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        cache: Any,
+        scoring: Scoring = Scoring(),
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, Any, KeyValue | None]:
         prompt = self.prompt_mask.shape[1]
         groups, total, heads, dim = q.shape
         kv_heads = k.shape[2]
         length = (total - prompt) // self.samples
+        if self.form.pieces(prompt + length):
+            answers = jnp.ones((groups, total - prompt), bool)
+            mask = jnp.concatenate([self.prompt_mask, answers], axis=1)
+            sight = Sight(prompt, length)
+            out = self.form.attend(q, k, v, mask, sinks, scoring, sight)
+            return out, cache, None
 
         def cut(x: jax.Array) -> tuple[jax.Array, ...]:
             # A split's backward pass is one concatenation; that of two slices pads and adds.
@@ -115,15 +220,24 @@ class SharedPrompt:
 
         (qp, qr), (kp, kr), (vp, vr) = cut(q), cut(k), cut(v)
         kp, vp = kp.transpose(0, 2, 1, 3), vp.transpose(0, 2, 1, 3)
-        out_prompt = _causal(_split_heads(qp, kv_heads), kp, vp, self.prompt_mask)
+        out_prompt = _causal(
+            _split_heads(qp, kv_heads), kp, vp, self.prompt_mask, scoring, sinks
+        )
 
         def by_sample(x: jax.Array) -> jax.Array:
             x = x.reshape(groups, self.samples, length, kv_heads, -1, dim)
             return x.transpose(0, 3, 1, 4, 2, 5)
 
-        causal = jnp.tril(jnp.ones((length, length), bool))
+        visible = jnp.tril(jnp.ones((length, length), bool))
+        past = self.prompt_mask[:, None]
+        if scoring.window:
+            visible &= jnp.triu(visible, 1 - scoring.window)
+            distance = prompt + jnp.arange(length)[:, None] - jnp.arange(prompt)
+            past = past & (distance < scoring.window)
         own_k, own_v = by_sample(kr)[:, :, :, 0], by_sample(vr)[:, :, :, 0]
-        out = _shared(by_sample(qr), kp, vp, own_k, own_v, self.prompt_mask, causal)
+        out = _shared(
+            by_sample(qr), kp, vp, own_k, own_v, past, visible, scoring=scoring, sinks=sinks
+        )
         out = out.transpose(0, 2, 4, 1, 3, 5).reshape(groups, self.samples * length, heads, dim)
         return jnp.concatenate([_merge_heads(out_prompt), out], axis=1), cache, None
 
@@ -134,32 +248,40 @@ def _shared(
     prompt_v: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    prompt_mask: jax.Array,
+    past_visible: jax.Array,
     visible: jax.Array,
     keys: str = "xksud",
+    scoring: Scoring = Scoring(),
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attend to one copy of the prompt per group and to each sample's own tokens.
 
     q [groups, kv, samples, g, t, d]; prompt k, v [groups, kv, p, d]; k, v
-    [groups, kv, samples, s, d]; prompt_mask [groups, p]; visible [t, s]; ``keys``: k's dimensions,
-    u being s. One softmax over both parts, divided out after the products with the values: scores
-    are never concatenated, and no operand but the queries is transposed.
+    [groups, kv, samples, s, d]; past_visible [groups, t or 1, p]; visible [t, s]; ``keys``: k's
+    dimensions, u being s; sinks [kv * g]. One softmax over both parts, divided out after the
+    products with the values: scores are never concatenated, and no operand but the queries is
+    transposed.
     """
     groups, kv_heads, samples, per_kv, length, dim = q.shape
     prompt = prompt_k.shape[2]
-    q = q * dim**-0.5
+    q = q * scoring.factor(dim)
     # All samples' queries of a group meet the prompt's keys in one product.
     together = q.reshape(groups, kv_heads, samples * per_kv * length, dim)
     past = jnp.einsum(
         "xkqd,xkpd->xkqp", together, prompt_k, preferred_element_type=jnp.float32
     )
-    past = jnp.where(prompt_mask[:, None, None, :], past, MASKED)
     past = past.reshape(groups, kv_heads, samples, per_kv, length, prompt)
+    past = jnp.where(past_visible[:, None, None, None], scoring.bend(past), MASKED)
     own = jnp.einsum(f"xksgtd,{keys}->xksgtu", q, k, preferred_element_type=jnp.float32)
-    own = jnp.where(visible, own, MASKED)
+    own = jnp.where(visible, scoring.bend(own), MASKED)
     top = jax.lax.stop_gradient(jnp.maximum(past.max(-1), own.max(-1)))[..., None]
+    if sinks is not None:
+        sink = sinks.astype(jnp.float32).reshape(kv_heads, 1, per_kv, 1, 1)
+        top = jax.lax.stop_gradient(jnp.maximum(top, sink))
     past, own = jnp.exp(past - top), jnp.exp(own - top)
     total = past.sum(-1, keepdims=True) + own.sum(-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.exp(sink - top)
     past = past.astype(v.dtype).reshape(groups, kv_heads, samples * per_kv * length, prompt)
     wide = jnp.float32
     out = jnp.einsum("xkqp,xkpd->xkqd", past, prompt_v, preferred_element_type=wide)
@@ -199,7 +321,8 @@ class Decode:
         visible = jnp.arange(own_v.shape[3]) <= self.position
         prompt = prompt_k, prompt_v
         out = _shared(
-            by_sample(q), *prompt, own_k, own_v, self.prompt_mask, visible[None], keys="xksdu"
+            by_sample(q), *prompt, own_k, own_v, self.prompt_mask[:, None], visible[None],
+            keys="xksdu",
         )
         return out.transpose(0, 2, 4, 1, 3, 5).reshape(rows, 1, heads, dim), cache, None
 

@@ -14,6 +14,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from hjax.kernels.attention import PART
 from hjax.kernels.log_prob_head import Head, Split, token_scores
 from hjax.models.attention import Causal, SharedPrompt
 from hjax.models.transformer import Compute
@@ -55,53 +56,44 @@ def response_states(
     chex.assert_shape(responses, (prompts.shape[0], None))
     chex.assert_type(responses, int)
     chex.assert_is_divisible(prompts.shape[0], samples)
-    if compute.context is not None:
-        return _split_response_states(decoder, batch, compute)
     rows, length = responses.shape
-    groups = rows // samples
+    split, form = compute.context, compute.form
+    # Of a split length each device holds a part of the row, which only the kernels share out.
+    long = form.pieces(prompts.shape[1] + length)
+    share = samples if split is None or (long and decoder.stack is plain) else 1
+    groups = rows // share
 
     def first(x: jax.Array) -> jax.Array:
-        return x.reshape(groups, samples, x.shape[-1])[:, 0]
+        return x.reshape(groups, share, x.shape[-1])[:, 0]
+
+    # Whole wherever a split length is padded or cut: parts would be shifted between neighbours,
+    # which the stages of a pipeline, each in a branch of its own, cannot do.
+    def whole(x: jax.Array) -> jax.Array:
+        return x if split is None else compute.hold(x, "batch", *[None] * (x.ndim - 1))
 
     prompts, mask = first(prompts), first(mask)
+    ways = 1 if split is None else split.ways("length")
+    short = -(prompts.shape[1] + share * length) % (ways * (PART if long and ways > 1 else 1))
+    if short:  # prompts are padded further on the left until the parts are equal
+        prompts, mask = (jnp.pad(x, ((0, 0), (short, 0))) for x in (prompts, mask))
     prompt = prompts.shape[1]
-    tokens = jnp.concatenate([prompts, responses.reshape(groups, samples * length)], axis=1)
+    tokens = jnp.concatenate([prompts, responses.reshape(groups, share * length)], axis=1)
     after = jnp.sum(mask, axis=-1, dtype=jnp.int32)[:, None] + jnp.arange(length, dtype=jnp.int32)
-    positions = jnp.concatenate([positions_of(mask), jnp.tile(after, (1, samples))], axis=1)
-    hidden = decoder.hidden_states(tokens, positions, SharedPrompt(mask, samples), compute)
+    positions = jnp.concatenate([positions_of(mask), jnp.tile(after, (1, share))], axis=1)
+    attention: SharedPrompt | Causal = SharedPrompt(mask, share, form)
+    if split is not None and not long:
+        # Causality alone hides what follows a response.
+        after_prompt = jnp.ones((groups, length), bool)
+        attention = Causal(jnp.concatenate([mask, after_prompt], axis=1), form=form)
+    tokens, positions = whole(tokens), whole(positions)
+    hidden = whole(decoder.hidden_states(tokens, positions, attention, compute))
     width = hidden.shape[-1]
-    last = jnp.broadcast_to(hidden[:, None, prompt - 1 : prompt], (groups, samples, 1, width))
-    own = hidden[:, prompt:].reshape(groups, samples, length, width)
-    return jnp.concatenate([last, own[:, :, :-1]], axis=2).reshape(rows, length, width)
-
-
-def _split_response_states(
-    decoder: Any, batch: Mapping[str, jax.Array], compute: Compute
-) -> jax.Array:
-    """``response_states`` with the length split over the context axis.
-
-    Every row is a sequence of its own, so that each device's part of the length sees the keys and
-    values before it; prompts are padded further on the left until the parts are equal.
-    """
-    prompts, responses = batch["prompts"], batch["responses"]
-    length = responses.shape[1]
-    ways = compute.context.ways("length") if compute.context is not None else 1
-    short = -(prompts.shape[1] + length) % ways
-    left = ((0, 0), (short, 0))
-    tokens = jnp.concatenate([jnp.pad(prompts, left), responses], axis=1)
-    after = jnp.ones(responses.shape, bool)  # causality alone hides what follows a response
-    mask = jnp.concatenate([jnp.pad(batch["prompt_mask"], left), after], axis=1)
-
-    # Whole wherever it is padded or cut: parts would be shifted between neighbours, which the
-    # stages of a pipeline, each in a branch of its own, cannot do.
-    def whole(x: jax.Array) -> jax.Array:
-        return compute.hold(x, "batch", *[None] * (x.ndim - 1))
-
-    hidden = whole(sequence_states(decoder, whole(tokens), whole(mask), compute))
-    hidden = whole(hidden[:, -length - 1 : -1])
-    if length % ways:
-        return hidden
-    return compute.hold(hidden, "batch", "length", None)
+    last = jnp.broadcast_to(hidden[:, None, prompt - 1 : prompt], (groups, share, 1, width))
+    own = hidden[:, prompt:].reshape(groups, share, length, width)
+    states = jnp.concatenate([last, own[:, :, :-1]], axis=2).reshape(rows, length, width)
+    if split is None or length % ways:
+        return states
+    return compute.hold(states, "batch", "length", None)
 
 
 def sequence_states(
@@ -118,7 +110,7 @@ def sequence_states(
       AssertionError: other shapes or dtypes, when traced.
     """
     _check_tokens(tokens, mask)
-    attention = Causal(mask, context=compute.context)
+    attention = Causal(mask, form=compute.form)
     return decoder.hidden_states(tokens, positions_of(mask), attention, compute)
 
 

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from hjax.kernels.sets import REFERENCE, Kernels, choose, kernels_of
-from hjax.models.attention import Attention
+from hjax.models import remat
+from hjax.models.attention import Attention, Form
 from hjax.models.config import ModelConfig
 from hjax.models.declaration import Kind, ones, parameter, zeros
 from hjax.sharding.layout import Layout
@@ -31,27 +32,36 @@ class Compute:
       dtype: of activations and matrix products; norms, softmax and logits are float32.
       unroll_layers: a Python loop instead of a scan: faster for shallow models on a CPU, but
         compile time grows with depth.
-      remat: recompute each layer in the backward pass instead of keeping its activations.
+      remat: which of a layer's activations the backward pass computes again, see
+        ``hjax.models.remat``.
       layout: the train layout over whose axes activations stay split, or None to leave them to
         the compiler (which would rather split the width of FSDP's embedding than the batch).
       kernel_set: name of the functions that layers are made of, see ``hjax.kernels.sets``; the
         plain reference until ``on`` chooses those of a platform.
+      home: the layout whose devices run it, given by ``on``; kernels that a compiler cannot split
+        are split over it.
     """
 
     dtype: Any = jnp.float32
     unroll_layers: bool = False
-    remat: bool = False
+    remat: str = remat.NONE
     layout: Layout | None = None
     kernel_set: str = REFERENCE
+    home: Layout | None = None
 
     def on(self, layout: Layout) -> Compute:
         """The same with the kernels for a layout's devices."""
-        return dataclasses.replace(self, kernel_set=choose(layout.platform))
+        return dataclasses.replace(self, kernel_set=choose(layout.platform), home=layout)
 
     @property
     def kernels(self) -> Kernels:
         """The functions that layers are made of."""
         return kernels_of(self.kernel_set, whole=self.whole, unrolled=self.unroll_layers)
+
+    @property
+    def form(self) -> Form:
+        """How attention strategies attend."""
+        return Form(self.kernels.attention, self.home or self.layout)
 
     @property
     def context(self) -> Layout | None:
@@ -264,12 +274,12 @@ class Decoder(nnx.Module):
         first, stride = numbers
 
         def run(layer: Any, parameters: Any, x: jax.Array, cache: Any) -> tuple:
+            x = remat.layer_input(x)
             block = nnx.merge(graph, parameters)
             x, cache, kept = block(layer, x, cos, sin, attention, cache, compute)
             return compute.hold(x, "batch", "length", None), cache, kept
 
-        if compute.remat:
-            run = jax.checkpoint(run, static_argnums=(0,) if compute.unroll_layers else ())
+        run = remat.recomputed(run, compute.remat, unrolled=compute.unroll_layers)
         if compute.unroll_layers:
             keeps = []
             for index, parameters in enumerate(layers or unstack(stacked)):

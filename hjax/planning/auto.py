@@ -224,7 +224,7 @@ def run_problem(
         batches=tuple(b for b in (*batches, micro) if b),
         micro_batch=micro,
         waves=(1,),
-        rematerialise=(bool(config.model.remat),),
+        rematerialise=(config.model.remat != "none",),
     )
     return Problem(
         flow,

@@ -254,7 +254,7 @@ class Generator:
         hidden, _, kept = model(
             tokens,
             positions,
-            Causal(mask, keep=True),
+            Causal(mask, keep=True, form=self.compute.form),
             compute=self.compute,
             layers=layers,
             rotary=rotary,

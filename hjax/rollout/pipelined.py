@@ -141,7 +141,7 @@ class PipelinedRollout:
                 # Outside its turns a stage computes what nobody reads.
                 at = jnp.clip(time - stage, 0, stages - 1)
                 x, mask = jnp.where(stage == 0, starts[at], received), masks[at]
-                attention = Causal(mask, keep=True)
+                attention = Causal(mask, keep=True, form=self.compute.form)
                 x, _, kept = model.run(x, positions_of(mask), attention, compute=self.compute)
                 return self._pass_on(x), (kept, x[:, -1])
 

@@ -135,9 +135,12 @@ KEYS: dict[str, Any] = {
             one_of("auto", "float32", "bfloat16"),
         ),
         "remat": Key(
-            False,
-            "recompute each layer in the backward pass: less memory, a third more time; on a CPU "
-            "of scanned layers only, because XLA undoes it for unrolled ones",
+            "none",
+            "activations that the backward pass computes again: none, most of them (attention: its "
+            "outputs are kept), all (full), or all with each layer's input kept in the host's "
+            "memory (offload; not on a CPU): less memory, up to a third more time; on a CPU of "
+            "scanned layers only, because XLA undoes it for unrolled ones",
+            one_of("none", "attention", "full", "offload"),
         ),
     },
     "data": {

@@ -14,6 +14,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from hjax.xla.products import told_cost
+
 # One operation per element of the result. Comparisons, selections and casts are not counted.
 _PER_RESULT = frozenset(
     """abs acos acosh add add_any asin asinh atan atan2 atanh cbrt ceil clamp cos cosh digamma div
@@ -58,7 +60,7 @@ class Flops:
         return Flops(self.products * count, self.elementwise * count, self.open_loops)
 
 
-def count_flops(jaxpr: Any, loop_trips: int | None = None) -> Flops:
+def count_flops(jaxpr: Any, loop_trips: int | None = None, path: str = "") -> Flops:
     """Operations of a jaxpr, over all devices together.
 
     Scans count their length, conditionals their dearest branch, ``shard_map`` its body once per
@@ -69,23 +71,24 @@ def count_flops(jaxpr: Any, loop_trips: int | None = None) -> Flops:
     Args:
       jaxpr: a (closed) jaxpr, such as ``jax.jit(f).trace(...).jaxpr``.
       loop_trips: trips of while loops, whose number a jaxpr does not tell.
+      path: of the scopes around it, which may tell what a kernel costs.
 
     Raises:
       ValueError: a while loop with products in it, and no ``loop_trips``.
     """
     total = Flops()
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        total += _equation(equation, loop_trips)
+        total += _equation(equation, loop_trips, f"{path}/{equation.source_info.name_stack}")
     return total
 
 
-def _equation(equation: Any, loop_trips: int | None) -> Flops:
+def _equation(equation: Any, loop_trips: int | None, path: str) -> Flops:
     name, params = equation.primitive.name, equation.params
     if name in _SPECIAL:
-        return _SPECIAL[name](equation, loop_trips)
+        return _SPECIAL[name](equation, loop_trips, path)
     inner = _inner(params)
     if inner:
-        return sum((count_flops(jaxpr, loop_trips) for jaxpr in inner), Flops())
+        return sum((count_flops(jaxpr, loop_trips, path) for jaxpr in inner), Flops())
     if name in _PER_RESULT and _floating(equation.outvars[0]):
         return Flops(elementwise=math.prod(equation.outvars[0].aval.shape))
     if name in _PER_OPERAND and _floating(equation.invars[0]):
@@ -105,19 +108,19 @@ def _floating(variable: Any) -> bool:
     return jnp.issubdtype(variable.aval.dtype, jnp.inexact)
 
 
-def _dot(equation: Any, loop_trips: int | None) -> Flops:
+def _dot(equation: Any, loop_trips: int | None, path: str) -> Flops:
     (contracting, _), _ = equation.params["dimension_numbers"]
     left, out = equation.invars[0].aval, equation.outvars[0].aval
     return Flops(2.0 * math.prod(out.shape) * math.prod(left.shape[i] for i in contracting))
 
 
-def _convolution(equation: Any, loop_trips: int | None) -> Flops:
+def _convolution(equation: Any, loop_trips: int | None, path: str) -> Flops:
     kernel, out = equation.invars[1].aval, equation.outvars[0].aval
     outputs = kernel.shape[equation.params["dimension_numbers"].rhs_spec[0]]
     return Flops(2.0 * math.prod(out.shape) * math.prod(kernel.shape) / outputs)
 
 
-def _ragged_dot(equation: Any, loop_trips: int | None) -> Flops:
+def _ragged_dot(equation: Any, loop_trips: int | None, path: str) -> Flops:
     """Each row of the left operand meets the matrix of its own group alone."""
     numbers = equation.params["ragged_dot_dimension_numbers"]
     (_, contracting), (_, batch) = numbers.dot_dimension_numbers
@@ -127,13 +130,13 @@ def _ragged_dot(equation: Any, loop_trips: int | None) -> Flops:
     return Flops(2.0 * math.prod(left.shape) * columns)
 
 
-def _scan(equation: Any, loop_trips: int | None) -> Flops:
-    return count_flops(equation.params["jaxpr"], loop_trips).times(equation.params["length"])
+def _scan(equation: Any, loop_trips: int | None, path: str) -> Flops:
+    return count_flops(equation.params["jaxpr"], loop_trips, path).times(equation.params["length"])
 
 
-def _while(equation: Any, loop_trips: int | None) -> Flops:
-    body = count_flops(equation.params["body_jaxpr"], loop_trips)
-    body += count_flops(equation.params["cond_jaxpr"], loop_trips)
+def _while(equation: Any, loop_trips: int | None, path: str) -> Flops:
+    body = count_flops(equation.params["body_jaxpr"], loop_trips, path)
+    body += count_flops(equation.params["cond_jaxpr"], loop_trips, path)
     if loop_trips is None:
         if body.products:
             raise ValueError("a while loop has matrix products; give loop_trips, its trips")
@@ -141,25 +144,28 @@ def _while(equation: Any, loop_trips: int | None) -> Flops:
     return dataclasses.replace(body.times(loop_trips), open_loops=body.open_loops + 1)
 
 
-def _cond(equation: Any, loop_trips: int | None) -> Flops:
-    branches = (count_flops(branch, loop_trips) for branch in equation.params["branches"])
+def _cond(equation: Any, loop_trips: int | None, path: str) -> Flops:
+    branches = (count_flops(branch, loop_trips, path) for branch in equation.params["branches"])
     return max(branches, key=lambda flops: flops.total, default=Flops())
 
 
-def _shard_map(equation: Any, loop_trips: int | None) -> Flops:
+def _shard_map(equation: Any, loop_trips: int | None, path: str) -> Flops:
     params = equation.params
     devices = math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
-    return count_flops(params["jaxpr"], loop_trips).times(devices)
+    return count_flops(params["jaxpr"], loop_trips, path).times(devices)
 
 
-def _pallas(equation: Any, loop_trips: int | None) -> Flops:
-    """A kernel runs once per point of its grid."""
-    return count_flops(equation.params["jaxpr"], loop_trips).times(
+def _pallas(equation: Any, loop_trips: int | None, path: str) -> Flops:
+    """What a scope tells of the kernel; else it runs once per point of its grid."""
+    told = told_cost(path)
+    if told is not None:
+        return Flops(told[0])
+    return count_flops(equation.params["jaxpr"], loop_trips, path).times(
         math.prod(equation.params["grid_mapping"].grid)
     )
 
 
-_SPECIAL: dict[str, Callable[[Any, int | None], Flops]] = {
+_SPECIAL: dict[str, Callable[[Any, int | None, str], Flops]] = {
     "dot_general": _dot,
     "conv_general_dilated": _convolution,
     "ragged_dot_general": _ragged_dot,

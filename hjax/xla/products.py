@@ -86,7 +86,7 @@ def _pairs(
 
 def kernel_flops(computation: Computation, call: Instruction) -> tuple[float, bool]:
     """Products of a kernel, and whether that is known: a library's by its shapes, a written one's
-    by what it says of itself."""
+    by what it, or a scope around it, says of it."""
     target = re.search(r'custom_call_target="([^"]*)"', call.attributes)
     name = target[1] if target else ""
     if "gemm" in name or "matmul" in name:
@@ -94,8 +94,32 @@ def kernel_flops(computation: Computation, call: Instruction) -> tuple[float, bo
         dims = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', call.attributes)
         contracted = [left.sizes[i] for i in _ints(dims[1])] if dims else []
         return 2.0 * arrays_of(call.shape)[0].elements * math.prod(contracted), bool(dims)
+    told = told_cost(call.attributes)
+    if told is not None:
+        return told[0], True
     estimate = re.search(r'"cost_estimate":(\{[^{}]*\})', call.attributes)
     if estimate:
         return float(json.loads(estimate[1]).get("flops", 0)), True
     written = name in ("tpu_custom_call", "mosaic_gpu") or "triton" in name or "cudnn" in name
     return 0.0, not written
+
+
+def told_cost(path: str) -> tuple[float, float] | None:
+    """FLOPs of products, and bytes to and from memory, that a scope tells of a kernel in it.
+
+    Args:
+      path: of scopes and the kernel's name, such as an instruction's ``op_name``; a scope is
+        ``cost:NAME=FLOPS,BYTES:...`` (``hjax.kernels.attention.cost_label``), by part of a name.
+
+    Returns:
+      None where no scope speaks of it.
+    """
+    number = r"[\d.]+e[+-]\d+"
+    scopes = list(re.finditer(rf"cost:((?:\w+={number},{number}:?)+)", path))
+    if not scopes:
+        return None
+    inside = path[scopes[-1].end() :]
+    for name, flops, moved in re.findall(rf"(\w+)=({number}),({number})", scopes[-1][1]):
+        if name in inside:
+            return float(flops), float(moved)
+    return None

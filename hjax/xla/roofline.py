@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 
 from hjax.xla.collectives import KINDS, Collective, chain_owners, fused, groups_of
 from hjax.xla.hlo import ArrayShape, Computation, Instruction, Module, arrays_of, parse
-from hjax.xla.products import convolution_flops, dot_flops, kernel_flops
+from hjax.xla.products import convolution_flops, dot_flops, kernel_flops, told_cost
 
 # They name, pick, or mark: nothing moves.
 _FREE = frozenset(
@@ -478,7 +478,9 @@ class _Account:
             return 3 * sum(_main(arrays_of(o.shape)) for o in updates)
         if opcode in ("iota", "rng", "rng-bit-generator"):
             return written
-        return written + sum(_main(arrays_of(o.shape)) for o in operands)
+        moved = written + sum(_main(arrays_of(o.shape)) for o in operands)
+        told = told_cost(instruction.attributes) if opcode == "custom-call" else None
+        return max(moved, told[1]) if told is not None else moved
 
     def _fusion(
         self, computation: Computation, fusion: Instruction, inner: Computation

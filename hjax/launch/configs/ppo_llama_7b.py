@@ -28,7 +28,7 @@ def get_config() -> ConfigDict:
     config.data.path = "prompts.jsonl"
 
     config.model.dtype = "bfloat16"
-    config.model.remat = True
+    config.model.remat = "attention"
 
     # The sizes of the paper's experiments, at half its batch.
     config.rollout.prompts = 512

@@ -1,0 +1,317 @@
+"""Attention over whole sequences: what may be seen, the plain form, and the forms for platforms.
+
+One function, ``attend``, for training and prefill: causal, sliding windows, capped scores, sinks,
+padding, packed sequences, and prompts shared by their responses. ``reference`` computes it as its
+mathematics reads, with scores [length, length]; ``hjax.kernels.blockwise`` (any platform) and
+``hjax.kernels.splash`` (TPU) hold no array with two length dimensions, forward or backward
+(FlashAttention; Dao et al. 2022, arXiv 2205.14135).
+
+Shapes: queries [batch, length, heads, head_dim]; keys and values [batch, length, kv_heads,
+head_dim]; ``heads = kv_heads * q_per_kv``. Scores and softmax are float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+MASKED = -1e30  # in place of scores that must not be seen; finite, so that empty rows stay finite
+WHOLE = 512  # places of a sequence up to which scores [length, length] are held
+PART = 128  # of a split length each device has a multiple of so many places
+KEPT = "attention"  # name under which a rematerialisation policy keeps outputs and log-sums
+
+Axes = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scoring:
+    """How scores are made; static when traced.
+
+    Attributes:
+      scale: of the products of queries and keys; None: ``head_dim ** -0.5``.
+      softcap: scores become ``softcap * tanh(scores / softcap)``; 0: they stay.
+      window: tokens of its own sequence that a token sees, itself included; 0: all before it.
+    """
+
+    scale: float | None = None
+    softcap: float = 0.0
+    window: int = 0
+
+    def factor(self, head_dim: int) -> float:
+        """The scale."""
+        return head_dim**-0.5 if self.scale is None else self.scale
+
+    def bend(self, scores: jax.Array) -> jax.Array:
+        """Scaled scores, capped."""
+        return self.softcap * jnp.tanh(scores / self.softcap) if self.softcap else scores
+
+
+@dataclasses.dataclass(frozen=True)
+class Sight:
+    """Which places of a row each place sees, before padding and packing are looked at.
+
+    Attributes:
+      prompt: places, from the first on, that all responses of the row share.
+      response: places of each response after them; 0: the row is one sequence.
+      window: as of ``Scoring``, in tokens of prompt and response.
+    """
+
+    prompt: int = 0
+    response: int = 0
+    window: int = 0
+
+    def start(self, place: Any) -> Any:
+        """First place of the response that a place belongs to, of the first one in a prompt."""
+        if not self.response:
+            return place * 0
+        after = (abs(place - self.prompt) + place - self.prompt) // 2  # max(., 0), NumPy or JAX
+        return self.prompt + after // self.response * self.response
+
+    def sees(self, query: Any, start: Any, key: Any) -> Any:
+        """Whether the place ``query``, of a response from ``start`` on, sees the place ``key``."""
+        own = key >= start
+        visible = key <= query
+        if self.response:
+            visible &= own | (key < self.prompt)
+        if self.window:
+            distance = query - key
+            if self.response:
+                # Of a response's token, its prompt's last token is next to its own first one.
+                distance += (key < start) * (self.prompt - start)
+            visible &= distance < self.window
+        return visible
+
+    def table(self, length: int) -> np.ndarray:
+        """bool [length, length]: queries by keys."""
+        place = np.arange(length)
+        return self.sees(place[:, None], self.start(place)[:, None], place)
+
+    def reach(self, places: np.ndarray) -> tuple[np.ndarray, ...]:
+        """First and last place seen in the prompt, and of a place's own response; last excluded.
+
+        Of a row that is one sequence the first pair is empty.
+        """
+        start = self.start(places)
+        nothing = np.zeros_like(places)
+        low, high = nothing, np.minimum(self.prompt, places + 1)
+        own = start
+        if self.window:
+            own = np.maximum(start, places - self.window + 1)
+            beyond = self.window - 1 - (places - start)  # tokens of the window before the response
+            low = np.clip(self.prompt - beyond, 0, self.prompt) if self.response else nothing
+        if not self.response:
+            high = nothing
+        else:
+            own = np.minimum(own, places + 1)  # in the prompt: nothing of a response
+            inside = places < self.prompt
+            low = np.where(inside & (self.window > 0), np.maximum(places - self.window + 1, 0), low)
+            own = np.where(inside, places + 1, own)
+        return low, high, own, places + 1
+
+    def blocks(self, length: int, block: int) -> np.ndarray:
+        """int32 [pairs, 2]: blocks of queries and of keys of which something is seen.
+
+        Args:
+          length: of a row, a multiple of ``block``.
+        """
+        low, high, own, after = (
+            x.reshape(-1, block) for x in self.reach(np.arange(length))
+        )
+        pairs = []
+        for i in range(length // block):
+            keys: set[int] = set()
+            for first, last in ((low[i], high[i]), (own[i], after[i])):
+                some = last > first
+                if some.any():
+                    begin, end = first[some].min(), last[some].max()
+                    keys.update(range(begin // block, -(-end // block)))
+            pairs += [(i, j) for j in sorted(keys)]
+        return np.asarray(pairs, np.int32)
+
+    def seen(self, length: int) -> int:
+        """Pairs of a query and a key that it sees, in a row of ``length`` places."""
+        low, high, own, after = self.reach(np.arange(length))
+        return int(np.maximum(high - low, 0).sum() + (after - own).sum())
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """Over which mesh axes rows, length and heads are split; none without a mesh.
+
+    Attributes:
+      kv_heads: those of keys and values: as ``heads``, or none where they are too few.
+    """
+
+    mesh: Mesh | AbstractMesh | None = None
+    rows: Axes = ()
+    length: Axes = ()
+    heads: Axes = ()
+    kv_heads: Axes = ()
+
+    def ways(self, axes: Axes) -> int:
+        """Into how many parts these axes split."""
+        return math.prod(self.mesh.shape[axis] for axis in axes) if self.mesh is not None else 1
+
+    def fitting(self, rows: int) -> Axes:
+        """The first axes of ``rows`` that divide a number of rows; over the others it is whole."""
+        axes = self.rows
+        while axes and rows % self.ways(axes):
+            axes = axes[:-1]
+        return axes
+
+
+Kernel = Callable[..., jax.Array]
+
+
+def check(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None,
+    sinks: jax.Array | None,
+) -> None:
+    """Shapes as of ``attend``."""
+    chex.assert_rank((q, k, v), 4)
+    chex.assert_equal_shape((k, v))
+    batch, length, heads, dim = q.shape
+    chex.assert_shape(k, (batch, length, None, dim))
+    chex.assert_is_divisible(heads, k.shape[2])
+    if segments is not None:
+        chex.assert_shape(segments, (batch, length))
+        chex.assert_type(segments, int)
+    if sinks is not None:
+        chex.assert_shape(sinks, (heads,))
+
+
+def reference(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None = None,
+    sinks: jax.Array | None = None,
+    scoring: Scoring = Scoring(),
+    sight: Sight = Sight(),
+) -> jax.Array:
+    """The same as its mathematics reads; see ``attend``."""
+    check(q, k, v, segments, sinks)
+    batch, length, heads, dim = q.shape
+    kv_heads = k.shape[2]
+    q = q.reshape(batch, length, kv_heads, heads // kv_heads, dim)
+    scores = jnp.einsum("btkgd,bskd->bkgts", q, k, preferred_element_type=jnp.float32)
+    scores = scoring.bend(scores * scoring.factor(dim))
+    visible = jnp.asarray(dataclasses.replace(sight, window=scoring.window).table(length))[None]
+    if segments is not None:
+        visible = visible & (segments[:, :, None] == segments[:, None, :])
+    scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
+    if sinks is not None:
+        sink = sinks.astype(jnp.float32).reshape(kv_heads, heads // kv_heads)[None, :, :, None]
+        sink = jnp.broadcast_to(sink, scores.shape[:-1])[..., None]
+        scores = jnp.concatenate([scores, sink], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., :length].astype(v.dtype)
+    out = jnp.einsum("bkgts,bskd->btkgd", weights, v)
+    return out.reshape(batch, length, heads, dim)
+
+
+def attend(
+    kernel: Kernel,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None = None,
+    sinks: jax.Array | None = None,
+    scoring: Scoring = Scoring(),
+    sight: Sight = Sight(),
+    split: Split = Split(),
+) -> jax.Array:
+    """What each token makes of the values it sees; every device computes its own rows and heads.
+
+    Differentiable once, in reverse mode.
+
+    Args:
+      kernel: ``blockwise.attend`` or ``splash.attend``.
+      q: [batch, length, heads, head_dim], of any float dtype; products are made in it.
+      k, v: [batch, length, kv_heads, head_dim].
+      segments: int32 [batch, length]: a token sees tokens of its own number only (packed
+        sequences; padding against the rest); None: all are of one.
+      sinks: [heads], a score per head that takes part in the softmax and has no value.
+      scoring: how scores are made.
+      sight: which places see which.
+      split: over which devices; where the length is split, keys and values come from the others.
+
+    Returns:
+      [batch, length, heads, head_dim], of q's dtype; undefined where a row sees nothing.
+
+    Raises:
+      AssertionError: other shapes or dtypes, when traced.
+    """
+    check(q, k, v, segments, sinks)
+    sight = dataclasses.replace(sight, window=scoring.window)
+    inside = jax.sharding.get_abstract_mesh()
+    mesh, manual = split.mesh, set(inside.manual_axes) if not inside.empty else set()
+    if mesh is None or mesh.size == 1:
+        return kernel(q, k, v, segments, sinks, scoring, sight)
+    if manual:
+        mesh = inside
+    around = split.ways(split.length)
+    length = q.shape[1]
+    short = -length % (around * PART if around > 1 else 1)
+    if short:
+        q, k, v = (jnp.pad(x, ((0, 0), (0, short), (0, 0), (0, 0))) for x in (q, k, v))
+        segments = None if segments is None else jnp.pad(segments, ((0, 0), (0, short)))
+    rows, places = split.fitting(q.shape[0]) or None, split.length or None
+    own = PartitionSpec(rows, places, split.kv_heads or None, None)
+    whole_heads = bool(split.heads) and not split.kv_heads
+    heads_each = q.shape[2] // split.ways(split.heads)
+    per_kv = q.shape[2] // k.shape[2]
+
+    def run(
+        q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, sinks: Any
+    ) -> jax.Array:
+        if whole_heads:
+            k, v = (_of_heads(x, split.heads, heads_each, per_kv) for x in (k, v))
+        # The stages of a pipeline take branches of their own, where devices can gather from each
+        # other, but not send to neighbours.
+        gather = bool(manual)
+        return kernel(q, k, v, segments, sinks, scoring, sight, split.length, around, gather)
+
+    out = jax.shard_map(
+        run,
+        mesh=mesh,
+        axis_names=set(mesh.axis_names) - manual,
+        in_specs=(
+            PartitionSpec(rows, places, split.heads or None, None),
+            own,
+            own,
+            PartitionSpec(rows, places),
+            PartitionSpec(split.heads or None),
+        ),
+        out_specs=PartitionSpec(rows, places, split.heads or None, None),
+        check_vma=False,
+    )(q, k, v, segments, sinks)
+    return out[:, :length] if short else out
+
+
+def _of_heads(x: jax.Array, axes: Axes, heads: int, per_kv: int) -> jax.Array:
+    """Of keys or values that every device has whole, those that its queries read."""
+    first = jax.lax.axis_index(axes) * heads // per_kv
+    count = max(heads // per_kv, 1)
+    return jax.lax.dynamic_slice_in_dim(x, first, count, axis=2)
+
+
+@functools.lru_cache(maxsize=64)
+def cost_label(costs: tuple[tuple[str, float, float], ...]) -> str:
+    """Name of a scope that tells ``hjax.xla`` what kernels in it do, which they do not say.
+
+    Args:
+      costs: per kernel a part of its name, FLOPs of matrix products, bytes to and from memory.
+    """
+    return "cost:" + ":".join(f"{name}={flops:.12e},{moved:.6e}" for name, flops, moved in costs)

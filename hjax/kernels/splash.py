@@ -1,0 +1,184 @@
+"""Attention on TPUs: JAX's splash attention kernel, told what our rows look like.
+
+A library's kernel (``jax.experimental.pallas.ops.tpu.splash_attention``), which reads and computes
+only the blocks that a static mask leaves; here are the mask of prompts shared by their responses,
+padding to its blocks, and the costs that it does not tell the compiler. Where the length is split,
+each device gathers keys and values and computes its own queries.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel as splash,
+)
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_mask as masks,
+)
+
+from hjax.kernels.attention import KEPT, Axes, Scoring, Sight, cost_label
+
+LANES = 128
+BLOCKS = (512, 256, 128)  # largest first; the first that pads a row by little
+_BITS = 22  # of a place; a response's number stands above them
+
+
+class SightMask(masks._ComputableMask):  # the base of what its kernel computes as it goes
+    """A row's ``Sight``, computed in the kernel without divisions: its queries carry their own
+    response's number."""
+
+    def __init__(self, sight: Sight, length: int, parts: int = 1):
+        self.sight, self._parts = sight, parts
+        super().__init__((length, length), self._sees)
+        place = self.q_sequence
+        if sight.response:
+            number = (sight.start(place) - sight.prompt) // sight.response
+            if length >= 1 << _BITS or number.max() >= 1 << (31 - _BITS):
+                raise AssertionError(f"a row of {length} places, {number.max() + 1} responses")
+            self.q_sequence = (number << _BITS | place).astype(np.int32)
+
+    def _sees(self, query: Any, key: Any) -> Any:
+        sight = self.sight
+        if not sight.response:
+            return sight.sees(query, 0, key)
+        start = sight.prompt + (query >> _BITS) * sight.response
+        return sight.sees(query & ((1 << _BITS) - 1), start, key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SightMask) and (self.sight, self.shape) == (
+            other.sight,
+            other.shape,
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.sight, self.shape))
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None,
+    sinks: jax.Array | None,
+    scoring: Scoring,
+    sight: Sight,
+    axes: Axes = (),
+    around: int = 1,
+    gather: bool = True,
+    interpret: bool = False,
+) -> jax.Array:
+    """``hjax.kernels.attention.attend`` of what one device holds.
+
+    Args:
+      axes: mesh axes over which the length is split, inside their ``shard_map``.
+      around: devices along them.
+      gather: keys and values are gathered in any case.
+      interpret: run the kernel's steps in plain JAX, for tests without a TPU.
+    """
+    batch, length, heads, dim = q.shape
+    total = length * around
+    block = _block(total // around)
+    each = -(-length // block) * block
+    if around > 1 and each != length:
+        block = next(b for b in BLOCKS if length % b == 0)
+        each = length
+    short = each - length
+
+    def padded(x: jax.Array) -> jax.Array:
+        return jnp.pad(x, ((0, 0), (0, short), *[(0, 0)] * (x.ndim - 2))) if short else x
+
+    q, k, v = padded(q * scoring.factor(dim)), padded(k), padded(v)
+    marks = jnp.zeros(q.shape[:2], jnp.int32) if segments is None else padded(segments)
+    key_marks = marks
+    if around > 1:
+        k, v, key_marks = (
+            jax.lax.all_gather(x, axes, axis=1, tiled=True) for x in (k, v, marks)
+        )
+    kernel = _kernel(sight, each * around, heads, scoring.softcap, block, around, interpret)
+    if around > 1:
+        kernel = _part(kernel, jax.lax.axis_index(axes), around)
+    scope = cost_label(_costs(sight, each * around, batch * heads, dim, block, around))
+    q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
+    with jax.named_scope(scope):
+        run = jax.vmap(
+            lambda q, k, v, own, other: kernel(q, k, v, splash.SegmentIds(own, other), sinks=sinks)
+        )
+        out = run(q, k, v, marks, key_marks)
+    return out.transpose(0, 2, 1, 3)[:, :length].astype(q.dtype)
+
+
+def _block(length: int) -> int:
+    """Places of a block: the largest that pads a row by at most an eighth."""
+    return next((b for b in BLOCKS if -length % b <= length // 8), LANES)
+
+
+def _kernel(
+    sight: Sight, length: int, heads: int, softcap: float, block: int, parts: int, interpret: bool
+) -> Any:
+    sizes = splash.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_kv_compute=min(block, 512),
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_kv_dkv_compute=min(block, 512),
+        block_q_dq=block,
+        block_kv_dq=block,
+    )
+    mask = masks.MultiHeadMask([SightMask(sight, length)] * heads)
+    return splash.make_splash_mha(
+        mask,
+        block_sizes=sizes,
+        head_shards=1,
+        q_seq_shards=parts,
+        attn_logits_soft_cap=softcap or None,
+        residual_checkpoint_name=KEPT,
+        interpret=interpret,
+    )
+
+
+def _part(kernel: Any, number: jax.Array, parts: int) -> Any:
+    """The kernel of one device's queries."""
+
+    def cut(info: Any) -> Any:
+        if info is None:
+            return None
+
+        def part(x: Any, axis: int) -> Any:
+            if x is None:
+                return None
+            size = x.shape[axis] // parts
+            return jax.lax.dynamic_slice_in_dim(x, number * size, size, axis)
+
+        return info._replace(
+            data_next=part(info.data_next, 1),
+            block_mask=part(info.block_mask, 1),
+            q_sequence=part(info.q_sequence, 0),
+        )
+
+    (forward, dq, dkv), kept = kernel.tree_flatten()
+    return type(kernel).tree_unflatten(kept, (cut(forward), cut(dq), cut(dkv)))
+
+
+@functools.lru_cache(maxsize=64)
+def _costs(
+    sight: Sight, length: int, rows: int, dim: int, block: int, parts: int
+) -> tuple[tuple[str, float, float], ...]:
+    """Per kernel its products (of whole blocks) and what it reads and writes, on a device.
+
+    A block's products: scores and outputs in the forward pass; scores, the weights' gradients and
+    the queries' in ``dq``; scores, weights' gradients, keys' and values' in ``dkv``.
+    """
+    pairs = len(sight.blocks(length, block)) / parts
+    product = 2.0 * rows * pairs * block * block * dim
+    tile, own = 2.0 * block * dim, 2.0 * rows * length / parts * dim
+    return (
+        ("_fwd", 2 * product, rows * pairs * 2 * tile + 2 * own),
+        ("_dq", 3 * product, rows * pairs * 2 * tile + 4 * own),
+        ("_dkv", 4 * product, rows * pairs * 2 * tile + 4 * own),
+    )

@@ -1,0 +1,52 @@
+"""Rematerialisation: which activations of a layer the backward pass computes again.
+
+Chen et al. 2016, arXiv 1604.06174; selectively, Korthikanti et al. 2022, arXiv 2205.05198. A policy
+says what is kept of each layer besides its input; the rest is made again from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from hjax.kernels.attention import KEPT
+
+NONE, ATTENTION, FULL, OFFLOAD = "none", "attention", "full", "offload"
+POLICIES = (NONE, ATTENTION, FULL, OFFLOAD)
+_INPUT = "layer_input"
+
+
+def layer_input(x: jax.Array) -> jax.Array:
+    """A layer's input, named for ``offload``."""
+    return checkpoint_name(x, _INPUT)
+
+
+def recomputed(run: Callable[..., Any], policy: str, unrolled: bool) -> Callable[..., Any]:
+    """One layer's function under a policy.
+
+    Args:
+      run: (number of the layer, parameters, x, cache) -> arrays.
+      policy: ``none``: all activations are kept; ``attention``: the outputs of long sequences'
+        attention and their log-sums, so that attention is not computed again; ``full``: nothing;
+        ``offload``: nothing on the device, the layer's input goes to the host's memory and back.
+      unrolled: layers are called one after another, not in a scan.
+    """
+    if policy == NONE:
+        return run
+    policies = jax.checkpoint_policies
+    kept = {
+        ATTENTION: policies.save_only_these_names(KEPT),
+        FULL: policies.nothing_saveable,
+        OFFLOAD: policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=[_INPUT],
+            offload_src="device",
+            offload_dst="pinned_host",
+        ),
+    }[policy]
+    # In a scan the compiler cannot undo it, and needs no barriers.
+    static = (0,) if unrolled else ()
+    return jax.checkpoint(run, policy=kept, static_argnums=static, prevent_cse=unrolled)

@@ -1,0 +1,249 @@
+"""Attention by blocks and by the TPU's kernel against the plain form; that against brute force."""
+
+import dataclasses
+import functools
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+
+from hjax.kernels import attention, blockwise, splash
+from hjax.kernels.attention import Scoring, Sight, Split
+
+# prompt, response, responses; without responses one sequence of the prompt's length
+ROWS = {"one sequence": (57, 0, 0), "shared prompt": (13, 11, 3), "long prompt": (40, 7, 5)}
+WINDOWS = (0, 5, 20)
+KERNELS = {
+    "blockwise": functools.partial(blockwise.attend, block=8),
+    "splash": functools.partial(splash.attend, interpret=True),
+}
+# Of the largest value; a bfloat16 has 8 bits, the plain form in it is as far from float32.
+TOLERANCE = {jnp.float32: 3e-5, jnp.bfloat16: 2e-2}
+
+
+def sight_of(rows, window=0):
+    prompt, response, count = ROWS[rows]
+    length = prompt + response * count
+    return Sight(prompt, response, window) if count else Sight(window=window), length
+
+
+def seen_by_hand(prompt, response, count, window):
+    """[length, length], from the sequences that a row stands for, token by token."""
+    length = prompt + response * count
+    seen = np.zeros((length, length), bool)
+    for sample in range(max(count, 1)):
+        first = prompt + sample * response
+        sequence = [*range(prompt), *range(first, first + response)]
+        for at, query in enumerate(sequence):
+            begin = max(at - window + 1, 0) if window else 0
+            seen[query, sequence[begin : at + 1]] = True
+    return seen
+
+
+@pytest.mark.parametrize("rows,window", [*itertools.product(ROWS, WINDOWS)])
+def test_what_is_seen_is_what_each_sequence_would_see(rows, window):
+    sight, length = sight_of(rows, window)
+    expected = seen_by_hand(*ROWS[rows], window)
+    np.testing.assert_array_equal(sight.table(length), expected)
+    assert sight.seen(length) == expected.sum()
+    place = np.arange(length)
+    on_device = sight.sees(
+        jnp.arange(length)[:, None], sight.start(jnp.arange(length))[:, None], jnp.arange(length)
+    )
+    np.testing.assert_array_equal(on_device, expected)
+    low, high, own, after = sight.reach(place)
+    for i in range(length):
+        ranges = np.zeros(length, bool)
+        ranges[low[i] : high[i]] = True
+        ranges[own[i] : after[i]] = True
+        np.testing.assert_array_equal(ranges, expected[i])
+
+
+@pytest.mark.parametrize("rows,window,block", [*itertools.product(ROWS, WINDOWS, (4, 16))])
+def test_blocks_are_those_of_which_something_is_seen(rows, window, block):
+    sight, length = sight_of(rows, window)
+    length -= length % block
+    table = sight.table(length).reshape(length // block, block, length // block, block)
+    found = {tuple(pair) for pair in sight.blocks(length, block).tolist()}
+    some = {tuple(pair) for pair in np.argwhere(table.any((1, 3))).tolist()}
+    # A window that ends inside a block of queries may leave a block of keys that none sees.
+    assert some <= found and (window or some == found)
+
+
+@pytest.mark.parametrize("rows,window", [*itertools.product(ROWS, WINDOWS)])
+def test_the_tpus_mask_says_the_same(rows, window):
+    sight, length = sight_of(rows, window)
+    mask = splash.SightMask(sight, length)
+    found = mask[slice(0, length), slice(0, length)]
+    np.testing.assert_array_equal(found, sight.table(length))
+
+
+def inputs(rows, dtype, heads=6, kv_heads=2, dim=8, batch=2):
+    sight, length = sight_of(rows)
+    rng = np.random.default_rng(len(rows))
+
+    def draw(*shape):
+        return jnp.asarray(rng.standard_normal(shape), dtype)
+
+    q = draw(batch, length, heads, dim)
+    k, v = (draw(batch, length, kv_heads, dim) for _ in range(2))
+    sinks = jnp.asarray(rng.standard_normal(heads), jnp.float32)
+    marks = np.ones((batch, length), np.int32)
+    marks[0, :4] = 0  # padding on the left
+    weight = rng.standard_normal(q.shape) * (marks == 1)[..., None, None]
+    return sight, (q, k, v, sinks), jnp.asarray(marks), jnp.asarray(weight, jnp.float32)
+
+
+def values_and_gradients(attend, arrays, weight, sinks):
+    q, k, v, sink = arrays
+
+    def loss(q, k, v, sink):
+        out = attend(q, k, v, sink if sinks else None)
+        return jnp.sum(out.astype(jnp.float32) * weight), out
+
+    (_, out), grads = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True))(q, k, v, sink)
+    return [jnp.where(weight != 0, out, 0), *(grads if sinks else grads[:3])]
+
+
+# window, softcap, scale, sinks, padding, dtype
+CASES = {
+    "plain": ("one sequence", Scoring(), False, False, jnp.float32),
+    "padding": ("one sequence", Scoring(), False, True, jnp.float32),
+    "shared prompt": ("shared prompt", Scoring(), False, True, jnp.float32),
+    "all at once": ("shared prompt", Scoring(0.3, 3.0, 20), True, True, jnp.float32),
+    "all at once, bfloat16": ("shared prompt", Scoring(0.3, 3.0, 20), True, True, jnp.bfloat16),
+    "narrow window": ("long prompt", Scoring(window=5), False, True, jnp.float32),
+    "softcap": ("long prompt", Scoring(softcap=2.0), False, False, jnp.float32),
+    "sinks": ("one sequence", Scoring(), True, True, jnp.float32),
+}
+SLOW = {("splash", case) for case in CASES} - {("splash", "shared prompt")}
+
+
+@pytest.mark.parametrize(
+    "kernel,case",
+    [
+        pytest.param(*pair, marks=[pytest.mark.slow] if pair in SLOW else [])
+        for pair in itertools.product(KERNELS, CASES)
+    ],
+)
+def test_values_and_gradients_are_the_references(kernel, case):
+    rows, scoring, sinks, padding, dtype = CASES[case]
+    dim = 8 if kernel == "blockwise" else 64
+    sight, arrays, marks, weight = inputs(rows, dtype, dim=dim)
+    marks = marks if padding else None
+
+    def plain(q, k, v, sink):
+        return attention.reference(q, k, v, marks, sink, scoring, sight)
+
+    def fast(q, k, v, sink):
+        return attention.attend(KERNELS[kernel], q, k, v, marks, sink, scoring, sight)
+
+    truth = [x.astype(jnp.float32) for x in arrays]
+    expected = values_and_gradients(plain, truth, weight, sinks)
+    found = values_and_gradients(fast, arrays, weight, sinks)
+    assert [x.dtype for x in found[:4]] == [dtype] * 4
+    for one, other in zip(expected, found, strict=True):
+        error = float(jnp.abs(one - other.astype(jnp.float32)).max())
+        assert error <= TOLERANCE[dtype] * float(jnp.abs(one).max())
+
+
+# rows x length x heads over 8 devices; keys and values by as many heads, or whole
+MESHES = {
+    "heads": ((2, 1, 4), True),
+    "whole keys": ((2, 1, 4), False),
+    "length": ((2, 4, 1), True),
+    "everything": ((2, 2, 2), True),
+    "everything, whole keys": ((1, 2, 4), False),
+}
+EVERYDAY = {("blockwise", "everything"), ("blockwise", "everything, whole keys")}
+
+
+@pytest.mark.parametrize(
+    "kernel,split",
+    [
+        pytest.param(*pair, marks=[] if pair in EVERYDAY else [pytest.mark.slow])
+        for pair in itertools.product(KERNELS, MESHES)
+    ],
+)
+def test_split_over_devices_it_is_the_same(kernel, split):
+    sizes, by_head = MESHES[split]
+    count = math.prod(sizes)
+    mesh = Mesh(
+        np.asarray(jax.devices()[:count]).reshape(sizes), ("b", "c", "t"),
+        axis_types=(AxisType.Auto,) * 3,
+    )  # fmt: skip
+    kv_heads = 4 if by_head else 2
+    sight, arrays, marks, weight = inputs(
+        "shared prompt", jnp.float32, heads=8, kv_heads=kv_heads, dim=64, batch=4
+    )
+    over = Split(mesh, ("b",), ("c",), ("t",), ("t",) if by_head else ())
+    scoring = Scoring(softcap=3.0, window=20)
+
+    def plain(q, k, v, sink):
+        return attention.reference(q, k, v, marks, sink, scoring, sight)
+
+    def fast(q, k, v, sink):
+        return attention.attend(KERNELS[kernel], q, k, v, marks, sink, scoring, sight, over)
+
+    expected = values_and_gradients(plain, arrays, weight, True)
+    for one, other in zip(expected, values_and_gradients(fast, arrays, weight, True), strict=True):
+        np.testing.assert_allclose(other, one, rtol=2e-4, atol=3e-5)
+
+
+def test_rows_that_do_not_divide_stay_whole():
+    mesh = Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
+    split = Split(mesh, ("a", "b"))
+    assert [split.fitting(rows) for rows in (8, 6, 3)] == [("a", "b"), ("a",), ()]
+
+
+def largest_square(jaxpr, length):
+    """The most dimensions of ``length`` or more that an array of a program has."""
+    most = 0
+    for equation in jaxpr.eqns:
+        for variable in equation.outvars:
+            sizes = getattr(variable.aval, "shape", ())
+            most = max(most, sum(size >= length for size in sizes))
+        for value in equation.params.values():
+            inner = value if isinstance(value, (list, tuple)) else [value]
+            for found in inner:
+                found = getattr(found, "jaxpr", found)
+                if hasattr(found, "eqns"):
+                    most = max(most, largest_square(found, length))
+    return most
+
+
+def test_no_array_has_two_length_dimensions():
+    length = 2048
+    q = jax.ShapeDtypeStruct((1, length, 4, 16), jnp.float32)
+    k = jax.ShapeDtypeStruct((1, length, 2, 16), jnp.float32)
+
+    def loss(q, k, v, kernel):
+        if kernel is None:
+            return attention.reference(q, k, v).sum()
+        return attention.attend(kernel, q, k, v).sum()
+
+    found = []
+    for kernel in (None, blockwise.attend):
+        gradient = jax.grad(functools.partial(loss, kernel=kernel))
+        found.append(largest_square(jax.make_jaxpr(gradient)(q, k, k), length))
+    assert found == [2, 1]
+
+
+def test_a_row_too_long_for_its_numbers_is_refused():
+    with pytest.raises(AssertionError, match="responses"):
+        splash.SightMask(Sight(8, 1), 2000)
+
+
+def test_wrong_shapes_are_refused():
+    q, k = jnp.zeros((1, 4, 3, 8)), jnp.zeros((1, 4, 2, 8))
+    with pytest.raises(AssertionError):
+        attention.attend(blockwise.attend, q, k, k)  # 3 heads over 2
+    with pytest.raises(AssertionError):
+        attention.attend(blockwise.attend, k, k, k, segments=jnp.zeros((1, 5), jnp.int32))
+    with pytest.raises(AssertionError):
+        attention.attend(blockwise.attend, k, k, k, sinks=jnp.zeros(3))
+    assert dataclasses.replace(Scoring(), scale=2.0).factor(4) == 2.0 == Scoring().factor(4) * 4
