@@ -25,7 +25,8 @@ from idle import Idle
 from hjax.controller import ResourcePool, Timeline, WorkerGroup
 from hjax.controller.messages import Call
 from hjax.controller.process import HostProcess, Posted, Setup, write
-from hjax.controller.ray_cluster import RayCluster, RayStore, end_here, start_here
+from hjax.controller.ray_calls import RayStore, end_here, start_here
+from hjax.controller.ray_cluster import RayCluster
 
 CALLS = 200
 ROUNDS = 5

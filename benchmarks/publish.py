@@ -24,7 +24,8 @@ from idle import Weights
 
 from hjax.controller import ResourcePool, Timeline, WorkerGroup
 from hjax.controller.process import LARGE
-from hjax.controller.ray_cluster import RayCluster, end_here, start_here
+from hjax.controller.ray_calls import end_here, start_here
+from hjax.controller.ray_cluster import RayCluster
 from hjax.models.config import ModelConfig
 from hjax.models.parameters import decoder_network
 from hjax.sharding.crossing import spread, tree_crossing

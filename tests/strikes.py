@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator, Sequence
 
 from hjax.controller.messages import Call, Message
-from hjax.controller.ray_cluster import RayExecutor
+from hjax.controller.ray_executor import RayExecutor
 
 
 @dataclasses.dataclass

@@ -17,7 +17,8 @@ from helpers import TINY, computed, read_rows, tiny_config, write_config
 from strikes import Strike, striking
 
 import hjax
-from hjax.controller import ray_cluster
+from hjax.controller import ray_calls
+from hjax.controller.ray_executor import RayExecutor
 from hjax.errors import RunError
 from hjax.machine import descendants, name_of, state
 
@@ -52,8 +53,8 @@ def cluster():
     """A Ray of this module's own, which trainers find and use."""
     with contextlib.ExitStack() as ends:
         if not ray.is_initialized():
-            ray_cluster.start_here(8)
-            ends.callback(ray_cluster.end_here)
+            ray_calls.start_here(8)
+            ends.callback(ray_calls.end_here)
         yield
 
 
@@ -253,7 +254,7 @@ def check_nothing_was_redone(trainer, said, rows):
 @pytest.mark.slow
 def test_a_rollout_that_is_lost_while_its_machine_is_asked(cluster, monkeypatch):
     # After the updates, before the step's row: nothing of the step may be lost with it.
-    asked, ask = [], ray_cluster.RayExecutor.machine
+    asked, ask = [], RayExecutor.machine
 
     def struck(executor):
         if executor.name == "rollout":
@@ -262,7 +263,7 @@ def test_a_rollout_that_is_lost_while_its_machine_is_asked(cluster, monkeypatch)
                 os.kill(executor.pids()[1], signal.SIGKILL)
         return ask(executor)
 
-    monkeypatch.setattr(ray_cluster.RayExecutor, "machine", struck)
+    monkeypatch.setattr(RayExecutor, "machine", struck)
     with elastic(steps=6) as (trainer, said):
         check_nothing_was_redone(trainer, said, trainer.run())
         assert len(asked) > 3
@@ -379,7 +380,7 @@ class Command:
 
 def workers_start(command):
     """Ray runs, and starts the first of the run's processes."""
-    return any("_Process" in name_of(pid) for pid in descendants(command.process.pid))
+    return any("RayProcess" in name_of(pid) for pid in descendants(command.process.pid))
 
 
 def steps_are_taken(command):

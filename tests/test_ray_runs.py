@@ -20,11 +20,11 @@ BASE = {"warm_start.steps": 6, "rollout.prompts": 16, "rollout.max_response_leng
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
     """One Ray cluster for the tests of this file; every run starts its own processes on it."""
-    from hjax.controller import ray_cluster
+    from hjax.controller import ray_calls
 
-    ray_cluster.start_here(processes=6)
+    ray_calls.start_here(processes=6)
     yield
-    ray_cluster.end_here()
+    ray_calls.end_here()
 
 
 def on_cluster(processes, each=EACH):

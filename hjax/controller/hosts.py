@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from hjax.errors import ConfigError
@@ -11,6 +12,11 @@ from hjax.errors import ConfigError
 # The label that hosts of a TPU slice share, in Ray's words.
 SLICE = "ray.io/tpu-slice-name"
 RESOURCE = {"cpu": "CPU", "gpu": "GPU", "tpu": "TPU"}
+
+
+# What kind of accelerator a host has, and the sides of a TPU slice, in Ray's words.
+KIND = "ray.io/accelerator-type"
+TOPOLOGY = "ray.io/tpu-topology"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +39,7 @@ def rooms(
     processes: int,
     each: int,
     together: str = "auto",
+    labels: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Room]:
     """Where a pool may stand, best first: its processes as near to each other as they can be.
 
@@ -48,24 +55,37 @@ def rooms(
       each: devices of a process; 0: it computes on the host.
       together: a label that all of the pool's hosts must agree in; ``auto``: the slice on TPUs,
         where hosts name one, else none; ``none``.
+      labels: that each of its hosts must have.
 
     Raises:
-      ConfigError: no host has the label, or none of its values enough hosts.
+      ConfigError: no host has the labels, or none of the values enough hosts.
     """
     alive = [node for node in nodes if node.get("Alive")]
-    key = {"auto": SLICE if platform == "tpu" else "", "none": ""}.get(together, together)
+    key = together_label(platform, together)
     if not each:
         key, platform = "", "cpu"
-    kind = RESOURCE[platform]
-    per_process = 1 if platform == "cpu" else each
-    capacity = [int(node["Resources"].get(kind, 0)) // per_process for node in alive]
+    wanted = tuple(sorted(labels.items()))
+    there = [node for node in alive if labels.items() <= (node.get("Labels") or {}).items()]
+    if not there and wanted:
+        have = {
+            f"{name}={node['Labels'][name]}"
+            for node in alive for name in labels if name in (node.get("Labels") or {})
+        }  # fmt: skip
+        raise ConfigError(
+            f"pool {pool} is to stand on hosts with "
+            f"{', '.join(f'{name}={value}' for name, value in wanted)}, which none has; of these "
+            f"labels there are {', '.join(sorted(have)) or 'none'}"
+        )
+    alive = there
+    capacity = [room_for(node, platform, each) for node in alive]
 
-    def near(chosen: Sequence[int], labels: tuple[tuple[str, str], ...] = ()) -> list[Room]:
+    def near(chosen: Sequence[int], more: tuple[tuple[str, str], ...] = ()) -> list[Room]:
+        needed = tuple(sorted({*wanted, *more}))
         if platform == "cpu":
             several = len(chosen) > 1 and processes > 1
-            return [Room("SPREAD" if several else "PACK", labels)]
+            return [Room("SPREAD" if several else "PACK", needed)]
         one = processes > 1 and any(capacity[i] >= processes for i in chosen)
-        return [Room(way, labels) for way in (("STRICT_PACK", "PACK") if one else ("PACK",))]
+        return [Room(way, needed) for way in (("STRICT_PACK", "PACK") if one else ("PACK",))]
 
     everywhere = near(range(len(alive)))
     if not key:
@@ -92,3 +112,106 @@ def rooms(
             "smaller pools, or cluster.together=none"
         )
     return [room for _, value in fitting for room in near(groups[value], ((key, value),))]
+
+
+def together_label(platform: str, together: str) -> str:
+    """The label that ``cluster.together`` stands for; empty: none."""
+    return {"auto": SLICE if platform == "tpu" else "", "none": ""}.get(together, together)
+
+
+def room_for(node: Mapping[str, Any], platform: str, each: int) -> int:
+    """Processes of so many devices that a host can take."""
+    per_process = 1 if platform == "cpu" else each
+    return int(node["Resources"].get(RESOURCE[platform], 0)) // per_process
+
+
+def devices_of_a_host(nodes: Iterable[Mapping[str, Any]], platform: str) -> int:
+    """GPUs or TPU chips of a host, where all that have some have as many.
+
+    Raises:
+      ConfigError: they have different numbers.
+    """
+    kind = RESOURCE[platform]
+    counts = {int(node["Resources"].get(kind, 0)) for node in nodes if node["Alive"]} - {0}
+    if len(counts) != 1:
+        raise ConfigError(
+            f"cluster.devices_per_process=0: the hosts have {sorted(counts)} {kind}s; "
+            "say how many each process takes"
+        )
+    return counts.pop()
+
+
+@dataclasses.dataclass(frozen=True)
+class HostGroup:
+    """Hosts of a cluster on which a pool may stand together.
+
+    Attributes:
+      labels: that tell them from the cluster's other hosts; empty where there are no others.
+      kind: of their devices, as Ray calls it (``H100``, ``TPU-V5P``); empty: it does not say.
+      processes: that each host takes.
+      topology: sides of the TPU slice that they make up; empty: none, or not known.
+      address: of one of them.
+    """
+
+    labels: tuple[tuple[str, str], ...]
+    kind: str
+    processes: tuple[int, ...]
+    topology: tuple[int, ...] = ()
+    address: str = ""
+
+    @property
+    def room(self) -> int:
+        """Processes that all of them take."""
+        return sum(self.processes)
+
+
+def host_groups(
+    nodes: Iterable[Mapping[str, Any]],
+    platform: str,
+    processes: int,
+    each: int,
+    together: str = "auto",
+) -> list[HostGroup]:
+    """The hosts by kind of device and by the label that a pool's hosts agree in.
+
+    Args:
+      nodes, platform, together: as of ``rooms``.
+      processes: of the run; on CPUs its hosts share them out evenly.
+      each: devices of a process.
+
+    Raises:
+      ConfigError: no host takes a process, or some lack a label that tells them from the others.
+    """
+    alive = [node for node in nodes if node.get("Alive")]
+    able = [node for node in alive if room_for(node, platform, each)]
+    if not able:
+        kinds = ", ".join(f"{int(n['Resources'].get(RESOURCE[platform], 0))}" for n in alive)
+        raise ConfigError(
+            f"no host of the cluster takes a process with {each} {RESOURCE[platform]}s "
+            f"(cluster.devices_per_process); its {len(alive)} hosts have {kinds or 'none'}"
+        )
+    share = -(-processes // len(able))
+    key = together_label(platform, together)
+    found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for node in able:
+        names = node.get("Labels") or {}
+        kind = names.get(KIND, "") if platform != "cpu" else ""
+        found.setdefault((kind, names.get(key, "") if key else ""), []).append(node)
+    groups = []
+    for (kind, value), hosts in found.items():
+        labels = {KIND: kind} if len({k for k, _ in found}) > 1 else {}
+        labels |= {key: value} if len({v for _, v in found}) > 1 else {}
+        if lacking := [name for name, label in labels.items() if not label]:
+            raise ConfigError(
+                f"host {hosts[0].get('NodeManagerAddress', '')} has no label {lacking[0]}, which "
+                f"others have; start Ray there with --labels={lacking[0]}=..., or leave it out"
+            )
+        room = [room_for(host, platform, each) for host in hosts]
+        if platform == "cpu":  # each host computes on its own cores
+            room = [min(n, share) for n in room]
+        sides = (hosts[0].get("Labels") or {}).get(TOPOLOGY, "") if key == SLICE else ""
+        topology = tuple(int(n) for n in sides.split("x")) if sides else ()
+        address = hosts[0].get("NodeManagerAddress", "")
+        labelled = tuple(sorted(labels.items()))
+        groups.append(HostGroup(labelled, kind, tuple(room), topology, address))
+    return groups

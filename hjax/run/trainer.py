@@ -79,6 +79,7 @@ class Trainer:
     ):
         self.config = check_config(config)
         self.display = display
+        self._said = ""  # last
         self.algorithm_class = get_algorithm(self.config.algorithm.name)
         self.inputs = load_inputs(self.config, supervised=not self.algorithm_class.generates)
         config = self.config
@@ -129,7 +130,9 @@ class Trainer:
                 f"lost processes were replaced {most} times (cluster.max_restarts); now {cause}"
             ) from cause
         self.restarts += 1
-        self._message(f"{cause}\nit is replaced ({self.restarts} of at most {most} times)")
+        # Its log was shown when it was lost, unless other things came after.
+        what = str(cause).splitlines()[0] if str(cause) == self._said else str(cause)
+        self._message(f"{what}\nit is replaced ({self.restarts} of at most {most} times)")
 
     def _set_up(self, workdir: str | Path | None) -> None:
         config = self.config
@@ -641,5 +644,6 @@ class Trainer:
                 yield
 
     def _message(self, text: str) -> None:
+        self._said = text
         if self.display is not None:
             self.display.message(text)
