@@ -215,3 +215,39 @@ def host_groups(
         labelled = tuple(sorted(labels.items()))
         groups.append(HostGroup(labelled, kind, tuple(room), topology, address))
     return groups
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundDevice:
+    """A device of another host, as far as a plan needs to know it.
+
+    Attributes:
+      platform: ``gpu`` or ``tpu``.
+      device_kind: as JAX calls it; of a TPU as Ray does.
+      memory: bytes that its programs may use; 0: not known.
+    """
+
+    platform: str
+    device_kind: str
+    memory: int = 0
+
+    def memory_stats(self) -> dict[str, int]:
+        """As of a jax.Device."""
+        return {"bytes_limit": self.memory}
+
+
+@dataclasses.dataclass(frozen=True)
+class Hosts:
+    """A cluster's hosts.
+
+    Attributes:
+      platform: ``cpu``, ``gpu`` or ``tpu``.
+      each: devices of a process.
+      groups: the hosts, those together that a pool may stand on.
+      devices: of each group's hosts; none on CPUs.
+    """
+
+    platform: str
+    each: int
+    groups: tuple[HostGroup, ...]
+    devices: tuple[FoundDevice, ...] = ()

@@ -14,7 +14,7 @@ import secrets
 import signal
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -209,6 +209,17 @@ def kill_at(node: str, pid: int) -> Any:
     strategy = NodeAffinitySchedulingStrategy(node, soft=False)
     task = ray.remote(os.kill).options(num_cpus=0, scheduling_strategy=strategy)
     return task.remote(pid, signal.SIGKILL)
+
+
+def ask_host(address: str, function: Callable[[], Any], takes: Mapping[str, float]) -> Any:
+    """Have a function called on the host of an address; a reference to what it returns.
+
+    Args:
+      takes: of the host meanwhile, besides no CPU: ``GPU``.
+    """
+    where = {f"node:{address}": 0.001}
+    task = ray.remote(function).options(num_cpus=0, num_gpus=takes.get("GPU", 0), resources=where)
+    return task.remote()
 
 
 # References and the store

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from hjax.algorithms import Algorithm, get_algorithm
+from hjax.controller.hosts import Hosts
 from hjax.errors import ConfigError
 from hjax.machine import device_memory
 from hjax.models.config import ModelConfig
@@ -18,7 +18,8 @@ from hjax.planning.calibration import Progress, calibrate
 from hjax.planning.constants import Constants
 from hjax.planning.counting import counts
 from hjax.planning.dataflow import trace
-from hjax.planning.hardware import DEVICES
+from hjax.planning.hardware import device_of_kind
+from hjax.planning.hosts import cluster_of
 from hjax.planning.options import SearchSpace, role_options
 from hjax.planning.profile import Profile, profile_path, read_profile, write_profile
 from hjax.planning.records import (
@@ -26,6 +27,7 @@ from hjax.planning.records import (
     MASTERS,
     Candidate,
     Cluster,
+    Device,
     Mesh,
     PlannedSet,
     Pool,
@@ -36,7 +38,7 @@ from hjax.planning.search import SHOWN, Problem, SearchResult
 from hjax.planning.strategies import search_strategy
 from hjax.roles import ROLES, Role
 from hjax.run.inputs import load_inputs
-from hjax.run.machines import local_devices
+from hjax.run.machines import local_devices, look_at_hosts
 from hjax.run.placement import Plan, make_plan
 from hjax.run.roles import (
     is_float32,
@@ -64,7 +66,8 @@ def plan_run(
 
     Args:
       config: the run's. ``placement=auto`` is searched for, with a stored profile of this process's
-        devices or, on CPUs, one that is measured now; another placement is taken as it stands.
+        devices or, on CPUs, one that is measured now; another placement is taken as it stands. On
+        a cluster the hosts are those that it has.
       workdir: of an earlier start of the run, whose plan is kept where nothing that decides it has
         changed.
       progress: told how far a calibration has come; None: shown on standard output, unless
@@ -78,55 +81,86 @@ def plan_run(
     away = on_cluster(config)
     if away and config.placement != "auto":
         return None
-    devices = local_devices(config)
     inputs = load_inputs(config, supervised=not algorithm.generates)
     placed = roles_with_devices(config, algorithm)
     planned = Workdir(workdir).planned(config) if workdir is not None else None
     if planned is not None or config.placement != "auto":
         placement = config.placement if planned is None else str(planned)
-        return make_plan(placement, placed, len(devices))
+        if away:
+            every = config.cluster.processes * look_at_hosts(config).each
+        else:
+            every = len(local_devices(config))
+        return make_plan(placement, placed, every)
+    _check_generates(algorithm)  # before a calibration, which takes a minute
     models = planned_models(config, algorithm, inputs)
-    float32 = is_float32(config, devices[0].platform)
     with PartsDisplay("calibrating", config.display.enabled) as shown:
-        told = progress or shown
-        hosts = config.cluster.processes if away else 1
-        arguments = config, algorithm, models, inputs.prompt_length, devices, float32
-        return auto_plan(*arguments, told, hosts)
+        cluster, constants, platform = _devices(config, progress or shown)
+    float32 = is_float32(config, platform)
+    length = inputs.prompt_length
+    return auto_plan(run_problem(config, algorithm, models, length, cluster, constants, float32))
 
 
-def auto_plan(
-    config: ConfigDict,
-    algorithm: type[Algorithm],
-    models: dict[str, ModelConfig],
-    prompt_length: int,
-    devices: Sequence[Any],
-    float32: bool,
-    progress: Progress | None = None,
-    hosts: int = 1,
-) -> Plan:
-    """The fastest plan of the cost model on ``devices``, measured before or now.
-
-    Where these share cores, the one of fewest sets among those within ``TIE`` of it.
-
-    Args:
-      models: shapes of the roles that need devices.
-      float32: whether the run computes in float32.
-      progress: told how far a calibration has come.
-      hosts: processes that the devices are spread over; a set gets whole ones or a part of one.
+def _devices(config: ConfigDict, progress: Progress) -> tuple[Cluster, Constants, str]:
+    """The devices of a run as pools, what the cost model knows of them, and their platform.
 
     Raises:
-      ConfigError: it would not fit, with the bytes missing; or a run that cannot be planned.
+      ConfigError: too few hosts, or a device that is neither calibrated nor in the catalogue.
     """
-    _check_generates(algorithm)  # before a calibration, which takes a minute
-    measured = find_profile(devices, progress)
-    cluster = Cluster((Pool(measured.device, hosts, len(devices) // hosts),))
-    problem = run_problem(
-        config, algorithm, models, prompt_length, cluster, measured.constants, float32
-    )
-    shared = cluster.pools[0].shares_cores
-    found = search_strategy(problem, "auto", EVERY if shared or hosts > 1 else SHOWN)
-    if hosts > 1:
-        found = _of_whole_processes(found, len(devices) // hosts)
+    if not on_cluster(config):
+        devices = local_devices(config)
+        measured = find_profile(devices, progress)
+        pool = Pool(measured.device, 1, len(devices))
+        return Cluster((pool,)), measured.constants, devices[0].platform
+    hosts = look_at_hosts(config)
+    if hosts.platform == "cpu":
+        measured = find_profile(local_devices(config), progress)
+        known, constants = [measured.device] * len(hosts.groups), measured.constants
+    else:
+        known, constants = known_devices(hosts)
+    cluster = cluster_of(hosts.groups, known, config.cluster.processes, hosts.each)
+    return cluster, constants, hosts.platform
+
+
+def known_devices(hosts: Hosts) -> tuple[list[Device], Constants]:
+    """What is known of the devices of each group of a cluster's hosts.
+
+    That is the profile of a host, where all have the same devices and one was stored here; what it
+    says of the network between hosts, which it did not cross, is the catalogue's. Else it is the
+    catalogue's figures.
+
+    Raises:
+      ConfigError: a device that is neither calibrated nor in the catalogue, or not in the catalogue
+        where that is needed.
+    """
+    listed = [device_of_kind(found.device_kind, found.memory) for found in hosts.devices]
+    path = profile_path([hosts.devices[0]] * (max(hosts.groups[0].processes) * hosts.each))
+    if len(set(hosts.devices)) == 1 and path.is_file():
+        measured = read_profile(path)
+        if listed[0] is not None:
+            device = dataclasses.replace(measured.device, network=listed[0].network)
+            return [device] * len(listed), measured.constants
+        if sum(len(group.processes) for group in hosts.groups) == 1:
+            return [measured.device], measured.constants
+    known = [device for device in listed if device is not None]
+    if len(known) < len(listed):
+        name = hosts.devices[listed.index(None)].device_kind
+        raise ConfigError(
+            f"placement=auto knows no {name!r}, and no network between hosts with it; add it to "
+            "hjax/planning/hardware.py (docs/auto_mapping.md#devices)"
+        )
+    return known, Constants()
+
+
+def auto_plan(problem: Problem) -> Plan:
+    """The fastest plan of the cost model.
+
+    Where devices share cores, the one of fewest sets among those within ``TIE`` of it.
+
+    Raises:
+      ConfigError: it would not fit, with the bytes missing.
+    """
+    shared = any(pool.shares_cores for pool in problem.cluster.pools)
+    found = search_strategy(problem, "auto", EVERY if shared else SHOWN)
     if shared and found.candidates:
         found = _simplest_first(found)
     described = describe_result(found, problem, "auto")
@@ -136,6 +170,7 @@ def auto_plan(
         tuple(described["allocation"]),
         described["layouts"],
         {key: described[key] for key in keys},
+        tuple(dict(s.pool.where) for s in found.fastest.sets),
     )
 
 
@@ -144,24 +179,6 @@ def _check_generates(algorithm: type[Algorithm]) -> None:
         raise ConfigError(
             f"placement=auto: {algorithm.__name__} has one model and no rollouts; use colocate"
         )
-
-
-def _of_whole_processes(found: SearchResult, each: int) -> SearchResult:
-    """The candidates whose sets get whole processes of ``each`` devices, or a part of one.
-
-    Raises:
-      ConfigError: there are none.
-    """
-    fitting = tuple(
-        c for c in found.candidates
-        if all(s.devices <= each or s.devices % each == 0 for s in c.sets)
-    )  # fmt: skip
-    if found.candidates and not fitting:
-        raise ConfigError(
-            f"placement=auto: no plan gives its sets whole processes of {each} devices; use "
-            "another cluster.devices_per_process"
-        )
-    return dataclasses.replace(found, candidates=fitting)
 
 
 def _simplest_first(found: SearchResult) -> SearchResult:
@@ -184,11 +201,9 @@ def find_profile(devices: Sequence[Any], progress: Progress | None = None) -> Pr
     path = profile_path(devices)
     if path.is_file():
         return read_profile(path)
-    kind = re.sub(r"[^a-z0-9]", "", str(devices[0].device_kind).lower())
-    for name, device in DEVICES.items():
-        if name.replace("-", "").removesuffix("80g").removesuffix("40g") in kind:
-            fits = dataclasses.replace(device, memory=device_memory(devices[0]) or device.memory)
-            return Profile(fits, Constants(), {})
+    known = device_of_kind(str(devices[0].device_kind), device_memory(devices[0]))
+    if known is not None:
+        return Profile(known, Constants(), {})
     if devices[0].platform == "cpu":
         profile = calibrate(devices, progress)
         write_profile(profile, path)

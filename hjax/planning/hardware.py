@@ -6,6 +6,7 @@ Figures are the vendors' data sheets, dense, without sparsity. To add a device: 
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import math
@@ -85,6 +86,29 @@ def device(name: str) -> Device:
     return DEVICES[key]
 
 
+# As JAX and Ray call devices that the catalogue has under another name.
+_ALIASES = {"v5lite": "v5e", "v6lite": "v6e", "tpuv5": "v5p"}
+
+
+def device_of_kind(kind: str, memory: float = 0) -> Device | None:
+    """The catalogue's device for what JAX or Ray call one; None: it has none.
+
+    Args:
+      kind: ``NVIDIA H100 80GB HBM3``, ``TPU v5 lite``, ``A100``, ``TPU-V5P``.
+      memory: bytes that its programs may use, where that is known.
+    """
+    plain = re.sub(r"[^a-z0-9]", "", kind.lower())
+    for alias, name in _ALIASES.items():
+        if plain == alias or (alias != "tpuv5" and alias in plain):
+            plain = name
+    names = sorted(DEVICES, key=lambda name: -DEVICES[name].memory)  # of an A100 the larger
+    for name in names:
+        if name.replace("-", "").removesuffix("80g").removesuffix("40g") in plain:
+            found = DEVICES[name]
+            return dataclasses.replace(found, memory=memory or found.memory)
+    return None
+
+
 def cluster(text: str) -> Cluster:
     """A cluster by name: ``16x8:a100-80g`` (hosts x devices), ``v5p:4x4x4``, joined by ``+``.
 
@@ -130,8 +154,11 @@ def _slice(kind: Device, shape: tuple[int, ...], text: str) -> Pool:
 
 @functools.cache
 def legal_counts(pool: Pool) -> tuple[int, ...]:
-    """Numbers of devices that a set may take: below a host a divisor of its size, above it whole
-    hosts; of a torus the boxes that come of halving its longest side again and again."""
+    """Numbers of devices that a set may take: those the pool names, else below a host a divisor of
+    its size, above it whole hosts; of a torus the boxes that come of halving its longest side again
+    and again."""
+    if pool.counts:
+        return pool.counts
     if pool.shape:
         return tuple(2**i for i in range(int(math.log2(pool.size)) + 1))
     below = [n for n in range(1, pool.per_host) if pool.per_host % n == 0]

@@ -55,12 +55,16 @@ class Pool:
 
     Attributes:
       shape: sides of the torus, empty for machines of GPUs.
+      counts: numbers of devices that a set may take; empty: all that the hardware allows.
+      where: labels that its hosts have on a cluster that is there.
     """
 
     device: Device
     hosts: int
     per_host: int
     shape: tuple[int, ...] = ()
+    counts: tuple[int, ...] = ()
+    where: tuple[tuple[str, str], ...] = ()
 
     @property
     def size(self) -> int:

@@ -13,8 +13,10 @@ from ml_collections import ConfigDict
 
 from hjax.controller import ThreadExecutor
 from hjax.controller.executors import ExecutorFactory
+from hjax.controller.hosts import HostGroup, Hosts
 from hjax.errors import ConfigError
 from hjax.run.compile_counter import CompileCounter
+from hjax.run.placement import Plan, set_name
 from hjax.settings.checking import on_cluster
 
 LOGS = "logs"
@@ -33,6 +35,13 @@ class Machines(Protocol):
     devices: Sequence[Any]
     platform: str
     executor: ExecutorFactory
+
+    def place(self, plan: Plan) -> None:
+        """Told where the sets of a plan are to stand, before their pools are made.
+
+        Raises:
+          ConfigError: on hosts of which there are none.
+        """
 
     def read(self) -> dict[str, Any]:
         """``peak_bytes`` of the largest device, ``compiles`` so far, ``names`` of the new ones."""
@@ -69,9 +78,18 @@ class ThisProcess:
 
     def __init__(self, config: ConfigDict, executor: ExecutorFactory = ThreadExecutor):
         self._probe = MachineProbe()
+        self._rehearses = on_cluster(config)
         self.devices: Sequence[Any] = local_devices(config)
         self.platform: str = self.devices[0].platform
         self.executor = executor
+
+    def place(self, plan: Plan) -> None:
+        """See ``Machines``; a run on a cluster may be tried dry here."""
+        if any(plan.where) and not self._rehearses:
+            raise ConfigError(
+                f"the placement wants hosts with {dict(next(w for w in plan.where if w))}, but "
+                "this run is in one process; set cluster.address, or leave `where` out of the plan"
+            )
 
     def read(self) -> dict[str, Any]:
         """See ``Machines``."""
@@ -117,6 +135,10 @@ class OnCluster:
         self.platform: str = self.cluster.platform
         self.executor: ExecutorFactory = self.cluster.executor
 
+    def place(self, plan: Plan) -> None:
+        """See ``Machines``."""
+        self.cluster.places = {set_name(plan, i): w for i, w in enumerate(plan.where) if w}
+
     def read(self) -> dict[str, Any]:
         """Of every pool's first process and this one; the peak is that of the largest of all."""
         pools = self.cluster.machine()
@@ -134,6 +156,27 @@ class OnCluster:
     def close(self) -> None:
         """End every process, and the cluster if it was started for this run."""
         self.cluster.close()
+
+
+def look_at_hosts(config: ConfigDict) -> Hosts:
+    """The hosts of the cluster that a config names, for a plan.
+
+    Raises:
+      ConfigError: there is no cluster, none of its hosts takes a process, or they compute on CPUs
+        of which this process cannot simulate as many as the run takes.
+    """
+    settings = config.cluster
+    on_cpus = (os.environ.get("JAX_PLATFORMS") or "").split(",")[0] == "cpu"
+    if on_cpus and settings.address in ("", "local"):
+        each = len(local_devices(config)) // settings.processes
+        return Hosts("cpu", each, (HostGroup((), "", (1,) * settings.processes),))
+    from hjax.controller.ray_hosts import look
+
+    asked = settings.address, settings.processes, settings.devices_per_process, settings.together
+    found = look(*asked)
+    if found.platform == "cpu":
+        local_devices(config)
+    return found
 
 
 def local_devices(config: ConfigDict) -> list[jax.Device]:

@@ -30,12 +30,18 @@ class Plan:
         take the config's.
       predicted: what a planner expects of a step (``seconds``, ``memory_bytes``, ...), if one made
         it.
+      where: by set the labels that its hosts have on a cluster; empty: any hosts.
     """
 
     placement: tuple[tuple[str, ...], ...]
     allocation: tuple[int, ...]
     layouts: Mapping[str, Mapping[str, Mapping[str, int]]] = dataclasses.field(default_factory=dict)
     predicted: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    where: tuple[Mapping[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.where:
+            object.__setattr__(self, "where", ({},) * len(self.placement))
 
 
 def make_plan(
@@ -108,28 +114,32 @@ def _read_plan(path: Path, roles: Sequence[str], devices: int) -> Plan:
         }
         known = {k: content[k] for k in ("seconds", "set_memory_bytes") if k in content}
         predicted = dict(content.get("predicted", known))
+        where = [_labels(labels) for labels in content.get("where", [{}] * len(sets))]
     except OSError as error:
         raise ConfigError(f"placement={path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"placement={path}: not a plan: it needs `placement` (lists of roles), `allocation` "
             "(devices per set), and where it fixes layouts `parallelism` by role, `train`: "
-            f"[pipe, tensor, data] and `generate`: [pipe, tensor] ({type(error).__name__}: {error})"
+            "[pipe, tensor, data] and `generate`: [pipe, tensor]; where it fixes hosts `where`, a "
+            f"dict of labels per set ({type(error).__name__}: {error})"
         ) from error
     # Roles that compute on the host (reward functions) need no place in a plan.
     apart = [role for s in sets for role in s if role in ROLES and ROLES[role].apart]
     roles = [*roles, *dict.fromkeys(apart)]
-    sets_and_sizes = [
-        (tuple(r for r in s if r in roles), n) for s, n in zip(sets, allocation, strict=False)
+    given = [
+        (tuple(r for r in s if r in roles), n, labels)
+        for s, n, labels in zip(sets, allocation, where, strict=False)
     ]
-    sets_and_sizes = [(s, n) for s, n in sets_and_sizes if s]
-    placed = [role for s, _ in sets_and_sizes for role in s]
-    if sorted(placed) != sorted(roles) or len(sets) != len(allocation):
+    given = [(s, n, labels) for s, n, labels in given if s]
+    placed = [role for s, _, _ in given for role in s]
+    if sorted(placed) != sorted(roles) or not len(sets) == len(allocation) == len(where):
         raise ConfigError(
             f"placement={path}: it places {', '.join(placed) or 'nothing'}, this run has "
-            f"{', '.join(roles)}; each role once, one allocation per set"
+            f"{', '.join(roles)}; each role once, one allocation (and, if there are any, one entry "
+            "of where) per set"
         )
-    if any({"actor", ROLLOUT} <= set(s) for s, _ in sets_and_sizes):
+    if any({"actor", ROLLOUT} <= set(s) for s, _, _ in given):
         raise ConfigError(
             f"placement={path}: {ROLLOUT} shares the actor's devices; give it a set of its own, or "
             "leave it out: then the actor generates itself"
@@ -139,13 +149,20 @@ def _read_plan(path: Path, roles: Sequence[str], devices: int) -> Plan:
             f"placement={path}: {ROLLOUT} only generates, its layout is `train`; leave `generate` "
             "out"
         )
-    total = sum(n for _, n in sets_and_sizes)
-    if total > devices or min(n for _, n in sets_and_sizes) < 1:
+    total = sum(n for _, n, _ in given)
+    if total > devices or min(n for _, n, _ in given) < 1:
         raise ConfigError(
             f"placement={path}: it needs {total} devices (at least 1 a set), there are {devices}"
         )
-    placed_sets, counts = zip(*sets_and_sizes, strict=True)
-    return Plan(tuple(placed_sets), tuple(counts), layouts, predicted)
+    placed_sets, counts, labelled = zip(*given, strict=True)
+    return Plan(tuple(placed_sets), tuple(counts), layouts, predicted, tuple(labelled))
+
+
+def _labels(value: Any) -> dict[str, str]:
+    """Labels of hosts as they stand in a plan."""
+    if not all(isinstance(part, str) for item in value.items() for part in item):
+        raise TypeError(f"where: {value} are no labels, name and value both strings")
+    return dict(value)
 
 
 def _axes(stage: str, value: Any) -> dict[str, int]:

@@ -94,6 +94,7 @@ class Trainer:
             if plan is None:
                 plan = placed(config, self.algorithm_class, len(devices))
             self.roles = describe_roles(config, self.algorithm_class, self.inputs, plan, platform)
+            self.machines.place(plan)
             self._start(devices, self._executors(debug))
             undo.callback(self.roles.close)
             check_offloads(config, self.algorithm_class, devices)
@@ -604,7 +605,8 @@ class Trainer:
 
     def plan_record(self) -> dict[str, Any]:
         """Where the roles stand: ``placement``, ``allocation``, ``parallelism``, on a cluster
-        ``hosts``, by set the host of each process."""
+        ``hosts``, by set the host of each process, and ``where``, the labels that they must have.
+        """
         plan = self.roles.plan
         executors: list[Any] = [self.roles.pools[roles[0]].executor for roles in plan.placement]
         hosts = [executor.hosts for executor in executors if hasattr(executor, "hosts")]
@@ -622,6 +624,7 @@ class Trainer:
             "placement": [list(roles) for roles in plan.placement],
             "allocation": list(plan.allocation),
             "parallelism": parallelism,
+            **({"where": [dict(labels) for labels in plan.where]} if any(plan.where) else {}),
             **({"hosts": hosts} if hosts else {}),
             **({"predicted": dict(plan.predicted)} if plan.predicted else {}),
         }

@@ -1,0 +1,73 @@
+"""A cluster's hosts, looked at before there is a run: what a plan is made for."""
+
+from __future__ import annotations
+
+import contextlib
+
+from hjax.controller import ray_calls
+from hjax.controller.hosts import (
+    FoundDevice,
+    HostGroup,
+    Hosts,
+    devices_of_a_host,
+    host_groups,
+)
+from hjax.controller.ray_pool import START_SECONDS
+from hjax.errors import ConfigError, RunError
+from hjax.machine import device_memory
+
+
+def look(address: str, processes: int, devices_per_process: int, together: str) -> Hosts:
+    """The hosts of a cluster; left as it was found.
+
+    Args:
+      address, processes, devices_per_process, together: as of ``RayCluster``.
+
+    Raises:
+      ConfigError: there is no cluster, or none of its hosts takes a process.
+      RunError: a host does not say in time what its devices are.
+    """
+    with contextlib.ExitStack() as ends:
+        if not ray_calls.connected():
+            ray_calls.connect(address, processes)
+            ends.callback(ray_calls.end_here)
+        platform, nodes = ray_calls.platform(), ray_calls.nodes()
+        each = devices_per_process
+        if not each and platform != "cpu":
+            each = devices_of_a_host(nodes, platform)
+        groups = host_groups(nodes, platform, processes, each, together)
+        found = tuple(_device_of(group) for group in groups) if platform == "gpu" else ()
+        if platform == "tpu":  # a slice's hosts start together or not at all: Ray's word is taken
+            found = tuple(FoundDevice("tpu", group.kind) for group in groups)
+        return Hosts(platform, each, tuple(groups), found)
+
+
+def _device_of(group: HostGroup) -> FoundDevice:
+    """What JAX finds on one of these hosts, which has a free GPU."""
+    asked = ray_calls.ask_host(group.address, device_here, {"GPU": 1})
+    done, _ = ray_calls.wait([asked], START_SECONDS)
+    if not done:
+        raise RunError(
+            f"host {group.address} has not said within {START_SECONDS} seconds what its GPUs are; "
+            "are others using all of them?"
+        )
+    try:
+        found: FoundDevice = ray_calls.get(asked)
+    except ray_calls.Raised as error:
+        raise ConfigError(
+            f"host {group.address}: JAX does not start there ({ray_calls.first_line(error.cause)})"
+        ) from error
+    if found.platform != "gpu":
+        raise ConfigError(
+            f"host {group.address} has GPUs, but JAX there finds {found.device_kind!r}; install "
+            "hjax[cuda] on it"
+        )
+    return found
+
+
+def device_here() -> FoundDevice:
+    """This process's first device."""
+    import jax
+
+    device = jax.devices()[0]
+    return FoundDevice(device.platform, device.device_kind, device_memory(device))

@@ -1,0 +1,264 @@
+"""`placement=auto` on a cluster: which pools its hosts make, and that sets stand where it says.
+
+Clusters are lists of nodes as Ray tells them, worked out by hand; no Ray is started.
+"""
+
+import json
+
+import pytest
+from helpers import tiny_config
+
+import hjax
+from hjax.controller.hosts import (
+    KIND,
+    SLICE,
+    TOPOLOGY,
+    FoundDevice,
+    HostGroup,
+    Hosts,
+    host_groups,
+    rooms,
+)
+from hjax.errors import ConfigError
+from hjax.planning.auto import known_devices
+from hjax.planning.hardware import DEVICES, device_of_kind
+from hjax.planning.hosts import cluster_of
+from hjax.planning.profile import Profile, profile_path, write_profile
+from hjax.planning.records import Device
+from hjax.run.placement import make_plan
+
+
+def host(kind, count, alive=True, **labels):
+    resource = "TPU" if kind.startswith("TPU") else "GPU"
+    more = {"rack": labels.pop("rack")} if "rack" in labels else {}
+    more |= {SLICE: labels["slice"], TOPOLOGY: labels["sides"]} if "slice" in labels else {}
+    return {
+        "Alive": alive,
+        "Resources": {"CPU": 64.0, resource: float(count)},
+        "Labels": {KIND: kind} | more,
+        "NodeManagerAddress": "10.0.0.1",
+    }
+
+
+def pools_of(nodes, platform, processes, each, together="auto"):
+    """(hosts, devices per host, device, labels) of each pool."""
+    groups = host_groups(nodes, platform, processes, each, together)
+    devices = [device_of_kind(group.kind) for group in groups]
+    pools = cluster_of(groups, devices, processes, each).pools
+    return [(p.hosts, p.per_host, p.device.name, dict(p.where)) for p in pools]
+
+
+H100, A100 = [host("H100", 8)] * 2, [host("A100", 8)] * 4
+
+
+@pytest.mark.parametrize(
+    "nodes, processes, each, expected",
+    [
+        # All are alike: any host will do.
+        (A100, 4, 8, [(4, 8, "a100-80g", {})]),
+        (A100, 3, 8, [(3, 8, "a100-80g", {})]),
+        # Two processes on a host, or fewer than a host's.
+        (A100, 4, 4, [(2, 8, "a100-80g", {})]),
+        (A100, 1, 4, [(1, 4, "a100-80g", {})]),
+        # Half of a host is left over: every process as if alone on one.
+        (A100, 3, 4, [(3, 4, "a100-80g", {})]),
+        ([*A100[:1], host("A100", 4)], 3, 4, [(3, 4, "a100-80g", {})]),
+        # A dead host, and one without GPUs.
+        ([*A100, host("A100", 8, alive=False), host("A100", 0)], 4, 8,
+         [(4, 8, "a100-80g", {})]),
+        # Of two kinds the faster one is filled first.
+        ([*A100, *H100], 6, 8,
+         [(2, 8, "h100", {KIND: "H100"}), (4, 8, "a100-80g", {KIND: "A100"})]),
+        ([*A100, *H100], 3, 8,
+         [(2, 8, "h100", {KIND: "H100"}), (1, 8, "a100-80g", {KIND: "A100"})]),
+        ([*A100, *H100], 2, 8, [(2, 8, "h100", {KIND: "H100"})]),
+    ],
+)  # fmt: skip
+def test_hosts_with_gpus_become_pools(nodes, processes, each, expected):
+    assert pools_of(nodes, "gpu", processes, each) == expected
+
+
+def test_a_label_of_ones_own_keeps_pools_apart():
+    racks = [host("H100", 8, rack=rack) for rack in ("r1", "r2", "r1")]
+    found = pools_of(racks, "gpu", 3, 8, together="rack")
+    assert found == [(2, 8, "h100", {"rack": "r1"}), (1, 8, "h100", {"rack": "r2"})]
+    both = [*racks, host("A100", 8, rack="r1")]
+    found = pools_of(both, "gpu", 4, 8, together="rack")
+    assert found[-1] == (1, 8, "a100-80g", {KIND: "A100", "rack": "r1"})
+
+
+def slices(**hosts):
+    """v5p slices of four chips a host, by name."""
+    sides = {1: "2x2x1", 2: "2x2x2", 4: "2x2x4"}
+    return [
+        host("TPU-V5P", 4, slice=name, sides=sides[n]) for name, n in hosts.items()
+        for _ in range(n)
+    ]  # fmt: skip
+
+
+def test_a_slice_is_taken_whole():
+    nodes = slices(a=2, b=4)
+    groups = host_groups(nodes, "tpu", 6, 4)
+    known = [DEVICES["v5p"]] * 2
+    large, small = cluster_of(groups, known, 6, 4).pools
+    assert (large.shape, large.counts, large.where) == ((2, 2, 4), (16,), ((SLICE, "b"),))
+    assert (small.shape, small.counts, small.where) == ((2, 2, 2), (8,), ((SLICE, "a"),))
+    assert pools_of(nodes, "tpu", 2, 4) == [(2, 4, "v5p", {SLICE: "a"})]
+    with pytest.raises(ConfigError, match=r"processes=3, of 4 devices each: .*hosts take 2, 4, 6$"):
+        cluster_of(groups, known, 3, 4)
+    with pytest.raises(ConfigError, match=r"2 TPU hosts are 2x2x2, which processes of 2 chips"):
+        pools_of(slices(a=2), "tpu", 4, 2)
+
+
+def test_a_host_of_its_own_may_be_shared_by_sets():
+    groups = host_groups([host("TPU-V5LITEPOD", 8)], "tpu", 1, 8)
+    (pool,) = cluster_of(groups, [device_of_kind("TPU-V5LITEPOD")], 1, 8).pools
+    assert (pool.device.name, pool.shape, pool.counts) == ("v5e", (2, 4), (1, 2, 4, 8))
+
+
+def test_sets_take_whole_processes_or_part_of_one():
+    # 12 GPUs a host in processes of 4: 6 would be one and a half.
+    groups = host_groups([host("A100", 12)] * 2, "gpu", 6, 4)
+    (pool,) = cluster_of(groups, [DEVICES["a100-80g"]], 6, 4).pools
+    assert pool.counts == (1, 2, 3, 4, 12, 24)
+
+
+def test_cpus_are_shared_out_over_the_hosts():
+    nodes = [
+        {"Alive": True, "Resources": {"CPU": 8.0}, "Labels": {"rack": rack}}
+        for rack in ("a", "a", "b")
+    ]
+    groups = host_groups(nodes, "cpu", 3, 2, "rack")
+    assert [(g.processes, g.labels) for g in groups] == [
+        ((1, 1), (("rack", "a"),)), ((1,), (("rack", "b"),)),
+    ]  # fmt: skip
+    assert host_groups(nodes[:1], "cpu", 3, 2)[0].processes == (3,)
+
+
+def test_what_is_wrong_with_hosts_is_said():
+    with pytest.raises(ConfigError, match=r"takes a process with 16 GPUs.*its 2 hosts have 8, 8"):
+        host_groups(H100, "gpu", 1, 16)
+    lacking = [host("H100", 8, rack="r1"), host("H100", 8)]
+    with pytest.raises(ConfigError, match=r"host 10.0.0.1 has no label rack, which others have"):
+        host_groups(lacking, "gpu", 2, 8, "rack")
+    with pytest.raises(ConfigError, match=r"processes=9.*the cluster's hosts take 1, 2, 3, 4$"):
+        pools_of(A100, "gpu", 9, 8)
+
+
+@pytest.mark.parametrize(
+    "kind, name",
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100-80g"), ("NVIDIA H100 80GB HBM3", "h100"), ("H200", "h200"),
+        ("NVIDIA L40S", "l40s"), ("NVIDIA B200", "b200"), ("TPU v4", "v4"),
+        ("TPU v5 lite", "v5e"), ("TPU v5", "v5p"), ("TPU v5p", "v5p"), ("TPU v6 lite", "v6e"),
+        ("TPU-V4", "v4"), ("TPU-V5P", "v5p"), ("TPU-V5LITEPOD", "v5e"), ("TPU-V6E", "v6e"),
+    ],
+)  # fmt: skip
+def test_devices_by_the_names_that_jax_and_ray_have_for_them(kind, name):
+    assert device_of_kind(kind).name == name
+    assert device_of_kind(kind, 2.0**30).memory == 2.0**30
+
+
+def test_a_device_that_nobody_knows_is_none():
+    assert device_of_kind("GeForce-RTX-5090") is None
+
+
+def hosts_of(nodes, platform, processes, each, together="auto"):
+    groups = host_groups(nodes, platform, processes, each, together)
+    found = tuple(FoundDevice(platform, group.kind) for group in groups)
+    return Hosts(platform, each, tuple(groups), found)
+
+
+def one_host(kind):
+    return Hosts("gpu", 8, (HostGroup((), kind, (8,)),), (FoundDevice("gpu", kind, 7),))
+
+
+def test_a_host_s_profile_is_taken_but_for_the_network(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    hosts = hosts_of(H100, "gpu", 2, 8)
+    assert known_devices(hosts)[0] == [DEVICES["h100"]]
+    measured = Device("h100", 1.0, {"bfloat16": 2.0}, 3.0, 4.0, 4.0, 8, 0, "measured")
+    path = profile_path([hosts.devices[0]] * 8)
+    constants = known_devices(hosts)[1].with_values({"matmul": 1.0}, measured=True)
+    write_profile(Profile(measured, constants, {}), path)
+    [device], constants = known_devices(hosts)
+    assert (device.link, device.network) == (4.0, DEVICES["h100"].network)
+    assert constants.matmul == 1.0
+    # Beside others what one host measured says nothing of them.
+    both, constants = known_devices(hosts_of([*H100, *A100], "gpu", 6, 8))
+    assert [d.name for d in both] == ["h100", "a100-80g"] and not constants.measured
+
+
+def test_a_kind_that_is_not_in_the_catalogue_is_refused():
+    with pytest.raises(ConfigError, match=r"knows no 'RTX-9', and no network.*hardware.py"):
+        known_devices(one_host("RTX-9"))
+
+
+CLUSTERS = {
+    "two kinds": ([*A100[:1], *H100[:1]], "gpu", 2, 8, "auto"),
+    "racks": ([host("H100", 2, rack=r) for r in ("r1", "r2")], "gpu", 2, 2, "rack"),
+    "slices": (slices(a=1, b=2), "tpu", 3, 4, "auto"),
+}
+
+
+def plan_on(name, monkeypatch, **changes):
+    nodes, platform, processes, each, together = CLUSTERS[name]
+    hosts = hosts_of(nodes, platform, processes, each, together)
+    monkeypatch.setattr("hjax.planning.auto.look_at_hosts", lambda config: hosts)
+    keys = {"placement": "auto", "cluster.address": "10.0.0.1:6379", "rollout.prompts": 32,
+            "cluster.processes": processes, "cluster.together": together} | changes  # fmt: skip
+    config = tiny_config("PPO", keys)
+    return hjax.plan(config), nodes, config
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_a_plan_s_sets_stand_on_the_hosts_it_was_made_for(name, monkeypatch):
+    plan, nodes, config = plan_on(name, monkeypatch)
+    _, platform, _, each, together = CLUSTERS[name]
+    taken = {}
+    for labels, count in zip(plan.where, plan.allocation, strict=True):
+        assert count <= each or count % each == 0
+        place = rooms(nodes, "p", platform, max(count // each, 1), min(count, each), together,
+                      labels)  # fmt: skip
+        assert labels and set(labels.items()) <= set(place[0].labels)
+        key = tuple(sorted(labels.items()))
+        taken[key] = taken.get(key, 0) + count
+    for labels, count in taken.items():
+        there = [n for n in nodes if dict(labels).items() <= n["Labels"].items()]
+        assert count <= sum(n["Resources"].get(platform.upper(), 0) for n in there)
+
+
+def test_the_search_weighs_kinds_against_each_other(monkeypatch):
+    # Either host would do; the step is shorter on the faster one than on the other.
+    plan, *_ = plan_on("two kinds", monkeypatch, **{"algorithm.kl_coef": 0.0})
+    actor = next(i for i, roles in enumerate(plan.placement) if "actor" in roles)
+    assert plan.where[actor] == {KIND: "H100"}
+
+
+def test_a_plan_is_read_back_with_its_hosts(tmp_path):
+    file = tmp_path / "plan.json"
+    content = {
+        "placement": [["actor", "reference"], ["critic"]], "allocation": [8, 8],
+        "where": [{KIND: "H100"}, {}],
+    }  # fmt: skip
+    file.write_text(json.dumps(content))
+    roles = ("actor", "critic", "reference")
+    plan = make_plan(str(file), roles, 16)
+    assert plan.where == ({KIND: "H100"}, {})
+    config = tiny_config("PPO", {"placement": str(file), "cluster.devices_per_process": 2})
+    for wrong, said in (
+        ([{"rack": 1}, {}], "no labels, name and value both strings"),
+        (["rack", {}], "where"),
+        ([{}], "one entry of where. per set"),
+    ):
+        file.write_text(json.dumps(content | {"where": wrong}))
+        with pytest.raises(ConfigError, match=said):
+            make_plan(str(file), roles, 16)
+    file.write_text(json.dumps(content | {"allocation": [1, 1]}))
+    with pytest.raises(ConfigError, match=r"wants hosts with .*H100.*set cluster.address"):
+        hjax.Trainer(config)
+
+
+def test_hosts_that_a_plan_wants_and_nobody_has_are_named():
+    with pytest.raises(ConfigError, match=r"hosts with rack=r9, which none has;.* rack=r1"):
+        rooms([host("H100", 8, rack="r1")], "p", "gpu", 1, 8, labels={"rack": "r9"})
