@@ -23,6 +23,10 @@ class ProcessLost(RunError):
     """A process of a resource pool died, hangs or lost its network; the message names it."""
 
 
+# Before the end of its log, in the message of a ``ProcessLost``.
+LOG_FOLLOWS = "; the last lines of"
+
+
 def exit_status(run: Callable[[], int]) -> int:
     """What ``run`` returns; 2 for wrong input, 1 for other errors, each said in one line."""
     try:

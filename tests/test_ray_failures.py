@@ -6,6 +6,7 @@ tests are the full table; some strike Ray's own processes and the command.
 
 import contextlib
 import os
+import pathlib
 import re
 import signal
 import subprocess
@@ -17,10 +18,13 @@ from helpers import TINY, computed, read_rows, tiny_config, write_config
 from strikes import Strike, striking
 
 import hjax
-from hjax.controller import ray_calls
+from hjax.controller import ResourcePool, Timeline, WorkerGroup, ray_calls
+from hjax.controller.ray_cluster import RayCluster
 from hjax.controller.ray_executor import RayExecutor
-from hjax.errors import RunError
+from hjax.errors import ProcessLost, RunError
 from hjax.machine import descendants, name_of, state
+from hjax.user_files import load_object
+from hjax.workers import WorkerContext
 
 ray = pytest.importorskip("ray")
 
@@ -328,6 +332,76 @@ def test_after_so_many_restarts_it_stops_with_the_cause(tmp_path, cluster):
     strike = Strike("reward.compute_reward", 1, "host")
     with pytest.raises(RunError, match=r"replaced 0 times .*max_restarts.* process host:0 .* died"):
         train("grpo", tmp_path / "run", strike, **{"cluster.max_restarts": 0})
+
+
+SLEEPER = """
+import os, time
+import hjax
+
+class Sleeper(hjax.workers.Worker):
+    @hjax.protocol("ALL_TO_ALL")
+    def until(self, path, before=None):
+        while not os.path.exists(path):
+            time.sleep(0.1)
+        return {"there": path}
+"""
+
+
+@contextlib.contextmanager
+def two_pools(folder, heartbeat_seconds):
+    """A cluster of pools ``long`` and ``short`` of two processes each; what it says."""
+    (folder / "sleeper.py").write_text(SLEEPER)
+    worker = load_object(f"{folder}/sleeper.py:Sleeper", "worker")
+    said = []
+    cluster = RayCluster(
+        "local", 1, 1, host_processes=2, heartbeat_seconds=heartbeat_seconds, say=said.append
+    )
+    try:
+        pools = [ResourcePool(name, (), Timeline(), cluster.executor) for name in ("long", "short")]
+        groups = [WorkerGroup(pool, worker, WorkerContext(pool.name)) for pool in pools]
+        for group in groups:
+            group.built.result()
+        yield cluster, *groups, said
+    finally:
+        cluster.close()
+
+
+def test_a_loss_is_told_at_once_while_a_long_call_goes_on_elsewhere(tmp_path, cluster):
+    now, later, never = str(tmp_path), f"{tmp_path}/later", f"{tmp_path}/never"
+    with two_pools(tmp_path, heartbeat_seconds=60.0) as (cluster, long, short, said):
+        under_way = long.until(later)
+        behind = long.until(now, before=short.until(never))  # it takes what will not come
+        executor = short.pool.executor
+        os.kill(executor.pids()[1], signal.SIGKILL)
+        begun = time.monotonic()
+        while not said:
+            assert time.monotonic() - begun < 10
+            time.sleep(0.05)
+        assert re.match(r"process short:1 \(pid \d+ on .*\) died", said[0])
+        assert cluster.lost() == [executor]
+        executor.restart()
+        short.rebuild()
+        assert short.until(now).result() == {"there": now}
+        # The long call still goes on, and ends well; what was behind it fails alone.
+        assert not under_way.done()
+        pathlib.Path(later).touch()
+        assert under_way.result() == {"there": later}
+        with pytest.raises(ProcessLost, match="what another process made was lost with it"):
+            behind.result()
+        assert long.until(now).result() == {"there": now}
+        assert cluster.lost() == [] and len(said) == 1
+
+
+@pytest.mark.slow
+def test_who_may_wait_in_vain_for_what_was_lost_counts_as_lost_too(tmp_path, cluster):
+    with two_pools(tmp_path, heartbeat_seconds=3.0) as (cluster, long, short, said):
+        made = short.until(str(tmp_path))
+        made.result()
+        stuck = long.until(f"{tmp_path}/never", before=made)
+        os.kill(short.pool.executor.pids()[0], signal.SIGKILL)
+        with pytest.raises(ProcessLost, match="pool long waits for what was lost with pool short"):
+            stuck.result(60)
+        assert set(cluster.lost()) == {long.pool.executor, short.pool.executor}
 
 
 # The command, with a Ray of its own. So many steps that they take longer than a heartbeat.

@@ -4,6 +4,7 @@ import contextlib
 import json
 import socket
 
+import jax
 import numpy as np
 import pytest
 from helpers import computed, tiny_config
@@ -11,17 +12,24 @@ from test_algorithms_extending import write_examples
 from test_controller_pickled import RUNNABLE, SHORT, UNUSED
 
 import hjax
+from hjax.controller import ResourcePool, Timeline, WorkerGroup, ray_calls
+from hjax.controller.ray_cluster import RayCluster
+from hjax.models.config import ModelConfig
+from hjax.run.machines import MachineProbe
+from hjax.workers import Reference, WorkerContext
 
 EACH = 2  # devices of a process
 # Enough for rewards that differ in the first step: of equal ones whitening makes noise.
 BASE = {"warm_start.steps": 6, "rollout.prompts": 16, "rollout.max_response_length": 8}
+MODEL = ModelConfig(
+    vocab_size=256, hidden_size=64, layers=2, heads=4, kv_heads=4, head_dim=16, mlp_size=128,
+    max_length=32,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
     """One Ray cluster for the tests of this file; every run starts its own processes on it."""
-    from hjax.controller import ray_calls
-
     ray_calls.start_here(processes=6)
     yield
     ray_calls.end_here()
@@ -147,3 +155,33 @@ def test_generation_ahead_of_learning_is_the_same(tmp_path):
     assert_close(rows, expected)
     assert max(row["rollout/staleness"] for row in rows) == 1
     assert list((tmp_path / "logs").glob("rollout-0.log"))
+
+
+def test_weights_of_a_pool_s_own_go_by_one_program_of_its_world(cluster):
+    """Between two groups of one pool of two processes, whatever their layouts; nothing is left for
+    others, in the store or on the way to the controller."""
+    both = RayCluster("local", 2, EACH, probe=MachineProbe)
+    try:
+        pool = ResourcePool("both", both.devices, Timeline(), both.executor)
+        actor, reference = (
+            WorkerGroup(pool, Reference, WorkerContext(role, sizes={"train": sizes}, model=MODEL))
+            for role, sizes in (("actor", {"fsdp": 4}), ("reference", {"data": 2, "tensor": 2}))
+        )
+        actor.initialize().result()
+        before = pool.executor.machine()
+        passed = both.sent_bytes + both.fetched_bytes
+        reference.take_weights(actor.weights()).result()
+        after = pool.executor.machine()
+        given = [b["given_bytes"] - a["given_bytes"] for a, b in zip(before, after, strict=True)]
+        assert all(n < 1000 for n in given)  # that there is no result
+        assert both.sent_bytes + both.fetched_bytes - passed < 5000
+        assert [each["names"] for each in after] == [["_copies"]] * 2
+        sent, taken = actor.weights().result(), reference.weights().result()
+        size = sum(x.nbytes for x in jax.tree.leaves(sent))
+        assert size > 100_000
+        jax.tree.map(np.testing.assert_array_equal, taken, sent)
+        # Brought to the controller they are given: each region once.
+        last = pool.executor.machine()
+        assert sum(c["given_bytes"] - b["given_bytes"] for b, c in zip(after, last)) > 2 * size
+    finally:
+        both.close()

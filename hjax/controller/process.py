@@ -129,11 +129,13 @@ class Written:
       data: its bytes.
       kept: references that go along.
       failed: the value is an error, to be raised where it is read.
+      beside: bytes of the arrays that were left in the store.
     """
 
     data: bytes
     kept: tuple[Any, ...] = ()
     failed: bool = False
+    beside: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +175,10 @@ class Pulse:
 def write(value: Any, store: Store) -> Written:
     """A value written down, its large arrays in the store."""
 
+    beside = 0
+
     def leaf(x: Any) -> Any:
+        nonlocal beside
         if isinstance(x, jax.Array):
             # Imported here: the controller itself knows no devices.
             from hjax.sharding.arrays import pieces_of
@@ -182,20 +187,26 @@ def write(value: Any, store: Store) -> Written:
         elif isinstance(x, np.ndarray) and x.nbytes >= LARGE and x.dtype.kind not in "OUSMm":
             x = Pieces(x.shape, x.dtype, ((tuple((0, n) for n in x.shape), x),))
         if isinstance(x, Pieces):
+            beside += sum(data.nbytes for _, data in x.parts if is_large(data))
             parts = tuple((region, stored(data, store)) for region, data in x.parts)
             return dataclasses.replace(x, parts=parts)
         return x
 
     kept: list[Any] = []
     data = to_bytes(pieces.map_leaves(leaf, value), kept, store.is_reference)
-    return Written(data, tuple(kept))
+    return Written(data, tuple(kept), beside=beside)
 
 
 def stored(data: Any, store: Store) -> Any:
     """An array as it is if it is small; else left in the store."""
-    if isinstance(data, np.ndarray) and data.nbytes >= LARGE:
+    if is_large(data):
         return store.put(np.ascontiguousarray(data))
     return data
+
+
+def is_large(data: Any) -> bool:
+    """Whether it is an array that goes into the store by itself."""
+    return isinstance(data, np.ndarray) and data.nbytes >= LARGE
 
 
 def read(written: Written) -> Any:
@@ -234,6 +245,7 @@ class HostProcess:
         self._host: WorkerHost | None = None
         self._messages: Messages | None = None
         self._probe: Any = None
+        self._given = 0
 
     # Starting and stopping
 
@@ -395,6 +407,7 @@ class HostProcess:
             )
         written = write(value, self._store)
         with self._lock:
+            self._given += len(written.data) + written.beside
             if number in self._results:
                 self._exports[number, key] = written
         return written
@@ -415,8 +428,9 @@ class HostProcess:
         return Pulse(time.perf_counter(), tuple(lines))
 
     def machine(self) -> dict[str, Any]:
-        """What the probe reads."""
-        return self._probe.read() if self._probe is not None else {}
+        """What the probe reads, and ``given_bytes`` of results that others asked for."""
+        read = self._probe.read() if self._probe is not None else {}
+        return {"given_bytes": self._given, **read}
 
 
 def _fail(result: Any, outcome: Any, error: BaseException) -> None:

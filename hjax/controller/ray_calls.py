@@ -27,7 +27,7 @@ from ray.util.scheduling_strategies import (
 
 from hjax.controller.futures import DEADLINE_SECONDS
 from hjax.controller.hosts import Room
-from hjax.errors import ConfigError, RunError
+from hjax.errors import ConfigError, ProcessLost, RunError
 from hjax.machine import available_cores
 
 LOOPBACK = "127.0.0.1"
@@ -271,3 +271,6 @@ def _arrived(references: Any) -> Any:
         raise RunError(
             f"what another process made has not arrived within {DEADLINE_SECONDS:g} seconds"
         ) from None
+    except (Died, ray.exceptions.ObjectLostError) as error:
+        why = first_line(error)
+        raise ProcessLost(f"what another process made was lost with it: {why}") from None

@@ -15,7 +15,7 @@ from hjax.controller import ray_calls
 from hjax.controller.hosts import RESOURCE, Room, rooms
 from hjax.controller.process import Facts, Written
 from hjax.controller.ray_process import RayProcess
-from hjax.errors import ConfigError, ProcessLost, RunError
+from hjax.errors import LOG_FOLLOWS, ConfigError, ProcessLost, RunError
 
 START_SECONDS = 180
 STOP_SECONDS = 10
@@ -376,7 +376,7 @@ class ProcessPool:
         lines = last_lines(handle.log)
         if not lines and "creation task" in str(error):  # it never came so far as to have a log
             how += f" as it began: {str(error).strip().splitlines()[-1].strip()}"
-        rest = f"; the last lines of {handle.log}:\n{lines}" if lines else ""
+        rest = f"{LOG_FOLLOWS} {handle.log}:\n{lines}" if lines else ""
         return f"process {handle.name}{where} {how}{rest}"
 
     def beat(self, seconds: float) -> Iterator[str]:

@@ -16,7 +16,7 @@ from hjax.algorithms import get_algorithm
 from hjax.controller import Future, ThreadExecutor, Timeline, join
 from hjax.controller.executors import ExecutorFactory
 from hjax.data.dataset import PromptSampler
-from hjax.errors import ConfigError, ProcessLost, RunError
+from hjax.errors import LOG_FOLLOWS, ConfigError, ProcessLost, RunError
 from hjax.files import METRICS, SAMPLES, WARM_START
 from hjax.models.checkpoint import Checkpoints
 from hjax.models.huggingface import write_config
@@ -132,7 +132,8 @@ class Trainer:
             ) from cause
         self.restarts += 1
         # Its log was shown when it was lost, unless other things came after.
-        what = str(cause).splitlines()[0] if str(cause) == self._said else str(cause)
+        what = str(cause)
+        what = what.partition(LOG_FOLLOWS)[0] if what == self._said else what
         self._message(f"{what}\nit is replaced ({self.restarts} of at most {most} times)")
 
     def _set_up(self, workdir: str | Path | None) -> None:

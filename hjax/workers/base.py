@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from hjax.errors import ConfigError, DataError
 from hjax.models.checkpoint import read_state, saved_items, write_state
@@ -206,6 +207,10 @@ class Worker:
         return 0
 
 
+def _copies(params: Params) -> Params:
+    return jax.tree.map(jnp.copy, params)
+
+
 class ModelWorker(Worker):
     """A worker with a model: knows its shapes at once, gets its numbers by ``initialize``."""
 
@@ -296,14 +301,18 @@ class ModelWorker(Worker):
         if not all(isinstance(x, jax.Array) for x in leaves):
             self.params = self.network.place(params, self.layouts.train)
             return
-        devices = set(self.layouts.train.mesh.devices.flat)
-        if all(devices.isdisjoint(x.sharding.device_set) for x in leaves):
+        devices = list(self.layouts.train.mesh.devices.flat)
+        if all(x.sharding.device_set.isdisjoint(devices) for x in leaves):
             source = jax.tree.map(lambda x: x.sharding, params)
             self.params = PoolTransition(source, self.shardings, self.network.shapes)(params)
             return
+        meshes = [x.sharding.mesh for x in leaves if isinstance(x.sharding, NamedSharding)]
+        if len(meshes) == len(leaves) and all(list(m.devices.flat) == devices for m in meshes):
+            # One program, over however many processes the pool has.
+            self.params = jax.jit(_copies, out_shardings=self.shardings)(params)
+            return
         # Copied first: device_put between shuffled shards shares buffers whatever may_alias says.
-        params = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(params)
-        self.params = jax.tree.map(jax.device_put, params, self.shardings)
+        self.params = jax.tree.map(jax.device_put, jax.jit(_copies)(params), self.shardings)
 
     def away(self, phase: str, called: bool) -> set[str]:
         """Kinds of state that wait on the host in a phase, where it is or isn't this role's call.
