@@ -1,9 +1,10 @@
 """Log-probs of tokens from hidden states, without the logits of all of them at once.
 
-The output table is gathered once, the vocabulary taken in chunks: a running maximum and sum, as in
-online softmax (Milakov and Gimelshein 2018, arXiv 1805.02867). The backward pass makes each chunk's
-logits again; the table's gradient is added up on the device and summed over devices once. Over a
-mesh each device has its rows (and its part of the length) and its part of the vocabulary.
+The vocabulary is taken in chunks: a running maximum and sum, as in online softmax (Milakov and
+Gimelshein 2018, arXiv 1805.02867). The backward pass makes each chunk's logits again. Over a mesh
+each device has its rows (and its part of the length) and its part of the vocabulary; of a table
+whose width is split, each chunk is gathered once and its gradient summed over devices once, while
+the next one is worked on.
 """
 
 from __future__ import annotations
@@ -48,6 +49,10 @@ class Split:
         if not set(split.embed) <= set(split.tokens):
             raise AssertionError(f"{split.embed} splits the table's width, but no rows")
         return split
+
+    def ways(self, axes: Axes) -> int:
+        """Into how many parts these axes split."""
+        return math.prod(self.mesh.shape[axis] for axis in axes) if self.mesh is not None else 1
 
     @property
     def tokens(self) -> Axes:
@@ -170,36 +175,52 @@ def _over(head: Head, function: Any, hidden: jax.Array, given: str, made: str) -
 # On a device
 
 
-def _gathered(split: Split, table: jax.Array, dtype: Any) -> jax.Array:
-    """This device's part of the vocabulary, of full width, as the products read it."""
-    table = table.astype(dtype)
-    return jax.lax.all_gather(table, split.embed, axis=1, tiled=True) if split.embed else table
-
-
 def _first(split: Split, columns: int) -> Any:
     """Number of this device's first token of the vocabulary."""
     return jax.lax.axis_index(split.vocab) * columns if split.vocab else 0
 
 
 class _Chunks:
-    """The vocabulary in parts of one size; the last begins earlier where it would run over."""
+    """The vocabulary in parts of one size; the last begins earlier where it would run over.
 
-    def __init__(self, head: Head, tokens: int, columns: int):
-        most = max(head.chunk_bytes // (4 * max(tokens, 1)), 1)
-        self.count = math.ceil(columns / min(most, columns))
-        self.width = math.ceil(columns / self.count)
-        self.columns = columns
-        self.head = head
+    Where the table's width is split, each part is gathered while the one before is worked on.
+    """
 
-    def start(self, number: jax.Array) -> jax.Array:
+    def __init__(self, head: Head, split: Split, table: jax.Array, hidden: jax.Array):
+        self.columns = table.shape[0]
+        most = max(head.chunk_bytes // (4 * max(hidden.shape[0], 1)), 1)
+        self.count = math.ceil(self.columns / min(most, self.columns))
+        self.width = math.ceil(self.columns / self.count)
+        self.head, self.split, self.table, self.hidden = head, split, table, hidden
+
+    def start(self, number: Any) -> jax.Array:
         return jnp.minimum(number * self.width, self.columns - self.width)
 
-    def logits(
-        self, hidden: jax.Array, table: jax.Array, number: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def part(self, number: Any) -> jax.Array:
+        """[width, embed] of the table, as the products read it."""
+        part = jax.lax.dynamic_slice_in_dim(self.table, self.start(number), self.width)
+        part = part.astype(self.hidden.dtype)
+        axes = self.split.embed
+        return jax.lax.all_gather(part, axes, axis=1, tiled=True) if axes else part
+
+    def scan(self, step: Any, begin: Any) -> Any:
+        """``step(state, number, part)`` over all parts, the next one on its way meanwhile."""
+
+        def run(carry: Any, number: Any) -> Any:
+            state, part = carry
+            coming = self.part(number + 1)
+            return (step(state, number, part), coming), None
+
+        carry = begin, self.part(0)
+        if self.count > 1:
+            carry = run(carry, 0)[0]  # whose state may be made of less than the others'
+        if self.count > 2:
+            carry = jax.lax.scan(run, carry, jnp.arange(1, self.count - 1))[0]
+        return step(carry[0], self.count - 1, carry[1])
+
+    def logits(self, part: jax.Array, number: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         """float32 [tokens, width], which of them are new, and what the cap leaves of a slope."""
-        part = jax.lax.dynamic_slice_in_dim(table, self.start(number), self.width)
-        logits = jnp.einsum("td,vd->tv", hidden, part, preferred_element_type=jnp.float32)
+        logits = jnp.einsum("td,vd->tv", self.hidden, part, preferred_element_type=jnp.float32)
         slope = jnp.ones((), jnp.float32)
         if cap := self.head.softcap:
             bent = jnp.tanh(logits / cap)
@@ -214,13 +235,11 @@ def _scores(
     """Log-probs, entropy, the logits' log-sum and their mean, each [rows, length]."""
     shape = tokens.shape
     states, ids = hidden.reshape(-1, hidden.shape[-1]), tokens.reshape(-1)
-    table = _gathered(split, table, hidden.dtype)
-    columns = table.shape[0]
-    chunks, first = _Chunks(head, ids.size, columns), _first(split, columns)
+    chunks, first = _Chunks(head, split, table, states), _first(split, table.shape[0])
 
-    def step(carry: Any, number: jax.Array) -> Any:
-        top, total, weighted, picked = carry
-        logits, new, _ = chunks.logits(states, table, number)
+    def step(state: Any, number: jax.Array, part: jax.Array) -> Any:
+        top, total, weighted, picked = state
+        logits, new, _ = chunks.logits(part, number)
         logits = jnp.where(new, logits, -jnp.inf)
         higher = jnp.maximum(top, logits.max(-1))
         old, now = jnp.exp(top - higher), jnp.exp(logits - higher[:, None])
@@ -228,11 +247,11 @@ def _scores(
         weighted = weighted * old + jnp.where(new, now * logits, 0.0).sum(-1)
         own = first + chunks.start(number) + jnp.arange(chunks.width) == ids[:, None]
         picked = picked + jnp.where(own & new, logits, 0.0).sum(-1)
-        return (higher, total, weighted, picked), None
+        return higher, total, weighted, picked
 
     zero = jnp.zeros(ids.shape, jnp.float32)
     begin = jnp.full(ids.shape, -jnp.inf, jnp.float32), zero, zero, zero
-    (top, total, weighted, picked), _ = jax.lax.scan(step, begin, jnp.arange(chunks.count))
+    top, total, weighted, picked = chunks.scan(step, begin)
     if split.vocab:
         highest = jax.lax.pmax(top, split.vocab)
         factor = jnp.exp(top - highest)
@@ -261,38 +280,42 @@ def _gradients(
     ids, total, mean, d_logprobs, d_entropy = (
         x.reshape(-1) for x in (tokens, total, mean, d_logprobs, d_entropy)
     )
-    gathered = _gathered(split, table, hidden.dtype)
-    columns = gathered.shape[0]
-    chunks, first = _Chunks(head, ids.size, columns), _first(split, columns)
+    chunks, first = _Chunks(head, split, table, states), _first(split, table.shape[0])
+    wide = jnp.float32
 
-    def step(carry: Any, number: jax.Array) -> Any:
-        d_states, d_table = carry
-        logits, new, slope = chunks.logits(states, gathered, number)
+    def add(d_table: jax.Array, d_part: jax.Array, number: Any) -> jax.Array:
+        """A part's gradient, of full width, summed over the devices that share the table."""
+        if split.embed:
+            # Parts first: of a minor dimension a TPU's compiler makes no reduce-scatter.
+            parts = split.ways(split.embed)
+            d_part = d_part.reshape(chunks.width, parts, -1).swapaxes(0, 1)
+            d_part = jax.lax.psum_scatter(d_part, split.embed, scatter_dimension=0)
+        # Of what a part has again from the one before the gradient is 0.
+        start = chunks.start(number)
+        before = jax.lax.dynamic_slice_in_dim(d_table, start, chunks.width)
+        return jax.lax.dynamic_update_slice_in_dim(d_table, before + d_part, start, 0)
+
+    def step(state: Any, number: jax.Array, part: jax.Array) -> Any:
+        d_states, d_table, waiting = state
+        logits, new, slope = chunks.logits(part, number)
         p = jnp.where(new, jnp.exp(logits - total[:, None]), 0.0)
         start = chunks.start(number)
         own = (first + start + jnp.arange(chunks.width) == ids[:, None]) & new
         d_logits = d_logprobs[:, None] * (own - p)
         d_logits -= d_entropy[:, None] * p * (logits - mean[:, None])
         d_logits = (d_logits * slope).astype(hidden.dtype)
-        part = jax.lax.dynamic_slice_in_dim(gathered, start, chunks.width)
-        wide = jnp.float32
         d_states += jnp.einsum("tv,vd->td", d_logits, part, preferred_element_type=wide)
         d_part = jnp.einsum("tv,td->vd", d_logits, states, preferred_element_type=wide)
-        # Of what a chunk has again from the one before the gradient is 0.
-        before = jax.lax.dynamic_slice_in_dim(d_table, start, chunks.width)
-        d_table = jax.lax.dynamic_update_slice_in_dim(d_table, before + d_part, start, 0)
-        return (d_states, d_table), None
+        if waiting is not None:
+            # The part before is summed over devices while this one is worked on.
+            d_table = add(d_table, waiting, number - 1)
+        return d_states, d_table, d_part
 
-    begin = jnp.zeros(states.shape, jnp.float32), jnp.zeros(gathered.shape, jnp.float32)
-    (d_states, d_table), _ = jax.lax.scan(step, begin, jnp.arange(chunks.count))
+    begin = jnp.zeros(states.shape, wide), jnp.zeros(table.shape, wide), None
+    d_states, d_table, last = chunks.scan(step, begin)
+    d_table = add(d_table, last, chunks.count - 1)
     if split.vocab:
         d_states = jax.lax.psum(d_states, split.vocab)
-    if split.embed:
-        # Parts first: of a minor dimension a TPU's compiler makes no reduce-scatter.
-        assert split.mesh is not None
-        parts = math.prod(split.mesh.shape[axis] for axis in split.embed)
-        d_table = d_table.reshape(columns, parts, -1).swapaxes(0, 1)
-        d_table = jax.lax.psum_scatter(d_table, split.embed, scatter_dimension=0)
     if rest := tuple(axis for axis in split.tokens if axis not in split.embed):
         d_table = jax.lax.psum(d_table, rest)
     return d_states.reshape(hidden.shape).astype(hidden.dtype), d_table.astype(table.dtype)

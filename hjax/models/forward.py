@@ -83,14 +83,18 @@ def response_states(
     attention: SharedPrompt | Causal = SharedPrompt(mask, share, form)
     if split is not None and not long:
         # Causality alone hides what follows a response.
-        after_prompt = jnp.ones((groups, length), bool)
-        attention = Causal(jnp.concatenate([mask, after_prompt], axis=1), form=form)
+        answers = jnp.ones((groups, length), bool)
+        mask = whole(jnp.concatenate([mask, answers], axis=1))
+        attention = Causal(mask, form=form)
     tokens, positions = whole(tokens), whole(positions)
     hidden = whole(decoder.hidden_states(tokens, positions, attention, compute))
-    width = hidden.shape[-1]
-    last = jnp.broadcast_to(hidden[:, None, prompt - 1 : prompt], (groups, share, 1, width))
-    own = hidden[:, prompt:].reshape(groups, share, length, width)
-    states = jnp.concatenate([last, own[:, :, :-1]], axis=2).reshape(rows, length, width)
+    if split is not None and share == 1:
+        states = whole(hidden[:, prompt - 1 : -1])
+    else:
+        width = hidden.shape[-1]
+        last = jnp.broadcast_to(hidden[:, None, prompt - 1 : prompt], (groups, share, 1, width))
+        own = hidden[:, prompt:].reshape(groups, share, length, width)
+        states = jnp.concatenate([last, own[:, :, :-1]], axis=2).reshape(rows, length, width)
     if split is None or length % ways:
         return states
     return compute.hold(states, "batch", "length", None)

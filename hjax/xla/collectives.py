@@ -112,6 +112,21 @@ def fused(module: Module, fusion: Instruction) -> Iterator[tuple[Computation, In
                 yield from fused(module, inside)
 
 
+def kind_in(fusion: Computation, inside: Instruction) -> str:
+    """The kind of a collective in a fusion: "" where none begins there.
+
+    A TPU's reduce-scatter is written as an all-reduce of which only one part is taken.
+    """
+    kind = inside.opcode.removesuffix("-start")
+    if kind not in KINDS:
+        return ""
+    if kind == "all-reduce":
+        users = [i for i in fusion.instructions.values() if inside.name in i.operands]
+        if users and all(user.opcode == "dynamic-slice" for user in users):
+            return "reduce-scatter"
+    return kind
+
+
 def chain_owners(module: Module) -> dict[int, str]:
     """By channel of a collective inside fusions the computation that begins its chain.
 
@@ -174,10 +189,10 @@ def _inside(
             found += max(branches, key=lambda b: sum(c.total_bytes for c in b), default=[])
         elif opcode == "fusion":
             for inner, inside in fused(module, instruction):
-                channel, kind = inside.number("channel_id"), inside.opcode.removesuffix("-start")
+                channel, kind = inside.number("channel_id"), kind_in(inner, inside)
                 if channel is not None and owners[channel] != computation.name:
                     continue
-                if kind in KINDS and (channel is None or channel not in chains):
+                if kind and (channel is None or channel not in chains):
                     chains |= {channel} - {None}
                     size = inner.operand_bytes(inside)
                     found.append(Collective(kind, size, groups_of(inside, kind, module.devices)))

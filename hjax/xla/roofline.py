@@ -14,7 +14,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 
-from hjax.xla.collectives import KINDS, Collective, chain_owners, fused, groups_of
+from hjax.xla.collectives import (
+    KINDS,
+    Collective,
+    chain_owners,
+    fused,
+    groups_of,
+    kind_in,
+)
 from hjax.xla.hlo import ArrayShape, Computation, Instruction, Module, arrays_of, parse
 from hjax.xla.products import convolution_flops, dot_flops, kernel_flops, told_cost
 
@@ -357,13 +364,13 @@ class _Account:
             if instruction.opcode != "fusion":
                 continue
             for found_in, inside in fused(self.module, instruction):
-                kind = inside.opcode.removesuffix("-start").removesuffix("-done")
+                kind = kind_in(found_in, inside)
                 number = inside.number("channel_id")
                 if number is not None and self._owners[number] != computation.name:
                     continue  # a turn of a loop that it is fused with
                 channel = f"channel {number}"
                 first = channel not in chains.collectives
-                if first and kind in KINDS and not inside.opcode.endswith("-done"):
+                if first and kind:
                     size = found_in.operand_bytes(inside)
                     groups = groups_of(inside, kind, self.module.devices)
                     chains.collectives[channel] = Collective(kind, size, groups)
