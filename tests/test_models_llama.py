@@ -14,6 +14,7 @@ import hjax
 from hjax.errors import ConfigError
 from hjax.models import arithmetic
 from hjax.models.config import ModelConfig
+from hjax.models.families import from_hf
 from hjax.models.huggingface import load_weights, save_weights
 from hjax.models.parameters import decoder_network, to_host
 from hjax.models.weights import load_decoder
@@ -117,7 +118,7 @@ def test_a_model_created_here_survives_saving_bit_for_bit(tmp_path):
 def test_parameters_are_counted_as_torch_counts_them():
     for changes in FAMILY.values():
         theirs = llama(**changes)
-        config = ModelConfig.from_hf(theirs.config.to_dict())
+        config = from_hf(theirs.config.to_dict())
         assert arithmetic.parameters(config) == theirs.num_parameters()
 
 
@@ -168,27 +169,58 @@ def without_tensor(path):
     save_file(tensors, path / "model.safetensors")
 
 
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+def changed(name, change):
+    def damage(path):
+        from safetensors.numpy import load_file, save_file
+
+        tensors = load_file(path / "model.safetensors")
+        tensors[name] = np.ascontiguousarray(change(tensors[name]))
+        save_file(tensors, path / "model.safetensors")
+
+    return damage
+
+
+def without_a_shard(path):
+    shards = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    (path / "model.safetensors").rename(path / shards[0])
+    index = {"weight_map": {"model.norm.weight": shards[0], UP: shards[1]}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 def broken_config(path):
     (path / "config.json").write_text('{"model_type": ')
 
 
 REFUSALS = [
-    (config_with(model_type="gpt2"), "model_type 'gpt2'.*supported: llama"),
-    (config_with(attention_bias=True), "attention_bias=true"),
-    (config_with(mlp_bias=True), "mlp_bias=true"),
+    (config_with(model_type="mamba"), "model_type 'mamba'.*supported: llama, qwen2"),
+    (config_with(attention_bias=True), "'model.layers.0.self_attn.q_proj.bias' is missing"),
+    (config_with(mlp_bias=True), "'model.layers.0.mlp.gate_proj.bias' is missing"),
+    (config_with(residual_multiplier=2.0), "llama model with residual_multiplier=2.0 is not"),
+    (config_with(dtype="int8"), "dtype 'int8' is not supported; supported: float32"),
     (config_with(hidden_act="gelu"), "hidden_act 'gelu'.*silu"),
     (config_with(hidden_size=...), "hidden_size is missing"),
     (config_with(vocab_size="many"), "vocab_size is 'many'"),
     (config_with(quantization_config={"quant_method": "gptq"}), "quantized"),
     (config_with(num_key_value_heads=3), "kv_heads=3 does not divide heads=4; it may be 1, 2, 4"),
-    (config_with(rope_parameters={"rope_type": "yarn"}), "rope_type 'yarn'.*default, llama3"),
+    (config_with(rope_parameters={"rope_type": "spiral"}), "rope_type 'spiral'.*default, linear"),
+    (config_with(rope_parameters={"rope_type": "yarn"}), "rope_type 'yarn' needs factor too"),
+    (config_with(rope_scaling={"rope_type": "linear", "factor": 2.0}), "rope_scaling differ"),
     (config_with(rope_parameters={"rope_type": "llama3", "factor": 2.0}), "needs low_freq_factor"),
     (config_with(vocab_size=50), r"embed_tokens.weight has shape \(47, 32\).*\(50, 32\)"),
-    (config_with(num_hidden_layers=4), "'model.layers.3.input_layernorm.weight' is missing"),
+    (config_with(num_hidden_layers=4), "'model.layers.3.self_attn.q_proj.weight' is missing"),
     (broken_config, "config.json: not readable as JSON"),
     (without_weights, "no \\*.safetensors files"),
     (without_tensor, "'model.layers.1.mlp.up_proj.weight' is missing"),
     (truncated, "model.safetensors: not a readable safetensors file"),
+    (config_with(num_hidden_layers=2), "'model.layers.2.input_layernorm.weight' is not one of a"),
+    (changed(UP, lambda x: x * np.nan), f"{UP} has values that are not finite"),
+    (changed(UP, lambda x: x.astype(np.int8)), f"{UP} is of dtype I8; supported: float32"),
+    (changed(UP, lambda x: x.T), rf"{UP} has shape \(32, 40\), config.json implies \(40, 32\)"),
+    (config_with(tie_word_embeddings=True), "lm_head.weight differs from model.embed_tokens"),
+    (without_a_shard, "shard 'model-00002-of-00002.safetensors' of its index is missing"),
 ]
 
 

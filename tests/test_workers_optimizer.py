@@ -13,7 +13,7 @@ from references import torch
 
 from hjax.errors import ConfigError
 from hjax.models.config import ModelConfig
-from hjax.models.declaration import Kind, ones, parameter, zeros
+from hjax.models.declaration import Kind, matrix, vector
 from hjax.models.parameters import decoder_network, network_of, scalar_network
 from hjax.sharding.layout import make_layouts
 from hjax.workers import OptimizerConfig, Updater
@@ -27,15 +27,15 @@ class Stack(nnx.Module):
     """``scales`` has the shape of a matrix, and is none: it must not be decayed."""
 
     def __init__(self, keys):
-        self.scales = ones((2, 2), ("layers", "embed"))
-        self.weight = parameter(keys[0], (2, 2), ("layers", "embed"), Kind.MATRIX, 1.0)
+        self.scales = vector(1, layers=2, embed=2).create()
+        self.weight = matrix(1.0, layers=2, embed=2).create(keys[0])
 
 
 class Affine(nnx.Module):
     def __init__(self, config, key):
         keys = jax.random.split(key, 2)
-        self.matrix = parameter(keys[0], (3, 2), ("embed", "mlp"), Kind.MATRIX, 1.0)
-        self.bias = zeros((2,), ("mlp",))
+        self.matrix = matrix(1.0, embed=3, mlp=2).create(keys[0])
+        self.bias = vector(0, mlp=2).create()
         self.stack = Stack(keys[1:])
 
 
@@ -231,8 +231,8 @@ def test_what_is_decayed_and_cast_of_the_models_there_are():
 def test_stacked_biases_are_neither_decayed_nor_cast():
     class Biased(nnx.Module):
         def __init__(self, config, key):
-            self.weight = parameter(key, (2, 3, 4), ("layers", "embed", "mlp"), Kind.MATRIX, 1.0)
-            self.bias = zeros((2, 4), ("layers", "mlp"))
+            self.weight = matrix(1.0, layers=2, embed=3, mlp=4).create(key)
+            self.bias = vector(0, layers=2, mlp=4).create()
 
     network = network_of(Biased, NO_CONFIG)
     assert network.kinds == {"weight": Kind.MATRIX, "bias": Kind.VECTOR}

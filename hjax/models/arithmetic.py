@@ -5,31 +5,39 @@ One place for dry runs, MFU and the cost model of the auto-mapping (hjax.plannin
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hjax.models.architecture import decoder_parameters, scalar_parameters
 from hjax.models.config import ModelConfig
+from hjax.models.declaration import Kind, Parameter
 
 
-def attention_parameters(config: ModelConfig) -> int:
-    """Query, key, value and output projections of a layer: hidden * head_dim * (2 heads + 2
-    kv_heads)."""
-    return config.hidden_size * config.head_dim * 2 * (config.heads + config.kv_heads)
+def _all(declared: Mapping[str, Any]) -> Iterator[Parameter]:
+    for parameter in declared.values():
+        if isinstance(parameter, Parameter):
+            yield parameter
+        else:
+            yield from _all(parameter)
 
 
-def mlp_parameters(config: ModelConfig) -> int:
-    """Gate, up and down of one MLP or expert: 3 * hidden * mlp."""
-    return 3 * config.hidden_size * config.mlp_size
+def expert_parameters(config: ModelConfig) -> int:
+    """Of all experts of a layer; 0 without any."""
+    layers = _all(decoder_parameters(config)["layers"])
+    return sum(p.size for p in layers if "experts" in p.names[:-1]) // config.layers
 
 
 def layer_parameters(config: ModelConfig) -> int:
-    """One layer: attention, its MLP or all its experts with their router, two norms."""
-    mlp = mlp_parameters(config) * max(config.experts, 1)
-    router = config.hidden_size * config.experts
-    return attention_parameters(config) + mlp + router + 2 * config.hidden_size
+    """One layer: attention, its MLP or all its experts with their router, norms, biases."""
+    return sum(p.size for p in _all(decoder_parameters(config)["layers"])) // config.layers
 
 
 def active_layer_parameters(config: ModelConfig) -> int:
     """Those of a layer that multiply one token."""
-    mlp = mlp_parameters(config) * (config.experts_per_token if config.experts else 1)
-    return attention_parameters(config) + mlp + config.hidden_size * config.experts
+    layers = _all(decoder_parameters(config)["layers"])
+    matrices = sum(p.size for p in layers if p.kind is Kind.MATRIX) // config.layers
+    experts = expert_parameters(config)
+    return matrices - experts + experts * config.experts_per_token // max(config.experts, 1)
 
 
 def parameters(config: ModelConfig, scalar: bool = False) -> int:
@@ -37,11 +45,8 @@ def parameters(config: ModelConfig, scalar: bool = False) -> int:
 
     The one count that everyone takes.
     """
-    embedding = config.vocab_size * config.hidden_size
-    head = 0 if config.tie_embeddings else embedding
-    if scalar:
-        head = config.hidden_size + 1
-    return config.layers * layer_parameters(config) + embedding + head + config.hidden_size
+    declared = (scalar_parameters if scalar else decoder_parameters)(config)
+    return sum(parameter.size for parameter in _all(declared))
 
 
 def forward_flops(
@@ -75,7 +80,8 @@ def activation_elements(config: ModelConfig) -> tuple[int, int]:
     Whole: both norms' inputs and outputs. Split: queries, keys, values, attention's output; gate,
     up and their product, of each expert in use.
     """
-    whole = 4 * config.hidden_size
+    whole = (8 if config.norms == "both" else 4) * config.hidden_size
     attention = config.head_dim * (2 * config.heads + 2 * config.kv_heads)
-    mlp = 3 * config.mlp_size * (config.experts_per_token if config.experts else 1)
+    inner = (3 if config.gated_mlp else 2) * config.mlp_size
+    mlp = inner * (config.experts_per_token if config.experts else 1)
     return whole + attention + mlp, whole

@@ -1,39 +1,55 @@
-"""Shapes of a decoder."""
+"""Shapes of a decoder, and which of the shared parts it is made of."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
 
 from hjax.errors import ConfigError
+from hjax.models.rotary import Rope
 
-# What every config.json must say; the rest has defaults.
-_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-)
+NORMS = ("before", "after", "both")  # of attention and MLP
+ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 @dataclasses.dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3's frequency scaling (transformers ``rope_type: llama3``)."""
+class LayerKind:
+    """What may differ from layer to layer.
 
-    factor: float
-    low_frequency_factor: float
-    high_frequency_factor: float
-    original_max_length: int
+    Attributes:
+      window: tokens that a token sees, itself included; None: all before it.
+      rope: which of the model's rotary positions turn its queries and keys; None: none do.
+    """
+
+    window: int | None = None
+    rope: int | None = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A decoder: RMSNorm, rotary positions, grouped-query attention, gated MLP (Llama).
+    """A decoder; what is left to its default makes it Llama's.
 
-    Sizes are in elements, lengths in tokens. ``experts`` above 0: that many MLPs per layer, of
-    which a token uses ``experts_per_token``; such shapes can be counted and planned for, not run.
+    Sizes are in elements, lengths in tokens.
+
+    Attributes:
+      experts: MLPs per layer, of which a token uses ``experts_per_token``; 0: one, that all use.
+      normalize_router: whether the weights of the experts that a token uses add up to 1.
+      router_loss: weight of the loss that balances the experts, as config.json has it.
+      family: of ``hjax.models.families``: how its config.json and tensors are named.
+      dtype: of the files it came from, in which it is written again.
+      token_ids: of the keys of config.json that name special tokens, those that it has.
+      ropes: rotary positions, of which a layer uses one; empty: ``learned_positions``, a table
+        added to the embedding.
+      norms: where a layer norms: ``before`` attention and MLP, ``after`` them, or ``both``.
+      layer_norm: LayerNorm with a bias instead of RMSNorm.
+      norm_offset: added to the weight of a norm.
+      query_key_norm: RMSNorm of queries and keys over each ``head``, over ``all`` heads, or ``""``.
+      qkv_bias, output_bias, mlp_bias: a bias after these products.
+      gated_mlp: whether the MLP is gated; else ``down(activation(up(x)))``.
+      activation: of the MLP.
+      embedding_scale: embeddings are multiplied by it.
+      attention_scale: of scores; None: ``head_dim ** -0.5``.
+      attention_softcap, final_softcap: ``cap * tanh(x / cap)`` of scores and logits; 0: none.
+      layer_kinds: one per layer; empty: all alike.
     """
 
     vocab_size: int
@@ -44,12 +60,30 @@ class ModelConfig:
     kv_heads: int
     head_dim: int
     max_length: int
-    rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
+    ropes: tuple[Rope, ...] = (Rope(),)
     norm_epsilon: float = 1e-5
     tie_embeddings: bool = True
     experts: int = 0
     experts_per_token: int = 0
+    normalize_router: bool = True
+    router_loss: float = 0.0
+    family: str = "llama"
+    dtype: str = "float32"
+    token_ids: tuple[tuple[str, int | tuple[int, ...]], ...] = ()
+    norms: str = "before"
+    layer_norm: bool = False
+    norm_offset: float = 0.0
+    query_key_norm: str = ""
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    gated_mlp: bool = True
+    activation: str = "silu"
+    embedding_scale: float = 1.0
+    attention_scale: float | None = None
+    attention_softcap: float = 0.0
+    final_softcap: float = 0.0
+    layer_kinds: tuple[LayerKind, ...] = ()
 
     def __post_init__(self) -> None:
         for field in ("vocab_size", "hidden_size", "mlp_size", "layers", "heads", "kv_heads"):
@@ -61,11 +95,17 @@ class ModelConfig:
                 f"model.kv_heads={self.kv_heads} does not divide heads={self.heads}; "
                 f"it may be {', '.join(divisors)}"
             )
-        if self.head_dim % 2:
+        for rope in self.ropes:
+            if rope.turning(self.head_dim) % 2:
+                part = "" if rope.share == 1 else f", of which {rope.share} turns,"
+                raise ConfigError(
+                    f"model.head_dim={self.head_dim}{part} is odd; rotary positions need an even "
+                    "size"
+                )
+        if self.layer_kinds and len(self.layer_kinds) != self.layers:
             raise ConfigError(
-                f"model.head_dim={self.head_dim} is odd; rotary positions need an even size"
+                f"{len(self.layer_kinds)} kinds of layers are given for {self.layers} layers"
             )
-
         if not 0 <= self.experts_per_token <= self.experts or (
             self.experts and not self.experts_per_token
         ):
@@ -86,96 +126,27 @@ class ModelConfig:
             "vocab": self.vocab_size,
         }
 
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any], what: str = "config.json") -> ModelConfig:
-        """Read a Hugging Face ``config.json`` of the Llama family.
+    @property
+    def learned_positions(self) -> bool:
+        """Whether positions are a table of parameters."""
+        return not self.ropes
 
-        Raises:
-          ConfigError: another family, or a feature this decoder does not have, by name.
+    @property
+    def period(self) -> tuple[LayerKind, ...]:
+        """The shortest run of kinds that layer after layer repeats, the last time maybe cut short.
+
+        A window that no sequence fills counts as none.
         """
-        family = config.get("model_type")
-        if family != "llama":
-            raise ConfigError(f"{what}: model_type {family!r} is not supported; supported: llama")
-        for key in ("attention_bias", "mlp_bias"):
-            if config.get(key):
-                raise ConfigError(f"{what}: {key}=true is not supported; only models without bias")
-        if config.get("hidden_act", "silu") != "silu":
-            raise ConfigError(f"{what}: hidden_act {config['hidden_act']!r}; supported: silu")
-        if config.get("quantization_config"):
-            raise ConfigError(
-                f"{what}: quantized weights are not supported; give the float32, float16 or "
-                "bfloat16 ones"
-            )
-        for key in _SIZES:
-            size = config.get(key)
-            if not isinstance(size, int) or size < 1:
-                problem = "is missing" if size is None else f"is {size!r}"
-                raise ConfigError(f"{what}: {key} {problem}; a whole number of 1 or more")
-        rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-        theta = config.get("rope_theta", rope.get("rope_theta", 10000.0))
-        heads = config["num_attention_heads"]
-        return cls(
-            vocab_size=config["vocab_size"],
-            hidden_size=config["hidden_size"],
-            mlp_size=config["intermediate_size"],
-            layers=config["num_hidden_layers"],
-            heads=heads,
-            kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            max_length=config.get("max_position_embeddings", 2048),
-            rope_theta=float(theta),
-            rope_scaling=_rope_scaling(rope, what),
-            norm_epsilon=config.get("rms_norm_eps", 1e-6),
-            tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        )
-
-    def to_hf(self) -> dict[str, Any]:
-        """The ``config.json`` that transformers' LlamaForCausalLM reads."""
-        config: dict[str, Any] = {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "attention_bias": False,
-            "mlp_bias": False,
-            "hidden_act": "silu",
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.mlp_size,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "max_position_embeddings": self.max_length,
-            "rms_norm_eps": self.norm_epsilon,
-            "rope_theta": self.rope_theta,
-            "tie_word_embeddings": self.tie_embeddings,
-            "torch_dtype": "float32",
-        }
-        if self.rope_scaling is not None:
-            config["rope_scaling"] = {
-                "rope_type": "llama3",
-                "factor": self.rope_scaling.factor,
-                "low_freq_factor": self.rope_scaling.low_frequency_factor,
-                "high_freq_factor": self.rope_scaling.high_frequency_factor,
-                "original_max_position_embeddings": self.rope_scaling.original_max_length,
-            }
-        return config
-
-
-def _rope_scaling(rope: Mapping[str, Any], what: str) -> RopeScaling | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return None
-    if kind != "llama3":
-        raise ConfigError(
-            f"{what}: rope_type {kind!r} is not supported; supported: default, llama3"
-        )
-    needed = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    missing = [key for key in needed if key not in rope]
-    if missing:
-        raise ConfigError(f"{what}: rope_type 'llama3' needs {', '.join(missing)} too")
-    return RopeScaling(
-        factor=float(rope["factor"]),
-        low_frequency_factor=float(rope["low_freq_factor"]),
-        high_frequency_factor=float(rope["high_freq_factor"]),
-        original_max_length=int(rope["original_max_position_embeddings"]),
-    )
+        if not self.layer_kinds:
+            return (LayerKind(rope=0 if self.ropes else None),)
+        kinds = [
+            dataclasses.replace(kind, window=None)
+            if kind.window is not None and kind.window >= self.max_length
+            else kind
+            for kind in self.layer_kinds
+        ]
+        count = next(
+            n for n in range(1, self.layers + 1)
+            if all(kind == kinds[i % n] for i, kind in enumerate(kinds))
+        )  # fmt: skip
+        return tuple(kinds[:count])

@@ -1,15 +1,22 @@
-"""Parameters as they are declared: initial value, logical axes, kind.
+"""A parameter, declared once.
 
-Whatever treats parameters differently (layouts, weight decay, dtypes) reads it here, never from a
-parameter's name or shape.
+Shape, logical axes, initial value, kind, and the tensors of a Hugging Face file that hold it. What
+treats parameters differently (layouts, weight decay, dtypes, counts, loading and export) reads it
+here, never from a parameter's name or shape.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import enum
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 
@@ -20,7 +27,7 @@ class Kind(enum.StrEnum):
     """
 
     MATRIX = "matrix"  # multiplies activations in a product
-    EMBEDDING = "embedding"  # a row per token: input and output tables
+    EMBEDDING = "embedding"  # a row per token or position: input and output tables
     VECTOR = "vector"  # norm weights, biases, scalar heads
 
     @property
@@ -34,19 +41,174 @@ class Kind(enum.StrEnum):
         return self is not Kind.VECTOR
 
 
-def parameter(
-    key: jax.Array, shape: tuple[int, ...], logical_axes: tuple[str, ...], kind: Kind, scale: float
-) -> nnx.Param:
-    """A float32 parameter drawn from a truncated normal with standard deviation ``scale``."""
-    value = scale * jax.random.truncated_normal(key, -2.0, 2.0, shape, jnp.float32)
-    return nnx.Param(value, logical_axes=logical_axes, kind=kind)
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A tensor of a Hugging Face file that holds a parameter, or a part of one.
+
+    Attributes:
+      name: in the file; ``{layer}`` and ``{expert}`` stand for numbers from 0.
+      form: the tensor's dimensions as logical axes of the parameter, those of one dimension in
+        parentheses, major first: ``(heads head_dim) embed``. ``1`` is a dimension of size 1.
+      pair: which half of the parameter's ``pair`` axis this is; None: ``form`` has that axis.
+      part: (dimension, first, size) where several parameters lie in one tensor one after another:
+        this one's begins at ``first`` of a dimension that has ``size`` in all.
+      other: a name under which older files have it.
+    """
+
+    name: str
+    form: str
+    pair: int | None = None
+    part: tuple[int, int, int] | None = None
+    other: str = ""
+
+    def groups(self) -> list[list[str]]:
+        """The form, an entry per dimension: the axes joined in it."""
+        found = re.findall(r"\(([^)]*)\)|(\S+)", self.form)
+        return [(joined or one).split() if (joined or one) != "1" else [] for joined, one in found]
 
 
-def ones(shape: tuple[int, ...], logical_axes: tuple[str, ...]) -> nnx.Param:
-    """A float32 vector of ones (norm weights)."""
-    return nnx.Param(jnp.ones(shape), logical_axes=logical_axes, kind=Kind.VECTOR)
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """One array of a model.
+
+    Attributes:
+      axes: size by logical axis, in the order of its dimensions.
+      kind: what it does.
+      scale: initial values are drawn from a truncated normal with this standard deviation; 0: all
+        are ``fill``.
+      fill: see ``scale``.
+      stored: the tensors that hold it; empty: no file has it.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    kind: Kind
+    scale: float = 0.0
+    fill: float = 0.0
+    stored: tuple[Stored, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of its dimensions."""
+        return tuple(size for _, size in self.axes)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Logical names of its dimensions."""
+        return tuple(name for name, _ in self.axes)
+
+    @property
+    def size(self) -> int:
+        """Its number of elements."""
+        return math.prod(self.shape)
+
+    def create(self, key: jax.Array | None = None) -> nnx.Param:
+        """The initial float32 values, carrying this declaration.
+
+        Args:
+          key: PRNG key; read where ``scale`` is not 0.
+        """
+        value = jnp.full(self.shape, self.fill, jnp.float32)
+        if self.scale:
+            assert key is not None
+            drawn = jax.random.truncated_normal(key, -2.0, 2.0, self.shape, jnp.float32)
+            value = self.scale * drawn
+        return nnx.Param(value, declared=self)
 
 
-def zeros(shape: tuple[int, ...], logical_axes: tuple[str, ...]) -> nnx.Param:
-    """A float32 vector of zeros (biases, new heads)."""
-    return nnx.Param(jnp.zeros(shape), logical_axes=logical_axes, kind=Kind.VECTOR)
+def matrix(scale: float, /, **axes: int) -> Parameter:
+    """A matrix drawn with standard deviation ``scale``; size by logical axis."""
+    return Parameter(tuple(axes.items()), Kind.MATRIX, scale)
+
+
+def table(scale: float, /, **axes: int) -> Parameter:
+    """An embedding drawn with standard deviation ``scale``; size by logical axis."""
+    return Parameter(tuple(axes.items()), Kind.EMBEDDING, scale)
+
+
+def vector(fill: float, /, **axes: int) -> Parameter:
+    """Norm weights, biases and scalar heads, all of them ``fill`` at first."""
+    return Parameter(tuple(axes.items()), Kind.VECTOR, fill=fill)
+
+
+def create_in(
+    module: Any, declared: Mapping[str, Parameter], draw: Callable[[], jax.Array]
+) -> None:
+    """Give a module its parameters as attributes; ``draw``: the next PRNG key."""
+    for name, parameter in declared.items():
+        setattr(module, name, parameter.create(draw() if parameter.scale else None))
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One tensor as a file holds it, and where its values lie in a parameter.
+
+    Attributes:
+      name, other: of the tensor, with its numbers.
+      shape: of the whole tensor.
+      at: index into the parameter.
+      part: as of ``Stored``.
+    """
+
+    name: str
+    other: str
+    shape: tuple[int, ...]
+    at: tuple[Any, ...]
+    part: tuple[int, int, int] | None
+    _apart: tuple[int, ...]  # the part's dimensions, joined axes taken apart
+    _order: tuple[int, ...]  # of those in the parameter
+
+    @property
+    def _own(self) -> tuple[slice, ...]:
+        if self.part is None:
+            return (slice(None),) * len(self.shape)
+        dimension, first, _ = self.part
+        sizes = self._joined
+        return tuple(
+            slice(first, first + sizes[i]) if i == dimension else slice(None)
+            for i in range(len(self.shape))
+        )
+
+    @property
+    def _joined(self) -> tuple[int, ...]:
+        if self.part is None:
+            return self.shape
+        own = math.prod(self._apart) * self.part[2] // math.prod(self.shape)
+        return tuple(own if i == self.part[0] else n for i, n in enumerate(self.shape))
+
+    def of(self, tensor: np.ndarray) -> np.ndarray:
+        """The parameter's values ``at``, as a view of the tensor where that can be."""
+        return tensor[self._own].reshape(self._apart).transpose(self._order)
+
+    def into(self, tensor: np.ndarray, values: np.ndarray) -> None:
+        """Write what the parameter has ``at`` into the tensor; the inverse of ``of``."""
+        back = np.argsort(self._order)
+        tensor[self._own] = values.transpose(back).reshape(self._joined)
+
+
+def parts(parameter: Parameter) -> Iterator[Part]:
+    """Every tensor that holds a part of a parameter, in the order of its layers and experts."""
+    sizes = dict(parameter.axes)
+    for stored in parameter.stored:
+        counted = [a for a in ("layers", "experts") if f"{{{a[:-1]}}}" in stored.name]
+        left = [a for a in parameter.names if a not in counted]
+        if stored.pair is not None:
+            left.remove("pair")
+        groups = stored.groups()
+        flat = [axis for group in groups for axis in group]
+        if sorted(flat) != sorted(left):
+            raise AssertionError(f"{stored.name}: {stored.form!r} of a parameter of {left}")
+        shape = [math.prod(sizes[axis] for axis in group) for group in groups]
+        if stored.part is not None:
+            shape[stored.part[0]] = stored.part[2]
+        apart = tuple(sizes[axis] for axis in flat)
+        order = tuple(flat.index(axis) for axis in left)
+        for number in np.ndindex(*(sizes[axis] for axis in counted)):
+            numbers = dict(zip((axis[:-1] for axis in counted), number))
+            at = tuple(
+                numbers[axis[:-1]] if axis in counted
+                else stored.pair if axis == "pair" and stored.pair is not None
+                else slice(None)
+                for axis in parameter.names
+            )  # fmt: skip
+            name, other = stored.name.format(**numbers), stored.other.format(**numbers)
+            yield Part(name, other, tuple(shape), at, stored.part, apart, order)

@@ -1,20 +1,30 @@
-"""Hugging Face directories: read and write Llama weights (config.json + safetensors)."""
+"""Hugging Face directories: config.json and safetensors, read and written.
+
+Which tensor holds which parameter stands in the parameters' declarations.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from hjax.errors import ConfigError
+from hjax.models.architecture import decoder_parameters, scalar_parameters, without_output_table
 from hjax.models.config import ModelConfig
+from hjax.models.declaration import Parameter, Part, parts
+from hjax.models.families import from_hf, to_hf
 from hjax.models.parameters import Params
 
-LAYER = "model.layers.{}."
+# What files hold beside parameters: buffers, and a scalar head that is read apart.
+_BESIDE = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", "score.weight")
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_HEAD = "score.weight"
 
 
 def read_config(path: str | os.PathLike) -> ModelConfig:
@@ -22,6 +32,15 @@ def read_config(path: str | os.PathLike) -> ModelConfig:
 
     Raises:
       ConfigError: no such file, or a model this version does not support.
+    """
+    return from_hf(read_content(path), str(Path(path) / "config.json"))
+
+
+def read_content(path: str | os.PathLike) -> dict[str, Any]:
+    """What a directory's config.json says.
+
+    Raises:
+      ConfigError: no such file, or not a JSON object.
     """
     file = Path(path) / "config.json"
     if not file.is_file():
@@ -32,13 +51,13 @@ def read_config(path: str | os.PathLike) -> ModelConfig:
         raise ConfigError(f"{file}: not readable as JSON ({error})") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{file}: must be a JSON object, not {type(content).__name__}")
-    return ModelConfig.from_hf(content, str(file))
+    return content
 
 
 def load_weights(
     path: str | os.PathLike, unembedding: bool = True
 ) -> tuple[ModelConfig, Params]:
-    """Read a Llama directory.
+    """Read a directory.
 
     Args:
       path: the directory.
@@ -48,107 +67,89 @@ def load_weights(
       the shapes, and the decoder's parameters as float32 numpy arrays, layers stacked.
 
     Raises:
-      ConfigError: missing files or tensors, or tensors of another shape, by name.
+      ConfigError: missing files or tensors, tensors of another shape or dtype, tensors that this
+        model does not have, or values that are not finite, by name.
     """
     config = read_config(path)
     tensors = _Tensors(Path(path))
-    d, h, k, e = config.hidden_size, config.heads, config.kv_heads, config.head_dim
-
-    def stack(read: Callable[[str], np.ndarray]) -> np.ndarray:
-        return np.stack([read(LAYER.format(i)) for i in range(config.layers)])
-
-    def projection(name: str, heads: int) -> Callable[[str], np.ndarray]:
-        return lambda at: tensors(f"{at}self_attn.{name}_proj.weight", (heads * e, d)).T.reshape(
-            d, heads, e
-        )
-
-    def mlp(name: str) -> Callable[[str], np.ndarray]:
-        return lambda at: tensors(f"{at}mlp.{name}_proj.weight", (config.mlp_size, d)).T
-
-    params: Params = {
-        "embedding": tensors("model.embed_tokens.weight", (config.vocab_size, d)),
-        "final_norm": tensors("model.norm.weight", (d,)),
-        "layers": {
-            "attention_norm": stack(lambda at: tensors(f"{at}input_layernorm.weight", (d,))),
-            "mlp_norm": stack(lambda at: tensors(f"{at}post_attention_layernorm.weight", (d,))),
-            "q": stack(projection("q", h)),
-            "kv": np.stack([stack(projection("k", k)), stack(projection("v", k))], axis=2),
-            "o": stack(
-                lambda at: tensors(f"{at}self_attn.o_proj.weight", (d, h * e)).T.reshape(h, e, d)
-            ),
-            "gate_up": np.stack([stack(mlp("gate")), stack(mlp("up"))], axis=2),
-            "down": stack(
-                lambda at: tensors(f"{at}mlp.down_proj.weight", (d, config.mlp_size)).T
-            ),
-        },
-    }
-    if unembedding and not config.tie_embeddings:
-        params["unembedding"] = tensors("lm_head.weight", (config.vocab_size, d))
+    declared = decoder_parameters(config if unembedding else without_output_table(config))
+    params = _read(declared, tensors)
+    tensors.check_all_read("lm_head.weight", config, unembedding)
     return config, params
+
+
+def _read(declared: Mapping[str, Any], tensors: _Tensors) -> Params:
+    """The parameters of a nested dict of declarations."""
+    read: Params = {}
+    for name, parameter in declared.items():
+        if not isinstance(parameter, Parameter):
+            read[name] = _read(parameter, tensors)
+            continue
+        read[name] = np.empty(parameter.shape, np.float32)
+        for part in parts(parameter):
+            read[name][part.at] = part.of(tensors.read(part))
+    return read
 
 
 def check_files(path: str | os.PathLike) -> None:
     """Open a directory's safetensors files without reading their tensors.
 
     Raises:
-      ConfigError: there are none, or one is damaged or cut short.
+      ConfigError: there are none, or one is missing, damaged or cut short.
     """
     _Tensors(Path(path))
 
 
-def read_head(path: str | os.PathLike, hidden_size: int) -> np.ndarray | None:
+def read_head(path: str | os.PathLike, config: ModelConfig) -> np.ndarray | None:
     """The scalar head of a sequence classifier, float32 [hidden_size], or None without one."""
     tensors = _Tensors(Path(path))
-    if "score.weight" not in tensors.files:
+    if _HEAD not in tensors.files:
         return None
-    return tensors("score.weight", (1, hidden_size))[0]
+    [part] = parts(scalar_parameters(config)["head"])
+    return np.array(part.of(tensors.read(part)), np.float32)
 
 
 def save_weights(
     path: str | os.PathLike, config: ModelConfig, params: Params, tokenizer: Any = None
 ) -> None:
-    """Write ``config.json`` and ``model.safetensors`` that transformers' Llama loads.
+    """Write ``config.json`` and ``model.safetensors`` that transformers loads.
 
     Args:
       path: the directory; made if need be.
-      config: shapes.
+      config: shapes; tensors are written in its ``dtype``.
       params: of the decoder.
       tokenizer: its special ids go into config.json; its own files are for it to save.
     """
     from safetensors.numpy import save_file
 
-    d, mlp = config.hidden_size, config.mlp_size
-    tensors = {
-        "model.embed_tokens.weight": params["embedding"],
-        "model.norm.weight": params["final_norm"],
-    }
-    if not config.tie_embeddings:
-        tensors["lm_head.weight"] = params["unembedding"]
-    layers = params["layers"]
-    for i in range(config.layers):
-        at = LAYER.format(i)
-        tensors |= {
-            f"{at}input_layernorm.weight": layers["attention_norm"][i],
-            f"{at}post_attention_layernorm.weight": layers["mlp_norm"][i],
-            f"{at}self_attn.q_proj.weight": np.reshape(layers["q"][i], (d, -1)).T,
-            f"{at}self_attn.k_proj.weight": np.reshape(layers["kv"][i][:, 0], (d, -1)).T,
-            f"{at}self_attn.v_proj.weight": np.reshape(layers["kv"][i][:, 1], (d, -1)).T,
-            f"{at}self_attn.o_proj.weight": np.reshape(layers["o"][i], (-1, d)).T,
-            f"{at}mlp.gate_proj.weight": np.reshape(layers["gate_up"][i][:, 0], (d, mlp)).T,
-            f"{at}mlp.up_proj.weight": np.reshape(layers["gate_up"][i][:, 1], (d, mlp)).T,
-            f"{at}mlp.down_proj.weight": np.asarray(layers["down"][i]).T,
-        }
     write_config(path, config, tokenizer)
-    save_file(
-        {name: np.ascontiguousarray(x, np.float32) for name, x in tensors.items()},
-        Path(path) / "model.safetensors",
-        metadata={"format": "pt"},
-    )
+    file = Path(path) / "model.safetensors"
+    save_file(dict(tensors_of(config, params)), file, metadata={"format": "pt"})
+
+
+def tensors_of(config: ModelConfig, params: Params) -> Iterator[tuple[str, np.ndarray]]:
+    """Every tensor of a file of these parameters by name, in the config's dtype."""
+    dtype = np.dtype(getattr(ml_dtypes, config.dtype, config.dtype))
+    tensors: dict[str, np.ndarray] = {}
+
+    def write(declared: Mapping[str, Any], params: Params) -> None:
+        for name, parameter in declared.items():
+            if not isinstance(parameter, Parameter):
+                write(parameter, params[name])
+                continue
+            values = np.asarray(params[name])
+            for part in parts(parameter):
+                if part.name not in tensors:
+                    tensors[part.name] = np.empty(part.shape, dtype)
+                part.into(tensors[part.name], values[part.at])
+
+    write(decoder_parameters(config), params)
+    yield from tensors.items()
 
 
 def write_config(path: str | os.PathLike, config: ModelConfig, tokenizer: Any = None) -> None:
     """Write ``config.json``, with the tokenizer's special ids where one is given."""
-    content = config.to_hf()
+    content = to_hf(config)
     for key in ("bos", "eos", "pad"):
         if tokenizer is not None and getattr(tokenizer, f"{key}_id") is not None:
             content[f"{key}_token_id"] = getattr(tokenizer, f"{key}_id")
@@ -165,7 +166,8 @@ class _Tensors:
 
         self.path = path
         self.files: dict[str, Any] = {}
-        for file in sorted(path.glob("*.safetensors")):
+        self._read: set[str] = set()
+        for file in self._listed():
             try:
                 reader = safe_open(str(file), framework="numpy")
             except (SafetensorError, OSError) as error:
@@ -176,12 +178,75 @@ class _Tensors:
                 f"{path}: no *.safetensors files there; this version reads only those"
             )
 
-    def __call__(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        if name not in self.files:
-            raise ConfigError(f"{self.path}: tensor {name!r} is missing")
-        tensor = self.files[name].get_tensor(name)
-        if tensor.shape != shape:
+    def _listed(self) -> list[Path]:
+        """The files that the index names, or all there are."""
+        index = self.path / "model.safetensors.index.json"
+        if not index.is_file():
+            return sorted(self.path.glob("*.safetensors"))
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ConfigError(f"{index}: not a readable index of shards ({error!r})") from error
+        missing = [name for name in names if not (self.path / name).is_file()]
+        if missing:
+            raise ConfigError(f"{self.path}: shard {missing[0]!r} of its index is missing")
+        return [self.path / name for name in names]
+
+    def read(self, part: Part) -> np.ndarray:
+        """One tensor as it is stored.
+
+        Raises:
+          ConfigError: it is missing, of another shape or dtype, or not finite.
+        """
+        name = self._name(part)
+        if name is None:
+            raise ConfigError(f"{self.path}: tensor {part.name!r} is missing")
+        where = self.files[name].get_slice(name)
+        shape, dtype = tuple(where.get_shape()), where.get_dtype()
+        if dtype not in _DTYPES:
             raise ConfigError(
-                f"{self.path}: {name} has shape {tensor.shape}, config.json implies {shape}"
+                f"{self.path}: {name} is of dtype {dtype}; supported: {', '.join(_DTYPES.values())}"
             )
-        return np.asarray(tensor, np.float32)
+        if shape != part.shape:
+            raise ConfigError(
+                f"{self.path}: {name} has shape {shape}, config.json implies {part.shape}"
+            )
+        tensor = self.files[name].get_tensor(name)
+        if name not in self._read and not np.isfinite(tensor).all():
+            raise ConfigError(f"{self.path}: {name} has values that are not finite")
+        self._read.add(name)
+        return tensor
+
+    def _name(self, part: Part) -> str | None:
+        """The name under which the files have it; some leave the first component away."""
+        names = (part.name, part.name.partition(".")[2], part.other)
+        return next((name for name in names if name in self.files), None)
+
+    def check_all_read(self, head: str, config: ModelConfig, unembedding: bool) -> None:
+        """Whether the files hold nothing that this model does not have.
+
+        Args:
+          head: name of the output table, which may stand beside the embedding it equals.
+          config: of the model.
+          unembedding: whether an output table was wanted.
+
+        Raises:
+          ConfigError: they do, or a table that should be tied differs.
+        """
+        beside = {n for n in self.files if n.endswith(_BESIDE)} | self._read
+        left = sorted(set(self.files) - beside)
+        if head in left and not unembedding:
+            left.remove(head)
+        if head in left and config.tie_embeddings:
+            [embedding] = parts(decoder_parameters(config)["embedding"])
+            if not np.array_equal(self.files[head].get_tensor(head), self.read(embedding)):
+                raise ConfigError(
+                    f"{self.path}: {head} differs from {embedding.name}, but config.json ties them "
+                    "(tie_word_embeddings)"
+                )
+            left.remove(head)
+        if left:
+            raise ConfigError(
+                f"{self.path}: tensor {left[0]!r} is not one of a {config.family} model as "
+                "config.json describes it"
+            )

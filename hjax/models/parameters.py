@@ -32,6 +32,7 @@ class Network:
     Attributes:
       config: shapes of the decoder.
       graph: flax.nnx graph definition; ``bind`` puts parameters into it.
+      declared: nested dict like the parameters, of ``Parameter``.
       axes: nested dict like the parameters, of logical axis names.
       kinds: nested dict like the parameters, of ``Kind``.
       shapes: nested dict like the parameters, of jax.ShapeDtypeStruct.
@@ -39,6 +40,7 @@ class Network:
 
     config: ModelConfig
     graph: Any
+    declared: Params
     axes: Params
     kinds: Params
     shapes: Params
@@ -89,32 +91,44 @@ class Network:
 def network_of(module: type, config: ModelConfig) -> Network:
     """The network of a flax.nnx module made as ``module(config, key)``.
 
-    Its parameters are declared by the functions of ``hjax.models.declaration``.
+    Its parameters are made by ``Parameter.create`` of ``hjax.models.declaration``.
 
     Raises:
       ConfigError: a model with experts.
     """
-    if config.experts:
-        raise ConfigError(
-            f"a model with {config.experts} experts can be planned for, not run yet"
-        )
+    _check_runs(config)
 
     def create(key: jax.Array) -> Params:
         return nnx.to_pure_dict(nnx.state(module(config, key)))
 
     graph, state = nnx.split(nnx.eval_shape(lambda: module(config, jax.random.key(0))))
 
-    def declared(name: str) -> Params:
-        return nnx.to_pure_dict(
-            jax.tree.map(
-                lambda v: v.replace(v.get_metadata(name)),
-                state,
-                is_leaf=lambda v: isinstance(v, nnx.Variable),
-            )
+    declared = nnx.to_pure_dict(
+        jax.tree.map(
+            lambda v: v.replace(v.get_metadata("declared")),
+            state,
+            is_leaf=lambda v: isinstance(v, nnx.Variable),
         )
+    )
+    axes = jax.tree.map(lambda p: p.names, declared)
+    kinds = jax.tree.map(lambda p: p.kind, declared)
+    shapes = nnx.to_pure_dict(state)
+    return Network(config, graph, declared, axes, kinds, shapes, create, state)
 
-    axes, kinds = declared("logical_axes"), declared("kind")
-    return Network(config, graph, axes, kinds, nnx.to_pure_dict(state), create, state)
+
+def _check_runs(config: ModelConfig) -> None:
+    """Refuse what can be counted and planned for, but not run yet."""
+    windows = [kind.window for kind in config.period if kind.window is not None]
+    lacking = [
+        (config.experts, f"{config.experts} experts"),
+        (windows, f"windows of {windows and windows[0]} tokens"),
+        (config.attention_scale is not None, f"attention_scale={config.attention_scale}"),
+        (config.attention_softcap, f"attention_softcap={config.attention_softcap}"),
+        (config.final_softcap, f"final_softcap={config.final_softcap}"),
+    ]
+    for given, name in lacking:
+        if given:
+            raise ConfigError(f"a model with {name} can be planned for, not run yet")
 
 
 def decoder_network(config: ModelConfig) -> Network:

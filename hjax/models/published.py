@@ -1,32 +1,18 @@
 """Published decoders by name: their shapes, without weights.
 
-For counting, planning and compiling. Biases (Qwen2.5's queries, keys and values) and the norms on
-queries and keys (Qwen3) are left out: they are below a thousandth of the parameters.
+For counting, planning and compiling.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-import json
 from pathlib import Path
+from typing import Any
 
 from hjax.errors import ConfigError
 from hjax.models.config import ModelConfig
-
-# Families whose config.json can be read for planning, beside those that can be run.
-_PLANNED = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
-# What of a config.json decides sizes; its MLP's is read apart.
-_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "tie_word_embeddings",
-)
+from hjax.models.huggingface import read_config
+from hjax.models.rotary import Rope
 
 
 def _shape(
@@ -40,6 +26,7 @@ def _shape(
     head_dim: int = 128,
     tied: bool = False,
     theta: float = 1e4,
+    **more: Any,
 ) -> ModelConfig:
     return ModelConfig(
         vocab_size=vocab,
@@ -50,25 +37,35 @@ def _shape(
         kv_heads=kv_heads,
         head_dim=head_dim,
         max_length=length,
-        rope_theta=theta,
+        ropes=(Rope(theta),),
         tie_embeddings=tied,
+        **more,
     )
 
 
 def _qwen2(
     layers: int, hidden: int, mlp: int, heads: int, kv_heads: int, tied: bool, head_dim: int = 128
 ) -> ModelConfig:
-    vocab = 151936 if tied else 152064
-    return _shape(layers, hidden, mlp, heads, kv_heads, vocab, 32768, head_dim, tied, 1e6)
+    sizes = layers, hidden, mlp, heads, kv_heads, 151936 if tied else 152064, 32768, head_dim
+    return _shape(*sizes, tied, 1e6, family="qwen2", qkv_bias=True)
 
 
 def _qwen3(layers: int, hidden: int, mlp: int, heads: int, tied: bool) -> ModelConfig:
-    return _shape(layers, hidden, mlp, heads, 8, 151936, 40960, tied=tied, theta=1e6)
+    sizes = layers, hidden, mlp, heads, 8, 151936, 40960
+    return _shape(*sizes, tied=tied, theta=1e6, family="qwen3", query_key_norm="head")
 
 
-def _moe(dense: ModelConfig, experts: int, per_token: int) -> ModelConfig:
-    return dataclasses.replace(dense, experts=experts, experts_per_token=per_token)
+def _qwen3_moe(layers: int, hidden: int, mlp: int, heads: int) -> ModelConfig:
+    return _shape(
+        layers, hidden, mlp, heads, 4, 151936, 40960, theta=1e6,
+        family="qwen3_moe", query_key_norm="head", experts=128, experts_per_token=8,
+    )  # fmt: skip
 
+
+_MIXTRAL = _shape(
+    32, 4096, 14336, 32, 8, 32000, 32768, theta=1e6,
+    family="mixtral", experts=8, experts_per_token=2,
+)  # fmt: skip
 
 # Llama 1 and 2 (Touvron et al. 2023), Code Llama's 34B, Llama 3 (Dubey et al. 2024), Qwen2.5,
 # Qwen3 and Mixtral (their config.json files).
@@ -94,9 +91,9 @@ SHAPES: dict[str, ModelConfig] = {
     "qwen3-8b": _qwen3(36, 4096, 12288, 32, False),
     "qwen3-14b": _qwen3(40, 5120, 17408, 40, False),
     "qwen3-32b": _qwen3(64, 5120, 25600, 64, False),
-    "mixtral-8x7b": _moe(_shape(32, 4096, 14336, 32, 8, 32000, 32768, theta=1e6), 8, 2),
-    "qwen3-30b-a3b": _moe(_shape(48, 2048, 768, 32, 4, 151936, 40960, theta=1e6), 128, 8),
-    "qwen3-235b-a22b": _moe(_shape(94, 4096, 1536, 64, 4, 151936, 40960, theta=1e6), 128, 8),
+    "mixtral-8x7b": _MIXTRAL,
+    "qwen3-30b-a3b": _qwen3_moe(48, 2048, 768, 32),
+    "qwen3-235b-a22b": _qwen3_moe(94, 4096, 1536, 64),
 }
 
 
@@ -116,28 +113,10 @@ def published(name: str) -> ModelConfig:
 def planning_shape(name: str) -> ModelConfig:
     """A shape to count with: a published name, or a directory or file of a ``config.json``.
 
-    Families that hjax cannot run yet are read too, as long as they are decoders of this kind.
-
     Raises:
       ConfigError: no such name or file, or another kind of model.
     """
     path = Path(name).expanduser()
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
+    if not path.exists():
         return published(name)
-    try:
-        config = json.loads(file.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{file}: not JSON ({error})") from error
-    family = config.get("model_type")
-    if family not in _PLANNED:
-        raise ConfigError(f"{file}: model_type {family!r}; planned for: {', '.join(_PLANNED)}")
-    experts = config.get("num_local_experts") or config.get("num_experts") or 0
-    mlp = config.get("moe_intermediate_size") or config.get("intermediate_size")
-    plain = {
-        "model_type": "llama",
-        "intermediate_size": mlp,
-        **{k: config[k] for k in _SIZES if k in config},
-    }
-    dense = ModelConfig.from_hf(plain, str(file))
-    return _moe(dense, experts, config.get("num_experts_per_tok", 0)) if experts else dense
+    return read_config(path if path.is_dir() else path.parent)

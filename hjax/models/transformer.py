@@ -1,27 +1,39 @@
 """The decoder: one flax.nnx module for training, prefill and cached decoding.
 
-Llama's architecture (Touvron et al. 2023): RMSNorm, rotary positions (half-split, as in
-transformers), grouped-query attention, gated SiLU MLP. Every parameter carries its logical axes
-and its kind as metadata, so layouts and optimizers need no model-specific code. Layers are stacked
-on a leading ``layers`` dimension and scanned; unrolled on request.
+Which of the shared parts it has (norms, rotary or learned positions, biases, MLPs) its config says;
+left to its defaults it is Llama (Touvron et al. 2023): RMSNorm, rotary positions (half-split, as in
+transformers), grouped-query attention, gated SiLU MLP. Every parameter carries its declaration, so
+layouts and optimizers need no model-specific code. Layers are stacked on a leading ``layers``
+dimension and scanned, a period of alternating kinds at a time; unrolled on request.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from hjax.errors import ConfigError
 from hjax.kernels.sets import REFERENCE, Kernels, choose, kernels_of
 from hjax.models import remat
+from hjax.models.architecture import (
+    decoder_parameters,
+    scalar_parameters,
+    without_output_table,
+)
 from hjax.models.attention import Attention, Form
-from hjax.models.config import ModelConfig
-from hjax.models.declaration import Kind, ones, parameter, zeros
+from hjax.models.config import LayerKind, ModelConfig
+from hjax.models.declaration import create_in
+from hjax.models.rotary import Tables
 from hjax.sharding.layout import Layout
 from hjax.sharding.pipeline import Stack, plain
+
+Rotary = tuple[Tables, ...]  # cos and sin, for each of a model's rotary positions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,17 +92,17 @@ class Compute:
         return x if self.layout is None else self.layout.constrain(x, *logical_axes)
 
 
-def rope_frequencies(config: ModelConfig) -> jax.Array:
-    """Inverse wavelengths, float32 [head_dim / 2], with Llama 3's scaling where set."""
-    exponent = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
-    frequencies = 1.0 / config.rope_theta**exponent
-    scaling = config.rope_scaling
-    if scaling is None:
-        return frequencies
-    turns = scaling.original_max_length * frequencies / (2 * jnp.pi)
-    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-    smooth = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
-    return frequencies * (smooth + (1 - smooth) / scaling.factor)
+def rotary_tables(config: ModelConfig, positions: jax.Array, kernels: Kernels) -> Rotary:
+    """cos and sin of positions, a pair for each of the model's rotary positions.
+
+    Args:
+      config: of the model.
+      positions: int [..., length], of each token in its own sequence.
+      kernels: that make them.
+    """
+    return tuple(
+        rope.tables(config.head_dim, positions, kernels.rotary_tables) for rope in config.ropes
+    )
 
 
 def _pair(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -101,54 +113,117 @@ def _pair(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 class Block(nnx.Module):
     """All layers' parameters, stacked on a leading ``layers`` dimension."""
 
+    gate_up: nnx.Param
+    down: nnx.Param
+
     def __init__(self, config: ModelConfig, key: jax.Array):
-        n, d, h, k, e = (
-            config.layers,
-            config.hidden_size,
-            config.heads,
-            config.kv_heads,
-            config.head_dim,
-        )
-        keys = jax.random.split(key, 5)
-        into, out = d**-0.5, (2 * n) ** -0.5
-        self.epsilon = config.norm_epsilon
-
-        def matrix(key: jax.Array, *axes: tuple[str, int], scale: float = into) -> nnx.Param:
-            names, sizes = zip(("layers", n), *axes)
-            return parameter(key, sizes, names, Kind.MATRIX, scale)
-
-        embed = ("embed", d)
-        self.attention_norm = ones((n, d), ("layers", "embed"))
-        self.q = matrix(keys[0], embed, ("heads", h), ("head_dim", e))
-        # Keys and values in one array: one product, split along a dimension no mesh axis splits.
-        self.kv = matrix(keys[1], embed, ("pair", 2), ("kv_heads", k), ("head_dim", e))
-        back = (h * e) ** -0.5 * out
-        self.o = matrix(keys[2], ("heads", h), ("head_dim", e), embed, scale=back)
-        self.mlp_norm = ones((n, d), ("layers", "embed"))
-        self.gate_up = matrix(keys[3], embed, ("pair", 2), ("mlp", config.mlp_size))
-        back = config.mlp_size**-0.5 * out
-        self.down = matrix(keys[4], ("mlp", config.mlp_size), embed, scale=back)
+        declared = decoder_parameters(config)["layers"]
+        keys = iter(jax.random.split(key, sum(p.scale > 0 for p in declared.values())))
+        self.config = config
+        create_in(self, declared, lambda: next(keys))
 
     def __call__(
         self,
         layer: int | jax.Array,
         x: jax.Array,
-        cos: jax.Array,
-        sin: jax.Array,
+        rotary: Rotary,
         attention: Attention,
         cache: Any,
-        compute: Compute = Compute(),
+        compute: Compute,
+        kind: LayerKind,
     ) -> tuple[jax.Array, Any, Any]:
-        """One layer (of a block whose parameters were sliced to it): x [batch, length, embed]."""
-        kernels = compute.kernels
-        h = kernels.rms_norm(x, self.attention_norm[...], self.epsilon)
-        q = kernels.product("btd,dhe->bthe", h, self.q[...])
-        k, v = _pair(kernels.product("btd,dcke->btcke", h, self.kv[...]))
-        q, k = kernels.rotate(q, cos, sin), kernels.rotate(k, cos, sin)
+        """One layer (of a block whose parameters were sliced to it): x [batch, length, embed].
+
+        Args:
+          layer: its number, for the attention strategy and its cache.
+          x: what comes in.
+          rotary: of the tokens' positions, see ``rotary_tables``.
+          attention, cache, compute: as of ``Decoder``.
+          kind: what this layer has of its own.
+        """
+        config, kernels = self.config, compute.kernels
+        h = x if config.norms == "after" else self._norm("attention_norm", x, compute)
+        q = self._product("btd,dhe->bthe", h, "q", compute)
+        k, v = _pair(self._product("btd,dcke->btcke", h, "kv", compute))
+        if config.query_key_norm:
+            q, k = self._norm_heads("q_norm", q, compute), self._norm_heads("k_norm", k, compute)
+        if kind.rope is not None and rotary:
+            turn = functools.partial(_turn, kernels, *rotary[kind.rope])
+            q, k = turn(q), turn(k)
         out, cache, kept = attention(layer, q, k, v, cache)
-        x = x + kernels.product("bthe,hed->btd", out, self.o[...])
-        h = kernels.rms_norm(x, self.mlp_norm[...], self.epsilon)
-        return x + kernels.gated_mlp(h, self.gate_up[...], self.down[...]), cache, kept
+        out = self._product("bthe,hed->btd", out, "o", compute)
+        if config.norms != "before":
+            out = self._norm("attention_out_norm", out, compute)
+        x = x + out
+        h = x if config.norms == "after" else self._norm("mlp_norm", x, compute)
+        out = self._mlp(h, compute)
+        if config.norms != "before":
+            out = self._norm("mlp_out_norm", out, compute)
+        return x + out, cache, kept
+
+    def _product(self, spec: str, x: jax.Array, name: str, compute: Compute) -> jax.Array:
+        """A product with a weight, and its bias where it has one."""
+        out = compute.kernels.product(spec, x, getattr(self, name)[...])
+        bias = getattr(self, f"{name}_bias", None)
+        return out if bias is None else out + bias[...].astype(out.dtype)
+
+    def _norm(self, name: str, x: jax.Array, compute: Compute) -> jax.Array:
+        bias = getattr(self, f"{name}_bias", None)
+        return norm(self.config, compute, x, getattr(self, name)[...], bias)
+
+    def _norm_heads(self, name: str, x: jax.Array, compute: Compute) -> jax.Array:
+        """x [batch, length, heads, head_dim], normed over each head or over all of them."""
+        weight = getattr(self, name)[...]
+        if self.config.query_key_norm == "head":
+            return norm(self.config, compute, x, weight)
+        together = norm(self.config, compute, x.reshape(*x.shape[:2], -1), weight.reshape(-1))
+        return together.reshape(x.shape)
+
+    def _mlp(self, x: jax.Array, compute: Compute) -> jax.Array:
+        config = self.config
+        if config.gated_mlp and config.activation == "silu" and not config.mlp_bias:
+            return compute.kernels.gated_mlp(x, self.gate_up[...], self.down[...])
+        activation = ACTIVATIONS[config.activation]
+        if config.gated_mlp:
+            gate, up = _pair(self._product("btd,dcm->btcm", x, "gate_up", compute))
+            inner = activation(gate) * up
+        else:
+            inner = activation(self._product("btd,dm->btm", x, "up", compute))
+        return self._product("btm,md->btd", inner, "down", compute)
+
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
+
+
+def norm(
+    config: ModelConfig,
+    compute: Compute,
+    x: jax.Array,
+    weight: jax.Array,
+    bias: nnx.Param | None = None,
+) -> jax.Array:
+    """x [..., embed], normed as this model does; computed in float32."""
+    if config.norm_offset:
+        weight = weight.astype(jnp.float32) + config.norm_offset
+    if not config.layer_norm:
+        return compute.kernels.rms_norm(x, weight, config.norm_epsilon)
+    wide = x.astype(jnp.float32)
+    wide -= jnp.mean(wide, axis=-1, keepdims=True)
+    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + config.norm_epsilon)
+    out = wide * scale * weight.astype(jnp.float32)
+    return (out if bias is None else out + bias[...].astype(jnp.float32)).astype(x.dtype)
+
+
+def _turn(kernels: Kernels, cos: jax.Array, sin: jax.Array, x: jax.Array) -> jax.Array:
+    """The first part of every head rotated, as much as the tables are for."""
+    size = 2 * cos.shape[-1]
+    if size == x.shape[-1]:
+        return kernels.rotate(x, cos, sin)
+    turned = kernels.rotate(x[..., :size], cos, sin)
+    return jnp.concatenate([turned, x[..., size:]], axis=-1)
 
 
 class Decoder(nnx.Module):
@@ -161,17 +236,21 @@ class Decoder(nnx.Module):
 
     # How a forward without a cache runs the layers; a pipeline puts its own here.
     stack: Stack = staticmethod(plain)
+    embedding: nnx.Param
+    unembedding: nnx.Param
+    positions: nnx.Param
+    final_norm: nnx.Param
 
     def __init__(self, config: ModelConfig, key: jax.Array):
         self.config = config
         keys = jax.random.split(key, 3)
-        shape, axes = (config.vocab_size, config.hidden_size), ("vocab", "embed")
-        self.embedding = parameter(keys[0], shape, axes, Kind.EMBEDDING, 0.02)
         self.layers = Block(config, keys[1])
-        self.final_norm = ones((config.hidden_size,), ("embed",))
-        if not config.tie_embeddings:
-            scale = config.hidden_size**-0.5
-            self.unembedding = parameter(keys[2], shape, axes, Kind.EMBEDDING, scale)
+        declared = dict(decoder_parameters(config))
+        del declared["layers"]
+        of = {"embedding": keys[0], "unembedding": keys[2]}
+        for name, parameter in declared.items():
+            own = of.get(name, jax.random.fold_in(key, 3))
+            setattr(self, name, parameter.create(own))
 
     def __call__(
         self,
@@ -181,7 +260,7 @@ class Decoder(nnx.Module):
         cache: Any = None,
         compute: Compute = Compute(),
         layers: list[Any] | None = None,
-        rotary: tuple[jax.Array, jax.Array] | None = None,
+        rotary: Rotary | None = None,
     ) -> tuple[jax.Array, Any, Any]:
         """Run the decoder.
 
@@ -193,8 +272,8 @@ class Decoder(nnx.Module):
           compute: dtype, loop form and kernels.
           layers: for unrolled layers, what ``unstack`` returned; a loop over tokens makes it
             once, outside.
-          rotary: cos and sin of all positions from 0 on, to look up in; a loop over tokens
-            makes them once, outside.
+          rotary: what ``rotary`` returned, to look up in; a loop over tokens makes it once,
+            outside.
 
         Returns:
           hidden states [batch, length, embed] after the final norm, the cache, and what the
@@ -202,7 +281,7 @@ class Decoder(nnx.Module):
         """
         if compute.unroll_layers and layers is None:
             layers = self.unstack()
-        x = self.embed(tokens, compute)
+        x = self.embed(tokens, compute, positions)
         x, cache, kept = self.run(
             x, positions, attention, cache, compute, layers, rotary=rotary
         )
@@ -220,13 +299,24 @@ class Decoder(nnx.Module):
         def layers(stacked: Any, x: jax.Array) -> jax.Array:
             return self._through(stacked, None, x, positions, attention, None, compute)[0]
 
-        x = self.stack(layers, nnx.state(self.layers), lambda: self.embed(tokens, compute))
+        def embed() -> jax.Array:
+            return self.embed(tokens, compute, positions)
+
+        x = self.stack(layers, nnx.state(self.layers), embed)
         return self.finish(x, compute)
 
-    def embed(self, tokens: jax.Array, compute: Compute) -> jax.Array:
-        """[batch, length, embed] of int tokens [batch, length]."""
+    def embed(self, tokens: jax.Array, compute: Compute, positions: jax.Array) -> jax.Array:
+        """[..., length, embed] of int tokens and their positions [..., length]."""
         x = self.embedding[...].astype(compute.dtype)[tokens]
+        if self.config.embedding_scale != 1:
+            x *= jnp.asarray(self.config.embedding_scale, compute.dtype)
+        if self.config.learned_positions:
+            x += self.positions[...].astype(compute.dtype)[positions]
         return compute.hold(x, "batch", "length", None)
+
+    def rotary(self, length: int) -> Rotary:
+        """cos and sin of the positions from 0 to ``length``, for a loop over tokens."""
+        return rotary_tables(self.config, jnp.arange(length), Kernels())
 
     def run(
         self,
@@ -238,7 +328,7 @@ class Decoder(nnx.Module):
         layers: list[Any] | None = None,
         first: int | jax.Array = 0,
         stride: int = 1,
-        rotary: tuple[jax.Array, jax.Array] | None = None,
+        rotary: Rotary | None = None,
     ) -> tuple[jax.Array, Any, Any]:
         """The layers alone, as many as the bound parameters have; ``__call__`` has the rest.
 
@@ -252,7 +342,8 @@ class Decoder(nnx.Module):
 
     def finish(self, x: jax.Array, compute: Compute) -> jax.Array:
         """The final norm."""
-        return compute.kernels.rms_norm(x, self.final_norm[...], self.config.norm_epsilon)
+        bias = getattr(self, "final_norm_bias", None)
+        return norm(self.config, compute, x, self.final_norm[...], bias)
 
     def _through(
         self,
@@ -264,25 +355,36 @@ class Decoder(nnx.Module):
         cache: Any,
         compute: Compute,
         numbers: tuple[int | jax.Array, int] = (0, 1),
-        rotary: tuple[jax.Array, jax.Array] | None = None,
+        rotary: Rotary | None = None,
     ) -> tuple[jax.Array, Any, Any]:
         if rotary is not None:
-            cos, sin = (table[positions] for table in rotary)
+            turns = jax.tree.map(lambda table: table[positions], rotary)
         else:
-            cos, sin = compute.kernels.rotary_tables(rope_frequencies(self.config), positions)
+            turns = rotary_tables(self.config, positions, compute.kernels)
         graph, _ = nnx.split(self.layers)
         first, stride = numbers
+        count = jax.tree.leaves(stacked)[0].shape[0]
+        period = self.config.period
+        if count % len(period) and count != self.config.layers:
+            raise ConfigError(
+                f"{count} layers in a stage do not divide into the model's runs of {len(period)} "
+                f"alternating kinds; use fewer stages (pipe)"
+            )
 
-        def run(layer: Any, parameters: Any, x: jax.Array, cache: Any) -> tuple:
-            x = remat.layer_input(x)
-            block = nnx.merge(graph, parameters)
-            x, cache, kept = block(layer, x, cos, sin, attention, cache, compute)
-            return compute.hold(x, "batch", "length", None), cache, kept
+        def of_kind(kind: LayerKind) -> Callable[..., tuple]:
+            def run(layer: Any, parameters: Any, x: jax.Array, cache: Any) -> tuple:
+                x = remat.layer_input(x)
+                block = nnx.merge(graph, parameters)
+                x, cache, kept = block(layer, x, turns, attention, cache, compute, kind)
+                return compute.hold(x, "batch", "length", None), cache, kept
 
-        run = remat.recomputed(run, compute.remat, unrolled=compute.unroll_layers)
+            return remat.recomputed(run, compute.remat, unrolled=compute.unroll_layers)
+
+        runs = [of_kind(kind) for kind in period]
         if compute.unroll_layers:
             keeps = []
             for index, parameters in enumerate(layers or unstack(stacked)):
+                run = runs[index % len(runs)]
                 x, cache, keep = run(first + stride * index, parameters, x, cache)
                 keeps.append(keep)
             return x, cache, tuple(keeps)
@@ -290,12 +392,14 @@ class Decoder(nnx.Module):
         kept: Any
 
         def step(carry: tuple, item: tuple) -> tuple:
-            x, cache, keep = run(item[0], item[1], *carry)
+            x, cache, keep = runs[0](item[0], item[1], *carry)
             return (x, cache), keep
 
-        indices = first + stride * jnp.arange(jax.tree.leaves(stacked)[0].shape[0])
-        (x, cache), kept = jax.lax.scan(step, (x, cache), (indices, stacked))
-        return x, cache, kept
+        numbered = first + stride * jnp.arange(count), stacked
+        if len(runs) == 1:
+            (x, cache), kept = jax.lax.scan(step, (x, cache), numbered)
+            return x, cache, kept
+        return _in_periods(runs, (x, cache), numbered)
 
     def unstack(self) -> list[Any]:
         """The layers' parameters, one tree per layer."""
@@ -308,12 +412,53 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """float32 [..., vocab] of hidden states [..., embed]."""
-        return jnp.einsum(
+        logits = jnp.einsum(
             "...d,vd->...v",
             hidden,
             self.output_table.astype(hidden.dtype),
             preferred_element_type=jnp.float32,
         )
+        cap = self.config.final_softcap
+        return cap * jnp.tanh(logits / cap) if cap else logits
+
+
+def _in_periods(
+    runs: list[Callable[..., tuple]], carry: tuple, numbered: Any
+) -> tuple[jax.Array, Any, Any]:
+    """Layers of alternating kinds: a scan over whole periods, then what is left of one.
+
+    Args:
+      runs: a layer of each kind of the period, (number, parameters, x, cache) to (x, cache, kept).
+      carry: x and the cache.
+      numbered: the layers' numbers and their stacked parameters.
+    """
+    size = len(runs)
+    count = numbered[0].shape[0]
+    whole = count - count % size
+
+    def through(carry: tuple, items: Any) -> tuple[tuple, Any]:
+        """One layer after another: a period, or what is left of one."""
+        keeps = []
+        layers, stacked = items
+        for run, layer, parameters in zip(runs, layers, unstack(stacked)):
+            x, cache, keep = run(layer, parameters, *carry)
+            carry = x, cache
+            keeps.append(keep)
+        return carry, jax.tree.map(lambda *parts: jnp.stack(parts), *keeps)
+
+    def split(leaf: jax.Array) -> jax.Array:
+        return leaf[:whole].reshape(whole // size, size, *leaf.shape[1:])
+
+    kept: Any = None
+    if whole:
+        carry, kept = jax.lax.scan(through, carry, jax.tree.map(split, numbered))
+        kept = jax.tree.map(lambda leaf: leaf.reshape(whole, *leaf.shape[2:]), kept)
+    if count > whole:
+        last = jax.tree.map(lambda leaf: leaf[whole:], numbered)
+        carry, keep = through(carry, last)
+        both = (kept, keep) if whole else (keep,)
+        kept = jax.tree.map(lambda *parts: jnp.concatenate(parts), *both)
+    return (*carry, kept)
 
 
 def unstack(stacked: Any) -> list[Any]:
@@ -332,11 +477,9 @@ class ScalarDecoder(nnx.Module):
 
     def __init__(self, config: ModelConfig, key: jax.Array):
         self.config = config
-        # Nothing reads an output table here, so none is made: as if embeddings were tied.
-        self.decoder = Decoder(dataclasses.replace(config, tie_embeddings=True), key)
-        # Zero: a new critic predicts 0 everywhere, so the first advantages are the rewards.
-        self.head = zeros((config.hidden_size,), ("embed",))
-        self.bias = zeros((), ())
+        self.decoder = Decoder(without_output_table(config), key)
+        declared = scalar_parameters(config)
+        self.head, self.bias = declared["head"].create(), declared["bias"].create()
 
     def __call__(
         self,

@@ -117,13 +117,13 @@ def load_decoder(
 def load_scalar(path: str | os.PathLike) -> tuple[ModelConfig, Params]:
     """Shapes and parameters of a model with a scalar head.
 
-    The head is ``score.weight`` of transformers' LlamaForSequenceClassification; a directory
+    The head is ``score.weight`` of transformers' classes for sequence classification; a directory
     without one (a language model) gets a head of zeros, as a new critic wants it.
     """
     config, params = load_decoder(path, unembedding=False)
     head = None
     if not is_workdir(path):
-        head = huggingface.read_head(model_directory(path), config.hidden_size)
+        head = huggingface.read_head(model_directory(path), config)
     return config, {
         "decoder": params,
         "head": np.zeros(config.hidden_size, np.float32) if head is None else head,

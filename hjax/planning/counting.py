@@ -25,7 +25,7 @@ def counts(config: ModelConfig, name: str = "", scalar: bool = False) -> ModelCo
         parameters=arithmetic.parameters(config, scalar) - int(scalar),
         layer_parameters=arithmetic.layer_parameters(config),
         layer_active=arithmetic.active_layer_parameters(config),
-        layer_expert=arithmetic.mlp_parameters(config) * config.experts,
+        layer_expert=arithmetic.expert_parameters(config),
         head_parameters=head,
         attention_width=config.heads * config.head_dim,
         cache_elements=arithmetic.cache_elements(config),

@@ -16,11 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from hjax.errors import ConfigError
-from hjax.kernels import reference
 from hjax.models.attention import Causal, Decode, KVCache
 from hjax.models.forward import positions_of
 from hjax.models.parameters import Network, Params
-from hjax.models.transformer import Compute, rope_frequencies
+from hjax.models.transformer import Compute
 from hjax.rollout import decode_state
 from hjax.rollout.pipelined import PipelinedRollout
 from hjax.rollout.sampling import Sampling, sequence_keys
@@ -240,8 +239,7 @@ class Generator:
 
         prompts, prompt_mask = split(prompts, "batch"), split(prompt_mask, "batch")
         layers = model.unstack() if self.compute.unroll_layers else None
-        frequencies = rope_frequencies(self.network.config)
-        rotary = reference.rotary_tables(frequencies, jnp.arange(prompts.shape[1] + length))
+        rotary = model.rotary(prompts.shape[1] + length)
         prompt_lengths = jnp.repeat(jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32), shape.samples)
         tokens, mask, positions = prompts, prompt_mask, positions_of(prompt_mask)
         if begun is not None:

@@ -64,7 +64,8 @@ class PipelinedRollout:
         ends = jnp.asarray(stop, jnp.int32)
         rows = sequence.shape[1]
 
-        hidden, prompt = self._prefill(params, model.embed(prompts, self.compute), masks)
+        starts = model.embed(prompts, self.compute, jax.vmap(positions_of)(masks))
+        hidden, prompt = self._prefill(params, starts, masks)
         cache = KVCache.create(prompt, samples, length)
         cache = jax.tree.map(lambda x: layout.constrain(x, "layers", "batch", "kv_heads"), cache)
 
@@ -88,8 +89,9 @@ class PipelinedRollout:
 
         def tick(state: Any) -> Any:
             time, cache, received, drawn = state
-            token = drawn["last"][time % stages]
-            x = model.embed(token[:, None], self.compute)
+            turn = time % stages
+            token, at = drawn["last"][turn], lengths[turn] + time // stages
+            x = model.embed(token[:, None], self.compute, at[:, None])
             cache, received, out = decode(cache, received, x, time)
             back = time - (stages - 1)
             drawn = jax.lax.cond(

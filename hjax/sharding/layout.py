@@ -47,6 +47,7 @@ TRAIN_RULES: Rules = {
     "head_dim": (),
     "mlp": ("tensor", "tensor_micro"),
     "vocab": ("tensor", "tensor_micro"),
+    "positions": (),
 }
 GENERATE_RULES: Rules = {
     **TRAIN_RULES,

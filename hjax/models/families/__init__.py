@@ -1,0 +1,62 @@
+"""Families of decoders, by the ``model_type`` of their config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hjax.errors import ConfigError
+from hjax.models.config import ModelConfig
+from hjax.models.families.base import TOKEN_IDS, Family
+from hjax.models.families.gpt2 import GPT2
+from hjax.models.families.llama import Llama
+from hjax.models.families.mistral import Mistral
+from hjax.models.families.mixtral import Mixtral
+from hjax.models.families.olmo2 import Olmo2
+from hjax.models.families.qwen import Qwen2, Qwen3, Qwen3Moe
+from hjax.models.families.smollm3 import SmolLM3
+
+FAMILIES: dict[str, Family] = {
+    family.model_type: family
+    for family in (
+        Llama(),
+        Qwen2(),
+        Qwen3(),
+        Mistral(),
+        SmolLM3(),
+        Olmo2(),
+        GPT2(),
+        Mixtral(),
+        Qwen3Moe(),
+    )
+}
+
+
+def family_of(model_type: Any, what: str = "config.json") -> Family:
+    """The family of a ``model_type``.
+
+    Raises:
+      ConfigError: one that is not supported, with those that are.
+    """
+    if model_type not in FAMILIES:
+        raise ConfigError(
+            f"{what}: model_type {model_type!r} is not supported; supported: {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[model_type]
+
+
+def from_hf(content: Mapping[str, Any], what: str = "config.json") -> ModelConfig:
+    """Read the content of a Hugging Face ``config.json``.
+
+    Raises:
+      ConfigError: another family, or a key or value that this one does not have, by name.
+    """
+    return family_of(content.get("model_type"), what).read(content, what)
+
+
+def to_hf(config: ModelConfig) -> dict[str, Any]:
+    """The ``config.json`` that transformers reads; special tokens it lacks are null in it."""
+    content = family_of(config.family).write(config) | dict.fromkeys(TOKEN_IDS)
+    for key, value in config.token_ids:
+        content[key] = list(value) if isinstance(value, tuple) else value
+    return content

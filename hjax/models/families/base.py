@@ -1,0 +1,362 @@
+"""What a family is: how its ``config.json`` and its tensors are named.
+
+A family is a subclass of ``Family``, whose defaults are Llama's. Reading asks a ``Given`` for every
+key that means something; what nobody asked for is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from hjax.errors import ConfigError
+from hjax.models.config import LayerKind, ModelConfig
+from hjax.models.declaration import Stored
+from hjax.models.rotary import Rope, Scaling, read_scaling, write_scaling
+
+Tensors = dict[str, tuple[Stored, ...]]
+
+DTYPES = ("float32", "float16", "bfloat16")
+FULL, SLIDING = "full_attention", "sliding_attention"  # layer_types
+
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+# Keys that change nothing of what a forward computes: ids, bookkeeping, and what applies to
+# initial values, to generation, or, as dropout, to transformers' own training.
+HARMLESS = frozenset(
+    """
+    _name_or_path architectures attention_dropout attn_implementation auto_map cache_implementation
+    chunk_size_feed_forward embd_pdrop id2label initializer_range
+    is_decoder is_encoder_decoder keys_to_ignore_at_inference label2id max_length model_type
+    output_attentions output_hidden_states output_router_logits pretraining_tp
+    problem_type resid_pdrop return_dict sep_token_id torchscript transformers_version unk_token_id
+    use_cache use_return_dict
+    """.split()
+)
+
+
+class Given:
+    """The content of a config.json while a family reads it.
+
+    Args:
+      content: of the file.
+      what: names the file in errors.
+      defaults: of keys that it may leave out, as transformers' class of this family has them.
+    """
+
+    def __init__(self, content: Mapping[str, Any], what: str, defaults: Mapping[str, Any] = {}):
+        self.content, self.what = content, what
+        self._defaults = defaults
+        self._asked: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A key's value; the default where it is missing or null."""
+        self._asked.add(key)
+        value = self.content.get(key)
+        return self._defaults.get(key, default) if value is None else value
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """A whole number of 1 or more.
+
+        Raises:
+          ConfigError: another value, or none without a default.
+        """
+        value = self.get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            problem = "is missing" if value is None else f"is {value!r}"
+            raise self.error(f"{key} {problem}; a whole number of 1 or more")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        """A number.
+
+        Raises:
+          ConfigError: something else.
+        """
+        value = self.get(key, default)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise self.error(f"{key} is {value!r}; a number")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """True or false.
+
+        Raises:
+          ConfigError: something else.
+        """
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise self.error(f"{key} is {value!r}; true or false")
+        return value
+
+    def only(self, key: str, *allowed: Any) -> Any:
+        """One of these values; the first where the key is missing.
+
+        Raises:
+          ConfigError: another one.
+        """
+        value = self.get(key, allowed[0])
+        if value not in allowed:
+            supported = ", ".join(json.dumps(one) for one in allowed)
+            raise self.error(f"{key} {value!r} is not supported; supported: {supported}")
+        return value
+
+    def error(self, line: str) -> ConfigError:
+        """The error to raise, naming the file."""
+        return ConfigError(f"{self.what}: {line}")
+
+    def finish(self) -> None:
+        """Refuse what was not asked for.
+
+        Raises:
+          ConfigError: keys that this family does not know, by name.
+        """
+        left = {
+            key: value
+            for key, value in self.content.items()
+            if key not in self._asked | HARMLESS and value is not None
+        }
+        if left:
+            shown = ", ".join(f"{key}={value!r}" for key, value in sorted(left.items()))
+            raise self.error(
+                f"a {self.content.get('model_type')} model with {shown[:200]} is not supported"
+            )
+
+
+class Family:
+    """A family of decoders; a subclass changes what differs from Llama's plain form.
+
+    Attributes:
+      model_type: in config.json.
+      architecture: the class of transformers that loads it.
+      classifier: the one with a scalar head, or empty.
+      keys: config.json's key of each size.
+      defaults: of keys that config.json may leave out.
+    """
+
+    model_type: str
+    architecture: str
+    keys: Mapping[str, str] = {
+        "vocab_size": "vocab_size",
+        "hidden_size": "hidden_size",
+        "mlp_size": "intermediate_size",
+        "layers": "num_hidden_layers",
+        "heads": "num_attention_heads",
+    }
+    defaults: Mapping[str, Any] = {}
+
+    def read(self, content: Mapping[str, Any], what: str = "config.json") -> ModelConfig:
+        """The shapes that a config.json describes.
+
+        Raises:
+          ConfigError: a key of a value or a name that this family does not have.
+        """
+        given = Given(content, what, self.defaults)
+        if given.get("quantization_config"):
+            raise given.error(
+                "quantized weights are not supported; give the float32, float16 or bfloat16 ones"
+            )
+        ids = {key: given.get(key) for key in TOKEN_IDS}
+        fields = self.fields(given)
+        given.finish()
+        fields["token_ids"] = tuple(
+            (key, tuple(value) if isinstance(value, list) else value)
+            for key, value in ids.items()
+            if value is not None
+        )
+        return ModelConfig(**fields)
+
+    def fields(self, given: Given) -> dict[str, Any]:
+        """Fields of ``ModelConfig``; a subclass adds its own to these."""
+        fields: dict[str, Any] = {name: given.size(key) for name, key in self.keys.items()}
+        heads = fields["heads"]
+        fields["family"] = self.model_type
+        fields["kv_heads"] = given.size("num_key_value_heads", heads)
+        fields["head_dim"] = given.size("head_dim", max(fields["hidden_size"] // heads, 1))
+        fields["max_length"] = given.size("max_position_embeddings", 2048)
+        fields["norm_epsilon"] = given.number("rms_norm_eps", 1e-6)
+        fields["tie_embeddings"] = given.flag("tie_word_embeddings")
+        fields["dtype"] = read_dtype(given)
+        fields["ropes"] = self.ropes(given, fields["max_length"])
+        self.activation(given, fields)
+        return fields
+
+    def ropes(self, given: Given, max_length: int) -> tuple[Rope, ...]:
+        """The rotary positions, in either spelling."""
+        return (read_rope(given, max_length),)
+
+    def activation(self, given: Given, fields: dict[str, Any]) -> None:
+        """Reads the activation of the MLP into the fields."""
+        given.only("hidden_act", "silu")
+
+    def write(self, config: ModelConfig) -> dict[str, Any]:
+        """The ``config.json`` that ``read`` and transformers read."""
+        content: dict[str, Any] = {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            "hidden_act": "silu",
+            **{key: getattr(config, name) for name, key in self.keys.items()},
+            "num_key_value_heads": config.kv_heads,
+            "head_dim": config.head_dim,
+            "max_position_embeddings": config.max_length,
+            "rms_norm_eps": config.norm_epsilon,
+            "tie_word_embeddings": config.tie_embeddings,
+            "torch_dtype": config.dtype,
+        }
+        if config.ropes:
+            content |= write_rope(config.ropes[0])
+        return content
+
+    def tensors(self, config: ModelConfig) -> Tensors:
+        """The tensors of every parameter, by its name; in ``layers``: ``layers.<name>``."""
+        q, k, v = (f"{LAYER}self_attn.{x}_proj" for x in "qkv")
+        tensors = {
+            "embedding": one("model.embed_tokens.weight", "vocab embed", other=HEAD),
+            "unembedding": one(HEAD, "vocab embed"),
+            "final_norm": one("model.norm.weight", "embed"),
+            "layers.q": one(f"{q}.weight", "(heads head_dim) embed"),
+            "layers.kv": pair(f"{k}.weight", f"{v}.weight", "(kv_heads head_dim) embed"),
+            "layers.q_bias": one(f"{q}.bias", "(heads head_dim)"),
+            "layers.kv_bias": pair(f"{k}.bias", f"{v}.bias", "(kv_heads head_dim)"),
+            "layers.o": one(f"{LAYER}self_attn.o_proj.weight", "embed (heads head_dim)"),
+            "layers.o_bias": one(f"{LAYER}self_attn.o_proj.bias", "embed"),
+            "layers.down": one(f"{LAYER}mlp.down_proj.weight", "embed mlp"),
+            "layers.down_bias": one(f"{LAYER}mlp.down_proj.bias", "embed"),
+        }
+        for end, form in (("weight", "mlp embed"), ("bias", "mlp")):
+            name = "layers.gate_up" if end == "weight" else "layers.gate_up_bias"
+            gate, up = (f"{LAYER}mlp.{x}_proj.{end}" for x in ("gate", "up"))
+            tensors[name] = pair(gate, up, form)
+        for name, form in self.query_key_norms(config).items():
+            tensors[f"layers.{name}"] = one(f"{LAYER}self_attn.{name}.weight", form)
+        for name, stored in self.norm_names().items():
+            tensors[f"layers.{name}"] = one(f"{LAYER}{stored}.weight", "embed")
+        return tensors
+
+    def query_key_norms(self, config: ModelConfig) -> dict[str, str]:
+        """Forms of the weights that norm queries and keys."""
+        if config.query_key_norm == "all":
+            return {"q_norm": "(heads head_dim)", "k_norm": "(kv_heads head_dim)"}
+        return {"q_norm": "head_dim", "k_norm": "head_dim"}
+
+    def norm_names(self) -> dict[str, str]:
+        """A layer's norms and their names in files."""
+        return {
+            "attention_norm": "input_layernorm",
+            "mlp_norm": "post_attention_layernorm",
+        }
+
+
+LAYER = "model.layers.{layer}."
+HEAD = "lm_head.weight"
+
+
+def one(name: str, form: str, **more: Any) -> tuple[Stored, ...]:
+    """A parameter that is one tensor, or one per layer."""
+    return (Stored(name, form, **more),)
+
+
+def pair(first: str, second: str, form: str) -> tuple[Stored, ...]:
+    """A parameter whose ``pair`` axis joins two tensors."""
+    return (Stored(first, form, pair=0), Stored(second, form, pair=1))
+
+
+def expert_tensors(names: Mapping[str, str]) -> Tensors:
+    """The tensors of experts that are stored one by one.
+
+    Args:
+      names: of ``gate``, ``up`` and ``down``, with ``{layer}`` and ``{expert}``.
+    """
+    gate, up, down = (f"{names[name]}.weight" for name in ("gate", "up", "down"))
+    return {
+        "layers.gate_up": pair(gate, up, "mlp embed"),
+        "layers.down": one(down, "embed mlp"),
+    }
+
+
+def read_dtype(given: Given) -> str:
+    """The dtype of the files: ``dtype``, or as it was once spelled ``torch_dtype``."""
+    older = given.get("torch_dtype")
+    name = str(given.get("dtype", older) or "float32").removeprefix("torch.")
+    if name not in DTYPES:
+        raise given.error(f"dtype {name!r} is not supported; supported: {', '.join(DTYPES)}")
+    return name
+
+
+def read_rope(given: Given, max_length: int, theta: float = 10000.0) -> Rope:
+    """Rotary positions of all layers: ``rope_parameters``, or ``rope_theta`` with
+    ``rope_scaling``."""
+    keys = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+    base, scaling, parameters, share = (given.get(key) for key in keys)
+    both = dict(parameters or scaling or {})
+    if parameters and scaling and dict(parameters) != dict(scaling):
+        raise given.error("rope_parameters and rope_scaling differ; give one of them")
+    if any(isinstance(value, Mapping) for value in both.values()):
+        raise given.error("rope_parameters per layer type is not supported for this family")
+    return rope_of(both, given, max_length, base or theta, share or 1.0)
+
+
+def rope_of(
+    parameters: Mapping[str, Any], given: Given, max_length: int, theta: float, share: float = 1.0
+) -> Rope:
+    """Of one dict of parameters; the base and the share are those given where it lacks them."""
+    left = dict(parameters)
+    theta = left.pop("rope_theta", None) or theta
+    share = left.pop("partial_rotary_factor", None) or share
+    return Rope(float(theta), read_scaling(left, max_length, given.what), float(share))
+
+
+def write_rope(rope: Rope) -> dict[str, Any]:
+    """The keys that ``read_rope`` reads, in the older spelling, which every transformers reads."""
+    content: dict[str, Any] = {"rope_theta": rope.theta}
+    if rope.share != 1:
+        content["partial_rotary_factor"] = rope.share
+    if isinstance(rope.scaling, Scaling):
+        content["rope_scaling"] = write_scaling(rope.scaling)
+    return content
+
+
+def read_windows(given: Given, layers: int, types: list[str] | None) -> tuple[LayerKind, ...]:
+    """Kinds of layers whose windows alternate.
+
+    Args:
+      given: ``layer_types`` and ``sliding_window`` are asked for.
+      layers: how many there are.
+      types: what ``layer_types`` is where it is missing; None: all full.
+    """
+    window = given.get("sliding_window")
+    types = given.get("layer_types", types) or [FULL] * layers
+    unknown = sorted(set(types) - {FULL, SLIDING})
+    if unknown:
+        raise given.error(f"layer_types {unknown[0]!r} is not supported; {FULL} or {SLIDING}")
+    if len(types) != layers:
+        raise given.error(f"layer_types has {len(types)} entries for {layers} layers")
+    if SLIDING not in types:
+        return ()
+    if window is None:
+        raise given.error(f"{SLIDING} in layer_types needs sliding_window")
+    window = given.size("sliding_window")
+    return tuple(LayerKind(window if kind == SLIDING else None) for kind in types)
+
+
+def read_switched_windows(
+    given: Given, layers: int, types: list[str]
+) -> tuple[LayerKind, ...]:
+    """``read_windows`` where ``use_sliding_window`` is true; else all layers are full."""
+    if given.flag("use_sliding_window") and given.get("sliding_window") is not None:
+        return read_windows(given, layers, types)
+    given.get("sliding_window")
+    if set(given.get("layer_types", [FULL])) != {FULL}:
+        raise given.error("layer_types with windows needs use_sliding_window=true")
+    return ()
+
+
+def write_windows(config: ModelConfig) -> dict[str, Any]:
+    """The keys that ``read_windows`` reads."""
+    windows = [kind.window for kind in config.layer_kinds if kind.window is not None]
+    types = [FULL if k.window is None else SLIDING for k in config.layer_kinds]
+    return {
+        "sliding_window": windows[0] if windows else None,
+        "layer_types": types or [FULL] * config.layers,
+    }

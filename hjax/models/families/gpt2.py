@@ -1,0 +1,100 @@
+"""GPT-2 (Radford et al. 2019)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hjax.models.config import ModelConfig
+from hjax.models.declaration import Stored
+from hjax.models.families.base import Family, Given, Tensors, one, read_dtype
+
+LAYER = "transformer.h.{layer}."
+
+
+class GPT2(Family):
+    """LayerNorm, learned positions, a plain GELU MLP, biases everywhere.
+
+    Products are stored as ``Conv1D``, not transposed; queries, keys and values lie in one tensor.
+    """
+
+    model_type = "gpt2"
+    architecture = "GPT2LMHeadModel"
+    keys = {
+        "vocab_size": "vocab_size",
+        "hidden_size": "n_embd",
+        "layers": "n_layer",
+        "heads": "n_head",
+        "max_length": "n_positions",
+    }
+
+    def fields(self, given: Given) -> dict[str, Any]:
+        """What newer models may choose is fixed here."""
+        fields: dict[str, Any] = {name: given.size(key) for name, key in self.keys.items()}
+        given.only("activation_function", "gelu_new", "gelu_pytorch_tanh")
+        given.only("scale_attn_weights", True)
+        for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
+            given.only(key, False)
+        # Of a forward in half precision, of a head that is not this one, or said twice.
+        for key in ("reorder_and_upcast_attn", "attn_pdrop", "n_ctx", "task_specific_params"):
+            given.get(key)
+        for key in ("activation", "first_dropout", "proj_to_labels", "type", "use_proj"):
+            given.get(f"summary_{key}")
+        heads, width = fields["heads"], fields["hidden_size"]
+        return fields | {
+            "family": self.model_type,
+            "kv_heads": heads,
+            "head_dim": width // heads,
+            "mlp_size": given.size("n_inner", 4 * width),
+            "norm_epsilon": given.number("layer_norm_epsilon", 1e-5),
+            "tie_embeddings": given.flag("tie_word_embeddings", True),
+            "dtype": read_dtype(given),
+            "ropes": (),
+            "layer_norm": True,
+            "qkv_bias": True,
+            "output_bias": True,
+            "mlp_bias": True,
+            "gated_mlp": False,
+            "activation": "gelu_tanh",
+        }
+
+    def write(self, config: ModelConfig) -> dict[str, Any]:
+        """In GPT-2's own names."""
+        return {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            "activation_function": "gelu_new",
+            **{key: getattr(config, name) for name, key in self.keys.items()},
+            "n_inner": config.mlp_size,
+            "layer_norm_epsilon": config.norm_epsilon,
+            "tie_word_embeddings": config.tie_embeddings,
+            "torch_dtype": config.dtype,
+        }
+
+    def tensors(self, config: ModelConfig) -> Tensors:
+        """Older files leave ``transformer.`` away."""
+        width = config.hidden_size
+        layers = {
+            "q": ("attn.c_attn.weight", "embed (heads head_dim)", (1, 0, 3 * width)),
+            "kv": ("attn.c_attn.weight", "embed (pair kv_heads head_dim)", (1, width, 3 * width)),
+            "q_bias": ("attn.c_attn.bias", "(heads head_dim)", (0, 0, 3 * width)),
+            "kv_bias": ("attn.c_attn.bias", "(pair kv_heads head_dim)", (0, width, 3 * width)),
+            "o": ("attn.c_proj.weight", "(heads head_dim) embed", None),
+            "o_bias": ("attn.c_proj.bias", "embed", None),
+            "up": ("mlp.c_fc.weight", "embed mlp", None),
+            "up_bias": ("mlp.c_fc.bias", "mlp", None),
+            "down": ("mlp.c_proj.weight", "mlp embed", None),
+            "down_bias": ("mlp.c_proj.bias", "embed", None),
+        }
+        for ours, theirs in (("attention_norm", "ln_1"), ("mlp_norm", "ln_2")):
+            layers[ours] = (f"{theirs}.weight", "embed", None)
+            layers[f"{ours}_bias"] = (f"{theirs}.bias", "embed", None)
+        return {
+            "embedding": one("transformer.wte.weight", "vocab embed", other="lm_head.weight"),
+            "unembedding": one("lm_head.weight", "vocab embed"),
+            "positions": one("transformer.wpe.weight", "positions embed"),
+            "final_norm": one("transformer.ln_f.weight", "embed"),
+            "final_norm_bias": one("transformer.ln_f.bias", "embed"),
+        } | {
+            f"layers.{name}": (Stored(LAYER + stored, form, part=part),)
+            for name, (stored, form, part) in layers.items()
+        }

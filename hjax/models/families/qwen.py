@@ -1,0 +1,122 @@
+"""Qwen2 and 2.5 (arXiv 2407.10671, 2412.15115) and Qwen3 (arXiv 2505.09388), with experts too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hjax.models.config import LayerKind, ModelConfig
+from hjax.models.families.base import (
+    FULL,
+    LAYER,
+    SLIDING,
+    Family,
+    Given,
+    Tensors,
+    expert_tensors,
+    one,
+    read_switched_windows,
+    write_windows,
+)
+from hjax.models.families.mistral import read_one_window
+
+
+class Qwen2(Family):
+    """Llama's layers with biases on queries, keys and values."""
+
+    model_type = "qwen2"
+    architecture = "Qwen2ForCausalLM"
+    defaults = {"max_position_embeddings": 32768}
+
+    def fields(self, given: Given) -> dict[str, Any]:
+        """``use_sliding_window`` gives the layers from ``max_window_layers`` on a window."""
+        fields = super().fields(given) | self.biases(given)
+        return fields | {"layer_kinds": self.windows(given, fields["layers"])}
+
+    def windows(self, given: Given, layers: int) -> tuple[LayerKind, ...]:
+        """Kinds of the layers; none where all are full."""
+        first = int(given.number("max_window_layers", 28))
+        types = [FULL if i < first else SLIDING for i in range(layers)]
+        return read_switched_windows(given, layers, types)
+
+    def biases(self, given: Given) -> dict[str, Any]:
+        """Fields of the biases."""
+        return {"qkv_bias": True}
+
+    def write(self, config: ModelConfig) -> dict[str, Any]:
+        """With the windows, if there are any."""
+        content = super().write(config)
+        if config.head_dim == config.hidden_size // config.heads:
+            del content["head_dim"]  # transformers' class has no such field
+        if config.layer_kinds:
+            content |= write_windows(config) | {"use_sliding_window": True}
+        return content
+
+
+class Qwen3(Qwen2):
+    """Queries and keys normed, a head size of its own, no biases."""
+
+    model_type = "qwen3"
+    architecture = "Qwen3ForCausalLM"
+    defaults = {"max_position_embeddings": 32768, "head_dim": 128}
+
+    def fields(self, given: Given) -> dict[str, Any]:
+        """Norms of queries and keys over each head."""
+        return super().fields(given) | {"query_key_norm": "head"}
+
+    def biases(self, given: Given) -> dict[str, Any]:
+        """All of attention's, or none."""
+        bias = given.flag("attention_bias")
+        return {"qkv_bias": bias, "output_bias": bias}
+
+    def write(self, config: ModelConfig) -> dict[str, Any]:
+        """With its head size."""
+        more = {"head_dim": config.head_dim, "attention_bias": config.qkv_bias}
+        return super().write(config) | more
+
+
+class Qwen3Moe(Qwen3):
+    """Qwen3 with experts in every layer."""
+
+    model_type = "qwen3_moe"
+    architecture = "Qwen3MoeForCausalLM"
+    keys = {**Qwen3.keys, "mlp_size": "moe_intermediate_size"}
+    defaults = {"max_position_embeddings": 32768, "num_key_value_heads": 4}
+
+    def fields(self, given: Given) -> dict[str, Any]:
+        """Experts are counted under either of two names."""
+        fields = super().fields(given)
+        given.only("decoder_sparse_step", 1)
+        given.only("mlp_only_layers", [])
+        given.get("intermediate_size")  # of layers without experts
+        name = "num_experts" if given.get("num_local_experts") is None else "num_local_experts"
+        return fields | {
+            "experts": given.size(name),
+            "experts_per_token": given.size("num_experts_per_tok", 8),
+            "normalize_router": given.flag("norm_topk_prob"),
+            "router_loss": given.number("router_aux_loss_coef", 0.001),
+        }
+
+    def windows(self, given: Given, layers: int) -> tuple[LayerKind, ...]:
+        """All layers have the window, or none."""
+        if given.flag("use_sliding_window"):
+            return read_one_window(given, layers)
+        given.get("sliding_window")
+        return ()
+
+    def write(self, config: ModelConfig) -> dict[str, Any]:
+        """With its experts."""
+        return super().write(config) | {
+            "num_experts": config.experts,
+            "num_experts_per_tok": config.experts_per_token,
+            "norm_topk_prob": config.normalize_router,
+            "router_aux_loss_coef": config.router_loss,
+        }
+
+    def tensors(self, config: ModelConfig) -> Tensors:
+        """Three tensors for each expert."""
+        names = {name: f"{LAYER}mlp.experts.{{expert}}.{name}_proj" for name in MLP}
+        router = {"layers.router": one(f"{LAYER}mlp.gate.weight", "experts embed")}
+        return super().tensors(config) | router | expert_tensors(names)
+
+
+MLP = ("gate", "up", "down")

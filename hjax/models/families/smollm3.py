@@ -1,0 +1,57 @@
+"""SmolLM3 (huggingface.co/blog/smollm3)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hjax.models.config import LayerKind, ModelConfig
+from hjax.models.families.base import (
+    FULL,
+    SLIDING,
+    Family,
+    Given,
+    read_switched_windows,
+    write_windows,
+)
+
+
+class SmolLM3(Family):
+    """Llama's layers, of which every fourth turns no queries and keys."""
+
+    model_type = "smollm3"
+    architecture = "SmolLM3ForCausalLM"
+    defaults = {
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 4,
+        "rope_theta": 2000000.0,
+        "tie_word_embeddings": True,
+    }
+
+    def fields(self, given: Given) -> dict[str, Any]:
+        """``no_rope_layers`` has a 1 for each layer that turns, or every ``no_rope_layer_interval``
+        does not."""
+        bias = given.flag("attention_bias")
+        fields = super().fields(given) | {"qkv_bias": bias, "output_bias": bias}
+        fields["mlp_bias"] = given.flag("mlp_bias")
+        layers, every = fields["layers"], given.size("no_rope_layer_interval", 4)
+        turns = given.get("no_rope_layers", [int((i + 1) % every != 0) for i in range(layers)])
+        if len(turns) != layers:
+            raise given.error(f"no_rope_layers has {len(turns)} entries for {layers} layers")
+        types = [FULL if turn else SLIDING for turn in turns]
+        windows = read_switched_windows(given, layers, types)
+        windows = windows or (LayerKind(),) * layers
+        fields["layer_kinds"] = tuple(
+            LayerKind(kind.window, 0 if turn else None) for kind, turn in zip(windows, turns)
+        )
+        return fields
+
+    def write(self, config: ModelConfig) -> dict[str, Any]:
+        """With the kinds of its layers."""
+        turns = [int(kind.rope is not None) for kind in config.layer_kinds]
+        content = super().write(config) | write_windows(config)
+        return content | {
+            "attention_bias": config.qkv_bias,
+            "mlp_bias": config.mlp_bias,
+            "no_rope_layers": turns or [1] * config.layers,
+            "use_sliding_window": any(kind.window for kind in config.layer_kinds),
+        }

@@ -1,0 +1,291 @@
+"""Rotary positions (Su et al. 2021, arXiv 2104.09864) and the forms that stretch them.
+
+Each form is what transformers computes under the same ``rope_type``
+(``modeling_rope_utils.py``): frequencies in radians per position, and a factor on cos and sin.
+Three of them are fixed; ``dynamic`` and ``longrope`` depend on the length of the sequence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from hjax.errors import ConfigError
+
+Tables = tuple[jax.Array, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaling:
+    """A form of rotary positions; a field's metadata has its key in config.json."""
+
+    kind: ClassVar[str]
+
+    def frequencies(self, theta: float, plain: jax.Array, length: jax.Array) -> jax.Array:
+        """Those used for sequences of ``length`` tokens.
+
+        Args:
+          theta: the base.
+          plain: float32 [size / 2], ``theta ** -(2 i / size)``.
+          length: int [...], tokens of each sequence.
+
+        Returns:
+          float32 [size / 2], or [..., size / 2] where they depend on the length.
+        """
+        raise NotImplementedError
+
+    @property
+    def factor_on_tables(self) -> float:
+        """What cos and sin are multiplied by."""
+        return 1.0
+
+
+def _field(key: str, **more: Any) -> Any:
+    return dataclasses.field(metadata={"key": key}, **more)
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear(Scaling):
+    """Positions divided by a factor (Chen et al. 2023, arXiv 2306.15595)."""
+
+    kind: ClassVar[str] = "linear"
+    factor: float = _field("factor")
+
+    def frequencies(self, theta: float, plain: jax.Array, length: jax.Array) -> jax.Array:
+        """All divided by the factor."""
+        return plain / self.factor
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3(Scaling):
+    """Llama 3's: low frequencies divided by a factor, high ones kept, smooth between them."""
+
+    kind: ClassVar[str] = "llama3"
+    factor: float = _field("factor")
+    low_frequency_factor: float = _field("low_freq_factor")
+    high_frequency_factor: float = _field("high_freq_factor")
+    original_max_length: int = _field("original_max_position_embeddings")
+
+    def frequencies(self, theta: float, plain: jax.Array, length: jax.Array) -> jax.Array:
+        """By how often a frequency turns within the original length."""
+        turns = self.original_max_length * plain / (2 * jnp.pi)
+        low, high = self.low_frequency_factor, self.high_frequency_factor
+        smooth = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+        return plain * (smooth + (1 - smooth) / self.factor)
+
+
+@dataclasses.dataclass(frozen=True)
+class Yarn(Scaling):
+    """YaRN (Peng et al. 2023, arXiv 2309.00071)."""
+
+    kind: ClassVar[str] = "yarn"
+    factor: float = _field("factor")
+    original_max_length: int = _field("original_max_position_embeddings")
+    beta_fast: float = _field("beta_fast", default=32.0)
+    beta_slow: float = _field("beta_slow", default=1.0)
+    truncate: bool = _field("truncate", default=True)
+    attention_factor: float | None = _field("attention_factor", default=None)
+    mscale: float | None = _field("mscale", default=None)
+    mscale_all_dim: float | None = _field("mscale_all_dim", default=None)
+
+    def frequencies(self, theta: float, plain: jax.Array, length: jax.Array) -> jax.Array:
+        """A ramp over the dimensions, from those kept to those divided by the factor."""
+        half = plain.shape[0]
+
+        def dimension(turns: float) -> float:
+            """The one that turns so often within the original length."""
+            within = math.log(self.original_max_length / (turns * 2 * math.pi))
+            return half * within / math.log(theta)
+
+        low, high = dimension(self.beta_fast), dimension(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, 2 * half - 1)
+        high += 0.001 if low == high else 0  # no division by 0
+        ramp = jnp.clip((jnp.arange(half, dtype=jnp.float32) - low) / (high - low), 0.0, 1.0)
+        return plain / self.factor * ramp + plain * (1 - ramp)
+
+    @property
+    def factor_on_tables(self) -> float:
+        """The paper's ``0.1 ln(factor) + 1``, or what config.json says instead."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+
+        def scale(by: float) -> float:
+            return 1.0 if self.factor <= 1 else 0.1 * by * math.log(self.factor) + 1.0
+
+        if self.mscale and self.mscale_all_dim:
+            return scale(self.mscale) / scale(self.mscale_all_dim)
+        return scale(1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dynamic(Scaling):
+    """Dynamic NTK: a longer base for sequences longer than the model's length."""
+
+    kind: ClassVar[str] = "dynamic"
+    factor: float = _field("factor")
+    original_max_length: int = _field("max_position_embeddings")  # of the model, not the form's
+
+    def frequencies(self, theta: float, plain: jax.Array, length: jax.Array) -> jax.Array:
+        """Of the base ``theta * (factor * length / original - (factor - 1)) ** (d / (d - 2))``."""
+        size = 2 * plain.shape[0]
+        length = jnp.maximum(length, self.original_max_length).astype(jnp.float32)
+        stretch = self.factor * length / self.original_max_length - (self.factor - 1)
+        exponent = jnp.arange(0, size, 2, dtype=jnp.float32) / size
+        return plain * stretch[..., None] ** -(exponent * size / (size - 2))
+
+
+@dataclasses.dataclass(frozen=True)
+class LongRope(Scaling):
+    """LongRoPE (Ding et al. 2024, arXiv 2402.13753): a factor for each frequency, other ones for
+    sequences longer than the original length."""
+
+    kind: ClassVar[str] = "longrope"
+    short: tuple[float, ...] = _field("short_factor")
+    long: tuple[float, ...] = _field("long_factor")
+    original_max_length: int = _field("original_max_position_embeddings")
+    factor: float | None = _field("factor", default=None)
+    attention_factor: float | None = _field("attention_factor", default=None)
+    max_length: int = _field("max_position_embeddings", default=0)  # of the model
+
+    def frequencies(self, theta: float, plain: jax.Array, length: jax.Array) -> jax.Array:
+        """The long factors where the sequence is longer than the original length."""
+        short, long = (jnp.asarray(x, jnp.float32) for x in (self.short, self.long))
+        beyond = (length > self.original_max_length)[..., None]
+        return plain / jnp.where(beyond, long, short)
+
+    @property
+    def factor_on_tables(self) -> float:
+        """``sqrt(1 + ln(stretch) / ln(original length))``, or what config.json says instead."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        stretch = self.factor or self.max_length / self.original_max_length
+        if stretch <= 1:
+            return 1.0
+        return math.sqrt(1 + math.log(stretch) / math.log(self.original_max_length))
+
+
+FORMS: dict[str, type[Scaling]] = {
+    form.kind: form for form in (Linear, Dynamic, Yarn, LongRope, Llama3)
+}
+_OF_MODEL = "max_position_embeddings"  # a form's field that is the model's own
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """Rotary positions: a base, how they are stretched, and the share of a head that turns."""
+
+    theta: float = 10000.0
+    scaling: Scaling | None = None
+    share: float = 1.0
+
+    def turning(self, head_dim: int) -> int:
+        """Elements of a head that turn; the rest stays as it is."""
+        return int(head_dim * self.share)
+
+    def tables(
+        self,
+        head_dim: int,
+        positions: jax.Array,
+        make: Callable[[jax.Array, jax.Array], Tables],
+    ) -> Tables:
+        """cos and sin of every position, each float32 [..., 1, size / 2] of the size that turns.
+
+        Args:
+          head_dim: of which ``share`` turns.
+          positions: int [..., length], of each token in its sequence; the largest tells its length.
+          make: ``Kernels.rotary_tables``.
+        """
+        size = self.turning(head_dim)
+        exponent = jnp.arange(0, size, 2, dtype=jnp.float32) / size
+        plain = 1.0 / self.theta**exponent
+        if self.scaling is None:
+            return make(plain, positions)
+        length = jnp.max(positions, axis=-1) + 1
+        frequencies = self.scaling.frequencies(self.theta, plain, length)
+        if frequencies.ndim == 1:
+            cos, sin = make(frequencies, positions)
+        else:
+            angles = positions[..., None, None].astype(jnp.float32)
+            angles = angles * frequencies[..., None, None, :]
+            cos, sin = jnp.cos(angles), jnp.sin(angles)
+        factor = self.scaling.factor_on_tables
+        return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
+
+
+def read_scaling(given: Mapping[str, Any], max_length: int, what: str) -> Scaling | None:
+    """The form that ``rope_scaling`` or ``rope_parameters`` describes.
+
+    Args:
+      given: its keys, without ``rope_theta`` and ``partial_rotary_factor``.
+      max_length: ``max_position_embeddings``.
+      what: names the file in errors.
+
+    Raises:
+      ConfigError: an unknown form, or a key that it lacks or that does not belong to it.
+    """
+    given = {key: value for key, value in given.items() if value is not None}
+    old = given.pop("type", "default")
+    kind = given.pop("rope_type", old)
+    kind = {"su": "longrope"}.get(kind, kind)
+    if kind == "default":
+        if given:
+            raise ConfigError(f"{what}: rope_type 'default' knows no {', '.join(sorted(given))}")
+        return None
+    if kind not in FORMS:
+        raise ConfigError(
+            f"{what}: rope_type {kind!r} is not supported; supported: default, {', '.join(FORMS)}"
+        )
+    form = FORMS[kind]
+    by_key = {field.metadata["key"]: field for field in dataclasses.fields(form)}
+    if kind in ("yarn", "llama3", "longrope"):
+        given.setdefault("original_max_position_embeddings", max_length)
+    elif kind == "dynamic":  # written by some, read by no forward
+        given.pop("original_max_position_embeddings", None)
+    if _OF_MODEL in by_key:
+        given[_OF_MODEL] = max_length
+    missing = [
+        key for key, field in by_key.items()
+        if field.default is dataclasses.MISSING and key not in given
+    ]  # fmt: skip
+    if missing:
+        raise ConfigError(f"{what}: rope_type {kind!r} needs {', '.join(missing)} too")
+    unknown = sorted(set(given) - set(by_key))
+    if unknown:
+        raise ConfigError(f"{what}: rope_type {kind!r} knows no {', '.join(unknown)}")
+    values = {}
+    for key, field in by_key.items():
+        if key in given:
+            values[field.name] = _value(given[key], str(field.type), f"{what}: rope {key}")
+    return form(**values)
+
+
+def _value(value: Any, kind: str, what: str) -> Any:
+    try:
+        if kind.startswith("tuple"):
+            return tuple(float(x) for x in value)
+        if kind.startswith("bool"):
+            return bool(value)
+        if kind.startswith("int"):
+            return int(value)
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{what} is {value!r}; a {kind.split(' ')[0]}") from error
+
+
+def write_scaling(scaling: Scaling | None) -> dict[str, Any]:
+    """The keys that ``read_scaling`` reads; what they leave to a default stays left."""
+    if scaling is None:
+        return {"rope_type": "default"}
+    written: dict[str, Any] = {"rope_type": scaling.kind}
+    for field in dataclasses.fields(scaling):
+        value = getattr(scaling, field.name)
+        if field.metadata["key"] != _OF_MODEL and value is not None and value != field.default:
+            written[field.metadata["key"]] = list(value) if isinstance(value, tuple) else value
+    return written
