@@ -90,9 +90,10 @@ def test_activations_by_hand():
     assert arithmetic.activation_elements(shape) == (65792, 16384)
 
 
-def test_a_model_with_experts_is_planned_not_run():
-    with pytest.raises(ConfigError, match="8 experts can be planned for, not run"):
-        decoder_network(published("mixtral-8x7b"))
+def test_parameters_of_experts_are_those_of_the_network():
+    shape = published("mixtral-8x7b")
+    counted = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(decoder_network(shape).shapes))
+    assert arithmetic.parameters(shape) == counted
 
 
 def test_a_config_json_of_another_family_is_read_for_planning(tmp_path):

@@ -35,8 +35,9 @@ class ModelConfig:
       normalize_router: whether the weights of the experts that a token uses add up to 1.
       router_loss: weight of the loss that balances the experts, as config.json has it.
       family: of ``hjax.models.families``: how its config.json and tensors are named.
-      dtype: of the files it came from, in which it is written again.
-      token_ids: of the keys of config.json that name special tokens, those that it has.
+      dtype: of the files it came from, in which it is written again; no part of the shapes.
+      token_ids: of the keys of config.json that name special tokens, those that it has; no part
+        of the shapes either.
       ropes: rotary positions, of which a layer uses one; empty: ``learned_positions``, a table
         added to the embedding.
       norms: where a layer norms: ``before`` attention and MLP, ``after`` them, or ``both``.
@@ -68,8 +69,10 @@ class ModelConfig:
     normalize_router: bool = True
     router_loss: float = 0.0
     family: str = "llama"
-    dtype: str = "float32"
-    token_ids: tuple[tuple[str, int | tuple[int, ...]], ...] = ()
+    dtype: str = dataclasses.field(default="float32", compare=False)
+    token_ids: tuple[tuple[str, int | tuple[int, ...]], ...] = dataclasses.field(
+        default=(), compare=False
+    )
     norms: str = "before"
     layer_norm: bool = False
     norm_offset: float = 0.0
@@ -124,6 +127,7 @@ class ModelConfig:
             "kv_heads": self.kv_heads,
             "mlp": self.mlp_size,
             "vocab": self.vocab_size,
+            **({"experts": self.experts} if self.experts else {}),
         }
 
     @property

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 
 from hjax.errors import ConfigError
@@ -129,7 +129,7 @@ def save_weights(
 
 def tensors_of(config: ModelConfig, params: Params) -> Iterator[tuple[str, np.ndarray]]:
     """Every tensor of a file of these parameters by name, in the config's dtype."""
-    dtype = np.dtype(getattr(ml_dtypes, config.dtype, config.dtype))
+    dtype = jnp.dtype(config.dtype)
     tensors: dict[str, np.ndarray] = {}
 
     def write(declared: Mapping[str, Any], params: Params) -> None:

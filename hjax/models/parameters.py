@@ -120,7 +120,6 @@ def _check_runs(config: ModelConfig) -> None:
     """Refuse what can be counted and planned for, but not run yet."""
     windows = [kind.window for kind in config.period if kind.window is not None]
     lacking = [
-        (config.experts, f"{config.experts} experts"),
         (windows, f"windows of {windows and windows[0]} tokens"),
         (config.attention_scale is not None, f"attention_scale={config.attention_scale}"),
         (config.attention_softcap, f"attention_softcap={config.attention_softcap}"),

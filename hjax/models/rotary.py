@@ -25,6 +25,7 @@ class Scaling:
     """A form of rotary positions; a field's metadata has its key in config.json."""
 
     kind: ClassVar[str]
+    by_length: ClassVar[bool] = False  # whether the length of the sequence matters
 
     def frequencies(self, theta: float, plain: jax.Array, length: jax.Array) -> jax.Array:
         """Those used for sequences of ``length`` tokens.
@@ -129,6 +130,7 @@ class Dynamic(Scaling):
     """Dynamic NTK: a longer base for sequences longer than the model's length."""
 
     kind: ClassVar[str] = "dynamic"
+    by_length: ClassVar[bool] = True
     factor: float = _field("factor")
     original_max_length: int = _field("max_position_embeddings")  # of the model, not the form's
 
@@ -147,6 +149,7 @@ class LongRope(Scaling):
     sequences longer than the original length."""
 
     kind: ClassVar[str] = "longrope"
+    by_length: ClassVar[bool] = True
     short: tuple[float, ...] = _field("short_factor")
     long: tuple[float, ...] = _field("long_factor")
     original_max_length: int = _field("original_max_position_embeddings")
@@ -194,22 +197,26 @@ class Rope:
         head_dim: int,
         positions: jax.Array,
         make: Callable[[jax.Array, jax.Array], Tables],
+        lengths: jax.Array | None = None,
     ) -> Tables:
         """cos and sin of every position, each float32 [..., 1, size / 2] of the size that turns.
 
         Args:
           head_dim: of which ``share`` turns.
-          positions: int [..., length], of each token in its sequence; the largest tells its length.
+          positions: int [..., length], of each token in its sequence.
           make: ``Kernels.rotary_tables``.
+          lengths: int [...], tokens that each sequence has or will have; None: by the largest
+            position.
         """
         size = self.turning(head_dim)
         exponent = jnp.arange(0, size, 2, dtype=jnp.float32) / size
         plain = 1.0 / self.theta**exponent
         if self.scaling is None:
             return make(plain, positions)
-        length = jnp.max(positions, axis=-1) + 1
-        frequencies = self.scaling.frequencies(self.theta, plain, length)
-        if frequencies.ndim == 1:
+        if lengths is None:
+            lengths = jnp.max(positions, axis=-1) + 1
+        frequencies = self.scaling.frequencies(self.theta, plain, lengths)
+        if not self.scaling.by_length:
             cos, sin = make(frequencies, positions)
         else:
             angles = positions[..., None, None].astype(jnp.float32)

@@ -29,11 +29,13 @@ from hjax.models.architecture import (
 from hjax.models.attention import Attention, Form
 from hjax.models.config import LayerKind, ModelConfig
 from hjax.models.declaration import create_in
+from hjax.models.experts import Routing, Weights, mixture
 from hjax.models.rotary import Tables
 from hjax.sharding.layout import Layout
 from hjax.sharding.pipeline import Stack, plain
 
 Rotary = tuple[Tables, ...]  # cos and sin, for each of a model's rotary positions
+LookUp = Callable[[jax.Array], Rotary]  # of int positions [batch, length]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,17 +94,22 @@ class Compute:
         return x if self.layout is None else self.layout.constrain(x, *logical_axes)
 
 
-def rotary_tables(config: ModelConfig, positions: jax.Array, kernels: Kernels) -> Rotary:
+def rotary_tables(
+    config: ModelConfig,
+    positions: jax.Array,
+    kernels: Kernels,
+    lengths: jax.Array | None = None,
+) -> Rotary:
     """cos and sin of positions, a pair for each of the model's rotary positions.
 
     Args:
       config: of the model.
       positions: int [..., length], of each token in its own sequence.
       kernels: that make them.
+      lengths: int [...], tokens that each sequence will have; None: those up to its last position.
     """
-    return tuple(
-        rope.tables(config.head_dim, positions, kernels.rotary_tables) for rope in config.ropes
-    )
+    make = kernels.rotary_tables
+    return tuple(rope.tables(config.head_dim, positions, make, lengths) for rope in config.ropes)
 
 
 def _pair(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -113,6 +120,7 @@ def _pair(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 class Block(nnx.Module):
     """All layers' parameters, stacked on a leading ``layers`` dimension."""
 
+    router: nnx.Param
     gate_up: nnx.Param
     down: nnx.Param
 
@@ -181,6 +189,9 @@ class Block(nnx.Module):
 
     def _mlp(self, x: jax.Array, compute: Compute) -> jax.Array:
         config = self.config
+        if config.experts:
+            weights = Weights(self.router[...], self.gate_up[...], self.down[...])
+            return mixture(x, weights, routing_of(config), compute.home)
         if config.gated_mlp and config.activation == "silu" and not config.mlp_bias:
             return compute.kernels.gated_mlp(x, self.gate_up[...], self.down[...])
         activation = ACTIVATIONS[config.activation]
@@ -196,6 +207,14 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
+
+
+def routing_of(config: ModelConfig) -> Routing:
+    """How this model's tokens choose their experts."""
+    activation = ACTIVATIONS[config.activation]
+    return Routing(
+        config.experts_per_token, config.normalize_router, lambda gate, up: activation(gate) * up
+    )
 
 
 def norm(
@@ -260,7 +279,7 @@ class Decoder(nnx.Module):
         cache: Any = None,
         compute: Compute = Compute(),
         layers: list[Any] | None = None,
-        rotary: Rotary | None = None,
+        rotary: LookUp | None = None,
     ) -> tuple[jax.Array, Any, Any]:
         """Run the decoder.
 
@@ -272,8 +291,7 @@ class Decoder(nnx.Module):
           compute: dtype, loop form and kernels.
           layers: for unrolled layers, what ``unstack`` returned; a loop over tokens makes it
             once, outside.
-          rotary: what ``rotary`` returned, to look up in; a loop over tokens makes it once,
-            outside.
+          rotary: what ``rotary`` returned; a loop over tokens makes it once, outside.
 
         Returns:
           hidden states [batch, length, embed] after the final norm, the cache, and what the
@@ -314,9 +332,27 @@ class Decoder(nnx.Module):
             x += self.positions[...].astype(compute.dtype)[positions]
         return compute.hold(x, "batch", "length", None)
 
-    def rotary(self, length: int) -> Rotary:
-        """cos and sin of the positions from 0 to ``length``, for a loop over tokens."""
-        return rotary_tables(self.config, jnp.arange(length), Kernels())
+    def rotary(self, lengths: jax.Array, tables: int = 0) -> LookUp | None:
+        """What turns queries and keys in a loop over tokens.
+
+        Args:
+          lengths: int [sequences], tokens that each will have at most; rows of one are consecutive.
+          tables: cos and sin of so many positions from 0 on are made now; 0: when they are used.
+
+        Returns:
+          a function of positions; None where they can be turned without it.
+        """
+        if any(rope.scaling is not None and rope.scaling.by_length for rope in self.config.ropes):
+
+            def of_lengths(positions: jax.Array) -> Rotary:
+                each = jnp.repeat(lengths, positions.shape[0] // lengths.shape[0])
+                return rotary_tables(self.config, positions, Kernels(), each)
+
+            return of_lengths
+        if not tables:
+            return None
+        made = rotary_tables(self.config, jnp.arange(tables), Kernels())
+        return lambda positions: jax.tree.map(lambda table: table[positions], made)
 
     def run(
         self,
@@ -328,7 +364,7 @@ class Decoder(nnx.Module):
         layers: list[Any] | None = None,
         first: int | jax.Array = 0,
         stride: int = 1,
-        rotary: Rotary | None = None,
+        rotary: LookUp | None = None,
     ) -> tuple[jax.Array, Any, Any]:
         """The layers alone, as many as the bound parameters have; ``__call__`` has the rest.
 
@@ -355,10 +391,10 @@ class Decoder(nnx.Module):
         cache: Any,
         compute: Compute,
         numbers: tuple[int | jax.Array, int] = (0, 1),
-        rotary: Rotary | None = None,
+        rotary: LookUp | None = None,
     ) -> tuple[jax.Array, Any, Any]:
         if rotary is not None:
-            turns = jax.tree.map(lambda table: table[positions], rotary)
+            turns = rotary(positions)
         else:
             turns = rotary_tables(self.config, positions, compute.kernels)
         graph, _ = nnx.split(self.layers)

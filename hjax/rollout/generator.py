@@ -239,8 +239,9 @@ class Generator:
 
         prompts, prompt_mask = split(prompts, "batch"), split(prompt_mask, "batch")
         layers = model.unstack() if self.compute.unroll_layers else None
-        rotary = model.rotary(prompts.shape[1] + length)
-        prompt_lengths = jnp.repeat(jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32), shape.samples)
+        once = jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32)
+        prompt_lengths = jnp.repeat(once, shape.samples)
+        rotary = model.rotary(once + length, tables=prompts.shape[1] + length)
         tokens, mask, positions = prompts, prompt_mask, positions_of(prompt_mask)
         if begun is not None:
             # A row for each response now: what it has so far is part of the prefill.

@@ -65,7 +65,7 @@ class PipelinedRollout:
         rows = sequence.shape[1]
 
         starts = model.embed(prompts, self.compute, jax.vmap(positions_of)(masks))
-        hidden, prompt = self._prefill(params, starts, masks)
+        hidden, prompt = self._prefill(params, starts, masks, length)
         cache = KVCache.create(prompt, samples, length)
         cache = jax.tree.map(lambda x: layout.constrain(x, "layers", "batch", "kv_heads"), cache)
 
@@ -82,7 +82,7 @@ class PipelinedRollout:
         for index in range(stages):
             first = jnp.repeat(model.finish(hidden[index], self.compute), samples, axis=0)
             drawn = draw(drawn, jnp.int32(index), first, jnp.int32(0))
-        decode = self._decoder(params, masks, lengths)
+        decode = self._decoder(params, masks, lengths, length)
 
         def finished(out: jax.Array) -> jax.Array:
             return model.finish(out, self.compute)[:, 0]
@@ -125,8 +125,12 @@ class PipelinedRollout:
     def _pass_on(self, x: jax.Array) -> jax.Array:
         return jax.lax.ppermute(x, AXIS, [(s, s + 1) for s in range(self.stages - 1)])
 
-    def _prefill(self, params: Params, starts: jax.Array, masks: jax.Array) -> Any:
+    def _prefill(self, params: Params, starts: jax.Array, masks: jax.Array, length: int) -> Any:
         """Hidden states of the prompts' last tokens, and their keys and values.
+
+        Args:
+          params, starts, masks: of all micro-batches.
+          length: of a response at most.
 
         Returns:
           [micro-batches, prompts, embed] before the final norm; (k, v), each
@@ -144,7 +148,10 @@ class PipelinedRollout:
                 at = jnp.clip(time - stage, 0, stages - 1)
                 x, mask = jnp.where(stage == 0, starts[at], received), masks[at]
                 attention = Causal(mask, keep=True, form=self.compute.form)
-                x, _, kept = model.run(x, positions_of(mask), attention, compute=self.compute)
+                turn = model.rotary(jnp.sum(mask, axis=-1, dtype=jnp.int32) + length)
+                x, _, kept = model.run(
+                    x, positions_of(mask), attention, compute=self.compute, rotary=turn
+                )
                 return self._pass_on(x), (kept, x[:, -1])
 
             times = jnp.arange(2 * stages - 1)
@@ -161,7 +168,7 @@ class PipelinedRollout:
         return self._map(body, in_specs, (_WHOLE, _SPLIT))(params, starts, masks)
 
     def _decoder(
-        self, params: Params, masks: jax.Array, lengths: jax.Array
+        self, params: Params, masks: jax.Array, lengths: jax.Array, length: int
     ) -> Callable[..., tuple[KVCache, jax.Array, jax.Array]]:
         """One tick: every stage runs its layers on the micro-batch whose turn it is there."""
         stages = self.stages
@@ -181,7 +188,8 @@ class PipelinedRollout:
             # Before its first turn a stage writes where its first true token will be written.
             position = jnp.maximum(turn // stages, 0)
             x = jnp.where(stage == 0, x, received[0])
-            out, cache, _ = self.network.bind(params).run(
+            model = self.network.bind(params)
+            out, cache, _ = model.run(
                 x,
                 lengths[index][:, None] + position,
                 Decode(masks[index], position),
@@ -189,6 +197,7 @@ class PipelinedRollout:
                 self.compute,
                 first=index,
                 stride=stages,
+                rotary=model.rotary(lengths[index] + length),
             )
             last = jax.lax.psum(jnp.where(stage == stages - 1, out, 0), AXIS)
             return cache, self._pass_on(out)[None], last

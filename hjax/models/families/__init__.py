@@ -13,6 +13,7 @@ from hjax.models.families.llama import Llama
 from hjax.models.families.mistral import Mistral
 from hjax.models.families.mixtral import Mixtral
 from hjax.models.families.olmo2 import Olmo2
+from hjax.models.families.phi3 import Phi3
 from hjax.models.families.qwen import Qwen2, Qwen3, Qwen3Moe
 from hjax.models.families.smollm3 import SmolLM3
 
@@ -25,6 +26,7 @@ FAMILIES: dict[str, Family] = {
         Mistral(),
         SmolLM3(),
         Olmo2(),
+        Phi3(),
         GPT2(),
         Mixtral(),
         Qwen3Moe(),

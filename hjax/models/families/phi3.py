@@ -1,0 +1,65 @@
+"""Phi-3 (arXiv 2404.14219) and Phi-4-mini (arXiv 2503.01743)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hjax.models.config import ModelConfig
+from hjax.models.families.base import LAYER, Given, Tensors, one, rope_of
+from hjax.models.families.mistral import Mistral
+from hjax.models.rotary import LongRope, Rope
+
+
+class Phi3(Mistral):
+    """Llama's layers with queries, keys and values, and gate and up, in one tensor each.
+
+    Its rotary positions are plain or LongRoPE's, of a share of each head.
+    """
+
+    model_type = "phi3"
+    architecture = "Phi3ForCausalLM"
+    defaults = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
+
+    def fields(self, given: Given) -> dict[str, Any]:
+        """Written by some, always so."""
+        for key in ("attention_bias", "mlp_bias", "lm_head_bias"):
+            given.only(key, False)
+        for key in ("full_attn_mod", "interpolate_factor"):
+            given.only(key, 1)
+        return super().fields(given)
+
+    def ropes(self, given: Given, max_length: int) -> tuple[Rope, ...]:
+        """The original length stands beside ``rope_scaling``; other names of LongRoPE are older."""
+        both = dict(given.get("rope_parameters") or given.get("rope_scaling") or {})
+        kind = both.pop("rope_type", both.pop("type", "default"))
+        original = given.size("original_max_position_embeddings", max_length)
+        if kind in ("su", "yarn", "longrope"):
+            kind = "longrope"
+            both["original_max_position_embeddings"] = original
+        elif kind != "default":
+            raise given.error(f"rope_type {kind!r} is not supported; supported: default, longrope")
+        both["rope_type"] = kind
+        share = given.number("partial_rotary_factor", 1.0)
+        return (rope_of(both, given, max_length, given.number("rope_theta", 10000.0), share),)
+
+    def write(self, config: ModelConfig) -> dict[str, Any]:
+        """With the original length."""
+        content, scaling = super().write(config), config.ropes[0].scaling
+        if config.head_dim == config.hidden_size // config.heads:
+            del content["head_dim"]  # transformers' class has no such field
+        original = config.max_length
+        if isinstance(scaling, LongRope):
+            original = scaling.original_max_length
+            del content["rope_scaling"]["original_max_position_embeddings"]
+        return content | {"original_max_position_embeddings": original}
+
+    def tensors(self, config: ModelConfig) -> Tensors:
+        """Queries first, then keys, then values."""
+        q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        name = f"{LAYER}self_attn.qkv_proj.weight"
+        whole = q + 2 * kv
+        return super().tensors(config) | {
+            "layers.q": one(name, "(heads head_dim) embed", part=(0, 0, whole)),
+            "layers.kv": one(name, "(pair kv_heads head_dim) embed", part=(0, q, whole)),
+            "layers.gate_up": one(f"{LAYER}mlp.gate_up_proj.weight", "(pair mlp) embed"),
+        }

@@ -1,0 +1,102 @@
+"""Tiny models of every family with odd settings, made by transformers."""
+
+from references import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+SIZES = {
+    "vocab_size": 47,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+GPT2 = {"vocab_size": 47, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
+
+
+def scaled(kind, theta=10000.0, **keys):
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **keys}}
+
+
+# Per family one row of every day; the others are odd settings.
+MODELS = {
+    "llama biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama linear rope": ("llama", scaled("linear", factor=3.0)),
+    "llama yarn": ("llama", scaled("yarn", factor=4.0, original_max_position_embeddings=16)),
+    "llama dynamic": ("llama", {"max_position_embeddings": 16} | scaled("dynamic", factor=2.0)),
+    "qwen2": ("qwen2", {"num_key_value_heads": 1}),
+    "qwen2 tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2 yarn": (
+        "qwen2",
+        scaled("yarn", factor=4.0, original_max_position_embeddings=8, beta_fast=2.0)
+        | {"num_key_value_heads": 4},
+    ),
+    "qwen3": ("qwen3", {"head_dim": 12}),
+    "qwen3 tied": ("qwen3", {"head_dim": 6, "tie_word_embeddings": True}),
+    "qwen3 biases": ("qwen3", {"head_dim": 8, "attention_bias": True, "num_key_value_heads": 1}),
+    "mistral": ("mistral", {"sliding_window": None, "head_dim": 12}),
+    "mistral wide window": ("mistral", {"sliding_window": 64, "num_key_value_heads": 1}),
+    "mistral tied": ("mistral", {"sliding_window": None, "tie_word_embeddings": True}),
+    "smollm3": ("smollm3", {"no_rope_layer_interval": 2}),
+    "smollm3 tied": ("smollm3", {"num_hidden_layers": 5, "tie_word_embeddings": True}),
+    "smollm3 any layers": ("smollm3", {"no_rope_layers": [0, 0, 1], "attention_bias": True}),
+    "olmo2": ("olmo2", {"num_key_value_heads": 1}),
+    "olmo2 tied": ("olmo2", {"tie_word_embeddings": True, "attention_bias": True}),
+    "olmo2 heads": ("olmo2", {"num_key_value_heads": 4} | scaled("linear", 5e5, factor=2.0)),
+    "phi3 longrope": (
+        "phi3",
+        {"max_position_embeddings": 64, "original_max_position_embeddings": 16}
+        | scaled("longrope", short_factor=[1.0, 1.2, 1.5, 2.0], long_factor=[1.5, 2.5, 4.0, 6.0]),
+    ),
+    "phi3": ("phi3", {"sliding_window": 64, "num_key_value_heads": 1}),
+    "phi3 part of a head turns": (
+        "phi3",
+        scaled("default", partial_rotary_factor=0.5)
+        | {"tie_word_embeddings": True, "num_key_value_heads": 4},
+    ),
+    "mixtral": ("mixtral", {"num_local_experts": 5, "sliding_window": None}),
+    "mixtral tied": (
+        "mixtral",
+        {"num_local_experts": 3, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    ),
+    "mixtral one of many": (
+        "mixtral",
+        {"num_local_experts": 12, "num_experts_per_tok": 1, "head_dim": 12},
+    ),
+    "qwen3 experts": (
+        "qwen3_moe",
+        {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 12},
+    ),
+    "qwen3 experts normalized": (
+        "qwen3_moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "head_dim": 8},
+    ),
+    "qwen3 experts all": (
+        "qwen3_moe",
+        {"num_experts": 3, "num_experts_per_tok": 3, "num_key_value_heads": 1, "head_dim": 8},
+    ),
+    "gpt2": ("gpt2", {}),
+    "gpt2 narrow": ("gpt2", {"n_inner": 24, "layer_norm_epsilon": 1e-3}),
+    "gpt2 one head": ("gpt2", {"n_head": 1, "tie_word_embeddings": False}),
+}
+def model(name, **more):
+    """A tiny model of transformers, all of whose parameters are random."""
+    family, changes = MODELS[name]
+    sizes = GPT2 if family == "gpt2" else SIZES
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[family](**(sizes | changes | more))
+    made = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            noise = torch.randn(parameter.shape)
+            norm = name.endswith("weight") and ("norm" in name or "ln_" in name)
+            parameter.copy_(1 + 0.3 * noise if norm else 0.2 * noise)
+    return made
+
+
+def logits(theirs, tokens):
+    with torch.no_grad():
+        return theirs(torch.tensor(tokens).long()).logits.double().numpy()
