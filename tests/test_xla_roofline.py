@@ -287,7 +287,10 @@ def test_a_written_kernel_counts_what_it_says_of_itself():
     estimate = ',"cost_estimate":{"flops":"90","bytes_accessed":"32"}'
     told = account(x, call.replace("TOLD", estimate))
     assert told.flops == 90 and told.bytes == 32 and not told.opaque
-    assert account(x, call.replace("TOLD", "")).opaque == ("y",)
+    part = account(x, call.replace("TOLD", estimate.replace("32", "5")))
+    assert part.bytes == 5  # of its arguments it reads a part, and writes into them
+    silent = account(x, call.replace("TOLD", ""))
+    assert silent.opaque == ("y",) and silent.bytes == 2 * 16
 
 
 def test_a_kernel_whose_words_go_over_several_lines_ends_no_computation():

@@ -1,7 +1,7 @@
-"""Attention strategies: what each token may see, and where keys and values are kept.
+"""Attention strategies: what each token may see.
 
-The decoder hands every layer's queries, keys and values to a strategy. Three cover training,
-prefill and decoding; all compute scores and softmax in float32. Sequences of up to ``WHOLE`` places
+The decoder hands every layer's queries, keys and values to a strategy. Two cover training and
+prefill, ``hjax.models.decoding`` has a third; all compute scores and softmax in float32. Sequences of up to ``WHOLE`` places
 are computed in one piece, with scores [length, length]: the quickest way where these are small.
 Longer ones go to the platform's kernel (``hjax.kernels.attention``), which never holds them.
 
@@ -250,17 +250,15 @@ def _shared(
     v: jax.Array,
     past_visible: jax.Array,
     visible: jax.Array,
-    keys: str = "xksud",
     scoring: Scoring = Scoring(),
     sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attend to one copy of the prompt per group and to each sample's own tokens.
 
     q [groups, kv, samples, g, t, d]; prompt k, v [groups, kv, p, d]; k, v
-    [groups, kv, samples, s, d]; past_visible [groups, t or 1, p]; visible [t, s]; ``keys``: k's
-    dimensions, u being s; sinks [kv * g]. One softmax over both parts, divided out after the
-    products with the values: scores are never concatenated, and no operand but the queries is
-    transposed.
+    [groups, kv, samples, s, d]; past_visible [groups, t or 1, p]; visible [t, s]; sinks
+    [kv * g]. One softmax over both parts, divided out after the products with the values: scores
+    are never concatenated, and no operand but the queries is transposed.
     """
     groups, kv_heads, samples, per_kv, length, dim = q.shape
     prompt = prompt_k.shape[2]
@@ -272,7 +270,7 @@ def _shared(
     )
     past = past.reshape(groups, kv_heads, samples, per_kv, length, prompt)
     past = jnp.where(past_visible[:, None, None, None], scoring.bend(past), MASKED)
-    own = jnp.einsum(f"xksgtd,{keys}->xksgtu", q, k, preferred_element_type=jnp.float32)
+    own = jnp.einsum("xksgtd,xksud->xksgtu", q, k, preferred_element_type=jnp.float32)
     own = jnp.where(visible, scoring.bend(own), MASKED)
     top = jax.lax.stop_gradient(jnp.maximum(past.max(-1), own.max(-1)))[..., None]
     if sinks is not None:
@@ -289,147 +287,3 @@ def _shared(
         "xksgtu,xksud->xksgtd", own.astype(v.dtype), v, preferred_element_type=wide
     )
     return (out / total).astype(q.dtype)
-
-
-@dataclasses.dataclass(frozen=True)
-class Decode:
-    """One new token per row against the shared prompt cache and each row's own cache.
-
-    Attributes:
-      prompt_mask: bool [groups, prompt_length].
-      position: int32 [], the index in the response that this token takes; the cache
-        (``KVCache``) is written there and read up to there.
-    """
-
-    prompt_mask: jax.Array
-    position: jax.Array
-
-    def __call__(
-        self, layer: int | jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, cache: KVCache
-    ) -> tuple[jax.Array, KVCache, KeyValue | None]:
-        rows, _, heads, dim = q.shape
-        groups, kv_heads = self.prompt_mask.shape[0], k.shape[2]
-
-        def by_sample(x: jax.Array) -> jax.Array:
-            """[rows, 1, heads, dim] -> [groups, kv_heads, samples, heads / kv_heads, 1, dim]"""
-            x = x.reshape(groups, rows // groups, kv_heads, -1, 1, dim)
-            return x.transpose(0, 2, 1, 3, 4, 5)
-
-        k, v = by_sample(k)[:, :, :, 0], by_sample(v)[:, :, :, 0]
-        cache = cache.write(layer, k, v, self.position)
-        prompt_k, prompt_v, own_k, own_v = cache.read(layer)
-        visible = jnp.arange(own_v.shape[3]) <= self.position
-        prompt = prompt_k, prompt_v
-        out = _shared(
-            by_sample(q), *prompt, own_k, own_v, self.prompt_mask[:, None], visible[None],
-            keys="xksdu",
-        )
-        return out.transpose(0, 2, 4, 1, 3, 5).reshape(rows, 1, heads, dim), cache, None
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class KVCache:
-    """Keys and values of every layer: the prompt's once per group, the responses' per row.
-
-    Each field is one array with a leading layer dimension (scanned layers), or a tuple with one
-    array per layer (unrolled layers): the prompt's of shape [groups, kv_heads, length, head_dim],
-    the responses' values [groups, kv_heads, samples, length, head_dim] and their keys
-    [groups, kv_heads, samples, head_dim, length]: so the product with a few queries runs along
-    what lies together in memory.
-    """
-
-    prompt_k: Any
-    prompt_v: Any
-    k: Any
-    v: Any
-
-    def read(self, layer: int | jax.Array) -> tuple[jax.Array, ...]:
-        """Prompt keys and values and own keys and values of one layer."""
-        parts = (self.prompt_k, self.prompt_v, self.k, self.v)
-        if isinstance(self.k, tuple):
-            return tuple(part[layer] for part in parts)
-        return tuple(
-            jax.lax.dynamic_index_in_dim(part, layer, keepdims=False) for part in parts
-        )
-
-    def write(
-        self, layer: int | jax.Array, k: jax.Array, v: jax.Array, position: jax.Array
-    ) -> KVCache:
-        """The cache with k and v, [groups, kv_heads, samples, 1, head_dim], at ``position``."""
-        k = k.swapaxes(3, 4)
-        at_k, at_v = (0, 0, 0, 0, position), (0, 0, 0, position, 0)
-        if isinstance(self.k, tuple):
-            return dataclasses.replace(
-                self,
-                k=_replace(self.k, layer, jax.lax.dynamic_update_slice(self.k[layer], k, at_k)),
-                v=_replace(self.v, layer, jax.lax.dynamic_update_slice(self.v[layer], v, at_v)),
-            )
-        return dataclasses.replace(
-            self,
-            k=jax.lax.dynamic_update_slice(self.k, k[None], (layer, *at_k)),
-            v=jax.lax.dynamic_update_slice(self.v, v[None], (layer, *at_v)),
-        )
-
-    @classmethod
-    def create(cls, prompt: Any, samples: int, length: int) -> KVCache:
-        """An empty response cache of ``length`` beside the prompt's kept keys and values.
-
-        Args:
-          prompt: (k, v) with a leading layer dimension, or a tuple of (k, v) per layer.
-        """
-
-        def empty(x: jax.Array, *last: int) -> jax.Array:
-            *lead, groups, kv_heads, _, _ = x.shape
-            return jnp.zeros((*lead, groups, kv_heads, samples, *last), x.dtype)
-
-        if len(prompt) and isinstance(prompt[0], tuple):
-            prompt_k = tuple(k for k, _ in prompt)
-            prompt_v = tuple(v for _, v in prompt)
-        else:
-            prompt_k, prompt_v = prompt
-        return cls(
-            prompt_k,
-            prompt_v,
-            jax.tree.map(lambda x: empty(x, x.shape[-1], length), prompt_k),
-            jax.tree.map(lambda x: empty(x, length, x.shape[-1]), prompt_v),
-        )
-
-
-    @classmethod
-    def filled(cls, kept: Any, samples: int, length: int, prompt: int) -> KVCache:
-        """A cache of rows that have begun to answer.
-
-        Args:
-          kept: (k, v) of prompts and responses so far, a row per response, with a leading layer
-            dimension, or a tuple of (k, v) per layer; samples of a prompt are consecutive.
-          samples: rows per prompt.
-          length: of a response in the end.
-          prompt: tokens of a padded prompt; what follows is the response's.
-        """
-
-        def by_group(x: jax.Array) -> jax.Array:
-            *lead, rows, kv_heads, total, dim = x.shape
-            return x.reshape(*lead, rows // samples, samples, kv_heads, total, dim)
-
-        def shared(x: jax.Array) -> jax.Array:
-            return by_group(x)[..., 0, :, :prompt, :]
-
-        def own(x: jax.Array) -> jax.Array:
-            x = by_group(x)[..., prompt:, :].swapaxes(-4, -3)
-            return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, length - x.shape[-2]), (0, 0)])
-
-        def own_keys(x: jax.Array) -> jax.Array:
-            return own(x).swapaxes(-1, -2)
-
-        if len(kept) and isinstance(kept[0], tuple):
-            k, v = (tuple(pair[i] for pair in kept) for i in (0, 1))
-        else:
-            k, v = kept
-        prompt_k, prompt_v = jax.tree.map(shared, k), jax.tree.map(shared, v)
-        return cls(prompt_k, prompt_v, jax.tree.map(own_keys, k), jax.tree.map(own, v))
-
-
-def _replace(items: tuple, index: int | jax.Array, value: jax.Array) -> tuple:
-    assert isinstance(index, int)
-    return (*items[:index], value, *items[index + 1 :])

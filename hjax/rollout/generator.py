@@ -16,7 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from hjax.errors import ConfigError
-from hjax.models.attention import Causal, Decode, KVCache
+from hjax.kernels import decode
+from hjax.models.attention import Causal
+from hjax.models.decoding import Decode, KVCache
 from hjax.models.forward import positions_of
 from hjax.models.parameters import Network, Params
 from hjax.models.transformer import Compute
@@ -54,13 +56,30 @@ class Generator:
       layout: the generate layout; prompts are split over its batch axes.
       compute: dtype and loop form of the forward; its kernels will be those for the layout's
         devices.
+      form: of cache and attention, see ``hjax.kernels.decode``; None: that of the devices.
     """
 
-    def __init__(self, network: Network, layout: Layout, compute: Compute = Compute()):
+    def __init__(
+        self,
+        network: Network,
+        layout: Layout,
+        compute: Compute = Compute(),
+        form: str | None = None,
+    ):
         self.network = network
         self.layout = layout
-        self.compute = compute.on(layout)
+        self.form = form or decode.choose(layout.platform)
+        # A scan copies each layer's weights and cache for every token on a GPU.
+        unroll = compute.unroll_layers or self.form == decode.ROWS
+        self.compute = dataclasses.replace(compute.on(layout), unroll_layers=unroll)
         self._programs: dict[_Shape, Any] = {}
+
+    @property
+    def _copies(self) -> int:
+        """Of each key-value head in the kernel's cache: ``KVCache.copies``."""
+        if self.form not in (decode.KERNEL, decode.INTERPRETED):
+            return 1
+        return max(1, self.layout.ways("heads") // self.network.config.kv_heads)
 
     @property
     def multiple(self) -> int:
@@ -258,12 +277,15 @@ class Generator:
             layers=layers,
             rotary=rotary,
         )
+        options = self.form, self._copies
         if begun is None:
-            cache = KVCache.create(kept, shape.samples, length)
+            cache = KVCache.create(kept, shape.samples, length, *options)
         else:
-            cache = KVCache.filled(kept, shape.samples, length, prompts.shape[1])
-        lead = () if self.compute.unroll_layers else (None,)
-        cache = jax.tree.map(lambda x: split(x, *lead, "batch", "kv_heads"), cache)
+            cache = KVCache.filled(kept, shape.samples, length, prompts.shape[1], *options)
+        lead = () if isinstance(cache.k, tuple) else (None,)
+        heads = "kv_heads" if self._copies == 1 else "heads"
+        cache = jax.tree.map(lambda x: split(x, *lead, "batch", heads), cache)
+        begins, ends = decode.bounds(prompt_mask)
         keys = sequence_keys(seed_and_step[0], seed_and_step[1], split(sequence, "batch"))
         stop = jnp.asarray(shape.stop, jnp.int32)
 
@@ -275,12 +297,12 @@ class Generator:
             )
             return {"cache": state["cache"], "position": at + 1, "drawn": drawn}
 
-        def decode(state: dict[str, Any]) -> dict[str, Any]:
+        def one_token(state: dict[str, Any]) -> dict[str, Any]:
             at = state["position"] - 1
             hidden, cache, _ = model(
                 state["drawn"]["last"][:, None],
                 (prompt_lengths + at)[:, None],
-                Decode(prompt_mask, at),
+                Decode(decode.Seen(begins, ends, at), self.layout, (start + end) / 2),
                 state["cache"],
                 self.compute,
                 layers,
@@ -300,4 +322,4 @@ class Generator:
         logits = model.logits(hidden[:, -1])
         logits = jnp.repeat(logits, shape.samples, axis=0) if begun is None else logits
         state = draw(state, logits)
-        return decode_state.responses(jax.lax.while_loop(unfinished, decode, state)["drawn"])
+        return decode_state.responses(jax.lax.while_loop(unfinished, one_token, state)["drawn"])

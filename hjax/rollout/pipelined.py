@@ -16,7 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from hjax.models.attention import Causal, Decode, KVCache
+from hjax.kernels.decode import Seen, bounds
+from hjax.models.attention import Causal
+from hjax.models.decoding import Decode, KVCache
 from hjax.models.forward import positions_of
 from hjax.models.parameters import Network, Params
 from hjax.models.transformer import Compute
@@ -192,7 +194,7 @@ class PipelinedRollout:
             out, cache, _ = model.run(
                 x,
                 lengths[index][:, None] + position,
-                Decode(masks[index], position),
+                Decode(Seen(*bounds(masks[index]), position)),
                 cache,
                 self.compute,
                 first=index,

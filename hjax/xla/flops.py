@@ -156,10 +156,13 @@ def _shard_map(equation: Any, loop_trips: int | None, path: str) -> Flops:
 
 
 def _pallas(equation: Any, loop_trips: int | None, path: str) -> Flops:
-    """What a scope tells of the kernel; else it runs once per point of its grid."""
+    """What a scope or the kernel tells of it; else it runs once per point of its grid."""
     told = told_cost(path)
     if told is not None:
         return Flops(told[0])
+    estimate = equation.params["cost_estimate"]
+    if estimate is not None and estimate.flops:
+        return Flops(float(estimate.flops), float(estimate.transcendentals))
     return count_flops(equation.params["jaxpr"], loop_trips, path).times(
         math.prod(equation.params["grid_mapping"].grid)
     )

@@ -97,9 +97,8 @@ def kernel_flops(computation: Computation, call: Instruction) -> tuple[float, bo
     told = told_cost(call.attributes)
     if told is not None:
         return told[0], True
-    estimate = re.search(r'"cost_estimate":(\{[^{}]*\})', call.attributes)
-    if estimate:
-        return float(json.loads(estimate[1]).get("flops", 0)), True
+    if estimate := _estimate(call):
+        return estimate.get("flops", 0.0), True
     written = name in ("tpu_custom_call", "mosaic_gpu") or "triton" in name or "cudnn" in name
     return 0.0, not written
 
@@ -123,3 +122,16 @@ def told_cost(path: str) -> tuple[float, float] | None:
         if name in inside:
             return float(flops), float(moved)
     return None
+
+
+def kernel_bytes(call: Instruction) -> float | None:
+    """To and from main memory, of a written kernel that says so: it may read a part of its
+    arguments and write its results into them. None: it does not say."""
+    return _estimate(call).get("bytes_accessed") or None
+
+
+def _estimate(call: Instruction) -> dict[str, float]:
+    """What a written kernel says of itself; empty: nothing."""
+    found = re.search(r'"cost_estimate":(\{[^{}]*\})', call.attributes)
+    told = json.loads(found[1]) if found else {}
+    return {name: float(value) for name, value in told.items()}

@@ -23,7 +23,13 @@ from hjax.xla.collectives import (
     kind_in,
 )
 from hjax.xla.hlo import ArrayShape, Computation, Instruction, Module, arrays_of, parse
-from hjax.xla.products import convolution_flops, dot_flops, kernel_flops, told_cost
+from hjax.xla.products import (
+    convolution_flops,
+    dot_flops,
+    kernel_bytes,
+    kernel_flops,
+    told_cost,
+)
 
 # They name, pick, or mark: nothing moves.
 _FREE = frozenset(
@@ -486,8 +492,13 @@ class _Account:
         if opcode in ("iota", "rng", "rng-bit-generator"):
             return written
         moved = written + sum(_main(arrays_of(o.shape)) for o in operands)
-        told = told_cost(instruction.attributes) if opcode == "custom-call" else None
-        return max(moved, told[1]) if told is not None else moved
+        if opcode != "custom-call":
+            return moved
+        told = told_cost(instruction.attributes)
+        if told is not None:
+            return max(moved, told[1])
+        says = kernel_bytes(instruction)
+        return moved if says is None else says
 
     def _fusion(
         self, computation: Computation, fusion: Instruction, inner: Computation

@@ -1,0 +1,179 @@
+"""Attention of one new token per row, against a prompt that samples share and what each row has.
+
+The plain reference, and which form of cache and kernel a platform takes; ``decode_tpu`` has the
+kernel. Shapes of a layer: queries [groups, kv_heads, samples, per_kv, head_dim], the heads of a
+key-value head together; the prompt's keys and values [groups, kv_heads, prompt, head_dim]; each
+row's own values [groups, kv_heads, samples, length, head_dim] and its keys like them, or with the
+last two dimensions exchanged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+MASKED = -1e30  # of what is not seen; finite, so that rows that see nothing stay finite
+
+# Keys [head_dim, length]: a product with a few queries runs along what lies together in memory,
+# faster on a CPU.
+COLUMNS = "columns"
+# Keys [length, head_dim]: a token is written in one piece.
+ROWS = "rows"
+# As ROWS, of all layers in one array, by the kernel of decode_tpu.
+KERNEL = "kernel"
+# The same, interpreted: for tests.
+INTERPRETED = "interpreted"
+FORMS = (COLUMNS, ROWS, KERNEL, INTERPRETED)
+
+
+def choose(platform: str) -> str:
+    """The form that devices of a platform (``cpu``, ``tpu``, ``gpu``, ...) decode in."""
+    return {"cpu": COLUMNS, "tpu": KERNEL}.get(platform, ROWS)
+
+
+def bounds(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """int32 [groups] twice, from where and up to where a row of bool [groups, length] is True."""
+    begin = jnp.argmax(mask, axis=-1).astype(jnp.int32)
+    return begin, begin + jnp.sum(mask, axis=-1, dtype=jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a layer's attention has beside queries, keys and values.
+
+    Attributes:
+      scale: of the scores; None: head_dim ** -0.5.
+      softcap: scores become ``softcap * tanh(scores / softcap)``; 0: they stay.
+      window: a token sees itself and so many tokens less one before it, int or int32 []; None:
+        all of them.
+      sinks: [kv_heads, per_kv], a logit per head that takes its share of the softmax and gives
+        nothing (Xiao et al. 2023, arXiv 2309.17453, as in gpt-oss); None: none.
+    """
+
+    scale: float | None = None
+    softcap: float = 0.0
+    window: int | jax.Array | None = None
+    sinks: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """Where each row stands.
+
+    Attributes:
+      begin, end: int32 [groups], of the prompt's tokens in their array: padding stands before,
+        after, or on both sides.
+      position: int32 [] or [groups, samples], index among the row's own tokens that the new one
+        takes; it sees the prompt and its own tokens up to there. -1: a row without a sequence,
+        which writes nothing and whose output is 0.
+    """
+
+    begin: jax.Array
+    end: jax.Array
+    position: jax.Array
+
+    def prompt(self, size: int, window: int | jax.Array | None) -> jax.Array:
+        """bool [groups, 1 or samples, size]: which of the prompt's keys a row sees."""
+        at = jnp.arange(size)
+        seen = (at >= self.begin[:, None]) & (at < self.end[:, None])
+        if window is None:
+            return seen[:, None]
+        before = self.end[:, None, None] - at + _by_row(self.position)
+        return seen[:, None] & (before < window)
+
+    def own(self, size: int, window: int | jax.Array | None) -> jax.Array:
+        """bool [1 or groups, 1 or samples, size]: which of its own keys a row sees."""
+        at, position = jnp.arange(size), _by_row(self.position)
+        seen = at <= position
+        return seen if window is None else seen & (position - at < window)
+
+
+def _by_row(position: jax.Array) -> jax.Array:
+    """[1 or groups, 1 or samples, 1]"""
+    return jnp.reshape(position, (1, 1, 1)) if position.ndim == 0 else position[..., None]
+
+
+def attend(
+    q: jax.Array,
+    prompt_k: jax.Array,
+    prompt_v: jax.Array,
+    own_k: jax.Array,
+    own_v: jax.Array,
+    seen: Seen,
+    options: Options = Options(),
+    keys: str = "xksud",
+) -> jax.Array:
+    """One token per row, which is written already.
+
+    One softmax over both parts, divided out after the products with the values: scores are never
+    concatenated, and no operand but the queries is transposed.
+
+    Args:
+      q, prompt_k, prompt_v, own_k, own_v: of a layer.
+      seen: where each row stands.
+      options: of the layer.
+      keys: dimensions of ``own_k``, u being the length's: ``xksud`` or ``xksdu``.
+
+    Returns:
+      like q, in its dtype.
+    """
+    groups, kv_heads, samples, per_kv, dim = q.shape
+    prompt = prompt_k.shape[2]
+    q = q * (dim**-0.5 if options.scale is None else options.scale)
+    wide = jnp.float32
+
+    def hide(scores: jax.Array, visible: jax.Array) -> jax.Array:
+        if options.softcap:
+            scores = options.softcap * jnp.tanh(scores / options.softcap)
+        return jnp.where(visible[:, None, :, None], scores, MASKED)
+
+    # All samples' queries of a group meet the prompt's keys in one product.
+    together = q.reshape(groups, kv_heads, samples * per_kv, dim)
+    past = jnp.einsum("xkqd,xkpd->xkqp", together, prompt_k, preferred_element_type=wide)
+    past = past.reshape(groups, kv_heads, samples, per_kv, prompt)
+    past = hide(past, seen.prompt(prompt, options.window))
+    own = jnp.einsum(f"xksgd,{keys}->xksgu", q, own_k, preferred_element_type=wide)
+    own = hide(own, seen.own(own_v.shape[3], options.window))
+    top = jnp.maximum(past.max(-1), own.max(-1))
+    if options.sinks is not None:
+        sinks = options.sinks.astype(wide)[:, None]
+        top = jnp.maximum(top, sinks)
+    top = top[..., None]
+    past, own = jnp.exp(past - top), jnp.exp(own - top)
+    total = past.sum(-1, keepdims=True) + own.sum(-1, keepdims=True)
+    if options.sinks is not None:
+        total += jnp.exp(sinks[..., None] - top)
+    past = past.astype(prompt_v.dtype).reshape(groups, kv_heads, samples * per_kv, prompt)
+    out = jnp.einsum("xkqp,xkpd->xkqd", past, prompt_v, preferred_element_type=wide)
+    out = out.reshape(q.shape) + jnp.einsum(
+        "xksgu,xksud->xksgd", own.astype(own_v.dtype), own_v, preferred_element_type=wide
+    )
+    out = out / total
+    if seen.position.ndim:
+        out = jnp.where(seen.position[:, None, :, None, None] >= 0, out, 0.0)
+    return out.astype(q.dtype)
+
+
+def write(
+    part: jax.Array, new: jax.Array, position: jax.Array, columns: bool = False
+) -> jax.Array:
+    """A layer's own keys or values with one token more per row.
+
+    Args:
+      part: [groups, kv_heads, samples, length, head_dim]; with ``columns`` the last two exchanged.
+      new: [groups, kv_heads, samples, head_dim].
+      position: as of ``Seen``; a row of -1 stays.
+    """
+    if position.ndim == 0:
+        at = (0, 0, 0, 0, position) if columns else (0, 0, 0, position, 0)
+        new = jnp.expand_dims(new, 4 if columns else 3)
+        return jax.lax.dynamic_update_slice(part, new.astype(part.dtype), at)
+    groups, _, samples, _ = new.shape
+    group, sample = jnp.arange(groups)[:, None], jnp.arange(samples)[None]
+    new = new.swapaxes(1, 2).astype(part.dtype)
+    place = jnp.where(position < 0, part.shape[4 if columns else 3], position)
+    if columns:
+        return part.at[group, :, sample, :, place].set(new, mode="drop")
+    return part.at[group, :, sample, place].set(new, mode="drop")

@@ -1,0 +1,279 @@
+"""Decoding: one new token per row, against a cache of keys and values.
+
+``Decode`` is the attention strategy of a decode loop, ``KVCache`` what it writes and reads. How
+the cache lies in memory, and what attends to it, is of the platform (``hjax.kernels.decode``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from hjax.kernels import decode as kernels
+from hjax.kernels import decode_tpu
+from hjax.kernels.decode import COLUMNS, INTERPRETED, KERNEL, Options, Seen
+from hjax.models.attention import KeyValue
+from hjax.sharding.layout import Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Decode:
+    """One new token per row against the shared prompt cache and each row's own cache.
+
+    Attributes:
+      seen: where each row stands; the cache is written there and read up to there.
+      layout: the generate layout, over whose devices the kernel is split.
+      expected: of a response how many tokens are there on average, for the kernel's estimate of
+        what it reads; None: half of the cache's length.
+    """
+
+    seen: Seen
+    layout: Layout | None = None
+    expected: float | None = None
+
+    def __call__(
+        self,
+        layer: int | jax.Array,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        cache: KVCache,
+        options: Options = Options(),
+    ) -> tuple[jax.Array, KVCache, KeyValue | None]:
+        rows, _, heads, dim = q.shape
+        groups = self.seen.begin.shape[0]
+        kv_heads = k.shape[2] * cache.copies
+
+        def by_sample(x: jax.Array) -> jax.Array:
+            """[rows, 1, heads, dim] -> [groups, kv_heads, samples, heads / kv_heads, dim]"""
+            x = x.reshape(groups, rows // groups, kv_heads, -1, dim)
+            return x.transpose(0, 2, 1, 3, 4)
+
+        k, v = (_copied(x, cache.copies, 2) for x in (k, v))
+        q, k, v = by_sample(q), by_sample(k)[:, :, :, 0], by_sample(v)[:, :, :, 0]
+        if cache.form in (KERNEL, INTERPRETED):
+            out, cache = self._by_kernel(layer, q, k, v, cache, options)
+        else:
+            cache = cache.write(layer, k, v, self.seen.position)
+            keys = "xksdu" if cache.form == COLUMNS else "xksud"
+            prompt_k, prompt_v, own_k, own_v = cache.read(layer)
+            out = kernels.attend(q, prompt_k, prompt_v, own_k, own_v, self.seen, options, keys)
+        return out.transpose(0, 2, 1, 3, 4).reshape(rows, 1, heads, dim), cache, None
+
+    def _by_kernel(
+        self,
+        layer: int | jax.Array,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        cache: KVCache,
+        options: Options,
+    ) -> tuple[jax.Array, KVCache]:
+        """On every device its rows and heads."""
+
+        def attend(numbers: Any, new: Any, prompt: Any, own: Any) -> Any:
+            layer, seen, window, sinks = numbers
+            (q, k, v), (prompt_k, prompt_v), (own_k, own_v) = new, prompt, own
+            return decode_tpu.decode(
+                q,
+                k,
+                v,
+                prompt_k,
+                prompt_v,
+                own_k,
+                own_v,
+                layer,
+                Seen(*seen),
+                dataclasses.replace(options, window=window, sinks=sinks),
+                self.expected,
+                interpret=cache.form == INTERPRETED,
+            )
+
+        held = (cache.prompt_k, cache.prompt_v), (cache.k, cache.v)
+        seen = self.seen.begin, self.seen.end, self.seen.position
+        window = None if options.window is None else jnp.asarray(options.window, jnp.int32)
+        numbers = jnp.asarray(layer, jnp.int32), seen, window, options.sinks
+        if self.layout is not None:
+            spec = self.layout.spec
+            whole, rows = PartitionSpec(), spec(["batch"])
+            of_token, of_cache = spec(["batch", "heads"]), spec([None, "batch", "heads"])
+            position = rows if self.seen.position.ndim else whole
+            attend = jax.shard_map(
+                attend,
+                mesh=self.layout.mesh,
+                in_specs=(
+                    (whole, (rows, rows, position), whole, spec(["heads"])),
+                    of_token,
+                    of_cache,
+                    of_cache,
+                ),
+                out_specs=(of_token, of_cache, of_cache),
+                check_vma=False,
+            )
+        out, own_k, own_v = attend(numbers, (q, k, v), *held)
+        return out, dataclasses.replace(cache, k=own_k, v=own_v)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+    """Keys and values of every layer: the prompt's once per group, the responses' per row.
+
+    Each field is one array with a leading layer dimension (scanned layers, and always for the
+    kernel), or a tuple with one array per layer (unrolled layers): the prompt's of shape
+    [groups, kv_heads, length, head_dim], the responses' values
+    [groups, kv_heads, samples, length, head_dim] and their keys like them, in the form ``COLUMNS``
+    [groups, kv_heads, samples, head_dim, length].
+
+    Attributes:
+      form: of ``hjax.kernels.decode``. For the kernel lengths are filled up to whole blocks.
+      copies: of each key-value head, where there are fewer than devices that share the heads: so
+        that each of these has one of its own.
+    """
+
+    prompt_k: Any
+    prompt_v: Any
+    k: Any
+    v: Any
+    form: str = dataclasses.field(default=COLUMNS, metadata={"static": True})
+    copies: int = dataclasses.field(default=1, metadata={"static": True})
+
+    def read(self, layer: int | jax.Array) -> tuple[jax.Array, ...]:
+        """Prompt keys and values and own keys and values of one layer."""
+        parts = (self.prompt_k, self.prompt_v, self.k, self.v)
+        if isinstance(self.k, tuple):
+            return tuple(part[layer] for part in parts)
+        return tuple(
+            jax.lax.dynamic_index_in_dim(part, layer, keepdims=False) for part in parts
+        )
+
+    def write(
+        self, layer: int | jax.Array, k: jax.Array, v: jax.Array, position: jax.Array
+    ) -> KVCache:
+        """The cache with k and v, [groups, kv_heads, samples, head_dim], at ``position``."""
+        new = (self.k, k, self.form == COLUMNS), (self.v, v, False)
+        written = [_write(part, layer, x, position, columns) for part, x, columns in new]
+        return dataclasses.replace(self, k=written[0], v=written[1])
+
+    @classmethod
+    def create(
+        cls, prompt: Any, samples: int, length: int, form: str = COLUMNS, copies: int = 1
+    ) -> KVCache:
+        """An empty response cache of ``length`` beside the prompt's kept keys and values.
+
+        Args:
+          prompt: (k, v) with a leading layer dimension, or a tuple of (k, v) per layer.
+          samples: rows per prompt.
+          form, copies: of the cache.
+        """
+
+        def empty(x: jax.Array, columns: bool) -> jax.Array:
+            *lead, groups, kv_heads, _, dim = x.shape
+            last = (dim, length) if columns else (_room(form, length, x.dtype), dim)
+            return jnp.zeros((*lead, groups, kv_heads, samples, *last), x.dtype)
+
+        prompt_k, prompt_v = (_prompt(x, form, copies) for x in _pair(prompt, form))
+        return cls(
+            prompt_k,
+            prompt_v,
+            jax.tree.map(lambda x: empty(x, form == COLUMNS), prompt_k),
+            jax.tree.map(lambda x: empty(x, False), prompt_v),
+            form,
+            copies,
+        )
+
+    @classmethod
+    def filled(
+        cls,
+        kept: Any,
+        samples: int,
+        length: int,
+        prompt: int,
+        form: str = COLUMNS,
+        copies: int = 1,
+    ) -> KVCache:
+        """A cache of rows that have begun to answer.
+
+        Args:
+          kept: (k, v) of prompts and responses so far, a row per response, with a leading layer
+            dimension, or a tuple of (k, v) per layer; samples of a prompt are consecutive.
+          samples: rows per prompt.
+          length: of a response in the end.
+          prompt: tokens of a padded prompt; what follows is the response's.
+          form, copies: of the cache.
+        """
+
+        def by_group(x: jax.Array) -> jax.Array:
+            *lead, rows, kv_heads, total, dim = x.shape
+            return x.reshape(*lead, rows // samples, samples, kv_heads, total, dim)
+
+        def shared(x: jax.Array) -> jax.Array:
+            return by_group(x)[..., 0, :, :prompt, :]
+
+        def own(x: jax.Array) -> jax.Array:
+            x = by_group(x)[..., prompt:, :].swapaxes(-4, -3)
+            missing = _room(form, length, x.dtype) - x.shape[-2]
+            x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, missing), (0, 0)])
+            return _copied(x, copies, -4)
+
+        def own_keys(x: jax.Array) -> jax.Array:
+            return own(x).swapaxes(-1, -2) if form == COLUMNS else own(x)
+
+        k, v = _pair(kept, form)
+        prompt_k, prompt_v = (_prompt(jax.tree.map(shared, x), form, copies) for x in (k, v))
+        own_k, own_v = jax.tree.map(own_keys, k), jax.tree.map(own, v)
+        return cls(prompt_k, prompt_v, own_k, own_v, form, copies)
+
+
+def _pair(kept: Any, form: str) -> tuple[Any, Any]:
+    """Keys and values of what a prefill kept; for the kernel in one array each."""
+    if not (len(kept) and isinstance(kept[0], tuple)):
+        k, v = kept
+        return k, v
+    k, v = (tuple(pair[i] for pair in kept) for i in (0, 1))
+    return (jnp.stack(k), jnp.stack(v)) if form in (KERNEL, INTERPRETED) else (k, v)
+
+
+def _prompt(x: Any, form: str, copies: int) -> Any:
+    """A prompt's keys or values, [..., kv_heads, length, head_dim], as the cache has them."""
+
+    def lay(x: jax.Array) -> jax.Array:
+        missing = 0
+        if form in (KERNEL, INTERPRETED):
+            missing = decode_tpu.padded(x.shape[-2], decode_tpu.PROMPT_BLOCK, x.dtype) - x.shape[-2]
+        if missing:
+            x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, missing), (0, 0)])
+        return _copied(x, copies, -3)
+
+    return jax.tree.map(lay, x)
+
+
+def _copied(x: jax.Array, copies: int, axis: int) -> jax.Array:
+    return x if copies == 1 else jnp.repeat(x, copies, axis=axis)
+
+
+def _room(form: str, length: int, dtype: Any) -> int:
+    """Tokens of a row's own cache."""
+    if form in (KERNEL, INTERPRETED):
+        return decode_tpu.padded(length, decode_tpu.OWN_BLOCK, dtype)
+    return length
+
+
+def _write(
+    part: Any, layer: int | jax.Array, new: jax.Array, position: jax.Array, columns: bool
+) -> Any:
+    if isinstance(part, tuple):
+        assert isinstance(layer, int)
+        written = kernels.write(part[layer], new, position, columns)
+        return (*part[:layer], written, *part[layer + 1 :])
+    if position.ndim == 0:
+        at = (0, 0, 0, 0, position) if columns else (0, 0, 0, position, 0)
+        new = jnp.expand_dims(new, 4 if columns else 3)[None]
+        return jax.lax.dynamic_update_slice(part, new, (layer, *at))
+    held = jax.lax.dynamic_index_in_dim(part, layer, keepdims=False)
+    written = kernels.write(held, new, position, columns)
+    return jax.lax.dynamic_update_index_in_dim(part, written, layer, 0)

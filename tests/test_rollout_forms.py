@@ -1,0 +1,88 @@
+"""Every form of cache and attention gives the tokens and log-probs of the one that CPUs run."""
+
+import jax
+import numpy as np
+import pytest
+
+from hjax.kernels import decode
+from hjax.models.config import ModelConfig
+from hjax.models.parameters import decoder_network
+from hjax.models.transformer import Compute
+from hjax.rollout.generator import Generator
+from hjax.rollout.sampling import Sampling
+from hjax.sharding.layout import make_layouts, without
+
+CONFIG = ModelConfig(
+    vocab_size=64,
+    hidden_size=16,
+    mlp_size=24,
+    layers=2,
+    heads=8,
+    kv_heads=2,
+    head_dim=8,
+    max_length=64,
+    rope_theta=1e4,
+    tie_embeddings=True,
+)
+PROMPTS, LENGTH, NEW = 8, 7, 9
+
+
+@pytest.fixture(scope="module")
+def network():
+    return decoder_network(CONFIG)
+
+
+def layout_of(sizes):
+    """The generate layout of so many devices, the key-value heads whole where they are fewer."""
+    count = int(np.prod(list(sizes.values())))
+    layout = make_layouts(jax.devices()[:count], sizes, {"tensor": -1}).generate
+    return without(layout, ["kv_heads"] if sizes.get("tensor", 1) > CONFIG.kv_heads else [])
+
+
+def rollout_of(network, form, sizes, unroll=False, cut=None):
+    layout = layout_of(sizes)
+    generator = Generator(network, layout, Compute(unroll_layers=unroll), form)
+    draw = np.random.default_rng(0)
+    mask = np.arange(LENGTH) >= draw.integers(0, LENGTH, (PROMPTS, 1))
+    prompts = np.where(mask, draw.integers(1, CONFIG.vocab_size, mask.shape), 0).astype(np.int32)
+    sequence = np.arange(2 * PROMPTS, dtype=np.int32)
+    options = {"seed": 0, "samples": 2, "sampling": Sampling(0.8), "stop": (3, 5)}
+    params = network.create(1, layout)
+    rollout = generator.generate(
+        params, prompts, mask, sequence, max_new_tokens=NEW, end=cut, **options
+    )
+    if cut:
+        rollout = generator.resume(params, rollout, sequence, start=cut, **options)
+    return {key: np.asarray(value) for key, value in rollout.items()}
+
+
+@pytest.fixture(scope="module")
+def expected(network):
+    return rollout_of(network, decode.COLUMNS, {"data": 1})
+
+
+# form, mesh, unrolled layers, tokens after which it is left off and resumed
+CASES = [
+    (decode.ROWS, {"data": 1}, True, None),
+    (decode.INTERPRETED, {"data": 2, "tensor": 4}, False, None),
+    pytest.param(decode.INTERPRETED, {"data": 1}, False, 4, marks=pytest.mark.slow),
+    pytest.param(decode.ROWS, {"data": 1}, False, 3, marks=pytest.mark.slow),
+    pytest.param(decode.ROWS, {"data": 8}, True, 4, marks=pytest.mark.slow),
+    pytest.param(decode.ROWS, {"data": 2, "tensor": 4}, True, None, marks=pytest.mark.slow),
+    pytest.param(decode.INTERPRETED, {"data": 8}, True, 4, marks=pytest.mark.slow),
+    pytest.param(decode.INTERPRETED, {"fsdp": 4, "tensor": 2}, False, 4, marks=pytest.mark.slow),
+    pytest.param(decode.COLUMNS, {"fsdp": 2, "tensor": 4}, True, 4, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("form, sizes, unroll, cut", CASES)
+def test_tokens_and_log_probs_do_not_depend_on_the_form(
+    network, expected, form, sizes, unroll, cut
+):
+    found = rollout_of(network, form, sizes, unroll, cut)
+    assert 0 < expected["truncated"].sum() < 2 * PROMPTS
+    for key, value in expected.items():
+        if value.dtype == np.float32:
+            np.testing.assert_allclose(found[key], value, atol=1e-5)
+        else:
+            np.testing.assert_array_equal(found[key], value)
