@@ -9,6 +9,8 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from hjax.errors import ConfigError
 from hjax.rollout.sampling import Sampling, draw, sequence_keys, truncate
+from hjax.sharding.layout import make_layouts
+from hjax.xla.collectives import received_bytes
 
 SETTINGS = [
     Sampling(),
@@ -58,6 +60,36 @@ def test_a_draw_reports_the_log_probs_of_its_token(sampling):
     ):
         picked = warped(logits, distribution)[range(50), drawn.token]
         np.testing.assert_allclose(np.exp(getattr(drawn, field)), picked, rtol=1e-5)
+
+
+SPLIT = [Sampling(0.0), Sampling(), Sampling(temperature=0.7, top_k=9, top_p=0.8)]
+
+
+@pytest.mark.parametrize("sampling", SPLIT, ids=str)
+def test_parts_of_the_vocabulary_draw_the_same_tokens_for_a_few_numbers_per_row(sampling):
+    rows, vocab = 16, 4096
+    logits = np.random.default_rng(4).normal(size=(rows, vocab)).astype(np.float32) * 2
+    logits[3, 70] = logits[3, 4000] = 50.0  # equals, on two devices
+    keys = sequence_keys(jnp.uint32(3), jnp.uint32(1), jnp.arange(rows))
+    whole = draw(logits, keys, jnp.int32(4), sampling)
+
+    layout = make_layouts(jax.devices(), {"data": 2, "tensor": 4}, {"tensor": -1}).generate
+    placed = jax.device_put(logits, layout.sharding("batch", "vocab"))
+
+    @jax.jit
+    def split(logits, keys):
+        return draw(logits, keys, jnp.int32(4), sampling, layout=layout)
+
+    parts = split(placed, keys)
+    np.testing.assert_array_equal(parts.token, whole.token)
+    for field in ("sampled", "policy", "untempered"):
+        np.testing.assert_allclose(getattr(parts, field), getattr(whole, field), atol=2e-6)
+    text = split.lower(placed, keys).compile().as_text()
+    each = received_bytes(text) / (rows / 2)
+    # Some ten numbers of 4 bytes; to cut the tail 15 at a time, 8 times, for top-k and top-p.
+    assert each <= 2 * 4 * (10 + (2 * 8 * 15 if sampling.truncates else 0))
+    if sampling.greedy:
+        assert parts.token[3] == 70
 
 
 def test_greedy_takes_the_likeliest_token_and_reports_it_untempered():

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from hjax.kernels.sets import Kernels
 from hjax.rollout.sampling import Sampling, draw
+from hjax.sharding.layout import Layout
 
 DecodeState = dict[str, Any]
 
@@ -45,6 +46,7 @@ def advance(
     sampling: Sampling,
     stop: jax.Array,
     kernels: Kernels,
+    layout: Layout,
 ) -> DecodeState:
     """Draw every row's token at position ``at`` of its response.
 
@@ -56,9 +58,10 @@ def advance(
       sampling: how tokens are drawn.
       stop: int32 [stop tokens]; a row that draws one is done.
       kernels: of the platform.
+      layout: over whose axes the rows and the logits' vocabulary are split.
     """
     done = state["done"]
-    drawn = draw(logits, keys, at, sampling, kernels)
+    drawn = draw(logits, keys, at, sampling, kernels, layout)
     token = jnp.where(done, 0, drawn.token)
     finished = jnp.any(token[:, None] == stop, axis=-1) & ~done
 

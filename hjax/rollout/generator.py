@@ -290,11 +290,10 @@ class Generator:
         stop = jnp.asarray(shape.stop, jnp.int32)
 
         def draw(state: dict[str, Any], logits: jax.Array) -> dict[str, Any]:
-            # First as they are made: otherwise XLA gathers the output table, for every token.
-            at, logits = state["position"], split(split(logits, "batch", "vocab"), "batch")
-            drawn = decode_state.advance(
-                state["drawn"], logits, keys, at, shape.sampling, stop, self.compute.kernels
-            )
+            # As they are made: otherwise XLA gathers the output table, for every token.
+            at, logits = state["position"], split(logits, "batch", "vocab")
+            how = shape.sampling, stop, self.compute.kernels, self.layout
+            drawn = decode_state.advance(state["drawn"], logits, keys, at, *how)
             return {"cache": state["cache"], "position": at + 1, "drawn": drawn}
 
         def one_token(state: dict[str, Any]) -> dict[str, Any]:

@@ -73,10 +73,10 @@ class PipelinedRollout:
 
         def draw(drawn: decode_state.DecodeState, index: jax.Array, x: jax.Array, at: Any) -> Any:
             """Micro-batch ``index``'s tokens at position ``at``, of hidden states [rows, embed]."""
-            logits = layout.constrain(model.logits(x), "batch")
+            logits = layout.constrain(model.logits(x), "batch", "vocab")
             part = jax.tree.map(lambda t: t[index], drawn)
-            kernels = self.compute.kernels
-            part = decode_state.advance(part, logits, keys[index], at, sampling, ends, kernels)
+            how = sampling, ends, self.compute.kernels, layout
+            part = decode_state.advance(part, logits, keys[index], at, *how)
             return jax.tree.map(lambda t, new: t.at[index].set(new), drawn, part)
 
         nothing = decode_state.start(rows, length, sampling)
