@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from hjax.dryrun.programs import Rehearsal, StepProgram, phase_of
 from hjax.dryrun.topologies import Topology, parse_topology
 from hjax.planning.hardware import DEVICES
-from hjax.xla.roofline import Limits, Operation, roofline
+from hjax.xla.roofline import Limits, Operation, Turn, roofline
 
 COSTLIEST = 10  # source lines that are kept of a program
 # Sides of a torus from which on its links go round.
@@ -42,7 +43,9 @@ def account(text: str, topology: Topology, loop_trips: int | None) -> dict[str, 
       run; ``memory_seconds``, ``compute_seconds``, ``network_seconds``, which make up the first;
       ``bound``; ``costliest``: the lines of source that take longest, each with ``source``,
       ``name``, ``times``, ``seconds``, ``bytes``, ``flops``, ``received_bytes``; ``opaque``:
-      kernels that do not say what they multiply.
+      kernels that do not say what they multiply; ``turn``, of the longest loop, None without one:
+      ``seconds``, ``bytes``, ``received_bytes`` and ``copies``, the arrays of the size of a weight
+      or cache that each turn copies, with ``source``, ``name``, ``bytes``.
     """
     limits = limits_of(topology)
     if limits is None:
@@ -60,6 +63,7 @@ def account(text: str, topology: Topology, loop_trips: int | None) -> dict[str, 
         "bound": found.bound,
         "costliest": [_line(operation) for operation in found.by_source()[:COSTLIEST]],
         "opaque": list(found.opaque),
+        "turn": _turn(found.turn),
     }
 
 
@@ -80,6 +84,17 @@ def speeds(
         length = rehearsal.workers[program.role].context.max_response_length
         found["tokens_per_second"] = program.rows * length / seconds
     return found
+
+
+def _turn(turn: Turn | None) -> dict[str, Any] | None:
+    if turn is None:
+        return None
+    return {
+        "seconds": turn.seconds,
+        "bytes": turn.bytes,
+        "received_bytes": turn.received,
+        "copies": [dataclasses.asdict(copy) for copy in turn.copies],
+    }
 
 
 def _line(operation: Operation) -> dict[str, Any]:

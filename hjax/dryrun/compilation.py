@@ -24,7 +24,7 @@ from hjax.errors import RunError
 from hjax.xla.collectives import collectives
 from hjax.xla.flops import count_flops
 
-FORMAT = 5  # of the kept results; a change makes older ones be compiled again
+FORMAT = 6  # of the kept results; a change makes older ones be compiled again
 TPU_DUMP = {"xla_dump_hlo_as_text": True}
 
 

@@ -47,9 +47,7 @@ def minimum(
     gather = held * (parts - 1) / parts
     forward = tokens.forward_flops(model, worker.scalar) / layout.mesh.size
     if generates:
-        steps = context.max_response_length
-        cache = arithmetic.cache_bytes(model, element) * tokens.read_while_decoding
-        moved = steps * held + cache / layout.mesh.size
+        moved = decoding_bytes(model, layout, tokens, element)
         flops, received = forward, 0.0
     elif phase == "update":
         state = sum(shard_bytes(tree) for tree in worker.abstract_state().values())
@@ -74,6 +72,22 @@ def minimum(
         flops / limits.flops[kind], moved / limits.bandwidth, received / limits.link
     )
     return {"flops": flops, "bytes": moved, "received_bytes": received, "seconds": seconds}
+
+
+def decoding_bytes(model: ModelConfig, layout: Layout, tokens: Tokens, element: int) -> float:
+    """What a device reads to decode all tokens of a rollout: for each the weights that multiply it
+    (of the embedding, where it is no output table, only rows), and what is filled of the cache.
+
+    Args:
+      model, layout: of generation.
+      tokens: of the rollout.
+      element: bytes of a weight, and of an entry of the cache.
+    """
+    looked_up = 0 if model.tie_embeddings else model.vocab_size * model.hidden_size
+    weights = (arithmetic.parameters(model) - looked_up) * element
+    cache = arithmetic.cache_bytes(model, element) * tokens.read_while_decoding
+    parts = layout.ways("heads") * layout.ways("layers")
+    return tokens.response * weights / parts + cache / layout.mesh.size
 
 
 class Tokens:

@@ -10,6 +10,7 @@ last two dimensions exchanged.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +26,14 @@ ROWS = "rows"
 KERNEL = "kernel"
 # The same, interpreted: for tests.
 INTERPRETED = "interpreted"
-FORMS = (COLUMNS, ROWS, KERNEL, INTERPRETED)
+NO_KERNEL = ("TPU v2", "TPU v3")  # their compiler refuses its products
 
 
-def choose(platform: str) -> str:
-    """The form that devices of a platform (``cpu``, ``tpu``, ``gpu``, ...) decode in."""
-    return {"cpu": COLUMNS, "tpu": KERNEL}.get(platform, ROWS)
+def choose(device: Any) -> str:
+    """The form that a jax.Device decodes in."""
+    if device.platform == "cpu" or device.device_kind in NO_KERNEL:
+        return COLUMNS
+    return KERNEL if device.platform == "tpu" else ROWS
 
 
 def bounds(mask: jax.Array) -> tuple[jax.Array, jax.Array]:

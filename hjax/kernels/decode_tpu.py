@@ -4,8 +4,8 @@ Written in Pallas, after flash-decoding's online softmax (Dao et al. 2023) and t
 of paged attention. A grid step has one block of the prompt or of the rows' own tokens, of several
 rows and of all key-value heads; which block it is follows from numbers that are there before the
 kernel starts, so what no row of it has filled is never read. The new token's key and value are
-written in place, a tile for each row. Per device: ``hjax.models.decoding`` puts it into a
-``shard_map``.
+written in place, a tile for each row. Heads narrower than 128 take the room of 128. Per device:
+``hjax.models.decoding`` puts it into a ``shard_map``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SUBLANES = 8
 OWN_BLOCK = 128  # tokens of a row that are read together
 PROMPT_BLOCK = 512
 BLOCK_BYTES = 2**20  # of a block of keys, or of values
-VMEM_BYTES = 64 * 2**20
+VMEM_BYTES = 32 * 2**20
 ENDLESS = 2**30  # a window that hides nothing
 
 
@@ -42,9 +42,17 @@ def tile_of(dtype: Any) -> int:
     return SUBLANES * 4 // jnp.dtype(dtype).itemsize
 
 
-def _parts(length: int, block: int) -> int:
-    """Tokens of a block."""
-    return min(length, block)
+def _fewer(tokens: int, tile: int, bytes_each: int) -> int:
+    """Tokens of a block, halved while they take more than ``BLOCK_BYTES``."""
+    while tokens * bytes_each > BLOCK_BYTES and tokens % (2 * tile) == 0:
+        tokens //= 2
+    return tokens
+
+
+def _most(count: int, bytes_each: int) -> int:
+    """The largest divisor of ``count`` that makes no more than ``BLOCK_BYTES``, at least 1."""
+    fits = [n for n in range(1, count + 1) if count % n == 0 and n * bytes_each <= BLOCK_BYTES]
+    return max(fits, default=1)
 
 
 def decode(
@@ -124,7 +132,7 @@ class _Shape:
 
     Attributes:
       heads: ``per_kv`` in whole tiles.
-      rows: groups of a grid step.
+      rows, together: groups and key-value heads of a grid step.
       prompt_block, own_block: tokens of a grid step.
     """
 
@@ -138,6 +146,7 @@ class _Shape:
     length: int
     heads: int
     rows: int
+    together: int
     prompt_block: int
     own_block: int
 
@@ -149,13 +158,17 @@ class _Shape:
         for size, block in ((prompt, PROMPT_BLOCK), (length, OWN_BLOCK)):
             if size != padded(size, block, dtype) or not size:
                 raise AssertionError(f"a length of {size} is not {padded(size or 1, block, dtype)}")
-        prompt_block, own_block = _parts(prompt, PROMPT_BLOCK), _parts(length, OWN_BLOCK)
-        most = kv_heads * dim * max(samples * own_block, prompt_block) * dtype.itemsize
-        rows = max(n for n in range(1, groups + 1) if groups % n == 0 and n * most <= BLOCK_BYTES
-                   or n == 1)  # fmt: skip
         heads = math.ceil(per_kv / SUBLANES) * SUBLANES
+        tile, token = tile_of(dtype), math.ceil(dim / LANES) * LANES * dtype.itemsize
+        # First of one group and key-value head: fewer tokens where there are many samples. Scores
+        # may take four times as much as keys.
+        prompt_block = _fewer(min(prompt, PROMPT_BLOCK), tile, max(token, samples * heads))
+        own_block = _fewer(min(length, OWN_BLOCK), tile, samples * token)
+        least = max(samples * own_block * token, prompt_block * max(token, samples * heads))
+        together = _most(kv_heads, least)
+        rows = _most(groups, least * together) if together == kv_heads else 1
         return cls(layers, groups, kv_heads, samples, per_kv, dim, prompt, length, heads, rows,
-                   prompt_block, own_block)  # fmt: skip
+                   together, prompt_block, own_block)  # fmt: skip
 
     @property
     def prompt_blocks(self) -> int:
@@ -168,7 +181,7 @@ class _Shape:
     @property
     def batch(self) -> int:
         """Products of a grid step with own tokens."""
-        return self.rows * self.kv_heads * self.samples
+        return self.rows * self.together * self.samples
 
 
 def _reach(spans: jax.Array, shape: _Shape) -> jax.Array:
@@ -198,22 +211,25 @@ def _call(
     steps = s.prompt_blocks + s.own_blocks
     last_prompt, last_own = s.prompt_blocks - 1, s.own_blocks - 1
 
-    def prompt_at(i: Any, j: Any, layer: Any, _: Any, reach: Any) -> Any:
+    def prompt_at(i: Any, h: Any, j: Any, layer: Any, _: Any, reach: Any) -> Any:
         block = jnp.clip(j, reach[4 * i], jnp.maximum(reach[4 * i + 1], reach[4 * i]))
-        return layer[0], i, 0, jnp.clip(block, 0, last_prompt), 0
+        return layer[0], i, h, jnp.clip(block, 0, last_prompt), 0
 
-    def own_at(i: Any, j: Any, layer: Any, _: Any, reach: Any) -> Any:
+    def own_at(i: Any, h: Any, j: Any, layer: Any, _: Any, reach: Any) -> Any:
         first, last = reach[4 * i + 2], reach[4 * i + 3]
         block = jnp.clip(j - s.prompt_blocks, first, jnp.maximum(last, first))
-        return layer[0], i, 0, 0, jnp.clip(block, 0, last_own), 0
+        return layer[0], i, h, 0, jnp.clip(block, 0, last_own), 0
 
-    def of_rows(*sizes: int) -> pl.BlockSpec:
-        return pl.BlockSpec((s.rows, *sizes), lambda i, *_: (i, *[0] * len(sizes)))
+    prompt = pl.BlockSpec((1, s.rows, s.together, s.prompt_block, s.dim), prompt_at)
+    own = pl.BlockSpec((1, s.rows, s.together, s.samples, s.own_block, s.dim), own_at)
 
-    prompt = pl.BlockSpec((1, s.rows, s.kv_heads, s.prompt_block, s.dim), prompt_at)
-    own = pl.BlockSpec((1, s.rows, s.kv_heads, s.samples, s.own_block, s.dim), own_at)
-    query = of_rows(s.kv_heads, s.samples, s.heads, s.dim)
-    new = of_rows(s.kv_heads, s.samples, 1, s.dim)
+    def of_token(*sizes: int) -> pl.BlockSpec:
+        block = s.rows, s.together, s.samples, *sizes
+        return pl.BlockSpec(block, lambda i, h, *_: (i, h, 0, 0, 0))
+
+    query, new = of_token(s.heads, s.dim), of_token(1, s.dim)
+    spans = pl.BlockSpec((s.rows, s.samples, 1, LANES), lambda i, *_: (i, 0, 0, 0))
+    sinks = pl.BlockSpec((s.together, s.heads, LANES), lambda i, h, *_: (h, 0, 0))
     tile = tile_of(dtype)
     whole = pl.BlockSpec(memory_space=pl.ANY)
     cache = jax.ShapeDtypeStruct(
@@ -221,23 +237,13 @@ def _call(
     )
     queries = (s.groups, s.kv_heads, s.samples, s.heads, s.dim)
     reduced = pltpu.VMEM((s.batch, s.heads, LANES), jnp.float32)
-    written = pltpu.VMEM((s.rows * s.samples, s.kv_heads, tile, s.dim), dtype)
+    written = pltpu.VMEM((s.rows * s.samples, s.together, tile, s.dim), dtype)
     return pl.pallas_call(
         functools.partial(_kernel, s, softcap, tile),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
-            grid=(s.groups // s.rows, steps),
-            in_specs=[
-                query,
-                new,
-                new,
-                of_rows(s.samples, 1, LANES),
-                pl.BlockSpec((s.kv_heads, s.heads, LANES), lambda i, *_: (0, 0, 0)),
-                prompt,
-                prompt,
-                own,
-                own,
-            ],
+            grid=(s.groups // s.rows, s.kv_heads // s.together, steps),
+            in_specs=[query, new, new, spans, sinks, prompt, prompt, own, own],
             out_specs=[query, whole, whole],
             scratch_shapes=[
                 reduced,
@@ -252,7 +258,7 @@ def _call(
         # Numbered with the scalars: own keys and values are the results' after the output.
         input_output_aliases={10: 1, 11: 2},
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
+            dimension_semantics=("arbitrary",) * 3, vmem_limit_bytes=VMEM_BYTES
         ),
         cost_estimate=_estimate(s, jnp.dtype(dtype).itemsize, expected),
         interpret=interpret,
@@ -261,15 +267,16 @@ def _call(
 
 
 def _estimate(s: _Shape, element: int, expected: float | None) -> pl.CostEstimate:
-    """Of a token when rows have ``expected`` own tokens: whole blocks count."""
+    """Of a token when rows have ``expected`` own tokens: whole blocks count, and whole tiles."""
     filled = s.length / 2 if expected is None else min(expected, s.length)
     # Lengths between two blocks are equally likely, so half a block more is read than there is.
     own = min(filled + s.own_block / 2, s.length)
     rows = s.groups * s.samples
     tokens = s.groups * s.prompt + rows * own
     written = rows * (SUBLANES * 4 // element)
-    moved = 2 * s.kv_heads * s.dim * element * (tokens + written)
-    small = 2 * rows * s.kv_heads * s.heads * s.dim * 4
+    lanes = math.ceil(s.dim / LANES) * LANES
+    moved = 2 * s.kv_heads * lanes * element * (tokens + written)
+    small = 2 * rows * s.kv_heads * s.heads * lanes * 4
     pairs = rows * s.kv_heads * s.per_kv * (s.prompt + own)
     return pl.CostEstimate(
         flops=int(4 * s.dim * pairs), bytes_accessed=int(moved + small), transcendentals=int(pairs)
@@ -303,15 +310,15 @@ def _kernel(
     arrived: Any,
 ) -> None:
     """One block of the prompt or of own tokens. What is summed so far is of
-    [rows * kv_heads * samples, heads, ...], a number of each head in all lanes."""
-    i, j = pl.program_id(0), pl.program_id(1)
+    [rows * together * samples, heads, ...], a number of each head in all lanes."""
+    i, h, j = (pl.program_id(axis) for axis in range(3))
     dtype = tile_k.dtype
     of_batch = (s.batch, s.heads)
 
     def span(which: int) -> jax.Array:
-        """[rows * kv_heads * samples, 1, 1] of [rows, samples, 1, lanes]."""
+        """[rows * together * samples, 1, 1] of [rows, samples, 1, lanes]."""
         number = spans_ref[:, :, :, which : which + 1][:, None]
-        return jnp.broadcast_to(number, (s.rows, s.kv_heads, s.samples, 1, 1)).reshape(-1, 1, 1)
+        return jnp.broadcast_to(number, (s.rows, s.together, s.samples, 1, 1)).reshape(-1, 1, 1)
 
     def capped(scores: jax.Array) -> jax.Array:
         return softcap * jnp.tanh(scores / softcap) if softcap else scores
@@ -349,7 +356,7 @@ def _kernel(
 
     @pl.when((j >= reach[4 * i]) & (j <= reach[4 * i + 1]))
     def prompt() -> None:
-        block = (s.rows * s.kv_heads, s.prompt_block, s.dim)
+        block = (s.rows * s.together, s.prompt_block, s.dim)
         k, v = (ref[...].reshape(block) for ref in (prompt_k_ref, prompt_v_ref))
         add(s.samples, k, v, j * s.prompt_block, span(0), span(1))
 
@@ -360,7 +367,8 @@ def _kernel(
         group, sample = row // s.samples, row % s.samples
         at = positions[i * s.rows * s.samples + row] // tile * tile
         tokens = pl.ds(pl.multiple_of(at, tile), tile)
-        place = layer[0], i * s.rows + group, slice(None), sample, tokens
+        heads = pl.ds(h * s.together, s.together)
+        place = layer[0], i * s.rows + group, heads, sample, tokens
         return [
             pltpu.make_async_copy(scratch.at[row], cache.at[place], arrived)
             for scratch, cache in ((tile_k, cache_k), (tile_v, cache_v))
@@ -376,7 +384,7 @@ def _kernel(
             group, sample = row // s.samples, row % s.samples
             position = positions[i * s.rows * s.samples + row]
             within = pl.multiple_of(position % s.own_block // tile * tile, tile)
-            new = jax.lax.broadcasted_iota(jnp.int32, (s.kv_heads, tile, s.dim), 1)
+            new = jax.lax.broadcasted_iota(jnp.int32, (s.together, tile, s.dim), 1)
             for scratch, ref, given in ((tile_k, own_k_ref, k_ref), (tile_v, own_v_ref, v_ref)):
                 held = ref[0, group, :, sample, pl.ds(within, tile)].astype(jnp.float32)
                 token = given[group, :, sample]
@@ -402,7 +410,7 @@ def _kernel(
     @pl.when(j == s.prompt_blocks + s.own_blocks - 1)
     def finish() -> None:
         sinks = sinks_ref[...][:, :, :1][None, :, None]
-        sinks = jnp.broadcast_to(sinks, (s.rows, s.kv_heads, s.samples, s.heads, 1))
+        sinks = jnp.broadcast_to(sinks, (s.rows, s.together, s.samples, s.heads, 1))
         sinks = sinks.reshape(*of_batch, 1)
         before = top_ref[...][:, :, :1]
         top = jnp.maximum(before, sinks)

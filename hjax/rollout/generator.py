@@ -68,7 +68,7 @@ class Generator:
     ):
         self.network = network
         self.layout = layout
-        self.form = form or decode.choose(layout.platform)
+        self.form = form or decode.choose(layout.mesh.devices.flat[0])
         # A scan copies each layer's weights and cache for every token on a GPU.
         unroll = compute.unroll_layers or self.form == decode.ROWS
         self.compute = dataclasses.replace(compute.on(layout), unroll_layers=unroll)

@@ -23,6 +23,7 @@ from hjax.xla.collectives import (
     kind_in,
 )
 from hjax.xla.hlo import ArrayShape, Computation, Instruction, Module, arrays_of, parse
+from hjax.xla.loops import Copy, copies, written_over
 from hjax.xla.products import (
     convolution_flops,
     dot_flops,
@@ -96,6 +97,21 @@ class Operation:
 
 
 @dataclasses.dataclass(frozen=True)
+class Turn:
+    """One turn of a loop; of a decode loop, a token of every row.
+
+    Attributes:
+      seconds, bytes, received: of all its operations.
+      copies: of ``hjax.xla.loops``.
+    """
+
+    seconds: float
+    bytes: float
+    received: float
+    copies: tuple[Copy, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Roofline:
     """A program's account, per device and run.
 
@@ -109,6 +125,7 @@ class Roofline:
         bound, and what is waited for other devices or early copies.
       operations: the costliest first.
       opaque: names of kernels that do not say what they multiply.
+      turn: of its longest loop; None: it has none.
     """
 
     seconds: float
@@ -121,6 +138,7 @@ class Roofline:
     exposed_seconds: float
     operations: tuple[Operation, ...]
     opaque: tuple[str, ...]
+    turn: Turn | None = None
 
     @property
     def bound(self) -> str:
@@ -180,6 +198,7 @@ def roofline(text: str, limits: Limits, loop_trips: int | None = None) -> Roofli
         total.exposed,
         tuple(operations),
         tuple(dict.fromkeys(account.opaque)),
+        account.longest_turn(),
     )
 
 
@@ -256,6 +275,26 @@ class _Account:
         if computation.name not in self._known:
             self._known[computation.name] = self._schedule(computation)
         return self._known[computation.name]
+
+    def longest_turn(self) -> Turn | None:
+        """Of the loop, of those that stand in no other, whose turns together move most."""
+        turns = []
+        for instruction in self.module.entry.instructions.values():
+            if instruction.opcode == "while":
+                all_of_them = self._inner(self.module.entry, instruction)
+                moved = sum(o.bytes for o in all_of_them.operations) if all_of_them else 0.0
+                turns.append((moved, instruction))
+        if not turns:
+            return None
+        _, loop = max(turns, key=lambda found: found[0])
+        [body] = loop.called("body")
+        once = self.of(self.module.computations[body])
+        return Turn(
+            once.seconds,
+            sum(o.bytes for o in once.operations),
+            sum(o.received for o in once.operations),
+            tuple(copies(self.module, loop)),
+        )
 
     def _schedule(self, computation: Computation) -> _Total:
         total = _Total()
@@ -530,7 +569,7 @@ class _Account:
         for result in results:
             arrays = arrays_of(result.shape)
             size = float(sum(a.elements for a in arrays)) or 1.0
-            update = self._update_of(inner, result)
+            update = written_over(self.module, inner, result)
             new = size if update is None else float(_elements(inner.instructions[update].shape))
             shares += [new / size] * len(arrays)
             needed[result.name] = needed.get(result.name, 0.0) + new
@@ -577,22 +616,6 @@ class _Account:
         else:  # elementwise, or nearly
             for i in range(len(operands)):
                 take(i, sizes[i] * min(wanted / own, 1.0))
-
-    def _update_of(self, inner: Computation, result: Instruction) -> str | None:
-        """Of a result that is an array with a part written over, that part."""
-        while result.opcode in ("bitcast", "reshape") and result.operands:
-            result = inner.instructions[result.operands[0]]
-        if result.opcode == "dynamic-update-slice":
-            return result.operands[1]
-        if result.opcode == "scatter":
-            return result.operands[-1]
-        if result.opcode == "fusion":
-            [name] = result.called("calls")
-            below = self.module.computations[name]
-            update = self._update_of(below, below.root)
-            if update is not None and below.instructions[update].opcode == "parameter":
-                return result.operands[int(below.instructions[update].literal)]
-        return None
 
     # Products
 

@@ -1,0 +1,139 @@
+"""What decoding moves for a token, by the compilers' own text, beside the least that it must.
+
+Of published shapes on devices that are not there: ``benchmarks/decoding.py`` prints it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hjax.dryrun.compilation import compile_program
+from hjax.dryrun.minimum import Tokens, decoding_bytes
+from hjax.dryrun.programs import StepProgram
+from hjax.dryrun.topologies import find_topology
+from hjax.models.config import ModelConfig
+from hjax.models.parameters import decoder_network
+from hjax.models.published import published
+from hjax.models.transformer import Compute
+from hjax.rollout.generator import Generator
+from hjax.rollout.sampling import Sampling
+from hjax.sharding.layout import check_shapes, make_layouts, without
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A rollout, in bfloat16.
+
+    Attributes:
+      model: a published shape's name, or a shape.
+      topology: such as ``v5e:2x4``.
+      tensor: ways in which heads, MLP and vocabulary are split; rows are split over the rest.
+      rows: responses of all devices.
+      samples: of a prompt.
+      prompt, response: tokens of each.
+      bar: the ratio of bytes to the least that is asked of it; 0: none.
+    """
+
+    model: str | ModelConfig
+    topology: str
+    tensor: int
+    rows: int
+    samples: int
+    prompt: int = 512
+    response: int = 1024
+    bar: float = 0.0
+
+
+CASES = (
+    Case("qwen2.5-1.5b", "v5e:2x4", 1, 256, 8, bar=1.12),
+    Case("llama-3-8b", "v5p:2x2x2", 4, 256, 1, bar=1.3),
+    Case("llama-3-8b", "v5p:2x2x2", 4, 256, 8),
+    Case("qwen2.5-1.5b", "h100:1x8", 1, 256, 8, bar=1.5),
+)
+
+
+def decoding(
+    case: Case, cache: Path | None = None, form: str | None = None
+) -> dict[str, Any]:
+    """Compile a rollout and count a token of it.
+
+    Args:
+      case: which.
+      cache: folder of kept results, as of ``compile_program``.
+      form: of cache and attention, see ``hjax.kernels.decode``; None: that of the devices.
+
+    Returns:
+      the case; ``bytes_per_token``: of the loop over tokens, per device and turn, averaged over the
+      response; ``minimum_bytes``; ``ratio``; ``copies``: arrays of the size of a weight or cache
+      that a turn copies; ``milliseconds_per_token``: by data sheet; ``received_bytes`` per turn;
+      ``temporary_bytes``; ``versions``.
+
+    Raises:
+      ConfigError: a topology that is not known, or a layout that does not fit the model.
+      RunError: it does not compile.
+    """
+    topology = find_topology(case.topology)
+    devices = topology.devices
+    model = published(case.model) if isinstance(case.model, str) else case.model
+    sizes = {"fsdp": len(devices) // case.tensor, "tensor": case.tensor}
+    layout = make_layouts(devices, sizes, {"tensor": -1}).generate
+    layout = without(layout, check_shapes(layout, model.dimensions, "generation"))
+    network = decoder_network(model)
+    dtype = jnp.bfloat16
+    generator = Generator(network, layout, Compute(dtype=dtype), form)
+    params = jax.tree.map(
+        lambda x, kind, s: jax.ShapeDtypeStruct(x.shape, kind, sharding=s),
+        network.shapes,
+        network.read_dtypes(dtype),
+        network.shardings(layout),
+    )
+    prompts = case.rows // case.samples
+
+    def trace() -> Any:
+        options = {"samples": case.samples, "max_new_tokens": case.response}
+        sampling = {"sampling": Sampling(), "stop": (1,)}
+        return generator.trace(params, prompts, case.prompt, **options, **sampling)
+
+    trips = case.response - 1
+    program = StepProgram("actor", "generate", 0, case.rows, 1, trace, trips)
+    found = compile_program(program, topology, len(devices), "", cache)
+    turn = found["roofline"]["turn"]
+    tokens = Tokens(case.rows, case.samples, case.prompt, case.response)
+    least = decoding_bytes(model, layout, tokens, jnp.dtype(dtype).itemsize) / case.response
+    return {
+        **dataclasses.asdict(case),
+        "model": case.model if isinstance(case.model, str) else "",
+        "bytes_per_token": turn["bytes"],
+        "minimum_bytes": least,
+        "ratio": turn["bytes"] / least,
+        "copies": len(turn["copies"]),
+        "milliseconds_per_token": 1e3 * turn["seconds"],
+        "received_bytes": turn["received_bytes"],
+        "temporary_bytes": found["temporary_bytes"],
+        "versions": topology.versions,
+    }
+
+
+def table(records: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown of what ``decoding`` counted, a row each."""
+    lines = [
+        "| rollout | GB a token | at least | ratio | bar | copies in the loop | ms a token |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for record in records:
+        split = f", tensor {record['tensor']}" if record["tensor"] > 1 else ""
+        answers = "a sample" if record["samples"] == 1 else f"{record['samples']} samples"
+        name = f"{record['model']}, {record['topology']}{split}, {record['rows']} rows, {answers}"
+        bar = f"{record['bar']:.2f}" if record["bar"] else ""
+        moved, least = (record[key] / 1e9 for key in ("bytes_per_token", "minimum_bytes"))
+        lines.append(
+            f"| {name} of a prompt | {moved:.2f} | {least:.2f} | {record['ratio']:.2f} | {bar} "
+            f"| {record['copies']} | {record['milliseconds_per_token']:.2f} |"
+        )
+    return "\n".join(lines)

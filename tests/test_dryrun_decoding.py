@@ -1,0 +1,99 @@
+"""What decoding moves for a token, by the accelerators' own compilers."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from hjax.dryrun.decoding import CASES, Case, table
+from hjax.kernels import decode
+from hjax.models.config import ModelConfig
+
+COMPILERS = {"v5e": "libtpu", "v5p": "libtpu", "h100": "jax_plugins.xla_cuda13"}
+# Small weights beside a cache that no chip's own memory holds: 906 MB a device.
+SMALL = Case(
+    ModelConfig(1024, 256, 512, 3, heads=8, kv_heads=4, head_dim=128, max_length=2048),
+    "v5e:2x2", tensor=2, rows=512, samples=1, prompt=128, response=1024,
+)  # fmt: skip
+
+
+def counted(case, form=""):
+    """``decoding`` in a process of its own, which loads the compiler."""
+    compiler = COMPILERS[case.topology.partition(":")[0]]
+    package = compiler.partition(".")[0]
+    if not importlib.util.find_spec(package) or not importlib.util.find_spec(compiler):
+        pytest.skip(f"{compiler}, the compiler of {case.topology}, is not installed")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
+    done = subprocess.run(
+        [sys.executable, str(pathlib.Path(__file__)), json.dumps(dataclasses.asdict(case)), form],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=1500,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_token_copies_no_cache_and_reads_what_is_filled():
+    found = counted(SMALL)
+    assert found["copies"] == 0
+    # By hand: 256 rows a device of two key-value heads, of whose own tokens half are there.
+    token = 3 * 2 * 2 * 128 * 2
+    cache = token * 256 * (128 + 512)
+    weights = 2 * (1024 * 256 + 3 * 256 * (3 * 512 + 128 * (2 * 8 + 2 * 4))) / 2
+    assert found["minimum_bytes"] == pytest.approx(cache + weights, rel=2e-3)
+    # Half a block more is read than is filled, and a tile written.
+    read = cache + token * 256 * (64 + 16)
+    assert read <= found["bytes_per_token"] <= 1.05 * read + weights
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1600)
+def test_without_the_kernel_each_layer_is_cut_out_for_every_token():
+    assert counted(SMALL, decode.COLUMNS)["copies"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1600)
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.model} {c.topology} {c.samples}")
+def test_decoding_stays_below_its_bar(case):
+    found = counted(case)
+    assert found["copies"] == 0
+    assert 1 < found["ratio"] <= (case.bar or 1.3)
+
+
+def test_the_table_has_a_row_for_each():
+    record = dataclasses.asdict(CASES[1]) | {
+        "bytes_per_token": 9.1e9, "minimum_bytes": 7e9, "ratio": 1.3, "copies": 2,
+        "milliseconds_per_token": 4.4321,
+    }  # fmt: skip
+    *_, row = table([record]).splitlines()
+    assert row == (
+        "| llama-3-8b, v5p:2x2x2, tensor 4, 256 rows, a sample of a prompt | 9.10 | 7.00 | 1.30 "
+        "| 1.30 | 2 | 4.43 |"
+    )
+
+
+def main(case, form):
+    from hjax.dryrun.topologies import prepare_environment
+
+    prepare_environment()
+    import jax
+
+    from hjax.dryrun.decoding import decoding
+
+    jax.config.update("jax_enable_compilation_cache", False)
+    case = json.loads(case)
+    if isinstance(case["model"], dict):
+        case["model"] = ModelConfig(**case["model"])
+    print(json.dumps(decoding(Case(**case), form=form or None)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
