@@ -92,7 +92,7 @@ def main(case, form):
     case = json.loads(case)
     if isinstance(case["model"], dict):
         case["model"] = ModelConfig(**case["model"])
-    print(json.dumps(decoding(Case(**case), form=form or None)))
+    print(json.dumps(decoding(Case(**case), cache_form=form or None)))
 
 
 if __name__ == "__main__":

@@ -8,24 +8,25 @@ import numpy as np
 import pytest
 
 from hjax.kernels import decode, decode_tpu
-from hjax.kernels.decode import Options, Seen
+from hjax.kernels.attention import Scoring
+from hjax.kernels.decode import Seen
 
 LAYERS = 2
 
 
-def one_row(q, keys, values, options, sink):
+def one_row(q, keys, values, scoring, sink):
     """Softmax over a list of keys, for one query [head_dim], in float64."""
-    scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
+    scale = q.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
     scores = keys @ q * scale
-    if options.softcap:
-        scores = options.softcap * np.tanh(scores / options.softcap)
+    if scoring.softcap:
+        scores = scoring.softcap * np.tanh(scores / scoring.softcap)
     logits = np.append(scores, sink)
     weights = np.exp(logits - logits.max())
     weights /= weights.sum()
     return weights[:-1] @ values
 
 
-def by_hand(q, k, v, prompt_k, prompt_v, own_k, own_v, begin, end, position, options):
+def by_hand(q, k, v, prompt_k, prompt_v, own_k, own_v, begin, end, position, scoring, sinks):
     """Row for row: its keys in a list, the new one last, a window cut off at the front."""
     out = np.zeros(q.shape)
     for g, h, s, i in itertools.product(*map(range, q.shape[:4])):
@@ -34,10 +35,10 @@ def by_hand(q, k, v, prompt_k, prompt_v, own_k, own_v, begin, end, position, opt
             continue
         keys = [*prompt_k[g, h, begin[g] : end[g]], *own_k[g, h, s, :at], k[g, h, s]]
         values = [*prompt_v[g, h, begin[g] : end[g]], *own_v[g, h, s, :at], v[g, h, s]]
-        seen = slice(None) if options.window is None else slice(-options.window, None)
-        sink = -np.inf if options.sinks is None else options.sinks[h, i]
+        seen = slice(-scoring.window, None) if scoring.window else slice(None)
+        sink = -np.inf if sinks is None else sinks[h * q.shape[3] + i]
         out[g, h, s, i] = one_row(
-            q[g, h, s, i], np.array(keys[seen]), np.array(values[seen]), options, sink
+            q[g, h, s, i], np.array(keys[seen]), np.array(values[seen]), scoring, sink
         )
     return out
 
@@ -97,13 +98,13 @@ EACH = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name i
 
 def case_of(name):
     shape, prompt, length, dtype, given = CASES[name]
-    draw = np.random.default_rng(2)
-    if "sinks" in given:
-        sinks = jnp.asarray(draw.normal(size=(shape[1], shape[3])), jnp.float32)
-        given = given | {"sinks": sinks}
+    given, sinks = dict(given), None
+    if given.pop("sinks", False):
+        draw = np.random.default_rng(2)
+        sinks = jnp.asarray(draw.normal(size=shape[1] * shape[3]), jnp.float32)
     where = places(shape[0], shape[2], prompt, length)
     seen = Seen(*(jnp.asarray(x, jnp.int32) for x in where))
-    return arrays(shape, prompt, length, dtype), seen, Options(**given), dtype
+    return arrays(shape, prompt, length, dtype), seen, (Scoring(**given), sinks), dtype
 
 
 def wide(x):
@@ -122,7 +123,7 @@ def written(own, new, position):
 def expected_of(given, seen, options):
     q, k, v, *cache = (wide(x) for x in given)
     where = (np.asarray(x) for x in (seen.begin, seen.end, seen.position))
-    return by_hand(q, k, v, *(x[1] for x in cache), *where, options)
+    return by_hand(q, k, v, *(x[1] for x in cache), *where, *options)
 
 
 @pytest.mark.parametrize("columns", [False, True], ids=["rows", "columns"])
@@ -136,7 +137,7 @@ def test_the_reference_is_a_softmax_over_what_is_seen(name, columns):
         own_k = decode.write(own_k, k, seen.position, columns)
         own_v = decode.write(own_v[1], v, seen.position)
         keys = "xksdu" if columns else "xksud"
-        return decode.attend(q, prompt_k[1], prompt_v[1], own_k, own_v, seen, options, keys)
+        return decode.attend(q, prompt_k[1], prompt_v[1], own_k, own_v, seen, *options, keys)
 
     out = run(*given)
     limit = 2e-6 if dtype == jnp.float32 else 2e-2
@@ -148,7 +149,7 @@ def test_the_kernel_agrees_and_writes_one_token_per_row(name):
     given, seen, options, dtype = case_of(name)
 
     def run(*arrays):
-        return decode_tpu.decode(*arrays, jnp.int32(1), seen, options, interpret=True)
+        return decode_tpu.decode(*arrays, jnp.int32(1), seen, *options, interpret=True)
 
     out, own_k, own_v = jax.jit(run)(*given)
     limit = 2e-6 if dtype == jnp.float32 else 2e-2
@@ -167,13 +168,13 @@ def test_one_position_for_all_rows_is_that_of_each():
         results = []
         for where in (all_rows, each):
             if form == decode.INTERPRETED:
-                result = decode_tpu.decode(*given, 1, where, options, interpret=True)
+                result = decode_tpu.decode(*given, 1, where, *options, interpret=True)
             else:
                 q, k, v, prompt_k, prompt_v, own_k, own_v = (
                     x if i < 3 else x[1] for i, x in enumerate(given)
                 )
                 own = [decode.write(o, x, where.position) for o, x in ((own_k, k), (own_v, v))]
-                result = decode.attend(q, prompt_k, prompt_v, *own, where, options), *own
+                result = decode.attend(q, prompt_k, prompt_v, *own, where, *options), *own
             results.append(result)
         for one, other in zip(*results, strict=True):
             np.testing.assert_array_equal(one, other)
@@ -198,7 +199,7 @@ def test_a_length_that_is_not_whole_blocks_is_refused():
     given, seen, options, _ = case_of("plain")
     short = (*given[:5], *(x[..., :-1, :] for x in given[5:]))
     with pytest.raises(AssertionError, match="a length of 23 is not 24"):
-        decode_tpu.decode(*short, 0, seen, options, interpret=True)
+        decode_tpu.decode(*short, 0, seen, *options, interpret=True)
 
 
 def test_the_estimate_is_what_is_read_on_average():

@@ -59,14 +59,15 @@ CASES = (
 
 
 def decoding(
-    case: Case, cache: Path | None = None, form: str | None = None
+    case: Case, cache: Path | None = None, cache_form: str | None = None
 ) -> dict[str, Any]:
     """Compile a rollout and count a token of it.
 
     Args:
       case: which.
       cache: folder of kept results, as of ``compile_program``.
-      form: of cache and attention, see ``hjax.kernels.decode``; None: that of the devices.
+      cache_form: of the cache and its attention, see ``hjax.kernels.decode``; None: that of the
+        devices.
 
     Returns:
       the case; ``bytes_per_token``: of the loop over tokens, per device and turn, averaged over the
@@ -86,7 +87,7 @@ def decoding(
     layout = without(layout, check_shapes(layout, model.dimensions, "generation"))
     network = decoder_network(model)
     dtype = jnp.bfloat16
-    generator = Generator(network, layout, Compute(dtype=dtype), form)
+    generator = Generator(network, layout, Compute(dtype=dtype), cache_form)
     params = jax.tree.map(
         lambda x, kind, s: jax.ShapeDtypeStruct(x.shape, kind, sharding=s),
         network.shapes,

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-MASKED = -1e30  # of what is not seen; finite, so that rows that see nothing stay finite
+from hjax.kernels.attention import MASKED, Scoring
 
 # Keys [head_dim, length]: a product with a few queries runs along what lies together in memory,
 # faster on a CPU.
@@ -43,25 +43,6 @@ def bounds(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """What a layer's attention has beside queries, keys and values.
-
-    Attributes:
-      scale: of the scores; None: head_dim ** -0.5.
-      softcap: scores become ``softcap * tanh(scores / softcap)``; 0: they stay.
-      window: a token sees itself and so many tokens less one before it, int or int32 []; None:
-        all of them.
-      sinks: [kv_heads, per_kv], a logit per head that takes its share of the softmax and gives
-        nothing (Xiao et al. 2023, arXiv 2309.17453, as in gpt-oss); None: none.
-    """
-
-    scale: float | None = None
-    softcap: float = 0.0
-    window: int | jax.Array | None = None
-    sinks: jax.Array | None = None
-
-
-@dataclasses.dataclass(frozen=True)
 class Seen:
     """Where each row stands.
 
@@ -77,20 +58,21 @@ class Seen:
     end: jax.Array
     position: jax.Array
 
-    def prompt(self, size: int, window: int | jax.Array | None) -> jax.Array:
-        """bool [groups, 1 or samples, size]: which of the prompt's keys a row sees."""
+    def prompt(self, size: int, window: int) -> jax.Array:
+        """bool [groups, 1 or samples, size]: which of the prompt's keys a row sees; the window is
+        that of ``Scoring``."""
         at = jnp.arange(size)
         seen = (at >= self.begin[:, None]) & (at < self.end[:, None])
-        if window is None:
+        if not window:
             return seen[:, None]
         before = self.end[:, None, None] - at + _by_row(self.position)
         return seen[:, None] & (before < window)
 
-    def own(self, size: int, window: int | jax.Array | None) -> jax.Array:
+    def own(self, size: int, window: int) -> jax.Array:
         """bool [1 or groups, 1 or samples, size]: which of its own keys a row sees."""
         at, position = jnp.arange(size), _by_row(self.position)
         seen = at <= position
-        return seen if window is None else seen & (position - at < window)
+        return seen & (position - at < window) if window else seen
 
 
 def _by_row(position: jax.Array) -> jax.Array:
@@ -105,7 +87,8 @@ def attend(
     own_k: jax.Array,
     own_v: jax.Array,
     seen: Seen,
-    options: Options = Options(),
+    scoring: Scoring = Scoring(),
+    sinks: jax.Array | None = None,
     keys: str = "xksud",
 ) -> jax.Array:
     """One token per row, which is written already.
@@ -116,7 +99,7 @@ def attend(
     Args:
       q, prompt_k, prompt_v, own_k, own_v: of a layer.
       seen: where each row stands.
-      options: of the layer.
+      scoring, sinks: of the layer, as ``hjax.models.attention.Attention`` says.
       keys: dimensions of ``own_k``, u being the length's: ``xksud`` or ``xksdu``.
 
     Returns:
@@ -124,29 +107,27 @@ def attend(
     """
     groups, kv_heads, samples, per_kv, dim = q.shape
     prompt = prompt_k.shape[2]
-    q = q * (dim**-0.5 if options.scale is None else options.scale)
+    q = q * scoring.factor(dim)
     wide = jnp.float32
 
     def hide(scores: jax.Array, visible: jax.Array) -> jax.Array:
-        if options.softcap:
-            scores = options.softcap * jnp.tanh(scores / options.softcap)
-        return jnp.where(visible[:, None, :, None], scores, MASKED)
+        return jnp.where(visible[:, None, :, None], scoring.bend(scores), MASKED)
 
     # All samples' queries of a group meet the prompt's keys in one product.
     together = q.reshape(groups, kv_heads, samples * per_kv, dim)
     past = jnp.einsum("xkqd,xkpd->xkqp", together, prompt_k, preferred_element_type=wide)
     past = past.reshape(groups, kv_heads, samples, per_kv, prompt)
-    past = hide(past, seen.prompt(prompt, options.window))
+    past = hide(past, seen.prompt(prompt, scoring.window))
     own = jnp.einsum(f"xksgd,{keys}->xksgu", q, own_k, preferred_element_type=wide)
-    own = hide(own, seen.own(own_v.shape[3], options.window))
+    own = hide(own, seen.own(own_v.shape[3], scoring.window))
     top = jnp.maximum(past.max(-1), own.max(-1))
-    if options.sinks is not None:
-        sinks = options.sinks.astype(wide)[:, None]
+    if sinks is not None:
+        sinks = sinks.astype(wide).reshape(kv_heads, 1, per_kv)
         top = jnp.maximum(top, sinks)
     top = top[..., None]
     past, own = jnp.exp(past - top), jnp.exp(own - top)
     total = past.sum(-1, keepdims=True) + own.sum(-1, keepdims=True)
-    if options.sinks is not None:
+    if sinks is not None:
         total += jnp.exp(sinks[..., None] - top)
     past = past.astype(prompt_v.dtype).reshape(groups, kv_heads, samples * per_kv, prompt)
     out = jnp.einsum("xkqp,xkpd->xkqd", past, prompt_v, preferred_element_type=wide)

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from hjax.kernels.decode import MASKED, Options, Seen
+from hjax.kernels.attention import MASKED, Scoring
+from hjax.kernels.decode import Seen
 
 LANES = 128
 SUBLANES = 8
@@ -65,7 +66,8 @@ def decode(
     own_v: jax.Array,
     layer: int | jax.Array,
     seen: Seen,
-    options: Options = Options(),
+    scoring: Scoring = Scoring(),
+    sinks: jax.Array | None = None,
     expected: float | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -80,7 +82,7 @@ def decode(
         says of ``OWN_BLOCK``; finite also where nothing is. Donate them: they are written in place.
       layer: which.
       seen: where each row stands.
-      options: of the layer.
+      scoring, sinks: of the layer, as ``hjax.models.attention.Attention`` says.
       expected: of a row's own tokens how many are there, for the estimate of what the kernel
         reads; None: half of the length. Prompts are taken to be full.
       interpret: run on any device, to be tested.
@@ -94,7 +96,7 @@ def decode(
     shape = _Shape.of(q, prompt_k, own_k)
     groups, samples = shape.groups, shape.samples
     position = jnp.broadcast_to(seen.position, (groups, samples)).astype(jnp.int32)
-    window = jnp.int32(ENDLESS if options.window is None else options.window)
+    window = scoring.window or ENDLESS
     begin, end = (x.astype(jnp.int32)[:, None] for x in (seen.begin, seen.end))
     # Of each row the prompt's and its own tokens [from, to) that it sees, the new one not counted.
     there = position >= 0
@@ -110,18 +112,17 @@ def decode(
     reach = _reach(spans, shape)
     lanes = jnp.pad(spans, ((0, 0), (0, 0), (0, LANES - 4)))[:, :, None]
 
-    scale = shape.dim**-0.5 if options.scale is None else options.scale
-    q = (q * scale).astype(jnp.float32)
+    q = (q * scoring.factor(shape.dim)).astype(jnp.float32)
     q = jnp.pad(q, ((0, 0),) * 3 + ((0, shape.heads - shape.per_kv), (0, 0)))
     new = [x[:, :, :, None].astype(jnp.float32) for x in (k, v)]
-    sinks = jnp.full((shape.kv_heads, shape.per_kv), -jnp.inf, jnp.float32)
-    if options.sinks is not None:
-        sinks = options.sinks.astype(jnp.float32)
-    sinks = jnp.pad(sinks, ((0, 0), (0, shape.heads - shape.per_kv)))[..., None]
+    if sinks is None:
+        sinks = jnp.full((shape.kv_heads * shape.per_kv,), -jnp.inf, jnp.float32)
+    sinks = sinks.astype(jnp.float32).reshape(shape.kv_heads, shape.per_kv, 1)
+    sinks = jnp.pad(sinks, ((0, 0), (0, shape.heads - shape.per_kv), (0, 0)))
     sinks = jnp.broadcast_to(sinks, (*sinks.shape[:2], LANES))
 
     scalars = jnp.asarray(layer, jnp.int32).reshape(1), position.reshape(-1), reach.reshape(-1)
-    call = _call(shape, own_k.dtype, options.softcap, expected, interpret)
+    call = _call(shape, own_k.dtype, scoring, expected, interpret)
     out, own_k, own_v = call(*scalars, q, *new, lanes, sinks, prompt_k, prompt_v, own_k, own_v)
     return out[..., : shape.per_kv, :].astype(k.dtype), own_k, own_v
 
@@ -205,7 +206,7 @@ def _reach(spans: jax.Array, shape: _Shape) -> jax.Array:
 
 @functools.lru_cache(maxsize=64)
 def _call(
-    shape: _Shape, dtype: Any, softcap: float, expected: float | None, interpret: bool
+    shape: _Shape, dtype: Any, scoring: Scoring, expected: float | None, interpret: bool
 ) -> Any:
     s = shape
     steps = s.prompt_blocks + s.own_blocks
@@ -239,7 +240,7 @@ def _call(
     reduced = pltpu.VMEM((s.batch, s.heads, LANES), jnp.float32)
     written = pltpu.VMEM((s.rows * s.samples, s.together, tile, s.dim), dtype)
     return pl.pallas_call(
-        functools.partial(_kernel, s, softcap, tile),
+        functools.partial(_kernel, s, scoring, tile),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(s.groups // s.rows, s.kv_heads // s.together, steps),
@@ -285,7 +286,7 @@ def _estimate(s: _Shape, element: int, expected: float | None) -> pl.CostEstimat
 
 def _kernel(
     s: _Shape,
-    softcap: float,
+    scoring: Scoring,
     tile: int,
     layer: Any,
     positions: Any,
@@ -320,9 +321,6 @@ def _kernel(
         number = spans_ref[:, :, :, which : which + 1][:, None]
         return jnp.broadcast_to(number, (s.rows, s.together, s.samples, 1, 1)).reshape(-1, 1, 1)
 
-    def capped(scores: jax.Array) -> jax.Array:
-        return softcap * jnp.tanh(scores / softcap) if softcap else scores
-
     def keep(top: jax.Array, total: jax.Array) -> None:
         top_ref[...] = jnp.broadcast_to(top, (*of_batch, LANES))
         total_ref[...] = jnp.broadcast_to(total, (*of_batch, LANES))
@@ -331,7 +329,7 @@ def _kernel(
     def begin() -> None:
         """With the new token, which every row sees."""
         scores = jnp.sum(q_ref[...] * k_ref[...], axis=-1, keepdims=True)
-        keep(capped(scores.reshape(*of_batch, 1)), jnp.ones((*of_batch, 1), jnp.float32))
+        keep(scoring.bend(scores.reshape(*of_batch, 1)), jnp.ones((*of_batch, 1), jnp.float32))
         value = jnp.broadcast_to(v_ref[...], q_ref.shape)
         sum_ref[...] = value.reshape(*of_batch, s.dim)
 
@@ -341,7 +339,7 @@ def _kernel(
         q = q_ref[...].reshape(s.batch // together, together * s.heads, s.dim).astype(dtype)
         scores = jnp.einsum("bqd,btd->bqt", q, k, preferred_element_type=jnp.float32)
         tokens = k.shape[1]
-        scores = capped(scores.reshape(*of_batch, tokens))
+        scores = scoring.bend(scores.reshape(*of_batch, tokens))
         at = first + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 2)
         scores = jnp.where((at >= low) & (at < high), scores, MASKED)
         before = top_ref[...][:, :, :1]

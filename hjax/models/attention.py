@@ -1,9 +1,10 @@
 """Attention strategies: what each token may see.
 
 The decoder hands every layer's queries, keys and values to a strategy. Two cover training and
-prefill, ``hjax.models.decoding`` has a third; all compute scores and softmax in float32. Sequences of up to ``WHOLE`` places
-are computed in one piece, with scores [length, length]: the quickest way where these are small.
-Longer ones go to the platform's kernel (``hjax.kernels.attention``), which never holds them.
+prefill, ``hjax.models.decoding`` has a third; all compute scores and softmax in float32.
+Sequences of up to ``WHOLE`` places are computed in one piece, with scores [length, length]: the
+quickest way where these are small. Longer ones go to the platform's kernel
+(``hjax.kernels.attention``), which never holds them.
 
 Shapes: queries ``[batch, length, heads, head_dim]``, keys and values
 ``[batch, length, kv_heads, head_dim]``; ``heads = kv_heads * q_per_kv``.

@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec
 
 from hjax.kernels import decode as kernels
 from hjax.kernels import decode_tpu
-from hjax.kernels.decode import COLUMNS, INTERPRETED, KERNEL, Options, Seen
+from hjax.kernels.attention import Scoring
+from hjax.kernels.decode import COLUMNS, INTERPRETED, KERNEL, Seen
 from hjax.models.attention import KeyValue
 from hjax.sharding.layout import Layout
 
@@ -42,7 +43,8 @@ class Decode:
         k: jax.Array,
         v: jax.Array,
         cache: KVCache,
-        options: Options = Options(),
+        scoring: Scoring = Scoring(),
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, KVCache, KeyValue | None]:
         rows, _, heads, dim = q.shape
         groups = self.seen.begin.shape[0]
@@ -56,12 +58,13 @@ class Decode:
         k, v = (_copied(x, cache.copies, 2) for x in (k, v))
         q, k, v = by_sample(q), by_sample(k)[:, :, :, 0], by_sample(v)[:, :, :, 0]
         if cache.form in (KERNEL, INTERPRETED):
-            out, cache = self._by_kernel(layer, q, k, v, cache, options)
+            out, cache = self._by_kernel(layer, q, k, v, cache, scoring, sinks)
         else:
             cache = cache.write(layer, k, v, self.seen.position)
             keys = "xksdu" if cache.form == COLUMNS else "xksud"
             prompt_k, prompt_v, own_k, own_v = cache.read(layer)
-            out = kernels.attend(q, prompt_k, prompt_v, own_k, own_v, self.seen, options, keys)
+            parts = prompt_k, prompt_v, own_k, own_v
+            out = kernels.attend(q, *parts, self.seen, scoring, sinks, keys=keys)
         return out.transpose(0, 2, 1, 3, 4).reshape(rows, 1, heads, dim), cache, None
 
     def _by_kernel(
@@ -71,12 +74,13 @@ class Decode:
         k: jax.Array,
         v: jax.Array,
         cache: KVCache,
-        options: Options,
+        scoring: Scoring,
+        sinks: jax.Array | None,
     ) -> tuple[jax.Array, KVCache]:
         """On every device its rows and heads."""
 
         def attend(numbers: Any, new: Any, prompt: Any, own: Any) -> Any:
-            layer, seen, window, sinks = numbers
+            layer, seen, sinks = numbers
             (q, k, v), (prompt_k, prompt_v), (own_k, own_v) = new, prompt, own
             return decode_tpu.decode(
                 q,
@@ -88,15 +92,15 @@ class Decode:
                 own_v,
                 layer,
                 Seen(*seen),
-                dataclasses.replace(options, window=window, sinks=sinks),
+                scoring,
+                sinks,
                 self.expected,
                 interpret=cache.form == INTERPRETED,
             )
 
         held = (cache.prompt_k, cache.prompt_v), (cache.k, cache.v)
         seen = self.seen.begin, self.seen.end, self.seen.position
-        window = None if options.window is None else jnp.asarray(options.window, jnp.int32)
-        numbers = jnp.asarray(layer, jnp.int32), seen, window, options.sinks
+        numbers = jnp.asarray(layer, jnp.int32), seen, sinks
         if self.layout is not None:
             spec = self.layout.spec
             whole, rows = PartitionSpec(), spec(["batch"])
@@ -106,7 +110,7 @@ class Decode:
                 attend,
                 mesh=self.layout.mesh,
                 in_specs=(
-                    (whole, (rows, rows, position), whole, spec(["heads"])),
+                    (whole, (rows, rows, position), spec(["heads"])),
                     of_token,
                     of_cache,
                     of_cache,

@@ -56,7 +56,8 @@ class Generator:
       layout: the generate layout; prompts are split over its batch axes.
       compute: dtype and loop form of the forward; its kernels will be those for the layout's
         devices.
-      form: of cache and attention, see ``hjax.kernels.decode``; None: that of the devices.
+      cache_form: of the cache and its attention, see ``hjax.kernels.decode``; None: that of the
+        devices.
     """
 
     def __init__(
@@ -64,20 +65,20 @@ class Generator:
         network: Network,
         layout: Layout,
         compute: Compute = Compute(),
-        form: str | None = None,
+        cache_form: str | None = None,
     ):
         self.network = network
         self.layout = layout
-        self.form = form or decode.choose(layout.mesh.devices.flat[0])
+        self.cache_form = cache_form or decode.choose(layout.mesh.devices.flat[0])
         # A scan copies each layer's weights and cache for every token on a GPU.
-        unroll = compute.unroll_layers or self.form == decode.ROWS
+        unroll = compute.unroll_layers or self.cache_form == decode.ROWS
         self.compute = dataclasses.replace(compute.on(layout), unroll_layers=unroll)
         self._programs: dict[_Shape, Any] = {}
 
     @property
     def _copies(self) -> int:
         """Of each key-value head in the kernel's cache: ``KVCache.copies``."""
-        if self.form not in (decode.KERNEL, decode.INTERPRETED):
+        if self.cache_form not in (decode.KERNEL, decode.INTERPRETED):
             return 1
         return max(1, self.layout.ways("heads") // self.network.config.kv_heads)
 
@@ -277,7 +278,7 @@ class Generator:
             layers=layers,
             rotary=rotary,
         )
-        options = self.form, self._copies
+        options = self.cache_form, self._copies
         if begun is None:
             cache = KVCache.create(kept, shape.samples, length, *options)
         else:

@@ -156,7 +156,7 @@ def _shard_map(equation: Any, loop_trips: int | None, path: str) -> Flops:
 
 
 def _pallas(equation: Any, loop_trips: int | None, path: str) -> Flops:
-    """What a scope or the kernel tells of it; else it runs once per point of its grid."""
+    """What a scope tells of the kernel, or it of itself; else it runs at each point of its grid."""
     told = told_cost(path)
     if told is not None:
         return Flops(told[0])
