@@ -21,7 +21,6 @@ CONFIG = ModelConfig(
     kv_heads=2,
     head_dim=8,
     max_length=64,
-    rope_theta=1e4,
     tie_embeddings=True,
 )
 PROMPTS, LENGTH, NEW = 8, 7, 9

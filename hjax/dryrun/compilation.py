@@ -23,8 +23,9 @@ from hjax.dryrun.topologies import Topology, parse_memory_error
 from hjax.errors import RunError
 from hjax.xla.collectives import collectives
 from hjax.xla.flops import count_flops
+from hjax.xla.options import compiler_options
 
-FORMAT = 6  # of the kept results; a change makes older ones be compiled again
+FORMAT = 7  # of the kept results; a change makes older ones be compiled again
 TPU_DUMP = {"xla_dump_hlo_as_text": True}
 
 
@@ -74,7 +75,8 @@ def compile_program(
 
 
 def _key(text: str, loop_trips: int | None, topology: Topology, level: str) -> str:
-    parts = [FORMAT, text, loop_trips, topology.name, topology.versions, level]
+    options = compiler_options(topology.platform)
+    parts = [FORMAT, text, loop_trips, topology.name, topology.versions, level, options]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 

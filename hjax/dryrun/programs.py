@@ -198,9 +198,10 @@ def transition_formula(worker: Any) -> float:
 def memory_of(compiled: Any) -> dict[str, int]:
     """What a compiled program needs of each device, in bytes.
 
-    ``total_bytes`` counts arguments, outputs that are not written over arguments, temporaries and
-    code. The compiler's own ``peak_bytes`` may be below it, where temporaries of different times
-    share a place with outputs.
+    ``total_bytes`` is the compiler's peak (arguments and outputs in it) and its code; where it
+    tells no peak, arguments, outputs that are not written over arguments, temporaries and code
+    together. Temporaries alone may be more than the peak: a TPU's compiler counts in them what
+    takes another's place, and accepts programs by their peak.
     """
     analysis = compiled.memory_analysis()
     parts = {
@@ -210,7 +211,8 @@ def memory_of(compiled: Any) -> dict[str, int]:
         "code_bytes": analysis.generated_code_size_in_bytes,
     }
     peak = analysis.peak_memory_in_bytes
-    return {**parts, "total_bytes": sum(parts.values()), "peak_bytes": peak}
+    total = peak + parts["code_bytes"] if peak else sum(parts.values())
+    return {**parts, "total_bytes": total, "peak_bytes": peak}
 
 
 def add_held(

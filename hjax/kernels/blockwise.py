@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from hjax.kernels.attention import KEPT, MASKED, Axes, Scoring, Sight
 
 BLOCK = 512  # the largest; halved until a device's scores of a block are small enough
-TILE_BYTES = 32 * 2**20
+TILE_BYTES = 8 * 2**20  # of scores: what a CPU's cache holds
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,6 +32,7 @@ from hjax.sharding.protocols import PROMPT_ID, control, control_in_background, p
 from hjax.sharding.transition import BUCKET_BYTES
 from hjax.workers.optimizer import OptimizerConfig, Prepare, Updater
 from hjax.workers.passes import Batch, Objective, Passes
+from hjax.xla.options import compiler_options
 
 # The arrays that a forward over prompts and responses reads.
 TOKEN_KEYS = ("prompts", "prompt_mask", "responses", "response_mask")
@@ -403,7 +404,8 @@ class ModelWorker(Worker):
                 return self.passes.forward(part, params, batch)
 
             run.__name__ = f"{self.role}_{compute.__name__.strip('_')}"
-            self._forwards[key] = jax.jit(run)
+            options = compiler_options(self.layouts.train.platform)
+            self._forwards[key] = jax.jit(run, compiler_options=options)
         return self._forwards[key]
 
     def share(self, rows: int) -> int:

@@ -18,6 +18,7 @@ import optax
 from hjax.errors import ConfigError
 from hjax.models.parameters import Network, Params
 from hjax.workers.passes import Batch, Objective, Passes
+from hjax.xla.options import compiler_options
 
 Metrics = dict[str, jax.Array]
 Prepare = Callable[[Batch], Batch]
@@ -121,7 +122,12 @@ class Updater:
         step.__name__ = name  # by which a compilation is logged
         state = jax.tree.map(lambda x: x.sharding, self.abstract_state(network.shapes))
         placed = self._shardings, state, passes.layout.replicated
-        self._program = jax.jit(step, donate_argnums=(0, 1), out_shardings=placed)
+        self._program = jax.jit(
+            step,
+            donate_argnums=(0, 1),
+            out_shardings=placed,
+            compiler_options=compiler_options(passes.layout.platform),
+        )
 
     def init(self, params: Params) -> Any:
         """Optimizer state, its moments sharded like the parameters."""

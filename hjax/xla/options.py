@@ -1,0 +1,42 @@
+"""What compilers are told beyond the program, in one table: by platform, each with what it gained.
+
+Gains are of predictions from the compiled programs (docs/performance.md says how), not of runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """One of a compiler's options.
+
+    Attributes:
+      value: that it is given.
+      gain: what was measured with and without it.
+    """
+
+    value: Any
+    gain: str
+
+
+OPTIONS: dict[str, dict[str, Option]] = {
+    "tpu": {
+        "xla_jf_spmd_threshold_for_windowed_einsum_mib": Option(
+            1_000_000,
+            "products of gathered weights in one piece instead of a device's part at a time, which "
+            "reads and writes the activations once per part: an update of 64 rows of 8k tokens of "
+            "Qwen2.5-1.5B on v5e:2x4, two micro-batches, 6.36 s -> 5.30 s, 1,835 -> 571 GB moved "
+            "by the MLP's products, temporaries 16.3 -> 13.9 GiB; more of what is received is "
+            "waited for (.06 -> .14 s)",
+        ),
+    },
+}
+
+
+def compiler_options(platform: str) -> dict[str, Any] | None:
+    """For ``jax.jit``, of programs for devices of a platform (``tpu``, ...); None: nothing."""
+    found = {name: option.value for name, option in OPTIONS.get(platform, {}).items()}
+    return found or None
