@@ -4,11 +4,11 @@
 
 400 MB of float32 parameters, fsdp 2 x tensor 2 over two processes of two simulated devices, go to
 tensor 2 in one process of two, over Ray's object store. ``publish`` is hjax's way: every process of
-the train pool leaves its shards in the store, the rollout's reads each into place. ``broadcast`` is
-the plain one: the train pool gathers the whole tree, its first process leaves that in the store,
-the rollout's fetches it and places it. In turns, medians. Prints one JSON line; ``planned_bytes``
-is what ``hjax.sharding.crossing`` plans, ``fetched_bytes`` what the rollout's process has read
-(arrays below 32 KiB come with the message and are counted at their size).
+the train pool leaves its part of the plan in the store, the rollout's reads each into place.
+``broadcast`` is the plain one: the train pool gathers the whole tree, its first process leaves that
+in the store, the rollout's fetches it and places it. In turns, medians. Prints one JSON line;
+``planned_bytes`` is what ``hjax.sharding.crossing`` plans, ``fetched_bytes`` what the rollout's
+process has read (arrays below 32 KiB come with the message and are counted at their size).
 """
 
 from __future__ import annotations
@@ -77,10 +77,11 @@ def main() -> None:
     try:
         train, rollout = group(cluster, "train", TRAIN, 0), group(cluster, "rollout", ROLLOUT, 4)
         train.initialize().result()
+        landing = rollout.landing().result()
         seconds: dict[str, list[float]] = {"publish": [], "broadcast": []}
         for _ in range(rounds + 1):  # the first compiles
             start = time.perf_counter()
-            rollout.take_weights(train.weights()).result()
+            rollout.take_weights(train.weights(landing)).result()
             seconds["publish"].append(time.perf_counter() - start)
             fetched = rollout.fetched().result()
             start = time.perf_counter()

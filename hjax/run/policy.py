@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Protocol
 
 from hjax.controller import Future, WorkerGroup
@@ -38,6 +38,8 @@ class Policy:
       actor: learns.
       rollout: generates.
       updates: the actor's methods that change its weights.
+      landing: gives how the rollout, in processes of its own, has weights arrive; None: it is in
+        this one.
 
     Attributes:
       version: number of the actor's weights as they were announced last.
@@ -45,9 +47,16 @@ class Policy:
       parts, tokens: in how many calls a ``Turn``'s batch is generated, of how many tokens each.
     """
 
-    def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, updates: Collection[str]):
+    def __init__(
+        self,
+        actor: WorkerGroup,
+        rollout: WorkerGroup,
+        updates: Collection[str],
+        landing: Callable[[], Any] = lambda: None,
+    ):
         self.actor, self.rollout = actor, rollout
         self._updates = frozenset(updates)
+        self._ask_landing, self._landing = landing, landing()
         self.version = 0
         self.keep = False
         self.parts, self.tokens = 1, 0
@@ -60,6 +69,7 @@ class Policy:
     def reset(self, version: int) -> None:
         """Forget what was published; the actor's weights have this version, as in a checkpoint."""
         with self._lock:
+            self._landing = self._ask_landing()  # it may have other devices than before
             self.version, self._changed = version, False
             self._announced, self._committed = {}, None
 
@@ -80,7 +90,7 @@ class Policy:
             if not known or version != self.version:
                 if not self.keep:
                     self._announced.clear()
-                self._announced[version] = self.actor.publish()
+                self._announced[version] = self.actor.publish(self._landing)
             self.version, self._changed = version, False
             return version
 

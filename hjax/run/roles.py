@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -77,10 +78,20 @@ class Roles:
             if ROLLOUT in self.groups:
                 calls = calls_of(self.table["actor"].worker)
                 updates = [name for name, phase in calls.items() if phase == "update"]
-                self.groups["actor"] = Policy(self.groups["actor"], self.groups[ROLLOUT], updates)
+                actor, rollout = self.groups["actor"], self.groups[ROLLOUT]
+                ask = functools.partial(self.landing, ROLLOUT)
+                self.groups["actor"] = Policy(actor, rollout, updates, ask)
         except BaseException:
             self.close()
             raise
+
+    def landing(self, role: str, source: str = "actor") -> Any:
+        """How a role has another's weights arrive; None where no other processes send them."""
+        pool = self.pools[role]
+        group = self.groups[role]
+        if pool is self.pools[source] or not hasattr(pool.executor, "processes"):
+            return None
+        return group.landing().result() if group.has("landing") else None
 
     def restart(self, lost: Sequence[Any], fewer: bool = False) -> None:
         """Start the executors that lost their processes again, and make their workers anew.

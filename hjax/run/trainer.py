@@ -454,7 +454,9 @@ class Trainer:
         if warmed and self.algorithm_class.generates:
             self._warm_start()
         for role, source in starts_from.items():
-            groups[role].take_weights(groups[source].weights()).result()
+            landing = self.roles.landing(role, source)
+            weights = groups[source].weights(*(() if landing is None else (landing,)))
+            groups[role].take_weights(weights).result()
         saves = warmed and self.config.checkpoint.every
         if saves and not self.stop_requested and self.algorithm_class.generates:
             self._prepared = True

@@ -183,6 +183,49 @@ def tree_crossing(
     return plan_crossing(cargo, source_processes, target_processes)
 
 
+@dataclasses.dataclass(frozen=True)
+class Landing:
+    """What a pool's devices want of parameters: plain, to be told to whoever sends them.
+
+    Attributes:
+      regions: by array that of every device of the pool, by its number there.
+      processes: of the devices.
+    """
+
+    regions: Mapping[str, tuple[Region, ...]]
+    processes: tuple[int, ...]
+
+
+def landing_of(target: Any, shapes: Any) -> Landing:
+    """How parameters are to arrive that are then moved to a layout within the pool.
+
+    Args:
+      target: nested dict of NamedSharding on the pool's mesh.
+      shapes: nested dict of jax.ShapeDtypeStruct.
+    """
+    landing = jax.tree.leaves(jax.tree.map(spread, target, shapes))
+    named = named_leaves(shapes).items()
+    found = {n: regions(there, x.shape) for (n, x), there in zip(named, landing, strict=True)}
+    return Landing(found, tuple(d.process_index for d in landing[0].mesh.devices.flat))
+
+
+def crossing_to(landing: Landing, source: Any, shapes: Any) -> Crossing:
+    """``plan_crossing`` of a model's parameters from the pool that this process is of.
+
+    Args:
+      landing: of the other pool, with the same arrays.
+      source: nested dict of NamedSharding on this pool's mesh.
+      shapes: nested dict of jax.ShapeDtypeStruct, with the dtypes in which they cross.
+    """
+    held = jax.tree.leaves(source)
+    cargo = [
+        Cargo(name, x.shape, np.dtype(x.dtype), regions(there, x.shape), landing.regions[name])
+        for (name, x), there in zip(named_leaves(shapes).items(), held, strict=True)
+    ]
+    processes = [d.process_index for d in held[0].mesh.devices.flat]
+    return plan_crossing(cargo, processes, landing.processes)
+
+
 def regions(sharding: NamedSharding, shape: Sequence[int]) -> tuple[Region, ...]:
     """Every device's region of an array, in the order of the mesh, which may be abstract.
 

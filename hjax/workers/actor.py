@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from hjax.models.forward import response_log_probs, response_states, token_log_probs
 from hjax.models.parameters import Params
+from hjax.sharding.crossing import Landing
 from hjax.sharding.pipeline import Stack
 from hjax.sharding.protocols import control, protocol
 from hjax.sharding.transition import Transition
@@ -37,6 +38,10 @@ class Actor(TrainedWorker, GeneratingWorker):
             context.transition_bucket_bytes,
         )
         dtypes = self.network.read_dtypes(context.compute.dtype)
+        # As generation reads them, and so as they are published.
+        self._published = jax.tree.map(
+            lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype), self.network.shapes, dtypes
+        )
         # jit hands an argument that is only passed on out again: copied, it is another array.
         self._copy = jax.jit(
             lambda tree: jax.tree.map(lambda x, dtype: jnp.copy(x).astype(dtype), tree, dtypes)
@@ -133,12 +138,18 @@ class Actor(TrainedWorker, GeneratingWorker):
         return objective, prepare
 
     @control
-    def publish(self) -> Params:
+    def publish(self, landing: Landing | None = None) -> Any:
         """The weights as generation reads them, for a rollout that stands apart.
 
         In copy, so that updates may go on while they are on their way: until they have arrived
-        they stand beside the actor's own, in its train layout and in generation's dtypes.
+        they stand beside the actor's own, in its train layout and in generation's dtypes; for a
+        rollout in other processes in the host's memory, each process having what it sends.
+
+        Args:
+          landing: of a rollout in other processes.
         """
+        if landing is not None:
+            return self.lent(landing, self._published)
         params = jax.tree.map(jax.device_put, self.params, self.shardings)  # if they wait on hosts
         return self._copy(params)
 

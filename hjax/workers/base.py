@@ -22,10 +22,11 @@ from hjax.models.transformer import Compute
 from hjax.models.weights import load_decoder, load_scalar
 from hjax.pieces import Pieces
 from hjax.rollout.sampling import Sampling
-from hjax.sharding.across import Arrival, PoolTransition
+from hjax.sharding.across import Arrival, PoolTransition, lend
 from hjax.sharding.arrays import is_array
+from hjax.sharding.crossing import Landing, crossing_to, landing_of
 from hjax.sharding.layout import RoleLayouts, check_shapes, make_layouts, shard_bytes, without
-from hjax.sharding.manifest import Manifest, check, manifest_of
+from hjax.sharding.manifest import Manifest, check, manifest_of, named_leaves
 from hjax.sharding.offload import to_device, to_host
 from hjax.sharding.pipeline import Stack
 from hjax.sharding.protocols import PROMPT_ID, control, control_in_background, protocol
@@ -256,12 +257,28 @@ class ModelWorker(Worker):
         self.params = self.network.place(params, layout)
 
     @control
-    def weights(self) -> Params:
+    def landing(self) -> Landing:
+        """How ``take_weights`` has parameters arrive, for the ``weights`` of another pool's."""
+        return landing_of(self.shardings, self.network.shapes)
+
+    @control
+    def weights(self, landing: Landing | None = None) -> Any:
         """The parameters, for another worker's ``take_weights``; wait for that before an update.
 
         They are lent, not copied: an update writes over them.
+
+        Args:
+          landing: of a worker in other processes: it is given ``Pieces``, copies cut as it wants
+            them, where its model has the same arrays as this one.
         """
-        return self.params
+        if landing is None or landing.regions.keys() != named_leaves(self.params).keys():
+            return self.params
+        return self.lent(landing, self.network.shapes)
+
+    def lent(self, landing: Landing, shapes: Params) -> Any:
+        """What this process sends to a landing, in the dtypes of ``shapes``, see ``lend``."""
+        crossing = crossing_to(landing, self.shardings, shapes)
+        return lend(self.params, crossing, jax.process_index())
 
     @control
     def take_weights(self, params: Params, manifest: Manifest | None = None) -> None:
