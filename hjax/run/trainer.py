@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +16,24 @@ from hjax.algorithms import get_algorithm
 from hjax.controller import Future, ThreadExecutor, Timeline, join
 from hjax.controller.executors import ExecutorFactory
 from hjax.data.dataset import PromptSampler
-from hjax.errors import LOG_FOLLOWS, ConfigError, ProcessLost, RunError
+from hjax.errors import ConfigError, RunError
 from hjax.files import METRICS, SAMPLES, WARM_START
 from hjax.models.checkpoint import Checkpoints
-from hjax.models.huggingface import write_config
-from hjax.models.weights import MODEL_DIRECTORY
 from hjax.run.ahead import Ahead, Schedule
 from hjax.run.dataflow import absent_roles
 from hjax.run.evaluation import evaluate
 from hjax.run.inputs import Demonstrations, load_inputs, prompt_batch
 from hjax.run.machines import Machines, OnCluster, ThisProcess
 from hjax.run.metrics import StepRecorder
-from hjax.run.placement import Plan, set_name, train_sizes
-from hjax.run.policy import Policy
-from hjax.run.roles import (
-    check_offloads,
-    describe_roles,
-    placed,
+from hjax.run.placement import Plan, set_name
+from hjax.run.records import (
+    keep_for_inspection,
+    offloaded_bytes,
+    plan_record,
+    write_model_files,
 )
+from hjax.run.recovery import Recovering
+from hjax.run.roles import check_offloads, describe_roles, placed
 from hjax.run.rows import sample_row
 from hjax.run.warnings import TruncationWarning
 from hjax.run.workdir import Workdir
@@ -43,7 +43,7 @@ Metrics = dict[str, float]
 KEPT_SAMPLES = 8  # rows of each training batch and evaluation that are kept for the report
 
 
-class Trainer:
+class Trainer(Recovering):
     """A run: the same object that the command builds.
 
     Args:
@@ -113,28 +113,6 @@ class Trainer:
         from hjax.controller.debugging import debugging
 
         return debugging(debug, self.machines.executor, lambda name: names.get(name, on_host))
-
-    def _start(self, devices: Sequence[Any], executor: ExecutorFactory) -> None:
-        """Start the pools; where a process is lost while it starts, once more."""
-        self.restarts = 0
-        while True:
-            try:
-                return self.roles.start(devices, executor)
-            except ProcessLost as error:
-                self._count(error)
-
-    def _count(self, cause: Exception) -> None:
-        """Something lost is replaced, unless that was done too often."""
-        most = self.config.cluster.max_restarts
-        if self.restarts >= most:
-            raise RunError(
-                f"lost processes were replaced {most} times (cluster.max_restarts); now {cause}"
-            ) from cause
-        self.restarts += 1
-        # Its log was shown when it was lost, unless other things came after.
-        what = str(cause)
-        what = what.partition(LOG_FOLLOWS)[0] if what == self._said else what
-        self._message(f"{what}\nit is replaced ({self.restarts} of at most {most} times)")
 
     def _set_up(self, workdir: str | Path | None) -> None:
         config = self.config
@@ -234,77 +212,6 @@ class Trainer:
             except Exception as error:
                 self._recover(error)
 
-    def _recover(self, error: Exception) -> None:
-        """Replace the processes that an error came from, and go back to the last checkpoint.
-
-        Raises:
-          Exception: the error, if all processes are there.
-          RunError: they were replaced too often.
-        """
-        while True:
-            lost = self.machines.lost()
-            if not lost:
-                raise error
-            self._count(lost[0].lost)
-            try:
-                # A step that has updated weights, and has no row yet, is not begun again.
-                if self._only_generates(lost) and not self._updated:
-                    self._restart_rollout()
-                    return
-                self._stop_ahead()
-                self._ahead_state = None
-                if self.checkpoints is not None:
-                    with contextlib.suppress(RunError):  # of the lost process
-                        self.checkpoints.wait()
-                self.roles.restart(lost, fewer=self.elastic)
-                if self.elastic and self.roles.generating in lost:
-                    self._tell_size()
-                self._prepared = self._updated = False
-                self.prepare()
-                return
-            except Exception as again:
-                error = again
-
-    def _only_generates(self, lost: Sequence[Any]) -> bool:
-        """Whether what was lost is a rollout that runs ahead: the weights that learn are there."""
-        if not self._prepared or not self.elastic:
-            return False
-        return list(lost) == [self.roles.generating]
-
-    @property
-    def elastic(self) -> bool:
-        """Whether generation goes on with fewer processes where some are lost."""
-        settings = self.config.rollout
-        return bool(settings.max_staleness) and not settings.deterministic
-
-    def _restart_rollout(self) -> None:
-        """Give the rollout the processes that there is room for; batches on their way are redone.
-
-        Learning goes on from the weights as they are.
-        """
-        policy = self.policy
-        assert policy is not None
-        if self.ahead is not None:
-            prompts, self._ahead_state = self.ahead.state(self.step_number)
-            self._stop_ahead()
-            self.prompts.restore(prompts)
-        executor = self.roles.generating
-        self.roles.restart([executor], fewer=True)
-        policy.reset(self.step_number)
-        self._tell_size()
-
-    def _tell_size(self) -> None:
-        executor = self.roles.generating
-        now, planned = executor.processes, executor.planned
-        if planned > 1:
-            until = "" if now == planned else " until there is room for more"
-            self._message(f"{executor.name} goes on with {now} of {planned} processes{until}")
-
-    def _grow(self) -> None:
-        """Take processes in that a rollout ahead of learning lost, where there is room again."""
-        if self.ahead is not None and self.elastic and self.roles.could_grow():
-            self._restart_rollout()
-
     def _step(self) -> Metrics:
         self._grow()
         step = self.step_number + 1
@@ -318,7 +225,8 @@ class Trainer:
                 self.batch, metrics = self._take_step(step)
         except RunError:
             self.batch = self.recorder.batch  # empty if the failure came before it was whole
-            self._keep_for_inspection(step)
+            if self.workdir is not None and self.batch:
+                keep_for_inspection(self.workdir.path, step, self.batch)
             raise
         seconds = time.perf_counter() - start
         metrics = {"step": step, **metrics, **self._machine_metrics(step, seconds)}
@@ -330,12 +238,6 @@ class Trainer:
             metrics |= self.evaluate(step)
         self._report(metrics)
         return metrics
-
-    @property
-    def policy(self) -> Policy | None:
-        """The actor as algorithms call it where a rollout stands apart, else None."""
-        actor = self.roles.groups["actor"]
-        return actor if isinstance(actor, Policy) else None
 
     def _take_step(self, step: int) -> tuple[dict[str, Any], Metrics]:
         """Collect and learn, one after the other or the one ahead of the other."""
@@ -363,11 +265,6 @@ class Trainer:
         assert policy is not None  # or the config would have been refused
         arguments = self.algorithm, policy, self.prompts, self._draw, schedule
         return Ahead(*arguments, self.step_number, self._ahead_state)
-
-    def _stop_ahead(self) -> None:
-        ahead, self.ahead = self.ahead, None
-        if ahead is not None:
-            ahead.close()
 
     def evaluate(self, step: int | None = None) -> Metrics:
         """Greedy answers to the held-out prompts: ``eval/reward`` and, with a verifier of right
@@ -425,7 +322,7 @@ class Trainer:
             return
         if self.workdir is not None and self.checkpoints is None:
             self.checkpoints = Checkpoints(self.workdir.checkpoints, self.config.checkpoint.keep)
-            self._write_model_files()
+            write_model_files(self.workdir.path, self.inputs)
             self.workdir.write_json("plan.json", self.plan_record())
         latest = self.checkpoints.latest() if self.checkpoints is not None else None
         if latest is not None:
@@ -435,7 +332,7 @@ class Trainer:
             with self._phase("initialise"):
                 self._initialize()
         if self._offloaded is None:
-            self._offloaded = self._offloaded_bytes()
+            self._offloaded = offloaded_bytes(self.roles)
         self._prepared = not (self.stop_requested and latest is None)
 
     def _initialize(self) -> None:
@@ -527,20 +424,6 @@ class Trainer:
 
     # Reporting
 
-    def _generates(self, role: str) -> bool:
-        return self.roles.table[role].generates
-
-    def _offloaded_bytes(self) -> int:
-        """Bytes per device that wait in the host's memory while a pool generates, at most."""
-        sets: dict[int, int] = {}
-        for role in self.roles.layouts:
-            group = self.roles.groups[role]
-            if group.has("offloaded_bytes"):
-                size = group.offloaded_bytes("generate", self._generates(role)).result()
-                number = self.roles.set_of(role)
-                sets[number] = sets.get(number, 0) + size
-        return max(sets.values(), default=0)
-
     def _machine_metrics(self, step: int, seconds: float) -> Metrics:
         phases = self.timeline.phase_seconds(step)
         # Generation that runs ahead is not waited for to be asked.
@@ -573,8 +456,8 @@ class Trainer:
         if warning := self._truncation.message(metrics):
             self._message(warning)
         self._keep_samples(self.batch, step, "train", KEPT_SAMPLES)
-        if self.recorder.skipped_this_step:
-            self._keep_for_inspection(step)
+        if self.recorder.skipped_this_step and self.workdir is not None and self.batch:
+            keep_for_inspection(self.workdir.path, step, self.batch)
         every = self.config.checkpoint.every
         if every and step % every == 0:
             self.save()
@@ -590,47 +473,9 @@ class Trainer:
         if self.display is not None and (kind == "train" and (step == 1 or step % every == 0)):
             self.display.samples(rows)
 
-    def _keep_for_inspection(self, step: int) -> None:
-        """The arrays of a step with a skipped update, as skipped/step-N.npz."""
-        if self.workdir is None or not self.batch:
-            return
-        directory = self.workdir.path / "skipped"
-        directory.mkdir(exist_ok=True)
-        arrays: dict[str, Any] = {k: v for k, v in self.batch.items() if isinstance(v, np.ndarray)}
-        np.savez(directory / f"step-{step}.npz", **arrays)
-
-    def _write_model_files(self) -> None:
-        assert self.workdir is not None
-        directory = self.workdir.path / MODEL_DIRECTORY
-        write_config(directory, self.inputs.model, self.inputs.tokenizer)
-        if self.inputs.tokenizer is not None:
-            self.inputs.tokenizer.save(directory)
-
     def plan_record(self) -> dict[str, Any]:
-        """Where the roles stand: ``placement``, ``allocation``, ``parallelism``, on a cluster
-        ``hosts``, by set the host of each process, and ``where``, the labels that they must have.
-        """
-        plan = self.roles.plan
-        executors: list[Any] = [self.roles.pools[roles[0]].executor for roles in plan.placement]
-        hosts = [executor.hosts for executor in executors if hasattr(executor, "hosts")]
-        parallelism: dict[str, Any] = {}
-        for role, layouts in self.roles.layouts.items():
-            parallelism[role] = {"train": train_sizes(layouts.train.mesh.shape)}
-            if self._generates(role) and not self.roles.table[role].apart:
-                parallelism[role]["generate"] = {
-                    "data": layouts.generate.ways("batch"),
-                    "tensor": layouts.generate.ways("heads"),
-                }
-                if (stages := layouts.generate.ways("layers")) > 1:
-                    parallelism[role]["generate"]["pipe"] = stages
-        return {
-            "placement": [list(roles) for roles in plan.placement],
-            "allocation": list(plan.allocation),
-            "parallelism": parallelism,
-            **({"where": [dict(labels) for labels in plan.where]} if any(plan.where) else {}),
-            **({"hosts": hosts} if hosts else {}),
-            **({"predicted": dict(plan.predicted)} if plan.predicted else {}),
-        }
+        """Where the roles stand, see ``hjax.run.records.plan_record``."""
+        return plan_record(self.roles)
 
     def _write_report(self) -> None:
         if self.workdir is None:
