@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +31,8 @@ from hjax.controller.hosts import Room
 from hjax.errors import ConfigError, ProcessLost, RunError
 from hjax.machine import available_cores
 
-LOOPBACK = "127.0.0.1"
+# Of this machine alone. What is called 127.0.0.1 Ray replaces by an address that others reach.
+LOOPBACK = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
 # An actor's process is gone; a call of it raised.
 Died = ray.exceptions.RayActorError
 Raised = ray.exceptions.RayTaskError
