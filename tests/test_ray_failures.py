@@ -16,6 +16,7 @@ import time
 import pytest
 from helpers import TINY, computed, read_rows, tiny_config, write_config
 from strikes import Strike, striking
+from traces import listening, segments, sockets
 
 import hjax
 from hjax.controller import ResourcePool, Timeline, WorkerGroup, ray_calls
@@ -341,6 +342,7 @@ import hjax
 class Sleeper(hjax.workers.Worker):
     @hjax.protocol("ALL_TO_ALL")
     def until(self, path, before=None):
+        open(f"{path}-begun-{os.getpid()}", "w").close()
         while not os.path.exists(path):
             time.sleep(0.1)
         return {"there": path}
@@ -398,6 +400,10 @@ def test_who_may_wait_in_vain_for_what_was_lost_counts_as_lost_too(tmp_path, clu
         made = short.until(str(tmp_path))
         made.result()
         stuck = long.until(f"{tmp_path}/never", before=made)
+        until = time.monotonic() + 30
+        while len(list(tmp_path.glob("never-begun-*"))) < 2:  # both have what was made
+            assert time.monotonic() < until
+            time.sleep(0.1)
         os.kill(short.pool.executor.pids()[0], signal.SIGKILL)
         with pytest.raises(ProcessLost, match="pool long waits for what was lost with pool short"):
             stuck.result(60)
@@ -421,7 +427,7 @@ class Command:
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             start_new_session=True,
         )  # fmt: skip
-        self.others = set()
+        self.others, self.ports, self.memory = set(), set(), set()
 
     def wait_for(self, there):
         """Until something is there; notes on the way which processes are this run's."""
@@ -431,6 +437,8 @@ class Command:
             self.others |= set(descendants(self.process.pid))
             time.sleep(0.02)
         self.others |= set(descendants(self.process.pid))
+        self.ports |= sockets(self.others)
+        self.memory |= segments(self.others)
 
     def rows(self):
         """Of metrics.jsonl."""
@@ -438,7 +446,8 @@ class Command:
         return [computed(row) for row in read_rows(self.workdir)] if there else []
 
     def end(self):
-        """Its status and what it printed; none of its processes may outlast it by much."""
+        """Its status and what it printed; none of its processes may outlast it by much, and nothing
+        that they held."""
         try:
             printed, _ = self.process.communicate(timeout=90)
         finally:
@@ -449,6 +458,8 @@ class Command:
         while left := [name_of(pid) for pid in self.others if state(pid) not in ("", "Z")]:
             assert time.monotonic() < until, left
             time.sleep(0.1)
+        assert not self.ports & listening()
+        assert not [path for path in self.memory if os.path.exists(path)]
         return self.process.returncode, printed
 
 

@@ -53,9 +53,10 @@ def _device_of(group: HostGroup) -> FoundDevice:
         )
     try:
         found: FoundDevice = ray_calls.get(asked)
-    except ray_calls.Raised as error:
+    except ray_calls.Failed as error:
+        cause = error.cause if isinstance(error, ray_calls.Raised) else error
         raise ConfigError(
-            f"host {group.address}: JAX does not start there ({ray_calls.first_line(error.cause)})"
+            f"host {group.address}: JAX does not start there ({ray_calls.first_line(cause)})"
         ) from error
     if found.platform != "gpu":
         raise ConfigError(
