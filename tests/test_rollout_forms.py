@@ -1,11 +1,16 @@
 """Every form of cache and attention gives the tokens and log-probs of the one that CPUs run."""
 
+import dataclasses
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from hjax.kernels import decode
+from hjax.kernels.attention import Scoring
 from hjax.models.config import ModelConfig
+from hjax.models.decoding import Decode, KVCache
 from hjax.models.parameters import decoder_network
 from hjax.models.transformer import Compute
 from hjax.rollout.generator import Generator
@@ -85,3 +90,43 @@ def test_tokens_and_log_probs_do_not_depend_on_the_form(
             np.testing.assert_allclose(found[key], value, atol=1e-5)
         else:
             np.testing.assert_array_equal(found[key], value)
+
+
+@pytest.mark.parametrize("form", [decode.ROWS, decode.INTERPRETED])
+def test_rows_have_positions_of_their_own_on_every_device(form):
+    """As slots that are filled anew need it; some have no sequence."""
+    groups, samples, heads, kv_heads, dim, length = 4, 2, 8, 2, 8, 20
+    layout = layout_of({"data": 2, "tensor": 4})
+    draw = np.random.default_rng(3)
+
+    def normal(*sizes):
+        return jnp.asarray(draw.normal(size=sizes), jnp.float32)
+
+    prompt = [normal(2, groups, kv_heads, 12, dim) for _ in range(2)]
+    position = jnp.asarray(draw.integers(-1, length, (groups, samples)), jnp.int32)
+    position = position.at[1, 0].set(-1)
+    begin = jnp.asarray([0, 3, 12, 5], jnp.int32)
+    seen = decode.Seen(begin, jnp.asarray([12, 9, 12, 6], jnp.int32), position)
+    q, k, v = (normal(groups * samples, 1, n, dim) for n in (heads, kv_heads, kv_heads))
+    own = [normal(2, groups, kv_heads, samples, length, dim) for _ in range(2)]
+    scoring, sinks = Scoring(window=9, softcap=4.0), normal(heads)
+
+    def attend(form, copies, layout):
+        def put(empty, x, columns):
+            x = jnp.repeat(x, copies, axis=2)
+            x = x.swapaxes(4, 5) if columns else x
+            return jax.lax.dynamic_update_slice(empty, x, (0,) * 6)
+
+        @jax.jit
+        def run():
+            empty = KVCache.create(prompt, samples, length, form, copies)
+            keys = put(empty.k, own[0], form == decode.COLUMNS)
+            cache = dataclasses.replace(empty, k=keys, v=put(empty.v, own[1], False))
+            return Decode(seen, layout)(1, q, k, v, cache, scoring, sinks)[0]
+
+        return np.asarray(run())
+
+    expected = attend(decode.COLUMNS, 1, None)
+    copies = 2 if form == decode.INTERPRETED else 1
+    np.testing.assert_allclose(attend(form, copies, layout), expected, atol=1e-5)
+    assert (expected[np.asarray(position).reshape(-1) < 0] == 0).all()
