@@ -2,10 +2,11 @@
 
 Written in Pallas, after flash-decoding's online softmax (Dao et al. 2023) and the scalar prefetch
 of paged attention. A grid step has one block of the prompt or of the rows' own tokens, of several
-rows and of all key-value heads; which block it is follows from numbers that are there before the
-kernel starts, so what no row of it has filled is never read. The new token's key and value are
-written in place, a tile for each row. Heads narrower than 128 take the room of 128. Per device:
-``hjax.models.decoding`` puts it into a ``shard_map``.
+rows and key-value heads; which block it is follows from numbers that are there before the kernel
+starts, so what no row of it has filled is never read. The new token's key and value are written in
+place, a tile for each row. Heads narrower than 128 take the room of 128, and all samples of a
+prompt are in one grid step: some hundreds fit. Per device: ``hjax.models.decoding`` puts it into a
+``shard_map``.
 """
 
 from __future__ import annotations
@@ -173,10 +174,12 @@ class _Shape:
 
     @property
     def prompt_blocks(self) -> int:
+        """Grid steps that the prompt takes."""
         return self.prompt // self.prompt_block
 
     @property
     def own_blocks(self) -> int:
+        """Grid steps that own tokens take."""
         return self.length // self.own_block
 
     @property
@@ -258,8 +261,10 @@ def _call(
         out_shape=[jax.ShapeDtypeStruct(queries, jnp.float32), cache, cache],
         # Numbered with the scalars: own keys and values are the results' after the output.
         input_output_aliases={10: 1, 11: 2},
+        # A chip's two cores, where it has them, take rows and heads in turns.
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",) * 3, vmem_limit_bytes=VMEM_BYTES
+            dimension_semantics=("parallel", "parallel", "arbitrary"),
+            vmem_limit_bytes=VMEM_BYTES,
         ),
         cost_estimate=_estimate(s, jnp.dtype(dtype).itemsize, expected),
         interpret=interpret,
