@@ -78,6 +78,56 @@ MODELS = {
         "qwen3_moe",
         {"num_experts": 3, "num_experts_per_tok": 3, "num_key_value_heads": 1, "head_dim": 8},
     ),
+    "mistral window": ("mistral", {"sliding_window": 5, "num_key_value_heads": 1}),
+    "qwen2 windows": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    ),
+    "gemma2": ("gemma2", {"head_dim": 12, "sliding_window": 5, "query_pre_attn_scalar": 10}),
+    "gemma2 untied": (
+        "gemma2",
+        {"head_dim": 8, "num_key_value_heads": 1, "sliding_window": 64}
+        | {"attn_logit_softcapping": None, "final_logit_softcapping": 5.0},
+    ),
+    "gemma2 capped": (
+        "gemma2",
+        {"head_dim": 8, "sliding_window": 3, "num_hidden_layers": 5}
+        | {"attn_logit_softcapping": 2.0, "tie_word_embeddings": True, "attention_bias": True},
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {"head_dim": 12, "sliding_window": 5, "num_hidden_layers": 7, "query_pre_attn_scalar": 9},
+    ),
+    "gemma3 scaled": (
+        "gemma3_text",
+        {"head_dim": 8, "sliding_window": 4, "tie_word_embeddings": True, "num_hidden_layers": 4}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2}
+        | {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e4},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            }
+        },
+    ),
+    "gemma3 all full": (
+        "gemma3_text",
+        {"head_dim": 8, "num_key_value_heads": 1, "layer_types": ["full_attention"] * 3},
+    ),
+    "gpt-oss": (
+        "gpt_oss",
+        {"head_dim": 12, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 5}
+        | {"swiglu_limit": 0.5},
+    ),
+    "gpt-oss one expert": (
+        "gpt_oss",
+        {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 1, "sliding_window": 64}
+        | {"num_key_value_heads": 1, "tie_word_embeddings": True},
+    ),
+    "gpt-oss plain rope": (
+        "gpt_oss",
+        {"head_dim": 8, "num_local_experts": 12, "num_experts_per_tok": 4, "sliding_window": 3}
+        | scaled("default", 5e4),
+    ),
     "gpt2": ("gpt2", {}),
     "gpt2 narrow": ("gpt2", {"n_inner": 24, "layer_norm_epsilon": 1e-3}),
     "gpt2 one head": ("gpt2", {"n_head": 1, "tie_word_embeddings": False}),

@@ -102,6 +102,10 @@ def _layer(config: ModelConfig) -> dict[str, Parameter]:
     if config.qkv_bias:
         declared["q_bias"] = vector(0, layers=n, heads=h, head_dim=e)
         declared["kv_bias"] = vector(0, layers=n, pair=2, kv_heads=k, head_dim=e)
+    if config.sinks:
+        declared["sinks"] = vector(0, layers=n, heads=h)
+    if config.router_bias:
+        declared["router_bias"] = vector(0, layers=n, experts=config.experts)
     if config.output_bias:
         declared["o_bias"] = vector(0, layers=n, embed=d)
     if config.mlp_bias:

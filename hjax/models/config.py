@@ -7,8 +7,7 @@ import dataclasses
 from hjax.errors import ConfigError
 from hjax.models.rotary import Rope
 
-NORMS = ("before", "after", "both")  # of attention and MLP
-ACTIVATIONS = ("silu", "gelu_tanh")
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +32,7 @@ class ModelConfig:
     Attributes:
       experts: MLPs per layer, of which a token uses ``experts_per_token``; 0: one, that all use.
       normalize_router: whether the weights of the experts that a token uses add up to 1.
+      router_bias: a bias of the router.
       router_loss: weight of the loss that balances the experts, as config.json has it.
       family: of ``hjax.models.families``: how its config.json and tensors are named.
       dtype: of the files it came from, in which it is written again; no part of the shapes.
@@ -46,7 +46,9 @@ class ModelConfig:
       query_key_norm: RMSNorm of queries and keys over each ``head``, over ``all`` heads, or ``""``.
       qkv_bias, output_bias, mlp_bias: a bias after these products.
       gated_mlp: whether the MLP is gated; else ``down(activation(up(x)))``.
-      activation: of the MLP.
+      activation: of the MLP, of ``ACTIVATIONS``; ``clamped_swiglu`` has ``activation_alpha`` and
+        ``activation_limit``.
+      sinks: a score per head that takes part in the softmax and has no value.
       embedding_scale: embeddings are multiplied by it.
       attention_scale: of scores; None: ``head_dim ** -0.5``.
       attention_softcap, final_softcap: ``cap * tanh(x / cap)`` of scores and logits; 0: none.
@@ -82,6 +84,10 @@ class ModelConfig:
     mlp_bias: bool = False
     gated_mlp: bool = True
     activation: str = "silu"
+    activation_alpha: float = 0.0
+    activation_limit: float = 0.0
+    sinks: bool = False
+    router_bias: bool = False
     embedding_scale: float = 1.0
     attention_scale: float | None = None
     attention_softcap: float = 0.0

@@ -43,20 +43,26 @@ class Routing:
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """Of one layer's experts: logical axes in ``AXES``; biases are None where there are none."""
+    """Of one layer's experts, whose logical axes are ``AXES``; None: there is no such bias."""
 
     router: Any  # [embed, experts]
     gate_up: Any  # [experts, embed, 2, mlp]
     down: Any  # [experts, mlp, embed]
+    router_bias: Any = None  # [experts]
+    gate_up_bias: Any = None  # [experts, 2, mlp]
+    down_bias: Any = None  # [experts, embed]
 
 
 jax.tree_util.register_dataclass(Weights)
 
-AXES = Weights(
-    (None, None),
-    ("experts", None, None, "mlp"),
-    ("experts", "mlp", None),
-)
+AXES = {
+    "router": (None, None),
+    "gate_up": ("experts", None, None, "mlp"),
+    "down": ("experts", "mlp", None),
+    "router_bias": (None,),
+    "gate_up_bias": ("experts", None, "mlp"),
+    "down_bias": ("experts", None),
+}
 
 
 def mixture(
@@ -80,9 +86,8 @@ def mixture(
     taken = () if inside.empty else inside.manual_axes
     free = set(layout.mesh.axis_names) - set(taken)
     tokens = layout.spec(("batch", "length"))
-    split = jax.tree.map(
-        lambda _, axes: layout.spec(axes), weights, AXES, is_leaf=lambda leaf: leaf is None
-    )
+    there = {name: axes for name, axes in AXES.items() if getattr(weights, name) is not None}
+    split = Weights(**{name: layout.spec(axes) for name, axes in there.items()})
     return jax.shard_map(
         functools.partial(_part, routing=routing, layout=layout),
         mesh=layout.mesh if inside.empty else inside,
@@ -102,7 +107,9 @@ def _of_all(x: jax.Array, weights: Weights, routing: Routing) -> jax.Array:
 
 def _logits(x: jax.Array, weights: Weights) -> jax.Array:
     """float32 [batch, length, experts]."""
-    return jnp.einsum("btd,de->bte", x, weights.router, preferred_element_type=jnp.float32)
+    logits = jnp.einsum("btd,de->bte", x, weights.router, preferred_element_type=jnp.float32)
+    bias = weights.router_bias
+    return logits if bias is None else logits + bias.astype(jnp.float32)
 
 
 def _part(x: jax.Array, weights: Weights, *, routing: Routing, layout: Layout) -> jax.Array:
@@ -118,6 +125,9 @@ def _part(x: jax.Array, weights: Weights, *, routing: Routing, layout: Layout) -
             for part in (rows, shares, chosen)
         )
         first = jax.lax.axis_index(experts) * weights.down.shape[0]
+    if mlp and weights.down_bias is not None:  # of one of those whose sums are added
+        bias = jnp.where(jax.lax.axis_index(mlp) == 0, weights.down_bias, 0)
+        weights = dataclasses.replace(weights, down_bias=bias)
     out = _grouped(rows, shares, chosen - first, weights, routing)
     if mlp:
         out = jax.lax.psum(out, mlp)
@@ -147,9 +157,14 @@ def _grouped(
     order = jnp.argsort(group, stable=True)
     sizes = jnp.sum(group[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
     gate_up = weights.gate_up.reshape(experts, width, -1)
+    own = jnp.minimum(group[order], experts - 1)  # whose bias a row takes
     both = jax.lax.ragged_dot(rows[order // per_token], gate_up, sizes)
+    if weights.gate_up_bias is not None:
+        both += weights.gate_up_bias.reshape(experts, -1)[own]
     gate, up = jnp.split(both, 2, axis=-1)
     out = jax.lax.ragged_dot(routing.activation(gate, up), weights.down, sizes)
+    if weights.down_bias is not None:
+        out += weights.down_bias[own]
     back = jnp.argsort(order)  # a gather each way: sums in the order of a token's experts
     out = out[back].astype(jnp.float32) * jnp.where(here, shares, 0.0)[:, None]
     return jnp.sum(out.reshape(-1, per_token, width), axis=1)

@@ -158,7 +158,8 @@ def token_log_probs(
     parts = 1 if layout is None else math.prod(layout.ways(name) for name in split)
     chunks = math.ceil(rows * length * decoder.config.vocab_size * 4 / parts / LOGIT_CHUNK_BYTES)
     if chunks > 1 and decoder.stack is plain:
-        head = Head(temperature, chunk_bytes=LOGIT_CHUNK_BYTES, split=_split_of(layout))
+        cap = decoder.config.final_softcap
+        head = Head(temperature, cap, LOGIT_CHUNK_BYTES, _split_of(layout))
         logprobs, entropy = token_scores(hidden, decoder.output_table, tokens, head)
         return logprobs, entropy if with_entropy else None
 

@@ -6,6 +6,7 @@ Which tensor holds which parameter stands in the parameters' declarations.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,10 +21,13 @@ from hjax.models.config import ModelConfig
 from hjax.models.declaration import Parameter, Part, parts
 from hjax.models.families import from_hf, to_hf
 from hjax.models.parameters import Params
+from hjax.models.tensor_files import DTYPES, TensorFile, create_file
+from hjax.pieces import Pieces
 
 # What files hold beside parameters: buffers, and a scalar head that is read apart.
 _BESIDE = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", "score.weight")
-_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 5 * 10**9
 _HEAD = "score.weight"
 
 
@@ -110,48 +114,74 @@ def read_head(path: str | os.PathLike, config: ModelConfig) -> np.ndarray | None
 
 
 def save_weights(
-    path: str | os.PathLike, config: ModelConfig, params: Params, tokenizer: Any = None
+    path: str | os.PathLike,
+    config: ModelConfig,
+    params: Params,
+    tokenizer: Any = None,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write ``config.json`` and ``model.safetensors`` that transformers loads.
+    """Write ``config.json`` and the safetensors files that transformers loads.
 
     Args:
       path: the directory; made if need be.
       config: shapes; tensors are written in its ``dtype``.
-      params: of the decoder.
-      tokenizer: its special ids go into config.json; its own files are for it to save.
+      params: of the decoder: jax.Array, numpy arrays or ``Pieces``, brought here one at a time.
+      tokenizer: its special ids go into config.json where the config has none; its own files are
+        for it to save.
+      shard_bytes: of a file at most, unless one tensor has more.
     """
-    from safetensors.numpy import save_file
-
     write_config(path, config, tokenizer)
-    file = Path(path) / "model.safetensors"
-    save_file(dict(tensors_of(config, params)), file, metadata={"format": "pt"})
-
-
-def tensors_of(config: ModelConfig, params: Params) -> Iterator[tuple[str, np.ndarray]]:
-    """Every tensor of a file of these parameters by name, in the config's dtype."""
-    dtype = jnp.dtype(config.dtype)
+    declared = decoder_parameters(config)
+    every = (part for parameter, _ in _pairs(declared) for part in parts(parameter))
+    shapes = {part.name: part.shape for part in every}
+    element = jnp.dtype(config.dtype).itemsize
     tensors: dict[str, np.ndarray] = {}
+    index: dict[str, str] = {}
+    for file, names in _files(shapes, shard_bytes // element).items():
+        tensors |= create_file(Path(path) / file, {n: shapes[n] for n in names}, config.dtype)
+        index |= dict.fromkeys(names, file)
+    if len(set(index.values())) > 1:
+        total = sum(math.prod(shape) for shape in shapes.values()) * element
+        about = {"metadata": {"total_size": total}, "weight_map": index}
+        (Path(path) / INDEX).write_text(json.dumps(about, indent=1) + "\n")
+    for parameter, values in _pairs(declared, params):
+        here = values.whole() if isinstance(values, Pieces) else np.asarray(values)
+        for part in parts(parameter):
+            part.into(tensors[part.name], here[part.at])
 
-    def write(declared: Mapping[str, Any], params: Params) -> None:
-        for name, parameter in declared.items():
-            if not isinstance(parameter, Parameter):
-                write(parameter, params[name])
-                continue
-            values = np.asarray(params[name])
-            for part in parts(parameter):
-                if part.name not in tensors:
-                    tensors[part.name] = np.empty(part.shape, dtype)
-                part.into(tensors[part.name], values[part.at])
 
-    write(decoder_parameters(config), params)
-    yield from tensors.items()
+def _pairs(declared: Mapping[str, Any], params: Params | None = None) -> Iterator[tuple]:
+    """Every parameter's declaration, and its values where they are given."""
+    for name, parameter in declared.items():
+        values = None if params is None else params[name]
+        if isinstance(parameter, Parameter):
+            yield parameter, values
+        else:
+            yield from _pairs(parameter, values)
+
+
+def _files(shapes: Mapping[str, tuple[int, ...]], elements: int) -> dict[str, list[str]]:
+    """The tensors of each file, of so many elements at most, by file name."""
+    shards: list[list[str]] = [[]]
+    left = elements
+    for name, shape in shapes.items():
+        size = math.prod(shape)
+        if shards[-1] and size > left:
+            shards.append([])
+            left = elements
+        shards[-1].append(name)
+        left -= size
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    count = len(shards)
+    return {f"model-{i + 1:05d}-of-{count:05d}.safetensors": x for i, x in enumerate(shards)}
 
 
 def write_config(path: str | os.PathLike, config: ModelConfig, tokenizer: Any = None) -> None:
-    """Write ``config.json``, with the tokenizer's special ids where one is given."""
+    """Write ``config.json``; ids of special tokens that the config lacks are the tokenizer's."""
     content = to_hf(config)
     for key in ("bos", "eos", "pad"):
-        if tokenizer is not None and getattr(tokenizer, f"{key}_id") is not None:
+        if tokenizer is not None and content[f"{key}_token_id"] is None:
             content[f"{key}_token_id"] = getattr(tokenizer, f"{key}_id")
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
@@ -162,17 +192,12 @@ class _Tensors:
     """The tensors of a directory's safetensors files, read one at a time."""
 
     def __init__(self, path: Path):
-        from safetensors import SafetensorError, safe_open
-
         self.path = path
-        self.files: dict[str, Any] = {}
+        self.files: dict[str, TensorFile] = {}
         self._read: set[str] = set()
         for file in self._listed():
-            try:
-                reader = safe_open(str(file), framework="numpy")
-            except (SafetensorError, OSError) as error:
-                raise ConfigError(f"{file}: not a readable safetensors file ({error})") from error
-            self.files |= dict.fromkeys(reader.keys(), reader)
+            reader = TensorFile(file)
+            self.files |= dict.fromkeys(reader.shapes, reader)
         if not self.files:
             raise ConfigError(
                 f"{path}: no *.safetensors files there; this version reads only those"
@@ -180,7 +205,7 @@ class _Tensors:
 
     def _listed(self) -> list[Path]:
         """The files that the index names, or all there are."""
-        index = self.path / "model.safetensors.index.json"
+        index = self.path / INDEX
         if not index.is_file():
             return sorted(self.path.glob("*.safetensors"))
         try:
@@ -201,17 +226,18 @@ class _Tensors:
         name = self._name(part)
         if name is None:
             raise ConfigError(f"{self.path}: tensor {part.name!r} is missing")
-        where = self.files[name].get_slice(name)
-        shape, dtype = tuple(where.get_shape()), where.get_dtype()
-        if dtype not in _DTYPES:
+        file = self.files[name]
+        if file.dtypes[name] not in DTYPES:
             raise ConfigError(
-                f"{self.path}: {name} is of dtype {dtype}; supported: {', '.join(_DTYPES.values())}"
+                f"{self.path}: {name} is of dtype {file.dtypes[name]}; supported: "
+                f"{', '.join(DTYPES.values())}"
             )
-        if shape != part.shape:
+        if file.shapes[name] != part.shape:
             raise ConfigError(
-                f"{self.path}: {name} has shape {shape}, config.json implies {part.shape}"
+                f"{self.path}: {name} has shape {file.shapes[name]}, config.json implies "
+                f"{part.shape}"
             )
-        tensor = self.files[name].get_tensor(name)
+        tensor = file.rows(name)
         if name not in self._read and not np.isfinite(tensor).all():
             raise ConfigError(f"{self.path}: {name} has values that are not finite")
         self._read.add(name)
@@ -239,7 +265,7 @@ class _Tensors:
             left.remove(head)
         if head in left and config.tie_embeddings:
             [embedding] = parts(decoder_parameters(config)["embedding"])
-            if not np.array_equal(self.files[head].get_tensor(head), self.read(embedding)):
+            if not np.array_equal(self.files[head].rows(head), self.read(embedding)):
                 raise ConfigError(
                     f"{self.path}: {head} differs from {embedding.name}, but config.json ties them "
                     "(tie_word_embeddings)"

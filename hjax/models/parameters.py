@@ -15,7 +15,6 @@ import jax
 import numpy as np
 from flax import nnx
 
-from hjax.errors import ConfigError
 from hjax.models.config import ModelConfig
 from hjax.models.transformer import Decoder, ScalarDecoder
 from hjax.sharding.arrays import place
@@ -96,8 +95,6 @@ def network_of(module: type, config: ModelConfig) -> Network:
     Raises:
       ConfigError: a model with experts.
     """
-    _check_runs(config)
-
     def create(key: jax.Array) -> Params:
         return nnx.to_pure_dict(nnx.state(module(config, key)))
 
@@ -114,20 +111,6 @@ def network_of(module: type, config: ModelConfig) -> Network:
     kinds = jax.tree.map(lambda p: p.kind, declared)
     shapes = nnx.to_pure_dict(state)
     return Network(config, graph, declared, axes, kinds, shapes, create, state)
-
-
-def _check_runs(config: ModelConfig) -> None:
-    """Refuse what can be counted and planned for, but not run yet."""
-    windows = [kind.window for kind in config.period if kind.window is not None]
-    lacking = [
-        (windows, f"windows of {windows and windows[0]} tokens"),
-        (config.attention_scale is not None, f"attention_scale={config.attention_scale}"),
-        (config.attention_softcap, f"attention_softcap={config.attention_softcap}"),
-        (config.final_softcap, f"final_softcap={config.final_softcap}"),
-    ]
-    for given, name in lacking:
-        if given:
-            raise ConfigError(f"a model with {name} can be planned for, not run yet")
 
 
 def decoder_network(config: ModelConfig) -> Network:

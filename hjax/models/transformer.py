@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from hjax.errors import ConfigError
+from hjax.kernels.attention import Scoring
 from hjax.kernels.sets import REFERENCE, Kernels, choose, kernels_of
 from hjax.models import remat
 from hjax.models.architecture import (
@@ -26,7 +27,7 @@ from hjax.models.architecture import (
     scalar_parameters,
     without_output_table,
 )
-from hjax.models.attention import Attention, Form
+from hjax.models.attention import Attention, Decode, Form
 from hjax.models.config import LayerKind, ModelConfig
 from hjax.models.declaration import create_in
 from hjax.models.experts import Routing, Weights, mixture
@@ -120,6 +121,7 @@ def _pair(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 class Block(nnx.Module):
     """All layers' parameters, stacked on a leading ``layers`` dimension."""
 
+    sinks: nnx.Param
     router: nnx.Param
     gate_up: nnx.Param
     down: nnx.Param
@@ -158,7 +160,7 @@ class Block(nnx.Module):
         if kind.rope is not None and rotary:
             turn = functools.partial(_turn, kernels, *rotary[kind.rope])
             q, k = turn(q), turn(k)
-        out, cache, kept = attention(layer, q, k, v, cache)
+        out, cache, kept = attention(layer, q, k, v, cache, *self._scoring(kind, attention))
         out = self._product("bthe,hed->btd", out, "o", compute)
         if config.norms != "before":
             out = self._norm("attention_out_norm", out, compute)
@@ -168,6 +170,24 @@ class Block(nnx.Module):
         if config.norms != "before":
             out = self._norm("mlp_out_norm", out, compute)
         return x + out, cache, kept
+
+    def _scoring(self, kind: LayerKind, attention: Attention) -> tuple[Any, ...]:
+        """What the strategy is told beside queries, keys and values; nothing where all is plain.
+
+        Raises:
+          ConfigError: decoding, which does not take it yet.
+        """
+        config = self.config
+        sinks = self.sinks[...] if config.sinks else None
+        scoring = Scoring(config.attention_scale, config.attention_softcap, kind.window or 0)
+        if scoring == Scoring() and sinks is None:
+            return ()
+        if isinstance(attention, Decode):
+            raise ConfigError(
+                f"a {config.family} model, whose attention has windows, caps, sinks or a scale of "
+                "its own, can be trained and scored, not sampled from yet"
+            )
+        return scoring, sinks
 
     def _product(self, spec: str, x: jax.Array, name: str, compute: Compute) -> jax.Array:
         """A product with a weight, and its bias where it has one."""
@@ -190,16 +210,17 @@ class Block(nnx.Module):
     def _mlp(self, x: jax.Array, compute: Compute) -> jax.Array:
         config = self.config
         if config.experts:
-            weights = Weights(self.router[...], self.gate_up[...], self.down[...])
+            names = ("router_bias", "gate_up_bias", "down_bias")
+            biases = (getattr(self, name)[...] for name in names if hasattr(self, name))
+            weights = Weights(self.router[...], self.gate_up[...], self.down[...], *biases)
             return mixture(x, weights, routing_of(config), compute.home)
         if config.gated_mlp and config.activation == "silu" and not config.mlp_bias:
             return compute.kernels.gated_mlp(x, self.gate_up[...], self.down[...])
-        activation = ACTIVATIONS[config.activation]
         if config.gated_mlp:
             gate, up = _pair(self._product("btd,dcm->btcm", x, "gate_up", compute))
-            inner = activation(gate) * up
+            inner = gated(config, gate, up)
         else:
-            inner = activation(self._product("btd,dm->btm", x, "up", compute))
+            inner = ACTIVATIONS[config.activation](self._product("btd,dm->btm", x, "up", compute))
         return self._product("btm,md->btd", inner, "down", compute)
 
 
@@ -209,12 +230,19 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
+def gated(config: ModelConfig, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """What goes down in a gated MLP, of gate and up."""
+    if config.activation != "clamped_swiglu":
+        return ACTIVATIONS[config.activation](gate) * up
+    limit = config.activation_limit
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return (up + 1) * gate * jax.nn.sigmoid(gate * config.activation_alpha)
+
+
 def routing_of(config: ModelConfig) -> Routing:
     """How this model's tokens choose their experts."""
-    activation = ACTIVATIONS[config.activation]
-    return Routing(
-        config.experts_per_token, config.normalize_router, lambda gate, up: activation(gate) * up
-    )
+    activation = functools.partial(gated, config)
+    return Routing(config.experts_per_token, config.normalize_router, activation)
 
 
 def norm(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,6 +20,8 @@ from hjax.data.dataset import PromptSampler
 from hjax.errors import ConfigError, RunError
 from hjax.files import METRICS, SAMPLES, WARM_START
 from hjax.models.checkpoint import Checkpoints
+from hjax.models.export import check_output, export_weights
+from hjax.models.weights import model_directory
 from hjax.run.ahead import Ahead, Schedule
 from hjax.run.dataflow import absent_roles
 from hjax.run.evaluation import evaluate
@@ -301,6 +304,22 @@ class Trainer(Recovering):
             for role, group in self.roles.groups.items()
             if group.has("save_state") and not self.roles.table[role].apart  # it has none
         ]
+
+    def export(self, directory: str | os.PathLike) -> Path:
+        """Write the actor as it is now as a Hugging Face directory, its tokenizer beside it.
+
+        Args:
+          directory: new or empty.
+
+        Raises:
+          ConfigError: it is not.
+        """
+        check_output(directory)
+        self.prepare()
+        params = self.roles.groups["actor"].weights().result()
+        path = self.config.actor.path
+        source = model_directory(path) if path else None
+        return export_weights(directory, self.inputs.model, params, source, self.inputs.tokenizer)
 
     def close(self) -> None:
         """Finish writing and stop the pools. The trainer cannot be used after."""

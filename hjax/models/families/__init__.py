@@ -8,7 +8,9 @@ from typing import Any
 from hjax.errors import ConfigError
 from hjax.models.config import ModelConfig
 from hjax.models.families.base import TOKEN_IDS, Family
+from hjax.models.families.gemma import Gemma2, Gemma3
 from hjax.models.families.gpt2 import GPT2
+from hjax.models.families.gpt_oss import GptOss
 from hjax.models.families.llama import Llama
 from hjax.models.families.mistral import Mistral
 from hjax.models.families.mixtral import Mixtral
@@ -26,10 +28,13 @@ FAMILIES: dict[str, Family] = {
         Mistral(),
         SmolLM3(),
         Olmo2(),
+        Gemma2(),
+        Gemma3(),
         Phi3(),
         GPT2(),
         Mixtral(),
         Qwen3Moe(),
+        GptOss(),
     )
 }
 

@@ -1,0 +1,61 @@
+"""`python -m hjax.launch.export`: a model as a Hugging Face directory."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from absl import flags
+
+from hjax.errors import ConfigError, exit_status
+from hjax.files import json_line
+from hjax.launch.command import parse_flags
+
+HELP = """\
+usage: python -m hjax.launch.export --model=DIR|WORKDIR --output=DIR [--json]
+
+Write a model as a Hugging Face directory that transformers loads: config.json, safetensors in the
+dtype of the weights that the run started from, and the tokenizer's files with its chat template.
+
+  --model=DIR|WORKDIR   a workdir (its actor's newest checkpoint), a Hugging Face directory or name
+  --output=DIR          the directory to write; it must be new or empty
+  --json                print one line of JSON as the last line of the output
+  --help                print this
+
+Exit status: 0 written; 1 failed; 2 wrong input, nothing written.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if any(a in ("--help", "-help", "-h") for a in arguments):
+        print(HELP, end="")
+        return 0
+    return exit_status(lambda: _run(arguments))
+
+
+def _run(arguments: Sequence[str]) -> int:
+    own = flags.FlagValues()
+    flags.DEFINE_string("model", "", "what", flag_values=own)
+    flags.DEFINE_string("output", "", "where to", flag_values=own)
+    flags.DEFINE_bool("json", False, "one line of JSON", flag_values=own)
+    parse_flags(own, arguments)
+    for flag in ("model", "output"):
+        if not own[flag].value:
+            raise ConfigError(f"--{flag} is missing; see --help")
+
+    from hjax.models import arithmetic
+    from hjax.models.export import export_model
+
+    config = export_model(own.model, own.output)
+    count = arithmetic.parameters(config)
+    print(f"{own.output}: {config.family}, {count:,} parameters in {config.dtype}")
+    if own.json:
+        said = {"output": own.output, "family": config.family, "parameters": count}
+        print(json_line({**said, "dtype": config.dtype}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

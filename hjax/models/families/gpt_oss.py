@@ -1,0 +1,89 @@
+"""gpt-oss (OpenAI 2025, arXiv 2508.10925), its weights in bfloat16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hjax.models.config import ModelConfig
+from hjax.models.families.base import (
+    FULL,
+    LAYER,
+    SLIDING,
+    Family,
+    Given,
+    Tensors,
+    one,
+    read_windows,
+    write_windows,
+)
+from hjax.models.rotary import Rope, Yarn, write_scaling
+
+YARN = Yarn(factor=32.0, original_max_length=4096, truncate=False)
+
+
+class GptOss(Family):
+    """Experts with biases and clamped activations, sinks, windows in every other layer."""
+
+    model_type = "gpt_oss"
+    architecture = "GptOssForCausalLM"
+    defaults = {
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0,
+        "sliding_window": 128,
+    }
+
+    def fields(self, given: Given) -> dict[str, Any]:
+        """The weights of the experts in use add up to 1."""
+        fields = super().fields(given)
+        bias = given.flag("attention_bias", True)
+        types = [SLIDING if i % 2 == 0 else FULL for i in range(fields["layers"])]
+        for key in ("initial_context_length", "experts_per_token"):
+            given.get(key)  # said twice
+        return fields | {
+            "qkv_bias": bias,
+            "output_bias": bias,
+            "mlp_bias": True,
+            "sinks": True,
+            "activation": "clamped_swiglu",
+            "activation_alpha": given.number("swiglu_alpha", 1.702),
+            "activation_limit": given.number("swiglu_limit", 7.0),
+            "experts": given.size("num_local_experts", 32),
+            "experts_per_token": given.size("num_experts_per_tok", 4),
+            "router_bias": True,
+            "router_loss": given.number("router_aux_loss_coef", 0.001),
+            "layer_kinds": read_windows(given, fields["layers"], types),
+        }
+
+    def ropes(self, given: Given, max_length: int) -> tuple[Rope, ...]:
+        """YaRN where config.json says nothing."""
+        if given.get("rope_parameters") is None and given.get("rope_scaling") is None:
+            return (Rope(given.number("rope_theta", 150000.0), YARN),)
+        return super().ropes(given, max_length)
+
+    def write(self, config: ModelConfig) -> dict[str, Any]:
+        """What it has of its own."""
+        scaling = {"rope_scaling": write_scaling(config.ropes[0].scaling)}
+        return super().write(config) | write_windows(config) | scaling | {
+            "attention_bias": config.qkv_bias,
+            "swiglu_alpha": config.activation_alpha,
+            "swiglu_limit": config.activation_limit,
+            "num_local_experts": config.experts,
+            "num_experts_per_tok": config.experts_per_token,
+            "router_aux_loss_coef": config.router_loss,
+        }
+
+    def tensors(self, config: ModelConfig) -> Tensors:
+        """All experts of a layer in one tensor, gate and up in turns."""
+        experts = f"{LAYER}mlp.experts."
+        return super().tensors(config) | {
+            "layers.sinks": one(f"{LAYER}self_attn.sinks", "heads"),
+            "layers.router": one(f"{LAYER}mlp.router.weight", "experts embed"),
+            "layers.router_bias": one(f"{LAYER}mlp.router.bias", "experts"),
+            "layers.gate_up": one(f"{experts}gate_up_proj", "experts embed (mlp pair)"),
+            "layers.gate_up_bias": one(f"{experts}gate_up_proj_bias", "experts (mlp pair)"),
+            "layers.down": one(f"{experts}down_proj", "experts mlp embed"),
+            "layers.down_bias": one(f"{experts}down_proj_bias", "experts embed"),
+        }

@@ -1,0 +1,94 @@
+"""`python -m hjax.launch.export` and `trainer.export`: directories that transformers loads."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from families import logits, model
+from helpers import save_model, trainer_of
+from references import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hjax
+from hjax.data.tasks import get_task
+from hjax.errors import ConfigError
+from hjax.launch.export import main
+from hjax.models import huggingface
+
+TOKENS = np.array([[3, 4, 5, 6, 7, 8, 9]])
+
+
+def test_a_directory_comes_back_tensor_for_tensor_in_its_dtype(tmp_path, capsys):
+    theirs = model("qwen3 tied").to(torch.bfloat16)
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    (tmp_path / "theirs" / "chat_template.jinja").write_text("{{ messages }}")
+    flags = [f"--model={tmp_path}/theirs", f"--output={tmp_path}/ours", "--json"]
+    assert main(flags) == 0
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert said["parameters"] == theirs.num_parameters() and said["dtype"] == "bfloat16"
+    before = {}
+    for file in (tmp_path / "theirs").glob("*.safetensors"):
+        before |= load_file(file)
+    after = load_file(tmp_path / "ours" / "model.safetensors")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert after[name].dtype == torch.bfloat16 and torch.equal(after[name], tensor)
+    assert (tmp_path / "ours" / "chat_template.jinja").read_text() == "{{ messages }}"
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype="auto")
+    assert again.dtype == torch.bfloat16
+
+
+def test_files_of_a_size(tmp_path, monkeypatch):
+    theirs = model("mixtral")
+    theirs.save_pretrained(tmp_path / "theirs")
+    config, params = huggingface.load_weights(tmp_path / "theirs")
+    huggingface.save_weights(tmp_path / "ours", config, params, shard_bytes=20_000)
+    files = sorted(p.name for p in (tmp_path / "ours").glob("*.safetensors"))
+    index = json.loads((tmp_path / "ours" / huggingface.INDEX).read_text())
+    assert len(files) > 2 and set(index["weight_map"].values()) == set(files)
+    assert index["metadata"]["total_size"] == 4 * theirs.num_parameters()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager")
+    np.testing.assert_array_equal(logits(again.eval(), TOKENS), logits(theirs, TOKENS))
+    np.testing.assert_array_equal(
+        hjax.load_model(tmp_path / "ours").logits(TOKENS),
+        hjax.load_model(tmp_path / "theirs").logits(TOKENS),
+    )
+
+
+def test_a_run_is_exported_by_command_and_by_its_trainer(tmp_path):
+    tokenizer = get_task("sorting").tokenizer()
+    save_model(tmp_path / "start", tokenizer=tokenizer)
+    workdir = tmp_path / "run"
+    changes = {"actor.path": str(tmp_path / "start"), "steps": 1, "checkpoint.every": 1}
+    with trainer_of("PPO", changes, workdir=workdir) as trainer:
+        trainer.run()
+        trainer.export(tmp_path / "trainer")
+        with pytest.raises(ConfigError, match="trainer is not empty; give a directory that is new"):
+            trainer.export(tmp_path / "trainer")
+    assert main([f"--model={workdir}", f"--output={tmp_path / 'command'}"]) == 0
+    trained, start = hjax.load_model(workdir), hjax.load_model(tmp_path / "start")
+    assert not np.allclose(trained.logits(TOKENS), start.logits(TOKENS))
+    for name in ("trainer", "command"):
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        np.testing.assert_allclose(logits(theirs, TOKENS), trained.logits(TOKENS), atol=2e-5)
+        ids = AutoTokenizer.from_pretrained(tmp_path / name).encode("312>")
+        assert ids == tokenizer.encode("312>")
+
+
+@pytest.mark.parametrize(
+    "flags, line",
+    [
+        (["--output=there"], "--model is missing"),
+        (["--model=nowhere"], "--output is missing"),
+        (["--model=nowhere", "--output=there"], "no model directory 'nowhere'"),
+        (["--model=nowhere", "--output=there", "--dtype=int8"], "Unknown command line flag"),
+    ],
+)
+def test_wrong_input_is_one_line_and_nothing_is_written(flags, line, tmp_path):
+    command = [sys.executable, "-m", "hjax.launch.export", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 2 and line in done.stderr and done.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
