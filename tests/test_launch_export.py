@@ -9,7 +9,6 @@ import pytest
 from families import logits, model
 from helpers import save_model, trainer_of
 from references import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hjax
@@ -23,6 +22,8 @@ TOKENS = np.array([[3, 4, 5, 6, 7, 8, 9]])
 
 def test_a_directory_comes_back_tensor_for_tensor_in_its_dtype(tmp_path, capsys):
     theirs = model("qwen3 tied").to(torch.bfloat16)
+    from safetensors.torch import load_file
+
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
     (tmp_path / "theirs" / "chat_template.jinja").write_text("{{ messages }}")
     flags = [f"--model={tmp_path}/theirs", f"--output={tmp_path}/ours", "--json"]

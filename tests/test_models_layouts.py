@@ -94,10 +94,8 @@ def one_step(path, devices, train, generate, micro_batch):
     group.worker.initialize()
     batch = batch_of()
     prompts = {key: batch[key][::SAMPLES] for key in ("prompts", "prompt_mask")}
-    drawn = {}
-    if context.model.attention_scale is None and not context.model.sinks:
-        rollout = group.generate_sequences(prompts | {"step": 1}).result()
-        drawn = {key: np.asarray(rollout[key]) for key in ("responses", "logprobs")}
+    rollout = group.generate_sequences(prompts | {"step": 1}).result()
+    drawn = {key: np.asarray(rollout[key]) for key in ("responses", "logprobs")}
     before = to_host(group.worker.params)
     loss = float(group.update_actor(batch).result()["loss"])
     gradient = jax.tree.map(lambda a, b: (a - b) / SCALE, before, to_host(group.worker.params))
@@ -111,9 +109,8 @@ def test_loss_gradient_and_tokens_are_those_of_one_device(name, tmp_path):
     model(row, **changes).save_pretrained(tmp_path)
     expected_loss, expected, expected_drawn = one_step(tmp_path, 1, {"data": 1}, {}, 0)
     loss, gradient, drawn = one_step(tmp_path, 8, *layout)
-    if drawn:
-        np.testing.assert_array_equal(drawn["responses"], expected_drawn["responses"])
-        np.testing.assert_allclose(drawn["logprobs"], expected_drawn["logprobs"], atol=1e-5)
+    np.testing.assert_array_equal(drawn["responses"], expected_drawn["responses"])
+    np.testing.assert_allclose(drawn["logprobs"], expected_drawn["logprobs"], atol=1e-5)
     assert loss == pytest.approx(expected_loss, rel=1e-5, abs=1e-6)
     for (path, ours), theirs in zip(
         jax.tree.leaves_with_path(gradient), jax.tree.leaves(expected), strict=True

@@ -27,7 +27,7 @@ from hjax.models.architecture import (
     scalar_parameters,
     without_output_table,
 )
-from hjax.models.attention import Attention, Decode, Form
+from hjax.models.attention import Attention, Form
 from hjax.models.config import LayerKind, ModelConfig
 from hjax.models.declaration import create_in
 from hjax.models.experts import Routing, Weights, mixture
@@ -160,7 +160,9 @@ class Block(nnx.Module):
         if kind.rope is not None and rotary:
             turn = functools.partial(_turn, kernels, *rotary[kind.rope])
             q, k = turn(q), turn(k)
-        out, cache, kept = attention(layer, q, k, v, cache, *self._scoring(kind, attention))
+        scoring = Scoring(config.attention_scale, config.attention_softcap, kind.window or 0)
+        sinks = self.sinks[...] if config.sinks else None
+        out, cache, kept = attention(layer, q, k, v, cache, scoring, sinks)
         out = self._product("bthe,hed->btd", out, "o", compute)
         if config.norms != "before":
             out = self._norm("attention_out_norm", out, compute)
@@ -170,24 +172,6 @@ class Block(nnx.Module):
         if config.norms != "before":
             out = self._norm("mlp_out_norm", out, compute)
         return x + out, cache, kept
-
-    def _scoring(self, kind: LayerKind, attention: Attention) -> tuple[Any, ...]:
-        """What the strategy is told beside queries, keys and values; nothing where all is plain.
-
-        Raises:
-          ConfigError: decoding, which does not take it yet.
-        """
-        config = self.config
-        sinks = self.sinks[...] if config.sinks else None
-        scoring = Scoring(config.attention_scale, config.attention_softcap, kind.window or 0)
-        if scoring == Scoring() and sinks is None:
-            return ()
-        if isinstance(attention, Decode):
-            raise ConfigError(
-                f"a {config.family} model, whose attention has windows, caps, sinks or a scale of "
-                "its own, can be trained and scored, not sampled from yet"
-            )
-        return scoring, sinks
 
     def _product(self, spec: str, x: jax.Array, name: str, compute: Compute) -> jax.Array:
         """A product with a weight, and its bias where it has one."""
