@@ -43,11 +43,12 @@ def decoder_parameters(config: ModelConfig) -> Declared:
 @functools.lru_cache(maxsize=256)
 def scalar_parameters(config: ModelConfig) -> Declared:
     """Those of a decoder with one number per token; not to be changed."""
-    head = (Stored("score.weight", "1 embed"),)
+    stored = (Stored("score.weight", "1 embed"),)
     # Zero: a new critic predicts 0 everywhere, so the first advantages are the rewards.
+    head = vector(0, embed=config.hidden_size)
     return {
         "decoder": decoder_parameters(without_output_table(config)),
-        "head": dataclasses.replace(vector(0, embed=config.hidden_size), stored=head),
+        "head": dataclasses.replace(head, stored=stored, optional=True),
         "bias": vector(0),
     }
 

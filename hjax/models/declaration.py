@@ -77,7 +77,8 @@ class Parameter:
       scale: initial values are drawn from a truncated normal with this standard deviation; 0: all
         are ``fill``.
       fill: see ``scale``.
-      stored: the tensors that hold it; empty: no file has it.
+      stored: the tensors that hold it; empty: no file has it, and it is ``fill``.
+      optional: files may lack it; it is ``fill`` then.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -85,6 +86,7 @@ class Parameter:
     scale: float = 0.0
     fill: float = 0.0
     stored: tuple[Stored, ...] = ()
+    optional: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -12,23 +12,24 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from hjax.errors import ConfigError
-from hjax.models.architecture import decoder_parameters, scalar_parameters, without_output_table
+from hjax.models.architecture import decoder_parameters
 from hjax.models.config import ModelConfig
 from hjax.models.declaration import Parameter, Part, parts
 from hjax.models.families import from_hf, to_hf
 from hjax.models.parameters import Params
 from hjax.models.tensor_files import DTYPES, TensorFile, create_file
-from hjax.pieces import Pieces
+from hjax.pieces import Pieces, Region, extent, region_of
 
 # What files hold beside parameters: buffers, and a scalar head that is read apart.
 _BESIDE = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", "score.weight")
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
-_HEAD = "score.weight"
+OUTPUT = "lm_head.weight"
 
 
 def read_config(path: str | os.PathLike) -> ModelConfig:
@@ -58,41 +59,67 @@ def read_content(path: str | os.PathLike) -> dict[str, Any]:
     return content
 
 
-def load_weights(
-    path: str | os.PathLike, unembedding: bool = True
-) -> tuple[ModelConfig, Params]:
-    """Read a directory.
-
-    Args:
-      path: the directory.
-      unembedding: read the output table of an untied model; a sequence classifier has none.
+def load_weights(path: str | os.PathLike) -> tuple[ModelConfig, Params]:
+    """Read a directory's language model.
 
     Returns:
       the shapes, and the decoder's parameters as float32 numpy arrays, layers stacked.
 
     Raises:
+      ConfigError: as of ``load_params``.
+    """
+    config = read_config(path)
+    return config, load_params(path, config, decoder_parameters(config))
+
+
+def load_params(
+    path: str | os.PathLike,
+    config: ModelConfig,
+    declared: Mapping[str, Any],
+    shardings: Params | None = None,
+) -> Params:
+    """Read parameters, one at a time, its tensors one after another.
+
+    Args:
+      path: the directory.
+      config: of the model there.
+      declared: nested dict of ``Parameter``, see ``hjax.models.architecture``.
+      shardings: nested dict like it, of the devices that each is read onto; a process reads what
+        its own devices hold. None: they stay numpy arrays.
+
+    Returns:
+      nested dict of float32 arrays.
+
+    Raises:
       ConfigError: missing files or tensors, tensors of another shape or dtype, tensors that this
         model does not have, or values that are not finite, by name.
     """
-    config = read_config(path)
     tensors = _Tensors(Path(path))
-    declared = decoder_parameters(config if unembedding else without_output_table(config))
-    params = _read(declared, tensors)
-    tensors.check_all_read("lm_head.weight", config, unembedding)
-    return config, params
+    tensors.check_names(declared, config)
 
+    def read(parameter: Parameter, sharding: Any) -> Any:
+        if sharding is None:
+            return tensors.region(parameter, tuple((0, n) for n in parameter.shape))
+        held: dict[Region, np.ndarray] = {}  # by devices that hold the same
 
-def _read(declared: Mapping[str, Any], tensors: _Tensors) -> Params:
-    """The parameters of a nested dict of declarations."""
-    read: Params = {}
-    for name, parameter in declared.items():
-        if not isinstance(parameter, Parameter):
-            read[name] = _read(parameter, tensors)
-            continue
-        read[name] = np.empty(parameter.shape, np.float32)
-        for part in parts(parameter):
-            read[name][part.at] = part.of(tensors.read(part))
-    return read
+        def part(index: Any) -> np.ndarray:
+            region = region_of(index, parameter.shape)
+            if region not in held:
+                held[region] = tensors.region(parameter, region)
+            return held[region]
+
+        made = jax.make_array_from_callback(parameter.shape, sharding, part)
+        return jax.block_until_ready(made)  # until then the host holds it too
+
+    def read_all(declared: Mapping[str, Any], shardings: Params | None) -> Params:
+        params: Params = {}
+        for name, parameter in declared.items():
+            sharding = None if shardings is None else shardings[name]
+            one = read if isinstance(parameter, Parameter) else read_all
+            params[name] = one(parameter, sharding)
+        return params
+
+    return read_all(declared, shardings)
 
 
 def check_files(path: str | os.PathLike) -> None:
@@ -102,15 +129,6 @@ def check_files(path: str | os.PathLike) -> None:
       ConfigError: there are none, or one is missing, damaged or cut short.
     """
     _Tensors(Path(path))
-
-
-def read_head(path: str | os.PathLike, config: ModelConfig) -> np.ndarray | None:
-    """The scalar head of a sequence classifier, float32 [hidden_size], or None without one."""
-    tensors = _Tensors(Path(path))
-    if _HEAD not in tensors.files:
-        return None
-    [part] = parts(scalar_parameters(config)["head"])
-    return np.array(part.of(tensors.read(part)), np.float32)
 
 
 def save_weights(
@@ -221,11 +239,10 @@ class _Tensors:
         """One tensor as it is stored.
 
         Raises:
-          ConfigError: it is missing, of another shape or dtype, or not finite.
+          ConfigError: it is of another shape or dtype, or not finite.
         """
         name = self._name(part)
-        if name is None:
-            raise ConfigError(f"{self.path}: tensor {part.name!r} is missing")
+        assert name is not None, part.name
         file = self.files[name]
         if file.dtypes[name] not in DTYPES:
             raise ConfigError(
@@ -248,29 +265,50 @@ class _Tensors:
         names = (part.name, part.name.partition(".")[2], part.other)
         return next((name for name in names if name in self.files), None)
 
-    def check_all_read(self, head: str, config: ModelConfig, unembedding: bool) -> None:
-        """Whether the files hold nothing that this model does not have.
+    def region(self, parameter: Parameter, region: Region) -> np.ndarray:
+        """A region of a parameter, float32; only tensors that have some of it are read."""
+        read = np.full(extent(region), parameter.fill, np.float32)
+        if parameter.optional and not any(self._name(part) for part in parts(parameter)):
+            return read
+        for part in parts(parameter):
+            here: list[Any] = []
+            cut: list[slice] = []
+            for index, (start, stop) in zip(part.at, region, strict=True):
+                if isinstance(index, slice):
+                    here.append(slice(None))
+                    cut.append(slice(start, stop))
+                elif start <= index < stop:
+                    here.append(index - start)
+                else:
+                    break
+            else:
+                read[tuple(here)] = part.of(self.read(part))[tuple(cut)]
+        return read
 
-        Args:
-          head: name of the output table, which may stand beside the embedding it equals.
-          config: of the model.
-          unembedding: whether an output table was wanted.
+    def check_names(self, declared: Mapping[str, Any], config: ModelConfig) -> None:
+        """Whether the files hold what this model has and nothing else.
 
         Raises:
-          ConfigError: they do, or a table that should be tied differs.
+          ConfigError: they don't, or a table that should be tied differs.
         """
-        beside = {n for n in self.files if n.endswith(_BESIDE)} | self._read
-        left = sorted(set(self.files) - beside)
-        if head in left and not unembedding:
-            left.remove(head)
-        if head in left and config.tie_embeddings:
+        ours = set()
+        for parameter, _ in _pairs(declared):
+            for part in parts(parameter):
+                name = self._name(part)
+                if name is None and not parameter.optional:
+                    raise ConfigError(f"{self.path}: tensor {part.name!r} is missing")
+                ours.add(name)
+        left = sorted(n for n in self.files if n not in ours and not n.endswith(_BESIDE))
+        if OUTPUT in left and not config.tie_embeddings:
+            left.remove(OUTPUT)  # of a language model that is read without it
+        elif OUTPUT in left:
             [embedding] = parts(decoder_parameters(config)["embedding"])
-            if not np.array_equal(self.files[head].rows(head), self.read(embedding)):
+            if not np.array_equal(self.files[OUTPUT].rows(OUTPUT), self.read(embedding)):
                 raise ConfigError(
-                    f"{self.path}: {head} differs from {embedding.name}, but config.json ties them "
-                    "(tie_word_embeddings)"
+                    f"{self.path}: {OUTPUT} differs from {embedding.name}, but config.json ties "
+                    "them (tie_word_embeddings)"
                 )
-            left.remove(head)
+            left.remove(OUTPUT)
         if left:
             raise ConfigError(
                 f"{self.path}: tensor {left[0]!r} is not one of a {config.family} model as "

@@ -13,9 +13,11 @@ import numpy as np
 from hjax.errors import ConfigError
 from hjax.models import huggingface
 from hjax.models.config import ModelConfig
-from hjax.models.parameters import Params
+from hjax.models.parameters import Network, Params
 from hjax.models.published import SHAPES
+from hjax.sharding.layout import Layout
 
+_SCALAR = ("head", "bias")  # of a scalar model, beside its decoder
 MODEL_DIRECTORY = "model"  # in a workdir: config.json and tokenizer of its actor
 
 
@@ -91,41 +93,51 @@ def check_weights(path: str | os.PathLike) -> None:
         raise ConfigError(f"{path}: no complete checkpoint there; train a step first")
 
 
-def load_decoder(
-    path: str | os.PathLike, unembedding: bool = True
-) -> tuple[ModelConfig, Params]:
+def load_params(path: str | os.PathLike, network: Network, layout: Layout) -> Params:
+    """Parameters of the model at a path, laid out for ``layout``.
+
+    Those of a directory are read one at a time, each device's part of it alone; a scalar head is
+    ``score.weight`` of transformers' classes for sequence classification. A directory without one
+    (a language model) gets a head of zeros, as a new critic wants it.
+
+    Args:
+      path: a Hugging Face directory or name, or an hjax workdir.
+      network: the language model of the shapes that are there, or that decoder with a scalar head.
+      layout: of its devices.
+
+    Raises:
+      ConfigError: missing or unfit files, by name.
+      DataError: no complete checkpoint in the workdir, or a damaged one.
+    """
+    directory = model_directory(path)
+    if not is_workdir(path):
+        shardings = network.shardings(layout)
+        return huggingface.load_params(directory, network.config, network.declared, shardings)
+    params = _restored(path)
+    if "decoder" in network.declared:
+        params.pop("unembedding", None)
+        fill = {name: np.zeros(network.declared[name].shape, np.float32) for name in _SCALAR}
+        params = {"decoder": params, **fill}
+    return network.place(params, layout)
+
+
+def load_decoder(path: str | os.PathLike) -> tuple[ModelConfig, Params]:
     """Shapes and float32 numpy parameters of the language model at a path.
 
     Args:
       path: a Hugging Face directory or name, or an hjax workdir.
-      unembedding: with the output table of an untied model.
 
     Raises:
       ConfigError: missing or unfit files, by name.
+      DataError: no complete checkpoint in the workdir, or a damaged one.
     """
     directory = model_directory(path)
     if not is_workdir(path):
-        return huggingface.load_weights(directory, unembedding)
+        return huggingface.load_weights(directory)
+    return huggingface.read_config(directory), _restored(path)
+
+
+def _restored(path: str | os.PathLike) -> Params:
     from hjax.models.checkpoint import restore_params
 
-    params = restore_params(Path(path) / "checkpoints", "actor")
-    if not unembedding:
-        params.pop("unembedding", None)
-    return huggingface.read_config(directory), params
-
-
-def load_scalar(path: str | os.PathLike) -> tuple[ModelConfig, Params]:
-    """Shapes and parameters of a model with a scalar head.
-
-    The head is ``score.weight`` of transformers' classes for sequence classification; a directory
-    without one (a language model) gets a head of zeros, as a new critic wants it.
-    """
-    config, params = load_decoder(path, unembedding=False)
-    head = None
-    if not is_workdir(path):
-        head = huggingface.read_head(model_directory(path), config)
-    return config, {
-        "decoder": params,
-        "head": np.zeros(config.hidden_size, np.float32) if head is None else head,
-        "bias": np.zeros((), np.float32),
-    }
+    return restore_params(Path(path) / "checkpoints", "actor")

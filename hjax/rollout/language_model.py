@@ -18,7 +18,7 @@ from hjax.errors import ConfigError
 from hjax.models.forward import sequence_states, token_log_probs
 from hjax.models.parameters import decoder_network
 from hjax.models.transformer import Compute
-from hjax.models.weights import load_decoder, model_directory, read_eos_ids
+from hjax.models.weights import load_params, model_directory, read_config, read_eos_ids
 from hjax.rollout.generator import Generator, bucket_length
 from hjax.rollout.sampling import Sampling
 from hjax.sharding.layout import make_layouts
@@ -219,10 +219,17 @@ def load_model(path: str | os.PathLike, dtype: str = "float32") -> LanguageModel
       ConfigError: nothing there, or a model this version does not support.
     """
     directory = model_directory(path)
-    config, params = load_decoder(path)
+    config = read_config(path)
+    layout = make_layouts(jax.local_devices()[:1]).generate
+    params = load_params(path, decoder_network(config), layout)
     tokenizer = None
     if (directory / "tokenizer.json").is_file():
         tokenizer = Tokenizer.load(directory)
+        if tokenizer.vocab_size > config.vocab_size:
+            raise ConfigError(
+                f"{directory}: its tokenizer has ids up to {tokenizer.vocab_size - 1}, its "
+                f"embedding {config.vocab_size} rows; give the tokenizer of these weights"
+            )
     eos = tokenizer.eos_ids if tokenizer is not None else read_eos_ids(directory)
     eos = [i for i in eos if i < config.vocab_size]
     return LanguageModel(config, params, tokenizer, dtype, eos)

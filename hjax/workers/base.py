@@ -19,7 +19,7 @@ from hjax.models.checkpoint import read_state, saved_items, write_state
 from hjax.models.config import ModelConfig
 from hjax.models.parameters import Network, Params, decoder_network, scalar_network
 from hjax.models.transformer import Compute
-from hjax.models.weights import load_decoder, load_scalar
+from hjax.models.weights import load_params, read_config
 from hjax.pieces import Pieces
 from hjax.rollout.sampling import Sampling
 from hjax.sharding.across import Arrival, PoolTransition, lend
@@ -251,10 +251,9 @@ class ModelWorker(Worker):
         if not path:
             self.params = self.network.create(self.context.seed, layout)
             return
-        config, params = (load_scalar if self.scalar else load_decoder)(path)
-        if config != self.context.model:
+        if read_config(path) != self.context.model:
             raise ConfigError(f"{path}: its shapes changed since the run was set up")
-        self.params = self.network.place(params, layout)
+        self.params = load_params(path, self.network, layout)
 
     @control
     def landing(self) -> Landing:
