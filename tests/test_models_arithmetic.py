@@ -10,6 +10,7 @@ import pytest
 from hjax.errors import ConfigError
 from hjax.models import arithmetic
 from hjax.models.attention import Causal
+from hjax.models.config import LayerKind, ModelConfig
 from hjax.models.parameters import decoder_network, scalar_network
 from hjax.models.published import planning_shape, published
 from hjax.models.transformer import Compute
@@ -23,6 +24,10 @@ PUBLISHED = {
     "qwen2.5-0.5b": 0.49, "qwen2.5-1.5b": 1.54, "qwen2.5-7b": 7.62, "qwen2.5-72b": 72.7,
     "qwen3-0.6b": 0.60, "qwen3-8b": 8.19, "qwen3-32b": 32.8,
     "mixtral-8x7b": 46.7, "qwen3-30b-a3b": 30.5, "qwen3-235b-a22b": 235.1,
+    "mistral-7b": 7.25, "smollm3-3b": 3.08, "olmo-2-7b": 7.30, "phi-3-mini-4k": 3.82,
+    "gemma-2-2b": 2.61, "gemma-2-9b": 9.24, "gemma-2-27b": 27.2,
+    "gemma-3-1b": 1.0, "gemma-3-4b": 3.88, "gemma-3-12b": 11.77, "gemma-3-27b": 27.0,
+    "gpt-oss-20b": 20.9, "gpt-oss-120b": 116.8,
 }  # fmt: skip
 ACTIVE = {"mixtral-8x7b": 12.9, "qwen3-30b-a3b": 3.35, "qwen3-235b-a22b": 22.2}
 
@@ -57,6 +62,16 @@ def test_flops_by_hand():
     # products 2 * (4*4*4 attention + 3*4*8 MLP + 4*10 head) * 3; pairs 4 * 4 * 3 * 3 / 2.
     shape = published("llama-7b").__class__(10, 4, 8, 1, 1, 1, 4, 16)
     assert arithmetic.forward_flops(shape, 3) == 2 * (64 + 96 + 40) * 3 + 4 * 4 * 4.5
+
+
+def test_flops_of_a_window_by_hand():
+    # Of 5 tokens a window of 2 lets the first see 1 and the others 2: 9 pairs instead of 5 * 5 / 2.
+    kinds = (LayerKind(2), LayerKind())
+    shape = ModelConfig(10, 4, 8, 2, 1, 1, 4, 16, layer_kinds=kinds)
+    products = 2 * (2 * (64 + 96) + 40) * 5
+    assert arithmetic.forward_flops(shape, 5) == products + 4 * 4 * (9 + 12.5)
+    # Attended to in full, as by a program that masks: 5 tokens each.
+    assert arithmetic.forward_flops(shape, 5, context=5) == products + 4 * 4 * 2 * 25
 
 
 def test_flops_are_those_of_the_traced_forward():

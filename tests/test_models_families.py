@@ -1,5 +1,7 @@
 """Every family against transformers: logits, cached decoding, padding, files both ways."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +17,7 @@ from hjax.models.families import FAMILIES, from_hf, to_hf
 from hjax.models.forward import sequence_states, token_log_probs
 from hjax.models.huggingface import load_weights, save_weights
 from hjax.models.parameters import decoder_network
+from hjax.models.published import published
 from hjax.models.transformer import Compute
 
 EVERY_DAY = {next(name for name, row in MODELS.items() if row[0] == f) for f, _ in MODELS.values()}
@@ -74,6 +77,23 @@ def test_a_softcap_of_logits_holds_where_they_are_made_in_chunks(tmp_path, monke
     monkeypatch.setattr(forward, "LOGIT_CHUNK_BYTES", 1024)
     chunked = hjax.load_model(tmp_path).log_probs(TOKENS)
     np.testing.assert_allclose(chunked, whole, atol=1e-5)
+
+
+def test_a_program_of_alternating_layers_does_not_grow_with_depth():
+    shape = published("gemma-3-1b")
+
+    def lines(layers):
+        kinds = shape.layer_kinds[:6] * (layers // 6)
+        network = decoder_network(dataclasses.replace(shape, layers=layers, layer_kinds=kinds))
+        tokens = jax.ShapeDtypeStruct((2, 16), jnp.int32)
+
+        def loss(params, tokens):
+            mask = jnp.ones(tokens.shape, bool)
+            return jnp.sum(sequence_states(network.bind(params), tokens, mask, Compute()))
+
+        return len(jax.jit(jax.grad(loss)).lower(network.shapes, tokens).as_text().splitlines())
+
+    assert lines(6) == lines(24)
 
 
 def test_every_family_is_here():

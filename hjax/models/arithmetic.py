@@ -55,12 +55,24 @@ def forward_flops(
     """FLOPs of a forward over one sequence of ``length`` tokens.
 
     2 per parameter and token, and 4 * heads * head_dim per layer and pair of a token and one it
-    attends to; ``context``: how many that is on average (causal: half the length).
+    attends to; ``context``: how many that is on average (causal: half the length, or what a
+    layer's window leaves of it).
     """
     head = config.hidden_size * (1 if scalar else config.vocab_size)
     products = 2.0 * (config.layers * active_layer_parameters(config) + head) * length
-    pairs = length * (length / 2 if context is None else context)
-    return products + 4.0 * config.heads * config.head_dim * config.layers * pairs
+    if context is not None:
+        pairs = config.layers * length * context
+    else:
+        windows = [kind.window for kind in config.layer_kinds] or [None] * config.layers
+        pairs = sum(_pairs(length, window) for window in windows)
+    return products + 4.0 * config.heads * config.head_dim * pairs
+
+
+def _pairs(length: int, window: int | None) -> float:
+    """Of a token and one it attends to, in a causal layer."""
+    if window is None or window >= length:
+        return length * (length / 2)
+    return window * (window + 1) / 2 + (length - window) * window
 
 
 def cache_elements(config: ModelConfig) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 from hjax.errors import ConfigError
 from hjax.models.config import ModelConfig
+from hjax.models.families import from_hf
 from hjax.models.huggingface import read_config
 from hjax.models.rotary import Rope
 
@@ -62,13 +63,43 @@ def _qwen3_moe(layers: int, hidden: int, mlp: int, heads: int) -> ModelConfig:
     )  # fmt: skip
 
 
-_MIXTRAL = _shape(
-    32, 4096, 14336, 32, 8, 32000, 32768, theta=1e6,
-    family="mixtral", experts=8, experts_per_token=2,
-)  # fmt: skip
+def _of(
+    family: str,
+    layers: int,
+    hidden: int,
+    mlp: int,
+    heads: int,
+    kv_heads: int,
+    vocab: int,
+    length: int,
+    **keys: Any,
+) -> ModelConfig:
+    """By the keys of a config.json."""
+    sizes = {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "max_position_embeddings": length,
+    }
+    return from_hf({"model_type": family, **sizes, **keys})
+
+
+def _gemma3(
+    layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int = 256, scalar: int = 256
+) -> ModelConfig:
+    """The text models that were trained for 131072 tokens."""
+    return _of(
+        "gemma3_text", layers, hidden, 4 * hidden, heads, kv_heads, 262208, 131072,
+        head_dim=head_dim, query_pre_attn_scalar=scalar, sliding_window=1024,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+    )  # fmt: skip
+
 
 # Llama 1 and 2 (Touvron et al. 2023), Code Llama's 34B, Llama 3 (Dubey et al. 2024), Qwen2.5,
-# Qwen3 and Mixtral (their config.json files).
+# Qwen3, Mixtral and those after it (their config.json files).
 SHAPES: dict[str, ModelConfig] = {
     "llama-7b": _shape(32, 4096, 11008, 32, 32, 32000, 4096),
     "llama-13b": _shape(40, 5120, 13824, 40, 40, 32000, 4096),
@@ -91,7 +122,25 @@ SHAPES: dict[str, ModelConfig] = {
     "qwen3-8b": _qwen3(36, 4096, 12288, 32, False),
     "qwen3-14b": _qwen3(40, 5120, 17408, 40, False),
     "qwen3-32b": _qwen3(64, 5120, 25600, 64, False),
-    "mixtral-8x7b": _MIXTRAL,
+    "mixtral-8x7b": _of(
+        "mixtral", 32, 4096, 14336, 32, 8, 32000, 32768,
+        num_local_experts=8, num_experts_per_tok=2,
+    ),
+    "mistral-7b": _of("mistral", 32, 4096, 14336, 32, 8, 32768, 32768, rope_theta=1e6),
+    "smollm3-3b": _of("smollm3", 36, 2048, 11008, 16, 4, 128256, 65536, rope_theta=5e6),
+    "olmo-2-7b": _of("olmo2", 32, 4096, 11008, 32, 32, 100352, 4096, rope_theta=5e5),
+    "phi-3-mini-4k": _of("phi3", 32, 3072, 8192, 32, 32, 32064, 4096, sliding_window=2047),
+    "gemma-2-2b": _of("gemma2", 26, 2304, 9216, 8, 4, 256000, 8192),
+    "gemma-2-9b": _of("gemma2", 42, 3584, 14336, 16, 8, 256000, 8192),
+    "gemma-2-27b": _of(
+        "gemma2", 46, 4608, 36864, 32, 16, 256000, 8192, head_dim=128, query_pre_attn_scalar=144
+    ),
+    "gemma-3-1b": _of("gemma3_text", 26, 1152, 6912, 4, 1, 262144, 32768, sliding_window=512),
+    "gemma-3-4b": _gemma3(34, 2560, 8, 4),
+    "gemma-3-12b": _gemma3(48, 3840, 16, 8),
+    "gemma-3-27b": _gemma3(62, 5376, 32, 16, 128, 168),
+    "gpt-oss-20b": _of("gpt_oss", 24, 2880, 2880, 64, 8, 201088, 131072, num_local_experts=32),
+    "gpt-oss-120b": _of("gpt_oss", 36, 2880, 2880, 64, 8, 201088, 131072, num_local_experts=128),
     "qwen3-30b-a3b": _qwen3_moe(48, 2048, 768, 32),
     "qwen3-235b-a22b": _qwen3_moe(94, 4096, 1536, 64),
 }
