@@ -23,7 +23,7 @@ from hjax.dryrun.topologies import Topology, parse_memory_error
 from hjax.errors import RunError
 from hjax.xla.collectives import collectives
 from hjax.xla.flops import count_flops
-from hjax.xla.options import compiler_options
+from hjax.xla.options import OPTIONS
 
 FORMAT = 7  # of the kept results; a change makes older ones be compiled again
 TPU_DUMP = {"xla_dump_hlo_as_text": True}
@@ -75,7 +75,7 @@ def compile_program(
 
 
 def _key(text: str, loop_trips: int | None, topology: Topology, level: str) -> str:
-    options = compiler_options(topology.platform)
+    options = {name: option.value for name, option in OPTIONS.get(topology.platform, {}).items()}
     parts = [FORMAT, text, loop_trips, topology.name, topology.versions, level, options]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 

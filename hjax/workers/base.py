@@ -420,7 +420,8 @@ class ModelWorker(Worker):
                 return self.passes.forward(part, params, batch)
 
             run.__name__ = f"{self.role}_{compute.__name__.strip('_')}"
-            options = compiler_options(self.layouts.train.platform)
+            train = self.layouts.train
+            options = compiler_options(train.platform, train.ways("heads") > 1)
             self._forwards[key] = jax.jit(run, compiler_options=options)
         return self._forwards[key]
 

@@ -126,7 +126,9 @@ class Updater:
             step,
             donate_argnums=(0, 1),
             out_shardings=placed,
-            compiler_options=compiler_options(passes.layout.platform),
+            compiler_options=compiler_options(
+                passes.layout.platform, passes.layout.ways("heads") > 1
+            ),
         )
 
     def init(self, params: Params) -> Any:
