@@ -8,11 +8,12 @@ times over has a cause.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import numpy as np
 
-from hjax.dryrun.programs import Rehearsal, StepProgram, phase_of
+from hjax.dryrun.programs import StepProgram, phase_of
 from hjax.models import arithmetic
 from hjax.models.config import ModelConfig
 from hjax.sharding.layout import Layout, shard_bytes
@@ -20,16 +21,15 @@ from hjax.xla.roofline import Limits
 
 
 def minimum(
-    program: StepProgram, rehearsal: Rehearsal, prompt_length: int, limits: Limits
+    program: StepProgram, worker: Any, prompt_length: int, limits: Limits
 ) -> dict[str, float] | None:
-    """What a program has to do at the least.
+    """What a program of a worker has to do at the least.
 
     Returns:
       ``flops``, ``bytes``, ``received_bytes``, per device and run, and ``seconds``, the longest
       that one of the three takes; None of a transition (HybridFlow's formula is its minimum) and
       of models that a worker of a user's own makes.
     """
-    worker = rehearsal.workers[program.role]
     phase = phase_of(program.name)
     network = getattr(worker, "network", None)
     if network is None or program.name.startswith("transition"):

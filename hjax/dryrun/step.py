@@ -73,7 +73,7 @@ def compile_step(asked: CompileRequest, console: Any) -> dict[str, Any]:
             count = plan.allocation[program.set_number]
             record = compile_program(program, topology, count, asked.level, asked.cache)
         if record.get("roofline") and limits is not None:
-            least = minimum(program, rehearsal, inputs.prompt_length, limits)
+            least = minimum(program, rehearsal.workers[program.role], inputs.prompt_length, limits)
             record |= {"minimum": least} | speeds(record, program, rehearsal, least, limits)
         records.append(add_held(record, program, rehearsal))
         console.print(f"{number:>3}/{len(programs)} {name:<28} {_how(record)}")

@@ -1,0 +1,51 @@
+"""What updates and decoding take on accelerators, by their compilers' own text: no device.
+
+    python benchmarks/performance.py [--only=updates|decoding] [--topology=v5e:2x4] [--table]
+
+Published shapes are compiled for devices that are not there and their programs accounted for
+(hjax/dryrun/updating.py, hjax/dryrun/decoding.py), which takes minutes each; results are kept.
+Prints a JSON line for each; with ``--table`` the tables of docs/performance.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from hjax.dryrun.topologies import prepare_environment
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=("updates", "decoding"), default=None)
+    parser.add_argument("--topology", default="", help="only the programs for this one")
+    parser.add_argument("--table", action="store_true", help="Markdown")
+    options = parser.parse_args()
+    prepare_environment()  # before JAX is imported
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_compilation_cache", False)  # see hjax/dryrun/compilation.py
+    from hjax.dryrun import decoding, updating
+    from hjax.files import cache_folder
+
+    kinds: dict[str, tuple[Any, Any]] = {
+        "updates": (updating, updating.updating),
+        "decoding": (decoding, decoding.decoding),
+    }
+    for kind, (module, count) in kinds.items():
+        if options.only not in (None, kind):
+            continue
+        records = []
+        for case in module.CASES:
+            if options.topology in ("", case.topology):
+                records.append(count(case, cache_folder("compile")))
+                if not options.table:
+                    print(json.dumps({"benchmark": kind, **records[-1]}), flush=True)
+        if options.table:
+            print(module.table(records), end="\n\n")
+
+
+if __name__ == "__main__":
+    main()
