@@ -160,13 +160,30 @@ def test_generation_ahead_of_learning_is_the_same(tmp_path):
 
 COUNTING = """
 import hjax
+from hjax.controller.ray_calls import StoredArray
 from hjax.pieces import Added
 from hjax.sharding.protocols import control
+
+fetch, fetches = StoredArray.fetch, {}
+
+def counted(stored):
+    array = fetch(stored)
+    fetches[stored.reference] = array.nbytes
+    return array
+
+StoredArray.fetch = counted
 
 class Counting(hjax.workers.Reference):
     @control
     def fetched(self):
         return Added({"bytes": self.fetched_bytes})
+
+    @hjax.protocol("3D_PROTO", reads=("x",))
+    def doubled(self, batch):
+        held = sum(shard.data.nbytes for shard in batch["x"].addressable_shards)
+        counts = Added({"held": held, "fetched": sum(fetches.values())})
+        fetches.clear()
+        return {"x": 2 * batch["x"], "counts": counts}
 """
 
 
@@ -192,6 +209,22 @@ def two_groups(folder, pools, train, generate):
 def given(group):
     """Bytes that the processes of a group's pool have written for others."""
     return sum(each["given_bytes"] for each in group.pool.executor.machine())
+
+
+def test_each_process_receives_its_own_rows_and_no_others(tmp_path):
+    """From the controller, and from the processes of another pool."""
+    rng = np.random.default_rng(0)
+    batch = {"x": rng.normal(size=(64, 4096)).astype(np.float32), "y": np.zeros((64, 10**6))}
+    with two_groups(tmp_path, 2, {"data": 4}, {"data": 2, "tensor": 2}) as (made, one, other):
+        first = one.doubled(batch)
+        second = other.doubled(first)
+        results = first.result(), second.result()
+    size = batch["x"].nbytes
+    assert results[0]["counts"] == {"held": size, "fetched": size}
+    # Rows over two, which the other's processes have on both of their devices each.
+    assert results[1]["counts"] == {"held": 2 * size, "fetched": size}
+    np.testing.assert_array_equal(results[1]["x"], 4 * batch["x"])
+    assert made.sent_bytes < 100_000
 
 
 def test_weights_of_a_pool_s_own_go_by_one_program_of_its_world(tmp_path):

@@ -173,7 +173,7 @@ class Pulse:
 
 
 def write(value: Any, store: Store) -> Written:
-    """A value written down, its large arrays in the store."""
+    """A value or message written down, its large arrays in the store."""
 
     beside = 0
 
@@ -193,7 +193,14 @@ def write(value: Any, store: Store) -> Written:
         return x
 
     kept: list[Any] = []
-    data = to_bytes(pieces.map_leaves(leaf, value), kept, store.is_reference)
+    if isinstance(value, Build | Call):
+        arguments, options = (
+            pieces.map_leaves(leaf, values) for values in (value.arguments, dict(value.options))
+        )
+        value = dataclasses.replace(value, arguments=arguments, options=options)
+    else:
+        value = pieces.map_leaves(leaf, value)
+    data = to_bytes(value, kept, store.is_reference)
     return Written(data, tuple(kept), beside=beside)
 
 
