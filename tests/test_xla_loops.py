@@ -100,12 +100,29 @@ def test_a_layer_or_all_of_what_is_carried_is_a_copy(lines, size):
         ["%a = f32[512,1024]{1,0} iota(), iota_dimension=0"],
         ['%a = f32[2,64,4096]{2,1,0} custom-call(%c), custom_call_target="k"'],
         ["%a = bf16[511,1024]{1,0} slice(%w), slice={[0:1], [0:511], [0:1024]}"],
+        ["%x = bf16[512,1024]{1,0} iota(), iota_dimension=0",
+         "%a = bf16[512,1024]{0,1} copy(%x)"],
     ],
     ids=["product", "written in place", "onto the chip", "begun onto the chip", "made of nothing",
-         "kernel", "other size"],
+         "kernel", "other size", "of nothing carried"],
 )  # fmt: skip
 def test_what_is_no_copy(lines):
     assert found_in(*lines, cut=SLICE, multiply=PRODUCT, write=UPDATE) == []
+
+
+def test_what_is_written_or_cut_out_is_still_what_is_carried():
+    written = [
+        "%u = f32[1,64,1]{2,1,0} constant({...})",
+        "%d = f32[2,64,4096]{2,1,0} fusion(%c, %u, %n), kind=kLoop, calls=%write",
+        "%b = f32[2,262144]{1,0} bitcast(%d)",
+        "%a = f32[262144,2]{0,1} transpose(%b), dimensions={1,0}",
+    ]
+    assert found_in(*written, write=UPDATE) == [("a", 2**21)]
+    cut = [
+        "%s = bf16[1,512,1024]{2,1,0:S(1)} fusion(%w, %n), kind=kLoop, calls=%cut",
+        "%a = f32[512,1024]{1,0} convert(%s)",
+    ]
+    assert found_in(*cut, cut=SLICE) == [("a", 2**21)]
 
 
 def test_copies_in_a_loop_within_count_and_small_ones_do_not():

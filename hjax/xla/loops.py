@@ -7,10 +7,11 @@ the compiler cuts a layer out, or lays it out anew, it does so for every token.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Mapping
+from typing import Any
 
 from hjax.xla.collectives import KINDS
-from hjax.xla.hlo import Computation, Instruction, Module, arrays_of
+from hjax.xla.hlo import ArrayShape, Computation, Instruction, Module, arrays_of, entry_shape
 
 LARGE = 2**20  # bytes from which on an array counts
 # They hand on, or what they hand out is new.
@@ -22,7 +23,7 @@ _PASSING = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
-    """An array made in a loop, of the size of one that it carries or of an entry of that.
+    """An array made in a loop of one that it carries, or of an entry of that.
 
     Attributes:
       name: of the instruction.
@@ -36,29 +37,117 @@ class Copy:
 
 
 def copies(module: Module, loop: Instruction, at_least: int = LARGE) -> list[Copy]:
-    """Arrays of ``at_least`` bytes that a turn of a ``while`` makes in main memory and that have as
-    many elements as one that it carries, or as an entry of its first dimension (a layer), without
+    """Arrays of ``at_least`` bytes that a turn of a ``while`` makes in main memory of one that it
+    carries, with as many elements as that, or as an entry of its first dimension (a layer), without
     multiplying.
 
     Arrays that are written over in place are no copies, nor is what goes to memory on the chip.
     """
-    carried = set()
-    for array in arrays_of(loop.shape):
-        if array.bytes >= at_least and array.sizes:
-            carried |= {array.elements, array.elements // array.sizes[0]}
-    found = []
-    for computation, instruction in _inside(module, loop):
+    carried = {
+        number: array
+        for number, shape in enumerate(_entries(loop.shape))
+        for array in arrays_of(shape)[:1]
+        if array.bytes >= at_least and array.sizes
+    }
+    found: list[Copy] = []
+    for name in loop.called("body"):
+        _follow(module, module.computations[name], {0: carried}, at_least, found)
+    return found
+
+
+# What the arguments of a computation are of the carried arrays: by number one, or those of a tuple.
+_Given = Mapping[int, "ArrayShape | Mapping[int, ArrayShape] | None"]
+
+
+def _follow(
+    module: Module,
+    computation: Computation,
+    given: _Given,
+    at_least: int,
+    found: list[Copy],
+) -> None:
+    """Add a computation's copies, and those of the loops, branches and calls in it."""
+    known: dict[str, Any] = {}
+    for instruction in computation.instructions.values():
+        origins = [known.get(name) for name in instruction.operands]
+        known[instruction.name] = _origin(computation, instruction, origins, known, given)
+        for name in _inner(instruction):
+            # A branch's argument follows the number that chooses it.
+            handed = origins[1:] if instruction.opcode == "conditional" else origins
+            below = dict(enumerate(handed))
+            _follow(module, module.computations[name], below, at_least, found)
         if _makes_new(module, computation, instruction):
             continue
         written = arrays_of(instruction.shape)
         if instruction.opcode.endswith("-start"):
             written = written[:1]  # the rest is what it is copied from
         for number, array in enumerate(written):
-            large = not array.space and array.bytes >= at_least and array.elements in carried
-            if large and not _in_place(module, computation, instruction, number):
-                source = module.source(instruction)
-                found.append(Copy(instruction.name, source, array.bytes))
-    return found
+            large = not array.space and array.bytes >= at_least
+            if large and any(_part(array, origin) for origin in origins):
+                if not _in_place(module, computation, instruction, number):
+                    source = module.source(instruction)
+                    found.append(Copy(instruction.name, source, array.bytes))
+
+
+def _origin(
+    computation: Computation,
+    instruction: Instruction,
+    origins: list[Any],
+    known: Mapping[str, Any],
+    given: _Given,
+) -> Any:
+    """Which carried array an instruction hands on, whole or a layer of it; of a tuple, by entry."""
+    opcode = instruction.opcode
+    if opcode == "parameter":
+        return given.get(int(instruction.literal))
+    if opcode == "tuple":
+        return {i: o for i, o in enumerate(origins) if isinstance(o, ArrayShape)}
+    if opcode == "while":
+        return origins[0]
+    if opcode == "get-tuple-element":
+        if isinstance(origins[0], Mapping):
+            return origins[0].get(instruction.number("index"))
+        # Of a fusion or a kernel with several results.
+        source = computation.instructions[instruction.operands[0]]
+        origins = [known.get(name) for name in source.operands]
+    for array in arrays_of(instruction.shape)[:1]:
+        for origin in origins:
+            if _part(array, origin):
+                return origin
+    return None
+
+
+def _part(array: ArrayShape, origin: Any) -> bool:
+    """Whether an array has as many elements as a carried one or an entry of it."""
+    if not isinstance(origin, ArrayShape):
+        return False
+    return array.elements in (origin.elements, origin.elements // origin.sizes[0])
+
+
+def _entries(shape: str) -> list[str]:
+    """The shapes of a tuple's entries, or the one shape."""
+    if not shape.startswith("("):
+        return [shape]
+    entries: list[str] = []
+    while True:
+        try:
+            entries.append(entry_shape(shape, len(entries)))
+        except ValueError:
+            return entries
+
+
+def _inner(instruction: Instruction) -> list[str]:
+    """The computations that an instruction runs, fusions' apart."""
+    if instruction.opcode not in ("while", "conditional", "call"):
+        return []
+    attributes = (
+        "body",
+        "to_apply",
+        "branch_computations",
+        "true_computation",
+        "false_computation",
+    )
+    return [name for attribute in attributes for name in instruction.called(attribute)]
 
 
 def written_over(module: Module, inner: Computation, result: Instruction) -> str | None:
@@ -76,24 +165,6 @@ def written_over(module: Module, inner: Computation, result: Instruction) -> str
         if update is not None and below.instructions[update].opcode == "parameter":
             return result.operands[int(below.instructions[update].literal)]
     return None
-
-
-def _inside(module: Module, loop: Instruction) -> Iterator[tuple[Computation, Instruction]]:
-    """Every instruction that a turn runs, those of loops and branches in it too."""
-    waiting = loop.called("body")
-    while waiting:
-        computation = module.computations[waiting.pop()]
-        for instruction in computation.instructions.values():
-            yield computation, instruction
-            if instruction.opcode in ("while", "conditional", "call"):
-                for attribute in (
-                    "body",
-                    "to_apply",
-                    "branch_computations",
-                    "true_computation",
-                    "false_computation",
-                ):
-                    waiting += instruction.called(attribute)
 
 
 def _makes_new(module: Module, computation: Computation, instruction: Instruction) -> bool:
