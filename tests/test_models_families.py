@@ -122,6 +122,64 @@ def test_older_files_and_either_spelling_load(tmp_path):
     assert from_hf(old) == new
 
 
+# Of config.json files as their makers wrote them (2023 to 2025), what is not in every file.
+QWEN = {"attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151645, "use_cache": True}
+WRITTEN = {
+    "qwen2.5-0.5b": {
+        **QWEN, "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864,
+        "max_position_embeddings": 32768, "max_window_layers": 24, "num_attention_heads": 14,
+        "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16", "use_mrope": False, "use_sliding_window": False,
+        "vocab_size": 151936, "hidden_act": "silu",
+    },
+    "qwen3-30b-a3b": {
+        **QWEN, "model_type": "qwen3_moe", "attention_bias": False, "decoder_sparse_step": 1,
+        "head_dim": 128, "hidden_size": 2048, "intermediate_size": 6144, "hidden_act": "silu",
+        "max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [],
+        "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32,
+        "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+        "num_key_value_heads": 4, "output_router_logits": False, "rms_norm_eps": 1e-06,
+        "rope_scaling": None, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001,
+        "sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False,
+        "vocab_size": 151936, "torch_dtype": "bfloat16",
+    },
+    "gemma-3-1b": {
+        "model_type": "gemma3_text", "attention_bias": False, "attn_logit_softcapping": None,
+        "cache_implementation": "hybrid", "final_logit_softcapping": None, "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152, "intermediate_size": 6912,
+        "max_position_embeddings": 32768, "num_attention_heads": 4, "num_hidden_layers": 26,
+        "num_key_value_heads": 1, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06,
+        "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000,
+        "sliding_window": 512, "sliding_window_pattern": 6, "vocab_size": 262144,
+    },
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss", "attention_bias": True, "experts_per_token": 4, "head_dim": 64,
+        "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
+        "intermediate_size": 2880, "max_position_embeddings": 131072, "num_attention_heads": 64,
+        "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8,
+        "num_local_experts": 32, "rms_norm_eps": 1e-05, "rope_theta": 150000,
+        "rope_scaling": {
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn",
+            "original_max_position_embeddings": 4096, "truncate": False,
+        },
+        "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+        "tie_word_embeddings": False, "vocab_size": 201088,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_config_json_as_its_makers_wrote_it_is_the_published_shape(name):
+    read = from_hf(WRITTEN[name])
+    assert arithmetic.parameters(read) == arithmetic.parameters(published(name))
+    # What a shape is counted and compiled for does not depend on.
+    free = ("norm_epsilon", "router_loss", "normalize_router")
+    same = {field: getattr(published(name), field) for field in free}
+    assert dataclasses.replace(read, **same) == published(name)
+
+
 REFUSED = [
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
     ("gpt2", {"activation_function": "relu"}, "activation_function 'relu'.*gelu_new"),

@@ -63,6 +63,8 @@ class Gemma2(Family):
         """By ``layer_types``, or every so many layers a full one."""
         older = given.get("_sliding_window_pattern", self.every)
         every = given.size("sliding_window_pattern", older)
+        width = given.get("sliding_window")
+        given.only("sliding_window_size", width)  # said twice by some
         types = [FULL if (i + 1) % every == 0 else SLIDING for i in range(layers)]
         return read_windows(given, layers, types)
 

@@ -29,6 +29,7 @@ class Qwen2(Family):
 
     def fields(self, given: Given) -> dict[str, Any]:
         """``use_sliding_window`` gives the layers from ``max_window_layers`` on a window."""
+        given.only("use_mrope", False)
         fields = super().fields(given) | self.biases(given)
         return fields | {"layer_kinds": self.windows(given, fields["layers"])}
 
@@ -98,6 +99,7 @@ class Qwen3Moe(Qwen3):
 
     def windows(self, given: Given, layers: int) -> tuple[LayerKind, ...]:
         """All layers have the window, or none."""
+        given.get("max_window_layers")  # written by some, read by no forward
         if given.flag("use_sliding_window"):
             return read_one_window(given, layers)
         given.get("sliding_window")

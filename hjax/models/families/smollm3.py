@@ -30,6 +30,7 @@ class SmolLM3(Family):
     def fields(self, given: Given) -> dict[str, Any]:
         """``no_rope_layers`` has a 1 for each layer that turns, or every ``no_rope_layer_interval``
         does not."""
+        given.get("max_window_layers")  # written by some, read by no forward
         bias = given.flag("attention_bias")
         fields = super().fields(given) | {"qkv_bias": bias, "output_bias": bias}
         fields["mlp_bias"] = given.flag("mlp_bias")
