@@ -25,7 +25,7 @@ from hjax.xla.collectives import collectives
 from hjax.xla.flops import count_flops
 from hjax.xla.options import OPTIONS
 
-FORMAT = 7  # of the kept results; a change makes older ones be compiled again
+FORMAT = 8  # of the kept results; a change makes older ones be compiled again
 TPU_DUMP = {"xla_dump_hlo_as_text": True}
 
 
