@@ -32,7 +32,7 @@ from hjax.errors import ConfigError, ProcessLost, RunError
 from hjax.machine import available_cores
 
 # Of this machine alone. What is called 127.0.0.1 Ray replaces by an address that others reach.
-LOOPBACK = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
+LOOPBACK = "127.0.0.9" if sys.platform == "linux" else "127.0.0.1"
 # An actor's process is gone; a call of it raised; whatever Ray has to say, these two included.
 Died = ray.exceptions.RayActorError
 Raised = ray.exceptions.RayTaskError
