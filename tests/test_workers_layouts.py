@@ -209,6 +209,35 @@ def test_loss_gradient_and_tokens_are_the_same_on_every_layout(name, directory, 
         assert value == pytest.approx(expected_metrics[key], rel=1e-5, abs=1e-7), key
 
 
+LONG = (
+    "fsdp 2, tensor 2 x 2 micro, 2 passes",
+    "tensor 8, KV heads kept whole",
+    "data 2, context 2, tensor 2",
+    "data 2, pipe 4 kept",
+    "fsdp 2, pipe 2, tensor 2",
+    "pipe 2, context 2, tensor 2",
+)
+LONG_EVERYDAY = ("data 2, context 2, tensor 2", "pipe 2, context 2, tensor 2")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in LONG_EVERYDAY else [pytest.mark.slow])
+        for name in LONG
+    ],
+)
+def test_the_kernels_of_long_sequences_change_nothing(
+    name, directory, batch, one_device, monkeypatch
+):
+    monkeypatch.setattr("hjax.models.attention.WHOLE", 0)  # any length is long
+    metrics, gradient, drawn = one_step(directory, batch, *LAYOUTS[name])
+    expected_metrics, expected, expected_drawn = one_device
+    np.testing.assert_array_equal(drawn["responses"], expected_drawn["responses"])
+    assert max(errors(gradient, expected).values()) <= 1e-5
+    assert metrics["loss"] == pytest.approx(expected_metrics["loss"], rel=1e-5)
+
+
 GENERATE = (
     "data 8",
     "fsdp 2, tensor 2 x 2 micro, 2 passes",

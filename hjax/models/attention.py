@@ -210,7 +210,9 @@ class SharedPrompt:
         length = (total - prompt) // self.samples
         if self.form.pieces(prompt + length):
             answers = jnp.ones((groups, total - prompt), bool)
-            mask = jnp.concatenate([self.prompt_mask, answers], axis=1)
+            mask = self.form.hold(
+                jnp.concatenate([self.prompt_mask, answers], axis=1), "batch", None
+            )
             sight = Sight(prompt, length)
             out = self.form.attend(q, k, v, mask, sinks, scoring, sight)
             return out, cache, None

@@ -75,7 +75,7 @@ def response_states(
     ways = 1 if split is None else split.ways("length")
     short = -(prompts.shape[1] + share * length) % (ways * (PART if long and ways > 1 else 1))
     if short:  # prompts are padded further on the left until the parts are equal
-        prompts, mask = (jnp.pad(x, ((0, 0), (short, 0))) for x in (prompts, mask))
+        prompts, mask = (whole(jnp.pad(x, ((0, 0), (short, 0)))) for x in (prompts, mask))
     prompt = prompts.shape[1]
     tokens = jnp.concatenate([prompts, responses.reshape(groups, share * length)], axis=1)
     after = jnp.sum(mask, axis=-1, dtype=jnp.int32)[:, None] + jnp.arange(length, dtype=jnp.int32)
