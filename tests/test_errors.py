@@ -70,8 +70,8 @@ def files(tmp_path_factory):
     (folder / "model_torn" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     config = (folder / "model" / "config.json").read_text()
     (folder / "model_torn" / "config.json").write_text(config)
-    (folder / "model_gpt").mkdir()
-    (folder / "model_gpt" / "config.json").write_text('{"model_type": "gpt2"}')
+    (folder / "model_mamba").mkdir()
+    (folder / "model_mamba" / "config.json").write_text('{"model_type": "mamba"}')
     return folder
 
 
@@ -182,8 +182,8 @@ CASES = {
         "model.safetensors: not a readable safetensors file",
     ),
     "another family": (
-        {"actor.path": "model_gpt", "tokenizer.path": "tokenizer"},
-        "model_type 'gpt2' is not supported",
+        {"actor.path": "model_mamba", "tokenizer.path": "tokenizer"},
+        "model_type 'mamba' is not supported",
     ),
     "positions": (
         {"actor.path": "model", "rollout.max_response_length": 60},

@@ -111,7 +111,7 @@ def _compile(lowered: Any, program: StepProgram, topology: Topology) -> dict[str
             kind["count"] += found.times
             kind["received_bytes"] += found.total_bytes
     return {
-        **memory_of(compiled),
+        **memory_of(compiled, by_peak=topology.platform == "tpu"),
         "received_bytes": sum(kind["received_bytes"] for kind in by_kind.values()),
         "collectives": by_kind,
         "roofline": account(text, topology, program.loop_trips),

@@ -1,6 +1,6 @@
 """What decoding moves for a token, by the compilers' own text, beside the least that it must.
 
-Of published shapes on devices that are not there: ``benchmarks/performance.py --only=decoding`` prints it.
+Of published shapes on devices that are not there: ``benchmarks/performance.py`` prints it.
 """
 
 from __future__ import annotations

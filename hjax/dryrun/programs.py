@@ -195,13 +195,16 @@ def transition_formula(worker: Any) -> float:
     return model * (1 / parts(generate) - 1 / parts(train))
 
 
-def memory_of(compiled: Any) -> dict[str, int]:
+def memory_of(compiled: Any, by_peak: bool = False) -> dict[str, int]:
     """What a compiled program needs of each device, in bytes.
 
-    ``total_bytes`` is the compiler's peak (arguments and outputs in it) and its code; where it
-    tells no peak, arguments, outputs that are not written over arguments, temporaries and code
-    together. Temporaries alone may be more than the peak: a TPU's compiler counts in them what
-    takes another's place, and accepts programs by their peak.
+    ``total_bytes`` is arguments, outputs that are not written over arguments, temporaries and code
+    together.
+
+    Args:
+      by_peak: it is the compiler's peak instead (arguments and outputs in it) and the code.
+        Temporaries alone may be more: a TPU's compiler counts in them what takes another's place,
+        and accepts programs by their peak.
     """
     analysis = compiled.memory_analysis()
     parts = {
@@ -211,7 +214,7 @@ def memory_of(compiled: Any) -> dict[str, int]:
         "code_bytes": analysis.generated_code_size_in_bytes,
     }
     peak = analysis.peak_memory_in_bytes
-    total = peak + parts["code_bytes"] if peak else sum(parts.values())
+    total = peak + parts["code_bytes"] if by_peak and peak else sum(parts.values())
     return {**parts, "total_bytes": total, "peak_bytes": peak}
 
 
