@@ -15,6 +15,8 @@ from hjax.launch.__main__ import Signals, Stopped, main, parse
 from hjax.launch.config_docs import config_markdown
 from hjax.launch.machine import dividing_devices
 from hjax.machine import available_cores
+from hjax.models.remat import POLICIES
+from hjax.settings import keys
 from hjax.settings.reading import check_config, config_names, default_config, load_config
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -370,3 +372,8 @@ def test_reading_a_config_starts_no_backend():
         "assert not xla_bridge._backends\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_the_policies_of_rematerialisation_are_those_that_there_are():
+    rule = keys.KEYS["model"]["remat"].rule
+    assert all(rule.holds(policy) for policy in POLICIES) and not rule.holds("some")

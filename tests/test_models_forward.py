@@ -28,6 +28,8 @@ FORMS = {
     "scanned": CPU,
     "unrolled": {**CPU, "unroll_layers": True},
     "recomputed": {**CPU, "remat": "full"},
+    "recomputed but attention": {**CPU, "remat": "attention"},
+    "recomputed, inputs on the host": {**CPU, "remat": "offload"},
     "unrolled, recomputed": {**CPU, "unroll_layers": True, "remat": "full"},
     "whole on a device": {**CPU, "whole": True},
     "whole, unrolled": {**CPU, "whole": True, "unroll_layers": True},

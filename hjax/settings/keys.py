@@ -138,7 +138,7 @@ KEYS: dict[str, Any] = {
             "none",
             "activations that the backward pass computes again: none, most of them (attention: its "
             "outputs are kept), all (full), or all with each layer's input kept in the host's "
-            "memory (offload; not on a CPU): less memory, up to a third more time; on a CPU of "
+            "memory (offload): less memory, up to a third more time; on a CPU of "
             "scanned layers only, because XLA undoes it for unrolled ones",
             one_of("none", "attention", "full", "offload"),
         ),
