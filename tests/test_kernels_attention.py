@@ -12,7 +12,8 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 from hjax.kernels import attention, blockwise, splash
-from hjax.kernels.attention import Scoring, Sight, Split
+from hjax.kernels.attention import Scoring, Sight
+from hjax.kernels.spread import Spread
 
 # prompt, response, responses; without responses one sequence of the prompt's length
 ROWS = {"one sequence": (57, 0, 0), "shared prompt": (13, 11, 3), "long prompt": (40, 7, 5)}
@@ -180,7 +181,7 @@ def test_split_over_devices_it_is_the_same(kernel, split):
     sight, arrays, marks, weight = inputs(
         "shared prompt", jnp.float32, heads=8, kv_heads=kv_heads, dim=64, batch=4
     )
-    over = Split(mesh, ("b",), ("c",), ("t",), ("t",) if by_head else ())
+    over = Spread(mesh, ("b",), ("c",), ("t",), ("t",) if by_head else ())
     scoring = Scoring(softcap=3.0, window=20)
 
     def plain(q, k, v, sink):
@@ -196,8 +197,8 @@ def test_split_over_devices_it_is_the_same(kernel, split):
 
 def test_rows_that_do_not_divide_stay_whole():
     mesh = Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
-    split = Split(mesh, ("a", "b"))
-    assert [split.fitting(rows) for rows in (8, 6, 3)] == [("a", "b"), ("a",), ()]
+    spread = Spread(mesh, ("a", "b"))
+    assert [attention._fitting(spread, rows) for rows in (8, 6, 3)] == [("a", "b"), ("a",), ()]
 
 
 def largest_square(jaxpr, length):

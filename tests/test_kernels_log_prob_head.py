@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from hjax.kernels.log_prob_head import Head, Split, reference, token_scores
+from hjax.kernels.log_prob_head import Head, reference, token_scores
+from hjax.kernels.spread import Spread
 from hjax.sharding.layout import make_layouts
 from hjax.xla.collectives import collectives
 
@@ -78,10 +79,6 @@ LAYOUTS = {
 }
 
 
-def split_of(layout):
-    return Split(layout.mesh, *map(layout.axes, ("batch", "length", "vocab", "embed")))
-
-
 def placed(layout, hidden, table, tokens, weights):
     rows = layout.axes("batch") or None
     return (
@@ -97,7 +94,7 @@ def placed(layout, hidden, table, tokens, weights):
 def test_it_is_the_reference_on_every_layout(name, length):
     layout = make_layouts(jax.devices(), LAYOUTS[name], None, name).train
     arrays = inputs(length=length)
-    head = Head(0.7, chunk_bytes=1000, split=split_of(layout))
+    head = Head(0.7, chunk_bytes=1000, spread=layout.spread)
     expected = both(lambda *a: reference(*a, temperature=0.7), *arrays)
     found = both(lambda *a: token_scores(*a, head), *placed(layout, *arrays))
     assert_equal(found, expected)
@@ -106,7 +103,7 @@ def test_it_is_the_reference_on_every_layout(name, length):
 def test_the_table_is_gathered_once_each_way_and_its_gradient_scattered_once():
     layout = make_layouts(jax.devices(), LAYOUTS["fsdp"], None, "fsdp").train
     hidden, table, tokens, weights = placed(layout, *inputs())
-    head = Head(chunk_bytes=100, split=split_of(layout))  # many chunks
+    head = Head(chunk_bytes=100, spread=layout.spread)  # many chunks
 
     def total(hidden, table):
         logprobs, entropy = token_scores(hidden, table, tokens, head)
@@ -136,6 +133,6 @@ def test_what_does_not_fit_is_refused_when_traced():
         with pytest.raises(AssertionError):
             jax.eval_shape(lambda *a: token_scores(*a, Head()), *wrong)
     layout = make_layouts(jax.devices(), {"data": 8}, None, "data").train
-    odd = Split(layout.mesh, ("data",), embed=("tensor",))
+    odd = Spread(layout.mesh, ("data",), embed=("tensor",))
     with pytest.raises(AssertionError, match="tensor.*splits the table's width"):
-        jax.eval_shape(lambda *a: token_scores(*a, Head(split=odd)), hidden, table, tokens)
+        jax.eval_shape(lambda *a: token_scores(*a, Head(spread=odd)), hidden, table, tokens)

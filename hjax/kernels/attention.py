@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,14 +21,14 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
+
+from hjax.kernels.spread import Axes, Spread
 
 MASKED = -1e30  # in place of scores that must not be seen; finite, so that empty rows stay finite
 WHOLE = 512  # places of a sequence up to which scores [length, length] are held
 PART = 128  # of a split length each device has a multiple of so many places
 KEPT = "attention"  # name under which a rematerialisation policy keeps outputs and log-sums
-
-Axes = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,32 +142,6 @@ class Sight:
         return int(np.maximum(high - low, 0).sum() + (after - own).sum())
 
 
-@dataclasses.dataclass(frozen=True)
-class Split:
-    """Over which mesh axes rows, length and heads are split; none without a mesh.
-
-    Attributes:
-      kv_heads: those of keys and values: as ``heads``, or none where they are too few.
-    """
-
-    mesh: Mesh | AbstractMesh | None = None
-    rows: Axes = ()
-    length: Axes = ()
-    heads: Axes = ()
-    kv_heads: Axes = ()
-
-    def ways(self, axes: Axes) -> int:
-        """Into how many parts these axes split."""
-        return math.prod(self.mesh.shape[axis] for axis in axes) if self.mesh is not None else 1
-
-    def fitting(self, rows: int) -> Axes:
-        """The first axes of ``rows`` that divide a number of rows; over the others it is whole."""
-        axes = self.rows
-        while axes and rows % self.ways(axes):
-            axes = axes[:-1]
-        return axes
-
-
 Kernel = Callable[..., jax.Array]
 
 
@@ -221,6 +194,65 @@ def reference(
     return out.reshape(batch, length, heads, dim)
 
 
+def shared_prompt(
+    q: jax.Array,
+    prompt_k: jax.Array,
+    prompt_v: jax.Array,
+    own_k: jax.Array,
+    own_v: jax.Array,
+    prompt_seen: jax.Array,
+    own_seen: jax.Array,
+    scoring: Scoring = Scoring(),
+    sinks: jax.Array | None = None,
+    keys: str = "xksud",
+) -> jax.Array:
+    """Tokens of several samples against one copy of their prompt and each one's own, in one piece.
+
+    One softmax over both parts, divided out after the products with the values: scores are never
+    concatenated, and no operand but the queries is transposed.
+
+    Args:
+      q: [groups, kv_heads, samples, per_kv, tokens, head_dim].
+      prompt_k, prompt_v: [groups, kv_heads, prompt, head_dim].
+      own_k, own_v: [groups, kv_heads, samples, length, head_dim].
+      prompt_seen: bool [groups, samples, tokens, prompt], which of the prompt's keys a token sees.
+      own_seen: bool [groups, samples, tokens, length], which of its own. Sizes of both but the
+        last may be 1.
+      scoring, sinks: as of ``attend``.
+      keys: dimensions of ``own_k``, u being the length's: ``xksud`` or ``xksdu``.
+
+    Returns:
+      like q, in its dtype.
+    """
+    groups, kv_heads, samples, per_kv, tokens, dim = q.shape
+    prompt, wide = prompt_k.shape[2], jnp.float32
+    q = q * scoring.factor(dim)
+
+    def hide(scores: jax.Array, seen: jax.Array) -> jax.Array:
+        return jnp.where(seen[:, None, :, None], scoring.bend(scores), MASKED)
+
+    # All samples' queries of a group meet the prompt's keys in one product.
+    together = q.reshape(groups, kv_heads, samples * per_kv * tokens, dim)
+    past = jnp.einsum("xkqd,xkpd->xkqp", together, prompt_k, preferred_element_type=wide)
+    past = hide(past.reshape(groups, kv_heads, samples, per_kv, tokens, prompt), prompt_seen)
+    own = jnp.einsum(f"xksgtd,{keys}->xksgtu", q, own_k, preferred_element_type=wide)
+    own = hide(own, own_seen)
+    top = jax.lax.stop_gradient(jnp.maximum(past.max(-1), own.max(-1)))[..., None]
+    if sinks is not None:
+        sink = sinks.astype(wide).reshape(kv_heads, 1, per_kv, 1, 1)
+        top = jax.lax.stop_gradient(jnp.maximum(top, sink))
+    past, own = jnp.exp(past - top), jnp.exp(own - top)
+    total = past.sum(-1, keepdims=True) + own.sum(-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.exp(sink - top)
+    past = past.astype(prompt_v.dtype).reshape(groups, kv_heads, together.shape[2], prompt)
+    out = jnp.einsum("xkqp,xkpd->xkqd", past, prompt_v, preferred_element_type=wide)
+    out = out.reshape(q.shape) + jnp.einsum(
+        "xksgtu,xksud->xksgtd", own.astype(own_v.dtype), own_v, preferred_element_type=wide
+    )
+    return (out / total).astype(q.dtype)
+
+
 def attend(
     kernel: Kernel,
     q: jax.Array,
@@ -230,7 +262,7 @@ def attend(
     sinks: jax.Array | None = None,
     scoring: Scoring = Scoring(),
     sight: Sight = Sight(),
-    split: Split = Split(),
+    spread: Spread = Spread(),
 ) -> jax.Array:
     """What each token makes of the values it sees; every device computes its own rows and heads.
 
@@ -245,7 +277,7 @@ def attend(
       sinks: [heads], a score per head that takes part in the softmax and has no value.
       scoring: how scores are made.
       sight: which places see which.
-      split: over which devices; where the length is split, keys and values come from the others.
+      spread: over which devices; where the length is split, keys and values come from the others.
 
     Returns:
       [batch, length, heads, head_dim], of q's dtype; undefined where a row sees nothing.
@@ -256,48 +288,56 @@ def attend(
     check(q, k, v, segments, sinks)
     sight = dataclasses.replace(sight, window=scoring.window)
     inside = jax.sharding.get_abstract_mesh()
-    mesh, manual = split.mesh, set(inside.manual_axes) if not inside.empty else set()
+    mesh, manual = spread.mesh, set(inside.manual_axes) if not inside.empty else set()
     if mesh is None or mesh.size == 1:
         return kernel(q, k, v, segments, sinks, scoring, sight)
     if manual:
         mesh = inside
-    around = split.ways(split.length)
+    around = spread.ways(spread.length)
     length = q.shape[1]
     short = -length % (around * PART if around > 1 else 1)
     if short:
         q, k, v = (jnp.pad(x, ((0, 0), (0, short), (0, 0), (0, 0))) for x in (q, k, v))
         segments = None if segments is None else jnp.pad(segments, ((0, 0), (0, short)))
-    rows, places = split.fitting(q.shape[0]) or None, split.length or None
-    own = PartitionSpec(rows, places, split.kv_heads or None, None)
-    whole_heads = bool(split.heads) and not split.kv_heads
-    heads_each = q.shape[2] // split.ways(split.heads)
+    rows, places = _fitting(spread, q.shape[0]) or None, spread.length or None
+    own = PartitionSpec(rows, places, spread.kv_heads or None, None)
+    whole_heads = bool(spread.heads) and not spread.kv_heads
+    heads_each = q.shape[2] // spread.ways(spread.heads)
     per_kv = q.shape[2] // k.shape[2]
 
     def run(
         q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, sinks: Any
     ) -> jax.Array:
         if whole_heads:
-            k, v = (_of_heads(x, split.heads, heads_each, per_kv) for x in (k, v))
+            k, v = (_of_heads(x, spread.heads, heads_each, per_kv) for x in (k, v))
         # The stages of a pipeline take branches of their own, where devices can gather from each
         # other, but not send to neighbours.
         gather = bool(manual)
-        return kernel(q, k, v, segments, sinks, scoring, sight, split.length, around, gather)
+        return kernel(q, k, v, segments, sinks, scoring, sight, spread.length, around, gather)
 
     out = jax.shard_map(
         run,
         mesh=mesh,
         axis_names=set(mesh.axis_names) - manual,
         in_specs=(
-            PartitionSpec(rows, places, split.heads or None, None),
+            PartitionSpec(rows, places, spread.heads or None, None),
             own,
             own,
             PartitionSpec(rows, places),
-            PartitionSpec(split.heads or None),
+            PartitionSpec(spread.heads or None),
         ),
-        out_specs=PartitionSpec(rows, places, split.heads or None, None),
+        out_specs=PartitionSpec(rows, places, spread.heads or None, None),
         check_vma=False,
     )(q, k, v, segments, sinks)
     return out[:, :length] if short else out
+
+
+def _fitting(spread: Spread, rows: int) -> Axes:
+    """The first axes of ``rows`` that divide a number of rows; over the others it is whole."""
+    axes = spread.rows
+    while axes and rows % spread.ways(axes):
+        axes = axes[:-1]
+    return axes
 
 
 def _of_heads(x: jax.Array, axes: Axes, heads: int, per_kv: int) -> jax.Array:

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from hjax.kernels.attention import KEPT, MASKED, Axes, Scoring, Sight
+from hjax.kernels.attention import KEPT, MASKED, Scoring, Sight
+from hjax.kernels.spread import Axes
 
 BLOCK = 512  # the largest; halved until a device's scores of a block are small enough
 TILE_BYTES = 8 * 2**20  # of scores: what a CPU's cache holds

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hjax.kernels.attention import MASKED, Scoring
+from hjax.kernels.attention import Scoring, shared_prompt
 
 # Keys [head_dim, length]: a product with a few queries runs along what lies together in memory,
 # faster on a CPU.
@@ -93,51 +93,22 @@ def attend(
 ) -> jax.Array:
     """One token per row, which is written already.
 
-    One softmax over both parts, divided out after the products with the values: scores are never
-    concatenated, and no operand but the queries is transposed.
-
     Args:
       q, prompt_k, prompt_v, own_k, own_v: of a layer.
       seen: where each row stands.
       scoring, sinks: of the layer, as ``hjax.models.attention.Attention`` says.
-      keys: dimensions of ``own_k``, u being the length's: ``xksud`` or ``xksdu``.
+      keys: as of ``hjax.kernels.attention.shared_prompt``.
 
     Returns:
       like q, in its dtype.
     """
-    groups, kv_heads, samples, per_kv, dim = q.shape
-    prompt = prompt_k.shape[2]
-    q = q * scoring.factor(dim)
-    wide = jnp.float32
-
-    def hide(scores: jax.Array, visible: jax.Array) -> jax.Array:
-        return jnp.where(visible[:, None, :, None], scoring.bend(scores), MASKED)
-
-    # All samples' queries of a group meet the prompt's keys in one product.
-    together = q.reshape(groups, kv_heads, samples * per_kv, dim)
-    past = jnp.einsum("xkqd,xkpd->xkqp", together, prompt_k, preferred_element_type=wide)
-    past = past.reshape(groups, kv_heads, samples, per_kv, prompt)
-    past = hide(past, seen.prompt(prompt, scoring.window))
-    own = jnp.einsum(f"xksgd,{keys}->xksgu", q, own_k, preferred_element_type=wide)
-    own = hide(own, seen.own(own_v.shape[3], scoring.window))
-    top = jnp.maximum(past.max(-1), own.max(-1))
-    if sinks is not None:
-        sinks = sinks.astype(wide).reshape(kv_heads, 1, per_kv)
-        top = jnp.maximum(top, sinks)
-    top = top[..., None]
-    past, own = jnp.exp(past - top), jnp.exp(own - top)
-    total = past.sum(-1, keepdims=True) + own.sum(-1, keepdims=True)
-    if sinks is not None:
-        total += jnp.exp(sinks[..., None] - top)
-    past = past.astype(prompt_v.dtype).reshape(groups, kv_heads, samples * per_kv, prompt)
-    out = jnp.einsum("xkqp,xkpd->xkqd", past, prompt_v, preferred_element_type=wide)
-    out = out.reshape(q.shape) + jnp.einsum(
-        "xksgu,xksud->xksgd", own.astype(own_v.dtype), own_v, preferred_element_type=wide
-    )
-    out = out / total
+    past = seen.prompt(prompt_k.shape[2], scoring.window)[:, :, None]
+    own = seen.own(own_v.shape[3], scoring.window)[:, :, None]
+    parts = prompt_k, prompt_v, own_k, own_v, past, own
+    out = shared_prompt(q[..., None, :], *parts, scoring, sinks, keys)[..., 0, :]
     if seen.position.ndim:
         out = jnp.where(seen.position[:, None, :, None, None] >= 0, out, 0.0)
-    return out.astype(q.dtype)
+    return out
 
 
 def write(

@@ -17,47 +17,9 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
-Axes = tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Split:
-    """Over which axes of a mesh what the head takes is split; none: on one device.
-
-    Attributes:
-      mesh: None: one device.
-      rows, length: of hidden states and tokens; the length stays whole where its axes do not
-        divide it.
-      vocab, embed: of the table; axes of ``embed`` are among those of ``rows`` and ``length``, as
-        in FSDP.
-    """
-
-    mesh: Mesh | AbstractMesh | None = None
-    rows: Axes = ()
-    length: Axes = ()
-    vocab: Axes = ()
-    embed: Axes = ()
-
-    def fitted(self, length: int) -> Split:
-        """The same for sequences of so many tokens."""
-        if self.mesh is None or self.mesh.size == 1:
-            return Split()
-        ways = math.prod(self.mesh.shape[axis] for axis in self.length)
-        split = dataclasses.replace(self, length=self.length if length % ways == 0 else ())
-        if not set(split.embed) <= set(split.tokens):
-            raise AssertionError(f"{split.embed} splits the table's width, but no rows")
-        return split
-
-    def ways(self, axes: Axes) -> int:
-        """Into how many parts these axes split."""
-        return math.prod(self.mesh.shape[axis] for axis in axes) if self.mesh is not None else 1
-
-    @property
-    def tokens(self) -> Axes:
-        """Over which tokens are split."""
-        return self.rows + self.length
+from hjax.kernels.spread import Spread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,13 +30,13 @@ class Head:
       temperature: logits are divided by it.
       softcap: logits become ``softcap * tanh(logits / softcap)`` before; 0: they stay.
       chunk_bytes: of float32 logits that a device makes at a time.
-      split: over which devices.
+      spread: over which devices; the length stays whole where its axes do not divide it.
     """
 
     temperature: float = 1.0
     softcap: float = 0.0
     chunk_bytes: int = 256 * 2**20
-    split: Split = Split()
+    spread: Spread = Spread()
 
 
 def reference(
@@ -156,7 +118,7 @@ def _over(head: Head, function: Any, hidden: jax.Array, given: str, made: str) -
       given, made: what arguments and results are: ``r`` [rows, length], ``w`` with the width as
         well, ``t`` the table.
     """
-    split = head.split.fitted(hidden.shape[1])
+    split = _fitted(head.spread, hidden.shape[1])
     run = functools.partial(function, head, split)
     if split.mesh is None:
         return run
@@ -172,10 +134,21 @@ def _over(head: Head, function: Any, hidden: jax.Array, given: str, made: str) -
     )
 
 
+def _fitted(spread: Spread, length: int) -> Spread:
+    """The same for sequences of so many tokens."""
+    if spread.mesh is None or spread.mesh.size == 1:
+        return Spread()
+    whole = length % spread.ways(spread.length) != 0
+    spread = dataclasses.replace(spread, length=() if whole else spread.length)
+    if not set(spread.embed) <= set(spread.tokens):
+        raise AssertionError(f"{spread.embed} splits the table's width, but no rows")
+    return spread
+
+
 # On a device
 
 
-def _first(split: Split, columns: int) -> Any:
+def _first(split: Spread, columns: int) -> Any:
     """Number of this device's first token of the vocabulary."""
     return jax.lax.axis_index(split.vocab) * columns if split.vocab else 0
 
@@ -186,7 +159,7 @@ class _Chunks:
     Where the table's width is split, each part is gathered while the one before is worked on.
     """
 
-    def __init__(self, head: Head, split: Split, table: jax.Array, hidden: jax.Array):
+    def __init__(self, head: Head, split: Spread, table: jax.Array, hidden: jax.Array):
         self.columns = table.shape[0]
         most = max(head.chunk_bytes // (4 * max(hidden.shape[0], 1)), 1)
         self.count = math.ceil(self.columns / min(most, self.columns))
@@ -230,7 +203,7 @@ class _Chunks:
 
 
 def _scores(
-    head: Head, split: Split, hidden: jax.Array, table: jax.Array, tokens: jax.Array
+    head: Head, split: Spread, hidden: jax.Array, table: jax.Array, tokens: jax.Array
 ) -> tuple[jax.Array, ...]:
     """Log-probs, entropy, the logits' log-sum and their mean, each [rows, length]."""
     shape = tokens.shape
@@ -265,7 +238,7 @@ def _scores(
 
 def _gradients(
     head: Head,
-    split: Split,
+    split: Spread,
     hidden: jax.Array,
     table: jax.Array,
     tokens: jax.Array,

@@ -21,7 +21,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_mask as masks,
 )
 
-from hjax.kernels.attention import KEPT, Axes, Scoring, Sight, cost_label
+from hjax.kernels.attention import KEPT, Scoring, Sight, cost_label
+from hjax.kernels.spread import Axes
 
 LANES = 128
 BLOCKS = (512, 256, 128)  # largest first; the first that pads a row by little

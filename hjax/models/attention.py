@@ -13,13 +13,21 @@ Shapes: queries ``[batch, length, heads, head_dim]``, keys and values
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from hjax.kernels.attention import MASKED, WHOLE, Kernel, Scoring, Sight, Split, attend
+from hjax.kernels.attention import (
+    MASKED,
+    WHOLE,
+    Kernel,
+    Scoring,
+    Sight,
+    attend,
+    shared_prompt,
+)
+from hjax.kernels.spread import Spread
 from hjax.sharding.layout import Layout
 
 KeyValue = tuple[jax.Array, jax.Array]
@@ -74,11 +82,9 @@ class Form:
     ) -> jax.Array:
         """By the kernel; ``mask``: bool [batch, length], False at padding."""
         assert self.kernel is not None
-        marks, split = mask.astype(jnp.int32), Split()
-        if (layout := self.layout) is not None:
-            names = ("batch", "length", "heads", "kv_heads")
-            split = Split(layout.mesh, *(layout.axes(name) for name in names))
-        return attend(self.kernel, q, k, v, marks, sinks, scoring, sight, split)
+        marks = mask.astype(jnp.int32)
+        spread = Spread() if self.layout is None else self.layout.spread
+        return attend(self.kernel, q, k, v, marks, sinks, scoring, sight, spread)
 
     def hold(self, x: jax.Array, *logical_axes: str | None) -> jax.Array:
         """``x`` split as the layout says, where it splits the length."""
@@ -87,15 +93,13 @@ class Form:
         return self.layout.constrain(x, *logical_axes)
 
 
-def _with_sink(
-    scores: jax.Array, sinks: jax.Array | None, weigh: Callable[[jax.Array], jax.Array]
-) -> jax.Array:
-    """``weigh`` (a softmax) of scores [b, k, g, t, s] and a sink beside them."""
+def _softmax(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
+    """Of scores [b, k, g, t, s], with a sink beside them."""
     if sinks is None:
-        return weigh(scores)
+        return jax.nn.softmax(scores, axis=-1)
     sink = sinks.astype(jnp.float32).reshape(scores.shape[1:3])[None, :, :, None, None]
     sink = jnp.broadcast_to(sink, (*scores.shape[:-1], 1))
-    return weigh(jnp.concatenate([scores, sink], axis=-1))[..., :-1]
+    return jax.nn.softmax(jnp.concatenate([scores, sink], axis=-1), axis=-1)[..., :-1]
 
 
 def _split_heads(q: jax.Array, kv_heads: int) -> jax.Array:
@@ -173,7 +177,7 @@ def _causal(
     if scoring.window:
         visible &= jnp.triu(jnp.ones((length, length), bool), 1 - scoring.window)
     scores = jnp.where(visible[:, None, None], _scores(q, k, scoring), MASKED)
-    return _values(_with_sink(scores, sinks, lambda x: jax.nn.softmax(x, axis=-1)), v)
+    return _values(_softmax(scores, sinks), v)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,55 +242,8 @@ class SharedPrompt:
             distance = prompt + jnp.arange(length)[:, None] - jnp.arange(prompt)
             past = past & (distance < scoring.window)
         own_k, own_v = by_sample(kr)[:, :, :, 0], by_sample(vr)[:, :, :, 0]
-        out = _shared(
-            by_sample(qr), kp, vp, own_k, own_v, past, visible, scoring=scoring, sinks=sinks
+        out = shared_prompt(
+            by_sample(qr), kp, vp, own_k, own_v, past[:, None], visible[None, None], scoring, sinks
         )
         out = out.transpose(0, 2, 4, 1, 3, 5).reshape(groups, self.samples * length, heads, dim)
         return jnp.concatenate([_merge_heads(out_prompt), out], axis=1), cache, None
-
-
-def _shared(
-    q: jax.Array,
-    prompt_k: jax.Array,
-    prompt_v: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    past_visible: jax.Array,
-    visible: jax.Array,
-    scoring: Scoring = Scoring(),
-    sinks: jax.Array | None = None,
-) -> jax.Array:
-    """Attend to one copy of the prompt per group and to each sample's own tokens.
-
-    q [groups, kv, samples, g, t, d]; prompt k, v [groups, kv, p, d]; k, v
-    [groups, kv, samples, s, d]; past_visible [groups, t or 1, p]; visible [t, s]; sinks
-    [kv * g]. One softmax over both parts, divided out after the products with the values: scores
-    are never concatenated, and no operand but the queries is transposed.
-    """
-    groups, kv_heads, samples, per_kv, length, dim = q.shape
-    prompt = prompt_k.shape[2]
-    q = q * scoring.factor(dim)
-    # All samples' queries of a group meet the prompt's keys in one product.
-    together = q.reshape(groups, kv_heads, samples * per_kv * length, dim)
-    past = jnp.einsum(
-        "xkqd,xkpd->xkqp", together, prompt_k, preferred_element_type=jnp.float32
-    )
-    past = past.reshape(groups, kv_heads, samples, per_kv, length, prompt)
-    past = jnp.where(past_visible[:, None, None, None], scoring.bend(past), MASKED)
-    own = jnp.einsum("xksgtd,xksud->xksgtu", q, k, preferred_element_type=jnp.float32)
-    own = jnp.where(visible, scoring.bend(own), MASKED)
-    top = jax.lax.stop_gradient(jnp.maximum(past.max(-1), own.max(-1)))[..., None]
-    if sinks is not None:
-        sink = sinks.astype(jnp.float32).reshape(kv_heads, 1, per_kv, 1, 1)
-        top = jax.lax.stop_gradient(jnp.maximum(top, sink))
-    past, own = jnp.exp(past - top), jnp.exp(own - top)
-    total = past.sum(-1, keepdims=True) + own.sum(-1, keepdims=True)
-    if sinks is not None:
-        total = total + jnp.exp(sink - top)
-    past = past.astype(v.dtype).reshape(groups, kv_heads, samples * per_kv * length, prompt)
-    wide = jnp.float32
-    out = jnp.einsum("xkqp,xkpd->xkqd", past, prompt_v, preferred_element_type=wide)
-    out = out.reshape(q.shape) + jnp.einsum(
-        "xksgtu,xksud->xksgtd", own.astype(v.dtype), v, preferred_element_type=wide
-    )
-    return (out / total).astype(q.dtype)

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from hjax.kernels.attention import PART
-from hjax.kernels.log_prob_head import Head, Split, token_scores
+from hjax.kernels.log_prob_head import Head, token_scores
+from hjax.kernels.spread import Spread
 from hjax.models.attention import Causal, SharedPrompt
 from hjax.models.transformer import Compute
 from hjax.sharding.layout import Layout
@@ -159,7 +160,8 @@ def token_log_probs(
     chunks = math.ceil(rows * length * decoder.config.vocab_size * 4 / parts / LOGIT_CHUNK_BYTES)
     if chunks > 1 and decoder.stack is plain:
         cap = decoder.config.final_softcap
-        head = Head(temperature, cap, LOGIT_CHUNK_BYTES, _split_of(layout))
+        spread = Spread() if layout is None else layout.spread
+        head = Head(temperature, cap, LOGIT_CHUNK_BYTES, spread)
         logprobs, entropy = token_scores(hidden, decoder.output_table, tokens, head)
         return logprobs, entropy if with_entropy else None
 
@@ -177,13 +179,6 @@ def token_log_probs(
     if chunks <= 1:
         return score(hidden, tokens)
     return _in_parts(score, hidden, tokens, chunks)
-
-
-def _split_of(layout: Layout | None) -> Split:
-    if layout is None:
-        return Split()
-    names = ("batch", "length", "vocab", "embed")
-    return Split(layout.mesh, *(layout.axes(name) for name in names))
 
 
 def _in_parts(

@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from hjax.errors import ConfigError
+from hjax.kernels.spread import Spread
 
 # Major to minor: the paper's rank (d * p + P) * t + T, with the micro axes consecutive ranks.
 MESH_AXES = (
@@ -131,6 +132,12 @@ class Layout:
     def ways(self, logical_axis: str) -> int:
         """Into how many parts the rules split a dimension of this logical name."""
         return math.prod(self.mesh.shape[a] for a in self._axes(logical_axis))
+
+    @property
+    def spread(self) -> Spread:
+        """The same for kernels, by what their arrays are made of."""
+        names = ("batch", "length", "heads", "kv_heads", "vocab", "embed")
+        return Spread(self.mesh, *(self.axes(name) for name in names))
 
     @property
     def replicated(self) -> NamedSharding:
