@@ -97,7 +97,13 @@ def step_programs(
     called: set[tuple[str, str]] | None = None
     remark = ""
     try:
-        calls = step_calls(algorithm, config.algorithm, rows // minibatch, samples)
+        calls = step_calls(
+            algorithm,
+            config.algorithm,
+            rows // minibatch,
+            samples,
+            served=rehearsal.roles.served,
+        )
         called = {(whose(call, rehearsal.roles), program_of(call)) for call in calls}
     except ConfigError as error:
         remark = f"{error}; so every program that the workers have is counted"
@@ -218,9 +224,7 @@ def memory_of(compiled: Any, by_peak: bool = False) -> dict[str, int]:
     return {**parts, "total_bytes": total, "peak_bytes": peak}
 
 
-def add_held(
-    record: dict[str, Any], program: StepProgram, rehearsal: Rehearsal
-) -> dict[str, Any]:
+def add_held(record: dict[str, Any], program: StepProgram, rehearsal: Rehearsal) -> dict[str, Any]:
     """The record of a program with what else its devices hold.
 
     Adds ``pool``, ``held_bytes`` (by whose), ``offloaded_bytes`` (in the host's memory, by whose)

@@ -7,8 +7,9 @@ import functools
 from typing import Any
 
 from hjax.models.config import ModelConfig
-from hjax.models.declaration import Parameter, Stored, matrix, table, vector
+from hjax.models.declaration import Kind, Parameter, Stored, matrix, table, vector
 from hjax.models.families import family_of
+from hjax.models.lora import adapter_parameters
 
 Declared = dict[str, Any]  # nested: of Parameter
 
@@ -33,8 +34,10 @@ def decoder_parameters(config: ModelConfig) -> Declared:
     def stored(name: str, parameter: Parameter) -> Parameter:
         return dataclasses.replace(parameter, stored=tensors[name])
 
-    layers = declared["layers"]
-    declared["layers"] = {name: stored(f"layers.{name}", p) for name, p in layers.items()}
+    layers = {name: stored(f"layers.{name}", p) for name, p in declared["layers"].items()}
+    if config.lora is not None:
+        layers |= adapter_parameters(layers, config.lora)
+    declared["layers"] = layers
     return {
         name: stored(name, p) if isinstance(p, Parameter) else p for name, p in declared.items()
     }
@@ -45,11 +48,11 @@ def scalar_parameters(config: ModelConfig) -> Declared:
     """Those of a decoder with one number per token; not to be changed."""
     stored = (Stored("score.weight", "1 embed"),)
     # Zero: a new critic predicts 0 everywhere, so the first advantages are the rewards.
-    head = vector(0, embed=config.hidden_size)
+    width = (("embed", config.hidden_size),)
     return {
         "decoder": decoder_parameters(without_output_table(config)),
-        "head": dataclasses.replace(head, stored=stored, optional=True),
-        "bias": vector(0),
+        "head": Parameter(width, Kind.HEAD, stored=stored, optional=True),
+        "bias": Parameter((), Kind.HEAD),
     }
 
 
@@ -74,19 +77,21 @@ def _layer(config: ModelConfig) -> dict[str, Parameter]:
     )
     into, out = d**-0.5, (2 * n) ** -0.5
     declared = {
-        "q": matrix(into, layers=n, embed=d, heads=h, head_dim=e),
+        "q": matrix(into, "embed", layers=n, embed=d, heads=h, head_dim=e),
         # In one array: one product, split along a dimension no mesh axis splits.
-        "kv": matrix(into, layers=n, embed=d, pair=2, kv_heads=k, head_dim=e),
-        "o": matrix((h * e) ** -0.5 * out, layers=n, heads=h, head_dim=e, embed=d),
+        "kv": matrix(into, "embed", layers=n, embed=d, pair=2, kv_heads=k, head_dim=e),
+        "o": matrix(
+            (h * e) ** -0.5 * out, "heads head_dim", layers=n, heads=h, head_dim=e, embed=d
+        ),
     }
     each = {"experts": config.experts} if config.experts else {}
     if config.experts:
-        declared["router"] = matrix(into, layers=n, embed=d, experts=config.experts)
+        declared["router"] = matrix(into, "embed", layers=n, embed=d, experts=config.experts)
     if config.gated_mlp:
-        declared["gate_up"] = matrix(into, layers=n, **each, embed=d, pair=2, mlp=m)
+        declared["gate_up"] = matrix(into, "embed", layers=n, **each, embed=d, pair=2, mlp=m)
     else:
-        declared["up"] = matrix(into, layers=n, **each, embed=d, mlp=m)
-    declared["down"] = matrix(m**-0.5 * out, layers=n, **each, mlp=m, embed=d)
+        declared["up"] = matrix(into, "embed", layers=n, **each, embed=d, mlp=m)
+    declared["down"] = matrix(m**-0.5 * out, "mlp", layers=n, **each, mlp=m, embed=d)
     for part in ("attention", "mlp"):
         if config.norms != "after":
             declared[f"{part}_norm"] = _norm(config, layers=n, embed=d)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from hjax.errors import ConfigError
+from hjax.models.lora import Lora
 from hjax.models.rotary import Rope
 
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
@@ -53,6 +54,7 @@ class ModelConfig:
       attention_scale: of scores; None: ``head_dim ** -0.5``.
       attention_softcap, final_softcap: ``cap * tanh(x / cap)`` of scores and logits; 0: none.
       layer_kinds: one per layer; empty: all alike.
+      lora: of the adapters that learn in place of everything else; None: there are none.
     """
 
     vocab_size: int
@@ -93,6 +95,7 @@ class ModelConfig:
     attention_softcap: float = 0.0
     final_softcap: float = 0.0
     layer_kinds: tuple[LayerKind, ...] = ()
+    lora: Lora | None = None
 
     def __post_init__(self) -> None:
         for field in ("vocab_size", "hidden_size", "mlp_size", "layers", "heads", "kv_heads"):
@@ -135,6 +138,11 @@ class ModelConfig:
             "vocab": self.vocab_size,
             **({"experts": self.experts} if self.experts else {}),
         }
+
+    @property
+    def base(self) -> ModelConfig:
+        """The same without adapters."""
+        return self if self.lora is None else dataclasses.replace(self, lora=None)
 
     @property
     def learned_positions(self) -> bool:

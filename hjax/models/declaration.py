@@ -28,17 +28,24 @@ class Kind(enum.StrEnum):
 
     MATRIX = "matrix"  # multiplies activations in a product
     EMBEDDING = "embedding"  # a row per token or position: input and output tables
-    VECTOR = "vector"  # norm weights, biases, scalar heads
+    VECTOR = "vector"  # norm weights and biases
+    HEAD = "head"  # one number per token
+    ADAPTER = "adapter"  # a matrix's low-rank addition, see hjax.models.lora
 
     @property
     def decayed(self) -> bool:
         """Whether weight decay pulls it towards 0."""
-        return self is not Kind.VECTOR
+        return self not in (Kind.VECTOR, Kind.HEAD)
 
     @property
     def cast(self) -> bool:
         """Whether a forward reads it in its compute dtype, rather than in float32."""
-        return self is not Kind.VECTOR
+        return self not in (Kind.VECTOR, Kind.HEAD)
+
+    @property
+    def beside_adapters(self) -> bool:
+        """Whether it learns where a model has adapters; all others are frozen then."""
+        return self in (Kind.HEAD, Kind.ADAPTER)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +86,7 @@ class Parameter:
       fill: see ``scale``.
       stored: the tensors that hold it; empty: no file has it, and it is ``fill``.
       optional: files may lack it; it is ``fill`` then.
+      inputs: of a matrix, the axes over which a product with it sums.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -87,6 +95,7 @@ class Parameter:
     fill: float = 0.0
     stored: tuple[Stored, ...] = ()
     optional: bool = False
+    inputs: tuple[str, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -117,9 +126,15 @@ class Parameter:
         return nnx.Param(value, declared=self)
 
 
-def matrix(scale: float, /, **axes: int) -> Parameter:
-    """A matrix drawn with standard deviation ``scale``; size by logical axis."""
-    return Parameter(tuple(axes.items()), Kind.MATRIX, scale)
+def matrix(scale: float, inputs: str, /, **axes: int) -> Parameter:
+    """A matrix drawn with standard deviation ``scale``; size by logical axis.
+
+    Args:
+      scale: see above.
+      inputs: the axes over which a product with it sums, such as ``heads head_dim``.
+      axes: in their order.
+    """
+    return Parameter(tuple(axes.items()), Kind.MATRIX, scale, inputs=tuple(inputs.split()))
 
 
 def table(scale: float, /, **axes: int) -> Parameter:
@@ -128,7 +143,7 @@ def table(scale: float, /, **axes: int) -> Parameter:
 
 
 def vector(fill: float, /, **axes: int) -> Parameter:
-    """Norm weights, biases and scalar heads, all of them ``fill`` at first."""
+    """Norm weights and biases, all of them ``fill`` at first."""
     return Parameter(tuple(axes.items()), Kind.VECTOR, fill=fill)
 
 

@@ -77,6 +77,7 @@ def load_params(
     config: ModelConfig,
     declared: Mapping[str, Any],
     shardings: Params | None = None,
+    shapes: Params | None = None,
 ) -> Params:
     """Read parameters, one at a time, its tensors one after another.
 
@@ -86,9 +87,11 @@ def load_params(
       declared: nested dict of ``Parameter``, see ``hjax.models.architecture``.
       shardings: nested dict like it, of the devices that each is read onto; a process reads what
         its own devices hold. None: they stay numpy arrays.
+      shapes: nested dict like it, of jax.ShapeDtypeStruct with the dtypes to read in; None:
+        float32.
 
     Returns:
-      nested dict of float32 arrays.
+      nested dict of arrays.
 
     Raises:
       ConfigError: missing files or tensors, tensors of another shape or dtype, tensors that this
@@ -97,29 +100,32 @@ def load_params(
     tensors = _Tensors(Path(path))
     tensors.check_names(declared, config)
 
-    def read(parameter: Parameter, sharding: Any) -> Any:
+    def read(parameter: Parameter, sharding: Any, like: Any) -> Any:
+        dtype = np.dtype(np.float32 if like is None else like.dtype)
         if sharding is None:
-            return tensors.region(parameter, tuple((0, n) for n in parameter.shape))
+            return tensors.region(parameter, tuple((0, n) for n in parameter.shape), dtype)
         held: dict[Region, np.ndarray] = {}  # by devices that hold the same
 
         def part(index: Any) -> np.ndarray:
             region = region_of(index, parameter.shape)
             if region not in held:
-                held[region] = tensors.region(parameter, region)
+                held[region] = tensors.region(parameter, region, dtype)
             return held[region]
 
         made = jax.make_array_from_callback(parameter.shape, sharding, part)
         return jax.block_until_ready(made)  # until then the host holds it too
 
-    def read_all(declared: Mapping[str, Any], shardings: Params | None) -> Params:
+    def read_all(
+        declared: Mapping[str, Any], shardings: Params | None, shapes: Params | None
+    ) -> Params:
         params: Params = {}
         for name, parameter in declared.items():
-            sharding = None if shardings is None else shardings[name]
+            of = (None if tree is None else tree[name] for tree in (shardings, shapes))
             one = read if isinstance(parameter, Parameter) else read_all
-            params[name] = one(parameter, sharding)
+            params[name] = one(parameter, *of)
         return params
 
-    return read_all(declared, shardings)
+    return read_all(declared, shardings, shapes)
 
 
 def check_files(path: str | os.PathLike) -> None:
@@ -265,9 +271,9 @@ class _Tensors:
         names = (part.name, part.name.partition(".")[2], part.other)
         return next((name for name in names if name in self.files), None)
 
-    def region(self, parameter: Parameter, region: Region) -> np.ndarray:
-        """A region of a parameter, float32; only tensors that have some of it are read."""
-        read = np.full(extent(region), parameter.fill, np.float32)
+    def region(self, parameter: Parameter, region: Region, dtype: Any) -> np.ndarray:
+        """A region of a parameter in a dtype; only tensors that have some of it are read."""
+        read = np.full(extent(region), parameter.fill, dtype)
         if parameter.optional and not any(self._name(part) for part in parts(parameter)):
             return read
         for part in parts(parameter):

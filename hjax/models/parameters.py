@@ -17,6 +17,7 @@ from flax import nnx
 
 from hjax.models.config import ModelConfig
 from hjax.models.transformer import Decoder, ScalarDecoder
+from hjax.partition import Partition
 from hjax.sharding.arrays import place
 from hjax.sharding.layout import Layout
 from hjax.sharding.pipeline import Stack, plain
@@ -29,20 +30,24 @@ class Network:
     """A model without its numbers.
 
     Attributes:
+      module: the flax.nnx class.
       config: shapes of the decoder.
       graph: flax.nnx graph definition; ``bind`` puts parameters into it.
       declared: nested dict like the parameters, of ``Parameter``.
       axes: nested dict like the parameters, of logical axis names.
       kinds: nested dict like the parameters, of ``Kind``.
       shapes: nested dict like the parameters, of jax.ShapeDtypeStruct.
+      partition: into what learns, all of it or adapters, and what is frozen then.
     """
 
+    module: type
     config: ModelConfig
     graph: Any
     declared: Params
     axes: Params
     kinds: Params
     shapes: Params
+    partition: Partition
     _create: Callable[[jax.Array], Params]
     _state: Any
 
@@ -72,18 +77,57 @@ class Network:
         Vectors (norm weights, heads) stay float32, so a copy in these dtypes gives bit for bit the
         forward of the parameters themselves.
         """
-        return jax.tree.map(
-            lambda kind: np.dtype(dtype if kind.cast else np.float32), self.kinds
+        return jax.tree.map(lambda kind: np.dtype(dtype if kind.cast else np.float32), self.kinds)
+
+    def frozen_in(self, dtype: Any) -> Network:
+        """The same, what is frozen kept as a forward of compute ``dtype`` reads it."""
+        if self.partition.everything:
+            return self
+        learned, _ = self.partition.split(self.shapes)
+        shapes = jax.tree.map(
+            lambda x, read: jax.ShapeDtypeStruct(x.shape, read),
+            self.shapes,
+            self.read_dtypes(dtype),
         )
+        _, frozen = self.partition.split(shapes)
+        return self.with_shapes(self.partition.join(learned, frozen))
+
+    def with_shapes(self, shapes: Params) -> Network:
+        """The same with parameters of other dtypes."""
+        return dataclasses.replace(self, shapes=shapes)
+
+    @functools.cached_property
+    def base(self) -> Network:
+        """The same model without adapters, in the same dtypes."""
+        if self.config.lora is None:
+            return self
+        plain = network_of(self.module, self.config.base)
+        return plain.with_shapes(_like(plain.shapes, self.shapes))
+
+    def base_of(self, tree: Params) -> Params:
+        """Of a tree like the parameters what the model without adapters has."""
+        return tree if self.config.lora is None else _like(self.base.declared, tree)
 
     def create(self, seed: int, layout: Layout) -> Params:
         """Initial parameters, each device making its own part; the same under every layout."""
-        create = jax.jit(self._create, out_shardings=self.shardings(layout))
-        return create(jax.random.key(seed))
+
+        def create(key: jax.Array) -> Params:
+            return jax.tree.map(lambda x, s: x.astype(s.dtype), self._create(key), self.shapes)
+
+        return jax.jit(create, out_shardings=self.shardings(layout))(jax.random.key(seed))
+
+    def create_learned(self, seed: int, layout: Layout) -> Params:
+        """Of ``create`` what learns; the rest is not made."""
+        shardings, _ = self.partition.split(self.shardings(layout))
+
+        def create(key: jax.Array) -> Params:
+            return self.partition.split(self._create(key))[0]
+
+        return jax.jit(create, out_shardings=shardings)(jax.random.key(seed))
 
     def place(self, params: Params, layout: Layout) -> Params:
         """Host arrays (or arrays elsewhere) laid out for ``layout``."""
-        return jax.tree.map(place, params, self.shardings(layout))
+        return placed(params, self.shardings(layout), self.shapes)
 
 
 @functools.lru_cache(maxsize=64)
@@ -92,9 +136,8 @@ def network_of(module: type, config: ModelConfig) -> Network:
 
     Its parameters are made by ``Parameter.create`` of ``hjax.models.declaration``.
 
-    Raises:
-      ConfigError: a model with experts.
     """
+
     def create(key: jax.Array) -> Params:
         return nnx.to_pure_dict(nnx.state(module(config, key)))
 
@@ -110,7 +153,25 @@ def network_of(module: type, config: ModelConfig) -> Network:
     axes = jax.tree.map(lambda p: p.names, declared)
     kinds = jax.tree.map(lambda p: p.kind, declared)
     shapes = nnx.to_pure_dict(state)
-    return Network(config, graph, declared, axes, kinds, shapes, create, state)
+    partition = Partition(
+        jax.tree.map(lambda kind: config.lora is None or kind.beside_adapters, kinds)
+    )
+    return Network(module, config, graph, declared, axes, kinds, shapes, partition, create, state)
+
+
+def _like(tree: Params, other: Params) -> Params:
+    """The leaves of ``other`` that ``tree`` has too."""
+    return {
+        name: _like(part, other[name]) if isinstance(part, dict) else other[name]
+        for name, part in tree.items()
+    }
+
+
+def placed(params: Params, shardings: Params, shapes: Params) -> Params:
+    """Host arrays (or arrays elsewhere) laid out, in the dtypes of ``shapes``."""
+    return jax.tree.map(
+        lambda x, sharding, like: place(x.astype(like.dtype), sharding), params, shardings, shapes
+    )
 
 
 def decoder_network(config: ModelConfig) -> Network:

@@ -21,6 +21,7 @@ from flax import nnx
 from hjax.errors import ConfigError
 from hjax.kernels.attention import Scoring
 from hjax.kernels.sets import REFERENCE, Kernels, choose, kernels_of
+from hjax.models import lora as low_rank
 from hjax.models import remat
 from hjax.models.architecture import (
     decoder_parameters,
@@ -29,7 +30,7 @@ from hjax.models.architecture import (
 )
 from hjax.models.attention import Attention, Form
 from hjax.models.config import LayerKind, ModelConfig
-from hjax.models.declaration import create_in
+from hjax.models.declaration import Kind, create_in
 from hjax.models.experts import Routing, Weights, mixture
 from hjax.models.rotary import Tables
 from hjax.sharding.layout import Layout
@@ -128,9 +129,12 @@ class Block(nnx.Module):
 
     def __init__(self, config: ModelConfig, key: jax.Array):
         declared = decoder_parameters(config)["layers"]
-        keys = iter(jax.random.split(key, sum(p.scale > 0 for p in declared.values())))
         self.config = config
-        create_in(self, declared, lambda: next(keys))
+        adapters = {n: p for n, p in declared.items() if p.kind is Kind.ADAPTER}
+        base = {n: p for n, p in declared.items() if n not in adapters}
+        for some, start in ((base, key), (adapters, jax.random.fold_in(key, 1))):
+            keys = iter(jax.random.split(start, sum(p.scale > 0 for p in some.values()) or 1))
+            create_in(self, some, functools.partial(next, keys))
 
     def __call__(
         self,
@@ -174,10 +178,20 @@ class Block(nnx.Module):
         return x + out, cache, kept
 
     def _product(self, spec: str, x: jax.Array, name: str, compute: Compute) -> jax.Array:
-        """A product with a weight, and its bias where it has one."""
+        """A product with a weight, and its adapter and bias where it has them."""
         out = compute.kernels.product(spec, x, getattr(self, name)[...])
+        if self._adapted(name):
+            lora, declared = self.config.lora, decoder_parameters(self.config)["layers"]
+            assert lora is not None
+            a, b = getattr(self, f"{name}_a")[...], getattr(self, f"{name}_b")[...]
+            addition = low_rank.product(spec, x, a, b, lora.scaling)
+            out += low_rank.spread(addition, low_rank.halves(lora, name, declared[name]))
         bias = getattr(self, f"{name}_bias", None)
         return out if bias is None else out + bias[...].astype(out.dtype)
+
+    def _adapted(self, *names: str) -> bool:
+        """Whether one of these weights has an adapter."""
+        return any(hasattr(self, f"{name}_a") for name in names)
 
     def _norm(self, name: str, x: jax.Array, compute: Compute) -> jax.Array:
         bias = getattr(self, f"{name}_bias", None)
@@ -198,7 +212,8 @@ class Block(nnx.Module):
             biases = (getattr(self, name)[...] for name in names if hasattr(self, name))
             weights = Weights(self.router[...], self.gate_up[...], self.down[...], *biases)
             return mixture(x, weights, routing_of(config), compute.home)
-        if config.gated_mlp and config.activation == "silu" and not config.mlp_bias:
+        plain = not config.mlp_bias and not self._adapted("gate_up", "down")
+        if config.gated_mlp and config.activation == "silu" and plain:
             return compute.kernels.gated_mlp(x, self.gate_up[...], self.down[...])
         if config.gated_mlp:
             gate, up = _pair(self._product("btd,dcm->btcm", x, "gate_up", compute))
@@ -312,9 +327,7 @@ class Decoder(nnx.Module):
         if compute.unroll_layers and layers is None:
             layers = self.unstack()
         x = self.embed(tokens, compute, positions)
-        x, cache, kept = self.run(
-            x, positions, attention, cache, compute, layers, rotary=rotary
-        )
+        x, cache, kept = self.run(x, positions, attention, cache, compute, layers, rotary=rotary)
         return self.finish(x, compute), cache, kept
 
     def hidden_states(

@@ -93,7 +93,7 @@ def check_weights(path: str | os.PathLike) -> None:
         raise ConfigError(f"{path}: no complete checkpoint there; train a step first")
 
 
-def load_params(path: str | os.PathLike, network: Network, layout: Layout) -> Params:
+def load_params(path: str | os.PathLike, network: Network, layout: Layout, seed: int = 0) -> Params:
     """Parameters of the model at a path, laid out for ``layout``.
 
     Those of a directory are read one at a time, each device's part of it alone; a scalar head is
@@ -104,21 +104,28 @@ def load_params(path: str | os.PathLike, network: Network, layout: Layout) -> Pa
       path: a Hugging Face directory or name, or an hjax workdir.
       network: the language model of the shapes that are there, or that decoder with a scalar head.
       layout: of its devices.
+      seed: of which adapters are drawn that the network has and the path has not.
 
     Raises:
       ConfigError: missing or unfit files, by name.
       DataError: no complete checkpoint in the workdir, or a damaged one.
     """
-    directory = model_directory(path)
+    directory, base = model_directory(path), network.base
     if not is_workdir(path):
-        shardings = network.shardings(layout)
-        return huggingface.load_params(directory, network.config, network.declared, shardings)
-    params = _restored(path)
-    if "decoder" in network.declared:
-        params.pop("unembedding", None)
-        fill = {name: np.zeros(network.declared[name].shape, np.float32) for name in _SCALAR}
-        params = {"decoder": params, **fill}
-    return network.place(params, layout)
+        of = base.config, base.declared, base.shardings(layout), base.shapes
+        params = huggingface.load_params(directory, *of)
+    else:
+        params = _restored(path)
+        if "decoder" in base.declared:
+            params.pop("unembedding", None)
+            fill = {name: np.zeros(base.declared[name].shape, np.float32) for name in _SCALAR}
+            params = {"decoder": params, **fill}
+        params = base.place(params, layout)
+    if base is not network:
+        _, frozen = network.partition.split(params)
+        heads = {name: params[name] for name in _SCALAR if name in params}
+        params = network.partition.join(network.create_learned(seed, layout), frozen) | heads
+    return params
 
 
 def load_decoder(path: str | os.PathLike) -> tuple[ModelConfig, Params]:

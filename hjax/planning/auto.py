@@ -45,6 +45,7 @@ from hjax.run.roles import (
     planned_models,
     role_path,
     roles_with_devices,
+    served_roles,
 )
 from hjax.run.workdir import Workdir
 from hjax.settings.checking import check_config, on_cluster
@@ -229,7 +230,14 @@ def run_problem(
     rollout = config.rollout
     rows = rollout.prompts * rollout.samples
     minibatch = config.algorithm.get("minibatch", 0) or rows
-    flow = trace(algorithm, config.algorithm, rows // minibatch, rollout.samples, models)
+    flow = trace(
+        algorithm,
+        config.algorithm,
+        rows // minibatch,
+        rollout.samples,
+        models,
+        served=served_roles(config, algorithm),
+    )
     batches = [rows, minibatch]
     if config.warm_start.steps and not config.actor.path:
         batches.append(config.warm_start.batch)

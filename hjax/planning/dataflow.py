@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -22,6 +22,7 @@ def trace(
     samples: int,
     roles: Collection[str],
     absent: Collection[str] = (),
+    served: Mapping[str, str] = {},
 ) -> Dataflow:
     """The calls of one step on the roles that have devices.
 
@@ -31,11 +32,12 @@ def trace(
       samples: responses per prompt.
       roles: those with a model; calls on others (reward functions) take no devices.
       absent: roles left out of the step altogether.
+      served: as of ``step_calls``.
 
     Raises:
       ConfigError: the calls cannot be read off, or one belongs to no phase that can be planned.
     """
-    calls = step_calls(algorithm, config, updates, samples, absent)
+    calls = step_calls(algorithm, config, updates, samples, absent, served)
     table = algorithm.role_table(config)
     called = {call.role for call in calls}
     placed = tuple(name for name in table if name in roles and name in called)

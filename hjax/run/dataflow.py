@@ -51,6 +51,7 @@ def step_calls(
     updates: int,
     samples: int,
     absent: Collection[str] = (),
+    served: Mapping[str, str] = {},
 ) -> tuple[StepCall, ...]:
     """The calls of one step, in their order.
 
@@ -59,6 +60,7 @@ def step_calls(
       updates: mini-batches that the step's sequences are cut into, for each epoch.
       samples: responses per prompt.
       absent: roles left out of the step altogether.
+      served: roles that another's worker answers for, and whose; calls are noted as that one's.
 
     Raises:
       ConfigError: the step needs something that the stand-ins cannot give, named.
@@ -69,7 +71,7 @@ def step_calls(
     settings.minibatch = rows // updates
     calls: list[StepCall] = []
     groups = {
-        name: _StandIn(name, worker_class(role.worker), samples, rows, calls)
+        name: _StandIn(served.get(name, name), worker_class(role.worker), samples, rows, calls)
         for name, role in algorithm.role_table(config).items()
         if name not in absent
     }
@@ -102,9 +104,7 @@ def absent_roles(algorithm: type[Algorithm], present: Collection[str]) -> dict[s
 class _StandIn:
     """Notes calls instead of making them."""
 
-    def __init__(
-        self, role: str, worker: Any, samples: int, rows: int, calls: list[StepCall]
-    ):
+    def __init__(self, role: str, worker: Any, samples: int, rows: int, calls: list[StepCall]):
         self._role, self._worker, self._methods = role, worker, calls_of(worker)
         self._samples, self._rows, self._calls = samples, rows, calls
 

@@ -20,6 +20,7 @@ from hjax.controller.executors import ExecutorFactory
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError
 from hjax.models.config import ModelConfig
+from hjax.models.lora import Lora, targets_of
 from hjax.models.transformer import Compute
 from hjax.models.weights import check_weights, read_config
 from hjax.rewards.function import RewardFunction
@@ -44,6 +45,7 @@ class Roles:
       layouts: by role with devices; they can be asked, but hold no arrays.
       models: shapes by role with a model.
       starts_from: by role that takes another's weights, whose.
+      served: by role that another's worker answers for, whose.
       fewer: numbers of devices, falling, on which a rollout apart can do what it does; the first
         is that of the plan.
       pools: resource pool by role, and the host's.
@@ -56,6 +58,7 @@ class Roles:
     layouts: dict[str, RoleLayouts]
     models: dict[str, ModelConfig]
     starts_from: dict[str, str]
+    served: dict[str, str] = dataclasses.field(default_factory=dict)
     fewer: tuple[int, ...] = ()
     pools: dict[str, ResourcePool] = dataclasses.field(default_factory=dict)
     groups: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -178,7 +181,9 @@ def describe_roles(
     Raises:
       ConfigError: shapes, batches, layouts or paths that do not fit, by name.
     """
+    served = served_roles(config, algorithm)
     table = algorithm.role_table(config.algorithm)
+    table = {name: role for name, role in table.items() if name not in served}
     if any(ROLLOUT in roles for roles in plan.placement):
         _check_rollout(table, algorithm)
         table[ROLLOUT] = ROLES[ROLLOUT]
@@ -232,10 +237,10 @@ def describe_roles(
         role: entry.starts_from
         for role, entry in table.items()
         if entry.starts_from
-        and not role_path(config, entry)
+        and not builds[role].arguments[0].path
         and hasattr(builds[role].worker, "take_weights")
     }
-    return Roles(table, builds, plan, layouts, models, _in_order(starts_from), fewer)
+    return Roles(table, builds, plan, layouts, models, _in_order(starts_from), served, fewer)
 
 
 def _check_rollout(table: Mapping[str, Role], algorithm: type[Algorithm]) -> None:
@@ -307,12 +312,29 @@ def check_offloads(
             check_offload(devices, f"{name}.offload")
 
 
+def served_roles(config: ConfigDict, algorithm: type[Algorithm]) -> dict[str, str]:
+    """Roles without a worker of their own, and whose worker answers for them.
+
+    A reference that would start as a copy of an actor with adapters is that actor with its adapters
+    left off.
+    """
+    table = algorithm.role_table(config.algorithm)
+    return {
+        name: role.starts_from
+        for name, role in table.items()
+        if role == ROLES["reference"]
+        and not role_path(config, role)
+        and config[role.starts_from].lora.rank
+    }
+
+
 def roles_with_devices(config: ConfigDict, algorithm: type[Algorithm]) -> dict[str, Role]:
     """Roles with a model or a worker of a user's own; functions compute on the host."""
+    served = served_roles(config, algorithm)
     return {
         name: role
         for name, role in algorithm.role_table(config.algorithm).items()
-        if not role.function or role_path(config, role)
+        if (not role.function or role_path(config, role)) and name not in served
     }
 
 
@@ -346,7 +368,8 @@ def planned_models(
                 "does not know; use colocate, split, standalone or a plan.json"
             )
         path = role_path(config, role)
-        models[name] = read(path)[0] if path else inputs.model
+        model = read(path)[0] if path else inputs.model
+        models[name] = adapted(model, config, role)
     return models
 
 
@@ -398,6 +421,10 @@ class _Builder:
         section = config.get(entry.config_section)
         path = role_path(config, entry)
         model, tokenizer = self._model(role, path)
+        if model is not None and adapted(model, config, entry) is not model:
+            model = adapted(model, config, entry)
+            # What is frozen is read again on resume, also where it is the actor's.
+            path = path or config.actor.path
         is_actor = role == "actor"
         return WorkerContext(
             role=role,
@@ -496,6 +523,19 @@ def stop_tokens(config: ConfigDict, inputs: Inputs) -> tuple[int, ...]:
             )
         stop.append(ids[0])
     return tuple(dict.fromkeys(stop))
+
+
+def adapted(model: ModelConfig, config: ConfigDict, role: Role) -> ModelConfig:
+    """A role's model with the adapters that its section asks for; the model itself without any.
+
+    Raises:
+      ConfigError: targets that the model does not have.
+    """
+    lora = config[role.config_section].lora if role.trained and role.model else None
+    if lora is None or not lora.rank:
+        return model
+    targets = targets_of(tuple(lora.targets), bool(model.experts))
+    return dataclasses.replace(model, lora=Lora(lora.rank, lora.alpha, targets, lora.rslora))
 
 
 def _check_batches(

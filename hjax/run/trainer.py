@@ -139,6 +139,7 @@ class Trainer(Recovering):
                 "none: set it to 0, or give the data a `response` column"
             )
         groups = self.roles.groups
+        groups = groups | {role: groups[by] for role, by in self.roles.served.items()}
         self.algorithm = self.algorithm_class(
             config.algorithm,
             {**groups, **absent_roles(self.algorithm_class, groups)},

@@ -68,6 +68,23 @@ def _optimizer(role: str, learning_rate: float) -> dict[str, Key]:
     }
 
 
+def _lora(role: str) -> dict[str, Key]:
+    return {
+        "rank": Key(
+            0,
+            f"of low-rank adapters (LoRA) that learn while the {role}'s weights are frozen; 0: no "
+            "adapters, all weights learn",
+            at_least(0),
+        ),
+        "alpha": Key(32.0, "adapters are scaled by alpha / rank", above(0)),
+        "rslora": Key(False, "scale them by alpha / sqrt(rank) instead"),
+        "targets": Key(
+            ("all",),
+            "matrices with an adapter: all, or some of q, k, v, o, gate, up, down",
+        ),
+    }
+
+
 def _train_axes() -> dict[str, Key]:
     return {
         "data": Key(-1, "copies of the model, each with its share of the batch"),
@@ -158,10 +175,12 @@ KEYS: dict[str, Any] = {
     },
     "actor": {
         "path": Key("", "weights (Hugging Face directory); empty: from scratch, see model"),
+        "lora": _lora("actor"),
         **_optimizer("actor", 1e-3),
     },
     "critic": {
         "path": Key("", "weights; empty: the actor's. A cost critic takes these keys too"),
+        "lora": _lora("critic"),
         **_optimizer("critic", 1e-3),
     },
     "reference": {

@@ -49,6 +49,7 @@ TRAIN_RULES: Rules = {
     "mlp": ("tensor", "tensor_micro"),
     "vocab": ("tensor", "tensor_micro"),
     "positions": (),
+    "rank": (),
 }
 GENERATE_RULES: Rules = {
     **TRAIN_RULES,

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from hjax.partition import Partition
 from hjax.sharding.layout import Layout
 
 PIPE_AXES = ("pipe", "pipe_micro")
@@ -53,10 +54,12 @@ class Pipeline:
       layout: with more than one stage.
       axes: nested dict like the parameters, of logical axis names; leaves with a leading
         ``layers`` dimension are split over the stages, the others are whole on each.
+      partition: of the parameters into what learns and what is frozen.
     """
 
-    def __init__(self, layout: Layout, axes: Tree):
+    def __init__(self, layout: Layout, axes: Tree, partition: Partition | None = None):
         self.layout = layout
+        self._partition = partition or Partition()
         self.stages = layout.ways("layers")
         self._staged = jax.tree.map(
             lambda names: names[:1] == ("layers",), axes, is_leaf=lambda x: isinstance(x, tuple)
@@ -74,10 +77,12 @@ class Pipeline:
           parts: the batch with a leading dimension of micro-batches.
 
         Returns:
-          ((loss, statistics), gradients); the statistics have ``pipeline_bubble`` too, the share
-          of the stages' time in which they idled, from the slots that were executed.
+          ((loss, statistics), gradients of what learns); the statistics have ``pipeline_bubble``
+          too, the share of the stages' time in which they idled, from the slots that were executed.
         """
-        starts, pull = jax.vjp(lambda p: self._starts(objective, p, parts), params)
+        split, join = self._partition.split, self._partition.join
+        learned, frozen = split(params)
+        starts, pull = jax.vjp(lambda p: self._starts(objective, join(p, frozen), parts), learned)
         count = jax.tree.leaves(parts)[0].shape[0]
 
         def body(params: Tree, starts: jax.Array, parts: Tree) -> Any:
@@ -87,7 +92,7 @@ class Pipeline:
         loss, stats, grads, d_starts, busy = self._map(
             body,
             (self.specs, whole, whole),
-            (whole, whole, self.specs, whole, whole),
+            (whole, whole, split(self.specs)[0], whole, whole),
         )(params, starts, parts)
         stats = {**stats, "pipeline_bubble": _bubble(busy)}
         return (loss, stats), jax.tree.map(jnp.add, grads, pull(d_starts)[0])
@@ -153,13 +158,18 @@ class Pipeline:
         self, objective: Objective, params: Tree, starts: jax.Array, parts: Tree, count: int
     ) -> Any:
         stages = self.stages
+        learned, frozen = self._partition.split(params)
+
+        def run(learned: Tree, x: jax.Array, part: Tree) -> Any:
+            return self._stage(objective, self._partition.join(learned, frozen), x, part)
+
         stage = jax.lax.axis_index(PIPE_AXES)
         first, last = stage == 0, stage == stages - 1
         kept = 2 * stages - 1  # inputs between a stage's forward and backward pass
         rest = jnp.zeros(starts.shape[1:], starts.dtype)
         example = jax.tree.map(lambda x: x[0], parts)
-        shapes = jax.eval_shape(lambda: self._stage(objective, params, rest, example)[1])
-        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (params, rest, shapes))
+        shapes = jax.eval_shape(lambda: run(learned, rest, example)[1])
+        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (learned, rest, shapes))
 
         def tick(carry: Any, time: jax.Array) -> Any:
             received, returned, inputs, total, d_starts = carry
@@ -174,7 +184,7 @@ class Pipeline:
             # The last stage's forward is part of its backward pass, in the same tick.
             sent = jax.lax.cond(
                 forwards & ~last,
-                lambda: self._stage(objective, params, x, part)[0],
+                lambda: run(learned, x, part)[0],
                 lambda: rest,
             )
             part, x = _pick(parts, back, count), inputs[back % kept]
@@ -183,14 +193,14 @@ class Pipeline:
                 return nothing
 
             def middle() -> Any:
-                _, pull = jax.vjp(lambda p, x: self._stage(objective, p, x, part)[0], params, x)
+                _, pull = jax.vjp(lambda p, x: run(p, x, part)[0], learned, x)
                 return *pull(returned), nothing[2]
 
             def end() -> Any:
                 value_and_grad = jax.value_and_grad(
-                    lambda p, x: self._stage(objective, p, x, part)[1], (0, 1), has_aux=True
+                    lambda p, x: run(p, x, part)[1], (0, 1), has_aux=True
                 )
-                result, (grads, dx) = value_and_grad(params, x)
+                result, (grads, dx) = value_and_grad(learned, x)
                 return grads, dx, result
 
             turn = jnp.where(backwards, jnp.where(last, 2, 1), 0)
@@ -210,7 +220,7 @@ class Pipeline:
 
         grads = jax.tree.map(
             lambda staged, grad: grad if staged else jax.lax.psum(grad, PIPE_AXES),
-            self._staged,
+            self._partition.split(self._staged)[0],
             grads,
         )
         (loss, stats), d_starts = jax.lax.psum((result, d_starts), PIPE_AXES)

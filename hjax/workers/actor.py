@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from hjax.errors import ConfigError
 from hjax.models.forward import response_log_probs, response_states, token_log_probs
-from hjax.models.parameters import Params
+from hjax.models.parameters import Network, Params
 from hjax.sharding.crossing import Landing
 from hjax.sharding.pipeline import Stack
 from hjax.sharding.protocols import control, protocol
@@ -30,17 +32,18 @@ class Actor(TrainedWorker, GeneratingWorker):
 
     def __init__(self, context: WorkerContext):
         super().__init__(context)
+        base, layouts = self.network.base, self.layouts
+        dtypes = base.read_dtypes(context.compute.dtype)
         self.transition = Transition(
-            self.shardings,
-            self.network.shardings(self.layouts.generate),
-            self.network.shapes,
-            self.network.read_dtypes(context.compute.dtype),
+            base.shardings(layouts.train),
+            base.shardings(layouts.generate),
+            base.shapes,
+            dtypes,
             context.transition_bucket_bytes,
         )
-        dtypes = self.network.read_dtypes(context.compute.dtype)
         # As generation reads them, and so as they are published.
         self._published = jax.tree.map(
-            lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype), self.network.shapes, dtypes
+            lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype), base.shapes, dtypes
         )
         # jit hands an argument that is only passed on out again: copied, it is another array.
         self._copy = jax.jit(
@@ -71,18 +74,26 @@ class Actor(TrainedWorker, GeneratingWorker):
     def gathered(self) -> Iterator[Params]:
         """Lend out the parameters as generation reads them; in between there are no others.
 
-        Training's are back afterwards, also when something failed.
+        Adapters are added to their matrices first; these, as they were, and the adapters stay
+        beside. Training's are back afterwards, also when something failed.
         """
-        held = self.transition.start(self.params)
-        self.params = {}
         start = time.perf_counter()
+        before, self.params = self.params, {}
+        try:
+            held = self.transition.start(before if self.merge is None else self.merge(before))
+        except BaseException:
+            self.params = before
+            raise
+        if self.merge is None:
+            before = {}
         try:
             params = self.transition.advance(held)
             self._seconds["transition"] += time.perf_counter() - start
             yield params
         finally:
             start = time.perf_counter()
-            self.params = self.transition.back(held)
+            back = self.transition.back(held)
+            self.params = back if self.merge is None else self.merge.restored(back, before)
             self._seconds["transition"] += time.perf_counter() - start
 
     @protocol("3D_PROTO", reads=SCORED_KEYS)
@@ -92,6 +103,20 @@ class Actor(TrainedWorker, GeneratingWorker):
 
     def _log_prob(self, model: Any, batch: Any, share: int) -> jax.Array:
         return response_log_probs(model, batch, share, self.compute, self.context.temperature)
+
+    @protocol("3D_PROTO", reads=SCORED_KEYS)
+    def compute_ref_log_prob(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """``ref_logprobs`` float32 [rows, length]: the policy's with its adapters left off.
+
+        Raises:
+          ConfigError: it has no adapters.
+        """
+        if self.merge is None:
+            raise ConfigError(
+                f"{self.role}.compute_ref_log_prob needs adapters (actor.lora.rank above 0); "
+                "without them a reference stands apart"
+            )
+        return {"ref_logprobs": self.score(self._log_prob, batch, base=True)}
 
     @protocol("3D_PROTO", reads=SCORED_KEYS)
     def compute_loss(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
@@ -119,12 +144,12 @@ class Actor(TrainedWorker, GeneratingWorker):
         keys = (*TOKEN_KEYS, "coefficient")
         return self.update(batch, pretrain={key: pretrain[key] for key in keys})
 
-    def pretraining(self) -> tuple[Objective, Prepare] | None:
+    def pretraining(self, network: Network) -> tuple[Objective, Prepare] | None:
         """The supervised loss of demonstrations, with their coefficient."""
         loss = self.context.supervised_loss
         if loss is None:
             return None
-        supervised, weigh = self.objective(loss, grouped=False)  # they do not share prompts
+        supervised, weigh = self.objective(loss, False, network)  # they do not share prompts
 
         def prepare(batch: Batch) -> Batch:
             weighed = weigh(batch)
@@ -148,9 +173,11 @@ class Actor(TrainedWorker, GeneratingWorker):
         Args:
           landing: of a rollout in other processes.
         """
+        params = self.whole()
         if landing is not None:
-            return self.lent(landing, self._published)
-        params = jax.tree.map(jax.device_put, self.params, self.shardings)  # if they wait on hosts
+            return self.lent(params, landing, self._published)
+        if self.merge is None:  # they may wait in the host's memory
+            params = jax.tree.map(jax.device_put, params, self.shardings)
         return self._copy(params)
 
     @control
@@ -161,19 +188,27 @@ class Actor(TrainedWorker, GeneratingWorker):
 
     def programs(self, rows: int, prompt_length: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         """Transition, generation, log-probs and update of ``rows`` sequences."""
+        if self.merge is not None:
+            yield "transition_merge", self.merge.trace
         yield from self.transition.programs()
         yield from GeneratingWorker.programs(self, rows, prompt_length)
         trace = self.trace_forward
         yield "compute_log_prob", lambda: trace(self._log_prob, rows, prompt_length)
+        if self.merge is not None:
+            base = functools.partial(trace, base=True)
+            yield "compute_ref_log_prob", lambda: base(self._log_prob, rows, prompt_length)
         yield from TrainedWorker.programs(self, rows, prompt_length)
 
     def beside(self, program: str) -> dict[str, Any]:
         """During the transition what is on neither side of a bucket; then masters of a copy."""
         names = [name for name, _ in self.transition.programs()]
+        if program == "transition_merge":
+            return super().beside(program)
         if program in names:
             params = self.transition.standing(names.index(program))
         elif program.startswith("generate"):
             params = self.transition.kept()
         else:
             return super().beside(program)
-        return self.abstract_state() | {"params": params}
+        kept = {} if self.merge is None else {"adapters and their matrices": self.merge.kept()}
+        return self.abstract_state() | {"params": params} | kept

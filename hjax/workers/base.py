@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from hjax.errors import ConfigError, DataError
 from hjax.models.checkpoint import read_state, saved_items, write_state
 from hjax.models.config import ModelConfig
-from hjax.models.parameters import Network, Params, decoder_network, scalar_network
+from hjax.models.parameters import Network, Params, decoder_network, placed, scalar_network
 from hjax.models.transformer import Compute
 from hjax.models.weights import load_params, read_config
 from hjax.pieces import Pieces
@@ -31,6 +31,7 @@ from hjax.sharding.offload import to_device, to_host
 from hjax.sharding.pipeline import Stack
 from hjax.sharding.protocols import PROMPT_ID, control, control_in_background, protocol
 from hjax.sharding.transition import BUCKET_BYTES
+from hjax.workers.adapters import Merge
 from hjax.workers.optimizer import OptimizerConfig, Prepare, Updater
 from hjax.workers.passes import Batch, Objective, Passes
 from hjax.xla.options import compiler_options
@@ -102,9 +103,7 @@ class WorkerContext:
         """What logits are divided by wherever rollouts are scored; 1 for greedy sampling."""
         return self.sampling.temperature or 1.0
 
-    def on(
-        self, devices: Sequence[jax.Device], process: tuple[int, int] = (0, 1)
-    ) -> WorkerContext:
+    def on(self, devices: Sequence[jax.Device], process: tuple[int, int] = (0, 1)) -> WorkerContext:
         """The same with its layouts on these devices; whoever builds the worker calls it.
 
         Args:
@@ -150,10 +149,14 @@ class Worker:
         """``state()`` as jax.ShapeDtypeStruct with shardings, or a state of the same form."""
         return self.state()
 
+    def stored(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Of a ``state()`` what a checkpoint has; ``restore`` gets that back."""
+        return state
+
     @control_in_background
     def save_state(self, folder: str) -> Callable[[], None]:
-        """Write ``state()`` as ``<role>.<kind>`` into a folder; done when it is on the disk."""
-        return write_state(Path(folder), self._named(self.state()))
+        """Write what is ``stored`` as ``<role>.<kind>`` into a folder; done when it is there."""
+        return write_state(Path(folder), self._named(self.stored(self.state())))
 
     @control
     def load_state(self, folder: str) -> None:
@@ -162,7 +165,7 @@ class Worker:
         Raises:
           DataError: it is damaged, or of other shapes.
         """
-        promised = self.abstract_state()
+        promised = self.stored(self.abstract_state())
         unknown = set(saved_items(Path(folder), self.role)) - set(self._named(promised))
         if unknown:
             raise DataError(
@@ -209,10 +212,6 @@ class Worker:
         return 0
 
 
-def _copies(params: Params) -> Params:
-    return jax.tree.map(jnp.copy, params)
-
-
 class ModelWorker(Worker):
     """A worker with a model: knows its shapes at once, gets its numbers by ``initialize``."""
 
@@ -226,34 +225,45 @@ class ModelWorker(Worker):
         if context.layouts is None or context.model is None:
             raise ConfigError(f"{context.role}: a model needs devices and shapes")
         self.network: Network = (scalar_network if self.scalar else decoder_network)(context.model)
+        if context.path:  # what is frozen can be read again, so it is kept as it is read
+            self.network = self.network.frozen_in(context.compute.dtype)
         train, generate = context.layouts.train, context.layouts.generate
         self.kept_whole = check_shapes(train, context.model.dimensions, f"layout.{self.role}.train")
-        narrow = check_shapes(
-            generate, context.model.dimensions, f"layout.{self.role}.generate"
-        )
+        narrow = check_shapes(generate, context.model.dimensions, f"layout.{self.role}.generate")
         self.layouts = RoleLayouts(without(train, self.kept_whole), without(generate, narrow))
         self.shardings = self.network.shardings(self.layouts.train)
         train = self.layouts.train
         # Stages of a pipeline take branches of their own, in which only a split length is held.
         held = train if train.ways("layers") == 1 or train.ways("length") > 1 else None
         self.compute = dataclasses.replace(context.compute.on(train), layout=held)
-        self.passes = Passes(train, self.network.axes, context.micro_batch, context.samples)
+        self.merge = None if self.network.partition.everything else Merge(self.network, train)
+        self.passes = self._passes(self.network)
         self.params: Params = {}  # until initialize, take_weights or restore
         self.version: int | None = None  # of the weights taken; None: they came without
         self.fetched_bytes = 0  # by this process, of the weights last taken in pieces
         self._phase = ""
         self._forwards: dict[tuple, Any] = {}
 
+    def _passes(self, network: Network) -> Passes:
+        context, partition = self.context, network.partition
+        rows = context.micro_batch, context.samples
+        return Passes(self.layouts.train, network.axes, *rows, partition)
+
     @control
     def initialize(self) -> None:
         """Read the weights from the role's path, or draw them from the seed."""
-        path, layout = self.context.path, self.layouts.train
-        if not path:
-            self.params = self.network.create(self.context.seed, layout)
+        if not self.context.path:
+            self.params = self.network.create(self.context.seed, self.layouts.train)
             return
-        if read_config(path) != self.context.model:
+        self.params = self._read()
+
+    def _read(self) -> Params:
+        """The parameters at the role's path; adapters that are not there are drawn."""
+        path, model = self.context.path, self.context.model
+        assert model is not None
+        if read_config(path) != model.base:
             raise ConfigError(f"{path}: its shapes changed since the run was set up")
-        self.params = load_params(path, self.network, layout)
+        return load_params(path, self.network, self.layouts.train, self.context.seed)
 
     @control
     def landing(self) -> Landing:
@@ -270,14 +280,22 @@ class ModelWorker(Worker):
           landing: of a worker in other processes: it is given ``Pieces``, copies cut as it wants
             them, where its model has the same arrays as this one.
         """
-        if landing is None or landing.regions.keys() != named_leaves(self.params).keys():
-            return self.params
-        return self.lent(landing, self.network.shapes)
+        params = self.whole()
+        if landing is None or landing.regions.keys() != named_leaves(params).keys():
+            return params
+        return self.lent(params, landing, params)
 
-    def lent(self, landing: Landing, shapes: Params) -> Any:
+    def whole(self) -> Params:
+        """The parameters of the model without adapters: these are added to their matrices."""
+        if self.merge is None:
+            return self.params
+        # They may wait in the host's memory.
+        return self.merge(jax.tree.map(jax.device_put, self.params, self.shardings))
+
+    def lent(self, params: Params, landing: Landing, shapes: Params) -> Any:
         """What this process sends to a landing, in the dtypes of ``shapes``, see ``lend``."""
-        crossing = crossing_to(landing, self.shardings, shapes)
-        return lend(self.params, crossing, jax.process_index())
+        held = jax.tree.map(lambda x: x.sharding, params)
+        return lend(params, crossing_to(landing, held, shapes), jax.process_index())
 
     @control
     def take_weights(self, params: Params, manifest: Manifest | None = None) -> None:
@@ -296,40 +314,52 @@ class ModelWorker(Worker):
         """
         if manifest is not None:
             check(manifest_of(params, manifest.version), manifest, after=self.version)
-        self._take(self.adapted(params))
+        frozen = self._brought(self.adapted(params))
+        if self.merge is not None:
+            drawn = self.network.create_learned(self.context.seed, self.layouts.train)
+            frozen = self.network.partition.join(drawn, frozen)
+        self.params = frozen
         self.version = None if manifest is None else manifest.version
 
     def adapted(self, params: Params) -> Params:
-        """Another role's parameters as a tree of this one's."""
+        """Another role's parameters as a tree of this one's, or where adapters learn of what is
+        frozen beside them."""
         return params
 
-    def _take(self, params: Params) -> None:
+    def _brought(self, params: Params) -> Params:
+        """Another role's parameters, in this role's train layout and dtypes."""
+        shardings, shapes = self.shardings, self.network.shapes
+        if self.merge is not None:
+            shardings, shapes = (self.network.partition.split(x)[1] for x in (shardings, shapes))
+        dtypes = jax.tree.map(lambda x: x.dtype, shapes)
         leaves = jax.tree.leaves(params)
         if any(isinstance(x, Pieces) for x in leaves):
-            bucket = self.context.transition_bucket_bytes
-            arrival = Arrival(self.shardings, self.network.shapes, bucket_bytes=bucket)
             # Small arrays come as they are.
             params = jax.tree.map(
                 lambda x: Pieces.of(x) if isinstance(x, np.ndarray) else x, params
             )
-            self.params = arrival(params)
+            bucket = self.context.transition_bucket_bytes
+            arrival = Arrival(shardings, _in_dtypes(shapes, params), dtypes, bucket_bytes=bucket)
+            landed: Params = arrival(params)
             self.fetched_bytes = arrival.fetched_bytes
-            return
+            return landed
         if not all(isinstance(x, jax.Array) for x in leaves):
-            self.params = self.network.place(params, self.layouts.train)
-            return
+            return placed(params, shardings, shapes)
         devices = list(self.layouts.train.mesh.devices.flat)
         if all(x.sharding.device_set.isdisjoint(devices) for x in leaves):
             source = jax.tree.map(lambda x: x.sharding, params)
-            self.params = PoolTransition(source, self.shardings, self.network.shapes)(params)
-            return
+            moved: Params = PoolTransition(source, shardings, shapes, dtypes)(params)
+            return moved
+
+        def copies(params: Params) -> Params:
+            return jax.tree.map(lambda x, dtype: jnp.copy(x).astype(dtype), params, dtypes)
+
         meshes = [x.sharding.mesh for x in leaves if isinstance(x.sharding, NamedSharding)]
         if len(meshes) == len(leaves) and all(list(m.devices.flat) == devices for m in meshes):
             # One program, over however many processes the pool has.
-            self.params = jax.jit(_copies, out_shardings=self.shardings)(params)
-            return
+            return jax.jit(copies, out_shardings=shardings)(params)
         # Copied first: device_put between shuffled shards shares buffers whatever may_alias says.
-        self.params = jax.tree.map(jax.device_put, jax.jit(_copies)(params), self.shardings)
+        return jax.tree.map(jax.device_put, jax.jit(copies)(params), shardings)
 
     def away(self, phase: str, called: bool) -> set[str]:
         """Kinds of state that wait on the host in a phase, where it is or isn't this role's call.
@@ -361,9 +391,20 @@ class ModelWorker(Worker):
         """Everything that decides what this worker does next, as trees of arrays."""
         return {"params": self.params}
 
+    def stored(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Frozen parameters apart from those that learn, and only where no file has them."""
+        if self.merge is None:
+            return state
+        learned, frozen = self.network.partition.split(state["params"])
+        return {**state, "params": learned} | ({} if self.context.path else {"base": frozen})
+
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a ``state()``."""
+        """Continue from what was ``stored``."""
         self.params = state["params"]
+        if self.merge is not None:
+            partition = self.network.partition
+            frozen = state["base"] if "base" in state else partition.split(self._read())[1]
+            self.params = partition.join(self.params, frozen)
 
     def abstract_state(self) -> dict[str, Any]:
         """``state()`` as jax.ShapeDtypeStruct with shardings, without the numbers."""
@@ -381,14 +422,22 @@ class ModelWorker(Worker):
         """The part of ``abstract_state()`` that stays while a program runs but is no argument."""
         return {}
 
-    def trace_forward(self, compute: Callable[..., Any], rows: int, prompt_length: int) -> Any:
+    def trace_forward(
+        self, compute: Callable[..., Any], rows: int, prompt_length: int, base: bool = False
+    ) -> Any:
         """What ``forward`` compiles of ``compute`` for the tokens of ``rows`` sequences."""
         params = abstract(self.network.shapes, self.shardings)
+        params = self.network.base_of(params) if base else params
         batch = self.token_shapes(rows, prompt_length)
-        return self._forward(compute, True).trace(params, batch)
+        return self._forward(compute, True, base).trace(params, batch)
 
     def forward(
-        self, compute: Callable[..., Any], params: Any, batch: Any, grouped: bool = False
+        self,
+        compute: Callable[..., Any],
+        params: Any,
+        batch: Any,
+        grouped: bool = False,
+        base: bool = False,
     ) -> Any:
         """Run ``compute(model, batch, share)`` compiled; ``share``: rows per copy of a prompt.
 
@@ -400,24 +449,35 @@ class ModelWorker(Worker):
           params: of the model.
           batch: dict of arrays.
           grouped: rows come in groups of one prompt (``self.grouped``).
+          base: the parameters are those of the model without its adapters.
         """
-        return self._forward(compute, grouped)(params, batch)
+        return self._forward(compute, grouped, base)(params, batch)
 
-    def score(self, compute: Callable[..., Any], batch: Mapping[str, Any]) -> Any:
-        """``forward`` over a batch's prompts and responses, with the parameters as they are."""
+    def score(
+        self, compute: Callable[..., Any], batch: Mapping[str, Any], base: bool = False
+    ) -> Any:
+        """``forward`` over a batch's prompts and responses, with the parameters as they are.
+
+        Args:
+          compute, batch: as there.
+          base: with the model's adapters left off.
+        """
         tokens = {key: batch[key] for key in TOKEN_KEYS}
-        return self.forward(compute, self.params, tokens, self.grouped(batch))
+        params = self.network.base_of(self.params) if base else self.params
+        return self.forward(compute, params, tokens, self.grouped(batch), base)
 
-    def _forward(self, compute: Callable[..., Any], grouped: bool) -> Any:
-        key = (getattr(compute, "__code__", compute), grouped)
+    def _forward(self, compute: Callable[..., Any], grouped: bool, base: bool = False) -> Any:
+        key = (getattr(compute, "__code__", compute), grouped, base)
         if key not in self._forwards:
+            network = self.network.base if base else self.network
+            passes = self._passes(network) if base else self.passes
 
             def part(params: Params, batch: Any, stack: Stack) -> Any:
                 share = self.share(next(iter(batch.values())).shape[0]) if grouped else 1
-                return compute(self.network.bind(params, stack), batch, share)
+                return compute(network.bind(params, stack), batch, share)
 
             def run(params: Params, batch: Any) -> Any:
-                return self.passes.forward(part, params, batch)
+                return passes.forward(part, params, batch)
 
             run.__name__ = f"{self.role}_{compute.__name__.strip('_')}"
             train = self.layouts.train
@@ -483,22 +543,27 @@ class TrainedWorker(ModelWorker):
                 loss, optimizer = context.supervised_loss, context.warm_start
             if loss is None or optimizer is None:
                 raise ConfigError(f"{self.role}: this run was set up without a {stage} stage")
+            network = self.learner(stage)
             self._updaters[stage, grouped] = Updater(
-                *self.objective(loss, grouped),
+                *self.objective(loss, grouped, network),
                 optimizer,
-                self.passes,
-                self.network,
-                self.pretraining(),
+                self.passes if network is self.network else self._passes(network),
+                network,
+                self.pretraining(network),
                 name=f"{self.role}_update",
             )
         return self._updaters[stage, grouped]
 
-    def objective(self, loss: Any, grouped: bool) -> tuple[Objective, Prepare]:
+    def learner(self, stage: str) -> Network:
+        """What learns in a stage: a warm start makes the base of later adapters."""
+        return self.network.base if stage == "warm_start" else self.network
+
+    def objective(self, loss: Any, grouped: bool, network: Network) -> tuple[Objective, Prepare]:
         """A loss as a weighted sum over a micro-batch, and the weights of the whole step."""
 
         def objective(params: Params, batch: Batch, stack: Stack) -> Any:
             share = self.share(batch["responses"].shape[0]) if grouped else 1
-            model = self.network.bind(params, stack)
+            model = network.bind(params, stack)
             token_loss, stats = self.token_loss(model, batch, share, loss)
             total = jnp.sum(batch["weights"] * token_loss)
             return total, {k: jnp.sum(batch["stat_weights"] * v) for k, v in stats.items()}
@@ -511,7 +576,7 @@ class TrainedWorker(ModelWorker):
 
         return objective, prepare
 
-    def pretraining(self) -> tuple[Objective, Prepare] | None:
+    def pretraining(self, network: Network) -> tuple[Objective, Prepare] | None:
         """Objective and preparation of the batch's ``pretrain`` entry; None: no such loss."""
         return None
 
@@ -545,8 +610,14 @@ class TrainedWorker(ModelWorker):
         """
         if stage not in TRAININGS:
             raise ConfigError(f"stage {stage!r}; allowed: {', '.join(TRAININGS)}")
-        self.optimizer_state = self._updater(stage, True).init(self.params)
         self.stage = stage
+        self.optimizer_state = self._updater(stage, True).init(self._learning())
+
+    def _learning(self) -> Params:
+        """The parameters of what learns in this stage."""
+        if self.learner(self.stage) is self.network:
+            return self.params
+        return self.network.base_of(self.params)
 
     def away(self, phase: str, called: bool) -> set[str]:
         """The optimizer's state waits outside of updates, the parameters outside of own calls."""
@@ -569,9 +640,13 @@ class TrainedWorker(ModelWorker):
         needs = update_keys(self.context, *self.extra_keys)
         arrays = {key: batch[key] for key in needs if batch.get(key) is not None} | more
         updater = self._updater(self.stage, self.grouped(batch))
-        self.params, self.optimizer_state, metrics = updater(
-            self.params, self.optimizer_state, arrays
+        params, self.optimizer_state, metrics = updater(
+            self._learning(), self.optimizer_state, arrays
         )
+        if self.learner(self.stage) is not self.network:
+            learned, _ = self.network.partition.split(self.params)
+            params = self.network.partition.join(learned, params)
+        self.params = params
         return metrics
 
     # What an update reads beside prompts, responses and what the losses need.
@@ -582,7 +657,7 @@ class TrainedWorker(ModelWorker):
         return super().state() | {"optimizer": self.optimizer_state}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a ``state()``."""
+        """Continue from what was ``stored``."""
         super().restore(state)
         self.optimizer_state = state["optimizer"]
 
@@ -628,6 +703,15 @@ def update_keys(context: WorkerContext, *extra: str) -> tuple[str, ...]:
     losses = (context.loss, context.supervised_loss)
     needs = [key for loss in losses if loss is not None for key in loss.needs]
     return tuple(dict.fromkeys((*TOKEN_KEYS, *needs, "row_mask", *extra)))
+
+
+def _in_dtypes(shapes: Params, sent: Params) -> Params:
+    """Abstract arrays in the dtypes in which those of the same names were sent."""
+    there = named_leaves(sent)
+    dtypes = [there.get(name, x).dtype for name, x in named_leaves(shapes).items()]
+    leaves, structure = jax.tree.flatten(shapes)
+    cast = [jax.ShapeDtypeStruct(x.shape, dtype) for x, dtype in zip(leaves, dtypes, strict=True)]
+    return jax.tree.unflatten(structure, cast)
 
 
 def abstract(shapes: Any, shardings: Any) -> Any:

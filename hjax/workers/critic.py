@@ -23,11 +23,14 @@ class Critic(TrainedWorker):
     scalar = True
 
     def adapted(self, params: Params) -> Params:
-        """A language model's parameters, with a value head of zeros."""
-        shapes = self.network.shapes
+        """A language model's parameters, with a value head of zeros; under adapters without."""
         # What is missing is named where the parameters are taken.
-        kept = {key: params[key] for key in shapes["decoder"] if key in params}
-        head: Params = {k: np.zeros(x.shape, x.dtype) for k, x in shapes.items() if k != "decoder"}
+        kept = {key: params[key] for key in self.network.shapes["decoder"] if key in params}
+        if self.merge is not None:
+            return {"decoder": kept}
+        head: Params = {
+            k: np.zeros(x.shape, x.dtype) for k, x in self.network.shapes.items() if k != "decoder"
+        }
         first = jax.tree.leaves(params)[0]
         placed = getattr(first, "sharding", None)
         if isinstance(placed, NamedSharding):

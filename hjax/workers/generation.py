@@ -25,7 +25,7 @@ class GeneratingWorker(ModelWorker):
 
     def __init__(self, context: WorkerContext):
         super().__init__(context)
-        self.generator = Generator(self.network, self.layouts.generate, context.compute)
+        self.generator = Generator(self.network.base, self.layouts.generate, context.compute)
         self._asked = 0  # prompts so far, by which their rows know each other
 
     @contextlib.contextmanager
@@ -139,9 +139,9 @@ class GeneratingWorker(ModelWorker):
         """What generation reads, as jax.ShapeDtypeStruct with shardings."""
         return jax.tree.map(
             lambda x, dtype, s: jax.ShapeDtypeStruct(x.shape, dtype, sharding=s),
-            self.network.shapes,
-            self.network.read_dtypes(self.context.compute.dtype),
-            self.network.shardings(self.layouts.generate),
+            self.network.base.shapes,
+            self.network.base.read_dtypes(self.context.compute.dtype),
+            self.network.base.shardings(self.layouts.generate),
         )
 
 

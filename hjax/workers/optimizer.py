@@ -92,7 +92,8 @@ class Updater:
       prepare: adds the weights to the whole step's batch, before it is cut.
       optimizer: settings of the update.
       passes: how batches are cut and run under the train layout.
-      network: the model whose parameters are updated: their kinds, shapes and axes.
+      network: the model whose parameters are updated, those that learn: their kinds, shapes and
+        axes.
       pretraining: a second objective and its ``prepare``, for the batch's entry ``pretrain``
         where it has one; its loss is added (PPO-ptx).
       name: of the compiled program.
@@ -112,19 +113,21 @@ class Updater:
         self._pretraining = pretraining
         self._prepare = prepare
         self._passes = passes
-        self._shardings = network.shardings(passes.layout)
-        self._optimizer = optimizer.build(network.kinds)
+        self._partition = network.partition
+        self._shardings, _ = self._partition.split(network.shardings(passes.layout))
+        kinds, _ = self._partition.split(network.kinds)
+        self._optimizer = optimizer.build(kinds)
         self._rate = optimizer.rate()
 
-        def step(params: Params, state: Any, batch: dict[str, jax.Array]) -> Any:
-            return self._step(params, state, batch)
+        def step(learned: Params, frozen: Params, state: Any, batch: dict[str, Any]) -> Any:
+            return self._step(learned, frozen, state, batch)
 
         step.__name__ = name  # by which a compilation is logged
         state = jax.tree.map(lambda x: x.sharding, self.abstract_state(network.shapes))
         placed = self._shardings, state, passes.layout.replicated
         self._program = jax.jit(
             step,
-            donate_argnums=(0, 1),
+            donate_argnums=(0, 2),
             out_shardings=placed,
             compiler_options=compiler_options(
                 passes.layout.platform, passes.layout.ways("heads") > 1
@@ -132,13 +135,15 @@ class Updater:
         )
 
     def init(self, params: Params) -> Any:
-        """Optimizer state, its moments sharded like the parameters."""
+        """Optimizer state of what learns, its moments sharded like the parameters."""
         placed = jax.tree.map(lambda x: x.sharding, self.abstract_state(params))
-        return jax.jit(self._optimizer.init, out_shardings=placed)(params)
+        learned, _ = self._partition.split(params)
+        return jax.jit(self._optimizer.init, out_shardings=placed)(learned)
 
     def abstract_state(self, params: Params) -> Any:
         """The optimizer state as jax.ShapeDtypeStruct with shardings; ``params`` may be so too."""
-        state = jax.eval_shape(self._optimizer.init, params)
+        learned, _ = self._partition.split(params)
+        state = jax.eval_shape(self._optimizer.init, learned)
         placed = optax.tree.map_params(
             self._optimizer,
             lambda _, sharding: sharding,
@@ -153,23 +158,25 @@ class Updater:
     def __call__(
         self, params: Params, state: Any, batch: dict[str, jax.Array]
     ) -> tuple[Params, Any, Metrics]:
-        """Take a step; ``params`` and ``state`` are donated.
+        """Take a step; ``state`` and those of ``params`` that learn are donated.
 
         Returns:
           the new parameters and state (the old ones where loss or gradient is not finite:
           ``skipped`` is then 1), laid out as they were, and metrics, on every device: ``loss``,
           ``grad_norm``, ``learning_rate``, ``skipped`` and the objective's statistics.
         """
-        return self._program(params, state, batch)
+        learned, frozen = self._partition.split(params)
+        learned, state, metrics = self._program(learned, frozen, state, batch)
+        return self._partition.join(learned, frozen), state, metrics
 
     def trace(self, params: Any, state: Any, batch: Any) -> Any:
         """The program traced for abstract arguments, to count what it costs without running it."""
-        return self._program.trace(params, state, batch)
+        return self._program.trace(*self._partition.split(params), state, batch)
 
     def _step(
-        self, params: Params, state: Any, batch: dict[str, Any]
+        self, learned: Params, frozen: Params, state: Any, batch: dict[str, Any]
     ) -> tuple[Params, Any, Metrics]:
-        batch = dict(batch)
+        batch, params = dict(batch), self._partition.join(learned, frozen)
         pretrain: Batch | None = batch.pop("pretrain", None)
         gradients = self._passes.gradients
         (loss, stats), grads = gradients(self._objective, params, self._prepare(batch))
@@ -189,7 +196,7 @@ class Updater:
         # Adam and the schedule count alike.
         (_, count), *_ = optax.tree.get_all_with_path(state, "count")
         rate = self._rate(count)
-        params, state = jax.lax.cond(finite, take, lambda p, s: (p, s), params, state)
+        learned, state = jax.lax.cond(finite, take, lambda p, s: (p, s), learned, state)
         metrics = {
             "loss": loss,
             "grad_norm": norm,
@@ -197,4 +204,4 @@ class Updater:
             "skipped": (~finite).astype(jnp.int32),
             **stats,
         }
-        return params, state, metrics
+        return learned, state, metrics

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from hjax.models.parameters import Params
+from hjax.partition import Partition
 from hjax.sharding.layout import Layout
 from hjax.sharding.pipeline import Pipeline, Stack, plain
 
@@ -29,28 +30,43 @@ class Passes:
       micro_batch: most rows per pass over all devices (at least one per data-parallel part);
         0: all at once, in a pipeline a few micro-batches per stage.
       samples: rows of a prompt, kept together where they can be.
+      partition: of the parameters into what learns and what is frozen.
     """
 
-    def __init__(self, layout: Layout, axes: Any, micro_batch: int = 0, samples: int = 1):
+    def __init__(
+        self,
+        layout: Layout,
+        axes: Any,
+        micro_batch: int = 0,
+        samples: int = 1,
+        partition: Partition | None = None,
+    ):
         self.layout = layout
-        self.pipeline = Pipeline(layout, axes) if layout.ways("layers") > 1 else None
+        self.partition = partition or Partition()
+        staged = layout.ways("layers") > 1
+        self.pipeline = Pipeline(layout, axes, self.partition) if staged else None
         self._micro_batch = micro_batch
         self._samples = samples
 
     def gradients(self, objective: Objective, params: Params, batch: Batch) -> Any:
-        """((loss, statistics), gradients), summed over micro-batches; inside jit."""
+        """((loss, statistics), gradients of what learns), summed over micro-batches; inside jit."""
         pieces = self.pieces(batch)
-        value_and_grad = jax.value_and_grad(lambda p, b: objective(p, b, plain), has_aux=True)
+        learned, frozen = self.partition.split(params)
+
+        def loss(learned: Params, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+            return objective(self.partition.join(learned, frozen), batch, plain)
+
+        value_and_grad = jax.value_and_grad(loss, has_aux=True)
         if self.pipeline is None and pieces == 1:
-            return value_and_grad(params, batch)
+            return value_and_grad(learned, batch)
         parts = jax.tree.map(lambda x: self.layout.cut(x, pieces), batch)
         if self.pipeline is not None:
             return self.pipeline.gradients(objective, params, parts)
 
         def add(total: Any, part: Batch) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, value_and_grad(params, part)), None
+            return jax.tree.map(jnp.add, total, value_and_grad(learned, part)), None
 
-        shapes = jax.eval_shape(value_and_grad, params, jax.tree.map(lambda x: x[0], parts))
+        shapes = jax.eval_shape(value_and_grad, learned, jax.tree.map(lambda x: x[0], parts))
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         return jax.lax.scan(add, zeros, parts)[0]
 

@@ -38,7 +38,7 @@ class Rollout(GeneratingWorker):
             lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype), self.network.shapes, dtypes
         )
         # What it keeps, and what it is to be sent, is what generation reads.
-        self.network = dataclasses.replace(self.network, shapes=shapes)
+        self.network = self.network.with_shapes(shapes)
         self._forget()
 
     def _forget(self) -> None:
@@ -74,12 +74,7 @@ class Rollout(GeneratingWorker):
         """
         check(manifest_of(params, version), self.network.shapes, after=self.version)
         start = time.perf_counter()
-        held, self.params = self.params, {}
-        try:
-            self._take(params)
-            self._taken = version, jax.block_until_ready(self.params)
-        finally:
-            self.params = held
+        self._taken = version, jax.block_until_ready(self._brought(params))
         self._seconds += time.perf_counter() - start
         return version
 
@@ -183,4 +178,3 @@ class Rollout(GeneratingWorker):
         """Seconds in which weights were taken since last asked."""
         taken, self._seconds = self._seconds, 0.0
         return {"transition": taken}
-

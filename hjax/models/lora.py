@@ -1,0 +1,288 @@
+"""Low-rank adapters (LoRA; Hu et al. 2021, arXiv 2106.09685).
+
+A matrix W of a layer, frozen, gets an addition ``scaling * A B`` of a low rank, which learns. Both
+parts are parameters beside it, ``<name>_a`` and ``<name>_b``, declared from its declaration. A
+product with W becomes one with W and two thin ones, so that no gradient as large as W is made;
+``merged`` adds them to W for whoever only reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hjax.errors import ConfigError
+from hjax.models.declaration import Kind, Parameter, Stored
+
+# Parts of a layer's matrices, and which parameter has them; of a pair, which half.
+_PLACES: dict[str, tuple[tuple[str, int | None], ...]] = {
+    "q": (("q", None),),
+    "k": (("kv", 0),),
+    "v": (("kv", 1),),
+    "o": (("o", None),),
+    "gate": (("gate_up", 0),),
+    "up": (("gate_up", 1), ("up", None)),
+    "down": (("down", None),),
+}
+TARGETS = tuple(_PLACES)
+ALL = "all"
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """Adapters of a decoder's layers.
+
+    Attributes:
+      rank: of the additions.
+      alpha: an addition is scaled by ``alpha / rank``, or with ``rslora`` by ``alpha / sqrt(rank)``
+        (Kalajdzievski 2023, arXiv 2312.03732).
+      rslora: see ``alpha``.
+      targets: which matrices have one, of ``TARGETS``; those that a model lacks are left out.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = TARGETS
+    rslora: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ConfigError(f"lora.rank={self.rank}: 1 or more (0 in a config: no adapters)")
+        unknown = sorted(set(self.targets) - set(TARGETS))
+        if unknown or not self.targets:
+            raise ConfigError(
+                f"lora.targets={unknown[0] if unknown else '()'}: {ALL}, or some of "
+                f"{', '.join(TARGETS)}"
+            )
+
+    @property
+    def scaling(self) -> float:
+        """What the product of both parts is multiplied by."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+def targets_of(names: tuple[str, ...], experts: bool) -> tuple[str, ...]:
+    """Targets in their order, of names as people write them: ``all``, ``q`` or ``q_proj``.
+
+    Args:
+      names: see above; ``all`` is every matrix that can have an adapter.
+      experts: the model's MLPs are experts, which have none.
+
+    Raises:
+      ConfigError: an unknown name, or one of experts.
+    """
+    attention = ("q", "k", "v", "o")
+    short = {name.removesuffix("_proj") for name in names}
+    if ALL in short:
+        short |= set(attention if experts else TARGETS)
+        short.discard(ALL)
+    unknown = sorted(short - set(TARGETS))
+    if unknown or not short:
+        raise ConfigError(
+            f"lora.targets={','.join(unknown) or '()'}: {ALL}, or some of {', '.join(TARGETS)}"
+        )
+    if experts and (beyond := sorted(short - set(attention))):
+        raise ConfigError(
+            f"lora.targets={','.join(beyond)}: this model's MLPs are experts, whose matrices get "
+            f"no adapters; use {', '.join(attention)}, or {ALL} for those"
+        )
+    return tuple(name for name in TARGETS if name in short)
+
+
+def halves(lora: Lora, name: str, parameter: Parameter) -> tuple[int | None, ...]:
+    """Of a layer's matrix, which halves of its ``pair`` axis have an adapter; (None,): it has no
+    such axis and has one; empty: none has."""
+    if parameter.kind is not Kind.MATRIX or "experts" in parameter.names:
+        return ()
+    paired = "pair" in parameter.names
+    return tuple(
+        half
+        for target in lora.targets
+        for place, half in _PLACES[target]
+        if place == name and (half is not None) == paired
+    )
+
+
+def adapter_parameters(layers: Mapping[str, Parameter], lora: Lora) -> dict[str, Parameter]:
+    """Both parts of the adapters of a layer's parameters, by name.
+
+    ``<name>_a``: [layers, (halves,) inputs..., rank], drawn with PEFT's variance, 1 / (3 inputs);
+    ``<name>_b``: [layers, (halves,) rank, outputs...], zero. Tensors are named as PEFT's.
+    """
+    declared = {}
+    for name, parameter in layers.items():
+        if of := halves(lora, name, parameter):
+            declared[f"{name}_a"], declared[f"{name}_b"] = _both(parameter, lora.rank, of)
+    if not declared:
+        raise ConfigError(
+            f"lora.targets={','.join(lora.targets)}: this model has no such matrix in a layer of "
+            f"{', '.join(layers)}"
+        )
+    return declared
+
+
+def _both(
+    parameter: Parameter, rank: int, of: tuple[int | None, ...]
+) -> tuple[Parameter, Parameter]:
+    sizes = dict(parameter.axes)
+    lead = [("layers", sizes["layers"])] + ([("pair", len(of))] if of[0] is not None else [])
+    inner = [(name, sizes[name]) for name in parameter.inputs]
+    outer = [
+        axis for axis in parameter.axes if axis[0] not in ("layers", "pair", *parameter.inputs)
+    ]
+    into, out = [], []
+    for stored in parameter.stored:
+        a, b = _stored(stored, parameter, of)
+        into += a
+        out += b
+    scale = (3 * math.prod(size for _, size in inner)) ** -0.5
+    low = ("rank", rank)
+    return (
+        Parameter((*lead, *inner, low), Kind.ADAPTER, scale, stored=tuple(into)),
+        Parameter((*lead, low, *outer), Kind.ADAPTER, stored=tuple(out)),
+    )
+
+
+def _stored(
+    stored: Stored, parameter: Parameter, of: tuple[int | None, ...]
+) -> tuple[list[Stored], list[Stored]]:
+    """PEFT's tensors for a stored matrix: ``lora_A`` [rank, inputs], ``lora_B`` [outputs, rank]."""
+    module = stored.name.removesuffix(".weight")
+    first, second = f"{module}.lora_A.weight", f"{module}.lora_B.weight"
+    groups = stored.groups()
+    [inputs] = [group for group in groups if set(group) & set(parameter.inputs)]
+    [outputs] = [group for group in groups if not set(group) & set(parameter.inputs)]
+    a = Stored(first, f"rank ({' '.join(inputs)})")
+    if "pair" not in outputs:
+        if stored.pair is not None and stored.pair not in of:
+            return [], []
+        half = None if stored.pair is None else of.index(stored.pair)
+        part = None if stored.part is None else (0, *stored.part[1:])
+        b = Stored(second, f"({' '.join(outputs)}) rank", half, part)
+        return [dataclasses.replace(a, pair=half)], [b]
+    # Both halves one after another in one tensor, whose own part may be one of several.
+    own = " ".join(axis for axis in outputs if axis != "pair")
+    sizes = dict(parameter.axes)
+    each = math.prod(sizes[axis] for axis in outputs if axis != "pair")
+    start, whole = (0, 2 * each) if stored.part is None else stored.part[1:]
+    into, out = [], []
+    for index, half in enumerate(of):
+        assert half is not None
+        into.append(dataclasses.replace(a, pair=index))
+        out.append(Stored(second, f"({own}) rank", index, (0, start + half * each, whole)))
+    return into, out
+
+
+def product(spec: str, x: jax.Array, a: jax.Array, b: jax.Array, scaling: float) -> jax.Array:
+    """What an adapter adds to ``einsum(spec, x, weight)``, in the dtype of x.
+
+    Args:
+      spec: of the product with the weight, such as ``btd,dcke->btcke``.
+      x: [batch, length, inputs...].
+      a, b: of one layer.
+      scaling: of ``Lora``.
+
+    Returns:
+      [batch, length, outputs...], of a pair with the size of ``a``'s.
+    """
+    rows, inner, pair, outer = _letters(spec)
+    low = jnp.einsum(f"{rows}{inner},{pair}{inner}z->{rows}{pair}z", x, a.astype(x.dtype))
+    both = f"{rows}{pair}z,{pair}z{outer}->{rows}{pair}{outer}"
+    return jnp.einsum(both, low, scaling * b.astype(x.dtype))
+
+
+def _letters(spec: str) -> tuple[str, str, str, str]:
+    """Of a product's spec: rows, what is summed, the pair axis (or nothing), what is made."""
+    left, made = spec.split("->")
+    x, weight = left.split(",")
+    rows = x[:2]
+    inner = "".join(letter for letter in weight if letter not in made)
+    pair = "c" if "c" in weight else ""
+    return rows, inner, pair, "".join(c for c in weight if c in made and c != "c")
+
+
+def spread(addition: jax.Array, of: tuple[int | None, ...]) -> jax.Array:
+    """An addition [batch, length, halves, ...] with zeros for the half that has no adapter."""
+    if len(of) == 1 and of[0] is not None:
+        other = jnp.zeros_like(addition)
+        return jnp.concatenate([addition, other] if of[0] == 0 else [other, addition], axis=2)
+    return addition
+
+
+def merged(params: Mapping[str, Any], network: Any) -> dict[str, Any]:
+    """Parameters without adapters: these are added to their matrices.
+
+    Args:
+      params: nested dict of jax.Array or numpy arrays; only read.
+      network: a ``hjax.models.parameters.Network`` with adapters.
+
+    Returns:
+      nested dict of the base's parameters, each in its dtype, summed in float32; those without
+      adapters are the same arrays.
+    """
+    if "decoder" in params:
+        return {**params, "decoder": _merged(params["decoder"], network)}
+    return _merged(params, network)
+
+
+def _merged(params: Mapping[str, Any], network: Any) -> dict[str, Any]:
+    layers, declared = params["layers"], layers_of(network.declared)
+    plain = {name: x for name, x in layers.items() if declared[name].kind is not Kind.ADAPTER}
+    matrices = merged_matrices(layers, declared, network.config.lora)
+    return {**params, "layers": {**plain, **matrices}}
+
+
+def layers_of(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The layers' part of a tree like a language or a scalar model's parameters."""
+    found: Mapping[str, Any] = tree.get("decoder", tree)["layers"]
+    return found
+
+
+def merged_matrices(
+    layers: Mapping[str, Any], declared: Mapping[str, Parameter], lora: Lora
+) -> dict[str, Any]:
+    """Of layers the matrices that have an adapter, with it added, by name.
+
+    Args:
+      layers: arrays by name; others than these matrices and their adapters are not read.
+      declared: of the layers.
+      lora: of the adapters.
+    """
+    matrices = {}
+    for name, parameter in declared.items():
+        if of := halves(lora, name, parameter):
+            parts = layers[name], layers[f"{name}_a"], layers[f"{name}_b"]
+            matrices[name] = _added(*parts, parameter, lora.scaling, of)
+    return matrices
+
+
+_LETTER = {"layers": "l", "pair": "c", "embed": "d", "heads": "h", "kv_heads": "k"} | {
+    "head_dim": "e",
+    "mlp": "m",
+}
+
+
+def _added(
+    weight: Any, a: Any, b: Any, parameter: Parameter, scaling: float, of: tuple[int | None, ...]
+) -> Any:
+    xp: Any = np if isinstance(weight, np.ndarray) else jnp
+    names = [_LETTER[axis] for axis in parameter.names]
+    inner = "".join(_LETTER[axis] for axis in parameter.inputs)
+    lead = "lc" if "pair" in parameter.names else "l"
+    outer = "".join(letter for letter in names if letter not in lead + inner)
+    spec = f"{lead}{inner}z,{lead}z{outer}->{''.join(names)}"
+    a, b = (xp.asarray(x, np.float32) for x in (a, b))
+    sum_in = {} if xp is np else {"precision": jax.lax.Precision.HIGHEST}
+    addition = scaling * xp.einsum(spec, a, b, **sum_in)
+    if len(of) == 1 and of[0] is not None:
+        at = parameter.names.index("pair")
+        empty = xp.zeros_like(addition)
+        both = [addition, empty] if of[0] == 0 else [empty, addition]
+        addition = xp.concatenate(both, axis=at)
+    return (weight.astype(np.float32) + addition).astype(weight.dtype)
