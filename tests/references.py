@@ -1,6 +1,6 @@
-"""torch, an independent reference: without it a test that compares with it is skipped.
+"""torch and peft, independent references: without them a test that compares with one is skipped.
 
-setup.cfg says on which Pythons the test extra brings it.
+setup.cfg says on which Pythons the test extra brings them.
 """
 
 import importlib
@@ -8,17 +8,27 @@ from typing import Any
 
 import pytest
 
-try:
-    import torch
-except ModuleNotFoundError:
 
-    class _Absent:
-        def __getattr__(self, name: str) -> Any:
-            if name.startswith("__"):
-                raise AttributeError(name)
-            pytest.skip("compares with torch, which is not installed: pip install torch")
+class _Absent:
+    def __init__(self, name: str):
+        self._name = name
 
-    torch = _Absent()  # type: ignore[assignment]
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        there = f"{self._name}, which is not installed: pip install {self._name}"
+        pytest.skip(f"compares with {there}")
+
+
+def _reference(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        return _Absent(name)
+
+
+torch = _reference("torch")
+peft = _reference("peft")
 
 
 def llama_layers() -> Any:

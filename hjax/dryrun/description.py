@@ -89,6 +89,12 @@ def describe(trainer: Any) -> dict[str, Any]:
             role: arithmetic.parameters(worker.network.config, worker.scalar)
             for role, worker in rehearsal.workers.items()
         },
+        "learned": {
+            role: arithmetic.learned_parameters(worker.network.config, worker.scalar)
+            if hasattr(worker, "optimizer_state")
+            else 0
+            for role, worker in rehearsal.workers.items()
+        },
         "resident_bytes": {r: sum(x.values()) for r, x in resident_bytes(rehearsal).items()},
         "device_memory_bytes": min(filter(None, map(device_memory, devices)), default=None),
         **({"offload": offload_savings(records)} if any_offloaded(records) else {}),

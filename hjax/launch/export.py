@@ -12,13 +12,15 @@ from hjax.files import json_line
 from hjax.launch.command import parse_flags
 
 HELP = """\
-usage: python -m hjax.launch.export --model=DIR|WORKDIR --output=DIR [--json]
+usage: python -m hjax.launch.export --model=DIR|WORKDIR --output=DIR [--adapter] [--json]
 
 Write a model as a Hugging Face directory that transformers loads: config.json, safetensors in the
 dtype of the weights that the run started from, and the tokenizer's files with its chat template.
 
   --model=DIR|WORKDIR   a workdir (its actor's newest checkpoint), a Hugging Face directory or name
   --output=DIR          the directory to write; it must be new or empty
+  --adapter             of a workdir that trained adapters (LoRA) these alone, as a directory that
+                        PEFT loads; without it they are added to the weights
   --json                print one line of JSON as the last line of the output
   --help                print this
 
@@ -39,6 +41,7 @@ def _run(arguments: Sequence[str]) -> int:
     own = flags.FlagValues()
     flags.DEFINE_string("model", "", "what", flag_values=own)
     flags.DEFINE_string("output", "", "where to", flag_values=own)
+    flags.DEFINE_bool("adapter", False, "adapters alone", flag_values=own)
     flags.DEFINE_bool("json", False, "one line of JSON", flag_values=own)
     parse_flags(own, arguments)
     for flag in ("model", "output"):
@@ -48,12 +51,14 @@ def _run(arguments: Sequence[str]) -> int:
     from hjax.models import arithmetic
     from hjax.models.export import export_model
 
-    config = export_model(own.model, own.output)
-    count = arithmetic.parameters(config)
-    print(f"{own.output}: {config.family}, {count:,} parameters in {config.dtype}")
+    config = export_model(own.model, own.output, own.adapter)
+    count = arithmetic.learned_parameters(config)
+    dtype = "float32" if own.adapter else config.dtype
+    what = f"adapters of a {config.family} model" if own.adapter else config.family
+    print(f"{own.output}: {what}, {count:,} parameters in {dtype}")
     if own.json:
         said = {"output": own.output, "family": config.family, "parameters": count}
-        print(json_line({**said, "dtype": config.dtype}))
+        print(json_line({**said, "dtype": dtype, "adapter": own.adapter}))
     return 0
 
 

@@ -49,6 +49,13 @@ def parameters(config: ModelConfig, scalar: bool = False) -> int:
     return sum(parameter.size for parameter in _all(declared))
 
 
+def learned_parameters(config: ModelConfig, scalar: bool = False) -> int:
+    """Those that an update changes: all, or adapters and a scalar head."""
+    declared = (scalar_parameters if scalar else decoder_parameters)(config)
+    everything = config.lora is None
+    return sum(p.size for p in _all(declared) if everything or p.kind.beside_adapters)
+
+
 def forward_flops(
     config: ModelConfig, length: int, scalar: bool = False, context: float | None = None
 ) -> float:

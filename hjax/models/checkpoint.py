@@ -224,8 +224,8 @@ def _copy(x: Any) -> Any:
     return jax.device_put(x, waiting, may_alias=False)
 
 
-def restore_params(directory: Path, role: str) -> Any:
-    """A role's parameters of the newest checkpoint, as numpy arrays.
+def restore_params(directory: Path, role: str, kind: str = "params") -> Any:
+    """A role's parameters of the newest checkpoint, as numpy arrays; None: it has no such kind.
 
     Raises:
       DataError: no complete checkpoint there, or a damaged one.
@@ -235,7 +235,9 @@ def restore_params(directory: Path, role: str) -> Any:
     steps = sorted(int(p.name) for p in directory.iterdir() if p.name.isdigit())
     if not steps:
         raise DataError(f"{directory}: no complete checkpoint; train a step first")
-    path = directory / str(steps[-1]) / f"{role}.params"
+    path = directory / str(steps[-1]) / f"{role}.{kind}"
+    if kind != "params" and not path.is_dir():
+        return None
     with _one_error(path), ocp.StandardCheckpointer() as reader:
         tree = reader.metadata(path).item_metadata.tree
         # Without a sharding orbax wants the devices that saved; the reader may have others.

@@ -164,6 +164,7 @@ class Part:
       shape: of the whole tensor.
       at: index into the parameter.
       part: as of ``Stored``.
+      turned: of a matrix, whether it is stored [inputs, outputs], not [outputs, inputs].
     """
 
     name: str
@@ -171,6 +172,7 @@ class Part:
     shape: tuple[int, ...]
     at: tuple[Any, ...]
     part: tuple[int, int, int] | None
+    turned: bool
     _apart: tuple[int, ...]  # the part's dimensions, joined axes taken apart
     _order: tuple[int, ...]  # of those in the parameter
 
@@ -219,6 +221,7 @@ def parts(parameter: Parameter) -> Iterator[Part]:
             shape[stored.part[0]] = stored.part[2]
         apart = tuple(sizes[axis] for axis in flat)
         order = tuple(flat.index(axis) for axis in left)
+        turned = bool(set(groups[0] if groups else ()) & set(parameter.inputs))
         for number in np.ndindex(*(sizes[axis] for axis in counted)):
             numbers = dict(zip((axis[:-1] for axis in counted), number))
             at = tuple(
@@ -228,4 +231,4 @@ def parts(parameter: Parameter) -> Iterator[Part]:
                 for axis in parameter.names
             )  # fmt: skip
             name, other = stored.name.format(**numbers), stored.other.format(**numbers)
-            yield Part(name, other, tuple(shape), at, stored.part, apart, order)
+            yield Part(name, other, tuple(shape), at, stored.part, turned, apart, order)

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import jax
+import numpy as np
 
 from hjax.errors import ConfigError
 from hjax.models.config import ModelConfig
 from hjax.models.huggingface import save_weights
-from hjax.models.parameters import Params
-from hjax.models.weights import load_decoder, model_directory
+from hjax.models.parameters import Network, Params
+from hjax.models.peft_files import save_adapter
+from hjax.models.weights import (
+    actor_path,
+    is_workdir,
+    load_decoder,
+    load_learned,
+    model_directory,
+)
+from hjax.pieces import Pieces
 
 # What may stand beside weights and config, copied as it is.
 FILES = (
@@ -60,30 +73,98 @@ def export_weights(
     Raises:
       ConfigError: the directory is not empty.
     """
+    with _appearing(output) as made:
+        _write_model(made, config, params, beside, tokenizer)
+    return Path(output).expanduser()
+
+
+def export_adapters(
+    output: str | os.PathLike,
+    network: Network,
+    learned: Params,
+    base: str,
+    own: Params | None = None,
+    beside: Path | None = None,
+    tokenizer: Any = None,
+) -> Path:
+    """Write adapters as a directory that PEFT loads; it appears once all of it is there.
+
+    Args:
+      output: the directory, new or empty.
+      network: with adapters.
+      learned: nested dict of what learns: jax.Array, numpy arrays or ``Pieces``.
+      base: directory or name of the model that they are for; empty: ``own``, which is written into
+        ``base`` in the directory.
+      own: the decoder's parameters without adapters.
+      beside, tokenizer: as of ``export_weights``.
+
+    Raises:
+      ConfigError: the directory is not empty.
+    """
+    path = Path(output).expanduser()
+    assert network.config.lora is not None
+    with _appearing(output) as made:
+        base = base or str((path / "base").resolve())
+        values = jax.tree.map(_on_host, learned)
+        save_adapter(made, network.declared, values, network.config.lora, base)
+        if own is not None:
+            _write_model(made / "base", network.config.base, own, beside, tokenizer)
+    return path
+
+
+def _on_host(x: Any) -> np.ndarray:
+    return x.whole() if isinstance(x, Pieces) else np.asarray(x)
+
+
+@contextlib.contextmanager
+def _appearing(output: str | os.PathLike) -> Iterator[Path]:
+    """A directory to write in, which then stands as ``output``."""
     path = check_output(output)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
         made = Path(folder) / "model"
-        save_weights(made, config, params, tokenizer)
-        if beside is None and tokenizer is not None:
-            tokenizer.save(made)
-        for name in FILES:
-            if beside is not None and (beside / name).is_file():
-                shutil.copyfile(beside / name, made / name)
+        yield made
         if path.exists():
             path.rmdir()
         made.rename(path)
-    return path
 
 
-def export_model(source: str | os.PathLike, output: str | os.PathLike) -> ModelConfig:
+def _write_model(
+    made: Path, config: ModelConfig, params: Params, beside: Path | None, tokenizer: Any
+) -> None:
+    save_weights(made, config, params, tokenizer)
+    if beside is None and tokenizer is not None:
+        tokenizer.save(made)
+    for name in FILES:
+        if beside is not None and (beside / name).is_file():
+            shutil.copyfile(beside / name, made / name)
+
+
+def export_model(
+    source: str | os.PathLike, output: str | os.PathLike, adapter: bool = False
+) -> ModelConfig:
     """Write the language model at a path: a workdir's newest checkpoint, or another directory's.
+
+    Args:
+      source: of the model.
+      output: the directory, new or empty.
+      adapter: write what a workdir's run learned, as a PEFT directory; else adapters are added to
+        their matrices.
 
     Raises:
       ConfigError: nothing to read there, or the output is not empty.
       DataError: no complete checkpoint, or a damaged one.
     """
     check_output(output)
-    config, params = load_decoder(source)
-    export_weights(output, config, params, model_directory(source))
-    return config
+    if not adapter:
+        config, params = load_decoder(source)
+        export_weights(output, config, params, model_directory(source))
+        return config
+    if not is_workdir(source):
+        raise ConfigError(f"{source}: adapters are exported of a workdir, which this is not")
+    network, learned, own = load_learned(source)
+    if network.config.lora is None:
+        raise ConfigError(f"{source}: its run trains all weights (actor.lora.rank=0), no adapters")
+    base = "" if own is not None else actor_path(source)
+    export_adapters(output, network, learned, base, own, model_directory(source))
+    return network.config

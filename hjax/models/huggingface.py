@@ -22,6 +22,7 @@ from hjax.models.config import ModelConfig
 from hjax.models.declaration import Parameter, Part, parts
 from hjax.models.families import from_hf, to_hf
 from hjax.models.parameters import Params
+from hjax.models.peft_files import Adapter
 from hjax.models.tensor_files import DTYPES, TensorFile, create_file
 from hjax.pieces import Pieces, Region, extent, region_of
 
@@ -59,8 +60,10 @@ def read_content(path: str | os.PathLike) -> dict[str, Any]:
     return content
 
 
-def load_weights(path: str | os.PathLike) -> tuple[ModelConfig, Params]:
-    """Read a directory's language model.
+def load_weights(
+    path: str | os.PathLike, adapter: Adapter | None = None
+) -> tuple[ModelConfig, Params]:
+    """Read a directory's language model, with the additions of an adapter where one is given.
 
     Returns:
       the shapes, and the decoder's parameters as float32 numpy arrays, layers stacked.
@@ -69,7 +72,7 @@ def load_weights(path: str | os.PathLike) -> tuple[ModelConfig, Params]:
       ConfigError: as of ``load_params``.
     """
     config = read_config(path)
-    return config, load_params(path, config, decoder_parameters(config))
+    return config, load_params(path, config, decoder_parameters(config), adapter=adapter)
 
 
 def load_params(
@@ -78,6 +81,7 @@ def load_params(
     declared: Mapping[str, Any],
     shardings: Params | None = None,
     shapes: Params | None = None,
+    adapter: Adapter | None = None,
 ) -> Params:
     """Read parameters, one at a time, its tensors one after another.
 
@@ -89,6 +93,7 @@ def load_params(
         its own devices hold. None: they stay numpy arrays.
       shapes: nested dict like it, of jax.ShapeDtypeStruct with the dtypes to read in; None:
         float32.
+      adapter: of which additions are merged into the matrices, and a scalar head is taken.
 
     Returns:
       nested dict of arrays.
@@ -97,8 +102,10 @@ def load_params(
       ConfigError: missing files or tensors, tensors of another shape or dtype, tensors that this
         model does not have, or values that are not finite, by name.
     """
-    tensors = _Tensors(Path(path))
+    tensors = _Tensors(Path(path), adapter)
     tensors.check_names(declared, config)
+    if adapter is not None:
+        adapter.check(declared, path)
 
     def read(parameter: Parameter, sharding: Any, like: Any) -> Any:
         dtype = np.dtype(np.float32 if like is None else like.dtype)
@@ -215,8 +222,8 @@ def write_config(path: str | os.PathLike, config: ModelConfig, tokenizer: Any = 
 class _Tensors:
     """The tensors of a directory's safetensors files, read one at a time."""
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, path: Path, adapter: Adapter | None = None):
+        self.path, self._adapter = path, adapter
         self.files: dict[str, TensorFile] = {}
         self._read: set[str] = set()
         for file in self._listed():
@@ -247,6 +254,8 @@ class _Tensors:
         Raises:
           ConfigError: it is of another shape or dtype, or not finite.
         """
+        if self._adapter is not None and part.name in self._adapter.names:  # a scalar head
+            return self._adapter.tensor(part.name)
         name = self._name(part)
         assert name is not None, part.name
         file = self.files[name]
@@ -264,7 +273,7 @@ class _Tensors:
         if name not in self._read and not np.isfinite(tensor).all():
             raise ConfigError(f"{self.path}: {name} has values that are not finite")
         self._read.add(name)
-        return tensor
+        return tensor if self._adapter is None else self._adapter.added(tensor, part)
 
     def _name(self, part: Part) -> str | None:
         """The name under which the files have it; some leave the first component away."""
@@ -274,7 +283,9 @@ class _Tensors:
     def region(self, parameter: Parameter, region: Region, dtype: Any) -> np.ndarray:
         """A region of a parameter in a dtype; only tensors that have some of it are read."""
         read = np.full(extent(region), parameter.fill, dtype)
-        if parameter.optional and not any(self._name(part) for part in parts(parameter)):
+        beside = () if self._adapter is None else self._adapter.names
+        here_or_there = any(self._name(p) or p.name in beside for p in parts(parameter))
+        if parameter.optional and not here_or_there:
             return read
         for part in parts(parameter):
             here: list[Any] = []

@@ -61,6 +61,22 @@ class Lora:
                 f"{', '.join(TARGETS)}"
             )
 
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], experts: bool) -> Lora | None:
+        """What a config's section ``lora`` asks for; None: no adapters.
+
+        Args:
+          settings: the section.
+          experts: the model's MLPs are experts.
+
+        Raises:
+          ConfigError: targets that there are not.
+        """
+        if not settings["rank"]:
+            return None
+        targets = targets_of(tuple(settings["targets"]), experts)
+        return cls(settings["rank"], settings["alpha"], targets, settings["rslora"])
+
     @property
     def scaling(self) -> float:
         """What the product of both parts is multiplied by."""

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 
 from hjax.errors import ConfigError
+from hjax.files import read_json
 from hjax.models import huggingface
 from hjax.models.config import ModelConfig
-from hjax.models.parameters import Network, Params
+from hjax.models.declaration import Parameter
+from hjax.models.lora import Lora, layers_of, merged
+from hjax.models.parameters import Network, Params, decoder_network
+from hjax.models.peft_files import Adapter, is_adapter
 from hjax.models.published import SHAPES
+from hjax.pieces import region_of
+from hjax.sharding.arrays import place
 from hjax.sharding.layout import Layout
 
 _SCALAR = ("head", "bias")  # of a scalar model, beside its decoder
@@ -28,7 +37,8 @@ def is_workdir(path: str | os.PathLike) -> bool:
 
 
 def model_directory(path: str | os.PathLike) -> Path:
-    """The directory that holds config.json and the tokenizer of a model path or name.
+    """The directory that holds config.json and the tokenizer of a model path or name; of a PEFT
+    directory its base's.
 
     Raises:
       ConfigError: nothing there, or a name that can be neither found nor downloaded.
@@ -47,7 +57,14 @@ def model_directory(path: str | os.PathLike) -> Path:
                 "config.json and *.safetensors, a name as owner/name, or an hjax workdir"
             )
         return _download(str(path))
+    if is_adapter(directory):
+        return model_directory(Adapter(directory).base)
     return directory / MODEL_DIRECTORY if is_workdir(directory) else directory
+
+
+def _adapter(path: str | os.PathLike) -> Adapter | None:
+    """The adapters at a path, where there are those and no model."""
+    return Adapter(path) if is_adapter(path) else None
 
 
 @functools.lru_cache
@@ -89,6 +106,7 @@ def check_weights(path: str | os.PathLike) -> None:
     directory = model_directory(path)
     if not is_workdir(path):
         huggingface.check_files(directory)
+        _adapter(path)
     elif not any(p.name.isdigit() for p in (Path(path) / "checkpoints").iterdir()):
         raise ConfigError(f"{path}: no complete checkpoint there; train a step first")
 
@@ -101,7 +119,7 @@ def load_params(path: str | os.PathLike, network: Network, layout: Layout, seed:
     (a language model) gets a head of zeros, as a new critic wants it.
 
     Args:
-      path: a Hugging Face directory or name, or an hjax workdir.
+      path: a Hugging Face directory or name, a PEFT directory, or an hjax workdir.
       network: the language model of the shapes that are there, or that decoder with a scalar head.
       layout: of its devices.
       seed: of which adapters are drawn that the network has and the path has not.
@@ -110,10 +128,12 @@ def load_params(path: str | os.PathLike, network: Network, layout: Layout, seed:
       ConfigError: missing or unfit files, by name.
       DataError: no complete checkpoint in the workdir, or a damaged one.
     """
-    directory, base = model_directory(path), network.base
+    directory, base, adapter = model_directory(path), network.base, _adapter(path)
     if not is_workdir(path):
         of = base.config, base.declared, base.shardings(layout), base.shapes
-        params = huggingface.load_params(directory, *of)
+        # Under adapters that learn they stay apart from their matrices.
+        merged = adapter if base is network else None
+        params = huggingface.load_params(directory, *of, merged)
     else:
         params = _restored(path)
         if "decoder" in base.declared:
@@ -124,8 +144,37 @@ def load_params(path: str | os.PathLike, network: Network, layout: Layout, seed:
     if base is not network:
         _, frozen = network.partition.split(params)
         heads = {name: params[name] for name in _SCALAR if name in params}
-        params = network.partition.join(network.create_learned(seed, layout), frozen) | heads
+        learned = network.create_learned(seed, layout) | heads
+        if adapter is not None:
+            learned = _read_adapters(adapter, network, layout, learned)
+        params = network.partition.join(learned, frozen)
     return params
+
+
+def _read_adapters(
+    adapter: Adapter, network: Network, layout: Layout, learned: Params
+) -> Params:
+    """What learns, adapters as a PEFT directory has them."""
+    lora = network.config.lora
+    assert lora is not None
+    adapter.check(network.declared, adapter.base)
+    adapter.check_targets(network.declared)
+    declared, shardings = layers_of(network.declared), layers_of(network.shardings(layout))
+    read = {}
+    for name in layers_of(learned):
+        parameter = declared[name]
+
+        def part(index: Any, parameter: Parameter = parameter) -> np.ndarray:
+            return adapter.parameter(parameter, region_of(index, parameter.shape), lora)
+
+        read[name] = jax.make_array_from_callback(parameter.shape, shardings[name], part)
+    if "decoder" not in learned:
+        return {**learned, "layers": read}
+    made = {**learned, "decoder": {**learned["decoder"], "layers": read}}
+    if "score.weight" in adapter.names:
+        head = adapter.tensor("score.weight").reshape(-1).astype(np.float32)
+        made["head"] = place(head, network.shardings(layout)["head"])
+    return made
 
 
 def load_decoder(path: str | os.PathLike) -> tuple[ModelConfig, Params]:
@@ -140,11 +189,51 @@ def load_decoder(path: str | os.PathLike) -> tuple[ModelConfig, Params]:
     """
     directory = model_directory(path)
     if not is_workdir(path):
-        return huggingface.load_weights(directory)
+        return huggingface.load_weights(directory, _adapter(path))
     return huggingface.read_config(directory), _restored(path)
 
 
 def _restored(path: str | os.PathLike) -> Params:
+    """The actor's of a workdir, adapters added to their matrices."""
+    network, learned, base = load_learned(path)
+    if network.config.lora is None:
+        return learned
+    if base is None:
+        _, base = load_decoder(actor_path(path))
+    return merged(network.partition.join(learned, base), network)
+
+
+def load_learned(path: str | os.PathLike) -> tuple[Network, Params, Params | None]:
+    """What a workdir's newest checkpoint has of its actor.
+
+    Returns:
+      the model, with its adapters if the run trains some; what learns, as numpy arrays; and what
+      is frozen, None where another directory has it.
+    """
     from hjax.models.checkpoint import restore_params
 
-    return restore_params(Path(path) / "checkpoints", "actor")
+    config = read_config(path)
+    settings = _settings(path).get("lora")
+    lora = Lora.of(settings, bool(config.experts)) if settings else None
+    checkpoints = Path(path) / "checkpoints"
+    base = restore_params(checkpoints, "actor", "base") if lora is not None else None
+    network = decoder_network(dataclasses.replace(config, lora=lora))
+    return network, restore_params(checkpoints, "actor"), base
+
+
+def actor_path(path: str | os.PathLike) -> str:
+    """Where the model of a workdir's actor is, without adapters; empty: it began from scratch."""
+    start = str(_settings(path)["path"])
+    return base_path(start) if start else ""
+
+
+def base_path(path: str | os.PathLike) -> str:
+    """A model's path; of a PEFT directory that of its base."""
+    adapter = _adapter(path)
+    return str(path) if adapter is None else adapter.base
+
+
+def _settings(path: str | os.PathLike) -> dict[str, Any]:
+    """The section ``actor`` of a workdir's config."""
+    found: dict[str, Any] = read_json(Path(path) / "config.json")["actor"]
+    return found

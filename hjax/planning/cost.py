@@ -208,7 +208,8 @@ def stage_seconds(
 ) -> StageSeconds:
     """One micro-batch of ``rows`` sequences on one pipeline stage.
 
-    FLOPs: forward 1, backward 2 more (times ``backward``), rematerialisation 1 more times
+    FLOPs: forward 1, backward 2 more (times ``backward``; of what is frozen 1, for there are no
+    gradients of it), rematerialisation 1 more times
     ``forward_flops`` / (tensor * pipe * context), of which the share ``unsplit`` is not divided by
     tensor. Per layer and forward, ``layer_pass`` and ``score`` * rows * heads * length^2 /
     (tensor * context).
@@ -217,7 +218,7 @@ def stage_seconds(
     each layer by layer, with ``gather`` beside the ring's seconds.
     """
     constants, layers = place.constants, model.layers / mesh.pipe
-    forwards = 1 + 2 * constants.backward * backward + rematerialise
+    forwards = 1 + (1 + model.learning) * constants.backward * backward + rematerialise
     share = constants.unsplit + (1 - constants.unsplit) / mesh.tensor
     products = share * forward_flops(model, rows, length) / (mesh.pipe * mesh.context) / place.flops
     scores = rows * model.heads * length**2 / mesh.tensor / mesh.context
@@ -240,7 +241,7 @@ def stage_seconds(
         weights += starts * (layers - 1) * latency(place, mesh.fsdp, stride)
         weights += starts * layers * constants.gather
         if backward:
-            gradients = weight_bytes(model, mesh, place.numerics.gradients)
+            gradients = weight_bytes(model, mesh, place.numerics.gradients * model.learning)
             weights += all_gather(place, gradients, mesh.fsdp, stride)
     return StageSeconds(compute, exchange, weights)
 
@@ -253,7 +254,7 @@ def bubble(pipe: int, micro_batches: int) -> float:
 def gradient_exchange(place: Place, model: ModelCounts, mesh: Mesh) -> float:
     """All-reduce of a device's gradients over the data axis, once per update; those of weights
     outside experts over the expert axis too."""
-    element = place.numerics.gradients / mesh.fsdp
+    element = place.numerics.gradients * model.learning / mesh.fsdp
     experts = model.layers * model.layer_expert * element / (mesh.expert * mesh.pipe * mesh.tensor)
     others = weight_bytes(model, mesh, element) - experts
     stride = mesh.stride("expert")
@@ -265,6 +266,7 @@ def optimizer_seconds(place: Place, model: ModelCounts, mesh: Mesh) -> float:
     """Read gradients, read and write weights and optimizer state: bytes / memory bandwidth."""
     numerics = place.numerics
     touched = numerics.gradients + 2 * (numerics.weights + numerics.optimizer)
+    touched *= model.learning
     return weight_bytes(model, mesh, touched) / mesh.fsdp / place.bandwidth
 
 

@@ -10,6 +10,7 @@ from hjax.planning.records import ModelCounts
 def counts(config: ModelConfig, name: str = "", scalar: bool = False) -> ModelCounts:
     """The record that the auto-mapping takes."""
     head = config.hidden_size * (1 if scalar else config.vocab_size)
+    total = arithmetic.parameters(config, scalar)
     activations, whole = arithmetic.activation_elements(config)
     return ModelCounts(
         name=name,
@@ -22,7 +23,7 @@ def counts(config: ModelConfig, name: str = "", scalar: bool = False) -> ModelCo
         experts=config.experts,
         experts_per_token=config.experts_per_token,
         # What is counted is split over devices; a scalar head's bias, one number, is not.
-        parameters=arithmetic.parameters(config, scalar) - int(scalar),
+        parameters=total - int(scalar),
         layer_parameters=arithmetic.layer_parameters(config),
         layer_active=arithmetic.active_layer_parameters(config),
         layer_expert=arithmetic.expert_parameters(config),
@@ -31,4 +32,5 @@ def counts(config: ModelConfig, name: str = "", scalar: bool = False) -> ModelCo
         cache_elements=arithmetic.cache_elements(config),
         layer_activations=activations,
         layer_activations_whole=whole,
+        frozen=total - arithmetic.learned_parameters(config, scalar),
     )

@@ -24,19 +24,26 @@ def resident(
     """Weights, and of a trained model the optimizer's state, over pipe * tensor * fsdp, less what
     waits in the host's memory."""
     numerics = place.numerics
-    element = 0.0 if offload == "all" else numerics.weights
+    element = 0.0 if offload == "all" else _weights(place, model)
     if trained and offload == "none":
-        element += numerics.optimizer
+        element += numerics.optimizer * model.learning
     return cost.weight_bytes(model, mesh, element) / mesh.fsdp
+
+
+def _weights(place: Place, model: ModelCounts) -> float:
+    """Bytes per parameter: what is frozen beside adapters is kept as it is computed with."""
+    numerics = place.numerics
+    frozen = min(numerics.weights, numerics.compute)
+    return numerics.weights * model.learning + frozen * (1 - model.learning)
 
 
 def fetched(place: Place, model: ModelCounts, mesh: Mesh, update: bool, offload: Offload) -> float:
     """Bytes per device that come back from the host for a role's calls of a stage: with ``all``
     the weights, in updates also the optimizer's state."""
     numerics = place.numerics
-    element = numerics.weights if offload == "all" else 0.0
+    element = _weights(place, model) if offload == "all" else 0.0
     if update and offload != "none":
-        element += numerics.optimizer
+        element += numerics.optimizer * model.learning
     return cost.weight_bytes(model, mesh, element) / mesh.fsdp
 
 
@@ -99,7 +106,8 @@ def update_transient(
     numerics = place.numerics
     micro_batches = math.ceil(math.ceil(rows / mesh.replicas) / micro_rows)
     copies = 2 if micro_batches > 1 and numerics.adds_gradients else 1
-    gradients = copies * cost.weight_bytes(model, mesh, numerics.gradients) / mesh.fsdp
+    element = numerics.gradients * model.learning
+    gradients = copies * cost.weight_bytes(model, mesh, element) / mesh.fsdp
     cast = _cast_copy(place, model, mesh)
     layers = model.layers / mesh.pipe * min(mesh.pipe, micro_batches)
     length = work.row_tokens(numerics.shared_prompt)
@@ -138,16 +146,16 @@ def _cast_copy(place: Place, model: ModelCounts, mesh: Mesh) -> float:
     numerics = place.numerics
     if numerics.compute >= numerics.weights:
         return 0.0
-    return cost.weight_bytes(model, mesh, numerics.compute) / mesh.fsdp
+    return cost.weight_bytes(model, mesh, numerics.compute * model.learning) / mesh.fsdp
 
 
 def generation_copy(place: Place, model: ModelCounts, mesh: Mesh) -> float:
     """Weights in the generation layout beside what is resident: M / (p_g t_g), less the training
-    shard where it takes the shard's place."""
+    shard where it takes the shard's place, as it cannot where adapters are added to a copy."""
     numerics = place.numerics
     layout = Mesh(pipe=mesh.generate_pipe, tensor=mesh.generate_tensor)
     whole = cost.weight_bytes(model, layout, numerics.compute)
-    if not numerics.in_place:
+    if not numerics.in_place or model.frozen:
         return whole
     return whole - cost.weight_bytes(model, mesh, numerics.compute) / mesh.fsdp
 

@@ -129,6 +129,7 @@ class ModelCounts:
       cache_elements: keys and values per token and layer.
       layer_activations: elements per token and layer that a backward pass reads if nothing is
         rematerialised; ``layer_activations_whole``: of them those that no tensor axis splits.
+      frozen: of ``parameters`` those that no update changes, because adapters learn beside them.
     """
 
     name: str
@@ -149,6 +150,12 @@ class ModelCounts:
     cache_elements: int
     layer_activations: int
     layer_activations_whole: int
+    frozen: int = 0
+
+    @property
+    def learning(self) -> float:
+        """Share of the parameters that updates change."""
+        return 1 - self.frozen / self.parameters
 
     @property
     def active(self) -> int:

@@ -20,7 +20,7 @@ from hjax.controller.executors import ExecutorFactory
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError
 from hjax.models.config import ModelConfig
-from hjax.models.lora import Lora, targets_of
+from hjax.models.lora import Lora
 from hjax.models.transformer import Compute
 from hjax.models.weights import check_weights, read_config
 from hjax.rewards.function import RewardFunction
@@ -531,11 +531,10 @@ def adapted(model: ModelConfig, config: ConfigDict, role: Role) -> ModelConfig:
     Raises:
       ConfigError: targets that the model does not have.
     """
-    lora = config[role.config_section].lora if role.trained and role.model else None
-    if lora is None or not lora.rank:
+    if not role.trained or not role.model:
         return model
-    targets = targets_of(tuple(lora.targets), bool(model.experts))
-    return dataclasses.replace(model, lora=Lora(lora.rank, lora.alpha, targets, lora.rslora))
+    lora = Lora.of(config[role.config_section].lora, bool(model.experts))
+    return model if lora is None else dataclasses.replace(model, lora=lora)
 
 
 def _check_batches(

@@ -20,8 +20,9 @@ from hjax.data.dataset import PromptSampler
 from hjax.errors import ConfigError, RunError
 from hjax.files import METRICS, SAMPLES, WARM_START
 from hjax.models.checkpoint import Checkpoints
-from hjax.models.export import check_output, export_weights
-from hjax.models.weights import model_directory
+from hjax.models.export import check_output, export_adapters, export_weights
+from hjax.models.parameters import decoder_network
+from hjax.models.weights import base_path, model_directory
 from hjax.run.ahead import Ahead, Schedule
 from hjax.run.dataflow import absent_roles
 from hjax.run.evaluation import evaluate
@@ -306,21 +307,35 @@ class Trainer(Recovering):
             if group.has("save_state") and not self.roles.table[role].apart  # it has none
         ]
 
-    def export(self, directory: str | os.PathLike) -> Path:
+    def export(self, directory: str | os.PathLike, adapter: bool = False) -> Path:
         """Write the actor as it is now as a Hugging Face directory, its tokenizer beside it.
 
         Args:
           directory: new or empty.
+          adapter: write the adapters that it trains alone, as a PEFT directory; else they are added
+            to the weights.
 
         Raises:
-          ConfigError: it is not.
+          ConfigError: it is not, or the run trains no adapters.
         """
         check_output(directory)
+        if adapter and not self.config.actor.lora.rank:
+            raise ConfigError(
+                "export(adapter=True): this run trains all weights; set actor.lora.rank, or leave "
+                "adapter out"
+            )
         self.prepare()
-        params = self.roles.groups["actor"].weights().result()
-        path = self.config.actor.path
+        actor, path = self.roles.groups["actor"], self.config.actor.path
         source = model_directory(path) if path else None
-        return export_weights(directory, self.inputs.model, params, source, self.inputs.tokenizer)
+        beside = source, self.inputs.tokenizer
+        if not adapter:
+            params = actor.weights().result()
+            return export_weights(directory, self.inputs.model, params, *beside)
+        network = decoder_network(self.roles.models["actor"])
+        base = base_path(path) if path else ""
+        own = None if path else actor.base_weights().result()
+        learned = actor.learned_weights().result()
+        return export_adapters(directory, network, learned, base, own, *beside)
 
     def close(self) -> None:
         """Finish writing and stop the pools. The trainer cannot be used after."""

@@ -285,6 +285,16 @@ class ModelWorker(Worker):
             return params
         return self.lent(params, landing, params)
 
+    @control
+    def learned_weights(self) -> Params:
+        """The parameters that learn: all of them, or adapters and a scalar head."""
+        return self.network.partition.split(self.params)[0]
+
+    @control
+    def base_weights(self) -> Params:
+        """The parameters beside which adapters learn, without these."""
+        return self.network.base_of(self.params)
+
     def whole(self) -> Params:
         """The parameters of the model without adapters: these are added to their matrices."""
         if self.merge is None:

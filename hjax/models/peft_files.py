@@ -1,0 +1,281 @@
+"""Adapters as PEFT keeps them (github.com/huggingface/peft): a directory with
+``adapter_config.json`` and ``adapter_model.safetensors``, read and written.
+
+``lora_A`` is [rank, inputs], ``lora_B`` [outputs, rank], whichever way the matrix itself is stored.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hjax.errors import ConfigError
+from hjax.models.declaration import Kind, Parameter, Part, parts
+from hjax.models.lora import Lora, layers_of
+from hjax.models.tensor_files import DTYPES, TensorFile, create_file
+from hjax.pieces import Region, extent
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+# Keys whose values change nothing of what the tensors and the scaling say.
+_HARMLESS = frozenset(
+    """
+    auto_mapping base_model_name_or_path corda_config eva_config exclude_modules fan_in_fan_out
+    inference_mode init_lora_weights layers_pattern layers_to_transform lora_alpha lora_dropout
+    modules_to_save peft_type peft_version r rank_pattern alpha_pattern revision runtime_config
+    target_modules task_type use_rslora loftq_config ensure_weight_tying megatron_core
+    qalora_group_size
+    """.split()
+)
+_CHANGING = ("pissa", "olora", "corda", "loftq", "eva")  # initial values that change the base
+
+
+def is_adapter(path: str | os.PathLike) -> bool:
+    """Whether a directory holds adapters, and no model."""
+    directory = Path(path).expanduser()
+    return (directory / CONFIG).is_file() and not (directory / "config.json").is_file()
+
+
+class Adapter:
+    """The adapters in a directory, whatever program made them.
+
+    Attributes:
+      path: the directory.
+      base: directory or name of the model that they are for.
+
+    Raises:
+      ConfigError: missing, damaged or cut short files, or a kind that is not supported, by name.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        self.path = Path(path).expanduser()
+        self._config = self._read_config()
+        self.base = str(self._config.get("base_model_name_or_path") or "")
+        if not self.base or is_adapter(self.base):
+            what = "an adapter itself" if self.base else "not named"
+            raise ConfigError(
+                f"{self.path / CONFIG}: base_model_name_or_path is {what}; give the model's "
+                "directory or name there"
+            )
+        if not (self.path / WEIGHTS).is_file():
+            raise ConfigError(
+                f"{self.path}: no {WEIGHTS} there; adapters are read from that file alone"
+            )
+        self.file = TensorFile(self.path / WEIGHTS)
+        self.names = {name.removeprefix(_PREFIX): name for name in self.file.shapes}
+        for name, full in self.names.items():
+            if self.file.dtypes[full] not in DTYPES:
+                raise ConfigError(
+                    f"{self.path}: {name} is of dtype {self.file.dtypes[full]}; supported: "
+                    f"{', '.join(DTYPES.values())}"
+                )
+
+    def _read_config(self) -> dict[str, Any]:
+        file = self.path / CONFIG
+        try:
+            config = json.loads(file.read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{file}: not readable as JSON ({error})") from error
+        if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+            kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
+            raise ConfigError(f"{file}: peft_type {kind!r} is not supported; supported: LORA")
+        left = {key: x for key, x in config.items() if x and key not in _HARMLESS}
+        if left.get("bias") == "none":
+            del left["bias"]
+        if str(start := config.get("init_lora_weights")).startswith(_CHANGING):
+            left["init_lora_weights"] = start
+        if left:
+            shown = ", ".join(f"{key}={value!r}" for key, value in sorted(left.items()))
+            raise ConfigError(f"{file}: adapters with {shown[:200]} are not supported")
+        return config
+
+    def tensor(self, name: str) -> np.ndarray:
+        """A tensor by its name, without PEFT's prefix, in its own dtype.
+
+        Raises:
+          ConfigError: it has values that are not finite.
+        """
+        tensor = self.file.rows(self.names[name])
+        if not np.isfinite(tensor).all():
+            raise ConfigError(f"{self.path}: {name} has values that are not finite")
+        return tensor
+
+    def scaling(self, module: str, rank: int) -> float:
+        """By what the product of a module's two tensors is multiplied."""
+        alpha = self._of_pattern("alpha_pattern", module, self._config.get("lora_alpha", 8))
+        root = math.sqrt(rank) if self._config.get("use_rslora") else rank
+        return float(alpha) / root
+
+    def _of_pattern(self, key: str, module: str, default: Any) -> Any:
+        for pattern, value in (self._config.get(key) or {}).items():
+            if re.fullmatch(rf"(.*\.)?({pattern})", module):
+                return value
+        return default
+
+    def added(self, tensor: np.ndarray, part: Part) -> np.ndarray:
+        """A tensor of the base with its adapter, if it has one: float32 sums in its own dtype.
+
+        Raises:
+          ConfigError: the adapter is of another shape.
+        """
+        module = part.name.removesuffix(".weight")
+        if module + _A not in self.names:
+            return tensor
+        a, b = self.tensor(module + _A), self.tensor(module + _B)
+        made = (b.shape[0], a.shape[1])
+        if (made[::-1] if part.turned else made) != tensor.shape or a.shape[0] != b.shape[1]:
+            raise ConfigError(
+                f"{self.path}: {module} is for a matrix of {a.shape[1]} inputs and {b.shape[0]} "
+                f"outputs, the base's is {tensor.shape}; these adapters are for another base"
+            )
+        addition = b.astype(np.float32) @ a.astype(np.float32)
+        addition *= self.scaling(module, a.shape[0])
+        both = tensor.astype(np.float32) + (addition.T if part.turned else addition)
+        return both.astype(np.float32)
+
+    def check(self, declared: Mapping[str, Any], path: Any) -> None:
+        """Whether every tensor here belongs to a matrix of a base, or is its scalar head.
+
+        Raises:
+          ConfigError: one does not, by name.
+        """
+        matrices = {
+            part.name.removesuffix(".weight")
+            for parameter in layers_of(declared).values()
+            if parameter.kind is Kind.MATRIX and "experts" not in parameter.names
+            for part in parts(parameter)
+        }
+        known = {f"{module}{end}" for module in matrices for end in (_A, _B)} | {"score.weight"}
+        for name in self.names:
+            if name not in known:
+                raise ConfigError(
+                    f"{self.path}: {name!r} is no adapter of a matrix in the layers of {path}"
+                )
+            twin = name.replace(_A, _B) if name.endswith(_A) else name.replace(_B, _A)
+            if twin not in self.names:
+                raise ConfigError(f"{self.path}: {twin!r} is missing")
+
+    def parameter(self, parameter: Parameter, region: Region, lora: Lora) -> np.ndarray:
+        """A region of an adapter's parameter, float32.
+
+        Raises:
+          ConfigError: a tensor is missing, or of another rank, shape or scaling than ``lora`` says.
+        """
+        read = np.zeros(parameter.shape, np.float32)
+        for part in parts(parameter):
+            if part.name not in self.names:
+                raise ConfigError(
+                    f"{self.path}: {part.name!r} is missing; lora.targets must name what the "
+                    "adapters are of"
+                )
+            tensor = self.tensor(part.name)
+            if tensor.shape != part.shape:
+                raise ConfigError(
+                    f"{self.path}: {part.name} has shape {tensor.shape}; lora.rank={lora.rank} "
+                    f"and the base imply {part.shape}"
+                )
+            module = part.name.rpartition(".lora_")[0]
+            if not math.isclose(scaling := self.scaling(module, lora.rank), lora.scaling):
+                raise ConfigError(
+                    f"{self.path}: its adapters are scaled by {scaling:g}, lora.alpha="
+                    f"{lora.alpha:g} with rank {lora.rank} by {lora.scaling:g}; set lora.alpha"
+                )
+            read[part.at] = part.of(tensor)
+        cut = tuple(slice(start, stop) for start, stop in region)
+        assert read[cut].shape == extent(region)
+        return read[cut]
+
+    def check_targets(self, declared: Mapping[str, Any]) -> None:
+        """Whether the adapters of these parameters are all that there are.
+
+        Raises:
+          ConfigError: there are more.
+        """
+        ours = {
+            part.name
+            for parameter in layers_of(declared).values()
+            if parameter.kind is Kind.ADAPTER
+            for part in parts(parameter)
+        }
+        left = sorted(set(self.names) - ours - {"score.weight"})
+        if left:
+            raise ConfigError(
+                f"{self.path}: {left[0]!r} is not among lora.targets; name its matrix there too"
+            )
+
+
+def save_adapter(
+    directory: Path,
+    declared: Mapping[str, Any],
+    params: Mapping[str, Any],
+    lora: Lora,
+    base: str,
+    scalar: bool = False,
+) -> None:
+    """Write adapters as PEFT reads them, float32.
+
+    Where one stored tensor holds several matrices (a fused q, k and v) it gets one adapter whose
+    rank is the sum of theirs: the same additions, in blocks.
+
+    Args:
+      directory: made if need be.
+      declared: of the model with adapters, see ``hjax.models.architecture``.
+      params: nested dict of numpy arrays like it; of what learns at least.
+      lora: of the adapters.
+      base: directory or name of the model that they are for.
+      scalar: the model has one number per token, whose head is written too.
+    """
+    layers, values = layers_of(declared), layers_of(params)
+    modules: dict[str, list[tuple[Part, np.ndarray, Part, np.ndarray]]] = {}
+    for name in (n for n in layers if n.endswith("_a") and layers[n].kind is Kind.ADAPTER):
+        twin = name.removesuffix("_a") + "_b"
+        for a, b in zip(parts(layers[name]), parts(layers[twin]), strict=True):
+            found = a, values[name][a.at], b, values[twin][b.at]
+            modules.setdefault(a.name.removesuffix(_A), []).append(found)
+    shapes = {}
+    ranks: dict[str, int] = {}
+    for module, pieces in modules.items():
+        rank = lora.rank * len(pieces)
+        shapes[f"{_PREFIX}{module}{_A}"] = (rank, pieces[0][0].shape[1])
+        shapes[f"{_PREFIX}{module}{_B}"] = (pieces[0][2].shape[0], rank)
+        if len(pieces) > 1:
+            ranks[re.sub(r"^.*\.\d+\.", "", module)] = rank
+    if scalar:
+        shapes[f"{_PREFIX}score.weight"] = (1, params["head"].shape[0])
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = create_file(directory / WEIGHTS, shapes, "float32")
+    for module, pieces in modules.items():
+        into, out = tensors[f"{_PREFIX}{module}{_A}"], tensors[f"{_PREFIX}{module}{_B}"]
+        for number, (a, first, b, second) in enumerate(pieces):
+            own = slice(number * lora.rank, (number + 1) * lora.rank)
+            a.into(into[own], first)
+            b.into(out[:, own], second)
+    if scalar:
+        tensors[f"{_PREFIX}score.weight"][0] = params["head"]
+    # Of blocks the same scaling at their larger rank.
+    grow = {n: rank / lora.rank for n, rank in ranks.items()}
+    alphas = {n: lora.alpha * (math.sqrt(x) if lora.rslora else x) for n, x in grow.items()}
+    config = {
+        "peft_type": "LORA",
+        "task_type": "SEQ_CLS" if scalar else "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "use_rslora": lora.rslora,
+        "bias": "none",
+        "fan_in_fan_out": any(part.turned for p in layers.values() for part in parts(p)),
+        "target_modules": sorted({module.rpartition(".")[2] for module in modules}),
+        **({"rank_pattern": ranks, "alpha_pattern": alphas} if ranks else {}),
+        **({"modules_to_save": ["score"]} if scalar else {}),
+        "inference_mode": True,
+    }
+    (directory / CONFIG).write_text(json.dumps(config, indent=1) + "\n")

@@ -1,0 +1,317 @@
+"""Adapters beside PEFT's: the same numbers, files both ways, and what is refused."""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from families import MODELS, logits, model
+from references import peft, torch
+from safetensors.numpy import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+import hjax
+from hjax.errors import ConfigError
+from hjax.models import huggingface
+from hjax.models.attention import Causal
+from hjax.models.lora import TARGETS, Lora, merged, targets_of
+from hjax.models.parameters import decoder_network, scalar_network, to_host
+from hjax.models.peft_files import CONFIG, WEIGHTS, Adapter, save_adapter
+from hjax.models.weights import load_params
+from hjax.sharding.layout import make_layouts
+
+TOKENS = np.array([[3, 4, 5, 6, 7, 8, 9], [10, 9, 11, 4, 3, 3, 5]])
+LLAMA_LIKE = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
+# By family: what PEFT is asked for, and what that is here. A fused tensor has several matrices.
+ASKED = {
+    "gpt2": (["c_attn", "c_fc"], ("q", "k", "v", "up")),
+    "phi3": (["qkv_proj", "down_proj"], ("q", "k", "v", "down")),
+    "mixtral": (["q_proj", "k_proj"], ("q", "k")),
+    "qwen3 experts": (["q_proj", "o_proj"], ("q", "o")),
+    "gpt-oss": (["q_proj", "v_proj"], ("q", "v")),
+}
+EVERYDAY = ("qwen3 tied", "gpt2", "phi3", "gemma3")
+
+
+def families():
+    of_each = {MODELS[name][0]: name for name in reversed(MODELS)}
+    for name in sorted({*of_each.values(), *EVERYDAY}):
+        yield name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.slow)
+
+
+def adapted(name, folder, targets=None, rank=3, classifier=False, **options):
+    """PEFT's model of a family with random adapters, saved as ``base`` and ``adapter``."""
+    model(name).save_pretrained(folder / "base")
+    if classifier:
+        config = folder / "base" / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"pad_token_id": 0}))
+    kind = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
+    more = {"num_labels": 1} if classifier else {}
+    base = kind.from_pretrained(folder / "base", attn_implementation="eager", **more)
+    wanted = targets or ASKED.get(name, (LLAMA_LIKE,))[0]
+    task = "SEQ_CLS" if classifier else "CAUSAL_LM"
+    asked = {"r": rank, "lora_alpha": 7.0, "target_modules": wanted, "task_type": task} | options
+    made = peft.get_peft_model(base, peft.LoraConfig(**asked)).eval()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for key, parameter in made.named_parameters():
+            if "lora_" in key:
+                parameter.normal_(0, 0.2)
+    made.save_pretrained(folder / "adapter")
+    return made
+
+
+def network_with(folder, lora, scalar=False):
+    config = huggingface.read_config(folder / "base")
+    make = scalar_network if scalar else decoder_network
+    return make(dataclasses.replace(config, lora=lora))
+
+
+def run(network, params):
+    decoder = network.bind(params)
+    mask = jnp.ones(TOKENS.shape, bool)
+    positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
+    return decoder.logits(decoder.hidden_states(TOKENS, positions, Causal(mask)))
+
+
+def one_device():
+    return make_layouts(jax.devices()[:1]).train
+
+
+@pytest.mark.parametrize("name", list(families()))
+def test_adapters_of_peft_give_its_numbers_merged_and_beside_the_weights(tmp_path, name):
+    theirs = adapted(name, tmp_path)
+    expected = logits(theirs, TOKENS)
+    assert np.abs(expected - logits(model(name), TOKENS)).max() > 0.01
+    np.testing.assert_allclose(
+        hjax.load_model(tmp_path / "adapter").logits(TOKENS), expected, atol=1e-4
+    )
+    lora = Lora(3, 7.0, ASKED.get(name, (0, ("q", "v", "o", "gate", "down")))[1])
+    network = network_with(tmp_path, lora)
+    params = load_params(tmp_path / "adapter", network, one_device())
+    apart = run(network, params)
+    np.testing.assert_allclose(apart, expected, atol=1e-4)
+    plain = merged(params, network)
+    assert jax.tree.structure(plain) == jax.tree.structure(network.base.shapes)
+    bound = 1e-5 * np.abs(expected).max()
+    np.testing.assert_allclose(run(network.base, plain), apart, rtol=0, atol=bound)
+    np.testing.assert_allclose(
+        run(network.base, network.base_of(params)), logits(model(name), TOKENS), atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_they_go_to_peft_and_back_bit_for_bit(tmp_path, rslora):
+    theirs = adapted("qwen2", tmp_path, use_rslora=rslora)
+    network = network_with(tmp_path, Lora(3, 7.0, ("q", "v", "o", "gate", "down"), rslora))
+    params = load_params(tmp_path / "adapter", network, one_device())
+    learned, _ = network.partition.split(to_host(params))
+    lora = network.config.lora
+    save_adapter(tmp_path / "ours", network.declared, learned, lora, str(tmp_path / "base"))
+    before, after = (load_file(tmp_path / x / WEIGHTS) for x in ("adapter", "ours"))
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        np.testing.assert_array_equal(after[key], tensor)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    again = peft.PeftModel.from_pretrained(base, tmp_path / "ours").eval()
+    np.testing.assert_array_equal(logits(again, TOKENS), logits(theirs, TOKENS))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "phi3"])
+def test_matrices_in_one_tensor_go_to_peft_as_blocks(tmp_path, name):
+    adapted(name, tmp_path)
+    network = network_with(tmp_path, Lora(2, 3.0))
+    drawn = network.create(0, one_device())
+    keys = iter(jax.random.split(jax.random.key(3), 40))
+    learned, frozen = network.partition.split(drawn)
+    learned = jax.tree.map(lambda x: 0.2 * jax.random.normal(next(keys), x.shape), learned)
+    base = load_params(tmp_path / "base", network.base, one_device())
+    expected = run(network, network.partition.join(learned, base))
+    folder = tmp_path / "ours"
+    save_adapter(
+        folder, network.declared, to_host(learned), network.config.lora, str(tmp_path / "base")
+    )
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    theirs = peft.PeftModel.from_pretrained(loaded, folder).eval()
+    np.testing.assert_allclose(logits(theirs, TOKENS), expected, atol=1e-4)
+    np.testing.assert_allclose(hjax.load_model(folder).logits(TOKENS), expected, atol=1e-4)
+    assert frozen.keys() == network.base.shapes.keys()
+
+
+def test_a_scalar_head_is_the_adapters(tmp_path):
+    theirs = adapted("qwen2", tmp_path, classifier=True)
+    with torch.no_grad():
+        theirs.base_model.model.score.modules_to_save.default.weight.normal_()
+    theirs.save_pretrained(tmp_path / "adapter")
+    with torch.no_grad():
+        expected = theirs(torch.tensor(TOKENS)).logits[:, 0].numpy()
+    mask = jnp.ones(TOKENS.shape, bool)
+    positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
+    for lora in (None, Lora(3, 7.0, ("q", "v", "o", "gate", "down"))):
+        network = network_with(tmp_path, lora, scalar=True)
+        params = load_params(tmp_path / "adapter", network, one_device())
+        found = network.bind(params)(TOKENS, positions, Causal(mask))[:, -1]
+        np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+def test_gradients_are_the_matrices_times_the_other_part(tmp_path):
+    """d loss / dA = scaling dW B^T and d loss / dB = scaling A^T dW, of the merged model's dW."""
+    model("qwen3").save_pretrained(tmp_path / "base")
+    network = network_with(tmp_path, Lora(4, 6.0))
+    params = network.create(0, one_device())
+    keys = iter(jax.random.split(jax.random.key(1), 60))
+    params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(next(keys), x.shape), params)
+
+    def loss(network, params):
+        weights = jnp.sin(jnp.arange(47.0))
+        return jnp.mean(jax.nn.log_softmax(run(network, params)) @ weights)
+
+    learned, frozen = network.partition.split(params)
+    join = network.partition.join
+    found = jax.grad(lambda x: loss(network, join(x, frozen)))(learned)["layers"]
+    whole = jax.grad(lambda x: loss(network.base, x))(merged(params, network))["layers"]
+    layers, scaling = params["layers"], 6.0 / 4
+    of = {
+        "q": ("ldhe,lrhe->ldr", "ldr,ldhe->lrhe"),
+        "kv": ("ldcke,lcrke->lcdr", "lcdr,ldcke->lcrke"),
+        "o": ("lhed,lrd->lher", "lher,lhed->lrd"),
+        "gate_up": ("ldcm,lcrm->lcdr", "lcdr,ldcm->lcrm"),
+        "down": ("lmd,lrd->lmr", "lmr,lmd->lrd"),
+    }
+    for name, (to_a, to_b) in of.items():
+        dw, a, b = whole[name], layers[f"{name}_a"], layers[f"{name}_b"]
+        np.testing.assert_allclose(found[f"{name}_a"], scaling * jnp.einsum(to_a, dw, b), atol=1e-5)
+        np.testing.assert_allclose(found[f"{name}_b"], scaling * jnp.einsum(to_b, a, dw), atol=1e-5)
+    assert found.keys() == {f"{name}_{part}" for name in of for part in "ab"}
+
+
+def test_the_base_is_drawn_as_without_adapters():
+    config = huggingface.ModelConfig(31, 16, 24, 2, 4, 2, 4, 32)
+    network = decoder_network(dataclasses.replace(config, lora=Lora(2, 4.0)))
+    plain = decoder_network(config).create(5, one_device())
+    drawn = network.create(5, one_device())
+    jax.tree.map(np.testing.assert_array_equal, network.base_of(drawn), plain)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        network.create_learned(5, one_device()),
+        network.partition.split(drawn)[0],
+    )
+    for name, x in drawn["layers"].items():
+        if name.endswith("_b"):
+            assert not x.any()
+        elif name.endswith("_a"):  # as large as PEFT draws them, uniform to 1 / sqrt(inputs)
+            inputs = np.prod(x.shape[1:-1]) / (2 if name in ("kv_a", "gate_up_a") else 1)
+            assert np.std(x) == pytest.approx((3 * inputs) ** -0.5, rel=0.25)
+
+
+def test_names_of_targets():
+    assert targets_of(("all",), experts=False) == TARGETS
+    assert targets_of(("all",), experts=True) == ("q", "k", "v", "o")
+    assert targets_of(("v_proj", "q"), experts=True) == ("q", "v")
+    for names, experts, said in (
+        (("query",), False, "lora.targets=query: all, or some of q, k, v, o, gate, up, down"),
+        ((), False, "lora.targets=(): all, or some of"),
+        (("q", "down"), True, "lora.targets=down: this model's MLPs are experts"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            targets_of(names, experts)
+        assert said in str(error.value)
+
+
+def changed(**keys):
+    def change(folder):
+        config = json.loads((folder / CONFIG).read_text())
+        (folder / CONFIG).write_text(json.dumps(config | keys))
+
+    return change
+
+
+def tensors(change):
+    def rewrite(folder):
+        found = load_file(folder / WEIGHTS)
+        save_file(change(found), folder / WEIGHTS)
+
+    return rewrite
+
+
+def cut_short(folder):
+    whole = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(whole[:-100])
+
+
+def pickled(folder):
+    (folder / WEIGHTS).rename(folder / "adapter_model.bin")
+
+
+FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+BROKEN = {
+    "of another kind": (
+        changed(peft_type="IA3"),
+        "peft_type 'IA3' is not supported; supported: LORA",
+    ),
+    "DoRA": (changed(use_dora=True), "adapters with use_dora=True are not supported"),
+    "biases": (changed(bias="all"), "adapters with bias='all' are not supported"),
+    "another start": (changed(init_lora_weights="pissa"), "init_lora_weights='pissa'"),
+    "no base": (changed(base_model_name_or_path=None), "base_model_name_or_path is not named"),
+    "not JSON": (lambda folder: (folder / CONFIG).write_text("{"), "not readable as JSON"),
+    "cut short": (cut_short, "not a readable safetensors file"),
+    "pickled": (pickled, f"no {WEIGHTS} there; adapters are read from that file alone"),
+    "one half": (
+        tensors(lambda x: {k: v for k, v in x.items() if k != FIRST}),
+        "'model.layers.0.self_attn.q_proj.lora_A.weight' is missing",
+    ),
+    "not finite": (
+        tensors(lambda x: x | {FIRST: np.full_like(x[FIRST], np.nan)}),
+        "q_proj.lora_A.weight has values that are not finite",
+    ),
+    "another base": (
+        tensors(lambda x: x | {FIRST: np.zeros((3, 7), np.float32)}),
+        "these adapters are for another base",
+    ),
+    "no such matrix": (
+        tensors(lambda x: x | {FIRST.replace("q_proj", "w_proj"): x[FIRST]}),
+        "w_proj.lora_A.weight' is no adapter of a matrix",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sound")
+    adapted("qwen2", folder)
+    return folder
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_broken_adapters_are_named_in_one_line(sound, tmp_path, what):
+    change, said = BROKEN[what]
+    shutil.copytree(sound / "adapter", tmp_path / "adapter")
+    change(tmp_path / "adapter")
+    with pytest.raises(ConfigError) as error:
+        hjax.load_model(tmp_path / "adapter")
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("lora", "said"),
+    [
+        (Lora(4, 7.0, ("q", "v", "o", "gate", "down")), "lora.rank=4 and the base imply (4, 32)"),
+        (Lora(3, 8.0, ("q", "v", "o", "gate", "down")), "lora.alpha=8 with rank 3 by 2.66667"),
+        (Lora(3, 7.0, ("q", "v", "o", "gate")), "is not among lora.targets"),
+        (Lora(3, 7.0), "k_proj.lora_A.weight' is missing; lora.targets must name"),
+    ],
+)
+def test_training_goes_on_only_from_adapters_of_the_same_form(sound, lora, said):
+    with pytest.raises(ConfigError) as error:
+        load_params(sound / "adapter", network_with(sound, lora), one_device())
+    assert said in str(error.value)
+
+
+def test_an_adapter_on_an_adapter_is_refused(sound, tmp_path):
+    shutil.copytree(sound / "adapter", tmp_path / "two")
+    changed(base_model_name_or_path=str(sound / "adapter"))(tmp_path / "two")
+    with pytest.raises(ConfigError, match="base_model_name_or_path is an adapter itself"):
+        Adapter(tmp_path / "two")

@@ -1,0 +1,231 @@
+"""Runs that train adapters: every combination gives one device's numbers, resumes, exports."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from helpers import computed, tiny_config, trainer_of
+from safetensors.numpy import load_file
+
+import hjax
+from hjax.dryrun.description import describe
+from hjax.errors import ConfigError
+from hjax.launch.export import main as export
+from hjax.models import arithmetic
+from hjax.models.peft_files import WEIGHTS
+
+LORA = {"actor.lora.rank": 4, "actor.lora.alpha": 8.0, "actor.learning_rate": 0.01}
+CRITIC = {"critic.lora.rank": 2, "critic.lora.targets": ("q", "v", "down")}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A model that answers in the task's letters, so that some answers score more than others."""
+    folder = tmp_path_factory.mktemp("base") / "model"
+    with trainer_of("GRPO", {"model.layers": 2, "warm_start.steps": 30}) as trainer:
+        trainer.export(folder)
+    return str(folder)
+
+
+def rows_of(algorithm, base, changes, workdir=None):
+    with trainer_of(algorithm, {"actor.path": base, **LORA, **changes}, workdir) as trainer:
+        return [computed(row) for row in trainer.run()]
+
+
+def close(found, expected):
+    """Equal to rounding; what only some layouts have is left out."""
+    for a, b in zip(found, expected, strict=True):
+        for key in b:
+            if key not in ("compile/count",) and b[key] is not None:
+                assert a[key] == pytest.approx(b[key], rel=2e-4, abs=2e-5), key
+
+
+def slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+AHEAD = {
+    "placement": "disaggregate",
+    "rollout.max_staleness": 1,
+    "rollout.deterministic": True,
+}
+
+
+def axes(role="actor", **sizes):
+    train = {f"layout.{role}.train.{axis}": n for axis, n in ({"data": 1} | sizes).items()}
+    return {"placement": "colocate", **train}
+
+
+BOTH = {**axes(fsdp=2, tensor=4), **axes("critic", fsdp=4, pipe=2)}
+COMBINATIONS = [
+    ("GRPO", {"layout.actor.generate.tensor": 2, **axes(fsdp=2, tensor=4)}),
+    slow("PPO", {**CRITIC, **BOTH, "layout.actor.generate.tensor": 2}),
+    slow("PPO", {**axes(pipe=2, data=4), **CRITIC, **axes("critic", pipe=2, data=4)}),
+    slow("GRPO", axes(context=2, fsdp=4)),
+    slow("GRPO", {"model.remat": "full", "actor.micro_batch": 8, "model.unroll_layers": True}),
+    slow("PPO", {"actor.offload": "all", "critic.offload": "all", **CRITIC}),
+    slow("GRPO", {"actor.offload": "optimizer"}),
+    slow("PPO", {"placement": "split", **CRITIC}),
+    slow("PPO", {"placement": "standalone"}),
+    slow("GRPO", {"placement": "disaggregate"}),
+    slow("ReMax", {"placement": "disaggregate", **axes(fsdp=4)}),
+    slow("SafeRLHF", {**CRITIC, **axes(tensor=4, fsdp=2)}),
+    slow("GRPO", {"cluster.processes": 2, "cluster.devices_per_process": 2}),
+    slow(
+        "PPO",
+        {"cluster.processes": 2, "cluster.devices_per_process": 1, "placement": "split", **CRITIC},
+    ),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "changes"), COMBINATIONS)
+def test_every_combination_gives_the_same_metrics(base, algorithm, changes):
+    whole = {k: v for k, v in changes.items() if k.startswith("critic.lora")}
+    expected = rows_of(algorithm, base, {**whole, "steps": 2})
+    assert all(row["actor/grad_norm"] > 0 for row in expected)
+    close(rows_of(algorithm, base, {**changes, "steps": 2}), expected)
+
+
+def test_the_reference_is_the_actor_without_its_adapters(base):
+    """A run whose reference is a copy of the base of its own has the same rows."""
+    changes = {"steps": 3, "algorithm.kl_coef": 0.1}
+    with trainer_of("GRPO", {"actor.path": base, **LORA, **changes}) as trainer:
+        served = [computed(row) for row in trainer.run()]
+        assert "reference" not in trainer.roles.groups and "reference" not in trainer.roles.layouts
+    apart = rows_of("GRPO", base, {**changes, "reference.path": base})
+    close(served, apart)
+    assert served[-1]["kl/reference"] != 0
+
+
+def test_only_adapters_change_and_a_checkpoint_has_them_alone(base, tmp_path):
+    changes = {"actor.path": base, **LORA, **CRITIC, "checkpoint.every": 1, "steps": 2}
+    with trainer_of("PPO", changes, tmp_path) as trainer:
+        trainer.run()
+        actor, critic = (trainer.roles.groups[role].worker for role in ("actor", "critic"))
+        _, before = hjax.models.weights.load_decoder(base)
+        after = actor.network.base_of(actor.params)
+        jax.tree.map(np.testing.assert_array_equal, after, before)
+        inner = critic.network.base_of(critic.params)["decoder"]
+        jax.tree.map(np.testing.assert_array_equal, inner, before)
+        assert float(np.abs(critic.params["head"]).max()) > 0
+        learned = arithmetic.learned_parameters(actor.network.config)
+        state = jax.tree.leaves(actor.optimizer_state)
+        assert sum(x.size for x in state if x.ndim) == 2 * learned
+    folder = tmp_path / "checkpoints" / "2"
+    assert {p.name for p in folder.iterdir()} == {
+        "actor.params", "actor.optimizer", "critic.params", "critic.optimizer", "controller.json",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("start", "changes"),
+    [
+        ("path", CRITIC),
+        ("scratch", {"warm_start.steps": 3}),
+        slow("path", AHEAD),
+        slow("path", {**BOTH, **CRITIC}),
+        slow("scratch", {"warm_start.steps": 2, **CRITIC, "actor.offload": "all"}),
+    ],
+)  # fmt: skip
+def test_a_run_resumes_bit_for_bit(base, tmp_path, start, changes):
+    changes = {**LORA, "checkpoint.every": 1, "warm_start.steps": 0, **changes}
+    if start == "path":
+        changes["actor.path"] = base
+    algorithm = "PPO" if "critic.lora.rank" in changes else "GRPO"
+    with trainer_of(algorithm, {**changes, "steps": 4}, tmp_path / "whole") as trainer:
+        whole = [computed(row) for row in trainer.run()]
+    with trainer_of(algorithm, {**changes, "steps": 2}, tmp_path / "two") as trainer:
+        trainer.run()
+    with trainer_of(algorithm, {**changes, "steps": 4}, tmp_path / "two") as trainer:
+        rest = [computed(row) for row in trainer.run()]
+    assert rest == whole[2:]
+
+
+def test_what_a_run_learned_goes_out_and_in_again(base, tmp_path, capsys):
+    changes = {"actor.path": base, **LORA, "checkpoint.every": 1, "steps": 2}
+    with trainer_of("GRPO", changes, tmp_path / "run") as trainer:
+        trainer.run()
+        trainer.export(tmp_path / "merged")
+        trainer.export(tmp_path / "adapter", adapter=True)
+    flags = [f"--model={tmp_path}/run", f"--output={tmp_path}/again", "--adapter", "--json"]
+    assert export(flags) == 0
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    ours, again = (load_file(tmp_path / x / WEIGHTS) for x in ("adapter", "again"))
+    assert said["parameters"] == sum(x.size for x in ours.values())
+    for name, tensor in ours.items():
+        np.testing.assert_array_equal(again[name], tensor)
+    tokens = np.arange(3, 12)[None]
+    found = {
+        name: np.asarray(hjax.load_model(tmp_path / name).logits(tokens))
+        for name in ("run", "merged", "adapter", "again")
+    }
+    for logits in found.values():
+        np.testing.assert_allclose(logits, found["run"], atol=1e-5)
+    changed = np.abs(found["run"] - hjax.load_model(base).logits(tokens)).max()
+    assert changed > 1e-3
+    # Training goes on from PEFT's directory: its adapters learn, its base is frozen.
+    with trainer_of("GRPO", changes | {"actor.path": f"{tmp_path}/adapter"}) as trainer:
+        trainer.prepare()
+        actor = trainer.roles.groups["actor"].worker
+        jax.tree.map(
+            np.testing.assert_array_equal, actor.network.base_of(actor.params),
+            hjax.models.weights.load_decoder(base)[1],
+        )  # fmt: skip
+        np.testing.assert_array_equal(
+            np.asarray(actor.params["layers"]["q_a"])[0].T,
+            ours["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"],
+        )
+        assert np.isfinite(trainer.step()["actor/loss"])
+
+
+def test_of_a_run_from_scratch_the_base_goes_out_as_well(tmp_path):
+    changes = {**LORA, "warm_start.steps": 2, "checkpoint.every": 1, "steps": 1}
+    with trainer_of("GRPO", changes, tmp_path / "run") as trainer:
+        trainer.run()
+        trainer.export(tmp_path / "adapter", adapter=True)
+    assert (tmp_path / "run" / "checkpoints" / "1" / "actor.base").is_dir()
+    assert (tmp_path / "adapter" / "base" / "tokenizer.json").is_file()
+    tokens = np.arange(3, 12)[None]
+    expected = hjax.load_model(tmp_path / "run").logits(tokens)
+    np.testing.assert_allclose(
+        hjax.load_model(tmp_path / "adapter").logits(tokens), expected, atol=1e-5
+    )
+
+
+def test_a_dry_run_counts_what_learns(base):
+    with trainer_of("PPO", {"actor.path": base, **LORA}) as trainer:
+        found = describe(trainer)
+    programs = {(row["role"], row["program"]) for row in found["memory"]}
+    assert ("actor", "compute_ref_log_prob") in programs and (
+        "actor",
+        "transition_merge",
+    ) in programs
+    assert not any(role == "reference" for role, _ in programs)
+    model = hjax.models.weights.read_config(base)
+    assert found["parameters"]["actor"] - arithmetic.parameters(model) == found["learned"]["actor"]
+    assert found["learned"]["critic"] == found["parameters"]["critic"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"actor.lora.targets": ("query",)}, "lora.targets=query: all, or some of q, k, v"),
+        ({"actor.lora.rank": -1}, "actor.lora.rank=-1"),
+        ({"actor.lora.alpha": 0.0}, "actor.lora.alpha=0.0"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_runs(changes, said):
+    with pytest.raises(ConfigError) as error:
+        hjax.Trainer(tiny_config("GRPO", {**LORA, **changes}))
+    assert said in str(error.value)
+
+
+def test_without_adapters_none_are_exported(tmp_path, capsys):
+    with trainer_of("GRPO", {"steps": 1}, tmp_path / "run") as trainer:
+        with pytest.raises(ConfigError, match="this run trains all weights; set actor.lora.rank"):
+            trainer.export(tmp_path / "out", adapter=True)
+        trainer.run()
+    assert export([f"--model={tmp_path}/run", f"--output={tmp_path}/out", "--adapter"]) == 2
+    assert "trains all weights (actor.lora.rank=0)" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
