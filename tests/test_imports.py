@@ -39,6 +39,7 @@ GROUND = [
     "errors",
     "files",
     "machine",
+    "partition",
     "pieces",
     "roles",
     "rules",

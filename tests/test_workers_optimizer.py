@@ -28,13 +28,13 @@ class Stack(nnx.Module):
 
     def __init__(self, keys):
         self.scales = vector(1, layers=2, embed=2).create()
-        self.weight = matrix(1.0, layers=2, embed=2).create(keys[0])
+        self.weight = matrix(1.0, "embed", layers=2, embed=2).create(keys[0])
 
 
 class Affine(nnx.Module):
     def __init__(self, config, key):
         keys = jax.random.split(key, 2)
-        self.matrix = matrix(1.0, embed=3, mlp=2).create(keys[0])
+        self.matrix = matrix(1.0, "embed", embed=3, mlp=2).create(keys[0])
         self.bias = vector(0, mlp=2).create()
         self.stack = Stack(keys[1:])
 
@@ -231,7 +231,7 @@ def test_what_is_decayed_and_cast_of_the_models_there_are():
 def test_stacked_biases_are_neither_decayed_nor_cast():
     class Biased(nnx.Module):
         def __init__(self, config, key):
-            self.weight = matrix(1.0, layers=2, embed=3, mlp=4).create(key)
+            self.weight = matrix(1.0, "embed", layers=2, embed=3, mlp=4).create(key)
             self.bias = vector(0, layers=2, mlp=4).create()
 
     network = network_of(Biased, NO_CONFIG)

@@ -42,7 +42,7 @@ def update_on(devices, train):
     worker = Critic(context)
     ((_, trace),) = [p for p in worker.programs(16, 8) if p[0] == "update"]
     compiled = trace().lower().compile()
-    (params, state, _), _ = compiled.input_shardings
+    (params, _, state, _), _ = compiled.input_shardings
     new_params, new_state, metrics = compiled.output_shardings
     shapes = worker.network.shapes, worker.abstract_state()["optimizer"]
 
