@@ -201,20 +201,20 @@ def test_rows_that_do_not_divide_stay_whole():
     assert [attention._fitting(spread, rows) for rows in (8, 6, 3)] == [("a", "b"), ("a",), ()]
 
 
-def largest_square(jaxpr, length):
-    """The most dimensions of ``length`` or more that an array of a program has."""
-    most = 0
+def shapes_in(jaxpr):
+    """Of every array that a program makes."""
     for equation in jaxpr.eqns:
-        for variable in equation.outvars:
-            sizes = getattr(variable.aval, "shape", ())
-            most = max(most, sum(size >= length for size in sizes))
+        yield from (getattr(variable.aval, "shape", ()) for variable in equation.outvars)
         for value in equation.params.values():
-            inner = value if isinstance(value, (list, tuple)) else [value]
-            for found in inner:
+            for found in value if isinstance(value, (list, tuple)) else [value]:
                 found = getattr(found, "jaxpr", found)
                 if hasattr(found, "eqns"):
-                    most = max(most, largest_square(found, length))
-    return most
+                    yield from shapes_in(found)
+
+
+def largest_square(jaxpr, length):
+    """The most dimensions of ``length`` or more that an array of a program has."""
+    return max(sum(size >= length for size in shape) for shape in shapes_in(jaxpr))
 
 
 def test_no_array_has_two_length_dimensions():
@@ -232,6 +232,24 @@ def test_no_array_has_two_length_dimensions():
         gradient = jax.grad(functools.partial(loss, kernel=kernel))
         found.append(largest_square(jax.make_jaxpr(gradient)(q, k, k), length))
     assert found == [2, 1]
+
+
+def test_recomputed_layers_keep_no_masks():
+    sight, block = Sight(), 16
+    x = jnp.ones((1, 256, 2, 8))
+    pairs = len(sight.blocks(256, block))
+
+    def layer(x, weight):
+        q = x * weight
+        return blockwise.attend(q, q, q, None, None, Scoring(), sight, block=block), None
+
+    def loss(weights):
+        policy = jax.checkpoint_policies.save_only_these_names(attention.KEPT)
+        layers = jax.checkpoint(layer, policy=policy, prevent_cse=False)
+        return jax.lax.scan(layers, x, weights)[0].sum()
+
+    shapes = shapes_in(jax.make_jaxpr(jax.grad(loss))(jnp.ones(3)).jaxpr)
+    assert max(map(math.prod, shapes)) < pairs * block**2
 
 
 def test_a_row_too_long_for_its_numbers_is_refused():

@@ -239,7 +239,9 @@ def _round(
       held: keys, values and their marks.
       of_keys: the state's second part belongs to the keys and goes with them.
     """
-    pairs = jnp.asarray(plan.pairs)
+    # Tied to the data: what each pair sees is known without it, and where layers are recomputed all
+    # pairs' masks would be made at once and kept, a byte for every head, query and key.
+    pairs, q = jax.lax.optimization_barrier((jnp.asarray(plan.pairs), q))
 
     def over(state: Any, held: Any, first: Any, k_first: Any) -> Any:
         k, v, k_marks = held
