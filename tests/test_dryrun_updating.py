@@ -1,5 +1,6 @@
 """Updates of published shapes, compiled for devices that are not there."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -9,6 +10,7 @@ import sys
 import pytest
 
 from hjax.dryrun.updating import Case, table
+from hjax.models.remat import POLICIES
 
 # Heavy in attention and in the head's table, light to compile.
 PROGRAM = """
@@ -27,10 +29,26 @@ print(json.dumps({k: v for k, v in updating(case).items() if k != "model"}))
 """
 
 
+PUBLISHED = """
+import sys
+from hjax.dryrun.topologies import prepare_environment
+prepare_environment()
+import json, jax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_enable_compilation_cache", False)
+from hjax.dryrun.updating import Case, updating
+print(json.dumps(updating(Case(**json.loads(sys.argv[1])))))
+"""
+
+
 @functools.cache
 def record(tokens):
     pytest.importorskip("libtpu")
-    command = [sys.executable, "-c", PROGRAM, str(tokens)]
+    return run(PROGRAM, tokens)
+
+
+def run(program, argument):
+    command = [sys.executable, "-c", program, json.dumps(argument)]
     done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ))
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
@@ -50,14 +68,34 @@ def test_an_update_receives_what_fsdp_must_and_multiplies_little_twice():
     assert found["seconds"] >= found["minimum_seconds"] > 0
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("remat", POLICIES)
+def test_an_updates_memory_is_near_its_estimate(remat):
+    pytest.importorskip("jax_cuda13_plugin")
+    train = {"data": 1, "fsdp": -1}
+    case = Case("qwen2.5-1.5b", "h100:1x8", train, 2048, 32, remat)
+    found = run(PUBLISHED, dataclasses.asdict(case))
+    assert 0.9 <= found["estimated_bytes"] / found["peak_bytes"] <= 1.15
+
+
+def test_an_updates_output_takes_its_arguments_place():
+    assert record(2048)["output_bytes"] < 2**16  # metrics
+
+
 def test_a_table_has_a_row_for_each_also_for_those_refused():
-    case = {"model": "small", "train": {"fsdp": 4}, "topology": "v5e:2x2", "tokens": 2048}
-    both = {**case, "micro_batch": 0, "before": 2.0}
+    case = dict(model="small", train={"fsdp": 4}, topology="v5e:2x2", tokens=2048)
+    both = {**case, "micro_batch": 0, "before": 2.0, "remat": "full", "rows": 8, "scores": False}
     counted = dict.fromkeys(
         ("seconds", "minimum_seconds", "mfu", "flops_over_minimum", "received_bytes",
-         "minimum_received_bytes", "waited_share", "waited_seconds", "peak_bytes"), 1.0,
-    )  # fmt: skip
-    lines = table([{**both, **counted}, {**both, "refused_bytes": 2**34}]).splitlines()
-    assert len(lines) == 4 and "refused: 16.0 GiB" in lines[-1]
+         "minimum_received_bytes", "waited_share", "waited_seconds", "peak_bytes",
+         "temporary_bytes", "estimated_bytes"), 1.0,
+    ) | {"output_bytes": 512}  # fmt: skip
+    long = {**both, **counted, "tokens": 8192, "temporary_bytes": 3.5}
+    refused = {**both, "refused_bytes": 2**34}
+    lines, said = table([{**both, **counted}, refused, long]).split("\n\n")
+    lines = lines.splitlines()
+    assert len(lines) == 5 and "refused: 16.0 GiB" in lines[3] and "remat full" in lines[3]
     assert len({line.count("|") for line in lines}) == 1
+    assert "8k tokens a row over those of 2k" in said and "3.50." in said and "0.5 KiB" in said
     assert Case("qwen2.5-1.5b", "v5e:2x4", {}, 1024).prompt == 256

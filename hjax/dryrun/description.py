@@ -28,7 +28,8 @@ def describe(trainer: Any) -> dict[str, Any]:
       ``algorithm``, ``remark`` (where the step's calls cannot be read off), ``batch``,
       ``placement``, ``parameters`` (by role), ``memory`` (of each program what
       ``programs.add_held`` says, bytes per device), ``resident_bytes`` (by role, kept between
-      calls), ``device_memory_bytes`` and where something is offloaded ``offload`` (of
+      calls), ``device_memory_bytes``, with ``model.remat=auto`` ``remat`` (by role, of
+      ``Chosen.record``) and where something is offloaded ``offload`` (of
       ``programs.offload_savings``).
     """
     config, roles = trainer.config, trainer.roles
@@ -97,6 +98,7 @@ def describe(trainer: Any) -> dict[str, Any]:
         },
         "resident_bytes": {r: sum(x.values()) for r, x in resident_bytes(rehearsal).items()},
         "device_memory_bytes": min(filter(None, map(device_memory, devices)), default=None),
+        **({"remat": {r: c.record() for r, c in roles.remat.items()}} if roles.remat else {}),
         **({"offload": offload_savings(records)} if any_offloaded(records) else {}),
         "memory": records,
     }

@@ -61,12 +61,15 @@ def compile_step(asked: CompileRequest, console: Any) -> dict[str, Any]:
     topology = find_topology(asked.topology)
     devices, limits = topology.devices, limits_of(topology)
     plan = placed(config, algorithm, len(devices))
-    roles = describe_roles(config, algorithm, inputs, plan, topology.platform, read_shape)
+    memory, platform = topology.memory_bytes, topology.platform
+    roles = describe_roles(config, algorithm, inputs, plan, platform, read_shape, memory)
     rehearsal = rehearse(roles, devices)
     records = []
     programs, remark = step_programs(config, algorithm, rehearsal, inputs.prompt_length)
     if remark:
         console.print(remark)
+    for role, chosen in roles.remat.items():
+        console.print(f"{role}: model.remat=auto is {chosen.why}")
     for number, program in enumerate(programs, 1):
         name = f"{program.role}.{program.name}"
         with console.status(f"compiling {name} ({number} of {len(programs)})"):
@@ -79,7 +82,7 @@ def compile_step(asked: CompileRequest, console: Any) -> dict[str, Any]:
         console.print(f"{number:>3}/{len(programs)} {name:<28} {_how(record)}")
     resident = resident_bytes(rehearsal)
     moved = _transition(records, rehearsal)
-    most, memory = largest(records), topology.memory_bytes
+    most = largest(records)
     return {
         "config": asked.name,
         "topology": {
@@ -92,6 +95,7 @@ def compile_step(asked: CompileRequest, console: Any) -> dict[str, Any]:
         "versions": topology.versions,
         "optimization": asked.level or "default",
         "placement": [list(members) for members in plan.placement],
+        **({"remat": {r: c.record() for r, c in roles.remat.items()}} if roles.remat else {}),
         "resident_bytes": resident,
         "programs": records,
         **moved,

@@ -1,4 +1,4 @@
-"""How long an update takes by data sheet, and why, beside the least that it must.
+"""How long updates and scores take by data sheet, and why, beside the least that they must.
 
 Of published shapes on devices that are not there: ``benchmarks/performance.py`` prints it.
 """
@@ -6,6 +6,7 @@ Of published shapes on devices that are not there: ``benchmarks/performance.py``
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,14 @@ from hjax.models.config import ModelConfig
 from hjax.models.published import published
 from hjax.models.transformer import Compute
 from hjax.sharding.layout import make_layouts
-from hjax.workers import Actor, OptimizerConfig, WorkerContext
+from hjax.workers import Actor, OptimizerConfig, Reference, WorkerContext
+from hjax.workers.update_memory import updates_of
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An update of a policy by GRPO without KL, in bfloat16, masters and moments in float32.
+    """An update of a policy by GRPO without KL, or a reference's log-probs, in bfloat16, masters
+    and moments in float32.
 
     Attributes:
       model: a published shape's name, or a shape.
@@ -39,6 +42,7 @@ class Case:
       remat: as of ``model.remat``.
       rows: of all devices.
       samples: of a prompt.
+      scores: it is the reference's log-probs.
       before: seconds predicted of commit 9b2d171, whose figures this began with; 0: none.
     """
 
@@ -50,6 +54,7 @@ class Case:
     remat: str = "attention"
     rows: int = 64
     samples: int = 8
+    scores: bool = False
     before: float = 0.0
 
     @property
@@ -63,16 +68,18 @@ _TENSOR = {"data": 1, "fsdp": 2, "tensor": 4}
 CASES = (
     Case("qwen2.5-1.5b", "v5e:2x4", _FSDP, 2048, 0, before=2.62),
     Case("qwen2.5-1.5b", "v5e:2x4", _FSDP, 8192, 32, before=20.7),
+    Case("qwen2.5-1.5b", "v5e:2x4", _FSDP, 8192, 8),
     Case("qwen2.5-1.5b", "v5e:2x4", _FSDP, 32768, 8),
     Case("llama-3-8b", "v5p:2x2x2", _TENSOR, 2048, 0),
     Case("llama-3-8b", "v5p:2x2x2", _TENSOR, 8192, 16),
     Case("qwen2.5-1.5b", "h100:1x8", _FSDP, 8192, 32),
     Case("qwen2.5-1.5b", "h100:1x8", _FSDP, 32768, 8),
+    Case("qwen2.5-1.5b", "v5e:4x4", _FSDP, 8192, 64, rows=512, scores=True),
 )
 
 
 def updating(case: Case, cache: Path | None = None) -> dict[str, Any]:
-    """Compile an update and account for it.
+    """Compile an update, or scores, and account for them.
 
     Args:
       case: which.
@@ -82,7 +89,10 @@ def updating(case: Case, cache: Path | None = None) -> dict[str, Any]:
       the case; ``refused_bytes``, or per device and run: ``seconds`` by data sheet,
       ``minimum_seconds``, ``mfu``, ``flops_over_minimum`` (of matrix products),
       ``received_bytes``, ``minimum_received_bytes``, ``waited_share`` (of the received bytes,
-      those that nothing runs beside), ``waited_seconds``, ``peak_bytes``, ``bound``; ``versions``.
+      those that nothing runs beside), ``waited_seconds``, ``peak_bytes``,
+      ``temporary_bytes``, ``output_bytes`` (not written over arguments), of updates
+      ``estimated_bytes`` (of the peak, as ``model.remat=auto`` estimates it), ``bound``;
+      ``versions``.
 
     Raises:
       ConfigError: a topology that is not known or has no data sheet here, or a layout that does
@@ -94,9 +104,10 @@ def updating(case: Case, cache: Path | None = None) -> dict[str, Any]:
     if limits is None:
         raise ConfigError(f"{case.topology}: no data sheet of its devices here")
     model = published(case.model) if isinstance(case.model, str) else case.model
-    worker = Actor(
+    role, kind = ("reference", Reference) if case.scores else ("actor", Actor)
+    worker: Any = kind(
         WorkerContext(
-            role="actor",
+            role=role,
             layouts=make_layouts(topology.devices, dict(case.train), {"tensor": -1}),
             model=model,
             compute=Compute(jnp.bfloat16, remat=case.remat),
@@ -108,7 +119,8 @@ def updating(case: Case, cache: Path | None = None) -> dict[str, Any]:
         )
     )
     traces = dict(worker.programs(case.rows, case.prompt))
-    program = StepProgram("actor", "update", 0, case.rows, 1, traces["update"], None)
+    name = "compute_ref_log_prob" if case.scores else "update"
+    program = StepProgram(role, name, 0, case.rows, 1, traces[name], None)
     found = compile_program(program, topology, len(topology.devices), "", cache)
     described = {
         **dataclasses.asdict(case),
@@ -121,6 +133,9 @@ def updating(case: Case, cache: Path | None = None) -> dict[str, Any]:
     assert least is not None
     account = found["roofline"]
     received = account["received_bytes"]
+    if not case.scores:
+        estimated = updates_of(worker, case.rows, case.prompt).with_state(case.remat)
+        described["estimated_bytes"] = estimated
     return {
         **described,
         "seconds": account["seconds"],
@@ -132,22 +147,27 @@ def updating(case: Case, cache: Path | None = None) -> dict[str, Any]:
         "waited_share": account["synchronous_bytes"] / received if received else 0.0,
         "waited_seconds": account["network_seconds"],
         "peak_bytes": found["total_bytes"],
+        "output_bytes": found["output_bytes"],
+        "temporary_bytes": found["temporary_bytes"],
         "bound": account["bound"],
     }
 
 
 def table(records: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown of what ``updating`` counted, a row each."""
+    """Markdown of what ``updating`` counted, a row each; then what they say together."""
     lines = [
-        "| update of 64 rows | before | now | at least | MFU | products ÷ least "
+        "| program | before | now | at least | MFU | products ÷ least "
         "| received GB (least) | waited for | memory |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for r in records:
         split = " × ".join(f"{axis} {n}" for axis, n in r["train"].items() if n > 1)
         passes = f", micro_batch {r['micro_batch']}" if r["micro_batch"] else ""
+        remat = "" if r["scores"] else f", remat {r['remat']}"
         where = f"{r['topology']}{', ' + split if split else ''}"
-        name = f"{r['model']}, {r['tokens'] // 1024}k tokens, {where}{passes}"
+        what = "log-probs" if r["scores"] else "update"
+        rows = f"{what} of {r['rows']} × {r['tokens'] // 1024}k tokens"
+        name = f"{rows}, {r['model']}, {where}{passes}{remat}"
         before = f"{r['before']:.2f} s" if r["before"] else ""
         if "refused_bytes" in r:
             needed = f"{r['refused_bytes'] / 2**30:.1f} GiB"
@@ -160,4 +180,32 @@ def table(records: Sequence[Mapping[str, Any]]) -> str:
             f"| {r['waited_share']:.0%}, {r['waited_seconds']:.2f} s "
             f"| {r['peak_bytes'] / 2**30:.1f} GiB |"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *_together(records)])
+
+
+def _together(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Sentences about all of them: how memory grows with the length, what is written anew."""
+    said = []
+    counted = [r for r in records if "refused_bytes" not in r]
+    updates = [r for r in counted if not r["scores"]]
+    alike = ("model", "topology", "train", "micro_batch", "remat")
+    for short, long in itertools.combinations(updates, 2):
+        if all(short[k] == long[k] for k in alike) and long["tokens"] == 4 * short["tokens"]:
+            ratio = long["temporary_bytes"] / short["temporary_bytes"]
+            said.append(
+                f"Temporaries of {long['tokens'] // 1024}k tokens a row over those of "
+                f"{short['tokens'] // 1024}k, {long['model']}, {long['topology']}, micro_batch "
+                f"{long['micro_batch']}: {ratio:.2f}."
+            )
+    if updates:
+        most = max(r["output_bytes"] for r in updates)
+        said.append(
+            f"An update writes {most / 1024:.1f} KiB of its results at most elsewhere than over "
+            "what they take the place of."
+        )
+        ratios = [r["estimated_bytes"] / r["peak_bytes"] for r in updates]
+        said.append(
+            f"The estimate of `model.remat=auto` is {min(ratios):.2f} to {max(ratios):.2f} of the "
+            "memory."
+        )
+    return said

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from hjax.models import remat
 from hjax.models.architecture import decoder_parameters, scalar_parameters
 from hjax.models.config import ModelConfig
 from hjax.models.declaration import Kind, Parameter
@@ -104,3 +105,20 @@ def activation_elements(config: ModelConfig) -> tuple[int, int]:
     inner = (3 if config.gated_mlp else 2) * config.mlp_size
     mlp = inner * (config.experts_per_token if config.experts else 1)
     return whole + attention + mlp, whole
+
+
+def kept_elements(config: ModelConfig, policy: str) -> tuple[int, int]:
+    """As ``activation_elements``, what a policy of ``hjax.models.remat`` keeps of a layer.
+
+    ``none``: all but the product of a gated SiLU MLP, whose written-out backward pass makes it
+    again; ``attention``: the layer's input and the outputs of long sequences' attention; ``full``:
+    the input; ``offload``: nothing on the device.
+    """
+    if policy == remat.NONE:
+        every, whole = activation_elements(config)
+        written_out = config.gated_mlp and config.activation == "silu" and not config.mlp_bias
+        return every - (config.mlp_size if written_out and not config.experts else 0), whole
+    if policy == remat.OFFLOAD:
+        return 0, 0
+    outputs = config.heads * config.head_dim if policy == remat.ATTENTION else 0
+    return config.hidden_size + outputs, config.hidden_size

@@ -14,6 +14,7 @@ from hjax.controller.hosts import Hosts
 from hjax.errors import ConfigError
 from hjax.machine import device_memory
 from hjax.models.config import ModelConfig
+from hjax.models.remat import NONE
 from hjax.planning.calibration import Progress, calibrate
 from hjax.planning.constants import Constants
 from hjax.planning.counting import counts
@@ -40,6 +41,7 @@ from hjax.roles import ROLES, Role
 from hjax.run.inputs import load_inputs
 from hjax.run.machines import local_devices, look_at_hosts
 from hjax.run.placement import Plan, make_plan
+from hjax.run.rematerialise import AUTO
 from hjax.run.roles import (
     is_float32,
     planned_models,
@@ -247,7 +249,7 @@ def run_problem(
         batches=tuple(b for b in (*batches, micro) if b),
         micro_batch=micro,
         waves=(1,),
-        rematerialise=(config.model.remat != "none",),
+        rematerialise=_rematerialise(config, cluster),
     )
     return Problem(
         flow,
@@ -261,6 +263,14 @@ def run_problem(
         space,
         {role: _offload(config, table[role]) for role in models},
     )
+
+
+def _rematerialise(config: ConfigDict, cluster: Cluster) -> tuple[bool, ...]:
+    """Whether updates compute activations again; what ``auto`` chooses among where devices say how
+    much memory they have, which simulated ones do not."""
+    if config.model.remat != AUTO:
+        return (config.model.remat != NONE,)
+    return (False,) if any(pool.shares_cores for pool in cluster.pools) else (False, True)
 
 
 def _offload(config: ConfigDict, role: Role) -> Any:

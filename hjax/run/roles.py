@@ -21,6 +21,7 @@ from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError
 from hjax.models.config import ModelConfig
 from hjax.models.lora import Lora
+from hjax.models.remat import NONE
 from hjax.models.transformer import Compute
 from hjax.models.weights import check_weights, read_config
 from hjax.rewards.function import RewardFunction
@@ -29,6 +30,7 @@ from hjax.rollout.sampling import Sampling
 from hjax.run.inputs import Inputs, load_tokenizer
 from hjax.run.placement import HOST_POOL, Plan, layout_sizes, make_plan, make_pools
 from hjax.run.policy import Policy
+from hjax.run.rematerialise import AUTO, Chooser, Chosen, trains
 from hjax.sharding.layout import RoleLayouts, make_layouts
 from hjax.sharding.offload import check_offload
 from hjax.workers import GeneratingWorker, OptimizerConfig, WorkerContext
@@ -46,6 +48,7 @@ class Roles:
       models: shapes by role with a model.
       starts_from: by role that takes another's weights, whose.
       served: by role that another's worker answers for, whose.
+      remat: with ``model.remat=auto`` what was chosen for each trained role, and why.
       fewer: numbers of devices, falling, on which a rollout apart can do what it does; the first
         is that of the plan.
       pools: resource pool by role, and the host's.
@@ -59,6 +62,7 @@ class Roles:
     models: dict[str, ModelConfig]
     starts_from: dict[str, str]
     served: dict[str, str] = dataclasses.field(default_factory=dict)
+    remat: dict[str, Chosen] = dataclasses.field(default_factory=dict)
     fewer: tuple[int, ...] = ()
     pools: dict[str, ResourcePool] = dataclasses.field(default_factory=dict)
     groups: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -167,6 +171,7 @@ def describe_roles(
     plan: Plan,
     platform: str,
     read: Callable[[str], tuple[ModelConfig, Tokenizer | None]] = read_model,
+    memory: int = 0,
 ) -> Roles:
     """Check everything that can be checked without devices, and describe the workers.
 
@@ -177,6 +182,7 @@ def describe_roles(
       plan: where the roles stand.
       platform: of the devices; it decides what ``model.dtype=auto`` means.
       read: gives shapes and tokenizer of a role's path.
+      memory: bytes of a device that programs may use, for ``model.remat=auto``; 0: not known.
 
     Raises:
       ConfigError: shapes, batches, layouts or paths that do not fit, by name.
@@ -240,7 +246,29 @@ def describe_roles(
         and not builds[role].arguments[0].path
         and hasattr(builds[role].worker, "take_weights")
     }
-    return Roles(table, builds, plan, layouts, models, _in_order(starts_from), served, fewer)
+    remat: dict[str, Chosen] = {}
+    if config.model.remat == AUTO:
+        contexts = {role: builds[role].arguments[0] for role in models if role in layouts}
+        trained = {role: layout.train for role, layout in layouts.items()}
+        length = inputs.prompt_length
+        chooser = Chooser(
+            config, algorithm, table, contexts, trained, length, platform, memory
+        )
+        for members in plan.placement:
+            for role in members:
+                if role in contexts and trains(builds[role].worker):
+                    remat[role] = chooser.of(role, members)
+                    builds[role] = _recomputing(builds[role], remat[role].policy)
+    ordered = _in_order(starts_from)
+    return Roles(table, builds, plan, layouts, models, ordered, served, remat, fewer)
+
+
+def _recomputing(build: Build, policy: str) -> Build:
+    """The same worker, its backward passes under a policy."""
+    context, *more = build.arguments
+    compute = dataclasses.replace(context.compute, remat=policy)
+    context = dataclasses.replace(context, compute=compute)
+    return dataclasses.replace(build, arguments=(context, *more))
 
 
 def _check_rollout(table: Mapping[str, Role], algorithm: type[Algorithm]) -> None:
@@ -399,7 +427,8 @@ class _Builder:
         self.compute = Compute(
             dtype=dtype[config.model.dtype],
             unroll_layers=config.model.unroll_layers,
-            remat=config.model.remat,
+            # What auto means for a role is known once all of its set are.
+            remat=NONE if config.model.remat == AUTO else config.model.remat,
         )
         self.stop = stop_tokens(config, inputs)
 

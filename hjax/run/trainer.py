@@ -19,6 +19,7 @@ from hjax.controller.executors import ExecutorFactory
 from hjax.data.dataset import PromptSampler
 from hjax.errors import ConfigError, RunError
 from hjax.files import METRICS, SAMPLES, WARM_START
+from hjax.machine import device_memory
 from hjax.models.checkpoint import Checkpoints
 from hjax.models.export import check_output, export_adapters, export_weights
 from hjax.models.parameters import decoder_network
@@ -97,7 +98,14 @@ class Trainer(Recovering):
             devices, platform = self.machines.devices, self.machines.platform
             if plan is None:
                 plan = placed(config, self.algorithm_class, len(devices))
-            self.roles = describe_roles(config, self.algorithm_class, self.inputs, plan, platform)
+            self.roles = describe_roles(
+                config,
+                self.algorithm_class,
+                self.inputs,
+                plan,
+                platform,
+                memory=min(map(device_memory, devices)),
+            )
             self.machines.place(plan)
             self._start(devices, self._executors(debug))
             undo.callback(self.roles.close)
@@ -359,6 +367,9 @@ class Trainer(Recovering):
             self.checkpoints = Checkpoints(self.workdir.checkpoints, self.config.checkpoint.keep)
             write_model_files(self.workdir.path, self.inputs)
             self.workdir.write_json("plan.json", self.plan_record())
+        for role, chosen in self.roles.remat.items():
+            if chosen.estimated_bytes:
+                self._message(f"{role}: model.remat=auto is {chosen.why}")
         latest = self.checkpoints.latest() if self.checkpoints is not None else None
         if latest is not None:
             with self._phase("restore"):

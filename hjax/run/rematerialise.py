@@ -1,0 +1,179 @@
+"""``model.remat=auto``: for each trained role the first policy whose update fits, by an estimate.
+
+The estimate (hjax.workers.update_memory) needs neither devices nor a compiler, so a run and its dry
+run choose alike, and nothing is compiled to choose.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from hjax.algorithms import Algorithm
+from hjax.models import remat
+from hjax.models.parameters import decoder_network, scalar_network
+from hjax.roles import Role
+from hjax.sharding.layout import Layout, check_shapes, without
+from hjax.show.format import size
+from hjax.workers import TrainedWorker, WorkerContext
+from hjax.workers.update_memory import Updates
+
+AUTO = "auto"
+# Of a device's memory; the rest is for what an estimate does not see.
+USABLE = 0.9
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """What was chosen for a role, and why.
+
+    Attributes:
+      policy: of ``hjax.models.remat``.
+      estimated_bytes: of a device's memory while the role is updated, by policy, of those that were
+        looked at; with what else the role's set keeps.
+      usable_bytes: that they may take; 0: not known.
+      reason: where nothing was estimated; else empty.
+    """
+
+    policy: str
+    estimated_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    usable_bytes: int = 0
+    reason: str = ""
+
+    @property
+    def why(self) -> str:
+        """In a line."""
+        if self.reason:
+            return f"{self.policy}: {self.reason}"
+        (*before, (policy, needed)) = self.estimated_bytes.items()
+        if needed > self.usable_bytes:
+            found = f"none fits, by estimate: an update needs {size(needed)} at the least"
+            return f"{policy}: {found}, of {size(self.usable_bytes)} that it may take"
+        found = f"an update needs {size(needed)} of {size(self.usable_bytes)} that it may take"
+        too_much = ", ".join(f"{name} {size(n)}" for name, n in before)
+        end = f"; more than that: {too_much}" if before else ""
+        return f"{policy}: {found}, by estimate{end}"
+
+    def record(self) -> dict[str, Any]:
+        """``policy``, ``why``, and where it was estimated ``estimated_bytes``, ``usable_bytes``."""
+        found = {"policy": self.policy, "why": self.why.removeprefix(f"{self.policy}: ")}
+        if self.reason:
+            return found
+        needed = self.estimated_bytes[self.policy]
+        return {**found, "estimated_bytes": needed, "usable_bytes": self.usable_bytes}
+
+
+def choose(needed: Mapping[str, float], usable: int) -> Chosen:
+    """The first policy that fits, or the last.
+
+    Args:
+      needed: bytes by policy, in the order of preference.
+      usable: bytes.
+    """
+    looked: dict[str, int] = {}
+    for policy, bytes_ in needed.items():
+        looked[policy] = round(bytes_)
+        if bytes_ <= usable:
+            break
+    return Chosen(policy, looked, usable)
+
+
+class Chooser:
+    """Chooses for the trained roles of a run.
+
+    Args:
+      config: the run's.
+      algorithm: its class.
+      table: what each role is.
+      contexts: of the roles with devices and a model that hjax builds.
+      layouts: train layouts of these.
+      prompt_length: tokens.
+      platform: of the devices.
+      memory: bytes of a device that programs may use; 0: it does not say.
+    """
+
+    def __init__(
+        self,
+        config: ConfigDict,
+        algorithm: type[Algorithm],
+        table: Mapping[str, Role],
+        contexts: Mapping[str, WorkerContext],
+        layouts: Mapping[str, Layout],
+        prompt_length: int,
+        platform: str,
+        memory: int,
+    ):
+        self.config, self.algorithm, self.table = config, algorithm, table
+        self.contexts, self.prompt_length = contexts, prompt_length
+        self.platform, self.usable = platform, int(USABLE * memory)
+        self.layouts = {
+            role: _fitted(layouts[role], context, role) for role, context in contexts.items()
+        }
+
+    def of(self, role: str, together: Sequence[str]) -> Chosen:
+        """For a trained role, in a set with others.
+
+        Args:
+          role: which.
+          together: roles of its set, itself among them.
+        """
+        if self.platform == "cpu" and self.contexts[role].compute.unroll_layers:
+            return Chosen(remat.NONE, reason="a CPU's compiler undoes it for unrolled layers")
+        if not self.usable:
+            return Chosen(remat.NONE, reason="the devices do not say how much memory they have")
+        beside = sum(self._kept(other, role) for other in together if other in self.contexts)
+        updates = self._updates(role)
+        # A CPU's memory is the host's.
+        policies = remat.POLICIES if self.platform != "cpu" else remat.POLICIES[:-1]
+        needed = {p: beside + max(u.temporaries(p) for u in updates) for p in policies}
+        return choose(needed, self.usable)
+
+    def _kept(self, role: str, updated: str) -> float:
+        """Bytes of parameters and moments, float32, while a role is updated: trained roles take
+        turns and stay until all are done."""
+        trained, offload = self.table[role].trained, self.contexts[role].offload
+        if not trained and offload == "all" and role != updated:
+            return 0.0
+        return self._update(role, 1, 1).held() * 4 * (3 if trained else 1)
+
+    def _updates(self, role: str) -> list[Updates]:
+        config, samples = self.config, self.config.rollout.samples
+        batch = config.warm_start.batch
+        if not self.algorithm.generates:
+            return [self._update(role, batch, 1)]
+        rows = config.rollout.prompts * samples
+        found = [self._update(role, config.algorithm.get("minibatch", 0) or rows, samples)]
+        context = self.contexts[role]
+        if context.warm_start is not None and config.warm_start.steps and not context.path:
+            found.append(self._update(role, batch, 1))
+        return found
+
+    def _update(self, role: str, rows: int, samples: int) -> Updates:
+        context, scalar = self.contexts[role], self.table[role].scalar
+        assert context.model is not None
+        return Updates(
+            network=(scalar_network if scalar else decoder_network)(context.model),
+            scalar=scalar,
+            layout=self.layouts[role],
+            dtype=np.dtype(context.compute.dtype),
+            rows=rows,
+            samples=samples,
+            prompt=self.prompt_length,
+            response=context.max_response_length,
+            micro_batch=context.micro_batch,
+        )
+
+
+def _fitted(layout: Layout, context: WorkerContext, role: str) -> Layout:
+    """The layout as the role's worker has it: with what is too small to split whole."""
+    assert context.model is not None
+    return without(layout, check_shapes(layout, context.model.dimensions, f"layout.{role}.train"))
+
+
+def trains(worker: Any) -> bool:
+    """Whether a role's worker has updates of a model that hjax builds."""
+    return isinstance(worker, type) and issubclass(worker, TrainedWorker)

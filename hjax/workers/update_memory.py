@@ -1,0 +1,123 @@
+"""What a device holds while a model is updated, estimated from shapes: for ``model.remat=auto``.
+
+Per device, in bytes. Of what stands in a program beside parameters and optimizer state only what is
+large: gradients, weights in the compute dtype, layers that are gathered, activations by policy, the
+log-prob head's pieces. Held to what compilers say by ``tests/test_run_rematerialise.py`` and
+``tests/test_dryrun_updating.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from hjax.kernels.attention import WHOLE
+from hjax.models import arithmetic, remat
+from hjax.models.forward import LOGIT_CHUNK_BYTES
+from hjax.models.parameters import Network
+from hjax.sharding.layout import Layout
+from hjax.workers.passes import Passes
+
+
+@dataclasses.dataclass(frozen=True)
+class Updates:
+    """The updates of a model.
+
+    Attributes:
+      network: the model.
+      scalar: it has a scalar head.
+      layout: the train layout.
+      dtype: of compute.
+      rows: of all devices, of an update.
+      samples: of a prompt.
+      prompt, response: tokens of each row.
+      micro_batch: as of ``WorkerContext``.
+    """
+
+    network: Network
+    scalar: bool
+    layout: Layout
+    dtype: np.dtype
+    rows: int
+    samples: int
+    prompt: int
+    response: int
+    micro_batch: int = 0
+
+    def with_state(self, policy: str) -> float:
+        """Bytes of an update: parameters, two moments, all float32, and its temporaries."""
+        return 3 * 4 * self.held() + self.temporaries(policy)
+
+    def temporaries(self, policy: str) -> float:
+        """Bytes of an update beside its state, under a policy of ``hjax.models.remat``."""
+        layout, config, size = self.layout, self.network.config, self.dtype.itemsize
+        passes = Passes(layout, self.network.axes, self.micro_batch, self.samples)
+        pieces = passes.pieces_of(self.rows)
+        rows = max(self.rows // layout.ways("batch") // pieces, 1)
+        share = math.gcd(rows, self.samples)
+        parts = layout.ways("length")
+        tokens = (rows // share * self.prompt + rows * self.response) / parts
+        answered = rows * self.response / parts
+        split = layout.ways("heads")
+
+        def of(elements: tuple[int, int]) -> float:
+            every, whole = elements
+            return tokens * size * ((every - whole) / split + whole)
+
+        stages = layout.ways("layers")
+        layers = config.layers / stages * (min(stages, pieces) if stages > 1 else 1)
+        kept = of(arithmetic.kept_elements(config, policy))
+        one = of(arithmetic.activation_elements(config))
+        if self.prompt + share * self.response <= WHOLE:  # scores in one piece, and their softmax
+            scores = 2 * 4 * tokens * (self.prompt + share * self.response) * config.heads / split
+            kept, one = kept + (scores if policy == remat.NONE else 0), one + scores
+        activations = layers * kept + (0 if policy == remat.NONE else one)
+        held = self.held()
+        gradients = 4 * held * (2 if pieces > 1 else 1)
+        cast = size * held if size < 4 else 0
+        return gradients + cast + activations + self._gathered() + self._head(answered)
+
+    def held(self) -> float:
+        """Parameters of which a device has a part, in elements."""
+        shardings = self.network.shardings(self.layout)
+        sizes = jax.tree.map(
+            lambda x, s: math.prod(s.shard_shape(x.shape)), self.network.shapes, shardings
+        )
+        return sum(jax.tree.leaves(sizes))
+
+    def _gathered(self) -> float:
+        """Of FSDP the layer in use and the next, whole."""
+        layout = self.layout
+        if layout.ways("embed") == 1:
+            return 0.0
+        layer = arithmetic.layer_parameters(self.network.config) / layout.ways("heads")
+        return 2 * layer * self.dtype.itemsize
+
+    def _head(self, answered: float) -> float:
+        """A piece of logits, its softmax and gradient; the states' float32 gradient."""
+        config, layout = self.network.config, self.layout
+        states = 4 * answered * config.hidden_size
+        if self.scalar:
+            return states
+        logits = 4 * answered * config.vocab_size / layout.ways("vocab")
+        return states + 3 * min(logits, LOGIT_CHUNK_BYTES)
+
+
+def updates_of(worker: Any, rows: int, prompt: int) -> Updates:
+    """Those of a trained worker, of ``rows`` sequences with prompts of so many tokens."""
+    context = worker.context
+    return Updates(
+        network=worker.network,
+        scalar=worker.scalar,
+        layout=worker.layouts.train,
+        dtype=np.dtype(context.compute.dtype),
+        rows=rows,
+        samples=context.samples,
+        prompt=prompt,
+        response=context.max_response_length,
+        micro_batch=context.micro_batch,
+    )

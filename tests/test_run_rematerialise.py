@@ -1,0 +1,114 @@
+"""``model.remat=auto``: which policy a role gets, by the memory that is left."""
+
+import dataclasses
+
+import jax
+import pytest
+
+import hjax
+from hjax.algorithms import get_algorithm
+from hjax.algorithms.losses import PolicyLoss
+from hjax.dryrun.programs import memory_of
+from hjax.dryrun.shape_inputs import read_shape, shape_inputs
+from hjax.models import arithmetic
+from hjax.models.config import ModelConfig
+from hjax.models.transformer import Compute
+from hjax.run.rematerialise import choose
+from hjax.run.roles import describe_roles, placed
+from hjax.sharding.layout import make_layouts
+from hjax.workers import Actor, OptimizerConfig, WorkerContext
+from hjax.workers.update_memory import updates_of
+
+GIB = 2**30
+PODS = {
+    "actor.path": "llama-7b",
+    "layout.actor.train.data": 1,
+    "layout.actor.train.fsdp": 8,
+    "layout.critic.train.data": 1,
+    "layout.critic.train.fsdp": 8,
+    "actor.micro_batch": 8,
+    "critic.micro_batch": 8,
+    "model.remat": "auto",
+    "model.dtype": "bfloat16",
+    "rollout.max_response_length": 3072,
+    "rollout.max_prompt_length": 512,
+}
+
+
+def chosen(platform="tpu", memory=0, **more):
+    config = hjax.get_config("ppo.py", {**PODS, **more})
+    algorithm = get_algorithm(config.algorithm.name)
+    inputs = shape_inputs(config)
+    plan = placed(config, algorithm, 8)
+    return describe_roles(config, algorithm, inputs, plan, platform, read_shape, memory)
+
+
+def test_the_first_that_fits_or_else_the_last():
+    needed = {"none": 30.0, "attention": 20.0, "full": 10.0}
+    assert choose(needed, 40).policy == "none"
+    assert choose(needed, 25).policy == "attention"
+    assert choose(needed, 10).policy == "full"
+    least = choose(needed, 5)
+    assert least.policy == "full" and "none fits" in least.why
+    assert choose(needed, 20).estimated_bytes == {"none": 30, "attention": 20}
+
+
+def test_less_memory_less_is_kept():
+    order = ["none", "attention", "full", "offload"]
+    halves = range(110, 160)
+    found = [order.index(chosen(memory=n * GIB // 2).remat["actor"].policy) for n in halves]
+    assert found == sorted(found, reverse=True) and set(found) == {0, 1, 2, 3}
+
+
+def test_it_is_what_the_worker_gets_and_says_why():
+    roles = chosen(memory=48 * GIB)
+    for role, found in roles.remat.items():
+        assert roles.builds[role].arguments[0].compute.remat == found.policy
+        assert found.policy in found.why and "of 43.2 GiB" in found.why
+    assert set(roles.remat) == {"actor", "critic"}  # the reference is not trained
+    assert chosen(memory=48 * GIB).remat == roles.remat
+
+
+@pytest.mark.parametrize("more", [{}, {"model.unroll_layers": True}])
+def test_nothing_is_computed_again_on_a_cpu(more):
+    roles = chosen("cpu", **more)
+    assert {found.policy for found in roles.remat.values()} == {"none"}
+    assert "do not say" in roles.remat["actor"].why or "unrolled" in roles.remat["actor"].why
+
+
+def test_another_policy_stands_as_it_is():
+    roles = chosen(memory=GIB, **{"model.remat": "attention"})
+    assert not roles.remat
+    assert roles.builds["actor"].arguments[0].compute.remat == "attention"
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_an_updates_memory_is_near_its_estimate(policy):
+    model = ModelConfig(512, 128, 512, 12, 4, 2, 32, 2048)
+    worker = Actor(
+        WorkerContext(
+            role="actor",
+            layouts=make_layouts(jax.devices()[:1]),
+            model=model,
+            compute=Compute(remat=policy),
+            max_response_length=896,
+            samples=2,
+            loss=PolicyLoss(),
+            optimizer=OptimizerConfig(1e-3),
+        )
+    )
+    update = dict(worker.programs(8, 128))["update"]
+    compiled = memory_of(update().lower().compile())["total_bytes"]
+    assert 0.75 <= updates_of(worker, 8, 128).with_state(policy) / compiled <= 1.25
+
+
+def test_what_is_kept_of_a_layer_by_hand():
+    # hidden 8, MLP 24, 4 heads of 2, 2 of keys: norms 4 x 8; q and output 8 each, k and v 4 each;
+    # gate and up 24 each, their product made again.
+    model = ModelConfig(32, 8, 24, 3, 4, 2, 2, 64)
+    assert arithmetic.kept_elements(model, "none") == (32 + 24 + 48, 32)
+    assert arithmetic.kept_elements(model, "attention") == (8 + 8, 8)
+    assert arithmetic.kept_elements(model, "full") == (8, 8)
+    assert arithmetic.kept_elements(model, "offload") == (0, 0)
+    biased = dataclasses.replace(model, mlp_bias=True)
+    assert arithmetic.kept_elements(biased, "none") == (32 + 24 + 72, 32)
