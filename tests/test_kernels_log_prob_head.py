@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from hjax.kernels.log_prob_head import Head, reference, token_scores
+from hjax.kernels.log_prob_head import Head, reference, token_scores, top_scores
 from hjax.kernels.spread import Spread
 from hjax.sharding.layout import make_layouts
 from hjax.xla.collectives import collectives
@@ -23,12 +23,22 @@ def inputs(dtype=jnp.float32, vocab=VOCAB, length=LENGTH):
     return hidden, table, tokens, weights
 
 
+def several(arrays, count=3):
+    """The same with so many tokens for each place, some of them twice."""
+    hidden, table, tokens, weights = arrays
+    tokens = (tokens[..., None] + jnp.arange(count) // 2 * 7) % table.shape[0]
+    rng = np.random.default_rng(1)
+    each = jnp.asarray(rng.normal(size=tokens.shape), jnp.float32)
+    return hidden, table, tokens, (each, weights[1])
+
+
 def both(function, hidden, table, tokens, weights):
     """Scores, and the gradients of a weighted sum of them."""
 
     def total(hidden, table):
         logprobs, entropy = function(hidden, table, tokens)
-        return jnp.sum(weights[0] * logprobs + weights[1] * entropy), (logprobs, entropy)
+        total = jnp.sum(weights[0] * logprobs) + jnp.sum(weights[1] * entropy)
+        return total, (logprobs, entropy)
 
     gradient = jax.value_and_grad(total, argnums=(0, 1), has_aux=True)
     (_, scores), gradients = jax.jit(gradient)(hidden, table)
@@ -46,10 +56,54 @@ def assert_equal(found, expected, atol=1e-4, rtol=1e-4):
 @pytest.mark.parametrize("columns", [VOCAB, 16, 20, 1])
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"softcap": 2.0, "temperature": 3}])
 def test_it_is_the_reference_whatever_the_chunks(columns, options):
-    arrays = inputs()
     head = Head(chunk_bytes=columns * 4 * ROWS * LENGTH, **options)
-    expected = both(lambda *a: reference(*a, **options), *arrays)
-    assert_equal(both(lambda *a: token_scores(*a, head), *arrays), expected)
+    for arrays in (inputs(), several(inputs())):
+        expected = both(lambda *a: reference(*a, **options), *arrays)
+        assert_equal(both(lambda *a: token_scores(*a, head), *arrays), expected)
+
+
+def most_probable(hidden, table, count, **options):
+    """Log-probs and ids [rows, length, count], by the reference of every token, sorted."""
+    every = jnp.broadcast_to(jnp.arange(table.shape[0]), (*hidden.shape[:2], table.shape[0]))
+    logprobs = np.asarray(reference(hidden, table, every, **options)[0])
+    ids = np.argsort(-logprobs, axis=-1, kind="stable")[..., :count]
+    return np.take_along_axis(logprobs, ids, axis=-1), ids
+
+
+@pytest.mark.parametrize("columns", [VOCAB, 20, 1])
+@pytest.mark.parametrize("count", [1, 5, VOCAB])
+def test_the_most_probable_come_in_the_same_pass(columns, count):
+    hidden, table, tokens, _ = several(inputs())
+    options = {"softcap": 2.0, "temperature": 3}
+    head = Head(chunk_bytes=columns * 4 * ROWS * LENGTH, **options)
+    logprobs, entropy, top, ids = top_scores(hidden, table, tokens, count, head)
+    expected = reference(hidden, table, tokens, **options)
+    np.testing.assert_allclose(logprobs, expected[0], atol=1e-4)
+    np.testing.assert_allclose(entropy, expected[1], atol=1e-4)
+    values, numbers = most_probable(hidden, table, count, **options)
+    np.testing.assert_allclose(top, values, atol=1e-4)
+    np.testing.assert_array_equal(ids, numbers)
+
+
+def test_of_equally_probable_tokens_the_lower_comes_first():
+    table = jnp.ones((6, 1)) * jnp.array([[1.0], [2.0], [2.0], [1.0], [2.0], [0.0]])
+    head = Head(chunk_bytes=4)  # a column at a time
+    ids = top_scores(jnp.ones((1, 1, 1)), table, jnp.zeros((1, 1), int), 5, head)[3]
+    assert ids.tolist() == [[[1, 2, 4, 0, 3]]]
+
+
+def test_it_distils_a_teacher():
+    # The gradient of the cross entropy of a teacher's few tokens, renormalised, with the student.
+    hidden, table, tokens, _ = inputs()
+    _, _, top, ids = top_scores(hidden * 2, table, tokens, 4, Head(chunk_bytes=999))
+    weights = jax.nn.softmax(top)
+
+    def loss(score):
+        return lambda hidden: -jnp.sum(weights * score(hidden, table, ids)[0])
+
+    head = Head(chunk_bytes=999)
+    ours = jax.grad(loss(lambda *a: token_scores(*a, head)))(hidden)
+    np.testing.assert_allclose(ours, jax.grad(loss(reference))(hidden), atol=1e-4)
 
 
 def test_by_hand():
@@ -93,11 +147,16 @@ def placed(layout, hidden, table, tokens, weights):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_it_is_the_reference_on_every_layout(name, length):
     layout = make_layouts(jax.devices(), LAYOUTS[name], None, name).train
-    arrays = inputs(length=length)
     head = Head(0.7, chunk_bytes=1000, spread=layout.spread)
-    expected = both(lambda *a: reference(*a, temperature=0.7), *arrays)
-    found = both(lambda *a: token_scores(*a, head), *placed(layout, *arrays))
-    assert_equal(found, expected)
+    for arrays in (inputs(length=length), several(inputs(length=length))):
+        expected = both(lambda *a: reference(*a, temperature=0.7), *arrays)
+        found = both(lambda *a: token_scores(*a, head), *placed(layout, *arrays))
+        assert_equal(found, expected)
+    hidden, table, tokens, _ = placed(layout, *arrays)
+    found = jax.jit(lambda *a: top_scores(*a, 5, head))(hidden, table, tokens)
+    values, numbers = most_probable(*arrays[:2], 5, temperature=0.7)
+    np.testing.assert_allclose(found[2], values, atol=1e-4)
+    np.testing.assert_array_equal(found[3], numbers)
 
 
 def test_the_table_is_gathered_once_each_way_and_its_gradient_scattered_once():
@@ -132,6 +191,9 @@ def test_what_does_not_fit_is_refused_when_traced():
                   (hidden, table, tokens * 1.0)):  # fmt: skip
         with pytest.raises(AssertionError):
             jax.eval_shape(lambda *a: token_scores(*a, Head()), *wrong)
+    for count in (0, VOCAB + 1):
+        with pytest.raises(AssertionError, match=f"{count} most probable of {VOCAB}"):
+            jax.eval_shape(lambda *a, n=count: top_scores(*a, n, Head()), hidden, table, tokens)
     layout = make_layouts(jax.devices(), {"data": 8}, None, "data").train
     odd = Spread(layout.mesh, ("data",), embed=("tensor",))
     with pytest.raises(AssertionError, match="tensor.*splits the table's width"):

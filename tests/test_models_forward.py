@@ -14,11 +14,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hjax.models import forward
 from hjax.models.config import ModelConfig
-from hjax.models.forward import response_states, sequence_states, token_log_probs
+from hjax.models.forward import (
+    response_states,
+    sequence_states,
+    token_log_probs,
+    top_log_probs,
+)
 from hjax.models.huggingface import load_weights
 from hjax.models.parameters import decoder_network
 from hjax.models.transformer import Compute
 from hjax.sharding.layout import make_layouts
+from hjax.sharding.pipeline import plain
 
 PROMPTS = [[5, 9, 2], [40, 3, 17, 22, 1], [7]]  # three prompts of different lengths
 RESPONSES = [[[11], [12, 13, 14, 15], [0, 16, 17]], [[18, 19], [20, 21], [22]], [[5], [6], [7, 8]]]
@@ -216,6 +222,7 @@ def test_wrong_tokens_to_score_are_refused_when_traced(truth):
 
     hidden = jnp.zeros((3, 5, 32))
     jax.eval_shape(run, params, hidden, jnp.zeros((3, 5), int))
+    jax.eval_shape(run, params, hidden, jnp.zeros((3, 5, 2), int))
     for tokens in (jnp.zeros((3, 4), int), jnp.zeros((5, 3), int), jnp.zeros((3, 5))):
         with pytest.raises(AssertionError):
             jax.eval_shape(run, params, hidden, tokens)
@@ -270,6 +277,31 @@ def test_temperature_and_entropy_by_hand(chunk_bytes, truth, batch, monkeypatch)
     np.testing.assert_allclose(entropy, -(p * np.log(p)).sum(-1), atol=1e-5)
     picked = np.take_along_axis(np.log(p), batch["responses"][..., None], -1)[..., 0]
     np.testing.assert_allclose(ours, picked, atol=1e-5)
+
+
+@pytest.mark.parametrize("stack", [plain, lambda *a: plain(*a)], ids=["plain", "as in a stage"])
+@pytest.mark.parametrize("chunk_bytes", [1, 2**30], ids=["in chunks", "at once"])
+def test_several_tokens_of_a_place_and_the_most_probable(
+    chunk_bytes, stack, truth, batch, monkeypatch
+):
+    monkeypatch.setattr(forward, "LOGIT_CHUNK_BYTES", chunk_bytes)
+    network, params, _, _ = truth
+    tokens = (batch["responses"][..., None] + np.arange(3)) % 47
+
+    @jax.jit
+    def run(params):
+        model = network.bind(params, stack)
+        hidden = response_states(network.bind(params), batch, SAMPLES, Compute())
+        several = token_log_probs(model, hidden, tokens, temperature=0.5, with_entropy=False)
+        top = top_log_probs(model, hidden, 4, temperature=0.5)
+        return model.logits(hidden), several[0], *top
+
+    logits, ours, top, ids = run(params)
+    logits = np.asarray(logits, np.float64) / 0.5
+    logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    np.testing.assert_allclose(ours, np.take_along_axis(logprobs, tokens, -1), atol=1e-5)
+    np.testing.assert_allclose(top, -np.sort(-logprobs, axis=-1)[..., :4], atol=1e-5)
+    np.testing.assert_array_equal(ids, np.argsort(-logprobs, axis=-1)[..., :4])
 
 
 def test_sequences_padded_on_the_right_equal_torch(truth, batch):

@@ -1,7 +1,9 @@
 """Log-probs of tokens from hidden states, without the logits of all of them at once.
 
 The vocabulary is taken in chunks: a running maximum and sum, as in online softmax (Milakov and
-Gimelshein 2018, arXiv 1805.02867). The backward pass makes each chunk's logits again. Over a mesh
+Gimelshein 2018, arXiv 1805.02867). The backward pass makes each chunk's logits again. For
+distillation a place may have several tokens whose log-probs are wanted (a teacher's most probable,
+under the student), and the most probable ones are found in the same pass. Over a mesh
 each device has its rows (and its part of the length) and its part of the vocabulary; of a table
 whose width is split, each chunk is gathered once and its gradient summed over devices once, while
 the next one is worked on.
@@ -54,14 +56,16 @@ def reference(
     if softcap:
         logits = softcap * jnp.tanh(logits / softcap)
     logprobs = jax.nn.log_softmax(logits / temperature, axis=-1)
-    picked = jnp.take_along_axis(logprobs, tokens[..., None], axis=-1)[..., 0]
+    several = tokens if tokens.ndim == 3 else tokens[..., None]
+    picked = jnp.take_along_axis(logprobs, several, axis=-1).reshape(tokens.shape)
     return picked, -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
 
 
 def check(hidden: jax.Array, table: jax.Array, tokens: jax.Array) -> None:
-    """hidden [rows, length, embed], table [vocab, embed], int tokens [rows, length]."""
-    chex.assert_rank((hidden, table, tokens), (3, 2, 2))
-    chex.assert_equal(hidden.shape[:2], tokens.shape)
+    """hidden [rows, length, embed], table [vocab, embed], int tokens [rows, length] or with a
+    number of them for each place [rows, length, k]."""
+    chex.assert_rank((hidden, table, tokens), (3, 2, {2, 3}))
+    chex.assert_equal(hidden.shape[:2], tokens.shape[:2])
     chex.assert_equal(hidden.shape[2], table.shape[1])
     chex.assert_type(tokens, int)
 
@@ -76,17 +80,42 @@ def token_scores(
     Args:
       hidden: [rows, length, embed], of any float dtype; products are made in it.
       table: [vocab, embed].
-      tokens: int [rows, length], below the vocabulary's size.
+      tokens: int [rows, length] or [rows, length, k], below the vocabulary's size.
       head: how.
 
     Returns:
-      float32 [rows, length] natural logs, and float32 [rows, length] nats.
+      float32 natural logs, in the shape of the tokens, and float32 [rows, length] nats.
 
     Raises:
       AssertionError: other shapes or dtypes, when traced.
     """
     check(hidden, table, tokens)
     return _token_scores(head, hidden, table, tokens)
+
+
+def top_scores(
+    hidden: jax.Array, table: jax.Array, tokens: jax.Array, count: int, head: Head
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """As ``token_scores``, and the most probable tokens, in one pass; not differentiable.
+
+    Args:
+      hidden, table, tokens, head: as of ``token_scores``.
+      count: of the most probable tokens; at most the vocabulary's size.
+
+    Returns:
+      what ``token_scores`` returns; float32 [rows, length, count] log-probs, falling, and the int32
+      [rows, length, count] tokens that have them; of equal ones the lower first.
+
+    Raises:
+      AssertionError: other shapes or dtypes, or a count that is not there, when traced.
+    """
+    check(hidden, table, tokens)
+    if not 0 < count <= table.shape[0]:
+        raise AssertionError(f"{count} most probable of {table.shape[0]} tokens")
+    kind = "r" if tokens.ndim == 2 else "w"
+    run = _over(head, functools.partial(_scores, count), hidden, f"wt{kind}", f"{kind}rrrww")
+    logprobs, entropy, _, _, *top = run(*map(jax.lax.stop_gradient, (hidden, table)), tokens)
+    return logprobs, entropy, *top
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -97,13 +126,15 @@ def _token_scores(
 
 
 def _forward(head: Head, hidden: jax.Array, table: jax.Array, tokens: jax.Array) -> Any:
-    run = _over(head, _scores, hidden, "wtr", "rrrr")
+    kind = "r" if tokens.ndim == 2 else "w"
+    run = _over(head, functools.partial(_scores, 0), hidden, f"wt{kind}", f"{kind}rrr")
     logprobs, entropy, total, mean = run(hidden, table, tokens)
     return (logprobs, entropy), (hidden, table, tokens, total, mean)
 
 
 def _backward(head: Head, kept: Any, given: Any) -> Any:
-    run = _over(head, _gradients, kept[0], "wtrrrrr", "wt")
+    kind = "r" if kept[2].ndim == 2 else "w"
+    run = _over(head, _gradients, kept[0], f"wt{kind}rr{kind}r", "wt")
     d_hidden, d_table = run(*kept, *given)
     return d_hidden, d_table, None
 
@@ -115,8 +146,8 @@ def _over(head: Head, function: Any, hidden: jax.Array, given: str, made: str) -
     """``function(head, split, *arrays)``, on every device its own parts.
 
     Args:
-      given, made: what arguments and results are: ``r`` [rows, length], ``w`` with the width as
-        well, ``t`` the table.
+      given, made: what arguments and results are: ``r`` [rows, length], ``w`` with a third
+        dimension, which is whole, ``t`` the table.
     """
     split = _fitted(head.spread, hidden.shape[1])
     run = functools.partial(function, head, split)
@@ -201,39 +232,86 @@ class _Chunks:
         new = self.start(number) + jnp.arange(self.width) >= number * self.width
         return logits / self.head.temperature, new, slope / self.head.temperature
 
+    def places(self, ids: jax.Array, number: Any) -> tuple[jax.Array, jax.Array]:
+        """Of ids [tokens, k], of this device's part: their columns, and whether they are new."""
+        at = ids - self.start(number)
+        there = (at >= 0) & (at < self.width) & (ids >= number * self.width)
+        return jnp.clip(at, 0, self.width - 1), there
+
+
+def _flat(tokens: jax.Array) -> jax.Array:
+    """[rows, length, ...] as [rows * length, ...]."""
+    return tokens.reshape(-1, *tokens.shape[2:])
+
 
 def _scores(
-    head: Head, split: Spread, hidden: jax.Array, table: jax.Array, tokens: jax.Array
+    count: int,
+    head: Head,
+    split: Spread,
+    hidden: jax.Array,
+    table: jax.Array,
+    tokens: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    """Log-probs, entropy, the logits' log-sum and their mean, each [rows, length]."""
-    shape = tokens.shape
-    states, ids = hidden.reshape(-1, hidden.shape[-1]), tokens.reshape(-1)
+    """Log-probs, in the shape of the tokens, entropy, the logits' log-sum and their mean, each
+    [rows, length]; with a ``count`` log-probs and ids of so many most probable tokens."""
+    shape = tokens.shape[:2]
+    states, ids = hidden.reshape(-1, hidden.shape[-1]), _flat(tokens)
     chunks, first = _Chunks(head, split, table, states), _first(split, table.shape[0])
 
     def step(state: Any, number: jax.Array, part: jax.Array) -> Any:
-        top, total, weighted, picked = state
+        top, total, weighted, picked, most = state
         logits, new, _ = chunks.logits(part, number)
         logits = jnp.where(new, logits, -jnp.inf)
         higher = jnp.maximum(top, logits.max(-1))
         old, now = jnp.exp(top - higher), jnp.exp(logits - higher[:, None])
         total = total * old + now.sum(-1)
         weighted = weighted * old + jnp.where(new, now * logits, 0.0).sum(-1)
-        own = first + chunks.start(number) + jnp.arange(chunks.width) == ids[:, None]
-        picked = picked + jnp.where(own & new, logits, 0.0).sum(-1)
-        return higher, total, weighted, picked
+        columns = first + chunks.start(number) + jnp.arange(chunks.width)
+        if ids.ndim == 1:
+            own = columns == ids[:, None]
+            picked = picked + jnp.where(own & new, logits, 0.0).sum(-1)
+        else:
+            at, there = chunks.places(ids - first, number)
+            picked = picked + jnp.where(there, jnp.take_along_axis(logits, at, axis=-1), 0.0)
+        if count:
+            most = _most(most, logits, jnp.broadcast_to(columns, logits.shape))
+        return higher, total, weighted, picked, most
 
-    zero = jnp.zeros(ids.shape, jnp.float32)
-    begin = jnp.full(ids.shape, -jnp.inf, jnp.float32), zero, zero, zero
-    top, total, weighted, picked = chunks.scan(step, begin)
+    tokens_here = ids.shape[:1]
+    zero = jnp.zeros(tokens_here, jnp.float32)
+    lowest = jnp.full(tokens_here, -jnp.inf, jnp.float32)
+    nothing: Any = None
+    if count:
+        shape_most = *tokens_here, count
+        nothing = jnp.full(shape_most, -jnp.inf), jnp.zeros(shape_most, jnp.int32)
+    begin = lowest, zero, zero, jnp.zeros(ids.shape, jnp.float32), nothing
+    top, total, weighted, picked, most = chunks.scan(step, begin)
     if split.vocab:
         highest = jax.lax.pmax(top, split.vocab)
         factor = jnp.exp(top - highest)
         parts = total * factor, weighted * factor, picked
         total, weighted, picked = (jax.lax.psum(x, split.vocab) for x in parts)
         top = highest
+        if count:
+            every = (jax.lax.all_gather(x, split.vocab, axis=1, tiled=True) for x in most)
+            most = _most(nothing, *every)
     log_total, mean = top + jnp.log(total), weighted / total
-    results = picked - log_total, log_total - mean, log_total, mean
-    return tuple(x.reshape(shape) for x in results)
+
+    picked = picked - (log_total if ids.ndim == 1 else log_total[:, None])
+    results = [picked, log_total - mean, log_total, mean]
+    if count:
+        results += [most[0] - log_total[:, None], most[1]]
+    return tuple(x.reshape(*shape, *x.shape[1:]) for x in results)
+
+
+def _most(before: Any, logits: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Logits [tokens, k] and ids of the largest so far and [tokens, n] more, whose ids follow."""
+    values, numbers = (
+        jnp.concatenate([a, b.astype(a.dtype)], axis=-1)
+        for a, b in zip(before, (logits, ids), strict=True)
+    )
+    values, at = jax.lax.top_k(values, before[0].shape[-1])
+    return values, jnp.take_along_axis(numbers, at, axis=-1)
 
 
 def _gradients(
@@ -248,11 +326,12 @@ def _gradients(
     d_entropy: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Of hidden states and table: with p the probabilities and l the logits,
-    dl = d_logprob (1[token] - p) - d_entropy p (l - mean)."""
+    dl = d_logprob (1[token] - p) - d_entropy p (l - mean), summed over a place's tokens."""
     states = hidden.reshape(-1, hidden.shape[-1])
     ids, total, mean, d_logprobs, d_entropy = (
-        x.reshape(-1) for x in (tokens, total, mean, d_logprobs, d_entropy)
+        _flat(x) for x in (tokens, total, mean, d_logprobs, d_entropy)
     )
+    numbers = jnp.arange(ids.shape[0])[:, None]
     chunks, first = _Chunks(head, split, table, states), _first(split, table.shape[0])
     wide = jnp.float32
 
@@ -273,8 +352,13 @@ def _gradients(
         logits, new, slope = chunks.logits(part, number)
         p = jnp.where(new, jnp.exp(logits - total[:, None]), 0.0)
         start = chunks.start(number)
-        own = (first + start + jnp.arange(chunks.width) == ids[:, None]) & new
-        d_logits = d_logprobs[:, None] * (own - p)
+        if ids.ndim == 1:
+            own = (first + start + jnp.arange(chunks.width) == ids[:, None]) & new
+            d_logits = d_logprobs[:, None] * (own - p)
+        else:
+            at, there = chunks.places(ids - first, number)
+            d_logits = -d_logprobs.sum(-1, keepdims=True) * p
+            d_logits = d_logits.at[numbers, at].add(jnp.where(there, d_logprobs, 0.0))
         d_logits -= d_entropy[:, None] * p * (logits - mean[:, None])
         d_logits = (d_logits * slope).astype(hidden.dtype)
         d_states += jnp.einsum("tv,vd->td", d_logits, part, preferred_element_type=wide)

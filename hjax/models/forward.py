@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from hjax.kernels.attention import PART
-from hjax.kernels.log_prob_head import Head, token_scores
+from hjax.kernels.log_prob_head import Head, token_scores, top_scores
 from hjax.kernels.spread import Spread
 from hjax.models.attention import Causal, SharedPrompt
 from hjax.models.transformer import Compute
@@ -140,28 +140,23 @@ def token_log_probs(
 
     Args:
       hidden: [rows, length, embed], from which token t is predicted.
-      tokens: int [rows, length].
+      tokens: int [rows, length], or several for each place [rows, length, k].
       temperature: logits are divided by it.
       with_entropy: whether the entropies are wanted.
       layout: over whose devices rows, length and vocabulary are split.
 
     Returns:
-      float32 [rows, length] natural logs, and float32 [rows, length] nats or None.
+      float32 natural logs in the shape of the tokens, and float32 [rows, length] nats or None.
 
     Raises:
       AssertionError: other shapes or dtypes, when traced.
     """
-    chex.assert_rank((hidden, tokens), (3, 2))
-    chex.assert_equal(hidden.shape[:2], tokens.shape)
+    chex.assert_rank((hidden, tokens), (3, {2, 3}))
+    chex.assert_equal(hidden.shape[:2], tokens.shape[:2])
     chex.assert_type(tokens, int)
-    rows, length = tokens.shape
-    split = ("batch", "length", "vocab")
-    parts = 1 if layout is None else math.prod(layout.ways(name) for name in split)
-    chunks = math.ceil(rows * length * decoder.config.vocab_size * 4 / parts / LOGIT_CHUNK_BYTES)
+    chunks = _chunks(decoder, hidden, layout)
     if chunks > 1 and decoder.stack is plain:
-        cap = decoder.config.final_softcap
-        spread = Spread() if layout is None else layout.spread
-        head = Head(temperature, cap, LOGIT_CHUNK_BYTES, spread)
+        head = _head(decoder, temperature, layout)
         logprobs, entropy = token_scores(hidden, decoder.output_table, tokens, head)
         return logprobs, entropy if with_entropy else None
 
@@ -171,39 +166,79 @@ def token_log_probs(
             logits = logits / temperature
         total = jax.nn.logsumexp(logits, axis=-1)
         picked = _pick(logits, tokens, decoder.stack is plain)
+        picked -= total if tokens.ndim == 2 else total[..., None]
         if not with_entropy:
-            return picked - total, None
+            return picked, None
         mean = jnp.sum(jnp.exp(logits - total[..., None]) * logits, axis=-1)
-        return picked - total, total - mean
+        return picked, total - mean
 
     if chunks <= 1:
         return score(hidden, tokens)
-    return _in_parts(score, hidden, tokens, chunks)
+    return _in_parts(score, (hidden, tokens), chunks)
 
 
-def _in_parts(
-    score: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array | None]],
+def top_log_probs(
+    decoder: Any,
     hidden: jax.Array,
-    tokens: jax.Array,
-    parts: int,
-) -> tuple[jax.Array, jax.Array | None]:
-    """``score`` of so many or more parts of the length, one after another.
+    count: int,
+    temperature: float = 1.0,
+    layout: Layout | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The most probable tokens of each place, for a student to learn from; not differentiable.
+
+    Args:
+      hidden, temperature, layout: as of ``token_log_probs``.
+      count: of tokens.
+
+    Returns:
+      float32 [rows, length, count] log-probs, falling, and int32 [rows, length, count] tokens.
+
+    Raises:
+      AssertionError: a count that the vocabulary does not have, when traced.
+    """
+    hidden = jax.lax.stop_gradient(hidden)
+    if decoder.stack is plain:
+        none = jnp.zeros(hidden.shape[:2], jnp.int32)
+        head = _head(decoder, temperature, layout)
+        return top_scores(hidden, decoder.output_table, none, count, head)[2:]
+
+    def score(hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits = jax.lax.stop_gradient(decoder.logits(hidden)) / temperature
+        return jax.lax.top_k(jax.nn.log_softmax(logits), count)
+
+    return _in_parts(score, (hidden,), _chunks(decoder, hidden, layout))
+
+
+def _chunks(decoder: Any, hidden: jax.Array, layout: Layout | None) -> int:
+    """Into how many pieces a device's logits of all tokens have to be cut."""
+    split = ("batch", "length", "vocab")
+    parts = 1 if layout is None else math.prod(layout.ways(name) for name in split)
+    logits = math.prod(hidden.shape[:2]) * decoder.config.vocab_size
+    return math.ceil(logits * 4 / parts / LOGIT_CHUNK_BYTES)
+
+
+def _head(decoder: Any, temperature: float, layout: Layout | None) -> Head:
+    spread = Spread() if layout is None else layout.spread
+    return Head(temperature, decoder.config.final_softcap, LOGIT_CHUNK_BYTES, spread)
+
+
+def _in_parts(score: Callable[..., Any], arrays: tuple[jax.Array, ...], parts: int) -> Any:
+    """``score`` of so many or more parts of the length of arrays [rows, length, ...], one after
+    another.
 
     In a pipeline's stage, where the compiler has the other axes: each part gathers the table.
     """
-    rows, length = tokens.shape
+    rows, length = arrays[0].shape[:2]
     parts = next((n for n in range(parts, length + 1) if length % n == 0), length)
 
     def split(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x.reshape(rows, parts, length // parts, *x.shape[2:]), 1, 0)
 
-    def whole(x: jax.Array | None) -> jax.Array | None:
-        return None if x is None else jnp.moveaxis(x, 0, 1).reshape(rows, length)
+    def whole(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x, 0, 1).reshape(rows, length, *x.shape[3:])
 
-    logprobs, entropy = jax.lax.map(
-        lambda part: jax.checkpoint(score)(*part), (split(hidden), split(tokens))
-    )
-    return jnp.moveaxis(logprobs, 0, 1).reshape(rows, length), whole(entropy)
+    made = jax.lax.map(lambda part: jax.checkpoint(score)(*part), tuple(map(split, arrays)))
+    return jax.tree.map(whole, made)
 
 
 def response_log_probs(
@@ -227,6 +262,8 @@ def response_log_probs(
 def _pick(logits: jax.Array, tokens: jax.Array, gather: bool) -> jax.Array:
     """Each token's logit; in a pipeline's stage without a gather, which XLA cannot split there."""
     if gather:
-        return jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+        several = tokens if tokens.ndim == 3 else tokens[..., None]
+        return jnp.take_along_axis(logits, several, axis=-1).reshape(tokens.shape)
     chosen = jnp.arange(logits.shape[-1]) == tokens[..., None]
-    return jnp.sum(jnp.where(chosen, logits, 0.0), axis=-1)
+    several = logits if tokens.ndim == 2 else logits[..., None, :]
+    return jnp.sum(jnp.where(chosen, several, 0.0), axis=-1)
