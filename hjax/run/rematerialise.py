@@ -138,7 +138,7 @@ class Chooser:
         trained, offload = self.table[role].trained, self.contexts[role].offload
         if not trained and offload == "all" and role != updated:
             return 0.0
-        return self._update(role, 1, 1).held() * 4 * (3 if trained else 1)
+        return self._update(role, 1, 1).kept(trained)
 
     def _updates(self, role: str) -> list[Updates]:
         config, samples = self.config, self.config.rollout.samples
@@ -155,11 +155,13 @@ class Chooser:
     def _update(self, role: str, rows: int, samples: int) -> Updates:
         context, scalar = self.contexts[role], self.table[role].scalar
         assert context.model is not None
+        network = (scalar_network if scalar else decoder_network)(context.model)
+        dtype = np.dtype(context.compute.dtype)
         return Updates(
-            network=(scalar_network if scalar else decoder_network)(context.model),
+            network=network.frozen_in(dtype) if context.path else network,
             scalar=scalar,
             layout=self.layouts[role],
-            dtype=np.dtype(context.compute.dtype),
+            dtype=dtype,
             rows=rows,
             samples=samples,
             prompt=self.prompt_length,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,7 +29,7 @@ class Updates:
     """The updates of a model.
 
     Attributes:
-      network: the model.
+      network: the model, its frozen parameters in the dtype that they are kept in.
       scalar: it has a scalar head.
       layout: the train layout.
       dtype: of compute.
@@ -49,8 +50,15 @@ class Updates:
     micro_batch: int = 0
 
     def with_state(self, policy: str) -> float:
-        """Bytes of an update: parameters, two moments, all float32, and its temporaries."""
-        return 3 * 4 * self.held() + self.temporaries(policy)
+        """Bytes of an update: parameters, two moments of what learns, and its temporaries."""
+        return self.kept(trained=True) + self.temporaries(policy)
+
+    def kept(self, trained: bool) -> float:
+        """Bytes of the parameters, where ``trained`` with what the optimizer keeps: two moments,
+        float32, of those that learn."""
+        weights = sum(x.dtype.itemsize * n for x, n in self._parts(lambda tree: tree))
+        learned = sum(n for _, n in self._parts(self._learning))
+        return weights + (8 * learned if trained else 0)
 
     def temporaries(self, policy: str) -> float:
         """Bytes of an update beside its state, under a policy of ``hjax.models.remat``."""
@@ -76,18 +84,21 @@ class Updates:
             scores = 2 * 4 * tokens * (self.prompt + share * self.response) * config.heads / split
             kept, one = kept + (scores if policy == remat.NONE else 0), one + scores
         activations = layers * kept + (0 if policy == remat.NONE else one)
-        held = self.held()
-        gradients = 4 * held * (2 if pieces > 1 else 1)
-        cast = size * held if size < 4 else 0
+        learned = sum(n for _, n in self._parts(self._learning))
+        gradients = 4 * learned * (2 if pieces > 1 else 1)
+        # What is frozen beside adapters may be kept in the compute dtype.
+        wide = (n for x, n in self._parts(lambda tree: tree) if x.dtype.itemsize > size)
+        cast = size * sum(wide)
         return gradients + cast + activations + self._gathered() + self._head(answered)
 
-    def held(self) -> float:
-        """Parameters of which a device has a part, in elements."""
-        shardings = self.network.shardings(self.layout)
-        sizes = jax.tree.map(
-            lambda x, s: math.prod(s.shard_shape(x.shape)), self.network.shapes, shardings
-        )
-        return sum(jax.tree.leaves(sizes))
+    def _learning(self, tree: Any) -> Any:
+        return self.network.partition.split(tree)[0]
+
+    def _parts(self, of: Callable[[Any], Any]) -> list[tuple[Any, int]]:
+        """Parameters, and how many elements of each a device has."""
+        shapes = jax.tree.leaves(of(self.network.shapes))
+        placed = jax.tree.leaves(of(self.network.shardings(self.layout)))
+        return [(x, math.prod(s.shard_shape(x.shape))) for x, s in zip(shapes, placed, strict=True)]
 
     def _gathered(self) -> float:
         """Of FSDP the layer in use and the next, whole."""
