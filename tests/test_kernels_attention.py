@@ -152,6 +152,85 @@ def test_values_and_gradients_are_the_references(kernel, case):
         assert error <= TOLERANCE[dtype] * float(jnp.abs(one).max())
 
 
+def pack_by_hand(sequences, length):
+    """Segments, prompts and positions of [(prompt, responses), ...], and what each place sees."""
+    marks = np.zeros((3, length), np.int32)
+    seen, place, number = np.zeros((length, length), int), 0, 0
+    for prompt, responses in sequences:
+        number += 1
+        own, of_prompt = list(range(place, place + prompt)), number
+        runs = [(own, own, number)]
+        place += prompt
+        for response in responses:
+            number += 1
+            after = list(range(place, place + response))
+            runs.append((after, own + after, number))
+            place += response
+        for places, whole, segment in runs:
+            for at in places:
+                position = whole.index(at)
+                marks[:, at] = segment, of_prompt, position
+                # By how far back: 1 for itself.
+                for other in whole[: position + 1]:
+                    seen[at, other] = 1 + position - whole.index(other)
+    return marks, seen
+
+
+PACKS = {
+    "own prompts": [[(11, ()), (7, ()), (20, ()), (1, ())], [(30, ()), (16, ())]],
+    "shared": [[(5, (4, 6, 3)), (9, ()), (3, (1, 8))], [(2, (9, 9)), (4, (1,))]],
+}
+
+
+@pytest.mark.parametrize(
+    "kernel, packs, window",
+    [
+        ("blockwise", "own prompts", 0),
+        ("blockwise", "own prompts", 6),
+        ("blockwise", "shared", 0),
+        ("blockwise", "shared", 6),
+        ("splash", "own prompts", 6),
+    ],
+)
+def test_packs_see_their_own_sequence(kernel, packs, window):
+    """Forms against softmax over what is listed by hand; blocks of other sequences are skipped."""
+    length = 57
+    marks, seen = zip(*(pack_by_hand(pack, length) for pack in PACKS[packs]))
+    segments, prompts, positions = (jnp.asarray(x) for x in np.stack(marks, 1))
+    seen = np.stack(seen)
+    visible = (seen > 0) & (seen <= (window or length))
+    shared = attention.Shared(prompts, positions) if packs == "shared" else None
+    dim = 8 if kernel == "blockwise" else 64
+    _, (q, k, v, sinks), _, weight = inputs("one sequence", jnp.float32, dim=dim)
+    weight = jnp.where((segments > 0)[..., None, None], weight, 0)
+    scoring = Scoring(softcap=3.0, window=window)
+
+    def by_hand(q, k, v, sink):
+        kv_heads, heads = k.shape[2], q.shape[2]
+        k, v = (jnp.repeat(x, heads // kv_heads, axis=2) for x in (k, v))
+        scores = 3.0 * jnp.tanh(jnp.einsum("bthd,bshd->bhts", q, k) / math.sqrt(dim) / 3.0)
+        raised = jnp.exp(scores) * visible[:, None]
+        total = raised.sum(-1, keepdims=True) + jnp.exp(sink)[None, :, None, None]
+        return jnp.einsum("bhts,bshd->bthd", raised / total, v)
+
+    def plain(q, k, v, sink):
+        out = attention.reference(q, k, v, segments, sink, scoring, shared=shared)
+        return out
+
+    def fast(q, k, v, sink):
+        sight = Sight(packed=True)
+        return attention.attend(
+            KERNELS[kernel], q, k, v, segments, sink, scoring, sight, shared=shared
+        )
+
+    expected = values_and_gradients(by_hand, (q, k, v, sinks), weight, True)
+    for form in (plain, fast):
+        found = values_and_gradients(form, (q, k, v, sinks), weight, True)
+        for one, other in zip(expected, found, strict=True):
+            error = float(jnp.abs(one - other).max())
+            assert error <= 3e-5 * float(jnp.abs(one).max())
+
+
 # rows x length x heads over 8 devices; keys and values by as many heads, or whole
 MESHES = {
     "heads": ((2, 1, 4), True),

@@ -1,6 +1,7 @@
 """Every family against transformers: logits, cached decoding, padding, files both ways."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,11 @@ from hjax.models import arithmetic, forward
 from hjax.models.families import FAMILIES, from_hf, to_hf
 from hjax.models.forward import sequence_states, token_log_probs
 from hjax.models.huggingface import load_weights, save_weights
+from hjax.models.packed import arranged
 from hjax.models.parameters import decoder_network
 from hjax.models.published import published
 from hjax.models.transformer import Compute
+from hjax.workers.packs import make_packing
 
 EVERY_DAY = {next(name for name, row in MODELS.items() if row[0] == f) for f, _ in MODELS.values()}
 NAMES = [n if n in EVERY_DAY else pytest.param(n, marks=pytest.mark.slow) for n in MODELS]
@@ -69,6 +72,44 @@ def test_padding_and_the_cache_change_nothing(name, tmp_path):
     [out] = ours.generate([row[:7].tolist()], max_new_tokens=6, temperature=0.0)
     whole = np.array([[*row[:7], *out.tokens]])
     np.testing.assert_allclose(out.logprobs, ours.log_probs(whole)[0, 6:], atol=2e-5)
+
+
+# Windows, softcaps, sinks and learned positions.
+PACKED = [
+    n if n in ("gemma2", "gpt-oss", "gpt2") else pytest.param(n, marks=pytest.mark.slow)
+    for n in MODELS
+]
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packs_change_nothing(name, tmp_path, monkeypatch):
+    """Log-probs in packs, in one piece and by blocks, are transformers' of each row alone."""
+    theirs = model(name)
+    theirs.save_pretrained(tmp_path)
+    config, params = load_weights(tmp_path)
+    network = decoder_network(config)
+    rng = np.random.default_rng(1)
+    lengths = np.array([5, 5, 3, 3]), np.array([9, 1, 6, 11])
+    tokens = [np.repeat(rng.integers(1, 47, (2, 6)), 2, axis=0), rng.integers(1, 47, (4, 11))]
+    batch = {"prompts": tokens[0], "responses": tokens[1]}
+    batch["response_mask"] = np.arange(11) < lengths[1][:, None]
+
+    def log_probs(params, batch, compute):
+        decoder = network.bind(params)
+        return forward.response_log_probs(decoder, arranged(batch), 1, compute)
+
+    batch["packing"] = make_packing(*lengths, (6, 11), 2, 24, 1)
+    for whole, compute in ((512, Compute()), (0, Compute(kernel_set="backward"))):
+        monkeypatch.setattr("hjax.models.attention.WHOLE", whole)
+        found = jax.jit(functools.partial(log_probs, compute=compute))(params, batch)
+        order = batch["packing"].order[0]
+        for row in range(4):
+            prompt, count = tokens[0][row, 6 - lengths[0][row] :], lengths[1][row]
+            alone = np.append(prompt, tokens[1][row, :count])
+            raw = logits(theirs, alone[None])[0, len(prompt) - 1 : -1]
+            raw = raw - np.log(np.exp(raw).sum(-1, keepdims=True))
+            expected = raw[np.arange(count), alone[len(prompt) :]]
+            np.testing.assert_allclose(found[order == row][0, :count], expected, atol=5e-5)
 
 
 def test_a_softcap_of_logits_holds_where_they_are_made_in_chunks(tmp_path, monkeypatch):

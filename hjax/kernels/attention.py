@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -62,11 +62,14 @@ class Sight:
       prompt: places, from the first on, that all responses of the row share.
       response: places of each response after them; 0: the row is one sequence.
       window: as of ``Scoring``, in tokens of prompt and response.
+      packed: the row holds several sequences, as its segments say; blocks that share none are
+        left out where a kernel can.
     """
 
     prompt: int = 0
     response: int = 0
     window: int = 0
+    packed: bool = False
 
     def start(self, place: Any) -> Any:
         """First place of the response that a place belongs to, of the first one in a prompt."""
@@ -142,6 +145,19 @@ class Sight:
         return int(np.maximum(high - low, 0).sum() + (after - own).sum())
 
 
+class Shared(NamedTuple):
+    """Prompts inside packs that stand there once for several responses.
+
+    Attributes:
+      prompts: int32 [batch, length], number of the segment that a place sees besides its own: its
+        prompt's; in a prompt its own.
+      positions: int32 [batch, length], of each place in its own sequence; windows count in them.
+    """
+
+    prompts: jax.Array
+    positions: jax.Array
+
+
 Kernel = Callable[..., jax.Array]
 
 
@@ -151,6 +167,7 @@ def check(
     v: jax.Array,
     segments: jax.Array | None,
     sinks: jax.Array | None,
+    shared: Shared | None = None,
 ) -> None:
     """Shapes as of ``attend``."""
     chex.assert_rank((q, k, v), 4)
@@ -161,6 +178,9 @@ def check(
     if segments is not None:
         chex.assert_shape(segments, (batch, length))
         chex.assert_type(segments, int)
+    if shared is not None:
+        chex.assert_equal_shape((segments, *shared))
+        chex.assert_type(list(shared), int)
     if sinks is not None:
         chex.assert_shape(sinks, (heads,))
 
@@ -173,17 +193,21 @@ def reference(
     sinks: jax.Array | None = None,
     scoring: Scoring = Scoring(),
     sight: Sight = Sight(),
+    shared: Shared | None = None,
 ) -> jax.Array:
     """The same as its mathematics reads; see ``attend``."""
-    check(q, k, v, segments, sinks)
+    check(q, k, v, segments, sinks, shared)
     batch, length, heads, dim = q.shape
     kv_heads = k.shape[2]
     q = q.reshape(batch, length, kv_heads, heads // kv_heads, dim)
     scores = jnp.einsum("btkgd,bskd->bkgts", q, k, preferred_element_type=jnp.float32)
     scores = scoring.bend(scores * scoring.factor(dim))
-    visible = jnp.asarray(dataclasses.replace(sight, window=scoring.window).table(length))[None]
+    window = scoring.window if shared is None else 0
+    visible = jnp.asarray(dataclasses.replace(sight, window=window).table(length))[None]
     if segments is not None:
-        visible = visible & (segments[:, :, None] == segments[:, None, :])
+        visible = visible & meeting(segments, segments, shared)
+    if shared is not None and scoring.window:
+        visible = visible & within(scoring.window, shared.positions, shared.positions)
     scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
     if sinks is not None:
         sink = sinks.astype(jnp.float32).reshape(kv_heads, heads // kv_heads)[None, :, :, None]
@@ -192,6 +216,17 @@ def reference(
     weights = jax.nn.softmax(scores, axis=-1)[..., :length].astype(v.dtype)
     out = jnp.einsum("bkgts,bskd->btkgd", weights, v)
     return out.reshape(batch, length, heads, dim)
+
+
+def meeting(segments: jax.Array, of_keys: jax.Array, shared: Shared | None = None) -> jax.Array:
+    """bool [batch, queries, keys]: whether a key's segment is the query's, or its prompt's."""
+    same = segments[:, :, None] == of_keys[:, None, :]
+    return same if shared is None else same | (shared.prompts[:, :, None] == of_keys[:, None, :])
+
+
+def within(window: int, positions: jax.Array, of_keys: jax.Array) -> jax.Array:
+    """bool [batch, queries, keys]: whether a key is in its query's window."""
+    return positions[:, :, None] - of_keys[:, None, :] < window
 
 
 def shared_prompt(
@@ -263,6 +298,7 @@ def attend(
     scoring: Scoring = Scoring(),
     sight: Sight = Sight(),
     spread: Spread = Spread(),
+    shared: Shared | None = None,
 ) -> jax.Array:
     """What each token makes of the values it sees; every device computes its own rows and heads.
 
@@ -273,11 +309,13 @@ def attend(
       q: [batch, length, heads, head_dim], of any float dtype; products are made in it.
       k, v: [batch, length, kv_heads, head_dim].
       segments: int32 [batch, length]: a token sees tokens of its own number only (packed
-        sequences; padding against the rest); None: all are of one.
+        sequences; padding against the rest); None: all are of one. Where ``sight.packed`` 0 is
+        padding, of which the result is undefined.
       sinks: [heads], a score per head that takes part in the softmax and has no value.
       scoring: how scores are made.
       sight: which places see which.
       spread: over which devices; where the length is split, keys and values come from the others.
+      shared: prompts that stand once in a pack; for ``blockwise.attend`` alone.
 
     Returns:
       [batch, length, heads, head_dim], of q's dtype; undefined where a row sees nothing.
@@ -285,12 +323,13 @@ def attend(
     Raises:
       AssertionError: other shapes or dtypes, when traced.
     """
-    check(q, k, v, segments, sinks)
-    sight = dataclasses.replace(sight, window=scoring.window)
+    check(q, k, v, segments, sinks, shared)
+    more = {} if shared is None else {"shared": shared}
+    sight = dataclasses.replace(sight, window=scoring.window if shared is None else 0)
     inside = jax.sharding.get_abstract_mesh()
     mesh, manual = spread.mesh, set(inside.manual_axes) if not inside.empty else set()
     if mesh is None or mesh.size == 1:
-        return kernel(q, k, v, segments, sinks, scoring, sight)
+        return kernel(q, k, v, segments, sinks, scoring, sight, **more)
     if manual:
         mesh = inside
     around = spread.ways(spread.length)
@@ -298,7 +337,9 @@ def attend(
     short = -length % (around * PART if around > 1 else 1)
     if short:
         q, k, v = (jnp.pad(x, ((0, 0), (0, short), (0, 0), (0, 0))) for x in (q, k, v))
-        segments = None if segments is None else jnp.pad(segments, ((0, 0), (0, short)))
+        segments, more = jax.tree.map(
+            lambda x: jnp.pad(x, ((0, 0), (0, short))), (segments, more)
+        )
     rows, places = _fitting(spread, q.shape[0]) or None, spread.length or None
     own = PartitionSpec(rows, places, spread.kv_heads or None, None)
     whole_heads = bool(spread.heads) and not spread.kv_heads
@@ -306,14 +347,15 @@ def attend(
     per_kv = q.shape[2] // k.shape[2]
 
     def run(
-        q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, sinks: Any
+        q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, sinks: Any, more: Any
     ) -> jax.Array:
         if whole_heads:
             k, v = (_of_heads(x, spread.heads, heads_each, per_kv) for x in (k, v))
         # The stages of a pipeline take branches of their own, where devices can gather from each
         # other, but not send to neighbours.
         gather = bool(manual)
-        return kernel(q, k, v, segments, sinks, scoring, sight, spread.length, around, gather)
+        where = spread.length, around, gather
+        return kernel(q, k, v, segments, sinks, scoring, sight, *where, **more)
 
     out = jax.shard_map(
         run,
@@ -325,10 +367,11 @@ def attend(
             own,
             PartitionSpec(rows, places),
             PartitionSpec(spread.heads or None),
+            PartitionSpec(rows, places),
         ),
         out_specs=PartitionSpec(rows, places, spread.heads or None, None),
         check_vma=False,
-    )(q, k, v, segments, sinks)
+    )(q, k, v, segments, sinks, more)
     return out[:, :length] if short else out
 
 

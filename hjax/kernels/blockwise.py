@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from hjax.kernels.attention import KEPT, MASKED, Scoring, Sight
+from hjax.kernels.attention import KEPT, MASKED, Scoring, Shared, Sight, meeting, within
 from hjax.kernels.spread import Axes
 
 BLOCK = 512  # the largest; halved until a device's scores of a block are small enough
@@ -63,6 +63,7 @@ def attend(
     around: int = 1,
     gather: bool = False,
     block: int = 0,
+    shared: Shared | None = None,
 ) -> jax.Array:
     """``hjax.kernels.attention.attend`` of what one device holds.
 
@@ -86,7 +87,7 @@ def attend(
         return jnp.pad(x, ((0, 0), (0, short), *[(0, 0)] * (x.ndim - 2))) if short else x
 
     q, k, v = padded(q), padded(k), padded(v)
-    marks = None if segments is None else padded(segments)
+    marks = None if segments is None else jax.tree.map(padded, (segments, shared))
     held = k, v, marks
     if around > 1 and gather:
         held = jax.tree.map(lambda x: jax.lax.all_gather(x, axes, axis=1, tiled=True), held)
@@ -105,7 +106,7 @@ def _block(rows: int, length: int) -> int:
     return min(block, length)
 
 
-# q [b, kv, g, t, d], k, v [b, kv, t, d], marks [b, t], sinks [kv * g]
+# q [b, kv, g, t, d], k, v [b, kv, t, d], marks: segments [b, t] and what is shared, sinks [kv * g]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -204,30 +205,43 @@ class _Tile:
 
     def scores(self, i: jax.Array, j: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """float32 [b, kv, g, t, s] of a pair of blocks, the cap's slope, and what is visible."""
-        plan, block = self.plan, self.plan.block
+        plan = self.plan
         raw = _product("bkgtd,bksd->bkgts", self.queries(i), self.keys(j))
         raw = raw * plan.scoring.factor(self.q.shape[-1])
         scores, slope = raw, jnp.ones((), jnp.float32)
         if cap := plan.scoring.softcap:
             bent = jnp.tanh(raw / cap)
             scores, slope = cap * bent, 1.0 - bent * bent
-        query = self.first + i * block + jnp.arange(block)
-        key = self.k_first + j * block + jnp.arange(block)
-        visible = plan.sight.sees(query[:, None], plan.sight.start(query)[:, None], key)[None]
-        if self.q_marks is not None:
-            own, other = (
-                jax.lax.dynamic_slice_in_dim(marks, at * block, block, 1)
-                for marks, at in ((self.q_marks, i), (self.k_marks, j))
-            )
-            visible = visible & (own[:, :, None] == other[:, None, :])
-        return scores, slope, visible[:, None, None]
+        return scores, slope, self.visible(i, j)[:, None, None]
+
+    def visible(self, i: jax.Array, j: jax.Array) -> jax.Array:
+        """bool [b or 1, t, s] of a pair of blocks."""
+        block, visible = self.plan.block, self._by_place(i, j)[None]
+        if self.q_marks is None:
+            return visible
+
+        def cut(marks: Any, at: jax.Array) -> Any:
+            at = at * block
+            return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, at, block, 1), marks)
+
+        (own, shared), (other, of_keys) = cut(self.q_marks, i), cut(self.k_marks, j)
+        visible = visible & meeting(own, other, shared)
+        if self.plan.sight.packed:
+            visible &= own[:, :, None] > 0
+        if shared is not None and self.plan.scoring.window:
+            visible &= within(self.plan.scoring.window, shared.positions, of_keys.positions)
+        return visible
 
     def meets(self, i: jax.Array, j: jax.Array) -> jax.Array:
-        """Whether something of a pair of blocks may be visible; padding is not looked at."""
+        """Whether something of a pair of blocks may be visible; at padding of rows that are one
+        sequence nobody looks."""
+        return (self.visible if self.plan.sight.packed else self._by_place)(i, j).any()
+
+    def _by_place(self, i: jax.Array, j: jax.Array) -> jax.Array:
         block, sight = self.plan.block, self.plan.sight
         query = self.first + i * block + jnp.arange(block)
         key = self.k_first + j * block + jnp.arange(block)
-        return sight.sees(query[:, None], sight.start(query)[:, None], key).any()
+        return sight.sees(query[:, None], sight.start(query)[:, None], key)
 
 
 def _round(
@@ -249,7 +263,7 @@ def _round(
 
         def step(state: Any, at: jax.Array) -> Any:
             i, j = at[0], at[1]
-            if plan.around == 1:
+            if plan.around == 1 and not plan.sight.packed:
                 return pair(state, i, j, tile), None
             meets = tile.meets(i, j)
             return jax.lax.cond(meets, lambda s: pair(s, i, j, tile), lambda s: s, state), None

@@ -30,6 +30,7 @@ class Kernels:
     rotate: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] = reference.rotate
     largest: Callable[[jax.Array], jax.Array] = reference.largest
     attention: Kernel | None = None  # of long sequences; None: as of short ones, in one piece
+    packs_share: bool = True  # whether it knows prompts that stand once in a pack
 
 
 def choose(platform: str) -> str:
@@ -63,7 +64,8 @@ def kernels_of(name: str, whole: bool = False, unrolled: bool = False) -> Kernel
     if name == TPU:
         from hjax.kernels import splash  # Pallas takes long to import, and only here it runs
 
-        return dataclasses.replace(written_out, attention=splash.attend)
+        # Its segments are equal or not: a response's cannot be its own and its prompt's.
+        return dataclasses.replace(written_out, attention=splash.attend, packs_share=False)
     if name != CPU:
         raise ConfigError(f"kernels {name!r}: {REFERENCE}, {BACKWARD}, {TPU} or {CPU}")
     if whole:

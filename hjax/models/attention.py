@@ -1,6 +1,6 @@
 """Attention strategies: what each token may see.
 
-The decoder hands every layer's queries, keys and values to a strategy. Two cover training and
+The decoder hands every layer's queries, keys and values to a strategy. Three cover training and
 prefill, ``hjax.models.decoding`` has a third; all compute scores and softmax in float32.
 Sequences of up to ``WHOLE`` places are computed in one piece, with scores [length, length]: the
 quickest way where these are small. Longer ones go to the platform's kernel
@@ -23,9 +23,12 @@ from hjax.kernels.attention import (
     WHOLE,
     Kernel,
     Scoring,
+    Shared,
     Sight,
     attend,
+    meeting,
     shared_prompt,
+    within,
 )
 from hjax.kernels.spread import Spread
 from hjax.sharding.layout import Layout
@@ -61,14 +64,20 @@ class Form:
     Attributes:
       kernel: of sequences longer than ``WHOLE``; None: all in one piece (the reference).
       layout: over whose devices rows, length and heads are split.
+      packs_share: whether the kernel knows prompts that stand once in a pack.
     """
 
     kernel: Kernel | None = None
     layout: Layout | None = None
+    packs_share: bool = True
 
     def pieces(self, length: int) -> bool:
         """Whether sequences of this length go to the kernel."""
         return self.kernel is not None and length > WHOLE
+
+    def shares(self, length: int) -> bool:
+        """Whether packs of this length can have a prompt once for several responses."""
+        return self.packs_share or not self.pieces(length)
 
     def attend(
         self,
@@ -79,12 +88,13 @@ class Form:
         sinks: jax.Array | None,
         scoring: Scoring,
         sight: Sight = Sight(),
+        shared: Shared | None = None,
     ) -> jax.Array:
-        """By the kernel; ``mask``: bool [batch, length], False at padding."""
+        """By the kernel; ``mask`` [batch, length]: bool, False at padding, or segments."""
         assert self.kernel is not None
         marks = mask.astype(jnp.int32)
         spread = Spread() if self.layout is None else self.layout.spread
-        return attend(self.kernel, q, k, v, marks, sinks, scoring, sight, spread)
+        return attend(self.kernel, q, k, v, marks, sinks, scoring, sight, spread, shared)
 
     def hold(self, x: jax.Array, *logical_axes: str | None) -> jax.Array:
         """``x`` split as the layout says, where it splits the length."""
@@ -176,8 +186,62 @@ def _causal(
     visible = jnp.tril(jnp.ones((length, length), bool)) & mask[:, None, :]
     if scoring.window:
         visible &= jnp.triu(jnp.ones((length, length), bool), 1 - scoring.window)
+    return _seen(q, k, v, visible, scoring, sinks)
+
+
+def _seen(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    visible: jax.Array,
+    scoring: Scoring,
+    sinks: jax.Array | None,
+) -> jax.Array:
+    """``visible``: bool [batch, queries, keys]."""
     scores = jnp.where(visible[:, None, None], _scores(q, k, scoring), MASKED)
     return _values(_softmax(scores, sinks), v)
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """Rows of several sequences, one after another; a token sees its own sequence before it.
+
+    Attributes:
+      segments: int32 [batch, length], numbers of the sequences in a row; 0: padding.
+      positions: int32 [batch, length], of each token in its own sequence.
+      prompts: int32 [batch, length], the segment of each token's prompt where prompts stand once
+        for several responses, which then have numbers of their own; None: they do not.
+      form: how.
+    """
+
+    segments: jax.Array
+    positions: jax.Array
+    prompts: jax.Array | None = None
+    form: Form = Form()
+
+    def __call__(
+        self,
+        layer: int | jax.Array,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        cache: Any,
+        scoring: Scoring = Scoring(),
+        sinks: jax.Array | None = None,
+    ) -> tuple[jax.Array, Any, KeyValue | None]:
+        length = q.shape[1]
+        shared = None if self.prompts is None else Shared(self.prompts, self.positions)
+        if self.form.pieces(length):
+            sight = Sight(packed=True)
+            out = self.form.attend(q, k, v, self.segments, sinks, scoring, sight, shared)
+            return out, cache, None
+        visible = jnp.tril(jnp.ones((length, length), bool))
+        visible = visible & meeting(self.segments, self.segments, shared)
+        if scoring.window:
+            visible &= within(scoring.window, self.positions, self.positions)
+        k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+        out = _seen(_split_heads(q, k.shape[1]), k, v, visible, scoring, sinks)
+        return _merge_heads(out), cache, None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,7 @@ from hjax.kernels.attention import PART
 from hjax.kernels.log_prob_head import Head, token_scores, top_scores
 from hjax.kernels.spread import Spread
 from hjax.models.attention import Causal, SharedPrompt
+from hjax.models.packed import KEY, read_packs
 from hjax.models.transformer import Compute
 from hjax.sharding.layout import Layout
 from hjax.sharding.pipeline import plain
@@ -52,6 +53,37 @@ def response_states(
     Raises:
       AssertionError: other shapes or dtypes, when traced.
     """
+    return read_responses(decoder, batch, samples, compute, lambda states, _: states)
+
+
+def read_responses(
+    decoder: Any,
+    batch: Mapping[str, jax.Array],
+    samples: int,
+    compute: Compute,
+    read: Callable[[jax.Array, jax.Array], Any],
+) -> Any:
+    """What ``read`` makes of the states from which each response token is predicted.
+
+    Of a batch with a packing, rows go through the model in packs (``hjax.models.packed``), and
+    ``read`` sees states as they stand there: no padding is read.
+
+    Args:
+      decoder, batch, samples, compute: as of ``response_states``.
+      read: (states [many, some, embed], their tokens int [many, some]) -> arrays
+        [many, some, ...].
+
+    Returns:
+      its arrays as [rows, length, ...]; undefined on padding.
+    """
+    if KEY in batch:
+        return read_packs(decoder, batch, compute, read)
+    return read(_padded_states(decoder, batch, samples, compute), batch["responses"])
+
+
+def _padded_states(
+    decoder: Any, batch: Mapping[str, jax.Array], samples: int, compute: Compute
+) -> jax.Array:
     prompts, mask, responses = batch["prompts"], batch["prompt_mask"], batch["responses"]
     _check_tokens(prompts, mask)
     chex.assert_shape(responses, (prompts.shape[0], None))
@@ -252,10 +284,11 @@ def response_log_probs(
 
     Arguments as of ``response_states`` and ``token_log_probs``; the batch has ``response_mask``.
     """
-    hidden = response_states(decoder, batch, samples, compute)
-    logprobs, _ = token_log_probs(
-        decoder, hidden, batch["responses"], temperature, False, compute.layout
-    )
+
+    def read(states: jax.Array, tokens: jax.Array) -> jax.Array:
+        return token_log_probs(decoder, states, tokens, temperature, False, compute.layout)[0]
+
+    logprobs = read_responses(decoder, batch, samples, compute, read)
     return jnp.where(batch["response_mask"], logprobs, 0.0)
 
 

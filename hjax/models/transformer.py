@@ -77,7 +77,8 @@ class Compute:
     @property
     def form(self) -> Form:
         """How attention strategies attend."""
-        return Form(self.kernels.attention, self.home or self.layout)
+        kernels = self.kernels
+        return Form(kernels.attention, self.home or self.layout, kernels.packs_share)
 
     @property
     def context(self) -> Layout | None:

@@ -22,6 +22,7 @@ from hjax.errors import ConfigError
 from hjax.models.config import ModelConfig
 from hjax.models.lora import Lora
 from hjax.models.remat import NONE
+from hjax.models.rotary import Dynamic, LongRope
 from hjax.models.transformer import Compute
 from hjax.models.weights import check_weights, read_config
 from hjax.rewards.function import RewardFunction
@@ -230,6 +231,7 @@ def describe_roles(
             "pipe=1, or rollout.partial_tokens=0"
         )
     _check_batches(config, algorithm, table, layouts)
+    _check_packing(config, inputs, layouts)
     fewer: tuple[int, ...] = ()
     if ROLLOUT in layouts:
         # What stands on fewer devices has fewer data-parallel parts.
@@ -455,6 +457,9 @@ class _Builder:
             # What is frozen is read again on resume, also where it is the actor's.
             path = path or config.actor.path
         is_actor = role == "actor"
+        retokenizes = self._retokenizes(role, tokenizer)
+        if config.data.packing:
+            self._check_rotary(role, model, retokenizes)
         return WorkerContext(
             role=role,
             sizes=self.sizes.get(role),
@@ -474,8 +479,9 @@ class _Builder:
             supervised_loss=SupervisedLoss() if is_actor else None,
             warm_start=self._warm_start() if is_actor else None,
             micro_batch=(section if entry.trained else config.actor).micro_batch,
+            packing=config.data.packing,
             offload=section.get("offload", "none") if section is not None else "none",
-            retokenize=self._retokenizes(role, tokenizer),
+            retokenize=retokenizes,
             transition_bucket_bytes=config.rollout.transition_bucket_bytes,
             options=config,
         )
@@ -498,6 +504,21 @@ class _Builder:
         if not entry.whole:
             self._check_length(role, model)
         return model, tokenizer or ours
+
+    def _check_rotary(self, role: str, model: ModelConfig | None, retokenizes: bool) -> None:
+        """Raise ConfigError where rotary positions depend on a sequence's length in packs."""
+        longest = self.inputs.prompt_length + self.config.rollout.max_response_length
+        if retokenizes and model is not None:
+            longest = model.max_length
+        for scaling in (rope.scaling for rope in model.ropes) if model is not None else ():
+            if isinstance(scaling, Dynamic | LongRope) and longest > scaling.original_max_length:
+                raise ConfigError(
+                    f"config.data.packing={self.config.data.packing}: the rotary positions "
+                    f"({scaling.kind}) of {role}'s model change for sequences longer than "
+                    f"{scaling.original_max_length} tokens, which in a pack would change its "
+                    f"neighbours'; prompts and responses here are up to {longest}: use packing=0, "
+                    "or shorter ones"
+                )
 
     def _check_length(self, role: str, model: ModelConfig) -> None:
         needed = self.inputs.prompt_length + self.config.rollout.max_response_length
@@ -594,6 +615,29 @@ def _check_batches(
             _check_divides(f"{section}.micro_batch", micro, layout.train, role)
     if config.warm_start.steps and not config.actor.path:
         _check_divides("warm_start.batch", config.warm_start.batch, layouts["actor"].train, "actor")
+
+
+def _check_packing(
+    config: ConfigDict, inputs: Inputs, layouts: Mapping[str, RoleLayouts]
+) -> None:
+    """Raise ConfigError where rows are to be packed and cannot."""
+    if not config.data.packing:
+        return
+    asked = f"config.data.packing={config.data.packing}"
+    longest = inputs.prompt_length + config.rollout.max_response_length
+    if config.data.packing < longest:
+        raise ConfigError(
+            f"{asked}: a pack holds whole sequences, and prompts of {inputs.prompt_length} with "
+            f"responses of {config.rollout.max_response_length} are {longest} tokens; use "
+            f"{longest} or more, or 0 for none"
+        )
+    for role, layout in layouts.items():
+        for name, axis in (("layers", "pipe"), ("length", "context")):
+            if role != ROLLOUT and layout.train.ways(name) > 1:
+                raise ConfigError(
+                    f"{asked}: packs do not go with layout.{role}.train.{axis}="
+                    f"{layout.train.ways(name)}; use {axis}=1 there, or data.packing=0"
+                )
 
 
 def _can_generate(config: ConfigDict, sizes: Mapping[str, Any], devices: int) -> bool:

@@ -59,9 +59,9 @@ def _optimizer(role: str, learning_rate: float) -> dict[str, Key]:
         ),
         "micro_batch": Key(
             0,
-            "sequences per pass: gradients are accumulated over the mini-batch, with the same "
-            "result, and scores made one part after another (by roles that are not trained in the "
-            "actor's). 0: all at once",
+            "sequences (with data.packing packs) per pass: gradients are accumulated over the "
+            "mini-batch, with the same result, and scores made one part after another (by roles "
+            "that are not trained in the actor's). 0: all at once",
             at_least(0),
         ),
         "offload": _offload(trained=True),
@@ -171,6 +171,13 @@ KEYS: dict[str, Any] = {
             0.1, "share of data.path held out where data.eval_path is empty", between(0, 0.9)
         ),
         "eval_size": Key(128, "at most this many held-out prompts are kept; 0: all", at_least(0)),
+        "packing": Key(
+            0,
+            "tokens of a pack: in updates and scores sequences stand one after another in rows of "
+            "so many, at least as many as the longest prompt and response together "
+            "(docs/models.md); micro_batch then counts packs. 0: every sequence has a row, padded",
+            at_least(0),
+        ),
     },
     "tokenizer": {
         "path": Key("", "directory or tokenizer.json; empty: the actor's, or the task's letters"),

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from hjax.errors import ConfigError
-from hjax.models.forward import response_log_probs, response_states, token_log_probs
+from hjax.models.forward import read_responses, response_log_probs, token_log_probs
 from hjax.models.parameters import Network, Params
 from hjax.sharding.crossing import Landing
 from hjax.sharding.pipeline import Stack
@@ -56,13 +56,11 @@ class Actor(TrainedWorker, GeneratingWorker):
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The policy loss and its statistics; adds ``token_prob_error``."""
         temperature = self.context.temperature if getattr(loss, "tempered", True) else 1.0
-        logprobs, entropy = token_log_probs(
-            model,
-            response_states(model, batch, share, self.compute),
-            batch["responses"],
-            temperature,
-            layout=self.compute.layout,
-        )
+
+        def read(states: jax.Array, tokens: jax.Array) -> Any:
+            return token_log_probs(model, states, tokens, temperature, layout=self.compute.layout)
+
+        logprobs, entropy = read_responses(model, batch, share, self.compute, read)
         token_loss, stats = loss(logprobs, entropy, batch)
         behaviour = batch.get("policy_logprobs", batch.get("logprobs"))
         if behaviour is not None:
@@ -142,7 +140,8 @@ class Actor(TrainedWorker, GeneratingWorker):
         if pretrain is None:
             return self.update(batch)
         keys = (*TOKEN_KEYS, "coefficient")
-        return self.update(batch, pretrain={key: pretrain[key] for key in keys})
+        more = self.packed({key: pretrain[key] for key in keys}, grouped=False)
+        return self.update(batch, pretrain=more)
 
     def pretraining(self, network: Network) -> tuple[Objective, Prepare] | None:
         """The supervised loss of demonstrations, with their coefficient."""

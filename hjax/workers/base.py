@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from hjax.errors import ConfigError, DataError
 from hjax.models.checkpoint import read_state, saved_items, write_state
 from hjax.models.config import ModelConfig
+from hjax.models.packed import KEY as PACKING
 from hjax.models.parameters import Network, Params, decoder_network, placed, scalar_network
 from hjax.models.transformer import Compute
 from hjax.models.weights import load_params, read_config
@@ -33,7 +34,8 @@ from hjax.sharding.protocols import PROMPT_ID, control, control_in_background, p
 from hjax.sharding.transition import BUCKET_BYTES
 from hjax.workers.adapters import Merge
 from hjax.workers.optimizer import OptimizerConfig, Prepare, Updater
-from hjax.workers.passes import Batch, Objective, Passes
+from hjax.workers.packs import Packer, padding
+from hjax.workers.passes import Batch, Objective, Passes, rows_of
 from hjax.xla.options import compiler_options
 
 # The arrays that a forward over prompts and responses reads.
@@ -66,7 +68,8 @@ class WorkerContext:
       optimizer: settings of its updates, or None.
       supervised_loss: of demonstrations: the warm start's, and PPO-ptx's second term; or None.
       warm_start: settings of the warm start's updates, or None.
-      micro_batch: rows per pass over all devices, of updates and scores; 0: all.
+      micro_batch: rows (or packs) per pass over all devices, of updates and scores; 0: all.
+      packing: places of the packs in which rows are computed; 0: they are padded.
       offload: what waits in pinned host memory while it is idle: ``none``, ``optimizer`` (its
         state, but in updates) or ``all`` (the parameters too, but in the role's own calls).
       retokenize: the role's tokenizer differs from the actor's, so text is tokenised again.
@@ -92,6 +95,7 @@ class WorkerContext:
     supervised_loss: Any = None
     warm_start: OptimizerConfig | None = None
     micro_batch: int = 0
+    packing: int = 0
     offload: str = "none"
     retokenize: bool = False
     transition_bucket_bytes: int = BUCKET_BYTES
@@ -238,6 +242,8 @@ class ModelWorker(Worker):
         self.compute = dataclasses.replace(context.compute.on(train), layout=held)
         self.merge = None if self.network.partition.everything else Merge(self.network, train)
         self.passes = self._passes(self.network)
+        packing, micro_batch = context.packing, context.micro_batch
+        self.packer = Packer(packing, train, micro_batch) if packing else None
         self.params: Params = {}  # until initialize, take_weights or restore
         self.version: int | None = None  # of the weights taken; None: they came without
         self.fetched_bytes = 0  # by this process, of the weights last taken in pieces
@@ -441,6 +447,23 @@ class ModelWorker(Worker):
         batch = self.token_shapes(rows, prompt_length)
         return self._forward(compute, True, base).trace(params, batch)
 
+    def packed(self, batch: Mapping[str, Any], grouped: bool) -> dict[str, Any]:
+        """A batch of prompts and responses with its packs beside them, where the run packs.
+
+        Args:
+          batch: arrays, masks among them; masks on devices are waited for.
+          grouped: rows come in groups of one prompt (``self.grouped``).
+        """
+        if self.packer is None:
+            return dict(batch)
+        return {**batch, PACKING: self.packer(batch, self._in_packs(grouped))}
+
+    def _in_packs(self, grouped: bool) -> int:
+        """Consecutive rows whose prompt stands in a pack once."""
+        assert self.packer is not None
+        shares = grouped and self.compute.form.shares(self.packer.capacity)
+        return self.context.samples if shares else 1
+
     def forward(
         self,
         compute: Callable[..., Any],
@@ -472,9 +495,10 @@ class ModelWorker(Worker):
           compute, batch: as there.
           base: with the model's adapters left off.
         """
-        tokens = {key: batch[key] for key in TOKEN_KEYS}
+        grouped = self.grouped(batch)
+        tokens = self.packed({key: batch[key] for key in TOKEN_KEYS}, grouped)
         params = self.network.base_of(self.params) if base else self.params
-        return self.forward(compute, params, tokens, self.grouped(batch), base)
+        return self.forward(compute, params, tokens, grouped, base)
 
     def _forward(self, compute: Callable[..., Any], grouped: bool, base: bool = False) -> Any:
         key = (getattr(compute, "__code__", compute), grouped, base)
@@ -483,7 +507,7 @@ class ModelWorker(Worker):
             passes = self._passes(network) if base else self.passes
 
             def part(params: Params, batch: Any, stack: Stack) -> Any:
-                share = self.share(next(iter(batch.values())).shape[0]) if grouped else 1
+                share = self.share(rows_of(batch)) if grouped else 1
                 return compute(network.bind(params, stack), batch, share)
 
             def run(params: Params, batch: Any) -> Any:
@@ -515,12 +539,12 @@ class ModelWorker(Worker):
         groups = np.asarray(ids).reshape(-1, samples)
         return bool((groups == groups[:, :1]).all())
 
-    def token_shapes(self, rows: int, prompt_length: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Abstract prompts and responses of a step, placed for training."""
+    def token_shapes(self, rows: int, prompt_length: int) -> dict[str, Any]:
+        """Abstract prompts and responses of a step, placed for training; full, where packed."""
         length = self.context.max_response_length
         split = self.layouts.train.sharding("batch")
         sizes = {"prompts": prompt_length, "prompt_mask": prompt_length}
-        return {
+        shapes: dict[str, Any] = {
             key: jax.ShapeDtypeStruct(
                 (rows, sizes.get(key, length)),
                 jnp.bool_ if key.endswith("mask") else jnp.int32,
@@ -528,6 +552,10 @@ class ModelWorker(Worker):
             )
             for key in TOKEN_KEYS
         }
+        if self.packer is not None:
+            widths = prompt_length, length
+            shapes[PACKING] = self.packer.abstract(rows, widths, self._in_packs(True))
+        return shapes
 
 
 class TrainedWorker(ModelWorker):
@@ -649,15 +677,16 @@ class TrainedWorker(ModelWorker):
         """
         needs = update_keys(self.context, *self.extra_keys)
         arrays = {key: batch[key] for key in needs if batch.get(key) is not None} | more
-        updater = self._updater(self.stage, self.grouped(batch))
-        params, self.optimizer_state, metrics = updater(
+        grouped = self.grouped(batch)
+        arrays = self.packed(arrays, grouped)
+        params, self.optimizer_state, metrics = self._updater(self.stage, grouped)(
             self._learning(), self.optimizer_state, arrays
         )
         if self.learner(self.stage) is not self.network:
             learned, _ = self.network.partition.split(self.params)
             params = self.network.partition.join(learned, params)
         self.params = params
-        return metrics
+        return metrics | ({"padding": padding(arrays[PACKING])} if PACKING in arrays else {})
 
     # What an update reads beside prompts, responses and what the losses need.
     extra_keys: tuple[str, ...] = ()

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from hjax.models.forward import response_states
+from hjax.models.forward import read_responses
 from hjax.models.parameters import Params
 from hjax.pieces import Pieces
 from hjax.sharding.protocols import protocol
@@ -68,4 +68,6 @@ class Critic(TrainedWorker):
 
 
 def _values(model: Any, batch: Mapping[str, jax.Array], share: int, compute: Any) -> jax.Array:
-    return model.score(response_states(model.decoder, dict(batch), share, compute))
+    return read_responses(
+        model.decoder, dict(batch), share, compute, lambda states, _: model.score(states)
+    )

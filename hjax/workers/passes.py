@@ -1,4 +1,8 @@
-"""Passes over a batch: whole, in micro-batches, or through a pipeline of stages."""
+"""Passes over a batch: whole, in micro-batches, or through a pipeline of stages.
+
+A batch with a packing goes through them in its packs' slots, and what is made of its rows comes
+back in their order.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from hjax.models.packed import KEY, arranged, restored
 from hjax.models.parameters import Params
 from hjax.partition import Partition
 from hjax.sharding.layout import Layout
 from hjax.sharding.pipeline import Pipeline, Stack, plain
 
-Batch = dict[str, jax.Array]
+Batch = dict[str, Any]  # of arrays, and the packing
 # (params, micro-batch, stack) -> (weighted loss sum, weighted sums of statistics)
 Objective = Callable[[Params, Batch, Stack], tuple[jax.Array, dict[str, jax.Array]]]
 
@@ -51,6 +56,7 @@ class Passes:
     def gradients(self, objective: Objective, params: Params, batch: Batch) -> Any:
         """((loss, statistics), gradients of what learns), summed over micro-batches; inside jit."""
         pieces = self.pieces(batch)
+        batch = arranged(batch)
         learned, frozen = self.partition.split(params)
 
         def loss(learned: Params, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -74,7 +80,19 @@ class Passes:
         self, compute: Callable[[Params, Batch, Stack], Any], params: Params, batch: Batch
     ) -> Any:
         """``compute``'s arrays, one row of each per row of the batch; inside jit."""
-        pieces = self.pieces(batch)
+        if KEY in batch:
+            made = self._forward(compute, params, arranged(batch), self.pieces(batch))
+            made = restored(made, batch[KEY].order, rows_of(batch))
+            return jax.tree.map(lambda x: self.layout.constrain(x, "batch"), made)
+        return self._forward(compute, params, batch, self.pieces(batch))
+
+    def _forward(
+        self,
+        compute: Callable[[Params, Batch, Stack], Any],
+        params: Params,
+        batch: Batch,
+        pieces: int,
+    ) -> Any:
         if self.pipeline is None and pieces == 1:
             return compute(params, batch, plain)
         parts = jax.tree.map(lambda x: self.layout.cut(x, pieces), batch)
@@ -85,8 +103,13 @@ class Passes:
         return jax.tree.map(self.layout.join, made)
 
     def pieces(self, batch: Batch) -> int:
-        """Into how many equal micro-batches a batch is cut: the fewest that are small enough."""
-        return self.pieces_of(next(x.shape[0] for x in batch.values() if x.ndim))
+        """Into how many equal micro-batches a batch is cut: the fewest that are small enough.
+
+        Of a batch with a packing those that this has made.
+        """
+        if KEY in batch:
+            return batch[KEY].order.shape[0] // self.layout.ways("batch")
+        return self.pieces_of(rows_of(batch))
 
     def pieces_of(self, rows: int) -> int:
         """``pieces`` of a batch of so many rows."""
@@ -103,3 +126,8 @@ class Passes:
                     if whole % count == 0:
                         return count
         return local
+
+
+def rows_of(batch: Batch) -> int:
+    """Rows of a batch of arrays."""
+    return next(x.shape[0] for key, x in batch.items() if key != KEY and x.ndim)

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from hjax.errors import RunError
-from hjax.models.forward import sequence_states
+from hjax.models.forward import read_responses, sequence_states
+from hjax.models.packed import KEY as PACKING
 from hjax.pieces import Added, Pieces
 from hjax.rewards.function import RewardFunction, RewardResult, check_unscored
 from hjax.rollout.generator import bucket_length
@@ -121,21 +122,38 @@ class ModelReward(ModelWorker):
                 f"{limit} positions of {self.context.path or 'its model'}; lower "
                 "rollout.max_prompt_length or rollout.max_response_length"
             )
-        length = bucket_length(longest, limit)
+        arrays = self._arrays(sequences, bucket_length(longest, limit))
+        scores = self.forward(self._last_score, self.params, arrays)
+        return to_numpy(scores)[: len(sequences)]
+
+    def _arrays(self, sequences: list[list[int]], length: int) -> dict[str, Any]:
+        """What a forward takes of sequences of at most so many tokens."""
         ways = self.layouts.train.ways("batch")
         rows = -(-len(sequences) // ways) * ways
         tokens = np.zeros((rows, length), np.int32)
         mask = np.zeros((rows, length), bool)
         for row, sequence in enumerate(sequences):
-            tokens[row, : len(sequence)] = sequence
-            mask[row, : len(sequence)] = True
+            # Prompts end where their responses begin.
+            start = 0 if self.packer is None else length - len(sequence)
+            at = slice(start, start + len(sequence))
+            tokens[row, at], mask[row, at] = sequence, True
         split = self.layouts.train.sharding("batch")
-        arrays = {"tokens": place(tokens, split), "mask": place(mask, split)}
-
-        scores = self.forward(self._last_score, self.params, arrays)
-        return to_numpy(scores)[: len(sequences)]
+        if self.packer is None:
+            return {"tokens": place(tokens, split), "mask": place(mask, split)}
+        # A prompt each, of which a response's first token is to be predicted: the last state.
+        masks = {"prompt_mask": mask, "response_mask": mask.any(axis=1, keepdims=True)}
+        capacity = max(self.packer.capacity, length)  # for text that was tokenised again
+        return {
+            "prompts": place(tokens, split),
+            "responses": place(np.zeros((rows, 1), np.int32), split),
+            PACKING: self.packer(masks, 1, capacity),
+        }
 
     def _last_score(self, model: Any, batch: Any, share: int) -> jax.Array:
+        if PACKING in batch:
+            return read_responses(
+                model.decoder, batch, 1, self.compute, lambda states, _: model.score(states)
+            )[:, 0]
         mask = batch["mask"]
         hidden = sequence_states(model.decoder, batch["tokens"], mask, self.compute)
         last = jnp.arange(mask.shape[1]) == mask.sum(axis=1, keepdims=True) - 1
@@ -146,10 +164,15 @@ class ModelReward(ModelWorker):
         longest = prompt_length + self.context.max_response_length
         length = bucket_length(longest, self.network.config.max_length)
         split = self.layouts.train.sharding("batch")
-        batch = {
-            key: jax.ShapeDtypeStruct((rows, length), dtype, sharding=split)
-            for key, dtype in (("tokens", np.int32), ("mask", np.bool_))
-        }
+
+        def array(width: int, dtype: Any = np.int32) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((rows, width), dtype, sharding=split)
+
+        if self.packer is None:
+            batch: dict[str, Any] = {"tokens": array(length), "mask": array(length, np.bool_)}
+        else:
+            packing = self.packer.abstract(rows, (length, 1), 1)
+            batch = {"prompts": array(length), "responses": array(1), PACKING: packing}
         params = abstract(self.network.shapes, self.shardings)
         name = "compute_reward" if self.role == "reward" else "compute_cost"
         yield name, lambda: self._forward(self._last_score, False).trace(params, batch)

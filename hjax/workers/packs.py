@@ -1,0 +1,274 @@
+"""Which rows of a batch share a pack: first-fit decreasing, in plain Python and NumPy on the host.
+
+Every process of a world makes the same packs of the same lengths. Shapes are few: the number of
+packs, of slots and of answers are rounded up, so that lengths that vary from step to step compile
+few programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from hjax.models.packed import Packing
+from hjax.sharding.arrays import place, to_numpy
+from hjax.sharding.layout import Layout
+
+
+class Packer:
+    """Makes the packs of a role's batches.
+
+    Args:
+      capacity: places of a pack.
+      layout: the train layout.
+      micro_batch: most packs per pass over all devices (at least one per data-parallel part); 0:
+        all at once.
+    """
+
+    def __init__(self, capacity: int, layout: Layout, micro_batch: int = 0):
+        self.capacity = capacity
+        self._sharding = layout.sharding("batch")
+        self._parts = layout.ways("batch")
+        self._per_pass = max(micro_batch // self._parts, 1) if micro_batch else 0
+
+    def __call__(self, batch: Mapping[str, Any], share: int, capacity: int = 0) -> Packing:
+        """The packs of a batch's rows, on the devices that compute them.
+
+        Args:
+          batch: ``prompt_mask``, ``response_mask``: NumPy's, or JAX's, which are waited for. Over
+            several processes all of them ask.
+          share: consecutive rows whose prompt stands in a pack once.
+          capacity: places of a pack; 0: the packer's.
+        """
+        masks = [to_numpy(batch[key]) for key in ("prompt_mask", "response_mask")]
+        prompts, responses = (mask.sum(axis=1) for mask in masks)
+        widths = masks[0].shape[1], masks[1].shape[1]
+        packing = self._make(prompts, responses, widths, share, capacity)
+        return jax.tree.map(lambda x: place(x, self._sharding), packing)
+
+    def abstract(self, rows: int, widths: tuple[int, int], share: int) -> Packing:
+        """Shapes of the packs of rows that have no padding: the most there can be."""
+        prompts, responses = (np.full(rows, width) for width in widths)
+        packing = self._make(prompts, responses, widths, share, max(sum(widths) - 1, self.capacity))
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding), packing
+        )
+
+    def _make(
+        self,
+        prompts: np.ndarray,
+        responses: np.ndarray,
+        widths: tuple[int, int],
+        share: int,
+        capacity: int,
+    ) -> Packing:
+        capacity = capacity or self.capacity
+        parts = self._parts, self._per_pass
+        return make_packing(prompts, responses, widths, share, capacity, *parts)
+
+
+@jax.jit
+def padding(packing: Packing) -> jax.Array:
+    """Share of the computed places that are padding, float32 scalar."""
+    return (packing.segments == 0).mean(dtype="float32")
+
+
+class Piece(NamedTuple):
+    """Rows that answer one prompt, which stands before them once."""
+
+    rows: tuple[int, ...]
+    places: int
+
+
+def first_fit(sizes: list[int], capacity: int) -> list[list[int]]:
+    """Numbers of the items in each bin: the largest first, each into the first bin with room.
+
+    At most 11/9 of the fewest bins and 6/9 of one (Dosa 2007).
+
+    Args:
+      sizes: of the items, at most ``capacity`` each.
+      capacity: of a bin.
+    """
+    free = np.full(len(sizes), capacity)
+    bins: list[list[int]] = []
+    for item in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        at = int(np.argmax(free >= sizes[item]))
+        if at == len(bins):
+            bins.append([])
+        bins[at].append(item)
+        free[at] -= sizes[item]
+    return bins
+
+
+def pieces_of(
+    prompts: np.ndarray, responses: np.ndarray, share: int, capacity: int
+) -> list[Piece]:
+    """What is packed whole: each run of ``share`` rows, in several where it is longer than a pack.
+
+    Args:
+      prompts, responses: int [rows], tokens. A response's last token takes no place, and rows
+        without a response none at all.
+      share: consecutive rows that answer one prompt.
+      capacity: places of a pack.
+
+    Raises:
+      AssertionError: a row that is longer than a pack, or a response to no prompt.
+    """
+    pieces = []
+    for first in range(0, len(prompts), share):
+        rows = [row for row in range(first, first + share) if responses[row]]
+        if not rows:
+            continue
+        prompt, own = int(prompts[rows[0]]), [int(responses[row]) - 1 for row in rows]
+        if not prompt or prompt + max(own) > capacity:
+            raise AssertionError(f"{prompt} + {max(own)} places in packs of {capacity}")
+        for chosen in first_fit(own, capacity - prompt):
+            places = prompt + sum(own[i] for i in chosen)
+            pieces.append(Piece(tuple(rows[i] for i in sorted(chosen)), places))
+    return pieces
+
+
+def make_packing(
+    prompts: np.ndarray,
+    responses: np.ndarray,
+    widths: tuple[int, int],
+    share: int,
+    capacity: int,
+    parts: int,
+    per_pass: int = 0,
+) -> Packing:
+    """Packs of a batch of rows [prompt padded on the left | response padded on the right].
+
+    Args:
+      prompts, responses: int [rows], tokens.
+      widths: of the batch's prompts and responses, padding included.
+      share: consecutive rows that answer one prompt and are to share it; 1: none do.
+      capacity: places of a pack.
+      parts: data-parallel parts.
+      per_pass: packs of a part in one pass; 0: all.
+
+    Raises:
+      AssertionError: as of ``pieces_of``.
+    """
+    pieces = pieces_of(prompts, responses, share, capacity)
+    packs = first_fit([piece.places for piece in pieces], capacity)
+    each = max(-(-len(packs) // parts), 1)
+    passes, height = 1, rounded(each)
+    if per_pass and each > per_pass:
+        passes, height = rounded(-(-each // per_pass)), per_pass
+    elif per_pass:
+        height = min(height, per_pass)
+    cells = _dealt([[pieces[i] for i in pack] for pack in packs], parts * passes)
+    slots = _slots(cells, responses)
+    size = _roomy(max(map(len, slots)), len(prompts), len(cells))
+    answers = max(sum(int(responses[row]) for row in rows) for rows in slots)
+    width = -(-answers // height)
+    step = max(capacity // 4, 1)
+    width = max(-(-width // step), 1) * step
+
+    rows, tokens = len(prompts), sum(widths)
+    count, filled = len(cells), (height, capacity)
+    packing = Packing(
+        order=np.full((count, size), rows, np.int32),
+        source=np.full((count, *filled), size * tokens, np.int32),
+        positions=np.zeros((count, *filled), np.int32),
+        segments=np.zeros((count, *filled), np.int32),
+        prompts=np.zeros((count, *filled), np.int32) if share > 1 else None,
+        states=np.full((count, height, width), height * capacity, np.int32),
+        targets=np.full((count, height, width), size * tokens, np.int32),
+        back=np.full((count, size, widths[1]), height * width, np.int32),
+    )
+    for cell, own in enumerate(slots):
+        packing.order[cell, : len(own)] = own
+        writer = _Writer(Packing(*(x if x is None else x[cell] for x in packing)), widths)
+        slot_of = {row: slot for slot, row in enumerate(own)}
+        for pack, held in enumerate(cells[cell]):
+            for piece in held:
+                counts = [int(responses[row]) for row in piece.rows]
+                in_slots = [slot_of[row] for row in piece.rows]
+                writer.write(pack, in_slots, int(prompts[piece.rows[0]]), counts)
+    return packing
+
+
+def rounded(count: int) -> int:
+    """The next number with at most four leading bits: at most an eighth more."""
+    step = 1 << max((count - 1).bit_length() - 4, 0)
+    return -(-count // step) * step
+
+
+def _roomy(slots: int, rows: int, cells: int) -> int:
+    """Slots that hold so many rows also when they are dealt out a little otherwise."""
+    if cells == 1:
+        return rows
+    room = -(-5 * rows // (4 * cells))
+    while room < slots:
+        room *= 2
+    return room
+
+
+def _dealt(packs: list[list[Piece]], cells: int) -> list[list[list[Piece]]]:
+    """Packs by cell, the fullest first, back and forth, so that all cells get about as much."""
+    dealt: list[list[list[Piece]]] = [[] for _ in range(cells)]
+    fullest = sorted(packs, key=lambda pack: -sum(piece.places for piece in pack))
+    for number, pack in enumerate(fullest):
+        turn, cell = divmod(number, cells)
+        dealt[cell if turn % 2 == 0 else cells - 1 - cell].append(pack)
+    return dealt
+
+
+def _slots(cells: list[list[list[Piece]]], responses: np.ndarray) -> list[list[int]]:
+    """Rows by cell, in the order of its packs; those without a response where there is room."""
+    slots = [[row for pack in cell for piece in pack for row in piece.rows] for cell in cells]
+    for row in np.flatnonzero(responses == 0).tolist():
+        min(slots, key=len).append(row)
+    return slots
+
+
+class _Writer:
+    """Writes one cell's packs, from their first place on.
+
+    Args:
+      cell: the cell's arrays.
+      widths: of the batch's prompts and responses.
+    """
+
+    def __init__(self, cell: Packing, widths: tuple[int, int]):
+        self._cell, self._widths = cell, widths
+        self._states, self._targets = cell.states.reshape(-1), cell.targets.reshape(-1)
+        self._answered = 0
+        self._place, self._number = [0] * len(cell.source), [0] * len(cell.source)
+
+    def write(self, pack: int, slots: list[int], prompt: int, responses: list[int]) -> None:
+        """A prompt of so many tokens and its responses, each in its slot."""
+        cell, (prompt_width, width) = self._cell, self._widths
+        row = prompt_width + width
+        before = pack * cell.source.shape[1]
+        self._number[pack] += 1
+        of_prompt = self._number[pack]
+        self._put(pack, slots[0] * row + prompt_width - prompt, 0, prompt, of_prompt)
+        last = before + self._place[pack] - 1
+        for slot, count in zip(slots, responses, strict=True):
+            if cell.prompts is not None:
+                self._number[pack] += 1
+            first = slot * row + prompt_width
+            own = np.arange(count)
+            at = slice(self._answered, self._answered + count)
+            self._states[at] = np.append(last, before + self._place[pack] + own[:-1])
+            self._targets[at] = first + own
+            cell.back[slot, :count] = self._answered + own
+            self._answered += count
+            self._put(pack, first, prompt, count - 1, of_prompt)
+
+    def _put(self, pack: int, token: int, position: int, count: int, of_prompt: int) -> None:
+        """Consecutive tokens from one on, at the pack's next places."""
+        at = slice(self._place[pack], self._place[pack] + count)
+        self._place[pack] += count
+        cell = self._cell
+        cell.source[pack, at] = token + np.arange(count)
+        cell.positions[pack, at] = position + np.arange(count)
+        cell.segments[pack, at] = self._number[pack]
+        if cell.prompts is not None:
+            cell.prompts[pack, at] = of_prompt

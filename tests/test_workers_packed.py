@@ -1,0 +1,255 @@
+"""Training in packs: the same losses, gradients and scores as of padded rows.
+
+Gradients as in test_workers_layouts: before - after = 1000 g. The padded rows are held to torch
+there and in test_workers_roles.
+"""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from hjax.algorithms.losses import PolicyLoss, SupervisedLoss, ValueLoss
+from hjax.models.config import ModelConfig
+from hjax.models.parameters import to_host
+from hjax.models.transformer import Compute
+from hjax.sharding.layout import make_layouts
+from hjax.workers import Actor, Critic, ModelReward, OptimizerConfig, Reference, WorkerContext
+
+DESCENT = OptimizerConfig(learning_rate=1e9, epsilon=1e6, max_grad_norm=0.0)
+SCALE = 1e3
+ROWS, SAMPLES, PROMPT, LENGTH, VOCAB = 16, 4, 6, 20, 32
+MODEL = ModelConfig(VOCAB, 16, 24, 2, 4, 2, 4, 32, tie_embeddings=False)
+
+POLICY = {
+    "clipped": PolicyLoss(clip_high=0.3, dual_clip=3.0),
+    "everything": PolicyLoss(
+        aggregation="sequence", kl_coef=0.1, entropy_coef=0.01, correction="truncated"
+    ),
+    "sequence ratio": PolicyLoss(ratio="sequence", aggregation="constant", max_length=LENGTH),
+    "REINFORCE": PolicyLoss(ratio="none", kl_coef=0.1, kl_adaptive=True, kl_estimator="k2"),
+}
+# name -> (worker class, loss, stage)
+LOSSES = {name: (Actor, loss, "main") for name, loss in POLICY.items()} | {
+    "supervised": (Actor, POLICY["clipped"], "warm_start"),
+    "value": (Critic, ValueLoss(), "main"),
+}
+
+
+def context(role, loss=None, devices=1, train=None, **changes):
+    options = {
+        "layouts": make_layouts(jax.devices()[:devices], train or {"data": devices}),
+        "model": MODEL,
+        "samples": SAMPLES,
+        "max_response_length": LENGTH,
+        "loss": loss,
+        "supervised_loss": SupervisedLoss(),
+        "optimizer": DESCENT,
+        "warm_start": DESCENT,
+        "compute": Compute(unroll_layers=True),
+    }
+    return WorkerContext(role=role, **(options | changes))
+
+
+def start(kind, loss=None, stage="main", **changes):
+    worker = kind(context(kind.__name__.lower(), loss, **changes))
+    worker.initialize()
+    # As a trained model's: a value head is not zero, norms are not one.
+    rng = np.random.default_rng(0)
+    noise = lambda x: x + 0.3 * rng.normal(size=x.shape).astype(np.float32)  # noqa: E731
+    params = jax.tree.map(noise, to_host(worker.params))
+    worker.params = worker.network.place(params, worker.layouts.train)
+    if stage != "main":
+        worker.begin(stage)
+    return worker
+
+
+@pytest.fixture(scope="module")
+def batch():
+    """Long-tailed lengths, one row unscored, two rows without a response."""
+    rng = np.random.default_rng(1)
+    groups = ROWS // SAMPLES
+    prompts = rng.integers(1, VOCAB, (groups, PROMPT), dtype=np.int32)
+    prompt_mask = np.arange(PROMPT) >= PROMPT - rng.integers(1, PROMPT + 1, (groups, 1))
+    lengths = np.minimum(rng.geometric(0.2, ROWS), LENGTH)
+    lengths[[3, 12]], lengths[7] = 0, LENGTH
+    mask = np.arange(LENGTH) < lengths[:, None]
+    shape = ROWS, LENGTH
+    batch = {
+        "prompts": np.repeat(prompts * prompt_mask, SAMPLES, axis=0),
+        "prompt_mask": np.repeat(prompt_mask, SAMPLES, axis=0),
+        "responses": rng.integers(1, VOCAB, shape, dtype=np.int32) * mask,
+        "response_mask": mask,
+        "row_mask": np.arange(ROWS) != 5,
+        "prompt_id": np.arange(ROWS) // SAMPLES,
+        "kl_coef": np.asarray(0.2, np.float32),
+    }
+    for name in ("advantages", "returns"):
+        batch[name] = rng.normal(size=shape).astype(np.float32)
+    for name in ("old_logprobs", "logprobs", "ref_logprobs", "values"):
+        batch[name] = rng.normal(-3.0 if "log" in name else 0.0, 0.3, shape).astype(np.float32)
+    return batch
+
+
+def update(worker, batch, **more):
+    """Metrics of one public update, and its gradient."""
+    before = to_host(worker.params)
+    call = worker.update_actor if isinstance(worker, Actor) else worker.update_critic
+    metrics = {key: float(x) for key, x in call(batch, **more).items()}
+    return metrics, jax.tree.map(lambda a, b: (a - b) / SCALE, before, to_host(worker.params))
+
+
+def same(found, expected):
+    (metrics, gradient), (other_metrics, other) = found, expected
+    assert metrics.pop("padding") < 1
+    assert metrics.keys() == other_metrics.keys()
+    for key, value in metrics.items():
+        assert value == pytest.approx(other_metrics[key], rel=1e-5, abs=1e-6), key
+    for (path, a), b in zip(
+        jax.tree.leaves_with_path(gradient), jax.tree.leaves(other), strict=True
+    ):
+        error = np.linalg.norm(a - b)
+        assert error <= 1e-5 * np.linalg.norm(b) + 1e-9, jax.tree_util.keystr(path)
+
+
+@pytest.fixture(scope="module")
+def padded(batch):
+    """By loss, metrics and gradient of rows that are padded, each with its own prompt."""
+    made = {}
+
+    def of(name):
+        if name not in made:
+            kind, loss, stage = LOSSES[name]
+            alone = {key: x for key, x in batch.items() if key != "prompt_id"}
+            made[name] = update(start(kind, loss, stage, samples=SAMPLES), alone)
+        return made[name]
+
+    return of
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_has_the_same_value_and_gradient(name, batch, padded):
+    """Prompts shared inside packs; a group longer than a pack is split."""
+    kind, loss, stage = LOSSES[name]
+    same(update(start(kind, loss, stage, packing=26), batch), padded(name))
+
+
+# What packs go with: (loss, shared prompts, changes)
+TOGETHER = {
+    "prompts of their own": ("clipped", False, {}),
+    "by blocks": ("clipped", True, {"packing": 64, "blocks": True}),
+    "by blocks, prompts of their own": ("clipped", False, {"packing": 64, "blocks": True}),
+    "passes of a pack": ("everything", True, {"micro_batch": 1}),
+    "four parts, passes": ("sequence ratio", True, {"devices": 4, "micro_batch": 4}),
+    "fsdp and tensor": (
+        "everything", True, {"devices": 8, "train": {"data": 2, "fsdp": 2, "tensor": 2}},
+    ),
+    "tensor, by blocks": (
+        "clipped", True,
+        {"devices": 8, "train": {"data": 2, "tensor": 4}, "packing": 64, "blocks": True},
+    ),
+    "critic, parts, passes": ("value", True, {"devices": 4, "micro_batch": 4}),
+    "demonstrations, parts": ("supervised", False, {"devices": 2}),
+    "scanned, recomputed": ("clipped", True, {"compute": Compute(remat="full")}),
+}  # fmt: skip
+
+
+EVERYDAY = ("by blocks", "four parts, passes", "fsdp and tensor")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in EVERYDAY else [pytest.mark.slow])
+        for name in TOGETHER
+    ],
+)
+def test_packs_go_together_with(name, batch, padded, monkeypatch):
+    loss_name, shared, changes = TOGETHER[name]
+    changes = {"packing": 40} | changes
+    if changes.pop("blocks", False):
+        monkeypatch.setattr("hjax.models.attention.WHOLE", 0)
+    kind, loss, stage = LOSSES[loss_name]
+    given = batch if shared else {key: x for key, x in batch.items() if key != "prompt_id"}
+    same(update(start(kind, loss, stage, **changes), given), padded(loss_name))
+
+
+def test_pretraining_is_packed_too(batch):
+    """PPO-ptx's demonstrations beside the policy's rows."""
+    rng = np.random.default_rng(7)
+    mask = np.arange(LENGTH) < rng.integers(1, LENGTH, (8, 1))
+    pretrain = {
+        "prompts": rng.integers(1, VOCAB, (8, PROMPT), dtype=np.int32),
+        "prompt_mask": np.ones((8, PROMPT), bool),
+        "responses": rng.integers(1, VOCAB, (8, LENGTH), dtype=np.int32) * mask,
+        "response_mask": mask,
+        "coefficient": np.asarray(0.7, np.float32),
+    }
+    expected = update(start(Actor, POLICY["clipped"]), batch, pretrain=pretrain)
+    found = update(start(Actor, POLICY["clipped"], packing=40), batch, pretrain=pretrain)
+    assert "pretrain_loss" in found[0]
+    same(found, expected)
+
+
+@pytest.mark.parametrize("devices, micro_batch", [(1, 0), (4, 4)])
+@pytest.mark.parametrize(
+    "kind, call, key",
+    [
+        (Actor, "compute_log_prob", "old_logprobs"),
+        (Reference, "compute_ref_log_prob", "ref_logprobs"),
+        (Critic, "compute_values", "values"),
+    ],
+)
+def test_scores_are_the_same(kind, call, key, devices, micro_batch, batch):
+    loss = {Actor: POLICY["clipped"], Critic: ValueLoss()}.get(kind)
+    expected = getattr(start(kind, loss), call)(batch)[key]
+    worker = start(kind, loss, devices=devices, micro_batch=micro_batch, packing=32)
+    found = getattr(worker, call)(batch)[key]
+    np.testing.assert_allclose(found, expected, atol=2e-5)
+    if kind is Actor:
+        one, other = (w.compute_loss(batch)["loss"] for w in (worker, start(kind, loss)))
+        assert float(one) == pytest.approx(float(other), rel=1e-5)
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_rewards_of_whole_sequences_are_the_same(devices, batch):
+    expected = start(ModelReward).compute_reward(batch)["rewards"]
+    found = start(ModelReward, devices=devices, packing=26).compute_reward(batch)["rewards"]
+    np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
+def test_padding_is_what_it_says(batch):
+    """16 rows in packs of 26: places that hold no token, counted from the lengths."""
+    prompts, responses = batch["prompt_mask"].sum(1), batch["response_mask"].sum(1)
+    alone = {key: x for key, x in batch.items() if key != "prompt_id"}
+    worker = start(Actor, POLICY["clipped"], packing=26)
+    metrics, _ = update(worker, alone)
+    tokens = (prompts + responses - 1)[responses > 0].sum()
+    packs = tokens / (1 - metrics["padding"]) / 26
+    assert packs == pytest.approx(round(packs), abs=1e-3)
+    assert -(-tokens // 26) <= round(packs) <= 1.5 * tokens / 26
+
+
+def test_dry_runs_count_full_packs():
+    """A program of the longest sequences: what `programs` traces runs as it says."""
+    worker = start(Actor, POLICY["clipped"], packing=32, samples=1)
+    shapes = worker.token_shapes(ROWS, PROMPT)["packing"]
+    full = {"prompt_mask": np.ones((ROWS, PROMPT), bool)}
+    full["response_mask"] = np.ones((ROWS, LENGTH), bool)
+    made = worker.packer(full, 1)
+    assert [x.shape for x in jax.tree.leaves(shapes)] == [x.shape for x in jax.tree.leaves(made)]
+    assert shapes.source.shape == (1, 16, 32)  # 25 places each: a pack a row
+    traced = dict(worker.programs(ROWS, PROMPT))["update"]()
+    assert traced.out_info[2]["loss"].shape == ()
+
+
+def test_a_pack_never_shares_prompts_where_the_kernel_cannot(batch):
+    """The TPU's kernel knows equal segments alone; short packs are attended to in one piece."""
+    worker = start(Actor, POLICY["clipped"], packing=1024)
+    tpu = dataclasses.replace(worker.compute, kernel_set="tpu")
+    assert worker._in_packs(True) == SAMPLES and worker._in_packs(False) == 1
+    worker.compute = tpu
+    assert worker._in_packs(True) == 1
+    worker.packer.capacity = 512
+    assert worker._in_packs(True) == SAMPLES

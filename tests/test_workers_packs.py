@@ -1,0 +1,146 @@
+"""Which rows share a pack: against brute force, by what each place says, and by how few shapes."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from hjax.workers.packs import first_fit, make_packing, pieces_of, rounded
+
+
+def fewest(sizes, capacity):
+    """Bins of the best packing, by trying all."""
+    if not sizes:
+        return 0
+    for count in range(1, len(sizes) + 1):
+        for chosen in itertools.product(range(count), repeat=len(sizes)):
+            loads = [0] * count
+            for item, where in enumerate(chosen):
+                loads[where] += sizes[item]
+            if max(loads) <= capacity:
+                return count
+    raise AssertionError("an item larger than a bin")
+
+
+def test_first_fit_is_within_its_bound_of_the_best():
+    """Dosa's bound, and the best itself nearly always."""
+    rng = np.random.default_rng(0)
+    best = 0
+    for _ in range(60):
+        sizes = rng.integers(1, 11, rng.integers(1, 7)).tolist()
+        bins = first_fit(sizes, 10)
+        assert sorted(itertools.chain(*bins)) == list(range(len(sizes)))
+        assert all(sum(sizes[i] for i in chosen) <= 10 for chosen in bins)
+        least = fewest(sizes, 10)
+        assert least <= len(bins) <= 11 / 9 * least + 6 / 9
+        best += len(bins) == least
+    assert best >= 57
+
+
+def test_first_fit_by_hand():
+    # 7 | 5 | 5 | 4 | 3 | 2 | 2 | 1 into 10: 7 3, 5 5, 4 2 2 1
+    assert first_fit([3, 7, 5, 2, 4, 5, 1, 2], 10) == [[1, 0], [2, 5], [4, 3, 7, 6]]
+
+
+def test_a_group_longer_than_a_pack_takes_its_prompt_into_several():
+    """Four responses of 5, 4, 3, 1 tokens to a prompt of 4, in packs of 9: 4 + 4, 4 + 3 + 2 + 0."""
+    pieces = pieces_of(np.full(4, 4), np.array([5, 4, 3, 1]), 4, 9)
+    assert [(piece.rows, piece.places) for piece in pieces] == [((0, 3), 8), ((1, 2), 9)]
+
+
+def test_rows_without_a_response_take_no_place():
+    assert pieces_of(np.full(4, 3), np.zeros(4, int), 2, 8) == []
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(AssertionError, match="5 \\+ 4 places in packs of 8"):
+        pieces_of(np.array([5]), np.array([5]), 1, 8)
+    with pytest.raises(AssertionError, match="0 \\+ 2 places"):
+        pieces_of(np.array([0]), np.array([3]), 1, 8)
+
+
+def batch_of(rng, rows, share, widths):
+    """Random lengths, and a different token in every real place."""
+    prompts = np.repeat(rng.integers(1, widths[0] + 1, rows // share), share)
+    responses = rng.integers(0, widths[1] + 1, rows)
+    own = 1000 * (1 + np.arange(rows))[:, None]
+    of_group = 1000 * (1 + np.arange(rows) // share * share)[:, None]
+    mask = np.arange(widths[0]) >= widths[0] - prompts[:, None]
+    first = np.where(mask, of_group + np.cumsum(mask, 1) - 1, 0)
+    mask = np.arange(widths[1]) < responses[:, None]
+    second = np.where(mask, own + prompts[:, None] + np.arange(widths[1]), 0)
+    return prompts, responses, np.concatenate([first, second], axis=1)
+
+
+CASES = [  # rows, share, capacity, parts, per_pass
+    (12, 1, 16, 1, 0),
+    (12, 3, 40, 1, 0),
+    (12, 3, 12, 1, 2),
+    (16, 4, 20, 2, 0),
+    (16, 4, 20, 2, 1),
+    (24, 2, 17, 3, 2),
+]
+
+
+@pytest.mark.parametrize("rows, share, capacity, parts, per_pass", CASES)
+def test_every_token_finds_its_sequence(rows, share, capacity, parts, per_pass):
+    widths = (5, 7)
+    rng = np.random.default_rng(rows + capacity)
+    prompts, responses, tokens = batch_of(rng, rows, share, widths)
+    packing = make_packing(prompts, responses, widths, share, capacity, parts, per_pass)
+    cells, slots = packing.order.shape
+    assert cells % parts == 0 and packing.source.shape[2] == capacity
+    assert (packing.source.shape[1] == per_pass) if cells > parts else True
+    assert sorted(packing.order[packing.order < rows].tolist()) == list(range(rows))
+    empty = np.zeros((1, sum(widths)), int)
+    found = 0
+    for cell in range(cells):
+        table = np.concatenate([tokens, empty])[packing.order[cell]].reshape(-1)
+        table = np.append(table, 0)
+        stand = table[packing.source[cell]]
+        np.testing.assert_array_equal(stand > 0, packing.segments[cell] > 0)
+        flat, positions = stand.reshape(-1), packing.positions[cell].reshape(-1)
+        segments = packing.segments[cell].reshape(-1)
+        np.testing.assert_array_equal(flat[flat > 0] % 1000, positions[flat > 0])
+        for slot, row in enumerate(packing.order[cell]):
+            count = responses[row] if row < rows else 0
+            answers = packing.back[cell, slot]
+            assert (answers[count:] == packing.states[cell].size).all()
+            found += count
+            for t, answer in enumerate(answers[:count]):
+                place = packing.states[cell].reshape(-1)[answer]
+                assert table[packing.targets[cell].reshape(-1)[answer]] == tokens[row, 5 + t]
+                # The token before it, of its own or of its prompt.
+                assert flat[place] % 1000 == prompts[row] + t - 1
+                group = row // share * share
+                assert flat[place] // 1000 == (1 + (row if t else group))
+                # What it sees, by the rule of attention, is its sequence up to there.
+                pack = slice(place // capacity * capacity, place + 1)
+                seen = segments[pack] == segments[place]
+                if packing.prompts is not None:
+                    seen |= segments[pack] == packing.prompts[cell].reshape(-1)[place]
+                whole = tokens[group if t == 0 else row, :5].tolist()
+                whole = [x for x in whole if x] + tokens[row, 5 : 5 + t].tolist()
+                assert flat[pack][seen].tolist() == whole
+    assert found == responses.sum()
+
+
+def test_packs_are_dealt_out_evenly():
+    rng = np.random.default_rng(3)
+    responses = rng.integers(1, 60, 64)
+    packing = make_packing(np.full(64, 4), responses, (4, 60), 1, 64, 4)
+    filled = (packing.segments > 0).sum((1, 2))
+    assert filled.max() - filled.min() <= 64
+    assert filled.sum() == (responses + 3).sum()
+
+
+def test_shapes_are_few():
+    """Long-tailed lengths, drawn anew sixty times: a handful of programs."""
+    rng = np.random.default_rng(4)
+    shapes = set()
+    for _ in range(60):
+        responses = np.minimum(rng.geometric(1 / 40, 256), 256)
+        packing = make_packing(np.full(256, 32), responses, (32, 256), 4, 512, 2)
+        shapes.add(tuple(x.shape for x in packing))
+    assert len(shapes) <= 6
+    assert [rounded(n) for n in (1, 7, 16, 17, 33, 100)] == [1, 7, 16, 18, 36, 104]
