@@ -242,7 +242,7 @@ def compilers() -> dict[str, Any]:
         posed = run_problem(
             config, algorithm, models, length, cluster(topology), Constants(), False
         )
-        for row in program_rows(predict(posed, roles), posed, compiled["programs"]):
+        for row in program_rows(predict(posed, roles), compiled["programs"]):
             if row["predicted_bytes"] is not None:
                 name = f"{topology} {model} {row['role']}.{row['program']}"
                 found = {"predicted": row["predicted_bytes"], "measured": row["compiled_bytes"]}

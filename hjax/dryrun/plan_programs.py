@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ def compile_plan(
 
     Returns:
       as ``describe_result``, and ``compiled``: ``topology``, ``versions``, ``memory_bytes`` of a
-      device, ``programs`` as of ``program_rows``.
+      device, ``programs`` as of ``program_rows``, ``stages`` as of ``stage_rows``.
 
     Raises:
       ConfigError: none fits, with the bytes missing; several kinds of devices.
@@ -61,11 +61,13 @@ def compile_plan(
         for lost, short in refused.items():
             described["candidates"][lost + 1]["reason"] = f"does not fit: {size(short)} missing"
         described["origins"]["memory_bytes"] = "compiled"
+        programs = program_rows(candidate, compiled["programs"])
         described["compiled"] = {
             "topology": topology,
             "versions": compiled["versions"],
             "memory_bytes": compiled["topology"]["memory_bytes"],
-            "programs": program_rows(candidate, problem, compiled["programs"]),
+            "programs": programs,
+            "stages": stage_rows(described, programs),
         }
         return described
     least = min(refused.values(), default=0)
@@ -90,16 +92,15 @@ def topology_name(cluster: Cluster) -> str:
     return f"{pool.device.name}:{pool.hosts}x{pool.per_host}"
 
 
-def program_rows(
-    candidate: Candidate, problem: Problem, records: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
+def program_rows(candidate: Candidate, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What the planner's formulas say beside what was compiled, of every program.
 
     Returns:
       rows of ``role``, ``program``, ``stage``, ``runs`` per step, ``predicted_bytes`` and
       ``compiled_bytes`` (all that a device holds while it runs; predictions are of a stage, so
       transitions have none), ``flops`` and ``received_bytes`` (per device and run, counted on the
-      program), and ``roofline_seconds`` of a run.
+      program), and by data sheet ``roofline_seconds`` of a run, ``bound`` and ``mfu`` (as of
+      ``hjax.launch.compile --roofline``), None where there is none.
     """
     rows = []
     for record in records:
@@ -107,6 +108,7 @@ def program_rows(
         group = next(s for s in candidate.sets if role in s.roles)
         stage = STAGE[phase_of(program)]
         moves = program.startswith("transition")
+        account = record.get("roofline") or {}
         rows.append(
             {
                 "role": role,
@@ -117,7 +119,9 @@ def program_rows(
                 "compiled_bytes": record["sum_bytes"],
                 "flops": record["flops"],
                 "received_bytes": record.get("received_bytes", 0),
-                "roofline_seconds": roofline(problem, group, record),
+                "roofline_seconds": account.get("seconds"),
+                "bound": account.get("bound"),
+                "mfu": record.get("mfu"),
             }
         )
     return rows
@@ -130,18 +134,47 @@ def stage_bytes(group: PlannedSet, role: str, stage: str) -> float:
     return held + option.transients[STAGES.index(stage)]
 
 
-def roofline(problem: Problem, group: PlannedSet, record: Mapping[str, Any]) -> float:
-    """Seconds of a program: counted FLOPs / rate + received bytes / wire.
+def stage_rows(
+    described: Mapping[str, Any], programs: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """What the planner's formulas say of each role's stages beside the compiled programs.
 
-    The wire is the link's inside a domain; across hosts, a host's network shared by its devices.
-    Memory traffic is not counted by the compiler, so decoding takes longer than this.
+    Args:
+      described: the plan, as of ``describe_result``.
+      programs: of ``program_rows``.
+
+    Returns:
+      rows of ``role``, ``stage`` (or ``transition``), ``planned_seconds`` of a step, and by data
+      sheet, from the programs' own text: ``roofline_seconds``, ``bound``, ``mfu``; these are None
+      where a program has no account.
     """
-    place = problem.place(group.pool, group.devices)
-    device, constants = group.pool.device, problem.constants
-    wire = device.link * constants.link
-    if group.devices > group.pool.domain:
-        wire = min(wire, device.network * constants.network / group.pool.per_host)
-    return record["flops"] / place.flops + record.get("received_bytes", 0) / wire
+    rows = []
+    for role, planned in described["role_seconds"].items():
+        mine = [row for row in programs if row["role"] == role]
+        moves = [row for row in mine if row["program"].startswith("transition")]
+        stages = {stage: planned[stage] for stage in STAGES}
+        if moves:
+            rows.append(_stage_row(role, "transition", described["seconds"]["transition"], moves))
+        for stage, seconds in stages.items():
+            of_stage = [row for row in mine if row["stage"] == stage and row not in moves]
+            if of_stage:
+                rows.append(_stage_row(role, stage, seconds, of_stage))
+    return rows
+
+
+def _stage_row(
+    role: str, stage: str, planned: float, programs: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    row = {"role": role, "stage": stage, "planned_seconds": planned}
+    if any(program["roofline_seconds"] is None for program in programs):
+        return {**row, "roofline_seconds": None, "bound": None, "mfu": None}
+    taken = [program["runs"] * program["roofline_seconds"] for program in programs]
+    total = sum(taken)
+    longest = programs[taken.index(max(taken))]
+    used = [(t, program["mfu"]) for t, program in zip(taken, programs, strict=True)]
+    known = total and all(mfu is not None for _, mfu in used)
+    mfu = sum(t * mfu for t, mfu in used) / total if known else None
+    return {**row, "roofline_seconds": total, "bound": longest["bound"], "mfu": mfu}
 
 
 def _compile(

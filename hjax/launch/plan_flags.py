@@ -39,6 +39,7 @@ class Request:
     json: bool
     calibrate: bool
     compile: bool = False
+    roofline: bool = False
     config_name: str = ""
     config: ConfigDict | None = None
 
@@ -57,7 +58,7 @@ def define() -> flags.FlagValues:
         ("updates", 8), ("candidates", 5),
     ):  # fmt: skip
         flags.DEFINE_integer(name, number, "see --help", flag_values=own)
-    for name in ("json", "calibrate", "even", "compile"):
+    for name in ("json", "calibrate", "even", "compile", "roofline"):
         flags.DEFINE_bool(name, False, "see --help", flag_values=own)
     return own
 
@@ -83,6 +84,8 @@ def parse(arguments: Sequence[str]) -> Request | None:
         return None
     if own.compile and config is None:
         raise ConfigError("--compile needs --config=NAME.py: it compiles a run's own programs")
+    if own.roofline and not own.compile:
+        raise ConfigError("--roofline needs --compile: it reads the compiled programs")
     return Request(
         models_problem(own) if config is None else config_problem(own, config),
         own.strategy,
@@ -91,6 +94,7 @@ def parse(arguments: Sequence[str]) -> Request | None:
         own.json,
         own.calibrate,
         own.compile,
+        own.roofline,
         name,
         config,
     )

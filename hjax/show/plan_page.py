@@ -12,6 +12,7 @@ from hjax.show.plan_rows import (
     COMPILED_COLUMNS,
     ROLE_FIGURES,
     ROLE_TEXTS,
+    STAGE_COLUMNS,
     STAGES,
     PlanRecord,
     candidate_rows,
@@ -21,6 +22,7 @@ from hjax.show.plan_rows import (
     roles_of,
     set_names,
     spans,
+    stage_rows,
 )
 
 _BAR_WIDTH = 700  # of a device's memory, in the drawing's units
@@ -45,6 +47,8 @@ def plan_page(plan: PlanRecord) -> str:
         topology=plan.get("compiled", {}).get("topology", ""),
         compiled_columns=COMPILED_COLUMNS,
         compiled=compiled_rows(plan),
+        stage_columns=STAGE_COLUMNS,
+        stages=stage_rows(plan) if "compiled" in plan else [],
         origins=plan["origins"],
     )
 

@@ -14,8 +14,9 @@ ROLE_TEXTS = ("devices", "role", "model", "train p-t-d", "generate p-t", "axes")
 ROLE_FIGURES = (*STAGES, "resident", "needs")
 CANDIDATE_COLUMNS = ("step", "placement", "why")
 COMPILED_COLUMNS = (
-    "program", "runs", "bytes by formula", "bytes compiled", "FLOPs", "received", "roofline a run",
+    "program", "runs", "bytes by formula", "bytes compiled", "FLOPs", "received", "by data sheet",
 )  # fmt: skip
+STAGE_COLUMNS = ("stage", "role", "by the plan", "by data sheet", "ratio", "bound", "MFU")
 
 
 def roles_of(plan: PlanRecord) -> list[str]:
@@ -79,10 +80,28 @@ def compiled_rows(plan: PlanRecord) -> list[list[str]]:
             size(row["compiled_bytes"]),
             flop_count(row["flops"]) if row["flops"] else "",
             size(row["received_bytes"]),
-            duration(row["roofline_seconds"]),
+            _seconds(row["roofline_seconds"]),
         ]
         for row in plan["compiled"]["programs"]
     ]
+
+
+def stage_rows(plan: PlanRecord) -> list[list[str]]:
+    """A row per role and stage under ``STAGE_COLUMNS``: the planner's seconds beside those of the
+    compiled programs by data sheet."""
+    stages = plan["compiled"]["stages"]
+    rows = []
+    for row in stages:
+        planned, found = row["planned_seconds"], row["roofline_seconds"]
+        ratio = f"{planned / found:.2f}" if found else ""
+        mfu = f"{row['mfu']:.0%}" if row["mfu"] else ""
+        texts = [row["stage"], row["role"], duration(planned), _seconds(found), ratio]
+        rows.append([*texts, row["bound"] or "", mfu])
+    return rows
+
+
+def _seconds(found: float | None) -> str:
+    return "" if found is None else duration(found)
 
 
 def spans(plan: PlanRecord) -> list[dict[str, Any]]:

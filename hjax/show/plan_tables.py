@@ -11,6 +11,7 @@ from hjax.show.plan_rows import (
     COMPILED_COLUMNS,
     ROLE_FIGURES,
     ROLE_TEXTS,
+    STAGE_COLUMNS,
     PlanRecord,
     candidate_rows,
     compiled_rows,
@@ -18,6 +19,7 @@ from hjax.show.plan_rows import (
     role_rows,
     roles_of,
     spans,
+    stage_rows,
 )
 
 COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red", "white")
@@ -25,8 +27,11 @@ _GANTT_WIDTH = 72  # characters
 _BAR_WIDTH = 30
 
 
-def print_plan(plan: PlanRecord, console: Any) -> None:
-    """Print a described plan: layouts, the Gantt chart, memory, runners-up, constants."""
+def print_plan(plan: PlanRecord, console: Any, roofline: bool = False) -> None:
+    """Print a described plan: layouts, the Gantt chart, memory, runners-up, constants.
+
+    ``roofline``: of a compiled plan how long its stages take by data sheet too.
+    """
     from rich.text import Text
 
     taken = plan["seconds"]
@@ -48,6 +53,10 @@ def print_plan(plan: PlanRecord, console: Any) -> None:
         title = f"compiled for {plan['compiled']['topology']}, devices of {memory}"
         rows = compiled_rows(plan)
         console.print(_table(COMPILED_COLUMNS, rows, right=COMPILED_COLUMNS[1:], title=title))
+        if roofline:
+            title = "a step's stages: the plan's seconds, and those that the programs say"
+            rows = stage_rows(plan)
+            console.print(_table(STAGE_COLUMNS, rows, right=STAGE_COLUMNS[2:], title=title))
     measured = plan["origins"]["seconds"].startswith("measured")
     origin = "measured on this machine" if measured else "assumed (docs/auto_mapping.md)"
     console.print(
