@@ -177,8 +177,8 @@ def one_memory(name: str) -> dict[str, Any]:
     import jax
 
     import hjax
+    from hjax.devices import DEVICES as CATALOGUE
     from hjax.planning.constants import Constants
-    from hjax.planning.hardware import DEVICES as CATALOGUE
     from hjax.planning.profile import Profile
     from hjax.settings.reading import check_config
 

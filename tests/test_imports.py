@@ -36,6 +36,7 @@ BESIDE = ["data", "rewards"]
 GROUND = [
     "binding",
     "config",
+    "devices",
     "errors",
     "files",
     "machine",

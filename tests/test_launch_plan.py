@@ -13,13 +13,13 @@ from helpers import tiny_config
 
 import hjax
 from hjax.algorithms import GRPO, PPO, ReMax, SafeRLHF, get_algorithm
+from hjax.devices import Device
 from hjax.dryrun import plan_programs as plan_compile
 from hjax.errors import ConfigError
 from hjax.launch import plan as command
 from hjax.planning.constants import Constants
 from hjax.planning.dataflow import trace
 from hjax.planning.profile import Profile
-from hjax.planning.records import Device
 from hjax.planning.strategies import STRATEGIES
 from hjax.run.placement import make_plan
 from hjax.show.plan_page import plan_page

@@ -19,12 +19,11 @@ from hjax.controller.hosts import (
     host_groups,
     rooms,
 )
+from hjax.devices import DEVICES, Device, device_of_kind
 from hjax.errors import ConfigError
 from hjax.planning.auto import known_devices
-from hjax.planning.hardware import DEVICES, device_of_kind
 from hjax.planning.hosts import cluster_of
 from hjax.planning.profile import Profile, profile_path, write_profile
-from hjax.planning.records import Device
 from hjax.run.placement import make_plan
 
 
@@ -190,7 +189,7 @@ def test_a_host_s_profile_is_taken_but_for_the_network(tmp_path, monkeypatch):
 
 
 def test_a_kind_that_is_not_in_the_catalogue_is_refused():
-    with pytest.raises(ConfigError, match=r"knows no 'RTX-9', and no network.*hardware.py"):
+    with pytest.raises(ConfigError, match=r"knows no 'RTX-9', and no network.*devices.py"):
         known_devices(one_host("RTX-9"))
 
 

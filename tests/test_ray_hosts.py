@@ -19,11 +19,11 @@ from helpers import TINY, computed, read_rows, tiny_config, write_config
 
 import hjax
 from hjax.controller.hosts import SLICE
+from hjax.devices import Device
 from hjax.errors import ConfigError
 from hjax.machine import descendants
 from hjax.planning.constants import Constants
 from hjax.planning.profile import Profile
-from hjax.planning.records import Device
 
 ray = pytest.importorskip("ray")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from hjax.devices import DEVICES
 from hjax.dryrun.programs import Rehearsal, StepProgram, phase_of
 from hjax.dryrun.topologies import Topology, parse_topology
-from hjax.planning.hardware import DEVICES
 from hjax.xla.roofline import Limits, Operation, Turn, roofline
 
 COSTLIEST = 10  # source lines that are kept of a program

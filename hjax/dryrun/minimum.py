@@ -51,15 +51,13 @@ def minimum(
         flops, received = forward, 0.0
     elif phase == "update":
         state = sum(shard_bytes(tree) for tree in worker.abstract_state().values())
-        # Of what is frozen beside adapters there are no gradients.
-        total = arithmetic.parameters(model, worker.scalar)
-        learning = arithmetic.learned_parameters(model, worker.scalar) / total
-        moved, flops = 2.0 * state, (2 + learning) * forward
+        passes = arithmetic.update_passes(model, worker.scalar)
+        moved, flops = 2.0 * state, passes * forward
         copies = layout.ways("batch") // parts
         # In each micro-batch gathered for the forward and the backward pass, and its gradients
         # scattered; then these are summed over whole copies.
-        received = (2 + learning) * gather * worker.passes.pieces_of(program.rows)
-        received += 2 * learning * held / parts * (copies - 1) / copies
+        received = passes * gather * worker.passes.pieces_of(program.rows)
+        received += 2 * (passes - 2) * held / parts * (copies - 1) / copies
     else:
         stored = {"params": worker.abstract_state()["params"]}
         moved = float(sum(shard_bytes(tree) for tree in jax.tree.leaves(stored)))

@@ -14,9 +14,9 @@ import os
 import re
 from typing import Any
 
+from hjax.devices import DEVICES
 from hjax.dryrun.gpus import GPUS, gpu_devices
 from hjax.errors import ConfigError
-from hjax.planning.hardware import DEVICES
 
 GIB = 2**30
 TPU_KINDS = ("v2", "v3", "v4", "v5e", "v5p", "v6e", "tpu7x")

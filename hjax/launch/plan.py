@@ -6,11 +6,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from hjax.devices import DEVICES
 from hjax.errors import ConfigError, exit_status
 from hjax.files import json_line, replace_file
 from hjax.launch.huge_pages import use_huge_pages
 from hjax.launch.plan_flags import parse
-from hjax.planning.hardware import DEVICES
 from hjax.planning.result import describe_result
 from hjax.planning.strategies import STRATEGIES, search_strategy
 from hjax.show.plan_page import plan_page

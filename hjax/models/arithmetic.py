@@ -57,6 +57,12 @@ def learned_parameters(config: ModelConfig, scalar: bool = False) -> int:
     return sum(p.size for p in _all(declared) if everything or p.kind.beside_adapters)
 
 
+def update_passes(config: ModelConfig, scalar: bool = False) -> float:
+    """Forward passes whose FLOPs an update takes: 3, and 2 of what is frozen beside adapters, of
+    which there are no gradients."""
+    return 2 + learned_parameters(config, scalar) / parameters(config, scalar)
+
+
 def forward_flops(
     config: ModelConfig, length: int, scalar: bool = False, context: float | None = None
 ) -> float:

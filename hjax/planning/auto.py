@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 
 from hjax.algorithms import Algorithm, get_algorithm
 from hjax.controller.hosts import Hosts
+from hjax.devices import Device, device_of_kind
 from hjax.errors import ConfigError
 from hjax.machine import device_memory
 from hjax.models.config import ModelConfig
@@ -19,7 +20,6 @@ from hjax.planning.calibration import Progress, calibrate
 from hjax.planning.constants import Constants
 from hjax.planning.counting import counts
 from hjax.planning.dataflow import trace
-from hjax.planning.hardware import device_of_kind
 from hjax.planning.hosts import cluster_of
 from hjax.planning.options import SearchSpace, role_options
 from hjax.planning.profile import Profile, profile_path, read_profile, write_profile
@@ -28,7 +28,6 @@ from hjax.planning.records import (
     MASTERS,
     Candidate,
     Cluster,
-    Device,
     Mesh,
     PlannedSet,
     Pool,
@@ -149,7 +148,7 @@ def known_devices(hosts: Hosts) -> tuple[list[Device], Constants]:
         name = hosts.devices[listed.index(None)].device_kind
         raise ConfigError(
             f"placement=auto knows no {name!r}, and no network between hosts with it; add it to "
-            "hjax/planning/hardware.py (docs/auto_mapping.md#devices)"
+            "hjax/devices.py (docs/auto_mapping.md#devices)"
         )
     return known, Constants()
 

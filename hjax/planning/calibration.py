@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from hjax.devices import Device
 from hjax.machine import device_memory
 from hjax.models import arithmetic
 from hjax.models.config import ModelConfig
@@ -30,7 +31,7 @@ from hjax.planning import counting
 from hjax.planning.constants import Constants
 from hjax.planning.cost import Place, update_seconds
 from hjax.planning.profile import Profile
-from hjax.planning.records import FLOAT32, MASTERS, Device, Mesh, Pool
+from hjax.planning.records import FLOAT32, MASTERS, Mesh, Pool
 
 # Called with the parts that are over, how many there are, and what is done now (at the end: "").
 Progress = Callable[[int, int, str], None]

@@ -12,9 +12,10 @@ import math
 from collections.abc import Sequence
 
 from hjax.controller.hosts import HostGroup
+from hjax.devices import Device
 from hjax.errors import ConfigError
 from hjax.planning.hardware import legal_counts
-from hjax.planning.records import Cluster, Device, Pool
+from hjax.planning.records import Cluster, Pool
 
 
 def cluster_of(

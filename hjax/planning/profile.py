@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hjax.devices import Device
 from hjax.errors import ConfigError
 from hjax.files import cache_folder, replace_file
 from hjax.planning.constants import Constants
-from hjax.planning.records import Device
 
 
 @dataclasses.dataclass(frozen=True)

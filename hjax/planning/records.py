@@ -8,45 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Literal
 
+from hjax.devices import Device
 from hjax.roles import STAGES
 
 # What of a role waits in the host's memory between its calls.
 Offload = Literal["none", "optimizer", "all"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Device:
-    """One accelerator of the catalogue.
-
-    Attributes:
-      name: how ``--cluster`` calls it.
-      memory: bytes that a program may use, of the compiler's own limit where one is known.
-      flops: peak FLOP/s of dense matrix products by dtype.
-      bandwidth: memory, bytes/s.
-      link: bytes/s one device sends to its neighbours inside a domain, in one direction: NVLink,
-        PCIe, or one torus axis both ways round.
-      network: bytes/s between domains, per host.
-      per_host: devices of a host.
-      torus: number of torus dimensions; 0: every device of a host reaches every other.
-      source: where the figures come from.
-      alone: (devices, how many times faster each is while only these are busy, share of the
-        cores' time they then take); simulated devices share a machine's cores, real ones have no
-        such entries. Numbers of devices rise, shares do not fall.
-    """
-
-    name: str
-    memory: float
-    flops: Mapping[str, float] = dataclasses.field(hash=False)
-    bandwidth: float
-    link: float
-    network: float
-    per_host: int
-    torus: int
-    source: str
-    alone: tuple[tuple[int, float, float], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

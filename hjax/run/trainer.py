@@ -38,8 +38,9 @@ from hjax.run.records import (
     write_model_files,
 )
 from hjax.run.recovery import Recovering
-from hjax.run.roles import check_offloads, describe_roles, placed
+from hjax.run.roles import check_offloads, describe_roles, is_float32, placed
 from hjax.run.rows import sample_row
+from hjax.run.throughput import Throughput
 from hjax.run.warnings import TruncationWarning
 from hjax.run.workdir import Workdir
 from hjax.settings.checking import check_config, on_cluster
@@ -129,6 +130,10 @@ class Trainer(Recovering):
     def _set_up(self, workdir: str | Path | None) -> None:
         config = self.config
         self._offloaded: int | None = None
+        devices, platform = self.machines.devices, self.machines.platform
+        float32 = is_float32(config, platform)
+        of = config, self.algorithm_class, self.roles, devices, float32
+        self._throughput = Throughput(*of)
         self.timeline: Timeline = next(iter(self.roles.pools.values())).timeline
         lengths = self.inputs.prompt_length, config.rollout.max_response_length
         self.prompts = PromptSampler(len(self.inputs.train), config.rollout.prompts, config.seed)
@@ -485,6 +490,7 @@ class Trainer(Recovering):
         if self.algorithm_class.generates and "response_mask" in self.batch:
             tokens = int(self.batch["response_mask"].sum() + self.batch["prompt_mask"].sum())
             metrics["throughput/tokens_per_second"] = tokens / seconds
+            metrics |= self._throughput.metrics(self.batch, seconds)
         metrics["memory/peak_bytes"] = machine["peak_bytes"]
         if self._offloaded:
             metrics["memory/offloaded_bytes"] = self._offloaded

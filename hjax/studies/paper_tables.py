@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from hjax.devices import DEVICES
 from hjax.errors import ConfigError, exit_status
 from hjax.planning.constants import Constants, describe
-from hjax.planning.hardware import DEVICES
 from hjax.planning.search import partitions
 from hjax.planning.strategies import search_strategy
 from hjax.studies.paper_experiments import (
