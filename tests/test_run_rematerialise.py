@@ -91,8 +91,8 @@ def test_another_policy_stands_as_it_is():
     assert roles.builds["actor"].arguments[0].compute.remat == "attention"
 
 
-@pytest.mark.parametrize("policy", ["none", "full"])
-def test_an_updates_memory_is_near_its_estimate(policy):
+@pytest.mark.parametrize("policy, packing", [("none", 0), ("full", 0), ("none", 1024)])
+def test_an_updates_memory_is_near_its_estimate(policy, packing):
     model = ModelConfig(512, 128, 512, 12, 4, 2, 32, 2048)
     worker = Actor(
         WorkerContext(
@@ -102,6 +102,7 @@ def test_an_updates_memory_is_near_its_estimate(policy):
             compute=Compute(remat=policy),
             max_response_length=896,
             samples=2,
+            packing=packing,
             loss=PolicyLoss(),
             optimizer=OptimizerConfig(1e-3),
         )

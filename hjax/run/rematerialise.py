@@ -167,6 +167,7 @@ class Chooser:
             prompt=self.prompt_length,
             response=context.max_response_length,
             micro_batch=context.micro_batch,
+            packing=context.packing,
         )
 
 

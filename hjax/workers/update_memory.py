@@ -21,6 +21,7 @@ from hjax.models import arithmetic, remat
 from hjax.models.forward import LOGIT_CHUNK_BYTES
 from hjax.models.parameters import Network
 from hjax.sharding.layout import Layout
+from hjax.workers.packs import Packer
 from hjax.workers.passes import Passes
 
 
@@ -36,7 +37,7 @@ class Updates:
       rows: of all devices, of an update.
       samples: of a prompt.
       prompt, response: tokens of each row.
-      micro_batch: as of ``WorkerContext``.
+      micro_batch, packing: as of ``WorkerContext``.
     """
 
     network: Network
@@ -48,6 +49,7 @@ class Updates:
     prompt: int
     response: int
     micro_batch: int = 0
+    packing: int = 0
 
     def with_state(self, policy: str) -> float:
         """Bytes of an update: parameters, two moments of what learns, and its temporaries."""
@@ -63,13 +65,7 @@ class Updates:
     def temporaries(self, policy: str) -> float:
         """Bytes of an update beside its state, under a policy of ``hjax.models.remat``."""
         layout, config, size = self.layout, self.network.config, self.dtype.itemsize
-        passes = Passes(layout, self.network.axes, self.micro_batch, self.samples)
-        pieces = passes.pieces_of(self.rows)
-        rows = max(self.rows // layout.ways("batch") // pieces, 1)
-        share = math.gcd(rows, self.samples)
-        parts = layout.ways("length")
-        tokens = (rows // share * self.prompt + rows * self.response) / parts
-        answered = rows * self.response / parts
+        pieces, tokens, answered, length = self._in_packs() if self.packing else self._in_rows()
         split = layout.ways("heads")
 
         def of(elements: tuple[int, int]) -> float:
@@ -80,8 +76,8 @@ class Updates:
         layers = config.layers / stages * (min(stages, pieces) if stages > 1 else 1)
         kept = of(arithmetic.kept_elements(config, policy))
         one = of(arithmetic.activation_elements(config))
-        if self.prompt + share * self.response <= WHOLE:  # scores in one piece, and their softmax
-            scores = 2 * 4 * tokens * (self.prompt + share * self.response) * config.heads / split
+        if length <= WHOLE:  # scores in one piece, and their softmax
+            scores = 2 * 4 * tokens * length * config.heads / split
             kept, one = kept + (scores if policy == remat.NONE else 0), one + scores
         activations = layers * kept + (0 if policy == remat.NONE else one)
         learned = sum(n for _, n in self._parts(self._learning))
@@ -90,6 +86,27 @@ class Updates:
         wide = (n for x, n in self._parts(lambda tree: tree) if x.dtype.itemsize > size)
         cast = size * sum(wide)
         return gradients + cast + activations + self._gathered() + self._head(answered)
+
+    def _in_rows(self) -> tuple[int, float, float, int]:
+        """Passes; of one on a device tokens and those answered; places of a padded row."""
+        layout = self.layout
+        passes = Passes(layout, self.network.axes, self.micro_batch, self.samples)
+        pieces = passes.pieces_of(self.rows)
+        rows = max(self.rows // layout.ways("batch") // pieces, 1)
+        share = math.gcd(rows, self.samples)
+        parts = layout.ways("length")
+        tokens = (rows // share * self.prompt + rows * self.response) / parts
+        return pieces, tokens, rows * self.response / parts, self.prompt + share * self.response
+
+    def _in_packs(self) -> tuple[int, float, float, int]:
+        """The same of packs of sequences as long as they can be, each with its prompt where a
+        kernel might want that."""
+        packer = Packer(self.packing, self.layout, self.micro_batch)
+        share = self.samples if self.packing <= WHOLE else 1
+        packs = packer.abstract(self.rows, (self.prompt, self.response), share)
+        pieces = packs.source.shape[0] // self.layout.ways("batch")
+        places, answers = math.prod(packs.source.shape[1:]), math.prod(packs.states.shape[1:])
+        return pieces, places, answers, packs.source.shape[2]
 
     def _learning(self, tree: Any) -> Any:
         return self.network.partition.split(tree)[0]
@@ -131,4 +148,5 @@ def updates_of(worker: Any, rows: int, prompt: int) -> Updates:
         prompt=prompt,
         response=context.max_response_length,
         micro_batch=context.micro_batch,
+        packing=context.packing,
     )
