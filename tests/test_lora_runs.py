@@ -72,6 +72,8 @@ COMBINATIONS = [
     slow("GRPO", {"placement": "disaggregate"}),
     slow("ReMax", {**axes(fsdp=4), "placement": "disaggregate"}),
     slow("SafeRLHF", {**CRITIC, **axes(tensor=4, fsdp=2), **SCRATCH}),
+    slow("PPO", {"data.packing": 16, "actor.micro_batch": 8, **CRITIC}),
+    slow("GRPO", {"data.packing": 16, "cluster.processes": 2, "cluster.devices_per_process": 2}),
     slow("GRPO", {"cluster.processes": 2, "cluster.devices_per_process": 2}),
     slow(
         "PPO",
