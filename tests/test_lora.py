@@ -30,8 +30,8 @@ ASKED = {
     "gpt2": (["c_attn", "c_fc"], ("q", "k", "v", "up")),
     "phi3": (["qkv_proj", "down_proj"], ("q", "k", "v", "down")),
     "mixtral": (["q_proj", "k_proj"], ("q", "k")),
-    "qwen3 experts": (["q_proj", "o_proj"], ("q", "o")),
-    "gpt-oss": (["q_proj", "v_proj"], ("q", "v")),
+    "qwen3_moe": (["q_proj", "o_proj"], ("q", "o")),
+    "gpt_oss": (["q_proj", "v_proj"], ("q", "v")),
 }
 EVERYDAY = ("qwen3 tied", "gpt2", "phi3", "gemma3")
 
@@ -51,7 +51,7 @@ def adapted(name, folder, targets=None, rank=3, classifier=False, **options):
     kind = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
     more = {"num_labels": 1} if classifier else {}
     base = kind.from_pretrained(folder / "base", attn_implementation="eager", **more)
-    wanted = targets or ASKED.get(name, (LLAMA_LIKE,))[0]
+    wanted = targets or ASKED.get(MODELS[name][0], (LLAMA_LIKE,))[0]
     task = "SEQ_CLS" if classifier else "CAUSAL_LM"
     asked = {"r": rank, "lora_alpha": 7.0, "target_modules": wanted, "task_type": task} | options
     made = peft.get_peft_model(base, peft.LoraConfig(**asked)).eval()
@@ -89,7 +89,7 @@ def test_adapters_of_peft_give_its_numbers_merged_and_beside_the_weights(tmp_pat
     np.testing.assert_allclose(
         hjax.load_model(tmp_path / "adapter").logits(TOKENS), expected, atol=1e-4
     )
-    lora = Lora(3, 7.0, ASKED.get(name, (0, ("q", "v", "o", "gate", "down")))[1])
+    lora = Lora(3, 7.0, ASKED.get(MODELS[name][0], (0, ("q", "v", "o", "gate", "down")))[1])
     network = network_with(tmp_path, lora)
     params = load_params(tmp_path / "adapter", network, one_device())
     apart = run(network, params)

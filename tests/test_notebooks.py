@@ -7,6 +7,7 @@ import re
 import nbclient
 import nbformat
 import pytest
+from references import peft, torch
 
 # It trains; with other work on the cores that takes a while.
 pytestmark = pytest.mark.timeout(600)
@@ -132,6 +133,46 @@ def test_engine_moves_real_parameters_and_trains(engine):
     assert max(seen["noted"]) == peak < target + source / 4
     assert seen["same"] and seen["steps"] == [1, 2, 3]
     assert max(seen["errors"]) < 1 + 1e-4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The notebook of a model of one's own, executed, and what its cells found."""
+    for reference in (torch, peft):
+        assert reference.__version__
+    notebook = nbformat.read(NOTEBOOKS / "04_bring_your_model.ipynb", as_version=4)
+    look = """
+import json
+print(json.dumps({
+    "rewards": [row["reward/mean"] for row in history],
+    "difference": float(difference),
+    "apart": [float(np.abs(logits_of(m) - expected).max()) for m in (adapted, merged)],
+    "changed": float(np.abs(logits_of(merged) - np.asarray(
+        hjax.load_model("base").logits(tokens))).max()),
+    "texts": [text.replace(" ", ""), "31524>" + same.text],
+    "sizes": [count("run/checkpoints/30/actor.params"), count("base/model.safetensors")],
+    "saved": saved,
+}))
+"""
+    notebook.cells.append(nbformat.v4.new_code_cell(look))
+    client = nbclient.NotebookClient(notebook, timeout=400, kernel_name="python3")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("model")))
+        patch.chdir(NOTEBOOKS)
+        client.execute()
+    return notebook, json.loads(notebook.cells[-1].outputs[0].text)
+
+
+def test_a_model_of_transformers_learns_by_adapters_and_goes_back(model):
+    notebook, seen = model
+    assert outputs(notebook, "error") == [] and len(figures(notebook)) == 1
+    assert seen["difference"] < 1e-4 and max(seen["apart"]) < 1e-4 and seen["changed"] > 0.1
+    rewards = seen["rewards"]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1
+    assert seen["texts"][0] == seen["texts"][1]
+    assert seen["saved"] == ["actor.optimizer", "actor.params", "controller.json"]
+    # Fixed parts of a checkpoint's files weigh much where the arrays are so small.
+    assert seen["sizes"][0] < seen["sizes"][1]
 
 
 @pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.name)
