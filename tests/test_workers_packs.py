@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from hjax.workers.packs import first_fit, make_packing, pieces_of, rounded
+from hjax.workers.packs import first_fit, make_packing, rounded
 
 
 def fewest(sizes, capacity):
@@ -22,15 +22,21 @@ def fewest(sizes, capacity):
     raise AssertionError("an item larger than a bin")
 
 
+def sizes_packed(sizes, capacity):
+    """The packs of rows of so many places without shared prompts, by their numbers."""
+    packs = first_fit(np.ones(len(sizes), int), np.array(sizes), 1, capacity)
+    assert all(sum(piece.places for piece in pack) <= capacity for pack in packs)
+    return [[piece.rows[0] for piece in pack] for pack in packs]
+
+
 def test_first_fit_is_within_its_bound_of_the_best():
     """Dosa's bound, and the best itself nearly always."""
     rng = np.random.default_rng(0)
     best = 0
     for _ in range(60):
         sizes = rng.integers(1, 11, rng.integers(1, 7)).tolist()
-        bins = first_fit(sizes, 10)
+        bins = sizes_packed(sizes, 10)
         assert sorted(itertools.chain(*bins)) == list(range(len(sizes)))
-        assert all(sum(sizes[i] for i in chosen) <= 10 for chosen in bins)
         least = fewest(sizes, 10)
         assert least <= len(bins) <= 11 / 9 * least + 6 / 9
         best += len(bins) == least
@@ -39,24 +45,33 @@ def test_first_fit_is_within_its_bound_of_the_best():
 
 def test_first_fit_by_hand():
     # 7 | 5 | 5 | 4 | 3 | 2 | 2 | 1 into 10: 7 3, 5 5, 4 2 2 1
-    assert first_fit([3, 7, 5, 2, 4, 5, 1, 2], 10) == [[1, 0], [2, 5], [4, 3, 7, 6]]
+    assert sizes_packed([3, 7, 5, 2, 4, 5, 1, 2], 10) == [[1, 0], [2, 5], [4, 3, 7, 6]]
 
 
 def test_a_group_longer_than_a_pack_takes_its_prompt_into_several():
     """Four responses of 5, 4, 3, 1 tokens to a prompt of 4, in packs of 9: 4 + 4, 4 + 3 + 2 + 0."""
-    pieces = pieces_of(np.full(4, 4), np.array([5, 4, 3, 1]), 4, 9)
-    assert [(piece.rows, piece.places) for piece in pieces] == [((0, 3), 8), ((1, 2), 9)]
+    packs = first_fit(np.full(4, 4), np.array([5, 4, 3, 1]), 4, 9)
+    assert packs == [[((0, 3), 8)], [((1, 2), 9)]]
 
 
-def test_rows_without_a_response_take_no_place():
-    assert pieces_of(np.full(4, 3), np.zeros(4, int), 2, 8) == []
+def test_a_row_goes_where_its_prompt_stands():
+    """Packs of 20, prompts of 4. The second group's longest opens the first pack (4 + 10), the
+    first's the second (4 + 9); what follows
+    stays with its prompt."""
+    prompts, responses = np.full(6, 4), np.array([10, 4, 3, 11, 3, 1])
+    packs = first_fit(prompts, responses, 3, 20)
+    assert packs == [[((3, 4, 5), 16)], [((0, 1, 2), 18)]]
+
+
+def test_rows_without_a_response_are_in_no_pack():
+    assert first_fit(np.full(4, 3), np.zeros(4, int), 2, 8) == []
 
 
 def test_what_does_not_fit_is_refused():
     with pytest.raises(AssertionError, match="5 \\+ 4 places in packs of 8"):
-        pieces_of(np.array([5]), np.array([5]), 1, 8)
+        first_fit(np.array([5]), np.array([5]), 1, 8)
     with pytest.raises(AssertionError, match="0 \\+ 2 places"):
-        pieces_of(np.array([0]), np.array([3]), 1, 8)
+        first_fit(np.array([0]), np.array([3]), 1, 8)
 
 
 def batch_of(rng, rows, share, widths):

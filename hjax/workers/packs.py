@@ -83,52 +83,50 @@ class Piece(NamedTuple):
     places: int
 
 
-def first_fit(sizes: list[int], capacity: int) -> list[list[int]]:
-    """Numbers of the items in each bin: the largest first, each into the first bin with room.
-
-    At most 11/9 of the fewest bins and 6/9 of one (Dosa 2007).
-
-    Args:
-      sizes: of the items, at most ``capacity`` each.
-      capacity: of a bin.
-    """
-    free = np.full(len(sizes), capacity)
-    bins: list[list[int]] = []
-    for item in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        at = int(np.argmax(free >= sizes[item]))
-        if at == len(bins):
-            bins.append([])
-        bins[at].append(item)
-        free[at] -= sizes[item]
-    return bins
-
-
-def pieces_of(
+def first_fit(
     prompts: np.ndarray, responses: np.ndarray, share: int, capacity: int
-) -> list[Piece]:
-    """What is packed whole: each run of ``share`` rows, in several where it is longer than a pack.
+) -> list[list[Piece]]:
+    """Packs of rows: the longest first, each where it fits first.
+
+    A row goes into the first pack that has its prompt and room for its response, else into the
+    first with room for both. Without shared prompts that is first-fit decreasing, which takes at
+    most 11/9 of the fewest packs and 6/9 of one (Dosa 2007).
 
     Args:
       prompts, responses: int [rows], tokens. A response's last token takes no place, and rows
-        without a response none at all.
+        without a response are in no pack.
       share: consecutive rows that answer one prompt.
       capacity: places of a pack.
 
     Raises:
       AssertionError: a row that is longer than a pack, or a response to no prompt.
     """
-    pieces = []
-    for first in range(0, len(prompts), share):
-        rows = [row for row in range(first, first + share) if responses[row]]
-        if not rows:
-            continue
-        prompt, own = int(prompts[rows[0]]), [int(responses[row]) - 1 for row in rows]
-        if not prompt or prompt + max(own) > capacity:
-            raise AssertionError(f"{prompt} + {max(own)} places in packs of {capacity}")
-        for chosen in first_fit(own, capacity - prompt):
-            places = prompt + sum(own[i] for i in chosen)
-            pieces.append(Piece(tuple(rows[i] for i in sorted(chosen)), places))
-    return pieces
+    own = responses - 1
+    rows = np.flatnonzero(responses).tolist()
+    for row in rows:
+        if not prompts[row] or prompts[row] + own[row] > capacity:
+            raise AssertionError(f"{prompts[row]} + {own[row]} places in packs of {capacity}")
+    free = np.full(len(rows), capacity)
+    packs: list[dict[int, list[int]]] = []  # rows by group
+    standing: dict[int, list[int]] = {}  # packs that have a group's prompt
+    for row in sorted(rows, key=lambda row: -(prompts[row] + own[row])):
+        group, places = row // share, own[row]
+        at = next((pack for pack in standing.get(group, ()) if free[pack] >= places), None)
+        if at is None:
+            places += prompts[row]
+            at = int(np.argmax(free >= places))
+            if at == len(packs):
+                packs.append({})
+            standing.setdefault(group, []).append(at)
+        packs[at].setdefault(group, []).append(row)
+        free[at] -= places
+    return [
+        [
+            Piece(tuple(sorted(held)), int(prompts[held[0]] + own[held].sum()))
+            for held in pack.values()
+        ]
+        for pack in packs
+    ]
 
 
 def make_packing(
@@ -151,17 +149,16 @@ def make_packing(
       per_pass: packs of a part in one pass; 0: all.
 
     Raises:
-      AssertionError: as of ``pieces_of``.
+      AssertionError: as of ``first_fit``.
     """
-    pieces = pieces_of(prompts, responses, share, capacity)
-    packs = first_fit([piece.places for piece in pieces], capacity)
+    packs = first_fit(prompts, responses, share, capacity)
     each = max(-(-len(packs) // parts), 1)
     passes, height = 1, rounded(each)
     if per_pass and each > per_pass:
         passes, height = rounded(-(-each // per_pass)), per_pass
     elif per_pass:
         height = min(height, per_pass)
-    cells = _dealt([[pieces[i] for i in pack] for pack in packs], parts * passes)
+    cells = _dealt(packs, parts * passes)
     slots = _slots(cells, responses)
     size = _roomy(max(map(len, slots)), len(prompts), len(cells))
     answers = max(sum(int(responses[row]) for row in rows) for rows in slots)
