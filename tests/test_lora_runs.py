@@ -71,7 +71,8 @@ COMBINATIONS = [
     slow("PPO", {"placement": "standalone"}),
     slow("GRPO", {"placement": "disaggregate"}),
     slow("ReMax", {**axes(fsdp=4), "placement": "disaggregate"}),
-    slow("SafeRLHF", {**CRITIC, **axes(tensor=4, fsdp=2), **SCRATCH}),
+    # Before a second update: Adam takes whole steps along gradients that are rounding.
+    slow("SafeRLHF", {**CRITIC, **axes(tensor=4, fsdp=2), **SCRATCH, "steps": 1}),
     slow("PPO", {"data.packing": 16, "actor.micro_batch": 8, **CRITIC}),
     slow("GRPO", {"data.packing": 16, "cluster.processes": 2, "cluster.devices_per_process": 2}),
     slow("GRPO", {"cluster.processes": 2, "cluster.devices_per_process": 2}),
@@ -86,9 +87,10 @@ COMBINATIONS = [
 def test_every_combination_gives_the_same_metrics(base, algorithm, changes):
     kept = ("critic.lora", *SCRATCH)
     whole = {k: v for k, v in changes.items() if k.startswith(kept)}
-    expected = rows_of(algorithm, base, {**whole, "steps": 2})
+    whole["steps"] = changes.get("steps", 2)
+    expected = rows_of(algorithm, base, whole)
     assert all(row["actor/grad_norm"] > 0 for row in expected)
-    close(rows_of(algorithm, base, {**changes, "steps": 2}), expected)
+    close(rows_of(algorithm, base, {"steps": 2, **changes}), expected)
 
 
 def test_the_reference_is_the_actor_without_its_adapters(base):

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from families import model
 from helpers import save_model, tiny_config, trainer_of
 from references import torch
 
@@ -53,6 +54,36 @@ def test_ppo_with_a_larger_critic_and_a_reward_model_of_another_tokenizer(models
     assert batch["rewards"].std() > 0
     assert all(np.isfinite([row["critic/loss"], row["actor/loss"]]).all() for row in rows)
     assert "eval/accuracy" in rows[-1]  # the task's verifier still says what is right
+
+
+def test_a_qwen_learns_adapters_from_a_gemma_that_judges_its_text(tmp_path):
+    """Two families and two vocabularies: the text is tokenised again for the judge."""
+    from safetensors.torch import load_file, save_file
+
+    ours = get_task("sorting").tokenizer()
+    model("qwen2", vocab_size=ours.vocab_size).save_pretrained(tmp_path / "qwen")
+    ours.save(tmp_path / "qwen")
+    judge = model("gemma3")
+    judge.save_pretrained(tmp_path / "gemma")
+    FOREIGN.save(tmp_path / "gemma")
+    head = torch.randn(1, judge.config.hidden_size)
+    tensors = load_file(tmp_path / "gemma" / "model.safetensors") | {"score.weight": head}
+    save_file(tensors, tmp_path / "gemma" / "model.safetensors", metadata={"format": "pt"})
+    changes = {"actor.path": f"{tmp_path}/qwen", "reward.path": f"{tmp_path}/gemma", "steps": 2}
+    with trainer_of("GRPO", {**changes, "actor.lora.rank": 2}) as trainer:
+        rows = trainer.run()
+        batch = trainer.batch
+        families = {role: shape.family for role, shape in trainer.roles.models.items()}
+    assert families == {"actor": "qwen2", "reward": "gemma3_text"}
+    texts = zip(batch["prompt_text"], batch["response_text"], strict=True)
+    with torch.no_grad():
+        expected = [
+            (judge.model(torch.tensor([FOREIGN.encode(p + r)])).last_hidden_state[0, -1] @ head.T)
+            for p, r in texts
+        ]
+    expected = np.array([float(x) for x in expected])
+    np.testing.assert_allclose(batch["rewards"], expected, rtol=1e-3, atol=1e-4)
+    assert all(row["actor/grad_norm"] > 0 for row in rows)
 
 
 def test_a_reward_model_without_tokenizer_reads_the_actors_ids(models):

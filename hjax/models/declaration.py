@@ -194,8 +194,13 @@ class Part:
         own = math.prod(self._apart) * self.part[2] // math.prod(self.shape)
         return tuple(own if i == self.part[0] else n for i, n in enumerate(self.shape))
 
-    def of(self, tensor: np.ndarray) -> np.ndarray:
-        """The parameter's values ``at``, as a view of the tensor where that can be."""
+    @property
+    def formless(self) -> Part:
+        """The same under no name and in no place: equal for all layers."""
+        return dataclasses.replace(self, name="", other="", at=())
+
+    def of(self, tensor: Any) -> Any:
+        """The parameter's values ``at``, of a numpy array as a view where that can be."""
         return tensor[self._own].reshape(self._apart).transpose(self._order)
 
     def into(self, tensor: np.ndarray, values: np.ndarray) -> None:

@@ -5,6 +5,9 @@ Which tensor holds which parameter stands in the parameters' declarations.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import gc
 import json
 import math
 import os
@@ -83,7 +86,7 @@ def load_params(
     shapes: Params | None = None,
     adapter: Adapter | None = None,
 ) -> Params:
-    """Read parameters, one at a time, its tensors one after another.
+    """Read parameters, their tensors one after another, each straight onto the devices.
 
     Args:
       path: the directory.
@@ -111,16 +114,7 @@ def load_params(
         dtype = np.dtype(np.float32 if like is None else like.dtype)
         if sharding is None:
             return tensors.region(parameter, tuple((0, n) for n in parameter.shape), dtype)
-        held: dict[Region, np.ndarray] = {}  # by devices that hold the same
-
-        def part(index: Any) -> np.ndarray:
-            region = region_of(index, parameter.shape)
-            if region not in held:
-                held[region] = tensors.region(parameter, region, dtype)
-            return held[region]
-
-        made = jax.make_array_from_callback(parameter.shape, sharding, part)
-        return jax.block_until_ready(made)  # until then the host holds it too
+        return tensors.on_devices(parameter, sharding, dtype)
 
     def read_all(
         declared: Mapping[str, Any], shardings: Params | None, shapes: Params | None
@@ -219,6 +213,59 @@ def write_config(path: str | os.PathLike, config: ModelConfig, tokenizer: Any = 
     (path / "config.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
+@dataclasses.dataclass(frozen=True)
+class _Cut:
+    """Of a part what lies in a region of its parameter, and where it begins there."""
+
+    of: tuple[slice, ...]
+    lacks: tuple[int, ...]  # dimensions of the parameter that the part's values do not have
+    start: tuple[int, ...]
+
+
+def _cut(part: Part, region: Region) -> _Cut | None:
+    """None: nothing does."""
+    of, at = [], []
+    for index, (start, stop) in zip(part.at, region, strict=True):
+        if isinstance(index, slice):
+            of.append(slice(start, stop))
+            at.append(0)
+        elif start <= index < stop:
+            at.append(index - start)
+        else:
+            return None
+    lacks = tuple(i for i, index in enumerate(part.at) if not isinstance(index, slice))
+    return _Cut(tuple(of), lacks, tuple(at))
+
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnums=(3, 4))
+def _write(
+    x: jax.Array,
+    piece: jax.Array,
+    start: tuple[int, ...],
+    lacks: tuple[int, ...],
+    part: Part | None,
+) -> jax.Array:
+    """``x`` with a piece at ``start``, in the same memory.
+
+    Args:
+      x: a device's part of a parameter.
+      piece: values without some of the parameter's dimensions; where ``part`` is given its tensor
+        as it is stored.
+      start, lacks: of the ``_Cut``.
+      part: see ``piece``.
+    """
+    values = piece if part is None else part.of(piece)
+    values = jnp.expand_dims(values, lacks)
+    return jax.lax.dynamic_update_slice(x, values.astype(x.dtype), start)
+
+
+def _finite(tensor: np.ndarray) -> bool:
+    """Whether all values are, looked at some rows at a time."""
+    rows = tensor.reshape(tensor.shape[0] if tensor.ndim else 1, -1)
+    step = max(1, 2**18 // max(rows.shape[1], 1))
+    return all(np.isfinite(rows[i : i + step]).all() for i in range(0, len(rows), step))
+
+
 class _Tensors:
     """The tensors of a directory's safetensors files, read one at a time."""
 
@@ -270,7 +317,7 @@ class _Tensors:
                 f"{part.shape}"
             )
         tensor = file.rows(name)
-        if name not in self._read and not np.isfinite(tensor).all():
+        if name not in self._read and not _finite(tensor):
             raise ConfigError(f"{self.path}: {name} has values that are not finite")
         self._read.add(name)
         return tensor if self._adapter is None else self._adapter.added(tensor, part)
@@ -283,24 +330,53 @@ class _Tensors:
     def region(self, parameter: Parameter, region: Region, dtype: Any) -> np.ndarray:
         """A region of a parameter in a dtype; only tensors that have some of it are read."""
         read = np.full(extent(region), parameter.fill, dtype)
-        beside = () if self._adapter is None else self._adapter.names
-        here_or_there = any(self._name(p) or p.name in beside for p in parts(parameter))
-        if parameter.optional and not here_or_there:
+        if parameter.optional and not self._any(parameter):
             return read
         for part in parts(parameter):
-            here: list[Any] = []
-            cut: list[slice] = []
-            for index, (start, stop) in zip(part.at, region, strict=True):
-                if isinstance(index, slice):
-                    here.append(slice(None))
-                    cut.append(slice(start, stop))
-                elif start <= index < stop:
-                    here.append(index - start)
-                else:
-                    break
-            else:
-                read[tuple(here)] = part.of(self.read(part))[tuple(cut)]
+            if (cut := _cut(part, region)) is not None:
+                piece = np.expand_dims(part.of(self.read(part))[cut.of], cut.lacks)
+                here = zip(cut.start, piece.shape, strict=True)
+                read[tuple(slice(i, i + n) for i, n in here)] = piece
         return read
+
+    def on_devices(self, parameter: Parameter, sharding: Any, dtype: Any) -> jax.Array:
+        """A parameter on the devices of a sharding, each tensor read once and written where it
+        belongs: the host holds one tensor at a time, not the layers' stack."""
+        where = sharding.addressable_devices_indices_map(parameter.shape)
+        regions = {device: region_of(index, parameter.shape) for device, index in where.items()}
+        shards = {
+            device: jnp.full(extent(region), parameter.fill, dtype, device=device)
+            for device, region in regions.items()
+        }
+        if not parameter.optional or self._any(parameter):
+            for part in parts(parameter):
+                cuts = {device: _cut(part, region) for device, region in regions.items()}
+                self._onto(shards, part, {d: cut for d, cut in cuts.items() if cut is not None})
+                gc.collect(0)  # JAX lets go of memory that it was handed at the next collection
+        arrays = list(shards.values())
+        return jax.make_array_from_single_device_arrays(parameter.shape, sharding, arrays)
+
+    def _onto(
+        self, shards: dict[jax.Device, jax.Array], part: Part, cuts: Mapping[jax.Device, _Cut]
+    ) -> None:
+        """Write a tensor into the parts that devices have of a parameter; it is freed after."""
+        if not cuts:
+            return
+        tensor = self.read(part)
+        values = part.of(tensor)
+        for device, cut in cuts.items():
+            # A whole tensor is turned there: here that would take as much memory again.
+            whole = values.size == tensor.size and values[cut.of].size == values.size
+            given = tensor if whole else values[cut.of]
+            piece = jax.device_put(given, device, may_alias=False)
+            how = part.formless if whole else None
+            shards[device] = _write(shards[device], piece, cut.start, cut.lacks, how)
+            jax.block_until_ready(shards[device])
+
+    def _any(self, parameter: Parameter) -> bool:
+        """Whether a tensor of a parameter is there."""
+        beside = () if self._adapter is None else self._adapter.names
+        return any(self._name(p) or p.name in beside for p in parts(parameter))
 
     def check_names(self, declared: Mapping[str, Any], config: ModelConfig) -> None:
         """Whether the files hold what this model has and nothing else.

@@ -130,7 +130,6 @@ class Family:
     Attributes:
       model_type: in config.json.
       architecture: the class of transformers that loads it.
-      classifier: the one with a scalar head, or empty.
       keys: config.json's key of each size.
       defaults: of keys that config.json may leave out.
     """
