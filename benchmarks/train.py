@@ -233,7 +233,6 @@ def workload(model: str, lengths: str, args: argparse.Namespace) -> dict[str, An
         for name, process in found.items():  # loading and compiling
             print(f"{model}, {lengths}: {name} starts", file=sys.stderr)
             firsts[name] = process.update()
-            process.update()
         for order in orders(args.rounds):
             for name in order:
                 rows[name].append(found[name].update())
@@ -274,7 +273,7 @@ def main() -> None:
     flag = parser.add_argument
     flag("--models", default=",".join(MODELS), help="of " + ", ".join(MODELS))
     flag("--lengths", default="full,long_tailed", help="of full, long_tailed")
-    flag("--rounds", type=int, default=5, help="updates of each, after two to warm up")
+    flag("--rounds", type=int, default=5, help="updates of each, after one to warm up")
     flag("--packing", type=int, default=0, help="tokens of a pack; 0: the longest sequence")
     flag("--contestant", default="", help=argparse.SUPPRESS)
     flag("--folder", default="", help=argparse.SUPPRESS)
