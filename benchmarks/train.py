@@ -36,7 +36,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "w1": {
         "shape": {"vocab_size": 512, "hidden_size": 256, "mlp_size": 688, "layers": 6,
                   "heads": 8, "kv_heads": 4, "head_dim": 32, "max_length": 1024},
-        "groups": 8, "samples": 8, "prompt": 32, "full": 64, "long_tailed": 512,
+        "groups": 8, "samples": 8, "prompt": 32, "full": 64, "long_tailed": 256,
     },
     "100m": {
         "shape": {"vocab_size": 16384, "hidden_size": 768, "mlp_size": 2048, "layers": 12,
