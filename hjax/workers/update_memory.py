@@ -79,6 +79,15 @@ class Updates:
         if length <= WHOLE:  # scores in one piece, and their softmax
             scores = 2 * 4 * tokens * length * config.heads / split
             kept, one = kept + (scores if policy == remat.NONE else 0), one + scores
+        if config.experts:
+            chosen = tokens * size * config.experts_per_token
+            own = 3 * config.mlp_size / layout.ways("mlp")
+            # Of each token that any device of the expert axis has, for each of its experts, there
+            # is a row here, whether or not that expert is: what comes in and goes out (the latter
+            # in float32 too) and the MLP's parts. `of` counted the parts of this device's tokens.
+            rows = layout.ways("experts") * (own + 5 * config.hidden_size)
+            experts = chosen * (rows - own)
+            kept, one = kept + (experts if policy == remat.NONE else 0), one + experts
         activations = layers * kept + (0 if policy == remat.NONE else one)
         learned = sum(n for _, n in self._parts(self._learning))
         gradients = 4 * learned * (2 if pieces > 1 else 1)
