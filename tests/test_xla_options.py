@@ -2,12 +2,12 @@
 
 from hjax.xla.options import OPTIONS, compiler_options
 
-WINDOWS = "xla_jf_spmd_threshold_for_windowed_einsum_mib"
+WINDOWS = "xla_tpu_enable_windowed_einsum_for_all_gather"
 
 
 def test_a_cpu_gets_none_and_a_tpu_those_that_suit_its_layout():
     assert compiler_options("cpu", False) is compiler_options("gpu", True) is None
-    assert compiler_options("tpu", False) == {WINDOWS: 1_000_000}
+    assert compiler_options("tpu", False) == {WINDOWS: False}
     assert compiler_options("tpu", True) is None
 
 
