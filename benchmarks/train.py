@@ -236,6 +236,7 @@ def workload(model: str, lengths: str, args: argparse.Namespace) -> dict[str, An
         for order in orders(args.rounds):
             for name in order:
                 rows[name].append(found[name].update())
+                print(f"{name}: {rows[name][-1]['seconds']:.2f} s", file=sys.stderr)
         for process in found.values():
             process.close()
     losses = {name: first["loss"] for name, first in firsts.items()}
