@@ -17,7 +17,8 @@ def test_the_example_runs(tmp_path, monkeypatch, capsys):
 
 
 def test_the_rule_table_is_the_codes():
-    rows = re.findall(r"^\| (`.*?`) \| (.*?) \| (.*?) \|$", PAGE.split("## Layouts")[1], re.M)
+    section = PAGE.split("## Layouts")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?`) \| (.*?) \| (.*?) \|$", section, re.M)
     found = {}
     for names, train, generate in rows:
         for name in re.findall("`(.*?)`", names):

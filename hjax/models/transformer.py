@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -498,26 +498,48 @@ def _in_periods(
     count = numbered[0].shape[0]
     whole = count - count % size
 
-    def through(carry: tuple, items: Any) -> tuple[tuple, Any]:
+    def through(carry: tuple, layers: Iterable[tuple[Any, Any]]) -> tuple[tuple, Any]:
         """One layer after another: a period, or what is left of one."""
         keeps = []
-        layers, stacked = items
-        for run, layer, parameters in zip(runs, layers, unstack(stacked)):
+        for run, (layer, parameters) in zip(runs, layers):
             x, cache, keep = run(layer, parameters, *carry)
             carry = x, cache
             keeps.append(keep)
         return carry, jax.tree.map(lambda *parts: jnp.stack(parts), *keeps)
 
+    def taken(items: Any) -> Iterable[tuple[Any, Any]]:
+        return zip(items[0], unstack(items[1]))
+
     def split(leaf: jax.Array) -> jax.Array:
         return leaf[:whole].reshape(whole // size, size, *leaf.shape[1:])
 
+    def at(index: Any) -> tuple[Any, Any]:
+        layer, parameters = jax.tree.map(
+            lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), numbered
+        )
+        return layer, parameters
+
     kept: Any = None
+    if whole and carry[1] is not None:
+        # In a loop over tokens each layer is read where it lies: a period that the scan cuts out,
+        # to be cut again, would be copied. (A backward pass wants it cut out.)
+        carry, kept = jax.lax.scan(
+            lambda carry, first: through(carry, [at(first + i) for i in range(size)]),
+            carry,
+            jnp.arange(0, whole, size),
+        )
+    elif whole:
+        periods = jax.tree.map(split, numbered)
+        carry, kept = jax.lax.scan(
+            lambda carry, items: through(carry, taken(items)), carry, periods
+        )
     if whole:
-        carry, kept = jax.lax.scan(through, carry, jax.tree.map(split, numbered))
         kept = jax.tree.map(lambda leaf: leaf.reshape(whole, *leaf.shape[2:]), kept)
     if count > whole:
-        last = jax.tree.map(lambda leaf: leaf[whole:], numbered)
-        carry, keep = through(carry, last)
+        if carry[1] is not None:
+            carry, keep = through(carry, [at(i) for i in range(whole, count)])
+        else:
+            carry, keep = through(carry, taken(jax.tree.map(lambda leaf: leaf[whole:], numbered)))
         both = (kept, keep) if whole else (keep,)
         kept = jax.tree.map(lambda *parts: jnp.concatenate(parts), *both)
     return (*carry, kept)
