@@ -55,6 +55,7 @@ CASES = (
     Case("llama-3-8b", "v5p:2x2x2", 4, 256, 1, bar=1.3),
     Case("llama-3-8b", "v5p:2x2x2", 4, 256, 8),
     Case("qwen2.5-1.5b", "h100:1x8", 1, 256, 8, bar=1.5),
+    Case("gemma-3-1b", "v5e:2x4", 1, 256, 8, bar=1.12),  # layers of alternating kinds
 )
 
 
