@@ -1,13 +1,15 @@
 """The model classes of the roles; subclass ``Worker`` for one of your own."""
 
 from hjax.workers.actor import Actor
-from hjax.workers.base import ModelWorker, TrainedWorker, Worker, WorkerContext
+from hjax.workers.base import Worker, WorkerContext
 from hjax.workers.critic import Critic
 from hjax.workers.generation import GeneratingWorker
+from hjax.workers.model import ModelWorker
 from hjax.workers.optimizer import OptimizerConfig, Updater
 from hjax.workers.reference import Reference
 from hjax.workers.reward import FunctionReward, ModelReward
 from hjax.workers.rollout import Rollout
+from hjax.workers.trained import TrainedWorker
 
 __all__ = [
     "Actor",

@@ -18,10 +18,11 @@ from hjax.sharding.crossing import Landing
 from hjax.sharding.pipeline import Stack
 from hjax.sharding.protocols import control, protocol
 from hjax.sharding.transition import Transition
-from hjax.workers.base import SCORED_KEYS, TOKEN_KEYS, TrainedWorker, WorkerContext, update_reads
+from hjax.workers.base import SCORED_KEYS, TOKEN_KEYS, WorkerContext
 from hjax.workers.generation import GeneratingWorker
 from hjax.workers.optimizer import Prepare
 from hjax.workers.passes import Batch, Objective
+from hjax.workers.trained import TrainedWorker, update_reads
 
 
 class Actor(TrainedWorker, GeneratingWorker):

@@ -14,7 +14,8 @@ from hjax.models.forward import read_responses
 from hjax.models.parameters import Params
 from hjax.pieces import Pieces
 from hjax.sharding.protocols import protocol
-from hjax.workers.base import SCORED_KEYS, TrainedWorker, update_reads
+from hjax.workers.base import SCORED_KEYS
+from hjax.workers.trained import TrainedWorker, update_reads
 
 
 class Critic(TrainedWorker):

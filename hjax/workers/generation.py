@@ -14,7 +14,8 @@ from hjax.rollout.generator import Generator, bucket_length
 from hjax.rollout.sampling import Sampling
 from hjax.sharding.arrays import place, to_numpy
 from hjax.sharding.protocols import PROMPT_ID, protocol
-from hjax.workers.base import ModelWorker, WorkerContext
+from hjax.workers.base import WorkerContext
+from hjax.workers.model import ModelWorker
 
 # What generation reads: token ids and what comes back once per row.
 PROMPT_KEYS = ("prompts", "prompt_mask", "step", "columns", "prompt_text")

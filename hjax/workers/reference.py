@@ -9,7 +9,8 @@ import jax
 
 from hjax.models.forward import response_log_probs
 from hjax.sharding.protocols import protocol
-from hjax.workers.base import SCORED_KEYS, ModelWorker
+from hjax.workers.base import SCORED_KEYS
+from hjax.workers.model import ModelWorker
 
 
 class Reference(ModelWorker):

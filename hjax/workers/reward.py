@@ -17,8 +17,9 @@ from hjax.rewards.function import RewardFunction, RewardResult, check_unscored
 from hjax.rollout.generator import bucket_length
 from hjax.sharding.arrays import place, to_numpy
 from hjax.sharding.protocols import protocol
-from hjax.workers.base import TOKEN_KEYS, ModelWorker, Worker, WorkerContext, abstract
+from hjax.workers.base import TOKEN_KEYS, Worker, WorkerContext
 from hjax.workers.generation import ragged
+from hjax.workers.model import ModelWorker, abstract
 
 # What a reward model reads, and what a function is shown beside it.
 TEXT_KEYS = (*TOKEN_KEYS, "prompt_text", "response_text")

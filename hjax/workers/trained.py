@@ -1,0 +1,204 @@
+"""A worker that learns: a model with an optimizer, whose updates are a loss over batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hjax.errors import ConfigError
+from hjax.models.packed import KEY as PACKING
+from hjax.models.parameters import Network, Params
+from hjax.sharding.manifest import Manifest
+from hjax.sharding.pipeline import Stack
+from hjax.sharding.protocols import PROMPT_ID, control
+from hjax.workers.base import TOKEN_KEYS, WorkerContext
+from hjax.workers.model import ModelWorker
+from hjax.workers.optimizer import Prepare, Updater
+from hjax.workers.packs import padding
+from hjax.workers.passes import Batch, Objective
+
+# What a trained worker learns: the algorithm's objective, or the warm start's.
+TRAININGS = ("main", "warm_start")
+
+
+class TrainedWorker(ModelWorker):
+    """A model worker with an optimizer."""
+
+    kept = {"params": "params", "optimizer": "optimizer_state"}
+
+    def __init__(self, context: WorkerContext):
+        super().__init__(context)
+        if context.optimizer is None or context.loss is None:
+            raise ConfigError(f"{self.role}: a trained role needs a loss and an optimizer")
+        self.stage = "main"
+        self._updaters: dict[tuple[str, bool], Updater] = {}
+        self.updater = self._updater("main", grouped=True)
+        self.optimizer_state: Any = None
+
+    def _updater(self, stage: str, grouped: bool) -> Updater:
+        """The update program of a stage; ``grouped``: samples of a prompt are consecutive."""
+        if (stage, grouped) not in self._updaters:
+            context = self.context
+            loss, optimizer = context.loss, context.optimizer
+            if stage == "warm_start":
+                loss, optimizer = context.supervised_loss, context.warm_start
+            if loss is None or optimizer is None:
+                raise ConfigError(f"{self.role}: this run was set up without a {stage} stage")
+            network = self.learner(stage)
+            self._updaters[stage, grouped] = Updater(
+                *self.objective(loss, grouped, network),
+                optimizer,
+                self.passes if network is self.network else self._passes(network),
+                network,
+                self.pretraining(network),
+                name=f"{self.role}_update",
+            )
+        return self._updaters[stage, grouped]
+
+    def learner(self, stage: str) -> Network:
+        """What learns in a stage: a warm start makes the base of later adapters."""
+        return self.network.base if stage == "warm_start" else self.network
+
+    def objective(self, loss: Any, grouped: bool, network: Network) -> tuple[Objective, Prepare]:
+        """A loss as a weighted sum over a micro-batch, and the weights of the whole step."""
+
+        def objective(params: Params, batch: Batch, stack: Stack) -> Any:
+            share = self.share(batch["responses"].shape[0]) if grouped else 1
+            model = network.bind(params, stack)
+            token_loss, stats = self.token_loss(model, batch, share, loss)
+            total = jnp.sum(batch["weights"] * token_loss)
+            return total, {k: jnp.sum(batch["stat_weights"] * v) for k, v in stats.items()}
+
+        def prepare(batch: Batch) -> Batch:
+            return batch | {
+                "weights": loss.weights(batch),
+                "stat_weights": loss.stat_weights(batch),
+            }
+
+        return objective, prepare
+
+    def pretraining(self, network: Network) -> tuple[Objective, Prepare] | None:
+        """Objective and preparation of the batch's ``pretrain`` entry; None: no such loss."""
+        return None
+
+    def token_loss(
+        self, model: Any, batch: dict[str, jax.Array], share: int, loss: Any
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Per-token loss and statistics [rows, length] of a micro-batch."""
+        raise NotImplementedError(f"{type(self).__name__} must define token_loss")
+
+    @control
+    def initialize(self) -> None:
+        """Read or draw the weights, and start the optimizer."""
+        super().initialize()
+        self.begin(self.stage)
+
+    @control
+    def take_weights(self, params: Params, manifest: Manifest | None = None) -> None:
+        """Take another worker's parameters, in copy, and start the optimizer."""
+        super().take_weights(params, manifest)
+        self.begin(self.stage)
+
+    @control
+    def begin(self, stage: str) -> None:
+        """Start a stage of training with a fresh optimizer: updates are of its loss from now on.
+
+        Args:
+          stage: ``main``, the algorithm's loss; ``warm_start``, demonstrations'.
+
+        Raises:
+          ConfigError: another stage, or one that the run was set up without.
+        """
+        if stage not in TRAININGS:
+            raise ConfigError(f"stage {stage!r}; allowed: {', '.join(TRAININGS)}")
+        updater = self._updater(stage, True)
+        self.stage = stage
+        self.optimizer_state = updater.init(self._learning())
+
+    def _learning(self) -> Params:
+        """The parameters of what learns in this stage."""
+        if self.learner(self.stage) is self.network:
+            return self.params
+        return self.network.base_of(self.params)
+
+    def away(self, phase: str, called: bool) -> set[str]:
+        """The optimizer's state waits outside of updates, the parameters outside of own calls."""
+        offload, update = self.context.offload, phase == "update"
+        optimizer = offload != "none" and not (update and called)
+        return super().away(phase, called) | ({"optimizer"} if optimizer else set())
+
+    def turn(self, phase: str, called: bool) -> None:
+        """Parameters and optimizer state, each where this phase needs it."""
+        self._place("optimizer", self.away(phase, called), phase, called)
+        super().turn(phase, called)
+
+    def update(self, batch: Mapping[str, Any], **more: Any) -> dict[str, jax.Array]:
+        """One optimizer step on a batch; returns metrics as scalars on the device.
+
+        Args:
+          batch: of which the losses' entries are taken.
+          more: entries for the update program beside them.
+        """
+        needs = update_keys(self.context, *self.extra_keys)
+        arrays = {key: batch[key] for key in needs if batch.get(key) is not None} | more
+        grouped = self.grouped(batch)
+        arrays = self.packed(arrays, grouped)
+        params, self.optimizer_state, metrics = self._updater(self.stage, grouped)(
+            self._learning(), self.optimizer_state, arrays
+        )
+        if self.learner(self.stage) is not self.network:
+            learned, _ = self.network.partition.split(self.params)
+            params = self.network.partition.join(learned, params)
+        self.params = params
+        return metrics | ({"padding": padding(arrays[PACKING])} if PACKING in arrays else {})
+
+    # What an update reads beside prompts, responses and what the losses need.
+    extra_keys: tuple[str, ...] = ()
+
+    def state(self) -> dict[str, Any]:
+        """Parameters and optimizer state."""
+        return super().state() | {"optimizer": self.optimizer_state}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from what was ``stored``."""
+        super().restore(state)
+        self.optimizer_state = state["optimizer"]
+
+    def abstract_state(self) -> dict[str, Any]:
+        """Shapes and shardings of ``state()``."""
+        state = super().abstract_state()
+        optimizer = self.updater.abstract_state(state["params"])
+        return state | {"optimizer": optimizer}
+
+    def beside(self, program: str) -> dict[str, Any]:
+        """Whatever a program does not read; an update reads all."""
+        state = self.abstract_state()
+        return {} if program == "update" else {"optimizer": state["optimizer"]}
+
+    def programs(self, rows: int, prompt_length: int) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """The update of a mini-batch of ``rows`` sequences."""
+        batch = self.token_shapes(rows, prompt_length)
+        floats = jax.ShapeDtypeStruct(
+            batch["responses"].shape, jnp.float32, sharding=batch["responses"].sharding
+        )
+        number = jax.ShapeDtypeStruct((), jnp.float32, sharding=self.layouts.train.replicated)
+        scalars = getattr(self.context.loss, "scalars", ())
+        for key in (*self.context.loss.needs, *self.extra_keys):
+            batch.setdefault(key, number if key in scalars else floats)
+        state = self.abstract_state()
+        yield "update", lambda: self.updater.trace(state["params"], state["optimizer"], batch)
+
+
+def update_reads(worker: type[TrainedWorker], context: WorkerContext, *_: Any) -> tuple[str, ...]:
+    """Entries of a batch that travel to a role's updates; pretraining's coefficient among them."""
+    return (*update_keys(context, *worker.extra_keys), PROMPT_ID, "coefficient")
+
+
+def update_keys(context: WorkerContext, *extra: str) -> tuple[str, ...]:
+    """Entries of a batch that the update program of a role reads."""
+    losses = (context.loss, context.supervised_loss)
+    needs = [key for loss in losses if loss is not None for key in loss.needs]
+    return tuple(dict.fromkeys((*TOKEN_KEYS, *needs, "row_mask", *extra)))
