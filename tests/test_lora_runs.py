@@ -235,3 +235,28 @@ def test_without_adapters_none_are_exported(tmp_path, capsys):
     assert export([f"--model={tmp_path}/run", f"--output={tmp_path}/out", "--adapter"]) == 2
     assert "trains all weights (actor.lora.rank=0)" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_with_full_ranks_they_learn_what_all_weights_do(tmp_path):
+    """Supervised, on another length than the base knows: 4.08 nats a token before."""
+    sizes = {"data.task_options.length": 5, "rollout.max_response_length": 6, "model.layers": 2}
+    schooled = {"warm_start.steps": 400, "warm_start.batch": 64, "warm_start.learning_rate": 3e-3}
+    with trainer_of("GRPO", {**sizes, **schooled, "model.max_length": 32}) as trainer:
+        trainer.export(tmp_path / "base")
+    other = {"data.task_options.length": 4, "rollout.max_response_length": 5}
+
+    def losses(**changes):
+        keys = {**other, "actor.path": f"{tmp_path}/base", "steps": 200, "warm_start.batch": 32}
+        keys |= {"actor.learning_rate": 3e-3, "actor.schedule": "cosine"}
+        with trainer_of("SFT", {**keys, **changes}) as trainer:
+            rows = [row["actor/loss"] for row in trainer.run()]
+        return rows[0], np.mean(rows[-20:])
+
+    before, whole = losses()
+    same, full = losses(**{"actor.lora.rank": 32, "actor.lora.alpha": 32.0})
+    narrow = {"actor.lora.rank": 1, "actor.lora.alpha": 1.0, "actor.lora.targets": ("q",)}
+    _, little = losses(**narrow)
+    assert before == pytest.approx(same) and before > 3
+    assert whole < 0.01 and full < whole + 0.005
+    assert little > 1
