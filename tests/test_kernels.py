@@ -197,7 +197,9 @@ def test_accelerators_get_no_detours_of_cpus():
         rms_norm=backward.rms_norm,
         attention=blockwise.attend,
     )
-    assert kernels_of("tpu") == dataclasses.replace(found, attention=splash.attend)
+    # Of its packs each response has a prompt of its own: splash knows only equal segments.
+    on_tpu = dataclasses.replace(found, attention=splash.attend, packs_share=False)
+    assert kernels_of("tpu") == on_tpu
 
 
 def test_joined_dimensions_are_for_devices_that_hold_them_whole():
