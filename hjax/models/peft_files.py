@@ -20,7 +20,6 @@ from hjax.errors import ConfigError
 from hjax.models.declaration import Kind, Parameter, Part, parts
 from hjax.models.lora import Lora, layers_of
 from hjax.models.tensor_files import DTYPES, TensorFile, create_file
-from hjax.pieces import Region, extent
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -163,8 +162,8 @@ class Adapter:
             if twin not in self.names:
                 raise ConfigError(f"{self.path}: {twin!r} is missing")
 
-    def parameter(self, parameter: Parameter, region: Region, lora: Lora) -> np.ndarray:
-        """A region of an adapter's parameter, float32.
+    def parameter(self, parameter: Parameter, lora: Lora) -> np.ndarray:
+        """An adapter's parameter, float32.
 
         Raises:
           ConfigError: a tensor is missing, or of another rank, shape or scaling than ``lora`` says.
@@ -189,9 +188,7 @@ class Adapter:
                     f"{lora.alpha:g} with rank {lora.rank} by {lora.scaling:g}; set lora.alpha"
                 )
             read[part.at] = part.of(tensor)
-        cut = tuple(slice(start, stop) for start, stop in region)
-        assert read[cut].shape == extent(region)
-        return read[cut]
+        return read
 
     def check_targets(self, declared: Mapping[str, Any]) -> None:
         """Whether the adapters of these parameters are all that there are.

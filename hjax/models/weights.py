@@ -10,19 +10,16 @@ import re
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from hjax.errors import ConfigError
 from hjax.files import read_json
 from hjax.models import huggingface
 from hjax.models.config import ModelConfig
-from hjax.models.declaration import Parameter
 from hjax.models.lora import Lora, layers_of, merged
 from hjax.models.parameters import Network, Params, decoder_network
 from hjax.models.peft_files import Adapter, is_adapter
 from hjax.models.published import SHAPES
-from hjax.pieces import region_of
 from hjax.sharding.arrays import place
 from hjax.sharding.layout import Layout
 
@@ -160,14 +157,10 @@ def _read_adapters(
     adapter.check(network.declared, adapter.base)
     adapter.check_targets(network.declared)
     declared, shardings = layers_of(network.declared), layers_of(network.shardings(layout))
-    read = {}
-    for name in layers_of(learned):
-        parameter = declared[name]
-
-        def part(index: Any, parameter: Parameter = parameter) -> np.ndarray:
-            return adapter.parameter(parameter, region_of(index, parameter.shape), lora)
-
-        read[name] = jax.make_array_from_callback(parameter.shape, shardings[name], part)
+    read = {
+        name: place(adapter.parameter(declared[name], lora), shardings[name])
+        for name in layers_of(learned)
+    }
     if "decoder" not in learned:
         return {**learned, "layers": read}
     made = {**learned, "decoder": {**learned["decoder"], "layers": read}}
