@@ -104,7 +104,7 @@ class ModelWorker(Worker):
         params = self.whole()
         if landing is None or landing.regions.keys() != named_leaves(params).keys():
             return params
-        return self.lent(params, landing, params)
+        return self.lent(params, landing, self.network.base.shapes)
 
     @control
     def learned_weights(self) -> Params:
@@ -125,7 +125,9 @@ class ModelWorker(Worker):
 
     def lent(self, params: Params, landing: Landing, shapes: Params) -> Any:
         """What this process sends to a landing, in the dtypes of ``shapes``, see ``lend``."""
-        held = jax.tree.map(lambda x: x.sharding, params)
+        held = self.shardings
+        if self.merge is not None:
+            held = self.network.base.shardings(self.layouts.train)
         return lend(params, crossing_to(landing, held, shapes), jax.process_index())
 
     @control
