@@ -173,7 +173,7 @@ class Actor(TrainedWorker, GeneratingWorker):
         Args:
           landing: of a rollout in other processes.
         """
-        params = self.whole()
+        params = self.without_adapters()
         if landing is not None:
             return self.lent(params, landing, self._published)
         if self.merge is None:  # they may wait in the host's memory

@@ -101,7 +101,7 @@ class ModelWorker(Worker):
           landing: of a worker in other processes: it is given ``Pieces``, copies cut as it wants
             them, where its model has the same arrays as this one.
         """
-        params = self.whole()
+        params = self.without_adapters()
         if landing is None or landing.regions.keys() != named_leaves(params).keys():
             return params
         return self.lent(params, landing, self.network.base.shapes)
@@ -116,7 +116,7 @@ class ModelWorker(Worker):
         """The parameters beside which adapters learn, without these."""
         return self.network.base_of(self.params)
 
-    def whole(self) -> Params:
+    def without_adapters(self) -> Params:
         """The parameters of the model without adapters: these are added to their matrices."""
         if self.merge is None:
             return self.params
