@@ -70,6 +70,7 @@ def end_all(pids: Iterable[int]) -> None:
 # files (those of WSL and of NVIDIA's small boards too), and the vendor's number on the PCI bus.
 _PLUGINS = frozenset({"xla_cuda12", "xla_cuda13", "libtpu"})
 _DEVICE_FILES = ("nvidia*", "nvhost*", "dxg", "accel*", "vfio/[0-9]*")
+_DEVICES = r"--xla_force_host_platform_device_count=(\d+)"
 _GOOGLE = "0x1ae0"
 
 
@@ -134,18 +135,42 @@ def settle_platform() -> None:
         os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5p-16")
 
 
+def enough_threads(devices: int) -> None:
+    """Threads for ``devices`` simulated ones, several to a core; before JAX starts a backend.
+
+    XLA's CPU client has one thread per device, and each collective that waits for others holds
+    one. A device that waits in several at once (they are ordered only in their start) leaves none
+    to those it waits for: the process ends after 40 seconds ("Termination timeout"). With a device
+    per core that was never seen, and more threads would cost a third of the speed. A number that
+    the user has set (PJRT_NPROC) stays.
+    """
+    if devices > available_cores():
+        os.environ.setdefault("PJRT_NPROC", str(4 * devices))
+
+
+def devices_asked_for() -> int:
+    """Simulated devices that the user has asked JAX for, -1 if none.
+
+    XLA_FLAGS counts where JAX_NUM_CPU_DEVICES is not set, as in JAX.
+    """
+    import jax
+
+    options: Any = jax.config
+    in_flags = re.search(_DEVICES, os.environ.get("XLA_FLAGS", ""))
+    number = options.jax_num_cpu_devices
+    return int(in_flags[1]) if in_flags and number == -1 else number
+
+
 def simulated_devices(count: int) -> list[Any]:
     """``count`` devices: the machine's, or simulated ones where it has too few."""
     import jax
 
     # Before JAX starts: a smaller number that the environment asks for would not do.
     options: Any = jax.config
-    if options.jax_num_cpu_devices < count:
-        pattern = r"--xla_force_host_platform_device_count=(\d+)"
-        asked = re.search(pattern, os.environ.get("XLA_FLAGS", ""))
-        if asked is None or int(asked[1]) < count:
-            os.environ["XLA_FLAGS"] = re.sub(pattern, "", os.environ.get("XLA_FLAGS", "")).strip()
-            options.update("jax_num_cpu_devices", count)
+    if devices_asked_for() < count:
+        os.environ["XLA_FLAGS"] = re.sub(_DEVICES, "", os.environ.get("XLA_FLAGS", "")).strip()
+        options.update("jax_num_cpu_devices", count)
+    enough_threads(devices_asked_for())
     settle_platform()
     devices = jax.devices()
     if len(devices) < count:

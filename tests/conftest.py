@@ -69,6 +69,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     os.environ["XLA_FLAGS"] = " ".join(flags)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def backend() -> None:
+    """The suite's devices, with threads enough; child processes have fewer, and own numbers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PJRT_NPROC", os.environ.get("PJRT_NPROC", str(4 * DEVICES)))
+        jax.devices()
+
+
 # Fixtures that take long and that several tests share.
 LONG = {"calibrated", "sweep", "quickstart"}
 

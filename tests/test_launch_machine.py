@@ -90,6 +90,28 @@ def test_other_flags_are_kept_beside_the_level(tmp_path):
     assert flags.split() == [own, "--xla_backend_optimization_level=1"]
 
 
+@pytest.mark.skipif(
+    not pathlib.Path("/proc/self/task").is_dir(), reason="Linux lists threads there"
+)
+@pytest.mark.parametrize(
+    ("devices", "own", "expected"),
+    [(64, {}, 256), (64, {"PJRT_NPROC": "65"}, 65), (1, {}, hjax.machine.available_cores())],
+)
+def test_simulated_devices_have_threads_to_wait_in(devices, own, expected):
+    program = (
+        "import pathlib, sys; from hjax.machine import simulated_devices\n"
+        "simulated_devices(int(sys.argv[1]))\n"
+        "names = [p.read_text() for p in pathlib.Path('/proc/self/task').glob('*/comm')]\n"
+        "print(sum('XLAEigen' in name for name in names))"
+    )
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PJRT_NPROC")}
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(devices)],
+        env=environment | own, capture_output=True, text=True, timeout=240, check=True,
+    )  # fmt: skip
+    assert int(done.stdout) == expected
+
+
 NVIDIA, GOOGLE, OTHER = "dev/nvidia0", "sys/bus/pci/devices/0000:00:05.0/vendor", "dev/null"
 
 

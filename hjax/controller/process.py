@@ -39,6 +39,7 @@ from hjax.controller.messages import (
     writable_error,
 )
 from hjax.errors import RunError
+from hjax.machine import enough_threads
 from hjax.pieces import Pieces
 from hjax.user_files import provide
 
@@ -274,6 +275,7 @@ class HostProcess:
             options.update("jax_platforms", setup.platform)
         if setup.platform == "cpu":
             options.update("jax_num_cpu_devices", max(setup.devices, 1))
+            enough_threads(setup.devices)
         address = free_address(self._address)
         return Facts(socket.gethostname(), os.getpid(), address, versions())
 

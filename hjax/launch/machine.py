@@ -13,7 +13,13 @@ from ml_collections import ConfigDict
 
 from hjax.config import flatten
 from hjax.files import cache_folder
-from hjax.machine import available_cores, compile_quickly, settle_platform
+from hjax.machine import (
+    available_cores,
+    compile_quickly,
+    devices_asked_for,
+    enough_threads,
+    settle_platform,
+)
 from hjax.settings.checking import on_cluster
 
 
@@ -42,17 +48,18 @@ def prepare_jax(config: ConfigDict, simulates: bool = False) -> str:
     settle_platform()
     _keep_compiled_programs(options)
     platform = (options.jax_platforms or "cpu").split(",")[0]
-    already_set = (
-        "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-        or options.jax_num_cpu_devices != -1
-    )
+    already_set = devices_asked_for() != -1
     compile_quickly()
     # Without a named platform JAX may find an accelerator; then this number has no effect.
-    if platform != "cpu" or already_set:
+    if platform != "cpu":
+        return ""
+    if already_set:
+        enough_threads(devices_asked_for())
         return ""
     cores = available_cores()
     devices = config.cluster.devices_per_process or dividing_devices(config, cores)
     options.update("jax_num_cpu_devices", devices)
+    enough_threads(devices)
     if config.cluster.devices_per_process or devices == cores:
         return ""
     return (
