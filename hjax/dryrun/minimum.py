@@ -40,9 +40,8 @@ def minimum(
     samples = 1 if program.name.endswith("greedy") else context.samples
     tokens = Tokens(program.rows, samples, prompt_length, context.max_response_length)
     element = np.dtype(context.compute.dtype).itemsize
-    weights = arithmetic.parameters(model, worker.scalar) * element
-    shared = layout.ways("heads") * layout.ways("layers")
-    held = weights / shared  # of the parameters, of which each device needs all that passes it
+    # Of the parameters, of which each device needs all that passes it.
+    held = _held(arithmetic.parameters(model, worker.scalar), model, layout) * element
     parts = layout.ways("embed")
     gather = held * (parts - 1) / parts
     forward = tokens.forward_flops(model, worker.scalar) / layout.mesh.size
@@ -68,10 +67,16 @@ def minimum(
         passes = {"update": 2}.get(phase, 1)
         sums = 2 * 2 * (t - 1) / t * model.layers / layout.ways("layers")
         received += passes * sums * rows * model.hidden_size * element
+    if (parted := layout.ways("experts")) > 1:
+        # Of the others' tokens those that have an expert here, and as many sums back.
+        reached = 1 - (1 - 1 / parted) ** model.experts_per_token
+        rows = tokens.all / layout.ways("batch") * (parted - 1) * reached
+        passes = {"update": 2}.get(phase, 1)
+        received += (
+            passes * 2 * model.layers / layout.ways("layers") * rows * (model.hidden_size * element)
+        )
     kind = "bfloat16" if element == 2 or not limits.default_float32 else "float32"
-    seconds = max(
-        flops / limits.flops[kind], moved / limits.bandwidth, received / limits.link
-    )
+    seconds = max(flops / limits.flops[kind], moved / limits.bandwidth, received / limits.link)
     return {"flops": flops, "bytes": moved, "received_bytes": received, "seconds": seconds}
 
 
@@ -85,10 +90,17 @@ def decoding_bytes(model: ModelConfig, layout: Layout, tokens: Tokens, element: 
       element: bytes of a weight, and of an entry of the cache.
     """
     looked_up = 0 if model.tie_embeddings else model.vocab_size * model.hidden_size
-    weights = (arithmetic.parameters(model) - looked_up) * element
+    weights = _held(arithmetic.parameters(model) - looked_up, model, layout) * element
     cache = arithmetic.cache_bytes(model, element) * tokens.read_while_decoding
-    parts = layout.ways("heads") * layout.ways("layers")
-    return tokens.response * weights / parts + cache / layout.mesh.size
+    return tokens.response * weights + cache / layout.mesh.size
+
+
+def _held(parameters: int, model: ModelConfig, layout: Layout) -> float:
+    """Of so many parameters those that multiply what passes one device: its part of the heads and
+    layers, and of experts its own."""
+    experts = arithmetic.expert_parameters(model) * model.layers
+    held = parameters - experts + experts / layout.ways("experts")
+    return held / (layout.ways("heads") * layout.ways("layers"))
 
 
 class Tokens:

@@ -45,3 +45,11 @@ def check_rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> None:
     batch, length, _, head_dim = x.shape
     chex.assert_shape((cos, sin), (batch, length, 1, head_dim // 2))
     chex.assert_type((cos, sin), jnp.float32)
+
+
+def check_grouped(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> None:
+    """rows [rows, inputs], weights [groups, inputs, outputs], sizes int32 [groups]."""
+    chex.assert_rank((rows, weights, sizes), (2, 3, 1))
+    chex.assert_shape(weights, (sizes.shape[0], rows.shape[1], None))
+    chex.assert_type(sizes, jnp.int32)
+    chex.assert_trees_all_equal_dtypes(rows, weights)

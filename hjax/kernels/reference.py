@@ -94,3 +94,20 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 def largest(logits: jax.Array) -> jax.Array:
     """int32 [...]: index of the largest of [..., vocab], the first of equals."""
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def grouped(
+    rows: jax.Array, weights: jax.Array, sizes: jax.Array, share: float = 1.0
+) -> jax.Array:
+    """Each group of rows times its own matrix; [rows, outputs] in the dtype of the rows.
+
+    Args:
+      rows: [rows, inputs]; groups stand one after another, and after them rows of none, whose
+        results mean nothing.
+      weights: [groups, inputs, outputs], in the dtype of the rows.
+      sizes: int32 [groups], rows of each.
+      share: of the rows, how many are expected to be in a group, 0 to 1; results don't depend on
+        it.
+    """
+    checks.check_grouped(rows, weights, sizes)
+    return jax.lax.ragged_dot(rows, weights, sizes)

@@ -29,6 +29,7 @@ class Kernels:
     rotary_tables: Callable[[jax.Array, jax.Array], Tables] = reference.rotary_tables
     rotate: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] = reference.rotate
     largest: Callable[[jax.Array], jax.Array] = reference.largest
+    grouped: Callable[..., jax.Array] = reference.grouped
     attention: Kernel | None = None  # of long sequences; None: as of short ones, in one piece
     packs_share: bool = True  # whether it knows prompts that stand once in a pack
 
@@ -43,7 +44,7 @@ def kernels_of(name: str, whole: bool = False, unrolled: bool = False) -> Kernel
 
     Args:
       name: ``reference``, ``backward`` (written-out backward passes, long attention by blocks),
-        ``tpu`` (those with a TPU's attention kernel) or ``cpu`` (those, and what XLA's CPU compiler
+        ``tpu`` (those with a TPU's kernels) or ``cpu`` (those, and what XLA's CPU compiler
         needs to be told another way).
       whole: each device is known to hold the whole length and a layer's whole weights.
       unrolled: layers run in a Python loop, not in a scan.
@@ -62,10 +63,15 @@ def kernels_of(name: str, whole: bool = False, unrolled: bool = False) -> Kernel
     if name == BACKWARD:
         return written_out
     if name == TPU:
-        from hjax.kernels import splash  # Pallas takes long to import, and only here it runs
+        # Pallas takes long to import, and only here it runs.
+        from hjax.kernels import grouped_tpu, splash
 
-        # Its segments are equal or not: a response's cannot be its own and its prompt's.
-        return dataclasses.replace(written_out, attention=splash.attend, packs_share=False)
+        return dataclasses.replace(
+            written_out,
+            grouped=grouped_tpu.product,
+            attention=splash.attend,
+            packs_share=False,  # its segments are equal or not: not a response's and its prompt's
+        )
     if name != CPU:
         raise ConfigError(f"kernels {name!r}: {REFERENCE}, {BACKWARD}, {TPU} or {CPU}")
     if whole:

@@ -212,7 +212,9 @@ class Block(nnx.Module):
             names = ("router_bias", "gate_up_bias", "down_bias")
             biases = (getattr(self, name)[...] for name in names if hasattr(self, name))
             weights = Weights(self.router[...], self.gate_up[...], self.down[...], *biases)
-            return mixture(x, weights, routing_of(config), compute.home)
+            return mixture(
+                x, weights, routing_of(config), compute.home, compute.kernels.grouped
+            )
         plain = not config.mlp_bias and not self._adapted("gate_up", "down")
         if config.gated_mlp and config.activation == "silu" and plain:
             return compute.kernels.gated_mlp(x, self.gate_up[...], self.down[...])

@@ -1,0 +1,58 @@
+"""Grouped products: a TPU's kernels, interpreted, and a plain loop over groups."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hjax.kernels import grouped_tpu, reference
+
+SIZES = {
+    "some of a tile": ((3, 70, 55), 128),
+    "rows after the groups": ((200, 0, 1, 100), 512),
+    "no group has any": ((0, 0), 130),
+    "one has all": ((0, 640, 0), 640),
+}
+
+
+@pytest.mark.parametrize("case", SIZES)
+@pytest.mark.parametrize("width", [(64, 136), (256, 128)], ids=str)
+def test_values_and_gradients_are_those_of_a_loop(case, width):
+    sizes, count = SIZES[case]
+    inner, outer = width
+    keys = jax.random.split(jax.random.key(0), 3)
+    rows = jax.random.normal(keys[0], (count, inner))
+    weights = jax.random.normal(keys[1], (len(sizes), inner, outer))
+    given = jax.random.normal(keys[2], (count, outer))
+    used, groups = sum(sizes), jnp.array(sizes, jnp.int32)
+
+    def by(product):
+        def run(rows, weights):
+            # What stands after the groups may be anything.
+            return product(rows, weights, groups, 0.5)[:used]
+
+        out, backwards = jax.vjp(run, rows, weights)
+        of_rows, of_weights = backwards(given[:used])
+        return np.asarray(out), np.asarray(of_rows)[:used], np.asarray(of_weights)
+
+    found = by(lambda *given: grouped_tpu.product(*given, interpret=True))
+    plain = by(reference.grouped)
+    wide = [np.asarray(x, np.float64) for x in (rows, weights, given)]
+    starts = np.cumsum([0, *sizes])
+    parts = [slice(a, b) for a, b in zip(starts, starts[1:], strict=False)]
+    expected = (
+        np.concatenate([wide[0][p] @ w for p, w in zip(parts, wide[1], strict=True)]),
+        np.concatenate([wide[2][p] @ w.T for p, w in zip(parts, wide[1], strict=True)]),
+        np.stack([wide[0][p].T @ wide[2][p] for p in parts]),
+    )
+    for one, other, true in zip(found, plain, expected, strict=True):
+        np.testing.assert_allclose(one, true, rtol=1e-5, atol=1e-4)
+        np.testing.assert_allclose(other, true, rtol=1e-5, atol=1e-4)
+
+
+def test_tiles_waste_little():
+    assert grouped_tpu._tile_rows(65536, 128, 1.0) == 128
+    assert grouped_tpu._tile_rows(65536, 8, 1.0) == 512
+    assert grouped_tpu._cut(1536, 1024) == 768
+    assert grouped_tpu._cut(100, 1024) == 128
+    assert grouped_tpu._cut(4096, 1024) == 1024
