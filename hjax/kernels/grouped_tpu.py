@@ -57,7 +57,7 @@ def _backward(tile: int, share: float, interpret: bool, kept: Any, given: jax.Ar
     rows, weights, sizes = kept
     made = _times(given, weights, sizes, tile, share, interpret, transposed=True)
     inner, outer = weights.shape[1:]
-    with _told("tgmm", rows, weights, tile, share):
+    with _told(rows, weights, tile, share):
         gradient = tgmm(
             rows.swapaxes(0, 1),
             given,
@@ -82,7 +82,7 @@ def _times(
     transposed: bool = False,
 ) -> jax.Array:
     inner, outer = weights.shape[1:][:: -1 if transposed else 1]
-    with _told("gmm", rows, weights, tile, share):
+    with _told(rows, weights, tile, share):
         return gmm(
             rows,
             weights,
@@ -108,11 +108,11 @@ def _cut(size: int, most: int) -> int:
     return min(range(most, most // 2, -_LANES), key=lambda part: -(-size // part) * part)
 
 
-def _told(kernel: str, rows: jax.Array, weights: jax.Array, tile: int, share: float) -> Any:
+def _told(rows: jax.Array, weights: jax.Array, tile: int, share: float) -> Any:
     """A scope with what a kernel does where groups are equally large: its tiles' products, each
     weight once, the rows of groups."""
     groups, inner, outer = weights.shape
     used = rows.shape[0] * share
     visited = (math.ceil(used / tile) + groups - 1) * tile
     moved = used * (inner + outer) * rows.dtype.itemsize + weights.size * weights.dtype.itemsize
-    return jax.named_scope(cost_label(((kernel, 2.0 * visited * inner * outer, moved),)))
+    return jax.named_scope(cost_label((("pallas_call", 2.0 * visited * inner * outer, moved),)))
