@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -137,8 +138,9 @@ def _part(
     if mlp and weights.down_bias is not None:  # of one of those whose sums are added
         bias = jnp.where(jax.lax.axis_index(mlp) == 0, weights.down_bias, 0)
         weights = dataclasses.replace(weights, down_bias=bias)
-    share = 1 / layout.ways("experts")
-    out = _summed(rows, shares, chosen - first, weights, routing, grouped, share)
+    parts = layout.ways("experts")
+    out = _summed(rows, shares, chosen - first, weights, routing, grouped, parts)
+    out = out.astype(x.dtype)  # as sums over the tensor axis are
     if mlp:
         out = jax.lax.psum(out, mlp)
     if experts:
@@ -153,7 +155,7 @@ def _summed(
     weights: Weights,
     routing: Routing,
     grouped: Grouped,
-    share: float = 1.0,
+    parts: int = 1,
 ) -> jax.Array:
     """float32 [tokens, embed]: of each token's experts those that are here.
 
@@ -164,32 +166,160 @@ def _summed(
       weights: of the experts here.
       routing: their activation.
       grouped: the grouped product.
-      share: of all experts, how many are here.
+      parts: of all experts one in so many is here.
     """
-    experts, width = weights.down.shape[0], rows.shape[-1]
+    experts = weights.down.shape[0]
     per_token = chosen.size // rows.shape[0]
-    chosen = chosen.reshape(-1)
+    chosen, shares = chosen.reshape(-1), shares.reshape(-1)
     here = (chosen >= 0) & (chosen < experts)
     group = jnp.where(here, chosen, experts)
     order = jnp.argsort(group, stable=True)  # those elsewhere stand at the end, beyond all groups
-    back = jnp.argsort(order)
     sizes = jnp.sum(group[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
-    inside = (jnp.arange(order.size) < jnp.sum(sizes))[:, None] if share < 1 else None
+    piece = -(-math.ceil(_ROOM * order.size / parts) // _TILE) * _TILE
+    if parts > 1 and piece < order.size:
+        every = functools.partial(_of_experts, routing=routing, grouped=grouped, share=1 / _ROOM)
+        return _in_pieces((every, piece, per_token), rows, shares, weights, order, sizes)
+    back = jnp.argsort(order)
+    out = _of_experts(
+        _sorted(rows, order, back), weights, sizes, routing=routing, grouped=grouped,
+        share=1 / parts,
+    )  # fmt: skip
+    out = _unsorted(out, order, back).reshape(-1, per_token, rows.shape[-1])
+    kept = jnp.where(here, shares, 0.0).reshape(-1, per_token, 1)
+    return jnp.sum(out.astype(jnp.float32) * kept, axis=1)
+
+
+def _of_experts(
+    rows: jax.Array,
+    weights: Weights,
+    sizes: jax.Array,
+    *,
+    routing: Routing,
+    grouped: Grouped,
+    share: float,
+) -> jax.Array:
+    """[rows, embed]: each row, sorted by expert, through its own; 0 after the groups."""
+    experts, width = weights.down.shape[0], rows.shape[-1]
+    ends = jnp.cumsum(sizes)
+    at = jnp.arange(rows.shape[0])
+    inside = (at < ends[-1])[:, None] if share < 1 else None
 
     def product(x: jax.Array, weight: jax.Array) -> jax.Array:
         return _within(grouped(_within(x, inside), weight, sizes, share), inside)
 
-    own = jnp.minimum(group[order], experts - 1)  # whose bias a row takes
-    both = product(_sorted(rows, order, back), weights.gate_up.reshape(experts, width, -1))
+    both = product(rows, weights.gate_up.reshape(experts, width, -1))
+    own = jnp.minimum(jnp.searchsorted(ends, at, side="right"), experts - 1)  # a row's expert
     if weights.gate_up_bias is not None:
-        both += weights.gate_up_bias.reshape(experts, -1)[own]
+        both += _within(weights.gate_up_bias.reshape(experts, -1)[own], inside)
     gate, up = jnp.split(both, 2, axis=-1)
     out = product(routing.activation(gate, up), weights.down)
     if weights.down_bias is not None:
-        out += weights.down_bias[own]
-    out = _unsorted(out, order, back).reshape(-1, per_token, width).astype(jnp.float32)
-    kept = jnp.where(here.reshape(-1, per_token), shares.reshape(-1, per_token), 0.0)
-    return jnp.sum(out * kept[..., None], axis=1)
+        out += _within(weights.down_bias[own], inside)
+    return out
+
+
+# Where others have most experts, most rows are none of ours. Those that are go through them in
+# pieces of what an even load gives, with some room: mostly one, and as many as it takes.
+_ROOM, _TILE = 1.25, 128
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _in_pieces(
+    how: tuple[Callable[..., jax.Array], int, int],
+    rows: jax.Array,
+    shares: jax.Array,
+    weights: Weights,
+    order: jax.Array,
+    sizes: jax.Array,
+) -> jax.Array:
+    """``_summed`` of rows [tokens, embed], shares [tokens * per_token], in ``order``.
+
+    ``how``: the experts, rows of a piece, per_token. The backward pass computes a piece again.
+    """
+    every, piece, per_token = how
+    at_piece = _pieces_of(order, sizes, piece, per_token, rows.shape[0])
+
+    def add(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        turn, out = state
+        place, token, read, held = at_piece(turn)
+        made = _weighted(every, rows[read], shares, place, weights, held)
+        return turn + 1, out.at[token].add(made, mode="drop")
+
+    out = jnp.zeros(rows.shape, jnp.float32)
+    return jax.lax.while_loop(_unfinished(sizes, piece), add, (jnp.int32(0), out))[1]
+
+
+def _in_pieces_forward(how: Any, *given: Any) -> tuple[jax.Array, Any]:
+    return _in_pieces(how, *given), given
+
+
+def _in_pieces_backward(how: Any, kept: Any, given: jax.Array) -> Any:
+    every, piece, per_token = how
+    rows, shares, weights, order, sizes = kept
+    at_piece = _pieces_of(order, sizes, piece, per_token, rows.shape[0])
+
+    def add(state: Any) -> Any:
+        turn, of_rows, of_shares, of_weights = state
+        place, token, read, held = at_piece(turn)
+
+        def run(rows: jax.Array, shares: jax.Array, weights: Weights) -> jax.Array:
+            return _weighted(every, rows, shares, place, weights, held)
+
+        _, backwards = jax.vjp(run, rows[read], shares, weights)
+        inside = (token < rows.shape[0])[:, None]
+        found = backwards(jnp.where(inside, given[read], 0.0))
+        of_rows = of_rows.at[token].add(found[0].astype(jnp.float32), mode="drop")
+        of_weights = jax.tree.map(jnp.add, of_weights, found[2])
+        return turn + 1, of_rows, of_shares + found[1], of_weights
+
+    start = (
+        jnp.int32(0),
+        jnp.zeros(rows.shape, jnp.float32),
+        jnp.zeros_like(shares),
+        jax.tree.map(jnp.zeros_like, weights),
+    )
+    found = jax.lax.while_loop(_unfinished(sizes, piece), add, start)
+    return found[1].astype(rows.dtype), *found[2:], None, None
+
+
+_in_pieces.defvjp(_in_pieces_forward, _in_pieces_backward)
+
+
+def _unfinished(sizes: jax.Array, piece: int) -> Callable[[Any], jax.Array]:
+    """Whether there are rows after so many pieces."""
+    return lambda state: state[0] * piece < jnp.sum(sizes)
+
+
+def _pieces_of(
+    order: jax.Array, sizes: jax.Array, piece: int, per_token: int, tokens: int
+) -> Callable[[jax.Array], tuple[jax.Array, ...]]:
+    """Of a piece, by number: int32 [piece], entries of ``shares``, tokens that get something
+    (``tokens`` where a row is none of ours), tokens to read; and [groups], its rows of each."""
+    ends = jnp.cumsum(sizes)
+    order = jnp.pad(order, (0, -order.size % piece))
+
+    def part(turn: jax.Array) -> tuple[jax.Array, ...]:
+        first = turn * piece
+        place = jax.lax.dynamic_slice_in_dim(order, first, piece)
+        inside = first + jnp.arange(piece) < ends[-1]
+        read = place // per_token
+        cut = jnp.clip(ends - first, 0, piece)
+        held = jnp.diff(cut, prepend=0).astype(jnp.int32)
+        return place, jnp.where(inside, read, tokens), read, held
+
+    return part
+
+
+def _weighted(
+    every: Callable[..., jax.Array],
+    rows: jax.Array,
+    shares: jax.Array,
+    place: jax.Array,
+    weights: Weights,
+    sizes: jax.Array,
+) -> jax.Array:
+    """float32 [piece, embed]: rows through their experts, times their share."""
+    return every(rows, weights, sizes).astype(jnp.float32) * shares[place][:, None]
 
 
 def _within(x: jax.Array, inside: jax.Array | None) -> jax.Array:

@@ -1,0 +1,80 @@
+"""Mixtures of experts beside a loop over tokens and experts, where a device has a part of them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hjax.kernels import reference
+from hjax.models import experts
+
+TOKENS, WIDTH, MLP, EXPERTS, PER_TOKEN = 512, 8, 6, 8, 2
+PARTS = 4  # a device has two of the experts
+
+
+def given(load):
+    keys = jax.random.split(jax.random.key(1), 8)
+    here = EXPERTS // PARTS
+    weights = experts.Weights(
+        router=None,
+        gate_up=jax.random.normal(keys[0], (here, WIDTH, 2, MLP)),
+        down=jax.random.normal(keys[1], (here, MLP, WIDTH)),
+        gate_up_bias=jax.random.normal(keys[2], (here, 2, MLP)),
+        down_bias=jax.random.normal(keys[3], (here, WIDTH)),
+    )
+    chosen = np.array(jax.random.randint(keys[4], (TOKENS, PER_TOKEN), 0, EXPERTS - 1))
+    chosen[:, 1] = (chosen[:, 0] + 1 + chosen[:, 1]) % EXPERTS  # two of them, mostly
+    if load == "all on one":
+        chosen[:] = (1, 5)
+    elif load == "none here":
+        chosen[:] = (4, 5)
+    rows = jax.random.normal(keys[5], (TOKENS, WIDTH))
+    shares = jax.random.uniform(keys[6], (TOKENS, PER_TOKEN))
+    return rows, shares, jnp.asarray(chosen, jnp.int32), weights
+
+
+def plain(rows, shares, weights, *, chosen):
+    """Every expert of every token, those elsewhere with a weight of 0."""
+    out = jnp.zeros(rows.shape)
+    for expert in range(EXPERTS // PARTS):
+        both = jnp.einsum("td,dcm->tcm", rows, weights.gate_up[expert])
+        both += weights.gate_up_bias[expert]
+        made = (jax.nn.silu(both[:, 0]) * both[:, 1]) @ weights.down[expert]
+        share = jnp.sum(jnp.where(chosen == expert, shares, 0.0), axis=1)
+        out += share[:, None] * (made + weights.down_bias[expert])
+    return out
+
+
+@pytest.mark.parametrize("load", ["even", "all on one", "none here"])
+def test_in_pieces_and_at_once_are_a_plain_sum(load, monkeypatch):
+    rows, shares, chosen, weights = given(load)
+    routing = experts.Routing(PER_TOKEN, True, lambda gate, up: jax.nn.silu(gate) * up)
+    pieces = []
+    real = experts._in_pieces
+    monkeypatch.setattr(
+        experts, "_in_pieces", lambda how, *rest: pieces.append(how[1]) or real(how, *rest)
+    )
+
+    def summed(rows, shares, weights):
+        return experts._summed(rows, shares, chosen, weights, routing, reference.grouped, PARTS)
+
+    def gradients(run):
+        def value(*arguments):
+            out = run(*arguments)
+            return jnp.sum(out * jnp.sin(jnp.arange(out.size)).reshape(out.shape)), out
+
+        found, out = jax.jit(jax.grad(value, (0, 1, 2), has_aux=True))(rows, shares, weights)
+        return jax.tree.leaves((found, out))
+
+    expected = gradients(functools.partial(plain, chosen=chosen))
+    in_pieces = gradients(summed)
+    assert set(pieces) == {384}  # of 1024 rows: all on one expert take two
+    pieces.clear()
+    monkeypatch.setattr(experts, "_ROOM", float(PARTS))
+    at_once = gradients(summed)
+    assert pieces == []
+    for one, other, true in zip(in_pieces, at_once, expected, strict=True):
+        np.testing.assert_allclose(one, true, rtol=2e-5, atol=2e-5)
+        np.testing.assert_allclose(other, true, rtol=2e-5, atol=2e-5)
