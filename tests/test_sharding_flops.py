@@ -14,6 +14,7 @@ from hjax.models.forward import sequence_states, token_log_probs
 from hjax.models.parameters import decoder_network
 from hjax.models.transformer import Compute
 from hjax.xla.flops import Flops, count_flops
+from hjax.xla.hlo import parse
 from hjax.xla.products import told_cost
 
 
@@ -84,6 +85,26 @@ def test_a_while_loop_takes_its_trips_from_the_caller():
     assert flops(loop, array(4, 4), loop_trips=7) == Flops(7 * 2 * 4**3, 0, open_loops=1)
     with pytest.raises(ValueError, match="give loop_trips"):
         flops(loop, array(4, 4))
+
+
+def test_a_scope_tells_how_many_turns_of_a_loop_to_expect():
+    def halve(x, least):
+        with jax.named_scope("trips:3"):
+            return lax.while_loop(lambda x: x.sum() > least, lambda x: x @ x / 2, x)
+
+    given = array(8, 8), array()
+    for function, turns in ((halve, 3), (jax.remat(halve), 3), (jax.vmap(halve, (0, None)), 12)):
+        arguments = (array(4, 8, 8), array()) if turns == 12 else given
+        counted = flops(function, *arguments)
+        assert counted.products == turns * 2 * 8**3 and not counted.open_loops
+    module = parse(jax.jit(halve).lower(*given).compile().as_text())
+    found = [
+        module.trips(computation, instruction)
+        for computation in module.computations.values()
+        for instruction in computation.instructions.values()
+        if instruction.opcode == "while"
+    ]
+    assert found == [3]
 
 
 def test_a_conditional_counts_its_dearest_branch():

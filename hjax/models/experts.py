@@ -61,8 +61,8 @@ jax.tree_util.register_dataclass(Weights)
 
 AXES = {
     "router": (None, None),
-    "gate_up": ("experts", None, None, "mlp"),
-    "down": ("experts", "mlp", None),
+    "gate_up": ("experts", "embed", None, "mlp"),
+    "down": ("experts", "mlp", "embed"),
     "router_bias": (None,),
     "gate_up_bias": ("experts", None, "mlp"),
     "down_bias": ("experts", None),
@@ -96,6 +96,8 @@ def mixture(
     free = set(layout.mesh.axis_names) - set(taken)
     tokens = layout.spec(("batch", "length"))
     there = {name: axes for name, axes in AXES.items() if getattr(weights, name) is not None}
+    if x.shape[-1] % layout.ways("embed"):  # then the compiler gathers them
+        there = {n: tuple(None if a == "embed" else a for a in axes) for n, axes in there.items()}
     split = Weights(**{name: layout.spec(axes) for name, axes in there.items()})
     return jax.shard_map(
         functools.partial(_part, routing=routing, layout=layout, grouped=grouped),
@@ -125,6 +127,7 @@ def _part(
     x: jax.Array, weights: Weights, *, routing: Routing, layout: Layout, grouped: Grouped
 ) -> jax.Array:
     """On one device: its tokens and its experts."""
+    weights = _gathered(weights, x.shape[-1], layout.axes("embed"))
     shares, chosen = routing.choose(_logits(x, weights))
     rows = x.reshape(-1, x.shape[-1])
     shares, chosen = (part.reshape(rows.shape[0], -1) for part in (shares, chosen))
@@ -218,6 +221,20 @@ def _of_experts(
     return out
 
 
+def _gathered(weights: Weights, width: int, axes: tuple[str, ...]) -> Weights:
+    """Whole matrices of the experts here, of parts over these axes; backwards a reduce-scatter,
+    where the compiler would sum all and cut then."""
+
+    def gather(weight: jax.Array, dimension: int) -> jax.Array:
+        if weight.shape[dimension] == width:
+            return weight
+        return jax.lax.all_gather(weight, axes, axis=dimension, tiled=True)
+
+    return dataclasses.replace(
+        weights, gate_up=gather(weights.gate_up, 1), down=gather(weights.down, 2)
+    )
+
+
 # Where others have most experts, most rows are none of ours. Those that are go through them in
 # pieces of what an even load gives, with some room: mostly one, and as many as it takes.
 _ROOM, _TILE = 1.25, 128
@@ -245,8 +262,9 @@ def _in_pieces(
         made = _weighted(every, rows[read], shares, place, weights, held)
         return turn + 1, out.at[token].add(made, mode="drop")
 
-    out = jnp.zeros(rows.shape, jnp.float32)
-    return jax.lax.while_loop(_unfinished(sizes, piece), add, (jnp.int32(0), out))[1]
+    with _one_expected():
+        start = (jnp.int32(0), jnp.zeros(rows.shape, jnp.float32))
+        return jax.lax.while_loop(_unfinished(sizes, piece), add, start)[1]
 
 
 def _in_pieces_forward(how: Any, *given: Any) -> tuple[jax.Array, Any]:
@@ -278,11 +296,17 @@ def _in_pieces_backward(how: Any, kept: Any, given: jax.Array) -> Any:
         jnp.zeros_like(shares),
         jax.tree.map(jnp.zeros_like, weights),
     )
-    found = jax.lax.while_loop(_unfinished(sizes, piece), add, start)
+    with _one_expected():
+        found = jax.lax.while_loop(_unfinished(sizes, piece), add, start)
     return found[1].astype(rows.dtype), *found[2:], None, None
 
 
 _in_pieces.defvjp(_in_pieces_forward, _in_pieces_backward)
+
+
+def _one_expected() -> Any:
+    """A scope that tells ``hjax.xla`` how many pieces an even load takes."""
+    return jax.named_scope("trips:1")
 
 
 def _unfinished(sizes: jax.Array, piece: int) -> Callable[[Any], jax.Array]:

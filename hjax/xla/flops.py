@@ -14,6 +14,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from hjax.xla.hlo import expected_trips
 from hjax.xla.products import told_cost
 
 # One operation per element of the result. Comparisons, selections and casts are not counted.
@@ -70,7 +71,8 @@ def count_flops(jaxpr: Any, loop_trips: int | None = None, path: str = "") -> Fl
 
     Args:
       jaxpr: a (closed) jaxpr, such as ``jax.jit(f).trace(...).jaxpr``.
-      loop_trips: trips of while loops, whose number a jaxpr does not tell.
+      loop_trips: trips of while loops whose number neither a jaxpr nor a scope
+        (``hjax.xla.hlo.expected_trips``) tells.
       path: of the scopes around it, which may tell what a kernel costs.
 
     Raises:
@@ -137,6 +139,9 @@ def _scan(equation: Any, loop_trips: int | None, path: str) -> Flops:
 def _while(equation: Any, loop_trips: int | None, path: str) -> Flops:
     body = count_flops(equation.params["body_jaxpr"], loop_trips, path)
     body += count_flops(equation.params["cond_jaxpr"], loop_trips, path)
+    told = expected_trips(path)
+    if told is not None:
+        return body.times(told)
     if loop_trips is None:
         if body.products:
             raise ValueError("a while loop has matrix products; give loop_trips, its trips")

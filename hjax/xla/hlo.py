@@ -259,11 +259,16 @@ class Module:
         """How often a ``while`` of ``computation`` runs its body; None if the text doesn't tell.
 
         XLA's CPU and GPU compilers write it down; the TPU's does not, so it is worked out from a
-        counter that starts and steps by constants and is compared with one.
+        counter that starts and steps by constants and is compared with one. Of a loop whose turns
+        are a matter of data its scope may tell those to expect (``expected_trips``).
         """
         known = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
         if known:
             return int(known[1])
+        path = re.search(r'op_name="([^"]*)"', loop.attributes)
+        told = expected_trips(path[1].removesuffix("/while")) if path else None
+        if told is not None:
+            return told
         (condition,) = (self.computations[name] for name in loop.called("condition"))
         (body,) = (self.computations[name] for name in loop.called("body"))
         test = condition.root
@@ -283,6 +288,12 @@ class Module:
         if limit is None or first is None or not step:
             return None
         return max(0, -(-(limit - first) // step))
+
+
+def expected_trips(path: str) -> int | None:
+    """What the innermost scope of a path, ``trips:NUMBER``, says of a loop in it; None: nothing."""
+    told = re.search(r"trips:(\d+)\)*$", path)
+    return int(told[1]) if told else None
 
 
 def _step(body: Computation, counter: int) -> int | None:
