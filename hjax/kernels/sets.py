@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 
 from hjax.errors import ConfigError
-from hjax.kernels import backward, blockwise, cpu, reference
+from hjax.kernels import backward, blockwise, cpu, grouped_blocks, reference
 from hjax.kernels.attention import Kernel
 
 Tables = tuple[jax.Array, jax.Array]
@@ -43,9 +43,9 @@ def kernels_of(name: str, whole: bool = False, unrolled: bool = False) -> Kernel
     """The functions of a set.
 
     Args:
-      name: ``reference``, ``backward`` (written-out backward passes, long attention by blocks),
-        ``tpu`` (those with a TPU's kernels) or ``cpu`` (those, and what XLA's CPU compiler
-        needs to be told another way).
+      name: ``reference``, ``backward`` (written-out backward passes, long attention and grouped
+        products by blocks), ``tpu`` (those with a TPU's kernels) or ``cpu`` (those, and what XLA's
+        CPU compiler needs to be told another way).
       whole: each device is known to hold the whole length and a layer's whole weights.
       unrolled: layers run in a Python loop, not in a scan.
 
@@ -56,6 +56,7 @@ def kernels_of(name: str, whole: bool = False, unrolled: bool = False) -> Kernel
         product=backward.product,
         gated_mlp=backward.gated_mlp,
         rms_norm=backward.rms_norm,
+        grouped=grouped_blocks.product,
         attention=blockwise.attend,
     )
     if name == REFERENCE:

@@ -1,0 +1,105 @@
+"""Grouped products a block of rows at a time, in plain JAX, for any platform.
+
+``jax.lax.ragged_dot`` is a dense product for each group where a platform has no kernel for it (CPUs
+and GPUs, jax 0.10): groups times the work, and an array of rows by groups by inputs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hjax.kernels import checks
+
+_ROWS = (512, 256, 128, 64, 32, 16, 8)  # of a block, largest first
+
+
+def product(rows: jax.Array, weights: jax.Array, sizes: jax.Array, share: float = 1.0) -> jax.Array:
+    """``hjax.kernels.reference.grouped``, whose arguments these are."""
+    checks.check_grouped(rows, weights, sizes)
+    each = rows.shape[0] * share / weights.shape[0]
+    block = next((rows for rows in _ROWS if each >= 2 * rows), _ROWS[-1])
+    return _product(rows, weights, sizes, block, share)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _product(
+    rows: jax.Array, weights: jax.Array, sizes: jax.Array, block: int, share: float
+) -> jax.Array:
+    return _times(rows, weights, sizes, block, share, transposed=False)
+
+
+def _forward(*arguments: Any) -> tuple[jax.Array, Any]:
+    return _product(*arguments), arguments[:3]
+
+
+def _backward(block: int, share: float, kept: Any, given: jax.Array) -> Any:
+    rows, weights, sizes = kept
+    x, g = (jnp.pad(part, ((0, block), (0, 0))) for part in (rows, given))
+
+    def add(group: jax.Array, start: jax.Array, count: jax.Array, sums: jax.Array) -> jax.Array:
+        left = jax.lax.dynamic_slice_in_dim(x, start, block)
+        left = jnp.where(jnp.arange(block)[:, None] < count, left, 0)
+        right = jax.lax.dynamic_slice_in_dim(g, start, block)
+        right = jnp.where(jnp.arange(block)[:, None] < count, right, 0)
+        made = jnp.einsum("ri,ro->io", left, right, preferred_element_type=jnp.float32)
+        held = jax.lax.dynamic_index_in_dim(sums, group, keepdims=False)
+        return jax.lax.dynamic_update_index_in_dim(sums, held + made, group, 0)
+
+    sums = _each_block(add, jnp.zeros(weights.shape, jnp.float32), sizes, rows, block, share)
+    made = _times(given, weights, sizes, block, share, transposed=True)
+    return made, sums.astype(weights.dtype), None
+
+
+_product.defvjp(_forward, _backward)
+
+
+def _times(
+    rows: jax.Array,
+    weights: jax.Array,
+    sizes: jax.Array,
+    block: int,
+    share: float,
+    transposed: bool,
+) -> jax.Array:
+    padded = jnp.pad(rows, ((0, block), (0, 0)))
+
+    def put(group: jax.Array, start: jax.Array, count: jax.Array, out: jax.Array) -> jax.Array:
+        # What it writes after its group, the next ones write over.
+        x = jax.lax.dynamic_slice_in_dim(padded, start, block)
+        weight = jax.lax.dynamic_index_in_dim(weights, group, keepdims=False)
+        made = jnp.einsum("ro,io->ri" if transposed else "ri,io->ro", x, weight)
+        return jax.lax.dynamic_update_slice_in_dim(out, made, start, 0)
+
+    width = weights.shape[1 if transposed else 2]
+    out = jnp.zeros((padded.shape[0], width), rows.dtype)
+    return _each_block(put, out, sizes, rows, block, share)[: rows.shape[0]]
+
+
+def _each_block(
+    run: Callable[..., jax.Array],
+    state: jax.Array,
+    sizes: jax.Array,
+    rows: jax.Array,
+    block: int,
+    share: float,
+) -> jax.Array:
+    """``state`` after ``run(group, first row, rows of the group from there on, state)`` of every
+    block, in the order of the rows; a group's last one may reach beyond it."""
+    ends, blocks = jnp.cumsum(sizes), -(-sizes // block)
+    until = jnp.cumsum(blocks)
+
+    def turn(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        number, state = carry
+        group = jnp.searchsorted(until, number, side="right", method="compare_all")
+        start = (ends - sizes)[group] + (number - (until - blocks)[group]) * block
+        return number + 1, run(group, start, ends[group] - start, state)
+
+    # With groups of different sizes half a block of each is empty.
+    expected = round(rows.shape[0] * share / block + sizes.shape[0] / 2) or 1
+    with jax.named_scope(f"trips:{expected}"):
+        return jax.lax.while_loop(lambda c: c[0] < until[-1], turn, (jnp.int32(0), state))[1]
