@@ -10,6 +10,7 @@ from hjax.models.config import ModelConfig
 from hjax.models.declaration import Kind, Parameter, Stored, matrix, table, vector
 from hjax.models.families import family_of
 from hjax.models.lora import adapter_parameters
+from hjax.models.quantized import quantized_parameters
 
 Declared = dict[str, Any]  # nested: of Parameter
 
@@ -35,6 +36,8 @@ def decoder_parameters(config: ModelConfig) -> Declared:
         return dataclasses.replace(parameter, stored=tensors[name])
 
     layers = {name: stored(f"layers.{name}", p) for name, p in declared["layers"].items()}
+    if config.quantized:
+        layers = quantized_parameters(layers, config.quantized)
     if config.lora is not None:
         layers |= adapter_parameters(layers, config.lora)
     declared["layers"] = layers

@@ -57,6 +57,11 @@ def learned_parameters(config: ModelConfig, scalar: bool = False) -> int:
     return sum(p.size for p in _all(declared) if everything or p.kind.beside_adapters)
 
 
+def byte_parameters(config: ModelConfig) -> int:
+    """Those that are kept in one byte each."""
+    return sum(p.size for p in _all(decoder_parameters(config)) if p.quantized)
+
+
 def update_passes(config: ModelConfig, scalar: bool = False) -> float:
     """Forward passes whose FLOPs an update takes: 3, and 2 of what is frozen beside adapters, of
     which there are no gradients."""

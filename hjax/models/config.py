@@ -55,6 +55,8 @@ class ModelConfig:
       attention_softcap, final_softcap: ``cap * tanh(x / cap)`` of scores and logits; 0: none.
       layer_kinds: one per layer; empty: all alike.
       lora: of the adapters that learn in place of everything else; None: there are none.
+      quantized: what the layers' matrices, frozen beside adapters, are kept in, of
+        ``hjax.models.quantized.FORMS``; empty: as floats.
     """
 
     vocab_size: int
@@ -96,6 +98,7 @@ class ModelConfig:
     final_softcap: float = 0.0
     layer_kinds: tuple[LayerKind, ...] = ()
     lora: Lora | None = None
+    quantized: str = ""
 
     def __post_init__(self) -> None:
         for field in ("vocab_size", "hidden_size", "mlp_size", "layers", "heads", "kv_heads"):
@@ -141,8 +144,8 @@ class ModelConfig:
 
     @property
     def base(self) -> ModelConfig:
-        """The same without adapters."""
-        return self if self.lora is None else dataclasses.replace(self, lora=None)
+        """The same without adapters, and with matrices of floats."""
+        return dataclasses.replace(self, lora=None, quantized="")
 
     @property
     def learned_positions(self) -> bool:

@@ -31,16 +31,17 @@ class Kind(enum.StrEnum):
     VECTOR = "vector"  # norm weights and biases
     HEAD = "head"  # one number per token
     ADAPTER = "adapter"  # a matrix's low-rank addition, see hjax.models.lora
+    SCALE = "scale"  # of a matrix of one byte per element, see hjax.models.quantized
 
     @property
     def decayed(self) -> bool:
         """Whether weight decay pulls it towards 0."""
-        return self not in (Kind.VECTOR, Kind.HEAD)
+        return self not in (Kind.VECTOR, Kind.HEAD, Kind.SCALE)
 
     @property
     def cast(self) -> bool:
         """Whether a forward reads it in its compute dtype, rather than in float32."""
-        return self not in (Kind.VECTOR, Kind.HEAD)
+        return self not in (Kind.VECTOR, Kind.HEAD, Kind.SCALE)
 
     @property
     def beside_adapters(self) -> bool:
@@ -87,6 +88,7 @@ class Parameter:
       stored: the tensors that hold it; empty: no file has it, and it is ``fill``.
       optional: files may lack it; it is ``fill`` then.
       inputs: of a matrix, the axes over which a product with it sums.
+      dtype: in which it is made; another than float32 stays as it is in every compute dtype.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -96,6 +98,12 @@ class Parameter:
     stored: tuple[Stored, ...] = ()
     optional: bool = False
     inputs: tuple[str, ...] = ()
+    dtype: str = "float32"
+
+    @property
+    def quantized(self) -> bool:
+        """Whether it has one byte per element, and a scale beside it."""
+        return self.dtype != "float32"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -113,12 +121,12 @@ class Parameter:
         return math.prod(self.shape)
 
     def create(self, key: jax.Array | None = None) -> nnx.Param:
-        """The initial float32 values, carrying this declaration.
+        """The initial values, carrying this declaration.
 
         Args:
           key: PRNG key; read where ``scale`` is not 0.
         """
-        value = jnp.full(self.shape, self.fill, jnp.float32)
+        value = jnp.full(self.shape, self.fill, self.dtype)
         if self.scale:
             assert key is not None
             drawn = jax.random.truncated_normal(key, -2.0, 2.0, self.shape, jnp.float32)

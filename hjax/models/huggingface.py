@@ -26,6 +26,7 @@ from hjax.models.declaration import Parameter, Part, parts
 from hjax.models.families import from_hf, to_hf
 from hjax.models.parameters import Params
 from hjax.models.peft_files import Adapter
+from hjax.models.quantized import inputs_of, quantized
 from hjax.models.tensor_files import DTYPES, TensorFile, create_file
 from hjax.pieces import Pieces, Region, extent, region_of
 
@@ -95,7 +96,7 @@ def load_params(
       shardings: nested dict like it, of the devices that each is read onto; a process reads what
         its own devices hold. None: they stay numpy arrays.
       shapes: nested dict like it, of jax.ShapeDtypeStruct with the dtypes to read in; None:
-        float32.
+        float32. Matrices that are declared quantized are quantized tensor by tensor.
       adapter: of which additions are merged into the matrices, and a scalar head is taken.
 
     Returns:
@@ -121,6 +122,14 @@ def load_params(
     ) -> Params:
         params: Params = {}
         for name, parameter in declared.items():
+            if name in params:  # a scale, read with its matrix
+                continue
+            if isinstance(parameter, Parameter) and parameter.quantized:
+                assert shardings is not None, f"{name} is quantized onto devices"
+                both = name, f"{name}_scale"
+                where = [shardings[each] for each in both]
+                params |= zip(both, tensors.quantized(parameter, declared[both[1]], *where))
+                continue
             of = (None if tree is None else tree[name] for tree in (shardings, shapes))
             one = read if isinstance(parameter, Parameter) else read_all
             params[name] = one(parameter, *of)
@@ -222,19 +231,19 @@ class _Cut:
     start: tuple[int, ...]
 
 
-def _cut(part: Part, region: Region) -> _Cut | None:
-    """None: nothing does."""
-    of, at = [], []
-    for index, (start, stop) in zip(part.at, region, strict=True):
+def _cut(at: tuple[Any, ...], region: Region) -> _Cut | None:
+    """Of the values of a parameter ``at`` what lies in a region of it; None: nothing does."""
+    of, begins = [], []
+    for index, (start, stop) in zip(at, region, strict=True):
         if isinstance(index, slice):
             of.append(slice(start, stop))
-            at.append(0)
+            begins.append(0)
         elif start <= index < stop:
-            at.append(index - start)
+            begins.append(index - start)
         else:
             return None
-    lacks = tuple(i for i, index in enumerate(part.at) if not isinstance(index, slice))
-    return _Cut(tuple(of), lacks, tuple(at))
+    lacks = tuple(i for i, index in enumerate(at) if not isinstance(index, slice))
+    return _Cut(tuple(of), lacks, tuple(begins))
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnums=(3, 4))
@@ -257,6 +266,53 @@ def _write(
     values = piece if part is None else part.of(piece)
     values = jnp.expand_dims(values, lacks)
     return jax.lax.dynamic_update_slice(x, values.astype(x.dtype), start)
+
+
+class _Shards:
+    """The parts that this process's devices have of a parameter, while tensors are written into
+    them."""
+
+    def __init__(self, parameter: Parameter, sharding: Any, dtype: Any):
+        self._shape, self._sharding = parameter.shape, sharding
+        where = sharding.addressable_devices_indices_map(parameter.shape)
+        self._regions = {d: region_of(index, parameter.shape) for d, index in where.items()}
+        self._arrays = {
+            device: jnp.full(extent(region), parameter.fill, dtype, device=device)
+            for device, region in self._regions.items()
+        }
+
+    def cuts(self, at: tuple[Any, ...]) -> dict[jax.Device, _Cut]:
+        """By device that has some of the parameter's values ``at``, which of them."""
+        cuts = {device: _cut(at, region) for device, region in self._regions.items()}
+        return {device: cut for device, cut in cuts.items() if cut is not None}
+
+    def write(
+        self,
+        values: np.ndarray,
+        cuts: Mapping[jax.Device, _Cut],
+        part: Part | None = None,
+        tensor: np.ndarray | None = None,
+    ) -> None:
+        """Write values of the parameter where they belong.
+
+        Args:
+          values: without dimensions of which they are at one index.
+          cuts: of them.
+          part, tensor: those that the values are a view of, if they are one.
+        """
+        for device, cut in cuts.items():
+            # A whole tensor is turned there: here that would take as much memory again.
+            own = values[cut.of]
+            whole = tensor is not None and own.size == tensor.size
+            piece = jax.device_put(tensor if whole else own, device, may_alias=False)
+            how = part.formless if whole and part is not None else None
+            written = _write(self._arrays[device], piece, cut.start, cut.lacks, how)
+            self._arrays[device] = jax.block_until_ready(written)
+
+    def whole(self) -> jax.Array:
+        """The parameter, laid out."""
+        arrays = list(self._arrays.values())
+        return jax.make_array_from_single_device_arrays(self._shape, self._sharding, arrays)
 
 
 def _finite(tensor: np.ndarray) -> bool:
@@ -333,7 +389,7 @@ class _Tensors:
         if parameter.optional and not self._any(parameter):
             return read
         for part in parts(parameter):
-            if (cut := _cut(part, region)) is not None:
+            if (cut := _cut(part.at, region)) is not None:
                 piece = np.expand_dims(part.of(self.read(part))[cut.of], cut.lacks)
                 here = zip(cut.start, piece.shape, strict=True)
                 read[tuple(slice(i, i + n) for i, n in here)] = piece
@@ -342,36 +398,39 @@ class _Tensors:
     def on_devices(self, parameter: Parameter, sharding: Any, dtype: Any) -> jax.Array:
         """A parameter on the devices of a sharding, each tensor read once and written where it
         belongs: the host holds one tensor at a time, not the layers' stack."""
-        where = sharding.addressable_devices_indices_map(parameter.shape)
-        regions = {device: region_of(index, parameter.shape) for device, index in where.items()}
-        shards = {
-            device: jnp.full(extent(region), parameter.fill, dtype, device=device)
-            for device, region in regions.items()
-        }
+        shards = _Shards(parameter, sharding, dtype)
         if not parameter.optional or self._any(parameter):
             for part in parts(parameter):
-                cuts = {device: _cut(part, region) for device, region in regions.items()}
-                self._onto(shards, part, {d: cut for d, cut in cuts.items() if cut is not None})
-                gc.collect(0)  # JAX lets go of memory that it was handed at the next collection
-        arrays = list(shards.values())
-        return jax.make_array_from_single_device_arrays(parameter.shape, sharding, arrays)
+                if cuts := shards.cuts(part.at):
+                    tensor = self.read(part)
+                    shards.write(part.of(tensor), cuts, part, tensor)
+                    del tensor
+                    gc.collect(0)  # JAX lets go of memory that it was handed at a collection
+        return shards.whole()
 
-    def _onto(
-        self, shards: dict[jax.Device, jax.Array], part: Part, cuts: Mapping[jax.Device, _Cut]
-    ) -> None:
-        """Write a tensor into the parts that devices have of a parameter; it is freed after."""
-        if not cuts:
-            return
-        tensor = self.read(part)
-        values = part.of(tensor)
-        for device, cut in cuts.items():
-            # A whole tensor is turned there: here that would take as much memory again.
-            whole = values.size == tensor.size and values[cut.of].size == values.size
-            given = tensor if whole else values[cut.of]
-            piece = jax.device_put(given, device, may_alias=False)
-            how = part.formless if whole else None
-            shards[device] = _write(shards[device], piece, cut.start, cut.lacks, how)
-            jax.block_until_ready(shards[device])
+    def quantized(
+        self, parameter: Parameter, scale: Parameter, sharding: Any, scale_sharding: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        """A matrix of one byte per element and its scales on the devices of their shardings, each
+        tensor quantized as it is read."""
+        matrix = _Shards(parameter, sharding, parameter.dtype)
+        scales = _Shards(scale, scale_sharding, scale.dtype)
+        inputs = inputs_of(parameter)
+        for part in parts(parameter):
+            at = tuple(index for i, index in enumerate(part.at) if i not in inputs)
+            cuts, scale_cuts = matrix.cuts(part.at), scales.cuts(at)
+            if not cuts and not scale_cuts:
+                continue
+            over = 0 if part.turned else 1
+            small, each = quantized(self.read(part), (over,), parameter.dtype)
+            matrix.write(part.of(small), cuts, part, small)
+            # Every element's, of which any one along the inputs is its output's.
+            every = part.of(np.broadcast_to(np.expand_dims(each, over), small.shape))
+            kept = [i for i, index in enumerate(part.at) if isinstance(index, slice)]
+            scales.write(every[tuple(0 if i in inputs else slice(None) for i in kept)], scale_cuts)
+            del small
+            gc.collect(0)
+        return matrix.whole(), scales.whole()
 
     def _any(self, parameter: Parameter) -> bool:
         """Whether a tensor of a parameter is there."""

@@ -19,6 +19,7 @@ import numpy as np
 
 from hjax.errors import ConfigError
 from hjax.models.declaration import Kind, Parameter, Stored
+from hjax.models.quantized import dequantized
 
 # Parts of a layer's matrices, and which parameter has them; of a pair, which half.
 _PLACES: dict[str, tuple[tuple[str, int | None], ...]] = {
@@ -240,7 +241,7 @@ def merged(params: Mapping[str, Any], network: Any) -> dict[str, Any]:
 
     Returns:
       nested dict of the base's parameters, each in its dtype, summed in float32; those without
-      adapters are the same arrays.
+      adapters that are floats are the same arrays.
     """
     if "decoder" in params:
         return {**params, "decoder": _merged(params["decoder"], network)}
@@ -248,10 +249,9 @@ def merged(params: Mapping[str, Any], network: Any) -> dict[str, Any]:
 
 
 def _merged(params: Mapping[str, Any], network: Any) -> dict[str, Any]:
-    layers, declared = params["layers"], layers_of(network.declared)
-    plain = {name: x for name, x in layers.items() if declared[name].kind is not Kind.ADAPTER}
-    matrices = merged_matrices(layers, declared, network.config.lora)
-    return {**params, "layers": {**plain, **matrices}}
+    layers, base = params["layers"], layers_of(network.base.shapes)
+    matrices = merged_matrices(layers, network)
+    return {**params, "layers": {name: layers[name] for name in base} | matrices}
 
 
 def layers_of(tree: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -260,21 +260,25 @@ def layers_of(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     return found
 
 
-def merged_matrices(
-    layers: Mapping[str, Any], declared: Mapping[str, Parameter], lora: Lora
-) -> dict[str, Any]:
-    """Of layers the matrices that have an adapter, with it added, by name.
+def merged_matrices(layers: Mapping[str, Any], network: Any) -> dict[str, Any]:
+    """Of layers the matrices that have an adapter, with it added, and those that are quantized as
+    floats, by name.
 
     Args:
-      layers: arrays by name; others than these matrices and their adapters are not read.
-      declared: of the layers.
-      lora: of the adapters.
+      layers: arrays by name; others than these matrices, their scales and adapters are not read.
+      network: of the layers.
     """
     matrices = {}
-    for name, parameter in declared.items():
+    lora, base = network.config.lora, layers_of(network.base.shapes)
+    for name, parameter in layers_of(network.declared).items():
+        weight: Any = layers.get(name)
+        if parameter.quantized:
+            weight = dequantized(weight, layers[f"{name}_scale"], parameter)
         if of := halves(lora, name, parameter):
-            parts = layers[name], layers[f"{name}_a"], layers[f"{name}_b"]
-            matrices[name] = _added(*parts, parameter, lora.scaling, of)
+            parts = layers[f"{name}_a"], layers[f"{name}_b"]
+            weight = _added(weight, *parts, parameter, lora.scaling, of)
+        if of or parameter.quantized:
+            matrices[name] = weight.astype(base[name].dtype)
     return matrices
 
 
@@ -301,4 +305,4 @@ def _added(
         empty = xp.zeros_like(addition)
         both = [addition, empty] if of[0] == 0 else [empty, addition]
         addition = xp.concatenate(both, axis=at)
-    return (weight.astype(np.float32) + addition).astype(weight.dtype)
+    return weight.astype(np.float32) + addition

@@ -12,10 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from hjax.errors import ConfigError
 from hjax.models.config import ModelConfig
+from hjax.models.declaration import Parameter
 from hjax.models.transformer import Decoder, ScalarDecoder
 from hjax.partition import Partition
 from hjax.sharding.arrays import place
@@ -38,6 +41,7 @@ class Network:
       kinds: nested dict like the parameters, of ``Kind``.
       shapes: nested dict like the parameters, of jax.ShapeDtypeStruct.
       partition: into what learns, all of it or adapters, and what is frozen then.
+      frozen_dtype: in which quantized matrices are read by whoever reads them as floats.
     """
 
     module: type
@@ -50,6 +54,7 @@ class Network:
     partition: Partition
     _create: Callable[[jax.Array], Params]
     _state: Any
+    frozen_dtype: Any = np.dtype(np.float32)
 
     def bind(self, params: Params, stack: Stack = plain) -> Any:
         """The module with these parameters; call it inside jit.
@@ -74,10 +79,15 @@ class Network:
     def read_dtypes(self, dtype: Any) -> Params:
         """Dtype in which a forward of compute ``dtype`` reads every parameter.
 
-        Vectors (norm weights, heads) stay float32, so a copy in these dtypes gives bit for bit the
-        forward of the parameters themselves.
+        Vectors (norm weights, heads) stay float32 and quantized matrices what they are, so a copy
+        in these dtypes gives bit for bit the forward of the parameters themselves.
         """
-        return jax.tree.map(lambda kind: np.dtype(dtype if kind.cast else np.float32), self.kinds)
+
+        def read(parameter: Parameter) -> np.dtype:
+            cast = parameter.kind.cast and not parameter.quantized
+            return np.dtype(dtype) if cast else jnp.dtype(parameter.dtype)
+
+        return jax.tree.map(read, self.declared)
 
     def frozen_in(self, dtype: Any) -> Network:
         """The same, what is frozen kept as a forward of compute ``dtype`` reads it."""
@@ -90,7 +100,8 @@ class Network:
             self.read_dtypes(dtype),
         )
         _, frozen = self.partition.split(shapes)
-        return self.with_shapes(self.partition.join(learned, frozen))
+        joined = self.partition.join(learned, frozen)
+        return dataclasses.replace(self, shapes=joined, frozen_dtype=np.dtype(dtype))
 
     def with_shapes(self, shapes: Params) -> Network:
         """The same with parameters of other dtypes."""
@@ -98,18 +109,39 @@ class Network:
 
     @functools.cached_property
     def base(self) -> Network:
-        """The same model without adapters, in the same dtypes."""
+        """The same model without adapters, in the same dtypes, its matrices as floats."""
+        if not self.config.quantized:
+            return self.bare
+        plain = network_of(self.module, self.config.base)
+
+        def read(kept: jax.ShapeDtypeStruct, parameter: Parameter) -> jax.ShapeDtypeStruct:
+            dtype = self.frozen_dtype if parameter.quantized else kept.dtype
+            return jax.ShapeDtypeStruct(kept.shape, dtype)
+
+        kept, declared = (_like(plain.shapes, tree) for tree in (self.shapes, self.declared))
+        return plain.with_shapes(jax.tree.map(read, kept, declared))
+
+    @functools.cached_property
+    def bare(self) -> Network:
+        """The same model without adapters, all that is frozen kept as it is here."""
         if self.config.lora is None:
             return self
-        plain = network_of(self.module, self.config.base)
-        return plain.with_shapes(_like(plain.shapes, self.shapes))
+        plain = network_of(self.module, dataclasses.replace(self.config, lora=None))
+        plain = plain.with_shapes(_like(plain.shapes, self.shapes))
+        return dataclasses.replace(plain, frozen_dtype=self.frozen_dtype)
 
-    def base_of(self, tree: Params) -> Params:
+    def bare_of(self, tree: Params) -> Params:
         """Of a tree like the parameters what the model without adapters has."""
-        return tree if self.config.lora is None else _like(self.base.declared, tree)
+        return tree if self.config.lora is None else _like(self.bare.declared, tree)
 
     def create(self, seed: int, layout: Layout) -> Params:
         """Initial parameters, each device making its own part; the same under every layout."""
+
+        if self.config.quantized:
+            raise ConfigError(
+                f"a base in {self.config.quantized} is read from a path, not drawn; give the path "
+                "of its weights"
+            )
 
         def create(key: jax.Array) -> Params:
             return jax.tree.map(lambda x, s: x.astype(s.dtype), self._create(key), self.shapes)

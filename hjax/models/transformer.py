@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from hjax.errors import ConfigError
+from hjax.kernels import quantized
 from hjax.kernels.attention import Scoring
 from hjax.kernels.sets import REFERENCE, Kernels, choose, kernels_of
 from hjax.models import lora as low_rank
@@ -180,7 +181,11 @@ class Block(nnx.Module):
 
     def _product(self, spec: str, x: jax.Array, name: str, compute: Compute) -> jax.Array:
         """A product with a weight, and its adapter and bias where it has them."""
-        out = compute.kernels.product(spec, x, getattr(self, name)[...])
+        weight, scale = getattr(self, name)[...], getattr(self, f"{name}_scale", None)
+        if scale is None:
+            out = compute.kernels.product(spec, x, weight)
+        else:
+            out = quantized.product(spec, x, weight, scale[...])
         if self._adapted(name):
             lora, declared = self.config.lora, decoder_parameters(self.config)["layers"]
             assert lora is not None
@@ -216,6 +221,7 @@ class Block(nnx.Module):
                 x, weights, routing_of(config), compute.home, compute.kernels.grouped
             )
         plain = not config.mlp_bias and not self._adapted("gate_up", "down")
+        plain = plain and not config.quantized
         if config.gated_mlp and config.activation == "silu" and plain:
             return compute.kernels.gated_mlp(x, self.gate_up[...], self.down[...])
         if config.gated_mlp:

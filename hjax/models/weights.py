@@ -20,6 +20,7 @@ from hjax.models.lora import Lora, layers_of, merged
 from hjax.models.parameters import Network, Params, decoder_network
 from hjax.models.peft_files import Adapter, is_adapter
 from hjax.models.published import SHAPES
+from hjax.models.quantized import FLOAT, quantized_params
 from hjax.sharding.arrays import place
 from hjax.sharding.layout import Layout
 
@@ -125,7 +126,7 @@ def load_params(path: str | os.PathLike, network: Network, layout: Layout, seed:
       ConfigError: missing or unfit files, by name.
       DataError: no complete checkpoint in the workdir, or a damaged one.
     """
-    directory, base, adapter = model_directory(path), network.base, _adapter(path)
+    directory, base, adapter = model_directory(path), network.bare, _adapter(path)
     if not is_workdir(path):
         of = base.config, base.declared, base.shardings(layout), base.shapes
         # Under adapters that learn they stay apart from their matrices.
@@ -137,7 +138,7 @@ def load_params(path: str | os.PathLike, network: Network, layout: Layout, seed:
             params.pop("unembedding", None)
             fill = {name: np.zeros(base.declared[name].shape, np.float32) for name in _SCALAR}
             params = {"decoder": params, **fill}
-        params = base.place(params, layout)
+        params = base.place(quantized_params(params, base.declared), layout)
     if base is not network:
         _, frozen = network.partition.split(params)
         heads = {name: params[name] for name in _SCALAR if name in params}
@@ -193,6 +194,7 @@ def _restored(path: str | os.PathLike) -> Params:
         return learned
     if base is None:
         _, base = load_decoder(actor_path(path))
+        base = quantized_params(base, network.bare.declared)
     return merged(network.partition.join(learned, base), network)
 
 
@@ -210,7 +212,9 @@ def load_learned(path: str | os.PathLike) -> tuple[Network, Params, Params | Non
     lora = Lora.of(settings, bool(config.experts)) if settings else None
     checkpoints = Path(path) / "checkpoints"
     base = restore_params(checkpoints, "actor", "base") if lora is not None else None
-    network = decoder_network(dataclasses.replace(config, lora=lora))
+    form = (settings or {}).get("base", FLOAT)
+    quantized = "" if lora is None or form == FLOAT else form
+    network = decoder_network(dataclasses.replace(config, lora=lora, quantized=quantized))
     return network, restore_params(checkpoints, "actor"), base
 
 

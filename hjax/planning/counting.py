@@ -33,4 +33,5 @@ def counts(config: ModelConfig, name: str = "", scalar: bool = False) -> ModelCo
         layer_activations=activations,
         layer_activations_whole=whole,
         frozen=total - arithmetic.learned_parameters(config, scalar),
+        bytes_each=arithmetic.byte_parameters(config),
     )

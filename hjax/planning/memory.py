@@ -31,10 +31,12 @@ def resident(
 
 
 def _weights(place: Place, model: ModelCounts) -> float:
-    """Bytes per parameter: what is frozen beside adapters is kept as it is computed with."""
+    """Bytes per parameter: what is frozen beside adapters is kept as it is computed with, or in
+    one byte."""
     numerics = place.numerics
     frozen = min(numerics.weights, numerics.compute)
-    return numerics.weights * model.learning + frozen * (1 - model.learning)
+    small = model.bytes_each / model.parameters
+    return numerics.weights * model.learning + frozen * (1 - model.learning - small) + small
 
 
 def fetched(place: Place, model: ModelCounts, mesh: Mesh, update: bool, offload: Offload) -> float:

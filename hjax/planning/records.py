@@ -97,7 +97,8 @@ class ModelCounts:
       cache_elements: keys and values per token and layer.
       layer_activations: elements per token and layer that a backward pass reads if nothing is
         rematerialised; ``layer_activations_whole``: of them those that no tensor axis splits.
-      frozen: of ``parameters`` those that no update changes, because adapters learn beside them.
+      frozen: of ``parameters`` those that no update changes, because adapters learn beside them;
+        ``bytes_each``: those of them that are kept in one byte.
     """
 
     name: str
@@ -119,6 +120,7 @@ class ModelCounts:
     layer_activations: int
     layer_activations_whole: int
     frozen: int = 0
+    bytes_each: int = 0
 
     @property
     def learning(self) -> float:

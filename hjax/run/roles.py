@@ -21,6 +21,7 @@ from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError
 from hjax.models.config import ModelConfig
 from hjax.models.lora import Lora
+from hjax.models.quantized import FLOAT
 from hjax.models.remat import NONE
 from hjax.models.rotary import Dynamic, LongRope
 from hjax.models.transformer import Compute
@@ -579,12 +580,33 @@ def adapted(model: ModelConfig, config: ConfigDict, role: Role) -> ModelConfig:
     """A role's model with the adapters that its section asks for; the model itself without any.
 
     Raises:
-      ConfigError: targets that the model does not have.
+      ConfigError: targets that the model does not have, or a base that cannot be quantized.
     """
     if not role.trained or not role.model:
         return model
-    lora = Lora.of(config[role.config_section].lora, bool(model.experts))
-    return model if lora is None else dataclasses.replace(model, lora=lora)
+    settings = config[role.config_section].lora
+    lora = Lora.of(settings, bool(model.experts))
+    quantized = "" if settings.base == FLOAT else settings.base
+    if quantized:
+        asked = f"config.{role.config_section}.lora.base={quantized}"
+        if lora is None:
+            raise ConfigError(
+                f"{asked} is for weights that are frozen beside adapters; set "
+                f"{role.config_section}.lora.rank to 1 or more as well, or leave it out"
+            )
+        if model.experts:
+            raise ConfigError(
+                f"{asked}: this model's MLPs are experts, whose matrices are kept as they are "
+                f"computed with; use {FLOAT}"
+            )
+        if not (role_path(config, role) or config.actor.path):
+            raise ConfigError(
+                f"{asked} quantizes weights as they are read; give {role.config_section}.path, or "
+                f"use {FLOAT}"
+            )
+    if lora is None:
+        return model
+    return dataclasses.replace(model, lora=lora, quantized=quantized)
 
 
 def _check_batches(

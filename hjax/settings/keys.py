@@ -82,6 +82,12 @@ def _lora(role: str) -> dict[str, Key]:
             ("all",),
             "matrices with an adapter: all, or some of q, k, v, o, gate, up, down",
         ),
+        "base": Key(
+            "float",
+            "what the layers' frozen matrices are kept in: float, that of compute; int8 or fp8, a "
+            "byte each with a scale per output",
+            one_of("float", "int8", "fp8"),
+        ),
     }
 
 

@@ -114,7 +114,7 @@ class ModelWorker(Worker):
     @control
     def base_weights(self) -> Params:
         """The parameters beside which adapters learn, without these."""
-        return self.network.base_of(self.params)
+        return self.network.bare_of(self.params)
 
     def without_adapters(self) -> Params:
         """The parameters of the model without adapters: these are added to their matrices."""
@@ -260,7 +260,7 @@ class ModelWorker(Worker):
     ) -> Any:
         """What ``forward`` compiles of ``compute`` for the tokens of ``rows`` sequences."""
         params = abstract(self.network.shapes, self.shardings)
-        params = self.network.base_of(params) if base else params
+        params = self.network.bare_of(params) if base else params
         batch = self.token_shapes(rows, prompt_length)
         return self._forward(compute, True, base).trace(params, batch)
 
@@ -314,13 +314,13 @@ class ModelWorker(Worker):
         """
         grouped = self.grouped(batch)
         tokens = self.packed({key: batch[key] for key in TOKEN_KEYS}, grouped)
-        params = self.network.base_of(self.params) if base else self.params
+        params = self.network.bare_of(self.params) if base else self.params
         return self.forward(compute, params, tokens, grouped, base)
 
     def _forward(self, compute: Callable[..., Any], grouped: bool, base: bool = False) -> Any:
         key = (getattr(compute, "__code__", compute), grouped, base)
         if key not in self._forwards:
-            network = self.network.base if base else self.network
+            network = self.network.bare if base else self.network
             passes = self._passes(network) if base else self.passes
 
             def part(params: Params, batch: Any, stack: Stack) -> Any:

@@ -93,7 +93,10 @@ class Updates:
         gradients = 4 * learned * (2 if pieces > 1 else 1)
         # What is frozen beside adapters may be kept in the compute dtype.
         wide = (n for x, n in self._parts(lambda tree: tree) if x.dtype.itemsize > size)
-        cast = size * sum(wide)
+        cast: float = size * sum(wide)
+        # What is kept in a byte is cast in the layer that multiplies with it.
+        narrow = (n for x, n in self._parts(lambda tree: tree) if x.dtype.itemsize < size)
+        cast += size * sum(narrow) * stages / config.layers
         return gradients + cast + activations + self._gathered() + self._head(answered)
 
     def _in_rows(self) -> tuple[int, float, float, int]:
