@@ -6,6 +6,7 @@ rows of one prompt are consecutive, so its forward runs once for all of them.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,6 +19,8 @@ from hjax.kernels.attention import PART
 from hjax.kernels.log_prob_head import Head, token_scores, top_scores
 from hjax.kernels.spread import Spread
 from hjax.models.attention import Causal, SharedPrompt
+from hjax.models.dropout import KEY as DROPOUT
+from hjax.models.dropout import Dropout, token_keys
 from hjax.models.packed import KEY, read_packs
 from hjax.models.transformer import Compute
 from hjax.sharding.layout import Layout
@@ -44,7 +47,8 @@ def response_states(
 
     Args:
       decoder: a ``Decoder``.
-      batch: ``prompts``, ``prompt_mask`` [rows, prompt_length]; ``responses`` [rows, length].
+      batch: ``prompts``, ``prompt_mask`` [rows, prompt_length]; ``responses`` [rows, length];
+        in an update with dropout its rows' keys, see ``hjax.models.dropout``.
       samples: consecutive rows that share a prompt; divides the rows.
 
     Returns:
@@ -120,6 +124,9 @@ def _padded_states(
         mask = whole(jnp.concatenate([mask, answers], axis=1))
         attention = Causal(mask, form=form)
     tokens, positions = whole(tokens), whole(positions)
+    if DROPOUT in batch:
+        keys = whole(token_keys(batch[DROPOUT], share, prompt, length))
+        compute = dataclasses.replace(compute, dropout=Dropout.of(keys, positions))
     hidden = whole(decoder.hidden_states(tokens, positions, attention, compute))
     if split is not None and share == 1:
         states = whole(hidden[:, prompt - 1 : -1])

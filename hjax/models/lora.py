@@ -19,6 +19,7 @@ import numpy as np
 
 from hjax.errors import ConfigError
 from hjax.models.declaration import Kind, Parameter, Stored
+from hjax.models.dropout import Dropout
 from hjax.models.quantized import dequantized
 
 # Parts of a layer's matrices, and which parameter has them; of a pair, which half.
@@ -45,12 +46,14 @@ class Lora:
         (Kalajdzievski 2023, arXiv 2312.03732).
       rslora: see ``alpha``.
       targets: which matrices have one, of ``TARGETS``; those that a model lacks are left out.
+      dropout: share of an adapter's inputs that updates drop, see ``hjax.models.dropout``.
     """
 
     rank: int
     alpha: float
     targets: tuple[str, ...] = TARGETS
     rslora: bool = False
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -76,7 +79,8 @@ class Lora:
         if not settings["rank"]:
             return None
         targets = targets_of(tuple(settings["targets"]), experts)
-        return cls(settings["rank"], settings["alpha"], targets, settings["rslora"])
+        rate = settings.get("dropout", 0.0)  # of an older workdir
+        return cls(settings["rank"], settings["alpha"], targets, settings["rslora"], rate)
 
     @property
     def scaling(self) -> float:
@@ -196,12 +200,45 @@ def _stored(
     return into, out
 
 
+def addition(
+    spec: str,
+    x: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    lora: Lora,
+    places: tuple[tuple[str, int | None], ...],
+    dropout: Dropout | None = None,
+) -> jax.Array:
+    """``product``, where ``dropout`` is given of inputs of which each matrix drops its own.
+
+    Args:
+      spec, x, a, b: as there.
+      lora: of the adapters.
+      places: name of the parameter and half of each matrix that has one.
+      dropout: of the layer.
+    """
+    if dropout is None or not lora.dropout:
+        return product(spec, x, a, b, lora.scaling)
+    numbers = tuple(
+        next(i for i, target in enumerate(TARGETS) if place in _PLACES[target]) for place in places
+    )
+    paired = places[0][1] is not None
+
+    def dropped(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+        x = dropout.dropped(x, lora.dropout, numbers, paired)
+        return product(spec, x, a, b, lora.scaling)
+
+    # Drawn again in the backward pass, which would keep other inputs for every matrix.
+    return jax.checkpoint(dropped)(x, a, b)
+
+
 def product(spec: str, x: jax.Array, a: jax.Array, b: jax.Array, scaling: float) -> jax.Array:
     """What an adapter adds to ``einsum(spec, x, weight)``, in the dtype of x.
 
     Args:
       spec: of the product with the weight, such as ``btd,dcke->btcke``.
-      x: [batch, length, inputs...].
+      x: [batch, length, inputs...]; of a pair it may be [batch, length, halves, inputs...], an
+        input for each.
       a, b: of one layer.
       scaling: of ``Lora``.
 
@@ -209,7 +246,8 @@ def product(spec: str, x: jax.Array, a: jax.Array, b: jax.Array, scaling: float)
       [batch, length, outputs...], of a pair with the size of ``a``'s.
     """
     rows, inner, pair, outer = _letters(spec)
-    low = jnp.einsum(f"{rows}{inner},{pair}{inner}z->{rows}{pair}z", x, a.astype(x.dtype))
+    apart = pair if x.ndim > len(rows + inner) else ""
+    low = jnp.einsum(f"{rows}{apart}{inner},{pair}{inner}z->{rows}{pair}z", x, a.astype(x.dtype))
     both = f"{rows}{pair}z,{pair}z{outer}->{rows}{pair}{outer}"
     return jnp.einsum(both, low, scaling * b.astype(x.dtype))
 

@@ -8,6 +8,7 @@ predicts nothing and takes no place.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -15,6 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from hjax.models.attention import Packed
+from hjax.models.dropout import KEY as DROPOUT
+from hjax.models.dropout import Dropout, token_keys
 from hjax.models.transformer import Compute
 
 KEY = "packing"  # a batch's entry
@@ -104,6 +107,10 @@ def read_packs(
     places = joined(_pick(tokens, packing.source))
     prompts = None if packing.prompts is None else joined(packing.prompts)
     positions = joined(packing.positions)
+    if DROPOUT in batch:
+        keys = token_keys(batch[DROPOUT], 1, batch["prompts"].shape[1], batch["responses"].shape[1])
+        keys = joined(_pick(keys.reshape(cells, -1, keys.shape[-1]), packing.source))
+        compute = dataclasses.replace(compute, dropout=Dropout.of(keys, positions))
     attention = Packed(joined(packing.segments), positions, prompts, compute.form)
     hidden = decoder.hidden_states(places, positions, attention, compute)
     states = _pick(hidden.reshape(cells, -1, hidden.shape[-1]), packing.states)

@@ -190,12 +190,18 @@ class Adapter:
             read[part.at] = part.of(tensor)
         return read
 
-    def check_targets(self, declared: Mapping[str, Any]) -> None:
-        """Whether the adapters of these parameters are all that there are.
+    def check_form(self, declared: Mapping[str, Any], lora: Lora) -> None:
+        """Whether the adapters of these parameters are all that there are, and learned alike.
 
         Raises:
-          ConfigError: there are more.
+          ConfigError: there are more, or they learned with another dropout.
         """
+        rate = float(self._config.get("lora_dropout") or 0.0)
+        if rate != lora.dropout:
+            raise ConfigError(
+                f"{self.path}: its adapters learned with lora_dropout={rate:g}, lora.dropout is "
+                f"{lora.dropout:g}; set lora.dropout={rate:g}, or change it in {CONFIG}"
+            )
         ours = {
             part.name
             for parameter in layers_of(declared).values()
@@ -266,7 +272,7 @@ def save_adapter(
         "base_model_name_or_path": base,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": lora.dropout,
         "use_rslora": lora.rslora,
         "bias": "none",
         "fan_in_fan_out": any(part.turned for p in layers.values() for part in parts(p)),

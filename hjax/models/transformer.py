@@ -32,10 +32,11 @@ from hjax.models.architecture import (
 from hjax.models.attention import Attention, Form
 from hjax.models.config import LayerKind, ModelConfig
 from hjax.models.declaration import Kind, create_in
+from hjax.models.dropout import Dropout
 from hjax.models.experts import Routing, Weights, mixture
 from hjax.models.rotary import Tables
 from hjax.sharding.layout import Layout
-from hjax.sharding.pipeline import Stack, plain
+from hjax.sharding.pipeline import Stack, first_layer, plain
 
 Rotary = tuple[Tables, ...]  # cos and sin, for each of a model's rotary positions
 LookUp = Callable[[jax.Array], Rotary]  # of int positions [batch, length]
@@ -57,6 +58,7 @@ class Compute:
         plain reference until ``on`` chooses those of a platform.
       home: the layout whose devices run it, given by ``on``; kernels that a compiler cannot split
         are split over it.
+      dropout: what adapters' inputs lose in an update; None: nothing.
     """
 
     dtype: Any = jnp.float32
@@ -65,6 +67,13 @@ class Compute:
     layout: Layout | None = None
     kernel_set: str = REFERENCE
     home: Layout | None = None
+    dropout: Dropout | None = None
+
+    def in_layer(self, layer: int | jax.Array) -> Compute:
+        """The same in a layer, counted from the first that is run."""
+        if self.dropout is None:
+            return self
+        return dataclasses.replace(self, dropout=self.dropout.of_layer(layer))
 
     def on(self, layout: Layout) -> Compute:
         """The same with the kernels for a layout's devices."""
@@ -157,7 +166,7 @@ class Block(nnx.Module):
           attention, cache, compute: as of ``Decoder``.
           kind: what this layer has of its own.
         """
-        config, kernels = self.config, compute.kernels
+        config, kernels, compute = self.config, compute.kernels, compute.in_layer(layer)
         h = x if config.norms == "after" else self._norm("attention_norm", x, compute)
         q = self._product("btd,dhe->bthe", h, "q", compute)
         k, v = _pair(self._product("btd,dcke->btcke", h, "kv", compute))
@@ -190,8 +199,10 @@ class Block(nnx.Module):
             lora, declared = self.config.lora, decoder_parameters(self.config)["layers"]
             assert lora is not None
             a, b = getattr(self, f"{name}_a")[...], getattr(self, f"{name}_b")[...]
-            addition = low_rank.product(spec, x, a, b, lora.scaling)
-            out += low_rank.spread(addition, low_rank.halves(lora, name, declared[name]))
+            of = low_rank.halves(lora, name, declared[name])
+            places = tuple((name, half) for half in of)
+            addition = low_rank.addition(spec, x, a, b, lora, places, compute.dropout)
+            out += low_rank.spread(addition, of)
         bias = getattr(self, f"{name}_bias", None)
         return out if bias is None else out + bias[...].astype(out.dtype)
 
@@ -349,7 +360,13 @@ class Decoder(nnx.Module):
         """[batch, length, embed] after the final norm, without a cache; through ``stack``."""
 
         def layers(stacked: Any, x: jax.Array) -> jax.Array:
-            return self._through(stacked, None, x, positions, attention, None, compute)[0]
+            run = compute
+            if compute.dropout is not None:
+                first = first_layer(jax.tree.leaves(stacked)[0].shape[0], self.config.layers)
+                run = dataclasses.replace(
+                    compute, dropout=dataclasses.replace(compute.dropout, first=first)
+                )
+            return self._through(stacked, None, x, positions, attention, None, run)[0]
 
         def embed() -> jax.Array:
             return self.embed(tokens, compute, positions)

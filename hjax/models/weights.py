@@ -156,7 +156,7 @@ def _read_adapters(
     lora = network.config.lora
     assert lora is not None
     adapter.check(network.declared, adapter.base)
-    adapter.check_targets(network.declared)
+    adapter.check_form(network.declared, lora)
     declared, shardings = layers_of(network.declared), layers_of(network.shardings(layout))
     read = {
         name: place(adapter.parameter(declared[name], lora), shardings[name])

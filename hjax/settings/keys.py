@@ -82,6 +82,9 @@ def _lora(role: str) -> dict[str, Key]:
             ("all",),
             "matrices with an adapter: all, or some of q, k, v, o, gate, up, down",
         ),
+        "dropout": Key(
+            0.0, "share of each adapter's inputs that updates drop, as PEFT does", below_one()
+        ),
         "base": Key(
             "float",
             "what the layers' frozen matrices are kept in: float, that of compute; int8 or fp8, a "

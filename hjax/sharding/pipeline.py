@@ -43,6 +43,12 @@ def plain(layers: Layers, stacked: Any, embed: Callable[[], jax.Array]) -> jax.A
     return layers(stacked, embed())
 
 
+def first_layer(count: int, layers: int) -> int | jax.Array:
+    """Number of the first of ``count`` stacked layers that run, of a model of so many: a stage's,
+    where they are not all."""
+    return 0 if count == layers else count * jax.lax.axis_index(PIPE_AXES)
+
+
 class _Embedded(Exception):
     """Ends a trace once the embedding stands."""
 

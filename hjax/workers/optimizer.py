@@ -20,6 +20,9 @@ from hjax.models.parameters import Network, Params
 from hjax.workers.passes import Batch, Objective, Passes
 from hjax.xla.options import compiler_options
 
+# In a batch whose update drops something: updates made before.
+UPDATE = "update"
+
 Metrics = dict[str, jax.Array]
 Prepare = Callable[[Batch], Batch]
 
@@ -118,6 +121,7 @@ class Updater:
         kinds, _ = self._partition.split(network.kinds)
         self._optimizer = optimizer.build(kinds)
         self._rate = optimizer.rate()
+        self._drops = network.config.lora is not None and network.config.lora.dropout > 0
 
         def step(learned: Params, frozen: Params, state: Any, batch: dict[str, Any]) -> Any:
             return self._step(learned, frozen, state, batch)
@@ -178,6 +182,11 @@ class Updater:
     ) -> tuple[Params, Any, Metrics]:
         batch, params = dict(batch), self._partition.join(learned, frozen)
         pretrain: Batch | None = batch.pop("pretrain", None)
+        # Adam and the schedule count alike.
+        (_, count), *_ = optax.tree.get_all_with_path(state, "count")
+        if self._drops:
+            batch[UPDATE] = count
+            pretrain = None if pretrain is None else pretrain | {UPDATE: count}
         gradients = self._passes.gradients
         (loss, stats), grads = gradients(self._objective, params, self._prepare(batch))
         if pretrain is not None and self._pretraining is not None:
@@ -193,8 +202,6 @@ class Updater:
             updates, new = self._optimizer.update(grads, state, params)
             return optax.apply_updates(params, updates), new
 
-        # Adam and the schedule count alike.
-        (_, count), *_ = optax.tree.get_all_with_path(state, "count")
         rate = self._rate(count)
         learned, state = jax.lax.cond(finite, take, lambda p, s: (p, s), learned, state)
         metrics = {

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from hjax.errors import ConfigError
+from hjax.models.dropout import KEY as DROPOUT
+from hjax.models.dropout import row_keys
 from hjax.models.packed import KEY as PACKING
 from hjax.models.parameters import Network, Params
 from hjax.sharding.manifest import Manifest
@@ -16,7 +18,7 @@ from hjax.sharding.pipeline import Stack
 from hjax.sharding.protocols import PROMPT_ID, control
 from hjax.workers.base import TOKEN_KEYS, WorkerContext
 from hjax.workers.model import ModelWorker
-from hjax.workers.optimizer import Prepare, Updater
+from hjax.workers.optimizer import UPDATE, Prepare, Updater
 from hjax.workers.packs import padding
 from hjax.workers.passes import Batch, Objective
 
@@ -73,10 +75,12 @@ class TrainedWorker(ModelWorker):
             return total, {k: jnp.sum(batch["stat_weights"] * v) for k, v in stats.items()}
 
         def prepare(batch: Batch) -> Batch:
-            return batch | {
-                "weights": loss.weights(batch),
-                "stat_weights": loss.stat_weights(batch),
-            }
+            made = {"weights": loss.weights(batch), "stat_weights": loss.stat_weights(batch)}
+            if UPDATE in batch:
+                samples = self.context.samples if grouped else 1
+                rows = batch["responses"].shape[0]
+                made[DROPOUT] = row_keys(self.context.seed, batch[UPDATE], rows, samples)
+            return batch | made
 
         return objective, prepare
 

@@ -1,0 +1,182 @@
+"""Dropout of adapters' inputs: PEFT's numbers under the same masks, layouts, updates alone."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import computed, trainer_of
+from references import torch
+from test_lora import TOKENS, adapted, network_with, one_device
+from test_lora_runs import AHEAD, BOTH, CRITIC, LORA, axes, base, close, rows_of, slow  # noqa: F401
+
+from hjax.errors import ConfigError
+from hjax.models.attention import Causal
+from hjax.models.declaration import parts
+from hjax.models.dropout import Dropout, row_keys, token_keys
+from hjax.models.lora import TARGETS, Lora
+from hjax.models.peft_files import CONFIG, save_adapter
+from hjax.models.transformer import Compute
+from hjax.models.weights import load_params
+
+RATE = 0.4
+DROPS = {**LORA, "actor.lora.dropout": 0.3}
+
+
+def masks(row, positions, layer, target, features):
+    """bool [1, length, features], each token's drawn for itself as the module says."""
+    kept = []
+    for key, position in zip(row, positions, strict=True):
+        key = jax.random.wrap_key_data(key, impl="threefry2x32")
+        for number in (position, layer, TARGETS.index(target)):
+            key = jax.random.fold_in(key, int(number))
+        kept.append(np.asarray(jax.random.uniform(key, (features,)) < 1 - RATE))
+    return np.stack(kept)
+
+
+class Masked(torch.nn.Module):
+    def __init__(self, kept):
+        super().__init__()
+        self.kept = torch.tensor(kept)
+
+    def forward(self, x):
+        return torch.where(self.kept, x / (1 - RATE), 0.0)
+
+
+@pytest.mark.parametrize("unroll", [False, slow(True)])
+@pytest.mark.parametrize("name", ["qwen3 tied", slow("phi3"), slow("gemma3")])
+def test_under_the_same_masks_peft_has_the_same_loss_and_gradient(tmp_path, name, unroll):
+    fused = name == "phi3"
+    targets = ("down",) if fused else ("q", "v", "o", "gate", "down")
+    wanted = [f"{target}_proj" for target in targets]
+    theirs = adapted(name, tmp_path, wanted, lora_dropout=RATE).train()
+    network = network_with(tmp_path, Lora(3, 7.0, targets, dropout=RATE))
+    params = load_params(tmp_path / "adapter", network, one_device())
+    rows, length = TOKENS.shape
+    keys = np.random.default_rng(0).integers(0, 2**32, (rows, length, 2), np.uint32)
+    positions = np.tile(np.arange(length), (rows, 1))
+    for module, layer in theirs.named_modules():
+        if hasattr(layer, "lora_dropout"):
+            number, target = int(module.split(".layers.")[1].split(".")[0]), module.split(".")[-1]
+            target = target.removesuffix("_proj")
+            of = number, target, layer.in_features
+            kept = [masks(keys[row], positions[row], *of) for row in range(rows)]
+            layer.lora_dropout["default"] = Masked(np.stack(kept))
+    weights = np.sin(np.arange(47.0)).astype(np.float32)
+    scores = torch.log_softmax(theirs(torch.tensor(TOKENS)).logits, -1) @ torch.tensor(weights)
+    scores.mean().backward()
+    expected = {
+        key: x.grad.numpy() for key, x in theirs.named_parameters() if x.grad is not None
+    }
+    learned, frozen = network.partition.split(params)
+
+    def loss(learned):
+        decoder = network.bind(network.partition.join(learned, frozen))
+        compute = Compute(dropout=Dropout.of(jnp.asarray(keys), positions), unroll_layers=unroll)
+        attention = Causal(jnp.ones(TOKENS.shape, bool))
+        states = decoder.hidden_states(TOKENS, positions, attention, compute)
+        return jnp.mean(jax.nn.log_softmax(decoder.logits(states)) @ weights)
+
+    value, found = jax.value_and_grad(loss)(learned)
+    np.testing.assert_allclose(value, scores.mean().item(), atol=1e-5)
+    of = network.declared["layers"]
+    for name, grads in found["layers"].items():
+        for part in parts(of[name]):
+            key = f"base_model.model.{part.name}".replace(".weight", ".default.weight")
+            bound = 5e-5 * max(1, np.abs(expected[key]).max())
+            np.testing.assert_allclose(part.of(expected[key]), grads[part.at], atol=bound)
+
+
+def test_a_share_is_kept_and_every_matrix_layer_token_and_update_has_its_own():
+    rows = row_keys(3, jnp.int32(0), 8, 4)
+    other = row_keys(3, jnp.int32(1), 8, 4)
+    assert len(np.unique(rows[:, :2], axis=0)) == 2 and len(np.unique(rows[:, 2:], axis=0)) == 8
+    assert not (np.asarray(rows) == np.asarray(other)).all(axis=1).any()
+    tokens = token_keys(rows, 4, 5, 6)
+    assert tokens.shape == (2, 5 + 4 * 6, 2)
+    np.testing.assert_array_equal(tokens[1, 0], rows[4, :2])
+    np.testing.assert_array_equal(tokens[1, 5 + 2 * 6], rows[6, 2:])
+    positions = jnp.tile(jnp.concatenate([jnp.arange(5), jnp.tile(5 + jnp.arange(6), 4)]), (2, 1))
+    drawn = Dropout.of(tokens, positions)
+    x = jnp.ones((2, 29, 500))
+    found = np.asarray(drawn.of_layer(0).dropped(x, RATE, (1, 2), paired=True))
+    assert found.shape == (2, 29, 2, 500)
+    assert set(np.unique(found)) == {0, np.float32(1 / (1 - RATE))}
+    kept = (found > 0).reshape(-1, 500)
+    # 58 tokens for 2 matrices: four standard deviations of a mean of 58,000 draws.
+    assert abs(kept.mean() - (1 - RATE)) < 4 * np.sqrt(RATE * (1 - RATE) / kept.size)
+    assert len(np.unique(kept, axis=0)) == len(kept)
+    later = np.asarray(drawn.of_layer(1).dropped(x, RATE, (1, 2), paired=True))
+    assert abs((found == later).mean() - (RATE**2 + (1 - RATE) ** 2)) < 0.01
+
+
+COMBINATIONS = [
+    ("GRPO", {"layout.actor.generate.tensor": 2, **axes(fsdp=2, tensor=4)}),
+    slow("PPO", {**CRITIC, "critic.lora.dropout": 0.5, **BOTH, "actor.micro_batch": 8}),
+    slow("GRPO", {"model.layers": 2, **axes(pipe=2, data=4)}),
+    slow("GRPO", {**axes(pipe=2, data=4), "model.unroll_layers": True, "model.remat": "full"}),
+    slow("GRPO", axes(context=2, fsdp=4)),
+    slow("GRPO", {"model.remat": "full", "actor.micro_batch": 8, "model.unroll_layers": True}),
+    slow("GRPO", {"data.packing": 16, "actor.micro_batch": 8}),
+    slow("GRPO", {"data.packing": 16, "cluster.processes": 2, "cluster.devices_per_process": 2}),
+    slow("GRPO", {"actor.lora.base": "int8", "actor.offload": "all", **axes(tensor=2, fsdp=4)}),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "changes"), COMBINATIONS)
+def test_every_combination_gives_the_same_metrics(base, algorithm, changes):  # noqa: F811
+    changes = {**DROPS, **changes, "steps": 2}
+    kept = {k: v for k, v in changes.items() if ".lora." in k or k == "steps"}
+    expected = rows_of(algorithm, base, kept)
+    assert all(row["actor/grad_norm"] > 0 for row in expected)
+    close(rows_of(algorithm, base, changes), expected)
+
+
+@pytest.mark.parametrize("changes", [{}, slow({"data.packing": 16, **AHEAD})])
+def test_a_run_resumes_bit_for_bit(base, tmp_path, changes):  # noqa: F811
+    changes = {"actor.path": base, **DROPS, "checkpoint.every": 1, **changes}
+    with trainer_of("GRPO", {**changes, "steps": 4}, tmp_path / "whole") as trainer:
+        whole = [computed(row) for row in trainer.run()]
+    with trainer_of("GRPO", {**changes, "steps": 2}, tmp_path / "two") as trainer:
+        trainer.run()
+    with trainer_of("GRPO", {**changes, "steps": 4}, tmp_path / "two") as trainer:
+        rest = [computed(row) for row in trainer.run()]
+    assert rest == whole[2:]
+
+
+def test_updates_alone_drop_something(base):  # noqa: F811
+    """Scores are those of the same adapters without dropout; only gradients differ at first."""
+    changes = {"actor.path": base, "steps": 3}
+    with trainer_of("GRPO", {**changes, **DROPS}) as trainer:
+        dropped = [computed(row) for row in trainer.run()]
+        batch, actor = trainer.batch, trainer.roles.groups["actor"].worker
+        scores = np.asarray(actor.compute_log_prob(batch)["old_logprobs"])
+        learned = jax.tree.map(np.asarray, actor.learned_weights())
+    with trainer_of("GRPO", {**changes, **LORA}) as trainer:
+        plain = [computed(row) for row in trainer.run()]
+        other = trainer.roles.groups["actor"].worker
+        _, frozen = other.network.partition.split(other.params)
+        placed = jax.device_put(learned, other.network.partition.split(other.shardings)[0])
+        other.params = other.network.partition.join(placed, frozen)
+        again = np.asarray(other.compute_log_prob(batch)["old_logprobs"])
+    np.testing.assert_array_equal(scores, again)
+    # What is added is 0 until the first update.
+    assert dropped[0]["actor/loss"] == pytest.approx(plain[0]["actor/loss"], abs=1e-6)
+    assert dropped[0]["rollout/token_prob_error"] == pytest.approx(1, abs=1e-5)
+    assert dropped[0]["actor/grad_norm"] != pytest.approx(plain[0]["actor/grad_norm"], rel=0.01)
+    assert dropped[2]["rollout/token_prob_error"] > 1.0001 > plain[2]["rollout/token_prob_error"]
+
+
+def test_peft_files_carry_the_rate(tmp_path):
+    adapted("qwen2", tmp_path, lora_dropout=RATE)
+    lora = Lora(3, 7.0, ("q", "v", "o", "gate", "down"), dropout=RATE)
+    network = network_with(tmp_path, lora)
+    params = load_params(tmp_path / "adapter", network, one_device())
+    learned, _ = network.partition.split(jax.tree.map(np.asarray, params))
+    save_adapter(tmp_path / "ours", network.declared, learned, lora, str(tmp_path / "base"))
+    assert json.loads((tmp_path / "ours" / CONFIG).read_text())["lora_dropout"] == RATE
+    other = network_with(tmp_path, dataclasses.replace(lora, dropout=0.0))
+    with pytest.raises(ConfigError, match=r"lora_dropout=0.4, lora.dropout is 0; set lora.dropout"):
+        load_params(tmp_path / "ours", other, one_device())
