@@ -252,7 +252,7 @@ BROKEN = {
         changed(peft_type="IA3"),
         "peft_type 'IA3' is not supported; supported: LORA",
     ),
-    "DoRA": (changed(use_dora=True), "adapters with use_dora=True are not supported"),
+    "ALoRA": (changed(alora_invocation_tokens=[1]), "with alora_invocation_tokens=[1] are not"),
     "biases": (changed(bias="all"), "adapters with bias='all' are not supported"),
     "another start": (changed(init_lora_weights="pissa"), "init_lora_weights='pissa'"),
     "no base": (changed(base_model_name_or_path=None), "base_model_name_or_path is not named"),

@@ -20,7 +20,7 @@ import numpy as np
 from hjax.errors import ConfigError
 from hjax.models.declaration import Kind, Parameter, Stored
 from hjax.models.dropout import Dropout
-from hjax.models.quantized import dequantized
+from hjax.models.quantized import dequantized, inputs_of
 
 # Parts of a layer's matrices, and which parameter has them; of a pair, which half.
 _PLACES: dict[str, tuple[tuple[str, int | None], ...]] = {
@@ -47,6 +47,8 @@ class Lora:
       rslora: see ``alpha``.
       targets: which matrices have one, of ``TARGETS``; those that a model lacks are left out.
       dropout: share of an adapter's inputs that updates drop, see ``hjax.models.dropout``.
+      dora: each output's weights, adapter included, are scaled to a norm that learns, its
+        magnitude (DoRA; Liu et al. 2024, arXiv 2402.09353).
     """
 
     rank: int
@@ -54,8 +56,14 @@ class Lora:
     targets: tuple[str, ...] = TARGETS
     rslora: bool = False
     dropout: float = 0.0
+    dora: bool = False
 
     def __post_init__(self) -> None:
+        if self.dora and self.dropout:
+            raise ConfigError(
+                f"lora.dora does not go with lora.dropout={self.dropout:g}: magnitudes would scale "
+                "products of inputs that are dropped and not; use dropout=0, or dora=false"
+            )
         if self.rank < 1:
             raise ConfigError(f"lora.rank={self.rank}: 1 or more (0 in a config: no adapters)")
         unknown = sorted(set(self.targets) - set(TARGETS))
@@ -80,7 +88,8 @@ class Lora:
             return None
         targets = targets_of(tuple(settings["targets"]), experts)
         rate = settings.get("dropout", 0.0)  # of an older workdir
-        return cls(settings["rank"], settings["alpha"], targets, settings["rslora"], rate)
+        of = settings["rank"], settings["alpha"], targets, settings["rslora"], rate
+        return cls(*of, settings.get("dora", False))
 
     @property
     def scaling(self) -> float:
@@ -134,12 +143,20 @@ def adapter_parameters(layers: Mapping[str, Parameter], lora: Lora) -> dict[str,
     """Both parts of the adapters of a layer's parameters, by name.
 
     ``<name>_a``: [layers, (halves,) inputs..., rank], drawn with PEFT's variance, 1 / (3 inputs);
-    ``<name>_b``: [layers, (halves,) rank, outputs...], zero. Tensors are named as PEFT's.
+    ``<name>_b``: [layers, (halves,) rank, outputs...], zero. With ``dora`` there is ``<name>_m``
+    too, the magnitudes [layers, (halves,) outputs...], for which ``magnitudes`` has the values to
+    start from. Tensors are named as PEFT's.
+
+    Raises:
+      ConfigError: no such matrix, or with ``dora`` several in one tensor of the family's files.
     """
     declared = {}
     for name, parameter in layers.items():
         if of := halves(lora, name, parameter):
-            declared[f"{name}_a"], declared[f"{name}_b"] = _both(parameter, lora.rank, of)
+            a, b = _both(parameter, lora.rank, of)
+            declared[f"{name}_a"], declared[f"{name}_b"] = a, b
+            if lora.dora:
+                declared[f"{name}_m"] = _magnitude(parameter, b)
     if not declared:
         raise ConfigError(
             f"lora.targets={','.join(lora.targets)}: this model has no such matrix in a layer of "
@@ -168,6 +185,26 @@ def _both(
         Parameter((*lead, *inner, low), Kind.ADAPTER, scale, stored=tuple(into)),
         Parameter((*lead, low, *outer), Kind.ADAPTER, stored=tuple(out)),
     )
+
+
+def _magnitude(parameter: Parameter, b: Parameter) -> Parameter:
+    """Of what ``b`` is a part of."""
+    for stored in parameter.stored:
+        if stored.part is not None or (stored.pair is None and "pair" in parameter.names):
+            raise ConfigError(
+                f"lora.dora: files of this family have several matrices in {stored.name!r}, of "
+                "which PEFT keeps one vector of magnitudes; use dora=false"
+            )
+    axes = tuple(axis for axis in b.axes if axis[0] != "rank")
+    kept = tuple(
+        dataclasses.replace(
+            stored,
+            name=stored.name.replace(".lora_B.weight", ".lora_magnitude_vector"),
+            form=stored.form.removesuffix(" rank"),
+        )
+        for stored in b.stored
+    )
+    return Parameter(axes, Kind.ADAPTER, fill=1.0, stored=kept)
 
 
 def _stored(
@@ -298,6 +335,14 @@ def layers_of(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     return found
 
 
+def with_layers(tree: Mapping[str, Any], layers: Mapping[str, Any]) -> dict[str, Any]:
+    """A tree like a language or a scalar model's parameters, these layers' parameters among its
+    own."""
+    if "decoder" in tree:
+        return {**tree, "decoder": with_layers(tree["decoder"], layers)}
+    return {**tree, "layers": {**tree["layers"], **layers}}
+
+
 def merged_matrices(layers: Mapping[str, Any], network: Any) -> dict[str, Any]:
     """Of layers the matrices that have an adapter, with it added, and those that are quantized as
     floats, by name.
@@ -315,9 +360,75 @@ def merged_matrices(layers: Mapping[str, Any], network: Any) -> dict[str, Any]:
         if of := halves(lora, name, parameter):
             parts = layers[f"{name}_a"], layers[f"{name}_b"]
             weight = _added(weight, *parts, parameter, lora.scaling, of)
+            if lora.dora:
+                scale = _to_norm(weight, layers[f"{name}_m"], parameter, of)
+                expand: Any = np.expand_dims if isinstance(scale, np.ndarray) else jnp.expand_dims
+                weight = weight * expand(scale, inputs_of(parameter))
         if of or parameter.quantized:
             matrices[name] = weight.astype(base[name].dtype)
     return matrices
+
+
+def norms(weight: Any, parameter: Parameter) -> Any:
+    """float32 [layers, (2,) outputs...]: the norm of each output's weights."""
+    xp: Any = np if isinstance(weight, np.ndarray) else jnp
+    return xp.sqrt(xp.sum(xp.square(weight.astype(np.float32)), axis=inputs_of(parameter)))
+
+
+def _to_norm(weight: Any, magnitude: Any, parameter: Parameter, of: tuple[int | None, ...]) -> Any:
+    """By what to multiply each output's weights to give them a norm of their magnitude, 1 for a
+    half that has none: float32 [layers, (2,) outputs...]."""
+    scale = norms(weight, parameter)
+    if len(of) == 1 and of[0] is not None:
+        xp: Any = np if isinstance(weight, np.ndarray) else jnp
+        own, ones = magnitude / scale[:, of[0] : of[0] + 1], xp.ones_like(magnitude)
+        return xp.concatenate([own, ones] if of[0] == 0 else [ones, own], axis=1)
+    return magnitude / scale
+
+
+def layer_scale(
+    weight: jax.Array,
+    scale: jax.Array | None,
+    a: jax.Array,
+    b: jax.Array,
+    magnitude: jax.Array,
+    parameter: Parameter,
+    lora: Lora,
+    of: tuple[int | None, ...],
+) -> jax.Array:
+    """What a layer's outputs are multiplied by with ``dora``: float32 [(2,) outputs...].
+
+    The norm is taken for a constant, as in section 4.3 of the paper and in PEFT.
+
+    Args:
+      weight, scale, a, b, magnitude: of one layer; ``scale`` of a quantized matrix.
+      parameter: the matrix's declaration.
+      lora, of: of its adapters, and their ``halves``.
+    """
+    weight, a, b = (jax.lax.stop_gradient(x)[None] for x in (weight, a, b))
+    if scale is not None:
+        weight = dequantized(weight, scale[None], parameter)
+    whole = _added(weight, a, b, parameter, lora.scaling, of)
+    return _to_norm(whole, magnitude[None], parameter, of)[0]
+
+
+def magnitudes(layers: Mapping[str, Any], network: Any) -> dict[str, Any]:
+    """Those that change nothing while adapters add nothing: the norms of the base, by name.
+
+    Args:
+      layers: the base's parameters by name.
+      network: with adapters of ``dora``.
+    """
+    made = {}
+    for name, parameter in layers_of(network.declared).items():
+        if of := halves(network.config.lora, name, parameter):
+            weight = layers[name]
+            if parameter.quantized:
+                weight = dequantized(weight, layers[f"{name}_scale"], parameter)
+            every = norms(weight, parameter)
+            chosen = every if of[0] is None else every[:, jnp.array(of)]
+            made[f"{name}_m"] = chosen
+    return made
 
 
 _LETTER = {"layers": "l", "pair": "c", "embed": "d", "heads": "h", "kv_heads": "k"} | {

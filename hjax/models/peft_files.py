@@ -23,7 +23,7 @@ from hjax.models.tensor_files import DTYPES, TensorFile, create_file
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-_A, _B = ".lora_A.weight", ".lora_B.weight"
+_A, _B, _M = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 # Keys whose values change nothing of what the tensors and the scaling say.
 _HARMLESS = frozenset(
     """
@@ -31,7 +31,7 @@ _HARMLESS = frozenset(
     inference_mode init_lora_weights layers_pattern layers_to_transform lora_alpha lora_dropout
     modules_to_save peft_type peft_version r rank_pattern alpha_pattern revision runtime_config
     target_modules task_type use_rslora loftq_config ensure_weight_tying megatron_core
-    qalora_group_size
+    qalora_group_size use_dora
     """.split()
 )
 _CHANGING = ("pissa", "olora", "corda", "loftq", "eva")  # initial values that change the base
@@ -138,7 +138,17 @@ class Adapter:
         addition = b.astype(np.float32) @ a.astype(np.float32)
         addition *= self.scaling(module, a.shape[0])
         both = tensor.astype(np.float32) + (addition.T if part.turned else addition)
+        if self.dora:
+            over = 0 if part.turned else 1
+            both *= np.expand_dims(self.tensor(module + _M), over) / np.linalg.norm(
+                both, axis=over, keepdims=True
+            )
         return both.astype(np.float32)
+
+    @property
+    def dora(self) -> bool:
+        """Whether there are magnitudes beside the adapters."""
+        return bool(self._config.get("use_dora"))
 
     def check(self, declared: Mapping[str, Any], path: Any) -> None:
         """Whether every tensor here belongs to a matrix of a base, or is its scalar head.
@@ -152,15 +162,17 @@ class Adapter:
             if parameter.kind is Kind.MATRIX and "experts" not in parameter.names
             for part in parts(parameter)
         }
-        known = {f"{module}{end}" for module in matrices for end in (_A, _B)} | {"score.weight"}
+        ends = (_A, _B, _M) if self.dora else (_A, _B)
+        known = {f"{module}{end}" for module in matrices for end in ends} | {"score.weight"}
         for name in self.names:
             if name not in known:
                 raise ConfigError(
                     f"{self.path}: {name!r} is no adapter of a matrix in the layers of {path}"
                 )
-            twin = name.replace(_A, _B) if name.endswith(_A) else name.replace(_B, _A)
-            if twin not in self.names:
-                raise ConfigError(f"{self.path}: {twin!r} is missing")
+            module = name.rpartition(".lora_")[0]
+            for twin in (f"{module}{end}" for end in ends if module):
+                if twin not in self.names:
+                    raise ConfigError(f"{self.path}: {twin!r} is missing")
 
     def parameter(self, parameter: Parameter, lora: Lora) -> np.ndarray:
         """An adapter's parameter, float32.
@@ -196,6 +208,11 @@ class Adapter:
         Raises:
           ConfigError: there are more, or they learned with another dropout.
         """
+        if self.dora != lora.dora:
+            raise ConfigError(
+                f"{self.path}: its adapters have use_dora={self.dora}, lora.dora is {lora.dora}; "
+                f"set lora.dora={str(self.dora).lower()}"
+            )
         rate = float(self._config.get("lora_dropout") or 0.0)
         if rate != lora.dropout:
             raise ConfigError(
@@ -243,7 +260,7 @@ def save_adapter(
         for a, b in zip(parts(layers[name]), parts(layers[twin]), strict=True):
             found = a, values[name][a.at], b, values[twin][b.at]
             modules.setdefault(a.name.removesuffix(_A), []).append(found)
-    shapes = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     ranks: dict[str, int] = {}
     for module, pieces in modules.items():
         rank = lora.rank * len(pieces)
@@ -251,6 +268,12 @@ def save_adapter(
         shapes[f"{_PREFIX}{module}{_B}"] = (pieces[0][2].shape[0], rank)
         if len(pieces) > 1:
             ranks[re.sub(r"^.*\.\d+\.", "", module)] = rank
+    vectors = {
+        f"{_PREFIX}{part.name}": (part, values[name][part.at])
+        for name in (n for n in layers if n.endswith("_m") and layers[n].kind is Kind.ADAPTER)
+        for part in parts(layers[name])
+    }
+    shapes |= {name: part.shape for name, (part, _) in vectors.items()}
     if scalar:
         shapes[f"{_PREFIX}score.weight"] = (1, params["head"].shape[0])
     directory.mkdir(parents=True, exist_ok=True)
@@ -261,6 +284,8 @@ def save_adapter(
             own = slice(number * lora.rank, (number + 1) * lora.rank)
             a.into(into[own], first)
             b.into(out[:, own], second)
+    for name, (part, vector) in vectors.items():
+        part.into(tensors[name], vector)
     if scalar:
         tensors[f"{_PREFIX}score.weight"][0] = params["head"]
     # Of blocks the same scaling at their larger rank.
@@ -274,6 +299,7 @@ def save_adapter(
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
         "use_rslora": lora.rslora,
+        "use_dora": lora.dora,
         "bias": "none",
         "fan_in_fan_out": any(part.turned for p in layers.values() for part in parts(p)),
         "target_modules": sorted({module.rpartition(".")[2] for module in modules}),

@@ -203,6 +203,10 @@ class Block(nnx.Module):
             places = tuple((name, half) for half in of)
             addition = low_rank.addition(spec, x, a, b, lora, places, compute.dropout)
             out += low_rank.spread(addition, of)
+            if lora.dora:
+                kept = None if scale is None else scale[...]
+                parts = weight, kept, a, b, getattr(self, f"{name}_m")[...]
+                out *= low_rank.layer_scale(*parts, declared[name], lora, of).astype(out.dtype)
         bias = getattr(self, f"{name}_bias", None)
         return out if bias is None else out + bias[...].astype(out.dtype)
 

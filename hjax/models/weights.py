@@ -10,13 +10,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from hjax.errors import ConfigError
 from hjax.files import read_json
 from hjax.models import huggingface
 from hjax.models.config import ModelConfig
-from hjax.models.lora import Lora, layers_of, merged
+from hjax.models.lora import Lora, layers_of, magnitudes, merged, with_layers
 from hjax.models.parameters import Network, Params, decoder_network
 from hjax.models.peft_files import Adapter, is_adapter
 from hjax.models.published import SHAPES
@@ -143,10 +144,25 @@ def load_params(path: str | os.PathLike, network: Network, layout: Layout, seed:
         _, frozen = network.partition.split(params)
         heads = {name: params[name] for name in _SCALAR if name in params}
         learned = network.create_learned(seed, layout) | heads
+        if network.config.lora is not None and network.config.lora.dora:
+            learned = with_layers(learned, _magnitudes(frozen, network, layout))
         if adapter is not None:
             learned = _read_adapters(adapter, network, layout, learned)
         params = network.partition.join(learned, frozen)
     return params
+
+
+def _magnitudes(frozen: Params, network: Network, layout: Layout) -> Params:
+    """The norms of the base's outputs, from which magnitudes start."""
+    placed = layers_of(network.shardings(layout))
+
+    def make(layers: Params) -> Params:
+        return magnitudes(layers, network)
+
+    layers = layers_of(frozen)
+    out = {name: placed[name] for name in jax.eval_shape(make, layers)}
+    made: Params = jax.jit(make, out_shardings=out)(layers)
+    return made
 
 
 def _read_adapters(
@@ -162,10 +178,8 @@ def _read_adapters(
         name: place(adapter.parameter(declared[name], lora), shardings[name])
         for name in layers_of(learned)
     }
-    if "decoder" not in learned:
-        return {**learned, "layers": read}
-    made = {**learned, "decoder": {**learned["decoder"], "layers": read}}
-    if "score.weight" in adapter.names:
+    made = with_layers(learned, read)
+    if "decoder" in learned and "score.weight" in adapter.names:
         head = adapter.tensor("score.weight").reshape(-1).astype(np.float32)
         made["head"] = place(head, network.shardings(layout)["head"])
     return made

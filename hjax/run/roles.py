@@ -606,6 +606,11 @@ def adapted(model: ModelConfig, config: ConfigDict, role: Role) -> ModelConfig:
             )
     if lora is None:
         return model
+    if lora.dora and not (role_path(config, role) or config.actor.path):
+        raise ConfigError(
+            f"config.{role.config_section}.lora.dora=True starts from the norms of weights that "
+            f"are read; give {role.config_section}.path, or use dora=false"
+        )
     return dataclasses.replace(model, lora=lora, quantized=quantized)
 
 

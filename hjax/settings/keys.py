@@ -85,6 +85,11 @@ def _lora(role: str) -> dict[str, Key]:
         "dropout": Key(
             0.0, "share of each adapter's inputs that updates drop, as PEFT does", below_one()
         ),
+        "dora": Key(
+            False,
+            "scale each output's weights, adapter included, to a norm that learns (DoRA); needs a "
+            "path",
+        ),
         "base": Key(
             "float",
             "what the layers' frozen matrices are kept in: float, that of compute; int8 or fp8, a "

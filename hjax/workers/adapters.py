@@ -10,6 +10,8 @@ from hjax.models.lora import halves, layers_of, merged_matrices
 from hjax.models.parameters import Network, Params
 from hjax.sharding.layout import Layout
 
+_PARTS = ("", "_a", "_b", "_m", "_scale")  # of a matrix, those that there are
+
 
 class Merge:
     """Adds a model's adapters to their matrices, each device its own parts of them; quantized
@@ -24,7 +26,7 @@ class Merge:
         assert network.config.lora is not None
         declared, lora = layers_of(network.declared), network.config.lora
         self._matrices = [n for n, p in declared.items() if p.quantized or halves(lora, n, p)]
-        beside = [f"{name}{part}" for name in self._matrices for part in ("", "_a", "_b", "_scale")]
+        beside = [f"{name}{part}" for name in self._matrices for part in _PARTS]
         self._reads = [name for name in beside if name in declared]
         shardings = layers_of(network.shardings(layout))
         self._shapes = {

@@ -97,6 +97,9 @@ class Updates:
         # What is kept in a byte is cast in the layer that multiplies with it.
         narrow = (n for x, n in self._parts(lambda tree: tree) if x.dtype.itemsize < size)
         cast += size * sum(narrow) * stages / config.layers
+        if (lora := self.network.config.lora) is not None and lora.dora:
+            # Of the matrix in use the sum with its adapter, for the norms.
+            cast += 4 * arithmetic.layer_parameters(config) / split
         return gradients + cast + activations + self._gathered() + self._head(answered)
 
     def _in_rows(self) -> tuple[int, float, float, int]:
