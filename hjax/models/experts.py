@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from hjax.kernels import reference
+from hjax.models.balance import tallied
 from hjax.sharding.layout import Layout
 
 Grouped = Callable[..., jax.Array]
@@ -36,9 +37,9 @@ class Routing:
     normalize: bool
     activation: Callable[[jax.Array, jax.Array], jax.Array]
 
-    def choose(self, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Weights, float32, and experts, int32, each [..., per_token], of [..., experts]."""
-        shares = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
+    def choose(self, shares: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Weights, float32, and experts, int32, each [..., per_token], of probabilities
+        [..., experts]."""
         weights, chosen = jax.lax.top_k(shares, self.per_token)
         if self.normalize:
             weights /= jnp.sum(weights, axis=-1, keepdims=True)
@@ -75,8 +76,9 @@ def mixture(
     routing: Routing,
     layout: Layout | None = None,
     grouped: Grouped = reference.grouped,
-) -> jax.Array:
-    """The experts' outputs, weighted and summed, [batch, length, embed] in the dtype of x.
+    counted: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """The experts' outputs, weighted and summed, and how tokens spread over experts.
 
     Args:
       x: [batch, length, embed].
@@ -86,10 +88,15 @@ def mixture(
         experts for the tokens of all devices that differ from it in the ``expert`` axis alone:
         they are gathered before, and sums are scattered after.
       grouped: the grouped product, ``hjax.kernels.reference.grouped`` or a platform's.
+      counted: float32 [batch, length], see ``hjax.models.balance.tallied``; None: nobody asks.
+
+    Returns:
+      [batch, length, embed] in the dtype of x, and what ``tallied`` says of all devices' tokens, or
+      None.
     """
     weights = jax.tree.map(lambda w: w.astype(x.dtype), weights)
     if layout is None or layout.mesh.size == 1:
-        return _of_all(x, weights, routing, grouped)
+        return _of_all(x, weights, counted, routing, grouped)
     inside = jax.sharding.get_abstract_mesh()
     # In a stage of a pipeline its axes are taken.
     taken = () if inside.empty else inside.manual_axes
@@ -103,32 +110,51 @@ def mixture(
         functools.partial(_part, routing=routing, layout=layout, grouped=grouped),
         mesh=layout.mesh if inside.empty else inside,
         axis_names=free,
-        in_specs=(tokens, split),
-        out_specs=tokens,
+        in_specs=(tokens, split, tokens),
+        out_specs=(tokens, layout.spec(())),
         check_vma=False,
-    )(x, weights)
+    )(x, weights, counted)
 
 
-def _of_all(x: jax.Array, weights: Weights, routing: Routing, grouped: Grouped) -> jax.Array:
-    shares, chosen = routing.choose(_logits(x, weights))
+def _of_all(
+    x: jax.Array,
+    weights: Weights,
+    counted: jax.Array | None,
+    routing: Routing,
+    grouped: Grouped,
+) -> tuple[jax.Array, jax.Array | None]:
+    shares, chosen, sums = _routed(x, weights, counted, routing)
     rows = x.reshape(-1, x.shape[-1])
     out = _summed(rows, shares, chosen, weights, routing, grouped)
-    return out.astype(x.dtype).reshape(x.shape)
+    return out.astype(x.dtype).reshape(x.shape), sums
 
 
-def _logits(x: jax.Array, weights: Weights) -> jax.Array:
-    """float32 [batch, length, experts]."""
+def _routed(
+    x: jax.Array, weights: Weights, counted: jax.Array | None, routing: Routing
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """What ``Routing.choose`` gives [batch, length, per_token], and what ``tallied`` says."""
     logits = jnp.einsum("btd,de->bte", x, weights.router, preferred_element_type=jnp.float32)
-    bias = weights.router_bias
-    return logits if bias is None else logits + bias.astype(jnp.float32)
+    if weights.router_bias is not None:
+        logits += weights.router_bias.astype(jnp.float32)
+    probabilities = jax.nn.softmax(logits, axis=-1)
+    shares, chosen = routing.choose(probabilities)
+    return shares, chosen, None if counted is None else tallied(probabilities, chosen, counted)
 
 
 def _part(
-    x: jax.Array, weights: Weights, *, routing: Routing, layout: Layout, grouped: Grouped
-) -> jax.Array:
+    x: jax.Array,
+    weights: Weights,
+    counted: jax.Array | None,
+    *,
+    routing: Routing,
+    layout: Layout,
+    grouped: Grouped,
+) -> tuple[jax.Array, jax.Array | None]:
     """On one device: its tokens and its experts."""
     weights = _gathered(weights, x.shape[-1], layout.axes("embed"))
-    shares, chosen = routing.choose(_logits(x, weights))
+    shares, chosen, sums = _routed(x, weights, counted, routing)
+    if sums is not None and (split := layout.axes("batch") + layout.axes("length")):
+        sums = jax.lax.psum(sums, split)
     rows = x.reshape(-1, x.shape[-1])
     shares, chosen = (part.reshape(rows.shape[0], -1) for part in (shares, chosen))
     experts, mlp = layout.axes("experts"), layout.axes("mlp")
@@ -148,7 +174,7 @@ def _part(
         out = jax.lax.psum(out, mlp)
     if experts:
         out = jax.lax.psum_scatter(out, experts, scatter_dimension=0, tiled=True)
-    return out.astype(x.dtype).reshape(x.shape)
+    return out.astype(x.dtype).reshape(x.shape), sums
 
 
 def _summed(

@@ -48,7 +48,8 @@ def response_states(
     Args:
       decoder: a ``Decoder``.
       batch: ``prompts``, ``prompt_mask`` [rows, prompt_length]; ``responses`` [rows, length];
-        in an update with dropout its rows' keys, see ``hjax.models.dropout``.
+        in an update with dropout its rows' keys, see ``hjax.models.dropout``; where the decoder has
+        a tally ``counted_prompts`` and ``counted_responses``.
       samples: consecutive rows that share a prompt; divides the rows.
 
     Returns:
@@ -127,7 +128,15 @@ def _padded_states(
     if DROPOUT in batch:
         keys = whole(token_keys(batch[DROPOUT], share, prompt, length))
         compute = dataclasses.replace(compute, dropout=Dropout.of(keys, positions))
-    hidden = whole(decoder.hidden_states(tokens, positions, attention, compute))
+    counted = None
+    if decoder.tally is not None:  # a prompt that stands once counts as often as it would stand
+        own, answers = (
+            whole(batch[key]) for key in ("counted_prompts", "counted_responses")
+        )
+        own = jnp.sum(own.reshape(groups, share, -1), axis=1)
+        own = whole(jnp.pad(own, ((0, 0), (short, 0))))
+        counted = whole(jnp.concatenate([own, answers.reshape(groups, -1)], axis=1))
+    hidden = whole(decoder.hidden_states(tokens, positions, attention, compute, counted))
     if split is not None and share == 1:
         states = whole(hidden[:, prompt - 1 : -1])
     else:

@@ -87,7 +87,8 @@ def read_packs(
 
     Args:
       decoder: a ``Decoder``.
-      batch: ``prompts`` [slots, prompt_length], ``responses`` [slots, length], its packing.
+      batch: ``prompts`` [slots, prompt_length], ``responses`` [slots, length], its packing, and
+        where the decoder has a tally ``counted_prompts`` and ``counted_responses``.
       compute: dtype, loop form and kernels.
       read: (states [packs, answers, embed], tokens int [packs, answers]) -> arrays
         [packs, answers, ...].
@@ -112,7 +113,12 @@ def read_packs(
         keys = joined(_pick(keys.reshape(cells, -1, keys.shape[-1]), packing.source))
         compute = dataclasses.replace(compute, dropout=Dropout.of(keys, positions))
     attention = Packed(joined(packing.segments), positions, prompts, compute.form)
-    hidden = decoder.hidden_states(places, positions, attention, compute)
+    counted = None
+    if decoder.tally is not None:
+        counted = joined(
+            _counted(packing, batch["counted_prompts"], batch["counted_responses"])
+        )
+    hidden = decoder.hidden_states(places, positions, attention, compute, counted)
     states = _pick(hidden.reshape(cells, -1, hidden.shape[-1]), packing.states)
     made = read(joined(states), joined(_pick(tokens, packing.targets)))
 
@@ -120,6 +126,35 @@ def read_packs(
         return joined(_pick(x.reshape(cells, -1, *x.shape[2:]), packing.back))
 
     return jax.tree.map(by_row, made)
+
+
+def _counted(packing: Packing, prompts: jax.Array, responses: jax.Array) -> jax.Array:
+    """float32 [cells, packs, places], as how many each token counts.
+
+    A prompt counts for every response that reads it.
+
+    Args:
+      packing: of slots.
+      prompts, responses: float32 [slots, ...], which of a slot's tokens count.
+    """
+    cells, packs, places = packing.source.shape
+    slots = packing.back.shape[1]
+    alone = jnp.concatenate([jnp.zeros_like(prompts), responses], axis=1)
+    alone = _pick(alone.reshape(cells, -1), packing.source)
+    # Of each slot's prompt the last place, from which its first response token is predicted; the
+    # prompt's places begin so many before it, and a running sum spreads the slot over them.
+    length = jnp.sum(prompts, axis=1, dtype=jnp.int32).reshape(cells, slots)
+    answers = packing.states.reshape(cells, -1)
+    answer = packing.back[:, :, 0]
+
+    def of_cell(answers: jax.Array, answer: jax.Array, length: jax.Array) -> jax.Array:
+        last = answers.at[answer].get(mode="fill", fill_value=packs * places)
+        step = jnp.where(length > 0, 1.0, 0.0)
+        edges = jnp.zeros(packs * places + 1).at[last + 1 - length].add(step, mode="drop")
+        return jnp.cumsum(edges.at[last + 1].add(-step, mode="drop"))[:-1]
+
+    shared = jax.vmap(of_cell)(answers, answer, length)
+    return alone + shared.reshape(cells, packs, places)
 
 
 def _pick(x: jax.Array, index: jax.Array) -> jax.Array:

@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 
 from hjax.errors import ConfigError
+from hjax.models.balance import Tally
 from hjax.models.config import ModelConfig
 from hjax.models.declaration import Parameter
 from hjax.models.transformer import Decoder, ScalarDecoder
@@ -56,18 +57,22 @@ class Network:
     _state: Any
     frozen_dtype: Any = np.dtype(np.float32)
 
-    def bind(self, params: Params, stack: Stack = plain) -> Any:
+    def bind(self, params: Params, stack: Stack = plain, tally: Tally | None = None) -> Any:
         """The module with these parameters; call it inside jit.
 
         Args:
           params: all of them, or with stacked leaves cut to some layers.
           stack: how a forward without a cache runs the layers.
+          tally: where its forwards over prompts and responses tell what their routers did.
         """
         state = jax.tree.map(lambda x: x, self._state)
         nnx.replace_by_pure_dict(state, params)
         module = nnx.merge(self.graph, state)
+        decoder = getattr(module, "decoder", module)
         if stack is not plain:
-            getattr(module, "decoder", module).stack = stack
+            decoder.stack = stack
+        if tally is not None:
+            decoder.tally = tally
         return module
 
     def shardings(self, layout: Layout) -> Params:

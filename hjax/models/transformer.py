@@ -30,6 +30,7 @@ from hjax.models.architecture import (
     without_output_table,
 )
 from hjax.models.attention import Attention, Form
+from hjax.models.balance import SUMS, Routed, Tally
 from hjax.models.config import LayerKind, ModelConfig
 from hjax.models.declaration import Kind, create_in
 from hjax.models.dropout import Dropout
@@ -156,7 +157,8 @@ class Block(nnx.Module):
         cache: Any,
         compute: Compute,
         kind: LayerKind,
-    ) -> tuple[jax.Array, Any, Any]:
+        counted: jax.Array | None = None,
+    ) -> tuple[jax.Array, Any, Any, jax.Array | None]:
         """One layer (of a block whose parameters were sliced to it): x [batch, length, embed].
 
         Args:
@@ -165,6 +167,10 @@ class Block(nnx.Module):
           rotary: of the tokens' positions, see ``rotary_tables``.
           attention, cache, compute: as of ``Decoder``.
           kind: what this layer has of its own.
+          counted: tokens of which it is asked how they spread over experts, see ``mixture``.
+
+        Returns:
+          what comes out, the cache, what the strategy kept, and how tokens spread over experts.
         """
         config, kernels, compute = self.config, compute.kernels, compute.in_layer(layer)
         h = x if config.norms == "after" else self._norm("attention_norm", x, compute)
@@ -183,10 +189,10 @@ class Block(nnx.Module):
             out = self._norm("attention_out_norm", out, compute)
         x = x + out
         h = x if config.norms == "after" else self._norm("mlp_norm", x, compute)
-        out = self._mlp(h, compute)
+        out, sums = self._mlp(h, compute, counted)
         if config.norms != "before":
             out = self._norm("mlp_out_norm", out, compute)
-        return x + out, cache, kept
+        return x + out, cache, kept, sums
 
     def _product(self, spec: str, x: jax.Array, name: str, compute: Compute) -> jax.Array:
         """A product with a weight, and its adapter and bias where it has them."""
@@ -226,25 +232,26 @@ class Block(nnx.Module):
         together = norm(self.config, compute, x.reshape(*x.shape[:2], -1), weight.reshape(-1))
         return together.reshape(x.shape)
 
-    def _mlp(self, x: jax.Array, compute: Compute) -> jax.Array:
+    def _mlp(
+        self, x: jax.Array, compute: Compute, counted: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array | None]:
         config = self.config
         if config.experts:
             names = ("router_bias", "gate_up_bias", "down_bias")
             biases = (getattr(self, name)[...] for name in names if hasattr(self, name))
             weights = Weights(self.router[...], self.gate_up[...], self.down[...], *biases)
-            return mixture(
-                x, weights, routing_of(config), compute.home, compute.kernels.grouped
-            )
+            grouped = compute.kernels.grouped
+            return mixture(x, weights, routing_of(config), compute.home, grouped, counted)
         plain = not config.mlp_bias and not self._adapted("gate_up", "down")
         plain = plain and not config.quantized
         if config.gated_mlp and config.activation == "silu" and plain:
-            return compute.kernels.gated_mlp(x, self.gate_up[...], self.down[...])
+            return compute.kernels.gated_mlp(x, self.gate_up[...], self.down[...]), None
         if config.gated_mlp:
             gate, up = _pair(self._product("btd,dcm->btcm", x, "gate_up", compute))
             inner = gated(config, gate, up)
         else:
             inner = ACTIVATIONS[config.activation](self._product("btd,dm->btm", x, "up", compute))
-        return self._product("btm,md->btd", inner, "down", compute)
+        return self._product("btm,md->btd", inner, "down", compute), None
 
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -306,6 +313,8 @@ class Decoder(nnx.Module):
 
     # How a forward without a cache runs the layers; a pipeline puts its own here.
     stack: Stack = staticmethod(plain)
+    # Where a forward without a cache tells what its routers did; None: nowhere.
+    tally: Tally | None = None
     embedding: nnx.Param
     unembedding: nnx.Param
     positions: nnx.Param
@@ -360,22 +369,43 @@ class Decoder(nnx.Module):
         positions: jax.Array,
         attention: Attention,
         compute: Compute = Compute(),
+        counted: jax.Array | None = None,
     ) -> jax.Array:
-        """[batch, length, embed] after the final norm, without a cache; through ``stack``."""
+        """[batch, length, embed] after the final norm, without a cache; through ``stack``.
 
-        def layers(stacked: Any, x: jax.Array) -> jax.Array:
+        Args:
+          tokens, positions, attention, compute: as of ``__call__``.
+          counted: float32 [batch, length], as how many each token counts to the ``tally``; None:
+            it is not told.
+        """
+        config = self.config
+
+        def layers(stacked: Any, flow: tuple) -> tuple:
+            x, before = flow
             run = compute
             if compute.dropout is not None:
-                first = first_layer(jax.tree.leaves(stacked)[0].shape[0], self.config.layers)
+                first = first_layer(jax.tree.leaves(stacked)[0].shape[0], config.layers)
                 run = dataclasses.replace(
                     compute, dropout=dataclasses.replace(compute.dropout, first=first)
                 )
-            return self._through(stacked, None, x, positions, attention, None, run)[0]
+            through = self._through(
+                stacked, None, x, positions, attention, None, run, counted=counted
+            )
+            x, sums = through[0], through[3]
+            if sums is not None:
+                # The layers of a stage: those of the stages before stand before them.
+                sums = jnp.concatenate([before[sums.shape[0] :], sums])
+            return x, sums
 
-        def embed() -> jax.Array:
-            return self.embed(tokens, compute, positions)
+        def embed() -> tuple:
+            sums = None
+            if counted is not None:
+                sums = jnp.zeros((config.layers, SUMS, config.experts), jnp.float32)
+            return self.embed(tokens, compute, positions), sums
 
-        x = self.stack(layers, nnx.state(self.layers), embed)
+        x, sums = self.stack(layers, nnx.state(self.layers), embed)
+        if self.tally is not None and counted is not None:
+            self.tally.add(Routed(sums, jnp.sum(counted)))
         return self.finish(x, compute)
 
     def embed(self, tokens: jax.Array, compute: Compute, positions: jax.Array) -> jax.Array:
@@ -429,7 +459,7 @@ class Decoder(nnx.Module):
         numbers = first, stride
         return self._through(
             stacked, layers, x, positions, attention, cache, compute, numbers, rotary
-        )
+        )[:3]
 
     def finish(self, x: jax.Array, compute: Compute) -> jax.Array:
         """The final norm."""
@@ -447,7 +477,8 @@ class Decoder(nnx.Module):
         compute: Compute,
         numbers: tuple[int | jax.Array, int] = (0, 1),
         rotary: LookUp | None = None,
-    ) -> tuple[jax.Array, Any, Any]:
+        counted: jax.Array | None = None,
+    ) -> tuple[jax.Array, Any, Any, jax.Array | None]:
         if rotary is not None:
             turns = rotary(positions)
         else:
@@ -466,19 +497,22 @@ class Decoder(nnx.Module):
             def run(layer: Any, parameters: Any, x: jax.Array, cache: Any) -> tuple:
                 x = remat.layer_input(x)
                 block = nnx.merge(graph, parameters)
-                x, cache, kept = block(layer, x, turns, attention, cache, compute, kind)
-                return compute.hold(x, "batch", "length", None), cache, kept
+                x, cache, kept, sums = block(
+                    layer, x, turns, attention, cache, compute, kind, counted
+                )
+                return compute.hold(x, "batch", "length", None), cache, (kept, sums)
 
             return remat.recomputed(run, compute.remat, unrolled=compute.unroll_layers)
 
         runs = [of_kind(kind) for kind in period]
         if compute.unroll_layers:
-            keeps = []
+            keeps, tallies = [], []
             for index, parameters in enumerate(layers or unstack(stacked)):
                 run = runs[index % len(runs)]
-                x, cache, keep = run(first + stride * index, parameters, x, cache)
+                x, cache, (keep, sums) = run(first + stride * index, parameters, x, cache)
                 keeps.append(keep)
-            return x, cache, tuple(keeps)
+                tallies.append(sums)
+            return x, cache, tuple(keeps), None if counted is None else jnp.stack(tallies)
 
         kept: Any
 
@@ -489,8 +523,9 @@ class Decoder(nnx.Module):
         numbered = first + stride * jnp.arange(count), stacked
         if len(runs) == 1:
             (x, cache), kept = jax.lax.scan(step, (x, cache), numbered)
-            return x, cache, kept
-        return _in_periods(runs, (x, cache), numbered)
+        else:
+            x, cache, kept = _in_periods(runs, (x, cache), numbered)
+        return x, cache, *kept
 
     def unstack(self) -> list[Any]:
         """The layers' parameters, one tree per layer."""

@@ -479,6 +479,7 @@ class _Builder:
             optimizer=self._optimizer(section) if entry.trained else None,
             supervised_loss=SupervisedLoss() if is_actor else None,
             warm_start=self._warm_start() if is_actor else None,
+            router_loss=router_loss(config, entry, model) if entry.trained else 0.0,
             micro_batch=(section if entry.trained else config.actor).micro_batch,
             packing=config.data.packing,
             offload=section.get("offload", "none") if section is not None else "none",
@@ -612,6 +613,24 @@ def adapted(model: ModelConfig, config: ConfigDict, role: Role) -> ModelConfig:
             f"are read; give {role.config_section}.path, or use dora=false"
         )
     return dataclasses.replace(model, lora=lora, quantized=quantized)
+
+
+def router_loss(config: ConfigDict, role: Role, model: ModelConfig | None) -> float:
+    """Weight of the loss that balances a trained role's experts.
+
+    Raises:
+      ConfigError: one is asked for, and the model has no experts.
+    """
+    name = role.config_section
+    asked = config[name].get("router_loss", 0.0)
+    if not asked:
+        return 0.0
+    if model is None or not model.experts:
+        raise ConfigError(
+            f"config.{name}.router_loss={asked:g} balances experts, and the {name}'s model has "
+            "none; use 0"
+        )
+    return asked if asked > 0 else model.router_loss
 
 
 def _check_batches(

@@ -60,12 +60,23 @@ def _optimizer(role: str, learning_rate: float) -> dict[str, Key]:
         "micro_batch": Key(
             0,
             "sequences (with data.packing packs) per pass: gradients are accumulated over the "
-            "mini-batch, with the same result, and scores made one part after another (by roles "
-            "that are not trained in the actor's). 0: all at once",
+            "mini-batch, with the same result (but for router_loss, which is each pass's own), and "
+            "scores made one part after another (by roles that are not trained in the actor's). 0: "
+            "all at once",
             at_least(0),
         ),
         "offload": _offload(trained=True),
     }
+
+
+def _router_loss(role: str) -> Key:
+    return Key(
+        0.0,
+        f"weight, in all updates of the {role}, of the loss that balances its experts, where its "
+        "model has such (docs/models.md): 0: it is left out; -1: the weight in the model's "
+        "config.json, router_aux_loss_coef",
+        Rule("0 or more, or -1", lambda x: x == -1 or at_least(0).holds(x)),
+    )
 
 
 def _lora(role: str) -> dict[str, Key]:
@@ -199,11 +210,13 @@ KEYS: dict[str, Any] = {
     "actor": {
         "path": Key("", "weights (Hugging Face directory); empty: from scratch, see model"),
         "lora": _lora("actor"),
+        "router_loss": _router_loss("actor"),
         **_optimizer("actor", 1e-3),
     },
     "critic": {
         "path": Key("", "weights; empty: the actor's. A cost critic takes these keys too"),
         "lora": _lora("critic"),
+        "router_loss": _router_loss("critic"),
         **_optimizer("critic", 1e-3),
     },
     "reference": {

@@ -27,18 +27,18 @@ from hjax.sharding.layout import Layout
 
 PIPE_AXES = ("pipe", "pipe_micro")
 
-# layers(stacked parameters, activations) -> activations
-Layers = Callable[[Any, jax.Array], jax.Array]
-# What a decoder calls in place of its layers: (layers, stacked parameters, embed) -> activations.
-Stack = Callable[[Layers, Any, Callable[[], jax.Array]], jax.Array]
-Objective = Callable[[Any, Any, Stack], Any]
 Tree = Any
+# layers(stacked parameters, activations) -> activations, a tree of float arrays of the same shapes
+Layers = Callable[[Any, Tree], Tree]
+# What a decoder calls in place of its layers: (layers, stacked parameters, embed) -> activations.
+Stack = Callable[[Layers, Any, Callable[[], Tree]], Tree]
+Objective = Callable[[Any, Any, Stack], Any]
 
 # Passes of forward length in a slot: the backward pass runs the forward again and costs twice it.
 _FORWARD, _BACKWARD = 1, 3
 
 
-def plain(layers: Layers, stacked: Any, embed: Callable[[], jax.Array]) -> jax.Array:
+def plain(layers: Layers, stacked: Any, embed: Callable[[], Tree]) -> Tree:
     """The stack without a pipeline: all layers, one after another."""
     return layers(stacked, embed())
 
@@ -91,7 +91,7 @@ class Pipeline:
         starts, pull = jax.vjp(lambda p: self._starts(objective, join(p, frozen), parts), learned)
         count = jax.tree.leaves(parts)[0].shape[0]
 
-        def body(params: Tree, starts: jax.Array, parts: Tree) -> Any:
+        def body(params: Tree, starts: Tree, parts: Tree) -> Any:
             return self._one_forward_one_backward(objective, params, starts, parts, count)
 
         whole = PartitionSpec()
@@ -112,7 +112,7 @@ class Pipeline:
         starts = self._starts(compute, params, parts)
         count = jax.tree.leaves(parts)[0].shape[0]
 
-        def body(params: Tree, starts: jax.Array, parts: Tree) -> Tree:
+        def body(params: Tree, starts: Tree, parts: Tree) -> Tree:
             return self._forward(compute, params, starts, parts, count)
 
         whole = PartitionSpec()
@@ -128,16 +128,16 @@ class Pipeline:
             check_vma=False,
         )
 
-    def _starts(self, objective: Objective, params: Tree, parts: Tree) -> jax.Array:
+    def _starts(self, objective: Objective, params: Tree, parts: Tree) -> Tree:
         """Embeddings of all micro-batches, [m, rows, length, embed], outside the stages.
 
         The compiler cannot split a gather over an automatic axis inside a manual region.
         """
 
-        def start(part: Tree) -> jax.Array:
-            found: list[jax.Array] = []
+        def start(part: Tree) -> Tree:
+            found: list[Tree] = []
 
-            def stack(layers: Layers, stacked: Any, embed: Callable[[], jax.Array]) -> jax.Array:
+            def stack(layers: Layers, stacked: Any, embed: Callable[[], Tree]) -> Tree:
                 found.append(embed())
                 raise _Embedded
 
@@ -149,11 +149,11 @@ class Pipeline:
 
         return jax.lax.map(start, parts)
 
-    def _stage(self, objective: Objective, params: Tree, x: jax.Array, part: Tree) -> Any:
+    def _stage(self, objective: Objective, params: Tree, x: Tree, part: Tree) -> Any:
         """This stage's activations, and what the objective makes of them."""
-        found: list[jax.Array] = []
+        found: list[Tree] = []
 
-        def stack(layers: Layers, stacked: Any, embed: Callable[[], jax.Array]) -> jax.Array:
+        def stack(layers: Layers, stacked: Any, embed: Callable[[], Tree]) -> Tree:
             found.append(layers(stacked, x))
             return found[0]
 
@@ -161,18 +161,18 @@ class Pipeline:
         return found[0], result
 
     def _one_forward_one_backward(
-        self, objective: Objective, params: Tree, starts: jax.Array, parts: Tree, count: int
+        self, objective: Objective, params: Tree, starts: Tree, parts: Tree, count: int
     ) -> Any:
         stages = self.stages
         learned, frozen = self._partition.split(params)
 
-        def run(learned: Tree, x: jax.Array, part: Tree) -> Any:
+        def run(learned: Tree, x: Tree, part: Tree) -> Any:
             return self._stage(objective, self._partition.join(learned, frozen), x, part)
 
         stage = jax.lax.axis_index(PIPE_AXES)
         first, last = stage == 0, stage == stages - 1
         kept = 2 * stages - 1  # inputs between a stage's forward and backward pass
-        rest = jnp.zeros(starts.shape[1:], starts.dtype)
+        rest = _zeros_of_one(starts)
         example = jax.tree.map(lambda x: x[0], parts)
         shapes = jax.eval_shape(lambda: run(learned, rest, example)[1])
         nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (learned, rest, shapes))
@@ -183,17 +183,16 @@ class Pipeline:
             forwards = (ahead >= 0) & (ahead < count)
             backwards = (back >= 0) & (back < count)
             part = _pick(parts, ahead, count)
-            x = jnp.where(first, _pick(starts, ahead, count), received)
-            inputs = jnp.where(
-                forwards, jax.lax.dynamic_update_index_in_dim(inputs, x, ahead % kept, 0), inputs
-            )
+            x = _where(first, _pick(starts, ahead, count), received)
+            inputs = _where(forwards, _put(inputs, x, ahead % kept), inputs)
             # The last stage's forward is part of its backward pass, in the same tick.
             sent = jax.lax.cond(
                 forwards & ~last,
                 lambda: run(learned, x, part)[0],
                 lambda: rest,
             )
-            part, x = _pick(parts, back, count), inputs[back % kept]
+            part = _pick(parts, back, count)
+            x = jax.tree.map(lambda held: held[back % kept], inputs)
 
             def idle() -> Any:
                 return nothing
@@ -212,15 +211,15 @@ class Pipeline:
             turn = jnp.where(backwards, jnp.where(last, 2, 1), 0)
             grads, dx, result = jax.lax.switch(turn, (idle, middle, end))
             total = jax.tree.map(jnp.add, total, (grads, result))
-            at = jnp.clip(back, 0, count - 1)
-            done = jax.lax.dynamic_update_index_in_dim(d_starts, dx, at, 0)
-            d_starts = jnp.where(backwards & first, done, d_starts)
+            done = _put(d_starts, dx, jnp.clip(back, 0, count - 1))
+            d_starts = _where(backwards & first, done, d_starts)
             busy = _FORWARD * forwards * ~last + _BACKWARD * backwards
             carry = _shift(sent, 1, stages), _shift(dx, -1, stages), inputs, total, d_starts
             return carry, busy
 
-        inputs = jnp.zeros((kept, *rest.shape), rest.dtype)
-        zeros = rest, rest, inputs, (nothing[0], nothing[2]), jnp.zeros_like(starts)
+        inputs = jax.tree.map(lambda x: jnp.zeros((kept, *x.shape), x.dtype), rest)
+        d_starts = jax.tree.map(jnp.zeros_like, starts)
+        zeros = rest, rest, inputs, (nothing[0], nothing[2]), d_starts
         ticks = jnp.arange(count + 2 * (stages - 1))
         (_, _, _, (grads, result), d_starts), busy = jax.lax.scan(tick, zeros, ticks)
 
@@ -233,21 +232,21 @@ class Pipeline:
         return loss, stats, grads, d_starts, jax.lax.all_gather(busy, PIPE_AXES)
 
     def _forward(
-        self, compute: Objective, params: Tree, starts: jax.Array, parts: Tree, count: int
+        self, compute: Objective, params: Tree, starts: Tree, parts: Tree, count: int
     ) -> Tree:
         stages = self.stages
         stage = jax.lax.axis_index(PIPE_AXES)
         first, last = stage == 0, stage == stages - 1
-        rest = jnp.zeros(starts.shape[1:], starts.dtype)
+        rest = _zeros_of_one(starts)
         example = jax.tree.map(lambda x: x[0], parts)
         shapes = jax.eval_shape(lambda: self._stage(compute, params, rest, example)[1])
         nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
-        def tick(received: jax.Array, time: jax.Array) -> Any:
+        def tick(received: Tree, time: jax.Array) -> Any:
             index = time - stage
             busy = (index >= 0) & (index < count)
             part = _pick(parts, index, count)
-            x = jnp.where(first, _pick(starts, index, count), received)
+            x = _where(first, _pick(starts, index, count), received)
             turn = jnp.where(busy, jnp.where(last, 2, 1), 0)
             sent, result = jax.lax.switch(
                 turn,
@@ -269,10 +268,25 @@ def _pick(tree: Tree, index: jax.Array, count: int) -> Tree:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, at, keepdims=False), tree)
 
 
-def _shift(x: jax.Array, by: int, stages: int) -> jax.Array:
+def _put(tree: Tree, part: Tree, at: jax.Array) -> Tree:
+    return jax.tree.map(
+        lambda x, own: jax.lax.dynamic_update_index_in_dim(x, own, at, 0), tree, part
+    )
+
+
+def _where(condition: jax.Array, this: Tree, other: Tree) -> Tree:
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), this, other)
+
+
+def _zeros_of_one(starts: Tree) -> Tree:
+    """Zeros like one micro-batch's."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), starts)
+
+
+def _shift(tree: Tree, by: int, stages: int) -> Tree:
     """From every stage to the next (or the one before); the end gets zeros."""
     pairs = [(s, s + by) for s in range(stages) if 0 <= s + by < stages]
-    return jax.lax.ppermute(x, PIPE_AXES, pairs)
+    return jax.tree.map(lambda x: jax.lax.ppermute(x, PIPE_AXES, pairs), tree)
 
 
 def _bubble(busy: jax.Array) -> jax.Array:

@@ -49,6 +49,7 @@ class WorkerContext:
       optimizer: settings of its updates, or None.
       supervised_loss: of demonstrations: the warm start's, and PPO-ptx's second term; or None.
       warm_start: settings of the warm start's updates, or None.
+      router_loss: weight in its updates of the loss that balances experts; 0: there is none.
       micro_batch: rows (or packs) per pass over all devices, of updates and scores; 0: all.
       packing: places of the packs in which rows are computed; 0: they are padded.
       offload: what waits in pinned host memory while it is idle: ``none``, ``optimizer`` (its
@@ -75,6 +76,7 @@ class WorkerContext:
     optimizer: OptimizerConfig | None = None
     supervised_loss: Any = None
     warm_start: OptimizerConfig | None = None
+    router_loss: float = 0.0
     micro_batch: int = 0
     packing: int = 0
     offload: str = "none"

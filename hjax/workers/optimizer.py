@@ -100,6 +100,7 @@ class Updater:
       pretraining: a second objective and its ``prepare``, for the batch's entry ``pretrain``
         where it has one; its loss is added (PPO-ptx).
       name: of the compiled program.
+      finish: makes metrics of the summed statistics; None: they are metrics.
     """
 
     def __init__(
@@ -111,10 +112,12 @@ class Updater:
         network: Network,
         pretraining: tuple[Objective, Prepare] | None = None,
         name: str = "update",
+        finish: Callable[[dict[str, Any]], Metrics] | None = None,
     ):
         self._objective = objective
         self._pretraining = pretraining
         self._prepare = prepare
+        self._finish = finish
         self._passes = passes
         self._partition = network.partition
         self._shardings, _ = self._partition.split(network.shardings(passes.layout))
@@ -194,6 +197,8 @@ class Updater:
             (added, more_stats), more_grads = gradients(objective, params, prepare(pretrain))
             loss, stats = loss + added, more_stats | stats
             grads = jax.tree.map(jnp.add, grads, more_grads)
+        if self._finish is not None:
+            stats = self._finish(stats)
         grads = jax.lax.with_sharding_constraint(grads, self._shardings)
         norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from hjax.errors import ConfigError
+from hjax.models.balance import Tally, balance_loss, balance_metrics, counted_tokens
 from hjax.models.dropout import KEY as DROPOUT
 from hjax.models.dropout import row_keys
 from hjax.models.packed import KEY as PACKING
@@ -26,6 +27,16 @@ from hjax.workers.passes import Batch, Objective
 TRAININGS = ("main", "warm_start")
 
 
+# What an objective's sums have of routers.
+ROUTED = "routed"
+
+
+def with_balance(sums: dict[str, Any]) -> dict[str, jax.Array]:
+    """An update's metrics, of the sums of an objective with the loss that balances experts."""
+    metrics = dict(sums)
+    return metrics | balance_metrics(metrics.pop(ROUTED))
+
+
 class TrainedWorker(ModelWorker):
     """A model worker with an optimizer."""
 
@@ -35,6 +46,11 @@ class TrainedWorker(ModelWorker):
         super().__init__(context)
         if context.optimizer is None or context.loss is None:
             raise ConfigError(f"{self.role}: a trained role needs a loss and an optimizer")
+        if context.router_loss and not self.network.config.experts:
+            raise ConfigError(
+                f"{self.role}: router_loss={context.router_loss} is for models with experts, which "
+                "this one has not; use 0"
+            )
         self.stage = "main"
         self._updaters: dict[tuple[str, bool], Updater] = {}
         self.updater = self._updater("main", grouped=True)
@@ -51,12 +67,13 @@ class TrainedWorker(ModelWorker):
                 raise ConfigError(f"{self.role}: this run was set up without a {stage} stage")
             network = self.learner(stage)
             self._updaters[stage, grouped] = Updater(
-                *self.objective(loss, grouped, network),
+                *self.objective(loss, grouped, network, context.router_loss),
                 optimizer,
                 self.passes if network is self.network else self._passes(network),
                 network,
                 self.pretraining(network),
                 name=f"{self.role}_update",
+                finish=with_balance if context.router_loss else None,
             )
         return self._updaters[stage, grouped]
 
@@ -64,15 +81,40 @@ class TrainedWorker(ModelWorker):
         """What learns in a stage: a warm start makes the base of later adapters."""
         return self.network.base if stage == "warm_start" else self.network
 
-    def objective(self, loss: Any, grouped: bool, network: Network) -> tuple[Objective, Prepare]:
-        """A loss as a weighted sum over a micro-batch, and the weights of the whole step."""
+    def objective(
+        self, loss: Any, grouped: bool, network: Network, router_loss: float = 0.0
+    ) -> tuple[Objective, Prepare]:
+        """A loss as a weighted sum over a micro-batch, and the weights of the whole step.
+
+        Args:
+          loss: the algorithm's.
+          grouped: samples of a prompt are consecutive.
+          network: what learns.
+          router_loss: weight of the loss that balances experts. That is no sum over tokens: it is
+            each micro-batch's own, weighted by its share of the step's tokens.
+        """
 
         def objective(params: Params, batch: Batch, stack: Stack) -> Any:
-            share = self.share(batch["responses"].shape[0]) if grouped else 1
-            model = network.bind(params, stack)
-            token_loss, stats = self.token_loss(model, batch, share, loss)
+            samples = self.share(batch["responses"].shape[0]) if grouped else 1
+            tally = Tally() if router_loss else None
+            model = network.bind(params, stack, tally)
+            token_loss, stats = self.token_loss(model, batch, samples, loss)
             total = jnp.sum(batch["weights"] * token_loss)
-            return total, {k: jnp.sum(batch["stat_weights"] * v) for k, v in stats.items()}
+            sums: dict[str, Any] = {
+                k: jnp.sum(batch["stat_weights"] * v) for k, v in stats.items()
+            }
+            if tally is not None:
+                if tally.routed is None:
+                    raise ConfigError(
+                        f"{self.role}: its token_loss reads no states of read_responses, so that "
+                        f"router_loss={router_loss} has no tokens; use 0"
+                    )
+                share = tally.routed.tokens / batch["counted"]
+                balance = share * balance_loss(tally.routed)
+                total += router_loss * balance
+                routed = jax.lax.stop_gradient(tally.routed)
+                sums |= {"router_loss": balance, ROUTED: routed}
+            return total, sums
 
         def prepare(batch: Batch) -> Batch:
             made = {"weights": loss.weights(batch), "stat_weights": loss.stat_weights(batch)}
@@ -80,6 +122,8 @@ class TrainedWorker(ModelWorker):
                 samples = self.context.samples if grouped else 1
                 rows = batch["responses"].shape[0]
                 made[DROPOUT] = row_keys(self.context.seed, batch[UPDATE], rows, samples)
+            if router_loss:
+                made |= counted_tokens(batch)
             return batch | made
 
         return objective, prepare
