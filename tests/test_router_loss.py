@@ -193,6 +193,17 @@ def test_every_layout_has_the_loss_of_one_device(name, saved):
     assert found[0]["router_loss"] > 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["expert, context", "pipe, expert, context"])
+def test_the_kernels_of_long_sequences_change_nothing(name, saved, monkeypatch):
+    row, changes, train, micro_batch, _ = RUNS[name]
+    path, batch = saved(row, **changes), batch_of(advantages=1.0)
+    options = {"devices": 8, "train": train, "micro_batch": micro_batch}
+    expected = update(path, batch, **options)
+    monkeypatch.setattr("hjax.models.attention.WHOLE", 0)  # any length is long
+    same(update(path, batch, **options), expected)
+
+
 # What the loss is the same with: changes of the update.
 TOGETHER = {
     "packs": {"packing": PROMPT + 3 * LENGTH},
@@ -202,6 +213,7 @@ TOGETHER = {
     "unrolled": {"compute": Compute(unroll_layers=True)},
     "recomputed": {"compute": Compute(remat="full")},
     "recomputed but attention": {"compute": Compute(remat="attention")},
+    "recomputed from the host's memory": {"compute": Compute(remat="offload")},
 }
 
 
