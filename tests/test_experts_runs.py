@@ -1,0 +1,72 @@
+"""Runs of a model with experts: what a user combines gives one device's numbers, and resumes."""
+
+import pytest
+from families import model
+from helpers import computed, trainer_of
+from test_lora_runs import LORA, axes, close, slow
+
+from hjax.data.tasks import get_task
+
+BALANCED = {"actor.router_loss": 0.1}
+WHAT = {
+    "all weights": BALANCED,
+    "adapters that drop": {**BALANCED, **LORA, "actor.lora.dropout": 0.2},
+    "adapters with magnitudes": {**BALANCED, **LORA, "actor.lora.dora": True},
+}
+OVER = axes(expert=2, fsdp=2, tensor=2)
+HOW = {
+    "expert, fsdp, tensor": {**OVER, "layout.actor.generate.tensor": 2},
+    "pipe, expert, context": axes(pipe=2, expert=2, context=2),
+    "packs": {"data.packing": 24, **axes(expert=4, data=2)},
+    "offload, remat": {"actor.offload": "all", "model.remat": "full", **OVER},
+    "rollout ahead": {"placement": "disaggregate", **axes(expert=2, data=2)},
+    "two processes": {
+        **axes(expert=2, fsdp=2),
+        "cluster.processes": 2,
+        "cluster.devices_per_process": 2,
+    },
+}
+COMBINATIONS = [
+    (what, how)
+    if (what, how) == ("adapters that drop", "expert, fsdp, tensor")
+    else slow(what, how)
+    for what in WHAT
+    for how in HOW
+]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("experts") / "model"
+    sizes = {"num_experts": 4, "num_key_value_heads": 2, "num_attention_heads": 4, "head_dim": 8}
+    sizes |= {"hidden_size": 16, "moe_intermediate_size": 8, "num_hidden_layers": 2}
+    model("qwen3 experts", vocab_size=16, num_experts_per_tok=2, **sizes).save_pretrained(folder)
+    get_task("sorting").tokenizer().save(folder)
+    return str(folder)
+
+
+def rows_of(base, changes, workdir=None):
+    with trainer_of("GRPO", {"actor.path": base, "steps": 2, **changes}, workdir) as trainer:
+        return [computed(row) for row in trainer.run()]
+
+
+@pytest.mark.parametrize(("what", "how"), COMBINATIONS)
+def test_every_combination_gives_the_same_metrics(base, what, how):
+    expected = rows_of(base, WHAT[what])
+    assert all(row["actor/grad_norm"] > 0 and row["actor/router_loss"] >= 1 for row in expected)
+    close(rows_of(base, {**WHAT[what], **HOW[how]}), expected)
+
+
+@pytest.mark.parametrize(
+    ("what", "how"),
+    [
+        slow("all weights", "expert, fsdp, tensor"),
+        slow("adapters that drop", "packs"),
+        slow("adapters with magnitudes", "expert, fsdp, tensor"),
+    ],
+)
+def test_a_run_resumes_bit_for_bit(base, tmp_path, what, how):
+    changes = {**WHAT[what], **HOW[how], "checkpoint.every": 1}
+    whole = rows_of(base, {**changes, "steps": 4}, tmp_path / "whole")
+    rows_of(base, changes, tmp_path / "two")
+    assert rows_of(base, {**changes, "steps": 4}, tmp_path / "two") == whole[2:]
