@@ -14,7 +14,15 @@ from references import llama_layers, torch
 from transformers import LlamaConfig
 
 from hjax.errors import ConfigError
-from hjax.kernels import backward, blockwise, cpu, reference, splash
+from hjax.kernels import (
+    backward,
+    blockwise,
+    cpu,
+    grouped_blocks,
+    grouped_tpu,
+    reference,
+    splash,
+)
 from hjax.kernels.sets import Kernels, choose, kernels_of
 from hjax.models.transformer import Compute
 from hjax.sharding.layout import make_layouts
@@ -195,10 +203,13 @@ def test_accelerators_get_no_detours_of_cpus():
         product=backward.product,
         gated_mlp=backward.gated_mlp,
         rms_norm=backward.rms_norm,
+        grouped=grouped_blocks.product,
         attention=blockwise.attend,
     )
     # Of its packs each response has a prompt of its own: splash knows only equal segments.
-    on_tpu = dataclasses.replace(found, attention=splash.attend, packs_share=False)
+    on_tpu = dataclasses.replace(
+        found, grouped=grouped_tpu.product, attention=splash.attend, packs_share=False
+    )
     assert kernels_of("tpu") == on_tpu
 
 
