@@ -15,6 +15,7 @@ from hjax.controller import ThreadExecutor
 from hjax.controller.executors import ExecutorFactory
 from hjax.controller.hosts import HostGroup, Hosts
 from hjax.errors import ConfigError
+from hjax.machine import devices_asked_for, enough_threads
 from hjax.run.compile_counter import CompileCounter
 from hjax.run.placement import Plan, set_name
 from hjax.settings.checking import on_cluster
@@ -187,6 +188,8 @@ def local_devices(config: ConfigDict) -> list[jax.Device]:
     Raises:
       ConfigError: there are fewer.
     """
+    if not on_cluster(config):
+        enough_threads(devices_asked_for())  # where JAX has not started
     devices = jax.devices()
     limit = config.cluster.devices_per_process
     if on_cluster(config):
