@@ -73,13 +73,13 @@ class Pieces:
           RunError: parts of the region are missing, or there twice.
         """
         shape = tuple(stop - start for start, stop in region)
-        found = 0
+        found: list[Region] = []
         result: np.ndarray | None = None
         for held, data in self.parts:
             common = overlap(held, region)
             if common is None:
                 continue
-            found += volume(common)
+            found.append(common)
             numbers = data if isinstance(data, np.ndarray) else data.fetch()
             if numbers.dtype != self.dtype or numbers.shape != extent(held):
                 raise RunError(
@@ -93,10 +93,11 @@ class Pieces:
             if result is None:
                 result = np.empty(shape, self.dtype)
             result[within(common, region)] = cut
-        if found != math.prod(shape):
+        if sum(map(volume, found)) != math.prod(shape) or len(set(found)) != len(found):
+            missing = sum(map(volume, set(found))) < math.prod(shape)
             raise RunError(
                 f"of {self.dtype}{list(self.shape)} the region {region} is "
-                f"{'missing in part' if found < math.prod(shape) else 'there more than once'}"
+                f"{'missing in part' if missing else 'there more than once'}; there are {found}"
             )
         return np.empty(shape, self.dtype) if result is None else result
 

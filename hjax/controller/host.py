@@ -12,6 +12,7 @@ import jax
 from hjax.binding import binding
 from hjax.controller.messages import Build, Call, select
 from hjax.errors import RunError
+from hjax.sharding.arrays import taken_apart
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +89,7 @@ class WorkerHost:
         result = jax.block_until_ready(method(*arguments, **options))
         end = time.perf_counter()
         background = getattr(bound, "background", False)
-        value = result if background else protocol.gather(result)
+        value = result if background else taken_apart(protocol.gather(result))
         return Answer(value, background, phase, start, end)
 
     def _take_turn(self, worker: Any, phase: str) -> None:

@@ -248,7 +248,7 @@ class HostProcess:
         # Messages may overtake each other on their way; they run in the order they were sent.
         self._next = 0
         self._early: dict[int, tuple[Any, ...]] = {}
-        self._exports: dict[tuple[int, Any], Written] = {}
+        self._exports: dict[tuple[int, Any], concurrent.futures.Future] = {}
         self._lines: collections.deque[str] = collections.deque(maxlen=KEPT_LINES)
         self._host: WorkerHost | None = None
         self._messages: Messages | None = None
@@ -405,21 +405,27 @@ class HostProcess:
         return {key: self._exported(number, key, value[key]) for key in keys}
 
     def _exported(self, number: int, key: Any, value: Any) -> Written:
+        """An entry written down, once for all who ask."""
         with self._lock:
-            before = self._exports.get((number, key))
-        if before is not None:
-            return before
-        if self._setup.rank:
-            # What every process has is taken from the first; the others give their parts.
-            value = pieces.map_leaves(
-                lambda x: x if isinstance(x, (jax.Array, *pieces.PARTIAL)) else None, value
-            )
-        written = write(value, self._store)
+            known = self._exports.get((number, key))
+            written = self._exports[number, key] = known or concurrent.futures.Future()
+        if known is not None:
+            return known.result()
+        try:
+            if self._setup.rank:
+                # What every process has is taken from the first; the others give their parts.
+                value = pieces.map_leaves(
+                    lambda x: x if isinstance(x, (jax.Array, *pieces.PARTIAL)) else None, value
+                )
+            written.set_result(write(value, self._store))
+        except BaseException as error:
+            written.set_exception(error)
         with self._lock:
-            self._given += len(written.data) + written.beside
-            if number in self._results:
-                self._exports[number, key] = written
-        return written
+            if number not in self._results:  # dropped meanwhile
+                self._exports.pop((number, key), None)
+            if written.exception() is None:
+                self._given += len(written.result().data) + written.result().beside
+        return written.result()
 
     def _drop(self, number: int) -> None:
         with self._lock:
