@@ -449,7 +449,7 @@ class Command:
         """Its status and what it printed; none of its processes may outlast it by much, and nothing
         that they held."""
         try:
-            printed, _ = self.process.communicate(timeout=90)
+            printed, _ = self.process.communicate(timeout=180)
         finally:
             for pid in [self.process.pid] if self.process.poll() is None else []:
                 for each in (*descendants(pid), pid):

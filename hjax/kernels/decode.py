@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hjax.kernels.attention import Scoring, shared_prompt
+from hjax.kernels.attention import MASKED, Scoring, shared_prompt
 
 # Keys [head_dim, length]: a product with a few queries runs along what lies together in memory,
 # faster on a CPU.
@@ -80,6 +80,137 @@ def _by_row(position: jax.Array) -> jax.Array:
     return jnp.reshape(position, (1, 1, 1)) if position.ndim == 0 else position[..., None]
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """Where each row stands, of rows that began at different times and share prompts in any order.
+
+    All rows write their token into one column of their caches, so that it is written in one piece;
+    a row sees the columns since its own first.
+
+    Attributes:
+      begin, end: int32 [groups], as of ``Seen``.
+      start: int32 [rows], the column of each row's first token.
+      column: int32 [], the new token's.
+      members: int32 [groups, samples], the rows that share a prompt; a number beyond the rows:
+        none. None: row i has prompt i.
+      place: int32 [rows], each row's number among ``members``, counted along both dimensions.
+      parts: into which rows and groups are cut, each with its own numbers from 0: the data-parallel
+        parts of a layout.
+    """
+
+    begin: jax.Array
+    end: jax.Array
+    start: jax.Array
+    column: jax.Array
+    members: jax.Array | None = None
+    place: jax.Array | None = None
+    parts: int = dataclasses.field(default=1, metadata={"static": True})
+
+    def by_prompt(self, x: jax.Array) -> jax.Array:
+        """[rows, ...] as [groups, samples, ...]; 0 where there is no row."""
+        if self.members is None:
+            return x[:, None]
+        return taken(x, self.members, self.parts)
+
+    def by_row(self, x: jax.Array) -> jax.Array:
+        """[groups, samples, ...] as [rows, ...]."""
+        if self.place is None:
+            return x[:, 0]
+        return taken(x.reshape(-1, *x.shape[2:]), self.place, self.parts)
+
+    def own(self, size: int, window: int) -> jax.Array:
+        """bool [rows, size]: which of its own columns a row sees."""
+        at = jnp.arange(size)
+        seen = (at >= self.start[:, None]) & (at <= self.column)
+        return seen & (self.column - at < window) if window else seen
+
+    def prompt(self, size: int, window: int) -> jax.Array:
+        """bool [groups, 1 or samples, size]: which of the prompt's keys the rows see."""
+        at = jnp.arange(size)
+        seen = ((at >= self.begin[:, None]) & (at < self.end[:, None]))[:, None]
+        if not window:
+            return seen
+        before = self.by_prompt(self.column - self.start)[..., None]
+        return seen & (self.end[:, None, None] - at + before < window)
+
+
+def taken(x: jax.Array, index: jax.Array, parts: int = 1) -> jax.Array:
+    """Rows of ``x`` [rows, ...] by their numbers, int32 [...], 0 for a number beyond them.
+
+    Args:
+      parts: into which both are cut; the numbers count within a part.
+    """
+    cut = [a.reshape(parts, a.shape[0] // parts, *a.shape[1:]) for a in (x, index)]
+    of = jax.vmap(lambda x, index: x.at[index].get(mode="fill", fill_value=0))(*cut)
+    return of.reshape(index.shape + x.shape[1:])
+
+
+def attend_slots(
+    q: jax.Array,
+    prompt_k: jax.Array,
+    prompt_v: jax.Array,
+    own_k: jax.Array,
+    own_v: jax.Array,
+    slots: Slots,
+    scoring: Scoring = Scoring(),
+    sinks: jax.Array | None = None,
+    keys: str = "rkud",
+) -> jax.Array:
+    """One token per row, which is written already, as ``attend`` for ``Slots``.
+
+    The queries that share a prompt meet it together; of each row a maximum, a sum and an output
+    come back, never scores.
+
+    Args:
+      q: [rows, kv_heads, per_kv, head_dim].
+      prompt_k, prompt_v: [groups, kv_heads, prompt, head_dim].
+      own_k, own_v: [rows, kv_heads, length, head_dim].
+      slots: where each row stands.
+      scoring, sinks: as of ``attend``.
+      keys: dimensions of ``own_k``, u being the length's: ``rkud`` or ``rkdu``.
+
+    Returns:
+      like q, in its dtype.
+    """
+    wide, window = jnp.float32, scoring.window
+    q = q * scoring.factor(q.shape[-1])
+    own = jnp.einsum(f"rkgd,{keys}->rkgu", q, own_k, preferred_element_type=wide)
+    seen = slots.own(own_v.shape[2], window)[:, None, None]
+    own = jnp.where(seen, scoring.bend(own), MASKED)
+    # Queries are laid out anew, which are few; scores are not.
+    groups, kv_heads, prompt, _ = prompt_k.shape
+    per_kv = q.shape[2]
+
+    def meet(x: jax.Array) -> jax.Array:
+        """[rows, kv_heads, per_kv, ...] -> [groups, kv_heads, samples * per_kv, ...]"""
+        x = slots.by_prompt(x).swapaxes(1, 2)
+        return x.reshape(groups, kv_heads, -1, *x.shape[4:])
+
+    def part(x: jax.Array) -> jax.Array:
+        """Back again."""
+        x = x.reshape(groups, kv_heads, -1, per_kv, *x.shape[3:])
+        return slots.by_row(x.swapaxes(1, 2))
+
+    past = jnp.einsum("xkqd,xkpd->xkqp", meet(q), prompt_k, preferred_element_type=wide)
+    seen = slots.prompt(prompt, window)
+    seen = jnp.repeat(seen, per_kv, axis=1) if seen.shape[1] > 1 else seen
+    past = jnp.where(seen[:, None], scoring.bend(past), MASKED)
+    top = jnp.maximum(own.max(-1), part(past.max(-1)))
+    if sinks is not None:
+        sink = sinks.astype(wide).reshape(q.shape[1:3])
+        top = jnp.maximum(top, sink)
+    own = jnp.exp(own - top[..., None])
+    past = jnp.exp(past - meet(top)[..., None])
+    total = own.sum(-1) + part(past.sum(-1))
+    if sinks is not None:
+        total = total + jnp.exp(sink - top)
+    out = jnp.einsum("rkgu,rkud->rkgd", own.astype(own_v.dtype), own_v, preferred_element_type=wide)
+    past = past.astype(prompt_v.dtype)
+    answer = jnp.einsum("xkqp,xkpd->xkqd", past, prompt_v, preferred_element_type=wide)
+    return ((out + part(answer)) / total[..., None]).astype(q.dtype)
+
+
 def attend(
     q: jax.Array,
     prompt_k: jax.Array,
@@ -118,12 +249,12 @@ def write(
 
     Args:
       part: [groups, kv_heads, samples, length, head_dim]; with ``columns`` the last two exchanged.
+        With a position for all it may be without samples.
       new: [groups, kv_heads, samples, head_dim].
       position: as of ``Seen``; a row of -1 stays.
     """
     if position.ndim == 0:
-        at = (0, 0, 0, 0, position) if columns else (0, 0, 0, position, 0)
-        new = jnp.expand_dims(new, 4 if columns else 3)
+        new, at = token_at(new, position, columns)
         return jax.lax.dynamic_update_slice(part, new.astype(part.dtype), at)
     groups, _, samples, _ = new.shape
     group, sample = jnp.arange(groups)[:, None], jnp.arange(samples)[None]
@@ -132,3 +263,13 @@ def write(
     if columns:
         return part.at[group, :, sample, :, place].set(new, mode="drop")
     return part.at[group, :, sample, place].set(new, mode="drop")
+
+
+def token_at(
+    new: jax.Array, position: jax.Array, columns: bool
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    """A token's keys or values [..., head_dim] as a piece of a cache, and where that begins."""
+    zeros = (0,) * (new.ndim - 1)
+    if columns:
+        return new[..., None], (*zeros, 0, position)
+    return new[..., None, :], (*zeros, position, 0)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from hjax.kernels import decode as kernels
 from hjax.kernels import decode_tpu
 from hjax.kernels.attention import Scoring
-from hjax.kernels.decode import COLUMNS, INTERPRETED, KERNEL, Seen
+from hjax.kernels.decode import COLUMNS, INTERPRETED, KERNEL, Seen, Slots
 from hjax.models.attention import KeyValue
 from hjax.sharding.layout import Layout
 
@@ -48,6 +48,10 @@ class Decode:
     ) -> tuple[jax.Array, KVCache, KeyValue | None]:
         rows, _, heads, dim = q.shape
         groups = self.seen.begin.shape[0]
+        if rows == groups and cache.form not in (KERNEL, INTERPRETED):
+            start = jnp.zeros(rows, jnp.int32)
+            slots = Slots(self.seen.begin, self.seen.end, start, self.seen.position)
+            return DecodeSlots(slots)(layer, q, k, v, cache, scoring, sinks)
         kv_heads = k.shape[2] * cache.copies
 
         def by_sample(x: jax.Array) -> jax.Array:
@@ -122,6 +126,39 @@ class Decode:
         return out, dataclasses.replace(cache, k=own_k, v=own_v)
 
 
+@dataclasses.dataclass(frozen=True)
+class DecodeSlots:
+    """One new token per row, of rows that began at different times.
+
+    The cache is one of a sample per prompt, but prompts may be fewer than rows.
+
+    Attributes:
+      slots: where each row stands.
+    """
+
+    slots: Slots
+
+    def __call__(
+        self,
+        layer: int | jax.Array,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        cache: KVCache,
+        scoring: Scoring = Scoring(),
+        sinks: jax.Array | None = None,
+    ) -> tuple[jax.Array, KVCache, KeyValue | None]:
+        rows, _, heads, dim = q.shape
+        cache = cache.write(layer, k[:, 0], v[:, 0], self.slots.column)
+        prompt_k, prompt_v, own_k, own_v = cache.read(layer)
+        q = q.reshape(rows, k.shape[2], -1, dim)
+        parts, keys = (prompt_k, prompt_v, own_k, own_v), "rkud"
+        if cache.form == COLUMNS:
+            keys = "rkdu"
+        out = kernels.attend_slots(q, *parts, self.slots, scoring, sinks, keys)
+        return out.reshape(rows, 1, heads, dim), cache, None
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
@@ -131,7 +168,8 @@ class KVCache:
     kernel), or a tuple with one array per layer (unrolled layers): the prompt's of shape
     [groups, kv_heads, length, head_dim], the responses' values
     [groups, kv_heads, samples, length, head_dim] and their keys like them, in the form ``COLUMNS``
-    [groups, kv_heads, samples, head_dim, length].
+    [groups, kv_heads, samples, head_dim, length]. Where a prompt has one sample that dimension is
+    missing, but for the kernel: XLA would copy the cache to drop it.
 
     Attributes:
       form: of ``hjax.kernels.decode``. For the kernel lengths are filled up to whole blocks.
@@ -158,7 +196,13 @@ class KVCache:
     def write(
         self, layer: int | jax.Array, k: jax.Array, v: jax.Array, position: jax.Array
     ) -> KVCache:
-        """The cache with k and v, [groups, kv_heads, samples, head_dim], at ``position``."""
+        """The cache with k and v, a token of each row, at ``position``.
+
+        Args:
+          layer: which.
+          k, v: [groups, kv_heads, samples, head_dim], without the samples where the cache has none.
+          position: as of ``Seen``; int32 [] without samples.
+        """
         new = (self.k, k, self.form == COLUMNS), (self.v, v, False)
         written = [_write(part, layer, x, position, columns) for part, x, columns in new]
         return dataclasses.replace(self, k=written[0], v=written[1])
@@ -178,7 +222,8 @@ class KVCache:
         def empty(x: jax.Array, columns: bool) -> jax.Array:
             *lead, groups, kv_heads, _, dim = x.shape
             last = (dim, length) if columns else (_room(form, length, x.dtype), dim)
-            return jnp.zeros((*lead, groups, kv_heads, samples, *last), x.dtype)
+            several = (samples,) if _by_sample(form, samples) else ()
+            return jnp.zeros((*lead, groups, kv_heads, *several, *last), x.dtype)
 
         prompt_k, prompt_v = (_prompt(x, form, copies) for x in _pair(prompt, form))
         return cls(
@@ -222,7 +267,7 @@ class KVCache:
             x = by_group(x)[..., prompt:, :].swapaxes(-4, -3)
             missing = _room(form, length, x.dtype) - x.shape[-2]
             x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, missing), (0, 0)])
-            return _copied(x, copies, -4)
+            return _copied(x, copies, -4) if _by_sample(form, samples) else x[..., 0, :, :]
 
         def own_keys(x: jax.Array) -> jax.Array:
             return own(x).swapaxes(-1, -2) if form == COLUMNS else own(x)
@@ -231,6 +276,11 @@ class KVCache:
         prompt_k, prompt_v = (_prompt(jax.tree.map(shared, x), form, copies) for x in (k, v))
         own_k, own_v = jax.tree.map(own_keys, k), jax.tree.map(own, v)
         return cls(prompt_k, prompt_v, own_k, own_v, form, copies)
+
+
+def _by_sample(form: str, samples: int) -> bool:
+    """Whether a response cache has a dimension for samples."""
+    return samples > 1 or form in (KERNEL, INTERPRETED)
 
 
 def _pair(kept: Any, form: str) -> tuple[Any, Any]:
@@ -275,9 +325,8 @@ def _write(
         written = kernels.write(part[layer], new, position, columns)
         return (*part[:layer], written, *part[layer + 1 :])
     if position.ndim == 0:
-        at = (0, 0, 0, 0, position) if columns else (0, 0, 0, position, 0)
-        new = jnp.expand_dims(new, 4 if columns else 3)[None]
-        return jax.lax.dynamic_update_slice(part, new, (layer, *at))
+        new, at = kernels.token_at(new, position, columns)
+        return jax.lax.dynamic_update_slice(part, new[None].astype(part.dtype), (layer, *at))
     held = jax.lax.dynamic_index_in_dim(part, layer, keepdims=False)
     written = kernels.write(held, new, position, columns)
     return jax.lax.dynamic_update_index_in_dim(part, written, layer, 0)

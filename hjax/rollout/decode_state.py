@@ -47,8 +47,9 @@ def advance(
     stop: jax.Array,
     kernels: Kernels,
     layout: Layout,
+    position: jax.Array | None = None,
 ) -> DecodeState:
-    """Draw every row's token at position ``at`` of its response.
+    """Draw every row's token and put it into column ``at`` of the tables.
 
     Args:
       state: of ``start``.
@@ -59,9 +60,11 @@ def advance(
       stop: int32 [stop tokens]; a row that draws one is done.
       kernels: of the platform.
       layout: over whose axes the rows and the logits' vocabulary are split.
+      position: int32 [] or [rows], of the token in its response; None: ``at``.
     """
     done = state["done"]
-    drawn = draw(logits, keys, at, sampling, kernels, layout)
+    position = at if position is None else position
+    drawn = draw(logits, keys, position, sampling, kernels, layout)
     token = jnp.where(done, 0, drawn.token)
     finished = jnp.any(token[:, None] == stop, axis=-1) & ~done
 

@@ -8,6 +8,7 @@ the batch it is in.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,9 +24,11 @@ from hjax.models.forward import positions_of
 from hjax.models.parameters import Network, Params
 from hjax.models.transformer import Compute
 from hjax.rollout import decode_state
+from hjax.rollout.engine import Engine, How
 from hjax.rollout.pipelined import PipelinedRollout
 from hjax.rollout.sampling import Sampling, sequence_keys
-from hjax.sharding.arrays import place
+from hjax.rollout.scheduler import COLUMNS, Schedule, Work, tables
+from hjax.sharding.arrays import place, to_numpy
 from hjax.sharding.layout import Layout
 
 Rollout = dict[str, jax.Array]
@@ -74,6 +77,11 @@ class Generator:
         unroll = compute.unroll_layers or self.cache_form == decode.ROWS
         self.compute = dataclasses.replace(compute.on(layout), unroll_layers=unroll)
         self._programs: dict[_Shape, Any] = {}
+        self._warm: set[Any] = set()  # schedules whose programs are compiled
+        self._keys = jax.jit(
+            lambda numbers, rows: jax.random.key_data(sequence_keys(numbers[0], numbers[1], rows)),
+            out_shardings=layout.replicated,
+        )
 
     @property
     def _copies(self) -> int:
@@ -101,6 +109,7 @@ class Generator:
         sampling: Sampling = Sampling(),
         stop: Sequence[int] = (),
         end: int | None = None,
+        slots: int = 0,
     ) -> Rollout:
         """Sample responses.
 
@@ -117,6 +126,7 @@ class Generator:
           stop: token ids that end a response (and are part of it).
           end: tokens after which to leave off, ``truncated`` where a response has not ended;
             None: ``max_new_tokens``.
+          slots: rows that are decoded at a time, others following as these end; 0: all.
 
         Returns:
           ``prompts`` and ``prompt_mask`` once per row, ``responses`` int32
@@ -135,8 +145,57 @@ class Generator:
                 f"{prompts.shape[0]} prompts do not divide over {self.layout.describe()}; "
                 f"use a multiple of {self.multiple}"
             )
-        program = self._program(_Shape(samples, max_new_tokens, sampling, tuple(stop), 0, end))
-        return program(params, prompts, prompt_mask, sequence, self._numbers(seed, step))
+        shape = _Shape(samples, max_new_tokens, sampling, tuple(stop), 0, end)
+        inputs = prompts, prompt_mask, sequence, self._numbers(seed, step)
+        if self._ragged(shape, prompts.shape[0] * samples, slots):
+            return self._by_slots(shape, slots, params, *inputs)
+        return self._program(shape)(params, *inputs)
+
+    def _ragged(self, shape: _Shape, rows: int, slots: int) -> bool:
+        """Whether rows enter and leave while others are decoded; else all run in one program.
+
+        That is the quickest where all are equally long, or short, and on TPUs, whose kernel reads
+        what is filled.
+        """
+        if shape.end is not None or self.layout.ways("layers") > 1:
+            return False
+        ends = bool(shape.stop) and shape.max_new_tokens > COLUMNS
+        return 0 < slots < rows or (ends and not self.engine.by_kernel)
+
+    @functools.cached_property
+    def engine(self) -> Engine:
+        """For sequences that come and go."""
+        options = self.compute, self.cache_form, self._copies
+        return Engine(self.network, self.layout, *options)
+
+    def _by_slots(
+        self,
+        shape: _Shape,
+        slots: int,
+        params: Params,
+        prompts: Any,
+        prompt_mask: Any,
+        sequence: Any,
+        seed_and_step: jax.Array,
+    ) -> Rollout:
+        split, samples = self.layout.sharding("batch"), shape.samples
+        sequence = place(sequence, split)
+        keys = to_numpy(self._keys(seed_and_step, sequence))
+        asked = to_numpy(prompts), to_numpy(prompt_mask)
+        work = Work(*asked, keys, samples, shape.max_new_tokens)
+        how = How(shape.sampling, shape.stop)
+        schedule = Schedule(self.engine, how, work, slots)
+        if (how, schedule.sizes) not in self._warm:
+            schedule.warm(params)
+            self._warm.add((how, schedule.sizes))
+        made = tables(work, schedule.run(params))
+        self.counts = schedule.counts
+        # Who has not drawn one of the tokens that end a response was cut off.
+        length = made["response_mask"].sum(axis=1)
+        last = made["responses"][np.arange(work.rows), length - 1]
+        made["truncated"] = ~np.isin(last, shape.stop)
+        made["prompts"], made["prompt_mask"] = (np.repeat(x, samples, axis=0) for x in asked)
+        return {name: place(x, split) for name, x in made.items()}
 
     def resume(
         self,

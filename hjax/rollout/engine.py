@@ -1,0 +1,508 @@
+"""The rollout engine: slots that sequences enter and leave while others are decoded.
+
+Its shape is JetStream's (``prefill``, ``insert``, ``generate``), in three programs: ``admit``
+prefills prompts and draws their first tokens, ``decode`` draws some tokens for every slot in one
+compiled loop, ``move`` brings the slots that are left together or gives them more room. All of them
+take the state and give it back in place (donated). Who enters when is ``hjax.rollout.scheduler``'s.
+
+A state has a fixed ``Size``. Sequences are told from each other by numbers of their own, from which
+their draws follow, so neither slot nor neighbours change what is drawn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hjax.kernels import decode
+from hjax.kernels.decode import Seen, Slots
+from hjax.models.attention import Causal
+from hjax.models.decoding import Decode, DecodeSlots, KVCache
+from hjax.models.forward import positions_of
+from hjax.models.parameters import Network, Params
+from hjax.models.transformer import Compute
+from hjax.rollout import decode_state
+from hjax.rollout.sampling import Sampling
+from hjax.sharding.arrays import place, to_numpy
+from hjax.sharding.layout import Layout
+
+# Tokens between two looks at who has ended.
+STEPS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """What a state has room for.
+
+    Attributes:
+      rows: sequences at a time.
+      groups: prompts at a time.
+      samples: sequences that may share a prompt; 1: row i has prompt i.
+      prompt: tokens of a padded prompt.
+      length: columns, in which the tokens of all rows lie; for the kernel tokens of a row.
+    """
+
+    rows: int
+    groups: int
+    samples: int
+    prompt: int
+    length: int
+
+
+@dataclasses.dataclass(frozen=True)
+class How:
+    """How every sequence of a state is drawn.
+
+    Attributes:
+      sampling: of its tokens.
+      stop: token ids that end it.
+    """
+
+    sampling: Sampling = Sampling()
+    stop: tuple[int, ...] = ()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Running:
+    """Sequences, a row of each array for a slot.
+
+    Attributes:
+      tokens: int32 [rows], of the prompt.
+      drawn: int32 [rows], tokens drawn so far, of which the last is not in the cache.
+      limit: int32 [rows], tokens that may be drawn.
+      last: int32 [rows].
+      done: bool [rows]; also of a slot without a sequence.
+      keys: uint32 [rows, n], data of the PRNG keys.
+    """
+
+    tokens: jax.Array
+    drawn: jax.Array
+    limit: jax.Array
+    last: jax.Array
+    done: jax.Array
+    keys: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    """Slots and what they hold.
+
+    Attributes:
+      cache: keys and values; the prompts' by group, each row's own.
+      slots: where each row stands. Columns count from 0 at the beginning of the cache.
+      rows: the sequences.
+    """
+
+    cache: KVCache
+    slots: Slots
+    rows: Running
+
+
+@dataclasses.dataclass(frozen=True)
+class Admission:
+    """Sequences that enter.
+
+    Numbers of groups and rows count within a data-parallel part, and arrays are in order of the
+    parts, as many for each; a number beyond the state's is an entry that fills up and is dropped.
+
+    Attributes:
+      prompts: int32 [groups, prompt], padded on the left; ``mask``: bool like it.
+      groups: int32 [groups], where each goes.
+      rows: int32 [groups * samples], where its samples go.
+      keys: uint32 [groups * samples, 2], see ``State``.
+      limit: int32 [groups * samples].
+    """
+
+    prompts: np.ndarray
+    mask: np.ndarray
+    groups: np.ndarray
+    rows: np.ndarray
+    keys: np.ndarray
+    limit: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """What a program drew, on the host.
+
+    Attributes:
+      tokens: int32 [rows, steps], 0 where nothing was drawn; ``mask``: bool like it.
+      logprobs: by name, float32 like it, see ``hjax.rollout.decode_state``.
+      done: bool [rows].
+      steps: that were taken.
+    """
+
+    tokens: np.ndarray
+    mask: np.ndarray
+    logprobs: dict[str, np.ndarray]
+    done: np.ndarray
+    steps: int
+
+
+class Engine:
+    """The programs of one model under one layout of one stage.
+
+    Args:
+      network: the model.
+      layout: the generate layout; rows and prompts are split over its batch axes.
+      compute: of the forward, with the kernels for the layout's devices.
+      cache_form: of the cache, see ``hjax.kernels.decode``.
+      copies: of each key-value head, see ``KVCache``.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        layout: Layout,
+        compute: Compute,
+        cache_form: str,
+        copies: int = 1,
+    ):
+        self.network, self.layout, self.compute = network, layout, compute
+        self.form, self.copies = cache_form, copies
+        self.parts = layout.ways("batch")
+        # As the cache says: an array of all layers, or one for each.
+        self.stacked = self.by_kernel or not compute.unroll_layers
+        heads = "kv_heads" if copies == 1 else "heads"
+        held = layout.sharding(*((None,) if self.stacked else ()), "batch", heads)
+        split, whole = layout.sharding("batch"), layout.replicated
+        # Given out always in the same way, so that programs meet the same arrays again.
+        by_slot = cast(Any, {"column": whole, "members": split, "place": split})
+        slots = Slots(*cast(Any, (split,) * 3), **by_slot, parts=self.parts)
+        state = State(*cast(Any, (held, slots, split)))
+        rest, both = (slots, split), (state, whole)
+        self._empty = jax.jit(self._zeros, static_argnums=0, out_shardings=state)
+        self._admit = jax.jit(
+            self._admitted, static_argnums=0, donate_argnums=2, out_shardings=both
+        )
+        self._decode = jax.jit(
+            self._decoded, static_argnums=(0, 1), donate_argnums=3, out_shardings=both
+        )
+        self._select = jax.jit(self._selected, out_shardings=rest)
+        self._part = jax.jit(self._cut, static_argnums=1, out_shardings=held)
+
+    @property
+    def by_kernel(self) -> bool:
+        """Whether each row's tokens begin in its own column 0: the kernel reads what is filled of
+        each, so that slots stay where they are."""
+        return self.form in (decode.KERNEL, decode.INTERPRETED)
+
+    # What is called
+
+    def empty(self, size: Size) -> State:
+        """A state of free slots."""
+        return self._empty(size)
+
+    def admit(
+        self, how: How, params: Params, state: State, new: Admission
+    ) -> tuple[State, Drawn]:
+        """Prefill prompts, put them into free slots and draw each sequence's first token.
+
+        Args:
+          how: sequences are drawn.
+          params: in the generate layout.
+          state: donated.
+          new: what enters.
+
+        Returns:
+          the state, and a token of each new row.
+        """
+        split = self.layout.sharding("batch")
+        given = {f.name: place(getattr(new, f.name), split) for f in dataclasses.fields(new)}
+        state, drawn = self._admit(how, params, state, given)
+        return state, _read(drawn)
+
+    def decode(
+        self, how: How, params: Params, state: State, steps: int, most: int = STEPS
+    ) -> tuple[State, Drawn]:
+        """Draw up to so many tokens for every row that is not done, fewer if all end.
+
+        Args:
+          how, params, state: as of ``admit``.
+          steps: tokens, at most ``most``, and at most the columns that are left.
+          most: columns of the tables that come back.
+        """
+        number = place(np.int32(steps), self.layout.replicated)
+        state, drawn = self._decode(how, most, params, state, number)
+        return state, _read(drawn)
+
+    def share(
+        self, state: State, members: np.ndarray | None, row_place: np.ndarray | None
+    ) -> State:
+        """The same with who shares which prompt, as ``hjax.kernels.decode.Slots`` has it."""
+        split = self.layout.sharding("batch")
+        held = [None if x is None else place(x, split) for x in (members, row_place)]
+        slots = dataclasses.replace(state.slots, members=held[0], place=held[1])
+        return dataclasses.replace(state, slots=slots)
+
+    def move(
+        self,
+        state: State,
+        rows: np.ndarray | None = None,
+        groups: np.ndarray | None = None,
+        length: int = 0,
+        first: int = 0,
+    ) -> State:
+        """Some of the slots, in any order, with columns from ``first`` on.
+
+        Args:
+          state: donated.
+          rows, groups: int32, which of them, numbers as in ``Admission``; None: all as they are.
+            Members are told by ``share`` afterwards.
+          length: columns; 0: as many as there are.
+          first: the old column that will be the first.
+        """
+        split = self.layout.sharding("batch")
+        of_rows, of_groups = (None if x is None else place(x, split) for x in (rows, groups))
+        at = place(np.int32(first), self.layout.replicated) if first else None
+        cache = state.cache
+        slots, running = self._select(state.slots, state.rows, of_rows, of_groups, at)
+        parts = {"prompt_k": cache.prompt_k, "prompt_v": cache.prompt_v}
+
+        def of(held: Any, index: jax.Array | None, axis: int = 0, length: int = 0) -> Any:
+            """An array at a time, so that one of them at most is there twice."""
+
+            def one(x: jax.Array) -> jax.Array:
+                by_row = None if not axis else at
+                made = self._part(x, (axis, length), index, by_row)
+                x.delete()
+                return made
+
+            return jax.tree.map(one, held)
+
+        if groups is not None:
+            parts = {name: of(held, of_groups) for name, held in parts.items()}
+        if rows is not None or length or first:
+            axis = -1 if self.form == decode.COLUMNS else -2
+            parts["k"] = of(cache.k, of_rows, axis, length)
+            parts["v"] = of(cache.v, of_rows, -2, length)
+        return State(dataclasses.replace(cache, **parts), slots, running)
+
+    # Programs
+
+    def _zeros(self, size: Size) -> State:
+        config, dtype = self.network.config, self.compute.dtype
+
+        def prompts(count: int) -> Any:
+            x = jnp.zeros((count, config.kv_heads, size.prompt, config.head_dim), dtype)
+            if self.compute.unroll_layers:
+                return ((x, x),) * config.layers
+            return (jnp.broadcast_to(x, (config.layers, *x.shape)),) * 2
+
+        samples, options = size.samples, (size.length, self.form, self.copies)
+        cache = KVCache.create(prompts(size.groups), samples, *options)
+        if samples > 1 and not self.by_kernel:  # each row by itself
+            own = KVCache.create(prompts(size.rows), 1, *options)
+            cache = dataclasses.replace(cache, k=own.k, v=own.v)
+        numbers, none = jnp.zeros(size.rows, jnp.int32), jnp.zeros(size.groups, jnp.int32)
+        shared = samples > 1 and not self.by_kernel
+        slots = Slots(
+            none,
+            none,
+            numbers,
+            jnp.int32(0),
+            jnp.zeros((size.groups, samples), jnp.int32) if shared else None,
+            numbers if shared else None,
+            self.parts,
+        )
+        keys = jnp.zeros((size.rows, jax.random.key_data(jax.random.key(0)).size), jnp.uint32)
+        done = jnp.ones(size.rows, bool)
+        running = Running(numbers, numbers, numbers, numbers, done, keys)
+        return State(cache, slots, running)
+
+    def _admitted(
+        self, how: How, params: Params, state: State, given: dict[str, jax.Array]
+    ) -> tuple[State, decode_state.DecodeState]:
+        model, split = self.network.bind(params), self.layout.constrain
+        prompts, mask = split(given["prompts"], "batch"), split(given["mask"], "batch")
+        entering = given["rows"].shape[0]
+        samples = entering // prompts.shape[0]
+        tokens = jnp.sum(mask, axis=-1, dtype=jnp.int32)
+        lengths = jnp.max(given["limit"].reshape(-1, samples), axis=-1) + tokens
+        size = jax.tree.leaves(state.cache.prompt_k)[0].shape[-2]
+        hidden, _, kept = model(
+            prompts,
+            positions_of(mask),
+            Causal(mask, keep=True, form=self.compute.form),
+            compute=self.compute,
+            layers=model.unstack() if self.compute.unroll_layers else None,
+            rotary=model.rotary(lengths, tables=prompts.shape[1]),
+        )
+        if not self.by_kernel:  # prompts end where the state's prompts end
+            short = size - prompts.shape[1]
+            kept = jax.tree.map(
+                lambda x: jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(short, 0), (0, 0)]), kept
+            )
+        else:
+            short = 0
+        new = KVCache.create(kept, 1, 1, self.form, self.copies)
+
+        def enter(old: Any, new: Any) -> Any:
+            put = functools.partial(self._put, given["groups"])
+            put = jax.vmap(put) if self.stacked else put
+            return jax.tree.map(lambda old, new: put(old, _as_long(new, old)), old, new)
+
+        cache = dataclasses.replace(
+            state.cache,
+            prompt_k=enter(state.cache.prompt_k, new.prompt_k),
+            prompt_v=enter(state.cache.prompt_v, new.prompt_v),
+        )
+        logits = split(jnp.repeat(model.logits(hidden[:, -1]), samples, axis=0), "batch", "vocab")
+        nothing = decode_state.start(entering, 1, how.sampling)
+        drawn = self._advance(how, nothing, logits, given["keys"], jnp.int32(0), 0)
+        drawn |= {"done": drawn["done"] | (given["limit"] <= 1)}
+        begin, end = decode.bounds(mask)
+        column = jnp.int32(0) if self.by_kernel else state.slots.column
+        at_group = functools.partial(self._put, given["groups"])
+        at_row = functools.partial(self._put, given["rows"])
+        slots = dataclasses.replace(
+            state.slots,
+            begin=at_group(state.slots.begin, begin + short),
+            end=at_group(state.slots.end, end + short),
+            start=at_row(state.slots.start, jnp.full(entering, column)),
+        )
+        old = state.rows
+        running = Running(
+            at_row(old.tokens, jnp.repeat(tokens, samples)),
+            at_row(old.drawn, jnp.ones(entering, jnp.int32)),
+            at_row(old.limit, given["limit"]),
+            at_row(old.last, drawn["last"]),
+            at_row(old.done, drawn["done"]),
+            at_row(old.keys, given["keys"]),
+        )
+        return State(cache, slots, running), drawn
+
+    def _put(self, index: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
+        """``old`` [many, ...] with ``new`` [some, ...] at numbers of its parts."""
+        parts = self.parts
+        cut = [x.reshape(parts, x.shape[0] // parts, *x.shape[1:]) for x in (old, index, new)]
+        put = jax.vmap(lambda old, at, new: old.at[at].set(new.astype(old.dtype), mode="drop"))
+        return put(*cut).reshape(old.shape)
+
+    def _advance(
+        self,
+        how: How,
+        drawn: decode_state.DecodeState,
+        logits: jax.Array,
+        keys: jax.Array,
+        position: jax.Array,
+        at: int | jax.Array,
+    ) -> decode_state.DecodeState:
+        return decode_state.advance(
+            drawn,
+            logits,
+            jax.random.wrap_key_data(keys),
+            jnp.int32(at),
+            how.sampling,
+            jnp.asarray(how.stop, jnp.int32),
+            self.compute.kernels,
+            self.layout,
+            position,
+        )
+
+    def _decoded(
+        self, how: How, most: int, params: Params, state: State, steps: jax.Array
+    ) -> tuple[State, decode_state.DecodeState]:
+        model = self.network.bind(params)
+        layers = model.unstack() if self.compute.unroll_layers else None
+        rows = state.rows.done.shape[0]
+        prompt, own = (jax.tree.leaves(x)[0] for x in (state.cache.prompt_k, state.cache.v))
+        length, most_tokens = own.shape[-2], state.rows.tokens + state.rows.limit
+        rotary = model.rotary(most_tokens, tables=prompt.shape[-2] + length)
+
+        def one_token(carry: Any) -> Any:
+            taken, state, drawn = carry
+            slots, running = state.slots, state.rows
+            at = running.drawn - 1
+            attention: Any = DecodeSlots(slots)
+            if self.by_kernel:
+                by_group = (slots.begin.shape[0], -1)
+                where = jnp.where(running.done, -1, at).reshape(by_group)
+                attention = Decode(Seen(slots.begin, slots.end, where), self.layout, length / 2)
+            hidden, cache, _ = model(
+                running.last[:, None],
+                (running.tokens + at)[:, None],
+                attention,
+                state.cache,
+                self.compute,
+                layers,
+                rotary,
+            )
+            logits = self.layout.constrain(model.logits(hidden[:, 0]), "batch", "vocab")
+            drawn = self._advance(how, drawn, logits, running.keys, running.drawn, taken)
+            number = running.drawn + ~running.done
+            done = drawn["done"] | (number >= running.limit)
+            slots = dataclasses.replace(slots, column=slots.column + 1)
+            running = dataclasses.replace(running, drawn=number, last=drawn["last"], done=done)
+            return taken + 1, State(cache, slots, running), drawn | {"done": done}
+
+        def unfinished(carry: Any) -> jax.Array:
+            return (carry[0] < steps) & ~jnp.all(carry[1].rows.done)
+
+        drawn = decode_state.start(rows, most, how.sampling) | {"done": state.rows.done}
+        drawn = jax.tree.map(lambda x: self.layout.constrain(x, "batch"), drawn)
+        begin = jnp.int32(0), state, drawn
+        taken, state, drawn = jax.lax.while_loop(unfinished, one_token, begin)
+        return state, drawn | {"steps": taken}
+
+    def _selected(
+        self,
+        slots: Slots,
+        running: Running,
+        rows: jax.Array | None,
+        groups: jax.Array | None,
+        first: jax.Array | None,
+    ) -> tuple[Slots, Running]:
+        """What ``move`` leaves but for the cache."""
+
+        def of(x: jax.Array, index: jax.Array | None) -> jax.Array:
+            return x if index is None else decode.taken(x, index, self.parts)
+
+        column, start = slots.column, of(slots.start, rows)
+        if first is not None:
+            column, start = column - first, start - first
+        begin, end = of(slots.begin, groups), of(slots.end, groups)
+        slots = dataclasses.replace(slots, begin=begin, end=end, start=start, column=column)
+        # A slot that is none of the old ones is free.
+        done = ~of(~running.done, rows)
+        running = jax.tree.map(lambda x: of(x, rows), running)
+        return slots, dataclasses.replace(running, done=done)
+
+    def _cut(
+        self,
+        x: jax.Array,
+        columns: tuple[int, int],
+        index: jax.Array | None,
+        first: jax.Array | None,
+    ) -> jax.Array:
+        """Rows of an array of the cache, with other columns: along which axis, and how many."""
+        axis, length = columns
+        if index is not None:
+            some = functools.partial(decode.taken, index=index, parts=self.parts)
+            x = jax.vmap(some)(x) if self.stacked else some(x)
+        if length and length != x.shape[axis]:
+            more = [(0, 0)] * x.ndim
+            more[axis] = (0, max(length - x.shape[axis], 0))
+            x = jax.lax.slice_in_dim(jnp.pad(x, more), 0, length, axis=axis)
+        if first is not None:
+            x = jnp.roll(x, -first, axis)
+        return x
+
+
+def _as_long(new: jax.Array, old: jax.Array) -> jax.Array:
+    """Keys or values [..., length, head_dim] filled up on the right to the length of others."""
+    missing = old.shape[-2] - new.shape[-2]
+    return jnp.pad(new, [(0, 0)] * (new.ndim - 2) + [(0, missing), (0, 0)]) if missing else new
+
+
+def _read(drawn: decode_state.DecodeState) -> Drawn:
+    host = jax.tree.map(to_numpy, drawn)
+    steps = int(host.get("steps", 1))
+    return Drawn(host["tokens"], host["mask"], host["logprobs"], host["done"], steps)

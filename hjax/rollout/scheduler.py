@@ -1,0 +1,418 @@
+"""Who has which slot of the engine, and when: sequences enter, end, and make room.
+
+All that is decided here follows from what was drawn, which every process of a pool knows, so that
+all of them call the same programs. Where caches are not read by a kernel that knows what is filled,
+slots that have ended are left behind (half of the rows stay when half have ended) and columns are
+added as they are needed: a long tail costs what its own rows do.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import os
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from hjax.models.parameters import Params
+from hjax.rollout.engine import STEPS, Admission, Drawn, Engine, How, Size, State
+
+# Columns of a new state's cache; each further one has twice as many.
+COLUMNS = 64
+# Rows of all devices below which halving them saves nothing: weights are what is read.
+FEWEST = 8
+NOBODY = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Sequences to be drawn: prompts and so many samples of each.
+
+    Attributes:
+      prompts: int32 [prompts, length], padded on the left; ``mask``: bool like it.
+      keys: uint32 [prompts * samples, n], data of each sequence's PRNG key; those of a prompt are
+        consecutive.
+      samples: of a prompt.
+      limit: tokens of a response at most.
+    """
+
+    prompts: np.ndarray
+    mask: np.ndarray
+    keys: np.ndarray
+    samples: int
+    limit: int
+
+    @property
+    def rows(self) -> int:
+        """Sequences."""
+        return self.prompts.shape[0] * self.samples
+
+
+@dataclasses.dataclass
+class Counts:
+    """What a schedule did: dispatches, tokens drawn, and rows times steps that were computed."""
+
+    dispatches: int = 0
+    tokens: int = 0
+    computed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Told:
+    """What a dispatch drew.
+
+    Attributes:
+      sequences: int [rows], which row is whose; NOBODY: a slot without.
+      before: int [rows], tokens that each had.
+      ended: bool [rows], whose last token it drew.
+      drawn: the tables.
+    """
+
+    sequences: np.ndarray
+    before: np.ndarray
+    ended: np.ndarray
+    drawn: Drawn
+
+
+def lengths(limit: int, refills: bool) -> list[int]:
+    """Columns that a state may have, growing; the last is enough for sequences of ``limit``.
+
+    Args:
+      limit: tokens of a sequence.
+      refills: whether sequences enter while others run: then some columns more, so that those
+        which nobody sees any more are not given up after every few tokens.
+    """
+    most = limit + 4 * STEPS if refills else limit
+    made = []
+    length = COLUMNS
+    while length < most:
+        made.append(length)
+        length *= 2
+    return [*made, most]
+
+
+def halves(rows: int, parts: int) -> list[int]:
+    """Rows of a data-parallel part that a state may have, falling."""
+    made = [rows]
+    while made[-1] % 2 == 0 and made[-1] * parts // 2 >= FEWEST:
+        made.append(made[-1] // 2)
+    return made
+
+
+class Schedule:
+    """One piece of work on an engine, from its first prompt to its last token.
+
+    Args:
+      engine: whose slots it fills.
+      how: sequences are drawn.
+      work: prompts divide over the engine's data-parallel parts.
+      slots: sequences at a time; 0: all.
+    """
+
+    def __init__(self, engine: Engine, how: How, work: Work, slots: int = 0):
+        self.engine, self.how, self.work = engine, how, work
+        parts, samples = engine.parts, work.samples
+        groups = work.prompts.shape[0] // parts
+        if slots:
+            groups = min(groups, max(slots // (samples * parts), 1))
+        self.refills = groups * parts < work.prompts.shape[0]
+        self.lengths = lengths(work.limit, self.refills and not engine.by_kernel)
+        if engine.by_kernel:
+            self.lengths = [work.limit]
+        self.rows = [groups * samples]
+        if not engine.by_kernel:
+            self.rows = halves(groups * samples, parts)
+        self.groups = groups
+        self.counts = Counts()
+        # By part: sequence of each row, prompt of each group, or NOBODY.
+        self._row = np.full((parts, self.rows[0]), NOBODY)
+        self._group = np.full((parts, groups), NOBODY)
+        self._done = np.ones((parts, self.rows[0]), bool)
+        self._start = np.zeros((parts, self.rows[0]), np.int64)
+        self._column = 0
+        self._length = self.lengths[0]
+        self._next = 0
+        self._drawn = np.zeros(work.rows, np.int64)
+
+    # Sizes
+
+    def size(self, rows: int, length: int) -> Size:
+        """A state's, of so many rows in each part."""
+        parts, samples = self.engine.parts, self.work.samples if self._shared(rows) else 1
+        prompt = self.work.prompts.shape[1]
+        return Size(parts * rows, parts * self._groups_of(rows), samples, prompt, length)
+
+    def _shared(self, rows: int) -> bool:
+        """Whether prompts stand once for their samples; few rows have each its own."""
+        return self.work.samples > 1 and (rows > self.groups or self.engine.by_kernel)
+
+    @property
+    def sizes(self) -> tuple[Size, ...]:
+        """Of all states that there may be."""
+        return tuple(self.size(*pair) for pair in self._pairs)
+
+    @functools.cached_property
+    def _pairs(self) -> list[tuple[int, int]]:
+        """Rows and columns of these: few rows are not worth a program before the tail."""
+        return [
+            (rows, length)
+            for i, rows in enumerate(self.rows)
+            for j, length in enumerate(self.lengths)
+            if i <= j + 1 or j == len(self.lengths) - 1
+        ]
+
+    def _groups_of(self, rows: int) -> int:
+        return min(self.groups, rows)
+
+    def warm(self, params: Params) -> None:
+        """Compile every program that this schedule may call, so that none is compiled later."""
+        # Programs of several devices are run one after another, in the same order everywhere.
+        workers = os.cpu_count() if self.engine.layout.mesh.size == 1 else 1
+        with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+            made = [pool.submit(self._warm_entries, params)]
+            made += [pool.submit(self._warm_size, params, *size) for size in self._pairs]
+            for each in made:
+                each.result()
+
+    def _warm_size(self, params: Params, rows: int, length: int) -> None:
+        engine = self.engine
+
+        def empty() -> State:
+            return engine.empty(self.size(rows, length))
+
+        engine.decode(self.how, params, empty(), 0)
+        if self.refills:
+            engine.move(empty(), first=1)
+        if (rows, longer := self._after(self.lengths, length)) in self._pairs and longer != length:
+            engine.move(empty(), length=longer)
+        if ((fewer := self._after(self.rows, rows)), length) in self._pairs and fewer != rows:
+            engine.move(empty(), *self._kept(rows, fewer))
+
+    def _warm_entries(self, params: Params) -> None:
+        state = self.engine.empty(self.size(self.rows[0], self.lengths[0]))
+        for each in self._entries():
+            state = self._share(state)
+            state, _ = self.engine.admit(self.how, params, state, self._blank(each))
+
+    @staticmethod
+    def _after(numbers: Sequence[int], number: int) -> int:
+        """The next one, or the last again."""
+        return numbers[min(numbers.index(number) + 1, len(numbers) - 1)]
+
+    def _entries(self) -> list[int]:
+        """Groups of a part that may enter together."""
+        if not self.refills:
+            return [self.groups]
+        powers = {min(1 << i, self.groups) for i in range(self.groups.bit_length() + 1)}
+        return sorted(powers)
+
+    def _blank(self, each: int) -> Admission:
+        """Nobody, as many in each part."""
+        parts, samples = self.engine.parts, self.work.samples
+        prompts = np.zeros((parts * each, self.work.prompts.shape[1]), np.int32)
+        mask = np.zeros(prompts.shape, bool)
+        mask[:, -1] = True  # an entry that fills up has a token too
+        rows = parts * each * samples
+        return Admission(
+            prompts,
+            mask,
+            np.full(parts * each, self.groups, np.int32),
+            np.full(rows, self.rows[0], np.int32),
+            np.zeros((rows, self.work.keys.shape[1]), np.uint32),
+            np.ones(rows, np.int32),
+        )
+
+    # Running
+
+    def run(self, params: Params) -> Iterator[Told]:
+        """Draw everything; says after each dispatch what it drew."""
+        state = self.engine.empty(self.size(self.rows[0], self._length))
+        state, told = self._enter(params, state)
+        assert told is not None
+        yield told
+        while not self._done.all():
+            state = self._make_room(self._shrink(state))
+            steps = STEPS if self.engine.by_kernel else min(STEPS, self._length - self._column)
+            state, drawn = self.engine.decode(self.how, params, state, steps)
+            self._column += drawn.steps
+            self._done = drawn.done.reshape(self._done.shape).copy()
+            yield self._note(self._row.ravel().copy(), drawn, drawn.steps)
+            if self._next < self.work.prompts.shape[0]:
+                state, told = self._enter(params, state)
+                if told is not None:
+                    yield told
+
+    def _note(self, sequences: np.ndarray, drawn: Drawn, steps: int) -> Told:
+        """Who drew what in a dispatch.
+
+        Args:
+          sequences: int [rows], of the tables' rows.
+          drawn: the tables.
+          steps: that all slots took.
+        """
+        there = sequences != NOBODY
+        before = np.where(there, self._drawn[sequences], 0)
+        count = np.where(there, drawn.mask.sum(axis=1), 0)
+        np.add.at(self._drawn, sequences[there], count[there])
+        self.counts.dispatches += 1
+        self.counts.tokens += int(count.sum())
+        self.counts.computed += steps * drawn.done.size
+        return Told(sequences, before, drawn.done & (count > 0), drawn)
+
+    # Entering
+
+    def _enter(self, params: Params, state: State) -> tuple[State, Told | None]:
+        """Let in who waits, as far as there are free groups; None: there is none."""
+        parts, samples = self.engine.parts, self.work.samples
+        left = self.work.prompts.shape[0] - self._next
+        free = [np.flatnonzero(self._free(part)) for part in range(parts)]
+        each = min(max(len(f) for f in free), -(-left // parts))
+        if not each:
+            return state, None
+        # In powers of two, so that few programs are needed; all of them at the beginning.
+        if self._next or each != self.groups:
+            each = min(1 << (each - 1).bit_length(), self.groups)
+        new = self._blank(each)
+        cut = (parts, each, samples)
+        prompts, mask = (x.reshape(parts, each, -1) for x in (new.prompts, new.mask))
+        groups, rows, limit = (
+            new.groups.reshape(cut[:2]), new.rows.reshape(cut), new.limit.reshape(cut)
+        )  # fmt: skip
+        keys = new.keys.reshape(*cut, -1)
+        entered = np.full(rows.shape, NOBODY)
+        turns = [(i, part) for i in range(each) for part in range(parts)]
+        if not self._next:  # in order, part by part
+            turns.sort(key=lambda turn: turn[1])
+        for i, part in turns:
+            if i >= len(free[part]) or self._next == self.work.prompts.shape[0]:
+                continue
+            number, group = self._next, int(free[part][i])
+            self._next += 1
+            open_rows = self._open(part, group)
+            ids = number * samples + np.arange(samples)
+            prompts[part, i], mask[part, i] = self.work.prompts[number], self.work.mask[number]
+            groups[part, i], rows[part, i] = group, open_rows
+            keys[part, i], limit[part, i] = self.work.keys[ids], self.work.limit
+            entered[part, i] = ids
+            self._group[part, group] = number
+            self._row[part, open_rows], self._done[part, open_rows] = ids, False
+            self._start[part, open_rows] = self._column
+        state = self._share(state)
+        state, drawn = self.engine.admit(self.how, params, state, new)
+        ended = drawn.done.reshape(rows.shape)
+        for part, i in zip(*np.nonzero(entered[:, :, 0] != NOBODY), strict=True):
+            self._done[part, rows[part, i]] = ended[part, i]
+        return state, self._note(entered.ravel(), drawn, 0)
+
+    def _free(self, part: int) -> np.ndarray:
+        """bool [groups]: whether all sequences of its prompt have ended, or it has none."""
+        busy = np.zeros(self._group.shape[1], bool)
+        live = self._row[part][~self._done[part]]
+        for number in set((live // self.work.samples).tolist()):
+            busy[np.flatnonzero(self._group[part] == number)] = True
+        return ~busy
+
+    def _open(self, part: int, group: int) -> np.ndarray:
+        """Rows for a group's samples."""
+        samples = self.work.samples
+        if samples == 1 or self.engine.by_kernel:
+            return group * samples + np.arange(samples)
+        return np.flatnonzero(self._done[part])[:samples]
+
+    def _share(self, state: State) -> State:
+        parts, count = self._row.shape
+        if self.engine.by_kernel or not self._shared(count):
+            return self.engine.share(state, None, None)
+        groups, samples = self._group.shape[1], self.work.samples
+        members = np.full((parts, groups, samples), count, np.int32)
+        where = self._where()
+        for part, row in zip(*np.nonzero(~self._done), strict=True):
+            group, sample = where[part, row], int(self._row[part, row]) % samples
+            members[part, group, sample] = row
+            where[part, row] = group * samples + sample
+        return self.engine.share(state, members.reshape(-1, samples), where.ravel())
+
+    def _where(self) -> np.ndarray:
+        """int32 [parts, rows]: the group that each row's prompt is in; 0 where it is done."""
+        made = np.zeros(self._row.shape, np.int32)
+        for part, row in zip(*np.nonzero(~self._done), strict=True):
+            number = self._row[part, row] // self.work.samples
+            made[part, row] = np.flatnonzero(self._group[part] == number)[0]
+        return made
+
+    # Making room
+
+    def _shrink(self, state: State) -> State:
+        """Leave rows behind that have ended, once nobody waits for them."""
+        if self._next < self.work.prompts.shape[0]:
+            return state
+        live = int((~self._done).sum(axis=1).max())
+        while True:
+            rows = self._row.shape[1]
+            fewer = self._after(self.rows, rows)
+            if fewer == rows or live > fewer or (fewer, self._length) not in self._pairs:
+                return state
+            moved_rows, moved_groups = self._kept(rows, fewer)
+            state = self.engine.move(state, moved_rows, moved_groups)
+            self._take(moved_rows, moved_groups)
+            state = self._share(state)
+
+    def _kept(self, rows: int, fewer: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """Numbers of the rows and groups that stay: those that live, then any."""
+        parts = self.engine.parts
+        done = self._done
+        if done.shape[1] != rows or done.all():  # of a state that is only compiled for
+            done = np.ones((parts, rows), bool)
+        chosen = np.argsort(done, axis=1, kind="stable")[:, :fewer].astype(np.int32)
+        chosen.sort(axis=1)
+        if not self._shared(rows):
+            return chosen.ravel(), chosen.ravel()
+        if not self._shared(fewer):  # each takes its prompt along
+            where = self._where() if done is self._done else np.zeros((parts, rows), np.int32)
+            return chosen.ravel(), np.take_along_axis(where, chosen, axis=1).ravel()
+        return chosen.ravel(), None
+
+    def _take(self, rows: np.ndarray, groups: np.ndarray | None) -> None:
+        def of(table: np.ndarray, index: np.ndarray) -> np.ndarray:
+            return np.take_along_axis(table, index.reshape(table.shape[0], -1), axis=1)
+
+        self._row, self._done, self._start = (
+            of(table, rows) for table in (self._row, self._done, self._start)
+        )
+        if groups is not None:
+            self._group = of(self._group, groups)
+
+    def _make_room(self, state: State) -> State:
+        """A column at least for the next token, and no columns that nobody sees."""
+        if self.engine.by_kernel or self._column < self._length:
+            return state
+        first = int(self._start[~self._done].min())
+        span = self._column - first
+        longer = self._after(self.lengths, self._length)
+        if span > self._length - STEPS and longer != self._length:
+            self._length = longer
+            return self.engine.move(state, length=longer)
+        self._column, self._start = span, self._start - first
+        return self.engine.move(state, first=first)
+
+
+def tables(work: Work, told: Iterable[Told]) -> dict[str, np.ndarray]:
+    """What a schedule drew, by sequence.
+
+    Returns:
+      ``responses`` int32 [sequences, limit] (0 after the end), ``response_mask`` bool, and the
+      log-probs by their names.
+    """
+    shape = work.rows, work.limit
+    made = {"responses": np.zeros(shape, np.int32), "response_mask": np.zeros(shape, bool)}
+    for each in told:
+        drawn = each.drawn
+        row, at = np.nonzero(drawn.mask & (each.sequences != NOBODY)[:, None])
+        where = each.sequences[row], each.before[row] + at
+        made["responses"][where] = drawn.tokens[row, at]
+        made["response_mask"][where] = True
+        for name, table in drawn.logprobs.items():
+            made.setdefault(name, np.zeros(shape, np.float32))[where] = table[row, at]
+    return made

@@ -1,0 +1,251 @@
+"""Sequences that enter and leave slots draw what each draws alone, and nothing is compiled late."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hjax.kernels import decode
+from hjax.kernels.attention import Scoring
+from hjax.kernels.decode import Slots
+from hjax.models.config import LayerKind, ModelConfig
+from hjax.models.parameters import decoder_network
+from hjax.models.transformer import Compute
+from hjax.rollout import scheduler
+from hjax.rollout.engine import STEPS
+from hjax.rollout.generator import Generator
+from hjax.rollout.sampling import Sampling
+from hjax.sharding.layout import make_layouts, without
+
+PLAIN = ModelConfig(
+    vocab_size=64,
+    hidden_size=16,
+    mlp_size=24,
+    layers=2,
+    heads=8,
+    kv_heads=2,
+    head_dim=8,
+    max_length=256,
+)
+# Windows in every other layer, and capped scores.
+ODD = dataclasses.replace(
+    PLAIN,
+    layer_kinds=(LayerKind(window=5, rope=0), LayerKind(window=None, rope=0)),
+    attention_softcap=20.0,
+)
+LENGTH, NEW = 7, 90
+
+
+def layout_of(sizes):
+    """The generate layout of so many devices, the key-value heads whole where they are fewer."""
+    count = int(np.prod(list(sizes.values())))
+    layout = make_layouts(jax.devices()[:count], sizes, {"tensor": -1}).generate
+    return without(layout, ["kv_heads"] if sizes.get("tensor", 1) > PLAIN.kv_heads else [])
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A rollout.
+
+    Attributes:
+      slots: rows at a time; 0: all.
+      ends: tokens that end a response: about one draw in 64 / ends is one.
+    """
+
+    samples: int = 4
+    prompts: int = 16
+    slots: int = 0
+    sizes: tuple[tuple[str, int], ...] = (("data", 1),)
+    form: str = decode.COLUMNS
+    unroll: bool = False
+    config: ModelConfig = PLAIN
+    sampling: Sampling = Sampling()
+    ends: int = 2
+    seed: int = 0
+
+
+def made_by(case):
+    """A generator, its parameters and the arguments of a call."""
+    layout = layout_of(dict(case.sizes))
+    network = decoder_network(case.config)
+    generator = Generator(network, layout, Compute(unroll_layers=case.unroll), case.form)
+    draw = np.random.default_rng(case.seed)
+    mask = np.arange(LENGTH) >= draw.integers(0, LENGTH, (case.prompts, 1))
+    prompts = np.where(mask, draw.integers(1, 64, mask.shape), 0).astype(np.int32)
+    sequence = np.arange(case.prompts * case.samples, dtype=np.int32)
+    options = {
+        "seed": case.seed,
+        "step": 2,
+        "samples": case.samples,
+        "max_new_tokens": NEW,
+        "sampling": case.sampling,
+        "stop": tuple(range(case.ends)),
+    }
+    return generator, network.create(1, layout), (prompts, mask, sequence), options
+
+
+def on_host(rollout):
+    return {key: np.asarray(value) for key, value in rollout.items()}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Rollouts of one program, by case, on one device."""
+    known = {}
+
+    def rollout(case):
+        case = dataclasses.replace(
+            case, slots=0, sizes=(("data", 1),), form=decode.COLUMNS, unroll=False
+        )
+        if case not in known:
+            generator, params, arguments, options = made_by(case)
+            generator._ragged = lambda *_: False
+            known[case] = on_host(generator.generate(params, *arguments, **options))
+            lengths = known[case]["response_mask"].sum(axis=1)
+            assert lengths.min() < 20 and lengths.max() > 64  # into the second size of a cache
+        return known[case]
+
+    return rollout
+
+
+CASES = {
+    "a long tail": Case(prompts=4),
+    "slots are filled again, devices": Case(
+        samples=2, slots=8, sizes=(("data", 2), ("tensor", 4))),
+    "a sample each, windows": Case(
+        samples=1, prompts=16, slots=8, form=decode.ROWS, config=ODD),
+    "the kernel": Case(prompts=4, slots=8, form=decode.INTERPRETED),
+}  # fmt: skip
+SLOW = {
+    "many": Case(),
+    "slots are filled again": Case(slots=16),
+    "unrolled": Case(unroll=True, form=decode.ROWS),
+    "few rows at a time": Case(slots=4),
+    "an odd number of prompts": Case(prompts=13, slots=20),
+    "fsdp": Case(sizes=(("fsdp", 8),), slots=32),
+    "fsdp, all at once": Case(sizes=(("fsdp", 4), ("tensor", 2)), unroll=True),
+    "kernel, devices": Case(
+        sizes=(("data", 2), ("tensor", 4)), form=decode.INTERPRETED, slots=16, prompts=8),
+    "truncated": Case(sampling=Sampling(0.8, 20, 0.9), slots=16),
+    "windows": Case(config=ODD, slots=24),
+    "windows, all at once": Case(config=ODD, samples=1, prompts=32),
+    "windows, kernel": Case(config=ODD, form=decode.INTERPRETED, slots=8, prompts=8),
+    "other draws": Case(seed=5, ends=1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*CASES.values(), *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW.values())],
+    ids=[*CASES, *SLOW],
+)
+def test_slots_change_nothing(case, alone):
+    generator, params, arguments, options = made_by(case)
+    rollout = on_host(generator.generate(params, *arguments, slots=case.slots, **options))
+    assert generator.counts.tokens == rollout["response_mask"].sum()
+    expected = alone(case)
+    if not generator.engine.by_kernel:  # rows that have ended are left behind
+        longest = expected["response_mask"].sum(axis=1).max()
+        assert generator.counts.computed < 0.9 * longest * case.prompts * case.samples
+    assert rollout.keys() == expected.keys()
+    for key, value in expected.items():
+        if value.dtype == np.float32:
+            np.testing.assert_allclose(rollout[key], value, atol=1e-5)
+        else:
+            np.testing.assert_array_equal(rollout[key], value)
+
+
+def test_nothing_is_compiled_for_other_lengths():
+    case = Case(samples=2, prompts=6, slots=8)
+    generator, params, (prompts, mask, sequence), options = made_by(case)
+    compiled = []
+    event = "/jax/core/compile/backend_compile_duration"
+    generator.generate(params, prompts, mask, sequence, slots=8, **options)
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: compiled.append(name) if name == event else None
+    )
+    try:
+        for seed in range(6):
+            rollout = generator.generate(
+                params, prompts, mask, sequence + 12 * seed, slots=8, **options
+            )
+            assert np.asarray(rollout["response_mask"]).any()
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert not compiled
+
+
+def by_hand(q, prompt_k, prompt_v, own_k, own_v, begin, end, start, column, prompt_of, scoring,
+            sinks):  # fmt: skip
+    """Row for row and head for head, in float64, its keys in a list."""
+    out = np.zeros(q.shape)
+    for r, h, i in itertools.product(*map(range, q.shape[:3])):
+        g = prompt_of[r]
+        keys = [*prompt_k[g, h, begin[g] : end[g]], *own_k[r, h, start[r] : column + 1]]
+        values = [*prompt_v[g, h, begin[g] : end[g]], *own_v[r, h, start[r] : column + 1]]
+        seen = slice(-scoring.window, None) if scoring.window else slice(None)
+        scores = np.array(keys[seen]) @ q[r, h, i] * q.shape[-1] ** -0.5
+        if scoring.softcap:
+            scores = scoring.softcap * np.tanh(scores / scoring.softcap)
+        sink = -np.inf if sinks is None else sinks[h * q.shape[2] + i]
+        weights = np.exp(scores - max(scores.max(), sink))
+        total = weights.sum() + np.exp(sink - max(scores.max(), sink))
+        out[r, h, i] = weights @ np.array(values[seen]) / total
+    return out
+
+
+@pytest.mark.parametrize("window, softcap, sinks", [(0, 0.0, False), (4, 5.0, True)])
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_rows_see_their_prompt_and_their_own_columns(window, softcap, sinks, shared, parts):
+    rows, groups, samples, kv_heads, per_kv, dim, prompt, length = 8, 4, 3, 2, 3, 8, 6, 10
+    groups = groups if shared else rows
+    draw = np.random.default_rng(window)
+    q = draw.normal(size=(rows, kv_heads, per_kv, dim))
+    prompt_k, prompt_v = draw.normal(size=(2, groups, kv_heads, prompt, dim))
+    own_k, own_v = draw.normal(size=(2, rows, kv_heads, length, dim))
+    begin = draw.integers(0, 3, groups)
+    end = begin + draw.integers(1, 4, groups)
+    column = 7
+    start = draw.integers(0, column + 1, rows)
+    members = place = None
+    prompt_of = np.arange(rows)
+    if shared:  # in each part its rows in any order; some groups are not full
+        each, local = groups // parts, rows // parts
+        members = np.full((groups, samples), local)
+        place = np.zeros(rows, int)
+        for part in range(parts):
+            seats = draw.permutation(each * samples)[:local]
+            for row, seat in enumerate(seats):
+                members[part * each + seat // samples, seat % samples] = row
+                place[part * local + row] = seat
+                prompt_of[part * local + row] = part * each + seat // samples
+    slots = Slots(
+        *(None if x is None else jnp.asarray(x, jnp.int32)
+          for x in (begin, end, start, column, members, place)),
+        parts=parts,
+    )  # fmt: skip
+    scoring = Scoring(None, softcap, window)
+    sink = draw.normal(size=kv_heads * per_kv) if sinks else None
+    expected = by_hand(q, prompt_k, prompt_v, own_k, own_v, begin, end, start, column, prompt_of,
+                       scoring, sink)  # fmt: skip
+    single = [jnp.asarray(x, jnp.float32) for x in (q, prompt_k, prompt_v, own_k, own_v)]
+    sink = None if sink is None else jnp.asarray(sink, jnp.float32)
+    found = decode.attend_slots(*single, slots, scoring, sink)
+    np.testing.assert_allclose(found, expected, atol=2e-6)
+    single[3] = single[3].swapaxes(2, 3)
+    found = decode.attend_slots(*single, slots, scoring, sink, "rkdu")
+    np.testing.assert_allclose(found, expected, atol=2e-6)
+
+
+def test_columns_and_rows_of_states():
+    assert scheduler.lengths(64, False) == [64]
+    assert scheduler.lengths(300, False) == [64, 128, 256, 300]
+    assert scheduler.lengths(100, True) == [64, 128, 100 + 4 * STEPS]
+    assert scheduler.halves(64, 1) == [64, 32, 16, 8]
+    assert scheduler.halves(24, 1) == [24, 12]
+    assert scheduler.halves(4, 8) == [4, 2, 1]
+    assert scheduler.halves(5, 1) == [5]
