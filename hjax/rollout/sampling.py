@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from hjax.errors import ConfigError
 from hjax.kernels.sets import Kernels
+from hjax.rollout import vocabulary
 from hjax.sharding.layout import Layout
 
 
@@ -80,6 +80,13 @@ def sequence_keys(seed: jax.Array, step: jax.Array, sequence: jax.Array) -> jax.
     return jax.vmap(jax.random.fold_in, (None, 0))(key, sequence)
 
 
+def gumbel(keys: jax.Array, position: jax.Array, vocab: int) -> jax.Array:
+    """The noise, float32 [rows, vocab], of the draw at ``position`` (int [] or [rows])."""
+    position = jnp.broadcast_to(position, keys.shape)
+    keys = jax.vmap(jax.random.fold_in)(keys, position)
+    return jax.vmap(lambda key: jax.random.gumbel(key, (vocab,), jnp.float32))(keys)
+
+
 def draw(
     logits: jax.Array,
     keys: jax.Array,
@@ -101,9 +108,7 @@ def draw(
     """
     noise = None
     if not sampling.greedy:
-        position = jnp.broadcast_to(position, keys.shape)
-        keys = jax.vmap(jax.random.fold_in)(keys, position)
-        noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], jnp.float32))(keys)
+        noise = gumbel(keys, position, logits.shape[-1])
     axes = layout.axes("vocab") if layout is not None else ()
     if layout is None or not axes:
         return _draw(logits, noise, sampling, kernels, ())
@@ -127,19 +132,19 @@ def _draw(
     axes: tuple[str, ...],
 ) -> Draw:
     """``draw`` of a part of the vocabulary, the whole being split over ``axes``."""
-    plain = _log_softmax(logits, axes)
+    plain = vocabulary.log_softmax(logits, axes)
     if noise is None:
-        token = _largest(logits, kernels, axes)
-        [logprob] = _pick([plain], token, axes)
+        token = vocabulary.largest(logits, kernels.largest, axes)
+        [logprob] = vocabulary.pick([plain], token, axes)
         return Draw(token, logprob, logprob, logprob)
     policy = plain
     if sampling.tempered:
-        policy = _log_softmax(logits / sampling.temperature, axes)
+        policy = vocabulary.log_softmax(logits / sampling.temperature, axes)
     sampled = policy
     if sampling.truncates:
-        sampled = _log_softmax(truncate(policy, sampling, axes), axes)
-    token = _largest(sampled + noise, kernels, axes)
-    return Draw(token, *_pick([sampled, policy, plain], token, axes))
+        sampled = vocabulary.log_softmax(truncate(policy, sampling, axes), axes)
+    token = vocabulary.largest(sampled + noise, kernels.largest, axes)
+    return Draw(token, *vocabulary.pick([sampled, policy, plain], token, axes))
 
 
 def truncate(
@@ -154,87 +159,11 @@ def truncate(
       sampling: says what is left out.
       axes: of a mesh, over which the vocabulary is split; inside ``shard_map``.
     """
-    order = _ordered(logits)
+    order = vocabulary.ordered(logits)
     if sampling.top_k > 0:
-        edge = _edge(order, jnp.ones_like(logits), jnp.float32(sampling.top_k), axes)
+        edge = vocabulary.top_k_edge(order, sampling.top_k, axes)
         logits = jnp.where(order >= edge, logits, -jnp.inf)
     if sampling.top_p < 1:
-        weights = jnp.exp(logits - _over(jnp.max(logits, -1, keepdims=True), jax.lax.pmax, axes))
-        enough = sampling.top_p * _over(jnp.sum(weights, -1, keepdims=True), jax.lax.psum, axes)
-        logits = jnp.where(order >= _edge(order, weights, enough, axes), logits, -jnp.inf)
+        edge = vocabulary.top_p_edge(order, logits, sampling.top_p, axes)
+        logits = jnp.where(order >= edge, logits, -jnp.inf)
     return logits
-
-
-def _ordered(x: jax.Array) -> jax.Array:
-    """uint32 that are ordered as the float32 are."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
-
-
-def _edge(
-    order: jax.Array, weights: jax.Array, enough: jax.Array, axes: tuple[str, ...]
-) -> jax.Array:
-    """uint32 [..., 1]: the largest number at or above which ``order`` has weights of ``enough``; 0
-    where all together have less.
-
-    Found bit by bit, from the highest on, without sorting; over several devices four bits at once,
-    for each exchange of sums takes as long as many passes over the weights.
-    """
-    step = 4 if axes else 1
-    candidates = jnp.arange(1, 1 << step, dtype=jnp.uint32)
-
-    def refine(turn: jax.Array, edge: jax.Array) -> jax.Array:
-        shift = (32 - step * (turn + 1)).astype(jnp.uint32)
-        tried = edge | (candidates << shift)
-        sums = jnp.stack(
-            [
-                jnp.sum(jnp.where(order >= tried[..., i : i + 1], weights, 0.0), axis=-1)
-                for i in range(candidates.size)
-            ],
-            axis=-1,
-        )
-        held = _over(sums, jax.lax.psum, axes) >= enough
-        return edge | (jnp.sum(held, axis=-1, keepdims=True).astype(jnp.uint32) << shift)
-
-    start = jnp.zeros((*order.shape[:-1], 1), jnp.uint32)
-    return jax.lax.fori_loop(0, 32 // step, refine, start)
-
-
-def _over(x: jax.Array, collective: Any, axes: tuple[str, ...]) -> jax.Array:
-    return collective(x, axes) if axes else x
-
-
-def _log_softmax(logits: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    if not axes:
-        return jax.nn.log_softmax(logits)
-    shifted = logits - jax.lax.pmax(jnp.max(logits, -1, keepdims=True), axes)
-    return shifted - jnp.log(jax.lax.psum(jnp.sum(jnp.exp(shifted), -1, keepdims=True), axes))
-
-
-def _largest(logits: jax.Array, kernels: Kernels, axes: tuple[str, ...]) -> jax.Array:
-    """int32 [rows], of equals the first."""
-    token = kernels.largest(logits)
-    if not axes:
-        return token
-    here = jnp.max(logits, axis=-1)
-    ours = here == jax.lax.pmax(here, axes)
-    # Some device has it; a number beyond the vocabulary would be none's.
-    token = jnp.where(ours, token + _first(logits, axes), jnp.iinfo(jnp.int32).max)
-    return jax.lax.pmin(token, axes)
-
-
-def _pick(
-    tables: list[jax.Array], token: jax.Array, axes: tuple[str, ...]
-) -> list[jax.Array]:
-    """Of each table [rows, vocab] the token's entry."""
-    if not axes:
-        return [jnp.take_along_axis(x, token[..., None], axis=-1)[..., 0] for x in tables]
-    at = token - _first(tables[0], axes)
-    own = jnp.arange(tables[0].shape[-1]) == at[..., None]
-    found = jnp.stack([jnp.sum(jnp.where(own, x, 0.0), axis=-1) for x in tables])
-    return list(jax.lax.psum(found, axes))
-
-
-def _first(part: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Number of the first token of a device's part of the vocabulary."""
-    return jax.lax.axis_index(axes) * part.shape[-1]

@@ -1,0 +1,129 @@
+"""What a draw computes over [rows, vocab], the vocabulary whole or split over devices.
+
+Each function takes the mesh ``axes`` over which the vocabulary is split; with some it is called
+inside ``shard_map``, with a device's part, and exchanges a few numbers per row. With none it sees
+the whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def over(x: jax.Array, collective: Any, axes: tuple[str, ...]) -> jax.Array:
+    """``collective(x, axes)`` where there are axes, else ``x``."""
+    return collective(x, axes) if axes else x
+
+
+def first(part: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Number of the first token of a device's part [rows, vocab / devices]."""
+    return jax.lax.axis_index(axes) * part.shape[-1]
+
+
+def log_softmax(logits: jax.Array, axes: tuple[str, ...] = ()) -> jax.Array:
+    """Log-probs, float32 like the logits."""
+    if not axes:
+        return jax.nn.log_softmax(logits)
+    shifted = logits - jax.lax.pmax(jnp.max(logits, -1, keepdims=True), axes)
+    return shifted - jnp.log(jax.lax.psum(jnp.sum(jnp.exp(shifted), -1, keepdims=True), axes))
+
+
+def largest(logits: jax.Array, here: Any, axes: tuple[str, ...] = ()) -> jax.Array:
+    """int32 [rows]: the token of the largest logit, of equals the first.
+
+    Args:
+      logits: float32.
+      here: finds it where the vocabulary is whole, as ``Kernels.largest``.
+      axes: of a split vocabulary.
+    """
+    token = here(logits)
+    if not axes:
+        return token
+    top = jnp.max(logits, axis=-1)
+    ours = top == jax.lax.pmax(top, axes)
+    # Some device has it; a number beyond the vocabulary would be none's.
+    token = jnp.where(ours, token + first(logits, axes), jnp.iinfo(jnp.int32).max)
+    return jax.lax.pmin(token, axes)
+
+
+def pick(
+    tables: list[jax.Array], token: jax.Array, axes: tuple[str, ...] = ()
+) -> list[jax.Array]:
+    """Of each table [rows, vocab] the token's entry, [rows]."""
+    if not axes:
+        return [jnp.take_along_axis(x, token[..., None], axis=-1)[..., 0] for x in tables]
+    at = token - first(tables[0], axes)
+    own = jnp.arange(tables[0].shape[-1]) == at[..., None]
+    found = jnp.stack([jnp.sum(jnp.where(own, x, 0.0), axis=-1) for x in tables])
+    return list(jax.lax.psum(found, axes))
+
+
+def ordered(x: jax.Array) -> jax.Array:
+    """uint32 that are ordered as the float32 are."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def top_k_edge(
+    order: jax.Array, top_k: jax.Array | int, axes: tuple[str, ...] = ()
+) -> jax.Array:
+    """uint32 [..., 1]: at or above it are the ``top_k`` largest and what equals the last of them.
+
+    Args:
+      order: of ``ordered``.
+      top_k: at least 1, for all rows or [..., 1]; with more than there are tokens the edge is 0.
+      axes: of a split vocabulary.
+    """
+    ones = jnp.ones(order.shape, jnp.float32)
+    return _edge(order, ones, jnp.asarray(top_k, jnp.float32), axes)
+
+
+def top_p_edge(
+    order: jax.Array,
+    logits: jax.Array,
+    top_p: jax.Array | float,
+    axes: tuple[str, ...] = (),
+) -> jax.Array:
+    """uint32 [..., 1]: at or above it are the likeliest tokens whose probability reaches ``top_p``.
+
+    Args:
+      order: of ``ordered``.
+      logits: float32; -inf of tokens that are left out already, which then have no share.
+      top_p: above 0, below 1, for all rows or [..., 1].
+      axes: of a split vocabulary.
+    """
+    weights = jnp.exp(logits - over(jnp.max(logits, -1, keepdims=True), jax.lax.pmax, axes))
+    enough = top_p * over(jnp.sum(weights, -1, keepdims=True), jax.lax.psum, axes)
+    return _edge(order, weights, enough, axes)
+
+
+def _edge(
+    order: jax.Array, weights: jax.Array, enough: jax.Array, axes: tuple[str, ...]
+) -> jax.Array:
+    """uint32 [..., 1]: the largest number at or above which ``order`` has weights of ``enough``; 0
+    where all together have less.
+
+    Found bit by bit, from the highest on, without sorting; over several devices four bits at once,
+    for each exchange of sums takes as long as many passes over the weights.
+    """
+    step = 4 if axes else 1
+    candidates = jnp.arange(1, 1 << step, dtype=jnp.uint32)
+
+    def refine(turn: jax.Array, edge: jax.Array) -> jax.Array:
+        shift = (32 - step * (turn + 1)).astype(jnp.uint32)
+        tried = edge | (candidates << shift)
+        sums = jnp.stack(
+            [
+                jnp.sum(jnp.where(order >= tried[..., i : i + 1], weights, 0.0), axis=-1)
+                for i in range(candidates.size)
+            ],
+            axis=-1,
+        )
+        held = over(sums, jax.lax.psum, axes) >= enough
+        return edge | (jnp.sum(held, axis=-1, keepdims=True).astype(jnp.uint32) << shift)
+
+    start = jnp.zeros((*order.shape[:-1], 1), jnp.uint32)
+    return jax.lax.fori_loop(0, 32 // step, refine, start)
