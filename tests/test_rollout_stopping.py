@@ -1,0 +1,104 @@
+"""Stop strings: a search through the whole text, one character at a time, is the truth."""
+
+import random
+
+import pytest
+
+from hjax.errors import ConfigError
+from hjax.rollout.stopping import StopStrings
+
+
+def searched(text: str, strings: list[str]) -> tuple[str, str | None]:
+    """The text before the first stop string to be completed, and that string."""
+    for end in range(1, len(text) + 1):
+        done = [each for each in strings if text[:end].endswith(each)]
+        if done:
+            found = max(done, key=len)
+            return text[: end - len(found)], found
+    return text, None
+
+
+def begins(text: str, strings: list[str]) -> bool:
+    """Whether a stop string begins with ``text`` and goes on."""
+    return any(each != text and each.startswith(text) for each in strings)
+
+
+def fed(stop: StopStrings, pieces: list[str]) -> str:
+    return "".join(map(stop.feed, pieces))
+
+
+def random_string(source: random.Random, letters: str, least: int, most: int) -> str:
+    return "".join(source.choices(letters, k=source.randint(least, most)))
+
+
+@pytest.mark.parametrize("letters", ["a", "ab", "abc", "é\n🙂"])
+def test_text_ends_where_a_search_through_all_of_it_says(letters):
+    source = random.Random(letters)
+    endings = set()
+    for _ in range(1000):
+        strings = [random_string(source, letters, 1, 5) for _ in range(source.randint(0, 4))]
+        pieces = [random_string(source, letters, 0, 6) for _ in range(source.randint(0, 8))]
+        stop, shown, whole = StopStrings(strings), "", ""
+        for piece in pieces:
+            shown += stop.feed(piece)
+            whole += piece
+            expected, found = searched(whole, strings)
+            assert stop.found == found
+            if found is None:
+                # No more is held back than what may become a stop string.
+                ends = (i for i in range(len(whole)) if begins(whole[i:], strings))
+                expected = whole[: next(ends, len(whole))]
+            assert shown == expected
+        shown += stop.close()
+        assert (shown, stop.found) == searched(whole, strings)
+        endings.add(stop.found is None)
+    assert endings == {True, False}
+
+
+def test_what_ends_does_not_depend_on_the_pieces_nor_on_the_order():
+    text, strings = "so far. Question: what?", ["tion: what", "Question:", "Q!"]
+    for order in (strings, strings[::-1]):
+        for cut in range(len(text)):
+            stop = StopStrings(order)
+            assert fed(stop, [text[:cut], text[cut:]]) == "so far. "
+            assert stop.found == "Question:"
+
+
+def test_a_possible_beginning_is_held_back_and_shown_when_it_is_none():
+    stop = StopStrings(["</answer>"])
+    steps = [("x < 2 <", "x < 2 "), ("/ans", ""), ("er>", "</anser>"), (" </answer", " ")]
+    assert [stop.feed(piece) for piece, _ in steps] == [shown for _, shown in steps]
+    assert stop.found is None
+
+
+def test_what_comes_after_the_end_is_not_shown():
+    stop = StopStrings(["\n\n"])
+    assert fed(stop, ["one\n", "\ntwo", "three\n"]) == "one"
+    assert stop.found == "\n\n"
+    assert stop.close() == ""
+
+
+def test_what_was_held_back_is_shown_when_no_more_comes():
+    stop = StopStrings(["###"])
+    assert stop.feed("title ##") == "title "
+    assert stop.close() == "##"
+    assert stop.close() == ""
+
+
+def test_with_no_strings_all_is_shown_at_once():
+    stop = StopStrings([])
+    assert [stop.feed("any"), stop.feed("thing")] == ["any", "thing"]
+    assert stop.found is None
+
+
+@pytest.mark.parametrize(
+    "strings, line",
+    [
+        ([""], "stop string '': text of one character or more"),
+        (["a", 3], "stop string 3"),
+        ("END", "stop strings 'END': a list of strings, not one string"),
+    ],
+)
+def test_impossible_stop_strings_are_refused(strings, line):
+    with pytest.raises(ConfigError, match=line):
+        StopStrings(strings)
