@@ -109,7 +109,7 @@ def draw(
     noise = None
     if not sampling.greedy:
         noise = gumbel(keys, position, logits.shape[-1])
-    axes = layout.axes("vocab") if layout is not None else ()
+    axes = vocabulary.axes_of(layout)
     if layout is None or not axes:
         return _draw(logits, noise, sampling, kernels, ())
     split, rows = layout.spec(["batch", "vocab"]), layout.spec(["batch"])

@@ -12,6 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from hjax.sharding.layout import Layout
+
+
+def axes_of(layout: Layout | None) -> tuple[str, ...]:
+    """The mesh axes over which a layout splits the vocabulary."""
+    return layout.axes("vocab") if layout is not None else ()
+
 
 def over(x: jax.Array, collective: Any, axes: tuple[str, ...]) -> jax.Array:
     """``collective(x, axes)`` where there are axes, else ``x``."""
@@ -59,6 +66,19 @@ def pick(
     own = jnp.arange(tables[0].shape[-1]) == at[..., None]
     found = jnp.stack([jnp.sum(jnp.where(own, x, 0.0), axis=-1) for x in tables])
     return list(jax.lax.psum(found, axes))
+
+
+def add(
+    table: jax.Array, tokens: jax.Array, values: jax.Array, axes: tuple[str, ...] = ()
+) -> jax.Array:
+    """``table`` [rows, vocab] with ``values``, [rows, n] or [], added at ``tokens`` [rows, n].
+
+    A negative token is none; so is one of another device's part.
+    """
+    at = tokens - first(table, axes) if axes else tokens
+    at = jnp.where(at >= 0, at, table.shape[-1])
+    rows = jnp.arange(table.shape[0])[:, None]
+    return table.at[rows, at].add(values, mode="drop")
 
 
 def ordered(x: jax.Array) -> jax.Array:

@@ -1,0 +1,478 @@
+"""Options of each row of a batch: transformers' processors and warpers are the truth."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from references import torch
+from scipy.stats import chi2
+from transformers import (
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from hjax.errors import ConfigError
+from hjax.kernels.sets import kernels_of
+from hjax.rollout.counts import Counts, counted
+from hjax.rollout.options import Options
+from hjax.rollout.row_sampling import RowSampling, Sizes, draw_rows
+from hjax.rollout.sampling import Sampling, draw, sequence_keys
+from hjax.sharding.layout import make_layouts
+from hjax.xla.collectives import received_bytes
+
+LOG_PROBS = ("sampled", "policy", "untempered")
+
+
+def expected(logits, options, prompt=(), response=()):
+    """Probabilities [vocab] of the next token as transformers' generate makes them.
+
+    Frequency and presence penalty, which it does not have, after the repetition penalty as vLLM
+    has them: each in the words of OpenAI's documentation.
+    """
+    position = len(response)
+    if position < len(options.forced):
+        return np.eye(len(logits))[options.forced[position]]
+    ids = torch.tensor([[*prompt, *response]], dtype=torch.int64)
+    scores = torch.tensor(logits, dtype=torch.float64)[None]
+
+    def through(*processors):
+        return LogitsProcessorList(processors)(ids, scores)
+
+    bias = {(token,): float(value) for token, value in options.logit_bias.items() if value > -100}
+    if bias:
+        scores = through(SequenceBiasLogitsProcessor(bias))
+    if options.repetition_penalty != 1:
+        scores = through(RepetitionPenaltyLogitsProcessor(options.repetition_penalty))
+    times = torch.tensor(np.bincount(np.asarray(response, int), minlength=len(logits)))
+    scores = scores - options.frequency_penalty * times - options.presence_penalty * (times > 0)
+    if options.banned:
+        scores = through(NoBadWordsLogitsProcessor([[token] for token in options.banned]))
+    if options.stop and options.min_tokens:
+        held = MinNewTokensLengthLogitsProcessor(len(prompt), options.min_tokens, [*options.stop])
+        scores = through(held)
+    if options.temperature == 0:
+        return np.eye(len(logits))[int(scores.argmax())]
+    if options.temperature != 1:
+        scores = through(TemperatureLogitsWarper(float(options.temperature)))
+    if options.top_k:
+        scores = through(TopKLogitsWarper(options.top_k))
+    if options.top_p < 1:
+        scores = through(TopPLogitsWarper(options.top_p))
+    if options.min_p:
+        scores = through(MinPLogitsWarper(options.min_p))
+    return torch.softmax(scores, -1).numpy()[0]
+
+
+@functools.cache
+def program():
+    return jax.jit(draw_rows)
+
+
+def keys_of(rows):
+    return sequence_keys(jnp.uint32(7), jnp.uint32(2), jnp.arange(rows))
+
+
+LOGITS = np.array([1.5, 0.3, -0.4, 0.9, -2.0, 0.0, 0.6, -1.0, 1.2, -0.2], np.float32)
+PROMPT, RESPONSE = (0, 8, 8, 4), (3, 2, 3, 3, 7)
+DRAWS = 20000
+SIZES = Sizes(vocab=LOGITS.size, penalties=True)
+
+CASES = {
+    "plain": Options(),
+    "temperature": Options(temperature=0.7),
+    "top-k": Options(top_k=4),
+    "top-p": Options(top_p=0.8),
+    "min-p": Options(min_p=0.3),
+    "repetition": Options(repetition_penalty=1.5),
+    "repetition-wanted": Options(repetition_penalty=0.6),
+    "presence": Options(presence_penalty=1.1),
+    "frequency": Options(frequency_penalty=0.7),
+    "frequency-wanted": Options(frequency_penalty=-0.5),
+    "bias": Options(logit_bias={4: 3.0, 0: -2.0, 9: -100}),
+    "bad": Options(bad=(0, 3)),
+    "min-tokens": Options(stop=(0, 6), min_tokens=6),
+    "min-tokens-reached": Options(stop=(0, 6), min_tokens=5),
+    "all": Options(
+        temperature=1.3,
+        top_k=7,
+        top_p=0.9,
+        min_p=0.1,
+        repetition_penalty=1.2,
+        presence_penalty=0.4,
+        frequency_penalty=0.3,
+        logit_bias={1: 1.5, 5: -1.0},
+        bad=(6,),
+        stop=(9,),
+        min_tokens=10,
+    ),
+}
+
+
+@pytest.mark.parametrize("options", CASES.values(), ids=list(CASES))
+def test_frequencies_and_log_probs_follow_the_distribution(options):
+    rows = RowSampling.of([options], SIZES).take(np.zeros(DRAWS, int))
+    prompt, response = np.asarray([PROMPT]), np.asarray([RESPONSE])
+    counts = Counts.of(prompt, prompt >= 0, LOGITS.size, response, response >= 0)
+    counts = counts.take(np.zeros(DRAWS, int))
+    logits = jnp.broadcast_to(LOGITS, (DRAWS, LOGITS.size))
+    drawn = program()(logits, keys_of(DRAWS), jnp.int32(len(RESPONSE)), rows, counts)
+
+    probability = expected(LOGITS, options, PROMPT, RESPONSE)
+    times = np.bincount(drawn.token, minlength=LOGITS.size)
+    kept = probability > 0
+    assert times[~kept].sum() == 0
+    share = probability[kept] * DRAWS
+    limit = chi2.ppf(0.999, kept.sum() - 1)
+    assert ((times[kept] - share) ** 2 / share).sum() < limit
+    check_log_probs(drawn, logits, [options] * DRAWS, np.tile(probability, (DRAWS, 1)))
+
+
+def check_log_probs(drawn, logits, options, probability):
+    """What was drawn of ``probability`` reports itself; policy and untempered know no options."""
+    logits = np.asarray(logits, np.float64)
+    temperature = np.asarray([each.temperature or 1 for each in options])[:, None]
+    at = np.arange(len(logits)), np.asarray(drawn.token)
+
+    def softmax(x):
+        x = np.exp(x - x.max(-1, keepdims=True))
+        return x / x.sum(-1, keepdims=True)
+
+    for name, truth in (
+        ("sampled", probability),
+        ("policy", softmax(logits / temperature)),
+        ("untempered", softmax(logits)),
+    ):
+        np.testing.assert_allclose(np.exp(getattr(drawn, name)), truth[at], rtol=2e-5, err_msg=name)
+
+
+def random_options(source, vocab):
+    """Some options at random, most of them as they are by default."""
+
+    def maybe(value, otherwise):
+        return value if source.random() < 0.4 else otherwise
+
+    def tokens(most):
+        return tuple(source.choice(vocab, source.integers(1, most), replace=False).tolist())
+
+    return Options(
+        temperature=maybe(source.uniform(0.3, 2), 1.0),
+        top_k=maybe(int(source.integers(1, vocab)), 0),
+        top_p=maybe(source.uniform(0.2, 1), 1.0),
+        min_p=maybe(source.uniform(0, 0.3), 0.0),
+        repetition_penalty=maybe(source.uniform(0.5, 2), 1.0),
+        presence_penalty=maybe(source.uniform(-2, 2), 0.0),
+        frequency_penalty=maybe(source.uniform(-2, 2), 0.0),
+        logit_bias=maybe({t: source.uniform(-5, 5) for t in tokens(6)}, {}),
+        bad=maybe(tokens(5), ()),
+        stop=maybe(tokens(5), ()),
+        min_tokens=int(source.integers(0, 8)),
+    )
+
+
+def random_batch(seed, rows, vocab):
+    """Logits, options, counts and positions of rows that have nothing in common; the truth."""
+    source = np.random.default_rng(seed)
+    logits = source.normal(size=(rows, vocab)).astype(np.float32) * 2
+    options = [random_options(source, vocab) for _ in range(rows)]
+    prompts = source.integers(0, vocab, (rows, 6))
+    responses = source.integers(0, vocab, (rows, 9))
+    prompt_lengths, positions = source.integers(1, 7, rows), source.integers(0, 10, rows)
+    counts = Counts.of(
+        prompts,
+        np.arange(6) < prompt_lengths[:, None],
+        vocab,
+        responses,
+        np.arange(9) < positions[:, None],
+    )
+    truth = np.stack(
+        [
+            expected(logits[i], each, prompts[i, : prompt_lengths[i]], responses[i, : positions[i]])
+            for i, each in enumerate(options)
+        ]
+    )
+    return logits, options, counts, positions, truth
+
+
+def check_random_batch(seed, rows, vocab):
+    logits, options, counts, positions, truth = random_batch(seed, rows, vocab)
+    sampling = RowSampling.of(options, Sizes(vocab, penalties=True))
+    drawn = program()(logits, keys_of(rows), positions, sampling, counts)
+    check_log_probs(drawn, logits, options, truth)
+    # The same noise on the true distribution draws the same tokens.
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, (vocab,)))(
+        jax.vmap(jax.random.fold_in)(keys_of(rows), positions)
+    )
+    with np.errstate(divide="ignore"):
+        np.testing.assert_array_equal(drawn.token, np.argmax(np.log(truth) + noise, axis=-1))
+
+
+def test_rows_that_have_nothing_in_common_draw_from_their_own_distributions():
+    check_random_batch(0, 60, 30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_many_more_rows_draw_from_their_own_distributions(seed):
+    check_random_batch(seed, 500, 120)
+
+
+SAMPLINGS = [
+    Sampling(0.0),
+    Sampling(),
+    Sampling(temperature=0.6),
+    Sampling(top_k=5),
+    Sampling(top_k=5000),
+    Sampling(top_p=0.05),
+    Sampling(temperature=0.7, top_k=9, top_p=0.8),
+    Sampling(temperature=1.7, top_p=0.9),
+]
+
+
+def options_of(sampling):
+    return Options(**dataclasses.asdict(sampling))
+
+
+@pytest.mark.parametrize("kernels", [pytest.param("reference", marks=pytest.mark.slow), "cpu"])
+def test_a_row_of_a_mixed_batch_draws_what_a_program_of_its_sampling_does(kernels):
+    kernels, vocab, each = kernels_of(kernels), 5000, 40
+    logits = np.random.default_rng(2).normal(size=(each, vocab)).astype(np.float32) * 2
+    logits[:3, [7, 300]] = 12.0  # equals
+    keys, positions = keys_of(each), jnp.arange(each) % 7
+    wanted = [draw(logits, keys, positions, sampling, kernels) for sampling in SAMPLINGS]
+
+    many = len(SAMPLINGS)
+    mixed = [options_of(sampling) for sampling in SAMPLINGS for _ in range(each)]
+    drawn = jax.jit(functools.partial(draw_rows, kernels=kernels))(
+        np.tile(logits, (many, 1)),
+        jnp.tile(keys, many),
+        jnp.tile(positions, many),
+        RowSampling.of(mixed, Sizes(vocab)),
+    )
+    whole = {name: np.concatenate([getattr(one, name) for one in wanted]) for name in vars(drawn)}
+    np.testing.assert_array_equal(drawn.token, whole["token"])
+    for name in LOG_PROBS:
+        np.testing.assert_allclose(getattr(drawn, name), whole[name], atol=4e-6)
+
+
+def subprograms(jaxpr):
+    """A jaxpr and those inside of its equations, but for what stands under a condition."""
+    yield jaxpr
+    for equation in jaxpr.eqns:
+        if equation.primitive.name != "cond":
+            for inner in jax.extend.core.jaxprs_in_params(equation.params):
+                yield from subprograms(inner)
+
+
+def test_work_that_no_row_asks_for_stands_under_a_condition():
+    rows = RowSampling.of([Options()], SIZES)
+    counts = Counts.of(np.zeros((1, 1), int), np.ones((1, 1), bool), LOGITS.size)
+    traced = jax.make_jaxpr(draw_rows)(LOGITS[None], keys_of(1), jnp.int32(0), rows, counts)
+    parts = subprograms(traced.jaxpr)
+    always = {equation.primitive.name for part in parts for equation in part.eqns}
+    assert "cond" in always
+    # Noise, edges, biases and penalties.
+    assert always.isdisjoint({"random_bits", "threefry2x32", "while", "scan", "scatter-add"})
+
+
+SPLIT = {
+    "greedy": [Options(temperature=0.0)],
+    "plain": [Options(), Options(temperature=0.7)],
+    "truncating": [Options(top_k=9, top_p=0.8), Options(min_p=0.2), Options()],
+    "altering": [
+        Options(logit_bias={0: 3.0, 1023: -100, 1024: 40.0}, stop=(7,), min_tokens=9),
+        Options(temperature=0.0, presence_penalty=2.0, frequency_penalty=1.0, bad=(4000, 2)),
+        Options(forced=(1, 2, 3, 4, 4095)),
+        Options(temperature=1.4, top_p=0.9, repetition_penalty=1.5),
+    ],
+}
+
+
+@pytest.mark.parametrize("asked", SPLIT)
+def test_parts_of_the_vocabulary_draw_the_same_tokens_for_a_few_numbers_per_row(asked):
+    rows, vocab = 16, 4096
+    source = np.random.default_rng(4)
+    logits = source.normal(size=(rows, vocab)).astype(np.float32) * 2
+    logits[3, 70] = logits[3, 4000] = 50.0  # equals, on two devices
+    keys, position = keys_of(rows), np.arange(rows) % 6
+    sampling = RowSampling.of(
+        [SPLIT[asked][i % len(SPLIT[asked])] for i in range(rows)], Sizes(vocab, penalties=True)
+    )
+    tokens = [source.integers(0, vocab, (rows, length)) for length in (7, 5)]
+    masks = [source.random(each.shape) < 0.8 for each in tokens]
+    known = tokens[0], masks[0], vocab, tokens[1], masks[1]
+    counts = Counts.of(*known)
+    whole = program()(logits, keys, position, sampling, counts)
+
+    layout = make_layouts(jax.devices(), {"data": 2, "tensor": 4}, {"tensor": -1}).generate
+    placed = jax.device_put(logits, layout.sharding("batch", "vocab"))
+    parted = jax.jit(lambda: Counts.of(*known, layout=layout))()
+    jax.tree.map(np.testing.assert_array_equal, parted, counts)
+    parted = jax.device_put(parted, layout.sharding("batch", "vocab"))
+    sampling = jax.device_put(sampling, layout.sharding("batch"))
+    split = jax.jit(functools.partial(draw_rows, layout=layout))
+    parts = split(placed, keys, position, sampling, parted)
+    np.testing.assert_array_equal(parts.token, whole.token)
+    for name in LOG_PROBS:
+        np.testing.assert_allclose(getattr(parts, name), getattr(whole, name), atol=4e-6)
+    text = split.lower(placed, keys, position, sampling, parted).compile().as_text()
+    each = received_bytes(text) / (rows / 2)
+    # Some ten numbers of 4 bytes for a draw, five more for what alters or truncates; to cut the
+    # tail 15 at a time, 8 times, for top-k and top-p.
+    assert each <= 2 * 4 * (10 + 5 + 2 * 8 * 15)
+    assert f",{vocab}]" not in text  # neither logits nor noise is whole anywhere
+    if asked == "greedy":
+        assert parts.token[3] == 70
+
+
+def test_greedy_takes_the_likeliest_token_of_the_altered_logits_and_reports_it_untempered():
+    logits = np.array([[0.0, 1.0, 3.0]] * 3, np.float32)
+    asked = [
+        Options(temperature=0.0, top_k=1),
+        Options(temperature=0.0, logit_bias={2: -2.5}),
+        Options(temperature=0.0, bad=(2,)),
+    ]
+    drawn = draw_rows(logits, keys_of(3), jnp.int32(0), RowSampling.of(asked, Sizes(3)))
+    assert drawn.token.tolist() == [2, 1, 1]
+    plain = 3 - np.log(1 + np.e + np.e**3)
+    sampled = [plain, 1 - np.log(1 + np.e + np.e**0.5), 1 - np.log(1 + np.e)]
+    np.testing.assert_allclose(drawn.sampled, sampled, rtol=1e-6)
+    for of_the_model in (drawn.policy, drawn.untempered):
+        np.testing.assert_allclose(of_the_model, [plain, plain - 2, plain - 2], rtol=1e-6)
+
+
+def test_forced_tokens_come_first_then_stop_tokens_wait_until_they_may():
+    # Token 3 would end at once, were it allowed to.
+    logits = np.tile(np.array([0.0, 1.0, -1.0, 9.0], np.float32), (2, 1))
+    asked = Options(temperature=0.0, forced=(2, 0), stop=(3,), min_tokens=4), None
+    rows = RowSampling.of(asked, Sizes(4))
+    drawn = [program()(logits, keys_of(2), jnp.int32(at), rows) for at in range(6)]
+    tokens = jnp.stack([each.token for each in drawn])
+    assert tokens[:, 0].tolist() == [2, 0, 1, 1, 3, 3]
+    assert tokens[:, 1].tolist() == [3] * 6  # a row that nobody reads
+    assert [float(each.sampled[0]) for each in drawn[:2]] == [0.0, 0.0]
+    plain = logits[0] - np.log(np.exp(logits[0]).sum())
+    np.testing.assert_allclose([each.policy[0] for each in drawn[:2]], plain[[2, 0]], rtol=1e-6)
+    assert jax.vmap(rows.ends)(tokens).tolist() == [[False, False]] * 4 + [[True, False]] * 2
+
+
+def test_counts_follow_what_live_rows_draw():
+    counts = Counts.of(
+        np.array([[0, 5, 5], [1, 2, 3]]), np.array([[False, True, True], [True, True, False]]), 6
+    )
+    assert counts.prompt.astype(int).tolist() == [[0, 0, 0, 0, 0, 1], [0, 1, 1, 0, 0, 0]]
+    layout = make_layouts(jax.devices()[:4], {"data": 2, "tensor": 2}, {"tensor": -1}).generate
+    for where in (None, layout):
+        after, count = counts, jax.jit(functools.partial(counted, layout=where))
+        for tokens, live in (([4, 2], [True, True]), ([4, 0], [True, False]), ([0, 2], [1, 1])):
+            after = count(after, jnp.array(tokens), jnp.array(live, bool))
+        assert after.response.tolist() == [[1, 0, 0, 0, 2, 0], [0, 0, 2, 0, 0, 0]]
+        assert after.prompt.tolist() == counts.prompt.tolist()
+    assert counted(None, jnp.array([1]), jnp.array([True])) is None
+
+
+def test_rows_are_taken_and_put():
+    asked = [Options(temperature=t, stop=(i,), presence_penalty=t) for i, t in enumerate((0.5, 1))]
+    rows = RowSampling.of([*asked, None], SIZES)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        rows.take(np.array([1, 1, 0])),
+        RowSampling.of([asked[1], asked[1], asked[0]], SIZES),
+    )
+    other = RowSampling.of([Options(top_k=3), Options(top_k=4)], SIZES)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        rows.put(np.array([2, 3]), other),  # there is no row 3
+        RowSampling.of([*asked, Options(top_k=3)], SIZES),
+    )
+    counts = Counts.of(np.array([[1], [2], [3]]), np.ones((3, 1), bool), 5)
+    moved = counts.put(jnp.array([0]), counts.take(jnp.array([2])))
+    assert moved.prompt.argmax(-1).tolist() == [3, 2, 3]
+
+
+def test_only_penalties_need_the_tokens_so_far():
+    assert not Options(temperature=0.3, logit_bias={1: 2.0}, bad=(3,), min_tokens=2).penalised
+    for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
+        assert Options(**{name: 0.5}).penalised
+    rows = RowSampling.of([Options()], SIZES)
+    with pytest.raises(ValueError, match="counts are missing"):
+        draw_rows(LOGITS[None], keys_of(1), jnp.int32(0), rows)
+    counts = Counts.of(np.zeros((1, 1), int), np.ones((1, 1), bool), LOGITS.size)
+    with pytest.raises(ValueError, match="counts are given"):
+        draw_rows(
+            LOGITS[None],
+            keys_of(1),
+            jnp.int32(0),
+            RowSampling.of([Options()], Sizes(LOGITS.size)),
+            counts,
+        )
+
+
+@pytest.mark.parametrize(
+    "asked, line",
+    [
+        ({"temperature": -1.0}, "temperature=-1.0: 0 .greedy. or more"),
+        ({"temperature": "hot"}, "temperature='hot': a number"),
+        ({"top_k": -1}, "top_k=-1: 0 .all tokens. or more"),
+        ({"top_k": 2.5}, "top_k=2.5: a whole number"),
+        ({"top_k": True}, "top_k=True: a whole number"),
+        ({"top_p": 0.0}, "top_p=0.0: above 0, at most 1"),
+        ({"top_p": None}, "top_p=None: a number"),
+        ({"min_p": 1.5}, "min_p=1.5: 0 .all tokens. to 1"),
+        ({"min_p": float("nan")}, "min_p=nan"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0: above 0 .1: none., and finite"),
+        ({"repetition_penalty": float("inf")}, "repetition_penalty=inf"),
+        ({"presence_penalty": 2.5}, "presence_penalty=2.5: -2 to 2"),
+        ({"frequency_penalty": -3}, "frequency_penalty=-3: -2 to 2"),
+        ({"logit_bias": {5: 101.0}}, "logit_bias of token 5=101.0: -100 to 100"),
+        ({"logit_bias": {5: float("nan")}}, "logit_bias of token 5=nan"),
+        ({"logit_bias": {"5": 1.0}}, "logit_bias token='5': a whole number"),
+        ({"logit_bias": dict.fromkeys(range(301), 1.0)}, "logit_bias of 301 tokens: at most 300"),
+        ({"bad": (-1,)}, "bad token=-1: a whole number, 0 to"),
+        ({"stop": (2**31,)}, "stop token=2147483648: a whole number, 0 to 2147483647"),
+        ({"forced": (1.0,)}, "forced token=1.0: a whole number"),
+        ({"min_tokens": -1}, "min_tokens=-1: a whole number"),
+        ({"forced": (3, 4), "bad": (4,)}, "forced token 4 is banned by bad or logit_bias"),
+        ({"forced": (4,), "logit_bias": {4: -100}}, "forced token 4 is banned"),
+        ({"forced": (1, 2), "stop": (2,), "min_tokens": 3}, "forced token 2 at position 1 is a s"),
+        ({"forced": (2, 1), "stop": (2,)}, "forced token 2 is a stop token: what is forced after"),
+    ],
+)
+def test_impossible_options_are_refused(asked, line):
+    with pytest.raises(ConfigError, match=line):
+        Options(**asked)
+
+
+@pytest.mark.parametrize(
+    "asked, line",
+    [
+        ({"logit_bias": dict.fromkeys(range(3), 1.0), "bad": (3,)}, "4 tokens with a bias or ban"),
+        ({"stop": (1, 2, 3)}, "3 stop tokens: at most 2"),
+        ({"forced": (1, 2, 3)}, "3 forced tokens: at most 2"),
+        ({"logit_bias": {10: 1.0}}, "logit_bias token 10: the model's are 0 to 9"),
+        ({"bad": (11,)}, "bad token 11"),
+        ({"stop": (12,)}, "stop token 12"),
+        ({"forced": (13,)}, "forced token 13"),
+        ({"presence_penalty": 1.0}, "need rows that have them: Sizes.penalties=True."),
+    ],
+)
+def test_options_that_rows_have_no_room_for_are_refused(asked, line):
+    with pytest.raises(ConfigError, match=line):
+        RowSampling.of([None, Options(**asked)], Sizes(vocab=10, biases=3, stops=2, forced=2))
+
+
+def test_a_token_is_left_to_draw():
+    one_left = Options(bad=(0, 1), stop=(2,))
+    RowSampling.of([one_left], Sizes(vocab=3))
+    with pytest.raises(ConfigError, match="all 3 tokens are banned: leave one to draw"):
+        RowSampling.of([dataclasses.replace(one_left, min_tokens=1)], Sizes(vocab=3))
