@@ -335,6 +335,24 @@ def test_parts_of_the_vocabulary_draw_the_same_tokens_for_a_few_numbers_per_row(
         assert parts.token[3] == 70
 
 
+def test_the_smallest_and_largest_of_options_leave_a_distribution():
+    asked = [
+        Options(temperature=1e-5),
+        Options(temperature=1e5, bad=(2,)),
+        Options(top_p=1e-300),
+        Options(min_p=1e-300, logit_bias={0: -100}),
+        Options(repetition_penalty=1e5, presence_penalty=2, frequency_penalty=2, bad=(0, 1)),
+    ]
+    rows = len(asked)
+    counts = Counts.of(np.tile([0, 2], (rows, 1)), np.ones((rows, 2), bool), 4)
+    sampling = RowSampling.of(asked, Sizes(4, penalties=True))
+    logits = np.tile(np.array([-30.0, 1.0, 30.0, 7.0], np.float32), (rows, 1))
+    drawn = program()(logits, keys_of(rows), jnp.int32(0), sampling, counts)
+    assert all(np.isfinite(getattr(drawn, name)).all() for name in LOG_PROBS)
+    assert (drawn.token[0], drawn.token[2], drawn.sampled[2]) == (2, 2, 0.0)
+    np.testing.assert_allclose(drawn.sampled[1], np.log(1 / 3), rtol=1e-3)
+
+
 def test_greedy_takes_the_likeliest_token_of_the_altered_logits_and_reports_it_untempered():
     logits = np.array([[0.0, 1.0, 3.0]] * 3, np.float32)
     asked = [
@@ -430,7 +448,9 @@ def test_only_penalties_need_the_tokens_so_far():
         ({"top_p": None}, "top_p=None: a number"),
         ({"min_p": 1.5}, "min_p=1.5: 0 .all tokens. to 1"),
         ({"min_p": float("nan")}, "min_p=nan"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0: above 0 .1: none., and finite"),
+        ({"temperature": 1e-40}, "temperature=1e-40: 0 .greedy., or 1e-05 to 100000"),
+        ({"temperature": 1e39}, "temperature=1e.39"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0: 1e-05 to 100000, 1 for none"),
         ({"repetition_penalty": float("inf")}, "repetition_penalty=inf"),
         ({"presence_penalty": 2.5}, "presence_penalty=2.5: -2 to 2"),
         ({"frequency_penalty": -3}, "frequency_penalty=-3: -2 to 2"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,6 +13,8 @@ from hjax.rollout.sampling import Sampling
 # Of OpenAI's API; its -100 bans a token.
 BIASES, LARGEST_BIAS, LARGEST_PENALTY = 300, 100.0, 2.0
 _INT32 = 2**31 - 1
+# Of what logits are multiplied or divided by: float32 then keeps them finite.
+_SMALLEST, _LARGEST = 1e-5, 1e5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +60,14 @@ class Options:
         Sampling(self.temperature, self.top_k, self.top_p)
         if not 0 <= self.min_p <= 1:
             raise ConfigError(f"min_p={self.min_p}: 0 (all tokens) to 1 (only the likeliest)")
-        if not 0 < self.repetition_penalty < math.inf:
+        if self.temperature and not _SMALLEST <= self.temperature <= _LARGEST:
             raise ConfigError(
-                f"repetition_penalty={self.repetition_penalty}: above 0 (1: none), and finite"
+                f"temperature={self.temperature}: 0 (greedy), or {_SMALLEST:g} to {_LARGEST:g}"
+            )
+        if not _SMALLEST <= self.repetition_penalty <= _LARGEST:
+            raise ConfigError(
+                f"repetition_penalty={self.repetition_penalty}: {_SMALLEST:g} to {_LARGEST:g}, "
+                "1 for none"
             )
         for name in ("presence_penalty", "frequency_penalty"):
             _check_within(name, getattr(self, name), LARGEST_PENALTY)

@@ -102,7 +102,8 @@ class RowSampling:
         arrays: dict[str, Any] = {
             "temperature": column("temperature", np.float32),
             "top_k": column("top_k", np.int32),
-            "top_p": column("top_p", np.float32),
+            # Of 0, which a smaller one would be in float32, no token is enough.
+            "top_p": np.maximum(column("top_p", np.float32), np.finfo(np.float32).tiny),
             "min_p": column("min_p", np.float32),
             "bias_tokens": _padded(biases, sizes.biases, -1, np.int32),
             "bias": _padded([each.values() for each in biases], sizes.biases, 0, np.float32),
