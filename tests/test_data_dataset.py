@@ -52,10 +52,25 @@ def test_token_ids_need_no_tokenizer(tmp_path):
     assert dataset.rows([1])["prompt_text"] is None
 
 
-def test_another_prompt_column(tmp_path):
-    path = jsonl(tmp_path, {"question": "ab", "answer": "c"})
-    dataset = Dataset.from_file(path, LETTERS, prompt_column="question")
-    assert dataset.prompt_text == ["ab"] and dataset.columns["answer"] == ["c"]
+def test_a_question_is_a_prompt(tmp_path):
+    path = jsonl(tmp_path, {"question": "ab", "answer": "c"}, {"question": "ab", "prompt": "cd"})
+    dataset = Dataset.from_file(path, LETTERS)
+    assert dataset.prompt_text == ["ab", "cd"] and dataset.columns["answer"] == ["c", None]
+
+
+def test_lines_of_text(tmp_path):
+    (tmp_path / "data.txt").write_bytes("\ufeffab\r\n\ncd".encode())
+    dataset = Dataset.from_file(tmp_path / "data.txt", LETTERS)
+    assert dataset.prompt_text == ["ab", "cd"] and dataset.columns == {"prompt": ["ab", "cd"]}
+    (tmp_path / "data.txt").write_bytes("ab\né".encode("latin-1"))
+    with pytest.raises(DataError, match="data.txt:2: not UTF-8"):
+        Dataset.from_file(tmp_path / "data.txt", LETTERS)
+
+
+def test_strings_are_worded_and_nothing_else_is(tmp_path):
+    path = jsonl(tmp_path, {"prompt": "ab"}, {"prompt": [5, 6]})
+    dataset = Dataset.from_file(path, LETTERS, wording=lambda text: text + "c")
+    assert dataset.prompt_text == ["abc", "cd"] and dataset.columns["prompt"] == ["ab", [5, 6]]
 
 
 def test_rows_and_select():
@@ -143,7 +158,7 @@ def test_vocabulary_given_without_a_tokenizer(tmp_path):
 def test_missing_strange_and_broken_files(tmp_path):
     with pytest.raises(DataError, match="none.jsonl: there is no such file"):
         Dataset.from_file(tmp_path / "none.jsonl")
-    with pytest.raises(DataError, match="data.csv: its name must end in .jsonl or .parquet"):
+    with pytest.raises(DataError, match="data.csv: its name must end in .jsonl, .parquet or .txt"):
         Dataset.from_file(tmp_path / "data.csv")
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 not really")
     with pytest.raises(DataError, match="bad.parquet: not a readable parquet file") as caught:

@@ -58,7 +58,7 @@ def files(tmp_path_factory):
     (folder / "good.jsonl").write_text("\n".join(lines) + "\n")
     (folder / "malformed.jsonl").write_text("\n".join([*lines[:3], '{"prompt": "4>",', ""]))
     (folder / "foreign.jsonl").write_text('{"prompt": "1>"}\n{"prompt": "abc>"}\n')
-    (folder / "missing.jsonl").write_text('{"prompt": "1>"}\n{"question": "2>"}\n')
+    (folder / "missing.jsonl").write_text('{"prompt": "1>"}\n{"text": "2>"}\n')
     (folder / "nothing.jsonl").write_text("")
     (folder / "table.csv").write_text("prompt\n1\n")
     (folder / "plan.json").write_text('{"placement": [["actor"]], "allocation": [8]}')
@@ -132,7 +132,7 @@ CASES = {
     "empty": (DATA | {"data.path": "nothing.jsonl"}, "nothing.jsonl: the dataset is empty"),
     "csv": (
         DATA | {"data.path": "table.csv"},
-        "table.csv: its name must end in .jsonl or .parquet",
+        "table.csv: its name must end in .jsonl, .parquet or .txt",
     ),
     "no held-out file": (
         DATA | {"data.path": "good.jsonl", "data.eval_path": "none.jsonl"},

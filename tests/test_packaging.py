@@ -25,6 +25,7 @@ DISTRIBUTIONS = {
     "absl": "absl-py",
     "huggingface_hub": "huggingface-hub",
     "jetstream": "google-jetstream",
+    "math_verify": "math-verify",
     "ml_collections": "ml-collections",
     "orbax": "orbax-checkpoint",
 }
@@ -89,7 +90,7 @@ def test_metadata_has_the_version_of_the_package(distributions):
     assert metadata["Version"] == hjax.__version__
     assert metadata["Requires-Python"] == ">=3.11"
     extras = set(metadata.get_all("Provides-Extra"))
-    assert extras == {"test", "tpu", "cuda", "jetstream", "notebooks"}
+    assert extras == {"test", "tpu", "cuda", "math", "jetstream", "notebooks"}
 
 
 def test_wheel_works_from_elsewhere(distributions, tmp_path):

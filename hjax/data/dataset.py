@@ -1,10 +1,10 @@
-"""Prompts with their columns: from a built-in task, a jsonl or parquet file, in seeded order."""
+"""Prompts with their columns: from a built-in task or a file, in seeded order."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,9 @@ from hjax.errors import ConfigError, DataError
 
 # Arguments of a reward function that a column would hide.
 _RESERVED = ("prompts", "responses")
+# Where a row's prompt stands; the first that it has.
+_PROMPT_COLUMNS = ("prompt_tokens", "prompt", "question")
+_SUFFIXES = (".jsonl", ".parquet", ".txt")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,21 +78,23 @@ class Dataset:
         tokenizer: Tokenizer | None = None,
         max_prompt_length: int = 0,
         *,
-        prompt_column: str = "prompt",
         vocab_size: int | None = None,
+        wording: Callable[[str], str | list[dict[str, Any]]] | None = None,
     ) -> Dataset:
-        """Reads a .jsonl (one JSON object per line) or .parquet file.
+        """Reads a .jsonl (one JSON object per line), .parquet or .txt file (a prompt per line).
 
-        A row's prompt is its `prompt_tokens` if it has them, else its `prompt_column`: a string,
-        a list of chat messages (rendered by the tokenizer's template), or a list of token ids.
-        verl's files (`prompt`, `data_source`, `reward_model`, `extra_info`) work unchanged.
-        Every column is kept; one that a row lacks is None there.
+        A row's prompt is its `prompt_tokens` if it has them, else its `prompt`, else its
+        `question`: a string, a list of chat messages (rendered by the tokenizer's template), or a
+        list of token ids. verl's files (`prompt`, `data_source`, `reward_model`, `extra_info`) and
+        GSM8K's (`question`, `answer`) work unchanged. Every column is kept; one that a row lacks
+        is None there.
 
         Args:
           path: the file.
           tokenizer: for strings and chats; not needed where all prompts are token ids.
           max_prompt_length: tokens; a longer prompt is an error. 0: no limit.
           vocab_size: token ids must be below it; by default the tokenizer's.
+          wording: makes the text or chat messages to tokenise out of a prompt that is a string.
 
         Raises DataError, one line with the file and the line (jsonl) or row (parquet, from 1).
         """
@@ -102,7 +107,7 @@ class Dataset:
         tokens: list[list[int]] = []
         texts: list[str] = []
         for where, row in rows:
-            ids, text = _prompt_of(row, where, tokenizer, prompt_column)
+            ids, text = _prompt_of(row, where, tokenizer, wording)
             _check_tokens(ids, where, vocab_size, max_prompt_length)
             if text is None and tokenizer is not None:
                 text = tokenizer.decode(ids)
@@ -215,11 +220,27 @@ def _padded(
 
 def _read_rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
     """(where, row) pairs; `where` names file and line or row for messages."""
-    if path.suffix not in (".jsonl", ".parquet"):
-        raise DataError(f"{path}: its name must end in .jsonl or .parquet")
+    if path.suffix not in _SUFFIXES:
+        raise DataError(f"{path}: its name must end in {', '.join(_SUFFIXES[:-1])} or .txt")
     if not path.is_file():
         raise DataError(f"{path}: there is no such file; data.path and data.eval_path name files")
+    if path.suffix == ".txt":
+        return _read_lines(path)
     return _read_jsonl(path) if path.suffix == ".jsonl" else _read_parquet(path)
+
+
+def _read_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    rows = []
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            where = f"{path}:{number}"
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+            except ValueError as error:
+                raise DataError(f"{where}: not UTF-8 ({error})") from None
+            if text.strip():
+                rows.append((where, {"prompt": text}))
+    return rows
 
 
 def _read_jsonl(path: Path) -> list[tuple[str, dict[str, Any]]]:
@@ -252,16 +273,18 @@ def _read_parquet(path: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _prompt_of(
-    row: dict[str, Any], where: str, tokenizer: Tokenizer | None, prompt_column: str
+    row: dict[str, Any],
+    where: str,
+    tokenizer: Tokenizer | None,
+    wording: Callable[[str], str | list[dict[str, Any]]] | None,
 ) -> tuple[list[int], str | None]:
     """Token ids and the text they were made of; None where the row gives ids."""
-    prompt = row.get("prompt_tokens")
-    if prompt is None:
-        prompt = row.get(prompt_column)
+    prompt = next((row[name] for name in _PROMPT_COLUMNS if row.get(name) is not None), None)
     if prompt is None:
         raise DataError(
-            f"{where}: there is no prompt; a row needs {prompt_column!r} (text, chat messages or "
-            f"token ids) or 'prompt_tokens', and this one has {', '.join(row) or 'nothing'}"
+            f"{where}: there is no prompt; a row needs 'prompt' or 'question' (text, chat messages "
+            "or token ids) or 'prompt_tokens', and this one has "
+            f"{', '.join(map(str, row)) or 'nothing'}"
         )
     if isinstance(prompt, list) and prompt and all(_is_id(item) for item in prompt):
         return prompt, None
@@ -273,10 +296,12 @@ def _prompt_of(
         )
     if tokenizer is None:
         raise DataError(
-            f"{where}: the prompt is text, and there is no tokenizer; set tokenizer.path, or give "
-            "token ids as prompt_tokens"
+            f"{where}: the prompt is text, and there is no tokenizer; set tokenizer.path of "
+            "a run, or give token ids as prompt_tokens"
         )
     try:
+        if isinstance(prompt, str) and wording is not None:
+            prompt = wording(prompt)
         if isinstance(prompt, str):
             return tokenizer.encode(prompt), prompt
         text = tokenizer.chat(prompt)  # brings its own special tokens

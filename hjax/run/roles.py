@@ -568,12 +568,9 @@ def stop_tokens(config: ConfigDict, inputs: Inputs) -> tuple[int, ...]:
     tokenizer = inputs.tokenizer
     stop = [i for i in inputs.eos_ids if i < inputs.model.vocab_size]
     for text in config.rollout.stop:
-        ids = tokenizer.encode(text, add_special=False) if tokenizer else []
-        if len(ids) != 1:
-            raise ConfigError(
-                f"rollout.stop: {text!r} is {len(ids)} tokens; this version stops at single tokens"
-            )
-        stop.append(ids[0])
+        if tokenizer is None:
+            raise ConfigError(f"rollout.stop: {text!r} is text, and there is no tokenizer")
+        stop.append(tokenizer.one_token(text, "rollout.stop"))
     return tuple(dict.fromkeys(stop))
 
 

@@ -190,7 +190,7 @@ KEYS: dict[str, Any] = {
     "data": {
         "task": Key("sorting", "built-in task: prompts, verifier and demonstrations"),
         "task_options": {},
-        "path": Key("", "your own prompts, jsonl or parquet; replaces data.task where not empty"),
+        "path": Key("", "your own prompts, a file (docs/data.md); replaces data.task if not empty"),
         "eval_path": Key("", "held-out prompts; empty: a seeded share of data.path"),
         "eval_fraction": Key(
             0.1, "share of data.path held out where data.eval_path is empty", between(0, 0.9)

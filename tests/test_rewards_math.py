@@ -1,0 +1,126 @@
+"""The grader of mathematical answers: what is found, what is equal, what is refused."""
+
+import importlib.util
+from fractions import Fraction
+
+import pytest
+
+from hjax.errors import DataError
+from hjax.rewards import math_answers
+from hjax.rewards.function import RewardFunction, load_function
+from hjax.rewards.math_answers import extract, number, reward
+from hjax.rewards.math_process import Comparisons
+
+needs_math_verify = pytest.mark.skipif(
+    importlib.util.find_spec("math_verify") is None, reason="math-verify (hjax[math]) is missing"
+)
+
+
+@pytest.mark.parametrize(
+    "text, answer",
+    [
+        ("9 * 2 = $18.\n#### 18", "18"),
+        ("#### 18\nand more", "18"),
+        ("#### 1\n#### 2", "2"),
+        (r"so \boxed{7} it is", "7"),
+        (r"\boxed{1} or rather \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"#### 3, that is \boxed{4}", "4"),
+        (r"\boxed{4}" + "\n#### 3", "3"),
+        (r"\boxed{5} and then \boxed{6", "5"),  # the last was cut off
+        ("it is 18", None),
+        ("####", None),
+        (r"\boxed{}", None),
+        ("", None),
+    ],
+)
+def test_what_is_found(text, answer):
+    assert extract(text) == answer
+
+
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("18", 18), ("-3", -3), ("+4", 4), ("18.0", 18), (".5", Fraction(1, 2)), ("18.", 18),
+        ("70,000", 70000), ("1{,}234.5", Fraction(2469, 2)), ("1,23", None), (r"1\,000", 1000),
+        ("$18", 18), (r"\$18", 18), ("-$5", -5), ("£1,000", 1000), ("50%", 50), (r"50\%", 50),
+        ("3/4", Fraction(3, 4)), (r"\frac{3}{4}", Fraction(3, 4)), (r"-\dfrac34", Fraction(-3, 4)),
+        (r"\frac{-3}{4}", Fraction(-3, 4)), ("1/0", None), ("2e3", 2000), ("x = 18", 18),
+        (r"18\text{ cm}", 18), ("18 eggs a day", 18), ("**18**", 18), (r"$18$", 18),
+        (r"90^\circ", 90), (r"\(18\)", 18),
+        # Not numbers: products, lists, mixed numbers, words.
+        ("2x", None), ("2 pi", None), (r"2\pi", None), ("3 4", None), ("3 1/2", None),
+        ("1, 2", None), ("(1,2)", None), (r"\sqrt{4}", None), ("eighteen", None), ("", None),
+    ],
+)  # fmt: skip
+def test_what_is_a_number(text, value):
+    assert number(text) == value
+
+
+def test_gsm8k_math_and_verls_columns():
+    said = ["#### 18", r"\boxed{0.5}", "18", "#### 19"]
+    assert reward([""] * 4, said, answer=["6 * 3 = 18\n#### 18", "1/2", "18", 18]) == [1, 1, 0, 0]
+    solutions = [r"Thus \boxed{18}.", r"\boxed{\frac12}", r"\boxed{18}", r"\boxed{19}"]
+    assert reward([""] * 4, said, solution=solutions) == [1, 1, 0, 1]
+    truths = [{"ground_truth": "18", "style": "rule"}] * 4
+    assert reward([""] * 4, said, reward_model=truths) == [1, 0, 0, 0]
+
+
+def test_answers_to_vote_with():
+    texts = ["#### 18.0", r"\boxed{18}", r"\boxed{2 x}", "none", r"\boxed{\frac{2}{4}}"]
+    assert reward.answers(texts) == ["18", "18", "2x", None, "1/2"]
+
+
+@pytest.mark.parametrize(
+    "columns, line",
+    [
+        ({"level": [1]}, "no column has the right answers; it is one of answer, solution, rewa"),
+        ({"answer": ["1", None]}, "math: answer of row 2 is None; it must be text or a number"),
+        ({"answer": [" "]}, "math: answer of row 1 is empty"),
+        ({"reward_model": [{"style": "rule"}]}, "math: reward_model of row 1 is None"),
+    ],
+)
+def test_data_without_answers_is_refused(columns, line):
+    with pytest.raises(DataError, match=line) as caught:
+        math_answers.targets(columns)
+    assert "\n" not in str(caught.value)
+
+
+def test_expressions_need_math_verify(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert math_answers.targets({"answer": ["1/2"]}) == ["1/2"]
+    with pytest.raises(DataError, match=r"row 1: 'x\^2' is no plain number.*hjax\[math\]"):
+        math_answers.targets({"answer": ["x^2"]})
+
+
+def test_a_run_finds_it_as_a_reward_function():
+    judge = RewardFunction(load_function("math_answers.py:reward"))
+    result = judge(["q"] * 2, ["#### 4", "4"], {"answer": ["#### 4"] * 2}, [[1]] * 2, [[2]] * 2)
+    assert result.rewards.tolist() == [1.0, 0.0] and result.outcomes["ok"] == 2
+
+
+@needs_math_verify
+def test_expressions_have_the_same_value_or_not():
+    right = [r"\boxed{x^2+2x+1}", r"\frac{\sqrt{2}}{2}", r"\{1,2\}", "[0,1)", r"\pi"]
+    said = ["(x+1)^2", r"\frac{1}{\sqrt{2}}", r"\{2,1\}", "[0,1]", "3.14159"]
+    judge = RewardFunction(reward)  # in a thread, as in a run
+    result = judge([""] * 5, [rf"\boxed{{{s}}}" for s in said], {"answer": right}, [], [])
+    assert result.rewards.tolist() == [1, 1, 1, 0, 0], result.first_traceback
+
+
+def test_what_takes_for_ever_is_ended_and_counts_as_different(tmp_path, monkeypatch):
+    """With a stand-in for the library that hangs as very large numbers make it hang."""
+    (tmp_path / "math_verify.py").write_text(
+        "import time\n"
+        "def parse(text): return time.sleep(60) if 'slow' in text else text\n"
+        "def verify(right, answer): return right == answer\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    compare = Comparisons(seconds=0.5)
+    try:
+        assert compare.same("x", "x") and not compare.same("x", "y")
+        first = compare._process.pid
+        assert not compare.same("x", "slow")
+        assert compare.same("x", "x") and compare._process.pid != first
+    finally:
+        compare.close()
+    assert compare._process is None
