@@ -52,6 +52,15 @@ def parse_flags(own: flags.FlagValues, arguments: Sequence[str]) -> None:
         raise ConfigError(f"unexpected argument {rest[0]!r}; flags are --name=value, see --help")
 
 
+def stopped_by_ctrl_c(run: Callable[[], int]) -> int:
+    """What ``run`` returns; 130 if Ctrl-C ended it, said in one line."""
+    try:
+        return run()
+    except KeyboardInterrupt:
+        print("\nhjax: stopped by SIGINT", file=sys.stderr)
+        return 130
+
+
 def run_with_config(run: Callable[[ConfigDict], None], text: str) -> NoReturn:
     """The whole of a command that only takes a config: reads it, runs, exits with the status.
 

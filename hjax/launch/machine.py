@@ -68,6 +68,15 @@ def prepare_jax(config: ConfigDict, simulates: bool = False) -> str:
     )
 
 
+def prepare_one_device() -> None:
+    """Set JAX's options for a command that uses the first device alone; programs are kept."""
+    import jax
+
+    settle_platform()
+    _keep_compiled_programs(jax.config)
+    compile_quickly()
+
+
 def dividing_devices(config: ConfigDict, cores: int) -> int:
     """The largest number of devices up to ``cores`` over which all batches split evenly.
 

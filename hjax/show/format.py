@@ -79,6 +79,11 @@ def one_line(text: Any) -> str:
     return "".join(shown)
 
 
+def printable(text: str) -> str:
+    """A model's text, safe to print: its lines and tabs, other control characters as ·."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)
+
+
 def spread_samples(samples: Sequence[Mapping[str, Any]], n: int) -> list[Mapping[str, Any]]:
     """``n`` of the samples, spread from the lowest to the highest reward."""
 

@@ -1,0 +1,287 @@
+"""`python -m hjax.launch.evaluate`: how well a model answers questions, by a grader."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from absl import flags
+
+from hjax.errors import ConfigError, exit_status
+from hjax.files import json_line, read_json
+from hjax.launch import sampling_flags
+from hjax.launch.command import parse_flags, stopped_by_ctrl_c
+from hjax.launch.sampling_flags import ModelFront, existing_file, options_of
+from hjax.rules import above, at_least
+
+if TYPE_CHECKING:
+    from hjax.data.dataset import Dataset
+    from hjax.data.tasks import Task
+    from hjax.rewards.graders import Grader
+    from hjax.run.questions import Judged
+
+HELP = """\
+usage: python -m hjax.launch.evaluate --model=DIR|WORKDIR --data=FILE --reward=GRADER [--json]
+       python -m hjax.launch.evaluate --model=DIR|WORKDIR --task=NAME[:OPTION=VALUE,...] [--json]
+
+Answer questions and have the answers judged: mean reward; where there is right and wrong accuracy
+and pass@k; where answers can be compared majority votes, maj@k. Each with its standard error over
+questions.
+
+  --model=DIR|WORKDIR   a workdir (its actor's newest checkpoint), a Hugging Face directory or name
+  --data=FILE           questions, jsonl or parquet: `prompt` (text, chat messages or token ids) or
+                        `question`, and the columns that the grader reads; .txt: a prompt per line
+  --reward=GRADER       path.py:name, a reward function; or math: the number in \\boxed{{}} or
+                        after ####, beside the column answer (docs/evaluate.md)
+  --task=NAME           held-out prompts and verifier of a built-in task, with its options as
+                        --task=sorting:length=4, or else those of the workdir's run:
+                        {tasks}
+  --samples=1           answers per question; k = 1, 2, 4, ... up to it
+  --limit=N             only the first N questions (of a task {task_prompts} where it is not given)
+  --instruction=TEXT    a line added to every question
+  --output=FILE.jsonl   write a row per answer: question, sample, prompt, response, reward, right,
+                        answer, tokens, truncated
+  --max_new_tokens=N    length limit of an answer, in tokens ({length}; of a task what it needs)
+{sampling}\
+  --timeout_seconds=60  for one call of the grader: --batch answers, or one question's if these
+                        are more
+  --json                print one line of JSON as the last line of the output
+  --help                print this
+
+exit status: 0 done; 1 failed (the grader too); 2 wrong input, nothing written; 130 stopped by
+Ctrl-C
+"""
+BATCH = 32
+LENGTH = 256
+# Held-out prompts of a task where --limit is not given: as many as a run evaluates with.
+TASK_PROMPTS = 128
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if any(a in ("--help", "-help", "-h") for a in arguments):
+        from hjax.data.tasks import TASKS
+
+        text = sampling_flags.HELP.format(
+            temperature="0 is greedy (0; 1 with several samples)", batch=BATCH
+        )
+        names = ", ".join(TASKS)
+        shown = HELP.format(sampling=text, tasks=names, task_prompts=TASK_PROMPTS, length=LENGTH)
+        print(shown, end="")
+        return 0
+    return stopped_by_ctrl_c(lambda: exit_status(lambda: _run(arguments)))
+
+
+def parse(arguments: Sequence[str]) -> flags.FlagValues:
+    """Read the command line.
+
+    Raises:
+      ConfigError: a wrong flag or value.
+    """
+    own = flags.FlagValues()
+    sampling_flags.define(own, max_new_tokens=0, batch=BATCH)
+    for name in ("data", "reward", "task", "instruction", "output"):
+        flags.DEFINE_string(name, "", "see --help", flag_values=own)
+    flags.DEFINE_integer("samples", 1, "see --help", flag_values=own)
+    flags.DEFINE_integer("limit", 0, "see --help", flag_values=own)
+    flags.DEFINE_float("timeout_seconds", 60.0, "see --help", flag_values=own)
+    parse_flags(own, arguments)
+    rules = {"samples": at_least(1), "limit": at_least(0), "timeout_seconds": above(0)}
+    sampling_flags.check_values(own, **rules)
+    if bool(own.data) == bool(own.task):
+        raise ConfigError("give --data=FILE with --reward=GRADER, or --task=NAME; see --help")
+    if own.data and not own.reward:
+        raise ConfigError("--reward is missing: path.py:name, or math; see --help")
+    if own.samples > 1 and own.temperature == 0:
+        raise ConfigError(
+            f"--temperature=0 gives the same answer {own.samples} times; set it above 0, or leave "
+            "--samples out"
+        )
+    return own
+
+
+def _run(arguments: Sequence[str]) -> int:
+    own = parse(arguments)
+    output = _new_file(own.output) if own.output else None
+    if own.data:
+        existing_file("data", own.data)
+    task = _task(own.task, own.model) if own.task else None
+    grader = _grader(own, task)
+    front = ModelFront.read(own.model)
+    options = options_of(own, front, temperature=0.0 if own.samples == 1 else 1.0)
+    needed = task.response_length if task is not None else None
+    options["max_new_tokens"] = own.max_new_tokens or needed or LENGTH
+    questions = _questions(own, task, front)
+    if grader.check is not None:
+        grader.check(questions.columns)
+    from hjax.run.completions import check_room
+
+    check_room(questions, front.config, options["max_new_tokens"])
+    began = time.monotonic()
+    judged = _ask(own, front, questions, grader, options, output)
+    seconds = time.monotonic() - began
+    _report(own, task, grader, judged, options, seconds)
+    return 0
+
+
+def _new_file(name: str) -> Path:
+    path = Path(name).expanduser()
+    if path.suffix != ".jsonl":
+        raise ConfigError(f"--output={name}: its name must end in .jsonl")
+    if path.exists():
+        raise ConfigError(f"--output={name} is there already; name a new file")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--output={name}: there is no directory {path.parent}")
+    return path
+
+
+def _task(text: str, model: str) -> Task:
+    """The task that --task names, with its options or those of the run that trained on it."""
+    from hjax.data.tasks import get_task
+    from hjax.models.weights import is_workdir
+
+    name, _, given = text.partition(":")
+    options: dict[str, Any] = {}
+    if is_workdir(model):
+        data = read_json(Path(model) / "config.json")["data"]
+        if data["task"] == name and not data["path"]:
+            options |= data["task_options"]
+    for part in filter(None, given.split(",")):
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise ConfigError(f"--task={text}: {part!r}; options are NAME:OPTION=VALUE,...")
+        try:
+            options[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            options[key] = value  # the task says what it may be
+    return get_task(name, **options)
+
+
+def _grader(own: Any, task: Task | None) -> Grader:
+    from hjax.rewards.graders import load_grader, task_grader
+
+    given = load_grader(own.reward, own.timeout_seconds, "--reward") if own.reward else None
+    if task is not None:
+        return task_grader(task, own.timeout_seconds, given)
+    assert given is not None
+    return given
+
+
+def _questions(own: Any, task: Task | None, front: ModelFront) -> Dataset:
+    from hjax.data.dataset import Dataset
+
+    wording = front.wording(own.chat, own.instruction)
+    if task is None:
+        found = Dataset.from_file(
+            own.data, front.tokenizer, vocab_size=front.vocab_size, wording=wording
+        )
+        return found.select(range(min(own.limit or len(found), len(found))))
+    if front.tokenizer is None:
+        raise ConfigError(
+            f"--task={own.task} is text, and {front.path} has no tokenizer; give ids by --data"
+        )
+    largest = task.largest_count("eval")
+    count = own.limit or TASK_PROMPTS
+    count = count if largest is None else min(count, largest)
+    if wording is None:
+        return Dataset.from_task(task, "eval", own.seed, count, front.tokenizer)
+    raise ConfigError("--chat and --instruction are for --data; a task has its own form")
+
+
+def _ask(
+    own: Any,
+    front: ModelFront,
+    questions: Dataset,
+    grader: Grader,
+    options: dict[str, Any],
+    output: Path | None,
+) -> list[Judged]:
+    from hjax.run.questions import ask
+    from hjax.show.parts_display import PartsDisplay
+
+    model = front.load(own.dtype)
+    several = len(questions) * own.samples > own.batch and sys.stderr.isatty()
+    with PartsDisplay("answering", several, sys.stderr) as progress:
+        counts = own.samples, own.batch, own.seed
+        return ask(model, questions, grader, *counts, progress, _writer(output, grader), **options)
+
+
+def _writer(output: Path | None, grader: Grader) -> Callable[[Sequence[Judged]], None]:
+    """Adds rows to a file; to none where there is none."""
+
+    def write(rows: Sequence[Judged]) -> None:
+        if output is None:
+            return
+        with output.open("a", encoding="utf-8", errors="replace") as file:
+            file.writelines(json_line(_row(row, grader)) + "\n" for row in rows)
+
+    return write
+
+
+def _row(row: Judged, grader: Grader) -> dict[str, Any]:
+    fields = dict(vars(row))
+    if row.right is None:
+        del fields["right"]
+    if grader.answers is None:
+        del fields["answer"]
+    return fields
+
+
+def _report(
+    own: Any,
+    task: Task | None,
+    grader: Grader,
+    judged: Sequence[Judged],
+    options: dict[str, Any],
+    seconds: float,
+) -> None:
+    """Print what was found, as a table or as JSON."""
+    from hjax.run.questions import describe, measures
+    from hjax.show.answers import print_measures
+    from hjax.show.format import duration
+    from hjax.show.tables import wide_console
+
+    found = measures(judged, own.samples, grader)
+    questions = len(judged) // own.samples
+    tokens = sum(row.tokens for row in judged)
+    truncated = sum(row.truncated for row in judged) / len(judged)
+    unscored = sum(row.reward is None for row in judged) / len(judged)
+    if own.json:
+        asked: dict[str, Any] = {"data": own.data}
+        if task is not None:
+            asked = {"task": task.name, "task_options": dataclasses.asdict(task)}
+        said = {
+            "model": own.model,
+            **asked,
+            "questions": questions,
+            "samples": own.samples,
+            **{key: options[key] for key in ("temperature", "top_k", "top_p", "max_new_tokens")},
+            "seed": own.seed,
+            **describe(found),
+            "unscored": unscored,
+            "truncated": truncated,
+            "tokens": tokens,
+            "seconds": seconds,
+        }
+        print(json_line(said))
+        return
+    console = wide_console()
+    how = "greedy" if options["temperature"] == 0 else f"temperature {options['temperature']:g}"
+    each = "one answer each" if own.samples == 1 else f"{own.samples} answers each"
+    print(f"{own.data or own.task}: {questions} questions, {each}, {how}")
+    print_measures(console, found)
+    left_out = f"; {unscored:.1%} unscored, left out" if unscored else ""
+    print(
+        f"{tokens:,} tokens in {duration(seconds)}; {truncated:.1%} of the answers cut at "
+        f"{options['max_new_tokens']} tokens{left_out}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

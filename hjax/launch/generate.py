@@ -1,0 +1,195 @@
+"""`python -m hjax.launch.generate`: responses of a model, to prompts or in a chat."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from absl import flags
+
+from hjax.errors import ConfigError, exit_status
+from hjax.files import json_line
+from hjax.launch import sampling_flags
+from hjax.launch.command import parse_flags, stopped_by_ctrl_c
+from hjax.launch.sampling_flags import ModelFront, existing_file, options_of, token_ids
+from hjax.rules import at_least
+
+if TYPE_CHECKING:
+    from hjax.data.dataset import Dataset
+    from hjax.rollout.language_model import Completion, LanguageModel
+
+HELP = """\
+usage: python -m hjax.launch.generate --model=DIR|WORKDIR --prompt=TEXT [--json]
+       python -m hjax.launch.generate --model=DIR|WORKDIR --prompts=FILE [--json]
+       python -m hjax.launch.generate --model=DIR|WORKDIR
+
+Sample a response to a prompt or to each prompt of a file; or, in a terminal, chat.
+
+  --model=DIR|WORKDIR   a workdir (its actor's newest checkpoint), a Hugging Face directory or name
+  --prompt=TEXT         the prompt; of a model without tokenizer its token ids: 3,4,5
+  --prompts=FILE        a prompt per line (.txt), or per row (.jsonl) `prompt`: text, chat messages
+                        or token ids; other keys of a row come back with --json
+  --max_new_tokens=64   length limit of a response, in tokens
+{sampling}\
+  --json                print one line of JSON as the last line of the output: `completions`, each
+                        with `text`, `tokens`, `logprobs` and `finish_reason`
+  --help                print this
+
+Without prompts it chats: by the model's chat template, or, of a model without one, it goes on with
+each line by itself. /new forgets what was said, Ctrl-D ends.
+
+exit status: 0 done; 1 failed; 2 wrong input, nothing generated; 130 stopped by Ctrl-C
+"""
+BATCH = 32
+# Of a completion in the JSON; a row's other keys stand beside them.
+FIELDS = ("text", "tokens", "logprobs", "finish_reason")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if any(a in ("--help", "-help", "-h") for a in arguments):
+        text = sampling_flags.HELP.format(temperature="0 is greedy (1)", batch=BATCH)
+        print(HELP.format(sampling=text), end="")
+        return 0
+    return stopped_by_ctrl_c(lambda: exit_status(lambda: _run(arguments)))
+
+
+def parse(arguments: Sequence[str]) -> flags.FlagValues:
+    """Read the command line.
+
+    Raises:
+      ConfigError: a wrong flag or value.
+    """
+    own = flags.FlagValues()
+    sampling_flags.define(own, max_new_tokens=64, batch=BATCH)
+    flags.DEFINE_string("prompt", None, "see --help", flag_values=own)
+    flags.DEFINE_string("prompts", None, "see --help", flag_values=own)
+    parse_flags(own, arguments)
+    sampling_flags.check_values(own, max_new_tokens=at_least(1))
+    if own.prompt is not None and own.prompts is not None:
+        raise ConfigError("--prompt and --prompts: give one of them")
+    if own.prompt is None and own.prompts is None:
+        if own.json:
+            raise ConfigError("--json needs --prompt=TEXT or --prompts=FILE")
+        if not sys.stdin.isatty():
+            raise ConfigError(
+                "--prompt=TEXT or --prompts=FILE is missing, and a chat needs a terminal"
+            )
+    return own
+
+
+def _run(arguments: Sequence[str]) -> int:
+    own = parse(arguments)
+    if own.prompts is not None:
+        existing_file("prompts", own.prompts)
+    front = ModelFront.read(own.model)
+    options = options_of(own, front, temperature=1.0)
+    options["max_new_tokens"] = own.max_new_tokens
+    if own.prompt is None and own.prompts is None:
+        if own.chat:
+            front.check_chat()
+        from hjax.launch.chat import Chat
+
+        return Chat(front.load(own.dtype), own.seed, options).run()
+    prompts = _prompts(own, front)
+    from hjax.run.completions import check_room
+
+    check_room(prompts, front.config, own.max_new_tokens)
+    began = time.monotonic()
+    completions = _complete(front.load(own.dtype), prompts, own, options)
+    seconds = time.monotonic() - began
+    if own.json:
+        print(json_line(_described(own, prompts, completions, options, seconds)))
+    else:
+        _show(prompts, completions)
+    return 0
+
+
+def _prompts(own: Any, front: ModelFront) -> Dataset:
+    from hjax.data.dataset import Dataset
+
+    wording = front.wording(own.chat)
+    if own.prompts is not None:
+        path = existing_file("prompts", own.prompts)
+        if path.suffix not in (".txt", ".jsonl"):
+            raise ConfigError(f"--prompts={own.prompts}: its name must end in .txt or .jsonl")
+        found = Dataset.from_file(
+            path, front.tokenizer, vocab_size=front.vocab_size, wording=wording
+        )
+        hidden = next((name for name in FIELDS if name in found.columns), None)
+        if hidden is not None:
+            raise ConfigError(
+                f"--prompts={own.prompts}: the response's {hidden!r} would hide a key of that "
+                "name; rename the key"
+            )
+        return found
+    if front.tokenizer is None:
+        return Dataset([token_ids(own.prompt, front.vocab_size)], None, {"prompt": [own.prompt]})
+    text = own.prompt
+    tokens = front.tokenizer.encode(text)
+    if wording is not None:
+        text = front.tokenizer.chat(wording(own.prompt))
+        tokens = front.tokenizer.encode(text, add_special=False)
+    if not tokens:
+        raise ConfigError("--prompt= is empty, and the model has no token to begin with")
+    return Dataset([tokens], [text], {"prompt": [own.prompt]})
+
+
+def _complete(
+    model: LanguageModel, prompts: Dataset, own: Any, options: dict[str, Any]
+) -> list[Completion]:
+    from hjax.run.completions import complete
+    from hjax.show.parts_display import PartsDisplay
+
+    several = len(prompts) > own.batch and sys.stderr.isatty()
+    with PartsDisplay("generating", several, sys.stderr) as progress:
+        calls = complete(model, prompts.prompt_tokens, own.batch, own.seed, progress, **options)
+        return [completion for call in calls for completion in call]
+
+
+def _described(
+    own: Any,
+    prompts: Dataset,
+    completions: Sequence[Completion],
+    options: dict[str, Any],
+    seconds: float,
+) -> dict[str, Any]:
+    rows = [dict(zip(prompts.columns, values)) for values in zip(*prompts.columns.values())]
+    return {
+        "model": own.model,
+        **{key: options[key] for key in ("max_new_tokens", "temperature", "top_k", "top_p")},
+        "seed": own.seed,
+        "completions": [
+            row | {field: getattr(completion, field) for field in FIELDS}
+            for row, completion in zip(rows, completions, strict=True)
+        ],
+        "seconds": seconds,
+    }
+
+
+def _show(prompts: Dataset, completions: Sequence[Completion]) -> None:
+    """Print each prompt and what follows it."""
+    from hjax.show.answers import say, say_response
+    from hjax.show.tables import wide_console
+
+    console = wide_console()
+    asked = prompts.prompt_text or prompts.prompt_tokens
+    for i, (prompt, completion) in enumerate(zip(asked, completions, strict=True)):
+        if len(prompts) > 1:
+            say(console, f"{i + 1} of {len(prompts)}\n", "bold")
+        text = completion.text is not None
+        say(console, prompt, "dim")
+        # A response goes on where its text ends; ids need a mark.
+        say(console, "" if text else " → ")
+        response = completion.text if text else completion.tokens
+        truncated = completion.finish_reason == "length"
+        say_response(console, response, len(completion.tokens), truncated)
+        if i + 1 < len(prompts):
+            say(console, "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

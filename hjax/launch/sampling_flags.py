@@ -1,0 +1,192 @@
+"""What commands that sample have in common: a model, how tokens are drawn, how many at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from absl import flags
+
+from hjax.errors import ConfigError
+from hjax.rules import Rule, at_least, between
+
+if TYPE_CHECKING:
+    from hjax.data.tokenizer import Tokenizer
+    from hjax.models.config import ModelConfig
+    from hjax.rollout.language_model import LanguageModel
+
+HELP = """\
+  --temperature=T       {temperature}
+  --top_k=K, --top_p=P  draw among the K likeliest tokens, or the likeliest of probability P
+  --seed=S              every draw follows from it (0)
+  --stop=TEXT           a token that ends a response, besides the model's own; may be given again
+                        (a model without tokenizer: its id)
+  --chat                put every prompt that is text into the model's chat template
+  --dtype=float32       of compute: float32 or bfloat16
+  --batch={batch}            so many sequences are generated at a time
+"""
+
+_RULES: dict[str, Rule] = {
+    "max_new_tokens": at_least(0),
+    "seed": between(0, 2**32 - 1),
+    "batch": at_least(1),
+}
+
+
+def define(own: flags.FlagValues, max_new_tokens: int, batch: int) -> None:
+    """Add the flags; a temperature that is not given is None."""
+    flags.DEFINE_string("model", "", "see --help", flag_values=own)
+    flags.DEFINE_integer("max_new_tokens", max_new_tokens, "see --help", flag_values=own)
+    flags.DEFINE_float("temperature", None, "see --help", flag_values=own)
+    flags.DEFINE_integer("top_k", 0, "see --help", flag_values=own)
+    flags.DEFINE_float("top_p", 1.0, "see --help", flag_values=own)
+    flags.DEFINE_integer("seed", 0, "see --help", flag_values=own)
+    flags.DEFINE_multi_string("stop", [], "see --help", flag_values=own)
+    flags.DEFINE_bool("chat", False, "see --help", flag_values=own)
+    flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "see --help", flag_values=own)
+    flags.DEFINE_integer("batch", batch, "see --help", flag_values=own)
+    flags.DEFINE_bool("json", False, "see --help", flag_values=own)
+
+
+def check_values(own: flags.FlagValues, **rules: Rule) -> None:
+    """Whether the flags' values are allowed.
+
+    Args:
+      **rules: of further flags.
+
+    Raises:
+      ConfigError: the first that is not.
+    """
+    if not own["model"].value:
+        raise ConfigError("--model is missing; see --help")
+    for name, rule in {**_RULES, **rules}.items():
+        if not rule.holds(own[name].value):
+            raise ConfigError(f"--{name}={own[name].value}: must be {rule.text}")
+
+
+def existing_file(flag: str, name: str) -> Path:
+    """The file that a flag names.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise ConfigError(f"--{flag}={name}: there is no such file")
+    return path
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFront:
+    """What is known of a model before its weights are read.
+
+    Attributes:
+      path: as it was given.
+      config: shapes.
+      tokenizer: or None.
+    """
+
+    path: str
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+
+    @classmethod
+    def read(cls, path: str) -> ModelFront:
+        """Read config and tokenizer; ConfigError where there is no model."""
+        from hjax.models.weights import check_weights, read_config
+        from hjax.run.inputs import load_tokenizer
+
+        config = read_config(path)
+        check_weights(path)
+        return cls(path, config, load_tokenizer(path))
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        own = self.config.vocab_size
+        return own if self.tokenizer is None else min(own, self.tokenizer.vocab_size)
+
+    def stop_ids(self, texts: list[str]) -> tuple[int, ...]:
+        """Ids of --stop: texts of one token each, without a tokenizer the ids themselves."""
+        if self.tokenizer is not None:
+            return tuple(self.tokenizer.one_token(text, "--stop") for text in texts)
+        for text in texts:
+            if not re.fullmatch(r"\d+", text) or int(text) >= self.vocab_size:
+                raise ConfigError(
+                    f"--stop={text}: {self.path} has no tokenizer; give the token's id, "
+                    f"0 to {self.vocab_size - 1}"
+                )
+        return tuple(map(int, texts))
+
+    def wording(self, chat: bool, instruction: str = "") -> Callable[[str], Any] | None:
+        """How a prompt that is text is put to the model; None: as it is.
+
+        Args:
+          chat: as a message of the user's, for the chat template.
+          instruction: a line added behind it.
+
+        Raises:
+          ConfigError: no tokenizer, or one without a template.
+        """
+        if chat:
+            self.check_chat()
+        if not chat and not instruction:
+            return None
+
+        def worded(text: str) -> Any:
+            text = f"{text}\n{instruction}" if instruction else text
+            return [{"role": "user", "content": text}] if chat else text
+
+        return worded
+
+    def check_chat(self) -> None:
+        """Whether there is a chat template; ConfigError if not."""
+        if self.tokenizer is None or not self.tokenizer.chat_template:
+            lacks = "tokenizer" if self.tokenizer is None else "chat template"
+            raise ConfigError(f"--chat: {self.path} has no {lacks}; leave --chat out")
+
+    def load(self, dtype: str) -> LanguageModel:
+        """The model with its weights, on the first device."""
+        import hjax
+        from hjax.launch.machine import prepare_one_device
+
+        prepare_one_device()
+        return hjax.load_model(self.path, dtype)
+
+
+def options_of(own: Any, front: ModelFront, temperature: float) -> dict[str, Any]:
+    """What ``LanguageModel.generate`` takes, of the flags.
+
+    Args:
+      temperature: where the flag is not given.
+
+    Raises:
+      ConfigError: a value out of range.
+    """
+    from hjax.rollout.sampling import Sampling
+
+    drawn = temperature if own.temperature is None else own.temperature
+    try:
+        sampling = Sampling(drawn, own.top_k, own.top_p)
+    except ConfigError as error:
+        raise ConfigError(f"--{error}") from error
+    return dataclasses.asdict(sampling) | {"stop": front.stop_ids(own.stop)}
+
+
+def token_ids(text: str, vocab_size: int) -> list[int]:
+    """Token ids as they are typed for a model without tokenizer, with commas or blanks between.
+
+    Raises:
+      ConfigError: something else.
+    """
+    parts = text.strip("[] ").replace(",", " ").split()
+    ids = [int(part) for part in parts if part.isdecimal()]
+    if not parts or len(ids) < len(parts) or max(ids) >= vocab_size:
+        raise ConfigError(
+            f"{text[:60]!r}: this model has no tokenizer; give token ids, as 3,4,5, each 0 to "
+            f"{vocab_size - 1}"
+        )
+    return ids

@@ -1,0 +1,52 @@
+"""What a model answers, as a person reads it; and what is measured of its answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from hjax.show.format import printable
+
+if TYPE_CHECKING:
+    from hjax.rewards.estimators import Estimate
+
+
+def say(console: Any, piece: Any, style: str = "") -> None:
+    """Print a piece of a text, or token ids, where the last one ended; lines are not broken.
+
+    Args:
+      console: of rich.
+      piece: a string (what steers a terminal is left out), or a list of ids.
+      style: of rich.
+    """
+    from rich.text import Text
+
+    text = piece if isinstance(piece, str) else " ".join(map(str, piece))
+    console.print(Text(printable(text), style=style), end="", soft_wrap=True)
+    console.file.flush()
+
+
+def say_response(console: Any, response: Any, tokens: int, truncated: bool) -> None:
+    """Print a response and, on a line of its own, its length."""
+    say(console, response)
+    remark = ", cut at the length limit" if truncated else ""
+    say(console, f"\n[{tokens} token{'s' if tokens != 1 else ''}{remark}]\n", "dim")
+
+
+def print_measures(console: Any, measures: Mapping[str, Estimate]) -> None:
+    """A table: a measure, its mean, its standard error."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    table.add_column("")
+    for column in ("mean", "stderr"):
+        table.add_column(column, justify="right")
+    for name, estimate in measures.items():
+        table.add_row(name, _figure(estimate.mean), _figure(estimate.stderr))
+    console.print(table)
+
+
+def _figure(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:.4f}"
