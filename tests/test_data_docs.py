@@ -1,4 +1,4 @@
-"""The Python examples in the documentation of data and rewards run as they stand."""
+"""The Python examples in the documentation of data, rewards and evaluation run as they stand."""
 
 import pathlib
 import re
@@ -10,7 +10,7 @@ from hjax.data.tasks import TASKS
 DOCS = pathlib.Path(__file__).parent.parent / "docs"
 
 
-@pytest.mark.parametrize("page", ["data.md", "rewards.md"])
+@pytest.mark.parametrize("page", ["data.md", "rewards.md", "evaluate.md"])
 def test_examples_run(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     before = dict(TASKS)
@@ -22,8 +22,8 @@ def test_examples_run(page, tmp_path, monkeypatch, capsys):
     finally:
         for added in set(TASKS) - set(before):  # the example that registers a task of its own
             del TASKS[added]
-    if page == "rewards.md":
-        assert "[ 1. nan] 1 0.5" in capsys.readouterr().out
+    expected = {"rewards.md": "[ 1. nan] 1 0.5", "evaluate.md": "[1.0, 1.0, 0.0]"}
+    assert expected.get(page, "") in capsys.readouterr().out
 
 
 def test_every_task_is_in_the_table():

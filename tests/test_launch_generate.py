@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import types
 
 import pytest
 from helpers import save_model
@@ -93,6 +94,11 @@ def test_the_chat_template_makes_the_prompt(models, capsys):
     assert found == {"prompt": "12"} | fields(expected)
 
 
+def test_a_response_may_have_what_the_positions_leave(models, capsys):
+    found = said(capsys, f"--model={models}/text", "--prompt=12345", "--temperature=0")
+    assert found["max_new_tokens"] == 64 - 6  # BOS and five digits
+
+
 def test_blocks_for_a_person(models, capsys, tmp_path):
     (tmp_path / "p.txt").write_text("1+2=\n3+4=\n")
     flags = f"--model={models}/text", f"--prompts={tmp_path}/p.txt", "--max_new_tokens=3"
@@ -109,14 +115,16 @@ class Echo:
     def __init__(self, template=None):
         self.tokenizer = Tokenizer.characters("0123456789+=>")
         self.tokenizer.chat_template = template
-        self.asked, self.seeds = [], []
+        self.config = types.SimpleNamespace(max_length=12)
+        self.asked, self.seeds, self.limits = [], [], []
 
-    def generate(self, prompts, seed, **options):
-        [prompt] = prompts
-        if prompt == "99":
-            raise hjax.errors.ConfigError("too long")
-        self.asked.append(prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt))
+    def generate(self, prompts, seed, max_new_tokens):
+        [text] = map(self.tokenizer.decode, prompts)
+        if text == "99":
+            raise hjax.errors.ConfigError("not this")
+        self.asked.append(text)
         self.seeds.append(seed)
+        self.limits.append(max_new_tokens)
         text = str(len(self.asked))
         return [Completion([5], text, [0.0], "stop")]
 
@@ -138,8 +146,9 @@ def type_lines(monkeypatch, *lines):
 def test_a_chat_goes_on_until_it_begins_anew(monkeypatch, capsys):
     type_lines(monkeypatch, "10", "", "20", "/new", "30")
     model = Echo(TEMPLATE)
-    assert Chat(model, 5, {}).run() == 0
+    assert Chat(model, 5, 6, {}).run() == 0
     assert model.asked == ["10>", "10>1=20>", "30>"]
+    assert model.limits == [6, 4, 6]  # of 12 positions, after 3, 8 and 3 tokens
     assert model.seeds[0] == 5 and len(set(model.seeds)) == 3
     assert "\n2\n[1 token]\n" in capsys.readouterr().out
 
@@ -147,8 +156,8 @@ def test_a_chat_goes_on_until_it_begins_anew(monkeypatch, capsys):
 def test_without_a_template_every_line_stands_alone(monkeypatch, capsys):
     type_lines(monkeypatch, "10", "99", "20", "/exit", "30")
     model = Echo()
-    assert Chat(model, 0, {}).run() == 0
-    assert model.asked == ["10", "20"] and "too long\n" in capsys.readouterr().out
+    assert Chat(model, 0, 6, {}).run() == 0
+    assert model.asked == ["10", "20"] and "not this\n" in capsys.readouterr().out
 
 
 class Terminal:
@@ -173,7 +182,7 @@ def test_without_prompts_a_terminal_is_a_chat(models, monkeypatch, capsys):
 def test_token_ids_in_a_chat(models, monkeypatch, capsys):
     type_lines(monkeypatch, "1,4,5", "what?", "1 99")
     model = hjax.load_model(models / "ids")
-    assert Chat(model, 0, {"max_new_tokens": 2, "temperature": 0.0}).run() == 0
+    assert Chat(model, 0, 2, {"temperature": 0.0}).run() == 0
     shown = capsys.readouterr().out
     [expected] = model.generate([[1, 4, 5]], 2, 0.0)
     assert " ".join(map(str, expected.tokens)) in shown
@@ -216,9 +225,9 @@ WRONG = {
     "letters": ([TEXT, "--prompts=letters.txt"], "letters.txt:2: tokenizer text: the character"),
     "long": (
         [TEXT, "--prompts=long.txt", "--max_new_tokens=8"],
-        "has 65 tokens, and of the model's 64 positions --max_new_tokens=8 leaves 56; shorten",
+        "has 65 tokens, and of the model's 64 positions that leaves 0 for --max_new_tokens=8; sho",
     ),
-    "positions": ([TEXT, "--prompt=1", "--max_new_tokens=64"], "leaves 0; set it to 62 at most"),
+    "positions": ([TEXT, "--prompt=1", "--max_new_tokens=64"], "leaves 62 for --max_new_tokens=64"),
     "length": ([TEXT, "--prompt=1", "--max_new_tokens=0"], "--max_new_tokens=0: must be 1 or more"),
     "temperature": ([TEXT, "--prompt=1", "--temperature=-1"], "--temperature=-1.0: 0 (greedy)"),
     "top_p": ([TEXT, "--prompt=1", "--top_p=0"], "--top_p=0.0: above 0, at most 1"),

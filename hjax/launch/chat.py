@@ -25,12 +25,14 @@ class Chat:
     Args:
       model: with or without a tokenizer.
       seed: of the first answer; those of others follow from it.
+      limit: tokens of an answer at most; fewer where the model's positions leave fewer.
       options: of ``model.generate``.
     """
 
-    def __init__(self, model: LanguageModel, seed: int, options: dict[str, Any]):
+    def __init__(self, model: LanguageModel, seed: int, limit: int, options: dict[str, Any]):
         self.model = model
         self.seed = seed
+        self.limit = limit
         self.options = options
         self.turns = 0
         self.messages: list[dict[str, str]] = []
@@ -74,7 +76,8 @@ class Chat:
         messages = [*self.messages, {"role": "user", "content": line}]
         seed = call_seed(self.seed, self.turns)
         prompt = self._prompt(line, messages)
-        [found] = self.model.generate([prompt], seed=seed, **self.options)
+        limit = max(min(self.limit, self.model.config.max_length - len(prompt)), 1)
+        [found] = self.model.generate([prompt], seed=seed, max_new_tokens=limit, **self.options)
         self.turns += 1
         response = found.tokens if found.text is None else found.text
         truncated = found.finish_reason == "length"
@@ -82,10 +85,10 @@ class Chat:
         if self._templated:
             self.messages = [*messages, {"role": "assistant", "content": found.text or ""}]
 
-    def _prompt(self, line: str, messages: list[dict[str, str]]) -> Any:
+    def _prompt(self, line: str, messages: list[dict[str, str]]) -> list[int]:
         tokenizer = self.model.tokenizer
         if tokenizer is None:
             return token_ids(line, self.model.config.vocab_size)
         if not self._templated:
-            return line
+            return tokenizer.encode(line)
         return tokenizer.encode(tokenizer.chat(messages), add_special=False)

@@ -46,7 +46,8 @@ questions.
   --instruction=TEXT    a line added to every question
   --output=FILE.jsonl   write a row per answer: question, sample, prompt, response, reward, right,
                         answer, tokens, truncated
-  --max_new_tokens=N    length limit of an answer, in tokens ({length}; of a task what it needs)
+  --max_new_tokens=N    length limit of an answer, in tokens ({length}, or what the model's
+                        positions leave; of a task what it needs)
 {sampling}\
   --timeout_seconds=60  for one call of the grader: --batch answers, or one question's if these
                         are more
@@ -85,7 +86,7 @@ def parse(arguments: Sequence[str]) -> flags.FlagValues:
       ConfigError: a wrong flag or value.
     """
     own = flags.FlagValues()
-    sampling_flags.define(own, max_new_tokens=0, batch=BATCH)
+    sampling_flags.define(own, batch=BATCH)
     for name in ("data", "reward", "task", "instruction", "output"):
         flags.DEFINE_string(name, "", "see --help", flag_values=own)
     flags.DEFINE_integer("samples", 1, "see --help", flag_values=own)
@@ -115,14 +116,14 @@ def _run(arguments: Sequence[str]) -> int:
     grader = _grader(own, task)
     front = ModelFront.read(own.model)
     options = options_of(own, front, temperature=0.0 if own.samples == 1 else 1.0)
-    needed = task.response_length if task is not None else None
-    options["max_new_tokens"] = own.max_new_tokens or needed or LENGTH
     questions = _questions(own, task, front)
     if grader.check is not None:
         grader.check(questions.columns)
-    from hjax.run.completions import check_room
+    from hjax.run.completions import length_limit
 
-    check_room(questions, front.config, options["max_new_tokens"])
+    usual = (task.response_length if task is not None else None) or LENGTH
+    limit = length_limit(questions, front.config, own.max_new_tokens, usual)
+    options["max_new_tokens"] = limit
     began = time.monotonic()
     judged = _ask(own, front, questions, grader, options, output)
     seconds = time.monotonic() - began

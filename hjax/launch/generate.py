@@ -14,7 +14,6 @@ from hjax.files import json_line
 from hjax.launch import sampling_flags
 from hjax.launch.command import parse_flags, stopped_by_ctrl_c
 from hjax.launch.sampling_flags import ModelFront, existing_file, options_of, token_ids
-from hjax.rules import at_least
 
 if TYPE_CHECKING:
     from hjax.data.dataset import Dataset
@@ -31,7 +30,8 @@ Sample a response to a prompt or to each prompt of a file; or, in a terminal, ch
   --prompt=TEXT         the prompt; of a model without tokenizer its token ids: 3,4,5
   --prompts=FILE        a prompt per line (.txt), or per row (.jsonl) `prompt`: text, chat messages
                         or token ids; other keys of a row come back with --json
-  --max_new_tokens=64   length limit of a response, in tokens
+  --max_new_tokens=N    length limit of a response, in tokens ({length}, or what the model's
+                        positions leave)
 {sampling}\
   --json                print one line of JSON as the last line of the output: `completions`, each
                         with `text`, `tokens`, `logprobs` and `finish_reason`
@@ -43,6 +43,7 @@ each line by itself. /new forgets what was said, Ctrl-D ends.
 exit status: 0 done; 1 failed; 2 wrong input, nothing generated; 130 stopped by Ctrl-C
 """
 BATCH = 32
+LENGTH = 64
 # Of a completion in the JSON; a row's other keys stand beside them.
 FIELDS = ("text", "tokens", "logprobs", "finish_reason")
 
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if any(a in ("--help", "-help", "-h") for a in arguments):
         text = sampling_flags.HELP.format(temperature="0 is greedy (1)", batch=BATCH)
-        print(HELP.format(sampling=text), end="")
+        print(HELP.format(sampling=text, length=LENGTH), end="")
         return 0
     return stopped_by_ctrl_c(lambda: exit_status(lambda: _run(arguments)))
 
@@ -64,11 +65,11 @@ def parse(arguments: Sequence[str]) -> flags.FlagValues:
       ConfigError: a wrong flag or value.
     """
     own = flags.FlagValues()
-    sampling_flags.define(own, max_new_tokens=64, batch=BATCH)
+    sampling_flags.define(own, batch=BATCH)
     flags.DEFINE_string("prompt", None, "see --help", flag_values=own)
     flags.DEFINE_string("prompts", None, "see --help", flag_values=own)
     parse_flags(own, arguments)
-    sampling_flags.check_values(own, max_new_tokens=at_least(1))
+    sampling_flags.check_values(own)
     if own.prompt is not None and own.prompts is not None:
         raise ConfigError("--prompt and --prompts: give one of them")
     if own.prompt is None and own.prompts is None:
@@ -87,17 +88,18 @@ def _run(arguments: Sequence[str]) -> int:
         existing_file("prompts", own.prompts)
     front = ModelFront.read(own.model)
     options = options_of(own, front, temperature=1.0)
-    options["max_new_tokens"] = own.max_new_tokens
     if own.prompt is None and own.prompts is None:
         if own.chat:
             front.check_chat()
         from hjax.launch.chat import Chat
 
-        return Chat(front.load(own.dtype), own.seed, options).run()
+        limit = own.max_new_tokens or LENGTH
+        return Chat(front.load(own.dtype), own.seed, limit, options).run()
     prompts = _prompts(own, front)
-    from hjax.run.completions import check_room
+    from hjax.run.completions import length_limit
 
-    check_room(prompts, front.config, own.max_new_tokens)
+    limit = length_limit(prompts, front.config, own.max_new_tokens, LENGTH)
+    options["max_new_tokens"] = limit
     began = time.monotonic()
     completions = _complete(front.load(own.dtype), prompts, own, options)
     seconds = time.monotonic() - began

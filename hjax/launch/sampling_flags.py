@@ -30,16 +30,16 @@ HELP = """\
 """
 
 _RULES: dict[str, Rule] = {
-    "max_new_tokens": at_least(0),
+    "max_new_tokens": at_least(1),
     "seed": between(0, 2**32 - 1),
     "batch": at_least(1),
 }
 
 
-def define(own: flags.FlagValues, max_new_tokens: int, batch: int) -> None:
-    """Add the flags; a temperature that is not given is None."""
+def define(own: flags.FlagValues, batch: int) -> None:
+    """Add the flags; a length or temperature that is not given is None."""
     flags.DEFINE_string("model", "", "see --help", flag_values=own)
-    flags.DEFINE_integer("max_new_tokens", max_new_tokens, "see --help", flag_values=own)
+    flags.DEFINE_integer("max_new_tokens", None, "see --help", flag_values=own)
     flags.DEFINE_float("temperature", None, "see --help", flag_values=own)
     flags.DEFINE_integer("top_k", 0, "see --help", flag_values=own)
     flags.DEFINE_float("top_p", 1.0, "see --help", flag_values=own)
@@ -63,7 +63,7 @@ def check_values(own: flags.FlagValues, **rules: Rule) -> None:
     if not own["model"].value:
         raise ConfigError("--model is missing; see --help")
     for name, rule in {**_RULES, **rules}.items():
-        if not rule.holds(own[name].value):
+        if own[name].value is not None and not rule.holds(own[name].value):
             raise ConfigError(f"--{name}={own[name].value}: must be {rule.text}")
 
 

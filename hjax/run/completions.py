@@ -60,21 +60,26 @@ def call_seed(seed: int, call: int) -> int:
     return int(np.random.SeedSequence([seed, call]).generate_state(1)[0])
 
 
-def check_room(prompts: Dataset, config: ModelConfig, max_new_tokens: int) -> None:
-    """Whether every prompt leaves room for a response.
+def length_limit(prompts: Dataset, config: ModelConfig, asked: int | None, usual: int) -> int:
+    """How many tokens a response may have.
+
+    Args:
+      asked: by the user; None: ``usual``, or fewer where the longest prompt leaves fewer.
 
     Raises:
-      ConfigError: the first one that does not, by its number and beginning.
+      ConfigError: the first prompt that does not leave so many, by its number and beginning.
     """
-    room = config.max_length - max_new_tokens
+    room = config.max_length - prompts.longest_prompt
+    limit = max(min(usual, room), 1) if asked is None else asked
     for i, tokens in enumerate(prompts.prompt_tokens):
-        if len(tokens) > room:
+        left = config.max_length - len(tokens)
+        if left < limit:
             text = str(tokens if prompts.prompt_text is None else prompts.prompt_text[i])
             shown = repr(text if len(text) <= 40 else f"{text[:37]}...")
-            most = config.max_length - len(tokens)
-            lower = f"set it to {most} at most" if most > 0 else "shorten the prompt"
+            lower = f"set it to {room} at most" if room > 0 else "shorten the prompt"
             raise ConfigError(
                 f"prompt {i + 1} ({shown}) has {len(tokens)} tokens, and of the model's "
-                f"{config.max_length} positions --max_new_tokens={max_new_tokens} leaves "
-                f"{max(room, 0)}; {lower}"
+                f"{config.max_length} positions that leaves {max(left, 0)} for "
+                f"--max_new_tokens={limit}; {lower}"
             )
+    return limit
