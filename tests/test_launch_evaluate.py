@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import pathlib
 import statistics
 
 import pytest
@@ -204,6 +205,16 @@ def test_what_is_unscored_is_left_out(said):
     assert found["accuracy"]["mean"] == 1.0
     [one] = [said(*flags, "--limit=1", "--reward=rewards.py:partly")["reward"]]
     assert one == {"mean": 1.0, "stderr": None}
+
+
+def test_a_home_directory_and_a_disk_that_is_full(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HOME", str(folder))
+    flags = ["--model=~/model", "--data=~/q.jsonl", "--reward=math", "--max_new_tokens=1"]
+    assert evaluate.main(flags) == 0
+    monkeypatch.setattr(evaluate, "_new_file", lambda name: pathlib.Path("/dev/full"))
+    assert evaluate.main([*flags, "--output=full.jsonl"]) == 1
+    assert "/dev/full could not be written: No space left" in capsys.readouterr().err
 
 
 def test_token_ids_alone(said, tmp_path):

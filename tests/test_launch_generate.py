@@ -1,5 +1,7 @@
 """`python -m hjax.launch.generate`: prompts in, responses out; a chat in a terminal."""
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
@@ -84,6 +86,23 @@ def test_a_model_without_tokenizer_takes_ids_alone(models, capsys):
     assert generate.main([*flags, "--prompt=1 4 5"]) == 0
     shown = capsys.readouterr().out
     assert f"1 4 5 → {' '.join(map(str, found['tokens']))}\n[4 tokens, cut" in shown
+
+
+class Screen(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_bar_on_a_terminal_where_there_are_several_batches(models, monkeypatch, tmp_path):
+    monkeypatch.setenv("TERM", "xterm")
+    (tmp_path / "p.txt").write_text("1+\n" * 5)
+    flags = [f"--model={models}/text", f"--prompts={tmp_path}/p.txt", "--max_new_tokens=2"]
+    shown = {}
+    for batch in ("2", "5"):
+        monkeypatch.setattr(sys, "stderr", Screen())
+        assert generate.main([*flags, f"--batch={batch}"]) == 0
+        shown[batch] = sys.stderr.getvalue()
+    assert "generating" in shown["2"] and "5/5" in shown["2"] and shown["5"] == ""
 
 
 def test_the_chat_template_makes_the_prompt(models, capsys):
@@ -266,9 +285,6 @@ def test_the_command_itself(models, tmp_path):
 
 
 def help_text():
-    import contextlib
-    import io
-
     with contextlib.redirect_stdout(io.StringIO()) as shown:
         assert generate.main(["--help"]) == 0
     lines = shown.getvalue().splitlines()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
-from hjax.errors import ConfigError, exit_status
+from hjax.errors import ConfigError, RunError, exit_status
 from hjax.files import json_line, read_json
 from hjax.launch import sampling_flags
 from hjax.launch.command import parse_flags, stopped_by_ctrl_c
@@ -94,7 +94,7 @@ def parse(arguments: Sequence[str]) -> flags.FlagValues:
     flags.DEFINE_float("timeout_seconds", 60.0, "see --help", flag_values=own)
     parse_flags(own, arguments)
     rules = {"samples": at_least(1), "limit": at_least(0), "timeout_seconds": above(0)}
-    sampling_flags.check_values(own, **rules)
+    sampling_flags.settle(own, **rules)
     if bool(own.data) == bool(own.task):
         raise ConfigError("give --data=FILE with --reward=GRADER, or --task=NAME; see --help")
     if own.data and not own.reward:
@@ -110,13 +110,12 @@ def parse(arguments: Sequence[str]) -> flags.FlagValues:
 def _run(arguments: Sequence[str]) -> int:
     own = parse(arguments)
     output = _new_file(own.output) if own.output else None
-    if own.data:
-        existing_file("data", own.data)
+    data = existing_file("data", own.data) if own.data else None
     task = _task(own.task, own.model) if own.task else None
     grader = _grader(own, task)
     front = ModelFront.read(own.model)
     options = options_of(own, front, temperature=0.0 if own.samples == 1 else 1.0)
-    questions = _questions(own, task, front)
+    questions = _questions(own, data, task, front)
     if grader.check is not None:
         grader.check(questions.columns)
     from hjax.run.completions import length_limit
@@ -174,15 +173,15 @@ def _grader(own: Any, task: Task | None) -> Grader:
     return given
 
 
-def _questions(own: Any, task: Task | None, front: ModelFront) -> Dataset:
+def _questions(own: Any, data: Path | None, task: Task | None, front: ModelFront) -> Dataset:
     from hjax.data.dataset import Dataset
 
     wording = front.wording(own.chat, own.instruction)
-    if task is None:
-        found = Dataset.from_file(
-            own.data, front.tokenizer, vocab_size=front.vocab_size, wording=wording
-        )
+    if data is not None:
+        options: dict[str, Any] = {"vocab_size": front.vocab_size, "wording": wording}
+        found = Dataset.from_file(data, front.tokenizer, **options)
         return found.select(range(min(own.limit or len(found), len(found))))
+    assert task is not None
     if front.tokenizer is None:
         raise ConfigError(
             f"--task={own.task} is text, and {front.path} has no tokenizer; give ids by --data"
@@ -219,8 +218,11 @@ def _writer(output: Path | None, grader: Grader) -> Callable[[Sequence[Judged]],
     def write(rows: Sequence[Judged]) -> None:
         if output is None:
             return
-        with output.open("a", encoding="utf-8", errors="replace") as file:
-            file.writelines(json_line(_row(row, grader)) + "\n" for row in rows)
+        try:
+            with output.open("a", encoding="utf-8", errors="replace") as file:
+                file.writelines(json_line(_row(row, grader)) + "\n" for row in rows)
+        except OSError as error:
+            raise RunError(f"{output} could not be written: {error.strerror}") from error
 
     return write
 

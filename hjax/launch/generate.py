@@ -69,7 +69,7 @@ def parse(arguments: Sequence[str]) -> flags.FlagValues:
     flags.DEFINE_string("prompt", None, "see --help", flag_values=own)
     flags.DEFINE_string("prompts", None, "see --help", flag_values=own)
     parse_flags(own, arguments)
-    sampling_flags.check_values(own)
+    sampling_flags.settle(own)
     if own.prompt is not None and own.prompts is not None:
         raise ConfigError("--prompt and --prompts: give one of them")
     if own.prompt is None and own.prompts is None:

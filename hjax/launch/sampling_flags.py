@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -51,8 +52,8 @@ def define(own: flags.FlagValues, batch: int) -> None:
     flags.DEFINE_bool("json", False, "see --help", flag_values=own)
 
 
-def check_values(own: flags.FlagValues, **rules: Rule) -> None:
-    """Whether the flags' values are allowed.
+def settle(own: flags.FlagValues, **rules: Rule) -> None:
+    """Check the flags' values, and read a ~ in --model as a shell does.
 
     Args:
       **rules: of further flags.
@@ -65,6 +66,7 @@ def check_values(own: flags.FlagValues, **rules: Rule) -> None:
     for name, rule in {**_RULES, **rules}.items():
         if own[name].value is not None and not rule.holds(own[name].value):
             raise ConfigError(f"--{name}={own[name].value}: must be {rule.text}")
+    own["model"].value = os.path.expanduser(own["model"].value)
 
 
 def existing_file(flag: str, name: str) -> Path:

@@ -91,7 +91,7 @@ def task_grader(task: Task, timeout_seconds: float, judge: Grader | None = None)
     def correct(prompts: Any, responses: Any, **columns: Any) -> list[bool] | None:
         return task.correct(prompts, responses, **columns)
 
-    return Grader(reward, _stripped, correct)
+    return Grader(reward, _stripped, correct, None if judge is None else judge.check)
 
 
 def _stripped(responses: Sequence[str]) -> list[str | None]:
