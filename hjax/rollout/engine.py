@@ -174,8 +174,8 @@ class Engine:
         held = layout.sharding(*((None,) if self.stacked else ()), "batch", heads)
         split, whole = layout.sharding("batch"), layout.replicated
         # Given out always in the same way, so that programs meet the same arrays again.
-        by_slot = cast(Any, {"column": whole, "members": split, "place": split})
-        slots = Slots(*cast(Any, (split,) * 3), **by_slot, parts=self.parts)
+        of_slots = cast(Any, (split, split, split, whole, split, split, self.parts))
+        slots = Slots(*of_slots)
         state = State(*cast(Any, (held, slots, split)))
         rest, both = (slots, split), (state, whole)
         self._empty = jax.jit(self._zeros, static_argnums=0, out_shardings=state)
