@@ -231,6 +231,7 @@ def describe_roles(
             f"one stage, layout.{ROLLOUT} has {layouts[ROLLOUT].generate.ways('layers')}; use "
             "pipe=1, or rollout.partial_tokens=0"
         )
+    _check_slots(config, table, layouts)
     _check_batches(config, algorithm, table, layouts)
     _check_packing(config, inputs, layouts)
     fewer: tuple[int, ...] = ()
@@ -272,6 +273,27 @@ def _recomputing(build: Build, policy: str) -> Build:
     compute = dataclasses.replace(context.compute, remat=policy)
     context = dataclasses.replace(context, compute=compute)
     return dataclasses.replace(build, arguments=(context, *more))
+
+
+def _check_slots(
+    config: ConfigDict, table: Mapping[str, Role], layouts: Mapping[str, RoleLayouts]
+) -> None:
+    """Raise ConfigError where sequences cannot follow each other in slots."""
+    asked = f"config.rollout.slots={config.rollout.slots}"
+    if not config.rollout.slots:
+        return
+    if config.rollout.partial_tokens:
+        raise ConfigError(
+            f"{asked}: responses in parts (rollout.partial_tokens={config.rollout.partial_tokens}) "
+            "are generated all at a time; use rollout.slots=0, or rollout.partial_tokens=0"
+        )
+    for role, layout in layouts.items():
+        of_model = table[role].generates or table[role].apart
+        if of_model and layout.generate.ways("layers") > 1:
+            raise ConfigError(
+                f"{asked}: with stages (layout.{role}) all sequences are generated at a time; use "
+                "pipe=1 for generation, or rollout.slots=0"
+            )
 
 
 def _check_rollout(table: Mapping[str, Role], algorithm: type[Algorithm]) -> None:
@@ -481,6 +503,7 @@ class _Builder:
             warm_start=self._warm_start() if is_actor else None,
             router_loss=router_loss(config, entry, model) if entry.trained else 0.0,
             micro_batch=(section if entry.trained else config.actor).micro_batch,
+            slots=config.rollout.slots,
             packing=config.data.packing,
             offload=section.get("offload", "none") if section is not None else "none",
             retokenize=retokenizes,

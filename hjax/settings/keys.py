@@ -257,6 +257,12 @@ KEYS: dict[str, Any] = {
             "sample among the likeliest tokens of this total probability",
             Rule("above 0 and at most 1", lambda x: 0 < x <= 1),
         ),
+        "slots": Key(
+            0,
+            "sequences that are generated at a time, others following as these end, so that less "
+            "memory is needed for keys and values; 0: all of a step's",
+            at_least(0),
+        ),
         "max_staleness": Key(
             0,
             "versions of the weights by which a batch may lag behind those that learn from it: "

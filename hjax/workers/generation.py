@@ -85,6 +85,7 @@ class GeneratingWorker(ModelWorker):
                 sampling=Sampling(temperature=0.0) if greedy else context.sampling,
                 stop=context.stop,
                 end=end,
+                slots=context.slots,
             )
             # This waits for the responses: the cache is gone before training's parameters return.
             rollout = trim(rollout) if end is None else rollout

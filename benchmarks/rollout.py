@@ -1,0 +1,181 @@
+"""Tokens per second of generation: by slots, by one program for all rows, by transformers.
+
+Same weights and prompts, float32, this machine's CPU, in turns whose order rotates. The model is
+W1's (`step_hjax.py`) with weights from a seed. Workloads:
+
+- `fixed`: 64 prompts of 32 tokens, responses of 64 tokens.
+- `tail`: 256 prompts of up to 32 tokens, responses that end by themselves (a draw does with about
+  the chance of one in 51) and have at most 256 tokens. transformers gets 64 at a time, and all.
+- `samples`: 8 prompts of 512 tokens, 8 responses of 64 tokens to each.
+
+A rate counts the tokens that were drawn, up to each response's end. Contestants: `hjax`, what
+`Generator.generate` does; `static`, all rows in one program until the last has ended;
+`transformers`, its `generate` with torch. Prints one JSON line: by workload the median rates, and
+ratios of `hjax` to the others.
+
+    python benchmarks/rollout.py [--only=tail] [--rounds=5] [--no_peer]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # torch's threads, between its turns
+
+import jax
+import machine
+import numpy as np
+
+from hjax.models.config import ModelConfig
+from hjax.models.export import export_weights
+from hjax.models.parameters import decoder_network
+from hjax.models.transformer import Compute
+from hjax.rollout.generator import Generator
+from hjax.rollout.sampling import Sampling
+from hjax.sharding.layout import make_layouts
+
+W1 = ModelConfig(512, 256, 688, 6, 8, 4, 32, 1024)
+# Prompts, tokens of the longest, samples, tokens of a response at most, tokens that end one.
+WORKLOADS: dict[str, dict[str, Any]] = {
+    "fixed": {"prompts": 64, "length": 32, "samples": 1, "limit": 64, "stop": 0, "ragged": False},
+    "tail": {"prompts": 256, "length": 32, "samples": 1, "limit": 256, "stop": 10, "ragged": True},
+    "samples": {"prompts": 8, "length": 512, "samples": 8, "limit": 64, "stop": 0, "ragged": False},
+}
+BATCH = 64  # of transformers, of a long tail
+
+
+def prompts_of(sizes: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and mask, padded on the left."""
+    rng = np.random.default_rng(0)
+    shape = sizes["prompts"], sizes["length"]
+    shortest = sizes["length"] // 4 if sizes["ragged"] else sizes["length"]
+    lengths = rng.integers(shortest, sizes["length"] + 1, (shape[0], 1))
+    mask = np.arange(shape[1]) >= shape[1] - lengths
+    # No token that ends a response.
+    tokens = rng.integers(sizes["stop"], W1.vocab_size, shape)
+    return np.where(mask, tokens, 0).astype(np.int32), mask
+
+
+def hjax_contestants(
+    generator: Generator, params: Any, sizes: dict[str, Any]
+) -> dict[str, Callable[[int], int]]:
+    """Functions of a seed that generate, and give how many tokens they drew."""
+    tokens, mask = prompts_of(sizes)
+    sequence = np.arange(sizes["prompts"] * sizes["samples"], dtype=np.int32)
+    static = Generator(generator.network, generator.layout, generator.compute)
+    static._ragged = lambda *_: False  # type: ignore[method-assign]
+
+    def run(which: Generator) -> Callable[[int], int]:
+        def generate(seed: int) -> int:
+            rollout = which.generate(
+                params, tokens, mask, sequence, seed=seed, samples=sizes["samples"],
+                max_new_tokens=sizes["limit"], sampling=Sampling(),
+                stop=tuple(range(sizes["stop"])),
+            )  # fmt: skip
+            return int(np.asarray(rollout["response_mask"]).sum())
+
+        return generate
+
+    return {"hjax": run(generator), "static": run(static)}
+
+
+def transformers_contestants(path: str, sizes: dict[str, Any]) -> dict[str, Callable[[int], int]]:
+    """The same by transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(machine.cores())
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    tokens, mask = (torch.from_numpy(np.asarray(x, np.int64)) for x in prompts_of(sizes))
+    ends = list(range(sizes["stop"]))
+
+    def run(batch: int) -> Callable[[int], int]:
+        def generate(seed: int) -> int:
+            torch.manual_seed(seed)
+            count = 0
+            for first in range(0, len(tokens), batch):
+                part = slice(first, first + batch)
+                with torch.no_grad():
+                    out = model.generate(
+                        tokens[part], attention_mask=mask[part], do_sample=True, top_k=0,
+                        max_new_tokens=sizes["limit"], num_return_sequences=sizes["samples"],
+                        eos_token_id=ends or None, pad_token_id=0,
+                    )[:, tokens.shape[1] :]  # fmt: skip
+                ended = torch.isin(out, torch.tensor(ends, dtype=out.dtype)).int()
+                # With its end, if it has one.
+                count += int((ended.cumsum(1) - ended == 0).sum())
+            return count
+
+        return generate
+
+    if not ends:
+        return {"transformers": run(len(tokens))}
+    return {"transformers": run(BATCH), "transformers_at_once": run(len(tokens))}
+
+
+def measure(contestants: dict[str, Callable[[int], int]], rounds: int) -> dict[str, Any]:
+    """Median tokens per second of each, and ratios."""
+    names = list(contestants)
+    first = {}
+    for name in names:  # compile
+        start = time.perf_counter()
+        contestants[name](0)
+        first[name] = time.perf_counter() - start
+    rates: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            start = time.perf_counter()
+            tokens = contestants[name](1 + turn)
+            rates[name].append(tokens / (time.perf_counter() - start))
+    medians = {name: statistics.median(found) for name, found in rates.items()}
+    return {
+        "tokens_per_second": {name: round(rate, 1) for name, rate in medians.items()},
+        "ratios": {
+            name: round(medians["hjax"] / rate, 2)
+            for name, rate in medians.items()
+            if name != "hjax"
+        },
+        "first_call_seconds": {name: round(seconds, 1) for name, seconds in first.items()},
+    }
+
+
+def main() -> None:
+    """Measure, and print the line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", choices=WORKLOADS, help="one workload")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each contestant")
+    parser.add_argument("--no_peer", action="store_true", help="without transformers")
+    args = parser.parse_args()
+    use = machine.CoreUse()
+    network = decoder_network(W1)
+    layout = make_layouts(jax.devices()[:1]).generate
+    params = network.create(0, layout)
+    generator = Generator(network, layout, Compute(unroll_layers=True))
+    figures = {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(export_weights(f"{folder}/model", W1, params))
+        for name in [args.only] if args.only else WORKLOADS:
+            contestants = hjax_contestants(generator, params, WORKLOADS[name])
+            if not args.no_peer:
+                contestants |= transformers_contestants(path, WORKLOADS[name])
+            figures[name] = measure(contestants, args.rounds)
+    line = {
+        "benchmark": "rollout",
+        **figures,
+        "rounds": args.rounds,
+        **use.read(),
+        **machine.describe(),
+        **machine.versions("jax", "jaxlib", "torch", "transformers"),
+    }
+    print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()
