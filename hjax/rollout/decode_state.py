@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from hjax.kernels.sets import Kernels
-from hjax.rollout.sampling import Sampling, draw
+from hjax.rollout.sampling import Draw, Sampling, draw
 from hjax.sharding.layout import Layout
 
 DecodeState = dict[str, Any]
@@ -47,9 +47,8 @@ def advance(
     stop: jax.Array,
     kernels: Kernels,
     layout: Layout,
-    position: jax.Array | None = None,
 ) -> DecodeState:
-    """Draw every row's token and put it into column ``at`` of the tables.
+    """Draw every row's token at position ``at`` of its response.
 
     Args:
       state: of ``start``.
@@ -60,26 +59,35 @@ def advance(
       stop: int32 [stop tokens]; a row that draws one is done.
       kernels: of the platform.
       layout: over whose axes the rows and the logits' vocabulary are split.
-      position: int32 [] or [rows], of the token in its response; None: ``at``.
     """
-    done = state["done"]
-    position = at if position is None else position
-    drawn = draw(logits, keys, position, sampling, kernels, layout)
-    token = jnp.where(done, 0, drawn.token)
-    finished = jnp.any(token[:, None] == stop, axis=-1) & ~done
+    drawn = draw(logits, keys, at, sampling, kernels, layout)
+    return entered(state, drawn, jnp.any(drawn.token[:, None] == stop, axis=-1), at)
+
+
+def entered(
+    state: DecodeState, drawn: Draw, ends: jax.Array, at: int | jax.Array
+) -> DecodeState:
+    """What rows drew, in column ``at`` of the tables.
+
+    Args:
+      state: of ``start``.
+      drawn: a token for every row; that of one that is done is left out.
+      ends: bool [rows], whether the token is a row's last.
+      at: int32 [].
+    """
+    done, at = state["done"], jnp.int32(at)
 
     def put(table: jax.Array, column: jax.Array) -> jax.Array:
         column = jnp.where(done, jnp.zeros_like(column), column)
         return jax.lax.dynamic_update_slice(table, column[:, None], (0, at))
 
-    fields = _reported(sampling)
     return {
-        "last": token,
-        "done": done | finished,
-        "tokens": put(state["tokens"], token),
+        "last": jnp.where(done, 0, drawn.token),
+        "done": done | ends,
+        "tokens": put(state["tokens"], drawn.token),
         "mask": put(state["mask"], ~done),
         "logprobs": {
-            name: put(table, getattr(drawn, fields[name]))
+            name: put(table, getattr(drawn, _FIELDS[name]))
             for name, table in state["logprobs"].items()
         },
     }
@@ -95,11 +103,16 @@ def responses(state: DecodeState) -> dict[str, jax.Array]:
     }
 
 
-def _reported(sampling: Sampling) -> dict[str, str]:
-    """Which log-probs a rollout carries: name in the batch -> field of ``Draw``."""
-    reported = {"logprobs": "sampled"}
-    if sampling.truncates:
-        reported["policy_logprobs"] = "policy"
-    if sampling.tempered or sampling.truncates:
-        reported["untempered_logprobs"] = "untempered"
-    return reported
+# Name in the batch -> field of ``Draw``.
+_FIELDS = {
+    "logprobs": "sampled",
+    "policy_logprobs": "policy",
+    "untempered_logprobs": "untempered",
+}
+
+
+def _reported(sampling: Sampling) -> list[str]:
+    """Which log-probs a rollout carries."""
+    tempered = sampling.tempered or sampling.truncates
+    asked = (True, sampling.truncates, tempered)
+    return [name for name, wanted in zip(_FIELDS, asked, strict=True) if wanted]

@@ -27,7 +27,9 @@ from hjax.models.forward import positions_of
 from hjax.models.parameters import Network, Params
 from hjax.models.transformer import Compute
 from hjax.rollout import decode_state
-from hjax.rollout.sampling import Sampling
+from hjax.rollout.counts import Counts, counted
+from hjax.rollout.row_sampling import RowSampling, Sizes, draw_rows
+from hjax.rollout.sampling import Sampling, draw
 from hjax.sharding.arrays import place, to_numpy
 from hjax.sharding.layout import Layout
 
@@ -45,6 +47,7 @@ class Size:
       samples: sequences that may share a prompt; 1: row i has prompt i.
       prompt: tokens of a padded prompt.
       length: columns, in which the tokens of all rows lie; for the kernel tokens of a row.
+      own: room for options of each sequence's own; None: all are drawn as a program says.
     """
 
     rows: int
@@ -52,11 +55,12 @@ class Size:
     samples: int
     prompt: int
     length: int
+    own: Sizes | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class How:
-    """How every sequence of a state is drawn.
+    """How all sequences of a state are drawn that have no options of their own.
 
     Attributes:
       sampling: of its tokens.
@@ -79,6 +83,7 @@ class Running:
       last: int32 [rows].
       done: bool [rows]; also of a slot without a sequence.
       keys: uint32 [rows, n], data of the PRNG keys.
+      options: of each sequence's own, with the tokens it has so far; None: it has none.
     """
 
     tokens: jax.Array
@@ -87,6 +92,8 @@ class Running:
     last: jax.Array
     done: jax.Array
     keys: jax.Array
+    options: RowSampling | None = None
+    counts: Counts | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -118,6 +125,7 @@ class Admission:
       rows: int32 [groups * samples], where its samples go.
       keys: uint32 [groups * samples, 2], see ``State``.
       limit: int32 [groups * samples].
+      options: of each of these, where sequences have their own.
     """
 
     prompts: np.ndarray
@@ -126,6 +134,7 @@ class Admission:
     rows: np.ndarray
     keys: np.ndarray
     limit: np.ndarray
+    options: RowSampling | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,6 +194,8 @@ class Engine:
         self._decode = jax.jit(
             self._decoded, static_argnums=(0, 1), donate_argnums=3, out_shardings=both
         )
+        self._halt = jax.jit(self._halted, donate_argnums=0, out_shardings=state)
+        self._widen = jax.jit(self._widened, static_argnums=0, out_shardings=state)
         self._select = jax.jit(self._selected, out_shardings=rest)
         self._part = jax.jit(self._cut, static_argnums=1, out_shardings=held)
 
@@ -200,9 +211,7 @@ class Engine:
         """A state of free slots."""
         return self._empty(size)
 
-    def admit(
-        self, how: How, params: Params, state: State, new: Admission
-    ) -> tuple[State, Drawn]:
+    def admit(self, how: How, params: Params, state: State, new: Admission) -> tuple[State, Drawn]:
         """Prefill prompts, put them into free slots and draw each sequence's first token.
 
         Args:
@@ -215,7 +224,8 @@ class Engine:
           the state, and a token of each new row.
         """
         split = self.layout.sharding("batch")
-        given = {f.name: place(getattr(new, f.name), split) for f in dataclasses.fields(new)}
+        asked = {f.name: getattr(new, f.name) for f in dataclasses.fields(new)}
+        given = jax.tree.map(lambda x: place(x, split), asked)
         state, drawn = self._admit(how, params, state, given)
         return state, _read(drawn)
 
@@ -241,6 +251,14 @@ class Engine:
         held = [None if x is None else place(x, split) for x in (members, row_place)]
         slots = dataclasses.replace(state.slots, members=held[0], place=held[1])
         return dataclasses.replace(state, slots=slots)
+
+    def halt(self, state: State, rows: np.ndarray) -> State:
+        """The same with the rows done that ``rows``, bool [rows], has."""
+        return self._halt(state, place(rows, self.layout.sharding("batch")))
+
+    def widen(self, state: State, prompt: int) -> State:
+        """The same with room for prompts of so many tokens."""
+        return self._widen(prompt, state)
 
     def move(
         self,
@@ -296,10 +314,10 @@ class Engine:
                 return ((x, x),) * config.layers
             return (jnp.broadcast_to(x, (config.layers, *x.shape)),) * 2
 
-        samples, options = size.samples, (size.length, self.form, self.copies)
-        cache = KVCache.create(prompts(size.groups), samples, *options)
+        samples, room = size.samples, (size.length, self.form, self.copies)
+        cache = KVCache.create(prompts(size.groups), samples, *room)
         if samples > 1 and not self.by_kernel:  # each row by itself
-            own = KVCache.create(prompts(size.rows), 1, *options)
+            own = KVCache.create(prompts(size.rows), 1, *room)
             cache = dataclasses.replace(cache, k=own.k, v=own.v)
         numbers, none = jnp.zeros(size.rows, jnp.int32), jnp.zeros(size.groups, jnp.int32)
         shared = samples > 1 and not self.by_kernel
@@ -314,11 +332,17 @@ class Engine:
         )
         keys = jnp.zeros((size.rows, jax.random.key_data(jax.random.key(0)).size), jnp.uint32)
         done = jnp.ones(size.rows, bool)
-        running = Running(numbers, numbers, numbers, numbers, done, keys)
+        options = counts = None
+        if size.own is not None:
+            options = jax.tree.map(jnp.asarray, RowSampling.of([None] * size.rows, size.own))
+        if size.own is not None and size.own.penalties:
+            table = jnp.zeros((size.rows, config.vocab_size), jnp.int32)
+            counts = Counts(table > 0, table)
+        running = Running(numbers, numbers, numbers, numbers, done, keys, options, counts)
         return State(cache, slots, running)
 
     def _admitted(
-        self, how: How, params: Params, state: State, given: dict[str, jax.Array]
+        self, how: How, params: Params, state: State, given: dict[str, Any]
     ) -> tuple[State, decode_state.DecodeState]:
         model, split = self.network.bind(params), self.layout.constrain
         prompts, mask = split(given["prompts"], "batch"), split(given["mask"], "batch")
@@ -355,8 +379,15 @@ class Engine:
             prompt_v=enter(state.cache.prompt_v, new.prompt_v),
         )
         logits = split(jnp.repeat(model.logits(hidden[:, -1]), samples, axis=0), "batch", "vocab")
+        old, options, counts = state.rows, given["options"], None
+        if old.counts is not None:
+            said, there = jnp.repeat(prompts, samples, axis=0), jnp.repeat(mask, samples, axis=0)
+            counts = Counts.of(said, there, self.network.config.vocab_size, layout=self.layout)
         nothing = decode_state.start(entering, 1, how.sampling)
-        drawn = self._advance(how, nothing, logits, given["keys"], jnp.int32(0), 0)
+        first = jnp.zeros(entering, jnp.int32)
+        drawn, counts = self._draw(
+            how, nothing, logits, options, counts, given["keys"], first, jnp.int32(0)
+        )
         drawn |= {"done": drawn["done"] | (given["limit"] <= 1)}
         begin, end = decode.bounds(mask)
         column = jnp.int32(0) if self.by_kernel else state.slots.column
@@ -368,15 +399,17 @@ class Engine:
             end=at_group(state.slots.end, end + short),
             start=at_row(state.slots.start, jnp.full(entering, column)),
         )
-        old = state.rows
-        running = Running(
-            at_row(old.tokens, jnp.repeat(tokens, samples)),
-            at_row(old.drawn, jnp.ones(entering, jnp.int32)),
-            at_row(old.limit, given["limit"]),
-            at_row(old.last, drawn["last"]),
-            at_row(old.done, drawn["done"]),
-            at_row(old.keys, given["keys"]),
+        entered = Running(
+            jnp.repeat(tokens, samples),
+            jnp.ones(entering, jnp.int32),
+            given["limit"],
+            drawn["last"],
+            drawn["done"],
+            given["keys"],
+            options,
+            counts,
         )
+        running = jax.tree.map(at_row, old, entered)
         return State(cache, slots, running), drawn
 
     def _put(self, index: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
@@ -386,26 +419,27 @@ class Engine:
         put = jax.vmap(lambda old, at, new: old.at[at].set(new.astype(old.dtype), mode="drop"))
         return put(*cut).reshape(old.shape)
 
-    def _advance(
+    def _draw(
         self,
         how: How,
         drawn: decode_state.DecodeState,
         logits: jax.Array,
+        options: RowSampling | None,
+        counts: Counts | None,
         keys: jax.Array,
         position: jax.Array,
-        at: int | jax.Array,
-    ) -> decode_state.DecodeState:
-        return decode_state.advance(
-            drawn,
-            logits,
-            jax.random.wrap_key_data(keys),
-            jnp.int32(at),
-            how.sampling,
-            jnp.asarray(how.stop, jnp.int32),
-            self.compute.kernels,
-            self.layout,
-            position,
-        )
+        at: jax.Array,
+    ) -> tuple[decode_state.DecodeState, Counts | None]:
+        """Each row's token at ``position``, in column ``at`` of the tables."""
+        numbers, kernels = jax.random.wrap_key_data(keys), self.compute.kernels
+        if options is None:
+            new = draw(logits, numbers, position, how.sampling, kernels, self.layout)
+            ends = jnp.any(new.token[:, None] == jnp.asarray(how.stop, jnp.int32), axis=-1)
+        else:
+            new = draw_rows(logits, numbers, position, options, counts, kernels, self.layout)
+            ends = options.ends(new.token)
+            counts = counted(counts, new.token, ~drawn["done"], self.layout)
+        return decode_state.entered(drawn, new, ends, at), counts
 
     def _decoded(
         self, how: How, most: int, params: Params, state: State, steps: jax.Array
@@ -436,11 +470,14 @@ class Engine:
                 rotary,
             )
             logits = self.layout.constrain(model.logits(hidden[:, 0]), "batch", "vocab")
-            drawn = self._advance(how, drawn, logits, running.keys, running.drawn, taken)
+            way = running.options, running.counts, running.keys, running.drawn
+            drawn, counts = self._draw(how, drawn, logits, *way, taken)
             number = running.drawn + ~running.done
             done = drawn["done"] | (number >= running.limit)
             slots = dataclasses.replace(slots, column=slots.column + 1)
-            running = dataclasses.replace(running, drawn=number, last=drawn["last"], done=done)
+            running = dataclasses.replace(
+                running, drawn=number, last=drawn["last"], done=done, counts=counts
+            )
             return taken + 1, State(cache, slots, running), drawn | {"done": done}
 
         def unfinished(carry: Any) -> jax.Array:
@@ -451,6 +488,25 @@ class Engine:
         begin = jnp.int32(0), state, drawn
         taken, state, drawn = jax.lax.while_loop(unfinished, one_token, begin)
         return state, drawn | {"steps": taken}
+
+    @staticmethod
+    def _halted(state: State, rows: jax.Array) -> State:
+        running = dataclasses.replace(state.rows, done=state.rows.done | rows)
+        return dataclasses.replace(state, rows=running)
+
+    def _widened(self, prompt: int, state: State) -> State:
+        cache = state.cache
+        more = prompt - jax.tree.leaves(cache.prompt_k)[0].shape[-2]
+        # Prompts end where the state's prompts end, but for the kernel.
+        sides = (0, more) if self.by_kernel else (more, 0)
+
+        def wide(x: jax.Array) -> jax.Array:
+            return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [sides, (0, 0)])
+
+        parts = {n: jax.tree.map(wide, getattr(cache, n)) for n in ("prompt_k", "prompt_v")}
+        begin, end = (x + sides[0] for x in (state.slots.begin, state.slots.end))
+        slots = dataclasses.replace(state.slots, begin=begin, end=end)
+        return State(dataclasses.replace(cache, **parts), slots, state.rows)
 
     def _selected(
         self,

@@ -19,6 +19,7 @@ from hjax.models.forward import sequence_states, token_log_probs
 from hjax.models.parameters import decoder_network
 from hjax.models.transformer import Compute
 from hjax.models.weights import load_params, model_directory, read_config, read_eos_ids
+from hjax.rollout.engine import Engine
 from hjax.rollout.generator import Generator, bucket_length
 from hjax.rollout.sampling import Sampling
 from hjax.sharding.layout import make_layouts
@@ -50,6 +51,9 @@ class LanguageModel:
       tokenizer: or None.
       dtype: of compute.
       eos_ids: token ids that end a response.
+
+    Attributes:
+      params: as generation reads them.
     """
 
     def __init__(
@@ -69,20 +73,25 @@ class LanguageModel:
         self._network = decoder_network(config)
         self._layout = make_layouts(jax.local_devices()[:1]).generate
         self._compute = Compute(dtype=dtypes[dtype]).on(self._layout)
-        self._params = self._network.place(params, self._layout)
+        self.params = self._network.place(params, self._layout)
         self._generator = Generator(self._network, self._layout, self._compute)
         self._programs = {
             "logits": jax.jit(self._logits),
             "log_probs": jax.jit(self._log_probs),
         }
 
+    @property
+    def engine(self) -> Engine:
+        """For requests that come and go, see ``hjax.rollout.service``."""
+        return self._generator.engine
+
     def logits(self, tokens: Any) -> jax.Array:
         """float32 [batch, length, vocab] of int tokens [batch, length] without padding."""
-        return self._programs["logits"](self._params, self._tokens(tokens))
+        return self._programs["logits"](self.params, self._tokens(tokens))
 
     def log_probs(self, tokens: Any) -> jax.Array:
         """float32 [batch, length - 1]: log-prob of each token given those before it."""
-        return self._programs["log_probs"](self._params, self._tokens(tokens))
+        return self._programs["log_probs"](self.params, self._tokens(tokens))
 
     def generate(
         self,
@@ -132,7 +141,7 @@ class LanguageModel:
             tokens[i, length - len(row) :] = row
             mask[i, length - len(row) :] = True
         rollout = self._generator.generate(
-            self._params,
+            self.params,
             tokens,
             mask,
             np.arange(len(rows), dtype=np.int32),

@@ -1,0 +1,209 @@
+"""Requests at any time, of any kind: each gets what it would get alone."""
+
+import dataclasses
+import random
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from hjax.errors import ConfigError, RunError
+from hjax.models.config import ModelConfig
+from hjax.models.parameters import decoder_network
+from hjax.rollout.language_model import LanguageModel
+from hjax.rollout.options import Options
+from hjax.rollout.service import Piece, QueueFull, Request, Service
+from hjax.sharding.layout import make_layouts
+
+CONFIG = ModelConfig(
+    vocab_size=64, hidden_size=16, mlp_size=24, layers=2, heads=4, kv_heads=2, head_dim=8,
+    max_length=256,
+)  # fmt: skip
+SECONDS = 120
+
+
+@pytest.fixture(scope="module")
+def model():
+    layout = make_layouts(jax.devices()[:1]).generate
+    return LanguageModel(CONFIG, decoder_network(CONFIG).create(1, layout))
+
+
+@pytest.fixture
+def service(model):
+    made = Service(model, slots=4)
+    yield made
+    made.close(0)
+
+
+class Answer:
+    """Gathers a request's pieces."""
+
+    def __init__(self, service, request):
+        self.pieces, self.ended = [], threading.Event()
+        self.ticket = service.submit(request, self._hear)
+
+    def _hear(self, piece):
+        self.pieces.append(piece)
+        if piece.finish:
+            self.ended.set()
+
+    def whole(self):
+        assert self.ended.wait(SECONDS), "no end"
+        assert [piece.finish for piece in self.pieces[:-1]] == [""] * (len(self.pieces) - 1)
+        tokens = [token for piece in self.pieces for token in piece.tokens]
+        logprobs = [x for piece in self.pieces for x in piece.logprobs]
+        assert len(tokens) == len(logprobs)
+        return tokens, logprobs, self.pieces[-1].finish
+
+
+def plain(draw):
+    """A request that ``LanguageModel.generate`` knows too."""
+    options = Options(
+        temperature=draw.choice([0, 0.7, 1.0, 1.3]),
+        top_k=draw.choice([0, 0, 5]),
+        top_p=draw.choice([1.0, 0.8]),
+        stop=tuple(draw.sample(range(64), draw.choice([0, 1, 3]))),
+    )
+    prompt = tuple(draw.choices(range(64), k=draw.randint(1, 90)))
+    return Request(prompt, draw.randint(1, 120), options, seed=draw.randrange(2**32))
+
+
+def any_kind(draw):
+    """One with options of all kinds."""
+    request = plain(draw)
+    options = dataclasses.replace(
+        request.options,
+        min_p=draw.choice([0, 0.1]),
+        repetition_penalty=draw.choice([1.0, 1.2]),
+        presence_penalty=draw.choice([0, 0.5]),
+        frequency_penalty=draw.choice([0, -0.3]),
+        logit_bias={draw.randrange(64): draw.choice([-100, 2.0])},
+        min_tokens=draw.choice([0, 4]),
+    )
+    return dataclasses.replace(request, options=options, choice=draw.choice([0, 3]))
+
+
+def check(service, requests, alone):
+    """They come in any order, some at once; each gets what it gets ``alone``."""
+    answers = []
+    for i, request in enumerate(requests):
+        answers.append(Answer(service, request))
+        if i % 7 == 3:
+            time.sleep(0.02)
+    for request, answer in zip(requests, answers, strict=True):
+        tokens, logprobs, finish = answer.whole()
+        expected, exact, reason = alone(request)
+        assert (tokens, finish) == (expected, reason)
+        np.testing.assert_allclose(logprobs, exact, atol=1e-5)
+
+
+@pytest.mark.parametrize("count", [12, pytest.param(250, marks=pytest.mark.slow)])
+def test_each_request_gets_what_generate_gives(count, model, service):
+    def alone(request):
+        asked = request.options
+        [answer] = model.generate(
+            [list(request.prompt)], request.max_tokens, asked.temperature, request.seed,
+            top_k=asked.top_k, top_p=asked.top_p, stop=asked.stop,
+        )  # fmt: skip
+        return answer.tokens, answer.logprobs, answer.finish_reason
+
+    draw = random.Random(count)
+    # Few programs of the other side: it compiles one for each of these.
+    kinds = [plain(draw) for _ in range(4)]
+    requests = [
+        dataclasses.replace(draw.choice(kinds), prompt=plain(draw).prompt, seed=i)
+        for i in range(count)
+    ]
+    check(service, requests, alone)
+
+
+@pytest.mark.parametrize("count", [16, pytest.param(1000, marks=pytest.mark.slow)])
+def test_neighbours_change_nothing(count, model, service):
+    draw = random.Random(count)
+    requests = [any_kind(draw) for _ in range(count)]
+    single = Service(model, slots=1)
+    try:
+        check(service, requests, lambda request: Answer(single, request).whole())
+    finally:
+        single.close(0)
+    assert service.stats()["running"] == service.stats()["waiting"] == 0
+    total = sum(len(r.prompt) for r in requests)
+    assert service.stats()["prompt_tokens"] == total
+
+
+def test_a_request_that_is_cancelled_makes_room(service):
+    endless = Request((1, 2, 3), 240)
+    answers = [Answer(service, dataclasses.replace(endless, seed=i)) for i in range(6)]
+    while not answers[0].pieces:
+        time.sleep(0.01)
+    for answer in (answers[0], answers[5]):  # one that runs, one that waits
+        answer.ticket.cancel()
+        assert answer.whole()[2] == "cancelled"
+    for answer in answers[1:5]:
+        tokens, _, finish = answer.whole()
+        assert (len(tokens), finish) == (240, "length")
+
+
+def test_a_listener_that_fails_is_dropped_and_no_other(service):
+    def fails(piece: Piece):
+        raise ValueError("gone")
+
+    service.submit(Request((1,), 200), fails)
+    assert Answer(service, Request((5, 6), 20)).whole()[2] == "length"
+    until = time.monotonic() + SECONDS
+    while service.stats()["running"]:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "request_, message",
+    [
+        (Request((), 5), "prompt is empty"),
+        (Request((64,), 5), "token 64 is outside the vocabulary, 0 to 63"),
+        (Request((1,), 0), "max_tokens=0: 1 or more"),
+        (Request((1,) * 200, 57), "prompt of 200 and max_tokens=57 exceed the model's 256"),
+        (Request((1,), 5, seed=2**32), "seeds are 0 to"),
+        (Request((1,), 5, Options(bad=(99,))), "99"),
+    ],
+)
+def test_what_can_never_be_answered_is_refused(request_, message, service):
+    with pytest.raises(ConfigError, match=message):
+        service.submit(request_, lambda piece: None)
+
+
+def test_a_full_queue_and_a_closed_service_refuse(model):
+    service = Service(model, slots=1, max_queue=1)
+    running = Answer(service, Request((1,), 250))
+    while not running.pieces:
+        time.sleep(0.01)
+    waiting = Answer(service, Request((1,), 250, seed=1))
+    with pytest.raises(QueueFull, match="1 requests wait"):
+        service.submit(Request((1,), 5), lambda piece: None)
+    service.close(0)
+    assert running.whole()[2] == waiting.whole()[2] == "cancelled"
+    with pytest.raises(RunError, match="closing"):
+        service.submit(Request((1,), 5), lambda piece: None)
+
+
+def test_closing_lets_those_end_that_are_there(model):
+    service = Service(model, slots=2)
+    answers = [Answer(service, Request((i,), 40)) for i in range(5)]
+    service.close(SECONDS)
+    assert [answer.whole()[2] for answer in answers] == ["length"] * 5
+
+
+def test_an_engine_that_fails_tells_everybody(model, monkeypatch):
+    service = Service(model, slots=1)
+
+    def broken(*_):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(model.engine, "decode", broken)
+    answers = [Answer(service, Request((i,), 40)) for i in range(3)]
+    assert {answer.whole()[2] for answer in answers} == {"error: no room"}
+    with pytest.raises(RunError, match="the engine failed: no room"):
+        service.submit(Request((1,), 5), lambda piece: None)
+    service.close()
