@@ -1,8 +1,8 @@
-"""Generation: the prompt prefilled once per group, then a compiled decode loop.
+"""Generation: the prompt prefilled once per group, then a compiled decode loop, or slots.
 
-The interface is what a continuous-batching engine needs too: prompts, how many samples of each,
-and the number by which each sequence draws its randomness; a sequence's tokens do not depend on
-the batch it is in.
+Responses of one length, and short ones, are decoded in one program; where they end by themselves
+after long and different times the engine's slots are used (``hjax.rollout.scheduler``). A sequence's
+tokens follow from its number, not from the batch it is in.
 """
 
 from __future__ import annotations
