@@ -29,6 +29,7 @@ FLOORS = [
     "planning",
     "dryrun",
     "studies",
+    "serving",
     "launch",
 ]
 BESIDE = ["data", "rewards"]

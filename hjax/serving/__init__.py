@@ -1,0 +1,1 @@
+"""HTTP serving: OpenAI's wire forms over the rollout engine's service."""

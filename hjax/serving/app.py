@@ -1,0 +1,205 @@
+"""The application: OpenAI's paths over a model that is served."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from hjax.serving.asked import Asked, read_chat, read_completion
+from hjax.serving.choice import Delta
+from hjax.serving.clients import ClientGone, read_body, while_there
+from hjax.serving.door import GONE, Door
+from hjax.serving.fields import read_object
+from hjax.serving.limits import Limits
+from hjax.serving.metrics import CONTENT_TYPE, Metrics
+from hjax.serving.refusal import Refused
+from hjax.serving.running import Running, Watch
+from hjax.serving.served import Served
+from hjax.serving.wire import ChatForm, CompletionForm, Form
+
+Read = Callable[[Mapping[str, Any], Served, Limits], Asked]
+
+
+def make_app(served: Served, limits: Limits, key: str, failed: Callable[[str], None]) -> Starlette:
+    """The ASGI application.
+
+    Args:
+      served: the model.
+      limits: of requests.
+      key: that requests must bring; "": none.
+      failed: is told why, when the engine gives up.
+
+    Its ``state.draining`` set to true refuses new requests for responses.
+    """
+    metrics = Metrics(served.service.stats)
+    paths = _Paths(served, limits, metrics, failed)
+    routes = [
+        Route("/v1/models", paths.models),
+        Route("/v1/models/{name:path}", paths.model),
+        Route("/v1/completions", paths.completions, methods=["POST"]),
+        Route("/v1/chat/completions", paths.chat, methods=["POST"]),
+        Route("/health", paths.health),
+        Route("/metrics", paths.metrics),
+    ]
+    counted = frozenset(route.path for route in routes)
+    app = Starlette(
+        routes=routes,
+        middleware=[Middleware(Door, metrics=metrics, paths=counted, key=key)],
+        exception_handlers={
+            Refused: _refused,
+            HTTPException: _unrouted,
+            ClientGone: _gone,
+            Exception: _failed,
+        },
+    )
+    app.state.draining = False
+    return app
+
+
+class _Paths:
+    """What is behind each path."""
+
+    def __init__(
+        self, served: Served, limits: Limits, metrics: Metrics, failed: Callable[[str], None]
+    ):
+        self._served = served
+        self._limits = limits
+        self._metrics = metrics
+        self._watch = Watch(metrics.first_token.observe, failed)
+        self._began = int(time.time())
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        self._served.check_name(request.path_params["name"])
+        return JSONResponse(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        return {
+            "id": self._served.name,
+            "object": "model",
+            "created": self._began,
+            "owned_by": "hjax",
+            "max_model_len": self._served.service.max_tokens,
+        }
+
+    async def health(self, request: Request) -> Response:
+        if request.app.state.draining:
+            return JSONResponse({"status": "stopping"}, 503)
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def completions(self, request: Request) -> Response:
+        return await self._answer(request, read_completion, CompletionForm)
+
+    async def chat(self, request: Request) -> Response:
+        return await self._answer(request, read_chat, ChatForm)
+
+    async def _answer(self, request: Request, read: Read, form: type[Form]) -> Response:
+        if request.app.state.draining:
+            raise Refused("the server is being stopped", 503, retry_after=10)
+        body = await read_body(request, self._limits)
+
+        def ask() -> Asked:
+            return read(read_object(body), self._served, self._limits)
+
+        # Encoding a long text takes long, and the loop has other clients.
+        asked = await asyncio.to_thread(ask)
+        running = Running(self._served, asked, self._watch)
+        answer = form(self._served.name, asked)
+        if asked.stream:
+            return _EventStream(running, answer)
+        try:
+            return await while_there(request.receive, _whole(running, answer))
+        finally:
+            running.cancel()
+
+
+async def _whole(running: Running, answer: Form) -> Response:
+    found: list[list[Delta]] = [[] for _ in running.choices]
+    async for index, delta in running.deltas():
+        found[index].append(delta)
+    joined = [Delta.joined(each) for each in found]
+    return JSONResponse(answer.whole(joined, running.usage()))
+
+
+class _EventStream(Response):
+    """An answer as server-sent events, while it is drawn."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, running: Running, answer: Form):
+        self.status_code = 200
+        self.background = None
+        self._running = running
+        self._answer = answer
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with contextlib.suppress(ClientGone):
+                await while_there(receive, self._send(send))
+        finally:
+            self._running.cancel()
+
+    async def _send(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
+        try:
+            async for chunk in self._chunks():
+                await send(_event(json.dumps(chunk, ensure_ascii=False)))
+        except Refused as refused:  # the status is out; what is left is to say so
+            await send(_event(json.dumps(refused.body(), ensure_ascii=False)))
+        await send(_event("[DONE]") | {"more_body": False})
+
+    async def _chunks(self) -> AsyncIterator[dict[str, Any]]:
+        begun = set[int]()
+        async for index, delta in self._running.deltas():
+            first = index not in begun
+            if delta != Delta() or (first and self._answer.opens):
+                begun.add(index)
+                yield self._answer.chunk(index, delta, first)
+        if self._running.asked.include_usage:
+            yield self._answer.usage_chunk(self._running.usage())
+
+
+def _event(data: str) -> dict[str, Any]:
+    body = f"data: {data}\n\n".encode()
+    return {"type": "http.response.body", "body": body, "more_body": True}
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Refused)
+    return error.response()
+
+
+async def _unrouted(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    text = {404: "there is no such path", 405: "not by this method"}
+    said = text.get(error.status_code, error.detail)
+    refused = Refused(f"{request.method} {request.url.path}: {said}", error.status_code)
+    return refused.response()
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=GONE)  # nobody reads it; the count does
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """Of an error of the server's own; its traceback goes to stderr."""
+    return Refused("the server failed; its log says why", 500).response()

@@ -1,0 +1,294 @@
+"""What a request asks for: the fields of OpenAI's two forms, read and checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from hjax.errors import ConfigError, DataError
+from hjax.rollout.options import Options
+from hjax.rollout.service import Request
+from hjax.serving.fields import Fields
+from hjax.serving.limits import Limits
+from hjax.serving.messages import read_messages, read_tools
+from hjax.serving.refusal import Refused
+from hjax.serving.served import Served
+
+SEEDS = 2**32
+_LARGEST = 2**31 - 1
+# OpenAI's, where /v1/completions is not told how many.
+MAX_TOKENS = 16
+# These say who asks or how it is billed: they do not change the answer.
+_REMARKS = (
+    "user",
+    "metadata",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A prompt.
+
+    Attributes:
+      tokens: ids, at least one.
+      max_tokens: of the response.
+      text: None if it was given as ids.
+    """
+
+    tokens: tuple[int, ...]
+    max_tokens: int
+    text: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A request for responses.
+
+    Attributes:
+      prompts: at least one.
+      n: responses to each.
+      options: how tokens are drawn; the model's own ends are among the stop tokens.
+      seed: every draw follows from it and the response's number.
+      stop: strings before which a response ends.
+      stream: whether it is answered while it is drawn.
+      include_usage: at the stream's end.
+      logprobs: of the tokens drawn.
+      echo: the prompt's text first.
+      token_ids: of prompts and responses, beside the text.
+      calls: whether calls of tools are looked for in the answer.
+    """
+
+    prompts: tuple[Prompt, ...]
+    n: int
+    options: Options
+    seed: int
+    stop: tuple[str, ...]
+    stream: bool
+    include_usage: bool
+    logprobs: bool
+    echo: bool
+    token_ids: bool
+    calls: bool
+
+    def prompt_of(self, index: int) -> Prompt:
+        """The prompt of a response."""
+        return self.prompts[index // self.n]
+
+    def requests(self) -> list[Request]:
+        """One for each response, in their order."""
+        return [
+            Request(
+                self.prompt_of(index).tokens,
+                self.prompt_of(index).max_tokens,
+                self.options,
+                self.seed,
+                index,
+            )
+            for index in range(len(self.prompts) * self.n)
+        ]
+
+
+def read_completion(body: Mapping[str, Any], served: Served, limits: Limits) -> Asked:
+    """What the body of a /v1/completions request asks for.
+
+    Raises:
+      Refused: a field that is wrong, or not supported.
+    """
+    fields = Fields(body)
+    common = _common(fields, served, limits)
+    max_tokens = fields.whole("max_tokens", 1, _LARGEST, MAX_TOKENS) or MAX_TOKENS
+    prompts = _prompts(fields, served, max_tokens)
+    logprobs = fields.take("logprobs")
+    if logprobs is not None and (type(logprobs) is not int or logprobs not in (0, 1)):
+        raise fields.wrong("logprobs", logprobs, "0 or 1, for the token drawn; of no others here")
+    echo = fields.flag("echo")
+    if echo and logprobs is not None:
+        raise Refused("echo with logprobs: not supported here; leave one of them out", param="echo")
+    best_of = fields.take("best_of", common["n"])
+    if best_of != common["n"]:
+        raise fields.wrong("best_of", best_of, "not supported here; leave it out, or n")
+    fields.only("suffix", "")
+    return _asked(fields, common, limits, prompts, logprobs=logprobs is not None, echo=echo)
+
+
+def read_chat(body: Mapping[str, Any], served: Served, limits: Limits) -> Asked:
+    """What the body of a /v1/chat/completions request asks for.
+
+    Raises:
+      Refused: a field that is wrong, or not supported; a model without chat template.
+    """
+    fields = Fields(body)
+    common = _common(fields, served, limits)
+    most = fields.whole("max_completion_tokens", 1, _LARGEST)
+    older = fields.whole("max_tokens", 1, _LARGEST, most)
+    if most is not None and older != most:
+        raise Refused(
+            f"max_tokens={older} and max_completion_tokens={most}: give one of them",
+            param="max_tokens",
+        )
+    logprobs = fields.flag("logprobs")
+    if fields.take("top_logprobs", 0) != 0:
+        raise Refused("top_logprobs: only 0 here, the token drawn alone", param="top_logprobs")
+    tools = read_tools(fields.list("tools"))
+    choice = fields.take("tool_choice", "auto")
+    if choice not in ("auto", "none"):
+        raise fields.wrong("tool_choice", choice, '"auto" or "none"; calls cannot be forced here')
+    fields.only("parallel_tool_calls", True)
+    fields.only("response_format", {"type": "text"})
+    fields.only("modalities", ["text"])
+    fields.only("store", False)
+    tools = tools if choice == "auto" else []
+    text, tokens = _render(fields, served, tools)
+    prompts = (_prompt(served, tokens, older, text),)
+    calls = bool(tools) and served.writes_calls
+    return _asked(fields, common, limits, prompts, logprobs=logprobs, calls=calls)
+
+
+def _asked(
+    fields: Fields,
+    common: dict[str, Any],
+    limits: Limits,
+    prompts: tuple[Prompt, ...],
+    **form: bool,
+) -> Asked:
+    fields.end()
+    if len(prompts) * common["n"] > limits.choices:
+        raise Refused(
+            f"{len(prompts)} prompts with n={common['n']}: at most {limits.choices} responses",
+            param="n",
+        )
+    given: dict[str, Any] = {"prompts": prompts, "echo": False, "calls": False} | common | form
+    return Asked(**given)
+
+
+def _common(fields: Fields, served: Served, limits: Limits) -> dict[str, Any]:
+    """What both forms have."""
+    served.check_name(fields.text("model"))
+    for name in _REMARKS:
+        fields.take(name)
+    stream = fields.flag("stream")
+    stream_options = Fields(fields.object("stream_options"), "stream_options")
+    include_usage = stream_options.flag("include_usage")
+    stream_options.flag("include_obfuscation")  # padding against eavesdroppers; there is none
+    stream_options.end()
+    if include_usage and not stream:
+        raise Refused("stream_options: only with stream=true", param="stream_options")
+    seed = fields.whole("seed", 0, SEEDS - 1)
+    return {
+        "n": fields.whole("n", 1, limits.choices, 1),
+        "options": _options(fields, served),
+        "seed": secrets.randbelow(SEEDS) if seed is None else seed,
+        "stop": _stop(fields, served, limits),
+        "stream": stream,
+        "include_usage": include_usage,
+        "token_ids": fields.flag("return_token_ids"),
+    }
+
+
+def _options(fields: Fields, served: Served) -> Options:
+    given = {
+        name: value
+        for name in (
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+            "min_tokens",
+        )
+        if (value := fields.take(name)) is not None
+    }
+    if given.get("top_k") == -1:  # vLLM's word for all
+        given["top_k"] = 0
+    stop = fields.list("stop_token_ids")
+    served.check_ids("stop_token_ids", stop)
+    bias: dict[int, float] = {}
+    for key, value in fields.object("logit_bias").items():
+        token = int(key) if re.fullmatch(r"[0-9]{1,10}", key) else -1
+        if token not in range(served.vocab_size):
+            raise fields.wrong("logit_bias", key, f"a token id, 0 to {served.vocab_size - 1}")
+        bias[token] = value
+    try:
+        return Options(**given, logit_bias=bias, stop=tuple({*served.eos_ids, *stop}))
+    except ConfigError as error:
+        raise Refused.of(error) from None
+
+
+def _stop(fields: Fields, served: Served, limits: Limits) -> tuple[str, ...]:
+    given = fields.take("stop", [])
+    strings = [given] if isinstance(given, str) else given
+    text = isinstance(strings, list) and all(isinstance(each, str) and each for each in strings)
+    if not text or len(strings) > limits.stops:
+        raise fields.wrong("stop", given, f"a string, or up to {limits.stops}, none empty")
+    if strings:
+        served.text_tokenizer("stop")
+    return tuple(strings)
+
+
+def _prompts(fields: Fields, served: Served, max_tokens: int) -> tuple[Prompt, ...]:
+    given = fields.take("prompt")
+    each = given if isinstance(given, list) else [given]
+    if each and all(type(token) is int for token in each):
+        each = [each]
+    texts = all(isinstance(prompt, str) for prompt in each)
+    if not each or not (texts or all(isinstance(prompt, list) for prompt in each)):
+        raise fields.wrong(
+            "prompt", given, "a string, strings, token ids, or lists of token ids; none empty"
+        )
+    if not texts:
+        for ids in each:
+            served.check_ids("prompt", ids)
+        return tuple(_prompt(served, ids, max_tokens) for ids in each)
+    tokenizer = served.text_tokenizer("prompt")
+    try:
+        return tuple(_prompt(served, tokenizer.encode(text), max_tokens, text) for text in each)
+    except DataError as error:
+        raise Refused(f"prompt: {error}", param="prompt") from None
+
+
+def _render(fields: Fields, served: Served, tools: list[dict[str, Any]]) -> tuple[str, list[int]]:
+    """The chat's text by the template, and its tokens."""
+    tokenizer = served.text_tokenizer("messages")
+    if not tokenizer.chat_template:
+        raise Refused(
+            f"messages: {served.name} has no chat template; ask /v1/completions", param="messages"
+        )
+    messages = read_messages(fields.list("messages"))
+    variables = fields.object("chat_template_kwargs")
+    taken = {"messages", "tools", "add_generation_prompt", "self"} & variables.keys()
+    if taken:
+        raise fields.wrong("chat_template_kwargs", variables, f"without {', '.join(sorted(taken))}")
+    if tools and not re.search(r"\btools\b", tokenizer.chat_template):
+        raise Refused(
+            f"tools: the chat template of {served.name} has no place for them", param="tools"
+        )
+    try:
+        text = tokenizer.chat(messages, True, **variables, tools=tools or None)
+        return text, tokenizer.encode(text, add_special=False)
+    except DataError as error:
+        raise Refused(f"messages: {error}", param="messages") from None
+
+
+def _prompt(
+    served: Served, tokens: list[int], max_tokens: int | None, text: str | None = None
+) -> Prompt:
+    if not tokens:
+        raise Refused("prompt is empty, and the model has no token to begin with", param="prompt")
+    room = served.service.max_tokens - len(tokens)
+    if room < (max_tokens or 1):
+        raise Refused(
+            f"a prompt of {len(tokens)} tokens and max_tokens={max_tokens or 1} exceed the "
+            f"{served.service.max_tokens} that this server has room for",
+            param="max_tokens" if room > 0 else "prompt",
+            code="context_length_exceeded",
+        )
+    return Prompt(tuple(tokens), room if max_tokens is None else max_tokens, text)

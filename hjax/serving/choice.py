@@ -1,0 +1,155 @@
+"""One response as it is drawn: its tokens become text, until a stop string or a token ends it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from hjax.rollout.service import Piece
+from hjax.rollout.stopping import StopStrings
+from hjax.serving.asked import Asked
+from hjax.serving.refusal import Refused
+from hjax.serving.response_text import ResponseText
+from hjax.serving.served import Served
+from hjax.serving.tool_calls import CallReader, ToolCall
+
+# How a piece's finish begins where the engine gave up.
+FAILED = "error: "
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """A token of a response.
+
+    Attributes:
+      id: of the vocabulary.
+      logprob: natural log, of the distribution sampled.
+      text: the token's own; U+FFFD where its bytes are no whole character.
+      offset: characters of the response's text before it.
+    """
+
+    id: int
+    logprob: float
+    text: str
+    offset: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Delta:
+    """What is new of a response, or all of it.
+
+    Attributes:
+      text: that may be shown.
+      drawn: tokens, if the request asks for them.
+      finish: "" while it goes on, else "stop", "length" or "tool_calls".
+      calls: of tools.
+    """
+
+    text: str = ""
+    drawn: tuple[Drawn, ...] = ()
+    finish: str = ""
+    calls: tuple[ToolCall, ...] = ()
+
+    @classmethod
+    def joined(cls, deltas: Sequence[Delta]) -> Delta:
+        """One of several of the same response."""
+        return cls(
+            "".join(each.text for each in deltas),
+            tuple(drawn for each in deltas for drawn in each.drawn),
+            deltas[-1].finish if deltas else "",
+            tuple(call for each in deltas for call in each.calls),
+        )
+
+
+class Choice:
+    """A response while it is drawn.
+
+    Args:
+      asked: the request.
+      index: of the response.
+      served: the model.
+
+    Attributes:
+      finish: as of ``Delta``.
+      count: tokens so far, that which ended it included.
+    """
+
+    def __init__(self, asked: Asked, index: int, served: Served):
+        prompt = asked.prompt_of(index)
+        tokenizer = served.tokenizer
+        self.finish = ""
+        self.count = 0
+        self._tokenizer = tokenizer
+        self._wants_tokens = asked.logprobs or asked.token_ids
+        self._text = ResponseText(tokenizer, prompt.tokens) if tokenizer is not None else None
+        self._stops = StopStrings(asked.stop)
+        self._calls = CallReader() if asked.calls else None
+        self._ends = frozenset(asked.options.stop)
+        self._min_tokens = asked.options.min_tokens
+        self._before = prompt.tokens[-1:]
+        self._echo = ""
+        if asked.echo and tokenizer is not None:
+            text = prompt.text
+            self._echo = tokenizer.decode(prompt.tokens) if text is None else text
+        self._length = len(self._echo)
+
+    def begin(self) -> Delta:
+        """What is there before any token: the prompt that is echoed."""
+        return Delta(self._echo)
+
+    def take(self, piece: Piece) -> Delta:
+        """What a piece adds; nothing once the response has ended.
+
+        Raises:
+          Refused: the engine gave up.
+        """
+        if self.finish:
+            return Delta()
+        text, drawn = "", []
+        for token, logprob in zip(piece.tokens, piece.logprobs, strict=True):
+            self.count += 1
+            if self._wants_tokens:
+                drawn.append(Drawn(token, logprob, self._own_text(token), self._length))
+                self._before = (token,)
+            if token not in self._ends and self._text is not None:
+                text += self._shown(self._text.feed(token))
+            if self._stops.found is not None:
+                return self._ended(text, drawn, "stop")
+        if not piece.finish:
+            return Delta(self._without_calls(text), tuple(drawn))
+        if piece.finish not in ("stop", "length"):
+            raise _failure(piece.finish)
+        if self._text is not None:
+            text += self._shown(self._text.close())
+        finish = "stop" if self._stops.found is not None else piece.finish
+        return self._ended(text + self._stops.close(), drawn, finish)
+
+    def _shown(self, text: str) -> str:
+        """Of new text what cannot be the beginning of a stop string."""
+        self._length += len(text)
+        # Before min_tokens nothing ends a response.
+        return self._stops.feed(text) if self.count > self._min_tokens else text
+
+    def _without_calls(self, text: str) -> str:
+        return self._calls.feed(text) if self._calls is not None else text
+
+    def _ended(self, text: str, drawn: list[Drawn], finish: str) -> Delta:
+        text = self._without_calls(text)
+        calls: tuple[ToolCall, ...] = ()
+        if self._calls is not None:
+            rest, calls = self._calls.close()
+            text += rest
+        self.finish = "tool_calls" if calls else finish
+        return Delta(text, tuple(drawn), self.finish, calls)
+
+    def _own_text(self, token: int) -> str:
+        if self._tokenizer is None:
+            return f"token_id:{token}"
+        text = self._tokenizer.decode_response(self._before, [token])
+        return text or self._tokenizer.decode([token], skip_special=False)
+
+
+def _failure(finish: str) -> Refused:
+    if finish == "cancelled":
+        return Refused("the server is being stopped", 503, retry_after=10)
+    return Refused(f"the engine failed: {finish.removeprefix(FAILED)}", 500)

@@ -1,0 +1,32 @@
+"""What a server takes on at most, so that no client can take it all."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Limits of one server.
+
+    Attributes:
+      body_bytes: of a request.
+      body_seconds: until a request's body is there.
+      header_seconds: until a request's headers are there, from its first byte (of a connection's
+        first request from the connection).
+      idle_seconds: that a connection may stay open between two requests, and that a client may
+        leave what was written to it unread before it is cut off.
+      connections: at a time.
+      choices: responses of one request, over all its prompts.
+      stops: stop strings of one request.
+      drain_seconds: that requests have to end by themselves when the server is stopped.
+    """
+
+    body_bytes: int = 8 * 2**20
+    body_seconds: float = 60.0
+    header_seconds: float = 10.0
+    idle_seconds: float = 60.0
+    connections: int = 1024
+    choices: int = 128
+    stops: int = 4
+    drain_seconds: float = 10.0

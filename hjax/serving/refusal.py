@@ -1,0 +1,63 @@
+"""A request that is refused: HTTP status, and the error in OpenAI's form."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+from hjax.errors import ConfigError
+
+
+class Refused(Exception):
+    """A request that gets an error instead of an answer.
+
+    Args:
+      message: one line for the client.
+      status: of HTTP.
+      param: the field that is wrong.
+      code: OpenAI's word for the kind of error, where it has one.
+      retry_after: seconds after which the same request may do.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ):
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+
+    @classmethod
+    def of(cls, error: ConfigError) -> Refused:
+        """The refusal of a value that does not do; its message begins with the field's name."""
+        text = " ".join(str(error).split())
+        name = re.match(r"[a-z_]+(?=[ =:])", text)
+        return cls(text, param=name[0] if name else None)
+
+    def body(self) -> dict[str, Any]:
+        """The error as OpenAI's clients read it."""
+        kind = "invalid_request_error"
+        if self.status == 401:
+            kind = "authentication_error"
+        elif self.status == 429:
+            kind = "rate_limit_error"
+        elif self.status >= 500:
+            kind = "server_error"
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    def response(self) -> JSONResponse:
+        """The error as an HTTP response."""
+        headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return JSONResponse(self.body(), self.status, headers)

@@ -1,0 +1,120 @@
+"""A request in the engine: its responses' pieces cross from the engine's thread to the loop's."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import time
+from collections.abc import AsyncIterator, Callable
+
+from hjax.errors import ConfigError, RunError
+from hjax.rollout.service import Piece, QueueFull, Ticket
+from hjax.serving.asked import Asked
+from hjax.serving.choice import FAILED, Choice, Delta
+from hjax.serving.refusal import Refused
+from hjax.serving.served import Served
+
+
+@dataclasses.dataclass(frozen=True)
+class Watch:
+    """Who is told of requests' fates, on the event loop.
+
+    Attributes:
+      first_token: of the seconds until a request's first token.
+      failed: of why the engine gave up; it answers nobody any more.
+    """
+
+    first_token: Callable[[float], None]
+    failed: Callable[[str], None]
+
+
+class Running:
+    """The responses to a request, all of them in the engine at once.
+
+    Made on the event loop. What is not read yet waits here; it is at most what was asked for.
+
+    Args:
+      served: the model.
+      asked: the request.
+      watch: is told.
+
+    Raises:
+      Refused: the engine's queue is full, the server is being stopped, or it cannot run this.
+
+    Attributes:
+      choices: the responses.
+    """
+
+    def __init__(self, served: Served, asked: Asked, watch: Watch):
+        self.asked = asked
+        self._began = time.monotonic()
+        self._watch = watch
+        self._loop = asyncio.get_running_loop()
+        self._arrived: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
+        self._tickets: list[Ticket] = []
+        requests = asked.requests()
+        self.choices = [Choice(asked, index, served) for index in range(len(requests))]
+        try:
+            for index, request in enumerate(requests):
+                hand_over = functools.partial(self._hand_over, index)
+                self._tickets.append(served.service.submit(request, hand_over))
+        except QueueFull as error:
+            self.cancel()
+            raise Refused(str(error), 429, retry_after=1) from None
+        except ConfigError as error:
+            self.cancel()
+            raise Refused.of(error) from None
+        except RunError as error:
+            self.cancel()
+            raise Refused(str(error), 503, retry_after=10) from None
+
+    def _hand_over(self, index: int, piece: Piece) -> None:
+        """Called from the engine's thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._arrived.put_nowait, (index, piece))
+        except RuntimeError:  # the loop is closed: nobody waits for it any more
+            if not self._loop.is_closed():
+                raise
+
+    async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
+        """What is new, with the response's index, until all have ended.
+
+        Raises:
+          Refused: the engine gave up.
+        """
+        for index, choice in enumerate(self.choices):
+            yield index, choice.begin()
+        going, waiting = len(self.choices), True
+        while going:
+            index, piece = await self._arrived.get()
+            choice = self.choices[index]
+            if choice.finish:  # by a stop string; this was drawn before the engine heard of it
+                continue
+            if waiting and piece.tokens:
+                waiting = False
+                self._watch.first_token(time.monotonic() - self._began)
+            if piece.finish.startswith(FAILED):
+                self._watch.failed(piece.finish.removeprefix(FAILED))
+            delta = choice.take(piece)
+            if choice.finish:
+                going -= 1
+                if not piece.finish:
+                    self._tickets[index].cancel()
+            yield index, delta
+
+    def cancel(self) -> None:
+        """End in the engine what has not ended."""
+        for ticket, choice in zip(self._tickets, self.choices):
+            if not choice.finish:
+                ticket.cancel()
+
+    def usage(self) -> dict[str, int]:
+        """Tokens so far, in OpenAI's form."""
+        prompt = sum(len(prompt.tokens) for prompt in self.asked.prompts)
+        drawn = sum(choice.count for choice in self.choices)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": drawn,
+            "total_tokens": prompt + drawn,
+        }

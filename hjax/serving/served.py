@@ -1,0 +1,66 @@
+"""What is served: a model's name, its tokenizer, and the service that runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from hjax.data.tokenizer import Tokenizer
+from hjax.serving.refusal import Refused
+from hjax.serving.tool_calls import writes_calls
+
+if TYPE_CHECKING:
+    from hjax.rollout.service import Service
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """A model that is served.
+
+    Attributes:
+      name: by which requests call it.
+      service: draws the tokens.
+      tokenizer: None: prompts are token ids, and so are answers.
+      vocab_size: token ids of prompts and options are below it.
+      eos_ids: tokens that end a response.
+    """
+
+    name: str
+    service: Service
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+
+    def text_tokenizer(self, field: str) -> Tokenizer:
+        """The tokenizer, for a field that needs one; Refused without."""
+        if self.tokenizer is None:
+            raise Refused(
+                f"{field}: {self.name} has no tokenizer; give token ids to /v1/completions",
+                param=field,
+            )
+        return self.tokenizer
+
+    def check_name(self, name: str) -> None:
+        """Refused if requests of that name are for another model; "" is any."""
+        if name not in ("", self.name):
+            raise Refused(
+                f"model={name!r}: this server has {self.name}",
+                404,
+                param="model",
+                code="model_not_found",
+            )
+
+    def check_ids(self, field: str, ids: Sequence[object]) -> None:
+        """Refused if one is not an id of the vocabulary."""
+        for each in ids:
+            if type(each) is not int or not 0 <= each < self.vocab_size:
+                raise Refused(
+                    f"{field}: {each!r} is no token id, 0 to {self.vocab_size - 1}", param=field
+                )
+
+    @property
+    def writes_calls(self) -> bool:
+        """Whether calls of tools can be read from its answers."""
+        template = self.tokenizer.chat_template if self.tokenizer is not None else None
+        return template is not None and writes_calls(template)

@@ -1,0 +1,168 @@
+"""The server's process: a socket, an event loop, and an end within seconds of a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from hjax.errors import ConfigError, RunError
+from hjax.serving.app import make_app
+from hjax.serving.connection import connection_class
+from hjax.serving.limits import Limits
+from hjax.serving.served import Served
+
+# After a signal requests have limits.drain_seconds; then answers are cut off, then the process is.
+CUT_OFF, GONE = 2, 4
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket of that address, not listening yet; port 0 is a free one.
+
+    Raises:
+      ConfigError: no such address here, or the port is taken.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with contextlib.ExitStack() as stack:
+            bound = stack.enter_context(socket.socket(family, kind, protocol))
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+            stack.pop_all()
+            return bound
+    except OSError as error:
+        raise ConfigError(
+            f"--host={host} --port={port}: {error.strerror}; another port, or 0 for a free one"
+        ) from None
+
+
+def address_of(bound: socket.socket) -> str:
+    """HOST:PORT, as in a URL."""
+    host, port = bound.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+class Server:
+    """An HTTP server for a model.
+
+    Args:
+      served: the model.
+      bound: the socket.
+      limits: of requests and connections.
+      key: that requests must bring; "": none.
+      started: called once it answers.
+
+    Attributes:
+      failure: why the engine gave up, and the server with it; "": it did not.
+    """
+
+    def __init__(
+        self,
+        served: Served,
+        bound: socket.socket,
+        limits: Limits = Limits(),
+        key: str = "",
+        started: Callable[[], None] = lambda: None,
+    ):
+        self._served = served
+        self._bound = bound
+        self._limits = limits
+        self._app = make_app(served, limits, key, self._failed)
+        self.failure = ""
+        config = uvicorn.Config(
+            self._app,
+            http=connection_class(limits),
+            ws="none",
+            lifespan="off",
+            loop="asyncio",
+            log_config=None,
+            access_log=False,
+            timeout_keep_alive=int(limits.idle_seconds),
+            timeout_graceful_shutdown=int(limits.drain_seconds) + CUT_OFF,
+            server_header=False,
+        )
+        self._uvicorn = _Uvicorn(config, started)
+        self._closing: threading.Thread | None = None
+
+    async def serve(self) -> None:
+        """Until ``stop`` was called and all is answered or cut off."""
+        await self._uvicorn.serve(sockets=[self._bound])
+        if self._closing is not None:
+            await asyncio.to_thread(self._closing.join, CUT_OFF)
+
+    def stop(self) -> None:
+        """Take no more requests; those that run have ``drain_seconds``. On the event loop."""
+        if self._closing is None:
+            self._app.state.draining = True
+            self._uvicorn.should_exit = True
+            self._closing = threading.Thread(
+                target=self._served.service.close,
+                args=(self._limits.drain_seconds,),
+                name="closing",
+                daemon=True,
+            )
+            self._closing.start()
+
+    def _failed(self, why: str) -> None:
+        self.failure = why
+        self.stop()
+
+
+class _Uvicorn(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, started: Callable[[], None]):
+        super().__init__(config)
+        self._when_started = started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._when_started()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are the caller's: uvicorn would raise them again at the end."""
+        yield
+
+
+def run(server: Server, limits: Limits) -> int:
+    """Serve until SIGTERM or SIGINT; the exit status.
+
+    Raises:
+      RunError: the engine gave up.
+    """
+    return asyncio.run(_run(server, limits))
+
+
+async def _run(server: Server, limits: Limits) -> int:
+    came: list[int] = []
+
+    def stop(number: int) -> None:
+        if signal.SIGINT in came and number == signal.SIGINT:
+            os._exit(130)  # a second Ctrl-C does not wait
+        came.append(number)
+        # A program that is being compiled cannot be interrupted; the process can.
+        timer = threading.Timer(limits.drain_seconds + GONE, _leave)
+        timer.daemon = True
+        timer.start()
+        server.stop()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop, number)
+    await server.serve()
+    if server.failure:
+        raise RunError(f"the engine failed: {server.failure}")
+    return 130 if signal.SIGINT in came else 0
+
+
+def _leave() -> None:
+    print("hjax: the engine did not end in time; left", file=sys.stderr, flush=True)
+    os._exit(1)

@@ -1,0 +1,197 @@
+"""A server in this process over a service that draws what a test says, as fast as it says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import httpx
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from hjax.data.tokenizer import Tokenizer
+from hjax.errors import ConfigError, RunError
+from hjax.rollout.service import Piece, QueueFull, Request
+from hjax.serving.limits import Limits
+from hjax.serving.served import Served
+from hjax.serving.server import Server, address_of, bind
+
+END = "<|im_end|>"
+TEMPLATE = (
+    "{% if tools %}<tools>{{ tools | tojson }}</tools>\n"
+    '<tool_call>{"name": ..., "arguments": ...}</tool_call>\n{% endif %}'
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>"
+    "{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def byte_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
+    """A token per byte of UTF-8, the byte's value, and two special ones: 256 and 257, the end."""
+    # GPT-2's names of the bytes: printable ones their own, the others from U+0100 on.
+    own = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in own]
+    names = {byte: chr(byte) for byte in own} | {b: chr(256 + i) for i, b in enumerate(others)}
+    backend = tokenizers.Tokenizer(
+        models.BPE({names[byte]: byte for byte in range(256)}, merges=[])
+    )
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|im_start|>", END])
+    config = {"eos_token": END, "add_bos_token": False}
+    return Tokenizer(backend, config, name="bytes", chat_template=template)
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Wait for something to become true in another thread."""
+    late = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < late, "it never became true"
+        time.sleep(0.005)
+
+
+def answers(url: str) -> bool:
+    """Whether a server is there and well."""
+    try:
+        return httpx.get(f"{url}/health").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+EOS = 257
+Script = Callable[[Request], Sequence[int]]
+
+
+class Ticket:
+    def __init__(self) -> None:
+        self.cancelled = threading.Event()
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+
+class Scripted:
+    """A service that draws what a script says; a thread for each response.
+
+    Args:
+      script: the tokens after a request's prompt.
+      piece: tokens of a piece.
+      slots: responses at a time; more wait, `max_queue` of them at most.
+      pause: between two pieces, in seconds.
+
+    Attributes:
+      requests: all that came.
+      cancelled: the requests that were cancelled before their end.
+      gate: nothing is drawn while it is not set.
+    """
+
+    def __init__(
+        self,
+        script: Script,
+        piece: int = 3,
+        slots: int = 64,
+        max_queue: int = 64,
+        pause: float = 0.0,
+        max_tokens: int = 4096,
+    ):
+        self.max_tokens = max_tokens
+        self.requests: list[Request] = []
+        self.cancelled: list[Request] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.drawn = 0
+        self._script, self._piece, self._pause = script, piece, pause
+        self._slots, self._max_queue = slots, max_queue
+        self._running = 0
+        self._changed = threading.Condition()
+        self._closed = False
+        self._tickets: list[Ticket] = []
+
+    def submit(self, request: Request, on_piece: Callable[[Piece], None]) -> Any:
+        if self._closed:
+            raise RunError("the service is closed")
+        if 13 in request.options.stop:
+            raise ConfigError("stop token 13: unlucky")
+        with self._changed:
+            if self._running >= self._slots + self._max_queue:
+                raise QueueFull(f"{self._max_queue} responses wait already; come again")
+            self._running += 1
+        self.requests.append(request)
+        ticket = Ticket()
+        self._tickets.append(ticket)
+        arguments = request, on_piece, ticket
+        threading.Thread(target=self._draw, args=arguments, daemon=True).start()
+        return ticket
+
+    def _draw(self, request: Request, on_piece: Callable[[Piece], None], ticket: Ticket) -> None:
+        tokens = list(self._script(request))[: request.max_tokens]
+        ended = bool(tokens) and tokens[-1] in request.options.stop
+        for at in range(0, len(tokens), self._piece):
+            while not self.gate.wait(0.005) and not ticket.cancelled.is_set():
+                pass
+            if ticket.cancelled.wait(self._pause) if self._pause else ticket.cancelled.is_set():
+                self.cancelled.append(request)
+                on_piece(Piece((), (), "cancelled"))
+                break
+            part = tuple(tokens[at : at + self._piece])
+            self.drawn += len(part)
+            last = at + self._piece >= len(tokens)
+            finish = ("stop" if ended else "length") if last else ""
+            on_piece(Piece(part, tuple(-token / 256 for token in part), finish))
+        else:
+            if not tokens:
+                on_piece(Piece((), (), "error: the script is empty"))
+        with self._changed:
+            self._running -= 1
+            self._changed.notify_all()
+
+    def stats(self) -> dict[str, float]:
+        prompts = float(sum(len(request.prompt) for request in self.requests))
+        waiting = max(self._running - self._slots, 0)
+        return {
+            "running": float(self._running - waiting),
+            "waiting": float(waiting),
+            "slots": float(self._slots),
+            "generated_tokens": float(self.drawn),
+            "prompt_tokens": prompts,
+        }
+
+    def close(self, seconds: float = 10.0) -> None:
+        self._closed = True
+        with self._changed:
+            if self._changed.wait_for(lambda: not self._running, seconds):
+                return
+        for ticket in self._tickets:
+            ticket.cancel()
+
+
+@contextlib.contextmanager
+def served(
+    service: Any, limits: Limits = Limits(), key: str = "", tokenizer: Tokenizer | None = None
+) -> Iterator[tuple[str, Server, asyncio.AbstractEventLoop]]:
+    """A server on a free port, its URL and its loop; stopped at the end."""
+    bound = bind("127.0.0.1", 0)
+    url = f"http://{address_of(bound)}"
+    up, loops, servers = threading.Event(), [], []
+
+    async def serve() -> None:
+        loops.append(asyncio.get_running_loop())
+        model = Served("bytes", service, tokenizer, 260, (EOS,))
+        servers.append(Server(model, bound, limits, key, up.set))
+        await servers[0].serve()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    try:
+        assert up.wait(20)
+        yield url, servers[0], loops[0]
+    finally:
+        if thread.is_alive():
+            loops[0].call_soon_threadsafe(servers[0].stop)
+        thread.join(30)
+        assert not thread.is_alive()

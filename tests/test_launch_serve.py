@@ -1,0 +1,201 @@
+"""`python -m hjax.launch.serve`: a tiny model, served by a process of its own."""
+
+import concurrent.futures
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import httpx
+import openai
+import pytest
+from helpers import save_model
+from serving_double import byte_tokenizer
+
+import hjax
+from hjax.launch import serve
+
+KEY = {"HJAX_TEST_KEY": "sesame"}
+
+
+@contextlib.contextmanager
+def serving(model, *flags, environment=KEY):
+    """A server's process, and its URL once it says that it answers; ended at the end."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hjax.launch.serve", f"--model={model}", "--protocol=openai",
+         "--port=0", *flags],
+        stdout=subprocess.PIPE, text=True, env=os.environ | environment,
+    )  # fmt: skip
+    try:
+        line = process.stdout.readline()
+        start, _, url = line.rstrip("\n").rpartition(" on ")
+        assert start == f"serving {model}" and url.startswith("http://127.0.0.1:")
+        yield url, process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("serve") / "model"
+    save_model(path, tokenizer=byte_tokenizer(), vocab_size=260, max_length=128)
+    return path
+
+
+@pytest.fixture(scope="module")
+def url(model):
+    with serving(model, "--api_key_env=HJAX_TEST_KEY") as (url, process):
+        yield url
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        # The first line is the only one on stdout.
+        assert process.communicate(timeout=30)[0] == "" and process.returncode == 0
+        assert time.monotonic() - began < 15
+
+
+@pytest.fixture(scope="module")
+def client(url):
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="sesame", max_retries=0) as client:
+        yield client
+
+
+@pytest.mark.parametrize("prompt", ["1+2=", [49, 43, 50, 61]])
+def test_greedy_completions_are_the_models(model, client, prompt):
+    [expected] = hjax.load_model(model).generate([prompt], 8, temperature=0)
+    found = client.completions.create(
+        model=str(model), prompt=prompt, max_tokens=8, temperature=0, logprobs=1,
+        extra_body={"return_token_ids": True},
+    )  # fmt: skip
+    [choice] = found.choices
+    assert choice.token_ids == expected.tokens and choice.finish_reason == expected.finish_reason
+    assert choice.logprobs.token_logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+    assert choice.text == expected.text
+    assert found.usage.completion_tokens == len(expected.tokens)
+
+
+def test_a_seed_draws_the_same_again_streamed_or_beside_others(model, client):
+    def draw(**fields):
+        return client.completions.create(model=str(model), prompt="a", max_tokens=12, **fields)
+
+    first = [choice.text for choice in draw(seed=5, n=3).choices]
+    assert len(set(first)) == 3
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        others = [pool.submit(draw, seed=seed, n=2) for seed in range(5, 9)]
+        drawn = [[choice.text for choice in other.result().choices] for other in others]
+    assert drawn[0] == first[:2] and first[0] not in [texts[0] for texts in drawn[1:]]
+    streamed = ["", "", ""]
+    for chunk in draw(seed=5, n=3, stream=True):
+        streamed[chunk.choices[0].index] += chunk.choices[0].text
+    assert streamed == first
+
+
+def test_chats_are_the_templates_prompts(model, client):
+    messages = [{"role": "user", "content": "1+2="}]
+    text = "<|im_start|>user\n1+2=<|im_end|>\n<|im_start|>assistant\n"
+    fields = {"model": str(model), "max_tokens": 8, "temperature": 0}
+    chat = client.chat.completions.create(messages=messages, **fields)
+    # A tokenizer that adds nothing in front: the chat's text is a prompt like any other.
+    plain = client.completions.create(prompt=text, **fields)
+    assert chat.choices[0].message.content == plain.choices[0].text
+    assert chat.usage == plain.usage
+
+
+def test_options_reach_the_draws(model, client):
+    def draw(**fields):
+        return (
+            client.completions.create(
+                model=str(model), prompt="a", max_tokens=10, temperature=0, **fields
+            )
+            .choices[0]
+            .text
+        )
+
+    usual = draw()
+    assert draw(logit_bias={str(ord("Q")): 100}) == "Q" * 10
+    assert usual[0] not in draw(logit_bias={str(ord(usual[0])): -100})
+    assert draw(stop=usual[4:6]) == usual[: usual.index(usual[4:6])]
+
+
+def test_without_the_key_nothing_is_answered(url):
+    assert httpx.get(f"{url}/v1/models").status_code == 401
+    assert httpx.get(f"{url}/health").status_code == 200
+
+
+def test_what_does_not_fit_the_model_is_refused(url, model):
+    body = {"prompt": "a" * 100, "max_tokens": 29}
+    headers = {"Authorization": "Bearer sesame"}
+    answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_help(capsys):
+    assert serve.main(["--help"]) == 0
+    assert "--protocol=openai" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "flags, why",
+    [
+        (["--protocol=openai"], "--model is missing"),
+        (["--model={model}"], "--protocol is missing; openai"),
+        (
+            ["--model={model}", "--protocol=jetstream"],
+            "--protocol=jetstream: not built yet; openai",
+        ),
+        (["--model={model}", "--protocol=grpc"], "--protocol"),
+        (["--model={model}", "--protocol=openai", "--admin"], "--admin: .* not built yet"),
+        (["--model={model}", "--protocol=openai", "--port=65536"], "--port=65536: must be"),
+        (["--model={model}", "--protocol=openai", "--max_queue=0"], "--max_queue=0: must be"),
+        (["--model={model}", "--protocol=openai", "--idle_seconds=0"], "--idle_seconds=0.0: must"),
+        (["--model={model}", "--protocol=openai", "--api_key_env=HJAX_NONE"], "HJAX_NONE"),
+        (["--model={model}", "--protocol=openai", "--host=nowhere.invalid"], "nowhere.invalid"),
+        (["--model=/nowhere", "--protocol=openai"], "/nowhere"),
+        (["--model={model}", "--protocol=openai", "--prot=1"], "prot"),
+    ],
+)
+def test_wrong_input_is_one_line(flags, why, model, capsys):
+    assert serve.main([flag.format(model=model) for flag in flags]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert err.startswith("hjax: error: ")
+    assert re.search(why, err)
+
+
+def test_a_port_that_is_taken_is_one_line(model, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert serve.main([f"--model={model}", "--protocol=openai", f"--port={port}"]) == 2
+    assert f"--port={port}: Address already in use" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_sigterm_lets_the_running_end(model):
+    with serving(model) as (url, process):
+        # Compiled, so that the next one is drawn at once.
+        httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 120}, timeout=60)
+        with httpx.stream(
+            "POST", f"{url}/v1/completions", timeout=60,
+            json={"prompt": "a", "max_tokens": 120, "stream": True, "n": 4},
+        ) as answer:  # fmt: skip
+            lines = answer.iter_lines()
+            next(lines)
+            began = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            said = "".join(lines)
+        assert process.wait(20) == 0 and time.monotonic() - began < 15
+    assert said.count('"finish_reason": "length"') + said.count('"finish_reason": "stop"') == 4
+    assert said.endswith("[DONE]")
+
+
+@pytest.mark.slow
+def test_ctrl_c_is_130(model):
+    with serving(model, environment={}) as (_, process):
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130

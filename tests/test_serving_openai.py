@@ -1,0 +1,434 @@
+"""OpenAI's two forms, by OpenAI's client: over a service that says what the prompt ends with."""
+
+import json
+
+import httpx
+import openai
+import pytest
+from serving_double import END, EOS, Scripted, answers, byte_tokenizer, served, wait_until
+
+SERVICE = Scripted(lambda request: said_after(request.prompt))
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def said_after(prompt):
+    """What the service says: what stands after the last "say:", and the end."""
+    text = bytes(token for token in prompt if token < 256).rpartition(b"say:")[2]
+    return [*text.partition(b"\nassistant")[0], EOS]
+
+
+@pytest.fixture(scope="module")
+def url():
+    with served(SERVICE, tokenizer=byte_tokenizer()) as (url, _, _):
+        yield url
+
+
+@pytest.fixture(scope="module")
+def client(url):
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def complete(client, said, **fields):
+    """The response to a prompt that has it said."""
+    prompt = f"say:{said}"
+    return client.completions.create(model="bytes", prompt=prompt, **{"max_tokens": 200} | fields)
+
+
+def chat(client, said, **fields):
+    messages = [{"role": "user", "content": f"say:{said}"}]
+    return client.chat.completions.create(model="bytes", messages=messages, **fields)
+
+
+def joined(chunks):
+    """Text, logprobs and finish reason of a stream's only choice."""
+    choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
+    return "".join(c.text for c in choices), choices[-1].finish_reason
+
+
+def test_models(client):
+    assert [model.id for model in client.models.list()] == ["bytes"]
+    assert client.models.retrieve("bytes").max_model_len == SERVICE.max_tokens
+    with pytest.raises(openai.NotFoundError, match="this server has bytes") as caught:
+        client.models.retrieve("other/model")
+    assert caught.value.code == "model_not_found"
+
+
+def test_a_completion(client):
+    found = complete(client, "Grüße 😀")
+    [choice] = found.choices
+    assert (choice.text, choice.finish_reason, choice.logprobs) == ("Grüße 😀", "stop", None)
+    assert found.object == "text_completion" and found.model == "bytes"
+    drawn = len("Grüße 😀".encode()) + 1  # the end too
+    assert found.usage.to_dict() == {
+        "prompt_tokens": drawn + 3, "completion_tokens": drawn, "total_tokens": 2 * drawn + 3
+    }  # fmt: skip
+
+
+def test_a_chat(client):
+    found = chat(client, "Grüße")
+    [choice] = found.choices
+    assert choice.message.role == "assistant" and choice.message.content == "Grüße"
+    assert choice.finish_reason == "stop" and found.object == "chat.completion"
+    prompt = "<|im_start|>user\nsay:Grüße<|im_end|>\n<|im_start|>assistant\n"
+    for special in ("<|im_start|>", END):
+        prompt = prompt.replace(special, "x")  # a token each
+    assert found.usage.prompt_tokens == len(prompt.encode())
+
+
+@pytest.mark.parametrize("limit, text", [(1, "\ufffd"), (2, "é"), (3, "éa")])
+def test_a_length_is_kept(client, limit, text):
+    found = complete(client, "éab", max_tokens=limit)
+    assert (found.choices[0].text, found.choices[0].finish_reason) == (text, "length")
+    assert found.usage.completion_tokens == limit
+
+
+def test_what_is_not_limited(client):
+    assert complete(client, "a" * 40, max_tokens=None).choices[0].text == "a" * 16
+    before = len(SERVICE.requests)
+    chat(client, "a" * 40)
+    request = SERVICE.requests[before]
+    assert len(request.prompt) + request.max_tokens == SERVICE.max_tokens
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+def test_a_chat_has_two_names_for_its_length(client, field):
+    found = chat(client, "abcdef", **{field: 3})
+    assert found.choices[0].message.content == "abc"
+
+
+@pytest.mark.parametrize(
+    "prompt, said",
+    [
+        ("say:ab", ["ab"]),
+        (["say:ab", "say:c"], ["ab", "c"]),
+        ([*b"say:ab"], ["ab"]),
+        ([[*b"say:ab"], [*b"say:c"]], ["ab", "c"]),
+    ],
+)
+def test_forms_of_prompts(client, prompt, said):
+    found = client.completions.create(model="bytes", prompt=prompt, n=2, echo=True, max_tokens=9)
+    assert [c.text for c in found.choices] == [f"say:{t}{t}" for t in said for _ in range(2)]
+    numbers = [*range(2 * len(said))]
+    assert [c.index for c in found.choices] == numbers
+    assert [request.choice for request in SERVICE.requests[-len(numbers) :]] == numbers
+    assert found.usage.prompt_tokens == sum(len(f"say:{t}") for t in said)
+
+
+def test_draws_follow_from_the_seed_alone(client):
+    complete(client, "a", seed=7, n=2)
+    assert [(r.seed, r.choice) for r in SERVICE.requests[-2:]] == [(7, 0), (7, 1)]
+    complete(client, "a"), complete(client, "a")
+    first, second = SERVICE.requests[-2:]
+    assert first.seed != second.seed
+
+
+@pytest.mark.parametrize("piece", [1, 2, 5, 100])
+@pytest.mark.parametrize(
+    "stop, said, text, tokens",
+    [
+        ("END", "to the EN of the END. END", "to the EN of the ", 20),
+        (["x", "é!"], "caféé! x", "café", 8),
+        (["never"], "to the never", "to the ", 12),
+        (["neverz"], "to the never", "to the never", 13),
+        ([], "all", "all", 4),
+    ],
+)
+def test_stop_strings_end_the_text_wherever_pieces_are_cut(
+    client, monkeypatch, stop, said, text, tokens, piece
+):
+    monkeypatch.setattr(SERVICE, "_piece", piece)
+    found = complete(client, said, stop=stop)
+    assert (found.choices[0].text, found.choices[0].finish_reason) == (text, "stop")
+    assert found.usage.completion_tokens == tokens
+    streamed = list(complete(client, said, stop=stop, stream=True))
+    assert joined(streamed) == (text, "stop")
+    # What was shown was never the beginning of a stop string that came whole.
+    shown = ""
+    for chunk in streamed:
+        shown += chunk.choices[0].text
+        assert text.startswith(shown)
+
+
+def test_a_stop_string_frees_the_engine(client, monkeypatch):
+    monkeypatch.setattr(SERVICE, "_pause", 0.01)
+    before = len(SERVICE.cancelled)
+    complete(client, "END" + "more" * 40, stop="END", max_tokens=1000)
+    wait_until(lambda: len(SERVICE.cancelled) > before)
+    assert len(SERVICE.cancelled) == before + 1
+
+
+def test_before_min_tokens_nothing_ends(client):
+    found = complete(client, "a.b.c.", stop=".", extra_body={"min_tokens": 3})
+    assert found.choices[0].text == "a.b"
+    assert SERVICE.requests[-1].options.min_tokens == 3
+
+
+def test_a_stop_token_is_counted_and_not_shown(client):
+    found = complete(client, "ab", extra_body={"stop_token_ids": [98]})
+    assert set(SERVICE.requests[-1].options.stop) == {EOS, 98}
+    assert found.choices[0].text == "a" and found.choices[0].finish_reason == "stop"
+
+
+def test_how_tokens_are_drawn(client):
+    fields = {"temperature": 0.5, "top_p": 0.25, "presence_penalty": 1, "frequency_penalty": -1.5}
+    own = {"top_k": 4, "min_p": 0.125, "repetition_penalty": 1.5}
+    complete(client, "a", **fields, logit_bias={"97": 5, "98": -100}, extra_body=own)
+    options = SERVICE.requests[-1].options
+    for name, value in (fields | own).items():
+        assert getattr(options, name) == value
+    assert options.logit_bias == {97: 5, 98: -100}
+    complete(client, "a", extra_body={"top_k": -1})
+    assert SERVICE.requests[-1].options.top_k == 0
+
+
+def test_logprobs_of_completions(client):
+    found = complete(client, "aé", logprobs=1).choices[0].logprobs
+    tokens = [*"aé".encode(), EOS]
+    assert found.tokens == ["a", "\ufffd", "\ufffd", END]
+    assert found.token_logprobs == [-token / 256 for token in tokens]
+    assert found.text_offset == [0, 1, 1, 2] and found.top_logprobs is None
+
+
+def test_logprobs_of_chats(client):
+    found = chat(client, "aé", logprobs=True).choices[0].logprobs.content
+    assert [each.logprob for each in found] == [-t / 256 for t in [*"aé".encode(), EOS]]
+    assert [each.bytes for each in found] == [[97], None, None, list(END.encode())]
+    assert all(each.top_logprobs == [] for each in found)
+
+
+def test_a_stream_of_completions_is_the_whole_in_parts(client):
+    fields = {"logprobs": 0, "n": 2, "extra_body": {"return_token_ids": True}}
+    whole = complete(client, "Grüße 😀 END", stop="END", **fields)
+    usage = {"include_usage": True}
+    chunks = list(
+        complete(client, "Grüße 😀 END", stop="END", stream=True, stream_options=usage, **fields)
+    )
+    assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    assert len({chunk.id for chunk in chunks}) == 1
+    for index, expected in enumerate(whole.choices):
+        parts = [c for chunk in chunks for c in chunk.choices if c.index == index]
+        assert len(parts) > 2
+        assert "".join(part.text for part in parts) == expected.text
+        ids = [token for part in parts for token in part.token_ids]
+        assert ids == expected.token_ids == list("Grüße 😀 END".encode())
+        assert parts[0].prompt_token_ids == expected.prompt_token_ids
+        for name in ("tokens", "token_logprobs", "text_offset"):
+            found = [x for part in parts for x in getattr(part.logprobs, name)]
+            assert found == getattr(expected.logprobs, name)
+        assert [part.finish_reason for part in parts][-2:] == [None, expected.finish_reason]
+
+
+def test_a_stream_of_a_chat_is_the_whole_in_parts(client):
+    whole = chat(client, "Grüße 😀", logprobs=True).choices[0]
+    chunks = list(chat(client, "Grüße 😀", logprobs=True, stream=True))
+    parts = [chunk.choices[0] for chunk in chunks]
+    assert parts[0].delta.role == "assistant"
+    assert all(part.delta.role is None for part in parts[1:])
+    assert "".join(part.delta.content or "" for part in parts) == whole.message.content
+    assert [x for p in parts for x in p.logprobs.content] == whole.logprobs.content
+    assert parts[-1].finish_reason == whole.finish_reason == "stop"
+    assert chunks[0].object == "chat.completion.chunk"
+
+
+def test_events_end_with_done(url):
+    body = {"prompt": "say:a", "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        events = answer.read().decode().split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    assert all(json.loads(event.removeprefix("data: ")) for event in events[:-2])
+
+
+def test_calls_of_tools(client):
+    found = chat(client, f"So:\n{CALL}\n{CALL}", tools=[TOOL]).choices[0]
+    assert found.finish_reason == "tool_calls" and found.message.content == "So:\n"
+    calls = found.message.tool_calls
+    assert [call.function.name for call in calls] == ["add", "add"]
+    assert json.loads(calls[0].function.arguments) == {"a": 1}
+    assert calls[0].id != calls[1].id
+    prompt = bytes(token for token in SERVICE.requests[-1].prompt if token < 256).decode()
+    assert f"<tools>{json.dumps([TOOL])}</tools>" in prompt
+
+
+def test_a_stream_with_calls(client):
+    parts = [c.choices[0] for c in chat(client, f"So:\n{CALL}", tools=[TOOL], stream=True)]
+    assert "".join(part.delta.content or "" for part in parts) == "So:\n"
+    [call] = [call for part in parts for call in part.delta.tool_calls or []]
+    assert (call.index, call.function.name) == (0, "add")
+    assert parts[-1].finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("fields", [{}, {"tools": [TOOL], "tool_choice": "none"}])
+def test_without_tools_a_call_is_text(client, fields):
+    found = chat(client, CALL, **fields).choices[0]
+    assert found.message.content == CALL and found.message.tool_calls is None
+    assert found.finish_reason == "stop"
+    assert b"<tools>" not in bytes(t for t in SERVICE.requests[-1].prompt if t < 256)
+
+
+def test_a_call_and_its_answer_go_into_the_prompt(client):
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    client.chat.completions.create(
+        model="bytes",
+        messages=[
+            {"role": "developer", "content": [{"type": "text", "text": "Be "},
+                                              {"type": "text", "text": "brief."}]},
+            {"role": "user", "content": "1?"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c", "content": "say:2"},
+        ],
+    )  # fmt: skip
+    prompt = bytes(token for token in SERVICE.requests[-1].prompt if token < 256).decode()
+    assert prompt == (
+        "system\nBe brief.\nuser\n1?\nassistant\n"
+        '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>\ntool\nsay:2\nassistant\n'
+    )
+
+
+@pytest.mark.parametrize(
+    "fields, param",
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 2}, "best_of"),
+        ({"logprobs": 2}, "logprobs"),
+        ({"logprobs": 1, "echo": True}, "echo"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"n": 0}, "n"),
+        ({"n": 2.0}, "n"),
+        ({"n": 65, "prompt": ["a", "b"]}, "n"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 2**32}, "seed"),
+        ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"stop": [1]}, "stop"),
+        ({"stop_token_ids": [260]}, "stop_token_ids"),
+        ({"stop_token_ids": [13]}, "stop"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {"97": 101}}, "logit_bias"),
+        ({"logit_bias": {"260": 1}}, "logit_bias"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"max_tokens": 4094}, "max_tokens"),
+        ({"max_completion_tokens": 4}, "max_completion_tokens"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": [97, 260]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": "a" * 4090}, "max_tokens"),
+        ({"prompt": "a" * 5000}, "prompt"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_completion_is_named(url, fields, param):
+    count = len(SERVICE.requests)
+    body = {"model": "bytes", "prompt": "abc"} | fields
+    answer = httpx.post(f"{url}/v1/completions", json=body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and len(SERVICE.requests) == count
+    assert error["param"] == param and error["type"] == "invalid_request_error"
+    assert param.split(".")[-1] in error["message"] and "\n" not in error["message"]
+
+
+USER = {"role": "user", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    "fields, param",
+    [
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"logprobs": True, "top_logprobs": 1}, "top_logprobs"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"tool_choice": "required", "tools": [TOOL]}, "tool_choice"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"functions": []}, "functions"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"messages": []}, "messages"),
+        ({"messages": ["a"]}, "messages[0]"),
+        ({"messages": [USER, {"role": "robot", "content": "a"}]}, "messages[1].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+         "messages[0].content"),
+        ({"messages": [USER | {"tool_calls": []}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "assistant", "tool_calls": [
+            {"function": {"name": "f", "arguments": "["}}]}]}, "messages[0].tool_calls[0]"),
+        ({"prompt": "a"}, "prompt"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_chat_is_named(url, fields, param):
+    answer = httpx.post(f"{url}/v1/chat/completions", json={"messages": [USER]} | fields)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == param, error
+    assert "\n" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b'{"n": NaN}', b'{"n": %s}' % (b"9" * 5000)]
+)
+def test_a_body_that_is_no_object(url, body):
+    answer = httpx.post(f"{url}/v1/completions", content=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("the body is")
+
+
+def test_null_is_not_given_and_remarks_change_nothing(client):
+    fields = {"suffix": None, "best_of": None, "user": "u", "stop": None, "logit_bias": None}
+    assert complete(client, "a", **fields).choices[0].text == "a"
+
+
+def test_another_model_is_not_found(client):
+    with pytest.raises(openai.NotFoundError, match="this server has bytes"):
+        client.completions.create(model="other", prompt="a")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_failure_of_the_engine_is_said_and_ends_the_server(stream):
+    service = Scripted(lambda request: [])
+    with served(service, tokenizer=byte_tokenizer()) as (url, server, _):
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as own:
+            with pytest.raises(openai.APIError, match="the script is empty") as caught:
+                list(own.completions.create(model="bytes", prompt="a", stream=stream))
+            assert stream or caught.value.status_code == 500
+        wait_until(lambda: not answers(url))
+        assert server.failure == "the script is empty"
+
+
+def test_a_model_without_tokenizer_takes_and_gives_ids():
+    with served(SERVICE) as (url, _, _):
+        body = {"prompt": [*b"say:ab"], "return_token_ids": True, "logprobs": 0}
+        [choice] = httpx.post(f"{url}/v1/completions", json=body).json()["choices"]
+        assert choice["text"] == "" and choice["token_ids"] == [97, 98, EOS]
+        assert choice["logprobs"]["tokens"] == ["token_id:97", "token_id:98", f"token_id:{EOS}"]
+        for path, wrong in [
+            ("completions", {"prompt": "text"}),
+            ("completions", {"prompt": [1], "stop": "a"}),
+            ("chat/completions", {"messages": [USER]}),
+        ]:
+            answer = httpx.post(f"{url}/v1/{path}", json=wrong)
+            assert answer.status_code == 400 and "no tokenizer" in answer.text
+
+
+@pytest.mark.parametrize(
+    "template, fields, why",
+    [(None, {}, "no chat template"), ("{{ messages }}", {"tools": [TOOL]}, "no place for them"),
+     ("{{ raise_exception('roles must alternate') }}", {}, "roles must alternate")],
+)  # fmt: skip
+def test_chat_templates_that_do_not_do(template, fields, why):
+    with served(SERVICE, tokenizer=byte_tokenizer(template)) as (url, _, _):
+        answer = httpx.post(f"{url}/v1/chat/completions", json={"messages": [USER]} | fields)
+        assert answer.status_code == 400 and why in answer.json()["error"]["message"]
