@@ -47,6 +47,10 @@ def byte_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
     return Tokenizer(backend, config, name="bytes", chat_template=template)
 
 
+# One client for all tests, as each takes long to make; no connection outlives its request.
+HTTP = httpx.Client(verify=False, timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
+
+
 def wait_until(true: Callable[[], bool], seconds: float = 20.0) -> None:
     """Wait for something to become true in another thread."""
     late = time.monotonic() + seconds
@@ -58,7 +62,7 @@ def wait_until(true: Callable[[], bool], seconds: float = 20.0) -> None:
 def answers(url: str) -> bool:
     """Whether a server is there and well."""
     try:
-        return httpx.get(f"{url}/health").status_code == 200
+        return HTTP.get(f"{url}/health").status_code == 200
     except httpx.TransportError:
         return False
 
@@ -116,7 +120,7 @@ class Scripted:
         if self._closed:
             raise RunError("the service is closed")
         if 13 in request.options.stop:
-            raise ConfigError("stop token 13: unlucky")
+            raise ConfigError("stop token 13: no stop_token_ids has it here")
         with self._changed:
             if self._running >= self._slots + self._max_queue:
                 raise QueueFull(f"{self._max_queue} responses wait already; come again")

@@ -2,10 +2,9 @@
 
 import json
 
-import httpx
 import openai
 import pytest
-from serving_double import END, EOS, Scripted, answers, byte_tokenizer, served, wait_until
+from serving_double import END, EOS, HTTP, Scripted, answers, byte_tokenizer, served, wait_until
 
 SERVICE = Scripted(lambda request: said_after(request.prompt))
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -233,9 +232,14 @@ def test_a_stream_of_a_chat_is_the_whole_in_parts(client):
     assert chunks[0].object == "chat.completion.chunk"
 
 
+def test_a_stream_can_echo(client):
+    chunks = list(complete(client, "abc", stream=True, echo=True, max_tokens=2))
+    assert joined(chunks) == ("say:abcab", "length")
+
+
 def test_events_end_with_done(url):
     body = {"prompt": "say:a", "stream": True}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body) as answer:
+    with HTTP.stream("POST", f"{url}/v1/completions", json=body) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         events = answer.read().decode().split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
@@ -309,7 +313,7 @@ def test_a_call_and_its_answer_go_into_the_prompt(client):
         ({"stop": ""}, "stop"),
         ({"stop": [1]}, "stop"),
         ({"stop_token_ids": [260]}, "stop_token_ids"),
-        ({"stop_token_ids": [13]}, "stop"),
+        ({"stop_token_ids": [13]}, "stop_token_ids"),
         ({"logit_bias": {"a": 1}}, "logit_bias"),
         ({"logit_bias": {"97": 101}}, "logit_bias"),
         ({"logit_bias": {"260": 1}}, "logit_bias"),
@@ -335,7 +339,7 @@ def test_a_call_and_its_answer_go_into_the_prompt(client):
 def test_what_is_wrong_with_a_completion_is_named(url, fields, param):
     count = len(SERVICE.requests)
     body = {"model": "bytes", "prompt": "abc"} | fields
-    answer = httpx.post(f"{url}/v1/completions", json=body)
+    answer = HTTP.post(f"{url}/v1/completions", json=body)
     error = answer.json()["error"]
     assert answer.status_code == 400 and len(SERVICE.requests) == count
     assert error["param"] == param and error["type"] == "invalid_request_error"
@@ -371,19 +375,44 @@ USER = {"role": "user", "content": "a"}
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_chat_is_named(url, fields, param):
-    answer = httpx.post(f"{url}/v1/chat/completions", json={"messages": [USER]} | fields)
+    answer = HTTP.post(f"{url}/v1/chat/completions", json={"messages": [USER]} | fields)
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"] == param, error
     assert "\n" not in error["message"]
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b'{"n": NaN}', b'{"n": %s}' % (b"9" * 5000)]
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"\xff",
+        b"[" * 100_000,
+        b'{"n": NaN}',
+        b'{"n": %s}' % (b"9" * 5000),
+        rb'{"\ud800": 1}',
+        rb'{"prompt": "\ud800"}',
+    ],
 )
 def test_a_body_that_is_no_object(url, body):
-    answer = httpx.post(f"{url}/v1/completions", content=body)
+    answer = HTTP.post(f"{url}/v1/completions", content=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"].startswith("the body is")
+
+
+@pytest.mark.parametrize("depth", [300, 900, 5000, 100_000])
+@pytest.mark.parametrize("field", ["prompt", "stop", "seed", "unknown", "tools"])
+def test_values_that_are_nested_deeply(url, field, depth):
+    value = b'{"x":[' * depth + b"]}" * depth
+    if field == "tools":
+        value = b'[{"function": {"name": "f", "parameters": %s}}]' % value
+    body = b'{"messages": [{"role": "user", "content": "say:a"}], "%s": %s}' % (
+        field.encode(),
+        value,
+    )
+    answer = HTTP.post(f"{url}/v1/chat/completions", content=body)
+    assert answer.status_code == 400 or (field == "tools" and answer.status_code == 200)
 
 
 def test_null_is_not_given_and_remarks_change_nothing(client):
@@ -411,7 +440,7 @@ def test_a_failure_of_the_engine_is_said_and_ends_the_server(stream):
 def test_a_model_without_tokenizer_takes_and_gives_ids():
     with served(SERVICE) as (url, _, _):
         body = {"prompt": [*b"say:ab"], "return_token_ids": True, "logprobs": 0}
-        [choice] = httpx.post(f"{url}/v1/completions", json=body).json()["choices"]
+        [choice] = HTTP.post(f"{url}/v1/completions", json=body).json()["choices"]
         assert choice["text"] == "" and choice["token_ids"] == [97, 98, EOS]
         assert choice["logprobs"]["tokens"] == ["token_id:97", "token_id:98", f"token_id:{EOS}"]
         for path, wrong in [
@@ -419,7 +448,7 @@ def test_a_model_without_tokenizer_takes_and_gives_ids():
             ("completions", {"prompt": [1], "stop": "a"}),
             ("chat/completions", {"messages": [USER]}),
         ]:
-            answer = httpx.post(f"{url}/v1/{path}", json=wrong)
+            answer = HTTP.post(f"{url}/v1/{path}", json=wrong)
             assert answer.status_code == 400 and "no tokenizer" in answer.text
 
 
@@ -430,5 +459,5 @@ def test_a_model_without_tokenizer_takes_and_gives_ids():
 )  # fmt: skip
 def test_chat_templates_that_do_not_do(template, fields, why):
     with served(SERVICE, tokenizer=byte_tokenizer(template)) as (url, _, _):
-        answer = httpx.post(f"{url}/v1/chat/completions", json={"messages": [USER]} | fields)
+        answer = HTTP.post(f"{url}/v1/chat/completions", json={"messages": [USER]} | fields)
         assert answer.status_code == 400 and why in answer.json()["error"]["message"]

@@ -116,7 +116,10 @@ class _Paths:
         body = await read_body(request, self._limits)
 
         def ask() -> Asked:
-            return read(read_object(body), self._served, self._limits)
+            try:
+                return read(read_object(body), self._served, self._limits)
+            except RecursionError:
+                raise Refused("the body is nested too deeply") from None
 
         # Encoding a long text takes long, and the loop has other clients.
         asked = await asyncio.to_thread(ask)

@@ -274,7 +274,7 @@ def _render(fields: Fields, served: Served, tools: list[dict[str, Any]]) -> tupl
     try:
         text = tokenizer.chat(messages, True, **variables, tools=tools or None)
         return text, tokenizer.encode(text, add_special=False)
-    except DataError as error:
+    except (ValueError, ArithmeticError) as error:  # DataError, or what a template's filters raise
         raise Refused(f"messages: {error}", param="messages") from None
 
 

@@ -21,13 +21,21 @@ def read_object(body: bytes) -> dict[str, Any]:
 
     try:
         value = json.loads(body, parse_constant=constant)
-    except RecursionError:
-        raise Refused("the body is nested too deeply") from None
     except ValueError as error:
         raise Refused(f"the body is not JSON: {error}") from None
+    if b"\\u" in body:
+        _check_characters(value)
     if not isinstance(value, dict):
         raise Refused(f"the body is {shown(value)}; a JSON object is wanted")
     return value
+
+
+def _check_characters(value: Any) -> None:
+    """JSON can write half a character, which nothing can be said or encoded with."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise Refused(f"the body is no text: {error.reason}") from None
 
 
 class Fields:

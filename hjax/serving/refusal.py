@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
 from starlette.responses import JSONResponse
 
 from hjax.errors import ConfigError
+from hjax.rollout.options import Options
+
+# Options by their names in requests.
+_FIELDS = {field.name: field.name for field in dataclasses.fields(Options)}
+_FIELDS |= {"stop": "stop_token_ids", "max_tokens": "max_tokens"}
 
 
 class Refused(Exception):
@@ -38,10 +44,10 @@ class Refused(Exception):
 
     @classmethod
     def of(cls, error: ConfigError) -> Refused:
-        """The refusal of a value that does not do; its message begins with the field's name."""
+        """The refusal of an option that does not do; most messages begin with its name."""
         text = " ".join(str(error).split())
-        name = re.match(r"[a-z_]+(?=[ =:])", text)
-        return cls(text, param=name[0] if name else None)
+        name = re.split(r"[ =:]", text, maxsplit=1)[0]
+        return cls(text, param=_FIELDS.get(name))
 
     def body(self) -> dict[str, Any]:
         """The error as OpenAI's clients read it."""

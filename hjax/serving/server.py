@@ -19,7 +19,7 @@ from hjax.serving.connection import connection_class
 from hjax.serving.limits import Limits
 from hjax.serving.served import Served
 
-# After a signal requests have limits.drain_seconds; then answers are cut off, then the process is.
+# Seconds after limits.drain_seconds: answers are cut off, and the process ends whatever runs in it.
 CUT_OFF, GONE = 2, 4
 
 
@@ -97,7 +97,7 @@ class Server:
         """Until ``stop`` was called and all is answered or cut off."""
         await self._uvicorn.serve(sockets=[self._bound])
         if self._closing is not None:
-            await asyncio.to_thread(self._closing.join, CUT_OFF)
+            await asyncio.to_thread(self._closing.join)
 
     def stop(self) -> None:
         """Take no more requests; those that run have ``drain_seconds``. On the event loop."""
