@@ -145,10 +145,10 @@ def test_help(capsys):
     "flags, why",
     [
         (["--protocol=openai"], "--model is missing"),
-        (["--model={model}"], "--protocol is missing; openai"),
+        (["--model={model}"], "--protocol is missing; allowed: openai"),
         (
             ["--model={model}", "--protocol=jetstream"],
-            "--protocol=jetstream: not built yet; openai",
+            "--protocol=jetstream: not built yet; allowed: openai",
         ),
         (["--model={model}", "--protocol=grpc"], "--protocol"),
         (["--model={model}", "--protocol=openai", "--admin"], "--admin: .* not built yet"),
@@ -174,6 +174,14 @@ def test_a_port_that_is_taken_is_one_line(model, capsys):
         port = taken.getsockname()[1]
         assert serve.main([f"--model={model}", "--protocol=openai", f"--port={port}"]) == 2
     assert f"--port={port}: Address already in use" in capsys.readouterr().err
+
+
+def test_without_the_extra_it_is_named(model, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "hjax.serving.server", raising=False)
+    assert serve.main([f"--model={model}", "--protocol=openai"]) == 2
+    assert "uvicorn is not installed" in (err := capsys.readouterr().err)
+    assert "pip install 'hjax[serve]'" in err
 
 
 @pytest.mark.slow

@@ -93,9 +93,9 @@ def parse(arguments: Sequence[str]) -> flags.FlagValues:
         raise ConfigError("--model is missing; see --help")
     own["model"].value = os.path.expanduser(own["model"].value)
     if own["protocol"].value is None:
-        raise ConfigError("--protocol is missing; openai")
+        raise ConfigError("--protocol is missing; allowed: openai")
     if own["protocol"].value == "jetstream":
-        raise ConfigError("--protocol=jetstream: not built yet; openai")
+        raise ConfigError("--protocol=jetstream: not built yet; allowed: openai")
     if own["admin"].value:
         raise ConfigError("--admin: a server that reloads is not built yet; start another one")
     for name, rule in _RULES.items():
