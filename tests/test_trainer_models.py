@@ -127,7 +127,7 @@ def test_an_actor_from_weights_starts_from_them_without_warm_start(models):
         loaded = hjax.load_model(models / "larger")
         tokens = np.arange(1, 9)[None]
         np.testing.assert_array_equal(
-            np.asarray(worker.params["embedding"]), np.asarray(loaded._params["embedding"])
+            np.asarray(worker.params["embedding"]), np.asarray(loaded.params["embedding"])
         )
         assert loaded.logits(tokens).shape == (1, 8, 16)
         assert trainer.roles.starts_from["reference"] == "actor"

@@ -1,8 +1,8 @@
 """Generation: the prompt prefilled once per group, then a compiled decode loop, or slots.
 
 Responses of one length, and short ones, are decoded in one program; where they end by themselves
-after long and different times the engine's slots are used (``hjax.rollout.scheduler``). A sequence's
-tokens follow from its number, not from the batch it is in.
+after long and different times they have the engine's slots (``hjax.rollout.scheduler``). What a
+sequence draws follows from its number, not from the batch it is in.
 """
 
 from __future__ import annotations
