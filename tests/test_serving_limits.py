@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import json
 import socket
+import threading
 import time
 import urllib.parse
 
@@ -273,8 +274,18 @@ def slowly(loop, server):
     yield text[5:]
 
 
-def test_what_runs_too_long_is_told_so_when_the_server_stops():
-    service = Scripted(endless, piece=1, pause=0.01)
+class Stuck(Scripted):
+    """An engine that does not hear of its end: it compiles."""
+
+    free = threading.Event()
+
+    def close(self, seconds):
+        self.free.wait(20)
+
+
+@pytest.mark.parametrize("engine", [Scripted, Stuck])
+def test_what_runs_too_long_is_told_so_when_the_server_stops(engine):
+    service = engine(endless, piece=1, pause=0.01)
     limits = Limits(drain_seconds=0.3)
     with served(service, limits, tokenizer=byte_tokenizer()) as (url, server, loop):
         with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -289,6 +300,7 @@ def test_what_runs_too_long_is_told_so_when_the_server_stops():
             wait_until(lambda: service.stats()["running"] == 2)
             loop.call_soon_threadsafe(server.stop)
             whole, stream = (each.result() for each in ask)
+            Stuck.free.set()
     assert whole.status_code == 503 and "being stopped" in whole.json()["error"]["message"]
     events = stream.text.split("\n\n")
     assert "being stopped" in json.loads(events[-3].removeprefix("data: "))["error"]["message"]

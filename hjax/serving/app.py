@@ -41,7 +41,8 @@ def make_app(served: Served, limits: Limits, key: str, failed: Callable[[str], N
       key: that requests must bring; "": none.
       failed: is told why, when the engine gives up.
 
-    Its ``state.draining`` set to true refuses new requests for responses.
+    Its ``state.draining`` set to true refuses new requests for responses; ``state.running`` has
+    those that are being answered.
     """
     metrics = Metrics(served.service.stats)
     paths = _Paths(served, limits, metrics, failed)
@@ -65,6 +66,7 @@ def make_app(served: Served, limits: Limits, key: str, failed: Callable[[str], N
         },
     )
     app.state.draining = False
+    app.state.running = paths.watch.running
     return app
 
 
@@ -77,7 +79,7 @@ class _Paths:
         self._served = served
         self._limits = limits
         self._metrics = metrics
-        self._watch = Watch(metrics.first_token.observe, failed)
+        self.watch = Watch(metrics.first_token.observe, failed)
         self._began = int(time.time())
 
     async def models(self, request: Request) -> Response:
@@ -123,7 +125,7 @@ class _Paths:
 
         # Encoding a long text takes long, and the loop has other clients.
         asked = await asyncio.to_thread(ask)
-        running = Running(self._served, asked, self._watch)
+        running = Running(self._served, asked, self.watch)
         answer = form(self._served.name, asked)
         if asked.stream:
             return _EventStream(running, answer)

@@ -18,15 +18,17 @@ from hjax.serving.served import Served
 
 @dataclasses.dataclass(frozen=True)
 class Watch:
-    """Who is told of requests' fates, on the event loop.
+    """Who is told of requests' fates, on the event loop, and which ones there are.
 
     Attributes:
       first_token: of the seconds until a request's first token.
       failed: of why the engine gave up; it answers nobody any more.
+      running: requests that have not ended.
     """
 
     first_token: Callable[[float], None]
     failed: Callable[[str], None]
+    running: set[Running] = dataclasses.field(default_factory=set)
 
 
 class Running:
@@ -69,6 +71,8 @@ class Running:
             self.cancel()
             raise Refused(str(error), 503, retry_after=10) from None
 
+        watch.running.add(self)
+
     def _hand_over(self, index: int, piece: Piece) -> None:
         """Called from the engine's thread."""
         try:
@@ -104,10 +108,16 @@ class Running:
             yield index, delta
 
     def cancel(self) -> None:
-        """End in the engine what has not ended."""
+        """End in the engine what has not ended; the request is over."""
+        self._watch.running.discard(self)
         for ticket, choice in zip(self._tickets, self.choices):
             if not choice.finish:
                 ticket.cancel()
+
+    def cut_off(self) -> None:
+        """End now, though the engine has not: whoever waits is told that the server stops."""
+        going = (index for index, choice in enumerate(self.choices) if not choice.finish)
+        self._arrived.put_nowait((next(going, 0), Piece((), (), "cancelled")))
 
     def usage(self) -> dict[str, int]:
         """Tokens so far, in OpenAI's form."""

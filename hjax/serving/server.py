@@ -19,8 +19,9 @@ from hjax.serving.connection import connection_class
 from hjax.serving.limits import Limits
 from hjax.serving.served import Served
 
-# Seconds after limits.drain_seconds: answers are cut off, and the process ends whatever runs in it.
-CUT_OFF, GONE = 2, 4
+# Seconds after limits.drain_seconds: who still waits is told; connections that are left are closed;
+# the process ends, whatever runs in it.
+TOLD, CUT_OFF, GONE = 1, 2, 4
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -111,6 +112,12 @@ class Server:
                 daemon=True,
             )
             self._closing.start()
+            loop = asyncio.get_running_loop()
+            loop.call_later(self._limits.drain_seconds + TOLD, self._cut_off)
+
+    def _cut_off(self) -> None:
+        for running in list(self._app.state.running):
+            running.cut_off()
 
     def _failed(self, why: str) -> None:
         self.failure = why
