@@ -116,6 +116,10 @@ class Scripted:
         self._closed = False
         self._tickets: list[Ticket] = []
 
+    def reopen(self) -> None:
+        """Take requests again."""
+        self._closed = False
+
     def submit(self, request: Request, on_piece: Callable[[Piece], None]) -> Any:
         if self._closed:
             raise RunError("the service is closed")

@@ -6,7 +6,13 @@ import openai
 import pytest
 from serving_double import END, EOS, HTTP, Scripted, answers, byte_tokenizer, served, wait_until
 
-SERVICE = Scripted(lambda request: said_after(request.prompt))
+
+def scripted():
+    """A service of one's own: a server closes the one it has."""
+    return Scripted(lambda request: said_after(request.prompt))
+
+
+SERVICE = scripted()
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
@@ -19,6 +25,7 @@ def said_after(prompt):
 
 @pytest.fixture(scope="module")
 def url():
+    SERVICE.reopen()  # a worker may come back to this module's tests after others
     with served(SERVICE, tokenizer=byte_tokenizer()) as (url, _, _):
         yield url
 
@@ -438,7 +445,7 @@ def test_a_failure_of_the_engine_is_said_and_ends_the_server(stream):
 
 
 def test_a_model_without_tokenizer_takes_and_gives_ids():
-    with served(SERVICE) as (url, _, _):
+    with served(scripted()) as (url, _, _):
         body = {"prompt": [*b"say:ab"], "return_token_ids": True, "logprobs": 0}
         [choice] = HTTP.post(f"{url}/v1/completions", json=body).json()["choices"]
         assert choice["text"] == "" and choice["token_ids"] == [97, 98, EOS]
@@ -458,6 +465,6 @@ def test_a_model_without_tokenizer_takes_and_gives_ids():
      ("{{ raise_exception('roles must alternate') }}", {}, "roles must alternate")],
 )  # fmt: skip
 def test_chat_templates_that_do_not_do(template, fields, why):
-    with served(SERVICE, tokenizer=byte_tokenizer(template)) as (url, _, _):
+    with served(scripted(), tokenizer=byte_tokenizer(template)) as (url, _, _):
         answer = HTTP.post(f"{url}/v1/chat/completions", json={"messages": [USER]} | fields)
         assert answer.status_code == 400 and why in answer.json()["error"]["message"]
