@@ -72,6 +72,8 @@ Script = Callable[[Request], Sequence[int]]
 
 
 class Ticket:
+    cached = 3  # tokens of any prompt that are known
+
     def __init__(self) -> None:
         self.cancelled = threading.Event()
 
@@ -167,6 +169,9 @@ class Scripted:
             "slots": float(self._slots),
             "generated_tokens": float(self.drawn),
             "prompt_tokens": prompts,
+            "cached_tokens": 0.0,
+            "kept_tokens": 0.0,
+            "kept_room": 0.0,
         }
 
     def close(self, seconds: float = 10.0) -> None:

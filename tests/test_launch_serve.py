@@ -104,7 +104,11 @@ def test_chats_are_the_templates_prompts(model, client):
     # A tokenizer that adds nothing in front: the chat's text is a prompt like any other.
     plain = client.completions.create(prompt=text, **fields)
     assert chat.choices[0].message.content == plain.choices[0].text
-    assert chat.usage == plain.usage
+    assert chat.usage.prompt_tokens == plain.usage.prompt_tokens
+    assert chat.usage.completion_tokens == plain.usage.completion_tokens
+    # What the chat has read the plain prompt finds, in whole blocks.
+    cached = plain.usage.prompt_tokens_details.cached_tokens
+    assert cached == (plain.usage.prompt_tokens - 1) // 16 * 16 > 0
 
 
 def test_options_reach_the_draws(model, client):

@@ -164,7 +164,8 @@ def attend_slots(
 
     Args:
       q: [rows, kv_heads, per_kv, head_dim].
-      prompt_k, prompt_v: [groups, kv_heads, prompt, head_dim].
+      prompt_k, prompt_v: [groups, kv_heads, prompt, head_dim]; a prompt of 0: rows have their
+        prompts among their own.
       own_k, own_v: [rows, kv_heads, length, head_dim].
       slots: where each row stands.
       scoring, sinks: as of ``attend``.
@@ -178,6 +179,14 @@ def attend_slots(
     own = jnp.einsum(f"rkgd,{keys}->rkgu", q, own_k, preferred_element_type=wide)
     seen = slots.own(own_v.shape[2], window)[:, None, None]
     own = jnp.where(seen, scoring.bend(own), MASKED)
+    sink = None if sinks is None else sinks.astype(wide).reshape(q.shape[1:3])
+    if not prompt_k.shape[2]:
+        top = own.max(-1) if sink is None else jnp.maximum(own.max(-1), sink)
+        own = jnp.exp(own - top[..., None])
+        total = own.sum(-1) if sink is None else own.sum(-1) + jnp.exp(sink - top)
+        own = own.astype(own_v.dtype)
+        out = jnp.einsum("rkgu,rkud->rkgd", own, own_v, preferred_element_type=wide)
+        return (out / total[..., None]).astype(q.dtype)
     # Queries are laid out anew, which are few; scores are not.
     groups, kv_heads, prompt, _ = prompt_k.shape
     per_kv = q.shape[2]
@@ -197,13 +206,12 @@ def attend_slots(
     seen = jnp.repeat(seen, per_kv, axis=1) if seen.shape[1] > 1 else seen
     past = jnp.where(seen[:, None], scoring.bend(past), MASKED)
     top = jnp.maximum(own.max(-1), part(past.max(-1)))
-    if sinks is not None:
-        sink = sinks.astype(wide).reshape(q.shape[1:3])
+    if sink is not None:
         top = jnp.maximum(top, sink)
     own = jnp.exp(own - top[..., None])
     past = jnp.exp(past - meet(top)[..., None])
     total = own.sum(-1) + part(past.sum(-1))
-    if sinks is not None:
+    if sink is not None:
         total = total + jnp.exp(sink - top)
     out = jnp.einsum("rkgu,rkud->rkgd", own.astype(own_v.dtype), own_v, preferred_element_type=wide)
     past = past.astype(prompt_v.dtype)
@@ -242,9 +250,7 @@ def attend(
     return out
 
 
-def write(
-    part: jax.Array, new: jax.Array, position: jax.Array, columns: bool = False
-) -> jax.Array:
+def write(part: jax.Array, new: jax.Array, position: jax.Array, columns: bool = False) -> jax.Array:
     """A layer's own keys or values with one token more per row.
 
     Args:

@@ -175,6 +175,8 @@ class KVCache:
       form: of ``hjax.kernels.decode``. For the kernel lengths are filled up to whole blocks.
       copies: of each key-value head, where there are fewer than devices that share the heads: so
         that each of these has one of its own.
+      own_prompts: whether rows have their prompts among their own tokens; the prompts' arrays then
+        hold nothing.
     """
 
     prompt_k: Any
@@ -183,6 +185,7 @@ class KVCache:
     v: Any
     form: str = dataclasses.field(default=COLUMNS, metadata={"static": True})
     copies: int = dataclasses.field(default=1, metadata={"static": True})
+    own_prompts: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def read(self, layer: int | jax.Array) -> tuple[jax.Array, ...]:
         """Prompt keys and values and own keys and values of one layer."""
@@ -225,7 +228,8 @@ class KVCache:
             several = (samples,) if _by_sample(form, samples) else ()
             return jnp.zeros((*lead, groups, kv_heads, *several, *last), x.dtype)
 
-        prompt_k, prompt_v = (_prompt(x, form, copies) for x in _pair(prompt, form))
+        pair = keys_and_values(prompt, form in (KERNEL, INTERPRETED))
+        prompt_k, prompt_v = (_prompt(x, form, copies) for x in pair)
         return cls(
             prompt_k,
             prompt_v,
@@ -272,7 +276,7 @@ class KVCache:
         def own_keys(x: jax.Array) -> jax.Array:
             return own(x).swapaxes(-1, -2) if form == COLUMNS else own(x)
 
-        k, v = _pair(kept, form)
+        k, v = keys_and_values(kept, form in (KERNEL, INTERPRETED))
         prompt_k, prompt_v = (_prompt(jax.tree.map(shared, x), form, copies) for x in (k, v))
         own_k, own_v = jax.tree.map(own_keys, k), jax.tree.map(own, v)
         return cls(prompt_k, prompt_v, own_k, own_v, form, copies)
@@ -283,13 +287,13 @@ def _by_sample(form: str, samples: int) -> bool:
     return samples > 1 or form in (KERNEL, INTERPRETED)
 
 
-def _pair(kept: Any, form: str) -> tuple[Any, Any]:
-    """Keys and values of what a prefill kept; for the kernel in one array each."""
+def keys_and_values(kept: Any, stacked: bool) -> tuple[Any, Any]:
+    """Keys and values of what a prefill kept; ``stacked``: in one array each."""
     if not (len(kept) and isinstance(kept[0], tuple)):
         k, v = kept
         return k, v
     k, v = (tuple(pair[i] for pair in kept) for i in (0, 1))
-    return (jnp.stack(k), jnp.stack(v)) if form in (KERNEL, INTERPRETED) else (k, v)
+    return (jnp.stack(k), jnp.stack(v)) if stacked else (k, v)
 
 
 def _prompt(x: Any, form: str, copies: int) -> Any:

@@ -21,8 +21,9 @@ import numpy as np
 
 from hjax.kernels import decode
 from hjax.kernels.decode import Seen, Slots
-from hjax.models.attention import Causal
-from hjax.models.decoding import Decode, DecodeSlots, KVCache
+from hjax.models.attention import Attention, Causal
+from hjax.models.continuing import BLOCK, Blocks, Continue
+from hjax.models.decoding import Decode, DecodeSlots, KVCache, keys_and_values
 from hjax.models.forward import positions_of
 from hjax.models.parameters import Network, Params
 from hjax.models.transformer import Compute
@@ -45,7 +46,7 @@ class Size:
       rows: sequences at a time.
       groups: prompts at a time.
       samples: sequences that may share a prompt; 1: row i has prompt i.
-      prompt: tokens of a padded prompt.
+      prompt: tokens of a padded prompt; 0: rows have their prompts among their own tokens.
       length: columns, in which the tokens of all rows lie; for the kernel tokens of a row.
       own: room for options of each sequence's own; None: all are drawn as a program says.
     """
@@ -120,12 +121,14 @@ class Admission:
     parts, as many for each; a number beyond the state's is an entry that fills up and is dropped.
 
     Attributes:
-      prompts: int32 [groups, prompt], padded on the left; ``mask``: bool like it.
+      prompts: int32 [groups, prompt], padded on the left; ``mask``: bool like it. Without what is
+        known of them.
       groups: int32 [groups], where each goes.
       rows: int32 [groups * samples], where its samples go.
       keys: uint32 [groups * samples, 2], see ``State``.
       limit: int32 [groups * samples].
       options: of each of these, where sequences have their own.
+      known: what is known of the prompts; None: nothing.
     """
 
     prompts: np.ndarray
@@ -135,6 +138,45 @@ class Admission:
     keys: np.ndarray
     limit: np.ndarray
     options: RowSampling | None = None
+    known: Known | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """Beginnings of prompts whose keys and values are in blocks.
+
+    Attributes:
+      tokens: int32 [groups, n * BLOCK], of the whole prompts, padded on the left; ``mask``: bool
+        like it.
+      blocks: int32 [groups, n], numbers of each one's blocks, first ones first.
+      count: int32 [groups], tokens that are in blocks.
+    """
+
+    tokens: Any
+    mask: Any
+    blocks: Any
+    count: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Prompts:
+    """Prompts that were read.
+
+    Attributes:
+      k, v: of their tokens, which end in the last column: [groups, heads, prompt, head_dim], with a
+        leading layer dimension or a tuple of one for each layer.
+      tokens: int32 [groups], of each.
+      logits: float32 [groups, vocab], of the token that follows.
+      counts: of the sequences' tokens so far, where they need them.
+    """
+
+    k: Any
+    v: Any
+    tokens: jax.Array
+    logits: jax.Array
+    counts: Counts | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +222,9 @@ class Engine:
         # As the cache says: an array of all layers, or one for each.
         self.stacked = self.by_kernel or not compute.unroll_layers
         heads = "kv_heads" if copies == 1 else "heads"
-        held = layout.sharding(*((None,) if self.stacked else ()), "batch", heads)
+        over = (None,) if self.stacked else ()
+        held = layout.sharding(*over, "batch", heads)
+        self.block_sharding = layout.sharding(*over, None, heads)
         split, whole = layout.sharding("batch"), layout.replicated
         # Given out always in the same way, so that programs meet the same arrays again.
         of_slots = cast(Any, (split, split, split, whole, split, split, self.parts))
@@ -188,14 +232,14 @@ class Engine:
         state = State(*cast(Any, (held, slots, split)))
         rest, both = (slots, split), (state, whole)
         self._empty = jax.jit(self._zeros, static_argnums=0, out_shardings=state)
-        self._admit = jax.jit(
-            self._admitted, static_argnums=0, donate_argnums=2, out_shardings=both
-        )
+        prompts = Prompts(*cast(Any, (held, held, split, split, split)))
+        self._prefill = jax.jit(self._read_prompts, static_argnums=0, out_shardings=prompts)
+        self._first = jax.jit(self._begun, static_argnums=0, out_shardings=(split, whole))
+        self._insert = jax.jit(self._inserted, donate_argnums=0, out_shardings=state)
         self._decode = jax.jit(
             self._decoded, static_argnums=(0, 1), donate_argnums=3, out_shardings=both
         )
         self._halt = jax.jit(self._halted, donate_argnums=0, out_shardings=state)
-        self._widen = jax.jit(self._widened, static_argnums=0, out_shardings=state)
         self._select = jax.jit(self._selected, out_shardings=rest)
         self._part = jax.jit(self._cut, static_argnums=1, out_shardings=held)
 
@@ -207,11 +251,18 @@ class Engine:
 
     # What is called
 
-    def empty(self, size: Size) -> State:
-        """A state of free slots."""
-        return self._empty(size)
+    def empty(self, size: Size, column: int = 0) -> State:
+        """A state of free slots, whose next token goes into a column."""
+        return self._empty(size, place(np.int32(column), self.layout.replicated))
 
-    def admit(self, how: How, params: Params, state: State, new: Admission) -> tuple[State, Drawn]:
+    def admit(
+        self,
+        how: How,
+        params: Params,
+        state: State,
+        new: Admission,
+        blocks: Blocks | None = None,
+    ) -> tuple[State, Drawn]:
         """Prefill prompts, put them into free slots and draw each sequence's first token.
 
         Args:
@@ -219,6 +270,7 @@ class Engine:
           params: in the generate layout.
           state: donated.
           new: what enters.
+          blocks: that hold what is known of the prompts.
 
         Returns:
           the state, and a token of each new row.
@@ -226,8 +278,13 @@ class Engine:
         split = self.layout.sharding("batch")
         asked = {f.name: getattr(new, f.name) for f in dataclasses.fields(new)}
         given = jax.tree.map(lambda x: place(x, split), asked)
-        state, drawn = self._admit(how, params, state, given)
-        return state, _read(drawn)
+        where, texts = (given.pop("groups"), given.pop("rows")), ("prompts", "mask", "known")
+        text = [given.pop(name) for name in texts]
+        samples = new.rows.size // new.groups.size
+        counted = state.rows.counts is not None
+        prompts = self._prefill((samples, counted), params, *text, given["limit"], blocks)
+        rows, drawn = self._first(how, prompts.logits, prompts.tokens, prompts.counts, given)
+        return self._insert(state, prompts, rows, *where), _read(drawn)
 
     def decode(
         self, how: How, params: Params, state: State, steps: int, most: int = STEPS
@@ -256,10 +313,6 @@ class Engine:
         """The same with the rows done that ``rows``, bool [rows], has."""
         return self._halt(state, place(rows, self.layout.sharding("batch")))
 
-    def widen(self, state: State, prompt: int) -> State:
-        """The same with room for prompts of so many tokens."""
-        return self._widen(prompt, state)
-
     def move(
         self,
         state: State,
@@ -275,7 +328,7 @@ class Engine:
           rows, groups: int32, which of them, numbers as in ``Admission``; None: all as they are.
             Members are told by ``share`` afterwards.
           length: columns; 0: as many as there are.
-          first: the old column that will be the first.
+          first: the old column that will be the first; negative: so many come before the old ones.
         """
         split = self.layout.sharding("batch")
         of_rows, of_groups = (None if x is None else place(x, split) for x in (rows, groups))
@@ -305,11 +358,13 @@ class Engine:
 
     # Programs
 
-    def _zeros(self, size: Size) -> State:
+    def _zeros(self, size: Size, column: jax.Array) -> State:
         config, dtype = self.network.config, self.compute.dtype
 
         def prompts(count: int) -> Any:
-            x = jnp.zeros((count, config.kv_heads, size.prompt, config.head_dim), dtype)
+            # The kernel has a prompt always, of which nothing may be there.
+            prompt = max(size.prompt, 1) if self.by_kernel else size.prompt
+            x = jnp.zeros((count, config.kv_heads, prompt, config.head_dim), dtype)
             if self.compute.unroll_layers:
                 return ((x, x),) * config.layers
             return (jnp.broadcast_to(x, (config.layers, *x.shape)),) * 2
@@ -319,13 +374,14 @@ class Engine:
         if samples > 1 and not self.by_kernel:  # each row by itself
             own = KVCache.create(prompts(size.rows), 1, *room)
             cache = dataclasses.replace(cache, k=own.k, v=own.v)
+        cache = dataclasses.replace(cache, own_prompts=not size.prompt)
         numbers, none = jnp.zeros(size.rows, jnp.int32), jnp.zeros(size.groups, jnp.int32)
         shared = samples > 1 and not self.by_kernel
         slots = Slots(
             none,
             none,
             numbers,
-            jnp.int32(0),
+            column,
             jnp.zeros((size.groups, samples), jnp.int32) if shared else None,
             numbers if shared else None,
             self.parts,
@@ -341,76 +397,150 @@ class Engine:
         running = Running(numbers, numbers, numbers, numbers, done, keys, options, counts)
         return State(cache, slots, running)
 
-    def _admitted(
-        self, how: How, params: Params, state: State, given: dict[str, Any]
-    ) -> tuple[State, decode_state.DecodeState]:
+    def _read_prompts(
+        self,
+        rows: tuple[int, bool],
+        params: Params,
+        prompts: jax.Array,
+        mask: jax.Array,
+        known: Known | None,
+        limit: jax.Array,
+        blocks: Blocks | None,
+    ) -> Prompts:
+        """``rows``: of each prompt how many, and whether their tokens are counted."""
         model, split = self.network.bind(params), self.layout.constrain
-        prompts, mask = split(given["prompts"], "batch"), split(given["mask"], "batch")
-        entering = given["rows"].shape[0]
-        samples = entering // prompts.shape[0]
-        tokens = jnp.sum(mask, axis=-1, dtype=jnp.int32)
-        lengths = jnp.max(given["limit"].reshape(-1, samples), axis=-1) + tokens
-        size = jax.tree.leaves(state.cache.prompt_k)[0].shape[-2]
-        hidden, _, kept = model(
-            prompts,
-            positions_of(mask),
-            Causal(mask, keep=True, form=self.compute.form),
-            compute=self.compute,
-            layers=model.unstack() if self.compute.unroll_layers else None,
-            rotary=model.rotary(lengths, tables=prompts.shape[1]),
-        )
-        if not self.by_kernel:  # prompts end where the state's prompts end
-            short = size - prompts.shape[1]
-            kept = jax.tree.map(
-                lambda x: jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(short, 0), (0, 0)]), kept
-            )
+        samples, counted = rows
+        prompts, mask = split(prompts, "batch"), split(mask, "batch")
+        if known is None:
+            whole, there, copies = prompts, mask, self.copies
+            attention: Any = Causal(mask, keep=True, form=self.compute.form)
         else:
-            short = 0
-        new = KVCache.create(kept, 1, 1, self.form, self.copies)
+            whole, there, copies = split(known.tokens, "batch"), split(known.mask, "batch"), 1
+            attention = Continue(known.blocks, known.count, mask, self.copies)
+        tokens = jnp.sum(there, axis=-1, dtype=jnp.int32)
+        lengths = jnp.max(limit.reshape(-1, samples), axis=-1) + tokens
+        hidden, kept = self.prefilled(model, prompts, mask, attention, lengths, blocks)
+        k, v = keys_and_values(kept, self.stacked)
+        if copies > 1:
+            k, v = jax.tree.map(lambda x: jnp.repeat(x, copies, axis=-3), (k, v))
+        counts = None
+        if counted:
+            whole, there = (jnp.repeat(x, samples, axis=0) for x in (whole, there))
+            vocab = self.network.config.vocab_size
+            counts = Counts.of(whole, there, vocab, layout=self.layout)
+        logits = split(model.logits(hidden[:, -1]), "batch", "vocab")
+        return Prompts(k, v, tokens, logits, counts)
 
-        def enter(old: Any, new: Any) -> Any:
-            put = functools.partial(self._put, given["groups"])
-            put = jax.vmap(put) if self.stacked else put
-            return jax.tree.map(lambda old, new: put(old, _as_long(new, old)), old, new)
-
-        cache = dataclasses.replace(
-            state.cache,
-            prompt_k=enter(state.cache.prompt_k, new.prompt_k),
-            prompt_v=enter(state.cache.prompt_v, new.prompt_v),
-        )
-        logits = split(jnp.repeat(model.logits(hidden[:, -1]), samples, axis=0), "batch", "vocab")
-        old, options, counts = state.rows, given["options"], None
-        if old.counts is not None:
-            said, there = jnp.repeat(prompts, samples, axis=0), jnp.repeat(mask, samples, axis=0)
-            counts = Counts.of(said, there, self.network.config.vocab_size, layout=self.layout)
+    def _begun(
+        self,
+        how: How,
+        logits: jax.Array,
+        tokens: jax.Array,
+        counts: Counts | None,
+        given: dict[str, Any],
+    ) -> tuple[Running, decode_state.DecodeState]:
+        """Sequences with their first tokens."""
+        limit, options, keys = given["limit"], given["options"], given["keys"]
+        entering = limit.shape[0]
+        samples = entering // tokens.shape[0]
+        logits = self.layout.constrain(jnp.repeat(logits, samples, axis=0), "batch", "vocab")
         nothing = decode_state.start(entering, 1, how.sampling)
         first = jnp.zeros(entering, jnp.int32)
-        drawn, counts = self._draw(
-            how, nothing, logits, options, counts, given["keys"], first, jnp.int32(0)
-        )
-        drawn |= {"done": drawn["done"] | (given["limit"] <= 1)}
-        begin, end = decode.bounds(mask)
-        column = jnp.int32(0) if self.by_kernel else state.slots.column
-        at_group = functools.partial(self._put, given["groups"])
-        at_row = functools.partial(self._put, given["rows"])
+        drawn, counts = self._draw(how, nothing, logits, options, counts, keys, first, jnp.int32(0))
+        done = drawn["done"] | (limit <= 1)
+        number, one = jnp.repeat(tokens, samples), jnp.ones(entering, jnp.int32)
+        rows = Running(number, one, limit, drawn["last"], done, keys, options, counts)
+        return rows, drawn | {"done": done}
+
+    def _inserted(
+        self,
+        state: State,
+        new: Prompts,
+        running: Running,
+        groups: jax.Array,
+        rows: jax.Array,
+    ) -> State:
+        cache, slots = state.cache, state.slots
+        at_group, at_row = (functools.partial(self._put, where) for where in (groups, rows))
+        held, columns = _size(cache.prompt_k), _size(new.k)
+        start = jnp.zeros(rows.shape, jnp.int32) if self.by_kernel else slots.column
+        if state.cache.own_prompts:
+            begin = end = jnp.zeros(groups.shape, jnp.int32)
+            start = start if self.by_kernel else slots.column - new.tokens
+            cache = self._with_prompts(cache, new, rows, slots.column)
+        else:
+            # Prompts end where the state's prompts end, but for the kernel.
+            short = 0 if self.by_kernel else held - columns
+            begin, end = short + columns - new.tokens, jnp.full(groups.shape, short + columns)
+            sides = (short, held - columns - short)
+
+            def enter(old: jax.Array, x: jax.Array) -> jax.Array:
+                x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [sides, (0, 0)])
+                return jax.vmap(at_group)(old, x) if self.stacked else at_group(old, x)
+
+            cache = dataclasses.replace(
+                cache,
+                prompt_k=jax.tree.map(enter, cache.prompt_k, new.k),
+                prompt_v=jax.tree.map(enter, cache.prompt_v, new.v),
+            )
         slots = dataclasses.replace(
-            state.slots,
-            begin=at_group(state.slots.begin, begin + short),
-            end=at_group(state.slots.end, end + short),
-            start=at_row(state.slots.start, jnp.full(entering, column)),
+            slots,
+            begin=at_group(slots.begin, begin),
+            end=at_group(slots.end, end),
+            start=at_row(slots.start, jnp.broadcast_to(start, rows.shape)),
         )
-        entered = Running(
-            jnp.repeat(tokens, samples),
-            jnp.ones(entering, jnp.int32),
-            given["limit"],
-            drawn["last"],
-            drawn["done"],
-            given["keys"],
-            options,
-            counts,
+        return State(cache, slots, jax.tree.map(at_row, state.rows, running))
+
+    def _with_prompts(
+        self, cache: KVCache, new: Prompts, rows: jax.Array, column: jax.Array
+    ) -> KVCache:
+        """Prompts before a column of rows, or for the kernel from column 0 on."""
+        columns = _size(new.k)
+        if self.by_kernel:
+            at = jnp.arange(columns) + (columns - new.tokens)[:, None]
+            at = jnp.minimum(at, columns - 1)[:, None, :, None]
+
+        def enter(old: jax.Array, x: jax.Array, by_columns: bool) -> jax.Array:
+            if self.by_kernel:
+                x = jnp.take_along_axis(x, at, axis=2)[:, :, None]
+                return old.at[:, :, :, :columns].set(self._put(rows, old[..., :columns, :], x))
+            axis = 3 if by_columns else 2
+            x = x.swapaxes(2, 3) if by_columns else x
+            held = jax.lax.dynamic_slice_in_dim(old, column - columns, columns, axis)
+            held = self._put(rows, held, x)
+            return jax.lax.dynamic_update_slice_in_dim(old, held, column - columns, axis)
+
+        def of(old: Any, x: Any, by_columns: bool) -> Any:
+            one = functools.partial(enter, by_columns=by_columns)
+            return jax.tree.map(jax.vmap(one) if self.stacked else one, old, x)
+
+        k, v = of(cache.k, new.k, self.form == decode.COLUMNS), of(cache.v, new.v, False)
+        return dataclasses.replace(cache, k=k, v=v)
+
+    def prefilled(
+        self,
+        model: Any,
+        tokens: jax.Array,
+        mask: jax.Array,
+        attention: Attention,
+        lengths: jax.Array,
+        blocks: Blocks | None,
+    ) -> tuple[jax.Array, Any]:
+        """Inside jit: hidden states of prompts, and keys and values as ``attention`` keeps them."""
+        if isinstance(attention, Continue):
+            positions, columns = attention.positions, attention.blocks.shape[1] * BLOCK
+        else:
+            positions, columns = positions_of(mask), tokens.shape[1]
+        hidden, _, kept = model(
+            tokens,
+            positions,
+            attention,
+            blocks,
+            compute=self.compute,
+            layers=model.unstack() if self.compute.unroll_layers else None,
+            rotary=model.rotary(lengths, tables=columns),
         )
-        running = jax.tree.map(at_row, old, entered)
-        return State(cache, slots, running), drawn
+        return hidden, kept
 
     def _put(self, index: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
         """``old`` [many, ...] with ``new`` [some, ...] at numbers of its parts."""
@@ -458,7 +588,8 @@ class Engine:
             attention: Any = DecodeSlots(slots)
             if self.by_kernel:
                 by_group = (slots.begin.shape[0], -1)
-                where = jnp.where(running.done, -1, at).reshape(by_group)
+                where = running.tokens + at if state.cache.own_prompts else at
+                where = jnp.where(running.done, -1, where).reshape(by_group)
                 attention = Decode(Seen(slots.begin, slots.end, where), self.layout, length / 2)
             hidden, cache, _ = model(
                 running.last[:, None],
@@ -493,20 +624,6 @@ class Engine:
     def _halted(state: State, rows: jax.Array) -> State:
         running = dataclasses.replace(state.rows, done=state.rows.done | rows)
         return dataclasses.replace(state, rows=running)
-
-    def _widened(self, prompt: int, state: State) -> State:
-        cache = state.cache
-        more = prompt - jax.tree.leaves(cache.prompt_k)[0].shape[-2]
-        # Prompts end where the state's prompts end, but for the kernel.
-        sides = (0, more) if self.by_kernel else (more, 0)
-
-        def wide(x: jax.Array) -> jax.Array:
-            return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [sides, (0, 0)])
-
-        parts = {n: jax.tree.map(wide, getattr(cache, n)) for n in ("prompt_k", "prompt_v")}
-        begin, end = (x + sides[0] for x in (state.slots.begin, state.slots.end))
-        slots = dataclasses.replace(state.slots, begin=begin, end=end)
-        return State(dataclasses.replace(cache, **parts), slots, state.rows)
 
     def _selected(
         self,
@@ -543,19 +660,18 @@ class Engine:
         if index is not None:
             some = functools.partial(decode.taken, index=index, parts=self.parts)
             x = jax.vmap(some)(x) if self.stacked else some(x)
-        if length and length != x.shape[axis]:
+        if length > x.shape[axis]:
             more = [(0, 0)] * x.ndim
-            more[axis] = (0, max(length - x.shape[axis], 0))
-            x = jax.lax.slice_in_dim(jnp.pad(x, more), 0, length, axis=axis)
+            more[axis] = (0, length - x.shape[axis])
+            x = jnp.pad(x, more)
         if first is not None:
             x = jnp.roll(x, -first, axis)
-        return x
+        return jax.lax.slice_in_dim(x, 0, length or x.shape[axis], axis=axis)
 
 
-def _as_long(new: jax.Array, old: jax.Array) -> jax.Array:
-    """Keys or values [..., length, head_dim] filled up on the right to the length of others."""
-    missing = old.shape[-2] - new.shape[-2]
-    return jnp.pad(new, [(0, 0)] * (new.ndim - 2) + [(0, missing), (0, 0)]) if missing else new
+def _size(held: Any) -> int:
+    """Tokens of an array of a cache, or of those of its layers."""
+    return int(jax.tree.leaves(held)[0].shape[-2])
 
 
 def _read(drawn: decode_state.DecodeState) -> Drawn:

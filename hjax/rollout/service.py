@@ -1,8 +1,10 @@
 """Requests from anywhere, answered by one engine: what servers and chats stand on.
 
 A thread owns the engine. Between its dispatches it lets in who waits, hands on what was drawn, and
-drops what was cancelled. A request's tokens follow from it and its seed alone: not from its slot,
-nor from who else is there (up to float32's rounding, docs/design.md section 9).
+drops what was cancelled. What prompts and answers computed is kept and found again by prompts that
+begin like them; long prompts are read in chunks, between which others go on. A request's tokens
+follow from it and its seed alone: not from its slot, nor from who else is there or was (up to
+float32's rounding, docs/design.md section 9).
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ import jax
 import numpy as np
 
 from hjax.errors import ConfigError, RunError
-from hjax.rollout.engine import Admission, Drawn, How, Size, State
+from hjax.models.continuing import BLOCK
+from hjax.rollout.engine import Admission, Drawn, How, Known, Size, State
 from hjax.rollout.language_model import LanguageModel
 from hjax.rollout.options import Options
+from hjax.rollout.prefixes import Beginning, Prefixes, columns_for, why_not
 from hjax.rollout.row_sampling import RowSampling, Sizes
 from hjax.rollout.scheduler import COLUMNS
 
@@ -28,6 +32,10 @@ SLOTS = 16
 STEPS = 8
 # Prompts that are read together, so that others do not wait long for their next tokens.
 TOGETHER = 8
+# Tokens of a prompt that are read at a time, for the same reason; whole blocks.
+CHUNK = 512
+# Tokens that are kept for prompts to come, if nobody says how many.
+PREFIX_TOKENS = 16 * 1024
 
 
 class QueueFull(RunError):
@@ -69,12 +77,21 @@ class Piece:
 
 
 class Ticket:
-    """A request on its way."""
+    """A request on its way.
+
+    Attributes:
+      request: what is asked.
+      cached: tokens of its prompt that others had left known; None until it is read.
+    """
 
     def __init__(self, request: Request, options: RowSampling, on_piece: Callable[[Piece], None]):
         self.request, self.options, self._on_piece = request, options, on_piece
         self.cancelled = False
-        self.drawn = 0
+        self.tokens: list[int] = []  # of the response
+        self.cached: int | None = None
+        self.begun = Beginning()  # what is known of its prompt, held
+        self.read = 0  # tokens of it that were read in chunks
+        self.whole = False  # whether it is read in one piece, however long
 
     def cancel(self) -> None:
         """Draw no more; the last piece says ``cancelled``. Nothing happens if it has ended."""
@@ -95,31 +112,45 @@ class Service:
       model: whose weights answer.
       slots: requests that are answered at a time; 0: 16.
       max_queue: requests that may wait beside.
+      prefix_tokens: whose keys and values are kept for prompts that begin with them; 0: none, and
+        long prompts are read in one piece. None: some, where the model allows it.
 
     Attributes:
       max_tokens: of a prompt and its response together.
       slots: as given.
     """
 
-    def __init__(self, model: LanguageModel, slots: int = 0, max_queue: int = 1024):
-        if slots < 0 or max_queue < 0:
-            raise ConfigError(f"slots={slots}, max_queue={max_queue}: 0 or more")
+    def __init__(
+        self,
+        model: LanguageModel,
+        slots: int = 0,
+        max_queue: int = 1024,
+        prefix_tokens: int | None = None,
+    ):
+        if slots < 0 or max_queue < 0 or (prefix_tokens or 0) < 0:
+            raise ConfigError(
+                f"slots={slots}, max_queue={max_queue}, prefix_tokens={prefix_tokens}: 0 or more"
+            )
         self._model, self._engine = model, model.engine
         self.slots = slots or SLOTS
         parts = self._engine.parts
         self.slots = -(-self.slots // parts) * parts
         self.max_queue, self.max_tokens = max_queue, model.config.max_length
+        if prefix_tokens is None:
+            most = max(PREFIX_TOKENS, self.max_tokens)
+            prefix_tokens = 0 if why_not(self._engine) else most
+        self._prefixes = Prefixes(self._engine, prefix_tokens) if prefix_tokens else None
+        self._reading: collections.deque[Ticket] = collections.deque()
         self._own = Sizes(model.config.vocab_size, penalties=True)
         self._waiting: collections.deque[Ticket] = collections.deque()
         self._rows: list[Ticket | None] = [None] * self.slots
         self._start = np.zeros(self.slots, np.int64)
-        self._prompt = self._length = COLUMNS
-        self._column = 0
+        self._length = self._column = 0
         self._state: State | None = None
         self._changed = threading.Condition()
         self._closing, self._ends_at = False, 0.0
         self._error: BaseException | None = None
-        self._prompt_tokens = self._generated = 0
+        self._prompt_tokens = self._generated = self._cached = 0
         self._keys = jax.jit(jax.vmap(_key))
         self._thread = threading.Thread(target=self._serve, name="rollout service", daemon=True)
         self._thread.start()
@@ -152,14 +183,19 @@ class Service:
         return ticket
 
     def stats(self) -> dict[str, float]:
-        """``running``, ``waiting``, ``slots``, ``generated_tokens``, ``prompt_tokens``."""
+        """``running``, ``waiting``, ``slots``, ``generated_tokens``, ``prompt_tokens``, of these
+        ``cached_tokens`` that were known; ``kept_tokens`` of ``kept_room`` are kept."""
+        prefixes = self._prefixes
         with self._changed:
             return {
                 "running": sum(row is not None for row in self._rows),
-                "waiting": len(self._waiting),
+                "waiting": len(self._waiting) + len(self._reading),
                 "slots": self.slots,
                 "generated_tokens": self._generated,
                 "prompt_tokens": self._prompt_tokens,
+                "cached_tokens": self._cached,
+                "kept_tokens": 0 if prefixes is None else prefixes.held,
+                "kept_room": 0 if prefixes is None else prefixes.room,
             }
 
     def close(self, seconds: float = 10.0) -> None:
@@ -196,6 +232,7 @@ class Service:
         try:
             while self._wait():
                 self._drop_cancelled()
+                self._read()
                 self._admit()
                 if any(row is not None for row in self._rows):
                     self._decode()
@@ -209,7 +246,7 @@ class Service:
         """Wait for something to do; False: closed, and nothing is left."""
         with self._changed:
             while True:
-                busy = self._waiting or any(row is not None for row in self._rows)
+                busy = self._waiting or self._reading or any(r is not None for r in self._rows)
                 if self._closing and (not busy or time.monotonic() > self._ends_at):
                     break
                 if busy:
@@ -221,17 +258,23 @@ class Service:
 
     def _end_all(self, finish: str) -> None:
         with self._changed:
-            left = [row for row in self._rows if row is not None] + list(self._waiting)
+            left = [row for row in self._rows if row is not None]
+            left += [*self._reading, *self._waiting]
             self._rows = [None] * self.slots
             self._waiting.clear()
+            self._reading.clear()
         for ticket in left:
             ticket.tell(Piece(finish=finish))
 
     def _drop_cancelled(self) -> None:
         with self._changed:
-            gone = [ticket for ticket in self._waiting if ticket.cancelled]
-            for ticket in gone:
-                self._waiting.remove(ticket)
+            gone = []
+            for queue in (self._waiting, self._reading):
+                some = [ticket for ticket in queue if ticket.cancelled]
+                for ticket in some:
+                    queue.remove(ticket)
+                    self._forget(ticket)
+                gone += some
             halted = np.array([row is not None and row.cancelled for row in self._rows])
             gone += [row for row in self._rows if row is not None and row.cancelled]
             self._rows = [None if row is None or row.cancelled else row for row in self._rows]
@@ -240,18 +283,67 @@ class Service:
         for ticket in gone:
             ticket.tell(Piece(finish="cancelled"))
 
+    def _read(self) -> None:
+        """A chunk of a long prompt."""
+        if not self._reading:
+            return
+        assert self._prefixes is not None
+        ticket = self._reading[0]
+        prompt = ticket.request.prompt
+        begun, params = ticket.begun, self._model.params
+        ticket.whole = not self._prefixes.read(params, prompt, CHUNK, self.max_tokens)
+        ticket.begun = self._prefixes.find(prompt)
+        ticket.read += 0 if ticket.whole else CHUNK
+        self._prefixes.release(begun)
+        if ticket.whole or len(prompt) - ticket.begun.tokens <= CHUNK:
+            with self._changed:
+                self._reading.popleft()
+                self._waiting.appendleft(ticket)
+
+    def _forget(self, ticket: Ticket) -> None:
+        """Nothing is held for it."""
+        if self._prefixes is not None:
+            self._prefixes.release(ticket.begun)
+            ticket.begun = Beginning()
+
+    def _next(self, count: int) -> list[Ticket]:
+        """Up to so many of those who wait, first come first; what is known of each is held.
+
+        Of several whose prompts go on alike one comes now, the others when that is known.
+        """
+        if self._prefixes is None:
+            return [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
+        entering: list[Ticket] = []
+        later: list[Ticket] = []
+        goes_on: set[tuple] = set()
+        while self._waiting and len(entering) < count:
+            ticket = self._waiting.popleft()
+            prompt = ticket.request.prompt
+            self._forget(ticket)
+            ticket.begun = self._prefixes.find(prompt)
+            known = ticket.begun.tokens
+            ahead = prompt[known : known + BLOCK]
+            if len(prompt) - known > CHUNK and not ticket.whole:
+                self._reading.append(ticket)
+            elif len(prompt) > known + BLOCK and (ticket.begun, ahead) in goes_on:
+                later.append(ticket)
+            else:
+                goes_on.add((ticket.begun, ahead))
+                entering.append(ticket)
+        self._waiting.extendleft(reversed(later))
+        return entering
+
     def _admit(self) -> None:
         engine, parts = self._engine, self._engine.parts
         free = np.array([row is None for row in self._rows]).reshape(parts, -1)
         each = min(int(free.sum(axis=1).max()), max(TOGETHER // parts, 1))
         with self._changed:
-            count = min(len(self._waiting), int(free.sum()), each * parts)
-            entering = [self._waiting.popleft() for _ in range(count)]
+            entering = self._next(min(int(free.sum()), each * parts))
         if not entering:
             return
         each = 1 << (-(-len(entering) // parts) - 1).bit_length()
-        prompt = _bucket(max(len(t.request.prompt) for t in entering), self.max_tokens)
-        self._ready(prompt)
+        columns = columns_for(max(len(t.request.prompt) for t in entering), self.max_tokens)
+        self._ready(columns)
         assert self._state is not None
         rows = [np.flatnonzero(free[part]) for part in range(parts)]
         seats = [(part, rows[part][i]) for i in range(each) for part in range(parts)
@@ -264,18 +356,46 @@ class Service:
             used[part] += 1
             entries[at], where[at] = ticket, row
             place = part * (self.slots // parts) + int(row)
-            self._rows[place], self._start[place] = ticket, self._column
-        tokens = np.zeros((len(entries), prompt), np.int32)
+            self._rows[place] = ticket
+            self._start[place] = self._column - len(ticket.request.prompt)
+        known, blocks = None, None
+        if self._prefixes is not None and any(ticket.begun.path for ticket in entering):
+            asked = [() if t is None else t.request.prompt for t in entries]
+            begun = [Beginning() if t is None else t.begun for t in entries]
+            known, blocks = self._prefixes.known(asked, begun, columns), self._prefixes.blocks
+            longest = max(len(t.request.prompt) - t.begun.tokens for t in entering)
+            columns = columns_for(longest, self.max_tokens)
+        new = self._admission(entries, where, columns, known)
+        params = self._model.params
+        self._state, drawn = engine.admit(How(), params, self._state, new, blocks)
+        with self._changed:
+            for ticket in entering:
+                ticket.cached = max(ticket.begun.tokens - ticket.read, 0)
+                self._prompt_tokens += len(ticket.request.prompt)
+                self._cached += ticket.cached
+        if self._prefixes is not None:
+            taken = zip(entries, where.tolist(), strict=True)
+            kept = [(row, t.request.prompt) for t, row in taken if t is not None]
+            self._prefixes.keep(self._state, kept)
+            for ticket in entering:
+                self._forget(ticket)
+        self._hand_on(entries, drawn)
+
+    def _admission(
+        self, entries: list[Ticket | None], where: np.ndarray, columns: int, known: Known | None
+    ) -> Admission:
+        """What is not known of the prompts, and how they are answered."""
+        tokens = np.zeros((len(entries), columns), np.int32)
         mask = np.zeros(tokens.shape, bool)
         mask[:, -1] = True  # an entry that fills up has a token too
-        for at, one in enumerate(entries):
-            if one is not None:
-                size = len(one.request.prompt)
-                tokens[at, prompt - size :], mask[at, prompt - size :] = one.request.prompt, True
+        for at, ticket in enumerate(entries):
+            if ticket is not None:
+                new = ticket.request.prompt[ticket.begun.tokens :]
+                tokens[at, columns - len(new) :], mask[at, columns - len(new) :] = new, True
         asked = [None if t is None else t.request for t in entries]
         seeds = np.array([0 if r is None else r.seed for r in asked], np.uint32)
         choices = np.array([0 if r is None else r.choice for r in asked], np.int32)
-        new = Admission(
+        return Admission(
             tokens,
             mask,
             where,
@@ -283,24 +403,27 @@ class Service:
             np.asarray(self._keys(seeds, choices)),
             np.array([1 if r is None else r.max_tokens for r in asked], np.int32),
             RowSampling.of([None if r is None else r.options for r in asked], self._own),
+            known,
         )
-        self._state, drawn = engine.admit(How(), self._model.params, self._state, new)
-        self._prompt_tokens += sum(len(t.request.prompt) for t in entering)
-        self._hand_on(entries, drawn)
 
-    def _ready(self, prompt: int) -> None:
-        """A state with room for prompts of so many tokens."""
+    def _ready(self, columns: int) -> None:
+        """A state where prompts of so many columns may end in the next column."""
         if self._state is None:
-            self._prompt, self._length, self._column = prompt, COLUMNS, 0
-            size = Size(self.slots, self.slots, 1, prompt, self._columns(COLUMNS), self._own)
-            self._length = size.length
-            self._state = self._engine.empty(size)
-        elif prompt > self._prompt:
-            self._state, self._prompt = self._engine.widen(self._state, prompt), prompt
+            self._column = columns
+            # For the kernel all that a row may ever need.
+            most = columns_for(self.max_tokens, self.max_tokens)
+            self._length = most if self._engine.by_kernel else _longer(columns)
+            size = Size(self.slots, self.slots, 1, 0, self._length, self._own)
+            self._state = self._engine.empty(size, columns)
+        elif columns > self._column and not self._engine.by_kernel:
+            self._move(self._column - columns, max(self._length, _longer(columns)))
 
-    def _columns(self, length: int) -> int:
-        """Of a state of at least so many; for the kernel all that a row may ever need."""
-        return self.max_tokens if self._engine.by_kernel else length
+    def _move(self, first: int, length: int) -> None:
+        assert self._state is not None
+        more = length if length != self._length else 0
+        self._state = self._engine.move(self._state, length=more, first=first)
+        self._column, self._start = self._column - first, self._start - first
+        self._length = length
 
     def _decode(self) -> None:
         assert self._state is not None
@@ -320,17 +443,13 @@ class Service:
             return
         live = [at for at, row in enumerate(self._rows) if row is not None]
         first = int(self._start[live].min())
-        span = self._column - first
-        assert self._state is not None
-        if first:
-            self._state = self._engine.move(self._state, first=first)
-            self._column, self._start = span, self._start - first
-        if span > self._length // 2:
-            self._length *= 2
-            self._state = self._engine.move(self._state, length=self._length)
+        length = _longer(self._column - first)
+        if first or length != self._length:
+            self._move(first, length)
 
     def _hand_on(self, entries: list[Ticket | None], drawn: Drawn) -> None:
         """What was drawn for each entry, to who asked for it."""
+        told: list[tuple[Ticket, Piece]] = []
         for at, ticket in enumerate(entries):
             if ticket is None:
                 continue
@@ -340,19 +459,29 @@ class Service:
             if drawn.done[at]:
                 stopped = bool(tokens) and tokens[-1] in ticket.request.options.stop
                 finish = "stop" if stopped else "length"
-                with self._changed:
-                    self._rows = [None if row is ticket else row for row in self._rows]
-            ticket.drawn += len(tokens)
-            self._generated += len(tokens)
-            ticket.tell(Piece(tokens, tuple(drawn.logprobs["logprobs"][at][mask].tolist()), finish))
+            ticket.tokens += tokens
+            logprobs = tuple(drawn.logprobs["logprobs"][at][mask].tolist())
+            told.append((ticket, Piece(tokens, logprobs, finish)))
+        ended = {ticket for ticket, piece in told if piece.finish}
+        at_rows = [(i, row) for i, row in enumerate(self._rows) if row in ended]
+        if self._prefixes is not None and at_rows:
+            assert self._state is not None
+            # The last token drawn is not in the cache.
+            kept = [(i, (*row.request.prompt, *row.tokens[:-1])) for i, row in at_rows if row]
+            self._prefixes.keep(self._state, kept)
+        with self._changed:
+            self._generated += sum(len(piece.tokens) for _, piece in told)
+            self._rows = [None if row in ended else row for row in self._rows]
+        for ticket, piece in told:
+            ticket.tell(piece)
+
+
+def _longer(columns: int) -> int:
+    """Columns of a state in which so many are taken: a power of two, few sizes, few programs."""
+    return 1 << max(columns + STEPS, COLUMNS).bit_length()
 
 
 def _key(seed: jax.Array, choice: jax.Array) -> jax.Array:
     """As ``hjax.rollout.sampling.sequence_keys`` of a run's step 0."""
     key = jax.random.fold_in(jax.random.key(seed), 0)
     return jax.random.key_data(jax.random.fold_in(key, choice))
-
-
-def _bucket(tokens: int, limit: int) -> int:
-    """Powers of two from ``COLUMNS`` on, and the limit: few lengths of prompts, few programs."""
-    return min(max(COLUMNS, 1 << (tokens - 1).bit_length()), limit)

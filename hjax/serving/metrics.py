@@ -63,9 +63,12 @@ class _Engine(Collector):
         "running": "Responses that are being drawn",
         "waiting": "Responses that wait for a slot",
         "slots": "Responses that can be drawn at a time",
+        "kept_tokens": "Tokens kept for prompts that begin with them",
+        "kept_room": "Tokens that there is room for",
     }
     counters = {
         "prompt_tokens": "Tokens of prompts",
+        "cached_tokens": "Tokens of prompts that were kept, and so not read again",
         "generated_tokens": "Tokens drawn",
     }
 

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 from hjax.errors import ConfigError, RunError
 from hjax.rollout.service import Piece, QueueFull, Ticket
@@ -119,12 +120,15 @@ class Running:
         going = (index for index, choice in enumerate(self.choices) if not choice.finish)
         self._arrived.put_nowait((next(going, 0), Piece((), (), "cancelled")))
 
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         """Tokens so far, in OpenAI's form."""
         prompt = sum(len(prompt.tokens) for prompt in self.asked.prompts)
         drawn = sum(choice.count for choice in self.choices)
+        first_answers = self._tickets[:: len(self._tickets) // len(self.asked.prompts)]
+        cached = sum(ticket.cached or 0 for ticket in first_answers)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": drawn,
             "total_tokens": prompt + drawn,
+            "prompt_tokens_details": {"cached_tokens": cached},
         }

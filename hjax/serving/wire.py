@@ -30,7 +30,7 @@ class Form:
         self._id = f"{self.prefix}-{secrets.token_hex(16)}"
         self._created = int(time.time())
 
-    def whole(self, deltas: Sequence[Delta], usage: dict[str, int]) -> dict[str, Any]:
+    def whole(self, deltas: Sequence[Delta], usage: dict[str, Any]) -> dict[str, Any]:
         """The answer, of all of each response."""
         choices = [
             {"index": index}
@@ -51,7 +51,7 @@ class Form:
         )
         return self._head(self.chunk_kind) | {"choices": [choice]} | self._no_usage()
 
-    def usage_chunk(self, usage: dict[str, int]) -> dict[str, Any]:
+    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
         """The last chunk where usage is asked for."""
         return self._head(self.chunk_kind) | {"choices": [], "usage": usage}
 

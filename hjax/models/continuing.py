@@ -1,0 +1,117 @@
+"""Prefill that begins where earlier work ended: keys and values in blocks, and what reads them.
+
+``Blocks`` holds tokens' keys and values after the sequences that wrote them are gone; ``Continue``
+is the attention strategy of tokens whose beginning is there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hjax.kernels import continuing
+from hjax.kernels.attention import Scoring
+from hjax.models.attention import KeyValue
+
+BLOCK = 16  # tokens of a block, of consecutive positions of one sequence
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Keys and values in blocks.
+
+    Attributes:
+      k, v: [layers, blocks, kv_heads, BLOCK, head_dim], or a tuple with one array per layer
+        [blocks, kv_heads, BLOCK, head_dim].
+    """
+
+    k: Any
+    v: Any
+
+    def rows(self, layer: int | jax.Array, numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Keys and values of one layer, [rows, kv_heads, n * BLOCK, head_dim] each.
+
+        Args:
+          layer: which.
+          numbers: int32 [rows, n], of blocks; anything stands where a number is none.
+        """
+
+        def of(held: Any) -> jax.Array:
+            if isinstance(held, tuple):
+                found = held[layer][numbers]
+            else:
+                found = held[layer, numbers]
+            rows, count, kv_heads, block, dim = found.shape
+            return found.swapaxes(1, 2).reshape(rows, kv_heads, count * block, dim)
+
+        return of(self.k), of(self.v)
+
+    def with_rows(self, new: Blocks, numbers: jax.Array) -> Blocks:
+        """The same with other blocks, of all layers, at ``numbers``; those beyond are dropped."""
+
+        def put(held: jax.Array, new: jax.Array) -> jax.Array:
+            return held.at[numbers].set(new.astype(held.dtype), mode="drop")
+
+        if isinstance(self.k, tuple):
+            return jax.tree.map(put, self, new)
+        return jax.tree.map(jax.vmap(put), self, new)
+
+
+@dataclasses.dataclass(frozen=True)
+class Continue:
+    """New tokens of rows whose first ones are in blocks; the strategy's cache is the ``Blocks``.
+
+    Each new token sees what is known of its row and the new ones before it. Kept are the rows'
+    keys and values [rows, heads, columns, head_dim], known and new, which end in the last column.
+
+    Attributes:
+      blocks: int32 [rows, n], numbers of the blocks of each row, first ones first; BLOCK * n are
+        the columns, enough for what is known and what is new.
+      known: int32 [rows], tokens that the blocks have, whole blocks.
+      mask: bool [rows, new], of the new tokens, padded on the left.
+      copies: of each key-value head, as in ``hjax.models.decoding.KVCache``.
+    """
+
+    blocks: jax.Array
+    known: jax.Array
+    mask: jax.Array
+    copies: int = 1
+
+    @property
+    def positions(self) -> jax.Array:
+        """int32 [rows, new], of each token in its sequence."""
+        at = jnp.cumsum(self.mask, axis=-1, dtype=jnp.int32) - 1
+        return jnp.maximum(self.known[:, None] + at, 0)
+
+    def __call__(
+        self,
+        layer: int | jax.Array,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        cache: Blocks,
+        scoring: Scoring = Scoring(),
+        sinks: jax.Array | None = None,
+    ) -> tuple[jax.Array, Blocks, KeyValue | None]:
+        past = cache.rows(layer, self.blocks)
+        columns, new = past[0].shape[2], q.shape[1]
+        tokens = self.known + jnp.sum(self.mask, axis=-1, dtype=jnp.int32)
+        at = jnp.arange(columns) - (columns - tokens)[:, None]  # in the row's sequence
+        from_past = jnp.clip(at, 0)[:, None, :, None]
+        is_past = (at < self.known[:, None])[:, None, :, None]
+
+        def joined(past: jax.Array, x: jax.Array) -> jax.Array:
+            x = x.transpose(0, 2, 1, 3)
+            if self.copies > 1:
+                x = jnp.repeat(x, self.copies, axis=1)
+            # New tokens are in the last columns as they are.
+            x = jnp.pad(x, [(0, 0), (0, 0), (columns - new, 0), (0, 0)])
+            return jnp.where(is_past, jnp.take_along_axis(past, from_past, axis=2), x)
+
+        keys, values = joined(past[0], k), joined(past[1], v)
+        out = continuing.attend(q, keys, values, columns - tokens, scoring, sinks)
+        return out, cache, (keys, values)

@@ -1,0 +1,239 @@
+"""Prompts that begin as earlier ones did: what was computed for these is found again.
+
+A system prompt, the turns of a conversation, several answers to one question, the chunks of a long
+prompt: keys and values of whole blocks of tokens stay beside the engine's slots, as long as there
+is room, and a new prompt is read from where its known beginning ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hjax.errors import ConfigError
+from hjax.kernels import decode
+from hjax.models.continuing import BLOCK, Blocks, Continue
+from hjax.models.decoding import keys_and_values
+from hjax.models.parameters import Params
+from hjax.rollout.engine import Engine, Known, State
+from hjax.rollout.prefix_tree import Path, PrefixTree
+from hjax.sharding.arrays import place
+
+# Blocks that one program writes; as many calls as it takes.
+TOGETHER = 64
+
+
+def columns_for(tokens: int, limit: int) -> int:
+    """Columns for prompts of so many tokens: powers of two, or the limit in whole blocks."""
+    return min(1 << (max(tokens, BLOCK) - 1).bit_length(), -(-limit // BLOCK) * BLOCK)
+
+
+@dataclasses.dataclass(frozen=True)
+class Beginning:
+    """What is known of a prompt.
+
+    Attributes:
+      path: numbers of its blocks.
+    """
+
+    path: tuple[int, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """That are known."""
+        return len(self.path) * BLOCK
+
+
+class Prefixes:
+    """Keys and values of sequences' beginnings, for one engine and one set of weights.
+
+    Args:
+      engine: whose rows they come from and go to; of one data-parallel part.
+      tokens: that there is room for.
+
+    Raises:
+      ConfigError: positions that depend on a sequence's length, or several data-parallel parts.
+    """
+
+    def __init__(self, engine: Engine, tokens: int):
+        if reason := why_not(engine):
+            raise ConfigError(f"prefix_tokens={tokens}: {reason}; give 0")
+        self._engine = engine
+        self._tree = PrefixTree(max(tokens // BLOCK, 1), BLOCK)
+        held = engine.block_sharding
+        self._keep = jax.jit(self._kept, donate_argnums=0, out_shardings=held)
+        self._read = jax.jit(self._read_in, donate_argnums=1, out_shardings=held)
+        empty = jax.jit(self._empty, static_argnums=0, out_shardings=held)
+        self.blocks: Blocks = empty(self._tree.blocks)
+
+    @property
+    def room(self) -> int:
+        """Tokens that there is room for."""
+        return self._tree.blocks * BLOCK
+
+    @property
+    def held(self) -> int:
+        """Tokens that are kept."""
+        return self._tree.used * BLOCK
+
+    def clear(self) -> None:
+        """Forget everything: other weights make other keys and values."""
+        self._tree.clear()
+
+    def find(self, prompt: Sequence[int]) -> Beginning:
+        """The longest known beginning that leaves a token to be read; held until ``release``."""
+        path = tuple(self._tree.find(prompt[: len(prompt) - 1]))
+        self._tree.hold(path)
+        return Beginning(path)
+
+    def release(self, beginning: Beginning) -> None:
+        """What it holds may make room for others."""
+        self._tree.release(beginning.path)
+
+    def known(
+        self, prompts: Sequence[Sequence[int]], found: Sequence[Beginning], columns: int
+    ) -> Known:
+        """As ``Engine.admit`` takes it.
+
+        Args:
+          prompts: tokens of each, whole.
+          found: of each.
+          columns: for the longest of them.
+        """
+        tokens = np.zeros((len(prompts), columns), np.int32)
+        mask = np.zeros(tokens.shape, bool)
+        numbers = np.zeros((len(prompts), columns // BLOCK), np.int32)
+        for i, (prompt, one) in enumerate(zip(prompts, found, strict=True)):
+            if prompt:
+                tokens[i, -len(prompt) :], mask[i, -len(prompt) :] = prompt, True
+            numbers[i, : len(one.path)] = one.path
+        count = np.array([one.tokens for one in found], np.int32)
+        return Known(tokens, mask, numbers, count)
+
+    def keep(self, state: State, sequences: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Keep what rows of a state have computed.
+
+        Args:
+          state: as it is; of rows that have their prompts among their own tokens.
+          sequences: a row, and the tokens that it has in its cache, from the prompt's first on.
+        """
+        paths: list[Path] = []
+        pieces: list[tuple[int, int, int]] = []
+        for row, tokens in sequences:
+            path, new = self._tree.add(tokens)
+            paths.append(path)
+            old = len(path) - len(new)
+            pieces += [(row, (old + i) * BLOCK, number) for i, number in enumerate(new)]
+        for table in _tables(pieces, self._tree.blocks):
+            given = place(table, self._engine.layout.replicated)
+            self.blocks = self._keep(self.blocks, state, given)
+        for path in paths:
+            self._tree.release(path)
+
+    def read(self, params: Params, prompt: Sequence[int], chunk: int, limit: int) -> bool:
+        """Read the next chunk of a prompt, and keep it.
+
+        Args:
+          params: in the generate layout.
+          prompt: of more tokens than are known of it and a chunk.
+          chunk: tokens, a multiple of BLOCK.
+          limit: tokens of a prompt at most.
+
+        Returns:
+          whether there was room for it.
+        """
+        begun = self.find(prompt)
+        path, new = self._tree.add(prompt[: begun.tokens + chunk])
+        if len(new) < chunk // BLOCK:
+            # What was to be filled is not: nobody may find it.
+            self._tree.release(path)
+            self.release(begun)
+            self._tree.drop(new)
+            return False
+        columns = columns_for(begun.tokens + chunk, limit)
+        known = self.known([prompt[: begun.tokens + chunk]], [begun], columns)
+        tokens = np.asarray([prompt[begun.tokens : begun.tokens + chunk]], np.int32)
+        whole = self._engine.layout.replicated
+        given = jax.tree.map(lambda x: place(x, whole), (tokens, known, np.asarray(new, np.int32)))
+        self.blocks = self._read(params, self.blocks, *given)
+        self._tree.release(path)
+        self.release(begun)
+        return True
+
+    # Programs
+
+    def _empty(self, count: int) -> Blocks:
+        engine, config = self._engine, self._engine.network.config
+        shape = count, config.kv_heads * engine.copies, BLOCK, config.head_dim
+        dtype, layers = engine.compute.dtype, config.layers
+        if engine.stacked:
+            return Blocks(*(jnp.zeros((layers, *shape), dtype) for _ in range(2)))
+        return Blocks(*(tuple(jnp.zeros(shape, dtype) for _ in range(layers)) for _ in range(2)))
+
+    def _kept(self, blocks: Blocks, state: State, pieces: jax.Array) -> Blocks:
+        """``pieces``: int32 [3, n]: of which row, from which of its tokens on, into which block."""
+        engine, cache, slots = self._engine, state.cache, state.slots
+        row, first, where = pieces
+        row, start = row[:, None], 0 if engine.by_kernel else slots.start[row][:, None]
+        at = start + first[:, None] + jnp.arange(BLOCK)
+
+        def of(own: jax.Array, by_columns: bool) -> jax.Array:
+            """[n, kv_heads, BLOCK, head_dim] of a layer."""
+            if by_columns:
+                found = own.at[row, :, :, at].get(mode="clip")
+            elif engine.by_kernel:  # with a dimension for samples
+                found = own.at[row, :, 0, at].get(mode="clip")
+            else:
+                found = own.at[row, :, at].get(mode="clip")
+            return found.swapaxes(1, 2)
+
+        def of_all(own: Any, by_columns: bool) -> Any:
+            one = functools.partial(of, by_columns=by_columns)
+            return jax.tree.map(jax.vmap(one) if engine.stacked else one, own)
+
+        k = of_all(cache.k, engine.form == decode.COLUMNS)
+        return blocks.with_rows(Blocks(k, of_all(cache.v, False)), where)
+
+    def _read_in(
+        self, params: Params, blocks: Blocks, tokens: jax.Array, known: Known, where: jax.Array
+    ) -> Blocks:
+        engine = self._engine
+        model, mask = engine.network.bind(params), jnp.ones(tokens.shape, bool)
+        attention = Continue(known.blocks, known.count, mask, engine.copies)
+        _, kept = engine.prefilled(model, tokens, mask, attention, known.count, blocks)
+
+        def cut(x: jax.Array) -> jax.Array:
+            """[..., 1, heads, columns, dim] -> [..., n, heads, BLOCK, dim]"""
+            x = x[..., x.shape[-2] - tokens.shape[1] :, :]
+            *lead, _, heads, size, dim = x.shape
+            x = x.reshape(*lead, heads, size // BLOCK, BLOCK, dim)
+            return x.swapaxes(-4, -3)
+
+        k, v = keys_and_values(jax.tree.map(cut, kept), engine.stacked)
+        return blocks.with_rows(Blocks(k, v), where)
+
+
+def why_not(engine: Engine) -> str:
+    """Why an engine cannot keep beginnings; empty: it can."""
+    if engine.parts > 1:
+        return f"beginnings are not shared between {engine.parts} data-parallel parts"
+    ropes = engine.network.config.ropes
+    if any(rope.scaling is not None and rope.scaling.by_length for rope in ropes):
+        return "this model's rotary positions depend on a sequence's length"
+    return ""
+
+
+def _tables(pieces: list[tuple[int, int, int]], nowhere: int) -> Iterator[np.ndarray]:
+    """int32 [3, n] of so many pieces, n a power of two; what fills up goes nowhere."""
+    for at in range(0, len(pieces), TOGETHER):
+        some = pieces[at : at + TOGETHER]
+        table = np.zeros((3, 1 << (len(some) - 1).bit_length()), np.int32)
+        table[2] = nowhere
+        table[:, : len(some)] = np.array(some).T
+        yield table
