@@ -172,6 +172,8 @@ class Scripted:
             "cached_tokens": 0.0,
             "kept_tokens": 0.0,
             "kept_room": 0.0,
+            "guessed_tokens": 0.0,
+            "right_tokens": 0.0,
         }
 
     def close(self, seconds: float = 10.0) -> None:

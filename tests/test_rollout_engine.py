@@ -53,6 +53,7 @@ class Case:
     Attributes:
       slots: rows at a time; 0: all.
       ends: tokens that end a response: about one draw in 64 / ends is one.
+      lookup: tokens that are guessed at a time.
     """
 
     samples: int = 4
@@ -65,6 +66,7 @@ class Case:
     sampling: Sampling = Sampling()
     ends: int = 2
     seed: int = 0
+    lookup: int = 0
 
 
 def made_by(case):
@@ -98,7 +100,7 @@ def alone():
 
     def rollout(case):
         case = dataclasses.replace(
-            case, slots=0, sizes=(("data", 1),), form=decode.COLUMNS, unroll=False
+            case, slots=0, sizes=(("data", 1),), form=decode.COLUMNS, unroll=False, lookup=0
         )
         if case not in known:
             generator, params, arguments, options = made_by(case)
@@ -118,6 +120,7 @@ CASES = {
     "a sample each, windows": Case(
         samples=1, prompts=16, slots=8, form=decode.ROWS, config=ODD),
     "the kernel": Case(prompts=4, slots=8, form=decode.INTERPRETED),
+    "guesses, windows, slots": Case(prompts=6, slots=8, config=ODD, lookup=3),
 }  # fmt: skip
 SLOW = {
     "many": Case(),
@@ -134,6 +137,12 @@ SLOW = {
     "windows, all at once": Case(config=ODD, samples=1, prompts=32),
     "windows, kernel": Case(config=ODD, form=decode.INTERPRETED, slots=8, prompts=8),
     "other draws": Case(seed=5, ends=1),
+    "guesses": Case(prompts=4, lookup=1),
+    "guesses, unrolled": Case(unroll=True, form=decode.ROWS, lookup=4, samples=1),
+    "guesses, devices": Case(sizes=(("data", 2), ("tensor", 4)), lookup=2, slots=16),
+    "guesses where the kernel was": Case(
+        prompts=4, slots=8, form=decode.INTERPRETED, lookup=2),
+    "guesses, truncated": Case(sampling=Sampling(0.8, 20, 0.9), lookup=3),
 }  # fmt: skip
 
 
@@ -144,10 +153,12 @@ SLOW = {
 )
 def test_slots_change_nothing(case, alone):
     generator, params, arguments, options = made_by(case)
-    rollout = on_host(generator.generate(params, *arguments, slots=case.slots, **options))
+    slots = {"slots": case.slots, "lookup": case.lookup}
+    rollout = on_host(generator.generate(params, *arguments, **slots, **options))
+    assert (generator.counts.guessed > generator.counts.right > 0) == bool(case.lookup)
     assert generator.counts.tokens == rollout["response_mask"].sum()
     expected = alone(case)
-    if not generator.engine.by_kernel:  # rows that have ended are left behind
+    if not generator.engine_for(case.lookup).by_kernel:  # rows that have ended are left behind
         longest = expected["response_mask"].sum(axis=1).max()
         assert generator.counts.computed < 0.9 * longest * case.prompts * case.samples
     assert rollout.keys() == expected.keys()
@@ -182,35 +193,36 @@ def by_hand(q, prompt_k, prompt_v, own_k, own_v, begin, end, start, column, prom
             sinks):  # fmt: skip
     """Row for row and head for head, in float64, its keys in a list."""
     out = np.zeros(q.shape)
-    for r, h, i in itertools.product(*map(range, q.shape[:3])):
-        g = prompt_of[r]
-        keys = [*prompt_k[g, h, begin[g] : end[g]], *own_k[r, h, start[r] : column + 1]]
-        values = [*prompt_v[g, h, begin[g] : end[g]], *own_v[r, h, start[r] : column + 1]]
+    for r, h, i, t in itertools.product(*map(range, q.shape[:4])):
+        g, after = prompt_of[r], column[r] + t + 1
+        keys = [*prompt_k[g, h, begin[g] : end[g]], *own_k[r, h, start[r] : after]]
+        values = [*prompt_v[g, h, begin[g] : end[g]], *own_v[r, h, start[r] : after]]
         seen = slice(-scoring.window, None) if scoring.window else slice(None)
-        scores = np.array(keys[seen]) @ q[r, h, i] * q.shape[-1] ** -0.5
+        scores = np.array(keys[seen]) @ q[r, h, i, t] * q.shape[-1] ** -0.5
         if scoring.softcap:
             scores = scoring.softcap * np.tanh(scores / scoring.softcap)
         sink = -np.inf if sinks is None else sinks[h * q.shape[2] + i]
         weights = np.exp(scores - max(scores.max(), sink))
         total = weights.sum() + np.exp(sink - max(scores.max(), sink))
-        out[r, h, i] = weights @ np.array(values[seen]) / total
+        out[r, h, i, t] = weights @ np.array(values[seen]) / total
     return out
 
 
 @pytest.mark.parametrize("window, softcap, sinks", [(0, 0.0, False), (4, 5.0, True)])
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_rows_see_their_prompt_and_their_own_columns(window, softcap, sinks, shared, parts):
+@pytest.mark.parametrize("new", [1, 3])
+def test_rows_see_their_prompt_and_their_own_columns(window, softcap, sinks, shared, parts, new):
     rows, groups, samples, kv_heads, per_kv, dim, prompt, length = 8, 4, 3, 2, 3, 8, 6, 10
     groups = groups if shared else rows
     draw = np.random.default_rng(window)
-    q = draw.normal(size=(rows, kv_heads, per_kv, dim))
+    q = draw.normal(size=(rows, kv_heads, per_kv, new, dim))
     prompt_k, prompt_v = draw.normal(size=(2, groups, kv_heads, prompt, dim))
     own_k, own_v = draw.normal(size=(2, rows, kv_heads, length, dim))
     begin = draw.integers(0, 3, groups)
     end = begin + draw.integers(1, 4, groups)
-    column = 7
-    start = draw.integers(0, column + 1, rows)
+    column = 7 if new == 1 else draw.integers(0, length - new + 1, rows)
+    start = draw.integers(0, np.broadcast_to(column, rows) + 1)
     members = place = None
     prompt_of = np.arange(rows)
     if shared:  # in each part its rows in any order; some groups are not full
@@ -230,7 +242,8 @@ def test_rows_see_their_prompt_and_their_own_columns(window, softcap, sinks, sha
     )  # fmt: skip
     scoring = Scoring(None, softcap, window)
     sink = draw.normal(size=kv_heads * per_kv) if sinks else None
-    expected = by_hand(q, prompt_k, prompt_v, own_k, own_v, begin, end, start, column, prompt_of,
+    columns = np.broadcast_to(column, rows)
+    expected = by_hand(q, prompt_k, prompt_v, own_k, own_v, begin, end, start, columns, prompt_of,
                        scoring, sink)  # fmt: skip
     single = [jnp.asarray(x, jnp.float32) for x in (q, prompt_k, prompt_v, own_k, own_v)]
     sink = None if sink is None else jnp.asarray(sink, jnp.float32)

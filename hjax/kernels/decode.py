@@ -85,13 +85,14 @@ def _by_row(position: jax.Array) -> jax.Array:
 class Slots:
     """Where each row stands, of rows that began at different times and share prompts in any order.
 
-    All rows write their token into one column of their caches, so that it is written in one piece;
-    a row sees the columns since its own first.
+    All rows write their token into one column of their caches, so that it is written in one piece,
+    or each into one of its own; a row sees the columns since its own first. Of several new tokens
+    each has a column after the one before.
 
     Attributes:
       begin, end: int32 [groups], as of ``Seen``.
       start: int32 [rows], the column of each row's first token.
-      column: int32 [], the new token's.
+      column: int32 [] or [rows], the new token's, or the first new one's.
       members: int32 [groups, samples], the rows that share a prompt; a number beyond the rows:
         none. None: row i has prompt i.
       place: int32 [rows], each row's number among ``members``, counted along both dimensions.
@@ -119,20 +120,22 @@ class Slots:
             return x[:, 0]
         return taken(x.reshape(-1, *x.shape[2:]), self.place, self.parts)
 
-    def own(self, size: int, window: int) -> jax.Array:
-        """bool [rows, size]: which of its own columns a row sees."""
+    def own(self, size: int, window: int, new: int = 1) -> jax.Array:
+        """bool [rows, new, size]: which of its own columns each new token of a row sees."""
         at = jnp.arange(size)
-        seen = (at >= self.start[:, None]) & (at <= self.column)
-        return seen & (self.column - at < window) if window else seen
+        column = jnp.reshape(self.column, (-1, 1, 1)) + jnp.arange(new)[:, None]
+        seen = (at >= self.start[:, None, None]) & (at <= column)
+        return seen & (column - at < window) if window else seen
 
-    def prompt(self, size: int, window: int) -> jax.Array:
-        """bool [groups, 1 or samples, size]: which of the prompt's keys the rows see."""
+    def prompt(self, size: int, window: int, new: int = 1) -> jax.Array:
+        """bool [groups, 1 or samples, 1 or new, size]: which of the prompt's keys they see."""
         at = jnp.arange(size)
-        seen = ((at >= self.begin[:, None]) & (at < self.end[:, None]))[:, None]
+        seen = ((at >= self.begin[:, None]) & (at < self.end[:, None]))[:, None, None]
         if not window:
             return seen
-        before = self.by_prompt(self.column - self.start)[..., None]
-        return seen & (self.end[:, None, None] - at + before < window)
+        before = self.by_prompt(self.column - self.start)[..., None, None]
+        before = before + jnp.arange(new)[:, None] + self.end[:, None, None, None] - at
+        return seen & (before < window)
 
 
 def taken(x: jax.Array, index: jax.Array, parts: int = 1) -> jax.Array:
@@ -157,13 +160,13 @@ def attend_slots(
     sinks: jax.Array | None = None,
     keys: str = "rkud",
 ) -> jax.Array:
-    """One token per row, which is written already, as ``attend`` for ``Slots``.
+    """New tokens of each row, which are written already, as ``attend`` for ``Slots``.
 
     The queries that share a prompt meet it together; of each row a maximum, a sum and an output
     come back, never scores.
 
     Args:
-      q: [rows, kv_heads, per_kv, head_dim].
+      q: [rows, kv_heads, per_kv, new, head_dim].
       prompt_k, prompt_v: [groups, kv_heads, prompt, head_dim]; a prompt of 0: rows have their
         prompts among their own.
       own_k, own_v: [rows, kv_heads, length, head_dim].
@@ -176,47 +179,52 @@ def attend_slots(
     """
     wide, window = jnp.float32, scoring.window
     q = q * scoring.factor(q.shape[-1])
-    own = jnp.einsum(f"rkgd,{keys}->rkgu", q, own_k, preferred_element_type=wide)
-    seen = slots.own(own_v.shape[2], window)[:, None, None]
+    per_kv, new = q.shape[2:4]
+    own = jnp.einsum(f"rkgtd,{keys}->rkgtu", q, own_k, preferred_element_type=wide)
+    seen = slots.own(own_v.shape[2], window, new)[:, None, None]
     own = jnp.where(seen, scoring.bend(own), MASKED)
-    sink = None if sinks is None else sinks.astype(wide).reshape(q.shape[1:3])
-    if not prompt_k.shape[2]:
-        top = own.max(-1) if sink is None else jnp.maximum(own.max(-1), sink)
-        own = jnp.exp(own - top[..., None])
-        total = own.sum(-1) if sink is None else own.sum(-1) + jnp.exp(sink - top)
-        own = own.astype(own_v.dtype)
-        out = jnp.einsum("rkgu,rkud->rkgd", own, own_v, preferred_element_type=wide)
-        return (out / total[..., None]).astype(q.dtype)
-    # Queries are laid out anew, which are few; scores are not.
+    sink = None
+    if sinks is not None:
+        sink = sinks.astype(wide).reshape(*q.shape[1:3], 1)
     groups, kv_heads, prompt, _ = prompt_k.shape
-    per_kv = q.shape[2]
+    top, past = own.max(-1), None
 
+    # Queries are laid out anew, which are few; scores are not.
     def meet(x: jax.Array) -> jax.Array:
-        """[rows, kv_heads, per_kv, ...] -> [groups, kv_heads, samples * per_kv, ...]"""
+        """[rows, kv_heads, per_kv, new, ...] -> [groups, kv_heads, samples * per_kv * new, ...]"""
         x = slots.by_prompt(x).swapaxes(1, 2)
-        return x.reshape(groups, kv_heads, -1, *x.shape[4:])
+        return x.reshape(groups, kv_heads, -1, *x.shape[5:])
 
     def part(x: jax.Array) -> jax.Array:
         """Back again."""
-        x = x.reshape(groups, kv_heads, -1, per_kv, *x.shape[3:])
+        x = x.reshape(groups, kv_heads, -1, per_kv, new, *x.shape[3:])
         return slots.by_row(x.swapaxes(1, 2))
 
-    past = jnp.einsum("xkqd,xkpd->xkqp", meet(q), prompt_k, preferred_element_type=wide)
-    seen = slots.prompt(prompt, window)
-    seen = jnp.repeat(seen, per_kv, axis=1) if seen.shape[1] > 1 else seen
-    past = jnp.where(seen[:, None], scoring.bend(past), MASKED)
-    top = jnp.maximum(own.max(-1), part(past.max(-1)))
+    if prompt:
+        past = jnp.einsum("xkqd,xkpd->xkqp", meet(q), prompt_k, preferred_element_type=wide)
+        seen = slots.prompt(prompt, window, new)
+        if window:
+            several = seen.shape[1], per_kv, new, prompt
+            seen = jnp.broadcast_to(seen[:, :, None], (groups, *several))
+        seen = seen.reshape(groups, 1, -1, prompt)
+        past = jnp.where(seen, scoring.bend(past), MASKED)
+        top = jnp.maximum(top, part(past.max(-1)))
     if sink is not None:
         top = jnp.maximum(top, sink)
     own = jnp.exp(own - top[..., None])
-    past = jnp.exp(past - meet(top)[..., None])
-    total = own.sum(-1) + part(past.sum(-1))
+    total = own.sum(-1)
+    if past is not None:
+        past = jnp.exp(past - meet(top)[..., None])
+        total = total + part(past.sum(-1))
     if sink is not None:
         total = total + jnp.exp(sink - top)
-    out = jnp.einsum("rkgu,rkud->rkgd", own.astype(own_v.dtype), own_v, preferred_element_type=wide)
-    past = past.astype(prompt_v.dtype)
-    answer = jnp.einsum("xkqp,xkpd->xkqd", past, prompt_v, preferred_element_type=wide)
-    return ((out + part(answer)) / total[..., None]).astype(q.dtype)
+    own = own.astype(own_v.dtype)
+    out = jnp.einsum("rkgtu,rkud->rkgtd", own, own_v, preferred_element_type=wide)
+    if past is not None:
+        past = past.astype(prompt_v.dtype)
+        answer = jnp.einsum("xkqp,xkpd->xkqd", past, prompt_v, preferred_element_type=wide)
+        out = out + part(answer)
+    return (out / total[..., None]).astype(q.dtype)
 
 
 def attend(

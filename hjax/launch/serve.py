@@ -34,6 +34,8 @@ Serve a model: /v1/completions, /v1/chat/completions, /v1/models, /health and /m
   --slots=0             responses drawn at a time (0: chosen)
   --prefix_tokens=-1    whose keys and values are kept for prompts that begin with them: a system
                         prompt, earlier turns (-1: chosen; 0: none)
+  --lookup=0            tokens guessed at a time from what a text said before; answers are the same
+                        (0: none)
   --max_queue=1024      responses that wait for a slot at most; more are told to come again (429)
   --max_body_bytes=N    of a request ({body_bytes})
   --max_connections=N   at a time ({connections})
@@ -49,6 +51,7 @@ _RULES: dict[str, Rule] = {
     "port": between(0, 65535),
     "slots": at_least(0),
     "prefix_tokens": at_least(-1),
+    "lookup": at_least(0),
     "max_queue": at_least(1),
     "max_body_bytes": at_least(1),
     "max_connections": at_least(1),
@@ -86,6 +89,7 @@ def parse(arguments: Sequence[str]) -> flags.FlagValues:
     flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "see --help", flag_values=own)
     flags.DEFINE_integer("slots", 0, "see --help", flag_values=own)
     flags.DEFINE_integer("prefix_tokens", -1, "see --help", flag_values=own)
+    flags.DEFINE_integer("lookup", 0, "see --help", flag_values=own)
     flags.DEFINE_integer("max_queue", 1024, "see --help", flag_values=own)
     flags.DEFINE_integer("max_body_bytes", usual.body_bytes, "see --help", flag_values=own)
     flags.DEFINE_integer("max_connections", usual.connections, "see --help", flag_values=own)
@@ -127,7 +131,7 @@ def _run(arguments: Sequence[str]) -> int:
 
     model = front.load(own.dtype)
     prefix_tokens = None if own.prefix_tokens < 0 else own.prefix_tokens
-    service = Service(model, own.slots, own.max_queue, prefix_tokens)
+    service = Service(model, own.slots, own.max_queue, prefix_tokens, own.lookup)
     served = Served(own.model, service, model.tokenizer, model.config.vocab_size, model.eos_ids)
     address = address_of(bound)
     limits = _limits(own)

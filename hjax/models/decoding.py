@@ -128,12 +128,12 @@ class Decode:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeSlots:
-    """One new token per row, of rows that began at different times.
+    """New tokens of rows that began at different times: one of each, or as many of each.
 
     The cache is one of a sample per prompt, but prompts may be fewer than rows.
 
     Attributes:
-      slots: where each row stands.
+      slots: where each row stands; several new tokens of a row need columns of its own.
     """
 
     slots: Slots
@@ -148,15 +148,19 @@ class DecodeSlots:
         scoring: Scoring = Scoring(),
         sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, KVCache, KeyValue | None]:
-        rows, _, heads, dim = q.shape
-        cache = cache.write(layer, k[:, 0], v[:, 0], self.slots.column)
+        rows, new, heads, dim = q.shape
+        kv_heads, column = k.shape[2], self.slots.column
+        if column.ndim:
+            cache = cache.write_rows(layer, k, v, column)
+        else:
+            cache = cache.write(layer, k[:, 0], v[:, 0], column)
         prompt_k, prompt_v, own_k, own_v = cache.read(layer)
-        q = q.reshape(rows, k.shape[2], -1, dim)
+        q = q.reshape(rows, new, kv_heads, -1, dim).transpose(0, 2, 3, 1, 4)
         parts, keys = (prompt_k, prompt_v, own_k, own_v), "rkud"
         if cache.form == COLUMNS:
             keys = "rkdu"
         out = kernels.attend_slots(q, *parts, self.slots, scoring, sinks, keys)
-        return out.reshape(rows, 1, heads, dim), cache, None
+        return out.transpose(0, 3, 1, 2, 4).reshape(rows, new, heads, dim), cache, None
 
 
 @jax.tree_util.register_dataclass
@@ -209,6 +213,32 @@ class KVCache:
         new = (self.k, k, self.form == COLUMNS), (self.v, v, False)
         written = [_write(part, layer, x, position, columns) for part, x, columns in new]
         return dataclasses.replace(self, k=written[0], v=written[1])
+
+    def write_rows(
+        self, layer: int | jax.Array, k: jax.Array, v: jax.Array, position: jax.Array
+    ) -> KVCache:
+        """The cache, of a row per sequence, with tokens of each from columns of its own on.
+
+        Args:
+          layer: which.
+          k, v: [rows, new, kv_heads, head_dim].
+          position: int32 [rows], the first new token's column; what is beyond the last is dropped.
+        """
+        rows, new = k.shape[:2]
+        row, at = jnp.arange(rows)[:, None], position[:, None] + jnp.arange(new)
+
+        def put(part: Any, x: jax.Array, columns: bool) -> Any:
+            if isinstance(part, tuple):
+                assert isinstance(layer, int)
+                held = part[layer].at[(row, slice(None), *((slice(None),) if columns else ()), at)]
+                return (*part[:layer], held.set(x, mode="drop"), *part[layer + 1 :])
+            # The layer as an index too: nothing else of the array is touched.
+            if columns:
+                return part.at[layer, row, :, :, at].set(x.astype(part.dtype), mode="drop")
+            return part.at[layer, row, :, at].set(x.astype(part.dtype), mode="drop")
+
+        k, v = put(self.k, k, self.form == COLUMNS), put(self.v, v, False)
+        return dataclasses.replace(self, k=k, v=v)
 
     @classmethod
     def create(

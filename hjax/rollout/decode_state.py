@@ -21,9 +21,7 @@ def start(rows: int, length: int, sampling: Sampling) -> DecodeState:
         "done": jnp.zeros((rows,), bool),
         "tokens": jnp.zeros((rows, length), jnp.int32),
         "mask": jnp.zeros((rows, length), bool),
-        "logprobs": {
-            name: jnp.zeros((rows, length), jnp.float32) for name in _reported(sampling)
-        },
+        "logprobs": {name: jnp.zeros((rows, length), jnp.float32) for name in _reported(sampling)},
     }
 
 
@@ -64,24 +62,25 @@ def advance(
     return entered(state, drawn, jnp.any(drawn.token[:, None] == stop, axis=-1), at)
 
 
-def entered(
-    state: DecodeState, drawn: Draw, ends: jax.Array, at: int | jax.Array
-) -> DecodeState:
-    """What rows drew, in column ``at`` of the tables.
+def entered(state: DecodeState, drawn: Draw, ends: jax.Array, at: int | jax.Array) -> DecodeState:
+    """What rows drew, in column ``at`` of the tables, or of each row its own.
 
     Args:
       state: of ``start``.
       drawn: a token for every row; that of one that is done is left out.
       ends: bool [rows], whether the token is a row's last.
-      at: int32 [].
+      at: int32 [] or [rows].
     """
-    done, at = state["done"], jnp.int32(at)
+    done, at = state["done"], jnp.asarray(at, jnp.int32)
 
     def put(table: jax.Array, column: jax.Array) -> jax.Array:
+        if at.ndim:
+            here = (jnp.arange(table.shape[1]) == at[:, None]) & ~done[:, None]
+            return jnp.where(here, column[:, None], table)
         column = jnp.where(done, jnp.zeros_like(column), column)
         return jax.lax.dynamic_update_slice(table, column[:, None], (0, at))
 
-    return {
+    return state | {
         "last": jnp.where(done, 0, drawn.token),
         "done": done | ends,
         "tokens": put(state["tokens"], drawn.token),

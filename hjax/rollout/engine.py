@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hjax.errors import ConfigError
 from hjax.kernels import decode
 from hjax.kernels.decode import Seen, Slots
 from hjax.models.attention import Attention, Causal
@@ -27,7 +28,7 @@ from hjax.models.decoding import Decode, DecodeSlots, KVCache, keys_and_values
 from hjax.models.forward import positions_of
 from hjax.models.parameters import Network, Params
 from hjax.models.transformer import Compute
-from hjax.rollout import decode_state
+from hjax.rollout import decode_state, lookup
 from hjax.rollout.counts import Counts, counted
 from hjax.rollout.row_sampling import RowSampling, Sizes, draw_rows
 from hjax.rollout.sampling import Sampling, draw
@@ -47,7 +48,8 @@ class Size:
       groups: prompts at a time.
       samples: sequences that may share a prompt; 1: row i has prompt i.
       prompt: tokens of a padded prompt; 0: rows have their prompts among their own tokens.
-      length: columns, in which the tokens of all rows lie; for the kernel tokens of a row.
+      length: columns, in which the tokens of all rows lie, or of each row its own.
+      text: tokens of a row, prompt and response, where guesses are looked up in them.
       own: room for options of each sequence's own; None: all are drawn as a program says.
     """
 
@@ -56,6 +58,7 @@ class Size:
     samples: int
     prompt: int
     length: int
+    text: int = 0
     own: Sizes | None = None
 
 
@@ -85,6 +88,7 @@ class Running:
       done: bool [rows]; also of a slot without a sequence.
       keys: uint32 [rows, n], data of the PRNG keys.
       options: of each sequence's own, with the tokens it has so far; None: it has none.
+      text: int32 [rows, room], prompt and response from column 0 on; None: nobody asks for it.
     """
 
     tokens: jax.Array
@@ -95,6 +99,7 @@ class Running:
     keys: jax.Array
     options: RowSampling | None = None
     counts: Counts | None = None
+    text: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -129,6 +134,7 @@ class Admission:
       limit: int32 [groups * samples].
       options: of each of these, where sequences have their own.
       known: what is known of the prompts; None: nothing.
+      text: int32 [groups * samples, room], the prompts as ``Running`` has them, where it has.
     """
 
     prompts: np.ndarray
@@ -139,6 +145,7 @@ class Admission:
     limit: np.ndarray
     options: RowSampling | None = None
     known: Known | None = None
+    text: np.ndarray | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -188,6 +195,7 @@ class Drawn:
       logprobs: by name, float32 like it, see ``hjax.rollout.decode_state``.
       done: bool [rows].
       steps: that were taken.
+      guessed, right: tokens that were guessed, and of these the ones that were drawn.
     """
 
     tokens: np.ndarray
@@ -195,6 +203,8 @@ class Drawn:
     logprobs: dict[str, np.ndarray]
     done: np.ndarray
     steps: int
+    guessed: int = 0
+    right: int = 0
 
 
 class Engine:
@@ -206,6 +216,7 @@ class Engine:
       compute: of the forward, with the kernels for the layout's devices.
       cache_form: of the cache, see ``hjax.kernels.decode``.
       copies: of each key-value head, see ``KVCache``.
+      guesses: tokens that are guessed at a time, see ``hjax.rollout.lookup``; none by the kernel.
     """
 
     def __init__(
@@ -215,9 +226,13 @@ class Engine:
         compute: Compute,
         cache_form: str,
         copies: int = 1,
+        guesses: int = 0,
     ):
         self.network, self.layout, self.compute = network, layout, compute
         self.form, self.copies = cache_form, copies
+        self.lookup = guesses
+        if guesses and self.by_kernel:
+            raise ConfigError(f"lookup={guesses}: the kernel {cache_form!r} takes one token a step")
         self.parts = layout.ways("batch")
         # As the cache says: an array of all layers, or one for each.
         self.stacked = self.by_kernel or not compute.unroll_layers
@@ -248,6 +263,12 @@ class Engine:
         """Whether each row's tokens begin in its own column 0: the kernel reads what is filled of
         each, so that slots stay where they are."""
         return self.form in (decode.KERNEL, decode.INTERPRETED)
+
+    @property
+    def by_row(self) -> bool:
+        """Whether each row's tokens begin in its own column 0; else all are written into one
+        column."""
+        return self.by_kernel or self.lookup > 0
 
     # What is called
 
@@ -394,7 +415,8 @@ class Engine:
         if size.own is not None and size.own.penalties:
             table = jnp.zeros((size.rows, config.vocab_size), jnp.int32)
             counts = Counts(table > 0, table)
-        running = Running(numbers, numbers, numbers, numbers, done, keys, options, counts)
+        text = jnp.zeros((size.rows, size.text), jnp.int32) if size.text else None
+        running = Running(numbers, numbers, numbers, numbers, done, keys, options, counts, text)
         return State(cache, slots, running)
 
     def _read_prompts(
@@ -440,6 +462,7 @@ class Engine:
         given: dict[str, Any],
     ) -> tuple[Running, decode_state.DecodeState]:
         """Sequences with their first tokens."""
+        text = given["text"]
         limit, options, keys = given["limit"], given["options"], given["keys"]
         entering = limit.shape[0]
         samples = entering // tokens.shape[0]
@@ -449,7 +472,8 @@ class Engine:
         drawn, counts = self._draw(how, nothing, logits, options, counts, keys, first, jnp.int32(0))
         done = drawn["done"] | (limit <= 1)
         number, one = jnp.repeat(tokens, samples), jnp.ones(entering, jnp.int32)
-        rows = Running(number, one, limit, drawn["last"], done, keys, options, counts)
+        text = _with_token(text, number, drawn["last"], True)
+        rows = Running(number, one, limit, drawn["last"], done, keys, options, counts, text)
         return rows, drawn | {"done": done}
 
     def _inserted(
@@ -463,10 +487,10 @@ class Engine:
         cache, slots = state.cache, state.slots
         at_group, at_row = (functools.partial(self._put, where) for where in (groups, rows))
         held, columns = _size(cache.prompt_k), _size(new.k)
-        start = jnp.zeros(rows.shape, jnp.int32) if self.by_kernel else slots.column
+        start = jnp.zeros(rows.shape, jnp.int32) if self.by_row else slots.column
         if state.cache.own_prompts:
             begin = end = jnp.zeros(groups.shape, jnp.int32)
-            start = start if self.by_kernel else slots.column - new.tokens
+            start = start if self.by_row else slots.column - new.tokens
             cache = self._with_prompts(cache, new, rows, slots.column)
         else:
             # Prompts end where the state's prompts end, but for the kernel.
@@ -494,21 +518,24 @@ class Engine:
     def _with_prompts(
         self, cache: KVCache, new: Prompts, rows: jax.Array, column: jax.Array
     ) -> KVCache:
-        """Prompts before a column of rows, or for the kernel from column 0 on."""
+        """Prompts before a column of rows, or each from column 0 on."""
         columns = _size(new.k)
-        if self.by_kernel:
+        if self.by_row:
             at = jnp.arange(columns) + (columns - new.tokens)[:, None]
             at = jnp.minimum(at, columns - 1)[:, None, :, None]
 
         def enter(old: jax.Array, x: jax.Array, by_columns: bool) -> jax.Array:
-            if self.by_kernel:
-                x = jnp.take_along_axis(x, at, axis=2)[:, :, None]
-                return old.at[:, :, :, :columns].set(self._put(rows, old[..., :columns, :], x))
+            if self.by_row:
+                x = jnp.take_along_axis(x, at, axis=2)
+            if self.by_kernel:  # with a dimension for samples
+                held = self._put(rows, old[..., :columns, :], x[:, :, None])
+                return old.at[..., :columns, :].set(held)
+            first = 0 if self.by_row else column - columns
             axis = 3 if by_columns else 2
             x = x.swapaxes(2, 3) if by_columns else x
-            held = jax.lax.dynamic_slice_in_dim(old, column - columns, columns, axis)
+            held = jax.lax.dynamic_slice_in_dim(old, first, columns, axis)
             held = self._put(rows, held, x)
-            return jax.lax.dynamic_update_slice_in_dim(old, held, column - columns, axis)
+            return jax.lax.dynamic_update_slice_in_dim(old, held, first, axis)
 
         def of(old: Any, x: Any, by_columns: bool) -> Any:
             one = functools.partial(enter, by_columns=by_columns)
@@ -577,48 +604,108 @@ class Engine:
         model = self.network.bind(params)
         layers = model.unstack() if self.compute.unroll_layers else None
         rows = state.rows.done.shape[0]
-        prompt, own = (jax.tree.leaves(x)[0] for x in (state.cache.prompt_k, state.cache.v))
-        length, most_tokens = own.shape[-2], state.rows.tokens + state.rows.limit
-        rotary = model.rotary(most_tokens, tables=prompt.shape[-2] + length)
+        prompt, length = _size(state.cache.prompt_k), _size(state.cache.v)
+        most_tokens = state.rows.tokens + state.rows.limit
+        rotary = model.rotary(most_tokens, tables=prompt + length)
+        before = state.rows.drawn
+
+        def logits_of(state: State, tokens: jax.Array) -> tuple[jax.Array, KVCache]:
+            """float32 [rows, new, vocab] after ``tokens`` [rows, new], which the cache then has."""
+            slots, running = state.slots, state.rows
+            at = running.drawn - 1
+            own = running.tokens + at if state.cache.own_prompts else at
+            attention: Any = DecodeSlots(slots)
+            if self.lookup:
+                attention = DecodeSlots(
+                    dataclasses.replace(slots, start=jnp.zeros_like(own), column=own)
+                )
+            if self.by_kernel:
+                where = jnp.where(running.done, -1, own).reshape(slots.begin.shape[0], -1)
+                attention = Decode(Seen(slots.begin, slots.end, where), self.layout, length / 2)
+            positions = (running.tokens + at)[:, None] + jnp.arange(tokens.shape[1])
+            inputs = tokens, positions, attention, state.cache, self.compute, layers, rotary
+            hidden, cache, _ = model(*inputs)
+            axes = ("batch", "vocab") if tokens.shape[1] == 1 else ("batch", None, "vocab")
+            logits = model.logits(hidden[:, 0] if len(axes) == 2 else hidden)
+            return self.layout.constrain(logits, *axes), cache
 
         def one_token(carry: Any) -> Any:
             taken, state, drawn = carry
-            slots, running = state.slots, state.rows
-            at = running.drawn - 1
-            attention: Any = DecodeSlots(slots)
-            if self.by_kernel:
-                by_group = (slots.begin.shape[0], -1)
-                where = running.tokens + at if state.cache.own_prompts else at
-                where = jnp.where(running.done, -1, where).reshape(by_group)
-                attention = Decode(Seen(slots.begin, slots.end, where), self.layout, length / 2)
-            hidden, cache, _ = model(
-                running.last[:, None],
-                (running.tokens + at)[:, None],
-                attention,
-                state.cache,
-                self.compute,
-                layers,
-                rotary,
-            )
-            logits = self.layout.constrain(model.logits(hidden[:, 0]), "batch", "vocab")
+            running = state.rows
+            logits, cache = logits_of(state, running.last[:, None])
             way = running.options, running.counts, running.keys, running.drawn
             drawn, counts = self._draw(how, drawn, logits, *way, taken)
             number = running.drawn + ~running.done
             done = drawn["done"] | (number >= running.limit)
-            slots = dataclasses.replace(slots, column=slots.column + 1)
+            slots = dataclasses.replace(state.slots, column=state.slots.column + 1)
             running = dataclasses.replace(
                 running, drawn=number, last=drawn["last"], done=done, counts=counts
             )
             return taken + 1, State(cache, slots, running), drawn | {"done": done}
 
+        def some_tokens(carry: Any) -> Any:
+            """The one that follows, and those after it that were guessed."""
+            taken, state, drawn = carry
+            running = state.rows
+            guessed = lookup.guesses(running.text, running.tokens + running.drawn, self.lookup)
+            tokens = jnp.concatenate([running.last[:, None], guessed], axis=1)
+            logits, cache = logits_of(state, tokens)
+
+            def next_one(carry: Any) -> Any:
+                """``going``: the rows whose guesses have been right so far."""
+                t, going, running, drawn = carry
+                of_token = jax.lax.dynamic_index_in_dim(logits, t, 1, keepdims=False)
+                of_token = self.layout.constrain(of_token, "batch", "vocab")
+                way = running.options, running.counts, running.keys, running.drawn
+                column = running.drawn - before
+                drawn, counts = self._draw(how, drawn | {"done": ~going}, of_token, *way, column)
+                token, number = drawn["last"], running.drawn + going
+                length = running.tokens + running.drawn
+                done = running.done | (going & (drawn["done"] | (number >= running.limit)))
+                running = dataclasses.replace(
+                    running,
+                    drawn=number,
+                    last=jnp.where(going, token, running.last),
+                    done=done,
+                    counts=counts,
+                    text=_with_token(running.text, length, token, going),
+                )
+                guess = jax.lax.dynamic_index_in_dim(
+                    guessed, jnp.minimum(t, self.lookup - 1), 1, keepdims=False
+                )
+                going = going & ~done & (token == guess)
+                right = drawn["right"] + jnp.where(t < self.lookup, going.sum(), 0)
+                return t + 1, going, running, drawn | {"right": right}
+
+            def more(carry: Any) -> jax.Array:
+                return (carry[0] <= self.lookup) & jnp.any(carry[1])
+
+            live = ~running.done
+            drawn = drawn | {"guessed": drawn["guessed"] + self.lookup * live.sum()}
+            first = jnp.int32(0), live, running, drawn
+            _, _, running, drawn = jax.lax.while_loop(more, next_one, first)
+            return taken + 1, State(cache, state.slots, running), drawn
+
         def unfinished(carry: Any) -> jax.Array:
-            return (carry[0] < steps) & ~jnp.all(carry[1].rows.done)
+            taken, state, _ = carry
+            running = state.rows
+            going = (taken < steps) & ~jnp.all(running.done)
+            if self.lookup:
+                # Each needs room for all that are guessed, in the tables and in the cache.
+                own = running.drawn - 1 + (running.tokens if state.cache.own_prompts else 0)
+                taken_most = jnp.max(jnp.where(running.done, 0, own)) + self.lookup < length
+                drawn_most = jnp.max(running.drawn - before) + self.lookup < most
+                going &= taken_most & drawn_most
+            return going
 
         drawn = decode_state.start(rows, most, how.sampling) | {"done": state.rows.done}
         drawn = jax.tree.map(lambda x: self.layout.constrain(x, "batch"), drawn)
+        if self.lookup:
+            drawn |= {"guessed": jnp.int32(0), "right": jnp.int32(0)}
         begin = jnp.int32(0), state, drawn
-        taken, state, drawn = jax.lax.while_loop(unfinished, one_token, begin)
-        return state, drawn | {"steps": taken}
+        step = some_tokens if self.lookup else one_token
+        taken, state, drawn = jax.lax.while_loop(unfinished, step, begin)
+        return state, drawn | {"steps": taken, "done": state.rows.done}
 
     @staticmethod
     def _halted(state: State, rows: jax.Array) -> State:
@@ -669,6 +756,16 @@ class Engine:
         return jax.lax.slice_in_dim(x, 0, length or x.shape[axis], axis=axis)
 
 
+def _with_token(
+    text: jax.Array | None, length: jax.Array, token: jax.Array, there: jax.Array | bool
+) -> jax.Array | None:
+    """Texts [rows, room] of so many tokens with one more, where it is there."""
+    if text is None:
+        return None
+    here = (jnp.arange(text.shape[1]) == length[:, None]) & jnp.reshape(there, (-1, 1))
+    return jnp.where(here, token[:, None], text)
+
+
 def _size(held: Any) -> int:
     """Tokens of an array of a cache, or of those of its layers."""
     return int(jax.tree.leaves(held)[0].shape[-2])
@@ -676,5 +773,7 @@ def _size(held: Any) -> int:
 
 def _read(drawn: decode_state.DecodeState) -> Drawn:
     host = jax.tree.map(to_numpy, drawn)
-    steps = int(host.get("steps", 1))
-    return Drawn(host["tokens"], host["mask"], host["logprobs"], host["done"], steps)
+    steps, guessed, right = (int(host.get(n, i)) for n, i in (("steps", 1), ("guessed", 0),
+                                                              ("right", 0)))  # fmt: skip
+    tables = host["tokens"], host["mask"], host["logprobs"], host["done"]
+    return Drawn(*tables, steps, guessed, right)

@@ -8,7 +8,6 @@ sequence draws follows from its number, not from the batch it is in.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -77,6 +76,7 @@ class Generator:
         unroll = compute.unroll_layers or self.cache_form == decode.ROWS
         self.compute = dataclasses.replace(compute.on(layout), unroll_layers=unroll)
         self._programs: dict[_Shape, Any] = {}
+        self._engines: dict[int, Engine] = {}
         self._warm: set[Any] = set()  # schedules whose programs are compiled
         self._keys = jax.jit(
             lambda numbers, rows: jax.random.key_data(sequence_keys(numbers[0], numbers[1], rows)),
@@ -110,6 +110,7 @@ class Generator:
         stop: Sequence[int] = (),
         end: int | None = None,
         slots: int = 0,
+        lookup: int = 0,
     ) -> Rollout:
         """Sample responses.
 
@@ -127,6 +128,8 @@ class Generator:
           end: tokens after which to leave off, ``truncated`` where a response has not ended;
             None: ``max_new_tokens``.
           slots: rows that are decoded at a time, others following as these end; 0: all.
+          lookup: tokens that are guessed at a time from what a text said before, see
+            ``hjax.rollout.lookup``; the responses are the same.
 
         Returns:
           ``prompts`` and ``prompt_mask`` once per row, ``responses`` int32
@@ -147,11 +150,11 @@ class Generator:
             )
         shape = _Shape(samples, max_new_tokens, sampling, tuple(stop), 0, end)
         inputs = prompts, prompt_mask, sequence, self._numbers(seed, step)
-        if self._ragged(shape, prompts.shape[0] * samples, slots):
-            return self._by_slots(shape, slots, params, *inputs)
+        if self._ragged(shape, prompts.shape[0] * samples, slots, lookup):
+            return self._by_slots(shape, slots, lookup, params, *inputs)
         return self._program(shape)(params, *inputs)
 
-    def _ragged(self, shape: _Shape, rows: int, slots: int) -> bool:
+    def _ragged(self, shape: _Shape, rows: int, slots: int, lookup: int = 0) -> bool:
         """Whether rows enter and leave while others are decoded; else all run in one program.
 
         That is the quickest where all are equally long, or short, and on TPUs, whose kernel reads
@@ -160,18 +163,29 @@ class Generator:
         if shape.end is not None or self.layout.ways("layers") > 1:
             return False
         ends = bool(shape.stop) and shape.max_new_tokens > COLUMNS
-        return 0 < slots < rows or (ends and not self.engine.by_kernel)
+        return lookup > 0 or 0 < slots < rows or (ends and not self.engine.by_kernel)
 
-    @functools.cached_property
+    @property
     def engine(self) -> Engine:
         """For sequences that come and go."""
-        options = self.compute, self.cache_form, self._copies
-        return Engine(self.network, self.layout, *options)
+        return self.engine_for(0)
+
+    def engine_for(self, lookup: int) -> Engine:
+        """One that guesses so many tokens at a time; then without the kernel, which knows none."""
+        if lookup not in self._engines:
+            compute, form, copies = self.compute, self.cache_form, self._copies
+            if lookup and form in (decode.KERNEL, decode.INTERPRETED):
+                form, copies = decode.ROWS, 1
+                compute = dataclasses.replace(compute, unroll_layers=True)
+            made = Engine(self.network, self.layout, compute, form, copies, lookup)
+            self._engines[lookup] = made
+        return self._engines[lookup]
 
     def _by_slots(
         self,
         shape: _Shape,
         slots: int,
+        lookup: int,
         params: Params,
         prompts: Any,
         prompt_mask: Any,
@@ -184,10 +198,10 @@ class Generator:
         asked = to_numpy(prompts), to_numpy(prompt_mask)
         work = Work(*asked, keys, samples, shape.max_new_tokens)
         how = How(shape.sampling, shape.stop)
-        schedule = Schedule(self.engine, how, work, slots)
-        if (how, schedule.sizes) not in self._warm:
+        schedule = Schedule(self.engine_for(lookup), how, work, slots)
+        if (how, lookup, schedule.sizes) not in self._warm:
             schedule.warm(params)
-            self._warm.add((how, schedule.sizes))
+            self._warm.add((how, lookup, schedule.sizes))
         made = tables(work, schedule.run(params))
         self.counts = schedule.counts
         # Who has not drawn one of the tokens that end a response was cut off.

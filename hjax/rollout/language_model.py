@@ -83,7 +83,11 @@ class LanguageModel:
     @property
     def engine(self) -> Engine:
         """For requests that come and go, see ``hjax.rollout.service``."""
-        return self._generator.engine
+        return self.engine_for(0)
+
+    def engine_for(self, lookup: int) -> Engine:
+        """One that guesses so many tokens at a time, see ``hjax.rollout.lookup``."""
+        return self._generator.engine_for(lookup)
 
     def logits(self, tokens: Any) -> jax.Array:
         """float32 [batch, length, vocab] of int tokens [batch, length] without padding."""

@@ -180,7 +180,7 @@ class Prefixes:
         """``pieces``: int32 [3, n]: of which row, from which of its tokens on, into which block."""
         engine, cache, slots = self._engine, state.cache, state.slots
         row, first, where = pieces
-        row, start = row[:, None], 0 if engine.by_kernel else slots.start[row][:, None]
+        row, start = row[:, None], 0 if engine.by_row else slots.start[row][:, None]
         at = start + first[:, None] + jnp.arange(BLOCK)
 
         def of(own: jax.Array, by_columns: bool) -> jax.Array:

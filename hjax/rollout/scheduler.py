@@ -52,11 +52,14 @@ class Work:
 
 @dataclasses.dataclass
 class Counts:
-    """What a schedule did: dispatches, tokens drawn, and rows times steps that were computed."""
+    """What a schedule did: dispatches, tokens drawn, rows times steps that were computed, and
+    tokens that were guessed and of these were drawn."""
 
     dispatches: int = 0
     tokens: int = 0
     computed: int = 0
+    guessed: int = 0
+    right: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +121,7 @@ class Schedule:
         if slots:
             groups = min(groups, max(slots // (samples * parts), 1))
         self.refills = groups * parts < work.prompts.shape[0]
-        self.lengths = lengths(work.limit, self.refills and not engine.by_kernel)
+        self.lengths = lengths(work.limit + engine.lookup, self.refills and not engine.by_row)
         if engine.by_kernel:
             self.lengths = [work.limit]
         self.rows = [groups * samples]
@@ -142,7 +145,8 @@ class Schedule:
         """A state's, of so many rows in each part."""
         parts, samples = self.engine.parts, self.work.samples if self._shared(rows) else 1
         prompt = self.work.prompts.shape[1]
-        return Size(parts * rows, parts * self._groups_of(rows), samples, prompt, length)
+        text = prompt + self.work.limit if self.engine.lookup else 0
+        return Size(parts * rows, parts * self._groups_of(rows), samples, prompt, length, text)
 
     def _shared(self, rows: int) -> bool:
         """Whether prompts stand once for their samples; few rows have each its own."""
@@ -182,8 +186,8 @@ class Schedule:
         def empty() -> State:
             return engine.empty(self.size(rows, length))
 
-        engine.decode(self.how, params, empty(), 0)
-        if self.refills:
+        engine.decode(self.how, params, empty(), 0, self._most)
+        if self.refills and not engine.by_row:
             engine.move(empty(), first=1)
         if (rows, longer := self._after(self.lengths, length)) in self._pairs and longer != length:
             engine.move(empty(), length=longer)
@@ -222,7 +226,18 @@ class Schedule:
             np.full(rows, self.rows[0], np.int32),
             np.zeros((rows, self.work.keys.shape[1]), np.uint32),
             np.ones(rows, np.int32),
+            text=self._texts(rows),
         )
+
+    @property
+    def _most(self) -> int:
+        """Tokens that a row draws in a dispatch at most."""
+        return STEPS + self.engine.lookup
+
+    def _texts(self, rows: int) -> np.ndarray | None:
+        """Room for the texts of so many rows, where guesses are looked up in them."""
+        room = self.work.prompts.shape[1] + self.work.limit
+        return np.zeros((rows, room), np.int32) if self.engine.lookup else None
 
     # Running
 
@@ -234,8 +249,8 @@ class Schedule:
         yield told
         while not self._done.all():
             state = self._make_room(self._shrink(state))
-            steps = STEPS if self.engine.by_kernel else min(STEPS, self._length - self._column)
-            state, drawn = self.engine.decode(self.how, params, state, steps)
+            steps = STEPS if self.engine.by_row else min(STEPS, self._length - self._column)
+            state, drawn = self.engine.decode(self.how, params, state, steps, self._most)
             self._column += drawn.steps
             self._done = drawn.done.reshape(self._done.shape).copy()
             yield self._note(self._row.ravel().copy(), drawn, drawn.steps)
@@ -259,6 +274,8 @@ class Schedule:
         self.counts.dispatches += 1
         self.counts.tokens += int(count.sum())
         self.counts.computed += steps * drawn.done.size
+        self.counts.guessed += drawn.guessed
+        self.counts.right += drawn.right
         return Told(sequences, before, drawn.done & (count > 0), drawn)
 
     # Entering
@@ -294,6 +311,10 @@ class Schedule:
             ids = number * samples + np.arange(samples)
             prompts[part, i], mask[part, i] = self.work.prompts[number], self.work.mask[number]
             groups[part, i], rows[part, i] = group, open_rows
+            if new.text is not None:
+                prompt = self.work.prompts[number][self.work.mask[number]]
+                first = (part * each + i) * samples
+                new.text[first : first + samples, : prompt.size] = prompt
             keys[part, i], limit[part, i] = self.work.keys[ids], self.work.limit
             entered[part, i] = ids
             self._group[part, group] = number
@@ -386,7 +407,9 @@ class Schedule:
 
     def _make_room(self, state: State) -> State:
         """A column at least for the next token, and no columns that nobody sees."""
-        if self.engine.by_kernel or self._column < self._length:
+        if self.engine.by_row:
+            return self._make_room_by_row(state)
+        if self._column < self._length:
             return state
         first = int(self._start[~self._done].min())
         span = self._column - first
@@ -396,6 +419,14 @@ class Schedule:
             return self.engine.move(state, length=longer)
         self._column, self._start = span, self._start - first
         return self.engine.move(state, first=first)
+
+    def _make_room_by_row(self, state: State) -> State:
+        """Columns for what the row that has most may draw and guess at once."""
+        most = int(self._drawn[self._row[~self._done]].max()) - 1
+        while most + self.engine.lookup >= self._length and not self.engine.by_kernel:
+            self._length = self._after(self.lengths, self._length)
+            state = self.engine.move(state, length=self._length)
+        return state
 
 
 def tables(work: Work, told: Iterable[Told]) -> dict[str, np.ndarray]:

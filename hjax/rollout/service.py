@@ -114,6 +114,8 @@ class Service:
       max_queue: requests that may wait beside.
       prefix_tokens: whose keys and values are kept for prompts that begin with them; 0: none, and
         long prompts are read in one piece. None: some, where the model allows it.
+      lookup: tokens that are guessed at a time from what a text said before, see
+        ``hjax.rollout.lookup``; answers are the same.
 
     Attributes:
       max_tokens: of a prompt and its response together.
@@ -126,12 +128,14 @@ class Service:
         slots: int = 0,
         max_queue: int = 1024,
         prefix_tokens: int | None = None,
+        lookup: int = 0,
     ):
-        if slots < 0 or max_queue < 0 or (prefix_tokens or 0) < 0:
+        if min(slots, max_queue, prefix_tokens or 0, lookup) < 0:
             raise ConfigError(
-                f"slots={slots}, max_queue={max_queue}, prefix_tokens={prefix_tokens}: 0 or more"
+                f"slots={slots}, max_queue={max_queue}, prefix_tokens={prefix_tokens}, "
+                f"lookup={lookup}: 0 or more"
             )
-        self._model, self._engine = model, model.engine
+        self._model, self._engine = model, model.engine_for(lookup)
         self.slots = slots or SLOTS
         parts = self._engine.parts
         self.slots = -(-self.slots // parts) * parts
@@ -151,6 +155,7 @@ class Service:
         self._closing, self._ends_at = False, 0.0
         self._error: BaseException | None = None
         self._prompt_tokens = self._generated = self._cached = 0
+        self._guessed = self._right = 0
         self._keys = jax.jit(jax.vmap(_key))
         self._thread = threading.Thread(target=self._serve, name="rollout service", daemon=True)
         self._thread.start()
@@ -184,7 +189,8 @@ class Service:
 
     def stats(self) -> dict[str, float]:
         """``running``, ``waiting``, ``slots``, ``generated_tokens``, ``prompt_tokens``, of these
-        ``cached_tokens`` that were known; ``kept_tokens`` of ``kept_room`` are kept."""
+        ``cached_tokens`` that were known; ``kept_tokens`` of ``kept_room`` are kept;
+        ``guessed_tokens``, of which ``right_tokens`` were drawn."""
         prefixes = self._prefixes
         with self._changed:
             return {
@@ -196,6 +202,8 @@ class Service:
                 "cached_tokens": self._cached,
                 "kept_tokens": 0 if prefixes is None else prefixes.held,
                 "kept_room": 0 if prefixes is None else prefixes.room,
+                "guessed_tokens": self._guessed,
+                "right_tokens": self._right,
             }
 
     def close(self, seconds: float = 10.0) -> None:
@@ -404,21 +412,43 @@ class Service:
             np.array([1 if r is None else r.max_tokens for r in asked], np.int32),
             RowSampling.of([None if r is None else r.options for r in asked], self._own),
             known,
+            self._texts(entries),
         )
 
+    def _texts(self, entries: list[Ticket | None]) -> np.ndarray | None:
+        """Where guesses are looked up."""
+        if not self._engine.lookup:
+            return None
+        made = np.zeros((len(entries), self.max_tokens), np.int32)
+        for text, ticket in zip(made, entries, strict=True):
+            if ticket is not None:
+                text[: len(ticket.request.prompt)] = ticket.request.prompt
+        return made
+
     def _ready(self, columns: int) -> None:
-        """A state where prompts of so many columns may end in the next column."""
+        """A state where prompts of so many columns may end in the next column, or begin."""
+        engine = self._engine
         if self._state is None:
             self._column = columns
             # For the kernel all that a row may ever need.
             most = columns_for(self.max_tokens, self.max_tokens)
-            self._length = most if self._engine.by_kernel else _longer(columns)
-            size = Size(self.slots, self.slots, 1, 0, self._length, self._own)
-            self._state = self._engine.empty(size, columns)
-        elif columns > self._column and not self._engine.by_kernel:
-            self._move(self._column - columns, max(self._length, _longer(columns)))
+            self._length = most if engine.by_kernel else self._longer(columns)
+            text = self.max_tokens if engine.lookup else 0
+            size = Size(self.slots, self.slots, 1, 0, self._length, text, self._own)
+            self._state = engine.empty(size, columns)
+        elif engine.by_row and not engine.by_kernel:
+            self._move(0, max(self._length, self._longer(columns)))
+        elif columns > self._column and not engine.by_row:
+            self._move(self._column - columns, max(self._length, self._longer(columns)))
+
+    def _longer(self, columns: int) -> int:
+        """Columns of a state in which so many are taken: a power of two, few sizes, few
+        programs."""
+        return 1 << max(columns + STEPS + self._engine.lookup, COLUMNS).bit_length()
 
     def _move(self, first: int, length: int) -> None:
+        if not first and length == self._length:
+            return
         assert self._state is not None
         more = length if length != self._length else 0
         self._state = self._engine.move(self._state, length=more, first=first)
@@ -427,25 +457,28 @@ class Service:
 
     def _decode(self) -> None:
         assert self._state is not None
-        steps = STEPS
-        if not self._engine.by_kernel:
+        engine, steps = self._engine, STEPS
+        if not engine.by_kernel:
             self._make_room()
+        if not engine.by_row:
             steps = min(STEPS, self._length - self._column)
-        self._state, drawn = self._engine.decode(
-            How(), self._model.params, self._state, steps, STEPS
-        )
+        most = STEPS + engine.lookup
+        self._state, drawn = engine.decode(How(), self._model.params, self._state, steps, most)
         self._column += drawn.steps
+        with self._changed:
+            self._guessed, self._right = self._guessed + drawn.guessed, self._right + drawn.right
         self._hand_on(list(self._rows), drawn)
 
     def _make_room(self) -> None:
         """A column at least, and none at the beginning that nobody sees."""
-        if self._column < self._length:
-            return
-        live = [at for at, row in enumerate(self._rows) if row is not None]
-        first = int(self._start[live].min())
-        length = _longer(self._column - first)
-        if first or length != self._length:
-            self._move(first, length)
+        live = [(at, row) for at, row in enumerate(self._rows) if row is not None]
+        if self._engine.by_row:
+            most = max(len(row.request.prompt) + len(row.tokens) for _, row in live)
+            if most + self._engine.lookup > self._length:
+                self._move(0, self._longer(most))
+        elif self._column == self._length:
+            first = int(min(self._start[at] for at, _ in live))
+            self._move(first, self._longer(self._column - first))
 
     def _hand_on(self, entries: list[Ticket | None], drawn: Drawn) -> None:
         """What was drawn for each entry, to who asked for it."""
@@ -474,11 +507,6 @@ class Service:
             self._rows = [None if row in ended else row for row in self._rows]
         for ticket, piece in told:
             ticket.tell(piece)
-
-
-def _longer(columns: int) -> int:
-    """Columns of a state in which so many are taken: a power of two, few sizes, few programs."""
-    return 1 << max(columns + STEPS, COLUMNS).bit_length()
 
 
 def _key(seed: jax.Array, choice: jax.Array) -> jax.Array:

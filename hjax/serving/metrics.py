@@ -70,6 +70,8 @@ class _Engine(Collector):
         "prompt_tokens": "Tokens of prompts",
         "cached_tokens": "Tokens of prompts that were kept, and so not read again",
         "generated_tokens": "Tokens drawn",
+        "guessed_tokens": "Tokens guessed by looking them up",
+        "right_tokens": "Guessed tokens that were drawn",
     }
 
     def __init__(self, stats: Callable[[], Mapping[str, float]]):
