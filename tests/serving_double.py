@@ -16,9 +16,10 @@ from tokenizers import decoders, models, pre_tokenizers
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, RunError
 from hjax.rollout.service import Piece, QueueFull, Request
+from hjax.serving.address import address_of, bind
 from hjax.serving.limits import Limits
 from hjax.serving.served import Served
-from hjax.serving.server import Server, address_of, bind
+from hjax.serving.server import Server
 
 END = "<|im_end|>"
 TEMPLATE = (

@@ -149,11 +149,16 @@ def test_help(capsys):
     "flags, why",
     [
         (["--protocol=openai"], "--model is missing"),
-        (["--model={model}"], "--protocol is missing; allowed: openai"),
+        (["--model={model}"], "--protocol is missing; allowed: openai, jetstream"),
         (
-            ["--model={model}", "--protocol=jetstream"],
-            "--protocol=jetstream: not built yet; allowed: openai",
+            ["--model={model}", "--protocol=openai", "--temperature=1"],
+            "--temperature: not with --protocol=openai; its requests say it",
         ),
+        (
+            ["--model={model}", "--protocol=jetstream", "--idle_seconds=5"],
+            "--idle_seconds: not with --protocol=jetstream; only openai has it",
+        ),
+        (["--model={model}", "--protocol=jetstream", "--top_p=2"], "--top_p=2.0: above 0"),
         (["--model={model}", "--protocol=grpc"], "--protocol"),
         (["--model={model}", "--protocol=openai", "--admin"], "--admin: .* not built yet"),
         (["--model={model}", "--protocol=openai", "--port=65536"], "--port=65536: must be"),
@@ -189,6 +194,15 @@ def test_without_the_extra_it_is_named(model, capsys, monkeypatch):
     assert serve.main([f"--model={model}", "--protocol=openai"]) == 2
     assert "uvicorn is not installed" in (err := capsys.readouterr().err)
     assert "pip install 'hjax[serve]'" in err
+
+
+def test_without_jetstream_its_extra_is_named(model, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jetstream", None)
+    monkeypatch.delitem(sys.modules, "hjax.serving.jetstream_engine", raising=False)
+    assert serve.main([f"--model={model}", "--protocol=jetstream"]) == 2
+    err = capsys.readouterr().err
+    assert "jetstream.core is not installed" in err or "jetstream is not installed" in err
+    assert "pip install 'hjax[jetstream]'" in err and err.count("\n") == 1
 
 
 @pytest.mark.slow
@@ -235,9 +249,10 @@ def test_sigterm_lets_the_running_end(model):
 
 STUCK = """
 import threading
+from hjax.serving.address import bind
 from hjax.serving.limits import Limits
 from hjax.serving.served import Served
-from hjax.serving.server import Server, bind, run
+from hjax.serving.server import Server, run
 from serving_double import HTTP, EOS, Scripted
 
 class Stuck(Scripted):

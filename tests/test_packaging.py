@@ -23,6 +23,7 @@ PACKAGE = ROOT / "hjax"
 # Import name -> name on the package index, where they differ.
 DISTRIBUTIONS = {
     "absl": "absl-py",
+    "grpc": "grpcio",
     "huggingface_hub": "huggingface-hub",
     "jetstream": "google-jetstream",
     "math_verify": "math-verify",
@@ -135,8 +136,9 @@ def test_every_import_is_declared():
                 modules = [node.module]
             else:
                 continue
-            # Only an import inside a function may need an extra, or a room that an extra is for.
-            own = extras["serve"] if file.parent.name == "serving" else set()
+            # Only an import inside a function may need an extra, or a room that extras are for.
+            serving = extras["serve"] | extras["jetstream"]
+            own = serving if file.parent.name == "serving" else set()
             allowed = declared | (own if node in tree.body else every)
             for top in {module.split(".")[0] for module in modules}:
                 known = top in sys.stdlib_module_names or top in ("hjax", "__future__")
@@ -266,6 +268,8 @@ def test_ci_takes_the_newest_python_that_runs(tmp_path):
         "3.11.7 -m ruff check", "3.11.7 -m mypy",
         "3.12.1 -m pip install -q -e .[test]",
         f"3.12.1 {tests} " + " ".join(file for files in selection().values() for file in files),
+        "3.11.7 -m pip install -q -e .[jetstream] pytest-timeout pytest-xdist",
+        "3.11.7 -m pytest -q -n 0 -m jetstream tests/test_serving_jetstream.py",
     ]  # fmt: skip
 
 
@@ -273,20 +277,22 @@ def test_ci_says_where_there_is_no_newer_python(tmp_path):
     (tmp_path / "a").mkdir()
     pythons = {"python3": "3.11.7", "python3.13": None, "python3.12": None}
     status, output, calls = run_ci(tmp_path / "a", pythons)
-    assert status == 0 and len(calls) == 4
+    assert status == 0 and len(calls) == 6
     assert "no selection on a newer Python: none of python3.13 python3.12 runs here" in output
     (tmp_path / "b").mkdir()
     pythons = {"python3": "3.11.7", "python3.13": "3.13.0"}
     status, output, calls = run_ci(tmp_path / "b", pythons, PYTHON="python3.13")
-    assert "the whole suite on Python 3.13.0, python3.13\n" in output and len(calls) == 4
+    assert "the whole suite on Python 3.13.0, python3.13\n" in output and len(calls) == 6
     assert "no selection on a newer Python: python3.13 is as new as" in output
 
 
 def test_ci_fails_where_something_failed_but_runs_it_all(tmp_path):
     pythons = {"python3": "3.11.7", "python3.13": "3.13.0"}
-    status, _, calls = run_ci(tmp_path, pythons, status=1)
+    status, output, calls = run_ci(tmp_path, pythons, status=1)
     # The tests of an installation that failed are not run, the other steps are.
-    assert status == 1 and [call.split()[2] for call in calls] == ["pip", "ruff", "mypy", "pip"]
+    assert status == 1
+    assert [call.split()[2] for call in calls] == ["pip", "ruff", "mypy", "pip", "pip"]
+    assert "not run: the tests of JetStream: its extra does not install here" in output
 
 
 def test_cis_selection_tests_every_room():

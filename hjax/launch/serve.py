@@ -1,12 +1,13 @@
-"""`python -m hjax.launch.serve`: a model over HTTP, in OpenAI's form."""
+"""`python -m hjax.launch.serve`: a model in OpenAI's form or JetStream's."""
 
 from __future__ import annotations
 
 import dataclasses
 import ipaddress
 import os
+import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from absl import flags
@@ -20,33 +21,48 @@ if TYPE_CHECKING:
     from hjax.serving.limits import Limits
 
 HELP = """\
-usage: python -m hjax.launch.serve --model=DIR|WORKDIR --protocol=openai
+usage: python -m hjax.launch.serve --model=DIR|WORKDIR --protocol=openai|jetstream
 
-Serve a model: /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics
-(docs/serving.md). Once it answers it prints `serving DIR on http://HOST:PORT`.
+Serve a model (docs/serving.md). Once it answers it prints `serving DIR on http://HOST:PORT`, for
+jetstream `grpc://`.
 
   --model=DIR|WORKDIR   a workdir (its actor's newest checkpoint), a Hugging Face directory or name
-  --protocol=openai     OpenAI's API over HTTP
+  --protocol=openai     OpenAI's API over HTTP: /v1/completions, /v1/chat/completions, /v1/models,
+                        /health and /metrics
+  --protocol=jetstream  JetStream's over gRPC: Decode and HealthCheck (the extra `jetstream`)
   --host=127.0.0.1      address to listen on; 0.0.0.0: for other machines too
   --port=8000           0 is a free one
   --api_key_env=NAME    environment variable with the key that clients must bring
   --dtype=float32       of compute: float32 or bfloat16
   --slots=0             responses drawn at a time (0: chosen)
+  --max_queue=1024      responses that wait for a slot at most; more are told to come again
+  --max_body_bytes=N    of a request ({body_bytes})
+
+with openai:
   --prefix_tokens=-1    whose keys and values are kept for prompts that begin with them: a system
                         prompt, earlier turns (-1: chosen; 0: none)
   --lookup=0            tokens guessed at a time from what a text said before; answers are the same
                         (0: none)
-  --max_queue=1024      responses that wait for a slot at most; more are told to come again (429)
-  --max_body_bytes=N    of a request ({body_bytes})
   --max_connections=N   at a time ({connections})
   --header_seconds=S    for a request's headers ({header_seconds:g})
   --idle_seconds=S      for a connection without requests, and for a client to read what was
                         answered ({idle_seconds:g})
+
+with jetstream, whose requests do not say these:
+  --context=0           tokens of a prompt and its response at most (0: the model's, 2048 at most)
+  --temperature=0       0 is greedy
+  --top_k=K, --top_p=P  draw among the K likeliest tokens, or the likeliest of probability P
+  --seed=S              the n-th prompt's draws follow from it and n (left out: from chance)
+
   --help                print this
 
 exit status: 0 ended by SIGTERM, requests answered; 1 failed; 2 wrong input, nothing served;
 130 ended by Ctrl-C
 """
+# Flags that one protocol alone has, and what they are where they are not given.
+_OPENAI = {"prefix_tokens": -1, "lookup": 0, "max_connections": None, "header_seconds": None,
+           "idle_seconds": None}  # fmt: skip
+_JETSTREAM = {"context": 0, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": None}
 _RULES: dict[str, Rule] = {
     "port": between(0, 65535),
     "slots": at_least(0),
@@ -57,6 +73,8 @@ _RULES: dict[str, Rule] = {
     "max_connections": at_least(1),
     "header_seconds": above(0),
     "idle_seconds": at_least(1),
+    "context": at_least(0),
+    "seed": between(0, 2**32 - 1),
 }
 
 
@@ -80,6 +98,10 @@ def parse(arguments: Sequence[str]) -> flags.FlagValues:
     from hjax.serving.limits import Limits
 
     usual = Limits()
+    usually = _JETSTREAM | {
+        name: getattr(usual, name.removeprefix("max_")) if value is None else value
+        for name, value in _OPENAI.items()
+    }
     own = flags.FlagValues()
     flags.DEFINE_string("model", "", "see --help", flag_values=own)
     flags.DEFINE_enum("protocol", None, ["openai", "jetstream"], "see --help", flag_values=own)
@@ -88,26 +110,39 @@ def parse(arguments: Sequence[str]) -> flags.FlagValues:
     flags.DEFINE_string("api_key_env", "", "see --help", flag_values=own)
     flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "see --help", flag_values=own)
     flags.DEFINE_integer("slots", 0, "see --help", flag_values=own)
-    flags.DEFINE_integer("prefix_tokens", -1, "see --help", flag_values=own)
-    flags.DEFINE_integer("lookup", 0, "see --help", flag_values=own)
+    flags.DEFINE_integer("prefix_tokens", None, "see --help", flag_values=own)
+    flags.DEFINE_integer("lookup", None, "see --help", flag_values=own)
     flags.DEFINE_integer("max_queue", 1024, "see --help", flag_values=own)
     flags.DEFINE_integer("max_body_bytes", usual.body_bytes, "see --help", flag_values=own)
-    flags.DEFINE_integer("max_connections", usual.connections, "see --help", flag_values=own)
-    flags.DEFINE_float("header_seconds", usual.header_seconds, "see --help", flag_values=own)
-    flags.DEFINE_float("idle_seconds", usual.idle_seconds, "see --help", flag_values=own)
+    flags.DEFINE_integer("max_connections", None, "see --help", flag_values=own)
+    flags.DEFINE_float("header_seconds", None, "see --help", flag_values=own)
+    flags.DEFINE_float("idle_seconds", None, "see --help", flag_values=own)
+    flags.DEFINE_integer("context", None, "see --help", flag_values=own)
+    flags.DEFINE_float("temperature", None, "see --help", flag_values=own)
+    flags.DEFINE_integer("top_k", None, "see --help", flag_values=own)
+    flags.DEFINE_float("top_p", None, "see --help", flag_values=own)
+    flags.DEFINE_integer("seed", None, "see --help", flag_values=own)
     flags.DEFINE_bool("admin", False, "see --help", flag_values=own)
     parse_flags(own, arguments)
     if not own["model"].value:
         raise ConfigError("--model is missing; see --help")
     own["model"].value = os.path.expanduser(own["model"].value)
     if own["protocol"].value is None:
-        raise ConfigError("--protocol is missing; allowed: openai")
-    if own["protocol"].value == "jetstream":
-        raise ConfigError("--protocol=jetstream: not built yet; allowed: openai")
+        raise ConfigError("--protocol is missing; allowed: openai, jetstream")
     if own["admin"].value:
         raise ConfigError("--admin: a server that reloads is not built yet; start another one")
+    protocol = own["protocol"].value
+    other = _JETSTREAM if protocol == "openai" else _OPENAI
+    for name in other:
+        if own[name].value is not None:
+            says = "its requests say it" if protocol == "openai" else "only openai has it"
+            says = "only jetstream has it" if name == "context" else says
+            raise ConfigError(f"--{name}: not with --protocol={protocol}; {says}, see --help")
+    for name, value in usually.items():
+        if own[name].value is None:
+            own[name].value = value
     for name, rule in _RULES.items():
-        if not rule.holds(own[name].value):
+        if own[name].value is not None and not rule.holds(own[name].value):
             raise ConfigError(f"--{name}={own[name].value}: must be {rule.text}")
     return own
 
@@ -116,16 +151,16 @@ def _run(arguments: Sequence[str]) -> int:
     own: Any = parse(arguments)
     key = _key(own.api_key_env)
     front = ModelFront.read(own.model)
+    serve = _jetstream if own.protocol == "jetstream" else _openai
+    return serve(own, key, front)
+
+
+def _openai(own: Any, key: str, front: ModelFront) -> int:
     try:
-        from hjax.serving.server import Server, address_of, bind, run
+        from hjax.serving.server import Server, run
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"{error.name} is not installed; the extra `serve` has what serving needs: "
-            "pip install 'hjax[serve]'"
-        ) from error
-    # Before the weights: a port that is taken should not cost their reading.
-    bound = bind(own.host, own.port)
-    _remark(bound.getsockname()[0], key)
+        raise _missing(error, "serve") from error
+    bound = _bind(own, key)
     from hjax.rollout.service import Service
     from hjax.serving.served import Served
 
@@ -133,13 +168,58 @@ def _run(arguments: Sequence[str]) -> int:
     prefix_tokens = None if own.prefix_tokens < 0 else own.prefix_tokens
     service = Service(model, own.slots, own.max_queue, prefix_tokens, own.lookup)
     served = Served(own.model, service, model.tokenizer, model.config.vocab_size, model.eos_ids)
-    address = address_of(bound)
     limits = _limits(own)
+    return run(Server(served, bound, limits, key, _started(own, "http", bound)), limits)
 
-    def started() -> None:
-        print(f"serving {own.model} on http://{address}", flush=True)
 
-    return run(Server(served, bound, limits, key, started), limits)
+def _jetstream(own: Any, key: str, front: ModelFront) -> int:
+    from hjax.rollout.sampling import Sampling
+
+    try:
+        sampling = Sampling(own.temperature, own.top_k, own.top_p)
+    except ConfigError as error:
+        raise ConfigError(f"--{error}") from error
+    try:
+        from hjax.serving.jetstream_engine import Engine
+        from hjax.serving.jetstream_server import run
+    except ModuleNotFoundError as error:
+        raise _missing(error, "jetstream") from error
+    bound = _bind(own, key)
+    from hjax.serving.address import address_of
+
+    model = front.load(own.dtype)
+    try:
+        engine = Engine(model, own.slots, own.context, sampling, own.seed)
+    except ConfigError as error:
+        raise ConfigError(f"--{error}") from error
+    started = _started(own, "grpc", bound)
+    engine.warm_up()
+    address = address_of(bound)
+    bound.close()  # gRPC binds by itself
+    return run(engine, address, _limits(own), own.max_queue, key, started)
+
+
+def _missing(error: ModuleNotFoundError, extra: str) -> ConfigError:
+    return ConfigError(
+        f"{error.name} is not installed; the extra `{extra}` has what serving needs: "
+        f"pip install 'hjax[{extra}]'"
+    )
+
+
+def _bind(own: Any, key: str) -> socket.socket:
+    """Before the weights: a port that is taken should not cost their reading."""
+    from hjax.serving.address import bind
+
+    bound = bind(own.host, own.port)
+    _remark(bound.getsockname()[0], key)
+    return bound
+
+
+def _started(own: Any, scheme: str, bound: socket.socket) -> Callable[[], None]:
+    from hjax.serving.address import address_of
+
+    line = f"serving {own.model} on {scheme}://{address_of(bound)}"
+    return lambda: print(line, flush=True)
 
 
 def _limits(own: Any) -> Limits:

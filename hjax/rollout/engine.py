@@ -296,16 +296,51 @@ class Engine:
         Returns:
           the state, and a token of each new row.
         """
-        split = self.layout.sharding("batch")
-        asked = {f.name: getattr(new, f.name) for f in dataclasses.fields(new)}
-        given = jax.tree.map(lambda x: place(x, split), asked)
-        where, texts = (given.pop("groups"), given.pop("rows")), ("prompts", "mask", "known")
-        text = [given.pop(name) for name in texts]
         samples = new.rows.size // new.groups.size
         counted = state.rows.counts is not None
+        prompts, rows, drawn = self.prefill(how, params, new, samples, counted, blocks)
+        return self.insert(state, prompts, rows, new.groups, new.rows), drawn
+
+    def prefill(
+        self,
+        how: How,
+        params: Params,
+        new: Admission,
+        samples: int = 1,
+        counted: bool = False,
+        blocks: Blocks | None = None,
+    ) -> tuple[Prompts, Running, Drawn]:
+        """The first half of ``admit``, which needs no state: others may be decoded meanwhile.
+
+        Args:
+          how, params, new, blocks: as of ``admit``; where sequences go is not looked at.
+          samples: sequences of each prompt.
+          counted: whether the state counts tokens.
+
+        Returns:
+          what ``insert`` takes, and a token of each new row.
+        """
+        split = self.layout.sharding("batch")
+        asked = {f.name: getattr(new, f.name) for f in dataclasses.fields(new)}
+        del asked["groups"], asked["rows"]
+        given = jax.tree.map(lambda x: place(x, split), asked)
+        text = [given.pop(name) for name in ("prompts", "mask", "known")]
         prompts = self._prefill((samples, counted), params, *text, given["limit"], blocks)
         rows, drawn = self._first(how, prompts.logits, prompts.tokens, prompts.counts, given)
-        return self._insert(state, prompts, rows, *where), _read(drawn)
+        return prompts, rows, _read(drawn)
+
+    def insert(
+        self, state: State, prompts: Prompts, new: Running, groups: np.ndarray, rows: np.ndarray
+    ) -> State:
+        """The second half of ``admit``: what was prefilled goes into free slots.
+
+        Args:
+          state: donated.
+          prompts, new: of ``prefill``.
+          groups, rows: as of ``Admission``.
+        """
+        split = self.layout.sharding("batch")
+        return self._insert(state, prompts, new, place(groups, split), place(rows, split))
 
     def decode(
         self, how: How, params: Params, state: State, steps: int, most: int = STEPS

@@ -7,49 +7,20 @@ import contextlib
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator
 
 import uvicorn
 
-from hjax.errors import ConfigError, RunError
+from hjax.errors import RunError
 from hjax.serving.app import make_app
 from hjax.serving.connection import connection_class
+from hjax.serving.leaving import GONE, leave_after
 from hjax.serving.limits import Limits
 from hjax.serving.served import Served
 
-# Seconds after limits.drain_seconds: who still waits is told; connections that are left are closed;
-# the process ends, whatever runs in it.
-TOLD, CUT_OFF, GONE = 1, 2, 4
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A socket of that address, not listening yet; port 0 is a free one.
-
-    Raises:
-      ConfigError: no such address here, or the port is taken.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with contextlib.ExitStack() as stack:
-            bound = stack.enter_context(socket.socket(family, kind, protocol))
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind(address)
-            stack.pop_all()
-            return bound
-    except OSError as error:
-        raise ConfigError(
-            f"--host={host} --port={port}: {error.strerror}; another port, or 0 for a free one"
-        ) from None
-
-
-def address_of(bound: socket.socket) -> str:
-    """HOST:PORT, as in a URL."""
-    host, port = bound.getsockname()[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+# Seconds after limits.drain_seconds: who still waits is told; connections that are left are closed.
+TOLD, CUT_OFF = 1, 2
 
 
 class Server:
@@ -155,10 +126,7 @@ async def _run(server: Server, limits: Limits) -> int:
         if signal.SIGINT in came and number == signal.SIGINT:
             os._exit(130)  # a second Ctrl-C does not wait
         came.append(number)
-        # A program that is being compiled cannot be interrupted; the process can.
-        timer = threading.Timer(limits.drain_seconds + GONE, _leave)
-        timer.daemon = True
-        timer.start()
+        leave_after(limits.drain_seconds + GONE)
         server.stop()
 
     loop = asyncio.get_running_loop()
@@ -168,8 +136,3 @@ async def _run(server: Server, limits: Limits) -> int:
     if server.failure:
         raise RunError(f"the engine failed: {server.failure}")
     return 130 if signal.SIGINT in came else 0
-
-
-def _leave() -> None:
-    print("hjax: the engine did not end in time; left", file=sys.stderr, flush=True)
-    os._exit(1)

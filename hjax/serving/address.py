@@ -1,0 +1,36 @@
+"""Where a server listens."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+
+from hjax.errors import ConfigError
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket of that address, not listening yet; port 0 is a free one.
+
+    Raises:
+      ConfigError: no such address here, or the port is taken.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with contextlib.ExitStack() as stack:
+            bound = stack.enter_context(socket.socket(family, kind, protocol))
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+            stack.pop_all()
+            return bound
+    except OSError as error:
+        raise ConfigError(
+            f"--host={host} --port={port}: {error.strerror}; another port, or 0 for a free one"
+        ) from None
+
+
+def address_of(bound: socket.socket) -> str:
+    """HOST:PORT, as in a URL."""
+    host, port = bound.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
