@@ -202,6 +202,31 @@ def test_sampling_by_seed_and_sigterm(model):
         assert refusal(address, [4], 2)[0] == "UNAVAILABLE"
 
 
+def test_what_nobody_waits_for_is_drawn_no_further(model, answers):
+    from hjax.serving.jetstream_engine import STEPS, Engine, Length
+
+    engine, prompt, gone = Engine(hjax.load_model(model), slots=2), [3, 4], []
+    expected = answers(prompt, 3 * STEPS)
+    assert len(expected) == 3 * STEPS
+    params, decoding = engine.load_params(), engine.init_decode_state()
+    for slot, cancelled in enumerate((lambda: bool(gone), lambda: False)):
+        prefix = engine.prefill(
+            params=params,
+            padded_tokens=np.array([*prompt, *[0] * 14]),
+            true_length=Length(2, 3 * STEPS, cancelled),
+        )
+        decoding = engine.insert(prefix, decoding, slot)
+    for step in range(4):
+        decoding, found = engine.generate(params, decoding)
+        first, second = (found.get_result_at_slot(slot) for slot in range(2))
+        assert first.valid.all() == (step == 0) and second.valid.all() == (step < 3)
+        if step < 3:
+            assert second.tokens[0].tolist() == expected[STEPS * step :][:STEPS]
+        assert second.lengths.tolist() == [min(step + 1, 3) * STEPS]
+        gone.append(True)
+    assert not first.valid.any() and not second.valid.any()
+
+
 def test_importing_starts_no_backend_and_leaves_the_root_logger_alone():
     code = (
         "import logging, hjax.serving.jetstream_server, jax._src.xla_bridge as bridge\n"
