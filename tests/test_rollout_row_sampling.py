@@ -24,6 +24,7 @@ from transformers import (
 
 from hjax.errors import ConfigError
 from hjax.kernels.sets import kernels_of
+from hjax.rollout import vocabulary
 from hjax.rollout.counts import Counts, counted
 from hjax.rollout.options import Options
 from hjax.rollout.row_sampling import RowSampling, Sizes, draw_rows
@@ -79,6 +80,12 @@ def program():
     return jax.jit(draw_rows)
 
 
+def bits_of(tokens, words):
+    """uint32 [words] of which these bits are set."""
+    return np.array([sum(1 << t % 32 for t in tokens if t // 32 == w) for w in range(words)],
+                    np.uint32)  # fmt: skip
+
+
 def keys_of(rows):
     return sequence_keys(jnp.uint32(7), jnp.uint32(2), jnp.arange(rows))
 
@@ -119,16 +126,20 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("allowed", [None, (1, 3, 4, 6, 7, 8)], ids=["any", "of six"])
 @pytest.mark.parametrize("options", CASES.values(), ids=list(CASES))
-def test_frequencies_and_log_probs_follow_the_distribution(options):
+def test_frequencies_and_log_probs_follow_the_distribution(options, allowed):
     rows = RowSampling.of([options], SIZES).take(np.zeros(DRAWS, int))
     prompt, response = np.asarray([PROMPT]), np.asarray([RESPONSE])
     counts = Counts.of(prompt, prompt >= 0, LOGITS.size, response, response >= 0)
     counts = counts.take(np.zeros(DRAWS, int))
     logits = jnp.broadcast_to(LOGITS, (DRAWS, LOGITS.size))
-    drawn = program()(logits, keys_of(DRAWS), jnp.int32(len(RESPONSE)), rows, counts)
+    bits = {} if allowed is None else {"allowed": np.tile(bits_of(allowed, 1), (DRAWS, 1))}
+    drawn = program()(logits, keys_of(DRAWS), jnp.int32(len(RESPONSE)), rows, counts, **bits)
 
-    probability = expected(LOGITS, options, PROMPT, RESPONSE)
+    others = [] if allowed is None else [t for t in range(LOGITS.size) if t not in allowed]
+    banned = dataclasses.replace(options, bad=(*options.bad, *others))
+    probability = expected(LOGITS, banned, PROMPT, RESPONSE)
     times = np.bincount(drawn.token, minlength=LOGITS.size)
     kept = probability > 0
     assert times[~kept].sum() == 0
@@ -289,6 +300,7 @@ SPLIT = {
     "greedy": [Options(temperature=0.0)],
     "plain": [Options(), Options(temperature=0.7)],
     "truncating": [Options(top_k=9, top_p=0.8), Options(min_p=0.2), Options()],
+    "constrained": [Options(), Options(temperature=0.0), Options(top_p=0.9, bad=(40,))],
     "altering": [
         Options(logit_bias={0: 3.0, 1023: -100, 1024: 40.0}, stop=(7,), min_tokens=9),
         Options(temperature=0.0, presence_penalty=2.0, frequency_penalty=1.0, bad=(4000, 2)),
@@ -312,7 +324,15 @@ def test_parts_of_the_vocabulary_draw_the_same_tokens_for_a_few_numbers_per_row(
     masks = [source.random(each.shape) < 0.8 for each in tokens]
     known = tokens[0], masks[0], vocab, tokens[1], masks[1]
     counts = Counts.of(*known)
-    whole = program()(logits, keys, position, sampling, counts)
+    bits = source.integers(0, 2**32, (rows, vocab // 32), dtype=np.uint32)
+    bits[:, 0] |= 4  # token 2 at least
+    bits[5] = 2**32 - 1
+    bits = {"allowed": bits} if asked == "constrained" else {}
+    whole = program()(logits, keys, position, sampling, counts, **bits)
+    if bits:
+        tokens_at = np.arange(rows), np.asarray(whole.token)
+        words = bits["allowed"][tokens_at[0], tokens_at[1] // 32]
+        assert np.all(words >> (tokens_at[1] % 32) & 1)
 
     layout = make_layouts(jax.devices(), {"data": 2, "tensor": 4}, {"tensor": -1}).generate
     placed = jax.device_put(logits, layout.sharding("batch", "vocab"))
@@ -321,11 +341,11 @@ def test_parts_of_the_vocabulary_draw_the_same_tokens_for_a_few_numbers_per_row(
     parted = jax.device_put(parted, layout.sharding("batch", "vocab"))
     sampling = jax.device_put(sampling, layout.sharding("batch"))
     split = jax.jit(functools.partial(draw_rows, layout=layout))
-    parts = split(placed, keys, position, sampling, parted)
+    parts = split(placed, keys, position, sampling, parted, **bits)
     np.testing.assert_array_equal(parts.token, whole.token)
     for name in LOG_PROBS:
         np.testing.assert_allclose(getattr(parts, name), getattr(whole, name), atol=4e-6)
-    text = split.lower(placed, keys, position, sampling, parted).compile().as_text()
+    text = split.lower(placed, keys, position, sampling, parted, **bits).compile().as_text()
     each = received_bytes(text) / (rows / 2)
     # Some ten numbers of 4 bytes for a draw, five more for what alters or truncates; to cut the
     # tail 15 at a time, 8 times, for top-k and top-p.
@@ -496,3 +516,22 @@ def test_a_token_is_left_to_draw():
     RowSampling.of([one_left], Sizes(vocab=3))
     with pytest.raises(ConfigError, match="all 3 tokens are banned: leave one to draw"):
         RowSampling.of([dataclasses.replace(one_left, min_tokens=1)], Sizes(vocab=3))
+
+
+@pytest.mark.parametrize("vocab", [8, 200, 264])
+def test_bits_of_a_part_that_begins_within_a_word(vocab):
+    source, rows = np.random.default_rng(1), 4
+    allowed = source.random((rows, vocab)) < 0.5
+    packed = np.packbits(np.pad(allowed, ((0, 0), (0, -vocab % 32))), -1, "little").view("<u4")
+    logits = source.normal(size=(rows, vocab)).astype(np.float32)
+    expected = np.where(allowed, logits, -np.inf)
+    np.testing.assert_array_equal(vocabulary.only(logits, jnp.asarray(packed)), expected)
+    layout = make_layouts(jax.devices(), {"data": 2, "tensor": 4}, {"tensor": -1}).generate
+    split = layout.spec(["batch", "vocab"])
+    parts = jax.shard_map(
+        lambda table, bits: vocabulary.only(table, bits, vocabulary.axes_of(layout)),
+        mesh=layout.mesh,
+        in_specs=(split, layout.spec(["batch"])),
+        out_specs=split,
+    )(logits, packed)
+    np.testing.assert_array_equal(parts, expected)

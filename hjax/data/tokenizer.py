@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hjax.data.token_bytes import TokenBytes
 from hjax.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -223,6 +224,19 @@ class Tokenizer:
                 f"tokenizer {self.name}: the chat template refuses {_short(list(messages))}: "
                 f"{' '.join(str(error).split())}"
             ) from None
+
+    def token_bytes(self) -> TokenBytes:
+        """The bytes of each token, of which every text is made; DataError where they are unknown.
+
+        A response is its tokens' bytes; after a prompt without text a SentencePiece-like tokenizer
+        drops the first space of it.
+        """
+        added = self._backend.get_added_tokens_decoder()
+        special = {i for i, token in added.items() if token.special}
+        spelled = self._backend.get_vocab(with_added_tokens=True)
+        tokens = {i: token for token, i in spelled.items() if i not in special}
+        decoder = json.loads(self._backend.to_str())["decoder"]
+        return TokenBytes.of(decoder, tokens, self.name)
 
     def save(self, directory: str | Path) -> None:
         """Writes tokenizer.json, tokenizer_config.json and, if there is one, the template."""

@@ -135,6 +135,8 @@ class Admission:
       options: of each of these, where sequences have their own.
       known: what is known of the prompts; None: nothing.
       text: int32 [groups * samples, room], the prompts as ``Running`` has them, where it has.
+      allowed: uint32 [groups * samples, words], which tokens may be drawn, as of
+        ``vocabulary.only``, where sequences have options of their own; None: all.
     """
 
     prompts: np.ndarray
@@ -146,6 +148,7 @@ class Admission:
     options: RowSampling | None = None
     known: Known | None = None
     text: np.ndarray | None = None
+    allowed: np.ndarray | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -343,7 +346,13 @@ class Engine:
         return self._insert(state, prompts, new, place(groups, split), place(rows, split))
 
     def decode(
-        self, how: How, params: Params, state: State, steps: int, most: int = STEPS
+        self,
+        how: How,
+        params: Params,
+        state: State,
+        steps: int,
+        most: int = STEPS,
+        allowed: np.ndarray | None = None,
     ) -> tuple[State, Drawn]:
         """Draw up to so many tokens for every row that is not done, fewer if all end.
 
@@ -351,9 +360,11 @@ class Engine:
           how, params, state: as of ``admit``.
           steps: tokens, at most ``most``, and at most the columns that are left.
           most: columns of the tables that come back.
+          allowed: of each row, as of ``Admission``, for every token that is drawn.
         """
         number = place(np.int32(steps), self.layout.replicated)
-        state, drawn = self._decode(how, most, params, state, number)
+        bits = None if allowed is None else place(allowed, self.layout.sharding("batch"))
+        state, drawn = self._decode(how, most, params, state, number, bits)
         return state, _read(drawn)
 
     def share(
@@ -504,7 +515,8 @@ class Engine:
         logits = self.layout.constrain(jnp.repeat(logits, samples, axis=0), "batch", "vocab")
         nothing = decode_state.start(entering, 1, how.sampling)
         first = jnp.zeros(entering, jnp.int32)
-        drawn, counts = self._draw(how, nothing, logits, options, counts, keys, first, jnp.int32(0))
+        way = options, counts, keys, first
+        drawn, counts = self._draw(how, nothing, logits, *way, jnp.int32(0), given["allowed"])
         done = drawn["done"] | (limit <= 1)
         number, one = jnp.repeat(tokens, samples), jnp.ones(entering, jnp.int32)
         text = _with_token(text, number, drawn["last"], True)
@@ -621,6 +633,7 @@ class Engine:
         keys: jax.Array,
         position: jax.Array,
         at: jax.Array,
+        allowed: jax.Array | None,
     ) -> tuple[decode_state.DecodeState, Counts | None]:
         """Each row's token at ``position``, in column ``at`` of the tables."""
         numbers, kernels = jax.random.wrap_key_data(keys), self.compute.kernels
@@ -628,13 +641,20 @@ class Engine:
             new = draw(logits, numbers, position, how.sampling, kernels, self.layout)
             ends = jnp.any(new.token[:, None] == jnp.asarray(how.stop, jnp.int32), axis=-1)
         else:
-            new = draw_rows(logits, numbers, position, options, counts, kernels, self.layout)
+            way = options, counts, kernels, self.layout, allowed
+            new = draw_rows(logits, numbers, position, *way)
             ends = options.ends(new.token)
             counts = counted(counts, new.token, ~drawn["done"], self.layout)
         return decode_state.entered(drawn, new, ends, at), counts
 
     def _decoded(
-        self, how: How, most: int, params: Params, state: State, steps: jax.Array
+        self,
+        how: How,
+        most: int,
+        params: Params,
+        state: State,
+        steps: jax.Array,
+        allowed: jax.Array | None,
     ) -> tuple[State, decode_state.DecodeState]:
         model = self.network.bind(params)
         layers = model.unstack() if self.compute.unroll_layers else None
@@ -643,6 +663,8 @@ class Engine:
         most_tokens = state.rows.tokens + state.rows.limit
         rotary = model.rotary(most_tokens, tables=prompt + length)
         before = state.rows.drawn
+        # What may be drawn is known of one token.
+        ahead = self.lookup if allowed is None else 0
 
         def logits_of(state: State, tokens: jax.Array) -> tuple[jax.Array, KVCache]:
             """float32 [rows, new, vocab] after ``tokens`` [rows, new], which the cache then has."""
@@ -669,7 +691,7 @@ class Engine:
             running = state.rows
             logits, cache = logits_of(state, running.last[:, None])
             way = running.options, running.counts, running.keys, running.drawn
-            drawn, counts = self._draw(how, drawn, logits, *way, taken)
+            drawn, counts = self._draw(how, drawn, logits, *way, taken, allowed)
             number = running.drawn + ~running.done
             done = drawn["done"] | (number >= running.limit)
             slots = dataclasses.replace(state.slots, column=state.slots.column + 1)
@@ -693,7 +715,9 @@ class Engine:
                 of_token = self.layout.constrain(of_token, "batch", "vocab")
                 way = running.options, running.counts, running.keys, running.drawn
                 column = running.drawn - before
-                drawn, counts = self._draw(how, drawn | {"done": ~going}, of_token, *way, column)
+                drawn, counts = self._draw(
+                    how, drawn | {"done": ~going}, of_token, *way, column, allowed
+                )
                 token, number = drawn["last"], running.drawn + going
                 length = running.tokens + running.drawn
                 done = running.done | (going & (drawn["done"] | (number >= running.limit)))
@@ -709,14 +733,14 @@ class Engine:
                     guessed, jnp.minimum(t, self.lookup - 1), 1, keepdims=False
                 )
                 going = going & ~done & (token == guess)
-                right = drawn["right"] + jnp.where(t < self.lookup, going.sum(), 0)
+                right = drawn["right"] + jnp.where(t < ahead, going.sum(), 0)
                 return t + 1, going, running, drawn | {"right": right}
 
             def more(carry: Any) -> jax.Array:
-                return (carry[0] <= self.lookup) & jnp.any(carry[1])
+                return (carry[0] <= ahead) & jnp.any(carry[1])
 
             live = ~running.done
-            drawn = drawn | {"guessed": drawn["guessed"] + self.lookup * live.sum()}
+            drawn = drawn | {"guessed": drawn["guessed"] + ahead * live.sum()}
             first = jnp.int32(0), live, running, drawn
             _, _, running, drawn = jax.lax.while_loop(more, next_one, first)
             return taken + 1, State(cache, state.slots, running), drawn

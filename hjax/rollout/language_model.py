@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import operator
 import os
 from collections.abc import Sequence
@@ -14,14 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from hjax.data.tokenizer import Tokenizer
-from hjax.errors import ConfigError
+from hjax.errors import ConfigError, RunError
 from hjax.models.forward import sequence_states, token_log_probs
 from hjax.models.parameters import decoder_network
 from hjax.models.transformer import Compute
 from hjax.models.weights import load_params, model_directory, read_config, read_eos_ids
+from hjax.rollout.constraint import Constraint
 from hjax.rollout.engine import Engine
 from hjax.rollout.generator import Generator, bucket_length
+from hjax.rollout.options import Options
 from hjax.rollout.sampling import Sampling
+from hjax.rollout.service import Piece, Request, Service
 from hjax.sharding.layout import make_layouts
 
 
@@ -107,6 +111,7 @@ class LanguageModel:
         top_k: int = 0,
         top_p: float = 1.0,
         stop: Sequence[int] = (),
+        constraint: Constraint | None = None,
     ) -> list[Completion]:
         """Sample one response per prompt.
 
@@ -118,10 +123,13 @@ class LanguageModel:
           top_k: sample among the k likeliest tokens; 0: all.
           top_p: sample among the likeliest tokens of this total probability.
           stop: token ids that end a response, besides the model's own.
+          constraint: that each response's text must match; one that is cut at its length is the
+            beginning of one that does.
 
         Raises:
-          ConfigError: text without a tokenizer, an empty prompt, ids outside the vocabulary, or
-            more tokens than the model has positions.
+          ConfigError: text without a tokenizer, an empty prompt, ids outside the vocabulary, more
+            tokens than the model has positions, or a constraint that cannot be met.
+          RunError: a response after which no token may come though it does not match.
         """
         if not isinstance(max_new_tokens, int | np.integer) or max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens={max_new_tokens}: a whole number of 1 or more")
@@ -138,6 +146,15 @@ class LanguageModel:
                 f"{self.config.max_length} positions; "
                 + (f"shorten the prompt to {room} tokens" if room > 0 else "lower max_new_tokens")
             )
+        sampling, ends = Sampling(temperature, top_k, top_p), (*self.eos_ids, *stop)
+        if constraint is not None:
+            options = Options(**dataclasses.asdict(sampling), stop=ends)
+            return self._constrained(
+                [
+                    Request(tuple(row), max_new_tokens, options, seed, i, constraint)
+                    for i, row in enumerate(rows)
+                ]
+            )
         length = bucket_length(longest, room)
         tokens = np.zeros((len(rows), length), np.int32)
         mask = np.zeros((len(rows), length), bool)
@@ -151,8 +168,8 @@ class LanguageModel:
             np.arange(len(rows), dtype=np.int32),
             seed=seed,
             max_new_tokens=max_new_tokens,
-            sampling=Sampling(temperature, top_k, top_p),
-            stop=(*self.eos_ids, *stop),
+            sampling=sampling,
+            stop=ends,
         )
         host = {key: np.asarray(value) for key, value in rollout.items()}
         return [self._completion(row, host, i) for i, row in enumerate(rows)]
@@ -165,6 +182,30 @@ class LanguageModel:
             text = self.tokenizer.decode_response(prompt, tokens)
         reason = "length" if rollout["truncated"][i] else "stop"
         return Completion(tokens, text, rollout["logprobs"][i][kept].tolist(), reason)
+
+    def _constrained(self, requests: list[Request]) -> list[Completion]:
+        """Responses that a matcher is asked about token by token, by a service of their own."""
+        found: list[list[Piece]] = [[] for _ in requests]
+        service = Service(self, slots=len(requests), max_queue=len(requests), prefix_tokens=0)
+        try:
+            for request, pieces in zip(requests, found):
+                service.submit(request, pieces.append)
+        except ConfigError:
+            service.close(seconds=0)
+            raise
+        service.close(seconds=math.inf)  # when all have ended
+        return [self._joined(request, pieces) for request, pieces in zip(requests, found)]
+
+    def _joined(self, request: Request, pieces: list[Piece]) -> Completion:
+        finish = pieces[-1].finish
+        if finish not in ("stop", "length"):
+            raise RunError(f"response {request.choice}: {finish}")
+        tokens = [token for piece in pieces for token in piece.tokens]
+        logprobs = [logprob for piece in pieces for logprob in piece.logprobs]
+        text = None
+        if self.tokenizer is not None:
+            text = self.tokenizer.decode_response(request.prompt, tokens)
+        return Completion(tokens, text, logprobs, finish)
 
     def _prompt(self, index: int, prompt: Any) -> list[int]:
         if isinstance(prompt, str):

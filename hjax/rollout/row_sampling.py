@@ -209,6 +209,7 @@ def draw_rows(
     counts: Counts | None = None,
     kernels: Kernels = Kernels(),
     layout: Layout | None = None,
+    allowed: jax.Array | None = None,
 ) -> Draw:
     """Draw each row's token at its ``position``, as its options say.
 
@@ -228,6 +229,8 @@ def draw_rows(
       counts: the tokens before, where ``rows`` may have penalties.
       kernels: of the platform.
       layout: as of ``draw``.
+      allowed: as of ``vocabulary.only``: other tokens are banned, forced ones apart; at least one
+        of a row is allowed if anybody reads it. None: all are.
 
     Raises:
       ValueError: counts without penalties, or penalties without counts.
@@ -242,7 +245,7 @@ def draw_rows(
     # Asked of all rows on all devices: one that skips an exchange must not leave another waiting.
     asked = {
         "samples": jnp.any(~rows.greedy),
-        "alters": jnp.any(rows.alters(position)),
+        "alters": jnp.any(rows.alters(position)) | (allowed is not None),
         "tempered": jnp.any(rows.tempered),
         "truncates": jnp.any(rows.truncates),
         "top_k": jnp.any(rows.truncates & (rows.top_k > 0)),
@@ -254,7 +257,7 @@ def draw_rows(
         return gumbel(keys, position, logits.shape[-1])
 
     if layout is None or not axes:
-        return part.draw(logits, noise, position, rows, counts, asked)
+        return part.draw(logits, noise, position, rows, counts, allowed, asked)
 
     def constrained(noise: jax.Array) -> jax.Array:
         # Held as it is drawn from, so that every device makes its own part.
@@ -269,10 +272,10 @@ def draw_rows(
     return jax.shard_map(
         lambda logits, made, *more: part.draw(logits, lambda: made, *more),
         mesh=layout.mesh,
-        in_specs=(split, split, whole, whole, split, jax.sharding.PartitionSpec()),
+        in_specs=(split, split, whole, whole, split, whole, jax.sharding.PartitionSpec()),
         out_specs=whole,
         check_vma=False,
-    )(logits, constrained(made), position, rows, counts, asked)
+    )(logits, constrained(made), position, rows, counts, allowed, asked)
 
 
 # What a softmax's logits [rows, vocab] are lessened by, each [rows, 1]: the largest of them, then
@@ -294,6 +297,7 @@ class _Part:
         position: jax.Array,
         rows: RowSampling,
         counts: Counts | None,
+        allowed: jax.Array | None,
         asked: dict[str, jax.Array],
     ) -> Draw:
         # Not divided by the temperature: XLA makes this of ``draw``'s division by a constant.
@@ -334,7 +338,7 @@ class _Part:
             )
 
         def drawn_altered() -> Draw:
-            altered = self.alter(logits, position, rows, counts)
+            altered = self.alter(logits, position, rows, counts, allowed)
             return drawn(altered, self.norm(altered * scale))
 
         return jax.lax.cond(asked["alters"], drawn_altered, lambda: drawn(logits, policy))
@@ -345,8 +349,10 @@ class _Part:
         position: jax.Array,
         rows: RowSampling,
         counts: Counts | None,
+        allowed: jax.Array | None,
     ) -> jax.Array:
-        """Biases, penalties, then the stop tokens' bans: whatever is banned stays so.
+        """Biases, penalties, then what is not allowed and the stop tokens' bans: whatever is banned
+        stays so.
 
         A scatter comes last, whose result lies in memory: what is compared with an edge must not be
         computed twice, in two orders of rounding.
@@ -362,6 +368,8 @@ class _Part:
             weaker = jnp.where(altered < 0, altered * repetition, altered / repetition)
             altered = jnp.where(counts.prompt | in_response, weaker, altered)
             altered = altered - frequency * counts.response - presence * in_response
+        if allowed is not None:
+            altered = vocabulary.only(altered, allowed, self.axes)
         return vocabulary.add(altered, rows.held(position), jnp.float32(-jnp.inf), self.axes)
 
     def cut(

@@ -13,15 +13,18 @@ import collections
 import dataclasses
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
+from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, RunError
 from hjax.models.continuing import BLOCK
-from hjax.rollout.engine import Admission, Drawn, How, Known, Size, State
-from hjax.rollout.language_model import LanguageModel
+from hjax.rollout.constraint import Constraint
+from hjax.rollout.engine import Admission, Drawn, Engine, How, Known, Size, State
+from hjax.rollout.matching import Matcher, Matchers, words
 from hjax.rollout.options import Options
 from hjax.rollout.prefixes import Beginning, Prefixes, columns_for, why_not
 from hjax.rollout.row_sampling import RowSampling, Sizes
@@ -38,6 +41,16 @@ CHUNK = 512
 PREFIX_TOKENS = 16 * 1024
 
 
+class Model(Protocol):
+    """What answers: a ``LanguageModel``, of which this is used."""
+
+    config: Any
+    params: Any
+    tokenizer: Tokenizer | None
+
+    def engine_for(self, lookup: int) -> Engine: ...
+
+
 class QueueFull(RunError):
     """As many requests wait as may."""
 
@@ -52,6 +65,7 @@ class Request:
       options: how they are drawn; with its stop tokens a response ends.
       seed: 0 to 2**32 - 1; with ``choice`` it decides what is drawn.
       choice: which of several answers to one prompt.
+      constraint: that its text must match; None: none.
     """
 
     prompt: tuple[int, ...]
@@ -59,6 +73,7 @@ class Request:
     options: Options = Options()
     seed: int = 0
     choice: int = 0
+    constraint: Constraint | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +83,9 @@ class Piece:
     Attributes:
       tokens: a stop token included.
       logprobs: of the distribution sampled.
-      finish: empty while it goes on; then ``stop``, ``length``, ``cancelled`` or ``error: ...``.
+      finish: empty while it goes on; then ``stop`` (a stop token came, or the text matches and
+        nothing may follow), ``length``, ``cancelled``, ``error: ...``, or ``constraint: ...`` where
+        nothing may follow though the text does not match.
     """
 
     tokens: tuple[int, ...] = ()
@@ -84,8 +101,10 @@ class Ticket:
       cached: tokens of its prompt that others had left known; None until it is read.
     """
 
-    def __init__(self, request: Request, options: RowSampling, on_piece: Callable[[Piece], None]):
-        self.request, self.options, self._on_piece = request, options, on_piece
+    def __init__(
+        self, request: Request, matcher: Matcher | None, on_piece: Callable[[Piece], None]
+    ):
+        self.request, self.matcher, self._on_piece = request, matcher, on_piece
         self.cancelled = False
         self.tokens: list[int] = []  # of the response
         self.cached: int | None = None
@@ -124,7 +143,7 @@ class Service:
 
     def __init__(
         self,
-        model: LanguageModel,
+        model: Model,
         slots: int = 0,
         max_queue: int = 1024,
         prefix_tokens: int | None = None,
@@ -146,6 +165,7 @@ class Service:
         self._prefixes = Prefixes(self._engine, prefix_tokens) if prefix_tokens else None
         self._reading: collections.deque[Ticket] = collections.deque()
         self._own = Sizes(model.config.vocab_size, penalties=True)
+        self._matchers = Matchers(model.tokenizer, model.config.vocab_size)
         self._waiting: collections.deque[Ticket] = collections.deque()
         self._rows: list[Ticket | None] = [None] * self.slots
         self._start = np.zeros(self.slots, np.int64)
@@ -174,8 +194,8 @@ class Service:
           QueueFull: too many wait.
           RunError: the service is closed, or its engine failed.
         """
-        options = self._checked(request)
-        ticket = Ticket(request, options, on_piece)
+        self._check(request)
+        ticket = Ticket(request, self._matcher(request), on_piece)
         with self._changed:
             if self._error is not None:
                 raise RunError(f"the engine failed: {self._error}")
@@ -186,6 +206,11 @@ class Service:
             self._waiting.append(ticket)
             self._changed.notify()
         return ticket
+
+    def prepare(self, request: Request) -> None:
+        """Compile its constraint, which may take a moment, so that ``submit`` finds it; ConfigError
+        where it does not do."""
+        self._matcher(request)
 
     def stats(self) -> dict[str, float]:
         """``running``, ``waiting``, ``slots``, ``generated_tokens``, ``prompt_tokens``, of these
@@ -213,7 +238,7 @@ class Service:
             self._changed.notify()
         self._thread.join()
 
-    def _checked(self, request: Request) -> RowSampling:
+    def _check(self, request: Request) -> None:
         vocab = self._model.config.vocab_size
         if not request.prompt:
             raise ConfigError("the prompt is empty; give at least one token")
@@ -232,7 +257,12 @@ class Service:
             raise ConfigError(
                 f"seed={request.seed}, choice={request.choice}: seeds are 0 to {2**32 - 1}"
             )
-        return RowSampling.of([request.options], self._own)
+        RowSampling.of([request.options], self._own)
+
+    def _matcher(self, request: Request) -> Matcher | None:
+        if request.constraint is None:
+            return None
+        return self._matchers.begin(request.constraint, request.options, request.prompt)
 
     # The engine's thread
 
@@ -413,6 +443,7 @@ class Service:
             RowSampling.of([None if r is None else r.options for r in asked], self._own),
             known,
             self._texts(entries),
+            self._allowed(entries),
         )
 
     def _texts(self, entries: list[Ticket | None]) -> np.ndarray | None:
@@ -463,11 +494,23 @@ class Service:
         if not engine.by_row:
             steps = min(STEPS, self._length - self._column)
         most = STEPS + engine.lookup
-        self._state, drawn = engine.decode(How(), self._model.params, self._state, steps, most)
+        # What a matcher allows is known for one token ahead.
+        allowed = self._allowed(self._rows)
+        steps = steps if allowed is None else 1
+        params = self._model.params
+        self._state, drawn = engine.decode(How(), params, self._state, steps, most, allowed)
         self._column += drawn.steps
         with self._changed:
             self._guessed, self._right = self._guessed + drawn.guessed, self._right + drawn.right
         self._hand_on(list(self._rows), drawn)
+
+    def _allowed(self, entries: Sequence[Ticket | None]) -> np.ndarray | None:
+        """uint32 [entries, words], the tokens that each may draw; None: all of them all."""
+        matchers = [None if ticket is None else ticket.matcher for ticket in entries]
+        if not any(matchers):
+            return None
+        everything = np.full(words(self._own.vocab), 2**32 - 1, np.uint32)
+        return np.stack([everything if m is None else m.allowed for m in matchers])
 
     def _make_room(self) -> None:
         """A column at least, and none at the beginning that nobody sees."""
@@ -492,11 +535,14 @@ class Service:
             if drawn.done[at]:
                 stopped = bool(tokens) and tokens[-1] in ticket.request.options.stop
                 finish = "stop" if stopped else "length"
+            if ticket.matcher is not None:
+                finish = ticket.matcher.take(tokens, finish)
             ticket.tokens += tokens
             logprobs = tuple(drawn.logprobs["logprobs"][at][mask].tolist())
             told.append((ticket, Piece(tokens, logprobs, finish)))
         ended = {ticket for ticket, piece in told if piece.finish}
         at_rows = [(i, row) for i, row in enumerate(self._rows) if row in ended]
+        self._halt_matched(at_rows)
         if self._prefixes is not None and at_rows:
             assert self._state is not None
             # The last token drawn is not in the cache.
@@ -507,6 +553,14 @@ class Service:
             self._rows = [None if row in ended else row for row in self._rows]
         for ticket, piece in told:
             ticket.tell(piece)
+
+    def _halt_matched(self, ended: Sequence[tuple[int, Ticket | None]]) -> None:
+        """Of those that ended the engine would go on with some, of which matchers alone know."""
+        halted = np.zeros(self.slots, bool)
+        halted[[i for i, ticket in ended if ticket is not None and ticket.matcher]] = True
+        if halted.any():
+            assert self._state is not None
+            self._state = self._engine.halt(self._state, halted)
 
 
 def _key(seed: jax.Array, choice: jax.Array) -> jax.Array:

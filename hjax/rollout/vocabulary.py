@@ -81,6 +81,27 @@ def add(
     return table.at[rows, at].add(values, mode="drop")
 
 
+def only(table: jax.Array, allowed: jax.Array, axes: tuple[str, ...] = ()) -> jax.Array:
+    """``table`` [rows, vocab] with -inf for tokens that a row does not allow.
+
+    Args:
+      table: float32.
+      allowed: uint32 [rows, vocab / 32, rounded up], of the whole vocabulary: bit i % 32 of word
+        i // 32 for token i.
+      axes: of a split vocabulary.
+    """
+    size, begin = table.shape[-1], first(table, axes) if axes else 0
+    if axes:
+        # Of the device's part alone, which need not begin with a word.
+        some = size // 32 + 2
+        padded = jnp.pad(allowed, ((0, 0), (0, some)))
+        allowed = jax.lax.dynamic_slice_in_dim(padded, begin // 32, some, 1)
+    bits = (allowed[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    bits = bits.reshape(bits.shape[0], -1)
+    own = jax.lax.dynamic_slice_in_dim(bits, begin % 32, size, 1)
+    return jnp.where(own == 1, table, -jnp.inf)
+
+
 def ordered(x: jax.Array) -> jax.Array:
     """uint32 that are ordered as the float32 are."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)

@@ -1,0 +1,253 @@
+"""Which tokens may come next where a response must match: llguidance's matchers, on the host.
+
+A token may be drawn if the response's bytes with its own are the beginning of some text that
+matches, whichever tokens the tokenizer would write that text with. So what is drawn is the model's
+distribution, at each position over the tokens that may come. Bytes are compared, so characters that
+several tokens make up need nothing of their own.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import re
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hjax.data.token_bytes import TokenBytes
+from hjax.data.tokenizer import Tokenizer
+from hjax.errors import ConfigError
+from hjax.rollout.constraint import Constraint
+from hjax.rollout.options import Options
+
+# Constraints that stay compiled.
+KEPT = 64
+# How a matcher's finish begins where nothing may follow and the text does not match.
+FAILED = "constraint: "
+# All tokens consistent with the grammar, not only those of the tokenizer's own spelling.
+_ALL_TOKENS = '%llguidance {"no_forcing": true}\n'
+# What JSON is written with; were any number of spaces allowed, models that have nothing to say
+# would draw them for ever.
+_SPACES = {"x-guidance": {"whitespace_pattern": r" |\r?\n[ \t]{0,32}"}}
+
+
+def words(vocab: int) -> int:
+    """uint32 that have a bit for each token."""
+    return -(-vocab // 32)
+
+
+class Matchers:
+    """Compiles constraints for a model's vocabulary; callable from any thread.
+
+    Args:
+      tokenizer: of the model; None: constraints are refused.
+      vocab: tokens of the model.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab: int):
+        self._tokenizer, self._vocab = tokenizer, vocab
+        self._bytes: TokenBytes | None = None
+        self._tokens: Any = None  # llguidance's, made when it is first asked for
+        self._compiled: collections.OrderedDict[tuple[Constraint, bool], Any]
+        self._compiled = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    def begin(self, constraint: Constraint, options: Options, prompt: Sequence[int]) -> Matcher:
+        """The matcher of a response.
+
+        Args:
+          constraint: what it must match.
+          options: how it is drawn; what they forbid is not allowed.
+          prompt: token ids before it; the first space of a response may belong to its text or not.
+
+        Raises:
+          ConfigError: a constraint that llguidance does not take or nothing matches, no tokenizer,
+            one whose tokens' bytes are unknown, no llguidance; forced tokens that do not match.
+        """
+        if self._tokenizer is None:
+            raise ConfigError(
+                "a constraint is about text, and this model has no tokenizer; leave it out"
+            )
+        with self._lock:
+            self._prepare(self._tokenizer)
+        assert self._bytes is not None
+        drops_space = self._bytes.drops_space and not self._tokenizer.decode(prompt)
+        with self._lock:
+            grammar = self._grammar(constraint, drops_space).deep_copy()
+        return Matcher(grammar, self._vocab, options)
+
+    def _prepare(self, tokenizer: Tokenizer) -> None:
+        if self._tokens is not None:
+            return
+        try:
+            import llguidance
+        except ModuleNotFoundError:
+            raise ConfigError(
+                "llguidance is not installed, which constraints need; the extra `constraints` has "
+                "it: pip install 'hjax[constraints]'"
+            ) from None
+        self._bytes = tokenizer.token_bytes()
+        vocabulary: Any = _Vocabulary(self._bytes.tokens, self._vocab)
+        self._tokens = llguidance.LLTokenizer(vocabulary)
+
+    def _grammar(self, constraint: Constraint, drops_space: bool) -> Any:
+        """Compiled, nothing matched yet; the caller copies it."""
+        import llguidance
+
+        key = constraint, drops_space
+        if key in self._compiled:
+            self._compiled.move_to_end(key)
+            return self._compiled[key]
+        limits = llguidance.LLParserLimits(verbose_errors=False)
+        grammar = _source(constraint, drops_space)
+        made = llguidance.LLMatcher(self._tokens, grammar, log_level=0, limits=limits)
+        if made.is_error():
+            raise ConfigError(f"{_name(constraint)}: {_reason(made.get_error())}")
+        self._compiled[key] = made
+        if len(self._compiled) > KEPT:
+            self._compiled.popitem(last=False)
+        return made
+
+
+class Matcher:
+    """What may come next in one response. Made by ``Matchers``.
+
+    Attributes:
+      allowed: uint32 [words(vocab)], bit i % 32 of word i // 32 for token i: whether it may be the
+        next one.
+    """
+
+    def __init__(self, grammar: Any, vocab: int, options: Options):
+        self._grammar, self._vocab = grammar, vocab
+        self._stops = _bits(options.stop, vocab)
+        self._banned = _bits(options.banned, vocab)
+        self._stop, self._min_tokens = frozenset(options.stop), options.min_tokens
+        self._position = 0
+        # llguidance has a token more: the end.
+        self._found = np.zeros(words(vocab + 1), np.uint32)
+        self.allowed = self._next()
+        self._check(options.forced)
+
+    def _check(self, forced: Sequence[int]) -> None:
+        if not self.allowed.any():
+            raise ConfigError(
+                "constraint: no token may begin a response: nothing matches, or its first tokens "
+                "are not in the vocabulary or forbidden by bad, logit_bias or min_tokens"
+            )
+        tried = self._grammar.deep_copy()
+        for at, token in enumerate(forced):
+            ends = token in self._stop
+            if not (tried.is_accepting() if ends else tried.consume_token(token)):
+                raise ConfigError(
+                    f"forced token {token} at position {at}: the constraint does not allow it there"
+                )
+
+    def take(self, tokens: Sequence[int], finish: str = "") -> str:
+        """Go on by tokens that were drawn.
+
+        Args:
+          tokens: in order.
+          finish: ``stop`` if the last is a stop token, ``length`` if no more may be drawn, or "".
+
+        Returns:
+          How it finishes: ``stop`` where the text matches and nothing may follow, ``constraint:``
+          and why where it does not match and nothing may follow, else ``finish``.
+        """
+        self._position += len(tokens)
+        if finish == "stop":
+            return finish
+        for token in tokens:
+            self._grammar.consume_token(token)
+        self.allowed = self._next()
+        if self._grammar.is_accepting() and (
+            self._grammar.is_stopped() if finish else not self.allowed.any()
+        ):
+            return "stop"
+        if not finish and not self.allowed.any():
+            return FAILED + self._why()
+        return finish
+
+    def _next(self) -> np.ndarray:
+        found = self._found
+        self._grammar.unsafe_compute_mask_ptr(found.ctypes.data, found.nbytes)
+        allowed = found[: words(self._vocab)] & ~self._stops & _below(self._vocab)
+        if self._grammar.is_accepting() and self._position >= self._min_tokens:
+            allowed |= self._stops
+        return allowed & ~self._banned
+
+    def _why(self) -> str:
+        error = self._grammar.get_error()
+        if not error or error.startswith("NoExtension"):
+            return "no token that may be drawn goes on to a text that matches"
+        return f"it grew beyond what a matcher holds ({_first_line(error)})"
+
+
+class _Vocabulary:
+    """A vocabulary in the form that llguidance reads: its tokens are of UTF-8 alone."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+    eos_token_id = None  # it adds one
+    special_token_ids: Sequence[int] = ()
+
+    def __init__(self, tokens: Sequence[bytes], vocab: int):
+        missing = max(vocab - len(tokens), 0)
+        # By a first byte of 0xFF it means special tokens; no text has such a byte.
+        self.tokens = [b"" if each[:1] == b"\xff" else each for each in tokens[:vocab]]
+        self.tokens += [b""] * missing
+
+    def __call__(self, text: str) -> list[int]:
+        return []  # asked for by grammars that force a spelling; these do not
+
+
+def _source(constraint: Constraint, drops_space: bool) -> str:
+    """The grammar, as llguidance reads it.
+
+    With ``drops_space`` the response's bytes may begin with a space that its text does not have.
+    """
+    import llguidance
+
+    if constraint.regex is not None:
+        pattern = llguidance.regex_to_lark(constraint.regex, "")
+        body = f"start: TEXT\nTEXT: /{pattern}/\n"
+        if drops_space:
+            body = f"start: TEXT\nTEXT: / / OWN | OWN & /([^ ](?s:.)*)?/\nOWN: /{pattern}/\n"
+        return json.dumps({"grammars": [{"lark_grammar": _ALL_TOKENS + body}]})
+    schema = json.loads(constraint.json_schema or "") | _SPACES
+    body = 'start: " "? @value' if drops_space else "start: @value"
+    grammars = [{"lark_grammar": _ALL_TOKENS + body}, {"name": "value", "json_schema": schema}]
+    return json.dumps({"grammars": grammars})
+
+
+def _name(constraint: Constraint) -> str:
+    kind = "regex" if constraint.regex is not None else "json_schema"
+    text = str(getattr(constraint, kind))
+    return f"{kind}={text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def _reason(error: str) -> str:
+    """What is wrong, of a message of llguidance's, which quotes the pattern and the line."""
+    own = re.search(r"^error: (.*)$", error, re.MULTILINE)
+    if own:
+        return own[1]
+    # Of what follows, a place in the grammar and an option that nobody here has.
+    rest = r"^.*\(in regex\): |; .* in regex /.*$|\. Enable '.*$"
+    return re.sub(rest, "", _first_line(error))
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]
+
+
+def _bits(tokens: Any, vocab: int) -> np.ndarray:
+    table = np.zeros(words(vocab) * 32, np.uint8)
+    table[list(tokens)] = 1
+    return np.packbits(table, bitorder="little").view("<u4").astype(np.uint32)
+
+
+def _below(vocab: int) -> np.ndarray:
+    """The bits of tokens that there are."""
+    return _bits(range(vocab), vocab)
