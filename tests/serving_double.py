@@ -15,6 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, RunError
+from hjax.rollout.matching import Matchers
 from hjax.rollout.service import Piece, QueueFull, Request
 from hjax.serving.address import address_of, bind
 from hjax.serving.limits import Limits
@@ -123,7 +124,13 @@ class Scripted:
         """Take requests again."""
         self._closed = False
 
-    def submit(self, request: Request, on_piece: Callable[[Piece], None]) -> Any:
+    def prepare(self, request: Request) -> Any:
+        matchers = Matchers(byte_tokenizer(), 260)
+        return matchers.begin(request.constraint, request.options, request.prompt)
+
+    def submit(
+        self, request: Request, on_piece: Callable[[Piece], None], matcher: Any = None
+    ) -> Any:
         if self._closed:
             raise RunError("the service is closed")
         if 13 in request.options.stop:

@@ -321,18 +321,22 @@ HEAVY = [
 @pytest.mark.parametrize("pattern", HEAVY, ids=lambda pattern: pattern[:12])
 @pytest.mark.timeout(20)
 def test_a_heavy_pattern_holds_nobody_up(pattern):
-    """Compiled, refused, or given up on the way: within limits."""
-    try:
-        matcher = Matchers(small_tokenizer(), len(WORDS)).begin(Constraint(regex=pattern),
-                                                                Options(), (3,))  # fmt: skip
-    except ConfigError:
-        return
-    source, finish = random.Random(0), ""
-    for _ in range(60):
-        if finish:
-            break
-        finish = matcher.take((source.choice(sorted(tokens_of(matcher.allowed))),))
-    assert finish in ("", "stop") or finish.startswith("constraint: ")
+    """Compiled, refused, or given up on the way: within limits, and the same each time."""
+    matchers = Matchers(small_tokenizer(), len(WORDS))
+
+    def tried():
+        try:
+            matcher = matchers.begin(Constraint(regex=pattern), Options(), (3,))
+        except ConfigError as error:
+            return str(error)
+        source, drawn, finish = random.Random(0), [], ""
+        while not finish and len(drawn) < 60:
+            drawn.append(source.choice(sorted(tokens_of(matcher.allowed))))
+            finish = matcher.take(drawn[-1:])
+        assert finish in ("", "stop") or finish.startswith("constraint: it grew beyond what")
+        return drawn, finish
+
+    assert tried() == tried() == tried()
 
 
 # What is drawn

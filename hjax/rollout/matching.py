@@ -8,7 +8,6 @@ several tokens make up need nothing of their own.
 
 from __future__ import annotations
 
-import collections
 import json
 import re
 import threading
@@ -23,8 +22,6 @@ from hjax.errors import ConfigError
 from hjax.rollout.constraint import Constraint
 from hjax.rollout.options import Options
 
-# Constraints that stay compiled.
-KEPT = 64
 # How a matcher's finish begins where nothing may follow and the text does not match.
 FAILED = "constraint: "
 # All tokens consistent with the grammar, not only those of the tokenizer's own spelling.
@@ -51,12 +48,11 @@ class Matchers:
         self._tokenizer, self._vocab = tokenizer, vocab
         self._bytes: TokenBytes | None = None
         self._tokens: Any = None  # llguidance's, made when it is first asked for
-        self._compiled: collections.OrderedDict[tuple[Constraint, bool], Any]
-        self._compiled = collections.OrderedDict()
         self._lock = threading.Lock()
 
     def begin(self, constraint: Constraint, options: Options, prompt: Sequence[int]) -> Matcher:
-        """The matcher of a response.
+        """The matcher of a response: compiled, which takes a moment (on GPT-2's vocabulary 1 to 30
+        ms), without the interpreter's lock.
 
         Args:
           constraint: what it must match.
@@ -75,9 +71,7 @@ class Matchers:
             self._prepare(self._tokenizer)
         assert self._bytes is not None
         drops_space = self._bytes.drops_space and not self._tokenizer.decode(prompt)
-        with self._lock:
-            grammar = self._grammar(constraint, drops_space).deep_copy()
-        return Matcher(grammar, self._vocab, options)
+        return Matcher(self._grammar(constraint, drops_space), self._vocab, options)
 
     def _prepare(self, tokenizer: Tokenizer) -> None:
         if self._tokens is not None:
@@ -94,21 +88,15 @@ class Matchers:
         self._tokens = llguidance.LLTokenizer(vocabulary)
 
     def _grammar(self, constraint: Constraint, drops_space: bool) -> Any:
-        """Compiled, nothing matched yet; the caller copies it."""
+        """Compiled anew: what a matcher finds out on its way counts towards its limits, so that two
+        responses that shared it would not end alike."""
         import llguidance
 
-        key = constraint, drops_space
-        if key in self._compiled:
-            self._compiled.move_to_end(key)
-            return self._compiled[key]
         limits = llguidance.LLParserLimits(verbose_errors=False)
-        grammar = _source(constraint, drops_space)
-        made = llguidance.LLMatcher(self._tokens, grammar, log_level=0, limits=limits)
+        source = _source(constraint, drops_space)
+        made = llguidance.LLMatcher(self._tokens, source, log_level=0, limits=limits)
         if made.is_error():
             raise ConfigError(f"{_name(constraint)}: {_reason(made.get_error())}")
-        self._compiled[key] = made
-        if len(self._compiled) > KEPT:
-            self._compiled.popitem(last=False)
         return made
 
 

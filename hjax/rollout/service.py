@@ -182,12 +182,18 @@ class Service:
 
     # Called from anywhere
 
-    def submit(self, request: Request, on_piece: Callable[[Piece], None]) -> Ticket:
+    def submit(
+        self,
+        request: Request,
+        on_piece: Callable[[Piece], None],
+        matcher: Matcher | None = None,
+    ) -> Ticket:
         """Ask; returns at once.
 
         Args:
           request: what.
           on_piece: called with each piece, from the engine's thread: it must not wait.
+          matcher: that ``prepare`` made of this request, for nothing else; None: it is made here.
 
         Raises:
           ConfigError: what can never be answered, in a line.
@@ -195,7 +201,7 @@ class Service:
           RunError: the service is closed, or its engine failed.
         """
         self._check(request)
-        ticket = Ticket(request, self._matcher(request), on_piece)
+        ticket = Ticket(request, matcher or self.prepare(request), on_piece)
         with self._changed:
             if self._error is not None:
                 raise RunError(f"the engine failed: {self._error}")
@@ -207,10 +213,11 @@ class Service:
             self._changed.notify()
         return ticket
 
-    def prepare(self, request: Request) -> None:
-        """Compile its constraint, which may take a moment, so that ``submit`` finds it; ConfigError
-        where it does not do."""
-        self._matcher(request)
+    def prepare(self, request: Request) -> Matcher | None:
+        """Compile its constraint, which takes a moment; ConfigError where it does not do."""
+        if request.constraint is None:
+            return None
+        return self._matchers.begin(request.constraint, request.options, request.prompt)
 
     def stats(self) -> dict[str, float]:
         """``running``, ``waiting``, ``slots``, ``generated_tokens``, ``prompt_tokens``, of these
@@ -258,11 +265,6 @@ class Service:
                 f"seed={request.seed}, choice={request.choice}: seeds are 0 to {2**32 - 1}"
             )
         RowSampling.of([request.options], self._own)
-
-    def _matcher(self, request: Request) -> Matcher | None:
-        if request.constraint is None:
-            return None
-        return self._matchers.begin(request.constraint, request.options, request.prompt)
 
     # The engine's thread
 

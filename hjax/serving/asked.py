@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from hjax.errors import ConfigError, DataError
+from hjax.rollout.matching import Matcher
 from hjax.rollout.options import Options
 from hjax.rollout.service import Request
 from hjax.serving.fields import Fields
+from hjax.serving.formats import Format, read_format, read_structured
 from hjax.serving.limits import Limits
 from hjax.serving.messages import read_messages, read_tools
 from hjax.serving.refusal import Refused
@@ -63,6 +65,8 @@ class Asked:
       echo: the prompt's text first.
       token_ids: of prompts and responses, beside the text.
       calls: whether calls of tools are looked for in the answer.
+      format: what each response's text must be; None: anything.
+      matchers: of each response, made of its format; none without.
     """
 
     prompts: tuple[Prompt, ...]
@@ -76,6 +80,8 @@ class Asked:
     echo: bool
     token_ids: bool
     calls: bool
+    format: Format | None
+    matchers: tuple[Matcher | None, ...] = ()
 
     def prompt_of(self, index: int) -> Prompt:
         """The prompt of a response."""
@@ -83,6 +89,7 @@ class Asked:
 
     def requests(self) -> list[Request]:
         """One for each response, in their order."""
+        constraint = None if self.format is None else self.format.constraint
         return [
             Request(
                 self.prompt_of(index).tokens,
@@ -90,6 +97,7 @@ class Asked:
                 self.options,
                 self.seed,
                 index,
+                constraint,
             )
             for index in range(len(self.prompts) * self.n)
         ]
@@ -115,7 +123,8 @@ def read_completion(body: Mapping[str, Any], served: Served, limits: Limits) -> 
     if best_of != common["n"]:
         raise fields.wrong("best_of", best_of, "not supported here; leave it out, or n")
     fields.only("suffix", "")
-    return _asked(fields, common, limits, prompts, logprobs=logprobs is not None, echo=echo)
+    form = {"logprobs": logprobs is not None, "echo": echo}
+    return _asked(fields, common, served, limits, prompts, **form)
 
 
 def read_chat(body: Mapping[str, Any], served: Served, limits: Limits) -> Asked:
@@ -141,19 +150,26 @@ def read_chat(body: Mapping[str, Any], served: Served, limits: Limits) -> Asked:
     if choice not in ("auto", "none"):
         raise fields.wrong("tool_choice", choice, '"auto" or "none"; calls cannot be forced here')
     fields.only("parallel_tool_calls", True)
-    fields.only("response_format", {"type": "text"})
+    common["format"] = _one_format(read_format(fields), common["format"])
+    if common["format"] is not None and tools and choice == "auto":
+        raise Refused(
+            'tools with a format of the answer: no call would match it; tool_choice "none", or '
+            "leave one of them out",
+            param="tools",
+        )
     fields.only("modalities", ["text"])
     fields.only("store", False)
     tools = tools if choice == "auto" else []
     text, tokens = _render(fields, served, tools)
     prompts = (_prompt(served, tokens, older, text),)
     calls = bool(tools) and served.writes_calls
-    return _asked(fields, common, limits, prompts, logprobs=logprobs, calls=calls)
+    return _asked(fields, common, served, limits, prompts, logprobs=logprobs, calls=calls)
 
 
 def _asked(
     fields: Fields,
     common: dict[str, Any],
+    served: Served,
     limits: Limits,
     prompts: tuple[Prompt, ...],
     **form: bool,
@@ -165,7 +181,26 @@ def _asked(
             param="n",
         )
     given: dict[str, Any] = {"prompts": prompts, "echo": False, "calls": False} | common | form
-    return Asked(**given)
+    asked = Asked(**given)
+    if asked.format is None:
+        return asked
+    return dataclasses.replace(asked, matchers=_matchers(asked, asked.format, served))
+
+
+def _matchers(asked: Asked, format: Format, served: Served) -> tuple[Matcher | None, ...]:
+    """Made here, where nobody waits for this thread."""
+    try:
+        return tuple(map(served.service.prepare, asked.requests()))
+    except ConfigError as error:
+        raise Refused(f"{format.field}: {error}", param=format.field) from None
+
+
+def _one_format(format: Format | None, structured: Format | None) -> Format | None:
+    if format is not None and structured is not None:
+        raise Refused(
+            "response_format and structured_outputs: give one of them", param="response_format"
+        )
+    return format or structured
 
 
 def _common(fields: Fields, served: Served, limits: Limits) -> dict[str, Any]:
@@ -189,6 +224,7 @@ def _common(fields: Fields, served: Served, limits: Limits) -> dict[str, Any]:
         "stream": stream,
         "include_usage": include_usage,
         "token_ids": fields.flag("return_token_ids"),
+        "format": read_structured(fields),
     }
 
 

@@ -13,8 +13,8 @@ from hjax.serving.response_text import ResponseText
 from hjax.serving.served import Served
 from hjax.serving.tool_calls import CallReader, ToolCall
 
-# How a piece's finish begins where the engine gave up.
-FAILED = "error: "
+# How a piece's finish begins where the engine gave up, or this response alone cannot go on.
+FAILED, UNMET = "error: ", "constraint: "
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Choice:
         """What a piece adds; nothing once the response has ended.
 
         Raises:
-          Refused: the engine gave up.
+          Refused: the engine gave up, or nothing may follow though a constraint is not met.
         """
         if self.finish:
             return Delta()
@@ -152,4 +152,6 @@ class Choice:
 def _failure(finish: str) -> Refused:
     if finish == "cancelled":
         return Refused("the server is being stopped", 503, retry_after=10)
+    if finish.startswith(UNMET):
+        return Refused(f"a response cannot go on: {finish.removeprefix(UNMET)}", 400)
     return Refused(f"the engine failed: {finish.removeprefix(FAILED)}", 500)

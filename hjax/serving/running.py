@@ -59,9 +59,10 @@ class Running:
         requests = asked.requests()
         self.choices = [Choice(asked, index, served) for index in range(len(requests))]
         try:
-            for index, request in enumerate(requests):
+            matchers = asked.matchers or (None,) * len(requests)
+            for index, (request, matcher) in enumerate(zip(requests, matchers, strict=True)):
                 hand_over = functools.partial(self._hand_over, index)
-                self._tickets.append(served.service.submit(request, hand_over))
+                self._tickets.append(served.service.submit(request, hand_over, matcher))
         except QueueFull as error:
             self.cancel()
             raise Refused(str(error), 429, retry_after=1) from None
