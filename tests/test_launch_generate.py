@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import re
 import subprocess
 import sys
 import types
@@ -50,6 +51,20 @@ def test_a_prompt_is_answered_as_the_model_answers_it(models, capsys):
     [expected] = model.generate(["1+2="], 6, 0.7, 3, top_k=5, top_p=0.9, stop=stop)
     assert found["completions"] == [{"prompt": "1+2="} | fields(expected)]
     assert found["temperature"] == 0.7 and found["seed"] == 3 and found["max_new_tokens"] == 6
+
+
+def test_responses_are_held_to_a_pattern_or_schema(models, capsys, tmp_path):
+    schema = {"type": "integer", "minimum": 20, "maximum": 29}
+    (tmp_path / "s.json").write_text(json.dumps(schema))
+    (tmp_path / "p.txt").write_text("1+\n" * 5)
+    flags = f"--model={models}/text", f"--prompts={tmp_path}/p.txt", "--max_new_tokens=9"
+    for asked, pattern in [
+        ("--regex=[1-5]{3}(=[6-9]{2})?", "[1-5]{3}(=[6-9]{2})?"),
+        (f"--json_schema={tmp_path}/s.json", "2[0-9]"),
+    ]:
+        found = said(capsys, *flags, asked, "--batch=3")["completions"]
+        assert all(re.fullmatch(pattern, row["text"]) for row in found)
+        assert [row["finish_reason"] for row in found] == ["stop"] * 5
 
 
 def test_rows_of_a_file_come_back_with_their_other_keys(models, capsys, tmp_path):
@@ -259,6 +274,12 @@ WRONG = {
     "text": (["--model=ids", "--prompt=1+2"], "'1+2': this model has no tokenizer; give token ids"),
     "ids": (["--model=ids", "--prompt=3,16"], "each 0 to 15"),
     "texts": (["--model=ids", "--prompts=letters.txt"], "letters.txt:1: the prompt is text, and"),
+    "regex": ([TEXT, "--prompt=1", "--regex=("], "--regex: regex=(: unclosed group"),
+    "no match": ([TEXT, "--prompt=1", "--regex=x"], "--regex: constraint: no token may begin"),
+    "regex of ids": (["--model=ids", "--prompt=1", "--regex=1"], "this model has no tokenizer"),
+    "formats": ([TEXT, "--prompt=1", "--regex=1", "--json_schema=s"], "--json_schema: give one of"),
+    "no schema": ([TEXT, "--prompt=1", "--json_schema=s"], "--json_schema=s: there is no such"),
+    "schema": ([TEXT, "--prompt=1", "--json_schema=none.txt"], "--json_schema: json_schema: not"),
     "stop id": (["--model=ids", "--prompt=1", "--stop=16"], "--stop=16: ids has no tokenizer"),
 }
 

@@ -17,6 +17,7 @@ from hjax.launch.sampling_flags import ModelFront, existing_file, options_of, to
 
 if TYPE_CHECKING:
     from hjax.data.dataset import Dataset
+    from hjax.rollout.constraint import Constraint
     from hjax.rollout.language_model import Completion, LanguageModel
 
 HELP = """\
@@ -33,6 +34,8 @@ Sample a response to a prompt or to each prompt of a file; or, in a terminal, ch
   --max_new_tokens=N    length limit of a response, in tokens ({length}, or what the model's
                         positions leave)
 {sampling}\
+  --regex=PATTERN       what a whole response must match; Rust's syntax, no lookarounds
+  --json_schema=FILE    a JSON schema: responses are JSON that it allows
   --json                print one line of JSON as the last line of the output: `completions`, each
                         with `text`, `tokens`, `logprobs` and `finish_reason`
   --help                print this
@@ -68,6 +71,8 @@ def parse(arguments: Sequence[str]) -> flags.FlagValues:
     sampling_flags.define(own, batch=BATCH)
     flags.DEFINE_string("prompt", None, "see --help", flag_values=own)
     flags.DEFINE_string("prompts", None, "see --help", flag_values=own)
+    flags.DEFINE_string("regex", None, "see --help", flag_values=own)
+    flags.DEFINE_string("json_schema", None, "see --help", flag_values=own)
     parse_flags(own, arguments)
     sampling_flags.settle(own)
     if own.prompt is not None and own.prompts is not None:
@@ -87,7 +92,7 @@ def _run(arguments: Sequence[str]) -> int:
     if own.prompts is not None:
         existing_file("prompts", own.prompts)
     front = ModelFront.read(own.model)
-    options = options_of(own, front, temperature=1.0)
+    options = options_of(own, front, temperature=1.0) | {"constraint": _constraint(own, front)}
     if own.prompt is None and own.prompts is None:
         if own.chat:
             front.check_chat()
@@ -108,6 +113,30 @@ def _run(arguments: Sequence[str]) -> int:
     else:
         _show(prompts, completions)
     return 0
+
+
+def _constraint(own: Any, front: ModelFront) -> Constraint | None:
+    """What a response must match, by the flags; checked before the weights are read."""
+    from hjax.rollout.constraint import Constraint
+    from hjax.rollout.matching import Matchers
+    from hjax.rollout.options import Options
+
+    given = [name for name in ("regex", "json_schema") if getattr(own, name) is not None]
+    if not given:
+        return None
+    if len(given) > 1:
+        raise ConfigError("--regex and --json_schema: give one of them")
+    try:
+        if own.regex is not None:
+            found = Constraint(regex=own.regex)
+        else:
+            text = existing_file("json_schema", own.json_schema).read_text(encoding="utf-8")
+            found = Constraint(json_schema=text)
+        Matchers(front.tokenizer, front.vocab_size).begin(found, Options(), ())
+    except (ConfigError, UnicodeDecodeError) as error:
+        said = str(error)
+        raise ConfigError(said if said.startswith("--") else f"--{given[0]}: {said}") from error
+    return found
 
 
 def _prompts(own: Any, front: ModelFront) -> Dataset:
