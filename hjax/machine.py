@@ -184,3 +184,16 @@ def device_memory(device: Any) -> int:
     """Bytes of a device's memory that programs may use; 0 where it does not say (CPUs)."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     return int(stats.get("bytes_limit", 0)) if stats else 0
+
+
+def free_bytes(device: Any) -> int:
+    """Memory that a jax.Device has left, of a CPU the machine's; 0: it does not say."""
+    if device.platform == "cpu":
+        try:  # with what the system would give back
+            text = Path("/proc/meminfo").read_text()
+        except OSError:
+            return 0
+        found = re.search(r"^MemAvailable: *(\d+) kB$", text, re.MULTILINE)
+        return int(found[1]) * 1024 if found else 0
+    stats = device.memory_stats() or {}
+    return max(int(stats.get("bytes_limit", 0)) - int(stats.get("bytes_in_use", 0)), 0)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hjax import machine
 from hjax.errors import ConfigError
 from hjax.kernels import continuing, decode
 from hjax.kernels.attention import Scoring
@@ -285,5 +286,20 @@ def test_positions_that_depend_on_the_length_are_not_kept():
     try:
         assert answers(service, [Request((1, 2, 3), 4)])[2] == [0]
         assert service.stats()["kept_room"] == 0
+    finally:
+        service.close(0)
+
+
+def test_what_is_kept_leaves_memory_free(model, monkeypatch):
+    each = 2 * PLAIN.layers * PLAIN.kv_heads * PLAIN.head_dim * 4
+    monkeypatch.setattr(machine, "free_bytes", lambda device: 4 * 100 * each)
+    service = Service(model)
+    assert service.stats()["kept_room"] == 100 // BLOCK * BLOCK
+    service.close(0)
+    monkeypatch.setattr(machine, "free_bytes", lambda device: 0)
+    service = Service(model)
+    try:
+        assert service.stats()["kept_room"] == 0
+        assert answers(service, [Request((1, 2, 3), 4)])[2] == [0]
     finally:
         service.close(0)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hjax import machine
 from hjax.errors import ConfigError
 from hjax.kernels import decode
 from hjax.models.continuing import BLOCK, Blocks, Continue
@@ -27,6 +28,10 @@ from hjax.sharding.arrays import place
 
 # Blocks that one program writes; as many calls as it takes.
 TOGETHER = 64
+
+
+# Of the memory that is free: what is kept if nobody says how much.
+SHARE = 0.25
 
 
 def columns_for(tokens: int, limit: int) -> int:
@@ -217,6 +222,15 @@ class Prefixes:
 
         k, v = keys_and_values(jax.tree.map(cut, kept), engine.stacked)
         return blocks.with_rows(Blocks(k, v), where)
+
+
+def room_for(engine: Engine, tokens: int) -> int:
+    """So many tokens, or as many as a share of the first device's free memory holds."""
+    config = engine.network.config
+    heads = -(-config.kv_heads * engine.copies // engine.layout.ways("kv_heads"))
+    each = 2 * config.layers * heads * config.head_dim * jnp.dtype(engine.compute.dtype).itemsize
+    free = machine.free_bytes(engine.layout.mesh.devices.flat[0])
+    return min(tokens, int(SHARE * free) // each) // BLOCK * BLOCK
 
 
 def why_not(engine: Engine) -> str:

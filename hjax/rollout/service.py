@@ -26,7 +26,7 @@ from hjax.rollout.constraint import Constraint
 from hjax.rollout.engine import Admission, Drawn, Engine, How, Known, Size, State
 from hjax.rollout.matching import Matcher, Matchers, words
 from hjax.rollout.options import Options
-from hjax.rollout.prefixes import Beginning, Prefixes, columns_for, why_not
+from hjax.rollout.prefixes import Beginning, Prefixes, columns_for, room_for, why_not
 from hjax.rollout.row_sampling import RowSampling, Sizes
 from hjax.rollout.scheduler import COLUMNS
 
@@ -132,7 +132,8 @@ class Service:
       slots: requests that are answered at a time; 0: 16.
       max_queue: requests that may wait beside.
       prefix_tokens: whose keys and values are kept for prompts that begin with them; 0: none, and
-        long prompts are read in one piece. None: some, where the model allows it.
+        long prompts are read in one piece. None: those of the longest prompt, at least 16384, as
+        far as a quarter of the free memory holds them, where the model allows it; see ``stats``.
       lookup: tokens that are guessed at a time from what a text said before, see
         ``hjax.rollout.lookup``; answers are the same.
 
@@ -161,7 +162,7 @@ class Service:
         self.max_queue, self.max_tokens = max_queue, model.config.max_length
         if prefix_tokens is None:
             most = max(PREFIX_TOKENS, self.max_tokens)
-            prefix_tokens = 0 if why_not(self._engine) else most
+            prefix_tokens = 0 if why_not(self._engine) else room_for(self._engine, most)
         self._prefixes = Prefixes(self._engine, prefix_tokens) if prefix_tokens else None
         self._reading: collections.deque[Ticket] = collections.deque()
         self._own = Sizes(model.config.vocab_size, penalties=True)

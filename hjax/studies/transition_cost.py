@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,7 +12,7 @@ import jax
 import numpy as np
 
 from hjax.errors import ConfigError
-from hjax.machine import device_memory
+from hjax.machine import device_memory, free_bytes
 from hjax.models.config import ModelConfig
 from hjax.models.parameters import decoder_network
 from hjax.sharding.layout import RoleLayouts, check_shapes, without
@@ -228,8 +227,4 @@ def fits(devices: Sequence[jax.Device], bytes_: int) -> bool:
     """Whether arrays of so many bytes on all devices together can well be held here."""
     if devices[0].platform != "cpu":
         return bytes_ / len(devices) < 0.8 * min(map(device_memory, devices))
-    try:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):
-        free = 2**32
-    return bytes_ < free / 2
+    return bytes_ < (free_bytes(devices[0]) or 2**32) / 2
