@@ -110,8 +110,9 @@ class Matcher:
 
     def __init__(self, grammar: Any, vocab: int, options: Options):
         self._grammar, self._vocab = grammar, vocab
-        self._stops = _bits(options.stop, vocab)
-        self._banned = _bits(options.banned, vocab)
+        self._there = _bits(slice(vocab), vocab)
+        self._stops = _bits(list(options.stop), vocab)
+        self._banned = _bits(list(options.banned), vocab)
         self._stop, self._min_tokens = frozenset(options.stop), options.min_tokens
         self._position = 0
         # llguidance has a token more: the end.
@@ -161,7 +162,7 @@ class Matcher:
     def _next(self) -> np.ndarray:
         found = self._found
         self._grammar.unsafe_compute_mask_ptr(found.ctypes.data, found.nbytes)
-        allowed = found[: words(self._vocab)] & ~self._stops & _below(self._vocab)
+        allowed = found[: words(self._vocab)] & self._there & ~self._stops
         if self._grammar.is_accepting() and self._position >= self._min_tokens:
             allowed |= self._stops
         return allowed & ~self._banned
@@ -230,12 +231,7 @@ def _first_line(text: str) -> str:
     return text.strip().partition("\n")[0]
 
 
-def _bits(tokens: Any, vocab: int) -> np.ndarray:
+def _bits(tokens: list[int] | slice, vocab: int) -> np.ndarray:
     table = np.zeros(words(vocab) * 32, np.uint8)
-    table[list(tokens)] = 1
+    table[tokens] = 1
     return np.packbits(table, bitorder="little").view("<u4").astype(np.uint32)
-
-
-def _below(vocab: int) -> np.ndarray:
-    """The bits of tokens that there are."""
-    return _bits(range(vocab), vocab)
