@@ -146,7 +146,7 @@ def test_a_request_that_is_cancelled_makes_room(service):
         assert (len(tokens), finish) == (240, "length")
 
 
-def test_a_listener_that_fails_is_dropped_and_no_other(service):
+def test_a_listener_that_fails_is_dropped_and_logged_and_no_other(service, caplog):
     def fails(piece: Piece):
         raise ValueError("gone")
 
@@ -156,6 +156,8 @@ def test_a_listener_that_fails_is_dropped_and_no_other(service):
     while service.stats()["running"]:
         assert time.monotonic() < until
         time.sleep(0.01)
+    [record] = [r for r in caplog.records if "listener failed" in r.message]
+    assert "gone" in str(record.exc_info[1])
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ from hjax.rollout.prefixes import Beginning, Prefixes, columns_for, room_for, wh
 from hjax.rollout.row_sampling import RowSampling, Sizes
 from hjax.rollout.scheduler import COLUMNS
 
+_LOG = logging.getLogger(__name__)
 SLOTS = 16
 # Tokens between two looks at who waits and who listens.
 STEPS = 8
@@ -117,11 +119,13 @@ class Ticket:
         self.cancelled = True
 
     def tell(self, piece: Piece) -> None:
-        """Hand a piece on; a listener that fails is none any more."""
+        """Hand a piece on; a listener that fails is none any more, and its error is logged."""
         try:
             self._on_piece(piece)
-        except Exception:
+        except Exception:  # of whoever asked: the others' answers go on
+            _LOG.exception("a request's listener failed; the request is cancelled")
             self.cancelled = True
+            self._on_piece = lambda piece: None
 
 
 class Service:
