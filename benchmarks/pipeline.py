@@ -64,8 +64,8 @@ def measure(stages: int, parts: int, devices: int, rounds: int) -> dict[str, Any
     import jax
 
     actor, batch = build(stages, parts, devices)
-    [trace] = [trace for name, trace in actor.programs(ROWS, PROMPT) if name == "update"]
-    temporary = trace().lower().compile().memory_analysis().temp_size_in_bytes
+    [update] = [p for p in actor.programs(ROWS, PROMPT) if p.name == "update"]
+    temporary = update.trace().lower().compile().memory_analysis().temp_size_in_bytes
     jax.block_until_ready(actor.update_actor(batch))
     wall, work = [], []
     for _ in range(rounds):

@@ -193,7 +193,7 @@ def test_every_program_of_a_step_is_listed():
     # 8 prompts x 2 samples in mini-batches of 8, three times over.
     assert ppo["actor", "update"].rows == 8 and ppo["actor", "update"].runs == 6
     assert ppo["actor", "generate"].rows == 16 and ppo["actor", "generate"].runs == 1
-    assert ppo["actor", "generate"].loop_trips == 3  # of 4 response tokens
+    assert ppo["actor", "generate"].program.loop_trips == 3  # of 4 response tokens
     assert ("actor", "generate_greedy") in programs_of("ReMax")[0]
     sft, _ = programs_of("SFT")
     assert set(sft) == {("actor", "update")} and sft["actor", "update"].rows == 8
@@ -224,7 +224,7 @@ def test_an_fsdp_update_moves_parameters_and_gradients_not_activations():
         "rollout.prompts": 64, "rollout.samples": 4, "rollout.max_response_length": 16,
     }  # fmt: skip
     programs, roles = programs_of("PPO", changes)
-    text = programs["actor", "update"].trace().lower().compile().as_text()
+    text = programs["actor", "update"].program.trace().lower().compile().as_text()
     model = 4 * arithmetic.parameters(roles.workers["actor"].network.config)
     # Gathered for the forward and for the backward pass; gradients summed (which counts twice).
     rule = (1 + 1 + 2) * 7 / 8 * model

@@ -18,7 +18,7 @@ from hjax.rollout import scheduler
 from hjax.rollout.engine import STEPS
 from hjax.rollout.generator import Generator
 from hjax.rollout.sampling import Sampling
-from hjax.sharding.layout import make_layouts, without
+from hjax.sharding.layout import make_layouts, shard_bytes, without
 
 PLAIN = ModelConfig(
     vocab_size=64,
@@ -155,7 +155,13 @@ def test_slots_change_nothing(case, alone):
     generator, params, arguments, options = made_by(case)
     slots = {"slots": case.slots, "lookup": case.lookup}
     rollout = on_host(generator.generate(params, *arguments, **slots, **options))
-    assert (generator.counts.guessed > generator.counts.right > 0) == bool(case.lookup)
+    guessed, right = (rollout.pop(name, None) for name in ("guessed", "guessed_right"))
+    if case.lookup:
+        assert (guessed >= right).all() and guessed.sum() > right.sum() > 0
+        # Each pass over the weights draws a token and those of its guesses that were right.
+        passes = rollout["response_mask"].sum(axis=1) - 1 - right
+        np.testing.assert_array_equal(guessed <= case.lookup * passes, True)
+    assert (guessed is not None) == bool(case.lookup)
     assert generator.counts.tokens == rollout["response_mask"].sum()
     expected = alone(case)
     if not generator.engine_for(case.lookup).by_kernel:  # rows that have ended are left behind
@@ -167,6 +173,53 @@ def test_slots_change_nothing(case, alone):
             np.testing.assert_allclose(rollout[key], value, atol=1e-5)
         else:
             np.testing.assert_array_equal(rollout[key], value)
+
+
+def test_prompts_that_do_not_fit_together_are_read_in_parts(alone, monkeypatch):
+    monkeypatch.setattr(scheduler, "READING", 3 * LENGTH)
+    case = Case()
+    generator, params, arguments, options = made_by(case)
+    sizes = []
+    admit = generator.engine.admit
+    generator.engine.admit = lambda *given: sizes.append(given[3].groups.size) or admit(*given)
+    rollout = on_host(generator.generate(params, *arguments, **options))
+    assert max(sizes) == 3
+    for key, value in alone(case).items():
+        np.testing.assert_allclose(rollout[key], value, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "form, unroll, samples, slots",
+    [
+        (decode.COLUMNS, False, 4, 0),
+        (decode.ROWS, True, 1, 0),
+        (decode.ROWS, True, 4, 8),
+        (decode.INTERPRETED, False, 4, 8),
+    ],
+)
+def test_programs_take_the_cache_that_is_said(form, unroll, samples, slots):
+    """By hand: keys and values of every prompt and of every row, and some numbers of each row."""
+    generator, params, _, options = made_by(Case(form=form, unroll=unroll))
+    asked = options | {"samples": samples, "slots": slots}
+    given = {k: v for k, v in asked.items() if k not in ("seed", "step")}
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+                            params)  # fmt: skip
+    prefill, decoding = generator.programs("generate", abstract, 16, LENGTH, **given)
+    rows = slots or 16 * samples
+    refills = slots and not generator.engine.by_kernel
+    length = NEW + 4 * STEPS if refills else NEW
+    if generator.engine.by_kernel:  # in tiles
+        length = -(-length // 8) * 8
+    cache = (rows // samples * LENGTH + rows * length) * 2 * PLAIN.layers * 2 * 8 * 4
+    held = shard_bytes(prefill.beside)
+    assert cache < held < 1.01 * cache + 100 * rows
+    assert prefill.runs == 16 * samples // rows and prefill.tokens == 0
+    dispatches = -(-(NEW - 1) // STEPS)
+    assert decoding.runs == prefill.runs * dispatches and decoding.tokens == rows * STEPS
+    used = decoding.trace().lower().compile().memory_analysis()
+    weights = shard_bytes(params)
+    assert used.argument_size_in_bytes == pytest.approx(weights + held, rel=0.01)
+    assert used.alias_size_in_bytes == pytest.approx(held, rel=0.01)  # written in place
 
 
 def test_nothing_is_compiled_for_other_lengths():

@@ -153,8 +153,8 @@ def test_stages_in_different_branches_exchange_nothing_with_neighbours(sizes, pa
         loss=LOSS,
         optimizer=DESCENT,
     )
-    [(name, trace)] = [p for p in Actor(context).programs(16, 5) if p[0] == "update"]
-    found = collectives(trace().lower().compile().as_text())
+    [update] = [p for p in Actor(context).programs(16, 5) if p.name == "update"]
+    found = collectives(update.trace().lower().compile().as_text())
     # m micro-batches pass two stages in m + 2 ticks; what runs m times embeds them before.
     shifts = [c.times for c in found if c.kind == "collective-permute" and c.times != parts]
     assert shifts == [parts + 2] * 2

@@ -1,4 +1,4 @@
-"""Sequences that follow each other in slots make the run that all at a time make."""
+"""Sequences that follow each other in slots, or are guessed, make the run that all at once make."""
 
 import pytest
 from helpers import computed, trainer_of
@@ -15,8 +15,14 @@ CASES = {
                          "layout.actor.train.tensor": 2}),
     "packs": ("GRPO", {"rollout.slots": 16, "data.packing": 128}),
     "apart": ("PPO", {"rollout.slots": 16, "placement": "disaggregate"}),
+    "guesses, slots": ("GRPO", {"rollout.lookup": 3, "rollout.slots": 16}),
+    "guesses, adapters, packs": ("PPO", {"rollout.lookup": 2, "actor.lora.rank": 2,
+                                         "data.packing": 128}),
+    "guesses, devices": ("ReMax", {"rollout.lookup": 2, "layout.actor.generate.tensor": 2,
+                                   "layout.actor.train.tensor": 2}),
+    "guesses, ahead": ("GRPO", {"rollout.lookup": 2, "placement": "disaggregate"}),
 }  # fmt: skip
-EVERYDAY = ("slots",)
+EVERYDAY = ("slots", "guesses, slots")
 
 
 @pytest.mark.parametrize(
@@ -25,12 +31,15 @@ EVERYDAY = ("slots",)
 def test_slots_change_no_metric(name, tmp_path):
     algorithm, changes = CASES[name]
     rows = {}
-    for slots in (0, changes["rollout.slots"]):
-        keys = LONG | changes | {"rollout.slots": slots}
-        with trainer_of(algorithm, keys, workdir=tmp_path / f"slots{slots}") as trainer:
-            rows[slots] = trainer.run()
+    plain = {"rollout.slots": 0, "rollout.lookup": 0}
+    for name, ways in (("with", {}), ("without", plain)):
+        with trainer_of(algorithm, LONG | changes | ways, workdir=tmp_path / name) as trainer:
+            rows[name] = trainer.run()
     for one, other in zip(*rows.values(), strict=True):
-        assert computed(one) == pytest.approx(computed(other), rel=1e-4, abs=1e-5)
+        found = computed(one)
+        right = found.pop("rollout/guesses_right", None)
+        assert (right is not None and 0 <= right <= 1) == ("rollout.lookup" in changes)
+        assert found == pytest.approx(computed(other), rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +55,9 @@ def test_slots_change_no_metric(name, tmp_path):
         ),
     ],
 )
-def test_slots_that_cannot_be_are_refused(changes, message, tmp_path):
-    keys = changes | {"rollout.slots": 8}
+@pytest.mark.parametrize("key", ["slots", "lookup"])
+def test_slots_that_cannot_be_are_refused(changes, message, key, tmp_path):
+    keys = changes | {f"rollout.{key}": 8}
+    message = message.replace("slots", key)
     with pytest.raises(ConfigError, match=message), trainer_of("GRPO", keys, workdir=tmp_path):
         pass

@@ -240,7 +240,8 @@ def test_dry_runs_count_full_packs():
     made = worker.packer(full, 1)
     assert [x.shape for x in jax.tree.leaves(shapes)] == [x.shape for x in jax.tree.leaves(made)]
     assert shapes.source.shape == (1, 16, 32)  # 25 places each: a pack a row
-    traced = dict(worker.programs(ROWS, PROMPT))["update"]()
+    [update] = [p for p in worker.programs(ROWS, PROMPT) if p.name == "update"]
+    traced = update.trace()
     assert traced.out_info[2]["loss"].shape == ()
 
 

@@ -475,8 +475,8 @@ def test_scores_are_made_in_micro_batches():
     for micro in (0, 8, 4):
         worker = start(Reference, "reference", devices=2, micro_batch=micro)
         found[micro] = np.asarray(worker.compute_ref_log_prob(batch)["ref_logprobs"])
-        ((_, trace),) = worker.programs(64, 32)
-        temporary[micro] = trace().lower().compile().memory_analysis().temp_size_in_bytes
+        (program,) = worker.programs(64, 32)
+        temporary[micro] = program.trace().lower().compile().memory_analysis().temp_size_in_bytes
     np.testing.assert_allclose(found[8], found[0], atol=1e-5)
     np.testing.assert_allclose(found[4], found[0], atol=1e-5)
     assert temporary[4] < temporary[8] < 0.5 * temporary[0]

@@ -87,7 +87,7 @@ def test_seconds_and_programs_count_the_transition(trainer):
     with actor.gathered():
         there = actor._seconds["transition"]
     assert 0 < there < actor.take_seconds()["transition"]
-    names = [name for name, _ in actor.programs(16, trainer.inputs.prompt_length)]
+    names = [each.name for each in actor.programs(16, trainer.inputs.prompt_length)]
     buckets = len(actor.transition.buckets)
     assert names[:buckets] == [f"transition_{i + 1}" for i in range(buckets)] and buckets > 1
     assert names[buckets] == "generate"

@@ -40,8 +40,8 @@ def update_on(devices, train):
         optimizer=OptimizerConfig(1e-3, weight_decay=0.1),
     )
     worker = Critic(context)
-    ((_, trace),) = [p for p in worker.programs(16, 8) if p[0] == "update"]
-    compiled = trace().lower().compile()
+    (update,) = [p for p in worker.programs(16, 8) if p.name == "update"]
+    compiled = update.trace().lower().compile()
     (params, _, state, _), _ = compiled.input_shardings
     new_params, new_state, metrics = compiled.output_shardings
     shapes = worker.network.shapes, worker.abstract_state()["optimizer"]

@@ -82,7 +82,10 @@ def speeds(
     found = {"mfu": least["flops"] / limits.flops["bfloat16"] / seconds}
     if phase_of(program.name) != "prepare":
         length = rehearsal.workers[program.role].context.max_response_length
-        found["tokens_per_second"] = program.rows * length / seconds
+        tokens = program.program.tokens
+        tokens = program.rows * length if tokens is None else tokens
+        if tokens:
+            found["tokens_per_second"] = tokens / seconds
     return found
 
 

@@ -51,8 +51,9 @@ def compile_program(
     Raises:
       RunError: it does not compile for another reason than memory.
     """
-    traced = program.trace()
-    flops = count_flops(traced.jaxpr, program.loop_trips)
+    loop_trips = program.program.loop_trips
+    traced = program.program.trace()
+    flops = count_flops(traced.jaxpr, loop_trips)
     lowered = traced.lower()
     described = {
         "role": program.role,
@@ -65,7 +66,7 @@ def compile_program(
     file = None
     if cache is not None:
         text = lowered.as_text()
-        file = cache / f"{_key(text, program.loop_trips, topology, level)}.json"
+        file = cache / f"{_key(text, loop_trips, topology, level)}.json"
         if file.is_file():
             return {**described, **json.loads(file.read_text()), "kept": True}
     found = _compile(lowered, program, topology)
@@ -105,7 +106,7 @@ def _compile(lowered: Any, program: StepProgram, topology: Topology) -> dict[str
         seconds = time.perf_counter() - start
         text = _text(compiled, Path(folder))
     by_kind: dict[str, dict[str, int]] = {}
-    for found in collectives(text, program.loop_trips):
+    for found in collectives(text, program.program.loop_trips):
         if found.total_bytes:
             kind = by_kind.setdefault(found.kind, {"count": 0, "received_bytes": 0})
             kind["count"] += found.times
@@ -114,7 +115,7 @@ def _compile(lowered: Any, program: StepProgram, topology: Topology) -> dict[str
         **memory_of(compiled, by_peak=topology.platform == "tpu"),
         "received_bytes": sum(kind["received_bytes"] for kind in by_kind.values()),
         "collectives": by_kind,
-        "roofline": account(text, topology, program.loop_trips),
+        "roofline": account(text, topology, program.program.loop_trips),
         "seconds": seconds,
     }
 

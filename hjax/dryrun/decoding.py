@@ -21,9 +21,12 @@ from hjax.models.config import ModelConfig
 from hjax.models.parameters import decoder_network
 from hjax.models.published import published
 from hjax.models.transformer import Compute
+from hjax.rollout.engine import STEPS
 from hjax.rollout.generator import Generator
 from hjax.rollout.sampling import Sampling
+from hjax.rollout.slots import How, Size
 from hjax.sharding.layout import check_shapes, make_layouts, without
+from hjax.xla.program import Program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +41,8 @@ class Case:
       samples: of a prompt.
       prompt, response: tokens of each.
       bar: the ratio of bytes to the least that is asked of it; 0: none.
+      slots: whether rows come and go, as requests do (``hjax.rollout.service``): each has a slot of
+        prompt and response columns, and they are filled to every length alike.
     """
 
     model: str | ModelConfig
@@ -48,6 +53,7 @@ class Case:
     prompt: int = 512
     response: int = 1024
     bar: float = 0.0
+    slots: bool = False
 
 
 CASES = (
@@ -56,6 +62,9 @@ CASES = (
     Case("llama-3-8b", "v5p:2x2x2", 4, 256, 8),
     Case("qwen2.5-1.5b", "h100:1x8", 1, 256, 8, bar=1.5),
     Case("gemma-3-1b", "v5e:2x4", 1, 256, 8, bar=1.12),  # layers of alternating kinds
+    Case("qwen2.5-1.5b", "v5e:2x4", 1, 256, 1, bar=1.2, slots=True),
+    Case("qwen2.5-1.5b", "h100:1x8", 1, 256, 1, bar=1.2, slots=True),
+    Case("llama-3-8b", "v5p:2x2x2", 4, 256, 1, bar=1.2, slots=True),
 )
 
 
@@ -96,18 +105,24 @@ def decoding(
         network.shardings(layout),
     )
     prompts = case.rows // case.samples
+    room = case.prompt + case.response
 
     def trace() -> Any:
+        if case.slots:
+            size = Size(case.rows, case.rows, 1, 0, room)
+            return generator.engine.trace_decode(How(Sampling(), (1,)), params, size, STEPS)
         options = {"samples": case.samples, "max_new_tokens": case.response}
         sampling = {"sampling": Sampling(), "stop": (1,)}
         return generator.trace(params, prompts, case.prompt, **options, **sampling)
 
-    trips = case.response - 1
-    program = StepProgram("actor", "generate", 0, case.rows, 1, trace, trips)
+    generate = Program("generate", trace, STEPS if case.slots else case.response - 1)
+    program = StepProgram("actor", 0, case.rows, 1, generate)
     found = compile_program(program, topology, len(devices), "", cache)
     turn = found["roofline"]["turn"]
-    tokens = Tokens(case.rows, case.samples, case.prompt, case.response)
-    least = decoding_bytes(model, layout, tokens, jnp.dtype(dtype).itemsize) / case.response
+    # Filled to every length alike, slots hold half of what they have room for.
+    drawn, before = (room, 0) if case.slots else (case.response, case.prompt)
+    tokens = Tokens(case.rows, case.samples, before, drawn)
+    least = decoding_bytes(model, layout, tokens, jnp.dtype(dtype).itemsize) / drawn
     return {
         **dataclasses.asdict(case),
         "model": case.model if isinstance(case.model, str) else "",
@@ -131,11 +146,14 @@ def table(records: Sequence[Mapping[str, Any]]) -> str:
     for record in records:
         split = f", tensor {record['tensor']}" if record["tensor"] > 1 else ""
         answers = "a sample" if record["samples"] == 1 else f"{record['samples']} samples"
-        name = f"{record['model']}, {record['topology']}{split}, {record['rows']} rows, {answers}"
+        rows = f"{record['rows']} rows, {answers} of a prompt"
+        if record["slots"]:
+            rows = f"{record['rows']} slots of {record['prompt'] + record['response']} tokens"
+        name = f"{record['model']}, {record['topology']}{split}, {rows}"
         bar = f"{record['bar']:.2f}" if record["bar"] else ""
         moved, least = (record[key] / 1e9 for key in ("bytes_per_token", "minimum_bytes"))
         lines.append(
-            f"| {name} of a prompt | {moved:.2f} | {least:.2f} | {record['ratio']:.2f} | {bar} "
+            f"| {name} | {moved:.2f} | {least:.2f} | {record['ratio']:.2f} | {bar} "
             f"| {record['copies']} | {record['milliseconds_per_token']:.2f} |"
         )
     return "\n".join(lines)

@@ -64,7 +64,7 @@ def describe(trainer: Any) -> dict[str, Any]:
     programs, remark = step_programs(config, trainer.algorithm_class, rehearsal, length)
     for program in programs:
         named = {"role": program.role, "program": program.name, "runs": program.runs}
-        memory = memory_of(program.trace().lower().compile())
+        memory = memory_of(program.program.trace().lower().compile())
         records.append(add_held({**named, **memory}, program, rehearsal))
     placement = [
         {

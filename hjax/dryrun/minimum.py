@@ -37,7 +37,7 @@ def minimum(
     context, model = worker.context, network.config
     generates = phase == "generate"
     layout: Layout = worker.layouts.generate if generates else worker.layouts.train
-    samples = 1 if program.name.endswith("greedy") else context.samples
+    samples = 1 if program.program.call.endswith("greedy") else context.samples
     tokens = Tokens(program.rows, samples, prompt_length, context.max_response_length)
     element = np.dtype(context.compute.dtype).itemsize
     # Of the parameters, of which each device needs all that passes it.
@@ -45,7 +45,23 @@ def minimum(
     parts = layout.ways("embed")
     gather = held * (parts - 1) / parts
     forward = tokens.forward_flops(model, worker.scalar) / layout.mesh.size
-    if generates:
+    passed = tokens.all
+    if generates and program.program.tokens == 0:
+        # Prompts alone: as many of them as a run reads.
+        tokens = Tokens(program.rows // program.runs, samples, prompt_length, 0)
+        moved = _held(arithmetic.parameters(model), model, layout) * element
+        passed = tokens.all
+        flops, received = tokens.forward_flops(model, False) / layout.mesh.size, 0.0
+    elif generates and program.program.tokens is not None:
+        # Some tokens of the rows that are decoded at a time, in the middle of their responses.
+        passed, steps = program.program.tokens, program.program.loop_trips or 1
+        tokens = Tokens(passed // steps, samples, prompt_length, context.max_response_length)
+        share = steps / tokens.response
+        moved = share * decoding_bytes(model, layout, tokens, element)
+        prompts = Tokens(tokens.rows, samples, prompt_length, 0)
+        flops = tokens.forward_flops(model, False) - prompts.forward_flops(model, False)
+        flops, received = share * flops / layout.mesh.size, 0.0
+    elif generates:
         moved = decoding_bytes(model, layout, tokens, element)
         flops, received = forward, 0.0
     elif phase == "update":
@@ -63,14 +79,14 @@ def minimum(
         flops, received = forward, gather * worker.passes.pieces_of(program.rows)
     if (t := layout.ways("heads")) > 1:
         # Of every layer's two sums over its parts, a reduce-scatter and an all-gather each.
-        rows = tokens.all / layout.ways("batch")
+        rows = passed / layout.ways("batch")
         passes = {"update": 2}.get(phase, 1)
         sums = 2 * 2 * (t - 1) / t * model.layers / layout.ways("layers")
         received += passes * sums * rows * model.hidden_size * element
     if (parted := layout.ways("experts")) > 1:
         # Of the others' tokens those that have an expert here, and as many sums back.
         reached = 1 - (1 - 1 / parted) ** model.experts_per_token
-        rows = tokens.all / layout.ways("batch") * (parted - 1) * reached
+        rows = passed / layout.ways("batch") * (parted - 1) * reached
         passes = {"update": 2}.get(phase, 1)
         received += (
             passes * 2 * model.layers / layout.ways("layers") * rows * (model.hidden_size * element)

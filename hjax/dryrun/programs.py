@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from hjax.run.placement import set_name
 from hjax.run.roles import Roles
 from hjax.sharding.layout import shard_bytes
 from hjax.show.memory_table import largest
+from hjax.xla.program import Program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,21 +30,22 @@ class StepProgram:
 
     Attributes:
       role: whose it is.
-      name: as ``ModelWorker.programs`` names it.
       set_number: of the set of roles on whose devices it runs.
       rows: sequences of its batch.
       runs: times that a step runs it.
-      trace: returns its jax.stages.Traced of abstract arguments.
-      loop_trips: trips of its loops whose number the program does not tell (decoding).
+      program: as the role's worker has it.
     """
 
     role: str
-    name: str
     set_number: int
     rows: int
     runs: int
-    trace: Callable[[], Any]
-    loop_trips: int | None = None
+    program: Program
+
+    @property
+    def name(self) -> str:
+        """As ``ModelWorker.programs`` names it."""
+        return self.program.name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,20 +112,17 @@ def step_programs(
     found = []
     for role, worker in rehearsal.workers.items():
         number = rehearsal.roles.set_of(role)
-        learned = dict(worker.programs(minibatch, prompt_length))
-        for name, trace in worker.programs(rows, prompt_length):
+        learned = {each.name: each for each in worker.programs(minibatch, prompt_length)}
+        for program in worker.programs(rows, prompt_length):
             # Moving the parameters belongs to generation.
-            part = "generate" if name.startswith("transition") else name
-            if called is not None and (role, part) not in called:
+            call = "generate" if program.name.startswith("transition") else program.call
+            if called is not None and (role, call) not in called:
                 continue
-            if name == "update":
-                trace = learned[name]
-                found.append(StepProgram(role, name, number, minibatch, updates, trace))
+            if call == "update":
+                program = learned[program.name]
+                found.append(StepProgram(role, number, minibatch, updates, program))
             else:
-                # The first token is drawn from the prompt, before the loop.
-                trips = config.rollout.max_response_length - 1
-                loop = trips if name.startswith("generate") else None
-                found.append(StepProgram(role, name, number, rows, 1, trace, loop))
+                found.append(StepProgram(role, number, rows, program.runs, program))
     return found, remark
 
 
@@ -171,6 +170,8 @@ def held_beside(
         # Trained roles take turns in updates and stay until these end.
         called = role == program.role or (phase == "update" and "optimizer" in kinds)
         waiting = worker.away(phase, called)
+        if role == program.role:
+            kinds |= {kind: shard_bytes(x) for kind, x in program.program.beside.items()}
         for kind, size in kinds.items():
             if size:
                 (away if kind in waiting else held)[f"{role} {kind}"] = size

@@ -118,9 +118,10 @@ def updating(case: Case, cache: Path | None = None) -> dict[str, Any]:
             micro_batch=case.micro_batch,
         )
     )
-    traces = dict(worker.programs(case.rows, case.prompt))
+    programs = worker.programs(case.rows, case.prompt)
     name = "compute_ref_log_prob" if case.scores else "update"
-    program = StepProgram(role, name, 0, case.rows, 1, traces[name], None)
+    (wanted,) = [each for each in programs if each.name == name]
+    program = StepProgram(role, 0, case.rows, 1, wanted)
     found = compile_program(program, topology, len(topology.devices), "", cache)
     described = {
         **dataclasses.asdict(case),

@@ -30,184 +30,14 @@ from hjax.models.parameters import Network, Params
 from hjax.models.transformer import Compute
 from hjax.rollout import decode_state, lookup
 from hjax.rollout.counts import Counts, counted
-from hjax.rollout.row_sampling import RowSampling, Sizes, draw_rows
-from hjax.rollout.sampling import Sampling, draw
-from hjax.sharding.arrays import place, to_numpy
+from hjax.rollout.row_sampling import RowSampling, draw_rows
+from hjax.rollout.sampling import draw
+from hjax.rollout.slots import Admission, Drawn, How, Known, Prompts, Running, Size, State
+from hjax.sharding.arrays import place
 from hjax.sharding.layout import Layout
 
 # Tokens between two looks at who has ended.
 STEPS = 16
-
-
-@dataclasses.dataclass(frozen=True)
-class Size:
-    """What a state has room for.
-
-    Attributes:
-      rows: sequences at a time.
-      groups: prompts at a time.
-      samples: sequences that may share a prompt; 1: row i has prompt i.
-      prompt: tokens of a padded prompt; 0: rows have their prompts among their own tokens.
-      length: columns, in which the tokens of all rows lie, or of each row its own.
-      text: tokens of a row, prompt and response, where guesses are looked up in them.
-      own: room for options of each sequence's own; None: all are drawn as a program says.
-    """
-
-    rows: int
-    groups: int
-    samples: int
-    prompt: int
-    length: int
-    text: int = 0
-    own: Sizes | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class How:
-    """How all sequences of a state are drawn that have no options of their own.
-
-    Attributes:
-      sampling: of its tokens.
-      stop: token ids that end it.
-    """
-
-    sampling: Sampling = Sampling()
-    stop: tuple[int, ...] = ()
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Running:
-    """Sequences, a row of each array for a slot.
-
-    Attributes:
-      tokens: int32 [rows], of the prompt.
-      drawn: int32 [rows], tokens drawn so far, of which the last is not in the cache.
-      limit: int32 [rows], tokens that may be drawn.
-      last: int32 [rows].
-      done: bool [rows]; also of a slot without a sequence.
-      keys: uint32 [rows, n], data of the PRNG keys.
-      options: of each sequence's own, with the tokens it has so far; None: it has none.
-      text: int32 [rows, room], prompt and response from column 0 on; None: nobody asks for it.
-    """
-
-    tokens: jax.Array
-    drawn: jax.Array
-    limit: jax.Array
-    last: jax.Array
-    done: jax.Array
-    keys: jax.Array
-    options: RowSampling | None = None
-    counts: Counts | None = None
-    text: jax.Array | None = None
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class State:
-    """Slots and what they hold.
-
-    Attributes:
-      cache: keys and values; the prompts' by group, each row's own.
-      slots: where each row stands. Columns count from 0 at the beginning of the cache.
-      rows: the sequences.
-    """
-
-    cache: KVCache
-    slots: Slots
-    rows: Running
-
-
-@dataclasses.dataclass(frozen=True)
-class Admission:
-    """Sequences that enter.
-
-    Numbers of groups and rows count within a data-parallel part, and arrays are in order of the
-    parts, as many for each; a number beyond the state's is an entry that fills up and is dropped.
-
-    Attributes:
-      prompts: int32 [groups, prompt], padded on the left; ``mask``: bool like it. Without what is
-        known of them.
-      groups: int32 [groups], where each goes.
-      rows: int32 [groups * samples], where its samples go.
-      keys: uint32 [groups * samples, 2], see ``State``.
-      limit: int32 [groups * samples].
-      options: of each of these, where sequences have their own.
-      known: what is known of the prompts; None: nothing.
-      text: int32 [groups * samples, room], the prompts as ``Running`` has them, where it has.
-      allowed: uint32 [groups * samples, words], which tokens may be drawn, as of
-        ``vocabulary.only``, where sequences have options of their own; None: all.
-    """
-
-    prompts: np.ndarray
-    mask: np.ndarray
-    groups: np.ndarray
-    rows: np.ndarray
-    keys: np.ndarray
-    limit: np.ndarray
-    options: RowSampling | None = None
-    known: Known | None = None
-    text: np.ndarray | None = None
-    allowed: np.ndarray | None = None
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Known:
-    """Beginnings of prompts whose keys and values are in blocks.
-
-    Attributes:
-      tokens: int32 [groups, n * BLOCK], of the whole prompts, padded on the left; ``mask``: bool
-        like it.
-      blocks: int32 [groups, n], numbers of each one's blocks, first ones first.
-      count: int32 [groups], tokens that are in blocks.
-    """
-
-    tokens: Any
-    mask: Any
-    blocks: Any
-    count: Any
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Prompts:
-    """Prompts that were read.
-
-    Attributes:
-      k, v: of their tokens, which end in the last column: [groups, heads, prompt, head_dim], with a
-        leading layer dimension or a tuple of one for each layer.
-      tokens: int32 [groups], of each.
-      logits: float32 [groups, vocab], of the token that follows.
-      counts: of the sequences' tokens so far, where they need them.
-    """
-
-    k: Any
-    v: Any
-    tokens: jax.Array
-    logits: jax.Array
-    counts: Counts | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Drawn:
-    """What a program drew, on the host.
-
-    Attributes:
-      tokens: int32 [rows, steps], 0 where nothing was drawn; ``mask``: bool like it.
-      logprobs: by name, float32 like it, see ``hjax.rollout.decode_state``.
-      done: bool [rows].
-      steps: that were taken.
-      guessed, right: tokens that were guessed, and of these the ones that were drawn.
-    """
-
-    tokens: np.ndarray
-    mask: np.ndarray
-    logprobs: dict[str, np.ndarray]
-    done: np.ndarray
-    steps: int
-    guessed: int = 0
-    right: int = 0
 
 
 class Engine:
@@ -248,10 +78,12 @@ class Engine:
         of_slots = cast(Any, (split, split, split, whole, split, split, self.parts))
         slots = Slots(*of_slots)
         state = State(*cast(Any, (held, slots, split)))
+        self._shardings = state, Prompts(*cast(Any, (held, held, split, split, split)))
         rest, both = (slots, split), (state, whole)
         self._empty = jax.jit(self._zeros, static_argnums=0, out_shardings=state)
-        prompts = Prompts(*cast(Any, (held, held, split, split, split)))
-        self._prefill = jax.jit(self._read_prompts, static_argnums=0, out_shardings=prompts)
+        self._prefill = jax.jit(
+            self._read_prompts, static_argnums=0, out_shardings=self._shardings[1]
+        )
         self._first = jax.jit(self._begun, static_argnums=0, out_shardings=(split, whole))
         self._insert = jax.jit(self._inserted, donate_argnums=0, out_shardings=state)
         self._decode = jax.jit(
@@ -330,7 +162,7 @@ class Engine:
         text = [given.pop(name) for name in ("prompts", "mask", "known")]
         prompts = self._prefill((samples, counted), params, *text, given["limit"], blocks)
         rows, drawn = self._first(how, prompts.logits, prompts.tokens, prompts.counts, given)
-        return prompts, rows, _read(drawn)
+        return prompts, rows, Drawn.of(drawn)
 
     def insert(
         self, state: State, prompts: Prompts, new: Running, groups: np.ndarray, rows: np.ndarray
@@ -365,7 +197,7 @@ class Engine:
         number = place(np.int32(steps), self.layout.replicated)
         bits = None if allowed is None else place(allowed, self.layout.sharding("batch"))
         state, drawn = self._decode(how, most, params, state, number, bits)
-        return state, _read(drawn)
+        return state, Drawn.of(drawn)
 
     def share(
         self, state: State, members: np.ndarray | None, row_place: np.ndarray | None
@@ -422,6 +254,40 @@ class Engine:
             parts["k"] = of(cache.k, of_rows, axis, length)
             parts["v"] = of(cache.v, of_rows, -2, length)
         return State(dataclasses.replace(cache, **parts), slots, running)
+
+    # What is said of them without running them
+
+    def abstract(self, size: Size) -> State:
+        """A state as jax.ShapeDtypeStruct with shardings."""
+        number = jax.ShapeDtypeStruct((), jnp.int32)
+        made = jax.eval_shape(functools.partial(self._zeros, size), number)
+        return cast(State, _with_shardings(made, self._shardings[0]))
+
+    def trace_prefill(
+        self, params: Params, prompts: tuple[int, int], samples: int
+    ) -> tuple[Any, Prompts]:
+        """``prefill`` of abstract parameters, but for the first tokens.
+
+        Args:
+          params: jax.ShapeDtypeStruct with shardings, in the generate layout.
+          prompts: how many, and tokens of each.
+          samples: of each.
+
+        Returns:
+          its jax.stages.Traced, and what it gives as jax.ShapeDtypeStruct with shardings.
+        """
+        split = self.layout.sharding("batch")
+        tokens = jax.ShapeDtypeStruct(prompts, jnp.int32, sharding=split)
+        mask = jax.ShapeDtypeStruct(prompts, jnp.bool_, sharding=split)
+        limit = jax.ShapeDtypeStruct((prompts[0] * samples,), jnp.int32, sharding=split)
+        given = params, tokens, mask, None, limit, None
+        traced = self._prefill.trace((samples, False), *given)
+        return traced, cast(Prompts, _with_shardings(traced.out_info, self._shardings[1]))
+
+    def trace_decode(self, how: How, params: Params, size: Size, most: int) -> Any:
+        """``decode`` of abstract parameters and states: its jax.stages.Traced."""
+        steps = jax.ShapeDtypeStruct((), jnp.int32, sharding=self.layout.replicated)
+        return self._decode.trace(how, most, params, self.abstract(size), steps, None)
 
     # Programs
 
@@ -733,14 +599,14 @@ class Engine:
                     guessed, jnp.minimum(t, self.lookup - 1), 1, keepdims=False
                 )
                 going = going & ~done & (token == guess)
-                right = drawn["right"] + jnp.where(t < ahead, going.sum(), 0)
+                right = drawn["right"] + (going & (t < ahead))
                 return t + 1, going, running, drawn | {"right": right}
 
             def more(carry: Any) -> jax.Array:
                 return (carry[0] <= ahead) & jnp.any(carry[1])
 
             live = ~running.done
-            drawn = drawn | {"guessed": drawn["guessed"] + ahead * live.sum()}
+            drawn = drawn | {"guessed": drawn["guessed"] + ahead * live}
             first = jnp.int32(0), live, running, drawn
             _, _, running, drawn = jax.lax.while_loop(more, next_one, first)
             return taken + 1, State(cache, state.slots, running), drawn
@@ -758,9 +624,9 @@ class Engine:
             return going
 
         drawn = decode_state.start(rows, most, how.sampling) | {"done": state.rows.done}
-        drawn = jax.tree.map(lambda x: self.layout.constrain(x, "batch"), drawn)
         if self.lookup:
-            drawn |= {"guessed": jnp.int32(0), "right": jnp.int32(0)}
+            drawn |= dict.fromkeys(("guessed", "right"), jnp.zeros(rows, jnp.int32))
+        drawn = jax.tree.map(lambda x: self.layout.constrain(x, "batch"), drawn)
         begin = jnp.int32(0), state, drawn
         step = some_tokens if self.lookup else one_token
         taken, state, drawn = jax.lax.while_loop(unfinished, step, begin)
@@ -825,14 +691,17 @@ def _with_token(
     return jnp.where(here, token[:, None], text)
 
 
+def _with_shardings(arrays: Any, shardings: Any) -> Any:
+    """Abstract arrays with shardings, of which one may stand for many arrays."""
+
+    def of(sharding: Any, some: Any) -> Any:
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), some
+        )
+
+    return jax.tree.map(of, shardings, arrays)
+
+
 def _size(held: Any) -> int:
     """Tokens of an array of a cache, or of those of its layers."""
     return int(jax.tree.leaves(held)[0].shape[-2])
-
-
-def _read(drawn: decode_state.DecodeState) -> Drawn:
-    host = jax.tree.map(to_numpy, drawn)
-    steps, guessed, right = (int(host.get(n, i)) for n, i in (("steps", 1), ("guessed", 0),
-                                                              ("right", 0)))  # fmt: skip
-    tables = host["tokens"], host["mask"], host["logprobs"], host["done"]
-    return Drawn(*tables, steps, guessed, right)

@@ -8,7 +8,8 @@ sequence draws follows from its number, not from the batch it is in.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -23,12 +24,14 @@ from hjax.models.forward import positions_of
 from hjax.models.parameters import Network, Params
 from hjax.models.transformer import Compute
 from hjax.rollout import decode_state
-from hjax.rollout.engine import Engine, How
+from hjax.rollout.engine import Engine
 from hjax.rollout.pipelined import PipelinedRollout
 from hjax.rollout.sampling import Sampling, sequence_keys
 from hjax.rollout.scheduler import COLUMNS, Schedule, Work, tables
+from hjax.rollout.slots import How
 from hjax.sharding.arrays import place, to_numpy
 from hjax.sharding.layout import Layout
+from hjax.xla.program import Program
 
 Rollout = dict[str, jax.Array]
 
@@ -136,7 +139,8 @@ class Generator:
           [rows, max_new_tokens] (0 after the end), ``response_mask`` bool, ``logprobs`` float32
           of the distribution sampled, ``truncated`` bool [rows]; where they
           differ from ``logprobs`` also ``policy_logprobs`` (tempered, not truncated to top-k or
-          top-p) and ``untempered_logprobs``.
+          top-p) and ``untempered_logprobs``; with ``lookup`` also ``guessed`` and
+          ``guessed_right``, int32 [rows], tokens of each and those of them that were drawn.
 
         Raises:
           ConfigError: a seed that does not fit 32 bits.
@@ -250,6 +254,43 @@ class Generator:
 
     def _numbers(self, seed: int, step: int) -> jax.Array:
         return place(np.asarray([seed, step], np.uint32), self.layout.replicated)
+
+    def programs(
+        self,
+        call: str,
+        params: Params,
+        prompts: int,
+        prompt_length: int,
+        *,
+        samples: int,
+        max_new_tokens: int,
+        sampling: Sampling,
+        stop: tuple[int, ...],
+        slots: int = 0,
+        lookup: int = 0,
+    ) -> Iterator[Program]:
+        """What ``generate`` runs, to count what it costs without running it.
+
+        Args:
+          call: its name.
+          params: jax.ShapeDtypeStruct with shardings, in the generate layout.
+          prompts: how many.
+          prompt_length: tokens of each.
+          samples, max_new_tokens, sampling, stop, slots, lookup: as of ``generate``.
+        """
+        shape = _Shape(samples, max_new_tokens, sampling, stop)
+        if not self._ragged(shape, prompts * samples, slots, lookup):
+            options = dataclasses.asdict(shape) | {"sampling": sampling}
+            # The first token is drawn from the prompt, before the loop.
+            trips = max_new_tokens - 1
+            trace = functools.partial(self.trace, params, prompts, prompt_length, **options)
+            yield Program(call, trace, trips)
+            return
+        tokens = np.zeros((prompts, prompt_length), np.int32)
+        keys = np.zeros((prompts * samples, 2), np.uint32)
+        work = Work(tokens, tokens > 0, keys, samples, max_new_tokens)
+        how = How(sampling, stop)
+        yield from Schedule(self.engine_for(lookup), how, work, slots).programs(call, params)
 
     def trace(self, params: Any, prompts: int, prompt_length: int, **options: Any) -> Any:
         """The program traced for abstract ``params``, to count what it costs without running it."""

@@ -22,8 +22,9 @@ from hjax.kernels import decode
 from hjax.models.continuing import BLOCK, Blocks, Continue
 from hjax.models.decoding import keys_and_values
 from hjax.models.parameters import Params
-from hjax.rollout.engine import Engine, Known, State
+from hjax.rollout.engine import Engine
 from hjax.rollout.prefix_tree import Path, PrefixTree
+from hjax.rollout.slots import Known, State
 from hjax.sharding.arrays import place
 
 # Blocks that one program writes; as many calls as it takes.

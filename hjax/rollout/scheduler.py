@@ -17,10 +17,15 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from hjax.models.parameters import Params
-from hjax.rollout.engine import STEPS, Admission, Drawn, Engine, How, Size, State
+from hjax.rollout.engine import STEPS, Engine
+from hjax.rollout.slots import Admission, Drawn, How, Size, State
+from hjax.xla.program import Program
 
 # Columns of a new state's cache; each further one has twice as many.
 COLUMNS = 64
+# Tokens of prompts that are read at a time, of a device: others wait, rather than that memory is
+# needed for all of them at once.
+READING = 4096
 # Rows of all devices below which halving them saves nothing: weights are what is read.
 FEWEST = 8
 NOBODY = -1
@@ -52,14 +57,11 @@ class Work:
 
 @dataclasses.dataclass
 class Counts:
-    """What a schedule did: dispatches, tokens drawn, rows times steps that were computed, and
-    tokens that were guessed and of these were drawn."""
+    """What a schedule did: dispatches, tokens drawn, and rows times steps that were computed."""
 
     dispatches: int = 0
     tokens: int = 0
     computed: int = 0
-    guessed: int = 0
-    right: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +130,7 @@ class Schedule:
         if not engine.by_kernel:
             self.rows = halves(groups * samples, parts)
         self.groups = groups
+        self.entering = min(groups, max(1, READING // work.prompts.shape[1]))
         self.counts = Counts()
         # By part: sequence of each row, prompt of each group, or NOBODY.
         self._row = np.full((parts, self.rows[0]), NOBODY)
@@ -170,6 +173,40 @@ class Schedule:
     def _groups_of(self, rows: int) -> int:
         return min(self.groups, rows)
 
+    def programs(self, call: str, params: Params) -> Iterator[Program]:
+        """What takes time and memory, of abstract parameters in the generate layout.
+
+        States are as large as they become, so that what is said of them is the most there is.
+
+        Args:
+          call: its name.
+          params: jax.ShapeDtypeStruct with shardings.
+        """
+        engine, work = self.engine, self.work
+        most = self.size(self.rows[0], self.lengths[-1])
+        held = engine.abstract(most)
+        each = engine.parts * self.entering
+        traced = functools.cache(
+            lambda: engine.trace_prefill(params, (each, work.prompts.shape[1]), work.samples)
+        )
+        yield Program(
+            f"{call}.prefill",
+            lambda: traced()[0],
+            runs=-(-work.prompts.shape[0] // each),
+            beside={"cache": held},
+            tokens=0,
+        )
+        turns = -(-work.rows // most.rows)
+        # The first token is drawn from the prompt.
+        dispatches = -(-max(work.limit - 1, 1) // STEPS)
+        yield Program(
+            f"{call}.decode",
+            lambda: engine.trace_decode(self.how, params, most, self._most),
+            STEPS,
+            runs=turns * dispatches,
+            tokens=most.rows * STEPS,
+        )
+
     def warm(self, params: Params) -> None:
         """Compile every program that this schedule may call, so that none is compiled later."""
         # Programs of several devices are run one after another, in the same order everywhere.
@@ -207,9 +244,9 @@ class Schedule:
 
     def _entries(self) -> list[int]:
         """Groups of a part that may enter together."""
-        if not self.refills:
+        if not self.refills and self.entering == self.groups:
             return [self.groups]
-        powers = {min(1 << i, self.groups) for i in range(self.groups.bit_length() + 1)}
+        powers = {min(1 << i, self.entering) for i in range(self.entering.bit_length() + 1)}
         return sorted(powers)
 
     def _blank(self, each: int) -> Admission:
@@ -244,9 +281,8 @@ class Schedule:
     def run(self, params: Params) -> Iterator[Told]:
         """Draw everything; says after each dispatch what it drew."""
         state = self.engine.empty(self.size(self.rows[0], self._length))
-        state, told = self._enter(params, state)
-        assert told is not None
-        yield told
+        state, entered = self._fill(params, state)
+        yield from entered
         while not self._done.all():
             state = self._make_room(self._shrink(state))
             steps = STEPS if self.engine.by_row else min(STEPS, self._length - self._column)
@@ -254,10 +290,8 @@ class Schedule:
             self._column += drawn.steps
             self._done = drawn.done.reshape(self._done.shape).copy()
             yield self._note(self._row.ravel().copy(), drawn, drawn.steps)
-            if self._next < self.work.prompts.shape[0]:
-                state, told = self._enter(params, state)
-                if told is not None:
-                    yield told
+            state, entered = self._fill(params, state)
+            yield from entered
 
     def _note(self, sequences: np.ndarray, drawn: Drawn, steps: int) -> Told:
         """Who drew what in a dispatch.
@@ -274,11 +308,19 @@ class Schedule:
         self.counts.dispatches += 1
         self.counts.tokens += int(count.sum())
         self.counts.computed += steps * drawn.done.size
-        self.counts.guessed += drawn.guessed
-        self.counts.right += drawn.right
         return Told(sequences, before, drawn.done & (count > 0), drawn)
 
     # Entering
+
+    def _fill(self, params: Params, state: State) -> tuple[State, list[Told]]:
+        """Let in all who can be."""
+        told = []
+        while self._next < self.work.prompts.shape[0]:
+            state, entered = self._enter(params, state)
+            if entered is None:
+                break
+            told.append(entered)
+        return state, told
 
     def _enter(self, params: Params, state: State) -> tuple[State, Told | None]:
         """Let in who waits, as far as there are free groups; None: there is none."""
@@ -289,8 +331,8 @@ class Schedule:
         if not each:
             return state, None
         # In powers of two, so that few programs are needed; all of them at the beginning.
-        if self._next or each != self.groups:
-            each = min(1 << (each - 1).bit_length(), self.groups)
+        if self._next or each != self.entering:
+            each = min(1 << (each - 1).bit_length(), self.entering)
         new = self._blank(each)
         cut = (parts, each, samples)
         prompts, mask = (x.reshape(parts, each, -1) for x in (new.prompts, new.mask))
@@ -433,8 +475,9 @@ def tables(work: Work, told: Iterable[Told]) -> dict[str, np.ndarray]:
     """What a schedule drew, by sequence.
 
     Returns:
-      ``responses`` int32 [sequences, limit] (0 after the end), ``response_mask`` bool, and the
-      log-probs by their names.
+      ``responses`` int32 [sequences, limit] (0 after the end), ``response_mask`` bool, the
+      log-probs by their names, and where tokens were guessed ``guessed`` and ``guessed_right``,
+      int32 [sequences], how many and how many of them were drawn.
     """
     shape = work.rows, work.limit
     made = {"responses": np.zeros(shape, np.int32), "response_mask": np.zeros(shape, bool)}
@@ -446,4 +489,9 @@ def tables(work: Work, told: Iterable[Told]) -> dict[str, np.ndarray]:
         made["response_mask"][where] = True
         for name, table in drawn.logprobs.items():
             made.setdefault(name, np.zeros(shape, np.float32))[where] = table[row, at]
+        there = each.sequences != NOBODY
+        for name, counted in (("guessed", drawn.guessed), ("guessed_right", drawn.right)):
+            if counted is not None:
+                total = made.setdefault(name, np.zeros(shape[0], np.int32))
+                np.add.at(total, each.sequences[there], counted[there])
     return made

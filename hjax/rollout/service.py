@@ -24,12 +24,13 @@ from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, RunError
 from hjax.models.continuing import BLOCK
 from hjax.rollout.constraint import Constraint
-from hjax.rollout.engine import Admission, Drawn, Engine, How, Known, Size, State
+from hjax.rollout.engine import Engine
 from hjax.rollout.matching import Matcher, Matchers, words
 from hjax.rollout.options import Options
 from hjax.rollout.prefixes import Beginning, Prefixes, columns_for, room_for, why_not
 from hjax.rollout.row_sampling import RowSampling, Sizes
 from hjax.rollout.scheduler import COLUMNS
+from hjax.rollout.slots import Admission, Drawn, How, Known, Size, State
 
 _LOG = logging.getLogger(__name__)
 SLOTS = 16
@@ -508,7 +509,9 @@ class Service:
         self._state, drawn = engine.decode(How(), params, self._state, steps, most, allowed)
         self._column += drawn.steps
         with self._changed:
-            self._guessed, self._right = self._guessed + drawn.guessed, self._right + drawn.right
+            if drawn.guessed is not None and drawn.right is not None:
+                self._guessed += int(drawn.guessed.sum())
+                self._right += int(drawn.right.sum())
         self._hand_on(list(self._rows), drawn)
 
     def _allowed(self, entries: Sequence[Ticket | None]) -> np.ndarray | None:

@@ -133,6 +133,10 @@ def batch_metrics(batch: Batch, kl_coefficient: float) -> dict[str, float]:
         "response/length_mean": float(mask.sum(axis=1).mean()),
         "response/truncated": float(np.mean(batch["truncated"])),
     }
+    if "guessed" in batch:
+        guessed = int(np.sum(batch["guessed"]))
+        right = int(np.sum(batch["guessed_right"]))
+        metrics["rollout/guesses_right"] = right / guessed if guessed else math.nan
     if "ref_logprobs" in batch:
         difference = np.asarray(old_logprobs(batch)) - np.asarray(batch["ref_logprobs"])
         metrics["kl/reference"] = float(difference[mask].astype(np.float64).mean())

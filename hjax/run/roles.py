@@ -278,21 +278,23 @@ def _recomputing(build: Build, policy: str) -> Build:
 def _check_slots(
     config: ConfigDict, table: Mapping[str, Role], layouts: Mapping[str, RoleLayouts]
 ) -> None:
-    """Raise ConfigError where sequences cannot follow each other in slots."""
-    asked = f"config.rollout.slots={config.rollout.slots}"
-    if not config.rollout.slots:
+    """Raise ConfigError where sequences cannot follow each other in slots, or be guessed."""
+    set_ = [key for key in ("slots", "lookup") if config.rollout[key]]
+    if not set_:
         return
+    key = set_[0]
+    asked = f"config.rollout.{key}={config.rollout[key]}"
     if config.rollout.partial_tokens:
         raise ConfigError(
             f"{asked}: responses in parts (rollout.partial_tokens={config.rollout.partial_tokens}) "
-            "are generated all at a time; use rollout.slots=0, or rollout.partial_tokens=0"
+            f"are generated all at a time; use rollout.{key}=0, or rollout.partial_tokens=0"
         )
     for role, layout in layouts.items():
         of_model = table[role].generates or table[role].apart
         if of_model and layout.generate.ways("layers") > 1:
             raise ConfigError(
                 f"{asked}: with stages (layout.{role}) all sequences are generated at a time; use "
-                "pipe=1 for generation, or rollout.slots=0"
+                f"pipe=1 for generation, or rollout.{key}=0"
             )
 
 
@@ -504,6 +506,7 @@ class _Builder:
             router_loss=router_loss(config, entry, model) if entry.trained else 0.0,
             micro_batch=(section if entry.trained else config.actor).micro_batch,
             slots=config.rollout.slots,
+            lookup=config.rollout.lookup,
             packing=config.data.packing,
             offload=section.get("offload", "none") if section is not None else "none",
             retokenize=retokenizes,

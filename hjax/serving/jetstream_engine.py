@@ -25,10 +25,10 @@ import jax
 import numpy as np
 
 from hjax.errors import ConfigError
-from hjax.rollout.engine import Admission, How, Prompts, Running, Size, State
 from hjax.rollout.language_model import LanguageModel
 from hjax.rollout.prefixes import columns_for
 from hjax.rollout.sampling import Sampling, sequence_keys
+from hjax.rollout.slots import Admission, How, Prompts, Running, Size, State
 
 
 @contextlib.contextmanager

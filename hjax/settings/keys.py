@@ -263,6 +263,13 @@ KEYS: dict[str, Any] = {
             "memory is needed for keys and values; 0: all of a step's",
             at_least(0),
         ),
+        "lookup": Key(
+            0,
+            "tokens that are guessed at a time from what a text said before, and looked at in one "
+            "pass: the responses are the same, and come sooner where they repeat themselves or "
+            "their prompt; 0: none",
+            at_least(0),
+        ),
         "max_staleness": Key(
             0,
             "versions of the weights by which a batch may lag behind those that learn from it: "

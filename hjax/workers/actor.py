@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from hjax.workers.generation import GeneratingWorker
 from hjax.workers.optimizer import Prepare
 from hjax.workers.passes import Batch, Objective
 from hjax.workers.trained import TrainedWorker, update_reads
+from hjax.xla.program import Program
 
 
 class Actor(TrainedWorker, GeneratingWorker):
@@ -186,17 +187,18 @@ class Actor(TrainedWorker, GeneratingWorker):
         taken, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
         return taken
 
-    def programs(self, rows: int, prompt_length: int) -> Iterator[tuple[str, Callable[[], Any]]]:
+    def programs(self, rows: int, prompt_length: int) -> Iterator[Program]:
         """Transition, generation, log-probs and update of ``rows`` sequences."""
         if self.merge is not None:
-            yield "transition_merge", self.merge.trace
-        yield from self.transition.programs()
+            yield Program("transition_merge", self.merge.trace)
+        yield from (Program(*each) for each in self.transition.programs())
         yield from GeneratingWorker.programs(self, rows, prompt_length)
         trace = self.trace_forward
-        yield "compute_log_prob", lambda: trace(self._log_prob, rows, prompt_length)
+        yield Program("compute_log_prob", lambda: trace(self._log_prob, rows, prompt_length))
         if self.merge is not None:
             base = functools.partial(trace, base=True)
-            yield "compute_ref_log_prob", lambda: base(self._log_prob, rows, prompt_length)
+            of_base = functools.partial(base, self._log_prob, rows, prompt_length)
+            yield Program("compute_ref_log_prob", of_base)
         yield from TrainedWorker.programs(self, rows, prompt_length)
 
     def beside(self, program: str) -> dict[str, Any]:

@@ -52,6 +52,7 @@ class WorkerContext:
       router_loss: weight in its updates of the loss that balances experts; 0: there is none.
       micro_batch: rows (or packs) per pass over all devices, of updates and scores; 0: all.
       slots: rows that are generated at a time; 0: all.
+      lookup: tokens that are guessed at a time, see ``hjax.rollout.lookup``.
       packing: places of the packs in which rows are computed; 0: they are padded.
       offload: what waits in pinned host memory while it is idle: ``none``, ``optimizer`` (its
         state, but in updates) or ``all`` (the parameters too, but in the role's own calls).
@@ -80,6 +81,7 @@ class WorkerContext:
     router_loss: float = 0.0
     micro_batch: int = 0
     slots: int = 0
+    lookup: int = 0
     packing: int = 0
     offload: str = "none"
     retokenize: bool = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from hjax.pieces import Pieces
 from hjax.sharding.protocols import protocol
 from hjax.workers.base import SCORED_KEYS
 from hjax.workers.trained import TrainedWorker, update_reads
+from hjax.xla.program import Program
 
 
 class Critic(TrainedWorker):
@@ -62,9 +63,10 @@ class Critic(TrainedWorker):
         """One optimizer step on the squared error to the returns; metrics as scalars."""
         return self.update(batch)
 
-    def programs(self, rows: int, prompt_length: int) -> Iterator[tuple[str, Callable[[], Any]]]:
+    def programs(self, rows: int, prompt_length: int) -> Iterator[Program]:
         """Values and update of ``rows`` sequences."""
-        yield "compute_values", lambda: self.trace_forward(self._values, rows, prompt_length)
+        trace = self.trace_forward
+        yield Program("compute_values", lambda: trace(self._values, rows, prompt_length))
         yield from super().programs(rows, prompt_length)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from hjax.sharding.arrays import place, to_numpy
 from hjax.sharding.protocols import PROMPT_ID, protocol
 from hjax.workers.base import WorkerContext
 from hjax.workers.model import ModelWorker
+from hjax.xla.program import Program
 
 # What generation reads: token ids and what comes back once per row.
 PROMPT_KEYS = ("prompts", "prompt_mask", "step", "columns", "prompt_text")
@@ -86,6 +87,7 @@ class GeneratingWorker(ModelWorker):
                 stop=context.stop,
                 end=end,
                 slots=context.slots,
+                lookup=context.lookup,
             )
             # This waits for the responses: the cache is gone before training's parameters return.
             rollout = trim(rollout) if end is None else rollout
@@ -117,25 +119,24 @@ class GeneratingWorker(ModelWorker):
         ]
         return rollout | {"prompt_text": prompt_text, "response_text": response_text}
 
-    def programs(self, rows: int, prompt_length: int) -> Iterator[tuple[str, Callable[[], Any]]]:
+    def programs(self, rows: int, prompt_length: int) -> Iterator[Program]:
         """Generation of ``rows`` sequences, and of greedy ones."""
-        samples, sampling = self.context.samples, self.context.sampling
-        yield "generate", lambda: self._trace_generate(rows, prompt_length, samples, sampling)
-        greedy = Sampling(temperature=0.0)
-        yield "generate_greedy", lambda: self._trace_generate(rows, prompt_length, 1, greedy)
-
-    def _trace_generate(
-        self, rows: int, prompt_length: int, samples: int, sampling: Sampling
-    ) -> Any:
-        return self.generator.trace(
-            self._generation_copy(),
-            rows // self.context.samples,
-            prompt_length,
-            samples=samples,
-            max_new_tokens=self.context.max_response_length,
-            sampling=sampling,
-            stop=self.context.stop,
-        )
+        context = self.context
+        asked = rows // context.samples, prompt_length
+        ways = {"generate": (context.samples, context.sampling)}
+        ways["generate_greedy"] = 1, Sampling(temperature=0.0)
+        for call, (samples, sampling) in ways.items():
+            yield from self.generator.programs(
+                call,
+                self._generation_copy(),
+                *asked,
+                samples=samples,
+                max_new_tokens=context.max_response_length,
+                sampling=sampling,
+                stop=context.stop,
+                slots=context.slots,
+                lookup=context.lookup,
+            )
 
     def _generation_copy(self) -> Params:
         """What generation reads, as jax.ShapeDtypeStruct with shardings."""

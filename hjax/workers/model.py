@@ -29,6 +29,7 @@ from hjax.workers.base import TOKEN_KEYS, Worker, WorkerContext
 from hjax.workers.packs import Packer
 from hjax.workers.passes import Passes, rows_of
 from hjax.xla.options import compiler_options
+from hjax.xla.program import Program
 
 
 class ModelWorker(Worker):
@@ -243,11 +244,10 @@ class ModelWorker(Worker):
         """``state()`` as jax.ShapeDtypeStruct with shardings, without the numbers."""
         return {"params": abstract(self.network.shapes, self.shardings)}
 
-    def programs(self, rows: int, prompt_length: int) -> Iterator[tuple[str, Callable[[], Any]]]:
-        """(name, function that traces it) of each program that calls on ``rows`` sequences run.
+    def programs(self, rows: int, prompt_length: int) -> Iterator[Program]:
+        """The programs that calls on ``rows`` sequences run.
 
-        A name is that of the protocol method, or ``generate``, ``transition``, ``update``; the
-        function returns a jax.stages.Traced of abstract arguments. Nothing is allocated.
+        A call's name is that of the protocol method, or ``generate``, ``transition``, ``update``.
         """
         return iter(())
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ from hjax.models.forward import response_log_probs
 from hjax.sharding.protocols import protocol
 from hjax.workers.base import SCORED_KEYS
 from hjax.workers.model import ModelWorker
+from hjax.xla.program import Program
 
 
 class Reference(ModelWorker):
@@ -24,7 +25,8 @@ class Reference(ModelWorker):
     def _ref_log_prob(self, model: Any, batch: Any, share: int) -> jax.Array:
         return response_log_probs(model, batch, share, self.compute, self.context.temperature)
 
-    def programs(self, rows: int, prompt_length: int) -> Iterator[tuple[str, Callable[[], Any]]]:
+    def programs(self, rows: int, prompt_length: int) -> Iterator[Program]:
         """Log-probs of ``rows`` sequences."""
         trace = self.trace_forward
-        yield "compute_ref_log_prob", lambda: trace(self._ref_log_prob, rows, prompt_length)
+        scores = self._ref_log_prob
+        yield Program("compute_ref_log_prob", lambda: trace(scores, rows, prompt_length))

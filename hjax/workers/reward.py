@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from hjax.sharding.protocols import protocol
 from hjax.workers.base import TOKEN_KEYS, Worker, WorkerContext
 from hjax.workers.generation import ragged
 from hjax.workers.model import ModelWorker, abstract
+from hjax.xla.program import Program
 
 # What a reward model reads, and what a function is shown beside it.
 TEXT_KEYS = (*TOKEN_KEYS, "prompt_text", "response_text")
@@ -160,7 +161,7 @@ class ModelReward(ModelWorker):
         last = jnp.arange(mask.shape[1]) == mask.sum(axis=1, keepdims=True) - 1
         return jnp.sum(jnp.where(last, model.score(hidden), 0.0), axis=1)
 
-    def programs(self, rows: int, prompt_length: int) -> Iterator[tuple[str, Callable[[], Any]]]:
+    def programs(self, rows: int, prompt_length: int) -> Iterator[Program]:
         """Scores of ``rows`` sequences of the greatest length that the actor's tokens can give."""
         longest = prompt_length + self.context.max_response_length
         length = bucket_length(longest, self.network.config.max_length)
@@ -176,7 +177,7 @@ class ModelReward(ModelWorker):
             batch = {"prompts": array(length), "responses": array(1), PACKING: packing}
         params = abstract(self.network.shapes, self.shardings)
         name = "compute_reward" if self.role == "reward" else "compute_cost"
-        yield name, lambda: self._forward(self._last_score, False).trace(params, batch)
+        yield Program(name, lambda: self._forward(self._last_score, False).trace(params, batch))
 
     def _sequences(self, batch: Mapping[str, Any]) -> list[list[int]]:
         if self.context.retokenize:

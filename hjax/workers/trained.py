@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from hjax.workers.model import ModelWorker
 from hjax.workers.optimizer import UPDATE, Prepare, Updater
 from hjax.workers.packs import padding
 from hjax.workers.passes import Batch, Objective
+from hjax.xla.program import Program
 
 # What a trained worker learns: the algorithm's objective, or the warm start's.
 TRAININGS = ("main", "warm_start")
@@ -226,7 +227,7 @@ class TrainedWorker(ModelWorker):
         state = self.abstract_state()
         return {} if program == "update" else {"optimizer": state["optimizer"]}
 
-    def programs(self, rows: int, prompt_length: int) -> Iterator[tuple[str, Callable[[], Any]]]:
+    def programs(self, rows: int, prompt_length: int) -> Iterator[Program]:
         """The update of a mini-batch of ``rows`` sequences."""
         batch = self.token_shapes(rows, prompt_length)
         floats = jax.ShapeDtypeStruct(
@@ -237,7 +238,8 @@ class TrainedWorker(ModelWorker):
         for key in (*self.context.loss.needs, *self.extra_keys):
             batch.setdefault(key, number if key in scalars else floats)
         state = self.abstract_state()
-        yield "update", lambda: self.updater.trace(state["params"], state["optimizer"], batch)
+        inputs = state["params"], state["optimizer"], batch
+        yield Program("update", lambda: self.updater.trace(*inputs))
 
 
 def update_reads(worker: type[TrainedWorker], context: WorkerContext, *_: Any) -> tuple[str, ...]:

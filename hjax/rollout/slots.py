@@ -1,0 +1,197 @@
+"""What the engine's slots hold, and what goes in and out of them: see ``hjax.rollout.engine``."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from hjax.kernels.decode import Slots
+from hjax.models.decoding import KVCache
+from hjax.rollout.counts import Counts
+from hjax.rollout.decode_state import DecodeState
+from hjax.rollout.row_sampling import RowSampling, Sizes
+from hjax.rollout.sampling import Sampling
+from hjax.sharding.arrays import to_numpy
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """What a state has room for.
+
+    Attributes:
+      rows: sequences at a time.
+      groups: prompts at a time.
+      samples: sequences that may share a prompt; 1: row i has prompt i.
+      prompt: tokens of a padded prompt; 0: rows have their prompts among their own tokens.
+      length: columns, in which the tokens of all rows lie, or of each row its own.
+      text: tokens of a row, prompt and response, where guesses are looked up in them.
+      own: room for options of each sequence's own; None: all are drawn as a program says.
+    """
+
+    rows: int
+    groups: int
+    samples: int
+    prompt: int
+    length: int
+    text: int = 0
+    own: Sizes | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class How:
+    """How all sequences of a state are drawn that have no options of their own.
+
+    Attributes:
+      sampling: of its tokens.
+      stop: token ids that end it.
+    """
+
+    sampling: Sampling = Sampling()
+    stop: tuple[int, ...] = ()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Running:
+    """Sequences, a row of each array for a slot.
+
+    Attributes:
+      tokens: int32 [rows], of the prompt.
+      drawn: int32 [rows], tokens drawn so far, of which the last is not in the cache.
+      limit: int32 [rows], tokens that may be drawn.
+      last: int32 [rows].
+      done: bool [rows]; also of a slot without a sequence.
+      keys: uint32 [rows, n], data of the PRNG keys.
+      options: of each sequence's own, with the tokens it has so far; None: it has none.
+      text: int32 [rows, room], prompt and response from column 0 on; None: nobody asks for it.
+    """
+
+    tokens: jax.Array
+    drawn: jax.Array
+    limit: jax.Array
+    last: jax.Array
+    done: jax.Array
+    keys: jax.Array
+    options: RowSampling | None = None
+    counts: Counts | None = None
+    text: jax.Array | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    """Slots and what they hold.
+
+    Attributes:
+      cache: keys and values; the prompts' by group, each row's own.
+      slots: where each row stands. Columns count from 0 at the beginning of the cache.
+      rows: the sequences.
+    """
+
+    cache: KVCache
+    slots: Slots
+    rows: Running
+
+
+@dataclasses.dataclass(frozen=True)
+class Admission:
+    """Sequences that enter.
+
+    Numbers of groups and rows count within a data-parallel part, and arrays are in order of the
+    parts, as many for each; a number beyond the state's is an entry that fills up and is dropped.
+
+    Attributes:
+      prompts: int32 [groups, prompt], padded on the left; ``mask``: bool like it. Without what is
+        known of them.
+      groups: int32 [groups], where each goes.
+      rows: int32 [groups * samples], where its samples go.
+      keys: uint32 [groups * samples, 2], see ``State``.
+      limit: int32 [groups * samples].
+      options: of each of these, where sequences have their own.
+      known: what is known of the prompts; None: nothing.
+      text: int32 [groups * samples, room], the prompts as ``Running`` has them, where it has.
+      allowed: uint32 [groups * samples, words], which tokens may be drawn, as of
+        ``vocabulary.only``, where sequences have options of their own; None: all.
+    """
+
+    prompts: np.ndarray
+    mask: np.ndarray
+    groups: np.ndarray
+    rows: np.ndarray
+    keys: np.ndarray
+    limit: np.ndarray
+    options: RowSampling | None = None
+    known: Known | None = None
+    text: np.ndarray | None = None
+    allowed: np.ndarray | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """Beginnings of prompts whose keys and values are in blocks.
+
+    Attributes:
+      tokens: int32 [groups, n * BLOCK], of the whole prompts, padded on the left; ``mask``: bool
+        like it.
+      blocks: int32 [groups, n], numbers of each one's blocks, first ones first.
+      count: int32 [groups], tokens that are in blocks.
+    """
+
+    tokens: Any
+    mask: Any
+    blocks: Any
+    count: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Prompts:
+    """Prompts that were read.
+
+    Attributes:
+      k, v: of their tokens, which end in the last column: [groups, heads, prompt, head_dim], with a
+        leading layer dimension or a tuple of one for each layer.
+      tokens: int32 [groups], of each.
+      logits: float32 [groups, vocab], of the token that follows.
+      counts: of the sequences' tokens so far, where they need them.
+    """
+
+    k: Any
+    v: Any
+    tokens: jax.Array
+    logits: jax.Array
+    counts: Counts | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """What a program drew, on the host.
+
+    Attributes:
+      tokens: int32 [rows, steps], 0 where nothing was drawn; ``mask``: bool like it.
+      logprobs: by name, float32 like it, see ``hjax.rollout.decode_state``.
+      done: bool [rows].
+      steps: that were taken.
+      guessed, right: int [rows], tokens that were guessed, and how many of these were drawn; None:
+        none are.
+    """
+
+    tokens: np.ndarray
+    mask: np.ndarray
+    logprobs: dict[str, np.ndarray]
+    done: np.ndarray
+    steps: int
+    guessed: np.ndarray | None = None
+    right: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, drawn: DecodeState) -> Drawn:
+        """What a program gave, read from the devices."""
+        host = jax.tree.map(to_numpy, drawn)
+        tables = host["tokens"], host["mask"], host["logprobs"], host["done"]
+        steps = int(host.get("steps", 1))
+        return cls(*tables, steps, host.get("guessed"), host.get("right"))
