@@ -480,7 +480,9 @@ def tables(work: Work, told: Iterable[Told]) -> dict[str, np.ndarray]:
       int32 [sequences], how many and how many of them were drawn.
     """
     shape = work.rows, work.limit
-    made = {"responses": np.zeros(shape, np.int32), "response_mask": np.zeros(shape, bool)}
+    made: dict[str, np.ndarray] = {
+        "responses": np.zeros(shape, np.int32), "response_mask": np.zeros(shape, bool)
+    }  # fmt: skip
     for each in told:
         drawn = each.drawn
         row, at = np.nonzero(drawn.mask & (each.sequences != NOBODY)[:, None])
