@@ -7,6 +7,10 @@ W1's (`step_hjax.py`) with weights from a seed. Workloads:
 - `tail`: 256 prompts of up to 32 tokens, responses that end by themselves (a draw does with about
   the chance of one in 51) and have at most 256 tokens. transformers gets 64 at a time, and all.
 - `samples`: 8 prompts of 512 tokens, 8 responses of 64 tokens to each.
+- `turns`: 32 conversations of 4 turns at a time. Each begins with the same 64 tokens; a turn adds
+  32 of the user's and an answer that ends by itself, of at most 64. `hjax` is the service that
+  servers stand on, which keeps what earlier turns computed; each conversation goes on as soon as it
+  may. The others answer the same turn of all together, from its first token on.
 
 A rate counts the tokens that were drawn, up to each response's end. Contestants: `hjax`, what
 `Generator.generate` does; `static`, all rows in one program until the last has ended;
@@ -23,7 +27,9 @@ import json
 import os
 import statistics
 import tempfile
+import threading
 import time
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +44,9 @@ from hjax.models.export import export_weights
 from hjax.models.parameters import decoder_network
 from hjax.models.transformer import Compute
 from hjax.rollout.generator import Generator
+from hjax.rollout.options import Options
 from hjax.rollout.sampling import Sampling
+from hjax.rollout.service import Piece, Request, Service
 from hjax.sharding.layout import make_layouts
 
 W1 = ModelConfig(512, 256, 688, 6, 8, 4, 32, 1024)
@@ -49,6 +57,7 @@ WORKLOADS: dict[str, dict[str, Any]] = {
     "samples": {"prompts": 8, "length": 512, "samples": 8, "limit": 64, "stop": 0, "ragged": False},
 }
 BATCH = 64  # of transformers, of a long tail
+TURNS: dict[str, int] = {"talks": 32, "turns": 4, "system": 64, "user": 32, "limit": 64, "stop": 10}
 
 
 def prompts_of(sizes: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
@@ -120,14 +129,137 @@ def transformers_contestants(path: str, sizes: dict[str, Any]) -> dict[str, Call
     return {"transformers": run(BATCH), "transformers_at_once": run(len(tokens))}
 
 
-def measure(contestants: dict[str, Callable[[int], int]], rounds: int) -> dict[str, Any]:
-    """Median tokens per second of each, and ratios."""
+def user_turns() -> np.ndarray:
+    """int [conversations, turns, tokens] of users; the first turn has what all begin with."""
+    rng = np.random.default_rng(1)
+    shape = TURNS["talks"], TURNS["turns"], TURNS["user"]
+    return rng.integers(TURNS["stop"], W1.vocab_size, shape)
+
+
+SYSTEM = np.random.default_rng(2).integers(TURNS["stop"], W1.vocab_size, TURNS["system"]).tolist()
+
+
+def together(answer: Callable[[np.ndarray, np.ndarray, int], list[list[int]]]) -> Any:
+    """A function of a seed that has all conversations turn by turn.
+
+    Args:
+      answer: gives the answers to prompts int32 [conversations, length], padded on the left, with
+        their mask and a seed, each up to its end.
+    """
+
+    def run(seed: int) -> int:
+        talks = [list(SYSTEM) for _ in range(TURNS["talks"])]
+        count = 0
+        for turn in range(TURNS["turns"]):
+            for talk, users in zip(talks, user_turns(), strict=True):
+                talk += users[turn].tolist()
+            # Few lengths, so that few programs are compiled.
+            length = -(-max(map(len, talks)) // 64) * 64
+            mask = np.arange(length) >= length - np.array([len(talk) for talk in talks])[:, None]
+            tokens = np.zeros(mask.shape, np.int32)
+            for row, talk in zip(tokens, talks, strict=True):
+                row[length - len(talk) :] = talk
+            found = answer(tokens, mask, seed * TURNS["turns"] + turn)
+            for talk, new in zip(talks, found, strict=True):
+                talk += new
+                count += len(new)
+        return count
+
+    return run
+
+
+def served_talks(service: Service) -> Callable[[int], int]:
+    """A function of a seed that has the conversations by a service, each at its own pace."""
+
+    def run(seed: int) -> int:
+        users, options = user_turns(), Options(stop=tuple(range(TURNS["stop"])))
+        talks = [list(SYSTEM) for _ in users]
+        left, drawn, failed = threading.Semaphore(0), [0] * len(users), []
+
+        def go_on(number: int, turn: int) -> None:
+            talks[number] += users[number, turn].tolist()
+            asked = seed * len(users) * TURNS["turns"] + number * TURNS["turns"] + turn
+            request = Request(tuple(talks[number]), TURNS["limit"], options, asked)
+
+            def hear(piece: Piece) -> None:
+                talks[number] += piece.tokens
+                drawn[number] += len(piece.tokens)
+                if piece.finish and piece.finish not in ("stop", "length"):
+                    failed.append(piece.finish)
+                if piece.finish and (failed or turn + 1 == TURNS["turns"]):
+                    left.release()
+                elif piece.finish:
+                    go_on(number, turn + 1)
+
+            service.submit(request, hear)
+
+        for number in range(len(users)):
+            go_on(number, 0)
+        for _ in users:
+            left.acquire()
+        if failed:
+            raise RuntimeError(failed[0])
+        return sum(drawn)
+
+    return run
+
+
+def talking_contestants(
+    generator: Generator, params: Any, path: str | None
+) -> dict[str, Callable[[int], int]]:
+    """Of `turns`; ``path`` is the model's for transformers, None: without."""
+    model: Any = types.SimpleNamespace(
+        config=W1, params=params, tokenizer=None, engine_for=generator.engine_for
+    )
+    static = Generator(generator.network, generator.layout, generator.compute)
+    static._ragged = lambda *_: False  # type: ignore[method-assign]
+    ends = tuple(range(TURNS["stop"]))
+
+    def by_program(tokens: np.ndarray, mask: np.ndarray, seed: int) -> list[list[int]]:
+        rollout = static.generate(
+            params, tokens, mask, np.arange(len(tokens), dtype=np.int32), seed=seed,
+            max_new_tokens=TURNS["limit"], stop=ends,
+        )  # fmt: skip
+        kept = np.asarray(rollout["response_mask"])
+        rows = zip(np.asarray(rollout["responses"]), kept, strict=True)
+        return [row[mask].tolist() for row, mask in rows]
+
+    service = Service(model, slots=TURNS["talks"])
+    made = {"hjax": served_talks(service), "static": together(by_program)}
+    if path is None:
+        return made
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(machine.cores())
+    peer = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+    def by_transformers(tokens: np.ndarray, mask: np.ndarray, seed: int) -> list[list[int]]:
+        torch.manual_seed(seed)
+        ids, seen = (torch.from_numpy(np.asarray(x, np.int64)) for x in (tokens, mask))
+        with torch.no_grad():
+            out = peer.generate(
+                ids, attention_mask=seen, do_sample=True, top_k=0, max_new_tokens=TURNS["limit"],
+                eos_token_id=list(ends), pad_token_id=0,
+            )[:, ids.shape[1] :].numpy()  # fmt: skip
+        ended = np.isin(out, ends).astype(int)
+        return [row[kept].tolist() for row, kept in zip(out, ended.cumsum(1) - ended == 0)]
+
+    return made | {"transformers": together(by_transformers)}
+
+
+def measure(
+    contestants: dict[str, Callable[[int], int]], rounds: int, warm: bool = False
+) -> dict[str, Any]:
+    """Median tokens per second of each, and ratios; ``warm``: after all rounds once, unmeasured."""
     names = list(contestants)
     first = {}
     for name in names:  # compile
         start = time.perf_counter()
         contestants[name](0)
         first[name] = time.perf_counter() - start
+        for turn in range(rounds if warm else 0):  # sizes follow from what is drawn
+            contestants[name](1 + turn)
     rates: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
@@ -149,7 +281,7 @@ def measure(contestants: dict[str, Callable[[int], int]], rounds: int) -> dict[s
 def main() -> None:
     """Measure, and print the line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", choices=WORKLOADS, help="one workload")
+    parser.add_argument("--only", choices=(*WORKLOADS, "turns"), help="one workload")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contestant")
     parser.add_argument("--no_peer", action="store_true", help="without transformers")
     args = parser.parse_args()
@@ -161,7 +293,12 @@ def main() -> None:
     figures = {}
     with tempfile.TemporaryDirectory() as folder:
         path = str(export_weights(f"{folder}/model", W1, params))
-        for name in [args.only] if args.only else WORKLOADS:
+        for name in [args.only] if args.only else (*WORKLOADS, "turns"):
+            if name == "turns":
+                peer = None if args.no_peer else path
+                talking = talking_contestants(generator, params, peer)
+                figures[name] = measure(talking, args.rounds, warm=True)
+                continue
             contestants = hjax_contestants(generator, params, WORKLOADS[name])
             if not args.no_peer:
                 contestants |= transformers_contestants(path, WORKLOADS[name])

@@ -154,16 +154,16 @@ class Scripted:
                 pass
             if ticket.cancelled.wait(self._pause) if self._pause else ticket.cancelled.is_set():
                 self.cancelled.append(request)
-                on_piece(Piece((), (), "cancelled"))
+                on_piece(Piece(finish="cancelled"))
                 break
             part = tuple(tokens[at : at + self._piece])
             self.drawn += len(part)
             last = at + self._piece >= len(tokens)
             finish = ("stop" if ended else "length") if last else ""
-            on_piece(Piece(part, tuple(-token / 256 for token in part), finish))
+            on_piece(Piece(part, tuple(-token / 256 for token in part), finish=finish))
         else:
             if not tokens:
-                on_piece(Piece((), (), "error: the script is empty"))
+                on_piece(Piece(finish="error: the script is empty"))
         with self._changed:
             self._running -= 1
             self._changed.notify_all()

@@ -21,6 +21,8 @@ from hjax.models.packed import arranged
 from hjax.models.parameters import decoder_network
 from hjax.models.published import published
 from hjax.models.transformer import Compute
+from hjax.rollout.options import Options
+from hjax.rollout.service import Request, Service
 from hjax.workers.packs import make_packing
 
 EVERY_DAY = {next(name for name, row in MODELS.items() if row[0] == f) for f, _ in MODELS.values()}
@@ -72,6 +74,32 @@ def test_padding_and_the_cache_change_nothing(name, tmp_path):
     [out] = ours.generate([row[:7].tolist()], max_new_tokens=6, temperature=0.0)
     whole = np.array([[*row[:7], *out.tokens]])
     np.testing.assert_allclose(out.logprobs, ours.log_probs(whole)[0, 6:], atol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_requests_get_what_transformers_generates(name, tmp_path):
+    """Through the engine's slots, more requests than slots, prompts of other lengths beside."""
+    theirs = model(name)
+    theirs.save_pretrained(tmp_path)
+    ours = hjax.load_model(tmp_path)
+    rng = np.random.default_rng(3)
+    prompts = [tuple(rng.integers(1, 47, n).tolist()) for n in (7, 3, 12, 5, 9)]
+    found = [[] for _ in prompts]
+    service = Service(ours, slots=2)
+    for prompt, pieces in zip(prompts, found, strict=True):
+        service.submit(Request(prompt, 8, Options(temperature=0.0)), pieces.append)
+    service.close(300)
+    for prompt, pieces in zip(prompts, found, strict=True):
+        tokens = [token for piece in pieces for token in piece.tokens]
+        expected = logits(theirs, np.array([[*prompt, *tokens]]))[0, len(prompt) - 1 : -1]
+        assert len(tokens) == 8
+        # A tie apart, each is transformers' likeliest after those before it.
+        best = expected.max(-1)
+        np.testing.assert_allclose(expected[np.arange(8), tokens], best, atol=1e-4)
+        given = [x for piece in pieces for x in piece.logprobs]
+        exact = best - np.log(np.exp(expected).sum(-1))
+        np.testing.assert_allclose(given, exact, atol=5e-5)
 
 
 # Windows, softcaps, sinks and learned positions.

@@ -12,6 +12,7 @@ import pytest
 from hjax.errors import ConfigError, RunError
 from hjax.models.config import ModelConfig
 from hjax.models.parameters import decoder_network
+from hjax.rollout.generator import Generator
 from hjax.rollout.language_model import LanguageModel
 from hjax.rollout.options import Options
 from hjax.rollout.service import Piece, QueueFull, Request, Service
@@ -119,18 +120,50 @@ def test_each_request_gets_what_generate_gives(count, model, service):
     check(service, requests, alone)
 
 
-@pytest.mark.parametrize("count", [16, pytest.param(1000, marks=pytest.mark.slow)])
-def test_neighbours_change_nothing(count, model, service):
+class Spread:
+    """The same model over several devices."""
+
+    def __init__(self, model, sizes):
+        layout = make_layouts(jax.devices(), sizes, {"tensor": -1}).generate
+        network = decoder_network(CONFIG)
+        self.config, self.tokenizer = CONFIG, None
+        self.params = network.place(model.params, layout)
+        self.engine_for = Generator(network, layout).engine_for
+
+
+@pytest.mark.parametrize(
+    "count, sizes",
+    [
+        (16, None),
+        pytest.param(1000, None, marks=pytest.mark.slow),
+        pytest.param(1000, {"data": 4, "tensor": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_neighbours_change_nothing(count, sizes, model):
     draw = random.Random(count)
     requests = [any_kind(draw) for _ in range(count)]
+    service = Service(Spread(model, sizes) if sizes else model, slots=8 if sizes else 4)
     single = Service(model, slots=1)
     try:
         check(service, requests, lambda request: Answer(single, request).whole())
+        stats = service.stats()
     finally:
         single.close(0)
-    assert service.stats()["running"] == service.stats()["waiting"] == 0
-    total = sum(len(r.prompt) for r in requests)
-    assert service.stats()["prompt_tokens"] == total
+        service.close(0)
+    assert stats["running"] == stats["waiting"] == 0
+    assert stats["prompt_tokens"] == sum(len(r.prompt) for r in requests)
+
+
+def test_log_probs_are_those_of_the_draw_and_of_the_policy(model, service):
+    options = Options(temperature=0.7, top_k=5, min_p=0.05, presence_penalty=0.4)
+    answer = Answer(service, Request((5, 9, 2), 30, options, seed=4))
+    tokens, sampled, _ = answer.whole()
+    policy = [x for piece in answer.pieces for x in piece.policy_logprobs]
+    logits = np.asarray(model.logits([[5, 9, 2, *tokens]]), np.float64)[0, 2:-1] / 0.7
+    whole = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    expected = whole[np.arange(len(tokens)), tokens]
+    np.testing.assert_allclose(policy, expected, atol=1e-5)
+    assert np.mean(np.array(sampled) - policy) > 0.1  # of fewer tokens, each is likelier
 
 
 def test_a_request_that_is_cancelled_makes_room(service):

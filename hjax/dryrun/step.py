@@ -70,6 +70,8 @@ def compile_step(asked: CompileRequest, console: Any) -> dict[str, Any]:
         console.print(remark)
     for role, chosen in roles.remat.items():
         console.print(f"{role}: model.remat=auto is {chosen.why}")
+    if roles.slots is not None:
+        console.print(f"rollout.slots=-1: {roles.slots.why}")
     for number, program in enumerate(programs, 1):
         name = f"{program.role}.{program.name}"
         with console.status(f"compiling {name} ({number} of {len(programs)})"):
@@ -96,6 +98,7 @@ def compile_step(asked: CompileRequest, console: Any) -> dict[str, Any]:
         "optimization": asked.level or "default",
         "placement": [list(members) for members in plan.placement],
         **({"remat": {r: c.record() for r, c in roles.remat.items()}} if roles.remat else {}),
+        **({"slots": roles.slots.record()} if roles.slots is not None else {}),
         "resident_bytes": resident,
         "programs": records,
         **moved,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from hjax.planning.result import describe_result
 from hjax.planning.search import SHOWN, Problem, SearchResult
 from hjax.planning.strategies import search_strategy
 from hjax.roles import ROLES, Role
+from hjax.run import slot_room
 from hjax.run.inputs import load_inputs
 from hjax.run.machines import local_devices, look_at_hosts
 from hjax.run.placement import Plan, make_plan
@@ -247,7 +249,7 @@ def run_problem(
         even=True,
         batches=tuple(b for b in (*batches, micro) if b),
         micro_batch=micro,
-        waves=(1,),
+        waves=_waves(rollout.slots, rows),
         rematerialise=_rematerialise(config, cluster),
     )
     return Problem(
@@ -262,6 +264,13 @@ def run_problem(
         space,
         {role: _offload(config, table[role]) for role in models},
     )
+
+
+def _waves(slots: int, rows: int) -> tuple[int, ...]:
+    """In how many parts, one after another, a replica's sequences may be decoded."""
+    if slots == slot_room.AUTO:
+        return SearchSpace().waves
+    return (math.ceil(rows / slots) if 0 < slots < rows else 1,)
 
 
 def _rematerialise(config: ConfigDict, cluster: Cluster) -> tuple[bool, ...]:

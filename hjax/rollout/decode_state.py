@@ -14,8 +14,13 @@ from hjax.sharding.layout import Layout
 DecodeState = dict[str, Any]
 
 
-def start(rows: int, length: int, sampling: Sampling) -> DecodeState:
-    """Nothing drawn yet: tables of [rows, length] and the rows that are done."""
+def start(rows: int, length: int, sampling: Sampling | None) -> DecodeState:
+    """Nothing drawn yet: tables of [rows, length] and the rows that are done.
+
+    Args:
+      rows, length: of the tables.
+      sampling: of all rows; None: each has options of its own.
+    """
     return {
         "last": jnp.zeros((rows,), jnp.int32),
         "done": jnp.zeros((rows,), bool),
@@ -110,8 +115,10 @@ _FIELDS = {
 }
 
 
-def _reported(sampling: Sampling) -> list[str]:
+def _reported(sampling: Sampling | None) -> list[str]:
     """Which log-probs a rollout carries."""
+    if sampling is None:
+        return ["logprobs", "policy_logprobs"]
     tempered = sampling.tempered or sampling.truncates
     asked = (True, sampling.truncates, tempered)
     return [name for name, wanted in zip(_FIELDS, asked, strict=True) if wanted]

@@ -379,7 +379,7 @@ class Engine:
         entering = limit.shape[0]
         samples = entering // tokens.shape[0]
         logits = self.layout.constrain(jnp.repeat(logits, samples, axis=0), "batch", "vocab")
-        nothing = decode_state.start(entering, 1, how.sampling)
+        nothing = decode_state.start(entering, 1, how.sampling if options is None else None)
         first = jnp.zeros(entering, jnp.int32)
         way = options, counts, keys, first
         drawn, counts = self._draw(how, nothing, logits, *way, jnp.int32(0), given["allowed"])
@@ -623,7 +623,8 @@ class Engine:
                 going &= taken_most & drawn_most
             return going
 
-        drawn = decode_state.start(rows, most, how.sampling) | {"done": state.rows.done}
+        sampling = how.sampling if state.rows.options is None else None
+        drawn = decode_state.start(rows, most, sampling) | {"done": state.rows.done}
         if self.lookup:
             drawn |= dict.fromkeys(("guessed", "right"), jnp.zeros(rows, jnp.int32))
         drawn = jax.tree.map(lambda x: self.layout.constrain(x, "batch"), drawn)

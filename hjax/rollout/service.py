@@ -86,6 +86,7 @@ class Piece:
     Attributes:
       tokens: a stop token included.
       logprobs: of the distribution sampled.
+      policy_logprobs: of the model's own at the temperature: what training compares with.
       finish: empty while it goes on; then ``stop`` (a stop token came, or the text matches and
         nothing may follow), ``length``, ``cancelled``, ``error: ...``, or ``constraint: ...`` where
         nothing may follow though the text does not match.
@@ -93,6 +94,7 @@ class Piece:
 
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
+    policy_logprobs: tuple[float, ...] = ()
     finish: str = ""
 
 
@@ -548,8 +550,11 @@ class Service:
             if ticket.matcher is not None:
                 finish = ticket.matcher.take(tokens, finish)
             ticket.tokens += tokens
-            logprobs = tuple(drawn.logprobs["logprobs"][at][mask].tolist())
-            told.append((ticket, Piece(tokens, logprobs, finish)))
+            sampled, policy = (
+                tuple(drawn.logprobs[name][at][mask].tolist())
+                for name in ("logprobs", "policy_logprobs")
+            )
+            told.append((ticket, Piece(tokens, sampled, policy, finish)))
         ended = {ticket for ticket, piece in told if piece.finish}
         at_rows = [(i, row) for i, row in enumerate(self._rows) if row in ended]
         self._halt_matched(at_rows)

@@ -29,6 +29,7 @@ from hjax.models.weights import check_weights, read_config
 from hjax.rewards.function import RewardFunction
 from hjax.roles import ROLES, ROLLOUT, Role, calls_of
 from hjax.rollout.sampling import Sampling
+from hjax.run import slot_room
 from hjax.run.inputs import Inputs, load_tokenizer
 from hjax.run.placement import HOST_POOL, Plan, layout_sizes, make_plan, make_pools
 from hjax.run.policy import Policy
@@ -51,6 +52,7 @@ class Roles:
       starts_from: by role that takes another's weights, whose.
       served: by role that another's worker answers for, whose.
       remat: with ``model.remat=auto`` what was chosen for each trained role, and why.
+      slots: with ``rollout.slots=-1`` how many sequences are generated at a time, and why.
       fewer: numbers of devices, falling, on which a rollout apart can do what it does; the first
         is that of the plan.
       pools: resource pool by role, and the host's.
@@ -66,6 +68,7 @@ class Roles:
     served: dict[str, str] = dataclasses.field(default_factory=dict)
     remat: dict[str, Chosen] = dataclasses.field(default_factory=dict)
     fewer: tuple[int, ...] = ()
+    slots: slot_room.SlotRoom | None = None
     pools: dict[str, ResourcePool] = dataclasses.field(default_factory=dict)
     groups: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -263,16 +266,25 @@ def describe_roles(
                 if role in contexts and trains(builds[role].worker):
                     remat[role] = chooser.of(role, members)
                     builds[role] = _recomputing(builds[role], remat[role].policy)
+    slots = None
+    if config.rollout.slots == slot_room.AUTO:
+        slots = slot_room.room(config, table, builds, layouts, plan, inputs.prompt_length, memory)
+        for role in (r for r in builds if r in layouts):
+            builds[role] = _changed(builds[role], slots=slots.slots)
     ordered = _in_order(starts_from)
-    return Roles(table, builds, plan, layouts, models, ordered, served, remat, fewer)
+    return Roles(table, builds, plan, layouts, models, ordered, served, remat, fewer, slots)
 
 
 def _recomputing(build: Build, policy: str) -> Build:
     """The same worker, its backward passes under a policy."""
+    compute = dataclasses.replace(build.arguments[0].compute, remat=policy)
+    return _changed(build, compute=compute)
+
+
+def _changed(build: Build, **changes: Any) -> Build:
+    """The same worker with changes to its context."""
     context, *more = build.arguments
-    compute = dataclasses.replace(context.compute, remat=policy)
-    context = dataclasses.replace(context, compute=compute)
-    return dataclasses.replace(build, arguments=(context, *more))
+    return dataclasses.replace(build, arguments=(dataclasses.replace(context, **changes), *more))
 
 
 def _check_slots(

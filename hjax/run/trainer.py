@@ -375,6 +375,8 @@ class Trainer(Recovering):
         for role, chosen in self.roles.remat.items():
             if chosen.estimated_bytes:
                 self._message(f"{role}: model.remat=auto is {chosen.why}")
+        if self.roles.slots is not None and self.roles.slots.cache_bytes:
+            self._message(f"rollout.slots=-1: {self.roles.slots.why}")
         latest = self.checkpoints.latest() if self.checkpoints is not None else None
         if latest is not None:
             with self._phase("restore"):

@@ -119,7 +119,7 @@ class Running:
     def cut_off(self) -> None:
         """End now, though the engine has not: whoever waits is told that the server stops."""
         going = (index for index, choice in enumerate(self.choices) if not choice.finish)
-        self._arrived.put_nowait((next(going, 0), Piece((), (), "cancelled")))
+        self._arrived.put_nowait((next(going, 0), Piece(finish="cancelled")))
 
     def usage(self) -> dict[str, Any]:
         """Tokens so far, in OpenAI's form."""

@@ -260,8 +260,9 @@ KEYS: dict[str, Any] = {
         "slots": Key(
             0,
             "sequences that are generated at a time, others following as these end, so that less "
-            "memory is needed for keys and values; 0: all of a step's",
-            at_least(0),
+            "memory is needed for keys and values; 0: all of a step's; -1: as many as memory has "
+            "room for",
+            at_least(-1),
         ),
         "lookup": Key(
             0,
