@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import inspect
 import itertools
 import numbers
@@ -35,14 +36,33 @@ class RewardResult:
 
     Attributes:
       rewards: float32 [N], NaN where a sequence is unscored.
-      outcomes: how many sequences came out how, all names of OUTCOMES.
+      each: how each sequence came out, names of OUTCOMES.
       first_traceback: of the first thing that went wrong (a traceback, or a sentence); None if
         nothing did, or only None and NaN were returned.
     """
 
     rewards: np.ndarray
-    outcomes: dict[str, int]
+    each: tuple[str, ...]
     first_traceback: str | None = None
+
+    @classmethod
+    def joined(cls, some: Sequence[RewardResult]) -> RewardResult:
+        """Of the sequences of several, in this order."""
+        each = tuple(name for result in some for name in result.each)
+        problems = (x.first_traceback for x in some if x.first_traceback is not None)
+        rewards = [np.zeros(0, np.float32), *(result.rewards for result in some)]
+        return cls(np.concatenate(rewards), each, next(problems, None))
+
+    def row(self, number: int) -> RewardResult:
+        """Of one sequence."""
+        each, problem = self.each[number], self.first_traceback
+        at = slice(number, number + 1)
+        return RewardResult(self.rewards[at], (each,), None if each == "ok" else problem)
+
+    @functools.cached_property
+    def outcomes(self) -> dict[str, int]:
+        """How many sequences came out how, all names of OUTCOMES."""
+        return {name: self.each.count(name) for name in OUTCOMES}
 
     @property
     def unscored(self) -> float:
@@ -176,8 +196,7 @@ async def _within(awaitable: Any, seconds: float) -> Any:
 
 
 def _whole(outcome: str, count: int, problem: str | None) -> RewardResult:
-    outcomes = {**dict.fromkeys(OUTCOMES, 0), outcome: count}
-    return RewardResult(np.full(count, np.nan, np.float32), outcomes, problem)
+    return RewardResult(np.full(count, np.nan, np.float32), (outcome,) * count, problem)
 
 
 def _judge(returned: Any, count: int, name: str) -> RewardResult:
@@ -195,17 +214,17 @@ def _judge(returned: Any, count: int, name: str) -> RewardResult:
         problem = f"{said} {len(returned)} rewards for {count} sequences; it must return one each"
         return _whole("wrong_length", count, problem)
     rewards = np.full(count, np.nan, np.float32)
-    outcomes = dict.fromkeys(OUTCOMES, 0)
+    outcomes: list[str] = []
     first: str | None = None
     for i, value in enumerate(returned):
         outcome, number = _one(value)
-        outcomes[outcome] += 1
+        outcomes.append(outcome)
         if outcome == "ok":
             rewards[i] = number
         elif outcome == "wrong_type" and first is None:
             kind = type(value).__name__
             first = f"{said} {_short(value)} ({kind}) for sequence {i}; allowed: a number, None"
-    return RewardResult(rewards, outcomes, first)
+    return RewardResult(rewards, tuple(outcomes), first)
 
 
 def _one(value: Any) -> tuple[str, np.float32]:

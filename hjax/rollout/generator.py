@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -27,7 +27,7 @@ from hjax.rollout import decode_state
 from hjax.rollout.engine import Engine
 from hjax.rollout.pipelined import PipelinedRollout
 from hjax.rollout.sampling import Sampling, sequence_keys
-from hjax.rollout.scheduler import COLUMNS, Schedule, Work, tables
+from hjax.rollout.scheduler import COLUMNS, Schedule, Work, announced, tables
 from hjax.rollout.slots import How
 from hjax.sharding.arrays import place, to_numpy
 from hjax.sharding.layout import Layout
@@ -114,6 +114,7 @@ class Generator:
         end: int | None = None,
         slots: int = 0,
         lookup: int = 0,
+        on_ended: Callable[[int, list[list[int]]], None] | None = None,
     ) -> Rollout:
         """Sample responses.
 
@@ -133,6 +134,9 @@ class Generator:
           slots: rows that are decoded at a time, others following as these end; 0: all.
           lookup: tokens that are guessed at a time from what a text said before, see
             ``hjax.rollout.lookup``; the responses are the same.
+          on_ended: called with a prompt's number and its responses, token ids, as soon as the last
+            of them has ended; others are decoded meanwhile, unless ``end`` or stages are asked for:
+            then it is not called.
 
         Returns:
           ``prompts`` and ``prompt_mask`` once per row, ``responses`` int32
@@ -154,11 +158,14 @@ class Generator:
             )
         shape = _Shape(samples, max_new_tokens, sampling, tuple(stop), 0, end)
         inputs = prompts, prompt_mask, sequence, self._numbers(seed, step)
-        if self._ragged(shape, prompts.shape[0] * samples, slots, lookup):
-            return self._by_slots(shape, slots, lookup, params, *inputs)
+        streams = on_ended is not None
+        if self._ragged(shape, prompts.shape[0] * samples, slots, lookup, streams):
+            return self._by_slots(shape, slots, lookup, on_ended, params, *inputs)
         return self._program(shape)(params, *inputs)
 
-    def _ragged(self, shape: _Shape, rows: int, slots: int, lookup: int = 0) -> bool:
+    def _ragged(
+        self, shape: _Shape, rows: int, slots: int, lookup: int = 0, streams: bool = False
+    ) -> bool:
         """Whether rows enter and leave while others are decoded; else all run in one program.
 
         That is the quickest where all are equally long, or short, and on TPUs, whose kernel reads
@@ -167,7 +174,7 @@ class Generator:
         if shape.end is not None or self.layout.ways("layers") > 1:
             return False
         ends = bool(shape.stop) and shape.max_new_tokens > COLUMNS
-        return lookup > 0 or 0 < slots < rows or (ends and not self.engine.by_kernel)
+        return streams or lookup > 0 or 0 < slots < rows or (ends and not self.engine.by_kernel)
 
     @property
     def engine(self) -> Engine:
@@ -190,6 +197,7 @@ class Generator:
         shape: _Shape,
         slots: int,
         lookup: int,
+        on_ended: Callable[[int, list[list[int]]], None] | None,
         params: Params,
         prompts: Any,
         prompt_mask: Any,
@@ -206,7 +214,8 @@ class Generator:
         if (how, lookup, schedule.sizes) not in self._warm:
             schedule.warm(params)
             self._warm.add((how, lookup, schedule.sizes))
-        made = tables(work, schedule.run(params))
+        told = schedule.run(params)
+        made = tables(work, told if on_ended is None else announced(work, told, on_ended))
         self.counts = schedule.counts
         # Who has not drawn one of the tokens that end a response was cut off.
         length = made["response_mask"].sum(axis=1)

@@ -12,7 +12,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -469,6 +469,26 @@ class Schedule:
             self._length = self._after(self.lengths, self._length)
             state = self.engine.move(state, length=self._length)
         return state
+
+
+def announced(
+    work: Work, told: Iterable[Told], on_ended: Callable[[int, list[list[int]]], None]
+) -> Iterator[Told]:
+    """The same; ``on_ended`` is called with each prompt all of whose responses have ended, and
+    these."""
+    tokens: list[list[int]] = [[] for _ in range(work.rows)]
+    left = np.full(work.prompts.shape[0], work.samples)
+    for each in told:
+        for row in np.flatnonzero((each.sequences != NOBODY) & each.drawn.mask.any(axis=1)):
+            sequence = int(each.sequences[row])
+            tokens[sequence] += each.drawn.tokens[row][each.drawn.mask[row]].tolist()
+            if each.ended[row]:
+                prompt = sequence // work.samples
+                left[prompt] -= 1
+                if not left[prompt]:
+                    first = prompt * work.samples
+                    on_ended(prompt, tokens[first : first + work.samples])
+        yield each
 
 
 def tables(work: Work, told: Iterable[Told]) -> dict[str, np.ndarray]:

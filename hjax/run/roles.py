@@ -34,6 +34,7 @@ from hjax.run.inputs import Inputs, load_tokenizer
 from hjax.run.placement import HOST_POOL, Plan, layout_sizes, make_plan, make_pools
 from hjax.run.policy import Policy
 from hjax.run.rematerialise import AUTO, Chooser, Chosen, trains
+from hjax.settings.checking import on_cluster
 from hjax.sharding.layout import RoleLayouts, make_layouts
 from hjax.sharding.offload import check_offload
 from hjax.workers import GeneratingWorker, OptimizerConfig, WorkerContext
@@ -291,22 +292,30 @@ def _check_slots(
     config: ConfigDict, table: Mapping[str, Role], layouts: Mapping[str, RoleLayouts]
 ) -> None:
     """Raise ConfigError where sequences cannot follow each other in slots, or be guessed."""
-    set_ = [key for key in ("slots", "lookup") if config.rollout[key]]
-    if not set_:
+    keys = {f"rollout.{key}": 0 for key in ("slots", "lookup") if config.rollout[key]}
+    if config.reward.while_generating:
+        keys["reward.while_generating"] = False
+    if not keys:
         return
-    key = set_[0]
-    asked = f"config.rollout.{key}={config.rollout[key]}"
+    (key, without), *_ = keys.items()
+    section, name = key.split(".")
+    asked = f"config.{key}={config[section][name]}"
+    if key.startswith("reward") and on_cluster(config):
+        raise ConfigError(
+            f"{asked}: on a cluster (cluster.*) rewards are computed in other processes, once all "
+            f"is generated; use {key}={without}"
+        )
     if config.rollout.partial_tokens:
         raise ConfigError(
             f"{asked}: responses in parts (rollout.partial_tokens={config.rollout.partial_tokens}) "
-            f"are generated all at a time; use rollout.{key}=0, or rollout.partial_tokens=0"
+            f"are generated all at a time; use {key}={without}, or rollout.partial_tokens=0"
         )
     for role, layout in layouts.items():
         of_model = table[role].generates or table[role].apart
         if of_model and layout.generate.ways("layers") > 1:
             raise ConfigError(
                 f"{asked}: with stages (layout.{role}) all sequences are generated at a time; use "
-                f"pipe=1 for generation, or rollout.{key}=0"
+                f"pipe=1 for generation, or {key}={without}"
             )
 
 
@@ -470,18 +479,30 @@ class _Builder:
             remat=NONE if config.model.remat == AUTO else config.model.remat,
         )
         self.stop = stop_tokens(config, inputs)
+        self._functions: dict[str, RewardFunction] = {}
 
     def build(self, role: str) -> Build:
         """The message that makes a role's worker."""
         entry, context = self.table[role], self.context(role)
         if not entry.function or context.path:
             return Build(role, worker_class(entry.worker), (context,))
-        settings = self.config.reward
-        function = RewardFunction(
-            getattr(self.inputs, role), timeout_seconds=settings.timeout_seconds
-        )
-        options = {"function": function, "max_unscored": settings.max_unscored}
+        function, most = self._function(role), self.config.reward.max_unscored
+        options = {"function": function, "max_unscored": most}
         return Build(role, worker_class(entry.function), (context,), options)
+
+    def _function(self, role: str) -> RewardFunction:
+        """One of a role, whoever calls it."""
+        if role not in self._functions:
+            seconds, function = self.config.reward.timeout_seconds, getattr(self.inputs, role)
+            self._functions[role] = RewardFunction(function, timeout_seconds=seconds)
+        return self._functions[role]
+
+    def _judges(self) -> dict[str, RewardFunction]:
+        """The functions that judge answers while others are generated, by role."""
+        if not self.config.reward.while_generating:
+            return {}
+        roles = (r for r, e in self.table.items() if e.function and not role_path(self.config, e))
+        return {role: self._function(role) for role in roles}
 
     def context(self, role: str) -> WorkerContext:
         """What the role's worker is built from."""
@@ -519,6 +540,7 @@ class _Builder:
             micro_batch=(section if entry.trained else config.actor).micro_batch,
             slots=config.rollout.slots,
             lookup=config.rollout.lookup,
+            judges=self._judges() if entry.generates or entry.apart else {},
             packing=config.data.packing,
             offload=section.get("offload", "none") if section is not None else "none",
             retokenize=retokenizes,

@@ -235,6 +235,12 @@ KEYS: dict[str, Any] = {
         "timeout_seconds": Key(
             60.0, "a step's reward call is given up after so many seconds", above(0)
         ),
+        "while_generating": Key(
+            False,
+            "a function judges a prompt's answers as soon as all of them have ended, while others "
+            "are generated: it is called several times a step, each with those that have ended "
+            "meanwhile",
+        ),
     },
     "cost": {
         "path": Key("", "weights of a cost model; empty: the function"),

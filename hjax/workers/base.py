@@ -14,6 +14,7 @@ from hjax.errors import DataError
 from hjax.models.checkpoint import read_state, saved_items, write_state
 from hjax.models.config import ModelConfig
 from hjax.models.transformer import Compute
+from hjax.rewards.function import RewardFunction
 from hjax.rollout.sampling import Sampling
 from hjax.sharding.arrays import is_array
 from hjax.sharding.layout import RoleLayouts, make_layouts
@@ -53,6 +54,8 @@ class WorkerContext:
       micro_batch: rows (or packs) per pass over all devices, of updates and scores; 0: all.
       slots: rows that are generated at a time; 0: all.
       lookup: tokens that are guessed at a time, see ``hjax.rollout.lookup``.
+      judges: reward functions, by role, that are called with a prompt's answers while others are
+        generated.
       packing: places of the packs in which rows are computed; 0: they are padded.
       offload: what waits in pinned host memory while it is idle: ``none``, ``optimizer`` (its
         state, but in updates) or ``all`` (the parameters too, but in the role's own calls).
@@ -82,6 +85,7 @@ class WorkerContext:
     micro_batch: int = 0
     slots: int = 0
     lookup: int = 0
+    judges: Mapping[str, RewardFunction] = dataclasses.field(default_factory=dict)
     packing: int = 0
     offload: str = "none"
     retokenize: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax
 import numpy as np
 
 from hjax.models.parameters import Params
+from hjax.rewards.early import Answers, Judge
 from hjax.rollout.generator import Generator, bucket_length
 from hjax.rollout.sampling import Sampling
 from hjax.sharding.arrays import place, to_numpy
@@ -20,6 +22,8 @@ from hjax.xla.program import Program
 
 # What generation reads: token ids and what comes back once per row.
 PROMPT_KEYS = ("prompts", "prompt_mask", "step", "columns", "prompt_text")
+# What reward functions said of the rows already, by role, a verdict each.
+JUDGED = "judged"
 
 
 class GeneratingWorker(ModelWorker):
@@ -29,6 +33,7 @@ class GeneratingWorker(ModelWorker):
         super().__init__(context)
         self.generator = Generator(self.network.base, self.layouts.generate, context.compute)
         self._asked = 0  # prompts so far, by which their rows know each other
+        self._judges = {role: Judge(function) for role, function in context.judges.items()}
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[Params]:
@@ -73,6 +78,8 @@ class GeneratingWorker(ModelWorker):
         # Of this call alone: the same prompt in another call is another.
         ids = np.arange(self._asked, self._asked + asked, dtype=np.int64)
         self._asked += asked
+        judged: dict[str, list[Any]] = {role: [None] * rows for role in self._judges}
+        judge = functools.partial(self._judge, prompts, judged) if self._judges else None
         with self.gathered() as params:
             rollout: dict[str, Any] = self.generator.generate(
                 params,
@@ -88,6 +95,7 @@ class GeneratingWorker(ModelWorker):
                 end=end,
                 slots=context.slots,
                 lookup=context.lookup,
+                on_ended=judge,
             )
             # This waits for the responses: the cache is gone before training's parameters return.
             rollout = trim(rollout) if end is None else rollout
@@ -96,9 +104,32 @@ class GeneratingWorker(ModelWorker):
             name: [value for value in values for _ in range(count)]
             for name, values in prompts.get("columns", {}).items()
         }
+        if judged:
+            rollout[JUDGED] = judged
         if texts := prompts.get("prompt_text"):
             rollout["prompt_text"] = [text for text in texts for _ in range(count)]
         return rollout
+
+    def _judge(
+        self,
+        prompts: Mapping[str, Any],
+        judged: dict[str, list[Any]],
+        number: int,
+        responses: list[list[int]],
+    ) -> None:
+        """Have a prompt's answers judged, and put what will be said of each among ``judged``."""
+        (tokens,) = ragged(*(prompts[key][number : number + 1] for key in PROMPT_KEYS[:2]))
+        count, tokenizer = len(responses), self.context.tokenizer
+        asked: list[Any] = [tokens] * count
+        answers: list[Any] = responses
+        if tokenizer is not None:
+            texts = prompts.get("prompt_text")
+            asked = [tokenizer.decode(tokens) if texts is None else texts[number]] * count
+            answers = [tokenizer.decode_response(tokens, response) for response in responses]
+        given = {name: [x[number]] * count for name, x in prompts.get("columns", {}).items()}
+        group = Answers(asked, answers, given, [tokens] * count, responses)
+        for role, judge in self._judges.items():
+            judged[role][number * count : (number + 1) * count] = judge.submit(group)
 
     def sequence(self, rows: int) -> jax.Array:
         """int32 [rows]: the number by which each row draws its tokens."""

@@ -13,18 +13,19 @@ from hjax.errors import RunError
 from hjax.models.forward import read_responses, sequence_states
 from hjax.models.packed import KEY as PACKING
 from hjax.pieces import Added, Pieces
+from hjax.rewards.early import Verdict
 from hjax.rewards.function import RewardFunction, RewardResult, check_unscored
 from hjax.rollout.generator import bucket_length
 from hjax.sharding.arrays import place, to_numpy
 from hjax.sharding.protocols import protocol
 from hjax.workers.base import TOKEN_KEYS, Worker, WorkerContext
-from hjax.workers.generation import ragged
+from hjax.workers.generation import JUDGED, ragged
 from hjax.workers.model import ModelWorker, abstract
 from hjax.xla.program import Program
 
 # What a reward model reads, and what a function is shown beside it.
 TEXT_KEYS = (*TOKEN_KEYS, "prompt_text", "response_text")
-JUDGED_KEYS = (*TEXT_KEYS, "columns")
+JUDGED_KEYS = (*TEXT_KEYS, "columns", JUDGED)
 
 
 class FunctionReward(Worker):
@@ -51,7 +52,12 @@ class FunctionReward(Worker):
         return slice(start, stop)
 
     def score(self, batch: Mapping[str, Any]) -> RewardResult:
-        """Call the function on every row's prompt, response and dataset columns."""
+        """Call the function on every row's prompt, response and dataset columns, or take what it
+        said while they were generated."""
+        if verdicts := batch.get(JUDGED, {}).get(self.context.role):
+            result = Verdict.gathered(verdicts)
+            check_unscored(result, self.max_unscored)
+            return result
         prompts = ragged(batch["prompts"], batch["prompt_mask"])
         responses = ragged(batch["responses"], batch["response_mask"])
         result = self.function(
