@@ -1,7 +1,10 @@
 """Tokenizers: built-in characters, and Hugging Face files as transformers reads them."""
 
+import itertools
 import json
 import pickle
+import threading
+import time
 
 import pytest
 
@@ -23,6 +26,25 @@ def test_characters_have_the_promised_ids():
 def test_characters_keep_spaces_and_newlines():
     tokenizer = Tokenizer.characters("ab \n")
     assert tokenizer.decode(tokenizer.encode(" a  b\n")) == " a  b\n"
+
+
+def test_a_long_text_is_encoded_while_other_threads_run():
+    tokenizer = Tokenizer.characters("ab ")
+    ticks, ended = [], threading.Event()
+
+    def tick():
+        while not ended.wait(0.001):
+            ticks.append(time.monotonic())
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    began = time.monotonic()
+    tokens = tokenizer.encode("ab " * 200_000)
+    seconds = time.monotonic() - began
+    ended.set(), thread.join()
+    assert tokens == [1] + [3, 4, 5] * 200_000
+    gaps = [after - before for before, after in itertools.pairwise([began, *ticks])]
+    assert max(gaps) < seconds / 2, (seconds, len(ticks))
 
 
 def test_character_outside_the_alphabet_is_named():

@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -179,6 +180,19 @@ def test_wrong_input_is_one_line(flags, why, model, capsys):
     assert out == "" and err.count("\n") == 1
     assert err.startswith("hjax: error: ")
     assert re.search(why, err)
+
+
+@pytest.mark.parametrize("hard", [resource.RLIM_INFINITY, 5000, 1299])
+def test_as_many_files_as_connections_need_may_be_open(model, capsys, monkeypatch, hard):
+    found = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: found.append(limits))
+    # 1024 may wait to be taken, 256 are for other things. Then the address is wrong.
+    flags = [f"--model={model}", "--protocol=openai", "--max_connections=20", "--host=192.0.2.1"]
+    assert serve.main(flags) == 2
+    wrong = "--max_connections=20: 1300 open files" if hard == 1299 else "--host"
+    assert wrong in capsys.readouterr().err
+    assert found == ([] if hard == 1299 else [(1300, hard)])
 
 
 def test_a_port_that_is_taken_is_one_line(model, capsys):

@@ -15,7 +15,7 @@ from hjax.models.parameters import decoder_network
 from hjax.rollout.generator import Generator
 from hjax.rollout.language_model import LanguageModel
 from hjax.rollout.options import Options
-from hjax.rollout.service import Piece, QueueFull, Request, Service
+from hjax.rollout.service import Piece, QueueFull, Request, Service, Ticket
 from hjax.sharding.layout import make_layouts
 
 CONFIG = ModelConfig(
@@ -177,6 +177,25 @@ def test_a_request_that_is_cancelled_makes_room(service):
     for answer in answers[1:5]:
         tokens, _, finish = answer.whole()
         assert (len(tokens), finish) == (240, "length")
+
+
+def test_one_that_is_cancelled_at_any_moment_is_told(service, monkeypatch):
+    class Later(Ticket):
+        """Cancelled between the second look of the engine's thread at it and the third."""
+
+        looks = 0
+
+        @property
+        def cancelled(self):
+            self.looks += 1
+            return self.looks > 2
+
+        @cancelled.setter
+        def cancelled(self, value):
+            pass
+
+    monkeypatch.setattr("hjax.rollout.service.Ticket", Later)
+    assert Answer(service, Request((1, 2, 3), 240)).whole()[2] == "cancelled"
 
 
 def test_a_listener_that_fails_is_dropped_and_logged_and_no_other(service, caplog):

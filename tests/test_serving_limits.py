@@ -14,6 +14,7 @@ import prometheus_client.parser
 import pytest
 from serving_double import EOS, HTTP, Scripted, answers, byte_tokenizer, served, wait_until
 
+from hjax.data.tokenizer import Tokenizer
 from hjax.serving.limits import Limits
 
 LONG = 4000
@@ -118,6 +119,33 @@ def test_what_is_not_http():
         said = heard(connection, b"}}")
         assert said.startswith(b"HTTP/1.1 400 ")
         assert json.loads(said.partition(b"\r\n\r\n")[2])["error"]["message"]
+        # After a request it is said too, behind that one's answer.
+        with connected(url) as used:
+            used.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n\0\r\n\r\n")
+            assert heard(used, b"}}").count(b"HTTP/1.1 ") == 2 and closed(used)
+
+
+@pytest.mark.parametrize(
+    "path, field", [("completions", "prompt"), ("chat/completions", "messages")]
+)
+def test_of_a_text_that_is_much_too_long_the_beginning_is_read(path, field, monkeypatch):
+    lengths = []
+    encode = Tokenizer.encode
+
+    def noted(self, text, *args, **kwargs):
+        lengths.append(len(text))
+        return encode(self, text, *args, **kwargs)
+
+    monkeypatch.setattr(Tokenizer, "encode", noted)
+    text = "a" * 1_000_000
+    asks = {"prompt": text, "messages": [{"role": "user", "content": text}]}
+    service = Scripted(endless)
+    with served(service, tokenizer=byte_tokenizer()) as (url, _, _):
+        answer = HTTP.post(f"{url}/v1/{path}", json={field: asks[field]})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["code"] == "context_length_exceeded"
+    assert error["param"] == field and "room for 4096" in error["message"]
+    assert not service.requests and max(lengths) == 16 * service.max_tokens
 
 
 def test_more_connections_than_are_taken():

@@ -22,6 +22,9 @@ _CUSTOMARY = {
     "pad_token": ("<pad>", "[PAD]"),
 }
 
+# Characters of a text that takes long enough for other threads to be let run.
+LONG = 4096
+
 
 class Tokenizer:
     """Encodes and decodes text; picklable, and loaded without `transformers`.
@@ -146,7 +149,7 @@ class Tokenizer:
         tokenizers without an unknown token).
         """
         try:
-            ids = self._backend.encode(text, add_special_tokens=False).ids
+            ids = self._ids(text)
         except Exception as error:  # WordLevel without an unknown token
             known = self._backend.get_vocab(with_added_tokens=True)
             missing = next((c for c in text if c not in known), None)
@@ -159,6 +162,13 @@ class Tokenizer:
                 f"vocabulary of {self.vocab_size} tokens; change the text or the tokenizer"
             ) from None
         return [*self._prefix, *ids] if add_special else ids
+
+    def _ids(self, text: str) -> list[int]:
+        if len(text) < LONG:
+            return self._backend.encode(text, add_special_tokens=False).ids
+        # The other lets no other thread run meanwhile, which for some MB is many seconds.
+        [found] = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        return found.ids
 
     def one_token(self, text: str, setting: str) -> int:
         """The id of the one token that `text` is; ConfigError, naming `setting`, if it is more."""

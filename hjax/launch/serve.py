@@ -160,6 +160,9 @@ def _openai(own: Any, key: str, front: ModelFront) -> int:
         from hjax.serving.server import Server, run
     except ModuleNotFoundError as error:
         raise _missing(error, "serve") from error
+    from hjax.serving.descriptors import allow_connections
+
+    allow_connections(own.max_connections)
     bound = _bind(own, key)
     from hjax.rollout.service import Service
     from hjax.serving.served import Served

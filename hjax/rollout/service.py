@@ -316,16 +316,17 @@ class Service:
 
     def _drop_cancelled(self) -> None:
         with self._changed:
-            gone = []
+            # Looked at once: clients cancel at any moment.
+            leaving = [row if row is not None and row.cancelled else None for row in self._rows]
+            gone = [row for row in leaving if row is not None]
             for queue in (self._waiting, self._reading):
                 some = [ticket for ticket in queue if ticket.cancelled]
                 for ticket in some:
                     queue.remove(ticket)
                     self._forget(ticket)
                 gone += some
-            halted = np.array([row is not None and row.cancelled for row in self._rows])
-            gone += [row for row in self._rows if row is not None and row.cancelled]
-            self._rows = [None if row is None or row.cancelled else row for row in self._rows]
+            halted = np.array([row is not None for row in leaving])
+            self._rows = [None if left else row for row, left in zip(self._rows, leaving)]
         if halted.any() and self._state is not None:
             self._state = self._engine.halt(self._state, halted)
         for ticket in gone:

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
+from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, DataError
 from hjax.rollout.matching import Matcher
 from hjax.rollout.options import Options
@@ -23,6 +24,8 @@ SEEDS = 2**32
 _LARGEST = 2**31 - 1
 # OpenAI's, where /v1/completions is not told how many.
 MAX_TOKENS = 16
+# Characters of a text that are read first, for each token that there is room for.
+BEGINNING = 16
 # These say who asks or how it is billed: they do not change the answer.
 _REMARKS = (
     "user",
@@ -286,6 +289,8 @@ def _prompts(fields: Fields, served: Served, max_tokens: int) -> tuple[Prompt, .
         return tuple(_prompt(served, ids, max_tokens) for ids in each)
     tokenizer = served.text_tokenizer("prompt")
     try:
+        for text in each:
+            _check_length(served, tokenizer, text, "prompt")
         return tuple(_prompt(served, tokenizer.encode(text), max_tokens, text) for text in each)
     except DataError as error:
         raise Refused(f"prompt: {error}", param="prompt") from None
@@ -309,9 +314,23 @@ def _render(fields: Fields, served: Served, tools: list[dict[str, Any]]) -> tupl
         )
     try:
         text = tokenizer.chat(messages, True, **variables, tools=tools or None)
+        _check_length(served, tokenizer, text, "messages")
         return text, tokenizer.encode(text, add_special=False)
     except (ValueError, ArithmeticError) as error:  # DataError, or what a template's filters raise
         raise Refused(f"messages: {error}", param="messages") from None
+
+
+def _check_length(served: Served, tokenizer: Tokenizer, text: str, field: str) -> None:
+    """Refused if a text's beginning has far more tokens than fit: all of some MB would take long,
+    and a hundred times its bytes."""
+    room = served.service.max_tokens
+    beginning = text[: BEGINNING * room]
+    if len(beginning) < len(text) and len(tokenizer.encode(beginning)) > 2 * room:
+        raise Refused(
+            f"{field}: more than {2 * room} tokens, and this server has room for {room}",
+            param=field,
+            code="context_length_exceeded",
+        )
 
 
 def _prompt(

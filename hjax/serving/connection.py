@@ -66,9 +66,9 @@ def connection_class(limits: Limits) -> type[H11Protocol]:
             self._refuse(Refused(msg))
 
         def _refuse(self, refused: Refused) -> None:
-            if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE) or (
-                self.cycle is not None and self.cycle.response_started
-            ):
+            cycle = self.cycle
+            answering = cycle and cycle.response_started and not cycle.response_complete
+            if answering or self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
                 self.transport.abort()  # in the midst of an answer nothing else can be said
                 return
             body = json.dumps(refused.body()).encode()

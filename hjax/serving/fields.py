@@ -20,7 +20,8 @@ def read_object(body: bytes) -> dict[str, Any]:
         raise ValueError(f"{name} is not JSON")
 
     try:
-        value = json.loads(body, parse_constant=constant)
+        # Given bytes, `json` would take UTF-16 too, and halves of characters.
+        value = json.loads(body.decode("utf-8-sig"), parse_constant=constant)
     except ValueError as error:
         raise Refused(f"the body is not JSON: {error}") from None
     if b"\\u" in body:

@@ -15,6 +15,7 @@ import uvicorn
 from hjax.errors import RunError
 from hjax.serving.app import make_app
 from hjax.serving.connection import connection_class
+from hjax.serving.descriptors import BACKLOG
 from hjax.serving.leaving import GONE, leave_after
 from hjax.serving.limits import Limits
 from hjax.serving.served import Served
@@ -58,6 +59,7 @@ class Server:
             loop="asyncio",
             log_config=None,
             access_log=False,
+            backlog=BACKLOG,
             timeout_keep_alive=int(limits.idle_seconds),
             timeout_graceful_shutdown=int(limits.drain_seconds) + CUT_OFF,
             server_header=False,
