@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import machine
 
 from hjax.kernels import blockwise
-from hjax.models.attention import Causal, Form
+from hjax.models.attention import Causal, Form, Heads
 
 
 def main() -> None:
@@ -44,7 +44,7 @@ def main() -> None:
         attention = Causal(mask, form=form)
 
         def loss(q: jax.Array, k: jax.Array, v: jax.Array, attention: Causal = attention) -> Any:
-            return attention(0, q, k, v, None)[0].sum()
+            return attention(Heads(0, q, k, v), None)[0].sum()
 
         program = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).lower(*arrays).compile()
         jax.block_until_ready(program(*arrays))

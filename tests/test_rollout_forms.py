@@ -9,6 +9,7 @@ import pytest
 
 from hjax.kernels import decode
 from hjax.kernels.attention import Scoring
+from hjax.models.attention import Heads
 from hjax.models.config import ModelConfig
 from hjax.models.decoding import Decode, KVCache
 from hjax.models.parameters import decoder_network
@@ -122,7 +123,7 @@ def test_rows_have_positions_of_their_own_on_every_device(form):
             empty = KVCache.create(prompt, samples, length, form, copies)
             keys = put(empty.k, own[0], form == decode.COLUMNS)
             cache = dataclasses.replace(empty, k=keys, v=put(empty.v, own[1], False))
-            return Decode(seen, layout)(1, q, k, v, cache, scoring, sinks)[0]
+            return Decode(seen, layout)(Heads(1, q, k, v, scoring, sinks), cache)[0]
 
         return np.asarray(run())
 

@@ -13,7 +13,7 @@ Shapes: queries ``[batch, length, heads, head_dim]``, keys and values
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -36,25 +36,30 @@ from hjax.sharding.layout import Layout
 KeyValue = tuple[jax.Array, jax.Array]
 
 
+class Heads(NamedTuple):
+    """What a layer has made of its tokens, to attend with.
+
+    Attributes:
+      layer: its number.
+      q: [batch, length, heads, head_dim].
+      k, v: [batch, length, kv_heads, head_dim].
+      scoring: how this layer's scores are made.
+      sinks: [heads], a score per head that takes part in the softmax and has no value; or None.
+    """
+
+    layer: int | jax.Array
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    scoring: Scoring = Scoring()
+    sinks: jax.Array | None = None
+
+
 class Attention(Protocol):
     """One way to attend; called once per layer inside the decoder."""
 
-    def __call__(
-        self,
-        layer: int | jax.Array,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        cache: Any,
-        scoring: Scoring = Scoring(),
-        sinks: jax.Array | None = None,
-    ) -> tuple[jax.Array, Any, KeyValue | None]:
-        """Returns the output ``[batch, length, heads, head_dim]``, the cache, and what to keep.
-
-        Args:
-          scoring: how this layer's scores are made.
-          sinks: [heads], a score per head that takes part in the softmax and has no value.
-        """
+    def __call__(self, heads: Heads, cache: Any) -> tuple[jax.Array, Any, KeyValue | None]:
+        """Returns the output ``[batch, length, heads, head_dim]``, the cache, and what to keep."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,16 +154,8 @@ class Causal:
     keep: bool = False
     form: Form = Form()
 
-    def __call__(
-        self,
-        layer: int | jax.Array,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        cache: Any,
-        scoring: Scoring = Scoring(),
-        sinks: jax.Array | None = None,
-    ) -> tuple[jax.Array, Any, KeyValue | None]:
+    def __call__(self, heads: Heads, cache: Any) -> tuple[jax.Array, Any, KeyValue | None]:
+        _, q, k, v, scoring, sinks = heads
         form, pieces = self.form, self.form.pieces(q.shape[1])
         if pieces:
             out = form.attend(q, k, v, self.mask, sinks, scoring)
@@ -219,16 +216,8 @@ class Packed:
     prompts: jax.Array | None = None
     form: Form = Form()
 
-    def __call__(
-        self,
-        layer: int | jax.Array,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        cache: Any,
-        scoring: Scoring = Scoring(),
-        sinks: jax.Array | None = None,
-    ) -> tuple[jax.Array, Any, KeyValue | None]:
+    def __call__(self, heads: Heads, cache: Any) -> tuple[jax.Array, Any, KeyValue | None]:
+        _, q, k, v, scoring, sinks = heads
         length = q.shape[1]
         shared = None if self.prompts is None else Shared(self.prompts, self.positions)
         if self.form.pieces(length):
@@ -262,18 +251,10 @@ class SharedPrompt:
     samples: int
     form: Form = Form()
 
-    def __call__(
-        self,
-        layer: int | jax.Array,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        cache: Any,
-        scoring: Scoring = Scoring(),
-        sinks: jax.Array | None = None,
-    ) -> tuple[jax.Array, Any, KeyValue | None]:
+    def __call__(self, heads: Heads, cache: Any) -> tuple[jax.Array, Any, KeyValue | None]:
+        _, q, k, v, scoring, sinks = heads
         prompt = self.prompt_mask.shape[1]
-        groups, total, heads, dim = q.shape
+        groups, total, _, dim = q.shape
         kv_heads = k.shape[2]
         length = (total - prompt) // self.samples
         if self.form.pieces(prompt + length):
@@ -309,5 +290,5 @@ class SharedPrompt:
         out = shared_prompt(
             by_sample(qr), kp, vp, own_k, own_v, past[:, None], visible[None, None], scoring, sinks
         )
-        out = out.transpose(0, 2, 4, 1, 3, 5).reshape(groups, self.samples * length, heads, dim)
+        out = out.transpose(0, 2, 4, 1, 3, 5).reshape(groups, self.samples * length, -1, dim)
         return jnp.concatenate([_merge_heads(out_prompt), out], axis=1), cache, None

@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from hjax.kernels import continuing
-from hjax.kernels.attention import Scoring
-from hjax.models.attention import KeyValue
+from hjax.models.attention import Heads, KeyValue
 
 BLOCK = 16  # tokens of a block, of consecutive positions of one sequence
 
@@ -87,16 +86,8 @@ class Continue:
         at = jnp.cumsum(self.mask, axis=-1, dtype=jnp.int32) - 1
         return jnp.maximum(self.known[:, None] + at, 0)
 
-    def __call__(
-        self,
-        layer: int | jax.Array,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        cache: Blocks,
-        scoring: Scoring = Scoring(),
-        sinks: jax.Array | None = None,
-    ) -> tuple[jax.Array, Blocks, KeyValue | None]:
+    def __call__(self, heads: Heads, cache: Blocks) -> tuple[jax.Array, Blocks, KeyValue | None]:
+        layer, q, k, v, scoring, sinks = heads
         past = cache.rows(layer, self.blocks)
         columns, new = past[0].shape[2], q.shape[1]
         tokens = self.known + jnp.sum(self.mask, axis=-1, dtype=jnp.int32)

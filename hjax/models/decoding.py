@@ -17,7 +17,7 @@ from hjax.kernels import decode as kernels
 from hjax.kernels import decode_tpu
 from hjax.kernels.attention import Scoring
 from hjax.kernels.decode import COLUMNS, INTERPRETED, KERNEL, Seen, Slots
-from hjax.models.attention import KeyValue
+from hjax.models.attention import Heads, KeyValue
 from hjax.sharding.layout import Layout
 
 
@@ -36,22 +36,14 @@ class Decode:
     layout: Layout | None = None
     expected: float | None = None
 
-    def __call__(
-        self,
-        layer: int | jax.Array,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        cache: KVCache,
-        scoring: Scoring = Scoring(),
-        sinks: jax.Array | None = None,
-    ) -> tuple[jax.Array, KVCache, KeyValue | None]:
-        rows, _, heads, dim = q.shape
+    def __call__(self, heads: Heads, cache: KVCache) -> tuple[jax.Array, KVCache, KeyValue | None]:
+        layer, q, k, v, scoring, sinks = heads
+        rows, _, _, dim = q.shape
         groups = self.seen.begin.shape[0]
         if rows == groups and cache.form not in (KERNEL, INTERPRETED):
             start = jnp.zeros(rows, jnp.int32)
             slots = Slots(self.seen.begin, self.seen.end, start, self.seen.position)
-            return DecodeSlots(slots)(layer, q, k, v, cache, scoring, sinks)
+            return DecodeSlots(slots)(heads, cache)
         kv_heads = k.shape[2] * cache.copies
 
         def by_sample(x: jax.Array) -> jax.Array:
@@ -69,7 +61,7 @@ class Decode:
             prompt_k, prompt_v, own_k, own_v = cache.read(layer)
             parts = prompt_k, prompt_v, own_k, own_v
             out = kernels.attend(q, *parts, self.seen, scoring, sinks, keys=keys)
-        return out.transpose(0, 2, 1, 3, 4).reshape(rows, 1, heads, dim), cache, None
+        return out.transpose(0, 2, 1, 3, 4).reshape(rows, 1, -1, dim), cache, None
 
     def _by_kernel(
         self,
@@ -138,17 +130,9 @@ class DecodeSlots:
 
     slots: Slots
 
-    def __call__(
-        self,
-        layer: int | jax.Array,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        cache: KVCache,
-        scoring: Scoring = Scoring(),
-        sinks: jax.Array | None = None,
-    ) -> tuple[jax.Array, KVCache, KeyValue | None]:
-        rows, new, heads, dim = q.shape
+    def __call__(self, heads: Heads, cache: KVCache) -> tuple[jax.Array, KVCache, KeyValue | None]:
+        layer, q, k, v, scoring, sinks = heads
+        rows, new, _, dim = q.shape
         kv_heads, column = k.shape[2], self.slots.column
         if column.ndim:
             cache = cache.write_rows(layer, k, v, column)
@@ -160,7 +144,7 @@ class DecodeSlots:
         if cache.form == COLUMNS:
             keys = "rkdu"
         out = kernels.attend_slots(q, *parts, self.slots, scoring, sinks, keys)
-        return out.transpose(0, 3, 1, 2, 4).reshape(rows, new, heads, dim), cache, None
+        return out.transpose(0, 3, 1, 2, 4).reshape(rows, new, -1, dim), cache, None
 
 
 @jax.tree_util.register_dataclass

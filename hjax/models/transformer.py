@@ -29,7 +29,7 @@ from hjax.models.architecture import (
     scalar_parameters,
     without_output_table,
 )
-from hjax.models.attention import Attention, Form
+from hjax.models.attention import Attention, Form, Heads
 from hjax.models.balance import SUMS, Routed, Tally
 from hjax.models.config import LayerKind, ModelConfig
 from hjax.models.declaration import Kind, create_in
@@ -183,7 +183,7 @@ class Block(nnx.Module):
             q, k = turn(q), turn(k)
         scoring = Scoring(config.attention_scale, config.attention_softcap, kind.window or 0)
         sinks = self.sinks[...] if config.sinks else None
-        out, cache, kept = attention(layer, q, k, v, cache, scoring, sinks)
+        out, cache, kept = attention(Heads(layer, q, k, v, scoring, sinks), cache)
         out = self._product("bthe,hed->btd", out, "o", compute)
         if config.norms != "before":
             out = self._norm("attention_out_norm", out, compute)
