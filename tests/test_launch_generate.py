@@ -152,15 +152,15 @@ class Echo:
         self.config = types.SimpleNamespace(max_length=12)
         self.asked, self.seeds, self.limits = [], [], []
 
-    def generate(self, prompts, seed, max_new_tokens):
-        [text] = map(self.tokenizer.decode, prompts)
+    def stream(self, prompt, seed, max_new_tokens):
+        text = self.tokenizer.decode(prompt)
         if text == "99":
             raise hjax.errors.ConfigError("not this")
         self.asked.append(text)
         self.seeds.append(seed)
         self.limits.append(max_new_tokens)
         text = str(len(self.asked))
-        return [Completion([5], text, [0.0], "stop")]
+        return iter([Completion([5], text, [0.0], ""), Completion([], "", [], "stop")])
 
 
 def type_lines(monkeypatch, *lines):

@@ -174,3 +174,36 @@ def test_bad_input_gets_one_line(call, line, model):
     with pytest.raises(ConfigError, match=line) as caught:
         call(model)
     assert "\n" not in str(caught.value)
+
+
+def test_a_response_in_pieces_is_the_one_that_generate_gives(model):
+    """And a second turn reads what is new alone."""
+    for temperature in (0.0, 0.7):
+        drawn = (model.generate(["hello"], 20, temperature, seed, top_k=5) for seed in range(50))
+        long = 11 if temperature else 0
+        seed, whole = next((s, w) for s, [w] in enumerate(drawn) if len(w.tokens) > long)
+        pieces = list(model.stream("hello", 20, temperature, seed, top_k=5))
+        assert all(piece.finish_reason == "" for piece in pieces[:-1])
+        assert pieces[-1].finish_reason == whole.finish_reason
+        assert [t for p in pieces for t in p.tokens] == whole.tokens
+        assert "".join(p.text for p in pieces) == whole.text
+        logprobs = [x for p in pieces for x in p.logprobs]
+        np.testing.assert_allclose(logprobs, whole.logprobs, atol=1e-5)
+    assert len(pieces) > 1
+    turn = [*model.tokenizer.encode("hello"), *whole.tokens, 5]
+    before = model._talk.stats()
+    list(model.stream(turn, 2))
+    after = model._talk.stats()
+    assert after["prompt_tokens"] - before["prompt_tokens"] == len(turn)
+    assert after["cached_tokens"] - before["cached_tokens"] == (len(turn) - 2) // 16 * 16 > 0
+
+
+def test_what_cannot_be_streamed_is_refused_at_once(model):
+    with pytest.raises(ConfigError, match="max_new_tokens=0: a whole number of 1 or more"):
+        list(model.stream("hello", 0))
+    with pytest.raises(ConfigError, match="exceed the model's 48 positions"):
+        list(model.stream("hello", 47))
+    pieces = model.stream("hello", 40)
+    next(pieces)
+    pieces.close()  # who listens no more is not answered on
+    assert list(model.stream("a", 1))[-1].finish_reason == "length"

@@ -8,8 +8,8 @@ import tokenizers
 from serving_double import byte_tokenizer
 from tokenizers import decoders, models
 
+from hjax.data.response_text import WAITING, ResponseText
 from hjax.data.tokenizer import Tokenizer
-from hjax.serving.response_text import WAITING, ResponseText
 from hjax.serving.tool_calls import CallReader, ToolCall, read_calls, writes_calls
 
 TEXT = "Zwölf Boxkämpfer, 😀😀 日本語 e\u0301 \u200d🏳️\u200d🌈  two  spaces\n\ttab Ωmega."

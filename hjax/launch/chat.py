@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hjax.errors import ConfigError
 from hjax.launch.sampling_flags import token_ids
 from hjax.run.completions import call_seed
-from hjax.show.answers import say, say_response
+from hjax.show.answers import say, say_pieces
 from hjax.show.tables import wide_console
 
 if TYPE_CHECKING:
@@ -77,13 +77,11 @@ class Chat:
         seed = call_seed(self.seed, self.turns)
         prompt = self._prompt(line, messages)
         limit = max(min(self.limit, self.model.config.max_length - len(prompt)), 1)
-        [found] = self.model.generate([prompt], seed=seed, max_new_tokens=limit, **self.options)
+        pieces = self.model.stream(prompt, seed=seed, max_new_tokens=limit, **self.options)
+        text = say_pieces(self._console, pieces)
         self.turns += 1
-        response = found.tokens if found.text is None else found.text
-        truncated = found.finish_reason == "length"
-        say_response(self._console, response, len(found.tokens), truncated)
         if self._templated:
-            self.messages = [*messages, {"role": "assistant", "content": found.text or ""}]
+            self.messages = [*messages, {"role": "assistant", "content": text}]
 
     def _prompt(self, line: str, messages: list[dict[str, str]]) -> list[int]:
         tokenizer = self.model.tokenizer

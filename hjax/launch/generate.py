@@ -105,6 +105,9 @@ def _run(arguments: Sequence[str]) -> int:
 
     limit = length_limit(prompts, front.config, own.max_new_tokens, LENGTH)
     options["max_new_tokens"] = limit
+    if len(prompts) == 1 and not own.json:
+        _stream(front.load(own.dtype), prompts, own.seed, options)
+        return 0
     began = time.monotonic()
     completions = _complete(front.load(own.dtype), prompts, own, options)
     seconds = time.monotonic() - began
@@ -181,6 +184,20 @@ def _complete(
         return [completion for call in calls for completion in call]
 
 
+def _stream(model: LanguageModel, prompts: Dataset, seed: int, options: dict[str, Any]) -> None:
+    """Print a prompt and what follows it, as it comes."""
+    from hjax.show.answers import say, say_pieces
+    from hjax.show.tables import wide_console
+
+    console = wide_console()
+    [tokens] = prompts.prompt_tokens
+    text = prompts.prompt_text
+    say(console, tokens if text is None else text[0], "dim")
+    # A response goes on where its text ends; ids need a mark.
+    say(console, "" if text else " → ")
+    say_pieces(console, model.stream(tokens, seed=seed, **options))
+
+
 def _described(
     own: Any,
     prompts: Dataset,
@@ -209,8 +226,7 @@ def _show(prompts: Dataset, completions: Sequence[Completion]) -> None:
     console = wide_console()
     asked = prompts.prompt_text or prompts.prompt_tokens
     for i, (prompt, completion) in enumerate(zip(asked, completions, strict=True)):
-        if len(prompts) > 1:
-            say(console, f"{i + 1} of {len(prompts)}\n", "bold")
+        say(console, f"{i + 1} of {len(prompts)}\n", "bold")
         text = completion.text is not None
         say(console, prompt, "dim")
         # A response goes on where its text ends; ids need a mark.

@@ -7,13 +7,15 @@ import functools
 import math
 import operator
 import os
-from collections.abc import Sequence
+import queue
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hjax.data.response_text import ResponseText
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, RunError
 from hjax.models.forward import sequence_states, token_log_probs
@@ -24,6 +26,7 @@ from hjax.rollout.constraint import Constraint
 from hjax.rollout.engine import Engine
 from hjax.rollout.generator import Generator, bucket_length
 from hjax.rollout.options import Options
+from hjax.rollout.prefixes import why_not
 from hjax.rollout.sampling import Sampling
 from hjax.rollout.service import Piece, Request, Service
 from hjax.sharding.layout import make_layouts
@@ -131,21 +134,13 @@ class LanguageModel:
             tokens than the model has positions, or a constraint that cannot be met.
           RunError: a response after which no token may come though it does not match.
         """
-        if not isinstance(max_new_tokens, int | np.integer) or max_new_tokens < 1:
-            raise ConfigError(f"max_new_tokens={max_new_tokens}: a whole number of 1 or more")
         if isinstance(prompts, str):
             raise ConfigError("prompts is one string; give a list of prompts")
-        rows = [self._prompt(i, prompt) for i, prompt in enumerate(prompts)]
+        rows = self._rows(prompts, max_new_tokens)
         if not rows:
             return []
         longest = max(map(len, rows))
         room = self.config.max_length - max_new_tokens
-        if longest > room:
-            raise ConfigError(
-                f"a prompt of {longest} and max_new_tokens={max_new_tokens} exceed the model's "
-                f"{self.config.max_length} positions; "
-                + (f"shorten the prompt to {room} tokens" if room > 0 else "lower max_new_tokens")
-            )
         sampling, ends = Sampling(temperature, top_k, top_p), (*self.eos_ids, *stop)
         if constraint is not None:
             options = Options(**dataclasses.asdict(sampling), stop=ends)
@@ -173,6 +168,75 @@ class LanguageModel:
         )
         host = {key: np.asarray(value) for key, value in rollout.items()}
         return [self._completion(row, host, i) for i, row in enumerate(rows)]
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        max_new_tokens: int = 64,
+        temperature: float = 1.0,
+        seed: int = 0,
+        *,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        stop: Sequence[int] = (),
+        constraint: Constraint | None = None,
+    ) -> Iterator[Completion]:
+        """The response that ``generate`` gives to one prompt, in pieces, as it is drawn.
+
+        Keys and values of what was said are kept: a prompt that goes on where an earlier one and
+        its response ended is read from there.
+
+        Args:
+          prompt: a string, or token ids used as given.
+          max_new_tokens, temperature, seed, top_k, top_p, stop, constraint: as of ``generate``.
+
+        Yields:
+          pieces: ``tokens``, ``text`` and ``logprobs`` that have come, ``finish_reason`` empty but
+          for the last. A text waits for whole characters.
+
+        Raises:
+          ConfigError, RunError: as ``generate``.
+        """
+        (row,) = self._rows([prompt], max_new_tokens)
+        options = Options(temperature, top_k, top_p, stop=(*self.eos_ids, *stop))
+        request = Request(tuple(row), max_new_tokens, options, seed, 0, constraint)
+        text = None if self.tokenizer is None else ResponseText(self.tokenizer, row)
+        arrived: queue.SimpleQueue[Piece] = queue.SimpleQueue()
+        ticket = self._talk.submit(request, arrived.put)
+        try:
+            piece = Piece()
+            while not piece.finish:
+                piece = arrived.get()
+                if piece.finish not in ("", "stop", "length"):
+                    raise RunError(f"the response: {piece.finish}")
+                said = None
+                if text is not None:
+                    said = "".join(map(text.feed, piece.tokens))
+                    said += text.close() if piece.finish else ""
+                yield Completion(list(piece.tokens), said, list(piece.logprobs), piece.finish)
+        finally:
+            ticket.cancel()
+
+    @functools.cached_property
+    def _talk(self) -> Service:
+        """For ``stream``."""
+        kept = 0 if why_not(self.engine) else self.config.max_length
+        return Service(self, slots=1, prefix_tokens=kept)
+
+    def _rows(self, prompts: Sequence[Any], max_new_tokens: int) -> list[list[int]]:
+        """Prompts as token ids; ConfigError for what cannot be answered."""
+        if not isinstance(max_new_tokens, int | np.integer) or max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens={max_new_tokens}: a whole number of 1 or more")
+        rows = [self._prompt(i, prompt) for i, prompt in enumerate(prompts)]
+        longest = max(map(len, rows), default=0)
+        room = self.config.max_length - max_new_tokens
+        if rows and longest > room:
+            raise ConfigError(
+                f"a prompt of {longest} and max_new_tokens={max_new_tokens} exceed the model's "
+                f"{self.config.max_length} positions; "
+                + (f"shorten the prompt to {room} tokens" if room > 0 else "lower max_new_tokens")
+            )
+        return rows
 
     def _completion(self, prompt: list[int], rollout: dict[str, Any], i: int) -> Completion:
         kept = rollout["response_mask"][i]

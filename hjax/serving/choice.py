@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from hjax.data.response_text import ResponseText
 from hjax.rollout.service import Piece
 from hjax.rollout.stopping import StopStrings
 from hjax.serving.asked import Asked
 from hjax.serving.refusal import Refused
-from hjax.serving.response_text import ResponseText
 from hjax.serving.served import Served
 from hjax.serving.tool_calls import CallReader, ToolCall
 

@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 
+from hjax.data.response_text import ResponseText
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, RunError
 from hjax.serving.jetstream_engine import Engine, Length
 from hjax.serving.leaving import GONE, leave_after
 from hjax.serving.limits import Limits
-from hjax.serving.response_text import ResponseText
 
 import grpc  # isort: skip  (after what keeps TensorFlow quiet)
 from jetstream.core import orchestrator  # isort: skip

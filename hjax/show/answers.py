@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from hjax.show.format import printable
 
 if TYPE_CHECKING:
     from hjax.rewards.estimators import Estimate
+    from hjax.rollout.language_model import Completion
 
 
 def say(console: Any, piece: Any, style: str = "") -> None:
@@ -30,6 +31,27 @@ def say(console: Any, piece: Any, style: str = "") -> None:
 def say_response(console: Any, response: Any, tokens: int, truncated: bool) -> None:
     """Print a response and, on a line of its own, its length."""
     say(console, response)
+    _say_length(console, tokens, truncated)
+
+
+def say_pieces(console: Any, pieces: Iterable[Completion]) -> str:
+    """Print a response as it comes, then its length as ``say_response`` does; returns its text."""
+    text, tokens, truncated = "", 0, False
+    for piece in pieces:
+        if piece.text is None:
+            for token in piece.tokens:
+                say(console, f"{' ' if tokens else ''}{token}")
+                tokens += 1
+        else:
+            say(console, piece.text)
+            tokens += len(piece.tokens)
+        text += piece.text or ""
+        truncated = piece.finish_reason == "length"
+    _say_length(console, tokens, truncated)
+    return text
+
+
+def _say_length(console: Any, tokens: int, truncated: bool) -> None:
     remark = ", cut at the length limit" if truncated else ""
     say(console, f"\n[{tokens} token{'s' if tokens != 1 else ''}{remark}]\n", "dim")
 
