@@ -29,6 +29,8 @@ BODY, CONNECTIONS, IDLE = 200_000, 100, 1
 FLAGS = ["--api_key_env=HJAX_TEST_KEY", f"--max_body_bytes={BODY}", "--max_queue=200",
          f"--max_connections={CONNECTIONS}", f"--header_seconds={IDLE}",
          f"--idle_seconds={IDLE}"]  # fmt: skip
+# Seconds for one request: a program is compiled in some, on a machine that does other things too.
+PATIENCE = 300
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 # By how much the server's memory may grow: by a program that is compiled late (one of XLA's takes
 # 3 to 6 MB), by what the allocator does not give back, and by next to nothing for each request.
@@ -443,7 +445,7 @@ async def mixed(url, model, good, draw, count, clients):
         own = Client(url, model, good, random.Random(seed))
         try:
             for kind in left:
-                async with asyncio.timeout(120):
+                async with asyncio.timeout(PATIENCE):
                     await getattr(own, kind)()
         finally:
             own.close()
@@ -650,6 +652,6 @@ def test_a_server_among_bad_clients(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_server_among_very_many_bad_clients(tmp_path, test_data):
     run(stories(tmp_path / "model", test_data / "weights"), tmp_path, 2000, 48)
