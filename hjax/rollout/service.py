@@ -4,7 +4,7 @@ A thread owns the engine. Between its dispatches it lets in who waits, hands on 
 drops what was cancelled. What prompts and answers computed is kept and found again by prompts that
 begin like them; long prompts are read in chunks, between which others go on. A request's tokens
 follow from it and its seed alone: not from its slot, nor from who else is there or was (up to
-float32's rounding, docs/design.md section 9).
+float32's rounding, docs/design.md section 9). Weights can be replaced between two requests.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from hjax.rollout.engine import Engine
 from hjax.rollout.matching import Matcher, Matchers, words
 from hjax.rollout.options import Options
 from hjax.rollout.prefixes import Beginning, Prefixes, columns_for, room_for, why_not
+from hjax.rollout.replacement import Replacement, laid_out
 from hjax.rollout.row_sampling import RowSampling, Sizes
 from hjax.rollout.scheduler import COLUMNS
 from hjax.rollout.slots import Admission, Drawn, How, Known, Size, State
@@ -179,6 +180,7 @@ class Service:
         self._start = np.zeros(self.slots, np.int64)
         self._length = self._column = 0
         self._state: State | None = None
+        self._replacement: Replacement | None = None
         self._changed = threading.Condition()
         self._closing, self._ends_at = False, 0.0
         self._error: BaseException | None = None
@@ -211,10 +213,7 @@ class Service:
         self._check(request)
         ticket = Ticket(request, matcher or self.prepare(request), on_piece)
         with self._changed:
-            if self._error is not None:
-                raise RunError(f"the engine failed: {self._error}")
-            if self._closing:
-                raise RunError("the service is closing and takes no requests")
+            self._check_open("requests")
             if len(self._waiting) >= self.max_queue:
                 raise QueueFull(f"{len(self._waiting)} requests wait, as many as may; try later")
             self._waiting.append(ticket)
@@ -226,6 +225,40 @@ class Service:
         if request.constraint is None:
             return None
         return self._matchers.begin(request.constraint, request.options, request.prompt)
+
+    def replace(self, params: Any, seconds: float | None = None) -> None:
+        """Answer with other weights of the same model; returns when it is so.
+
+        Requests that run end with the old ones, all others are answered with the new ones alone.
+        Nothing is compiled anew. Both are in memory meanwhile. Other services of this model would
+        not hear of it: there must be none.
+
+        Args:
+          params: as the model's; they are not copied where they lie as those do.
+          seconds: that running requests have to end; None: as long as they take.
+
+        Raises:
+          ConfigError: other names, shapes or dtypes.
+          RunError: running requests did not end in time, others are replacing the weights, or the
+            service closes. The old weights go on, as after a ConfigError.
+        """
+        if threading.current_thread() is self._thread:
+            raise RunError("a request's listener cannot replace the weights; do it elsewhere")
+        replacement = Replacement(laid_out(params, self._model.params))
+        with self._changed:
+            self._check_open("weights")
+            if self._replacement is not None:
+                raise RunError("others are replacing the weights; try when that has ended")
+            self._replacement = replacement
+            self._changed.notify()
+        try:
+            replacement.wait(seconds)
+        finally:
+            with self._changed:
+                if self._replacement is replacement:
+                    late = f"running requests did not end within {seconds} s"
+                    self._end_replacement(f"{late}; the old weights go on")
+        replacement.check()
 
     def stats(self) -> dict[str, float]:
         """``running``, ``waiting``, ``slots``, ``generated_tokens``, ``prompt_tokens``, of these
@@ -250,8 +283,20 @@ class Service:
         """Take no more; what is there may end within so many seconds, then it is cancelled."""
         with self._changed:
             self._closing, self._ends_at = True, time.monotonic() + seconds
+            self._end_replacement("the service is closing and takes no weights")
             self._changed.notify()
         self._thread.join()
+
+    def _check_open(self, what: str) -> None:
+        if self._error is not None:
+            raise RunError(f"the engine failed: {self._error}")
+        if self._closing:
+            raise RunError(f"the service is closing and takes no {what}")
+
+    def _end_replacement(self, refused: str = "") -> None:
+        if self._replacement is not None:
+            self._replacement.end(refused)
+            self._replacement = None
 
     def _check(self, request: Request) -> None:
         vocab = self._model.config.vocab_size
@@ -280,12 +325,15 @@ class Service:
         try:
             while self._wait():
                 self._drop_cancelled()
-                self._read()
-                self._admit()
+                if self._replacement is None:  # else those that run end first
+                    self._read()
+                    self._admit()
                 if any(row is not None for row in self._rows):
                     self._decode()
         except BaseException as error:  # told to everybody who waits
-            self._error = error
+            with self._changed:
+                self._error = error
+                self._end_replacement(f"the engine failed: {error}")
             self._end_all(f"error: {error}")
             if not isinstance(error, Exception):
                 raise
@@ -294,15 +342,28 @@ class Service:
         """Wait for something to do; False: closed, and nothing is left."""
         with self._changed:
             while True:
-                busy = self._waiting or self._reading or any(r is not None for r in self._rows)
+                running = any(row is not None for row in self._rows)
+                busy = self._waiting or self._reading or running
                 if self._closing and (not busy or time.monotonic() > self._ends_at):
                     break
+                if self._replacement is not None and not running:
+                    self._take(self._replacement.params)
                 if busy:
                     return True
                 self._state = None  # nobody is there: the cache begins anew, as small as it may be
                 self._changed.wait()
         self._end_all("cancelled")
         return False
+
+    def _take(self, params: Any) -> None:
+        """Other weights, of which nothing is known yet."""
+        for ticket in (*self._reading, *self._waiting):
+            self._forget(ticket)
+            ticket.read, ticket.whole = 0, False
+        if self._prefixes is not None:
+            self._prefixes.clear()
+        self._state, self._model.params = None, params
+        self._end_replacement()
 
     def _end_all(self, finish: str) -> None:
         with self._changed:
