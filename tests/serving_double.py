@@ -19,6 +19,7 @@ from hjax.rollout.matching import Matchers
 from hjax.rollout.service import Piece, QueueFull, Request
 from hjax.serving.address import address_of, bind
 from hjax.serving.limits import Limits
+from hjax.serving.reload import Reload
 from hjax.serving.served import Served
 from hjax.serving.server import Server
 
@@ -195,7 +196,11 @@ class Scripted:
 
 @contextlib.contextmanager
 def served(
-    service: Any, limits: Limits = Limits(), key: str = "", tokenizer: Tokenizer | None = None
+    service: Any,
+    limits: Limits = Limits(),
+    key: str = "",
+    tokenizer: Tokenizer | None = None,
+    reload: Reload | None = None,
 ) -> Iterator[tuple[str, Server, asyncio.AbstractEventLoop]]:
     """A server on a free port, its URL and its loop; stopped at the end."""
     bound = bind("127.0.0.1", 0)
@@ -205,7 +210,7 @@ def served(
     async def serve() -> None:
         loops.append(asyncio.get_running_loop())
         model = Served("bytes", service, tokenizer, 260, (EOS,))
-        servers.append(Server(model, bound, limits, key, up.set))
+        servers.append(Server(model, bound, limits, key, up.set, reload))
         await servers[0].serve()
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()))

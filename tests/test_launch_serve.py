@@ -161,7 +161,10 @@ def test_help(capsys):
         ),
         (["--model={model}", "--protocol=jetstream", "--top_p=2"], "--top_p=2.0: above 0"),
         (["--model={model}", "--protocol=grpc"], "--protocol"),
-        (["--model={model}", "--protocol=openai", "--admin"], "--admin: .* not built yet"),
+        (
+            ["--model={model}", "--protocol=jetstream", "--admin"],
+            "--admin: not with --protocol=jetstream; only openai has it",
+        ),
         (["--model={model}", "--protocol=openai", "--port=65536"], "--port=65536: must be"),
         (["--model={model}", "--protocol=openai", "--max_queue=0"], "--max_queue=0: must be"),
         (["--model={model}", "--protocol=openai", "--idle_seconds=0"], "--idle_seconds=0.0: must"),

@@ -43,6 +43,8 @@ with openai:
                         prompt, earlier turns (-1: chosen; 0: none)
   --lookup=0            tokens guessed at a time from what a text said before; answers are the same
                         (0: none)
+  --admin               POST /admin/reload reads the model's weights again, and answers go on with
+                        the new ones
   --max_connections=N   at a time ({connections})
   --header_seconds=S    for a request's headers ({header_seconds:g})
   --idle_seconds=S      for a connection without requests, and for a client to read what was
@@ -60,8 +62,8 @@ exit status: 0 ended by SIGTERM, requests answered; 1 failed; 2 wrong input, not
 130 ended by Ctrl-C
 """
 # Flags that one protocol alone has, and what they are where they are not given.
-_OPENAI = {"prefix_tokens": -1, "lookup": 0, "max_connections": None, "header_seconds": None,
-           "idle_seconds": None}  # fmt: skip
+_OPENAI = {"prefix_tokens": -1, "lookup": 0, "admin": False, "max_connections": None,
+           "header_seconds": None, "idle_seconds": None}  # fmt: skip
 _JETSTREAM = {"context": 0, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": None}
 _RULES: dict[str, Rule] = {
     "port": between(0, 65535),
@@ -112,6 +114,7 @@ def parse(arguments: Sequence[str]) -> flags.FlagValues:
     flags.DEFINE_integer("slots", 0, "see --help", flag_values=own)
     flags.DEFINE_integer("prefix_tokens", None, "see --help", flag_values=own)
     flags.DEFINE_integer("lookup", None, "see --help", flag_values=own)
+    flags.DEFINE_bool("admin", None, "see --help", flag_values=own)
     flags.DEFINE_integer("max_queue", 1024, "see --help", flag_values=own)
     flags.DEFINE_integer("max_body_bytes", usual.body_bytes, "see --help", flag_values=own)
     flags.DEFINE_integer("max_connections", None, "see --help", flag_values=own)
@@ -122,15 +125,12 @@ def parse(arguments: Sequence[str]) -> flags.FlagValues:
     flags.DEFINE_integer("top_k", None, "see --help", flag_values=own)
     flags.DEFINE_float("top_p", None, "see --help", flag_values=own)
     flags.DEFINE_integer("seed", None, "see --help", flag_values=own)
-    flags.DEFINE_bool("admin", False, "see --help", flag_values=own)
     parse_flags(own, arguments)
     if not own["model"].value:
         raise ConfigError("--model is missing; see --help")
     own["model"].value = os.path.expanduser(own["model"].value)
     if own["protocol"].value is None:
         raise ConfigError("--protocol is missing; allowed: openai, jetstream")
-    if own["admin"].value:
-        raise ConfigError("--admin: a server that reloads is not built yet; start another one")
     protocol = own["protocol"].value
     other = _JETSTREAM if protocol == "openai" else _OPENAI
     for name in other:
@@ -157,6 +157,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 def _openai(own: Any, key: str, front: ModelFront) -> int:
     try:
+        from hjax.serving.reload import Reload
         from hjax.serving.server import Server, run
     except ModuleNotFoundError as error:
         raise _missing(error, "serve") from error
@@ -171,8 +172,9 @@ def _openai(own: Any, key: str, front: ModelFront) -> int:
     prefix_tokens = None if own.prefix_tokens < 0 else own.prefix_tokens
     service = Service(model, own.slots, own.max_queue, prefix_tokens, own.lookup)
     served = Served(own.model, service, model.tokenizer, model.config.vocab_size, model.eos_ids)
-    limits = _limits(own)
-    return run(Server(served, bound, limits, key, _started(own, "http", bound)), limits)
+    limits, started = _limits(own), _started(own, "http", bound)
+    reload = Reload(model, service) if own.admin else None
+    return run(Server(served, bound, limits, key, started, reload), limits)
 
 
 def _jetstream(own: Any, key: str, front: ModelFront) -> int:

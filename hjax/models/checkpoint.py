@@ -224,28 +224,38 @@ def _copy(x: Any) -> Any:
     return jax.device_put(x, waiting, may_alias=False)
 
 
-def restore_params(directory: Path, role: str, kind: str = "params") -> Any:
-    """A role's parameters of the newest checkpoint, as numpy arrays; None: it has no such kind.
+def newest_step(directory: Path) -> int:
+    """Of a run's checkpoints the last one's; DataError where none is complete."""
+    directory = Path(directory).absolute()
+    steps = [int(p.name) for p in directory.iterdir() if p.name.isdigit()]
+    if not steps:
+        raise DataError(f"{directory}: no complete checkpoint; train a step first")
+    return max(steps)
+
+
+def restore_params(
+    directory: Path, role: str, kind: str = "params", step: int | None = None
+) -> Any:
+    """A role's parameters of a checkpoint, as numpy arrays; None: it has no such kind.
+
+    Args:
+      directory: of the run's checkpoints.
+      role: whose.
+      kind: which of its trees.
+      step: of the checkpoint; None: the newest.
 
     Raises:
       DataError: no complete checkpoint there, or a damaged one.
     """
     ocp = _orbax()
-    directory = Path(directory).absolute()
-    steps = sorted(int(p.name) for p in directory.iterdir() if p.name.isdigit())
-    if not steps:
-        raise DataError(f"{directory}: no complete checkpoint; train a step first")
-    path = directory / str(steps[-1]) / f"{role}.{kind}"
+    step = newest_step(directory) if step is None else step
+    path = Path(directory).absolute() / str(step) / f"{role}.{kind}"
     if kind != "params" and not path.is_dir():
         return None
     with _one_error(path), ocp.StandardCheckpointer() as reader:
         tree = reader.metadata(path).item_metadata.tree
-        # Without a sharding orbax wants the devices that saved; the reader may have others.
-        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        shapes = jax.tree.map(
-            lambda m: jax.ShapeDtypeStruct(m.shape, m.dtype, sharding=here), tree
-        )
-        return jax.device_get(reader.restore(path, shapes))
+        # Into the host's memory: the reader may have other devices than those that saved.
+        return reader.restore(path, jax.tree.map(lambda m: np.empty(m.shape, m.dtype), tree))
 
 
 @contextlib.contextmanager

@@ -110,7 +110,24 @@ def check_weights(path: str | os.PathLike) -> None:
         raise ConfigError(f"{path}: no complete checkpoint there; train a step first")
 
 
-def load_params(path: str | os.PathLike, network: Network, layout: Layout, seed: int = 0) -> Params:
+def newest_checkpoint(path: str | os.PathLike) -> int | None:
+    """Step of a workdir's newest checkpoint; None of another path.
+
+    Raises:
+      DataError: it has none that is complete.
+    """
+    from hjax.models.checkpoint import newest_step
+
+    return newest_step(Path(path) / "checkpoints") if is_workdir(path) else None
+
+
+def load_params(
+    path: str | os.PathLike,
+    network: Network,
+    layout: Layout,
+    seed: int = 0,
+    checkpoint: int | None = None,
+) -> Params:
     """Parameters of the model at a path, laid out for ``layout``.
 
     Those of a directory are read one at a time, each device's part of it alone; a scalar head is
@@ -122,6 +139,7 @@ def load_params(path: str | os.PathLike, network: Network, layout: Layout, seed:
       network: the language model of the shapes that are there, or that decoder with a scalar head.
       layout: of its devices.
       seed: of which adapters are drawn that the network has and the path has not.
+      checkpoint: of a workdir, by its step; None: the newest.
 
     Raises:
       ConfigError: missing or unfit files, by name.
@@ -134,7 +152,7 @@ def load_params(path: str | os.PathLike, network: Network, layout: Layout, seed:
         merged = adapter if base is network else None
         params = huggingface.load_params(directory, *of, merged)
     else:
-        params = _restored(path)
+        params = _restored(path, checkpoint)
         if "decoder" in base.declared:
             params.pop("unembedding", None)
             fill = {name: np.zeros(base.declared[name].shape, np.float32) for name in _SCALAR}
@@ -201,9 +219,9 @@ def load_decoder(path: str | os.PathLike) -> tuple[ModelConfig, Params]:
     return huggingface.read_config(directory), _restored(path)
 
 
-def _restored(path: str | os.PathLike) -> Params:
+def _restored(path: str | os.PathLike, checkpoint: int | None = None) -> Params:
     """The actor's of a workdir, adapters added to their matrices."""
-    network, learned, base = load_learned(path)
+    network, learned, base = load_learned(path, checkpoint)
     if network.config.lora is None:
         return learned
     if base is None:
@@ -212,24 +230,31 @@ def _restored(path: str | os.PathLike) -> Params:
     return merged(network.partition.join(learned, base), network)
 
 
-def load_learned(path: str | os.PathLike) -> tuple[Network, Params, Params | None]:
-    """What a workdir's newest checkpoint has of its actor.
+def load_learned(
+    path: str | os.PathLike, checkpoint: int | None = None
+) -> tuple[Network, Params, Params | None]:
+    """What a workdir's checkpoint has of its actor.
+
+    Args:
+      path: the workdir.
+      checkpoint: its step; None: the newest.
 
     Returns:
       the model, with its adapters if the run trains some; what learns, as numpy arrays; and what
       is frozen, None where another directory has it.
     """
-    from hjax.models.checkpoint import restore_params
+    from hjax.models.checkpoint import newest_step, restore_params
 
     config = read_config(path)
     settings = _settings(path).get("lora")
     lora = Lora.of(settings, bool(config.experts)) if settings else None
     checkpoints = Path(path) / "checkpoints"
-    base = restore_params(checkpoints, "actor", "base") if lora is not None else None
+    step = newest_step(checkpoints) if checkpoint is None else checkpoint
+    base = restore_params(checkpoints, "actor", "base", step) if lora is not None else None
     form = (settings or {}).get("base", FLOAT)
     quantized = "" if lora is None or form == FLOAT else form
     network = decoder_network(dataclasses.replace(config, lora=lora, quantized=quantized))
-    return network, restore_params(checkpoints, "actor"), base
+    return network, restore_params(checkpoints, "actor", step=step), base
 
 
 def actor_path(path: str | os.PathLike) -> str:

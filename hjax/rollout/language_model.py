@@ -21,7 +21,13 @@ from hjax.errors import ConfigError, RunError
 from hjax.models.forward import sequence_states, token_log_probs
 from hjax.models.parameters import decoder_network
 from hjax.models.transformer import Compute
-from hjax.models.weights import load_params, model_directory, read_config, read_eos_ids
+from hjax.models.weights import (
+    load_params,
+    model_directory,
+    newest_checkpoint,
+    read_config,
+    read_eos_ids,
+)
 from hjax.rollout.constraint import Constraint
 from hjax.rollout.engine import Engine
 from hjax.rollout.generator import Generator, bucket_length
@@ -58,6 +64,7 @@ class LanguageModel:
       tokenizer: or None.
       dtype: of compute.
       eos_ids: token ids that end a response.
+      path: where the weights were read; empty: they were not.
 
     Attributes:
       params: as generation reads them.
@@ -70,6 +77,7 @@ class LanguageModel:
         tokenizer: Tokenizer | None = None,
         dtype: str = "float32",
         eos_ids: Sequence[int] = (),
+        path: str | os.PathLike = "",
     ):
         dtypes = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
         if dtype not in dtypes:
@@ -77,6 +85,7 @@ class LanguageModel:
         self.config = config
         self.tokenizer = tokenizer
         self.eos_ids = tuple(eos_ids)
+        self.path = path
         self._network = decoder_network(config)
         self._layout = make_layouts(jax.local_devices()[:1]).generate
         self._compute = Compute(dtype=dtypes[dtype]).on(self._layout)
@@ -95,6 +104,29 @@ class LanguageModel:
     def engine_for(self, lookup: int) -> Engine:
         """One that guesses so many tokens at a time, see ``hjax.rollout.lookup``."""
         return self._generator.engine_for(lookup)
+
+    def read_again(self) -> tuple[Any, int | None]:
+        """The weights that are at its path now; they are not used yet.
+
+        Returns:
+          parameters as ``params``, and of a workdir the step of their checkpoint, its newest.
+
+        Raises:
+          ConfigError: no path, nothing there any more, a damaged file or checkpoint, or a model
+            that differs in more than its weights.
+        """
+        if not self.path:
+            raise ConfigError("this model was not read from a path; hjax.load_model reads one")
+        found = read_config(self.path)
+        for field in dataclasses.fields(found):
+            new, old = (getattr(config, field.name) for config in (found, self.config))
+            if field.compare and new != old:
+                raise ConfigError(
+                    f"{self.path}: its {field.name} is {new} now and was {old}; load it as another "
+                    "model"
+                )
+        step = newest_checkpoint(self.path)
+        return load_params(self.path, self._network, self._layout, checkpoint=step), step
 
     def logits(self, tokens: Any) -> jax.Array:
         """float32 [batch, length, vocab] of int tokens [batch, length] without padding."""
@@ -350,4 +382,4 @@ def load_model(path: str | os.PathLike, dtype: str = "float32") -> LanguageModel
             )
     eos = tokenizer.eos_ids if tokenizer is not None else read_eos_ids(directory)
     eos = [i for i in eos if i < config.vocab_size]
-    return LanguageModel(config, params, tokenizer, dtype, eos)
+    return LanguageModel(config, params, tokenizer, dtype, eos, path)

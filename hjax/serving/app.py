@@ -21,18 +21,26 @@ from hjax.serving.asked import Asked, read_chat, read_completion
 from hjax.serving.choice import Delta
 from hjax.serving.clients import ClientGone, read_body, while_there
 from hjax.serving.door import GONE, Door
-from hjax.serving.fields import read_object
+from hjax.serving.fields import Fields, read_object
 from hjax.serving.limits import Limits
 from hjax.serving.metrics import CONTENT_TYPE, Metrics
 from hjax.serving.refusal import Refused
+from hjax.serving.reload import Reload
 from hjax.serving.running import Running, Watch
 from hjax.serving.served import Served
 from hjax.serving.wire import ChatForm, CompletionForm, Form
 
 Read = Callable[[Mapping[str, Any], Served, Limits], Asked]
+DAY = 24 * 60 * 60
 
 
-def make_app(served: Served, limits: Limits, key: str, failed: Callable[[str], None]) -> Starlette:
+def make_app(
+    served: Served,
+    limits: Limits,
+    key: str,
+    failed: Callable[[str], None],
+    reload: Reload | None = None,
+) -> Starlette:
     """The ASGI application.
 
     Args:
@@ -40,12 +48,13 @@ def make_app(served: Served, limits: Limits, key: str, failed: Callable[[str], N
       limits: of requests.
       key: that requests must bring; "": none.
       failed: is told why, when the engine gives up.
+      reload: reads the weights again when it is asked to; None: there is no such path.
 
     Its ``state.draining`` set to true refuses new requests for responses; ``state.running`` has
     those that are being answered.
     """
     metrics = Metrics(served.service.stats)
-    paths = _Paths(served, limits, metrics, failed)
+    paths = _Paths(served, limits, metrics, failed, reload)
     routes = [
         Route("/v1/models", paths.models),
         Route("/v1/models/{name:path}", paths.model),
@@ -54,6 +63,8 @@ def make_app(served: Served, limits: Limits, key: str, failed: Callable[[str], N
         Route("/health", paths.health),
         Route("/metrics", paths.metrics),
     ]
+    if reload is not None:
+        routes.append(Route("/admin/reload", paths.reload, methods=["POST"]))
     counted = frozenset(route.path for route in routes)
     app = Starlette(
         routes=routes,
@@ -74,11 +85,17 @@ class _Paths:
     """What is behind each path."""
 
     def __init__(
-        self, served: Served, limits: Limits, metrics: Metrics, failed: Callable[[str], None]
+        self,
+        served: Served,
+        limits: Limits,
+        metrics: Metrics,
+        failed: Callable[[str], None],
+        reload: Reload | None,
     ):
         self._served = served
         self._limits = limits
         self._metrics = metrics
+        self._reload = reload
         self.watch = Watch(metrics.first_token.observe, failed)
         self._began = int(time.time())
 
@@ -112,10 +129,23 @@ class _Paths:
     async def chat(self, request: Request) -> Response:
         return await self._answer(request, read_chat, ChatForm)
 
-    async def _answer(self, request: Request, read: Read, form: type[Form]) -> Response:
+    async def reload(self, request: Request) -> Response:
+        assert self._reload is not None
+        body = await self._body(request)
+        fields = Fields(read_object(body) if body else {})
+        seconds = fields.whole("seconds", 0, DAY)
+        fields.end()
+        said = await asyncio.to_thread(self._reload, seconds)
+        self._metrics.reloads.inc()
+        return JSONResponse(said)
+
+    async def _body(self, request: Request) -> bytes:
         if request.app.state.draining:
             raise Refused("the server is being stopped", 503, retry_after=10)
-        body = await read_body(request, self._limits)
+        return await read_body(request, self._limits)
+
+    async def _answer(self, request: Request, read: Read, form: type[Form]) -> Response:
+        body = await self._body(request)
 
         def ask() -> Asked:
             try:

@@ -21,6 +21,7 @@ class Metrics:
 
     Attributes:
       first_token: observes seconds from a request's being read to the first token of it.
+      reloads: counts how often the weights were read again.
     """
 
     def __init__(self, stats: Callable[[], Mapping[str, float]]):
@@ -43,6 +44,9 @@ class Metrics:
             "From a request's being read to its first token",
             buckets=_SECONDS,
             registry=self._registry,
+        )
+        self.reloads = Counter(
+            "hjax_reloads", "Times that new weights were read and taken", registry=self._registry
         )
         self._registry.register(_Engine(stats))
 

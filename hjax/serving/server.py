@@ -18,6 +18,7 @@ from hjax.serving.connection import connection_class
 from hjax.serving.descriptors import BACKLOG
 from hjax.serving.leaving import GONE, leave_after
 from hjax.serving.limits import Limits
+from hjax.serving.reload import Reload
 from hjax.serving.served import Served
 
 # Seconds after limits.drain_seconds: who still waits is told; connections that are left are closed.
@@ -33,6 +34,7 @@ class Server:
       limits: of requests and connections.
       key: that requests must bring; "": none.
       started: called once it answers.
+      reload: reads the weights again when it is asked to; None: there is no such path.
 
     Attributes:
       failure: why the engine gave up, and the server with it; "": it did not.
@@ -45,11 +47,12 @@ class Server:
         limits: Limits = Limits(),
         key: str = "",
         started: Callable[[], None] = lambda: None,
+        reload: Reload | None = None,
     ):
         self._served = served
         self._bound = bound
         self._limits = limits
-        self._app = make_app(served, limits, key, self._failed)
+        self._app = make_app(served, limits, key, self._failed, reload)
         self.failure = ""
         config = uvicorn.Config(
             self._app,

@@ -1,0 +1,72 @@
+"""A served model's weights, read again from where they came."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from hjax.errors import ConfigError, RunError
+from hjax.serving.refusal import Refused
+
+if TYPE_CHECKING:
+    from hjax.rollout.language_model import LanguageModel
+    from hjax.rollout.service import Service
+
+_LOG = logging.getLogger(__name__)
+
+
+class Reload:
+    """Called off the event loop: it takes as long as reading, and then as those that run.
+
+    Args:
+      model: that was read from a path.
+      service: the only one of this model.
+    """
+
+    def __init__(self, model: LanguageModel, service: Service):
+        self._model, self._service = model, service
+        self._busy = threading.Lock()
+
+    def __call__(self, seconds: float | None = None) -> dict[str, Any]:
+        """Read the weights, and answer with them from now on.
+
+        Args:
+          seconds: that running requests have to end once the weights are read; None: as long as
+            they take.
+
+        Returns:
+          ``reloaded``, ``seconds`` that it took, and of a workdir the ``checkpoint``'s step.
+
+        Raises:
+          Refused: another one is under way, or it failed; then the old weights go on.
+        """
+        if not self._busy.acquire(blocking=False):
+            raise Refused("the weights are being read already; ask when that has ended", 409)
+        try:
+            began = time.monotonic()
+            step = self._replace(seconds)
+            took = round(time.monotonic() - began, 3)
+        finally:
+            self._busy.release()
+        known = {} if step is None else {"checkpoint": step}
+        return {"reloaded": True, "seconds": took} | known
+
+    def _replace(self, seconds: float | None) -> int | None:
+        try:
+            params, step = self._model.read_again()
+            self._service.replace(params, seconds)
+        except ConfigError as error:
+            raise Refused(f"{_line(error)}; the old weights go on", 422) from None
+        except RunError as error:
+            raise Refused(_line(error), 503, retry_after=10) from None
+        except Exception as error:  # of files, or of a device that has no room for both
+            _LOG.exception("the weights could not be read again")
+            said = f"{type(error).__name__}: {_line(error)}"
+            raise Refused(f"reading failed ({said[:200]}); the old weights go on", 500) from None
+        return step
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
