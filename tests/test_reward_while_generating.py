@@ -21,12 +21,10 @@ CASES = {
     "ahead": ("GRPO", {"placement": "disaggregate", "rollout.max_staleness": 1,
                        "rollout.deterministic": True}),
 }  # fmt: skip
-EVERYDAY = ("function",)
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in EVERYDAY else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_metrics_are_the_same(name, tmp_path):
     algorithm, changes = CASES[name]
     rows = []

@@ -487,7 +487,8 @@ def test_every_response_of_trained_weights_is_json(stories):
     assert check_json(stories, any_name, 24) > 0
 
 
-def test_constrained_rows_and_others_stand_together_and_change_nothing(byte_model):
+@pytest.mark.parametrize("count", [10, pytest.param(60, marks=pytest.mark.slow)])
+def test_constrained_rows_and_others_stand_together_and_change_nothing(count, byte_model):
     source = random.Random(4)
     kinds = [None, None, *(Constraint(regex=p) for p in MATCHED), Constraint.of_json(SCHEMA)]
     requests = [
@@ -502,7 +503,7 @@ def test_constrained_rows_and_others_stand_together_and_change_nothing(byte_mode
             seed=source.randrange(2**32), choice=source.choice([0, 3]),
             constraint=source.choice(kinds),
         )
-        for _ in range(24)
+        for _ in range(count)
     ]  # fmt: skip
     together = asked(byte_model, requests, slots=5)
     alone = asked(byte_model, requests, slots=1)

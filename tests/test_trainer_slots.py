@@ -22,7 +22,7 @@ CASES = {
                                    "layout.actor.train.tensor": 2}),
     "guesses, ahead": ("GRPO", {"rollout.lookup": 2, "placement": "disaggregate"}),
 }  # fmt: skip
-EVERYDAY = ("slots", "guesses, slots")
+EVERYDAY = ("guesses, slots",)
 
 
 @pytest.mark.parametrize(
