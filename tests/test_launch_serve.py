@@ -165,6 +165,15 @@ def test_help(capsys):
             ["--model={model}", "--protocol=jetstream", "--admin"],
             "--admin: not with --protocol=jetstream; only openai has it",
         ),
+        (
+            ["--model={model}", "--protocol=jetstream", "--tensor=2"],
+            "--tensor: not with --protocol=jetstream; only openai has it",
+        ),
+        (["--model={model}", "--protocol=openai", "--tensor=0"], "--tensor=0: must be 1 or more"),
+        (
+            ["--model={model}", "--protocol=openai", "--port=0", "--tensor=3"],
+            "tensor=3: heads of size 4 does not divide",
+        ),
         (["--model={model}", "--protocol=openai", "--port=65536"], "--port=65536: must be"),
         (["--model={model}", "--protocol=openai", "--max_queue=0"], "--max_queue=0: must be"),
         (["--model={model}", "--protocol=openai", "--idle_seconds=0"], "--idle_seconds=0.0: must"),

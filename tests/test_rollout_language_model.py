@@ -141,6 +141,32 @@ def test_a_prompt_may_fill_the_models_positions(model):
     assert len(out.tokens) <= 3
 
 
+def test_several_devices_draw_as_one(model, directory):
+    several, prompts = hjax.load_model(directory, tensor=2), ["hello", "a longer one"]
+    ours, theirs = (generate(each, prompts, seed=3) for each in (several, model))
+    assert [o.tokens for o in ours] == [o.tokens for o in theirs]
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+    rows = [[3, 4, 5, 6]]
+    np.testing.assert_allclose(several.logits(rows), model.logits(rows), atol=1e-5)
+    np.testing.assert_allclose(several.log_probs(rows), model.log_probs(rows), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "tensor, line",
+    [
+        (0, "tensor=0: 1 to 8, the devices of this process"),
+        (9, "tensor=9: 1 to 8, the devices of this process"),
+        (3, "tensor=3: heads of size 4 does not divide over tensor = 3; tensor may be 1, 2, 4"),
+        (4, "tensor=4: vocab of size 30 does not divide over tensor = 4; tensor may be 1, 2, 3, 5"),
+    ],
+)
+def test_devices_that_do_not_do_get_one_line(tensor, line, directory):
+    with pytest.raises(ConfigError) as caught:
+        hjax.load_model(directory, tensor=tensor)
+    assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
+
+
 ERRORS = [
     (lambda m: m.generate("abc"), "prompts is one string; give a list"),
     (

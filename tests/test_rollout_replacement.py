@@ -184,6 +184,22 @@ def test_who_runs_ends_first_and_who_waits_or_is_half_read_begins_anew(
     assert not any(block.holders for block in service._prefixes._tree._known.values())
 
 
+def test_several_devices_answer_as_one(weights, greedy):
+    tensor = 4  # more than key-value heads
+    service = Service(LanguageModel(CONFIG, weights[1], tensor=tensor), slots=2)
+    try:
+        for seed in weights:
+            service.replace(weights[seed])
+            for known in (0, 3 * BLOCK):
+                asked = Asked(service, TWIN)
+                assert asked.whole() == greedy[seed, TWIN]
+                assert asked.ticket.cached == known
+            parts = service._model.params["layers"]["q"].addressable_shards
+            assert [part.data.size for part in parts] == [2 * 16 * 4 * 8 // tensor] * tensor
+    finally:
+        service.close(0)
+
+
 def test_other_names_shapes_and_dtypes_are_refused(model, service, weights, greedy):
     new, norm = weights[2], weights[2]["final_norm"]
     cases = [

@@ -68,13 +68,21 @@ def prepare_jax(config: ConfigDict, simulates: bool = False) -> str:
     )
 
 
-def prepare_one_device() -> None:
-    """Set JAX's options for a command that uses the first device alone; programs are kept."""
+def prepare_devices(count: int) -> None:
+    """Set JAX's options for a command that uses the first so many devices; programs are kept.
+
+    On a CPU they are simulated, unless the user has set a number of them.
+    """
     import jax
 
+    options: Any = jax.config
     settle_platform()
-    _keep_compiled_programs(jax.config)
+    _keep_compiled_programs(options)
     compile_quickly()
+    if count > 1:
+        if devices_asked_for() == -1:
+            options.update("jax_num_cpu_devices", count)
+        enough_threads(devices_asked_for())
 
 
 def dividing_devices(config: ConfigDict, cores: int) -> int:

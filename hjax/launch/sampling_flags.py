@@ -150,13 +150,13 @@ class ModelFront:
             lacks = "tokenizer" if self.tokenizer is None else "chat template"
             raise ConfigError(f"--chat: {self.path} has no {lacks}; leave --chat out")
 
-    def load(self, dtype: str) -> LanguageModel:
-        """The model with its weights, on the first device."""
+    def load(self, dtype: str, tensor: int = 1) -> LanguageModel:
+        """The model with its weights, on the first so many devices."""
         import hjax
-        from hjax.launch.machine import prepare_one_device
+        from hjax.launch.machine import prepare_devices
 
-        prepare_one_device()
-        return hjax.load_model(self.path, dtype)
+        prepare_devices(tensor)
+        return hjax.load_model(self.path, dtype, tensor)
 
 
 def options_of(own: Any, front: ModelFront, temperature: float) -> dict[str, Any]:

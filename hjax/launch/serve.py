@@ -43,6 +43,7 @@ with openai:
                         prompt, earlier turns (-1: chosen; 0: none)
   --lookup=0            tokens guessed at a time from what a text said before; answers are the same
                         (0: none)
+  --tensor=1            devices of this machine that share the model, split by heads
   --admin               POST /admin/reload reads the model's weights again, and answers go on with
                         the new ones
   --max_connections=N   at a time ({connections})
@@ -62,7 +63,7 @@ exit status: 0 ended by SIGTERM, requests answered; 1 failed; 2 wrong input, not
 130 ended by Ctrl-C
 """
 # Flags that one protocol alone has, and what they are where they are not given.
-_OPENAI = {"prefix_tokens": -1, "lookup": 0, "admin": False, "max_connections": None,
+_OPENAI = {"prefix_tokens": -1, "lookup": 0, "tensor": 1, "admin": False, "max_connections": None,
            "header_seconds": None, "idle_seconds": None}  # fmt: skip
 _JETSTREAM = {"context": 0, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": None}
 _RULES: dict[str, Rule] = {
@@ -70,6 +71,7 @@ _RULES: dict[str, Rule] = {
     "slots": at_least(0),
     "prefix_tokens": at_least(-1),
     "lookup": at_least(0),
+    "tensor": at_least(1),
     "max_queue": at_least(1),
     "max_body_bytes": at_least(1),
     "max_connections": at_least(1),
@@ -114,6 +116,7 @@ def parse(arguments: Sequence[str]) -> flags.FlagValues:
     flags.DEFINE_integer("slots", 0, "see --help", flag_values=own)
     flags.DEFINE_integer("prefix_tokens", None, "see --help", flag_values=own)
     flags.DEFINE_integer("lookup", None, "see --help", flag_values=own)
+    flags.DEFINE_integer("tensor", None, "see --help", flag_values=own)
     flags.DEFINE_bool("admin", None, "see --help", flag_values=own)
     flags.DEFINE_integer("max_queue", 1024, "see --help", flag_values=own)
     flags.DEFINE_integer("max_body_bytes", usual.body_bytes, "see --help", flag_values=own)
@@ -164,17 +167,18 @@ def _openai(own: Any, key: str, front: ModelFront) -> int:
     from hjax.serving.descriptors import allow_connections
 
     allow_connections(own.max_connections)
-    bound = _bind(own, key)
     from hjax.rollout.service import Service
     from hjax.serving.served import Served
 
-    model = front.load(own.dtype)
-    prefix_tokens = None if own.prefix_tokens < 0 else own.prefix_tokens
-    service = Service(model, own.slots, own.max_queue, prefix_tokens, own.lookup)
-    served = Served(own.model, service, model.tokenizer, model.config.vocab_size, model.eos_ids)
-    limits, started = _limits(own), _started(own, "http", bound)
-    reload = Reload(model, service) if own.admin else None
-    return run(Server(served, bound, limits, key, started, reload), limits)
+    with _bind(own, key) as bound:
+        model = front.load(own.dtype, own.tensor)
+        prefix_tokens = None if own.prefix_tokens < 0 else own.prefix_tokens
+        service = Service(model, own.slots, own.max_queue, prefix_tokens, own.lookup)
+        reload = Reload(model, service) if own.admin else None
+        about = model.tokenizer, model.config.vocab_size, model.eos_ids
+        served, limits = Served(own.model, service, *about), _limits(own)
+        started = _started(own, "http", bound)
+        return run(Server(served, bound, limits, key, started, reload), limits)
 
 
 def _jetstream(own: Any, key: str, front: ModelFront) -> int:

@@ -18,6 +18,7 @@ import numpy as np
 from hjax.data.response_text import ResponseText
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, RunError
+from hjax.models.config import ModelConfig
 from hjax.models.forward import sequence_states, token_log_probs
 from hjax.models.parameters import decoder_network
 from hjax.models.transformer import Compute
@@ -35,7 +36,7 @@ from hjax.rollout.options import Options
 from hjax.rollout.prefixes import why_not
 from hjax.rollout.sampling import Sampling
 from hjax.rollout.service import Piece, Request, Service
-from hjax.sharding.layout import make_layouts
+from hjax.sharding.layout import Layout, check_shapes, make_layouts, without
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Completion:
 
 
 class LanguageModel:
-    """A decoder with its weights on the first device, and its tokenizer if it has one.
+    """A decoder with its weights on one device or several, and its tokenizer if it has one.
 
     Args:
       config: shapes.
@@ -65,6 +66,12 @@ class LanguageModel:
       dtype: of compute.
       eos_ids: token ids that end a response.
       path: where the weights were read; empty: they were not.
+      tensor: local devices over which heads, MLPs and vocabulary are split, the first ones. With
+        several, only one thread at a time may have it compute.
+
+    Raises:
+      ConfigError: another dtype, or a number of devices that there are not or that does not divide
+        the model.
 
     Attributes:
       params: as generation reads them.
@@ -78,6 +85,7 @@ class LanguageModel:
         dtype: str = "float32",
         eos_ids: Sequence[int] = (),
         path: str | os.PathLike = "",
+        tensor: int = 1,
     ):
         dtypes = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
         if dtype not in dtypes:
@@ -87,7 +95,7 @@ class LanguageModel:
         self.eos_ids = tuple(eos_ids)
         self.path = path
         self._network = decoder_network(config)
-        self._layout = make_layouts(jax.local_devices()[:1]).generate
+        self._layout = tensor_layout(config, tensor)
         self._compute = Compute(dtype=dtypes[dtype]).on(self._layout)
         self.params = self._network.place(params, self._layout)
         self._generator = Generator(self._network, self._layout, self._compute)
@@ -356,7 +364,20 @@ class LanguageModel:
         return score(model, hidden[:, :-1], tokens[:, 1:])[0]
 
 
-def load_model(path: str | os.PathLike, dtype: str = "float32") -> LanguageModel:
+def tensor_layout(config: ModelConfig, tensor: int) -> Layout:
+    """The generate layout of a model whose heads, MLPs and vocabulary so many devices share.
+
+    Raises:
+      ConfigError: there are not so many here, or they do not divide the model.
+    """
+    devices = jax.local_devices()
+    if not 1 <= tensor <= len(devices):
+        raise ConfigError(f"tensor={tensor}: 1 to {len(devices)}, the devices of this process")
+    layout = make_layouts(devices[:tensor], {"tensor": tensor}, {"tensor": tensor}).generate
+    return without(layout, check_shapes(layout, config.dimensions, f"tensor={tensor}"))
+
+
+def load_model(path: str | os.PathLike, dtype: str = "float32", tensor: int = 1) -> LanguageModel:
     """Load a model.
 
     Args:
@@ -364,13 +385,15 @@ def load_model(path: str | os.PathLike, dtype: str = "float32") -> LanguageModel
         (``owner/name``, from the local cache or downloaded), or an hjax workdir (its newest
         checkpoint).
       dtype: ``float32`` or ``bfloat16``, of compute; parameters stay float32.
+      tensor: local devices over which heads, MLPs and vocabulary are split, the first ones.
 
     Raises:
-      ConfigError: nothing there, or a model this version does not support.
+      ConfigError: nothing there, a model this version does not support, or a number of devices
+        that there are not or that does not divide the model.
     """
     directory = model_directory(path)
     config = read_config(path)
-    layout = make_layouts(jax.local_devices()[:1]).generate
+    layout = tensor_layout(config, tensor)
     params = load_params(path, decoder_network(config), layout)
     tokenizer = None
     if (directory / "tokenizer.json").is_file():
@@ -382,4 +405,4 @@ def load_model(path: str | os.PathLike, dtype: str = "float32") -> LanguageModel
             )
     eos = tokenizer.eos_ids if tokenizer is not None else read_eos_ids(directory)
     eos = [i for i in eos if i < config.vocab_size]
-    return LanguageModel(config, params, tokenizer, dtype, eos, path)
+    return LanguageModel(config, params, tokenizer, dtype, eos, path, tensor)
