@@ -1,0 +1,70 @@
+"""A rollout takes the memory that it said: measured of a process of its own."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import re
+
+import jax
+import numpy as np
+
+from hjax.models.config import ModelConfig
+from hjax.models.parameters import decoder_network
+from hjax.models.transformer import Compute
+from hjax.rollout.generator import Generator
+from hjax.rollout.sampling import Sampling
+from hjax.sharding.layout import make_layouts, shard_bytes
+
+layout = make_layouts(jax.devices()[:1]).generate
+network = decoder_network(ModelConfig(512, 256, 688, 6, 8, 4, 32, 1024))
+params = network.create(0, layout)
+generator = Generator(network, layout, Compute(unroll_layers=True))
+prompts = np.random.default_rng(0).integers(1, 512, (128, 64)).astype(np.int32)
+given = {"samples": 1, "max_new_tokens": 192, "sampling": Sampling(), "stop": (), "slots": 64}
+
+
+def kilobytes(name):
+    return int(re.search(rf"^{name}:\\s+(\\d+) kB$", open("/proc/self/status").read(), re.M)[1])
+
+
+def run(seed):
+    rollout = generator.generate(
+        params, prompts, prompts > 0, np.arange(128, dtype=np.int32), seed=seed, **given
+    )
+    assert np.asarray(rollout["response_mask"]).all()
+
+
+run(0)  # compiled, and what libraries allocate once
+before = kilobytes("VmRSS")
+open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
+run(1)
+abstract = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
+)
+prefill, decoding = generator.programs("generate", abstract, 128, 64, **given)
+print(1024 * (kilobytes("VmHWM") - before), shard_bytes(prefill.beside), shard_bytes(params))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="no peaks to reset")
+def test_a_rollouts_peak_is_the_cache_that_was_said():
+    root = pathlib.Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={k: v for k, v in os.environ.items() if not k.startswith("XLA_")}
+        | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    peak, cache, weights = map(int, done.stdout.split())
+    assert cache > 90e6
+    # The weights stand already.
+    assert 0.8 * cache < peak < 1.1 * (cache + weights) - weights, (peak, cache, weights)
