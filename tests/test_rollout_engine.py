@@ -188,6 +188,44 @@ def test_prompts_that_do_not_fit_together_are_read_in_parts(alone, monkeypatch):
         np.testing.assert_allclose(rollout[key], value, atol=1e-5)
 
 
+SURPLUS = {
+    "all at once": Case(prompts=4),
+    "slots, devices": Case(samples=4, slots=16, sizes=(("data", 2), ("tensor", 2)), prompts=8),
+    "the kernel": Case(prompts=4, slots=8, form=decode.INTERPRETED),
+    "guesses": Case(prompts=4, lookup=2),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [n if n == "all at once" else pytest.param(n, marks=pytest.mark.slow) for n in SURPLUS]
+)
+def test_surplus_samples_are_given_up_and_the_shortest_kept(name, alone):
+    """Beside all of them drawn to their end, and three of four taken by hand."""
+    case = SURPLUS[name]
+    everything = alone(case)
+    lengths = everything["response_mask"].sum(axis=1).reshape(-1, 4)
+    rows = [
+        4 * prompt + number
+        for prompt, each in enumerate(lengths.tolist())
+        for number in sorted(sorted(range(4), key=lambda i: (each[i], i))[:3])
+    ]
+    generator, params, arguments, options = made_by(case)
+    options |= {"samples": 3, "surplus": 1, "slots": case.slots, "lookup": case.lookup}
+    ended = []
+    rollout = on_host(
+        generator.generate(params, *arguments, on_ended=lambda *x: ended.append(x), **options)
+    )
+    for key, value in everything.items():
+        np.testing.assert_allclose(rollout[key], value[rows], atol=1e-5)
+    if not case.lookup:  # less was drawn than there would have been
+        assert generator.counts.tokens < lengths.sum()
+    found = {prompt: responses for prompt, responses in ended}
+    assert len(found) == len(ended) == case.prompts
+    for at, row in enumerate(rows):
+        mask = everything["response_mask"][row]
+        assert found[row // 4][at % 3] == everything["responses"][row][mask].tolist()
+
+
 @pytest.mark.parametrize(
     "form, unroll, samples, slots",
     [

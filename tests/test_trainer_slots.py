@@ -42,6 +42,15 @@ def test_slots_change_no_metric(name, tmp_path):
         assert found == pytest.approx(computed(other), rel=1e-4, abs=1e-5)
 
 
+def test_shorter_responses_are_kept_of_more_than_are_asked_for(tmp_path):
+    lengths = {}
+    for surplus in (0, 4):
+        keys = LONG | {"rollout.surplus": surplus, "steps": 1, "eval.every": 0}
+        with trainer_of("GRPO", keys, workdir=tmp_path / str(surplus)) as trainer:
+            lengths[surplus] = trainer.step()["response/length_mean"]
+    assert lengths[4] < 0.7 * lengths[0]
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -55,7 +64,7 @@ def test_slots_change_no_metric(name, tmp_path):
         ),
     ],
 )
-@pytest.mark.parametrize("key", ["slots", "lookup"])
+@pytest.mark.parametrize("key", ["slots", "lookup", "surplus"])
 def test_slots_that_cannot_be_are_refused(changes, message, key, tmp_path):
     keys = changes | {f"rollout.{key}": 8}
     message = message.replace("slots", key)

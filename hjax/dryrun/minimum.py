@@ -37,7 +37,7 @@ def minimum(
     context, model = worker.context, network.config
     generates = phase == "generate"
     layout: Layout = worker.layouts.generate if generates else worker.layouts.train
-    samples = 1 if program.program.call.endswith("greedy") else context.samples
+    samples = 1 if program.program.call.endswith("greedy") else context.samples + context.surplus
     tokens = Tokens(program.rows, samples, prompt_length, context.max_response_length)
     element = np.dtype(context.compute.dtype).itemsize
     # Of the parameters, of which each device needs all that passes it.

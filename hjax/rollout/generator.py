@@ -53,6 +53,16 @@ class _Shape:
     end: int | None = None  # tokens that will be there; None: max_new_tokens
 
 
+@dataclasses.dataclass(frozen=True)
+class _Ways:
+    """How rows enter and leave, as ``generate`` has it."""
+
+    slots: int = 0
+    lookup: int = 0
+    surplus: int = 0
+    on_ended: Callable[[int, list[list[int]]], None] | None = None
+
+
 class Generator:
     """Generation programs of one model under one layout.
 
@@ -114,6 +124,7 @@ class Generator:
         end: int | None = None,
         slots: int = 0,
         lookup: int = 0,
+        surplus: int = 0,
         on_ended: Callable[[int, list[list[int]]], None] | None = None,
     ) -> Rollout:
         """Sample responses.
@@ -122,7 +133,7 @@ class Generator:
           params: in the generate layout.
           prompts: int32 [prompts, prompt_length], padded on the left.
           prompt_mask: bool, like ``prompts``.
-          sequence: int32 [prompts * samples], the number that seeds each row's draws.
+          sequence: int32 [prompts * (samples + surplus)], the number that seeds each row's draws.
           seed: of the run.
           step: folded into the seed.
           samples: responses per prompt; row ``p * samples + s`` is sample s of prompt p.
@@ -134,6 +145,8 @@ class Generator:
           slots: rows that are decoded at a time, others following as these end; 0: all.
           lookup: tokens that are guessed at a time from what a text said before, see
             ``hjax.rollout.lookup``; the responses are the same.
+          surplus: further responses to each prompt, of which as many are given up as have not ended
+            when ``samples`` have; the shortest are kept, in their order.
           on_ended: called with a prompt's number and its responses, token ids, as soon as the last
             of them has ended; others are decoded meanwhile, unless ``end`` or stages are asked for:
             then it is not called.
@@ -158,14 +171,17 @@ class Generator:
             )
         shape = _Shape(samples, max_new_tokens, sampling, tuple(stop), 0, end)
         inputs = prompts, prompt_mask, sequence, self._numbers(seed, step)
-        streams = on_ended is not None
-        if self._ragged(shape, prompts.shape[0] * samples, slots, lookup, streams):
-            return self._by_slots(shape, slots, lookup, on_ended, params, *inputs)
+        ways = _Ways(slots, lookup, surplus, on_ended)
+        if self._ragged(shape, prompts.shape[0] * samples, ways):
+            return self._by_slots(shape, ways, params, *inputs)
+        if surplus:
+            raise ConfigError(
+                f"surplus={surplus}: responses in parts, or with stages, are all drawn to their "
+                "end; give 0"
+            )
         return self._program(shape)(params, *inputs)
 
-    def _ragged(
-        self, shape: _Shape, rows: int, slots: int, lookup: int = 0, streams: bool = False
-    ) -> bool:
+    def _ragged(self, shape: _Shape, rows: int, ways: _Ways) -> bool:
         """Whether rows enter and leave while others are decoded; else all run in one program.
 
         That is the quickest where all are equally long, or short, and on TPUs, whose kernel reads
@@ -174,7 +190,8 @@ class Generator:
         if shape.end is not None or self.layout.ways("layers") > 1:
             return False
         ends = bool(shape.stop) and shape.max_new_tokens > COLUMNS
-        return streams or lookup > 0 or 0 < slots < rows or (ends and not self.engine.by_kernel)
+        asked = ways.on_ended is not None or ways.lookup > 0 or ways.surplus > 0
+        return asked or 0 < ways.slots < rows or (ends and not self.engine.by_kernel)
 
     @property
     def engine(self) -> Engine:
@@ -195,9 +212,7 @@ class Generator:
     def _by_slots(
         self,
         shape: _Shape,
-        slots: int,
-        lookup: int,
-        on_ended: Callable[[int, list[list[int]]], None] | None,
+        ways: _Ways,
         params: Params,
         prompts: Any,
         prompt_mask: Any,
@@ -208,18 +223,21 @@ class Generator:
         sequence = place(sequence, split)
         keys = to_numpy(self._keys(seed_and_step, sequence))
         asked = to_numpy(prompts), to_numpy(prompt_mask)
-        work = Work(*asked, keys, samples, shape.max_new_tokens)
+        drawn = samples + ways.surplus
+        work = Work(*asked, keys, drawn, shape.max_new_tokens, ways.surplus)
         how = How(shape.sampling, shape.stop)
-        schedule = Schedule(self.engine_for(lookup), how, work, slots)
-        if (how, lookup, schedule.sizes) not in self._warm:
+        schedule = Schedule(self.engine_for(ways.lookup), how, work, ways.slots)
+        if (known := (how, ways.lookup, bool(ways.surplus), schedule.sizes)) not in self._warm:
             schedule.warm(params)
-            self._warm.add((how, lookup, schedule.sizes))
+            self._warm.add(known)
         told = schedule.run(params)
-        made = tables(work, told if on_ended is None else announced(work, told, on_ended))
+        if ways.on_ended is not None:
+            told = announced(work, told, ways.on_ended)
+        made = tables(work, told)
         self.counts = schedule.counts
         # Who has not drawn one of the tokens that end a response was cut off.
         length = made["response_mask"].sum(axis=1)
-        last = made["responses"][np.arange(work.rows), length - 1]
+        last = made["responses"][np.arange(len(length)), length - 1]
         made["truncated"] = ~np.isin(last, shape.stop)
         made["prompts"], made["prompt_mask"] = (np.repeat(x, samples, axis=0) for x in asked)
         return {name: place(x, split) for name, x in made.items()}
@@ -277,6 +295,7 @@ class Generator:
         stop: tuple[int, ...],
         slots: int = 0,
         lookup: int = 0,
+        surplus: int = 0,
     ) -> Iterator[Program]:
         """What ``generate`` runs, to count what it costs without running it.
 
@@ -285,10 +304,11 @@ class Generator:
           params: jax.ShapeDtypeStruct with shardings, in the generate layout.
           prompts: how many.
           prompt_length: tokens of each.
-          samples, max_new_tokens, sampling, stop, slots, lookup: as of ``generate``.
+          samples, max_new_tokens, sampling, stop, slots, lookup, surplus: as of
+            ``generate``.
         """
         shape = _Shape(samples, max_new_tokens, sampling, stop)
-        if not self._ragged(shape, prompts * samples, slots, lookup):
+        if not self._ragged(shape, prompts * samples, _Ways(slots, lookup, surplus)):
             options = dataclasses.asdict(shape) | {"sampling": sampling}
             # The first token is drawn from the prompt, before the loop.
             trips = max_new_tokens - 1
@@ -296,8 +316,9 @@ class Generator:
             yield Program(call, trace, trips)
             return
         tokens = np.zeros((prompts, prompt_length), np.int32)
-        keys = np.zeros((prompts * samples, 2), np.uint32)
-        work = Work(tokens, tokens > 0, keys, samples, max_new_tokens)
+        drawn = samples + surplus
+        keys = np.zeros((prompts * drawn, 2), np.uint32)
+        work = Work(tokens, tokens > 0, keys, drawn, max_new_tokens, surplus)
         how = How(sampling, stop)
         yield from Schedule(self.engine_for(lookup), how, work, slots).programs(call, params)
 

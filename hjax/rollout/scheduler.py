@@ -41,6 +41,7 @@ class Work:
         consecutive.
       samples: of a prompt.
       limit: tokens of a response at most.
+      surplus: how many of a prompt's samples are given up when the others have ended.
     """
 
     prompts: np.ndarray
@@ -48,6 +49,12 @@ class Work:
     keys: np.ndarray
     samples: int
     limit: int
+    surplus: int = 0
+
+    @property
+    def kept(self) -> int:
+        """Samples of a prompt that are drawn to their end."""
+        return self.samples - self.surplus
 
     @property
     def rows(self) -> int:
@@ -141,6 +148,7 @@ class Schedule:
         self._length = self.lengths[0]
         self._next = 0
         self._drawn = np.zeros(work.rows, np.int64)
+        self._ended = np.zeros(work.prompts.shape[0], np.int64)  # samples of each prompt
 
     # Sizes
 
@@ -224,6 +232,8 @@ class Schedule:
             return engine.empty(self.size(rows, length))
 
         engine.decode(self.how, params, empty(), 0, self._most)
+        if self.work.surplus:
+            engine.halt(empty(), np.zeros(engine.parts * rows, bool))
         if self.refills and not engine.by_row:
             engine.move(empty(), first=1)
         if (rows, longer := self._after(self.lengths, length)) in self._pairs and longer != length:
@@ -283,6 +293,7 @@ class Schedule:
         state = self.engine.empty(self.size(self.rows[0], self._length))
         state, entered = self._fill(params, state)
         yield from entered
+        state = self._give_up(state)
         while not self._done.all():
             state = self._make_room(self._shrink(state))
             steps = STEPS if self.engine.by_row else min(STEPS, self._length - self._column)
@@ -290,6 +301,7 @@ class Schedule:
             self._column += drawn.steps
             self._done = drawn.done.reshape(self._done.shape).copy()
             yield self._note(self._row.ravel().copy(), drawn, drawn.steps)
+            state = self._give_up(state)
             state, entered = self._fill(params, state)
             yield from entered
 
@@ -305,10 +317,23 @@ class Schedule:
         before = np.where(there, self._drawn[sequences], 0)
         count = np.where(there, drawn.mask.sum(axis=1), 0)
         np.add.at(self._drawn, sequences[there], count[there])
+        ended = drawn.done & (count > 0)
+        np.add.at(self._ended, sequences[ended] // self.work.samples, 1)
         self.counts.dispatches += 1
         self.counts.tokens += int(count.sum())
         self.counts.computed += steps * drawn.done.size
-        return Told(sequences, before, drawn.done & (count > 0), drawn)
+        return Told(sequences, before, ended, drawn)
+
+    def _give_up(self, state: State) -> State:
+        """Draw no more of samples that nobody will keep."""
+        if not self.work.surplus:
+            return state
+        enough = self._ended[self._row // self.work.samples] >= self.work.kept
+        surplus = enough & (self._row != NOBODY) & ~self._done
+        if surplus.any():
+            state = self.engine.halt(state, surplus.ravel())
+            self._done |= surplus
+        return state
 
     # Entering
 
@@ -474,37 +499,60 @@ class Schedule:
 def announced(
     work: Work, told: Iterable[Told], on_ended: Callable[[int, list[list[int]]], None]
 ) -> Iterator[Told]:
-    """The same; ``on_ended`` is called with each prompt all of whose responses have ended, and
-    these."""
+    """The same; ``on_ended`` is called with each prompt of whose responses enough have ended, and
+    those that are kept."""
     tokens: list[list[int]] = [[] for _ in range(work.rows)]
-    left = np.full(work.prompts.shape[0], work.samples)
+    ended = np.zeros(work.rows, bool)
+    waited = np.ones(work.prompts.shape[0], bool)
     for each in told:
         for row in np.flatnonzero((each.sequences != NOBODY) & each.drawn.mask.any(axis=1)):
             sequence = int(each.sequences[row])
             tokens[sequence] += each.drawn.tokens[row][each.drawn.mask[row]].tolist()
-            if each.ended[row]:
-                prompt = sequence // work.samples
-                left[prompt] -= 1
-                if not left[prompt]:
-                    first = prompt * work.samples
-                    on_ended(prompt, tokens[first : first + work.samples])
+            ended[sequence] = each.ended[row]
+        whole = waited & (ended.reshape(-1, work.samples).sum(axis=1) >= work.kept)
+        for prompt in np.flatnonzero(whole):
+            first = int(prompt) * work.samples
+            own = slice(first, first + work.samples)
+            lengths = np.array([len(response) for response in tokens[own]])
+            numbers = kept(lengths[None], ended[None, own], work.kept)[0]
+            on_ended(int(prompt), [tokens[first + i] for i in numbers])
+        waited &= ~whole
         yield each
+
+
+def kept(lengths: np.ndarray, ended: np.ndarray, count: int) -> np.ndarray:
+    """int [prompts, count]: numbers of each prompt's samples that are kept, rising.
+
+    The shortest of those that have ended, of equally long ones the first: so they do not depend on
+    how many tokens a dispatch draws, nor on who else is there.
+
+    Args:
+      lengths: int [prompts, samples], tokens of each response.
+      ended: bool like it.
+      count: how many are kept.
+    """
+    # Stable, so that of equals the first comes first.
+    order = np.argsort(np.where(ended, lengths, np.iinfo(np.int64).max), axis=1, kind="stable")
+    return np.sort(order[:, :count], axis=1)
 
 
 def tables(work: Work, told: Iterable[Told]) -> dict[str, np.ndarray]:
     """What a schedule drew, by sequence.
 
     Returns:
-      ``responses`` int32 [sequences, limit] (0 after the end), ``response_mask`` bool, the
-      log-probs by their names, and where tokens were guessed ``guessed`` and ``guessed_right``,
-      int32 [sequences], how many and how many of them were drawn.
+      of those that are kept ``responses`` int32 [sequences, limit] (0 after the end),
+      ``response_mask`` bool, the log-probs by their names, and where tokens were guessed
+      ``guessed`` and ``guessed_right``, int32 [sequences], how many and how many of them were
+      drawn.
     """
     shape = work.rows, work.limit
     made: dict[str, np.ndarray] = {
         "responses": np.zeros(shape, np.int32), "response_mask": np.zeros(shape, bool)
     }  # fmt: skip
+    ended = np.zeros(work.rows, bool)
     for each in told:
         drawn = each.drawn
+        ended[each.sequences[each.ended]] = True
         row, at = np.nonzero(drawn.mask & (each.sequences != NOBODY)[:, None])
         where = each.sequences[row], each.before[row] + at
         made["responses"][where] = drawn.tokens[row, at]
@@ -516,4 +564,10 @@ def tables(work: Work, told: Iterable[Told]) -> dict[str, np.ndarray]:
             if counted is not None:
                 total = made.setdefault(name, np.zeros(shape[0], np.int32))
                 np.add.at(total, each.sequences[there], counted[there])
+    if work.surplus:
+        shape = work.prompts.shape[0], work.samples
+        lengths = made["response_mask"].sum(axis=1).reshape(shape)
+        numbers = kept(lengths, ended.reshape(shape), work.kept)
+        rows = (numbers + work.samples * np.arange(shape[0])[:, None]).ravel()
+        made = {name: table[rows] for name, table in made.items()}
     return made

@@ -292,7 +292,7 @@ def _check_slots(
     config: ConfigDict, table: Mapping[str, Role], layouts: Mapping[str, RoleLayouts]
 ) -> None:
     """Raise ConfigError where sequences cannot follow each other in slots, or be guessed."""
-    keys = {f"rollout.{key}": 0 for key in ("slots", "lookup") if config.rollout[key]}
+    keys = {f"rollout.{key}": 0 for key in ("slots", "lookup", "surplus") if config.rollout[key]}
     if config.reward.while_generating:
         keys["reward.while_generating"] = False
     if not keys:
@@ -540,6 +540,7 @@ class _Builder:
             micro_batch=(section if entry.trained else config.actor).micro_batch,
             slots=config.rollout.slots,
             lookup=config.rollout.lookup,
+            surplus=config.rollout.surplus,
             judges=self._judges() if entry.generates or entry.apart else {},
             packing=config.data.packing,
             offload=section.get("offload", "none") if section is not None else "none",

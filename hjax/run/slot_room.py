@@ -183,7 +183,7 @@ def room(
         np.dtype(context.compute.dtype),
         layouts[generates].generate,
         config.rollout.prompts,
-        config.rollout.samples,
+        config.rollout.samples + config.rollout.surplus,
         prompt_length,
         config.rollout.max_response_length,
     )

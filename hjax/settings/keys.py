@@ -270,6 +270,13 @@ KEYS: dict[str, Any] = {
             "room for",
             at_least(-1),
         ),
+        "surplus": Key(
+            0,
+            "further responses to each prompt: when `samples` of them have ended the others are "
+            "given up, so that none waits for the longest ones (the shortest are what is learned "
+            "from, which is a bias); 0: none",
+            at_least(0),
+        ),
         "lookup": Key(
             0,
             "tokens that are guessed at a time from what a text said before, and looked at in one "

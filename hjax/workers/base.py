@@ -54,6 +54,7 @@ class WorkerContext:
       micro_batch: rows (or packs) per pass over all devices, of updates and scores; 0: all.
       slots: rows that are generated at a time; 0: all.
       lookup: tokens that are guessed at a time, see ``hjax.rollout.lookup``.
+      surplus: further responses to a prompt, of which the last ones to end are given up.
       judges: reward functions, by role, that are called with a prompt's answers while others are
         generated.
       packing: places of the packs in which rows are computed; 0: they are padded.
@@ -85,6 +86,7 @@ class WorkerContext:
     micro_batch: int = 0
     slots: int = 0
     lookup: int = 0
+    surplus: int = 0
     judges: Mapping[str, RewardFunction] = dataclasses.field(default_factory=dict)
     packing: int = 0
     offload: str = "none"

@@ -73,6 +73,7 @@ class GeneratingWorker(ModelWorker):
         """
         context = self.context
         count = 1 if greedy else (samples or context.samples)
+        surplus = 0 if greedy else context.surplus
         asked = prompts["prompts"].shape[0]
         rows = asked * count
         # Of this call alone: the same prompt in another call is another.
@@ -85,7 +86,7 @@ class GeneratingWorker(ModelWorker):
                 params,
                 prompts["prompts"],
                 prompts["prompt_mask"],
-                self.sequence(rows),
+                self.sequence(rows + asked * surplus),
                 seed=context.seed,
                 step=prompts.get("step", 0),
                 samples=count,
@@ -95,6 +96,7 @@ class GeneratingWorker(ModelWorker):
                 end=end,
                 slots=context.slots,
                 lookup=context.lookup,
+                surplus=surplus,
                 on_ended=judge,
             )
             # This waits for the responses: the cache is gone before training's parameters return.
@@ -167,6 +169,7 @@ class GeneratingWorker(ModelWorker):
                 stop=context.stop,
                 slots=context.slots,
                 lookup=context.lookup,
+                surplus=0 if call.endswith("greedy") else context.surplus,
             )
 
     def _generation_copy(self) -> Params:
