@@ -11,7 +11,7 @@ begin alike, responses have 64, or fewer where the model ends them.
   has drawn since, up to 8 of them. `event_ms` is that time itself.
 - `tokens_per_second`: of all clients together.
 - `programs`: that the server compiled while it was measured; before that the same mix with other
-  prompts is repeated until it compiles none, at most `--warmup` times.
+  prompts is repeated until it has compiled none twice in a row, at most `--warmup` times.
 
 The loop answers the same requests one after another, first come first served, by
 `LanguageModel.generate`; it has no stream, a response's first token comes with its last. What N
@@ -45,6 +45,7 @@ import numpy as np
 
 CLIENTS = (1, 8, 64)
 SHORTEST, LONGEST, RESPONSE = 16, 64, 64
+QUIET = 2
 # Tokens below are special in many a vocabulary.
 FIRST = 4
 
@@ -213,14 +214,13 @@ def measure_server(
     """Figures and replies by number of clients."""
     found, heard = {}, {}
     for clients, count in counts.items():
-        rounds = 0
-        while rounds < warmup:
+        rounds = quiet = 0
+        while rounds < warmup and quiet < QUIET:
             rounds += 1
             before = server.programs()
             other = make_requests(vocab, count, 1000 * clients + rounds)
             asyncio.run(ask_all(server.url, other, clients))
-            if server.programs() == before:
-                break
+            quiet = quiet + 1 if server.programs() == before else 0
         before = server.programs()
         requests = make_requests(vocab, count, clients)
         replies, seconds = asyncio.run(ask_all(server.url, requests, clients))
