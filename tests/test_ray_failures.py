@@ -186,7 +186,7 @@ def test_a_struck_run_ends_as_if_it_had_been_left_alone(name, tmp_path, undistur
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)  # the first also makes the run that nobody strikes, and compiles
 @pytest.mark.parametrize("name", TABLE)
 def test_the_table(name, tmp_path, undisturbed):
     kind, *strikes = TABLE[name]
