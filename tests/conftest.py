@@ -18,6 +18,7 @@ import pathlib
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -75,6 +76,21 @@ def backend() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PJRT_NPROC", os.environ.get("PJRT_NPROC", str(4 * DEVICES)))
         jax.devices()
+
+
+# Linux lets a process have 65,530 pieces of memory (vm.max_map_count), and a compiled program takes
+# several. Beyond, XLA cannot protect the pages of a new one, and the process dies at a later moment.
+PIECES = 20_000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_programs() -> Iterator[None]:
+    """Programs of earlier modules are given up before there are too many in a process."""
+    yield
+    held = pathlib.Path("/proc/self/maps")
+    if held.is_file() and held.read_bytes().count(b"\n") > PIECES:
+        jax.clear_caches()
+        gc.collect()
 
 
 # Fixtures that take long and that several tests share.
