@@ -27,8 +27,9 @@ from hjax.rollout import decode_state
 from hjax.rollout.engine import Engine
 from hjax.rollout.pipelined import PipelinedRollout
 from hjax.rollout.sampling import Sampling, sequence_keys
-from hjax.rollout.scheduler import COLUMNS, Schedule, Work, announced, tables
+from hjax.rollout.scheduler import COLUMNS, Schedule
 from hjax.rollout.slots import How
+from hjax.rollout.work import Work, announced, tables
 from hjax.sharding.arrays import place, to_numpy
 from hjax.sharding.layout import Layout
 from hjax.xla.program import Program

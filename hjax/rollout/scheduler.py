@@ -12,13 +12,14 @@ import concurrent.futures
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from hjax.models.parameters import Params
 from hjax.rollout.engine import STEPS, Engine
 from hjax.rollout.slots import Admission, Drawn, How, Size, State
+from hjax.rollout.work import NOBODY, Told, Work
 from hjax.xla.program import Program
 
 # Columns of a new state's cache; each further one has twice as many.
@@ -28,38 +29,6 @@ COLUMNS = 64
 READING = 4096
 # Rows of all devices below which halving them saves nothing: weights are what is read.
 FEWEST = 8
-NOBODY = -1
-
-
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """Sequences to be drawn: prompts and so many samples of each.
-
-    Attributes:
-      prompts: int32 [prompts, length], padded on the left; ``mask``: bool like it.
-      keys: uint32 [prompts * samples, n], data of each sequence's PRNG key; those of a prompt are
-        consecutive.
-      samples: of a prompt.
-      limit: tokens of a response at most.
-      surplus: how many of a prompt's samples are given up when the others have ended.
-    """
-
-    prompts: np.ndarray
-    mask: np.ndarray
-    keys: np.ndarray
-    samples: int
-    limit: int
-    surplus: int = 0
-
-    @property
-    def kept(self) -> int:
-        """Samples of a prompt that are drawn to their end."""
-        return self.samples - self.surplus
-
-    @property
-    def rows(self) -> int:
-        """Sequences."""
-        return self.prompts.shape[0] * self.samples
 
 
 @dataclasses.dataclass
@@ -69,23 +38,6 @@ class Counts:
     dispatches: int = 0
     tokens: int = 0
     computed: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Told:
-    """What a dispatch drew.
-
-    Attributes:
-      sequences: int [rows], which row is whose; NOBODY: a slot without.
-      before: int [rows], tokens that each had.
-      ended: bool [rows], whose last token it drew.
-      drawn: the tables.
-    """
-
-    sequences: np.ndarray
-    before: np.ndarray
-    ended: np.ndarray
-    drawn: Drawn
 
 
 def lengths(limit: int, refills: bool) -> list[int]:
@@ -494,80 +446,3 @@ class Schedule:
             self._length = self._after(self.lengths, self._length)
             state = self.engine.move(state, length=self._length)
         return state
-
-
-def announced(
-    work: Work, told: Iterable[Told], on_ended: Callable[[int, list[list[int]]], None]
-) -> Iterator[Told]:
-    """The same; ``on_ended`` is called with each prompt of whose responses enough have ended, and
-    those that are kept."""
-    tokens: list[list[int]] = [[] for _ in range(work.rows)]
-    ended = np.zeros(work.rows, bool)
-    waited = np.ones(work.prompts.shape[0], bool)
-    for each in told:
-        for row in np.flatnonzero((each.sequences != NOBODY) & each.drawn.mask.any(axis=1)):
-            sequence = int(each.sequences[row])
-            tokens[sequence] += each.drawn.tokens[row][each.drawn.mask[row]].tolist()
-            ended[sequence] = each.ended[row]
-        whole = waited & (ended.reshape(-1, work.samples).sum(axis=1) >= work.kept)
-        for prompt in np.flatnonzero(whole):
-            first = int(prompt) * work.samples
-            own = slice(first, first + work.samples)
-            lengths = np.array([len(response) for response in tokens[own]])
-            numbers = kept(lengths[None], ended[None, own], work.kept)[0]
-            on_ended(int(prompt), [tokens[first + i] for i in numbers])
-        waited &= ~whole
-        yield each
-
-
-def kept(lengths: np.ndarray, ended: np.ndarray, count: int) -> np.ndarray:
-    """int [prompts, count]: numbers of each prompt's samples that are kept, rising.
-
-    The shortest of those that have ended, of equally long ones the first: so they do not depend on
-    how many tokens a dispatch draws, nor on who else is there.
-
-    Args:
-      lengths: int [prompts, samples], tokens of each response.
-      ended: bool like it.
-      count: how many are kept.
-    """
-    # Stable, so that of equals the first comes first.
-    order = np.argsort(np.where(ended, lengths, np.iinfo(np.int64).max), axis=1, kind="stable")
-    return np.sort(order[:, :count], axis=1)
-
-
-def tables(work: Work, told: Iterable[Told]) -> dict[str, np.ndarray]:
-    """What a schedule drew, by sequence.
-
-    Returns:
-      of those that are kept ``responses`` int32 [sequences, limit] (0 after the end),
-      ``response_mask`` bool, the log-probs by their names, and where tokens were guessed
-      ``guessed`` and ``guessed_right``, int32 [sequences], how many and how many of them were
-      drawn.
-    """
-    shape = work.rows, work.limit
-    made: dict[str, np.ndarray] = {
-        "responses": np.zeros(shape, np.int32), "response_mask": np.zeros(shape, bool)
-    }  # fmt: skip
-    ended = np.zeros(work.rows, bool)
-    for each in told:
-        drawn = each.drawn
-        ended[each.sequences[each.ended]] = True
-        row, at = np.nonzero(drawn.mask & (each.sequences != NOBODY)[:, None])
-        where = each.sequences[row], each.before[row] + at
-        made["responses"][where] = drawn.tokens[row, at]
-        made["response_mask"][where] = True
-        for name, table in drawn.logprobs.items():
-            made.setdefault(name, np.zeros(shape, np.float32))[where] = table[row, at]
-        there = each.sequences != NOBODY
-        for name, counted in (("guessed", drawn.guessed), ("guessed_right", drawn.right)):
-            if counted is not None:
-                total = made.setdefault(name, np.zeros(shape[0], np.int32))
-                np.add.at(total, each.sequences[there], counted[there])
-    if work.surplus:
-        shape = work.prompts.shape[0], work.samples
-        lengths = made["response_mask"].sum(axis=1).reshape(shape)
-        numbers = kept(lengths, ended.reshape(shape), work.kept)
-        rows = (numbers + work.samples * np.arange(shape[0])[:, None]).ravel()
-        made = {name: table[rows] for name, table in made.items()}
-    return made
