@@ -85,7 +85,10 @@ class Engine:
             self._read_prompts, static_argnums=0, out_shardings=self._shardings[1]
         )
         self._first = jax.jit(self._begun, static_argnums=0, out_shardings=(split, whole))
-        self._insert = jax.jit(self._inserted, donate_argnums=0, out_shardings=state)
+        self._seat = jax.jit(
+            self._seated, static_argnums=0, donate_argnums=(1, 2), out_shardings=(*rest, split)
+        )
+        self._enter = jax.jit(self._entered, static_argnums=0, donate_argnums=1, out_shardings=held)
         self._decode = jax.jit(
             self._decoded, static_argnums=(0, 1), donate_argnums=3, out_shardings=both
         )
@@ -174,8 +177,24 @@ class Engine:
           prompts, new: of ``prefill``.
           groups, rows: as of ``Admission``.
         """
-        split = self.layout.sharding("batch")
-        return self._insert(state, prompts, new, place(groups, split), place(rows, split))
+        split, cache = self.layout.sharding("batch"), state.cache
+        of_groups, of_rows = place(groups, split), place(rows, split)
+        own = cache.own_prompts
+        columns = None if own else (_size(cache.prompt_k), _size(prompts.k))
+        given = state.slots, state.rows, prompts.tokens, new, of_groups, of_rows
+        slots, running, ends = self._seat(columns, *given)
+        names, where = (("k", "v"), of_rows) if own else (("prompt_k", "prompt_v"), of_groups)
+
+        def entered(name: str) -> Any:
+            """Of an array at a time: one program for all layers, whatever else the state has."""
+            way = own, own and name == "k" and self.form == decode.COLUMNS
+            some = prompts.k if name.endswith("k") else prompts.v
+            return jax.tree.map(
+                lambda old, x: self._enter(way, old, x, where, ends), getattr(cache, name), some
+            )
+
+        cache = dataclasses.replace(cache, **{name: entered(name) for name in names})
+        return State(cache, slots, running)
 
     def decode(
         self,
@@ -389,73 +408,75 @@ class Engine:
         rows = Running(number, one, limit, drawn["last"], done, keys, options, counts, text)
         return rows, drawn | {"done": done}
 
-    def _inserted(
+    def _seated(
         self,
-        state: State,
-        new: Prompts,
+        columns: tuple[int, int] | None,
+        slots: Slots,
         running: Running,
+        tokens: jax.Array,
+        new: Running,
         groups: jax.Array,
         rows: jax.Array,
-    ) -> State:
-        cache, slots = state.cache, state.slots
+    ) -> tuple[Slots, Running, jax.Array]:
+        """What ``insert`` changes but for the cache, and before which column each prompt ends.
+
+        ``columns``: of the state's prompts and of those that were read; None: rows have their
+        prompts among their own tokens. ``tokens``: int32 [groups], of each prompt.
+        """
         at_group, at_row = (functools.partial(self._put, where) for where in (groups, rows))
-        held, columns = _size(cache.prompt_k), _size(new.k)
-        start = jnp.zeros(rows.shape, jnp.int32) if self.by_row else slots.column
-        if state.cache.own_prompts:
+        start = jnp.zeros(rows.shape, jnp.int32)
+        if columns is None:
             begin = end = jnp.zeros(groups.shape, jnp.int32)
-            start = start if self.by_row else slots.column - new.tokens
-            cache = self._with_prompts(cache, new, rows, slots.column)
+            ends = tokens if self.by_row else jnp.broadcast_to(slots.column, tokens.shape)
+            start = ends - tokens
         else:
             # Prompts end where the state's prompts end, but for the kernel.
-            short = 0 if self.by_kernel else held - columns
-            begin, end = short + columns - new.tokens, jnp.full(groups.shape, short + columns)
-            sides = (short, held - columns - short)
-
-            def enter(old: jax.Array, x: jax.Array) -> jax.Array:
-                x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [sides, (0, 0)])
-                return jax.vmap(at_group)(old, x) if self.stacked else at_group(old, x)
-
-            cache = dataclasses.replace(
-                cache,
-                prompt_k=jax.tree.map(enter, cache.prompt_k, new.k),
-                prompt_v=jax.tree.map(enter, cache.prompt_v, new.v),
-            )
+            held, read = columns
+            end = jnp.full(groups.shape, read if self.by_kernel else held, jnp.int32)
+            begin = ends = end - tokens
+            start = start if self.by_row else start + slots.column
         slots = dataclasses.replace(
             slots,
             begin=at_group(slots.begin, begin),
             end=at_group(slots.end, end),
-            start=at_row(slots.start, jnp.broadcast_to(start, rows.shape)),
+            start=at_row(slots.start, start),
         )
-        return State(cache, slots, jax.tree.map(at_row, state.rows, running))
+        return slots, jax.tree.map(at_row, running, new), ends
 
-    def _with_prompts(
-        self, cache: KVCache, new: Prompts, rows: jax.Array, column: jax.Array
-    ) -> KVCache:
-        """Prompts before a column of rows, or each from column 0 on."""
-        columns = _size(new.k)
-        if self.by_row:
-            at = jnp.arange(columns) + (columns - new.tokens)[:, None]
-            at = jnp.minimum(at, columns - 1)[:, None, :, None]
+    def _entered(
+        self, way: tuple[bool, bool], old: jax.Array, x: jax.Array, at: jax.Array, ends: jax.Array
+    ) -> jax.Array:
+        """An array of the cache with prompts ``x`` at numbers ``at`` of its groups or rows.
 
-        def enter(old: jax.Array, x: jax.Array, by_columns: bool) -> jax.Array:
-            if self.by_row:
-                x = jnp.take_along_axis(x, at, axis=2)
-            if self.by_kernel:  # with a dimension for samples
-                held = self._put(rows, old[..., :columns, :], x[:, :, None])
-                return old.at[..., :columns, :].set(held)
-            first = 0 if self.by_row else column - columns
-            axis = 3 if by_columns else 2
-            x = x.swapaxes(2, 3) if by_columns else x
-            held = jax.lax.dynamic_slice_in_dim(old, first, columns, axis)
-            held = self._put(rows, held, x)
-            return jax.lax.dynamic_update_slice_in_dim(old, held, first, axis)
+        ``way``: whether these are rows, where prompts end before columns ``ends``, and whether
+        the array has columns last.
+        """
+        own, by_columns = way
+        one = functools.partial(self._prompts_in_rows, by_columns, at, ends)
+        if not own:
+            one = functools.partial(self._prompts_in_groups, at)
+        return jax.vmap(one)(old, x) if self.stacked else one(old, x)
 
-        def of(old: Any, x: Any, by_columns: bool) -> Any:
-            one = functools.partial(enter, by_columns=by_columns)
-            return jax.tree.map(jax.vmap(one) if self.stacked else one, old, x)
+    def _prompts_in_groups(self, at: jax.Array, old: jax.Array, x: jax.Array) -> jax.Array:
+        more = old.shape[-2] - x.shape[-2]
+        sides = (0, more) if self.by_kernel else (more, 0)
+        return self._put(at, old, jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [sides, (0, 0)]))
 
-        k, v = of(cache.k, new.k, self.form == decode.COLUMNS), of(cache.v, new.v, False)
-        return dataclasses.replace(cache, k=k, v=v)
+    def _prompts_in_rows(
+        self, by_columns: bool, at: jax.Array, ends: jax.Array, old: jax.Array, x: jax.Array
+    ) -> jax.Array:
+        """Prompts, which end in the last column of ``x``; whatever a row had is given up."""
+        axis = old.ndim - (1 if by_columns else 2)
+        read, size = x.shape[2], old.shape[axis]
+        if self.by_row:  # what follows them is not there yet
+            size = min(size, read)
+        column = jnp.arange(size) + read - ends[:, None]
+        x = jnp.take_along_axis(x, jnp.clip(column, 0, read - 1)[:, None, :, None], axis=2)
+        if self.by_kernel:  # with a dimension for samples
+            x = x[:, :, None]
+        x = x.swapaxes(2, 3) if by_columns else x
+        held = self._put(at, jax.lax.slice_in_dim(old, 0, size, axis=axis), x)
+        return jax.lax.dynamic_update_slice_in_dim(old, held, 0, axis)
 
     def prefilled(
         self,

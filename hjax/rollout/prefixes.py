@@ -8,8 +8,7 @@ is room, and a new prompt is read from where its known beginning ends.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -27,17 +26,26 @@ from hjax.rollout.prefix_tree import Path, PrefixTree
 from hjax.rollout.slots import Known, State
 from hjax.sharding.arrays import place
 
-# Blocks that one program writes; as many calls as it takes.
-TOGETHER = 64
-
+# Blocks that one program writes, few or many; as many calls as it takes.
+TOGETHER = (8, 64)
+# Columns for what is known of prompts with what is new of them: four times as many each.
+COLUMNS = 256
 
 # Of the memory that is free: what is kept if nobody says how much.
 SHARE = 0.25
 
 
-def columns_for(tokens: int, limit: int) -> int:
-    """Columns for prompts of so many tokens: powers of two, or the limit in whole blocks."""
-    return min(1 << (max(tokens, BLOCK) - 1).bit_length(), -(-limit // BLOCK) * BLOCK)
+def columns_for(tokens: int, limit: int, fewest: int = BLOCK, factor: int = 2) -> int:
+    """Columns for prompts of so many tokens.
+
+    Args:
+      limit: of tokens; in whole blocks it is the most.
+      fewest: columns, whole blocks; others are these times a power of ``factor``.
+    """
+    columns = fewest
+    while columns < tokens:
+        columns *= factor
+    return min(columns, -(-limit // BLOCK) * BLOCK)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +81,7 @@ class Prefixes:
         self._engine = engine
         self._tree = PrefixTree(max(tokens // BLOCK, 1), BLOCK)
         held = engine.block_sharding
-        self._keep = jax.jit(self._kept, donate_argnums=0, out_shardings=held)
+        self._keep = jax.jit(self._kept, static_argnums=0, donate_argnums=1, out_shardings=held)
         self._read = jax.jit(self._read_in, donate_argnums=1, out_shardings=held)
         empty = jax.jit(self._empty, static_argnums=0, out_shardings=held)
         self.blocks: Blocks = empty(self._tree.blocks)
@@ -136,11 +144,38 @@ class Prefixes:
             paths.append(path)
             old = len(path) - len(new)
             pieces += [(row, (old + i) * BLOCK, number) for i, number in enumerate(new)]
-        for table in _tables(pieces, self._tree.blocks):
-            given = place(table, self._engine.layout.replicated)
-            self.blocks = self._keep(self.blocks, state, given)
+        self._write(state, _tables(pieces, self._tree.blocks))
         for path in paths:
             self._tree.release(path)
+
+    def _write(self, state: State, tables: Iterable[np.ndarray]) -> None:
+        engine, cache = self._engine, state.cache
+        start = None if engine.by_row else state.slots.start
+        for table in tables:
+            given = place(table, engine.layout.replicated)
+
+            def written(blocks: Any, own: Any, by_columns: bool, given: Any = given) -> Any:
+                """An array at a time: one program for all layers."""
+                return jax.tree.map(
+                    lambda b, x: self._keep(by_columns, b, x, start, given), blocks, own
+                )
+
+            k = written(self.blocks.k, cache.k, engine.form == decode.COLUMNS)
+            self.blocks = Blocks(k, written(self.blocks.v, cache.v, False))
+
+    def warm_up_keeping(self, state: State) -> None:
+        """Compile what ``keep`` of such a state calls; nothing is kept."""
+        nowhere = self._tree.blocks
+        for count in TOGETHER:
+            self._write(state, _tables([(0, 0, nowhere)] * count, nowhere))
+
+    def warm_up_reading(self, params: Params, chunk: int, limit: int) -> None:
+        """Compile what ``read`` calls, with the same arguments; nothing is kept."""
+        nowhere = [self._tree.blocks] * (chunk // BLOCK)
+        for columns in known_columns(limit):
+            if columns >= chunk:
+                known = self.known([[0] * chunk], [Beginning()], columns)
+                self._read_new(params, [0] * chunk, known, nowhere)
 
     def read(self, params: Params, prompt: Sequence[int], chunk: int, limit: int) -> bool:
         """Read the next chunk of a prompt, and keep it.
@@ -162,15 +197,20 @@ class Prefixes:
             self.release(begun)
             self._tree.drop(new)
             return False
-        columns = columns_for(begun.tokens + chunk, limit)
-        known = self.known([prompt[: begun.tokens + chunk]], [begun], columns)
-        tokens = np.asarray([prompt[begun.tokens : begun.tokens + chunk]], np.int32)
-        whole = self._engine.layout.replicated
-        given = jax.tree.map(lambda x: place(x, whole), (tokens, known, np.asarray(new, np.int32)))
-        self.blocks = self._read(params, self.blocks, *given)
+        whole = prompt[: begun.tokens + chunk]
+        known = self.known([whole], [begun], known_columns_for(len(whole), limit))
+        self._read_new(params, whole[begun.tokens :], known, new)
         self._tree.release(path)
         self.release(begun)
         return True
+
+    def _read_new(
+        self, params: Params, tokens: Sequence[int], known: Known, where: Sequence[int]
+    ) -> None:
+        whole = self._engine.layout.replicated
+        given = np.asarray([tokens], np.int32), known, np.asarray(where, np.int32)
+        given = jax.tree.map(lambda x: place(x, whole), given)
+        self.blocks = self._read(params, self.blocks, *given)
 
     # Programs
 
@@ -182,29 +222,38 @@ class Prefixes:
             return Blocks(*(jnp.zeros((layers, *shape), dtype) for _ in range(2)))
         return Blocks(*(tuple(jnp.zeros(shape, dtype) for _ in range(layers)) for _ in range(2)))
 
-    def _kept(self, blocks: Blocks, state: State, pieces: jax.Array) -> Blocks:
-        """``pieces``: int32 [3, n]: of which row, from which of its tokens on, into which block."""
-        engine, cache, slots = self._engine, state.cache, state.slots
-        row, first, where = pieces
-        row, start = row[:, None], 0 if engine.by_row else slots.start[row][:, None]
-        at = start + first[:, None] + jnp.arange(BLOCK)
+    def _kept(
+        self,
+        by_columns: bool,
+        blocks: jax.Array,
+        own: jax.Array,
+        start: jax.Array | None,
+        pieces: jax.Array,
+    ) -> jax.Array:
+        """An array of blocks with some of an array of a state's cache.
 
-        def of(own: jax.Array, by_columns: bool) -> jax.Array:
+        ``by_columns``: whether that has columns last. ``start``: int32 [rows], each one's first
+        column; None: 0. ``pieces``: int32 [3, n]: of which row, from which of its tokens on, into
+        which block.
+        """
+        row, first, where = pieces
+        row = row[:, None]
+        at = first[:, None] + jnp.arange(BLOCK) + (0 if start is None else start[row])
+
+        def of(own: jax.Array) -> jax.Array:
             """[n, kv_heads, BLOCK, head_dim] of a layer."""
             if by_columns:
                 found = own.at[row, :, :, at].get(mode="clip")
-            elif engine.by_kernel:  # with a dimension for samples
+            elif self._engine.by_kernel:  # with a dimension for samples
                 found = own.at[row, :, 0, at].get(mode="clip")
             else:
                 found = own.at[row, :, at].get(mode="clip")
             return found.swapaxes(1, 2)
 
-        def of_all(own: Any, by_columns: bool) -> Any:
-            one = functools.partial(of, by_columns=by_columns)
-            return jax.tree.map(jax.vmap(one) if engine.stacked else one, own)
+        def put(held: jax.Array, own: jax.Array) -> jax.Array:
+            return held.at[where].set(of(own).astype(held.dtype), mode="drop")
 
-        k = of_all(cache.k, engine.form == decode.COLUMNS)
-        return blocks.with_rows(Blocks(k, of_all(cache.v, False)), where)
+        return jax.vmap(put)(blocks, own) if self._engine.stacked else put(blocks, own)
 
     def _read_in(
         self, params: Params, blocks: Blocks, tokens: jax.Array, known: Known, where: jax.Array
@@ -223,6 +272,19 @@ class Prefixes:
 
         k, v = keys_and_values(jax.tree.map(cut, kept), engine.stacked)
         return blocks.with_rows(Blocks(k, v), where)
+
+
+def known_columns(limit: int) -> list[int]:
+    """All that ``known_columns_for`` may say, growing."""
+    made = [known_columns_for(1, limit)]
+    while (more := known_columns_for(made[-1] + 1, limit)) > made[-1]:
+        made.append(more)
+    return made
+
+
+def known_columns_for(tokens: int, limit: int) -> int:
+    """Columns for whole prompts of so many tokens, up to ``limit``: few sizes, few programs."""
+    return columns_for(tokens, limit, COLUMNS, 4)
 
 
 def room_for(engine: Engine, tokens: int) -> int:
@@ -245,10 +307,11 @@ def why_not(engine: Engine) -> str:
 
 
 def _tables(pieces: list[tuple[int, int, int]], nowhere: int) -> Iterator[np.ndarray]:
-    """int32 [3, n] of so many pieces, n a power of two; what fills up goes nowhere."""
-    for at in range(0, len(pieces), TOGETHER):
-        some = pieces[at : at + TOGETHER]
-        table = np.zeros((3, 1 << (len(some) - 1).bit_length()), np.int32)
+    """int32 [3, n] of so many pieces, n of ``TOGETHER``; what fills up goes nowhere."""
+    few, many = TOGETHER
+    for at in range(0, len(pieces), many):
+        some = pieces[at : at + many]
+        table = np.zeros((3, few if len(some) <= few else many), np.int32)
         table[2] = nowhere
         table[:, : len(some)] = np.array(some).T
         yield table

@@ -27,20 +27,14 @@ from hjax.rollout.constraint import Constraint
 from hjax.rollout.engine import Engine
 from hjax.rollout.matching import Matcher, Matchers, words
 from hjax.rollout.options import Options
-from hjax.rollout.prefixes import Beginning, Prefixes, columns_for, room_for, why_not
+from hjax.rollout.prefixes import Beginning, Prefixes, known_columns_for, room_for, why_not
 from hjax.rollout.replacement import Replacement, laid_out
 from hjax.rollout.row_sampling import RowSampling, Sizes
-from hjax.rollout.scheduler import COLUMNS
-from hjax.rollout.slots import Admission, Drawn, How, Known, Size, State
+from hjax.rollout.shapes import CHUNK, STEPS, Shapes, WarmUp
+from hjax.rollout.slots import Admission, Drawn, How, Known, State
 
 _LOG = logging.getLogger(__name__)
 SLOTS = 16
-# Tokens between two looks at who waits and who listens.
-STEPS = 8
-# Prompts that are read together, so that others do not wait long for their next tokens.
-TOGETHER = 8
-# Tokens of a prompt that are read at a time, for the same reason; whole blocks.
-CHUNK = 512
 # Tokens that are kept for prompts to come, if nobody says how many.
 PREFIX_TOKENS = 16 * 1024
 
@@ -174,6 +168,7 @@ class Service:
         self._prefixes = Prefixes(self._engine, prefix_tokens) if prefix_tokens else None
         self._reading: collections.deque[Ticket] = collections.deque()
         self._own = Sizes(model.config.vocab_size, penalties=True)
+        self._shapes = Shapes(self._engine, self.slots, self.max_tokens, self._own)
         self._matchers = Matchers(model.tokenizer, model.config.vocab_size)
         self._waiting: collections.deque[Ticket] = collections.deque()
         self._rows: list[Ticket | None] = [None] * self.slots
@@ -259,6 +254,27 @@ class Service:
                     late = f"running requests did not end within {seconds} s"
                     self._end_replacement(f"{late}; the old weights go on")
         replacement.check()
+
+    def warm_up(self, told: Callable[[str], None] = lambda line: None) -> None:
+        """Compile every program that requests may need, whatever their lengths, before the first.
+
+        Only those with a constraint need others, for which their first one waits.
+
+        Args:
+          told: called with what is compiled next, in a few words.
+
+        Raises:
+          RunError: there are requests, or there were and some are not over.
+        """
+        with self._changed:
+            self._check_open("requests")
+            if self._state is not None or self._waiting or self._reading:
+                raise RunError("warm_up comes before the first request")
+
+            def nobody(entries: int, columns: int, known: Known | None) -> Admission:
+                return self._admission([None] * entries, np.zeros(entries), columns, known)
+
+            WarmUp(self._shapes, self._model.params, self._prefixes, nobody).run(told)
 
     def stats(self) -> dict[str, float]:
         """``running``, ``waiting``, ``slots``, ``generated_tokens``, ``prompt_tokens``, of these
@@ -446,14 +462,14 @@ class Service:
     def _admit(self) -> None:
         engine, parts = self._engine, self._engine.parts
         free = np.array([row is None for row in self._rows]).reshape(parts, -1)
-        each = min(int(free.sum(axis=1).max()), max(TOGETHER // parts, 1))
+        each = min(int(free.sum(axis=1).max()), self._shapes.together[-1])
         with self._changed:
             entering = self._next(min(int(free.sum()), each * parts))
         if not entering:
             return
-        each = 1 << (-(-len(entering) // parts) - 1).bit_length()
-        columns = columns_for(max(len(t.request.prompt) for t in entering), self.max_tokens)
-        self._ready(columns)
+        each = next(n for n in self._shapes.together if n * parts >= len(entering))
+        longest = max(len(ticket.request.prompt) for ticket in entering)
+        self._ready(longest)
         assert self._state is not None
         rows = [np.flatnonzero(free[part]) for part in range(parts)]
         seats = [(part, rows[part][i]) for i in range(each) for part in range(parts)
@@ -469,13 +485,13 @@ class Service:
             self._rows[place] = ticket
             self._start[place] = self._column - len(ticket.request.prompt)
         known, blocks = None, None
-        if self._prefixes is not None and any(ticket.begun.path for ticket in entering):
+        if self._prefixes is not None:
             asked = [() if t is None else t.request.prompt for t in entries]
             begun = [Beginning() if t is None else t.begun for t in entries]
+            columns = known_columns_for(longest, self.max_tokens)
             known, blocks = self._prefixes.known(asked, begun, columns), self._prefixes.blocks
             longest = max(len(t.request.prompt) - t.begun.tokens for t in entering)
-            columns = columns_for(longest, self.max_tokens)
-        new = self._admission(entries, where, columns, known)
+        new = self._admission(entries, where, self._shapes.new(longest), known)
         params = self._model.params
         self._state, drawn = engine.admit(How(), params, self._state, new, blocks)
         with self._changed:
@@ -528,33 +544,31 @@ class Service:
                 text[: len(ticket.request.prompt)] = ticket.request.prompt
         return made
 
-    def _ready(self, columns: int) -> None:
-        """A state where prompts of so many columns may end in the next column, or begin."""
-        engine = self._engine
+    def _ready(self, tokens: int) -> None:
+        """A state where prompts of so many tokens may end in the next column, or begin."""
+        engine, shapes = self._engine, self._shapes
         if self._state is None:
-            self._column = columns
+            self._column = tokens
             # For the kernel all that a row may ever need.
-            most = columns_for(self.max_tokens, self.max_tokens)
-            self._length = most if engine.by_kernel else self._longer(columns)
-            text = self.max_tokens if engine.lookup else 0
-            size = Size(self.slots, self.slots, 1, 0, self._length, text, self._own)
-            self._state = engine.empty(size, columns)
+            self._length = shapes.longer(self.max_tokens if engine.by_kernel else tokens)
+            self._state = engine.empty(shapes.size(self._length), tokens)
         elif engine.by_row and not engine.by_kernel:
-            self._move(0, max(self._length, self._longer(columns)))
-        elif columns > self._column and not engine.by_row:
-            self._move(self._column - columns, max(self._length, self._longer(columns)))
-
-    def _longer(self, columns: int) -> int:
-        """Columns of a state in which so many are taken: a power of two, few sizes, few
-        programs."""
-        return 1 << max(columns + STEPS + self._engine.lookup, COLUMNS).bit_length()
+            self._move(0, max(self._length, shapes.longer(tokens)))
+        elif tokens > self._column and not engine.by_row:
+            self._move(self._column - tokens, max(self._length, shapes.longer(tokens)))
 
     def _move(self, first: int, length: int) -> None:
-        if not first and length == self._length:
-            return
+        """Give up columns before ``first``, or put some there, and have so many."""
         assert self._state is not None
-        more = length if length != self._length else 0
-        self._state = self._engine.move(self._state, length=more, first=first)
+        lengths = self._shapes.lengths
+        at, to = lengths.index(self._length), lengths.index(length)
+        # From each to the next: as few programs as there are lengths.
+        between = range(at + 1, to + 1) if to > at else range(at - 1, to - 1, -1)
+        ways = [(lengths[i], 0) for i in between]
+        if first:
+            ways.insert(len(ways) if first < 0 else 0, (0, first))
+        for more, at_first in ways:
+            self._state = self._engine.move(self._state, length=more, first=at_first)
         self._column, self._start = self._column - first, self._start - first
         self._length = length
 
@@ -592,10 +606,10 @@ class Service:
         if self._engine.by_row:
             most = max(len(row.request.prompt) + len(row.tokens) for _, row in live)
             if most + self._engine.lookup > self._length:
-                self._move(0, self._longer(most))
+                self._move(0, self._shapes.longer(most))
         elif self._column == self._length:
             first = int(min(self._start[at] for at, _ in live))
-            self._move(first, self._longer(self._column - first))
+            self._move(first, self._shapes.longer(self._column - first))
 
     def _hand_on(self, entries: list[Ticket | None], drawn: Drawn) -> None:
         """What was drawn for each entry, to who asked for it."""
