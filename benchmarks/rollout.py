@@ -225,6 +225,7 @@ def talking_contestants(
         return [row[mask].tolist() for row, mask in rows]
 
     service = Service(model, slots=TURNS["talks"])
+    service.warm_up()
     made = {"hjax": served_talks(service), "static": together(by_program)}
     if path is None:
         return made

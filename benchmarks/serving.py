@@ -10,8 +10,7 @@ begin alike, responses have 64, or fewer where the model ends them.
 - `token_ms`: between two events with tokens, by the tokens of the second: the server sends what it
   has drawn since, up to 8 of them. `event_ms` is that time itself.
 - `tokens_per_second`: of all clients together.
-- `programs`: that the server compiled while it was measured; before that the same mix with other
-  prompts is repeated until it has compiled none twice in a row, at most `--warmup` times.
+- `programs`: that the server compiled while it was measured, after `--warm_up`.
 
 The loop answers the same requests one after another, first come first served, by
 `LanguageModel.generate`; it has no stream, a response's first token comes with its last. What N
@@ -45,7 +44,6 @@ import numpy as np
 
 CLIENTS = (1, 8, 64)
 SHORTEST, LONGEST, RESPONSE = 16, 64, 64
-QUIET = 2
 # Tokens below are special in many a vocabulary.
 FIRST = 4
 
@@ -84,7 +82,7 @@ class Server:
         with open(log, "w") as errors:
             process = subprocess.Popen(
                 [sys.executable, "-m", "hjax.launch.serve", f"--model={model}", "--port=0",
-                 "--protocol=openai", f"--slots={slots}"],
+                 "--protocol=openai", f"--slots={slots}", "--warm_up"],
                 stdout=subprocess.PIPE, stderr=errors, text=True,
                 env=os.environ | {"JAX_LOG_COMPILES": "1"},
             )  # fmt: skip
@@ -209,23 +207,16 @@ def figures(replies: Sequence[Reply], seconds: float) -> dict[str, Any]:
 
 
 def measure_server(
-    server: Server, vocab: int, counts: dict[int, int], warmup: int
+    server: Server, vocab: int, counts: dict[int, int]
 ) -> tuple[dict[int, Any], dict[int, list[Reply]]]:
     """Figures and replies by number of clients."""
     found, heard = {}, {}
     for clients, count in counts.items():
-        rounds = quiet = 0
-        while rounds < warmup and quiet < QUIET:
-            rounds += 1
-            before = server.programs()
-            other = make_requests(vocab, count, 1000 * clients + rounds)
-            asyncio.run(ask_all(server.url, other, clients))
-            quiet = quiet + 1 if server.programs() == before else 0
         before = server.programs()
         requests = make_requests(vocab, count, clients)
         replies, seconds = asyncio.run(ask_all(server.url, requests, clients))
         programs = server.programs() - before
-        found[clients] = figures(replies, seconds) | {"programs": programs, "warmup": rounds}
+        found[clients] = figures(replies, seconds) | {"programs": programs}
         heard[clients] = replies
     return found, heard
 
@@ -271,7 +262,6 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=0, help="of the server; 0: it chooses")
     parser.add_argument("--requests", default="24,64,256", help="for 1, 8 and 64 clients")
     parser.add_argument("--loop_requests", type=int, default=32, help="of each for the loop")
-    parser.add_argument("--warmup", type=int, default=8, help="rounds before at most")
     args = parser.parse_args()
     counts = dict(zip(CLIENTS, map(int, args.requests.split(",")), strict=True))
     use = machine.CoreUse()
@@ -282,7 +272,7 @@ def main() -> None:
         model = hjax.load_model(path)
         vocab = model.config.vocab_size
         with Server.started(path, args.slots, pathlib.Path(folder)) as server:
-            served, heard = measure_server(server, vocab, counts, args.warmup)
+            served, heard = measure_server(server, vocab, counts)
         loop, same = measure_loop(model, counts, heard, args.loop_requests)
     line = {
         "benchmark": "serving",

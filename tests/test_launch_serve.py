@@ -52,7 +52,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def url(model):
-    with serving(model, "--api_key_env=HJAX_TEST_KEY") as (url, process):
+    with serving(model, "--api_key_env=HJAX_TEST_KEY", "--warm_up") as (url, process):
         yield url
         began = time.monotonic()
         process.send_signal(signal.SIGTERM)

@@ -125,8 +125,8 @@ class Spread:
 
     def __init__(self, model, sizes):
         layout = make_layouts(jax.devices(), sizes, {"tensor": -1}).generate
-        network = decoder_network(CONFIG)
-        self.config, self.tokenizer = CONFIG, None
+        network = decoder_network(model.config)
+        self.config, self.tokenizer = model.config, None
         self.params = network.place(model.params, layout)
         self.engine_for = Generator(network, layout).engine_for
 
@@ -261,3 +261,47 @@ def test_an_engine_that_fails_tells_everybody(model, monkeypatch):
     with pytest.raises(RunError, match="the engine failed: no room"):
         service.submit(Request((1,), 5), lambda piece: None)
     service.close()
+
+
+@pytest.mark.parametrize("limit, sizes, options", [
+    (96, None, {}),
+    pytest.param(96, None, {"prefix_tokens": 0}, marks=pytest.mark.slow),
+    pytest.param(96, None, {"lookup": 3}, marks=pytest.mark.slow),
+    pytest.param(96, {"data": 4, "tensor": 2}, {}, marks=pytest.mark.slow),
+    pytest.param(1100, None, {}, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_after_the_warm_up_nothing_is_compiled_whatever_comes(limit, sizes, options):
+    config = dataclasses.replace(CONFIG, max_length=limit)
+    layout = make_layouts(jax.devices()[:1]).generate
+    model = LanguageModel(config, decoder_network(config).create(1, layout))
+    service = Service(Spread(model, sizes) if sizes else model, slots=8, **options)
+    draw, compiled, told = random.Random(5), [], []
+
+    def heard(name, *_, **__):
+        if name == "/jax/core/compile/backend_compile_duration":
+            compiled.append(name)
+
+    try:
+        service.warm_up(told.append)
+        assert told[-1] == "long prompts" or "prefix_tokens" in options or sizes
+        jax.monitoring.register_event_duration_secs_listener(heard)
+        requests = []
+        for i in range(24):
+            prompt = tuple(draw.choices(range(64), k=draw.randint(1, limit - 2)))
+            begun = draw.choice(requests).prompt if i % 3 == 2 else ()
+            prompt = (*begun, *prompt)[: limit - 2]
+            asked = any_kind(draw)
+            most = draw.randint(1, limit - len(prompt))
+            requests.append(dataclasses.replace(asked, prompt=prompt, max_tokens=most))
+        cancelled = Answer(service, requests[0])
+        cancelled.ticket.cancel()
+        cancelled.ended.wait(SECONDS)
+        for some in (requests[:1], requests[1:4], requests[4:]):  # alone, few, many
+            for answer in [Answer(service, request) for request in some]:
+                answer.whole()
+        assert not compiled
+        with pytest.raises(RunError, match="comes before the first request"):
+            service.warm_up()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(heard)
+        service.close(0)

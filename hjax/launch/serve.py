@@ -43,6 +43,7 @@ with openai:
                         prompt, earlier turns (-1: chosen; 0: none)
   --lookup=0            tokens guessed at a time from what a text said before; answers are the same
                         (0: none)
+  --warm_up             compile for all lengths before it answers, not while it does: minutes
   --tensor=1            devices of this machine that share the model, split by heads
   --admin               POST /admin/reload reads the model's weights again, and answers go on with
                         the new ones
@@ -63,8 +64,8 @@ exit status: 0 ended by SIGTERM, requests answered; 1 failed; 2 wrong input, not
 130 ended by Ctrl-C
 """
 # Flags that one protocol alone has, and what they are where they are not given.
-_OPENAI = {"prefix_tokens": -1, "lookup": 0, "tensor": 1, "admin": False, "max_connections": None,
-           "header_seconds": None, "idle_seconds": None}  # fmt: skip
+_OPENAI = {"prefix_tokens": -1, "lookup": 0, "warm_up": False, "tensor": 1, "admin": False,
+           "max_connections": None, "header_seconds": None, "idle_seconds": None}  # fmt: skip
 _JETSTREAM = {"context": 0, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": None}
 _RULES: dict[str, Rule] = {
     "port": between(0, 65535),
@@ -116,6 +117,7 @@ def parse(arguments: Sequence[str]) -> flags.FlagValues:
     flags.DEFINE_integer("slots", 0, "see --help", flag_values=own)
     flags.DEFINE_integer("prefix_tokens", None, "see --help", flag_values=own)
     flags.DEFINE_integer("lookup", None, "see --help", flag_values=own)
+    flags.DEFINE_bool("warm_up", None, "see --help", flag_values=own)
     flags.DEFINE_integer("tensor", None, "see --help", flag_values=own)
     flags.DEFINE_bool("admin", None, "see --help", flag_values=own)
     flags.DEFINE_integer("max_queue", 1024, "see --help", flag_values=own)
@@ -174,6 +176,8 @@ def _openai(own: Any, key: str, front: ModelFront) -> int:
         model = front.load(own.dtype, own.tensor)
         prefix_tokens = None if own.prefix_tokens < 0 else own.prefix_tokens
         service = Service(model, own.slots, own.max_queue, prefix_tokens, own.lookup)
+        if own.warm_up:
+            service.warm_up(lambda what: print(f"compiling: {what}", file=sys.stderr, flush=True))
         reload = Reload(model, service) if own.admin else None
         about = model.tokenizer, model.config.vocab_size, model.eos_ids
         served, limits = Served(own.model, service, *about), _limits(own)

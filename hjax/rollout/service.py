@@ -177,6 +177,7 @@ class Service:
         self._state: State | None = None
         self._replacement: Replacement | None = None
         self._changed = threading.Condition()
+        self._asked = False
         self._closing, self._ends_at = False, 0.0
         self._error: BaseException | None = None
         self._prompt_tokens = self._generated = self._cached = 0
@@ -211,6 +212,7 @@ class Service:
             self._check_open("requests")
             if len(self._waiting) >= self.max_queue:
                 raise QueueFull(f"{len(self._waiting)} requests wait, as many as may; try later")
+            self._asked = True
             self._waiting.append(ticket)
             self._changed.notify()
         return ticket
@@ -264,11 +266,11 @@ class Service:
           told: called with what is compiled next, in a few words.
 
         Raises:
-          RunError: there are requests, or there were and some are not over.
+          RunError: a request came before.
         """
         with self._changed:
             self._check_open("requests")
-            if self._state is not None or self._waiting or self._reading:
+            if self._asked:
                 raise RunError("warm_up comes before the first request")
 
             def nobody(entries: int, columns: int, known: Known | None) -> Admission:
