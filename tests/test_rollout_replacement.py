@@ -123,7 +123,7 @@ def replacing(service, *given):
 
     thread = threading.Thread(target=run)
     thread.start()
-    until(lambda: service._replacement is not None)
+    until(lambda: service._replacement is not None or not thread.is_alive())
     yield errors
     thread.join(SECONDS)
     assert not thread.is_alive()
@@ -242,14 +242,16 @@ def test_the_old_weights_go_on_where_requests_do_not_end_in_time_or_it_closes(
 
 
 def test_an_engine_that_fails_tells_who_replaces_its_weights(model, service, weights, monkeypatch):
-    failing = threading.Event()
+    begun, failing = threading.Event(), threading.Event()
 
     def fails(*_):
+        begun.set()
         assert failing.wait(SECONDS)
         raise MemoryError("no room")
 
     monkeypatch.setattr(model.engine, "decode", fails)
     Asked(service, (1, 2, 3))
+    assert begun.wait(SECONDS)  # before that nobody runs, and weights are taken at once
     with replacing(service, weights[2]) as errors:
         failing.set()
     assert [str(error) for error in errors] == ["the engine failed: no room"]

@@ -297,6 +297,8 @@ def slowly(loop, server):
     """A body between whose halves the server is stopped."""
     text = asked()
     yield text[:5]
+    # The one that is answered and this one: before its head is read a connection is an idle one.
+    wait_until(lambda: len(server._uvicorn.server_state.tasks) == 2)
     loop.call_soon_threadsafe(server.stop)
     time.sleep(0.2)
     yield text[5:]
