@@ -43,8 +43,13 @@ jax.config.update("jax_num_cpu_devices", DEVICES)
 jax.config.update("jax_enable_x64", False)
 
 
-# Everyday tests compile much and compute little: half of their time would go into optimising.
-QUICK = ("--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false")
+# Everyday tests compile much and compute little: half of their time would go into optimising, and
+# where each core has a worker, pieces compiled side by side only cost more.
+QUICK = (
+    "--xla_backend_optimization_level=0",
+    "--xla_cpu_use_fusion_emitters=false",
+    "--xla_cpu_parallel_codegen_split_count=1",
+)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

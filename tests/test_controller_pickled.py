@@ -53,10 +53,10 @@ def pickling():
 
 
 @pytest.mark.parametrize(
-    # Everyday the one with most roles, and the one without rollouts.
+    # Everyday the fastest.
     "name",
     [
-        pytest.param(n, marks=[] if n in ("safe_rlhf", "sft") else [pytest.mark.slow])
+        pytest.param(n, marks=[] if n == "sft" else [pytest.mark.slow])
         for n in RUNNABLE
     ],
 )

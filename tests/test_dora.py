@@ -110,7 +110,7 @@ def test_magnitudes_start_as_norms_and_change_nothing(tmp_path, form):
 
 
 COMBINATIONS = [
-    ("GRPO", {"layout.actor.generate.tensor": 2, **axes(fsdp=2, tensor=4)}),
+    slow("GRPO", {"layout.actor.generate.tensor": 2, **axes(fsdp=2, tensor=4)}),
     slow("PPO", {**CRITIC, "critic.lora.dora": True, **BOTH, "actor.offload": "all"}),
     slow("GRPO", {"actor.lora.base": "int8", "data.packing": 16, **axes(tensor=2, fsdp=4)}),
     slow("GRPO", {"placement": "disaggregate", "model.remat": "full", "actor.micro_batch": 8}),

@@ -113,7 +113,7 @@ def test_a_share_is_kept_and_every_matrix_layer_token_and_update_has_its_own():
 
 
 COMBINATIONS = [
-    ("GRPO", {"layout.actor.generate.tensor": 2, **axes(fsdp=2, tensor=4)}),
+    slow("GRPO", {"layout.actor.generate.tensor": 2, **axes(fsdp=2, tensor=4)}),
     slow("PPO", {**CRITIC, "critic.lora.dropout": 0.5, **BOTH, "actor.micro_batch": 8}),
     slow("GRPO", {"model.layers": 2, **axes(pipe=2, data=4)}),
     slow("GRPO", {**axes(pipe=2, data=4), "model.unroll_layers": True, "model.remat": "full"}),

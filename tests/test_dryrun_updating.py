@@ -60,6 +60,7 @@ def test_memory_grows_as_the_length_not_as_its_square():
     assert record(8192)["peak_bytes"] <= 4.5 * record(2048)["peak_bytes"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_an_update_receives_what_fsdp_must_and_multiplies_little_twice():
     found = record(2048)

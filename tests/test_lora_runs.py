@@ -129,7 +129,7 @@ def test_only_adapters_change_and_a_checkpoint_has_them_alone(base, tmp_path):
     ("start", "changes"),
     [
         ("path", CRITIC),
-        ("scratch", {"warm_start.steps": 3}),
+        slow("scratch", {"warm_start.steps": 3}),
         slow("path", AHEAD),
         slow("path", {**BOTH, **CRITIC}),
         slow("scratch", {"warm_start.steps": 2, **CRITIC, "actor.offload": "all"}),

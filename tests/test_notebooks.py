@@ -163,6 +163,7 @@ print(json.dumps({
     return notebook, json.loads(notebook.cells[-1].outputs[0].text)
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers_learns_by_adapters_and_goes_back(model):
     notebook, seen = model
     assert outputs(notebook, "error") == [] and len(figures(notebook)) == 1

@@ -160,7 +160,7 @@ def test_a_base_is_the_same_on_every_layout(tmp_path, fused, sizes):
 
 
 COMBINATIONS = [
-    ("GRPO", {"layout.actor.generate.tensor": 2, **axes(fsdp=2, tensor=4)}),
+    slow("GRPO", {"layout.actor.generate.tensor": 2, **axes(fsdp=2, tensor=4)}),
     slow("GRPO", {"actor.lora.base": "fp8", **axes(fsdp=2, tensor=4)}),
     slow("PPO", {**CRITIC, "critic.lora.base": "fp8", **BOTH, "actor.offload": "all"}),
     slow("PPO", {**CRITIC, "critic.lora.base": "int8", "placement": "split", "data.packing": 16}),

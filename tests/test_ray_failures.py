@@ -122,7 +122,6 @@ def check(kind, tmp_path, undisturbed, *strikes):
 
 
 EVERYDAY = {
-    "the reward, in its call": ("grpo", Strike("reward.compute_reward", 2, "host")),
     "the actor, while it generates": ("grpo", Strike("actor.generate_sequences", 2, "all")),
 }
 TABLE = {
@@ -147,6 +146,7 @@ TABLE = {
     "critic, joining": ("ppo", Strike("joining", 1, "critic")),
     "reward, generate": ("ppo", Strike("actor.generate_sequences", 2, "host")),
     "reward, prepare": ("ppo", Strike("reward.compute_reward", 2, "host")),
+    "reward, in its call": ("grpo", Strike("reward.compute_reward", 2, "host")),
     "reward, update": ("ppo", Strike("actor.update_actor", 5, "host")),
     "reward, checkpoint": ("ppo", Strike("critic.save_state", 2, "host")),
     "reward, initialise": ("ppo", Strike("actor.initialize", 1, "host")),

@@ -307,10 +307,6 @@ def kill_and_rerun(folder, workdir, kills, seed):
     return done
 
 
-def test_killed_twice_and_run_again(folder):
-    assert kill_and_rerun(folder, "killed", kills=2, seed=5) >= 1
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", [0, 1])

@@ -383,7 +383,7 @@ def sequences(model, prompt, constraint, options):
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         pytest.param({"temperature": 0.6}, marks=pytest.mark.slow),
         pytest.param({"top_k": 2}, marks=pytest.mark.slow),
         {"temperature": 1.7, "top_p": 0.8, "bad": (4,)},
@@ -487,7 +487,7 @@ def test_every_response_of_trained_weights_is_json(stories):
     assert check_json(stories, any_name, 24) > 0
 
 
-@pytest.mark.parametrize("count", [10, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [4, pytest.param(60, marks=pytest.mark.slow)])
 def test_constrained_rows_and_others_stand_together_and_change_nothing(count, byte_model):
     source = random.Random(4)
     kinds = [None, None, *(Constraint(regex=p) for p in MATCHED), Constraint.of_json(SCHEMA)]

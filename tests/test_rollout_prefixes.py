@@ -185,7 +185,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", ["plain", pytest.param("windows", marks=pytest.mark.slow), "the kernel"]
+)
 def test_a_conversation_is_answered_as_if_nothing_were_kept(name, monkeypatch):
     config, form = CASES[name]
     model = language_model(config, form)

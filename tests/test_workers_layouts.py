@@ -50,6 +50,20 @@ LAYOUTS = {
     "pipe 2, context 2, tensor 2": (8, {"pipe": 2, "context": 2, "tensor": 2}, {"tensor": 2}, 0),
 }
 
+# Each axis with each other once.
+EVERYDAY = {
+    "data 2, fsdp 4",
+    "fsdp 2, tensor 2 x 2 micro, 2 passes",
+    "tensor 8, KV heads kept whole",
+    "one device, 4 passes",
+    "data 2, context 2, tensor 2",
+    "expert 2, data 4",
+    "data 2, pipe 4 kept",
+    "pipe 2, tensor 4, 4 passes",
+    "fsdp 2, pipe 2, tensor 2",
+    "pipe 2, context 2, tensor 2",
+}
+
 
 @pytest.fixture(scope="module")
 def model():
@@ -194,7 +208,10 @@ def test_one_update_equals_torch(one_device, truth):
     assert max(errors(gradient, expected).values()) <= 2e-5
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n in EVERYDAY else [pytest.mark.slow]) for n in LAYOUTS],
+)
 def test_loss_gradient_and_tokens_are_the_same_on_every_layout(name, directory, batch, one_device):
     metrics, gradient, drawn = one_step(directory, batch, *LAYOUTS[name])
     bubble = metrics.pop("pipeline_bubble", None)

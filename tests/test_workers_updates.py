@@ -80,7 +80,7 @@ def test_an_update_leaves_everything_where_it_was(layout):
     [
         # A TPU's compiler never moved anything; a GPU's did.
         pytest.param("v5e:2x4", "libtpu", marks=pytest.mark.slow),
-        ("h100:1x8", "jax_plugins.xla_cuda13"),
+        pytest.param("h100:1x8", "jax_plugins.xla_cuda13", marks=pytest.mark.slow),
     ],
 )
 def test_an_update_leaves_everything_where_it_was_on_accelerators(topology, compiler):
