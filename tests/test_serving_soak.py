@@ -650,6 +650,7 @@ def run(model, folder, count, clients):
     assert [line for line in log.read_text().splitlines() if not usual.match(line)] == []
 
 
+@pytest.mark.filterwarnings("ignore:unclosed <StreamWriter:ResourceWarning")  # clients that leave
 def test_a_server_among_bad_clients(tmp_path):
     run(tiny(tmp_path / "model"), tmp_path, 60, 12)
 
