@@ -171,8 +171,8 @@ class Service:
         self._shapes = Shapes(self._engine, self.slots, self.max_tokens, self._own)
         self._matchers = Matchers(model.tokenizer, model.config.vocab_size)
         self._waiting: collections.deque[Ticket] = collections.deque()
-        self._rows: list[Ticket | None] = [None] * self.slots
-        self._start = np.zeros(self.slots, np.int64)
+        self._rows: list[Ticket | None] = [None] * self._shapes.rows[0]
+        self._start = np.zeros(len(self._rows), np.int64)
         self._length = self._column = 0
         self._state: State | None = None
         self._replacement: Replacement | None = None
@@ -387,7 +387,7 @@ class Service:
         with self._changed:
             left = [row for row in self._rows if row is not None]
             left += [*self._reading, *self._waiting]
-            self._rows = [None] * self.slots
+            self._rows = [None] * len(self._rows)
             self._waiting.clear()
             self._reading.clear()
         for ticket in left:
@@ -463,27 +463,35 @@ class Service:
 
     def _admit(self) -> None:
         engine, parts = self._engine, self._engine.parts
-        free = np.array([row is None for row in self._rows]).reshape(parts, -1)
-        each = min(int(free.sum(axis=1).max()), self._shapes.together[-1])
+        shapes = self._shapes
+        taken = np.array([row is not None for row in self._rows]).reshape(parts, -1).sum(axis=1)
+
+        def room(rows: int, each: int) -> int:
+            """How many may enter a state of so many rows, so many in each part."""
+            return int(np.clip(rows // parts - taken, 0, each).sum())
+
         with self._changed:
-            entering = self._next(min(int(free.sum()), each * parts))
+            entering = self._next(room(self.slots, shapes.together[-1]))
         if not entering:
             return
-        each = next(n for n in self._shapes.together if n * parts >= len(entering))
+        count = len(entering)
+        each = next(n for n in shapes.together if room(self.slots, n) >= count)
         longest = max(len(ticket.request.prompt) for ticket in entering)
-        self._ready(longest)
+        self._ready(longest, next(n for n in shapes.rows if room(n, each) >= count))
         assert self._state is not None
+        here = len(self._rows) // parts
+        free = np.array([row is None for row in self._rows]).reshape(parts, here)
         rows = [np.flatnonzero(free[part]) for part in range(parts)]
         seats = [(part, rows[part][i]) for i in range(each) for part in range(parts)
                  if i < len(rows[part])]  # fmt: skip
         entries: list[Ticket | None] = [None] * (parts * each)
-        where = np.full(parts * each, self.slots // parts, np.int32)
+        where = np.full(parts * each, here, np.int32)
         used = [0] * parts
-        for ticket, (part, row) in zip(entering, seats, strict=False):
+        for ticket, (part, row) in zip(entering, seats[:count], strict=True):
             at = part * each + used[part]
             used[part] += 1
             entries[at], where[at] = ticket, row
-            place = part * (self.slots // parts) + int(row)
+            place = part * here + int(row)
             self._rows[place] = ticket
             self._start[place] = self._column - len(ticket.request.prompt)
         known, blocks = None, None
@@ -546,18 +554,36 @@ class Service:
                 text[: len(ticket.request.prompt)] = ticket.request.prompt
         return made
 
-    def _ready(self, tokens: int) -> None:
-        """A state where prompts of so many tokens may end in the next column, or begin."""
+    def _ready(self, tokens: int, rows: int) -> None:
+        """A state of so many rows at least, where prompts of so many tokens may end in the next
+        column, or begin."""
         engine, shapes = self._engine, self._shapes
         if self._state is None:
             self._column = tokens
             # For the kernel all that a row may ever need.
             self._length = shapes.longer(self.max_tokens if engine.by_kernel else tokens)
-            self._state = engine.empty(shapes.size(self._length), tokens)
-        elif engine.by_row and not engine.by_kernel:
+            self._state = engine.empty(shapes.size(rows, self._length), tokens)
+            self._widen(rows, new=True)
+            return
+        if rows > len(self._rows):
+            self._state = shapes.widened(self._state, rows)
+            self._widen(rows)
+        if engine.by_row and not engine.by_kernel:
             self._move(0, max(self._length, shapes.longer(tokens)))
         elif tokens > self._column and not engine.by_row:
             self._move(self._column - tokens, max(self._length, shapes.longer(tokens)))
+
+    def _widen(self, rows: int, new: bool = False) -> None:
+        """Who has which row, of a state of more rows, or of a new one, where nobody is."""
+        parts = self._engine.parts
+        here, old = rows // parts, 0 if new else len(self._rows) // parts
+        held: list[Ticket | None] = [None] * rows
+        start = np.zeros(rows, np.int64)
+        for part in range(parts):
+            to, of = (slice(part * n, part * n + old) for n in (here, len(self._rows) // parts))
+            held[to], start[to] = self._rows[of], self._start[of]
+        with self._changed:
+            self._rows, self._start = held, start
 
     def _move(self, first: int, length: int) -> None:
         """Give up columns before ``first``, or put some there, and have so many."""
@@ -649,7 +675,7 @@ class Service:
 
     def _halt_matched(self, ended: Sequence[tuple[int, Ticket | None]]) -> None:
         """Of those that ended the engine would go on with some, of which matchers alone know."""
-        halted = np.zeros(self.slots, bool)
+        halted = np.zeros(len(self._rows), bool)
         halted[[i for i, ticket in ended if ticket is not None and ticket.matcher]] = True
         if halted.any():
             assert self._state is not None

@@ -15,7 +15,7 @@ from hjax.models.parameters import Params
 from hjax.rollout.engine import Engine
 from hjax.rollout.prefixes import Beginning, Prefixes, columns_for, known_columns
 from hjax.rollout.row_sampling import Sizes
-from hjax.rollout.slots import Admission, How, Known, Prompts, Running, Size
+from hjax.rollout.slots import Admission, How, Known, Prompts, Running, Size, State
 
 # Tokens between two looks at who waits and who listens.
 STEPS = 8
@@ -49,6 +49,14 @@ class Shapes:
         return sorted({max(n // self.engine.parts, 1) for n in TOGETHER})
 
     @property
+    def rows(self) -> list[int]:
+        """Slots that a state may have, growing: where a free one costs as much as another, few
+        requests have few."""
+        parts = self.engine.parts
+        few = self.slots if self.engine.by_kernel else -(-self.slots // (8 * parts)) * parts
+        return sorted({few, self.slots})
+
+    @property
     def spare(self) -> int:
         """Columns that a state has more than are taken, so that it need not be moved often."""
         return 4 * STEPS + self.engine.lookup
@@ -78,10 +86,16 @@ class Shapes:
         """Columns for so many new tokens of prompts."""
         return columns_for(tokens, self.limit, NEW)
 
-    def size(self, length: int) -> Size:
-        """Of a state of so many columns."""
+    def widened(self, state: State, rows: int) -> State:
+        """A state with more slots, the old ones first in each data-parallel part."""
+        parts = self.engine.parts
+        numbers = np.tile(np.arange(rows // parts, dtype=np.int32), parts)
+        return self.engine.move(state, numbers, numbers)
+
+    def size(self, rows: int, length: int) -> Size:
+        """Of a state of so many slots and columns."""
         text = self.limit if self.engine.lookup else 0
-        return Size(self.slots, self.slots, 1, 0, length, text, self.own)
+        return Size(rows, rows, 1, 0, length, text, self.own)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,9 +120,10 @@ class WarmUp:
         for each in self.shapes.together:
             told(f"prompts, {each * self.shapes.engine.parts} at a time")
             read += list(self._prompts(each * self.shapes.engine.parts))
-        for length in self.shapes.lengths:
-            told(f"{self.shapes.slots} slots of {length} tokens")
-            self._slots(length, read)
+        for rows in self.shapes.rows:
+            for length in self.shapes.lengths:
+                told(f"{rows} slots of {length} tokens")
+                self._slots(rows, length, read)
         if self.prefixes is not None:
             told("long prompts")
             self.prefixes.warm_up_reading(self.params, CHUNK, self.shapes.limit)
@@ -139,14 +154,14 @@ class WarmUp:
         prompts, rows, _ = engine.prefill(How(), self.params, asked, 1, counted, blocks)
         return prompts, rows
 
-    def _slots(self, length: int, read: list[tuple[Prompts, Running]]) -> None:
+    def _slots(self, rows: int, length: int, read: list[tuple[Prompts, Running]]) -> None:
         engine, lengths = self.shapes.engine, self.shapes.lengths
-        state = engine.empty(self.shapes.size(length), length)
-        for prompts, rows in read:
-            nowhere = np.full(rows.drawn.shape, self.shapes.slots, np.int32)
-            state = engine.insert(state, prompts, rows, nowhere, nowhere)
+        state = engine.empty(self.shapes.size(rows, length), length)
+        for prompts, running in read:
+            nowhere = np.full(running.drawn.shape, rows, np.int32)
+            state = engine.insert(state, prompts, running, nowhere, nowhere)
         state, _ = engine.decode(How(), self.params, state, 0, STEPS + engine.lookup)
-        state = engine.halt(state, np.zeros(self.shapes.slots, bool))
+        state = engine.halt(state, np.zeros(rows, bool))
         if self.prefixes is not None:
             self.prefixes.warm_up_keeping(state)
         at = lengths.index(length)
@@ -156,3 +171,5 @@ class WarmUp:
             if 0 <= near < len(lengths):
                 state = engine.move(state, length=lengths[near])
                 state = engine.move(state, length=length)
+        if rows < self.shapes.slots:
+            self.shapes.widened(state, self.shapes.slots)
