@@ -85,7 +85,7 @@ def backend() -> None:
 
 # Linux lets a process have 65,530 pieces of memory (vm.max_map_count), and a compiled program takes
 # several. Beyond, XLA cannot protect the pages of a new one, and the process dies later.
-PIECES = 20_000
+PIECES = 8_000
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -73,7 +73,7 @@ def test_the_first_steps_are_those_of_a_synchronous_run(one_step_off):
 
 
 @pytest.mark.parametrize(
-    "algorithm", ["PPO", "ReMax", pytest.param("SafeRLHF", marks=pytest.mark.slow)]
+    "algorithm", ["PPO", *(pytest.param(n, marks=pytest.mark.slow) for n in ("ReMax", "SafeRLHF"))]
 )
 def test_every_algorithm_runs_ahead(algorithm):
     changes = {"rollout.max_staleness": 4, "algorithm.correction": "truncated"}
@@ -171,7 +171,7 @@ def content(workdir):
     return [computed(row) for row in read_rows(workdir)]
 
 
-@pytest.mark.parametrize("partial", [0, 2])
+@pytest.mark.parametrize("partial", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_scheduled_run_resumes_to_the_same_numbers(partial, tmp_path):
     changes = AHEAD | {"checkpoint.every": 2, "rollout.max_staleness": 2, "eval.every": 3}
     changes |= {"rollout.partial_tokens": partial}
@@ -185,6 +185,7 @@ def test_a_scheduled_run_resumes_to_the_same_numbers(partial, tmp_path):
     assert content(tmp_path / "parts") == content(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_what_was_on_its_way_is_drawn_again(tmp_path):
     changes = AHEAD | {"rollout.deterministic": False, "rollout.max_staleness": 3, "steps": 5}
     seen = []

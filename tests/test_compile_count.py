@@ -12,7 +12,10 @@ from hjax.data.tasks import get_task
 STEPS = 6
 
 
-@pytest.mark.parametrize("algorithm", ["PPO", "GRPO", "ReMax", "SafeRLHF"])
+@pytest.mark.parametrize(
+    "algorithm",
+    ["PPO", "GRPO", *(pytest.param(n, marks=pytest.mark.slow) for n in ("ReMax", "SafeRLHF"))],
+)
 def test_nothing_is_compiled_after_the_second_step(algorithm, tmp_path):
     # With mini-batches and a pretraining loss: tests/test_resume.py.
     changes = {"steps": STEPS, "eval.every": 2, "checkpoint.every": 2}

@@ -126,6 +126,7 @@ def test_every_combination_gives_the_same_metrics(base, algorithm, changes):  # 
     close(rows_of(algorithm, base, changes), expected)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_bit_for_bit_and_goes_out(base, tmp_path):  # noqa: F811
     changes = {"actor.path": base, **DORA, "checkpoint.every": 1}
     with trainer_of("GRPO", {**changes, "steps": 3}, tmp_path / "whole") as trainer:

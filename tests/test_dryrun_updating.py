@@ -80,6 +80,7 @@ def test_an_updates_memory_is_near_its_estimate(remat):
     assert 0.9 <= found["estimated_bytes"] / found["peak_bytes"] <= 1.15
 
 
+@pytest.mark.slow
 def test_an_updates_output_takes_its_arguments_place():
     assert record(2048)["output_bytes"] < 2**16  # metrics
 

@@ -443,6 +443,7 @@ def test_with_libtpu_and_without_a_tpu_the_cpu_is_taken_quietly(tmp_path):
     assert done.stderr == "" and "cpu:0" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_shipped_7b_config_trains_once_it_is_given_weights_and_data(tmp_path):
     tokenizer = get_task("sorting").tokenizer()
     save_model(tmp_path / "actor", tokenizer=tokenizer)

@@ -33,7 +33,7 @@ ASKED = {
     "qwen3_moe": (["q_proj", "o_proj"], ("q", "o")),
     "gpt_oss": (["q_proj", "v_proj"], ("q", "v")),
 }
-EVERYDAY = ("qwen3 tied", "gpt2", "phi3", "gemma3")
+EVERYDAY = ("qwen3 tied", "gpt2", "phi3")
 
 
 def families():

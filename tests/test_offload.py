@@ -82,6 +82,7 @@ def test_metrics_are_bit_equal_and_the_bytes_are_gone_from_the_device(name, plai
     assert "memory/offloaded_bytes" not in expected[-1]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_offloaded_state_goes_on_bit_for_bit(tmp_path):
     changes = {**ALL, "checkpoint.every": 1, "steps": 3}
     with trainer_of("PPO", changes) as trainer:

@@ -180,7 +180,7 @@ def test_every_combination_gives_the_same_metrics(base, algorithm, changes):  # 
     close(rows_of(algorithm, base, changes), expected)
 
 
-@pytest.mark.parametrize("changes", [{}, slow({"actor.lora.base": "fp8", **AHEAD})])
+@pytest.mark.parametrize("changes", [slow({}), slow({"actor.lora.base": "fp8", **AHEAD})])
 def test_a_run_learns_and_resumes_bit_for_bit(base, tmp_path, changes):  # noqa: F811
     changes = {"actor.path": base, **INT8, **EVENS, "checkpoint.every": 3, **changes}
     with trainer_of("GRPO", {**changes, "steps": 12}, tmp_path / "whole") as trainer:

@@ -131,6 +131,7 @@ def test_a_worker_and_a_dataflow_of_ones_own_run_unchanged(tmp_path):
     assert_close(run(tiny_config(name, changes | on_cluster(2, each=1))), expected)
 
 
+@pytest.mark.slow
 def test_it_resumes_on_other_processes_and_another_placement(tmp_path):
     changes = BASE | {"steps": 4, "checkpoint.every": 1}
     expected = run(tiny_config("PPO", changes | in_one_process(2)))

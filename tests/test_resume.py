@@ -174,7 +174,11 @@ def test_other_data_under_the_same_name_is_refused(tmp_path):
         run("GRPO", changes | {"steps": 2}, tmp_path / "run")
 
 
-@pytest.mark.parametrize("item", ["actor.params", "actor.optimizer", "controller.json"])
+@pytest.mark.parametrize(
+    "item",
+    ["actor.params", *(pytest.param(n, marks=pytest.mark.slow)
+                       for n in ("actor.optimizer", "controller.json"))],
+)  # fmt: skip
 def test_a_truncated_checkpoint_gets_its_line(item, tmp_path, whole_grpo):
     workdir = copy_until(2, whole_grpo, tmp_path / "run")
     checkpoint = workdir / "checkpoints" / "2"

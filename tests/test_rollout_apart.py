@@ -57,6 +57,7 @@ def test_workers_that_share_nothing_give_the_same(colocated):
     assert rows == colocated[0]
 
 
+@pytest.mark.slow
 def test_in_another_layout_it_is_the_same_up_to_the_order_of_sums():
     # A reward that some always get: whitened advantages of none would be rounding errors, and
     # Adam makes a whole step of those.

@@ -481,6 +481,7 @@ def test_every_response_is_json_that_the_schema_allows(byte_model):
     assert check_json(byte_model, SCHEMA, 24) > 0
 
 
+@pytest.mark.slow
 def test_every_response_of_trained_weights_is_json(stories):
     assert check_json(stories, SCHEMA, 24) > 12
     any_name = {"type": "object", "additionalProperties": {"type": "integer"}, "maxProperties": 2}

@@ -117,12 +117,12 @@ CASES = {
     "a long tail": Case(prompts=4),
     "slots are filled again, devices": Case(
         samples=2, slots=8, sizes=(("data", 2), ("tensor", 4))),
-    "a sample each, windows": Case(
-        samples=1, prompts=16, slots=8, form=decode.ROWS, config=ODD),
     "the kernel": Case(prompts=4, slots=8, form=decode.INTERPRETED),
-    "guesses, windows, slots": Case(prompts=6, slots=8, config=ODD, lookup=3),
 }  # fmt: skip
 SLOW = {
+    "a sample each, windows": Case(
+        samples=1, prompts=16, slots=8, form=decode.ROWS, config=ODD),
+    "guesses, windows, slots": Case(prompts=6, slots=8, config=ODD, lookup=3),
     "many": Case(),
     "slots are filled again": Case(slots=16),
     "unrolled": Case(unroll=True, form=decode.ROWS),

@@ -84,7 +84,7 @@ def generate_in_parts(generators, cuts, prompts=PROMPTS, devices=1, **options):
     return {key: np.asarray(value) for key, value in rollout.items()}
 
 
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
 def test_parts_are_the_whole_with_the_same_parameters(generators, devices):
     prompts = [PROMPTS[i % 4] for i in range(8)]
     options = {"samples": 2, "stop": (4, 31), "sampling": Sampling(temperature=0.8)}

@@ -252,6 +252,7 @@ def test_several_answers_to_a_prompt_read_it_once(model):
         service.close(0)
 
 
+@pytest.mark.slow
 def test_little_room_means_more_reading_and_the_same_answers(model, monkeypatch):
     """Room for two prompts or so, of eight with long ones among them, and cancelled ones."""
     monkeypatch.setattr(services, "CHUNK", 2 * BLOCK)

@@ -173,7 +173,7 @@ RUNS = {
         "gpt-oss", EVEN | {"num_local_experts": 4}, {"pipe": 2, "data": 2, "context": 2}, 4, 4,
     ),
 }  # fmt: skip
-EVERY_DAY = {"pipe, expert, context"}
+EVERY_DAY: set[str] = set()
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,7 @@ def test_ppo_with_a_larger_critic_and_a_reward_model_of_another_tokenizer(models
     assert "eval/accuracy" in rows[-1]  # the task's verifier still says what is right
 
 
+@pytest.mark.slow
 def test_a_qwen_learns_adapters_from_a_gemma_that_judges_its_text(tmp_path):
     """Two families and two vocabularies: the text is tokenised again for the judge."""
     from safetensors.torch import load_file, save_file

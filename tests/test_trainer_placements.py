@@ -58,10 +58,13 @@ def colocated(files):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"placement": "split"},
+        pytest.param({"placement": "split"}, marks=pytest.mark.slow),
         {"placement": "standalone"},
         {"placement": "plan.json"},
-        {"layout.actor.train.tensor": 2, "layout.actor.generate.tensor": 1},
+        pytest.param(
+            {"layout.actor.train.tensor": 2, "layout.actor.generate.tensor": 1},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda changes: " ".join(map(str, changes.values())),
 )
@@ -79,6 +82,7 @@ def test_ppo_is_the_same_under_every_placement(changes, colocated, files, monkey
     }.get(changes.get("placement"), {"pool all", "pool host"})
 
 
+@pytest.mark.slow
 def test_safe_rlhf_with_six_models_is_the_same_colocated_and_standalone(files):
     models = {"reward.path": f"{files}/reward", "cost.path": f"{files}/cost"}
     together, _, _ = run("SafeRLHF", files, models)

@@ -35,6 +35,7 @@ LOSSES = {name: (Actor, loss, "main") for name, loss in POLICY.items()} | {
     "supervised": (Actor, POLICY["clipped"], "warm_start"),
     "value": (Critic, ValueLoss(), "main"),
 }
+EVERYDAY_LOSSES = ("clipped", "everything", "value")
 
 
 def context(role, loss=None, devices=1, train=None, **changes):
@@ -128,7 +129,10 @@ def padded(batch):
     return of
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    "name",
+    [n if n in EVERYDAY_LOSSES else pytest.param(n, marks=pytest.mark.slow) for n in LOSSES],
+)
 def test_every_loss_has_the_same_value_and_gradient(name, batch, padded):
     """Prompts shared inside packs; a group longer than a pack is split."""
     kind, loss, stage = LOSSES[name]

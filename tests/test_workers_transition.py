@@ -28,7 +28,9 @@ def same(one, other):
     return all(jax.tree.leaves(jax.tree.map(np.array_equal, one, other)))
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("float32", marks=pytest.mark.slow), "bfloat16"]
+)
 def trainer(request):
     with trainer_of("GRPO", LAYOUT | {"model.dtype": request.param}) as trainer:
         trainer.step()
