@@ -232,7 +232,8 @@ SHIM = "#!/bin/sh\necho not switched on >&2\nexit 127\n"
 def run_ci(folder: pathlib.Path, pythons: dict[str, str | None], status: int = 0, **variables):
     """Runs .ci/run with these versions of Python by name (None: one that does not run).
 
-    Returns its exit status, its output, and the commands of the environments' pythons.
+    Returns its exit status, its output, the commands of the environments' pythons, and which of
+    them have their requirements installed beforehand.
     """
     commands = folder / "bin"
     commands.mkdir()
@@ -248,7 +249,9 @@ def run_ci(folder: pathlib.Path, pythons: dict[str, str | None], status: int = 0
         text=True,
         timeout=60,
     )
-    return done.returncode, done.stdout, log.read_text().splitlines()
+    calls = log.read_text().splitlines()
+    before = [call for call in calls if " install -q -r " in call]  # beside the first one's
+    return done.returncode, done.stdout, [call for call in calls if call not in before], before
 
 
 def selection() -> dict[str, list[str]]:
@@ -259,8 +262,11 @@ def selection() -> dict[str, list[str]]:
 
 def test_ci_takes_the_newest_python_that_runs(tmp_path):
     pythons = {"python3": "3.11.7", "python3.13": None, "python3.12": "3.12.1"}
-    status, output, calls = run_ci(tmp_path, pythons)
+    status, output, calls, before = run_ci(tmp_path, pythons)
     assert status == 0
+    assert [(call.split()[0], pathlib.Path(call).stem) for call in before] == [
+        ("3.12.1", "newest"), ("3.11.7", "jetstream")
+    ]  # fmt: skip
     assert "the whole suite on Python 3.11.7, python3\n" in output
     assert f"the selection on Python 3.12.1, {tmp_path}/bin/python3.12\n" in output
     tests = "-m pytest -q -n auto --dist worksteal -m not slow"
@@ -280,19 +286,19 @@ def test_ci_takes_the_newest_python_that_runs(tmp_path):
 def test_ci_says_where_there_is_no_newer_python(tmp_path):
     (tmp_path / "a").mkdir()
     pythons = {"python3": "3.11.7", "python3.13": None, "python3.12": None}
-    status, output, calls = run_ci(tmp_path / "a", pythons)
-    assert status == 0 and len(calls) == 6
+    status, output, calls, before = run_ci(tmp_path / "a", pythons)
+    assert status == 0 and len(calls) == 6 and len(before) == 1
     assert "no selection on a newer Python: none of python3.13 python3.12 runs here" in output
     (tmp_path / "b").mkdir()
     pythons = {"python3": "3.11.7", "python3.13": "3.13.0"}
-    status, output, calls = run_ci(tmp_path / "b", pythons, PYTHON="python3.13")
+    status, output, calls, _ = run_ci(tmp_path / "b", pythons, PYTHON="python3.13")
     assert "the whole suite on Python 3.13.0, python3.13\n" in output and len(calls) == 6
     assert "no selection on a newer Python: python3.13 is as new as" in output
 
 
 def test_ci_fails_where_something_failed_but_runs_it_all(tmp_path):
     pythons = {"python3": "3.11.7", "python3.13": "3.13.0"}
-    status, output, calls = run_ci(tmp_path, pythons, status=1)
+    status, output, calls, _ = run_ci(tmp_path, pythons, status=1)
     # The tests of an installation that failed are not run, the other steps are.
     assert status == 1
     assert [call.split()[2] for call in calls] == ["pip", "pip", "pip", "ruff", "mypy"]

@@ -264,7 +264,10 @@ def test_a_finished_run_says_so(folder):
     assert (folder / "whole" / "metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    "number, status",
+    [pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow), (signal.SIGINT, 130)],
+)
 def test_signals_save_and_exit(number, status, folder):
     name = number.name
     # Enough steps that the signal arrives in time; saving only because of it.
