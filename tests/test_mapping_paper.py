@@ -21,10 +21,10 @@ DISAGREES = {
     ("34B", 128): ("critic apart", 0.05),
 }
 # Searching many GPUs takes seconds: one of the disagreements is looked at every day.
+EVERYDAY = (32, ("13B", 96))
 CASES = [
-    pytest.param(models, gpus, marks=[pytest.mark.slow] * (gpus > 32 and (models, gpus) != ("13B", 96)))
-    for models, found in paper.BEST_PLACEMENTS.items()
-    for gpus in found
+    pytest.param(*case, marks=[] if case in EVERYDAY or case[1] in EVERYDAY else pytest.mark.slow)
+    for case in ((models, gpus) for models, found in paper.BEST_PLACEMENTS.items() for gpus in found)
 ]
 
 

@@ -56,7 +56,7 @@ RUNS["windows and caps over pipe"] = (
 RUNS["sinks and experts over tensor"] = (
     "gpt-oss", EVEN | {"num_local_experts": 4}, {"expert": 2, "tensor": 2, "context": 2}, {}, 0,
 )  # fmt: skip
-EVERY_DAY = {"experts, fsdp, tensor", "kinds over pipe"}
+EVERY_DAY = {"experts, fsdp, tensor"}
 NAMES = [n if n in EVERY_DAY else pytest.param(n, marks=pytest.mark.slow) for n in RUNS]
 
 
