@@ -21,10 +21,11 @@ DISAGREES = {
     ("34B", 128): ("critic apart", 0.05),
 }
 # Searching many GPUs takes seconds: one of the disagreements is looked at every day.
-EVERYDAY = (32, ("13B", 96))
+EVERYDAY = {32, ("13B", 96)}
 CASES = [
-    pytest.param(*case, marks=[] if case in EVERYDAY or case[1] in EVERYDAY else pytest.mark.slow)
-    for case in ((models, gpus) for models, found in paper.BEST_PLACEMENTS.items() for gpus in found)
+    pytest.param(*case, marks=[] if {case, case[1]} & EVERYDAY else pytest.mark.slow)
+    for models, found in paper.BEST_PLACEMENTS.items()
+    for case in ((models, gpus) for gpus in found)
 ]
 
 
