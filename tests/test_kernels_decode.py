@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hjax.kernels import decode, decode_tpu
+from hjax.kernels import decode, decode_gpu, decode_tpu
 from hjax.kernels.attention import Scoring
 from hjax.kernels.decode import Seen
 
@@ -213,3 +213,50 @@ def test_the_estimate_is_what_is_read_on_average():
     read = 2 * 512 + 2 * np.mean((positions // 128 + 1) * 128)
     tiles, queries = 2 * 16, 2 * 2 * 8 * 128 * 4
     assert estimate.bytes_accessed == (read + tiles) * 128 * 2 * 2 + queries
+
+
+# Of the GPU's kernel: groups, kv_heads, samples, per_kv, new tokens, head_dim, columns.
+FILLED = {
+    "one token": ((3, 2, 1, 6, 1, 16), 333, Scoring()),
+    "new tokens, windows": ((3, 2, 2, 3, 4, 8), 200, Scoring(window=70, softcap=5.0)),
+    "many queries": ((1, 1, 1, 24, 2, 32), 130, Scoring(softcap=2.0)),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("name", FILLED)
+def test_the_gpu_s_kernel_meets_the_columns_that_a_row_sees(name, dtype):
+    """Beside them stands NaN, of which nothing comes through."""
+    (groups, kv_heads, samples, per_kv, new, dim), length, scoring = FILLED[name]
+    draw = np.random.default_rng(1)
+    own = groups, kv_heads, samples, length, dim
+    first = draw.integers(0, length // 2, (groups, samples))
+    last = draw.integers(length // 2, length - new + 1, (groups, samples))
+    first[0, 0], last[0, 0] = 0, length - new  # all
+    first[-1, -1] = last[-1, -1] = 5  # the new ones alone
+    column = np.arange(length)
+    there = (column >= first[..., None]) & (column < last[..., None] + new)
+    q, k, v = (
+        jnp.asarray(draw.normal(size=s), dtype)
+        for s in ((groups, kv_heads, samples, per_kv, new, dim), own, own)
+    )
+    scaled = (q * dim**-0.5).astype(dtype)
+    hidden = [jnp.where(there[:, None, ..., None], x, jnp.nan) for x in (k, v)]
+    top, total, out = decode_gpu.filled(
+        scaled, *hidden, jnp.asarray(first), jnp.asarray(last), scoring, interpret=True
+    )
+    exact, k, v = (wide(x) for x in (scaled, k, v))
+    for g, h, s, i, t in np.ndindex(*top.shape):
+        at = last[g, s] + t
+        low = max(first[g, s], at + 1 - scoring.window) if scoring.window else first[g, s]
+        scores = k[g, h, s, low : at + 1] @ exact[g, h, s, i, t]
+        if scoring.softcap:
+            scores = scoring.softcap * np.tanh(scores / scoring.softcap)
+        weights = np.exp(scores - scores.max())
+        seen = v[g, h, s, low : at + 1]
+        place = g, h, s, i, t
+        limit = 2e-6 if dtype == jnp.float32 else 2e-2
+        answer = weights @ seen / weights.sum()
+        np.testing.assert_allclose(out[place] / total[place], answer, atol=limit)
+        log_sum = np.log(weights.sum()) + scores.max()
+        np.testing.assert_allclose(top[place] + np.log(total[place]), log_sum, atol=1e-5)

@@ -136,6 +136,12 @@ SLOW = {
     "windows": Case(config=ODD, slots=24),
     "windows, all at once": Case(config=ODD, samples=1, prompts=32),
     "windows, kernel": Case(config=ODD, form=decode.INTERPRETED, slots=8, prompts=8),
+    "windows, kernel of filled columns": Case(
+        config=ODD, form=decode.FILLED_INTERPRETED, slots=8, prompts=8, unroll=True),
+    "kernel of filled columns, devices": Case(
+        sizes=(("data", 2), ("tensor", 4)), form=decode.FILLED_INTERPRETED, slots=16, unroll=True),
+    "kernel of filled columns, guesses": Case(
+        form=decode.FILLED_INTERPRETED, lookup=3, samples=1, unroll=True),
     "other draws": Case(seed=5, ends=1),
     "guesses": Case(prompts=4, lookup=1),
     "guesses, unrolled": Case(unroll=True, form=decode.ROWS, lookup=4, samples=1),

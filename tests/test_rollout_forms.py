@@ -70,6 +70,9 @@ def expected(network):
 CASES = [
     (decode.ROWS, {"data": 1}, True, None),
     (decode.INTERPRETED, {"data": 2, "tensor": 4}, False, None),
+    (decode.FILLED_INTERPRETED, {"data": 2, "tensor": 4}, True, None),
+    pytest.param(decode.FILLED_INTERPRETED, {"data": 1}, False, 4, marks=pytest.mark.slow),
+    pytest.param(decode.FILLED_INTERPRETED, {"data": 8}, True, 4, marks=pytest.mark.slow),
     pytest.param(decode.INTERPRETED, {"data": 1}, False, 4, marks=pytest.mark.slow),
     pytest.param(decode.ROWS, {"data": 1}, False, 3, marks=pytest.mark.slow),
     pytest.param(decode.ROWS, {"data": 8}, True, 4, marks=pytest.mark.slow),
@@ -93,7 +96,7 @@ def test_tokens_and_log_probs_do_not_depend_on_the_form(
             np.testing.assert_array_equal(found[key], value)
 
 
-@pytest.mark.parametrize("form", [decode.ROWS, decode.INTERPRETED])
+@pytest.mark.parametrize("form", [decode.ROWS, decode.INTERPRETED, decode.FILLED_INTERPRETED])
 def test_rows_have_positions_of_their_own_on_every_device(form):
     """As slots that are filled anew need it; some have no sequence."""
     groups, samples, heads, kv_heads, dim, length = 4, 2, 8, 2, 8, 20
@@ -128,6 +131,6 @@ def test_rows_have_positions_of_their_own_on_every_device(form):
         return np.asarray(run())
 
     expected = attend(decode.COLUMNS, 1, None)
-    copies = 2 if form == decode.INTERPRETED else 1
+    copies = 1 if form == decode.ROWS else 2
     np.testing.assert_allclose(attend(form, copies, layout), expected, atol=1e-5)
     assert (expected[np.asarray(position).reshape(-1) < 0] == 0).all()

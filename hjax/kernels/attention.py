@@ -391,10 +391,12 @@ def _of_heads(x: jax.Array, axes: Axes, heads: int, per_kv: int) -> jax.Array:
 
 
 @functools.lru_cache(maxsize=64)
-def cost_label(costs: tuple[tuple[str, float, float], ...]) -> str:
+def cost_label(costs: tuple[tuple[str, float, float], ...], part: bool = False) -> str:
     """Name of a scope that tells ``hjax.xla`` what kernels in it do, which they do not say.
 
     Args:
       costs: per kernel a part of its name, FLOPs of matrix products, bytes to and from memory.
+      part: whether they read parts of their arguments; else these are read once at least.
     """
-    return "cost:" + ":".join(f"{name}={flops:.12e},{moved:.6e}" for name, flops, moved in costs)
+    told = ":".join(f"{name}={flops:.12e},{moved:.6e}" for name, flops, moved in costs)
+    return ("part-cost:" if part else "cost:") + told

@@ -1,15 +1,16 @@
 """Attention of one new token per row, against a prompt that samples share and what each row has.
 
-The plain reference, and which form of cache and kernel a platform takes; ``decode_tpu`` has the
-kernel. Shapes of a layer: queries [groups, kv_heads, samples, per_kv, head_dim], the heads of a
-key-value head together; the prompt's keys and values [groups, kv_heads, prompt, head_dim]; each
-row's own values [groups, kv_heads, samples, length, head_dim] and its keys like them, or with the
-last two dimensions exchanged.
+The plain reference, and which form of cache and kernel a platform takes; ``decode_tpu`` and
+``decode_gpu`` have the kernels. Shapes of a layer: queries [groups, kv_heads, samples, per_kv,
+head_dim], the heads of a key-value head together; the prompt's keys and values [groups, kv_heads,
+prompt, head_dim]; each row's own values [groups, kv_heads, samples, length, head_dim] and its keys
+like them, or with the last two dimensions exchanged.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import jax
@@ -26,14 +27,29 @@ ROWS = "rows"
 KERNEL = "kernel"
 # The same, interpreted: for tests.
 INTERPRETED = "interpreted"
+KERNELS = (KERNEL, INTERPRETED)
+# As ROWS, read by the kernel of decode_gpu; and interpreted.
+FILLED = "filled"
+FILLED_INTERPRETED = "filled, interpreted"
+BY_PARTS = (FILLED, FILLED_INTERPRETED)
 NO_KERNEL = ("TPU v2", "TPU v3")  # their compiler refuses its products
 
 
-def choose(device: Any) -> str:
-    """The form that a jax.Device decodes in."""
+def choose(device: Any, head_dim: int) -> str:
+    """The form that a jax.Device decodes heads of a size in."""
     if device.platform == "cpu" or device.device_kind in NO_KERNEL:
         return COLUMNS
-    return KERNEL if device.platform == "tpu" else ROWS
+    if device.platform == "tpu":
+        return KERNEL
+    # Of NVIDIA's GPUs a number; those before 8.0 multiply no bfloat16.
+    capability = str(getattr(device, "compute_capability", ""))
+    known = re.fullmatch(r"\d+\.\d+", capability) and float(capability) >= 8
+    return FILLED if known and filled_takes(head_dim) else ROWS
+
+
+def filled_takes(head_dim: int) -> bool:
+    """Whether ``decode_gpu`` knows heads of this size: Triton's blocks are powers of two."""
+    return head_dim >= 16 and head_dim & (head_dim - 1) == 0
 
 
 def bounds(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -159,6 +175,7 @@ def attend_slots(
     scoring: Scoring = Scoring(),
     sinks: jax.Array | None = None,
     keys: str = "rkud",
+    met: tuple[jax.Array, ...] | None = None,
 ) -> jax.Array:
     """New tokens of each row, which are written already, as ``attend`` for ``Slots``.
 
@@ -173,6 +190,9 @@ def attend_slots(
       slots: where each row stands.
       scoring, sinks: as of ``attend``.
       keys: dimensions of ``own_k``, u being the length's: ``rkud`` or ``rkdu``.
+      met: what ``decode_gpu.filled`` gave of the own tokens, which are not looked at then: the
+        largest score and the sum of exponentials below it, [rows, kv_heads, per_kv, new], and the
+        sum of values.
 
     Returns:
       like q, in its dtype.
@@ -180,14 +200,15 @@ def attend_slots(
     wide, window = jnp.float32, scoring.window
     q = q * scoring.factor(q.shape[-1])
     per_kv, new = q.shape[2:4]
-    own = jnp.einsum(f"rkgtd,{keys}->rkgtu", q, own_k, preferred_element_type=wide)
-    seen = slots.own(own_v.shape[2], window, new)[:, None, None]
-    own = jnp.where(seen, scoring.bend(own), MASKED)
+    if met is None:
+        own = jnp.einsum(f"rkgtd,{keys}->rkgtu", q, own_k, preferred_element_type=wide)
+        seen = slots.own(own_v.shape[2], window, new)[:, None, None]
+        own = jnp.where(seen, scoring.bend(own), MASKED)
     sink = None
     if sinks is not None:
         sink = sinks.astype(wide).reshape(*q.shape[1:3], 1)
     groups, kv_heads, prompt, _ = prompt_k.shape
-    top, past = own.max(-1), None
+    top, past = own.max(-1) if met is None else met[0], None
 
     # Queries are laid out anew, which are few; scores are not.
     def meet(x: jax.Array) -> jax.Array:
@@ -211,15 +232,19 @@ def attend_slots(
         top = jnp.maximum(top, part(past.max(-1)))
     if sink is not None:
         top = jnp.maximum(top, sink)
-    own = jnp.exp(own - top[..., None])
-    total = own.sum(-1)
+    if met is None:
+        own = jnp.exp(own - top[..., None])
+        total = own.sum(-1)
+        own = own.astype(own_v.dtype)
+        out = jnp.einsum("rkgtu,rkud->rkgtd", own, own_v, preferred_element_type=wide)
+    else:
+        factor = jnp.exp(met[0] - top)
+        total, out = met[1] * factor, met[2] * factor[..., None]
     if past is not None:
         past = jnp.exp(past - meet(top)[..., None])
         total = total + part(past.sum(-1))
     if sink is not None:
         total = total + jnp.exp(sink - top)
-    own = own.astype(own_v.dtype)
-    out = jnp.einsum("rkgtu,rkud->rkgtd", own, own_v, preferred_element_type=wide)
     if past is not None:
         past = past.astype(prompt_v.dtype)
         answer = jnp.einsum("xkqp,xkpd->xkqd", past, prompt_v, preferred_element_type=wide)
@@ -237,6 +262,7 @@ def attend(
     scoring: Scoring = Scoring(),
     sinks: jax.Array | None = None,
     keys: str = "xksud",
+    met: tuple[jax.Array, ...] | None = None,
 ) -> jax.Array:
     """One token per row, which is written already.
 
@@ -245,17 +271,53 @@ def attend(
       seen: where each row stands.
       scoring, sinks: of the layer, as ``hjax.models.attention.Attention`` says.
       keys: as of ``hjax.kernels.attention.shared_prompt``.
+      met: as of ``attend_slots``, [groups, kv_heads, samples, per_kv].
 
     Returns:
       like q, in its dtype.
     """
     past = seen.prompt(prompt_k.shape[2], scoring.window)[:, :, None]
-    own = seen.own(own_v.shape[3], scoring.window)[:, :, None]
-    parts = prompt_k, prompt_v, own_k, own_v, past, own
-    out = shared_prompt(q[..., None, :], *parts, scoring, sinks, keys)[..., 0, :]
+    if met is None:
+        own = seen.own(own_v.shape[3], scoring.window)[:, :, None]
+        parts = prompt_k, prompt_v, own_k, own_v, past, own
+        out = shared_prompt(q[..., None, :], *parts, scoring, sinks, keys)[..., 0, :]
+    else:
+        out = _beside_prompt(q, prompt_k, prompt_v, past[:, :, 0], met, scoring, sinks)
     if seen.position.ndim:
         out = jnp.where(seen.position[:, None, :, None, None] >= 0, out, 0.0)
     return out
+
+
+def _beside_prompt(
+    q: jax.Array,
+    prompt_k: jax.Array,
+    prompt_v: jax.Array,
+    seen: jax.Array,
+    met: tuple[jax.Array, ...],
+    scoring: Scoring,
+    sinks: jax.Array | None,
+) -> jax.Array:
+    """Queries of a layer against their prompt, of which ``seen`` [groups, 1 or samples, prompt]
+    tells which keys, and against what ``met`` tells of own tokens."""
+    wide, (groups, kv_heads, samples, per_kv, dim) = jnp.float32, q.shape
+    together = (q * scoring.factor(dim)).reshape(groups, kv_heads, samples * per_kv, dim)
+    past = jnp.einsum("xkqd,xkpd->xkqp", together, prompt_k, preferred_element_type=wide)
+    past = past.reshape(groups, kv_heads, samples, per_kv, -1)
+    past = jnp.where(seen[:, None, :, None], scoring.bend(past), MASKED)
+    own, total, out = met
+    top = jnp.maximum(past.max(-1, initial=MASKED), own)
+    sink = None
+    if sinks is not None:
+        sink = sinks.astype(wide).reshape(kv_heads, 1, per_kv)
+        top = jnp.maximum(top, sink)
+    factor, past = jnp.exp(own - top), jnp.exp(past - top[..., None])
+    total = total * factor + past.sum(-1)
+    if sink is not None:
+        total = total + jnp.exp(sink - top)
+    past = past.astype(prompt_v.dtype).reshape(*together.shape[:3], -1)
+    answer = jnp.einsum("xkqp,xkpd->xkqd", past, prompt_v, preferred_element_type=wide)
+    out = out * factor[..., None] + answer.reshape(q.shape)
+    return (out / total[..., None]).astype(q.dtype)
 
 
 def write(part: jax.Array, new: jax.Array, position: jax.Array, columns: bool = False) -> jax.Array:

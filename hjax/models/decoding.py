@@ -7,7 +7,7 @@ the cache lies in memory, and what attends to it, is of the platform (``hjax.ker
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,15 @@ from jax.sharding import PartitionSpec
 from hjax.kernels import decode as kernels
 from hjax.kernels import decode_tpu
 from hjax.kernels.attention import Scoring
-from hjax.kernels.decode import COLUMNS, INTERPRETED, KERNEL, Seen, Slots
+from hjax.kernels.decode import (
+    BY_PARTS,
+    COLUMNS,
+    FILLED_INTERPRETED,
+    INTERPRETED,
+    KERNELS,
+    Seen,
+    Slots,
+)
 from hjax.models.attention import Heads, KeyValue
 from hjax.sharding.layout import Layout
 
@@ -40,10 +48,10 @@ class Decode:
         layer, q, k, v, scoring, sinks = heads
         rows, _, _, dim = q.shape
         groups = self.seen.begin.shape[0]
-        if rows == groups and cache.form not in (KERNEL, INTERPRETED):
+        if rows == groups and cache.form not in KERNELS:
             start = jnp.zeros(rows, jnp.int32)
             slots = Slots(self.seen.begin, self.seen.end, start, self.seen.position)
-            return DecodeSlots(slots)(heads, cache)
+            return DecodeSlots(slots, self.layout, self.expected)(heads, cache)
         kv_heads = k.shape[2] * cache.copies
 
         def by_sample(x: jax.Array) -> jax.Array:
@@ -53,14 +61,23 @@ class Decode:
 
         k, v = (_copied(x, cache.copies, 2) for x in (k, v))
         q, k, v = by_sample(q), by_sample(k)[:, :, :, 0], by_sample(v)[:, :, :, 0]
-        if cache.form in (KERNEL, INTERPRETED):
+        if cache.form in KERNELS:
             out, cache = self._by_kernel(layer, q, k, v, cache, scoring, sinks)
         else:
             cache = cache.write(layer, k, v, self.seen.position)
             keys = "xksdu" if cache.form == COLUMNS else "xksud"
             prompt_k, prompt_v, own_k, own_v = cache.read(layer)
             parts = prompt_k, prompt_v, own_k, own_v
-            out = kernels.attend(q, *parts, self.seen, scoring, sinks, keys=keys)
+            met = None
+            if cache.form in BY_PARTS:
+                position = jnp.broadcast_to(self.seen.position, q.shape[:3:2])
+                spans = jnp.zeros_like(position), jnp.maximum(position, 0)
+                way = self.layout, scoring, self.expected, cache.form
+                met = tuple(
+                    x[..., 0] if x.ndim == 5 else x[..., 0, :]
+                    for x in _filled(q[..., None, :], own_k, own_v, spans, *way)
+                )
+            out = kernels.attend(q, *parts, self.seen, scoring, sinks, keys=keys, met=met)
         return out.transpose(0, 2, 1, 3, 4).reshape(rows, 1, -1, dim), cache, None
 
     def _by_kernel(
@@ -126,25 +143,66 @@ class DecodeSlots:
 
     Attributes:
       slots: where each row stands; several new tokens of a row need columns of its own.
+      layout, expected: as of ``Decode``.
     """
 
     slots: Slots
+    layout: Layout | None = None
+    expected: float | None = None
 
     def __call__(self, heads: Heads, cache: KVCache) -> tuple[jax.Array, KVCache, KeyValue | None]:
         layer, q, k, v, scoring, sinks = heads
         rows, new, _, dim = q.shape
-        kv_heads, column = k.shape[2], self.slots.column
+        kv_heads, column = k.shape[2] * cache.copies, self.slots.column
+        k, v = (_copied(x, cache.copies, 2) for x in (k, v))
         if column.ndim:
             cache = cache.write_rows(layer, k, v, column)
         else:
             cache = cache.write(layer, k[:, 0], v[:, 0], column)
         prompt_k, prompt_v, own_k, own_v = cache.read(layer)
         q = q.reshape(rows, new, kv_heads, -1, dim).transpose(0, 2, 3, 1, 4)
-        parts, keys = (prompt_k, prompt_v, own_k, own_v), "rkud"
+        parts, keys, met = (prompt_k, prompt_v, own_k, own_v), "rkud", None
         if cache.form == COLUMNS:
             keys = "rkdu"
-        out = kernels.attend_slots(q, *parts, self.slots, scoring, sinks, keys)
+        if cache.form in BY_PARTS:
+            one = jnp.broadcast_to(column, rows)
+            spans = self.slots.start[:, None], one[:, None]
+            own = [x[:, :, None] for x in (q, own_k, own_v)]
+            way = self.layout, scoring, self.expected, cache.form
+            met = tuple(x[:, :, 0] for x in _filled(*own, spans, *way))
+        out = kernels.attend_slots(q, *parts, self.slots, scoring, sinks, keys, met)
         return out.transpose(0, 3, 1, 2, 4).reshape(rows, new, -1, dim), cache, None
+
+
+def _filled(
+    q: jax.Array,
+    own_k: jax.Array,
+    own_v: jax.Array,
+    spans: tuple[jax.Array, jax.Array],
+    layout: Layout | None,
+    scoring: Scoring,
+    expected: float | None,
+    form: str,
+) -> tuple[jax.Array, ...]:
+    """``decode_gpu.filled`` on every device, of queries that are not scaled yet; ``spans``: first
+    and last columns."""
+    from hjax.kernels import decode_gpu  # what it imports is not on every platform
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, first: Any, last: Any) -> Any:
+        interpret = form == FILLED_INTERPRETED
+        return decode_gpu.filled(q, k, v, first, last, scoring, expected, interpret)
+
+    q = q * scoring.factor(q.shape[-1])
+    if layout is not None:
+        of_row, of_heads = layout.spec(["batch"]), layout.spec(["batch", "heads"])
+        attend = jax.shard_map(
+            attend,
+            mesh=layout.mesh,
+            in_specs=(of_heads,) * 3 + (of_row,) * 2,
+            out_specs=of_heads,
+            check_vma=False,
+        )
+    return cast(tuple[jax.Array, ...], attend(q, own_k, own_v, *spans))
 
 
 @jax.tree_util.register_dataclass
@@ -242,7 +300,7 @@ class KVCache:
             several = (samples,) if _by_sample(form, samples) else ()
             return jnp.zeros((*lead, groups, kv_heads, *several, *last), x.dtype)
 
-        pair = keys_and_values(prompt, form in (KERNEL, INTERPRETED))
+        pair = keys_and_values(prompt, form in KERNELS)
         prompt_k, prompt_v = (_prompt(x, form, copies) for x in pair)
         return cls(
             prompt_k,
@@ -290,7 +348,7 @@ class KVCache:
         def own_keys(x: jax.Array) -> jax.Array:
             return own(x).swapaxes(-1, -2) if form == COLUMNS else own(x)
 
-        k, v = keys_and_values(kept, form in (KERNEL, INTERPRETED))
+        k, v = keys_and_values(kept, form in KERNELS)
         prompt_k, prompt_v = (_prompt(jax.tree.map(shared, x), form, copies) for x in (k, v))
         own_k, own_v = jax.tree.map(own_keys, k), jax.tree.map(own, v)
         return cls(prompt_k, prompt_v, own_k, own_v, form, copies)
@@ -298,7 +356,7 @@ class KVCache:
 
 def _by_sample(form: str, samples: int) -> bool:
     """Whether a response cache has a dimension for samples."""
-    return samples > 1 or form in (KERNEL, INTERPRETED)
+    return samples > 1 or form in KERNELS
 
 
 def keys_and_values(kept: Any, stacked: bool) -> tuple[Any, Any]:
@@ -315,7 +373,7 @@ def _prompt(x: Any, form: str, copies: int) -> Any:
 
     def lay(x: jax.Array) -> jax.Array:
         missing = 0
-        if form in (KERNEL, INTERPRETED):
+        if form in KERNELS:
             missing = decode_tpu.padded(x.shape[-2], decode_tpu.PROMPT_BLOCK, x.dtype) - x.shape[-2]
         if missing:
             x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, missing), (0, 0)])
@@ -330,7 +388,7 @@ def _copied(x: jax.Array, copies: int, axis: int) -> jax.Array:
 
 def _room(form: str, length: int, dtype: Any) -> int:
     """Tokens of a row's own cache."""
-    if form in (KERNEL, INTERPRETED):
+    if form in KERNELS:
         return decode_tpu.padded(length, decode_tpu.OWN_BLOCK, dtype)
     return length
 

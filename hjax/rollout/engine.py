@@ -100,7 +100,7 @@ class Engine:
     def by_kernel(self) -> bool:
         """Whether each row's tokens begin in its own column 0: the kernel reads what is filled of
         each, so that slots stay where they are."""
-        return self.form in (decode.KERNEL, decode.INTERPRETED)
+        return self.form in decode.KERNELS
 
     @property
     def by_row(self) -> bool:
@@ -558,11 +558,10 @@ class Engine:
             slots, running = state.slots, state.rows
             at = running.drawn - 1
             own = running.tokens + at if state.cache.own_prompts else at
-            attention: Any = DecodeSlots(slots)
+            attention: Any = DecodeSlots(slots, self.layout)
             if self.lookup:
-                attention = DecodeSlots(
-                    dataclasses.replace(slots, start=jnp.zeros_like(own), column=own)
-                )
+                own_columns = dataclasses.replace(slots, start=jnp.zeros_like(own), column=own)
+                attention = DecodeSlots(own_columns, self.layout)
             if self.by_kernel:
                 where = jnp.where(running.done, -1, own).reshape(slots.begin.shape[0], -1)
                 attention = Decode(Seen(slots.begin, slots.end, where), self.layout, length / 2)

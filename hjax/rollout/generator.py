@@ -85,9 +85,10 @@ class Generator:
     ):
         self.network = network
         self.layout = layout
-        self.cache_form = cache_form or decode.choose(layout.mesh.devices.flat[0])
+        device, head_dim = layout.mesh.devices.flat[0], network.config.head_dim
+        self.cache_form = cache_form or decode.choose(device, head_dim)
         # A scan copies each layer's weights and cache for every token on a GPU.
-        unroll = compute.unroll_layers or self.cache_form == decode.ROWS
+        unroll = compute.unroll_layers or self.cache_form in (decode.ROWS, *decode.BY_PARTS)
         self.compute = dataclasses.replace(compute.on(layout), unroll_layers=unroll)
         self._programs: dict[_Shape, Any] = {}
         self._engines: dict[int, Engine] = {}
@@ -100,7 +101,7 @@ class Generator:
     @property
     def _copies(self) -> int:
         """Of each key-value head in the kernel's cache: ``KVCache.copies``."""
-        if self.cache_form not in (decode.KERNEL, decode.INTERPRETED):
+        if self.cache_form not in decode.KERNELS + decode.BY_PARTS:
             return 1
         return max(1, self.layout.ways("heads") // self.network.config.kv_heads)
 
@@ -203,7 +204,7 @@ class Generator:
         """One that guesses so many tokens at a time; then without the kernel, which knows none."""
         if lookup not in self._engines:
             compute, form, copies = self.compute, self.cache_form, self._copies
-            if lookup and form in (decode.KERNEL, decode.INTERPRETED):
+            if lookup and form in decode.KERNELS:
                 form, copies = decode.ROWS, 1
                 compute = dataclasses.replace(compute, unroll_layers=True)
             made = Engine(self.network, self.layout, compute, form, copies, lookup)

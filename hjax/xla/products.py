@@ -108,7 +108,8 @@ def told_cost(path: str) -> tuple[float, float] | None:
 
     Args:
       path: of scopes and the kernel's name, such as an instruction's ``op_name``; a scope is
-        ``cost:NAME=FLOPS,BYTES:...`` (``hjax.kernels.attention.cost_label``), by part of a name.
+        ``cost:NAME=FLOPS,BYTES:...`` or ``part-cost:...`` (``hjax.kernels.attention.cost_label``),
+        by part of a name.
 
     Returns:
       None where no scope speaks of it.
@@ -125,8 +126,10 @@ def told_cost(path: str) -> tuple[float, float] | None:
 
 
 def kernel_bytes(call: Instruction) -> float | None:
-    """To and from main memory, of a written kernel that says so: it may read a part of its
-    arguments and write its results into them. None: it does not say."""
+    """To and from main memory, of a written kernel that says so, or of which a scope says that it
+    reads a part of its arguments: it may also write its results into them. None: nobody says."""
+    if "part-cost:" in call.attributes and (told := told_cost(call.attributes)):
+        return told[1]
     return _estimate(call).get("bytes_accessed") or None
 
 

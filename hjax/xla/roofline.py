@@ -533,11 +533,11 @@ class _Account:
         moved = written + sum(_main(arrays_of(o.shape)) for o in operands)
         if opcode != "custom-call":
             return moved
-        told = told_cost(instruction.attributes)
-        if told is not None:
-            return max(moved, told[1])
         says = kernel_bytes(instruction)
-        return moved if says is None else says
+        if says is not None:
+            return says
+        told = told_cost(instruction.attributes)
+        return moved if told is None else max(moved, told[1])
 
     def _fusion(
         self, computation: Computation, fusion: Instruction, inner: Computation

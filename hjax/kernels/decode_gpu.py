@@ -1,0 +1,176 @@
+"""The decoding kernel for NVIDIA's GPUs: of each row's own tokens it reads those that it sees.
+
+Written in Pallas for Triton, after flash-decoding (Dao et al. 2023): the columns that a row sees
+are cut into parts as long as each other, each program takes one part of one key-value head of a row
+and passes on a maximum, a sum and an output, so that few rows keep many processors busy. A row's
+prompt, where it is shared, and sinks come in afterwards (``hjax.kernels.decode``). Per device:
+``hjax.models.decoding`` puts it into a ``shard_map``.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from hjax.kernels.attention import MASKED, Scoring, cost_label
+from hjax.kernels.decode import filled_takes
+
+BLOCK_BYTES = 2**14  # of keys, or of values, that are read together
+LEAST = 128  # columns of a part, where a row sees so many
+PROGRAMS = 512  # that keep a GPU busy: some for each of its 108 to 148 processors
+QUERIES = 16  # the fewest rows of a product
+
+
+def filled(
+    q: jax.Array,
+    own_k: jax.Array,
+    own_v: jax.Array,
+    first: jax.Array,
+    last: jax.Array,
+    scoring: Scoring = Scoring(),
+    expected: float | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """New tokens of each row against its own columns, which are written already.
+
+    Args:
+      q: [groups, kv_heads, samples, per_kv, new, head_dim], scaled. A row's new tokens have columns
+        one after the other.
+      own_k, own_v: [groups, kv_heads, samples, length, head_dim].
+      first: int32 [groups, samples], the row's first column that is its own.
+      last: int32 like it, the column of its first new token, which is seen always: 0 or more.
+      scoring: of the layer.
+      expected: columns of a row that are there on average, for the estimate of what is read; None:
+        half of the length.
+      interpret: run on any device, to be tested.
+
+    Returns:
+      of what each query sees the largest score, the sum of exponentials below it, float32
+      [groups, kv_heads, samples, per_kv, new], and the sum of values by these, with head_dim.
+
+    Raises:
+      AssertionError: a head size that ``decode.filled_takes`` refuses, when traced.
+    """
+    groups, kv_heads, samples, per_kv, new, dim = q.shape
+    length = own_k.shape[3]
+    if not interpret and not filled_takes(dim):
+        raise AssertionError(f"heads of {dim} are not a power of two, 16 or more")
+    queries, element = per_kv * new, own_k.dtype.itemsize
+    block = max(QUERIES, min(LEAST // 2, BLOCK_BYTES // (dim * element)))
+    rows = groups * samples * kv_heads
+    parts = max(1, min(math.ceil(PROGRAMS / rows), math.ceil(length / LEAST)))
+    spans = jnp.stack([jnp.minimum(first, last), last], axis=-1).astype(jnp.int32)
+    kernel = functools.partial(_kernel, scoring, new, queries, block)
+    one = (None, None, None)
+    q = q.reshape(groups, kv_heads, samples, queries, dim)
+
+    def of_row(*sizes: int) -> pl.BlockSpec:
+        zeros = (0,) * len(sizes)
+        return pl.BlockSpec((*one, *sizes), lambda i, h, _: (i // samples, h, i % samples, *zeros))
+
+    def of_part(*sizes: int) -> pl.BlockSpec:
+        zeros = (0,) * len(sizes)
+        return pl.BlockSpec(
+            (*one, None, *sizes), lambda i, h, j: (i // samples, h, i % samples, j, *zeros)
+        )
+
+    seen = length / 2 if expected is None else min(expected, length)
+    given = q.size * q.dtype.itemsize + 4 * rows * parts * queries * (dim + 2)
+    moved = 2 * rows * seen * dim * element + given
+    cost = "pallas_call", 4.0 * rows * queries * seen * dim, moved
+    shape = groups, kv_heads, samples, parts, queries
+    with jax.named_scope(cost_label((cost,), part=True)):
+        top, total, out = pl.pallas_call(
+            kernel,
+            grid=(groups * samples, kv_heads, parts),
+            in_specs=[
+                pl.BlockSpec((None, None, 2), lambda i, h, j: (i // samples, i % samples, 0)),
+                of_row(queries, dim),
+                of_row(length, dim),
+                of_row(length, dim),
+            ],
+            out_specs=[of_part(queries), of_part(queries), of_part(queries, dim)],
+            out_shape=[
+                jax.ShapeDtypeStruct(shape, jnp.float32),
+                jax.ShapeDtypeStruct(shape, jnp.float32),
+                jax.ShapeDtypeStruct((*shape, dim), jnp.float32),
+            ],
+            compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+            interpret=interpret,
+            name="decode_filled",
+        )(spans, q, own_k, own_v)
+    together = top.max(3)
+    factor = jnp.exp(top - together[:, :, :, None])
+    total, out = (total * factor).sum(3), (out * factor[..., None]).sum(3)
+
+    def by_token(x: jax.Array) -> jax.Array:
+        return x.reshape(*x.shape[:3], per_kv, new, *x.shape[4:])
+
+    return by_token(together), by_token(total), by_token(out)
+
+
+def _kernel(
+    scoring: Scoring,
+    new: int,
+    queries: int,
+    block: int,
+    span_ref: Any,
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    top_ref: Any,
+    total_ref: Any,
+    out_ref: Any,
+) -> None:
+    """One part of a row's columns, with all queries of a key-value head."""
+    dim, length = q_ref.shape[-1], k_ref.shape[0]
+    padded = max(QUERIES, pl.next_power_of_2(queries))
+    query, rows = jnp.arange(padded), pl.ds(0, padded)
+    there = query < queries
+    # Of the dtype of keys, as XLA multiplies; float32 exactly, not in TF32.
+    precision = jax.lax.Precision.HIGHEST if k_ref.dtype == jnp.float32 else None
+    q = triton.load(q_ref.at[rows, :], mask=there[:, None], other=0.0)
+    q = q.astype(k_ref.dtype)
+    first, last = span_ref[0], span_ref[1]
+    low = jnp.maximum(first, last + 1 - scoring.window) if scoring.window else first
+    high = jnp.minimum(last + new, length)
+    # Queries are laid out by head, then by token: each token sees up to its own column.
+    own = last + query % new
+    blocks = pl.cdiv(high - low, block)
+    each = pl.cdiv(blocks, pl.num_programs(2))
+    begin = pl.program_id(2) * each
+    end = jnp.minimum(begin + each, blocks)
+
+    def add(i: Any, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        top, total, out = carry
+        at = low + i * block
+        column, together = at + jnp.arange(block), pl.ds(at, block)
+        held = (column < high)[:, None]
+        k = triton.load(k_ref.at[together, :], mask=held, other=0.0)
+        v = triton.load(v_ref.at[together, :], mask=held, other=0.0)
+        scores = jnp.dot(q, k.T, precision=precision, preferred_element_type=jnp.float32)
+        scores = scoring.bend(scores)
+        seen = (column[None] <= own[:, None]) & held.T
+        if scoring.window:
+            seen &= own[:, None] - column[None] < scoring.window
+        scores = jnp.where(seen, scores, MASKED)
+        higher = jnp.maximum(top, scores.max(1))
+        factor, weights = jnp.exp(top - higher), jnp.exp(scores - higher[:, None])
+        weights = jnp.where(seen, weights, 0.0)
+        values = jnp.dot(
+            weights.astype(v.dtype), v, precision=precision, preferred_element_type=jnp.float32
+        )
+        return higher, total * factor + weights.sum(1), out * factor[:, None] + values
+
+    zeros = jnp.zeros((padded,), jnp.float32)
+    start = zeros + MASKED, zeros, jnp.zeros((padded, dim), jnp.float32)
+    top, total, out = jax.lax.fori_loop(begin, end, add, start)
+    triton.store(top_ref.at[rows], top, mask=there)
+    triton.store(total_ref.at[rows], total, mask=there)
+    triton.store(out_ref.at[rows, :], out, mask=there[:, None])
