@@ -104,6 +104,7 @@ def decoding(
         network.read_dtypes(dtype),
         network.shardings(layout),
     )
+    params = generator.as_read(params)
     prompts = case.rows // case.samples
     room = case.prompt + case.response
 

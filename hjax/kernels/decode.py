@@ -32,6 +32,7 @@ KERNELS = (KERNEL, INTERPRETED)
 FILLED = "filled"
 FILLED_INTERPRETED = "filled, interpreted"
 BY_PARTS = (FILLED, FILLED_INTERPRETED)
+ON_GPUS = (ROWS, *BY_PARTS)
 NO_KERNEL = ("TPU v2", "TPU v3")  # their compiler refuses its products
 
 

@@ -75,7 +75,7 @@ class Decode:
                 way = self.layout, scoring, self.expected, cache.form
                 met = tuple(
                     x[..., 0] if x.ndim == 5 else x[..., 0, :]
-                    for x in _filled(q[..., None, :], own_k, own_v, spans, *way)
+                    for x in _filled((q[..., None, :], own_k, own_v), spans, *way)
                 )
             out = kernels.attend(q, *parts, self.seen, scoring, sinks, keys=keys, met=met)
         return out.transpose(0, 2, 1, 3, 4).reshape(rows, 1, -1, dim), cache, None
@@ -167,31 +167,30 @@ class DecodeSlots:
         if cache.form in BY_PARTS:
             one = jnp.broadcast_to(column, rows)
             spans = self.slots.start[:, None], one[:, None]
-            own = [x[:, :, None] for x in (q, own_k, own_v)]
             way = self.layout, scoring, self.expected, cache.form
-            met = tuple(x[:, :, 0] for x in _filled(*own, spans, *way))
+            held = q[:, :, None], own_k[:, :, None], own_v[:, :, None]
+            met = tuple(x[:, :, 0] for x in _filled(held, spans, *way))
         out = kernels.attend_slots(q, *parts, self.slots, scoring, sinks, keys, met)
         return out.transpose(0, 3, 1, 2, 4).reshape(rows, new, -1, dim), cache, None
 
 
 def _filled(
-    q: jax.Array,
-    own_k: jax.Array,
-    own_v: jax.Array,
+    held: tuple[jax.Array, jax.Array, jax.Array],
     spans: tuple[jax.Array, jax.Array],
     layout: Layout | None,
     scoring: Scoring,
     expected: float | None,
     form: str,
 ) -> tuple[jax.Array, ...]:
-    """``decode_gpu.filled`` on every device, of queries that are not scaled yet; ``spans``: first
-    and last columns."""
+    """``decode_gpu.filled`` on every device of queries that are not scaled yet, own keys and
+    values; ``spans``: first and last columns."""
     from hjax.kernels import decode_gpu  # what it imports is not on every platform
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, first: Any, last: Any) -> Any:
         interpret = form == FILLED_INTERPRETED
         return decode_gpu.filled(q, k, v, first, last, scoring, expected, interpret)
 
+    q, own_k, own_v = held
     q = q * scoring.factor(q.shape[-1])
     if layout is not None:
         of_row, of_heads = layout.spec(["batch"]), layout.spec(["batch", "heads"])

@@ -29,6 +29,25 @@ from hjax.sharding.pipeline import Stack, plain
 Params = dict[str, Any]
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Layered:
+    """Parameters of a model of which each layer has arrays of its own.
+
+    Where layers are unrolled, a program that is given stacked ones copies each layer out of them.
+
+    Attributes:
+      rest: those that are not of a layer.
+      layers: nested dicts, those of each.
+    """
+
+    rest: Params
+    layers: tuple[Params, ...]
+
+
+Weights = Params | Layered
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Network:
     """A model without its numbers.
@@ -57,7 +76,7 @@ class Network:
     _state: Any
     frozen_dtype: Any = np.dtype(np.float32)
 
-    def bind(self, params: Params, stack: Stack = plain, tally: Tally | None = None) -> Any:
+    def bind(self, params: Weights, stack: Stack = plain, tally: Tally | None = None) -> Any:
         """The module with these parameters; call it inside jit.
 
         Args:
@@ -66,9 +85,17 @@ class Network:
           tally: where its forwards over prompts and responses tell what their routers did.
         """
         state = jax.tree.map(lambda x: x, self._state)
+        layers = None
+        if isinstance(params, Layered):
+            # Stacked they are made only where they are read so.
+            layers = params.layers
+            stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *layers)
+            params = params.rest | {"layers": stacked}
         nnx.replace_by_pure_dict(state, params)
         module = nnx.merge(self.graph, state)
         decoder = getattr(module, "decoder", module)
+        if layers is not None:
+            decoder.unstacked = lambda: layers
         if stack is not plain:
             decoder.stack = stack
         if tally is not None:
@@ -202,6 +229,55 @@ def _like(tree: Params, other: Params) -> Params:
         name: _like(part, other[name]) if isinstance(part, dict) else other[name]
         for name, part in tree.items()
     }
+
+
+def by_layer(params: Params, shardings: Params, given_up: Params | None = None) -> Layered:
+    """Arrays of its own for each layer, one stacked array after another.
+
+    Args:
+      params: of a decoder.
+      shardings: of each parameter, its layers whole.
+      given_up: bool like the parameters, which stacked arrays are deleted as soon as they are cut,
+        so that one of them at most is there twice; None: none.
+    """
+    stacked = params["layers"]
+    free = jax.tree.map(lambda _: False, stacked) if given_up is None else given_up["layers"]
+
+    def cut(x: jax.Array, sharding: Any, last: bool) -> Any:
+        parts = _cut(x.shape[0], sharding)(x)
+        if last:
+            jax.block_until_ready(parts)
+            x.delete()
+        return parts
+
+    parts = jax.tree.map(cut, stacked, shardings["layers"], free)
+    count = jax.tree.leaves(stacked)[0].shape[0]
+    layers = (jax.tree.map(lambda _, each, i=i: each[i], stacked, parts) for i in range(count))
+    rest = {name: part for name, part in params.items() if name != "layers"}
+    return Layered(rest, tuple(layers))
+
+
+def by_layer_abstract(params: Params) -> Layered:
+    """``by_layer`` of jax.ShapeDtypeStruct with shardings."""
+
+    def one(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=_without_layers(x.sharding))
+
+    count = jax.tree.leaves(params["layers"])[0].shape[0]
+    rest = {name: part for name, part in params.items() if name != "layers"}
+    return Layered(rest, (jax.tree.map(one, params["layers"]),) * count)
+
+
+@functools.lru_cache(maxsize=64)
+def _cut(layers: int, sharding: jax.sharding.NamedSharding) -> Callable[[jax.Array], Any]:
+    def parts(x: jax.Array) -> list[jax.Array]:
+        return [x[i] for i in range(layers)]
+
+    return jax.jit(parts, out_shardings=_without_layers(sharding))
+
+
+def _without_layers(sharding: Any) -> jax.sharding.NamedSharding:
+    return jax.sharding.NamedSharding(sharding.mesh, jax.P(*sharding.spec[1:]))
 
 
 def placed(params: Params, shardings: Params, shapes: Params) -> Params:

@@ -315,6 +315,8 @@ class Decoder(nnx.Module):
     stack: Stack = staticmethod(plain)
     # Where a forward without a cache tells what its routers did; None: nowhere.
     tally: Tally | None = None
+    # Where each layer's parameters are arrays of their own, what gives them.
+    unstacked: Callable[[], Iterable[Any]] | None = None
     embedding: nnx.Param
     unembedding: nnx.Param
     positions: nnx.Param
@@ -529,6 +531,8 @@ class Decoder(nnx.Module):
 
     def unstack(self) -> list[Any]:
         """The layers' parameters, one tree per layer."""
+        if self.unstacked is not None:
+            return list(self.unstacked())
         return unstack(nnx.state(self.layers))
 
     @property

@@ -26,7 +26,7 @@ from hjax.models.attention import Attention, Causal
 from hjax.models.continuing import BLOCK, Blocks, Continue
 from hjax.models.decoding import Decode, DecodeSlots, KVCache, keys_and_values
 from hjax.models.forward import positions_of
-from hjax.models.parameters import Network, Params
+from hjax.models.parameters import Network, Weights
 from hjax.models.transformer import Compute
 from hjax.rollout import decode_state, lookup
 from hjax.rollout.counts import Counts, counted
@@ -117,7 +117,7 @@ class Engine:
     def admit(
         self,
         how: How,
-        params: Params,
+        params: Weights,
         state: State,
         new: Admission,
         blocks: Blocks | None = None,
@@ -142,7 +142,7 @@ class Engine:
     def prefill(
         self,
         how: How,
-        params: Params,
+        params: Weights,
         new: Admission,
         samples: int = 1,
         counted: bool = False,
@@ -199,7 +199,7 @@ class Engine:
     def decode(
         self,
         how: How,
-        params: Params,
+        params: Weights,
         state: State,
         steps: int,
         most: int = STEPS,
@@ -283,7 +283,7 @@ class Engine:
         return cast(State, _with_shardings(made, self._shardings[0]))
 
     def trace_prefill(
-        self, params: Params, prompts: tuple[int, int], samples: int
+        self, params: Weights, prompts: tuple[int, int], samples: int
     ) -> tuple[Any, Prompts]:
         """``prefill`` of abstract parameters, but for the first tokens.
 
@@ -303,7 +303,7 @@ class Engine:
         traced = self._prefill.trace((samples, False), *given)
         return traced, cast(Prompts, _with_shardings(traced.out_info, self._shardings[1]))
 
-    def trace_decode(self, how: How, params: Params, size: Size, most: int) -> Any:
+    def trace_decode(self, how: How, params: Weights, size: Size, most: int) -> Any:
         """``decode`` of abstract parameters and states: its jax.stages.Traced."""
         steps = jax.ShapeDtypeStruct((), jnp.int32, sharding=self.layout.replicated)
         return self._decode.trace(how, most, params, self.abstract(size), steps, None)
@@ -353,7 +353,7 @@ class Engine:
     def _read_prompts(
         self,
         rows: tuple[int, bool],
-        params: Params,
+        params: Weights,
         prompts: jax.Array,
         mask: jax.Array,
         known: Known | None,
@@ -538,7 +538,7 @@ class Engine:
         self,
         how: How,
         most: int,
-        params: Params,
+        params: Weights,
         state: State,
         steps: jax.Array,
         allowed: jax.Array | None,

@@ -21,7 +21,7 @@ from hjax.kernels import decode
 from hjax.models.attention import Causal
 from hjax.models.decoding import Decode, KVCache
 from hjax.models.forward import positions_of
-from hjax.models.parameters import Network, Params
+from hjax.models.parameters import Layered, Network, Params, Weights, by_layer, by_layer_abstract
 from hjax.models.transformer import Compute
 from hjax.rollout import decode_state
 from hjax.rollout.engine import Engine
@@ -88,7 +88,7 @@ class Generator:
         device, head_dim = layout.mesh.devices.flat[0], network.config.head_dim
         self.cache_form = cache_form or decode.choose(device, head_dim)
         # A scan copies each layer's weights and cache for every token on a GPU.
-        unroll = compute.unroll_layers or self.cache_form in (decode.ROWS, *decode.BY_PARTS)
+        unroll = compute.unroll_layers or self.cache_form in decode.ON_GPUS
         self.compute = dataclasses.replace(compute.on(layout), unroll_layers=unroll)
         self._programs: dict[_Shape, Any] = {}
         self._engines: dict[int, Engine] = {}
@@ -106,13 +106,36 @@ class Generator:
         return max(1, self.layout.ways("heads") // self.network.config.kv_heads)
 
     @property
+    def _staged(self) -> bool:
+        return self.layout.ways("layers") > 1
+
+    @property
     def multiple(self) -> int:
         """What the number of prompts must divide by: data-parallel parts times stages."""
         return self.layout.ways("batch") * self.layout.ways("layers")
 
+    @property
+    def reads_layers(self) -> bool:
+        """Whether programs want an array of each layer (``Layered``): they unroll layers, and a
+        GPU's compiler would copy each of them out of its stack in every program."""
+        return self.compute.unroll_layers and self.cache_form in decode.ON_GPUS and not self._staged
+
+    def as_read(self, params: Weights, given_up: Params | None = None) -> Any:
+        """Parameters as the programs read them fastest: by layer, or as they are.
+
+        Args:
+          params: in the generate layout.
+          given_up: as of ``hjax.models.parameters.by_layer``.
+        """
+        if not self.reads_layers or isinstance(params, Layered):
+            return params
+        if isinstance(jax.tree.leaves(params)[0], jax.ShapeDtypeStruct):
+            return by_layer_abstract(params)
+        return by_layer(params, self.network.shardings(self.layout), given_up)
+
     def generate(
         self,
-        params: Params,
+        params: Weights,
         prompts: jax.Array | np.ndarray,
         prompt_mask: jax.Array | np.ndarray,
         sequence: jax.Array | np.ndarray,
@@ -132,7 +155,7 @@ class Generator:
         """Sample responses.
 
         Args:
-          params: in the generate layout.
+          params: in the generate layout, or of ``as_read``, which is done otherwise for this call.
           prompts: int32 [prompts, prompt_length], padded on the left.
           prompt_mask: bool, like ``prompts``.
           sequence: int32 [prompts * (samples + surplus)], the number that seeds each row's draws.
@@ -171,6 +194,7 @@ class Generator:
                 f"{prompts.shape[0]} prompts do not divide over {self.layout.describe()}; "
                 f"use a multiple of {self.multiple}"
             )
+        params = self.as_read(params)
         shape = _Shape(samples, max_new_tokens, sampling, tuple(stop), 0, end)
         inputs = prompts, prompt_mask, sequence, self._numbers(seed, step)
         ways = _Ways(slots, lookup, surplus, on_ended)
@@ -189,7 +213,7 @@ class Generator:
         That is the quickest where all are equally long, or short, and on TPUs, whose kernel reads
         what is filled.
         """
-        if shape.end is not None or self.layout.ways("layers") > 1:
+        if shape.end is not None or self._staged:
             return False
         ends = bool(shape.stop) and shape.max_new_tokens > COLUMNS
         asked = ways.on_ended is not None or ways.lookup > 0 or ways.surplus > 0
@@ -215,7 +239,7 @@ class Generator:
         self,
         shape: _Shape,
         ways: _Ways,
-        params: Params,
+        params: Weights,
         prompts: Any,
         prompt_mask: Any,
         sequence: Any,
@@ -246,7 +270,7 @@ class Generator:
 
     def resume(
         self,
-        params: Params,
+        params: Weights,
         rollout: Rollout,
         sequence: jax.Array | np.ndarray,
         *,
@@ -272,14 +296,14 @@ class Generator:
         Raises:
           ConfigError: under a layout with stages.
         """
-        if self.layout.ways("layers") > 1:
+        if self._staged:
             raise ConfigError(
                 f"responses are generated in parts under one stage, not {self.layout.describe()}; "
                 "use pipe=1 for generation, or whole responses"
             )
         limit = rollout["responses"].shape[1]
         program = self._program(_Shape(samples, limit, sampling, tuple(stop), start, end))
-        return program(params, rollout, sequence, self._numbers(seed, step))
+        return program(self.as_read(params), rollout, sequence, self._numbers(seed, step))
 
     def _numbers(self, seed: int, step: int) -> jax.Array:
         return place(np.asarray([seed, step], np.uint32), self.layout.replicated)
@@ -287,7 +311,7 @@ class Generator:
     def programs(
         self,
         call: str,
-        params: Params,
+        params: Weights,
         prompts: int,
         prompt_length: int,
         *,
@@ -309,6 +333,7 @@ class Generator:
           samples, max_new_tokens, sampling, stop, slots, lookup, surplus: as of
             ``generate``.
         """
+        params = self.as_read(params)
         shape = _Shape(samples, max_new_tokens, sampling, stop)
         if not self._ragged(shape, prompts * samples, _Ways(slots, lookup, surplus)):
             options = dataclasses.asdict(shape) | {"sampling": sampling}
@@ -326,7 +351,7 @@ class Generator:
 
     def trace(self, params: Any, prompts: int, prompt_length: int, **options: Any) -> Any:
         """The program traced for abstract ``params``, to count what it costs without running it."""
-        shape = _Shape(**options)
+        params, shape = self.as_read(params), _Shape(**options)
         split, whole = self.layout.sharding("batch"), self.layout.replicated
         tokens = (prompts, prompt_length)
         return self._program(shape).trace(
@@ -352,19 +377,20 @@ class Generator:
     def _run(
         self,
         shape: _Shape,
-        params: Params,
+        params: Weights,
         prompts: jax.Array,
         prompt_mask: jax.Array,
         sequence: jax.Array,
         seed_and_step: jax.Array,
     ) -> Rollout:
-        inputs = params, prompts, prompt_mask, sequence, seed_and_step
-        if self.layout.ways("layers") > 1:
+        inputs = prompts, prompt_mask, sequence, seed_and_step
+        if self._staged:
+            assert not isinstance(params, Layered)
             pipelined = PipelinedRollout(self.network, self.layout, self.compute)
             options = shape.samples, shape.max_new_tokens, shape.sampling, shape.stop
-            drawn = pipelined.run(*inputs, *options)
+            drawn = pipelined.run(params, *inputs, *options)
         else:
-            drawn = self._run_whole(shape, *inputs)
+            drawn = self._run_whole(shape, params, *inputs)
         rollout = {
             "prompts": jnp.repeat(prompts, shape.samples, axis=0),
             "prompt_mask": jnp.repeat(prompt_mask, shape.samples, axis=0),
@@ -375,7 +401,7 @@ class Generator:
     def _run_on(
         self,
         shape: _Shape,
-        params: Params,
+        params: Weights,
         rollout: Rollout,
         sequence: jax.Array,
         seed_and_step: jax.Array,
@@ -389,7 +415,7 @@ class Generator:
     def _run_whole(
         self,
         shape: _Shape,
-        params: Params,
+        params: Weights,
         prompts: jax.Array,
         prompt_mask: jax.Array,
         sequence: jax.Array,

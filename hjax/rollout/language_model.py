@@ -34,6 +34,7 @@ from hjax.rollout.engine import Engine
 from hjax.rollout.generator import Generator, bucket_length
 from hjax.rollout.options import Options
 from hjax.rollout.prefixes import why_not
+from hjax.rollout.replacement import check_alike
 from hjax.rollout.sampling import Sampling
 from hjax.rollout.service import Piece, Request, Service
 from hjax.sharding.layout import Layout, check_shapes, make_layouts, without
@@ -74,7 +75,8 @@ class LanguageModel:
         the model.
 
     Attributes:
-      params: as generation reads them.
+      params: as generation reads them: matrices in the dtype of compute and, where layers are
+        unrolled on GPUs, an array of each layer.
     """
 
     def __init__(
@@ -97,12 +99,30 @@ class LanguageModel:
         self._network = decoder_network(config)
         self._layout = tensor_layout(config, tensor)
         self._compute = Compute(dtype=dtypes[dtype]).on(self._layout)
-        self.params = self._network.place(params, self._layout)
         self._generator = Generator(self._network, self._layout, self._compute)
+        self.params = self._held(params)
         self._programs = {
             "logits": jax.jit(self._logits),
             "log_probs": jax.jit(self._log_probs),
         }
+
+    def held(self, params: Any) -> Any:
+        """Parameters laid out as ``params``, in the dtypes in which they are read; those that lie
+        so already are not copied.
+
+        Raises:
+          ConfigError: other names, shapes or dtypes than this model's.
+        """
+        check_alike(params, self._network.shapes)
+        return self._held(params)
+
+    def _held(self, params: Any) -> Any:
+        read = jax.tree.map(
+            lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype),
+            self._network.shapes,
+            self._network.read_dtypes(self._compute.dtype),
+        )
+        return self._generator.as_read(self._network.with_shapes(read).place(params, self._layout))
 
     @property
     def engine(self) -> Engine:

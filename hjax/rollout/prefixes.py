@@ -20,7 +20,7 @@ from hjax.errors import ConfigError
 from hjax.kernels import decode
 from hjax.models.continuing import BLOCK, Blocks, Continue
 from hjax.models.decoding import keys_and_values
-from hjax.models.parameters import Params
+from hjax.models.parameters import Weights
 from hjax.rollout.engine import Engine
 from hjax.rollout.prefix_tree import Path, PrefixTree
 from hjax.rollout.slots import Known, State
@@ -169,7 +169,7 @@ class Prefixes:
         for count in TOGETHER:
             self._write(state, _tables([(0, 0, nowhere)] * count, nowhere))
 
-    def warm_up_reading(self, params: Params, chunk: int, limit: int) -> None:
+    def warm_up_reading(self, params: Weights, chunk: int, limit: int) -> None:
         """Compile what ``read`` calls, with the same arguments; nothing is kept."""
         nowhere = [self._tree.blocks] * (chunk // BLOCK)
         for columns in known_columns(limit):
@@ -177,7 +177,7 @@ class Prefixes:
                 known = self.known([[0] * chunk], [Beginning()], columns)
                 self._read_new(params, [0] * chunk, known, nowhere)
 
-    def read(self, params: Params, prompt: Sequence[int], chunk: int, limit: int) -> bool:
+    def read(self, params: Weights, prompt: Sequence[int], chunk: int, limit: int) -> bool:
         """Read the next chunk of a prompt, and keep it.
 
         Args:
@@ -205,7 +205,7 @@ class Prefixes:
         return True
 
     def _read_new(
-        self, params: Params, tokens: Sequence[int], known: Known, where: Sequence[int]
+        self, params: Weights, tokens: Sequence[int], known: Known, where: Sequence[int]
     ) -> None:
         whole = self._engine.layout.replicated
         given = np.asarray([tokens], np.int32), known, np.asarray(where, np.int32)
@@ -256,7 +256,7 @@ class Prefixes:
         return jax.vmap(put)(blocks, own) if self._engine.stacked else put(blocks, own)
 
     def _read_in(
-        self, params: Params, blocks: Blocks, tokens: jax.Array, known: Known, where: jax.Array
+        self, params: Weights, blocks: Blocks, tokens: jax.Array, known: Known, where: jax.Array
     ) -> Blocks:
         engine = self._engine
         model, mask = engine.network.bind(params), jnp.ones(tokens.shape, bool)

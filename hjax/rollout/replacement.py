@@ -5,10 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import jax
-
 from hjax.errors import ConfigError, RunError
-from hjax.sharding.arrays import place
 from hjax.sharding.manifest import named_leaves
 
 
@@ -16,7 +13,7 @@ class Replacement:
     """Somebody waits until the engine's thread has taken these weights.
 
     Args:
-      params: as ``laid_out`` gives them.
+      params: as ``LanguageModel.held`` gives them.
     """
 
     def __init__(self, params: Any):
@@ -43,12 +40,12 @@ class Replacement:
             raise RunError(self._refused)
 
 
-def laid_out(params: Any, like: Any) -> Any:
-    """Parameters laid out as others are, so that the programs of these take them.
+def check_alike(params: Any, like: Any) -> None:
+    """That parameters are those of the same model.
 
     Args:
       params: nested dict of arrays.
-      like: nested dict of jax.Array.
+      like: nested dict of jax.Array or jax.ShapeDtypeStruct.
 
     Raises:
       ConfigError: other names, shapes or dtypes, the first of them.
@@ -61,7 +58,6 @@ def laid_out(params: Any, like: Any) -> Any:
                 f"{name} of the new weights is {theirs}, of those that answer {ours}; give weights "
                 "of a model of the same shapes"
             )
-    return jax.tree.map(lambda x, of: place(x, of.sharding), params, like)
 
 
 def _kind(x: Any) -> str:

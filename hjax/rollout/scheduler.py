@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from hjax.models.parameters import Params
+from hjax.models.parameters import Weights
 from hjax.rollout.engine import STEPS, Engine
 from hjax.rollout.slots import Admission, Drawn, How, Size, State
 from hjax.rollout.work import NOBODY, Told, Work
@@ -133,7 +133,7 @@ class Schedule:
     def _groups_of(self, rows: int) -> int:
         return min(self.groups, rows)
 
-    def programs(self, call: str, params: Params) -> Iterator[Program]:
+    def programs(self, call: str, params: Weights) -> Iterator[Program]:
         """What takes time and memory, of abstract parameters in the generate layout.
 
         States are as large as they become, so that what is said of them is the most there is.
@@ -167,7 +167,7 @@ class Schedule:
             tokens=most.rows * STEPS,
         )
 
-    def warm(self, params: Params) -> None:
+    def warm(self, params: Weights) -> None:
         """Compile every program that this schedule may call, so that none is compiled later."""
         # Programs of several devices are run one after another, in the same order everywhere.
         workers = os.cpu_count() if self.engine.layout.mesh.size == 1 else 1
@@ -177,7 +177,7 @@ class Schedule:
             for each in made:
                 each.result()
 
-    def _warm_size(self, params: Params, rows: int, length: int) -> None:
+    def _warm_size(self, params: Weights, rows: int, length: int) -> None:
         engine = self.engine
 
         def empty() -> State:
@@ -193,7 +193,7 @@ class Schedule:
         if ((fewer := self._after(self.rows, rows)), length) in self._pairs and fewer != rows:
             engine.move(empty(), *self._kept(rows, fewer))
 
-    def _warm_entries(self, params: Params) -> None:
+    def _warm_entries(self, params: Weights) -> None:
         state = self.engine.empty(self.size(self.rows[0], self.lengths[0]))
         for each in self._entries():
             state = self._share(state)
@@ -240,7 +240,7 @@ class Schedule:
 
     # Running
 
-    def run(self, params: Params) -> Iterator[Told]:
+    def run(self, params: Weights) -> Iterator[Told]:
         """Draw everything; says after each dispatch what it drew."""
         state = self.engine.empty(self.size(self.rows[0], self._length))
         state, entered = self._fill(params, state)
@@ -289,7 +289,7 @@ class Schedule:
 
     # Entering
 
-    def _fill(self, params: Params, state: State) -> tuple[State, list[Told]]:
+    def _fill(self, params: Weights, state: State) -> tuple[State, list[Told]]:
         """Let in all who can be."""
         told = []
         while self._next < self.work.prompts.shape[0]:
@@ -299,7 +299,7 @@ class Schedule:
             told.append(entered)
         return state, told
 
-    def _enter(self, params: Params, state: State) -> tuple[State, Told | None]:
+    def _enter(self, params: Weights, state: State) -> tuple[State, Told | None]:
         """Let in who waits, as far as there are free groups; None: there is none."""
         parts, samples = self.engine.parts, self.work.samples
         left = self.work.prompts.shape[0] - self._next

@@ -28,7 +28,7 @@ from hjax.rollout.engine import Engine
 from hjax.rollout.matching import Matcher, Matchers, words
 from hjax.rollout.options import Options
 from hjax.rollout.prefixes import Beginning, Prefixes, known_columns_for, room_for, why_not
-from hjax.rollout.replacement import Replacement, laid_out
+from hjax.rollout.replacement import Replacement
 from hjax.rollout.row_sampling import RowSampling, Sizes
 from hjax.rollout.shapes import CHUNK, STEPS, Shapes, WarmUp
 from hjax.rollout.slots import Admission, Drawn, How, Known, State
@@ -47,6 +47,8 @@ class Model(Protocol):
     tokenizer: Tokenizer | None
 
     def engine_for(self, lookup: int) -> Engine: ...
+
+    def held(self, params: Any) -> Any: ...
 
 
 class QueueFull(RunError):
@@ -231,7 +233,7 @@ class Service:
         not hear of it: there must be none.
 
         Args:
-          params: as the model's; they are not copied where they lie as those do.
+          params: float32 parameters; those are not copied that lie as the model's do.
           seconds: that running requests have to end; None: as long as they take.
 
         Raises:
@@ -241,7 +243,7 @@ class Service:
         """
         if threading.current_thread() is self._thread:
             raise RunError("a request's listener cannot replace the weights; do it elsewhere")
-        replacement = Replacement(laid_out(params, self._model.params))
+        replacement = Replacement(self._model.held(params))
         with self._changed:
             self._check_open("weights")
             if self._replacement is not None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from hjax.models.continuing import BLOCK
-from hjax.models.parameters import Params
+from hjax.models.parameters import Weights
 from hjax.rollout.engine import Engine
 from hjax.rollout.prefixes import Beginning, Prefixes, columns_for, known_columns
 from hjax.rollout.row_sampling import Sizes
@@ -110,7 +110,7 @@ class WarmUp:
     """
 
     shapes: Shapes
-    params: Params
+    params: Weights
     prefixes: Prefixes | None
     nobody: Callable[[int, int, Known | None], Admission]
 

@@ -213,6 +213,12 @@ class Transition:
                     arrays.append(route.there.before)
         return arrays
 
+    def copies(self) -> Any:
+        """bool like the parameters: those of generation's that the way back only drops, so that
+        whoever borrows them may free them before."""
+        copies = [r.back is None and not r.there.unmoved for r in self.routes]
+        return jax.tree.unflatten(self._structure, copies)
+
     def kept(self) -> list[jax.ShapeDtypeStruct]:
         """Abstract arrays of training's that stay beside those which generation reads."""
         return [r.there.before for r in self.routes if r.back is None and not r.there.unmoved]

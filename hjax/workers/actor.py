@@ -71,7 +71,7 @@ class Actor(TrainedWorker, GeneratingWorker):
         return token_loss, stats
 
     @contextlib.contextmanager
-    def gathered(self) -> Iterator[Params]:
+    def gathered(self) -> Iterator[Any]:
         """Lend out the parameters as generation reads them; in between there are no others.
 
         Adapters are added to their matrices first; these, as they were, and the adapters stay
@@ -88,6 +88,7 @@ class Actor(TrainedWorker, GeneratingWorker):
             before = {}
         try:
             params = self.transition.advance(held)
+            params = self.generator.as_read(params, self.transition.copies())
             self._seconds["transition"] += time.perf_counter() - start
             yield params
         finally:
@@ -210,6 +211,10 @@ class Actor(TrainedWorker, GeneratingWorker):
             params = self.transition.standing(names.index(program))
         elif program.startswith("generate"):
             params = self.transition.kept()
+            if self.generator.reads_layers:
+                stacked, copies = self._generation_copy()["layers"], self.transition.copies()
+                each = zip(*map(jax.tree.leaves, (stacked, copies["layers"])), strict=True)
+                params += [x for x, is_copy in each if not is_copy]
         else:
             return super().beside(program)
         kept = {} if self.merge is None else {"adapters and their matrices": self.merge.kept()}

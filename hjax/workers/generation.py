@@ -36,7 +36,7 @@ class GeneratingWorker(ModelWorker):
         self._judges = {role: Judge(function) for role, function in context.judges.items()}
 
     @contextlib.contextmanager
-    def gathered(self) -> Iterator[Params]:
+    def gathered(self) -> Iterator[Any]:
         """Lend out the parameters as generation reads them."""
         yield self.params
 

@@ -88,7 +88,10 @@ class Rollout(GeneratingWorker):
         if self._taken is None or self._taken[0] != version:
             taken = "none" if self._taken is None else f"version {self._taken[0]}"
             raise RunError(f"{self.role}: version {version} was not taken ({taken} was)")
-        (self.version, self.params), self._taken = self._taken, None
+        params, self._taken = self._taken[1], None
+        self.params = {}  # freed before others are cut by layer
+        self.params = self.generator.as_read(params)
+        self.version = version
         return version
 
     @protocol("3D_ALL_MICRO_DP", phase="generate", reads=PROMPT_KEYS)
