@@ -22,7 +22,9 @@ SMALL = Case(
 )  # fmt: skip
 
 
-MEASURED = (SMALL, *CASES)
+# Of requests, on GPUs.
+SLOTS = dataclasses.replace(SMALL, topology="h100:1x4", slots=True)
+MEASURED = (SMALL, SLOTS, *CASES)
 
 
 def counted(case, form=""):
@@ -56,6 +58,17 @@ def test_a_token_copies_no_cache_and_reads_what_is_filled():
     assert read <= found["bytes_per_token"] <= 1.05 * read + weights
 
 
+def test_a_gpu_s_token_reads_of_each_slot_what_is_filled_and_no_weight_is_cut_out():
+    found = counted(SLOTS)
+    assert found["copies"] == 0
+    # By hand: half of 256 rows' columns, of two key-value heads, and the weights.
+    cache = 3 * 2 * 2 * 128 * 2 * 256 * (128 + 1024) / 2
+    weights = 2 * (1024 * 256 + 3 * 256 * (3 * 512 + 128 * (2 * 8 + 2 * 4))) / 2
+    assert found["minimum_bytes"] == pytest.approx(cache + weights, rel=2e-3)
+    assert cache + weights <= found["bytes_per_token"] <= 1.15 * (cache + weights)
+    assert found["temporary_bytes"] < 0.1 * (cache + weights)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1600)
 def test_without_the_kernel_each_layer_is_cut_out_for_every_token():
@@ -68,9 +81,7 @@ def test_without_the_kernel_each_layer_is_cut_out_for_every_token():
 def test_decoding_stays_below_its_bar(case):
     found = counted(case)
     assert found["copies"] == 0
-    # On GPUs slots miss their bar: all columns are read (docs/performance.md).
-    missed = case.slots and case.topology.startswith("h100")
-    assert 1 < found["ratio"] <= (1.45 if missed else case.bar or 1.3)
+    assert 1 < found["ratio"] <= (case.bar or 1.3)
 
 
 def test_the_table_has_a_row_for_each():

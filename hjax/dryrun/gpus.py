@@ -63,12 +63,17 @@ def gpu_devices(name: str, kind: str, sizes: tuple[int, ...]) -> tuple[Any, ...]
 
     hosts, count = sizes
     described = topologies.get_topology_desc(
-        kind.upper(),
+        device_kind(kind),
         platform="cuda",
         target_config=target_config(kind),
         topology=f"1x{hosts}x{count}",
     )
     return tuple(described.devices)
+
+
+def device_kind(kind: str) -> str:
+    """As JAX calls such a GPU, by which its kernels' compiler knows it."""
+    return f"NVIDIA {kind.upper()}"
 
 
 def plugin_installed() -> bool:
@@ -106,5 +111,5 @@ gpu_device_info {{
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 8 }}
-device_description_str: "{kind.upper()}"
+device_description_str: "{device_kind(kind)}"
 """

@@ -10,6 +10,7 @@ like them, or with the last two dimensions exchanged.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import re
 from typing import Any
 
@@ -45,12 +46,15 @@ def choose(device: Any, head_dim: int) -> str:
     # Of NVIDIA's GPUs a number; those before 8.0 multiply no bfloat16.
     capability = str(getattr(device, "compute_capability", ""))
     known = re.fullmatch(r"\d+\.\d+", capability) and float(capability) >= 8
-    return FILLED if known and filled_takes(head_dim) else ROWS
+    # JAX 0.12 says that it will give its Triton up; then XLA reads all columns again.
+    there = importlib.util.find_spec("jax.experimental.pallas.triton") is not None
+    return FILLED if known and there and filled_takes(head_dim) else ROWS
 
 
 def filled_takes(head_dim: int) -> bool:
-    """Whether ``decode_gpu`` knows heads of this size: Triton's blocks are powers of two."""
-    return head_dim >= 16 and head_dim & (head_dim - 1) == 0
+    """Whether ``decode_gpu`` knows heads of this size: Triton's blocks are powers of two, and what
+    a processor shares is small."""
+    return head_dim in (16, 32, 64, 128, 256)
 
 
 def bounds(mask: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -60,7 +60,7 @@ def filled(
     groups, kv_heads, samples, per_kv, new, dim = q.shape
     length = own_k.shape[3]
     if not interpret and not filled_takes(dim):
-        raise AssertionError(f"heads of {dim} are not a power of two, 16 or more")
+        raise AssertionError(f"heads of {dim} are not a power of two, 16 to 256")
     queries, element = per_kv * new, own_k.dtype.itemsize
     block = max(QUERIES, min(LEAST // 2, BLOCK_BYTES // (dim * element)))
     rows = groups * samples * kv_heads
@@ -131,11 +131,11 @@ def _kernel(
     """One part of a row's columns, with all queries of a key-value head."""
     dim, length = q_ref.shape[-1], k_ref.shape[0]
     padded = max(QUERIES, pl.next_power_of_2(queries))
-    query, rows = jnp.arange(padded), pl.ds(0, padded)
+    query, across = jnp.arange(padded), jnp.arange(dim)[None]
     there = query < queries
     # Of the dtype of keys, as XLA multiplies; float32 exactly, not in TF32.
     precision = jax.lax.Precision.HIGHEST if k_ref.dtype == jnp.float32 else None
-    q = triton.load(q_ref.at[rows, :], mask=there[:, None], other=0.0)
+    q = triton.load(q_ref.at[query[:, None], across], mask=there[:, None], other=0.0)
     q = q.astype(k_ref.dtype)
     first, last = span_ref[0], span_ref[1]
     low = jnp.maximum(first, last + 1 - scoring.window) if scoring.window else first
@@ -149,11 +149,10 @@ def _kernel(
 
     def add(i: Any, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         top, total, out = carry
-        at = low + i * block
-        column, together = at + jnp.arange(block), pl.ds(at, block)
+        column = low + i * block + jnp.arange(block)
         held = (column < high)[:, None]
-        k = triton.load(k_ref.at[together, :], mask=held, other=0.0)
-        v = triton.load(v_ref.at[together, :], mask=held, other=0.0)
+        k = triton.load(k_ref.at[column[:, None], across], mask=held, other=0.0)
+        v = triton.load(v_ref.at[column[:, None], across], mask=held, other=0.0)
         scores = jnp.dot(q, k.T, precision=precision, preferred_element_type=jnp.float32)
         scores = scoring.bend(scores)
         seen = (column[None] <= own[:, None]) & held.T
@@ -171,6 +170,6 @@ def _kernel(
     zeros = jnp.zeros((padded,), jnp.float32)
     start = zeros + MASKED, zeros, jnp.zeros((padded, dim), jnp.float32)
     top, total, out = jax.lax.fori_loop(begin, end, add, start)
-    triton.store(top_ref.at[rows], top, mask=there)
-    triton.store(total_ref.at[rows], total, mask=there)
-    triton.store(out_ref.at[rows, :], out, mask=there[:, None])
+    triton.store(top_ref.at[query], top, mask=there)
+    triton.store(total_ref.at[query], total, mask=there)
+    triton.store(out_ref.at[query[:, None], across], out, mask=there[:, None])

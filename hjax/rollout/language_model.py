@@ -64,7 +64,7 @@ class LanguageModel:
       config: shapes.
       params: float32 parameters.
       tokenizer: or None.
-      dtype: of compute.
+      dtype: of compute and of matrices.
       eos_ids: token ids that end a response.
       path: where the weights were read; empty: they were not.
       tensor: local devices over which heads, MLPs and vocabulary are split, the first ones. With
@@ -404,7 +404,7 @@ def load_model(path: str | os.PathLike, dtype: str = "float32", tensor: int = 1)
       path: a Hugging Face directory (with or without a tokenizer), a Hugging Face model name
         (``owner/name``, from the local cache or downloaded), or an hjax workdir (its newest
         checkpoint).
-      dtype: ``float32`` or ``bfloat16``, of compute; parameters stay float32.
+      dtype: ``float32`` or ``bfloat16``, of compute and of the matrices that are kept.
       tensor: local devices over which heads, MLPs and vocabulary are split, the first ones.
 
     Raises:
