@@ -14,7 +14,7 @@ STEPS = 6
 
 @pytest.mark.parametrize(
     "algorithm",
-    ["PPO", "GRPO", *(pytest.param(n, marks=pytest.mark.slow) for n in ("ReMax", "SafeRLHF"))],
+    ["GRPO", *(pytest.param(n, marks=pytest.mark.slow) for n in ("PPO", "ReMax", "SafeRLHF"))],
 )
 def test_nothing_is_compiled_after_the_second_step(algorithm, tmp_path):
     # With mini-batches and a pretraining loss: tests/test_resume.py.
