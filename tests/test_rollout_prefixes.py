@@ -182,11 +182,13 @@ CASES = {
     "plain": (PLAIN, ""),
     "windows": (ODD, ""),
     "the kernel": (PLAIN, decode.INTERPRETED),
+    "filled columns": (PLAIN, decode.FILLED_INTERPRETED),
 }
+SLOW = ("windows", "filled columns")
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", pytest.param("windows", marks=pytest.mark.slow), "the kernel"]
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in CASES]
 )
 def test_a_conversation_is_answered_as_if_nothing_were_kept(name, monkeypatch):
     config, form = CASES[name]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from hjax.errors import ConfigError, RunError
+from hjax.kernels import decode
 from hjax.models.config import ModelConfig
 from hjax.models.continuing import BLOCK
 from hjax.models.parameters import decoder_network
@@ -184,8 +185,13 @@ def test_who_runs_ends_first_and_who_waits_or_is_half_read_begins_anew(
     assert not any(block.holders for block in service._prefixes._tree._known.values())
 
 
-def test_several_devices_answer_as_one(weights, greedy):
+@pytest.mark.parametrize(
+    "form", ["", pytest.param(decode.FILLED_INTERPRETED, marks=pytest.mark.slow)]
+)
+def test_several_devices_answer_as_one(form, weights, greedy, monkeypatch):
     tensor = 4  # more than key-value heads
+    if form:
+        monkeypatch.setattr(decode, "choose", lambda *_: form)
     service = Service(LanguageModel(CONFIG, weights[1], tensor=tensor), slots=2)
     try:
         for seed in weights:
@@ -194,8 +200,11 @@ def test_several_devices_answer_as_one(weights, greedy):
                 asked = Asked(service, TWIN)
                 assert asked.whole() == greedy[seed, TWIN]
                 assert asked.ticket.cached == known
-            parts = service._model.params["layers"]["q"].addressable_shards
-            assert [part.data.size for part in parts] == [2 * 16 * 4 * 8 // tensor] * tensor
+            params = service._model.params
+            layers = [params["layers"]] if isinstance(params, dict) else params.layers
+            parts = [layer["q"].addressable_shards for layer in layers]
+            sizes = np.sum([[part.data.size for part in each] for each in parts], axis=0)
+            assert sizes.tolist() == [2 * 16 * 4 * 8 // tensor] * tensor
     finally:
         service.close(0)
 

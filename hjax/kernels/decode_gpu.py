@@ -44,7 +44,8 @@ def filled(
         one after the other.
       own_k, own_v: [groups, kv_heads, samples, length, head_dim].
       first: int32 [groups, samples], the row's first column that is its own.
-      last: int32 like it, the column of its first new token, which is seen always: 0 or more.
+      last: int32 like it, the column of its first new token, which is seen always. Columns that are
+        not there, of rows of which nobody wants anything, are taken for the nearest.
       scoring: of the layer.
       expected: columns of a row that are there on average, for the estimate of what is read; None:
         half of the length.
@@ -65,7 +66,8 @@ def filled(
     block = max(QUERIES, min(LEAST // 2, BLOCK_BYTES // (dim * element)))
     rows = groups * samples * kv_heads
     parts = max(1, min(math.ceil(PROGRAMS / rows), math.ceil(length / LEAST)))
-    spans = jnp.stack([jnp.minimum(first, last), last], axis=-1).astype(jnp.int32)
+    last = jnp.clip(last, 0, length - 1)
+    spans = jnp.stack([jnp.clip(first, 0, last), last], axis=-1).astype(jnp.int32)
     kernel = functools.partial(_kernel, scoring, new, queries, block)
     one = (None, None, None)
     q = q.reshape(groups, kv_heads, samples, queries, dim)

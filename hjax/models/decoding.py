@@ -71,7 +71,7 @@ class Decode:
             met = None
             if cache.form in BY_PARTS:
                 position = jnp.broadcast_to(self.seen.position, q.shape[:3:2])
-                spans = jnp.zeros_like(position), jnp.maximum(position, 0)
+                spans = jnp.zeros_like(position), position
                 way = self.layout, scoring, self.expected, cache.form
                 met = tuple(
                     x[..., 0] if x.ndim == 5 else x[..., 0, :]

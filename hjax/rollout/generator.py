@@ -87,6 +87,8 @@ class Generator:
         self.layout = layout
         device, head_dim = layout.mesh.devices.flat[0], network.config.head_dim
         self.cache_form = cache_form or decode.choose(device, head_dim)
+        if self.cache_form == decode.FILLED and not self._heads_divide:
+            self.cache_form = decode.ROWS  # which leaves it to the compiler who has which heads
         # A scan copies each layer's weights and cache for every token on a GPU.
         unroll = compute.unroll_layers or self.cache_form in decode.ON_GPUS
         self.compute = dataclasses.replace(compute.on(layout), unroll_layers=unroll)
@@ -104,6 +106,12 @@ class Generator:
         if self.cache_form not in decode.KERNELS + decode.BY_PARTS:
             return 1
         return max(1, self.layout.ways("heads") // self.network.config.kv_heads)
+
+    @property
+    def _heads_divide(self) -> bool:
+        """Whether each device has key-value heads, or a copy, of its own."""
+        held = self.network.config.kv_heads * self._copies
+        return held % self.layout.ways("heads") == 0
 
     @property
     def _staged(self) -> bool:
