@@ -213,6 +213,17 @@ def test_ci_runs_the_test_line_of_the_readme():
     assert found.stdout.strip() == readme_line("the test line")
 
 
+def test_the_readmes_run_is_continued_by_its_own_next_line():
+    """On resume no key but the number of steps may differ."""
+    lines = [line for line in (ROOT / "README.md").read_text().splitlines() if "--workdir=" in line]
+    begun, *later = [line.partition("#")[0].split() for line in lines]
+    assert later
+    for line in later:
+        assert set(line) ^ set(begun) == {
+            flag for flag in (*line, *begun) if flag.startswith("--config.steps=")
+        }
+
+
 # Stand-ins for .ci/run: a Python of some version that makes environments, whose own python notes
 # what it is asked for, and one that does not run, like pyenv's of a version not switched on.
 PYTHON = """#!/bin/sh
