@@ -20,7 +20,7 @@ gae = jax.jit(advantages.gae)
 discounted_returns = jax.jit(advantages.discounted_returns)
 group_advantages = jax.jit(
     advantages.group_advantages,
-    static_argnames=("samples", "normalise", "leave_one_out", "unbiased_std"),
+    static_argnames=("samples", "normalise", "baseline", "unbiased_std"),
 )
 remax_advantages = jax.jit(advantages.remax_advantages, static_argnames="kl_cumulated")
 lagrangian_advantages = jax.jit(advantages.lagrangian_advantages)
@@ -180,30 +180,32 @@ def test_dr_grpo_subtracts_the_mean_only():
 def test_rloo_compares_with_the_mean_of_the_others():
     rewards = np.array([1.0, 2.0, 6.0])
     # 1 - 4 = -3; 2 - 3.5 = -1.5; 6 - 1.5 = 4.5, that is 3/2 of the distance to the mean 3
-    result = group_advantages(rewards, 3, normalise="none", leave_one_out=True)
+    result = group_advantages(rewards, 3, normalise="none", baseline="others")
     close(result, [-3.0, -1.5, 4.5])
 
 
 def test_leave_one_out_std_is_that_of_the_others():
     # The first's others are equal, so it is left undivided: 1 - 0. The rest see 1, 0, 0: mean
     # 1/3, variance (4/9 + 1/9 + 1/9) / 2 = 1/3.
-    result = group_advantages(np.array([1.0, 0.0, 0.0, 0.0]), 4, leave_one_out=True)
+    result = group_advantages(np.array([1.0, 0.0, 0.0, 0.0]), 4, baseline="others")
     close(result, [1.0, -(3**-0.5), -(3**-0.5), -(3**-0.5)], 1e-5)
 
 
-@pytest.mark.parametrize("leave_one_out", [False, True])
+@pytest.mark.parametrize("baseline", ["group", "others", "length"])
 @pytest.mark.parametrize("normalise", ["std", "none"])
-def test_unscored_samples_leave_the_group(normalise, leave_one_out):
-    options = {"normalise": normalise, "leave_one_out": leave_one_out}
-    with_gap = group_advantages(np.array([1.0, NAN, 4.0, 0.0]), 4, **options)
-    without = group_advantages(np.array([1.0, 4.0, 0.0]), 3, **options)
+def test_unscored_samples_leave_the_group(normalise, baseline):
+    options = {"normalise": normalise, "baseline": baseline}
+    with_gap = group_advantages(
+        np.array([1.0, NAN, 4.0, 0.0]), 4, lengths=np.array([2, 9, 3, 1]), **options
+    )
+    without = group_advantages(np.array([1.0, 4.0, 0.0]), 3, lengths=np.array([2, 3, 1]), **options)
     close(with_gap, [without[0], 0.0, without[1], without[2]])
 
 
-@pytest.mark.parametrize("leave_one_out", [False, True])
+@pytest.mark.parametrize("baseline", ["group", "others", "length"])
 @pytest.mark.parametrize("group", [[0.1, 0.1, 0.1], [NAN, 5.0, NAN], [NAN, NAN, NAN]])
-def test_groups_that_say_nothing_get_exact_zeros(group, leave_one_out):
-    result = group_advantages(np.array(group), 3, leave_one_out=leave_one_out)
+def test_groups_that_say_nothing_get_exact_zeros(group, baseline):
+    result = group_advantages(np.array(group), 3, baseline=baseline, lengths=np.array([2, 3, 1]))
     assert result.tolist() == [0.0, 0.0, 0.0]
 
 
@@ -218,7 +220,7 @@ def test_groups_that_do_not_divide_are_refused():
 
 
 def test_an_unknown_normalisation_is_refused():
-    with pytest.raises(ConfigError, match="normalise='var' is unknown: use 'std' or 'none'"):
+    with pytest.raises(ConfigError, match="normalise='var' is unknown: use std, mean, none"):
         group_advantages(np.zeros(4), 2, normalise="var")
 
 

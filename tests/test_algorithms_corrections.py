@@ -114,7 +114,7 @@ def test_without_a_correction_nothing_more_is_read():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"correction": "icepop"}, "correction='icepop' is not built: use none, decoupled, trunc"),
+        ({"correction": "mine"}, "correction='mine' is not built: use none, decoupled, truncated"),
         ({"correction": "decoupled", "ratio": "none"}, "no effect with ratio='none'.*'truncated'"),
         ({"correction": "truncated", "correction_cap": 0.0}, "correction_cap=0.0 must be above 0"),
     ],

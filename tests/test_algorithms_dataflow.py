@@ -271,7 +271,7 @@ def test_without_a_target_the_coefficient_stays_and_does_not_travel(algorithm, w
     [
         (PPO, {"kl_coef": 0.0, "kl_target": 0.1}, "kl_target=0.1 moves config.algorithm.kl_coef"),
         (GRPO, {"kl_coef": 0.0, "kl_target": 0.1}, "give it a first value above 0"),
-        (GRPO, {"kl_in": "reward"}, "GRPO takes its KL in the loss"),
+        (GRPO, {"resample": 1}, "fills up with groups that say nothing; set config"),
     ],
 )
 def test_keys_that_do_not_go_together_are_refused(algorithm, keys, message):

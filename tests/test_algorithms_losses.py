@@ -155,7 +155,7 @@ def test_reinforce_needs_no_old_policy():
 
 def test_at_ratio_one_ppo_has_the_gradient_of_reinforce():
     logprobs, batch = ratios(np.ones((2, 3)), np.random.default_rng(0).normal(size=(2, 3)))
-    for ratio in ("token", "sequence", "none"):
+    for ratio in ("token", "sequence_token", "none"):
         loss = PolicyLoss(ratio=ratio, clip_low=None, clip_high=None)
         gradient = gradient_of(loss, logprobs, batch)
         close(gradient, -batch["advantages"])
@@ -345,7 +345,7 @@ def test_an_adaptive_coefficient_is_read_from_the_batch_by_hand():
     # The policy gives the token 1/2, the reference 1/4: k3 is e^-log2 - 1 + log 2 = .193147. With
     # ratio 1 and advantage 1 the loss is -1 + beta * .193147, and its gradient along the
     # log-prob -1 + beta * (1 - e^-log2) = -1 + beta / 2.
-    loss = PolicyLoss(kl_coef=0.05, kl_adaptive=True)
+    loss = PolicyLoss(kl_coef=0.05, kl_adaptive=True, kl_estimator="k3")
     assert "kl_coef" in loss.needs and loss.scalars == ("kl_coef",)
     logprobs = np.log(np.float32([[0.5]]))
     batch = {
@@ -358,7 +358,7 @@ def test_an_adaptive_coefficient_is_read_from_the_batch_by_hand():
         batch["kl_coef"] = np.float32(beta)
         close(call(loss, logprobs, None, batch)[0], [[-1 + beta * (np.log(2) - 0.5)]])
         close(gradient_of(loss, logprobs, batch), [[-1 + beta / 2]])
-    fixed = PolicyLoss(kl_coef=0.4)
+    fixed = PolicyLoss(kl_coef=0.4, kl_estimator="k3")
     np.testing.assert_array_equal(
         call(loss, logprobs, None, batch)[0], call(fixed, logprobs, None, batch)[0]
     )
@@ -388,8 +388,8 @@ def test_a_value_loss_refuses_one_return_per_row():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"ratio": "cispo"}, "ratio='cispo' is not built: use 'token', 'sequence' or 'none'"),
-        ({"aggregation": "batch"}, "aggregation='batch' is not built: use 'token'"),
+        ({"ratio": "cispo"}, "ratio='cispo' is not built: use token, sequence,"),
+        ({"aggregation": "batch"}, "aggregation='batch' is not built: use token, seq"),
         ({"aggregation": "constant"}, "divides by max_length=None: set it"),
         ({"max_length": 8}, "max_length=8 has no effect with aggregation='token'"),
         ({"clip_low": 1.5}, "clip_low=1.5 must lie in 0 to 1"),

@@ -32,6 +32,7 @@ def config_file(tmp_path):
         "    config = hjax.default_config()\n"
         "    config.steps = 50\n"
         "    config.algorithm.gamma = 0.9\n"
+        "    config.algorithm.lam = 0.9\n"
         "    return config\n"
     )
     return str(path)
@@ -99,7 +100,7 @@ def test_algorithm_of_ones_own_brings_its_keys(config_file, tmp_path):
 
 def test_another_algorithm_leaves_out_what_it_does_not_have(config_file):
     config = load_config(config_file, ["--config.algorithm.name=GRPO"])
-    assert "gamma" not in config.algorithm and "normalise" in config.algorithm
+    assert "lam" not in config.algorithm and "normalise" in config.algorithm
 
 
 def test_another_task_leaves_out_the_files_options():
@@ -166,7 +167,7 @@ def test_overrides_as_values():
         ["--config.rollout.prompts=32", "--config.rollout.samples=8", "--config.algorithm.lam=1"],
     )
     other = load_config("ppo.py", {"algorithm.name": "GRPO", "data.task": "addition"})
-    assert "gamma" not in other.algorithm and "length" not in other.data.task_options
+    assert "lam" not in other.algorithm and "length" not in other.data.task_options
 
 
 @pytest.mark.parametrize(
@@ -179,7 +180,7 @@ def test_overrides_as_values():
         ({"algorithm.name": 3}, "config.algorithm.name=3: expected a string"),
         ({"algorithm": {"gama": 0.9}}, "not a key of PPO"),
         ({"algorithm.kl_coef": 0.0, "algorithm.kl_target": 0.1}, "moves config.algorithm.kl_coef"),
-        ({"algorithm.name": "GRPO", "algorithm.kl_in": "reward"}, "takes its KL in the loss"),
+        ({"algorithm.name": "GRPO", "algorithm.baseline": "none"}, "is compared with"),
     ],
 )
 def test_wrong_values_are_named(overrides, says):
@@ -240,7 +241,7 @@ def test_rules_of_an_algorithm_hold_for_its_subclasses_too(tmp_path):
     )
     name = f"--config.algorithm.name={tmp_path / 'own.py'}:Mine"
     assert "must be 1 or more" in error_of(name, "--config.algorithm.bonus=0.5")
-    assert "must be one of std, none" in error_of(name, "--config.algorithm.normalise=foo")
+    assert "must be one of std, mean, none" in error_of(name, "--config.algorithm.normalise=foo")
     assert "must be one of loss, here" in error_of(name, "--config.algorithm.kl_in=reward")
 
 
@@ -304,7 +305,7 @@ def in_empty_folder(tmp_path, monkeypatch):
     ("arguments", "says"),
     [
         ([], "--config=NAME.py is missing"),
-        (["--config=nothing.py"], "one of grpo.py, ppo.py"),
+        (["--config=nothing.py"], "or one of cispo.py, dapo.py"),
         (["--config=ppo.py", "--dryrun"], "dry_run"),
         (["--config=ppo.py", "--config.stps=3", "--workdir=w"], "config.steps"),
         (["--config=ppo.py", "--workdir="], "--workdir= is empty"),

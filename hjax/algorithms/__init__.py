@@ -5,8 +5,23 @@ from __future__ import annotations
 import inspect
 
 from hjax.algorithms.base import Algorithm, Batch
+from hjax.algorithms.critic_free import (
+    CISPO,
+    DAPO,
+    GPG,
+    GSPO,
+    OPO,
+    RLOO,
+    SAPO,
+    DrGRPO,
+    GSPOToken,
+    MaxRL,
+    Reinforce,
+    ReinforcePlusPlus,
+    ReinforcePlusPlusBaseline,
+)
 from hjax.algorithms.grpo import GRPO
-from hjax.algorithms.ppo import PPO
+from hjax.algorithms.ppo import PPO, VAPO
 from hjax.algorithms.remax import ReMax
 from hjax.algorithms.safe_rlhf import SafeRLHF
 from hjax.algorithms.sft import SFT
@@ -14,21 +29,52 @@ from hjax.errors import ConfigError
 from hjax.user_files import load_object
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
-    "PPO": PPO,
-    "GRPO": GRPO,
-    "ReMax": ReMax,
-    "SafeRLHF": SafeRLHF,
-    "SFT": SFT,
+    each.__name__: each
+    for each in (
+        PPO,
+        GRPO,
+        ReMax,
+        SafeRLHF,
+        RLOO,
+        Reinforce,
+        ReinforcePlusPlus,
+        ReinforcePlusPlusBaseline,
+        DrGRPO,
+        DAPO,
+        GSPO,
+        GSPOToken,
+        CISPO,
+        SAPO,
+        OPO,
+        GPG,
+        MaxRL,
+        VAPO,
+        SFT,
+    )
 }
 
 __all__ = [
     "ALGORITHMS",
+    "CISPO",
+    "DAPO",
+    "GPG",
     "GRPO",
+    "GSPO",
+    "OPO",
     "PPO",
+    "RLOO",
+    "SAPO",
     "SFT",
+    "VAPO",
     "Algorithm",
     "Batch",
+    "DrGRPO",
+    "GSPOToken",
+    "MaxRL",
     "ReMax",
+    "Reinforce",
+    "ReinforcePlusPlus",
+    "ReinforcePlusPlusBaseline",
     "SafeRLHF",
     "get_algorithm",
 ]

@@ -9,7 +9,7 @@ Arrays of other shapes are an AssertionError when the call is traced: [N] reward
 stretched over [N, L] tokens without a word wherever N = L.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import chex
 import jax
@@ -23,11 +23,17 @@ __all__ = [
     "gae",
     "group_advantages",
     "lagrangian_advantages",
+    "length_adaptive_lambda",
     "masked_mean",
+    "overlong_penalty",
     "remax_advantages",
+    "rewards_differ",
     "token_rewards",
     "whiten",
 ]
+
+BASELINES = ("group", "others", "length", "none")
+NORMALISERS = ("std", "mean", "none")
 
 
 def token_rewards(
@@ -147,48 +153,59 @@ def group_advantages(
     rewards: jax.Array,
     samples: int,
     *,
-    normalise: Literal["std", "none"] = "std",
+    baseline: Literal["group", "others", "length", "none"] = "group",
+    normalise: Literal["std", "mean", "none"] = "std",
     epsilon: float = 1e-6,
-    leave_one_out: bool = False,
+    lengths: jax.Array | None = None,
     unbiased_std: bool = True,
 ) -> jax.Array:
     r"""Compare each sample with the others drawn for its prompt.
 
-    .. math:: A_i = \frac{r_i - \mathrm{mean}(r)}{\mathrm{std}(r) + \epsilon}
+    .. math:: A_i = \frac{r_i - b}{\mathrm{std}(r) + \epsilon}
 
-    =========================================  ==================================================
-    switches                                   method
-    =========================================  ==================================================
-    the defaults                               GRPO, https://arxiv.org/abs/2402.03300
-    normalise="none"                           Dr.GRPO, https://arxiv.org/abs/2503.20783
-    normalise="none", leave_one_out=True       RLOO, https://arxiv.org/abs/2402.14740:
-                                               r_i - mean of the others
-    leave_one_out=True                         NeMo-RL's GRPO: mean and std of the others
-    =========================================  ==================================================
+    ==================================  =========================================================
+    switches                            method
+    ==================================  =========================================================
+    the defaults                        GRPO, https://arxiv.org/abs/2402.03300: b the mean
+    normalise="none"                    Dr.GRPO, https://arxiv.org/abs/2503.20783
+    normalise="mean"                    MaxRL: over the group's mean, 0 where that is not above 0
+    baseline="others",                  RLOO, https://arxiv.org/abs/2402.14740: b the mean of the
+    normalise="none"                    others
+    baseline="others"                   NeMo-RL's GRPO: mean and std of the others
+    baseline="length",                  OPO, https://arxiv.org/abs/2505.23585: b the mean weighed
+    normalise="none"                    by the responses' lengths
+    baseline="none", normalise="none"   the reward itself
+    ==================================  =========================================================
 
     Args:
         rewards: float [N]; NaN marks an unscored sample, which leaves the mean and the std and
             gets 0.
         samples: responses per prompt; N is a multiple of it and groups are adjacent rows.
-        normalise: "std" divides by std + epsilon, "none" leaves the reward's unit.
-        epsilon: verl and NeMo-RL 1e-6, TRL 1e-4. A std of exactly 0 (with `leave_one_out` that of
-            the others) is not divided by, as in NeMo-RL.
-        leave_one_out: take the mean, and the std if used, over the other samples only.
+        baseline: b, see above.
+        normalise: "std" divides by std + epsilon, "mean" by the mean, "none" leaves the reward's
+            unit.
+        epsilon: verl and NeMo-RL 1e-6, TRL 1e-4. A std of exactly 0 (with baseline "others" that
+            of the others) is not divided by, as in NeMo-RL.
+        lengths: int or float [N], tokens of each response, for baseline "length".
         unbiased_std: divide the squares by n - 1 (torch's default, as in TRL and verl), else n.
 
     Returns:
-        float32 [N]. A group with fewer than two scored samples, or with equal rewards, gets
-        exact zeros: it says nothing about which response is better.
+        float32 [N]. With a baseline a group with fewer than two scored samples, or with equal
+        rewards, gets exact zeros: it says nothing about which response is better.
 
     Raises:
-        ConfigError: N is no multiple of `samples`, or an unknown `normalise`.
+        ConfigError: N is no multiple of `samples`, or an unknown switch.
 
     Example:
         >>> group_advantages(jnp.array([1.0, 0.0, jnp.nan, 2.0]), 4, normalise="none")
         Array([ 0., -1.,  0.,  1.], dtype=float32)
     """
-    if normalise not in ("std", "none"):
-        raise ConfigError(f"normalise={normalise!r} is unknown: use 'std' or 'none'")
+    for name, value, allowed in (
+        ("normalise", normalise, NORMALISERS),
+        ("baseline", baseline, BASELINES),
+    ):
+        if value not in allowed:
+            raise ConfigError(f"{name}={value!r} is unknown: use {', '.join(allowed)}")
     rewards = jnp.asarray(rewards, jnp.float32)
     chex.assert_rank(rewards, 1)
     if samples < 1 or rewards.shape[0] % samples:
@@ -196,27 +213,81 @@ def group_advantages(
             f"{rewards.shape[0]} rewards do not split into groups of samples={samples}: "
             "pass the number of responses drawn per prompt"
         )
-    groups = rewards.reshape(-1, samples)
-    scored = ~jnp.isnan(groups)
+    given = rewards.reshape(-1, samples)
+    scored = ~jnp.isnan(given)
     # Measured from the group's lowest reward, equal rewards are exact zeros: no rounding error
     # of the mean is then blown up by a vanishing std.
-    lowest = jnp.min(jnp.where(scored, groups, jnp.inf), axis=1, keepdims=True)
-    groups = keep(groups - lowest, scored)
+    lowest = jnp.min(jnp.where(scored, given, jnp.inf), axis=1, keepdims=True)
+    groups = keep(given - lowest, scored)
 
     # peers[p, i, j]: sample j counts in the baseline of sample i.
     peers = jnp.broadcast_to(scored[:, None, :], (*groups.shape, samples))
-    if leave_one_out:
+    if baseline == "others":
         peers = peers & ~jnp.eye(samples, dtype=bool)
     count = jnp.sum(peers, axis=2)
     mean = jnp.sum(keep(groups[:, None, :], peers), axis=2) / jnp.maximum(count, 1)
-    advantages = groups - mean
+    if baseline == "length":
+        chex.assert_equal_shape([lengths, rewards])
+        weight = keep(jnp.asarray(lengths).reshape(groups.shape), scored)
+        total = jnp.sum(weight, axis=1, keepdims=True)
+        compared = jnp.sum(weight * groups, axis=1, keepdims=True) / jnp.maximum(total, 1.0)
+    elif baseline == "none":
+        compared = -keep(jnp.broadcast_to(lowest, groups.shape), scored)
+    else:
+        compared = mean
+    advantages = groups - compared
     if normalise == "std":
         squares = jnp.sum(keep((groups[:, None, :] - mean[:, :, None]) ** 2, peers), axis=2)
         freedom = count - 1 if unbiased_std else count
         std = jnp.sqrt(squares / jnp.maximum(freedom, 1))
         advantages = jnp.where(std > 0, advantages / (std + epsilon), advantages)
-    enough = scored & (jnp.sum(scored, axis=1, keepdims=True) >= 2)
+    elif normalise == "mean":
+        whole = mean + keep(jnp.broadcast_to(lowest, groups.shape), scored)
+        advantages = jnp.where(whole > 0, advantages / jnp.where(whole > 0, whole, 1.0), 0.0)
+    enough = scored
+    if baseline != "none":
+        enough = enough & (jnp.sum(scored, axis=1, keepdims=True) >= 2)
     return keep(advantages, enough).reshape(-1)
+
+
+def rewards_differ(rewards: Any, samples: int) -> jax.Array:
+    """Whether a group says which response is better: bool [N / samples].
+
+    Args:
+        rewards: float [N], NaN where unscored; `samples`: as of `group_advantages`.
+    """
+    groups = jnp.asarray(rewards, jnp.float32).reshape(-1, samples)
+    scored = ~jnp.isnan(groups)
+    largest = jnp.max(jnp.where(scored, groups, -jnp.inf), axis=1)
+    return largest > jnp.min(jnp.where(scored, groups, jnp.inf), axis=1)
+
+
+def overlong_penalty(lengths: jax.Array, limit: int, buffer: float) -> jax.Array:
+    r"""DAPO's soft penalty of long responses (https://arxiv.org/abs/2503.14476, equation 13).
+
+    0 up to `limit - buffer` tokens, then falling linearly to -1 at `limit`, and -1 beyond.
+
+    Args:
+        lengths: int or float [N], tokens.
+        limit: the longest response there may be, tokens.
+        buffer: tokens, above 0.
+
+    Returns:
+        float32 [N], -1 to 0.
+    """
+    beyond = jnp.asarray(lengths, jnp.float32) - (limit - buffer)
+    return -jnp.clip(beyond / buffer, 0.0, 1.0)
+
+
+def length_adaptive_lambda(lengths: jax.Array, alpha: float) -> jax.Array:
+    r"""VAPO's lambda of each response, :math:`1 - 1 / \max(\alpha l, 1)`.
+
+    https://arxiv.org/abs/2504.05118, where alpha is .05; as in NeMo-RL one for a response.
+
+    Args:
+        lengths: int or float [N], tokens.
+    """
+    return 1.0 - 1.0 / jnp.maximum(alpha * jnp.asarray(lengths, jnp.float32), 1.0)
 
 
 def remax_advantages(

@@ -14,13 +14,15 @@ from typing import Any, ClassVar
 import numpy as np
 from ml_collections import ConfigDict
 
+from hjax.algorithms.advantages import overlong_penalty
+from hjax.algorithms.aggregation import AGGREGATIONS
+from hjax.algorithms.corrections import CORRECTIONS
 from hjax.algorithms.kl import KL_KINDS, AdaptiveKL, FixedKL, KLController
-from hjax.algorithms.losses import CORRECTIONS
 from hjax.config import Config, convert
 from hjax.controller import Future, join
 from hjax.errors import ConfigError
 from hjax.roles import Role, role_table
-from hjax.rules import Key, above, at_least, finite, one_of
+from hjax.rules import Key, above, at_least, between, finite, one_of
 
 Batch = dict[str, Any]
 
@@ -59,6 +61,9 @@ class Algorithm:
       seed: of the run.
       samples: responses per prompt.
       demonstrations: returns the next batch of demonstrations, or None where there are none.
+      max_response_length: tokens that a response may have.
+      more_prompts: returns further prompts of this step, given how many sequences were drawn for
+        it before; None where the step's prompts are drawn ahead of it.
     """
 
     roles: ClassVar[tuple[str, ...]] = ("actor", "reference", "reward")
@@ -75,11 +80,15 @@ class Algorithm:
         seed: int = 0,
         samples: int = 1,
         demonstrations: Callable[[], Batch] | None = None,
+        max_response_length: int = 0,
+        more_prompts: Callable[[int], Batch] | None = None,
     ):
         self.config = config
         self.seed = seed
         self.samples = samples
         self.demonstrations = demonstrations
+        self.max_response_length = max_response_length
+        self.more_prompts = more_prompts
         self.step_number = 0
         for role in dict.fromkeys((*self.roles, *self.workers)):
             if role not in groups:
@@ -114,7 +123,7 @@ class Algorithm:
             one_of("reward", "loss"),
         ),
         "kl_estimator": Key(
-            "k3",
+            "k3+",
             "estimator of the KL in the loss: k2, k3, k1+ or k3+ (docs/losses.md)",
             one_of(*KL_KINDS),
         ),
@@ -131,17 +140,37 @@ class Algorithm:
         "entropy_coef": Key(0.0, "weight of the entropy bonus", finite()),
         "aggregation": Key(
             "token",
-            'how token losses are added up: "token", "sequence" or "constant" (docs/losses.md)',
-            one_of("token", "sequence", "constant"),
+            'how token losses are added up: "token", "sequence", "constant" or "sum" '
+            "(docs/losses.md)",
+            one_of(*AGGREGATIONS),
         ),
         "correction": Key(
             "none",
             "weight on the policy's loss for rollouts of other weights than learning starts from: "
-            "none; decoupled (decoupled PPO) or truncated (truncated importance sampling), for "
-            "which the actor scores the responses once more (docs/losses.md)",
+            "none; decoupled (decoupled PPO), truncated (truncated importance sampling), icepop or "
+            "sequence_mask, for which the actor scores the responses once more (docs/losses.md)",
             one_of(*CORRECTIONS),
         ),
-        "correction_cap": Key(2.0, 'largest weight of correction "truncated"', above(0)),
+        "correction_low": Key(
+            0.0, "least weight of the correction; 0: its source's bound", at_least(0)
+        ),
+        "correction_cap": Key(
+            0.0, "largest weight of the correction; 0: its source's bound", at_least(0)
+        ),
+        "reward_scale": Key(1.0, "rewards are multiplied by it before anything else", above(0)),
+        "reward_clip": Key(0.0, "bound on the absolute scaled reward; 0: none", at_least(0)),
+        "overlong": Key(
+            0.0,
+            "share of rollout.max_response_length, its end, in which a response's reward falls "
+            "linearly by up to overlong_penalty (DAPO: 0.2); 0: none",
+            between(0, 1),
+        ),
+        "overlong_penalty": Key(
+            1.0, "what the longest response there may be loses, in rewards", above(0)
+        ),
+        "mask_truncated": Key(
+            False, "responses that ran into the length limit leave the loss, not the baseline"
+        ),
         "max_skipped": Key(
             5,
             "optimizer updates in a row that may be skipped for not being finite; then the run "
@@ -267,6 +296,33 @@ class Algorithm:
             difference = (np.asarray(old) - np.asarray(batch["ref_logprobs"]))[mask]
             self.kl.update(float(difference.mean()), mask.shape[0])
         return entries
+
+    def scores(self, batch: Batch) -> np.ndarray:
+        """Rewards as advantages take them: scaled, clipped, less what long responses lose.
+
+        Args:
+          batch: with ``rewards`` and ``response_mask``.
+
+        Returns:
+          float32 [rows], NaN where unscored.
+        """
+        config = self.config
+        scores = np.asarray(batch["rewards"], np.float32) * np.float32(config.reward_scale)
+        if config.reward_clip:
+            scores = np.clip(scores, -config.reward_clip, config.reward_clip)
+        if config.overlong:
+            limit = self.max_response_length
+            lengths = np.asarray(batch["response_mask"], bool).sum(axis=1)
+            penalty = overlong_penalty(lengths, limit, config.overlong * limit)
+            scores = scores + np.float32(config.overlong_penalty) * np.asarray(penalty)
+        return scores
+
+    def counted(self, batch: Batch, scores: np.ndarray) -> np.ndarray:
+        """Rows that the losses read, bool [rows]: scored, and with ``mask_truncated`` whole."""
+        rows = ~np.isnan(scores)
+        if self.config.mask_truncated:
+            rows &= ~np.asarray(batch["truncated"], bool)
+        return rows
 
     def proximal(self, batch: Any) -> Any:
         """The actor's own log-probs of a batch, where a ``correction`` compares them.

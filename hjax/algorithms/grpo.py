@@ -1,4 +1,7 @@
-"""GRPO (Shao et al. 2024, arXiv 2402.03300): the group of samples is the baseline."""
+"""GRPO (Shao et al. 2024, arXiv 2402.03300): the group of samples is the baseline.
+
+Its switches make the critic-free methods of ``hjax.algorithms.critic_free``.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,30 @@ import functools
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from hjax.algorithms.advantages import group_advantages
+from hjax.algorithms.advantages import (
+    BASELINES,
+    NORMALISERS,
+    discounted_returns,
+    group_advantages,
+    rewards_differ,
+    token_rewards,
+    whiten,
+)
 from hjax.algorithms.base import Algorithm, Batch, old_logprobs
+from hjax.algorithms.kl import kl_estimate
+from hjax.algorithms.policy_loss import RATIOS, SURROGATES
 from hjax.algorithms.ppo import PPO, policy_loss
+from hjax.algorithms.resampling import Resampling
 from hjax.controller import join
 from hjax.errors import ConfigError
-from hjax.rules import Key, at_least, one_of
+from hjax.rules import Key, above, at_least, one_of
 
 
-class GRPO(Algorithm):
+class GRPO(Resampling, Algorithm):
     """Rewards normalised within each prompt's samples; no critic; KL in the loss."""
 
     roles: ClassVar[tuple[str, ...]] = ("actor", "reference", "reward")
@@ -25,32 +40,70 @@ class GRPO(Algorithm):
     keys = {
         "clip_low": PPO.keys["clip_low"],
         "clip_high": PPO.keys["clip_high"],
+        "dual_clip": PPO.keys["dual_clip"],
+        "gamma": PPO.keys["gamma"],
+        "baseline": Key(
+            "group",
+            "what a reward is compared with: the mean of its group, of the others (RLOO), weighed "
+            "by length (OPO), or nothing (none)",
+            one_of(*BASELINES),
+        ),
         "normalise": Key(
             "std",
-            'divide by the group\'s standard deviation ("std"), or not ("none": Dr.GRPO)',
-            one_of("std", "none"),
+            'divide by the group\'s standard deviation ("std"), by its mean ("mean": MaxRL) or by '
+            'nothing ("none": Dr.GRPO)',
+            one_of(*NORMALISERS),
         ),
         "epsilon": Key(1e-6, "added to the group's standard deviation", at_least(0)),
-        "leave_one_out": Key(
+        "whiten": Key(
+            False, "shift and scale the advantages of a step to mean 0 and standard deviation 1"
+        ),
+        "rescale": Key(
             False,
-            'compare each sample with the others only (with normalise "none": RLOO\'s baseline)',
+            "multiply advantages by all groups over those whose rewards differ (GPG)",
+        ),
+        "ratio": Key(
+            "token",
+            'probability ratio of the "token" or the response: "sequence" (GSPO), '
+            '"sequence_token", "sequence_sum"; "none": REINFORCE',
+            one_of(*RATIOS),
+        ),
+        "surrogate": Key(
+            "clip",
+            'bound on the ratio: "clip" (PPO), "cispo", "sapo" or "dppo"',
+            one_of(*SURROGATES),
+        ),
+        "gate_positive": Key(1.0, "tau of surrogate sapo where A > 0", above(0)),
+        "gate_negative": Key(1.05, "tau of surrogate sapo elsewhere", above(0)),
+        "kl_in": Key(
+            "loss",
+            'where the KL enters: "loss", "reward" (k1, per token, those after it too) or "score" '
+            "(k1, summed over the response, before the baseline)",
+            one_of("loss", "reward", "score"),
         ),
     }
-    defaults = {"kl_coef": 0.04, "kl_in": "loss", "aggregation": "sequence"}
+    defaults = {"kl_coef": 0.04, "kl_estimator": "k3", "aggregation": "sequence"}
 
     @classmethod
     def check(cls, config: ConfigDict) -> None:
-        """A KL stands in the loss."""
+        """Switches that have no effect beside each other, and the loss's own."""
         super().check(config)
-        if config.kl_coef and config.kl_in != "loss":
+        policy_loss(config, 1)
+        if config.baseline == "none" and config.normalise != "none":
             raise ConfigError(
-                f"algorithm.kl_in={config.kl_in!r}: GRPO takes its KL in the loss; "
-                "use 'loss', or PPO for a KL in the reward"
+                f"config.algorithm.normalise={config.normalise!r} divides by what the group is "
+                "compared with, and config.algorithm.baseline='none' compares with nothing: use "
+                "normalise='none', or a baseline"
+            )
+        if config.rescale and config.whiten:
+            raise ConfigError(
+                "config.algorithm.rescale has no effect with config.algorithm.whiten, which "
+                "scales all advantages: use one of the two"
             )
 
     @classmethod
     def losses(cls, config: ConfigDict, max_response_length: int) -> dict[str, Any]:
-        """The clipped policy loss with its KL."""
+        """The policy loss with its KL."""
         return {"actor": policy_loss(config, max_response_length)}
 
     def collect(self, prompts: Batch) -> Any:
@@ -59,8 +112,9 @@ class GRPO(Algorithm):
 
     def learn(self, batch: Any) -> Batch:
         """Score the samples, then learn."""
+        batch = self.resampled(batch)
         reference = self.reference.compute_ref_log_prob(batch)
-        rewards = self.reward.compute_reward(batch)
+        rewards = self.rewards(batch)
         old = self.proximal(batch)
         batch = self.compute_advantages(join(batch, reference, rewards, old))
         for minibatch in self.minibatches(batch):
@@ -68,24 +122,65 @@ class GRPO(Algorithm):
         return batch
 
     def compute_advantages(self, batch: Batch) -> Batch:
-        """Adds ``advantages``, ``old_logprobs`` and ``row_mask`` (scored rows)."""
+        """Adds ``advantages``, ``old_logprobs`` and ``row_mask`` (rows that count)."""
         config = self.config
-        per_row = _advantages(
-            batch["rewards"],
-            self.samples,
+        old, scores = old_logprobs(batch), self.scores(batch)
+        rows = self.counted(batch, scores)
+        differ = np.asarray(rewards_differ(scores, self.samples))
+        if config.filter:
+            rows &= np.repeat(differ, self.samples)
+        advantages = _advantages(
+            scores,
+            batch["response_mask"],
+            old,
+            None if config.kl_in == "loss" else batch.get("ref_logprobs"),
+            jnp.float32(self.kl.coef),
+            rows,
+            samples=self.samples,
+            baseline=config.baseline,
             normalise=config.normalise,
             epsilon=config.epsilon,
-            leave_one_out=config.leave_one_out,
+            gamma=config.gamma,
+            kl_in=config.kl_in,
+            whitened=config.whiten,
         )
-        mask, old = np.asarray(batch["response_mask"], bool), old_logprobs(batch)
+        scale = differ.size / max(int(differ.sum()), 1) if config.rescale else 1.0
         return batch | {
-            "advantages": np.where(mask, np.asarray(per_row)[:, None], np.float32(0)),
+            "advantages": np.asarray(advantages) * np.float32(scale),
             "old_logprobs": old,
-            "row_mask": ~np.isnan(batch["rewards"]),
+            "row_mask": rows,
             **self.follow_kl(batch, old),
         }
 
 
-_advantages = functools.partial(
-    jax.jit, static_argnums=(1,), static_argnames=("normalise", "epsilon", "leave_one_out")
-)(group_advantages)
+@functools.partial(
+    jax.jit,
+    static_argnames=("samples", "baseline", "normalise", "epsilon", "gamma", "kl_in", "whitened"),
+)
+def _advantages(
+    scores: jax.Array,
+    mask: jax.Array,
+    old: jax.Array,
+    reference: jax.Array | None,
+    kl_coef: jax.Array,
+    rows: jax.Array,
+    *,
+    samples: int,
+    baseline: Any,
+    normalise: Any,
+    epsilon: float,
+    gamma: float,
+    kl_in: str,
+    whitened: bool,
+) -> jax.Array:
+    mask = jnp.asarray(mask, bool)
+    kl = None if reference is None else kl_estimate(old, reference, "k1")
+    if kl is not None and kl_in == "score":
+        scores = scores - kl_coef * jnp.sum(jnp.where(mask, kl, 0.0), axis=1)
+        kl = None
+    options = {"baseline": baseline, "normalise": normalise, "epsilon": epsilon}
+    per_row = group_advantages(scores, samples, lengths=jnp.sum(mask, axis=1), **options)
+    # Without a KL and a discount each token has what its response has.
+    advantages = discounted_returns(token_rewards(per_row, mask, kl, kl_coef), mask, gamma)
+    advantages = jnp.where(jnp.isnan(scores)[:, None], 0.0, advantages)
+    return whiten(advantages, mask & rows[:, None]) if whitened else advantages

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from hjax.algorithms.advantages import gae, token_rewards, whiten
+from hjax.algorithms.advantages import gae, length_adaptive_lambda, token_rewards, whiten
 from hjax.algorithms.base import Algorithm, Batch, old_logprobs
 from hjax.algorithms.kl import kl_estimate
-from hjax.algorithms.losses import PolicyLoss, ValueLoss
+from hjax.algorithms.losses import ValueLoss
+from hjax.algorithms.policy_loss import PolicyLoss
 from hjax.controller import join
 from hjax.rules import Key, Rule, at_least, between
 
@@ -26,6 +27,22 @@ class PPO(Algorithm):
     keys = {
         "gamma": Key(1.0, "discount per token", between(0, 1)),
         "lam": Key(0.95, "lambda of generalised advantage estimation", between(0, 1)),
+        "lam_alpha": Key(
+            0.0,
+            "instead of lam a lambda of each response's own, 1 - 1 / max(lam_alpha * length, 1) "
+            "(VAPO: 0.05); 0: lam",
+            at_least(0),
+        ),
+        "value_lam": Key(
+            -1.0,
+            "lambda of what the critic learns (VAPO: 1); -1: that of the advantages",
+            Rule("0 to 1, or -1 for that of the advantages", lambda x: x == -1 or 0 <= x <= 1),
+        ),
+        "positive_nll": Key(
+            0.0,
+            "weight of the negative log-likelihood of responses with a reward above 0 (VAPO: 0.1)",
+            at_least(0),
+        ),
         "clip_low": Key(0.2, "the probability ratio may fall to 1 - clip_low", between(0, 1)),
         "clip_high": Key(0.2, "the probability ratio may rise to 1 + clip_high", at_least(0)),
         "dual_clip": Key(
@@ -70,25 +87,47 @@ class PPO(Algorithm):
     def compute_advantages(self, batch: Batch) -> Batch:
         """Adds ``advantages``, ``returns``, ``old_logprobs`` and ``row_mask`` (scored rows)."""
         config = self.config
-        old = old_logprobs(batch)
+        old, scores = old_logprobs(batch), self.scores(batch)
+        rows = self.counted(batch, scores)
         advantages, returns = _advantages(
-            batch["rewards"],
+            scores,
             batch["values"],
             batch["response_mask"],
             old,
             batch.get("ref_logprobs") if config.kl_in == "reward" else None,
             jnp.float32(self.kl.coef),
+            rows,
             gamma=config.gamma,
             lam=config.lam,
+            lam_alpha=config.lam_alpha,
+            value_lam=config.value_lam,
             whitened=config.whiten,
         )
+        positive = batch["response_mask"] & (scores > 0)[:, None]
         return batch | {
             "advantages": np.asarray(advantages),
             "returns": np.asarray(returns),
             "old_logprobs": old,
-            "row_mask": ~np.isnan(batch["rewards"]),
+            "row_mask": rows,
+            **({"positive": positive.astype(np.float32)} if config.positive_nll else {}),
             **self.follow_kl(batch, old),
         }
+
+
+class VAPO(PPO):
+    """PPO for long answers with a verifier (arXiv 2504.05118).
+
+    Lambdas of the critic and of each response, a wider upper clip, and the likelihood of right
+    answers in the loss. Its critic begins alone: ``actor.frozen_updates``.
+    """
+
+    defaults = {
+        "value_lam": 1.0,
+        "lam_alpha": 0.05,
+        "clip_high": 0.28,
+        "positive_nll": 0.1,
+        "kl_coef": 0.0,
+    }
 
 
 def policy_loss(config: ConfigDict, max_response_length: int, **switches: Any) -> PolicyLoss:
@@ -104,12 +143,16 @@ def policy_loss(config: ConfigDict, max_response_length: int, **switches: Any) -
         "kl_adaptive": config.kl_in == "loss" and config.kl_target > 0,
         "kl_estimator": config.kl_estimator,
         "correction": config.get("correction", "none"),
-        "correction_cap": config.get("correction_cap", 2.0),
+        "correction_low": config.get("correction_low", 0.0) or None,
+        "correction_cap": config.get("correction_cap", 0.0) or None,
     }
+    for name in ("ratio", "surrogate", "gate_positive", "gate_negative", "positive_nll"):
+        if name in config:
+            options[name] = config[name]
     return PolicyLoss(**options | switches)
 
 
-@functools.partial(jax.jit, static_argnames=("gamma", "lam", "whitened"))
+@functools.partial(jax.jit, static_argnames=("gamma", "lam", "lam_alpha", "value_lam", "whitened"))
 def _advantages(
     rewards: jax.Array,
     values: jax.Array,
@@ -117,15 +160,23 @@ def _advantages(
     old: jax.Array,
     reference: jax.Array | None,
     kl_coef: jax.Array,
+    rows: jax.Array,
     *,
     gamma: float,
     lam: float,
+    lam_alpha: float,
+    value_lam: float,
     whitened: bool,
 ) -> tuple[jax.Array, jax.Array]:
     kl = None if reference is None else kl_estimate(old, reference, "k1")
     per_token = token_rewards(rewards, mask, kl, kl_coef)
-    advantages, returns = gae(per_token, values, mask, gamma, lam)
-    scored = mask & ~jnp.isnan(rewards)[:, None]
+    own: Any = lam
+    if lam_alpha:
+        own = length_adaptive_lambda(jnp.sum(mask, axis=1), lam_alpha)
+    advantages, returns = gae(per_token, values, mask, gamma, own)
+    if value_lam >= 0:
+        _, returns = gae(per_token, values, mask, gamma, value_lam)
+    scored = mask & rows[:, None]
     if whitened:
         advantages = whiten(advantages, scored)
     return jnp.where(scored, advantages, 0.0), returns

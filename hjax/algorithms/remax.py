@@ -62,10 +62,10 @@ class ReMax(Algorithm):
     def compute_advantages(self, batch: Batch) -> Batch:
         """Adds ``advantages``, ``old_logprobs``, ``baseline`` per row and ``row_mask``."""
         config = self.config
-        old = old_logprobs(batch)
-        baseline = np.repeat(np.asarray(batch["baseline"]["rewards"]), self.samples)
+        old, scores = old_logprobs(batch), self.scores(batch)
+        baseline = np.repeat(self.scores(batch["baseline"]), self.samples)
         advantages = _advantages(
-            batch["rewards"],
+            scores,
             baseline,
             batch["response_mask"],
             old,
@@ -79,7 +79,7 @@ class ReMax(Algorithm):
             "advantages": np.asarray(advantages),
             "baseline": baseline,
             "old_logprobs": old,
-            "row_mask": ~np.isnan(batch["rewards"] - baseline),
+            "row_mask": self.counted(batch, scores - baseline),
             **self.follow_kl(batch, old),
         }
 

@@ -87,9 +87,9 @@ class SafeRLHF(PPO):
     def compute_advantages(self, batch: Batch) -> Batch:
         """PPO's entries, of the combined advantage, and ``cost_returns``."""
         config = self.config
-        old = old_logprobs(batch)
+        old, scores = old_logprobs(batch), self.scores(batch)
         advantages, returns, cost_returns = _advantages(
-            batch["rewards"],
+            scores,
             batch["costs"],
             batch["values"],
             batch["cost"]["values"],
@@ -109,7 +109,7 @@ class SafeRLHF(PPO):
             "cost_returns": np.asarray(cost_returns),
             "cost_values": batch["cost"]["values"],
             "old_logprobs": old,
-            "row_mask": ~np.isnan(batch["rewards"] + batch["costs"]),
+            "row_mask": self.counted(batch, scores + batch["costs"]),
             **self.follow_kl(batch, old),
         }
 

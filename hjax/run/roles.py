@@ -605,6 +605,7 @@ class _Builder:
         return OptimizerConfig(
             learning_rate=section.learning_rate,
             schedule=section.schedule,
+            frozen_updates=section.frozen_steps,
             warmup_updates=section.warmup_steps,
             total_updates=config.steps * (per_step if self.algorithm.generates else 1),
             weight_decay=section.weight_decay,

@@ -160,6 +160,8 @@ class Trainer(Recovering):
             seed=config.seed,
             samples=config.rollout.samples if self.algorithm_class.generates else 1,
             demonstrations=self._demonstrations,
+            max_response_length=config.rollout.max_response_length,
+            more_prompts=None if config.rollout.max_staleness else self._more_prompts,
         )
         self.recorder = StepRecorder(self.algorithm, config.algorithm.max_skipped)
         task = self.inputs.task
@@ -277,6 +279,10 @@ class Trainer(Recovering):
     def _draw(self, indices: np.ndarray, number: int) -> dict[str, Any]:
         """The prompt batch of a number, from 1, with which its tokens are drawn."""
         return prompt_batch(self.inputs.train.rows(indices), self.inputs.prompt_length, number)
+
+    def _more_prompts(self, first: int) -> dict[str, Any]:
+        """Further prompts of the step in progress, after so many sequences."""
+        return self._draw(self.prompts.next(), self.step_number + 1) | {"first": first}
 
     def _start_ahead(self) -> Ahead:
         policy, schedule = self.policy, Schedule.of(self.config)

@@ -48,6 +48,12 @@ def _optimizer(role: str, learning_rate: float) -> dict[str, Key]:
             "learning rate after warm-up: constant, or cosine or linear decay to 0 over `steps`",
             one_of("constant", "cosine", "linear"),
         ),
+        "frozen_steps": Key(
+            0,
+            "optimizer updates at the beginning that leave the weights as they are (VAPO: the "
+            "actor's, while the critic learns); warm-up follows",
+            at_least(0),
+        ),
         "warmup_steps": Key(
             0, "optimizer updates over which the learning rate rises from 0", at_least(0)
         ),
@@ -148,7 +154,7 @@ KEYS: dict[str, Any] = {
     "algorithm": {
         "name": Key(
             "PPO",
-            "class that is run: PPO, GRPO, ReMax, SafeRLHF, SFT, or one of yours as "
+            "class that is run: PPO, GRPO, DAPO, RLOO, … (docs/losses.md), or one of yours as "
             "`path.py:Class`. Its own keys stand beside this one",
         ),
     },

@@ -21,7 +21,7 @@ from hjax.workers.model import ModelWorker
 from hjax.xla.program import Program
 
 # What generation reads: token ids and what comes back once per row.
-PROMPT_KEYS = ("prompts", "prompt_mask", "step", "columns", "prompt_text")
+PROMPT_KEYS = ("prompts", "prompt_mask", "step", "first", "columns", "prompt_text")
 # What reward functions said of the rows already, by role, a verdict each.
 JUDGED = "judged"
 
@@ -48,7 +48,8 @@ class GeneratingWorker(ModelWorker):
 
         Args:
           prompts: ``prompts`` int32 [prompts, prompt_length] padded on the left, ``prompt_mask``,
-            ``step``; ``columns`` and ``prompt_text`` come back once per row.
+            ``step``, ``first`` (sequences drawn for the step before; 0 where absent);
+            ``columns`` and ``prompt_text`` come back once per row.
           greedy: one response per prompt, the most likely tokens.
           samples: responses per prompt, if not the configured number.
 
@@ -86,7 +87,7 @@ class GeneratingWorker(ModelWorker):
                 params,
                 prompts["prompts"],
                 prompts["prompt_mask"],
-                self.sequence(rows + asked * surplus),
+                self.sequence(rows + asked * surplus, prompts.get("first", 0)),
                 seed=context.seed,
                 step=prompts.get("step", 0),
                 samples=count,
@@ -133,10 +134,15 @@ class GeneratingWorker(ModelWorker):
         for role, judge in self._judges.items():
             judged[role][number * count : (number + 1) * count] = judge.submit(group)
 
-    def sequence(self, rows: int) -> jax.Array:
-        """int32 [rows]: the number by which each row draws its tokens."""
+    def sequence(self, rows: int, first: int = 0) -> jax.Array:
+        """int32 [rows]: the number by which each row draws its tokens.
+
+        Args:
+          rows: how many.
+          first: the first one's: sequences that were drawn for this step before.
+        """
         split = self.layouts.generate.sharding("batch")
-        return place(np.arange(rows, dtype=np.int32), split)
+        return place(np.arange(first, first + rows, dtype=np.int32), split)
 
     def with_text(self, rollout: dict[str, Any]) -> dict[str, Any]:
         """The batch with ``response_text`` and ``prompt_text``, where there is a tokenizer."""

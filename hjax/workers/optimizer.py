@@ -34,7 +34,8 @@ class OptimizerConfig:
     Attributes:
       learning_rate: peak, per optimizer update.
       schedule: ``constant``, ``linear`` or ``cosine`` (both fall to 0 at ``total_updates``).
-      warmup_updates: updates over which the rate rises linearly from 0.
+      frozen_updates: updates at the beginning that change nothing: the rate is 0.
+      warmup_updates: updates over which the rate then rises linearly from 0.
       total_updates: length of the schedule in updates.
       weight_decay: decoupled, on matrices and embeddings; vectors (norm weights, biases, scalar
         heads) are left alone.
@@ -43,6 +44,7 @@ class OptimizerConfig:
 
     learning_rate: float
     schedule: str = "constant"
+    frozen_updates: int = 0
     warmup_updates: int = 0
     total_updates: int = 0
     weight_decay: float = 0.0
@@ -53,7 +55,8 @@ class OptimizerConfig:
 
     def rate(self) -> optax.Schedule:
         """Learning rate by number of updates made."""
-        rest = max(self.total_updates - self.warmup_updates, 1)
+        frozen = self.frozen_updates
+        rest = max(self.total_updates - frozen - self.warmup_updates, 1)
         after: optax.Schedule
         if self.schedule == "constant":
             after = optax.constant_schedule(self.learning_rate)
@@ -65,11 +68,13 @@ class OptimizerConfig:
             raise ConfigError(
                 f"schedule={self.schedule!r} is unknown; allowed: constant, linear, cosine"
             )
-        if not self.warmup_updates:
+        if self.warmup_updates:
+            rise = optax.linear_schedule(0.0, self.learning_rate, self.warmup_updates)
+            # From the first update on a step is taken: rate(0) is one part of the rise, not 0.
+            after = optax.join_schedules([lambda n: rise(n + 1), after], [self.warmup_updates])
+        if not frozen:
             return after
-        rise = optax.linear_schedule(0.0, self.learning_rate, self.warmup_updates)
-        # From the first update on a step is taken: rate(0) is one part of the rise, not 0.
-        return optax.join_schedules([lambda n: rise(n + 1), after], [self.warmup_updates])
+        return optax.join_schedules([optax.constant_schedule(0.0), after], [frozen])
 
     def build(self, kinds: Params) -> optax.GradientTransformation:
         """The optax transformation of parameters of these kinds (nested dict of ``Kind``)."""

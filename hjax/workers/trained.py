@@ -119,6 +119,8 @@ class TrainedWorker(ModelWorker):
 
         def prepare(batch: Batch) -> Batch:
             made = {"weights": loss.weights(batch), "stat_weights": loss.stat_weights(batch)}
+            if hasattr(loss, "prepared"):
+                made |= loss.prepared(batch)
             if UPDATE in batch:
                 samples = self.context.samples if grouped else 1
                 rows = batch["responses"].shape[0]

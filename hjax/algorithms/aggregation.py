@@ -1,0 +1,119 @@
+r"""How a loss's tokens are added up: weights fixed for a whole optimizer step.
+
+A worker computes `weights = loss.weights(batch)` once over all rows of an optimizer step, cuts
+batch and weights alike into micro-batches, and adds up `sum(weights * token_loss)` and its
+gradient. The loss is linear in its tokens, so micro-batches, packing and meshes give exactly the
+loss of the whole step; a mean taken per micro-batch would not.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from hjax.errors import ConfigError
+
+Batch = Mapping[str, Any]
+Stats = dict[str, jax.Array]
+Aggregation = Literal["token", "sequence", "constant", "sum"]
+AGGREGATIONS = ("token", "sequence", "constant", "sum")
+
+
+def aggregation_weights(
+    mask: jax.Array,
+    how: Aggregation = "token",
+    max_length: int | None = None,
+    row_mask: jax.Array | None = None,
+) -> jax.Array:
+    r"""Weights w of one optimizer step, such that its loss is sum(w * token_loss).
+
+    ============  ===========================================  ================================
+    how           weight of a token of response i              used by
+    ============  ===========================================  ================================
+    "token"       1 / sum of all response tokens               PPO, DAPO
+    "sequence"    1 / (tokens of i * non-empty responses)      GRPO
+    "constant"    1 / (responses * max_length)                 Dr.GRPO
+    "sum"         1 / responses: tokens are summed             RLOO, REINFORCE
+    ============  ===========================================  ================================
+
+    Args:
+        mask: bool [N, L], all rows of the step.
+        how: see above.
+        max_length: tokens, the constant of "constant" (the generation limit); else None.
+        row_mask: bool [N]; a row that is false weighs nothing and leaves every count.
+
+    Returns:
+        float32 [N, L]; all zeros if no token is left.
+
+    Raises:
+        ConfigError: unknown `how`, or `max_length` missing or out of place.
+
+    Example:
+        >>> aggregation_weights(jnp.array([[1, 1], [1, 0]]), "sequence")
+        Array([[0.25, 0.25],
+               [0.5 , 0.  ]], dtype=float32)
+    """
+    check_aggregation(how, max_length)
+    mask = jnp.asarray(mask, bool)
+    chex.assert_rank(mask, 2)
+    rows = jnp.ones(mask.shape[0], bool) if row_mask is None else jnp.asarray(row_mask, bool)
+    chex.assert_shape(rows, mask.shape[:1])
+    mask = mask & rows[:, None]
+    if how == "token":
+        count = jnp.sum(mask)
+    elif how == "sequence":
+        lengths = jnp.sum(mask, axis=1, keepdims=True)
+        count = lengths * jnp.sum(lengths > 0)
+    elif how == "sum":
+        count = jnp.sum(rows)
+    else:
+        assert max_length is not None
+        # As floats: rows * max_length may pass 2^31.
+        count = jnp.sum(rows).astype(jnp.float32) * max_length
+    return mask / jnp.maximum(count, 1).astype(jnp.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLoss:
+    """What all losses share: how their tokens are added up."""
+
+    # Whether the log-probs handed to the loss are those of the rollout's temperature.
+    tempered: ClassVar[bool] = True
+
+    aggregation: Aggregation = "token"
+    max_length: int | None = None
+
+    def __post_init__(self) -> None:
+        check_aggregation(self.aggregation, self.max_length)
+
+    def weights(self, batch: Batch) -> jax.Array:
+        """Weights [N, L] of the token losses, for `batch` = the whole optimizer step."""
+        mask, rows = batch["response_mask"], batch.get("row_mask")
+        return aggregation_weights(mask, self.aggregation, self.max_length, rows)
+
+    def stat_weights(self, batch: Batch) -> jax.Array:
+        """Weights [N, L] that average the statistics over the tokens of the optimizer step."""
+        return aggregation_weights(batch["response_mask"], row_mask=batch.get("row_mask"))
+
+    def prepared(self, batch: Batch) -> dict[str, jax.Array]:
+        """Further entries that the call reads, for `batch` = the whole optimizer step."""
+        return {}
+
+
+def check_aggregation(how: str, max_length: int | None) -> None:
+    """Raise ConfigError unless a loss's tokens can be added up so."""
+    if how not in AGGREGATIONS:
+        raise ConfigError(f"aggregation={how!r} is not built: use {', '.join(AGGREGATIONS)}")
+    if how == "constant" and (max_length is None or max_length < 1):
+        raise ConfigError(
+            f"aggregation='constant' divides by max_length={max_length}: set it to the longest "
+            "response allowed, in tokens"
+        )
+    if how != "constant" and max_length is not None:
+        raise ConfigError(
+            f"max_length={max_length} has no effect with aggregation={how!r}: leave it out, or "
+            "use aggregation='constant'"
+        )

@@ -1,0 +1,279 @@
+r"""The policy-gradient family as one loss with switches that do not depend on each other."""
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from hjax.algorithms import surrogates
+from hjax.algorithms.aggregation import Batch, Stats, TokenLoss
+from hjax.algorithms.corrections import bounds_of, correction_weights
+from hjax.algorithms.kl import check_kl_kind, kl_estimate
+from hjax.algorithms.masks import keep
+from hjax.errors import ConfigError
+
+RATIOS = ("token", "sequence", "sequence_token", "sequence_sum", "none")
+SURROGATES = ("clip", "cispo", "sapo", "dppo")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyLoss(TokenLoss):
+    r"""A surrogate of ratio and advantage, a KL, an entropy bonus and a likelihood.
+
+    With the ratio :math:`\rho = e^{\ell - \ell_{old}}` and the advantage A of each token, and the
+    defaults:
+
+    .. math:: L = -\min(\rho A,\ \mathrm{clip}(\rho, 1-\epsilon_{low}, 1+\epsilon_{high}) A)
+              + \beta\,\mathrm{KL}(\pi\|\pi_{ref}) - c\,H
+
+    (Schulman et al. 2017, https://arxiv.org/abs/1707.06347.) docs/losses.md has the table of
+    switches for each published algorithm.
+
+    Attributes:
+        ratio: of what: "token", or the response: "sequence" (GSPO), "sequence_token" (GSPO-token),
+            "sequence_sum" (TRL's RLOO), see `surrogates.of_level`. "none": REINFORCE,
+            L = -A * l, no old log-probs and no clipping.
+        surrogate: "clip" as above, or "cispo", "sapo", "dppo", see `hjax.algorithms.surrogates`.
+        clip_low: epsilon_low; None for no lower bound. 0 to 1.
+        clip_high: epsilon_high; None for no upper bound. Larger than clip_low in DAPO.
+        dual_clip: c > 1; where A < 0 the loss is at most -c A (Ye et al. 2020,
+            https://arxiv.org/abs/1912.09729; usually 3). None: off.
+        ratio_cap: largest weight of "dppo".
+        gate_positive, gate_negative: tau of "sapo", by the advantage's sign.
+        aggregation: how tokens are added up, see `aggregation_weights`.
+        max_length: tokens, for aggregation "constant".
+        kl_coef: beta, of the KL in the loss; 0: none.
+        kl_adaptive: beta moves from step to step (`hjax.algorithms.kl.AdaptiveKL`): it is the
+            batch's entry `kl_coef`, a float32 scalar, and the field above only its first value.
+        kl_estimator: k2, k3, k1+ or k3+; k1 is refused, its gradient has mean zero.
+        kl_input_clamp, kl_output_clamp: see `kl_estimate`; None: off.
+        entropy_coef: c, of the entropy bonus.
+        correction: what weighs the surrogate (neither the KL nor the entropy), see
+            `hjax.algorithms.corrections`; "none": nothing, ratios are taken against what the batch
+            says. Else mu is the behaviour log-prob (`policy_logprobs` of the batch where it has
+            them, else `logprobs`) and l_old is recomputed by the actor as learning starts.
+        correction_low, correction_cap: bounds of its weight; None: its source's.
+        positive_nll: weight of the negative log-likelihood of the responses that the batch's
+            `positive` (float [N, L], 1 on the tokens of right answers) names, per token of theirs
+            (VAPO, https://arxiv.org/abs/2504.05118); 0: none.
+
+    Example:
+        >>> batch = {"old_logprobs": jnp.log(jnp.array([[0.5]])), "advantages": jnp.ones((1, 1)),
+        ...          "response_mask": jnp.ones((1, 1), bool)}
+        >>> PolicyLoss()(jnp.log(jnp.array([[0.75]])), None, batch)[0]   # ratio 1.5, cut at 1.2
+        Array([[-1.2]], dtype=float32)
+    """
+
+    ratio: Literal["token", "sequence", "sequence_token", "sequence_sum", "none"] = "token"
+    surrogate: Literal["clip", "cispo", "sapo", "dppo"] = "clip"
+    clip_low: float | None = 0.2
+    clip_high: float | None = 0.2
+    dual_clip: float | None = None
+    ratio_cap: float = 20.0
+    gate_positive: float = 1.0
+    gate_negative: float = 1.05
+    kl_coef: float = 0.0
+    kl_adaptive: bool = False
+    kl_estimator: str = "k3+"
+    kl_input_clamp: float | None = None
+    kl_output_clamp: float | None = None
+    entropy_coef: float = 0.0
+    correction: str = "none"
+    correction_low: float | None = None
+    correction_cap: float | None = None
+    positive_nll: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, allowed in (("ratio", RATIOS), ("surrogate", SURROGATES)):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} is not built: use {', '.join(allowed)}"
+                )
+        if self.clip_low is not None and not 0 <= self.clip_low <= 1:
+            raise ConfigError(f"clip_low={self.clip_low} must lie in 0 to 1, or be None (no bound)")
+        if self.clip_high is not None and not self.clip_high >= 0:
+            raise ConfigError(f"clip_high={self.clip_high} must be 0 or more, or None (no bound)")
+        if self.dual_clip is not None and not self.dual_clip > 1:
+            raise ConfigError(f"dual_clip={self.dual_clip} must be above 1 (usually 3), or None")
+        self._check_together()
+        bounds_of(self.correction, self.correction_low, self.correction_cap)
+        if self.correction == "decoupled" and self.ratio == "none":
+            raise ConfigError(
+                "correction='decoupled' has no effect with ratio='none' (REINFORCE has no ratio to "
+                "decouple): use correction='truncated'"
+            )
+        for name in ("kl_coef", "entropy_coef", "positive_nll"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float):
+                raise ConfigError(
+                    f"{name}={value!r} must be a fixed number; a KL coefficient that moves is the "
+                    "batch's entry kl_coef, with kl_adaptive=True"
+                )
+        for name in ("kl_coef", "positive_nll"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must be 0 or more")
+        if self.kl_adaptive and not self.kl_coef:
+            raise ConfigError("kl_adaptive=True needs a first kl_coef above 0")
+        check_kl_kind(self.kl_estimator)
+        if self.kl_coef and self.kl_estimator == "k1":
+            raise ConfigError(
+                "kl_estimator='k1' does nothing as a loss, its gradient has mean zero: "
+                "use k2, k3, k1+ or k3+, or put the KL in the reward"
+            )
+
+    def _check_together(self) -> None:
+        """Refuse switches that have no effect beside others."""
+        if self.ratio == "none":
+            why = "with ratio='none' (REINFORCE has no ratio to clip)"
+            self._refuse(("surrogate", "clip_low", "clip_high", "dual_clip"), why)
+        elif self.surrogate in ("cispo", "dppo") and self.ratio != "token":
+            raise ConfigError(
+                f"surrogate={self.surrogate!r} weighs each token by its own ratio, not by "
+                f"ratio={self.ratio!r}: use ratio='token', or surrogate='clip'"
+            )
+        if self.surrogate == "sapo":
+            why = "with surrogate='sapo' (its gate is no clip)"
+            self._refuse(("clip_low", "clip_high"), why)
+            for name in ("gate_positive", "gate_negative"):
+                if not getattr(self, name) > 0:
+                    raise ConfigError(f"{name}={getattr(self, name)} must be above 0")
+        else:
+            why = f"with surrogate={self.surrogate!r} (sapo has a gate)"
+            self._refuse(("gate_positive", "gate_negative"), why)
+        if self.surrogate == "dppo":
+            if self.clip_low is None or self.clip_high is None:
+                raise ConfigError("surrogate='dppo' needs clip_low and clip_high, probabilities")
+            if not self.ratio_cap > 0:
+                raise ConfigError(f"ratio_cap={self.ratio_cap} must be above 0 (usually 20)")
+        else:
+            self._refuse(("ratio_cap",), f"with surrogate={self.surrogate!r} (dppo has a cap)")
+        if self.surrogate != "clip":
+            self._refuse(("dual_clip",), f"with surrogate={self.surrogate!r}: use 'clip'")
+
+    def _refuse(self, names: tuple[str, ...], why: str) -> None:
+        defaults = {field.name: field.default for field in fields(self)}
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and value != defaults[name]:
+                raise ConfigError(f"{name}={value} has no effect {why}: leave {name} out")
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Keys that the call reads from the batch."""
+        corrected = self.correction != "none"
+        old = () if self.ratio == "none" and not corrected else ("old_logprobs",)
+        sampler = ("logprobs",) if corrected else ()
+        reference = ("ref_logprobs",) if self.kl_coef else ()
+        positive = ("positive",) if self.positive_nll else ()
+        read = (*old, *sampler, *reference, *positive, *self.scalars)
+        return ("response_mask", "advantages", *read)
+
+    @property
+    def scalars(self) -> tuple[str, ...]:
+        """Those of `needs` that are one number for all rows."""
+        return ("kl_coef",) if self.kl_adaptive else ()
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the entropy is part of the loss; a statistic it becomes whenever it is given."""
+        return self.entropy_coef != 0
+
+    def prepared(self, batch: Batch) -> dict[str, jax.Array]:
+        """With `positive_nll` the entry `nll_weights` float32 [N, L].
+
+        The likelihood is averaged over the tokens of the right answers, the other terms over
+        others: these are the weights of the first over those of the second.
+        """
+        if not self.positive_nll:
+            return {}
+        weights = self.weights(batch)
+        positive = keep(batch["positive"], weights > 0)
+        share = self.positive_nll * positive / jnp.maximum(jnp.sum(positive), 1.0)
+        return {"nll_weights": jnp.where(weights > 0, share / jnp.maximum(weights, 1e-30), 0.0)}
+
+    def __call__(
+        self, logprobs: jax.Array, entropy: jax.Array | None, batch: Batch
+    ) -> tuple[jax.Array, Stats]:
+        """Token losses and statistics.
+
+        Args:
+            logprobs: float [N, L], of the response tokens under the policy being trained.
+            entropy: float [N, L], nats, of the distributions they were drawn from; or None.
+            batch: the keys of `needs`: `response_mask` bool [N, L], those of `scalars` float32
+                scalars, the others float [N, L]; and what `prepared` gave.
+
+        Returns:
+            (token_loss, stats), all float32 [N, L]. Stats, without gradient: `clip_fraction` (1
+            where a bound decides the loss), `dual_clip_fraction`, `approx_kl` (k3 of old
+            against new policy, nats), `kl` (the estimator in the loss, nats), `entropy`,
+            `correction` (the weight) and `correction_capped` (1 where a bound is the weight);
+            those that apply.
+
+        Raises:
+            ConfigError: `entropy` is None though the loss has an entropy bonus.
+        """
+        mask = batch["response_mask"]
+        per_token = [batch[key] for key in self.needs if key not in self.scalars]
+        chex.assert_equal_shape([logprobs, *per_token, *([] if entropy is None else [entropy])])
+        chex.assert_shape([batch[key] for key in self.scalars], ())
+        advantages = keep(batch["advantages"], mask)
+        logprobs = keep(logprobs, mask)
+        stats: Stats = {}
+        if self.ratio == "none":
+            loss = -advantages * logprobs
+        else:
+            log_ratio = logprobs - keep(batch["old_logprobs"], mask)
+            capped = jnp.minimum(log_ratio, surrogates.MAX_LOG_RATIO)
+            stats["approx_kl"] = jnp.expm1(capped) - capped
+            loss, made = self._surrogate(log_ratio, advantages, logprobs, mask)
+            stats |= made
+        if self.correction != "none":
+            weights, made = self._correction(batch, mask)
+            loss, stats = loss * weights, stats | made
+        if self.kl_coef:
+            kl = kl_estimate(
+                logprobs,
+                keep(batch["ref_logprobs"], mask),
+                self.kl_estimator,
+                input_clamp=self.kl_input_clamp,
+                output_clamp=self.kl_output_clamp,
+            )
+            loss = loss + (batch["kl_coef"] if self.kl_adaptive else self.kl_coef) * kl
+            stats["kl"] = kl
+        if self.positive_nll:
+            loss = loss - batch["nll_weights"] * logprobs
+        if entropy is not None:
+            stats["entropy"] = keep(entropy, mask)
+            if self.needs_entropy:
+                loss = loss - self.entropy_coef * stats["entropy"]
+        elif self.needs_entropy:
+            raise ConfigError(
+                f"entropy_coef={self.entropy_coef} needs the entropy: compute it where "
+                "needs_entropy is true"
+            )
+        return loss, jax.lax.stop_gradient(stats)
+
+    def _surrogate(
+        self, log_ratio: jax.Array, advantages: jax.Array, logprobs: jax.Array, mask: jax.Array
+    ) -> tuple[jax.Array, Stats]:
+        """The surrogate at each token; arguments are 0 off the mask."""
+        level = surrogates.of_level(log_ratio, mask, self.ratio)
+        bounds = self.clip_low, self.clip_high
+        if self.surrogate == "cispo":
+            return surrogates.cispo(level, advantages, logprobs, mask, *bounds)
+        if self.surrogate == "sapo":
+            return surrogates.sapo(level, advantages, self.gate_positive, self.gate_negative)
+        if self.surrogate == "dppo":
+            assert self.clip_low is not None and self.clip_high is not None
+            own = self.clip_low, self.clip_high, self.ratio_cap
+            return surrogates.dppo(level, advantages, logprobs, mask, *own)
+        return surrogates.clipped(level, advantages, mask, *bounds, self.dual_clip)
+
+    def _correction(self, batch: Batch, mask: jax.Array) -> tuple[jax.Array, Stats]:
+        """The policy that learning starts from over the sampler."""
+        sampler = batch.get("policy_logprobs", batch["logprobs"])
+        bounds = bounds_of(self.correction, self.correction_low, self.correction_cap)
+        return correction_weights(batch["old_logprobs"], sampler, mask, self.correction, *bounds)

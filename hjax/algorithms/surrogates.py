@@ -1,0 +1,138 @@
+r"""What stands for the policy's objective at a token: ratio times advantage, bounded in some way.
+
+Pure functions of float [N, L] arrays that are 0 off the mask. Each returns the token losses and its
+statistics; `hjax.algorithms.policy_loss` chooses one.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from hjax.algorithms.aggregation import Stats
+from hjax.algorithms.masks import keep
+
+# exp(20) is far outside any clip range; beyond it float32 overflows (verl clamps there too).
+MAX_LOG_RATIO = 20.0
+
+
+def capped_ratio(log_ratio: jax.Array) -> jax.Array:
+    """exp of log-ratios that are capped at 20."""
+    return jnp.exp(jnp.minimum(log_ratio, MAX_LOG_RATIO))
+
+
+def of_level(log_ratio: jax.Array, mask: jax.Array, level: str) -> jax.Array:
+    r"""The log-ratio of each token, or of its response.
+
+    Args:
+        log_ratio: float [N, L], :math:`\ell - \ell_{old}`, 0 off the mask.
+        mask: bool [N, L].
+        level: "token": as it is. "sequence": the mean over the response's tokens, for all of them,
+            its gradient through all of them (GSPO, https://arxiv.org/abs/2507.18071).
+            "sequence_token": the value of that, its gradient through each token alone
+            (GSPO-token). "sequence_sum": the sum over the response's tokens (the response's own
+            ratio, as in TRL's RLOO).
+
+    Returns:
+        float32 [N, L]. For an advantage that is constant over the response "sequence" and
+        "sequence_token" have the same gradient.
+    """
+    if level == "token":
+        return log_ratio
+    total = jnp.sum(log_ratio, axis=1, keepdims=True)
+    if level == "sequence_sum":
+        return jnp.broadcast_to(total, log_ratio.shape)
+    lengths = jnp.sum(jnp.asarray(mask, bool), axis=1, keepdims=True)
+    mean = total / jnp.maximum(lengths, 1)
+    if level == "sequence":
+        return jnp.broadcast_to(mean, log_ratio.shape)
+    straight = log_ratio - jax.lax.stop_gradient(log_ratio)
+    return jax.lax.stop_gradient(mean) + straight
+
+
+def clipped(
+    log_ratio: jax.Array,
+    advantages: jax.Array,
+    mask: jax.Array,
+    low: float | None,
+    high: float | None,
+    dual: float | None = None,
+) -> tuple[jax.Array, Stats]:
+    r"""PPO's :math:`-\min(\rho A, \mathrm{clip}(\rho, 1-low, 1+high) A)`.
+
+    Args:
+        log_ratio: float [N, L], of `of_level`.
+        advantages: float [N, L].
+        mask: bool [N, L].
+        low, high: how far the ratio may fall and rise; None: no bound.
+        dual: c > 1; where A < 0 the loss is at most -c A (Ye et al. 2020). None: off.
+    """
+    # Capped where the value is, so that a straight-through gradient stays as it is.
+    ratio = capped_ratio(log_ratio)
+    bound = jnp.clip(ratio, _one_less(low), None if high is None else 1.0 + high)
+    free, bounded = -ratio * advantages, -bound * advantages
+    loss = jnp.maximum(free, bounded)
+    stats = {"clip_fraction": keep(bounded > free, mask)}
+    if dual is not None:
+        most = -dual * advantages
+        over = (advantages < 0) & (loss > most)
+        loss = jnp.where(over, most, loss)
+        stats["dual_clip_fraction"] = keep(over, mask)
+    return loss, stats
+
+
+def cispo(
+    log_ratio: jax.Array,
+    advantages: jax.Array,
+    logprobs: jax.Array,
+    mask: jax.Array,
+    low: float | None,
+    high: float | None,
+) -> tuple[jax.Array, Stats]:
+    r"""CISPO's :math:`-\mathrm{sg}(\mathrm{clip}(\rho, 1-low, 1+high))\,A\,\ell`.
+
+    MiniMax-M1 (https://arxiv.org/abs/2506.13585), bounds as in verl and NeMo-RL: every token keeps
+    a gradient, its weight is clipped. TRL and ScaleRL give the upper bound itself (5.0 is
+    high = 4).
+    """
+    ratio = capped_ratio(log_ratio)
+    weight = jnp.clip(ratio, _one_less(low), None if high is None else 1.0 + high)
+    stats = {"clip_fraction": keep(weight != ratio, mask)}
+    return -jax.lax.stop_gradient(weight) * advantages * logprobs, stats
+
+
+def sapo(
+    log_ratio: jax.Array, advantages: jax.Array, positive: float, negative: float
+) -> tuple[jax.Array, Stats]:
+    r"""SAPO's soft gate :math:`-\frac4\tau\,\sigma(\tau(\rho - 1))\,A` instead of a clip.
+
+    As in TRL; tau is `positive` where A > 0, else `negative`. On-policy its gradient is PPO's.
+    """
+    ratio = capped_ratio(log_ratio)
+    tau = jnp.where(advantages > 0, positive, negative)
+    return -4.0 / tau * jax.nn.sigmoid(tau * (ratio - 1.0)) * advantages, {}
+
+
+def dppo(
+    log_ratio: jax.Array,
+    advantages: jax.Array,
+    logprobs: jax.Array,
+    mask: jax.Array,
+    low: float,
+    high: float,
+    cap: float,
+) -> tuple[jax.Array, Stats]:
+    r"""DPPO's mask by the change of the token's probability (its binary total variation).
+
+    .. math:: L = -\mathrm{sg}(\min(\rho, cap))\,A\,\ell\,M, \qquad
+              M = 1[p - p_{old} \le high] \text{ if } A > 0 \text{ else } 1[p - p_{old} \ge -low]
+
+    As in verl (`core_algos.py`), where cap is 20; :math:`p = e^{\ell}`.
+    """
+    change = jnp.exp(logprobs) - jnp.exp(logprobs - log_ratio)
+    kept = jnp.where(advantages > 0, change <= high, change >= -low)
+    weight = jnp.minimum(capped_ratio(log_ratio), cap) * kept
+    stats = {"clip_fraction": keep(~kept, mask)}
+    return -jax.lax.stop_gradient(weight) * advantages * logprobs, stats
+
+
+def _one_less(low: float | None) -> float | None:
+    return None if low is None else 1.0 - low

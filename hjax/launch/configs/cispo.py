@@ -1,0 +1,19 @@
+"""CISPO: the ratio is a bounded weight, every token keeps its gradient.
+
+    python -m hjax.launch --config=cispo.py
+
+On the task of grpo.py; docs/losses.md has the formula.
+"""
+
+from ml_collections import ConfigDict
+
+from hjax.launch.configs import sorting
+
+
+def get_config() -> ConfigDict:
+    """The config of `--config=cispo.py`."""
+    config = sorting("CISPO")
+    # Learned from in two mini-batches, twice, as grpo.py does.
+    config.algorithm.minibatch = 128
+    config.algorithm.epochs = 2
+    return config

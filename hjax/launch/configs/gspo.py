@@ -1,0 +1,22 @@
+"""GSPO: one probability ratio for a response.
+
+    python -m hjax.launch --config=gspo.py
+
+On the task of grpo.py; docs/losses.md has the formula.
+"""
+
+from ml_collections import ConfigDict
+
+from hjax.launch.configs import sorting
+
+
+def get_config() -> ConfigDict:
+    """The config of `--config=gspo.py`."""
+    config = sorting("GSPO")
+    # Learned from in two mini-batches, twice, as grpo.py does.
+    config.algorithm.minibatch = 128
+    config.algorithm.epochs = 2
+    # The paper's bounds (3e-4, 4e-4) are for long responses and small steps.
+    config.algorithm.clip_low = 0.1
+    config.algorithm.clip_high = 0.1
+    return config

@@ -1,0 +1,19 @@
+"""MaxRL: advantages over the group's mean reward.
+
+    python -m hjax.launch --config=max_rl.py
+
+On the task of grpo.py; docs/losses.md has the formula.
+"""
+
+from ml_collections import ConfigDict
+
+from hjax.launch.configs import sorting
+
+
+def get_config() -> ConfigDict:
+    """The config of `--config=max_rl.py`."""
+    config = sorting("MaxRL")
+    # Learned from in two mini-batches, twice, as grpo.py does.
+    config.algorithm.minibatch = 128
+    config.algorithm.epochs = 2
+    return config

@@ -1,0 +1,18 @@
+"""REINFORCE without a baseline: rewards to go times the gradient.
+
+    python -m hjax.launch --config=reinforce.py
+
+On the task of grpo.py; docs/losses.md has the formula.
+"""
+
+from ml_collections import ConfigDict
+
+from hjax.launch.configs import sorting
+
+
+def get_config() -> ConfigDict:
+    """The config of `--config=reinforce.py`."""
+    config = sorting("Reinforce", steps=1200)
+    # One update per batch: there is no ratio that would allow more.
+    config.algorithm.kl_coef = 0.01
+    return config

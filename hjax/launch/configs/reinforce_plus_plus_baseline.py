@@ -1,0 +1,20 @@
+"""REINFORCE++-baseline: the group's mean first, then whitened over the step.
+
+    python -m hjax.launch --config=reinforce_plus_plus_baseline.py
+
+On the task of grpo.py; docs/losses.md has the formula.
+"""
+
+from ml_collections import ConfigDict
+
+from hjax.launch.configs import sorting
+
+
+def get_config() -> ConfigDict:
+    """The config of `--config=reinforce_plus_plus_baseline.py`."""
+    config = sorting("ReinforcePlusPlusBaseline")
+    # Learned from in two mini-batches, twice, as grpo.py does.
+    config.algorithm.minibatch = 128
+    config.algorithm.epochs = 2
+    config.algorithm.kl_coef = 0.01
+    return config

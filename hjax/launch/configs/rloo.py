@@ -1,0 +1,18 @@
+"""RLOO: the mean of the other samples is the baseline.
+
+    python -m hjax.launch --config=rloo.py
+
+On the task of grpo.py; docs/losses.md has the formula.
+"""
+
+from ml_collections import ConfigDict
+
+from hjax.launch.configs import sorting
+
+
+def get_config() -> ConfigDict:
+    """The config of `--config=rloo.py`."""
+    config = sorting("RLOO", steps=800)
+    # One update per batch: there is no ratio that would allow more.
+    config.algorithm.kl_coef = 0.01
+    return config

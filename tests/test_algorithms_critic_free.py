@@ -1,0 +1,485 @@
+"""The critic-free methods against loops written from their papers, and groups drawn anew."""
+
+import contextlib
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import hjax
+from hjax.algorithms import ALGORITHMS, advantages
+from hjax.algorithms.policy_loss import PolicyLoss
+from hjax.algorithms.resampling import concatenated
+from hjax.controller import ResourcePool, WorkerGroup
+from hjax.errors import ConfigError
+from hjax.run.dataflow import absent_roles
+
+SAMPLES, GROUPS, LENGTH, LIMIT = 4, 3, 5, 5
+ROWS = SAMPLES * GROUPS
+BETA = 0.05
+
+
+def batch_of(seed=0):
+    """Ragged responses of three groups; the second's rewards are all equal."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, LENGTH + 1, ROWS)
+    mask = np.arange(LENGTH) < lengths[:, None]
+    rewards = rng.integers(0, 4, ROWS).astype(np.float32)
+    rewards[SAMPLES : 2 * SAMPLES] = 2.0
+    old = np.where(mask, -rng.uniform(0.2, 2.0, mask.shape), 0.0).astype(np.float32)
+    reference = np.where(mask, old + rng.normal(0, 0.3, mask.shape), 0.0).astype(np.float32)
+    return {
+        "response_mask": mask,
+        "rewards": rewards,
+        "logprobs": old,
+        "ref_logprobs": reference,
+        "truncated": lengths == LENGTH,
+    }
+
+
+def moved(batch, seed=1):
+    """Log-probs of a policy that has learned a little."""
+    noise = np.random.default_rng(seed).normal(0, 0.4, batch["logprobs"].shape)
+    return np.where(batch["response_mask"], batch["logprobs"] + noise, 0.0)
+
+
+# Each method as its paper or code writes it: advantages [rows, tokens] and the loss of a step.
+
+
+def groups_of(rewards):
+    return rewards.astype(np.float64).reshape(GROUPS, SAMPLES)
+
+
+def spread(per_row, mask):
+    return np.where(mask, np.asarray(per_row).reshape(-1)[:, None], 0.0)
+
+
+def grpo_rows(rewards):
+    groups = groups_of(rewards)
+    std = groups.std(axis=1, ddof=1, keepdims=True)
+    return np.where(std > 0, (groups - groups.mean(axis=1, keepdims=True)) / (std + 1e-6), 0.0)
+
+
+def centred_rows(rewards):
+    groups = groups_of(rewards)
+    return groups - groups.mean(axis=1, keepdims=True)
+
+
+def others_rows(rewards):
+    groups = groups_of(rewards)
+    made = np.zeros_like(groups)
+    for g in range(GROUPS):
+        for i in range(SAMPLES):
+            made[g, i] = groups[g, i] - np.mean([groups[g, j] for j in range(SAMPLES) if j != i])
+    return made
+
+
+def whitened(x, mask):
+    chosen = x[mask]
+    return np.where(mask, (x - chosen.mean()) / np.sqrt(chosen.var(ddof=1) + 1e-8), 0.0)
+
+
+def k1(batch):
+    return np.where(batch["response_mask"], batch["logprobs"] - batch["ref_logprobs"], 0.0)
+
+
+def to_go(per_token):
+    return np.cumsum(per_token[:, ::-1], axis=1)[:, ::-1]
+
+
+def opo_rows(batch):
+    groups, lengths = groups_of(batch["rewards"]), batch["response_mask"].sum(1)
+    lengths = lengths.reshape(GROUPS, SAMPLES)
+    return groups - (groups * lengths).sum(1, keepdims=True) / lengths.sum(1, keepdims=True)
+
+
+def max_rl_rows(rewards):
+    groups = groups_of(rewards)
+    return (groups - groups.mean(axis=1, keepdims=True)) / groups.mean(axis=1, keepdims=True)
+
+
+def reinforce_tokens(batch):
+    mask, rewards = batch["response_mask"], batch["rewards"]
+    last = mask & (np.cumsum(mask, axis=1) == mask.sum(1, keepdims=True))
+    return np.where(mask, to_go(-BETA * k1(batch) + last * rewards[:, None]), 0.0)
+
+
+def rloo_rows(batch):
+    return others_rows(batch["rewards"] - BETA * k1(batch).sum(axis=1))
+
+
+EXPECTED_ADVANTAGES = {
+    "GRPO": lambda b: spread(grpo_rows(b["rewards"]), b["response_mask"]),
+    "DrGRPO": lambda b: spread(centred_rows(b["rewards"]), b["response_mask"]),
+    "GSPO": lambda b: spread(grpo_rows(b["rewards"]), b["response_mask"]),
+    "GSPOToken": lambda b: spread(grpo_rows(b["rewards"]), b["response_mask"]),
+    "CISPO": lambda b: spread(grpo_rows(b["rewards"]), b["response_mask"]),
+    "SAPO": lambda b: spread(grpo_rows(b["rewards"]), b["response_mask"]),
+    "RLOO": lambda b: spread(rloo_rows(b), b["response_mask"]),
+    "Reinforce": reinforce_tokens,
+    "ReinforcePlusPlus": lambda b: whitened(reinforce_tokens(b), b["response_mask"]),
+    "ReinforcePlusPlusBaseline": lambda b: whitened(
+        spread(centred_rows(b["rewards"]), b["response_mask"]), b["response_mask"]
+    ),
+    "OPO": lambda b: spread(opo_rows(b), b["response_mask"]),
+    # Two of three groups differ.
+    "GPG": lambda b: spread(centred_rows(b["rewards"]) * 3 / 2, b["response_mask"]),
+    "MaxRL": lambda b: spread(max_rl_rows(b["rewards"]), b["response_mask"]),
+}
+
+
+def ratio_of(x, batch):
+    return jnp.exp(x - batch["logprobs"])
+
+
+def mean_ratio(x, batch):
+    mask = batch["response_mask"]
+    return jnp.exp((x - batch["logprobs"]).sum(1, keepdims=True) / mask.sum(1, keepdims=True))
+
+
+def clip(ratio, a, low, high):
+    return -jnp.minimum(ratio * a, jnp.clip(ratio, 1 - low, 1 + high) * a)
+
+
+def by_token(x, mask, rows=None):
+    kept = mask if rows is None else mask & rows[:, None]
+    return jnp.where(kept, x, 0.0).sum() / kept.sum()
+
+
+def by_sequence(x, mask):
+    return (jnp.where(mask, x, 0.0).sum(1) / mask.sum(1)).mean()
+
+
+def kl3(x, batch):
+    d = batch["ref_logprobs"] - x
+    return jnp.exp(d) - 1 - d
+
+
+def differ(batch):
+    groups = groups_of(batch["rewards"])
+    return np.repeat(groups.max(1) > groups.min(1), SAMPLES)
+
+
+EXPECTED_LOSS = {
+    "GRPO": lambda x, a, b, m: by_sequence(
+        clip(ratio_of(x, b), a, 0.2, 0.2) + BETA * kl3(x, b), m
+    ),
+    "DrGRPO": lambda x, a, b, m: (
+        jnp.where(m, clip(ratio_of(x, b), a, 0.2, 0.2), 0.0).sum() / (ROWS * LIMIT)
+    ),
+    "GSPO": lambda x, a, b, m: clip(mean_ratio(x, b)[:, 0], a[:, 0], 3e-4, 4e-4).mean(),
+    "GSPOToken": lambda x, a, b, m: by_sequence(
+        clip(
+            jax.lax.stop_gradient(mean_ratio(x, b)) * jnp.exp(x - jax.lax.stop_gradient(x)),
+            a, 3e-4, 4e-4,
+        ),
+        m,
+    ),
+    "CISPO": lambda x, a, b, m: by_token(
+        -jax.lax.stop_gradient(jnp.minimum(ratio_of(x, b), 5.0)) * a * x, m
+    ),
+    "SAPO": lambda x, a, b, m: by_sequence(
+        jnp.where(
+            a > 0,
+            -4.0 / (1 + jnp.exp(-(ratio_of(x, b) - 1))) * a,
+            -4.0 / 1.05 / (1 + jnp.exp(-1.05 * (ratio_of(x, b) - 1))) * a,
+        ),
+        m,
+    ),
+    "RLOO": lambda x, a, b, m: -(a[:, 0] * jnp.where(m, x, 0.0).sum(1)).mean(),
+    "Reinforce": lambda x, a, b, m: by_token(-a * x, m),
+    "ReinforcePlusPlus": lambda x, a, b, m: by_token(clip(ratio_of(x, b), a, 0.2, 0.2), m),
+    "ReinforcePlusPlusBaseline": lambda x, a, b, m: by_token(
+        clip(ratio_of(x, b), a, 0.2, 0.2) + BETA * 0.5 * (x - b["ref_logprobs"]) ** 2, m
+    ),
+    "OPO": lambda x, a, b, m: by_token(-a * x, m),
+    "GPG": lambda x, a, b, m: by_token(-a * x, m, differ(b)),
+    "MaxRL": lambda x, a, b, m: by_token(clip(ratio_of(x, b), a, 0.2, 0.2), m),
+}  # fmt: skip
+
+
+def algorithm_of(name, **config):
+    made = ALGORITHMS[name].default_config()
+    made.unlock()
+    made.update({"kl_coef": BETA if made.kl_coef else 0.0} | config)
+    ALGORITHMS[name].check(made)
+    groups = dict.fromkeys(("actor", "reference", "reward"))
+    return ALGORITHMS[name](
+        made, groups, samples=SAMPLES, max_response_length=LIMIT, more_prompts=lambda first: {}
+    )
+
+
+@pytest.mark.parametrize("name", EXPECTED_ADVANTAGES)
+def test_a_method_has_the_advantages_loss_and_gradient_of_its_paper(name):
+    algorithm, batch = algorithm_of(name), batch_of()
+    mask = batch["response_mask"]
+    learned = algorithm.compute_advantages(batch)
+    expected = EXPECTED_ADVANTAGES[name](batch)
+    np.testing.assert_allclose(learned["advantages"], expected, rtol=2e-5, atol=2e-5)
+
+    loss = algorithm.losses(algorithm.config, LIMIT)["actor"]
+    x = moved(batch).astype(np.float32)
+
+    def total(x):
+        return jnp.sum(loss.weights(learned) * loss(x, None, learned)[0])
+
+    value, gradient = jax.value_and_grad(total)(x)
+    wanted, slope = jax.value_and_grad(
+        lambda x: EXPECTED_LOSS[name](x, jnp.asarray(expected, jnp.float32), batch, mask)
+    )(x)
+    np.testing.assert_allclose(value, wanted, rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(np.where(mask, gradient, 0), np.where(mask, slope, 0), atol=2e-5)
+
+
+def test_dapo_is_grpo_with_another_clip_aggregation_and_length():
+    algorithm, batch = algorithm_of("DAPO"), batch_of()
+    learned = algorithm.compute_advantages(batch)
+    # A fifth of five tokens: whoever has all five loses a whole reward.
+    full = batch["response_mask"].sum(1) == LENGTH
+    rows = grpo_rows(batch["rewards"] - full)
+    np.testing.assert_allclose(
+        learned["advantages"], spread(rows, batch["response_mask"]), atol=2e-5
+    )
+    shaped = groups_of(batch["rewards"] - full)
+    says = np.repeat(shaped.max(1) > shaped.min(1), SAMPLES)
+    assert learned["row_mask"].tolist() == says.tolist()
+    loss = algorithm.losses(algorithm.config, LIMIT)["actor"]
+    assert (loss.clip_low, loss.clip_high, loss.aggregation) == (0.2, 0.28, "token")
+    assert not loss.kl_coef
+
+
+@pytest.mark.parametrize(
+    "lengths, limit, buffer, expected",
+    [([10, 12, 16, 20, 30], 20, 8, [0, 0, -0.5, -1, -1]), ([1, 2], 2, 0.5, [0, -1])],
+)
+def test_the_overlong_penalty_by_hand(lengths, limit, buffer, expected):
+    made = advantages.overlong_penalty(np.array(lengths), limit, buffer)
+    np.testing.assert_allclose(made, expected)
+
+
+def test_lambdas_of_vapo_by_hand():
+    # 1 - 1 / (.05 * 100) = .8; 200 tokens: .9; up to 20 tokens: 0.
+    made = advantages.length_adaptive_lambda(np.array([20, 100, 200]), 0.05)
+    np.testing.assert_allclose(made, [0.0, 0.8, 0.9], rtol=1e-6)
+
+
+def test_vapo_learns_values_of_whole_returns_and_right_answers_by_likelihood():
+    config = ALGORITHMS["VAPO"].default_config()
+    groups = dict.fromkeys(("actor", "critic", "reference", "reward"))
+    algorithm = ALGORITHMS["VAPO"](config, groups, samples=1)
+    mask = np.ones((2, 2), bool)
+    batch = {
+        "response_mask": mask,
+        "rewards": np.array([1.0, 0.0], np.float32),
+        "values": np.array([[0.25, 0.5], [0.5, 0.25]], np.float32),
+        "logprobs": np.full((2, 2), -1.0, np.float32),
+        "truncated": np.zeros(2, bool),
+    }
+    learned = algorithm.compute_advantages(batch)
+    # Lambda 1: what follows. Two tokens have lambda 0, so one step each: .5 - .25, 1 - .5 and
+    # .25 - .5, 0 - .25, whitened (mean 1/16, variance .15104 of n - 1).
+    np.testing.assert_allclose(learned["returns"], [[1, 1], [0, 0]], atol=1e-6)
+    plain = np.array([[0.25, 0.5], [-0.25, -0.25]])
+    np.testing.assert_allclose(learned["advantages"], whitened(plain, mask), rtol=1e-5)
+    loss = algorithm.losses(config, 2)["actor"]
+    given = learned | loss.prepared(learned)
+    total = jnp.sum(loss.weights(given) * loss(batch["logprobs"], None, given)[0])
+    # On-policy the clipped part is minus the mean advantage, 0; the right answer's log-probs are
+    # -1 each, weighed by .1.
+    np.testing.assert_allclose(total, 0.1, rtol=1e-5)
+
+
+def test_likelihood_of_right_answers_is_that_of_the_step_in_micro_batches():
+    rng = np.random.default_rng(3)
+    batch = batch_of() | {"advantages": rng.normal(size=(ROWS, LENGTH)).astype(np.float32)}
+    batch["old_logprobs"] = batch["logprobs"]
+    right = (batch["rewards"] > 2)[:, None] & batch["response_mask"]
+    batch["positive"] = right.astype(np.float32)
+    loss, plain = (
+        PolicyLoss(positive_nll=0.3, aggregation="sequence"),
+        PolicyLoss(aggregation="sequence"),
+    )
+    x = moved(batch).astype(np.float32)
+    made = batch | {"weights": loss.weights(batch)} | loss.prepared(batch)
+    total = 0.0
+    for rows in np.split(np.arange(ROWS), 3):
+        part = {key: np.asarray(value)[rows] for key, value in made.items()}
+        total += float(jnp.sum(part["weights"] * loss(x[rows], None, part)[0]))
+    without = float(jnp.sum(plain.weights(batch) * plain(x, None, batch)[0]))
+    np.testing.assert_allclose(total - without, -0.3 * x[right].mean(), rtol=1e-4)
+
+
+def test_dppo_masks_by_the_change_of_probability():
+    old = np.log(np.array([[0.5, 0.5, 0.5, 0.5]], np.float32))
+    new = np.log(np.array([[0.8, 0.6, 0.2, 0.4]], np.float32))
+    batch = {
+        "response_mask": np.ones((1, 4), bool),
+        "old_logprobs": old,
+        "advantages": np.array([[1.0, 1.0, -2.0, -2.0]], np.float32),
+    }
+    loss = PolicyLoss(surrogate="dppo", clip_low=0.2, clip_high=0.2, ratio_cap=1.1)
+    value, stats = loss(new, None, batch)
+    # Rises by .3 (too far) and .1; falls by .3 (too far) and .1. Ratios 1.2, cut to 1.1, and .8.
+    expected = [[0.0, -1.1 * math.log(0.6), 0.0, 2 * 0.8 * math.log(0.4)]]
+    np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-6)
+    assert stats["clip_fraction"].tolist() == [[1, 0, 1, 0]]
+
+
+CORRECTED = {
+    # Weights 1.5, 4 and .5: by their sources' bounds, then by others.
+    "icepop": ({}, [1.5, 4.0, 0.5], [0, 0, 0]),
+    "icepop, narrow": ({"correction_low": 0.6, "correction_cap": 2.0}, [1.5, 0, 0], [0, 1, 1]),
+    # The geometric mean of 1.5 * 4 * .5 = 3 over three tokens is 1.442.
+    "sequence_mask": ({}, [0, 0, 0], [1, 1, 1]),
+    "sequence_mask, wide": ({"correction_cap": 1.5}, [1.5, 4.0, 0.5], [0, 0, 0]),
+}
+
+
+@pytest.mark.parametrize("case", CORRECTED)
+def test_corrections_by_hand(case):
+    options, weights, cut = CORRECTED[case]
+    old = np.array([[-1.0, -1.0, -1.0, np.nan]], np.float32)
+    batch = {
+        "response_mask": np.array([[True, True, True, False]]),
+        "old_logprobs": old,
+        "logprobs": old - np.log(np.array([[1.5, 4.0, 0.5, 1.0]], np.float32)),
+        "advantages": np.array([[1.0, -1.0, 2.0, np.nan]], np.float32),
+    }
+    loss = PolicyLoss(correction=case.split(",")[0], **options)
+    value, stats = loss(old, None, batch)
+    expected = -np.array(weights) * [1.0, -1.0, 2.0]
+    np.testing.assert_allclose(value, [[*expected, 0.0]], rtol=1e-5, atol=1e-6)
+    assert stats["correction_capped"].tolist() == [[*cut, 0]]
+
+
+@pytest.mark.parametrize(
+    "name, config, message",
+    [
+        ("GRPO", {"ratio": "none", "clip_high": 0.3}, "clip_high=0.3 has no effect with"),
+        ("GRPO", {"surrogate": "cispo", "ratio": "sequence"}, "weighs each token by its own"),
+        ("GRPO", {"surrogate": "sapo", "clip_low": 0.1}, "clip_low=0.1 has no effect with"),
+        ("GRPO", {"gate_positive": 2.0}, "gate_positive=2.0 has no effect with surrogate='clip'"),
+        ("CISPO", {"dual_clip": 3.0}, "dual_clip=3.0 has no effect with surrogate='cispo'"),
+        ("GRPO", {"baseline": "none"}, "normalise='std' divides by what the group is compared"),
+        ("GRPO", {"whiten": True, "rescale": True}, "rescale has no effect with"),
+        ("GRPO", {"resample": 1}, "set config.algorithm.filter=True"),
+        ("GRPO", {"correction": "icepop", "correction_low": 6.0}, "low=6.0 must be below"),
+        ("GRPO", {"correction_cap": 3.0}, "cap=3.0 has no effect with correction='none'"),
+    ],
+)  # fmt: skip
+def test_combinations_that_make_no_sense_are_refused(name, config, message):
+    with pytest.raises(ConfigError, match=message):
+        algorithm_of(name, **config)
+
+
+# Groups drawn anew, on workers without a model
+
+
+class Drawer(hjax.workers.Worker):
+    """Answers prompt p with its number; a prompt's rewards differ where its number is odd."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.first = []
+
+    @hjax.protocol("3D_PROTO")
+    def generate_sequences(self, prompts):
+        self.first.append(prompts.get("first", 0))
+        numbers = np.repeat(prompts["prompts"][:, 0], SAMPLES)
+        length = 2 + len(self.first)  # buckets differ from draw to draw
+        mask = np.ones((len(numbers), length), bool)
+        return {
+            "responses": np.repeat(numbers[:, None], length, axis=1),
+            "response_mask": mask,
+            "logprobs": np.full(mask.shape, -1.0, np.float32),
+            "truncated": np.zeros(len(numbers), bool),
+            "prompt_id": numbers.astype(np.int64),
+            "prompt_text": [str(n) for n in numbers],
+            "columns": {"name": [f"p{n}" for n in numbers]},
+        }
+
+    @hjax.protocol("ALL_TO_ALL")
+    def compute_reward(self, batch):
+        numbers = np.asarray(batch["responses"])[:, 0]
+        which = np.arange(len(numbers)) % SAMPLES
+        rewards = np.where(numbers % 2, which, 1).astype(np.float32)
+        return {"rewards": rewards, "reward_outcomes": {"ok": len(numbers)}}
+
+    @hjax.protocol("3D_PROTO")
+    def update_actor(self, batch):
+        return {"loss": np.float32(0), "grad_norm": np.float32(1)}
+
+
+@contextlib.contextmanager
+def drawing(resample, prompts=4):
+    """DAPO over such workers, and the one that draws."""
+    algorithm = ALGORITHMS["DAPO"]
+    config = algorithm.default_config()
+    config.update({"resample": resample, "overlong": 0.0})
+    asked = iter(range(prompts, 100))
+
+    def more(first):
+        numbers = [next(asked) for _ in range(prompts)]
+        return {"prompts": np.array(numbers)[:, None], "first": first}
+
+    pool = ResourcePool("host")
+    try:
+        group = WorkerGroup(pool, Drawer, hjax.workers.WorkerContext("actor"), role="actor")
+        groups = {"actor": group, "reward": group}
+        made = algorithm(
+            config,
+            {**groups, **absent_roles(algorithm, groups)},
+            samples=SAMPLES,
+            max_response_length=8,
+            more_prompts=more,
+        )
+        yield made, group.worker
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize(
+    "resample, drawn, kept, numbers",
+    [
+        (0, None, None, [0, 1, 2, 3]),
+        (1, 8, 4, [1, 3, 5, 7]),  # 0 to 3 have two, 4 to 7 the others
+        (9, 8, 4, [1, 3, 5, 7]),  # no more than are needed
+    ],
+)
+def test_groups_that_say_nothing_are_drawn_anew(resample, drawn, kept, numbers):
+    with drawing(resample) as (algorithm, worker):
+        batch = algorithm.step({"prompts": np.arange(4)[:, None]})
+    assert batch["prompt_id"][::SAMPLES].tolist() == numbers
+    assert batch["columns"]["name"][::SAMPLES] == [f"p{n}" for n in numbers]
+    assert batch["prompt_text"] == [str(n) for n in batch["prompt_id"]]
+    odd = batch["prompt_id"] % 2 == 1
+    assert batch["row_mask"].tolist() == odd.tolist()
+    metrics = algorithm.batch_metrics(batch)
+    assert metrics.get("rollout/groups_drawn") == drawn
+    assert metrics.get("rollout/groups_kept") == kept
+    # Draws go on where the step's before have ended; what is longer is padded.
+    assert worker.first == ([0] if not resample else [0, 16])
+    if resample:
+        assert batch["response_mask"].shape == (16, 4)
+        assert batch["reward_outcomes"] == {"ok": 32}
+
+
+def test_what_is_missing_is_filled_up_and_leaves_the_loss():
+    with drawing(1, prompts=1) as (algorithm, _):
+        batch = algorithm.step({"prompts": np.array([[0]])})
+        # 0 and 1 were drawn, 1 says something; of 2 and 2 nothing does.
+        assert batch["prompt_id"].tolist() == [1] * SAMPLES
+        algorithm.more_prompts = lambda first: {"prompts": np.array([[4]]), "first": first}
+        batch = algorithm.step({"prompts": np.array([[2]])})
+    assert batch["prompt_id"].tolist() == [2] * SAMPLES
+    assert not batch["row_mask"].any()
+
+
+def test_batches_of_other_lengths_stand_in_one():
+    one = {"responses": np.ones((1, 2), int), "text": ["a"], "columns": {"x": [1]}}
+    two = {"responses": np.ones((1, 3), int), "text": ["b"], "columns": {"x": [2]}}
+    made = concatenated([one, two])
+    assert made["responses"].tolist() == [[1, 1, 0], [1, 1, 1]]
+    assert made["text"] == ["a", "b"] and made["columns"] == {"x": [1, 2]}
