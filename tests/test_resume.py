@@ -28,6 +28,10 @@ STATEFUL = {
 }
 ADAPTIVE = STATEFUL | {"algorithm.kl_target": 0.01, "algorithm.kl_horizon": 100}
 COSTLY = STATEFUL | {"algorithm.pretraining_coef": 0.1, "algorithm.cost_window": 3}
+# Prompts drawn anew within a step: most groups of a model that knows nothing are all wrong.
+DRAWN = STATEFUL | {"algorithm.resample": 2, "data.task_options.partial": 0.0}
+# What shows, by algorithm, that more than parameters has moved in each step.
+MOVES = {"PPO": "kl/coefficient", "SafeRLHF": "cost/multiplier", "DAPO": "actor/learning_rate"}
 THREE = {"steps": 3, "checkpoint.every": 1, "checkpoint.keep": 3}
 
 
@@ -61,6 +65,16 @@ def whole_safe_rlhf(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def whole_dapo(tmp_path_factory):
+    """The same of DAPO."""
+    workdir = tmp_path_factory.mktemp("dapo") / "whole"
+    run("DAPO", DRAWN, workdir)
+    rows = read_rows(workdir)
+    assert any(row["rollout/groups_drawn"] > row["rollout/groups_kept"] for row in rows)
+    return workdir
+
+
+@pytest.fixture(scope="module")
 def whole_grpo(tmp_path_factory):
     """Three steps of GRPO with a checkpoint after each; copy it before changing anything."""
     workdir = tmp_path_factory.mktemp("grpo") / "whole"
@@ -82,8 +96,9 @@ def copy_until(step, workdir, copy):
     [
         ("PPO", ADAPTIVE, "whole_ppo"),
         pytest.param("SafeRLHF", COSTLY, "whole_safe_rlhf", marks=pytest.mark.slow),
+        pytest.param("DAPO", DRAWN, "whole_dapo", marks=pytest.mark.slow),
     ],
-    ids=["PPO", "SafeRLHF"],
+    ids=["PPO", "SafeRLHF", "DAPO"],
 )
 def test_a_stopped_run_continues_bit_for_bit(algorithm, changes, undisturbed, tmp_path, request):
     undisturbed = request.getfixturevalue(undisturbed)
@@ -98,10 +113,7 @@ def test_a_stopped_run_continues_bit_for_bit(algorithm, changes, undisturbed, tm
     # Nothing is compiled after the second step, with mini-batches and all.
     counts = [row["compile/count"] for row in read_rows(undisturbed)]
     assert counts[1:] == [counts[1]] * 5
-    if algorithm == "PPO":
-        assert len({row["kl/coefficient"] for row in whole[0]}) == 6  # it did move
-    else:
-        assert len({row["cost/multiplier"] for row in whole[0]}) == 6
+    assert len({row[MOVES[algorithm]] for row in whole[0]}) == 6  # it did move
     assert len({row["actor/learning_rate"] for row in whole[0]}) == 6
 
 
