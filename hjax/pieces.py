@@ -108,9 +108,9 @@ class Pieces:
 
 @dataclasses.dataclass(frozen=True)
 class Added:
-    """Counts of which each process has its share: together they are the sum."""
+    """Counts (or arrays) of which each process has its share: together they are the sum."""
 
-    counts: Mapping[str, float]
+    counts: Mapping[str, Any]
 
     def merged(self, others: Sequence[Added]) -> Added:
         """The sums."""
@@ -120,7 +120,7 @@ class Added:
                 total[key] = total.get(key, 0) + count
         return Added(total)
 
-    def whole(self) -> dict[str, float]:
+    def whole(self) -> dict[str, Any]:
         """The counts by name."""
         return dict(self.counts)
 

@@ -13,7 +13,7 @@ from hjax.algorithms import ALGORITHMS, advantages
 from hjax.algorithms.policy_loss import PolicyLoss
 from hjax.algorithms.resampling import concatenated
 from hjax.controller import ResourcePool, WorkerGroup
-from hjax.errors import ConfigError
+from hjax.errors import ConfigError, RunError
 from hjax.run.dataflow import absent_roles
 
 SAMPLES, GROUPS, LENGTH, LIMIT = 4, 3, 5, 5
@@ -372,6 +372,46 @@ def test_corrections_by_hand(case):
 def test_combinations_that_make_no_sense_are_refused(name, config, message):
     with pytest.raises(ConfigError, match=message):
         algorithm_of(name, **config)
+
+
+def test_gdpo_normalises_each_reward_then_the_sum():
+    algorithm, batch = algorithm_of("GDPO", weights=(1.0, 0.5)), batch_of()
+    other = np.random.default_rng(5).uniform(size=ROWS).astype(np.float32)
+    with pytest.raises(RunError, match="return a dict of lists by name, or use GRPO"):
+        algorithm.compute_advantages(batch)
+    batch["named_rewards"] = {"a": batch["rewards"], "b": other}
+    rows = (grpo_rows(batch["rewards"]) + 0.5 * grpo_rows(other)).reshape(-1)
+    rows = (rows - rows.mean()) / (rows.std(ddof=1) + 1e-6)
+    learned = algorithm.compute_advantages(batch)
+    np.testing.assert_allclose(
+        learned["advantages"], spread(rows, batch["response_mask"]), rtol=2e-4, atol=2e-5
+    )
+    batch["named_rewards"].popitem()
+    with pytest.raises(RunError, match="weights has 2 numbers for the rewards a: give one each"):
+        algorithm.compute_advantages(batch)
+
+
+def test_rewards_by_token_are_what_returns_are_made_of():
+    batch = batch_of()
+    mask = batch["response_mask"]
+    dense = np.where(mask, np.random.default_rng(7).normal(size=mask.shape), 0.0)
+    # A whole response's penalty of 1 beside them stands at its last token.
+    batch |= {"token_rewards": dense.astype(np.float32), "rewards": dense.sum(1) - 1}
+    last = mask & (np.cumsum(mask, axis=1) == mask.sum(1, keepdims=True))
+    per_token = np.where(mask, dense - last, 0.0)
+    learned = algorithm_of("Reinforce", kl_coef=0.0).compute_advantages(batch)
+    expected = np.where(mask, to_go(per_token), 0.0)
+    np.testing.assert_allclose(learned["advantages"], expected, rtol=1e-4, atol=1e-5)
+    # A group is compared by the responses' rewards.
+    compared = algorithm_of("DrGRPO").compute_advantages(batch)
+    rows = centred_rows(batch["rewards"])
+    np.testing.assert_allclose(compared["advantages"], spread(rows, mask), rtol=1e-4, atol=1e-5)
+    config = ALGORITHMS["PPO"].default_config()
+    config.update({"lam": 1.0, "kl_coef": 0.0, "whiten": False})
+    groups = dict.fromkeys(("actor", "critic", "reference", "reward"))
+    batch["values"] = np.zeros(mask.shape, np.float32)
+    learned = ALGORITHMS["PPO"](config, groups).compute_advantages(batch)
+    np.testing.assert_allclose(learned["returns"], expected, rtol=1e-4, atol=1e-5)
 
 
 # Groups drawn anew, on workers without a model

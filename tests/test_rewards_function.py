@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from hjax.errors import ConfigError, RunError
-from hjax.rewards.function import OUTCOMES, RewardFunction, check_unscored, load_function
+from hjax.rewards.function import RewardFunction, check_unscored, load_function
+from hjax.rewards.judging import OUTCOMES, RewardResult
 
 
 def judge(function, count=2, timeout_seconds=5.0, **columns):
@@ -56,12 +57,62 @@ def test_numbers_of_every_kind_count():
 
 
 def test_odd_entries_leave_only_their_sequence_unscored():
-    values = [1.0, None, float("nan"), "good", float("inf"), 1e39, [1.0], 10**400]
+    values = [1.0, None, float("nan"), "good", float("inf"), 1e39, {1.0}, 10**400]
     result = judge(lambda p, r, **c: values, count=8)
     assert nonzero(result) == {"ok": 1, "none": 1, "nan": 4, "wrong_type": 2}
     np.testing.assert_array_equal(np.isnan(result.rewards), [False] + [True] * 7)
     assert "returned 'good' (str) for sequence 3; allowed: a number, None" in result.first_traceback
     assert result.unscored == 7 / 8
+
+
+# What a function returns for responses of 2, 1 and 3 tokens: the rewards, how they came out, those
+# of each name, and by token.
+NAN = float("nan")
+SEVERAL = {
+    "by token": (
+        [[0.5, 1.0], (2.0,), np.ones(3)],
+        ([1.5, 2, 3], ["ok"] * 3, {}, [[0.5, 1, 0], [2, 0, 0], [1, 1, 1]]),
+    ),
+    "some by token": (
+        [[0.5, 1.0], 2.0, None],
+        ([1.5, 2, NAN], ["ok", "ok", "none"], {}, [[0.5, 1, 0], [2, 0, 0], [0, 0, 0]]),
+    ),
+    "too few, no number, no reward": (
+        [[0.5], ["x"], [1.0, None, 1.0]],
+        ([NAN] * 3, ["wrong_length", "wrong_type", "wrong_type"], {}, None),
+    ),
+    "not finite": ([[1.0, NAN], 1.0, 1.0], ([NAN, 1, 1], ["nan", "ok", "ok"], {}, None)),
+    "named": (
+        {"a": [1.0, 2.0, None], "b": [0.5, None, None]},
+        ([1.5, 2, NAN], ["ok", "ok", "none"], {"a": [1, 2, NAN], "b": [0.5, NAN, NAN]}, None),
+    ),
+    "named by token": (
+        {"a": [[1.0, 1.0], 2.0, 3.0], "b": [1.0, None, 1.0]},
+        (
+            [3, 2, 4], ["ok"] * 3, {"a": [2, 2, 3], "b": [1, NAN, 1]},
+            [[1, 2, 0], [2, 0, 0], [0, 0, 4]],
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SEVERAL)
+def test_rewards_by_name_and_by_token(case):
+    returned, (rewards, each, named, by_token) = SEVERAL[case]
+    function = RewardFunction(lambda prompts, responses, **columns: returned)
+    tokens = [[1, 2], [3], [4, 5, 6]]
+    result = function(["p"] * 3, ["r"] * 3, {}, [[0]] * 3, tokens)
+    halves = RewardResult.joined([RewardResult.joined([result.row(0)]), result.row(1)])
+    for made, count in ((result, 3), (halves, 2)):
+        np.testing.assert_array_equal(made.rewards, np.float32(rewards[:count]))
+        assert list(made.each) == each[:count]
+        assert set(made.named) == set(named)
+        for name, values in named.items():
+            np.testing.assert_array_equal(made.named[name], np.float32(values[:count]))
+    table = result.by_token([2, 1, 3], 3)
+    assert (table is None) == (by_token is None)
+    if by_token is not None:
+        np.testing.assert_array_equal(table, np.float32(by_token))
 
 
 def raises(prompts, responses, **columns):
@@ -73,7 +124,10 @@ def raises(prompts, responses, **columns):
     (lambda p, r, **c: [1.0], "wrong_length", "returned 1 rewards for 2 sequences"),
     (lambda p, r, **c: "good", "wrong_type", "returned 'good' (str); it must return a list"),
     (lambda p, r, **c: None, "wrong_type", "returned None (NoneType)"),
-    (lambda p, r, **c: {0: 1.0, 1: 2.0}, "wrong_type", "(dict)"),
+    (lambda p, r, **c: {0: 1.0, 1: 2.0}, "wrong_type", "a reward named 0; a name is text"),
+    (lambda p, r, **c: {"mean": [1.0, 2.0]}, "wrong_type", "named 'mean'; a name is text"),
+    (lambda p, r, **c: {}, "wrong_type", "returned an empty dict"),
+    (lambda p, r, **c: {"a": [1.0]}, "wrong_length", "returned for 'a' 1 rewards for 2"),
     (lambda p, r, **c: np.float32(1), "wrong_type", "it must return a list"),
     (lambda p, r, **c: (x for x in (1, 2)), "wrong_type", "(generator)"),
     (lambda p, r, **c: exit(3), "exception", "SystemExit: 3"),

@@ -8,6 +8,7 @@ from hjax.algorithms.base import Algorithm, Batch
 from hjax.algorithms.critic_free import (
     CISPO,
     DAPO,
+    GDPO,
     GPG,
     GSPO,
     OPO,
@@ -48,6 +49,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
         OPO,
         GPG,
         MaxRL,
+        GDPO,
         VAPO,
         SFT,
     )
@@ -57,6 +59,7 @@ __all__ = [
     "ALGORITHMS",
     "CISPO",
     "DAPO",
+    "GDPO",
     "GPG",
     "GRPO",
     "GSPO",

@@ -42,6 +42,7 @@ def token_rewards(
     kl: jax.Array | None = None,
     kl_coef: float | jax.Array = 0.0,
     clip: float | None = None,
+    dense: jax.Array | None = None,
 ) -> jax.Array:
     r"""One reward per token: the sequence's at its last token, minus the KL penalty at each.
 
@@ -58,6 +59,8 @@ def token_rewards(
         kl: float [N, L], nats per token (`hjax.algorithms.kl.kl_estimate`), or None.
         kl_coef: beta, reward per nat.
         clip: bound on the absolute token reward; None for no bound.
+        dense: float [N, L], rewards of the tokens; what `rewards` has beyond their sum (a penalty
+            of the whole response) stands at the last one. None: all of it does.
 
     Returns:
         float32 [N, L], 0 outside the mask. A row without any token stays 0.
@@ -74,7 +77,14 @@ def token_rewards(
     if kl is not None:
         chex.assert_equal_shape([kl, mask])
     rewards = keep(rewards, ~jnp.isnan(rewards))
-    result = jnp.where(_is_last(mask), rewards[:, None], 0.0)
+    last = _is_last(mask)
+    if dense is None:
+        result = jnp.where(last, rewards[:, None], 0.0)
+    else:
+        chex.assert_equal_shape([dense, mask])
+        dense = keep(dense, mask)
+        rest = rewards - jnp.sum(dense, axis=1)
+        result = dense + jnp.where(last, rest[:, None], 0.0)
     if kl is not None:
         result = result - kl_coef * keep(kl, mask)
     if clip is not None:

@@ -317,6 +317,12 @@ class Algorithm:
             scores = scores + np.float32(config.overlong_penalty) * np.asarray(penalty)
         return scores
 
+    def token_scores(self, batch: Batch) -> np.ndarray | None:
+        """Rewards by token, scaled: float32 [rows, length]; None: the batch has none."""
+        if "token_rewards" not in batch:
+            return None
+        return np.asarray(batch["token_rewards"], np.float32) * np.float32(self.config.reward_scale)
+
     def counted(self, batch: Batch, scores: np.ndarray) -> np.ndarray:
         """Rows that the losses read, bool [rows]: scored, and with ``mask_truncated`` whole."""
         rows = ~np.isnan(scores)

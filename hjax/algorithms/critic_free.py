@@ -5,7 +5,16 @@ docs/losses.md has the formulas, and where implementations of one name differ.
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from hjax.algorithms.advantages import group_advantages
+from hjax.algorithms.base import Batch
 from hjax.algorithms.grpo import GRPO
+from hjax.errors import ConfigError, RunError
+from hjax.rules import Key
 
 
 class DrGRPO(GRPO):
@@ -139,3 +148,61 @@ class MaxRL(GRPO):
     """Advantages over the group's mean reward: rare successes weigh more (as in SkyRL)."""
 
     defaults = {"normalise": "mean", "aggregation": "token", "kl_coef": 0.0}
+
+
+class GDPO(GRPO):
+    """Several rewards, each normalised within its group before they are added (as in TRL).
+
+    A reward that varies little then counts as much as one that varies a lot. The sum is normalised
+    over the step.
+    """
+
+    keys = {
+        "weights": Key(
+            (), "of the reward function's named rewards, in its dict's order; empty: 1 each"
+        ),
+    }
+    defaults = {"baseline": "none", "normalise": "none", "kl_coef": 0.0}
+
+    @classmethod
+    def check(cls, config: ConfigDict) -> None:
+        """What is normalised anyway is neither clipped nor penalised before."""
+        super().check(config)
+        for name in ("reward_clip", "overlong"):
+            if config[name]:
+                raise ConfigError(
+                    f"config.algorithm.{name}={config[name]}: GDPO takes the rewards as they are; "
+                    "make it a named reward of its own, and set this to 0"
+                )
+        for weight in config.weights:
+            if not isinstance(weight, int | float):
+                raise ConfigError(f"config.algorithm.weights={config.weights}: must be numbers")
+
+    def scores(self, batch: Batch) -> np.ndarray:
+        """The normalised sum of the normalised rewards, float32 [rows], NaN where unscored.
+
+        Raises:
+          RunError: the reward function gave one reward, or other names than there are weights.
+        """
+        named: dict[str, Any] = batch.get("named_rewards", {})
+        if not named:
+            raise RunError(
+                "GDPO adds several rewards, and the reward function gave one: return a dict of "
+                "lists by name, or use GRPO"
+            )
+        weights = self.config.weights or (1.0,) * len(named)
+        if len(weights) != len(named):
+            raise RunError(
+                f"config.algorithm.weights has {len(weights)} numbers for the rewards "
+                f"{', '.join(named)}: give one each, or none"
+            )
+        epsilon = self.config.epsilon
+        total = np.zeros(len(batch["rewards"]), np.float32)
+        for weight, rewards in zip(weights, named.values(), strict=True):
+            own = group_advantages(rewards, self.samples, epsilon=epsilon)
+            total += np.float32(weight) * np.asarray(own)
+        scored = ~np.isnan(np.asarray(batch["rewards"]))
+        if scored.any():
+            total -= total[scored].mean()
+            total /= total[scored].std(ddof=min(1, scored.sum() - 1)) + epsilon
+        return np.where(scored, total, np.float32(np.nan))

@@ -136,6 +136,8 @@ class GRPO(Resampling, Algorithm):
             None if config.kl_in == "loss" else batch.get("ref_logprobs"),
             jnp.float32(self.kl.coef),
             rows,
+            # What a group is compared with is a response's; without one each token has its own.
+            self.token_scores(batch) if config.baseline == "none" else None,
             samples=self.samples,
             baseline=config.baseline,
             normalise=config.normalise,
@@ -164,6 +166,7 @@ def _advantages(
     reference: jax.Array | None,
     kl_coef: jax.Array,
     rows: jax.Array,
+    dense: jax.Array | None,
     *,
     samples: int,
     baseline: Any,
@@ -181,6 +184,7 @@ def _advantages(
     options = {"baseline": baseline, "normalise": normalise, "epsilon": epsilon}
     per_row = group_advantages(scores, samples, lengths=jnp.sum(mask, axis=1), **options)
     # Without a KL and a discount each token has what its response has.
-    advantages = discounted_returns(token_rewards(per_row, mask, kl, kl_coef), mask, gamma)
+    per_token = token_rewards(per_row, mask, kl, kl_coef, dense=dense)
+    advantages = discounted_returns(per_token, mask, gamma)
     advantages = jnp.where(jnp.isnan(scores)[:, None], 0.0, advantages)
     return whiten(advantages, mask & rows[:, None]) if whitened else advantages

@@ -97,6 +97,7 @@ class PPO(Algorithm):
             batch.get("ref_logprobs") if config.kl_in == "reward" else None,
             jnp.float32(self.kl.coef),
             rows,
+            self.token_scores(batch),
             gamma=config.gamma,
             lam=config.lam,
             lam_alpha=config.lam_alpha,
@@ -161,6 +162,7 @@ def _advantages(
     reference: jax.Array | None,
     kl_coef: jax.Array,
     rows: jax.Array,
+    dense: jax.Array | None,
     *,
     gamma: float,
     lam: float,
@@ -169,7 +171,7 @@ def _advantages(
     whitened: bool,
 ) -> tuple[jax.Array, jax.Array]:
     kl = None if reference is None else kl_estimate(old, reference, "k1")
-    per_token = token_rewards(rewards, mask, kl, kl_coef)
+    per_token = token_rewards(rewards, mask, kl, kl_coef, dense=dense)
     own: Any = lam
     if lam_alpha:
         own = length_adaptive_lambda(jnp.sum(mask, axis=1), lam_alpha)

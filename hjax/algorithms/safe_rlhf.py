@@ -98,6 +98,7 @@ class SafeRLHF(PPO):
             batch.get("ref_logprobs") if config.kl_in == "reward" else None,
             jnp.float32(self.kl.coef),
             jnp.float32(self.multiplier),
+            self.token_scores(batch),
             gamma=config.gamma,
             lam=config.lam,
             clip=config.score_clip or None,
@@ -170,6 +171,7 @@ def _advantages(
     reference: jax.Array | None,
     kl_coef: jax.Array,
     multiplier: jax.Array,
+    dense: jax.Array | None,
     *,
     gamma: float,
     lam: float,
@@ -177,7 +179,7 @@ def _advantages(
     whitened: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     kl = None if reference is None else kl_estimate(old, reference, "k1")
-    gains = token_rewards(rewards, mask, kl, kl_coef, clip)
+    gains = token_rewards(rewards, mask, kl, kl_coef, clip, dense)
     # The KL makes a response costlier, as it makes it less rewarding.
     losses = token_rewards(costs, mask, kl, -kl_coef, clip)
     gain, returns = gae(gains, values, mask, gamma, lam)

@@ -8,7 +8,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hjax.rewards.function import RewardFunction, RewardResult
+from hjax.rewards.function import RewardFunction
+from hjax.rewards.judging import RewardResult
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,74 +1,25 @@
 """Reward functions from users' files: found by `path.py:name`, called under a deadline, judged.
 
-The contract is `reward(prompts, responses, **columns) -> list of float or None`, sync or async.
+The contract is `reward(prompts, responses, **columns) -> list of float or None`, sync or async; an
+entry may be a list of float, one per response token, and several lists come as a dict by name.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import functools
 import inspect
 import itertools
-import numbers
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from hjax.errors import ConfigError, RunError
+from hjax.rewards.judging import RewardResult, judged, whole
 from hjax.user_files import load_object
 
-# Every way a sequence can come out of being judged. `killed` is for code run in a sandbox.
-OUTCOMES = (
-    "ok", "none", "nan", "exception", "timeout", "wrong_type", "wrong_length", "killed",
-)  # fmt: skip
-
 _thread_numbers = itertools.count(1)
-
-
-@dataclasses.dataclass(frozen=True)
-class RewardResult:
-    """Rewards of a batch and how each came about.
-
-    Attributes:
-      rewards: float32 [N], NaN where a sequence is unscored.
-      each: how each sequence came out, names of OUTCOMES.
-      first_traceback: of the first thing that went wrong (a traceback, or a sentence); None if
-        nothing did, or only None and NaN were returned.
-    """
-
-    rewards: np.ndarray
-    each: tuple[str, ...]
-    first_traceback: str | None = None
-
-    @classmethod
-    def joined(cls, some: Sequence[RewardResult]) -> RewardResult:
-        """Of the sequences of several, in this order."""
-        each = tuple(name for result in some for name in result.each)
-        problems = (x.first_traceback for x in some if x.first_traceback is not None)
-        rewards = [np.zeros(0, np.float32), *(result.rewards for result in some)]
-        return cls(np.concatenate(rewards), each, next(problems, None))
-
-    def row(self, number: int) -> RewardResult:
-        """Of one sequence."""
-        each, problem = self.each[number], self.first_traceback
-        at = slice(number, number + 1)
-        return RewardResult(self.rewards[at], (each,), None if each == "ok" else problem)
-
-    @functools.cached_property
-    def outcomes(self) -> dict[str, int]:
-        """How many sequences came out how, all names of OUTCOMES."""
-        return {name: self.each.count(name) for name in OUTCOMES}
-
-    @property
-    def unscored(self) -> float:
-        """Share of sequences without a reward, 0 to 1."""
-        total = sum(self.outcomes.values())
-        return (total - self.outcomes["ok"]) / total if total else 0.0
 
 
 def load_function(spec: str, key: str = "reward.function") -> Callable[..., Any]:
@@ -130,11 +81,11 @@ class RewardFunction:
             "response_tokens": list(response_tokens),
         }
         if count == 0:
-            return _whole("ok", 0, None)
+            return whole("ok", 0, None)
         outcome, value = self._run(list(prompts), list(responses), arguments)
         if outcome != "ok":
-            return _whole(outcome, count, value)
-        return _judge(value, count, self.name)
+            return whole(outcome, count, value)
+        return judged(value, [len(tokens) for tokens in response_tokens], self.name)
 
     def _run(self, prompts: list, responses: list, arguments: dict) -> tuple[str, Any]:
         done: list[tuple[str, Any]] = []
@@ -195,55 +146,6 @@ async def _within(awaitable: Any, seconds: float) -> Any:
     return task.result()
 
 
-def _whole(outcome: str, count: int, problem: str | None) -> RewardResult:
-    return RewardResult(np.full(count, np.nan, np.float32), (outcome,) * count, problem)
-
-
-def _judge(returned: Any, count: int, name: str) -> RewardResult:
-    said = f"reward function {name} returned"
-    if hasattr(returned, "__array__") and np.ndim(returned) > 0:  # numpy, jax, torch
-        try:
-            returned = list(np.asarray(returned))
-        except Exception as error:  # jax reports a failed computation only here
-            return _whole("exception", count, f"{said} an unreadable array: {error}")
-    if not isinstance(returned, list | tuple):
-        kind = type(returned).__name__
-        problem = f"{said} {_short(returned)} ({kind}); it must return a list of float or None"
-        return _whole("wrong_type", count, problem)
-    if len(returned) != count:
-        problem = f"{said} {len(returned)} rewards for {count} sequences; it must return one each"
-        return _whole("wrong_length", count, problem)
-    rewards = np.full(count, np.nan, np.float32)
-    outcomes: list[str] = []
-    first: str | None = None
-    for i, value in enumerate(returned):
-        outcome, number = _one(value)
-        outcomes.append(outcome)
-        if outcome == "ok":
-            rewards[i] = number
-        elif outcome == "wrong_type" and first is None:
-            kind = type(value).__name__
-            first = f"{said} {_short(value)} ({kind}) for sequence {i}; allowed: a number, None"
-    return RewardResult(rewards, tuple(outcomes), first)
-
-
-def _one(value: Any) -> tuple[str, np.float32]:
-    """Outcome and reward of one entry; infinite or beyond float32 counts as NaN."""
-    nan = np.float32(np.nan)
-    if value is None:
-        return "none", nan
-    if getattr(value, "shape", None) == () and hasattr(value, "item"):
-        value = value.item()  # a numpy, jax or torch scalar
-    if not isinstance(value, numbers.Real | np.bool_):
-        return "wrong_type", nan
-    try:
-        with np.errstate(over="ignore"):
-            reward = np.float32(float(value))
-    except OverflowError:
-        return "nan", nan
-    return ("ok", reward) if np.isfinite(reward) else ("nan", nan)
-
-
 def _check_signature(function: Callable[..., Any], name: str) -> None:
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -258,8 +160,3 @@ def _check_signature(function: Callable[..., Any], name: str) -> None:
             f"reward function {name}({shown}) cannot be called: it must take "
             "(prompts, responses, **columns)"
         )
-
-
-def _short(value: Any, limit: int = 60) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -153,6 +153,7 @@ def _batch(rows: int) -> dict[str, Any]:
     batch |= {"responses": tokens, "response_mask": mask, "truncated": ~mask[:, 0]}
     batch |= {key: np.ones((rows, 2), np.float32) for key in _PER_TOKEN}
     batch |= {key: np.ones(rows, np.float32) for key in _PER_ROW}
+    batch["named_rewards"] = {"reward": np.ones(rows, np.float32)}
     return batch | {"reward_outcomes": {}, "coefficient": np.float32(1)}
 
 

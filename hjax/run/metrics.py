@@ -133,6 +133,10 @@ def batch_metrics(batch: Batch, kl_coefficient: float) -> dict[str, float]:
         "response/length_mean": float(mask.sum(axis=1).mean()),
         "response/truncated": float(np.mean(batch["truncated"])),
     }
+    for name, values in batch.get("named_rewards", {}).items():
+        said = np.asarray(values, np.float64)
+        said = said[~np.isnan(said)]
+        metrics[f"reward/{name}"] = float(said.mean()) if said.size else math.nan
     if "guessed" in batch:
         guessed = int(np.sum(batch["guessed"]))
         right = int(np.sum(batch["guessed_right"]))

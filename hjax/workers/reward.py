@@ -14,7 +14,8 @@ from hjax.models.forward import read_responses, sequence_states
 from hjax.models.packed import KEY as PACKING
 from hjax.pieces import Added, Pieces
 from hjax.rewards.early import Verdict
-from hjax.rewards.function import RewardFunction, RewardResult, check_unscored
+from hjax.rewards.function import RewardFunction, check_unscored
+from hjax.rewards.judging import RewardResult
 from hjax.rollout.generator import bucket_length
 from hjax.sharding.arrays import place, to_numpy
 from hjax.sharding.protocols import protocol
@@ -72,9 +73,15 @@ class FunctionReward(Worker):
 
     @protocol("ALL_TO_ALL", reads=JUDGED_KEYS)
     def compute_reward(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """``rewards`` float32 [rows], NaN where unscored; ``reward_outcomes`` counts them."""
+        """``rewards`` float32 [rows], NaN where unscored; ``reward_outcomes`` counts them.
+
+        Of several named rewards also ``named_rewards``, float32 [rows] by name, NaN where one says
+        nothing; of rewards by token ``token_rewards`` float32 [rows, length].
+        """
         result = self._judged(batch)
-        return {"rewards": result["rewards"], "reward_outcomes": result["outcomes"]}
+        return {"rewards": result["rewards"], "reward_outcomes": result["outcomes"]} | {
+            key: result[key] for key in ("named_rewards", "token_rewards") if key in result
+        }
 
     @protocol("ALL_TO_ALL", reads=JUDGED_KEYS)
     def compute_cost(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,14 +90,35 @@ class FunctionReward(Worker):
 
     def _judged(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """``rewards`` and ``outcomes``: of several processes each gives its share."""
+        width = batch["responses"].shape[1]
         if self.context.process[1] == 1:
             result = self.score(batch)
-            return {"rewards": result.rewards, "outcomes": result.outcomes}
+            made: dict[str, Any] = {"rewards": result.rewards, "outcomes": result.outcomes}
+            tokens = result.by_token(_lengths(batch), width)
+            made |= {} if tokens is None else {"token_rewards": tokens}
+            return made | ({"named_rewards": dict(result.named)} if result.named else {})
         rows, share = len(batch["responses"]), self.share(batch)
-        result = self.score(cut(batch, share))
+        part = cut(batch, share)
+        result = self.score(part)
         region = ((share.start, share.stop),)
         rewards = Pieces((rows,), result.rewards.dtype, ((region, result.rewards),))
-        return {"rewards": rewards, "outcomes": Added(result.outcomes)}
+        if result.tokens:
+            raise RunError(
+                f"{self.role}: rewards by token are made in one process; set "
+                "cluster.reward_processes=1"
+            )
+        named = {}
+        for name, values in result.named.items():
+            # Of the other processes' rows nothing: together they are the sum.
+            named[name] = np.zeros(rows, np.float32)
+            named[name][share] = values
+        parts = {"outcomes": Added(result.outcomes), "named_rewards": Added(named)}
+        return {"rewards": rewards, **parts}
+
+
+def _lengths(batch: Mapping[str, Any]) -> list[int]:
+    """Tokens of each response."""
+    return to_numpy(batch["response_mask"]).sum(axis=1).tolist()
 
 
 def cut(batch: Mapping[str, Any], rows: slice) -> dict[str, Any]:
