@@ -21,6 +21,7 @@ from hjax.algorithms.critic_free import (
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
 )
+from hjax.algorithms.dpo import CDPO, DPO, IPO, ORPO, HingeDPO, RobustDPO, SimPO
 from hjax.algorithms.grpo import GRPO
 from hjax.algorithms.ppo import PPO, VAPO
 from hjax.algorithms.remax import ReMax
@@ -51,19 +52,30 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
         MaxRL,
         GDPO,
         VAPO,
+        DPO,
+        IPO,
+        CDPO,
+        RobustDPO,
+        HingeDPO,
+        ORPO,
+        SimPO,
         SFT,
     )
 }
 
 __all__ = [
     "ALGORITHMS",
+    "CDPO",
     "CISPO",
     "DAPO",
+    "DPO",
     "GDPO",
     "GPG",
     "GRPO",
     "GSPO",
+    "IPO",
     "OPO",
+    "ORPO",
     "PPO",
     "RLOO",
     "SAPO",
@@ -73,12 +85,15 @@ __all__ = [
     "Batch",
     "DrGRPO",
     "GSPOToken",
+    "HingeDPO",
     "MaxRL",
     "ReMax",
     "Reinforce",
     "ReinforcePlusPlus",
     "ReinforcePlusPlusBaseline",
+    "RobustDPO",
     "SafeRLHF",
+    "SimPO",
     "get_algorithm",
 ]
 

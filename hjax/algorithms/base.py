@@ -60,7 +60,8 @@ class Algorithm:
       groups: worker group by role; an ``Absent`` for a role that the config does not need.
       seed: of the run.
       samples: responses per prompt.
-      demonstrations: returns the next batch of demonstrations, or None where there are none.
+      demonstrations: returns the next batch of demonstrations (with the source "pairs" of chosen
+        and rejected responses, rows in turn), or None where there are none.
       max_response_length: tokens that a response may have.
       more_prompts: returns further prompts of this step, given how many sequences were drawn for
         it before; None where the step's prompts are drawn ahead of it.
@@ -70,8 +71,12 @@ class Algorithm:
     # Name -> worker class (a subclass of hjax.workers.Worker) or hjax.Role: roles of your own, or
     # your own class for one of the roles above.
     workers: ClassVar[dict[str, Any]] = {}
-    # Whether steps are made of rollouts (False: supervised training).
+    # Whether steps are made of rollouts (False: of what the data has).
     generates: ClassVar[bool] = True
+    # What is learned from: "prompts" that are answered, "demonstrations", or preference "pairs".
+    source: ClassVar[str] = "prompts"
+    # Rows that no micro-batch cuts apart: 2 of a pair.
+    unit: ClassVar[int] = 1
 
     def __init__(
         self,

@@ -17,6 +17,7 @@ class SFT(Algorithm):
 
     roles = ("actor",)
     generates = False
+    source = "demonstrations"
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)

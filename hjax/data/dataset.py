@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from hjax.data.pairs import with_prompt
 from hjax.data.tasks import Task
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, DataError
@@ -86,7 +87,8 @@ class Dataset:
         A row's prompt is its `prompt_tokens` if it has them, else its `prompt`, else its
         `question`: a string, a list of chat messages (rendered by the tokenizer's template), or a
         list of token ids. verl's files (`prompt`, `data_source`, `reward_model`, `extra_info`) and
-        GSM8K's (`question`, `answer`) work unchanged. Every column is kept; one that a row lacks
+        GSM8K's (`question`, `answer`) work unchanged; so do preference pairs whose prompt is what
+        `chosen` and `rejected` begin with (hh-rlhf). Every column is kept; one that a row lacks
         is None there.
 
         Args:
@@ -99,7 +101,8 @@ class Dataset:
         Raises DataError, one line with the file and the line (jsonl) or row (parquet, from 1).
         """
         path = Path(path)
-        rows = _read_rows(path)
+        found = _read_rows(path)
+        rows = [(where, with_prompt(row, where, _PROMPT_COLUMNS)) for where, row in found]
         if not rows:
             raise DataError(f"{path}: the dataset is empty; it must have at least one prompt")
         if vocab_size is None and tokenizer is not None:

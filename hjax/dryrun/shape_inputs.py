@@ -32,7 +32,7 @@ def read_shape(path: str) -> tuple[ModelConfig, Tokenizer | None]:
     return read_config(path), load_tokenizer(path)
 
 
-def shape_inputs(config: ConfigDict, supervised: bool = False) -> Inputs:
+def shape_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
     """The inputs of a run as far as its programs depend on them.
 
     Where the actor is a published shape there is no tokenizer, so no data is read: prompts have
@@ -43,7 +43,7 @@ def shape_inputs(config: ConfigDict, supervised: bool = False) -> Inputs:
     """
     path = config.actor.path
     if not is_published(path):
-        return load_inputs(config, supervised)
+        return load_inputs(config, source)
     model, length = published(path), config.rollout.max_prompt_length
     if not length:
         raise ConfigError(

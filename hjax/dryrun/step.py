@@ -57,7 +57,7 @@ def compile_step(asked: CompileRequest, console: Any) -> dict[str, Any]:
         jax.config.update("jax_optimization_level", asked.level)
     config = asked.config
     algorithm = get_algorithm(config.algorithm.name)
-    inputs = shape_inputs(config, supervised=not algorithm.generates)
+    inputs = shape_inputs(config, algorithm.source)
     topology = find_topology(asked.topology)
     devices, limits = topology.devices, limits_of(topology)
     plan = placed(config, algorithm, len(devices))

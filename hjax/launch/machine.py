@@ -99,11 +99,12 @@ def dividing_devices(config: ConfigDict, cores: int) -> int:
     sizes = [config.rollout.prompts]
     sizes += [config.algorithm.get("minibatch", 0)]
     sizes += [config.actor.micro_batch, config.critic.micro_batch]
-    rollouts = get_algorithm(config.algorithm.name).generates
+    algorithm = get_algorithm(config.algorithm.name)
+    rollouts = algorithm.generates
     if not rollouts:
         sizes = []
     if not rollouts or config.warm_start.steps:
-        sizes += [config.warm_start.batch]
+        sizes += [config.warm_start.batch // algorithm.unit]
     common = math.gcd(*sizes)
     return max(n for n in range(1, cores + 1) if common % n == 0)
 

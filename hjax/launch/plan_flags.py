@@ -116,7 +116,7 @@ def config_problem(own: Any, config: ConfigDict) -> Problem:
     algorithm = get_algorithm(config.algorithm.name)
     cluster = _cluster(own)
     platform = "tpu" if any(pool.shape for pool in cluster.pools) else "gpu"
-    inputs = shape_inputs(config, supervised=not algorithm.generates)
+    inputs = shape_inputs(config, algorithm.source)
     models = planned_models(config, algorithm, inputs, read_shape)
     return run_problem(
         config,

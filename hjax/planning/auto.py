@@ -85,7 +85,7 @@ def plan_run(
     away = on_cluster(config)
     if away and config.placement != "auto":
         return None
-    inputs = load_inputs(config, supervised=not algorithm.generates)
+    inputs = load_inputs(config, algorithm.source)
     placed = roles_with_devices(config, algorithm)
     planned = Workdir(workdir).planned(config) if workdir is not None else None
     if planned is not None or config.placement != "auto":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.data.dataset import Dataset, PromptSampler, pad_left, pad_right, split_held_out
+from hjax.data.pairs import SIDES, answer_text
 from hjax.data.tasks import Task, get_task
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, DataError
@@ -36,16 +37,16 @@ class Inputs:
     prompt_length: int
     reward: Callable[..., Any] | None
     cost: Callable[..., Any] | None
-    demonstrations: list[tuple[list[int], list[int]]]
+    demonstrations: list[tuple[list[int], ...]]  # a prompt and its response, or a pair of them
     eos_ids: tuple[int, ...] = ()
 
 
-def load_inputs(config: ConfigDict, supervised: bool = False) -> Inputs:
+def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
     """Read what a config names.
 
     Args:
       config: the run's.
-      supervised: the algorithm learns from demonstrations alone.
+      source: what the algorithm learns from, see ``Algorithm.source``.
 
     Raises:
       ConfigError, DataError: whatever is missing or does not fit, in one line.
@@ -80,7 +81,7 @@ def load_inputs(config: ConfigDict, supervised: bool = False) -> Inputs:
         prompt_length,
         _function(config, "reward", task.reward if task else None),
         _function(config, "cost", task.cost if task and task.has_cost else None),
-        _demonstrations(config, task, tokenizer, train, supervised),
+        _examples(config, task, tokenizer, train, source),
         _eos_ids(config, tokenizer),
     )
 
@@ -204,83 +205,119 @@ def _function(
     return load_function(name, key=f"{role}.function") if name else default
 
 
-def _demonstrations(
+def _examples(
     config: ConfigDict,
     task: Task | None,
     tokenizer: Tokenizer | None,
     train: Dataset,
-    supervised: bool,
-) -> list[tuple[list[int], list[int]]]:
-    """(prompt tokens, response tokens with EOS) pairs; empty where the data has none.
+    source: str,
+) -> list[tuple[list[int], ...]]:
+    """Tuples of a prompt's tokens and those of its responses, each with EOS: the demonstration, or
+    where pairs are learned from the chosen and the rejected one; empty where the data has none.
 
-    A row whose response is no text or too long is an error where demonstrations are learned from,
-    and left out where they only happen to be there.
+    A row whose response is no text or too long is an error where they are learned from, and left
+    out where they only happen to be there.
     """
     warm_start = config.warm_start.steps and not config.actor.path
-    needed = supervised or warm_start or config.algorithm.get("pretraining_coef")
+    needed = source != "prompts" or warm_start or config.algorithm.get("pretraining_coef")
     if tokenizer is None:
         return []
-    texts: list[str] | None = None
-    if task is not None:
-        rng = np.random.default_rng([config.seed, 2])
-        columns = train.columns
-        texts = [
-            task.demonstration(
-                {name: values[i] for name, values in columns.items()} | {"prompt": prompt}, rng
-            )
-            for i, prompt in enumerate(train.prompt_text or [])
-        ]
-    else:
-        for name in RESPONSE_COLUMNS:
-            if name in train.columns:
-                texts = train.columns[name]
-                break
+    texts = _pairs(config, task, train) if source == "pairs" else _shown(config, task, train)
     if texts is None:
         return []
     end = [tokenizer.eos_id] if tokenizer.eos_id is not None else []
-
-    def shown(row: int) -> str:
-        # Rows are those that were not held out, so their numbers would not be the file's.
-        return f"the prompt {train.prompt_text[row][:60]!r}" if train.prompt_text else "a prompt"
-
-    pairs = []
-    for i, (prompt, text) in enumerate(zip(train.prompt_tokens, texts, strict=True)):
-        if not isinstance(text, str):
+    limit = config.rollout.max_response_length
+    found: list[tuple[list[int], ...]] = []
+    for i, (prompt, responses) in enumerate(zip(train.prompt_tokens, texts, strict=True)):
+        if any(not isinstance(text, str) for text in responses):
             if needed:
-                raise DataError(f"the demonstration of {shown(i)} is {text!r}; it must be text")
+                raise DataError(
+                    f"the demonstration of {_row(train, i)} is {responses[0]!r}; it must be text"
+                )
             continue
-        response = tokenizer.encode(text, add_special=False) + end
-        if not needed and len(response) > config.rollout.max_response_length:
+        tokens = [tokenizer.encode(text, add_special=False) + end for text in responses]
+        longest = max(map(len, tokens))
+        if longest > limit and not needed:
             continue
-        if len(response) > config.rollout.max_response_length:
+        if longest > limit:
+            what = "an answer" if source == "pairs" else "the demonstration"
             raise DataError(
-                f"the demonstration of {shown(i)} has {len(response)} tokens, more than "
-                f"rollout.max_response_length={config.rollout.max_response_length}; raise it"
+                f"{what} of {_row(train, i)} has {longest} tokens, more than "
+                f"rollout.max_response_length={limit}; raise it"
             )
-        pairs.append((prompt, response))
-    return pairs
+        found.append((prompt, *tokens))
+    return found
+
+
+def _row(train: Dataset, row: int) -> str:
+    """Rows are those that were not held out, so their numbers would not be the file's."""
+    return f"the prompt {train.prompt_text[row][:60]!r}" if train.prompt_text else "a prompt"
+
+
+def _shown(config: ConfigDict, task: Task | None, train: Dataset) -> list[tuple[Any]] | None:
+    """The demonstration of each row, as it stands; None: there are none."""
+    if task is None:
+        for name in RESPONSE_COLUMNS:
+            if name in train.columns:
+                return [(text,) for text in train.columns[name]]
+        return None
+    rng = np.random.default_rng([config.seed, 2])
+    return [(task.demonstration(record, rng),) for record in _records(train)]
+
+
+def _pairs(config: ConfigDict, task: Task | None, train: Dataset) -> list[tuple[str, str]] | None:
+    """The chosen and the rejected text of each row; None: there are none."""
+    if task is None:
+        if any(side not in train.columns for side in SIDES):
+            return None
+        found = []
+        for i, pair in enumerate(zip(*(train.columns[side] for side in SIDES), strict=True)):
+            shown = _row(train, i)
+            chosen, rejected = map(answer_text, pair, SIDES, (shown, shown))
+            if chosen == rejected:
+                raise DataError(f"chosen and rejected of {shown} are equal: the pair says nothing")
+            found.append((chosen, rejected))
+        return found
+    rng = np.random.default_rng([config.seed, 3])
+    return [(task.demonstration(r, rng), task.mistake(r, rng)) for r in _records(train)]
+
+
+def _records(train: Dataset) -> list[dict[str, Any]]:
+    """The rows of a built-in task."""
+    return [
+        {name: values[i] for name, values in train.columns.items()} | {"prompt": prompt}
+        for i, prompt in enumerate(train.prompt_text or [])
+    ]
 
 
 class Demonstrations:
-    """Batches of demonstrations of one fixed shape, in a resumable shuffled order."""
+    """Batches of examples of one fixed shape, in a resumable shuffled order.
+
+    Args:
+      examples: a prompt's tokens, and those of as many responses in each.
+      batch: sequences; the responses of an example are rows next to each other.
+      prompt_length, response_length: tokens.
+      seed: of the order.
+    """
 
     def __init__(
         self,
-        pairs: list[tuple[list[int], list[int]]],
+        examples: Sequence[tuple[list[int], ...]],
         batch: int,
         prompt_length: int,
         response_length: int,
         seed: int,
     ):
-        self._pairs = pairs
+        self._examples = examples
         self._lengths = prompt_length, response_length
-        self.sampler = PromptSampler(len(pairs), batch, seed)
+        self.sampler = PromptSampler(len(examples), batch // (len(examples[0]) - 1), seed)
 
     def __call__(self) -> dict[str, np.ndarray]:
         """``prompts``, ``prompt_mask``, ``responses``, ``response_mask`` of the next batch."""
-        chosen = [self._pairs[i] for i in self.sampler.next()]
-        prompts, prompt_mask = pad_left([p for p, _ in chosen], self._lengths[0])
-        responses, response_mask = pad_right([r for _, r in chosen], self._lengths[1])
+        chosen = [self._examples[i] for i in self.sampler.next()]
+        rows = [(prompt, response) for prompt, *responses in chosen for response in responses]
+        prompts, prompt_mask = pad_left([p for p, _ in rows], self._lengths[0])
+        responses, response_mask = pad_right([r for _, r in rows], self._lengths[1])
         return {
             "prompts": prompts,
             "prompt_mask": prompt_mask,

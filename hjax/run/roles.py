@@ -527,6 +527,7 @@ class _Builder:
             path=path,
             compute=self.compute,
             samples=config.rollout.samples if self.algorithm.generates else 1,
+            unit=self.algorithm.unit,
             sampling=Sampling(
                 config.rollout.temperature, config.rollout.top_k, config.rollout.top_p
             ),
@@ -700,7 +701,21 @@ def _check_batches(
 ) -> None:
     """Batches must split evenly over each role's data-parallel parts."""
     if not algorithm.generates:
-        _check_divides("warm_start.batch", config.warm_start.batch, layouts["actor"].train, "actor")
+        train, unit = layouts["actor"].train, algorithm.unit
+        for name, value in (
+            ("warm_start.batch", config.warm_start.batch),
+            ("actor.micro_batch", config.actor.micro_batch if unit > 1 else 0),
+        ):
+            if value % unit:
+                raise ConfigError(
+                    f"{name}={value}: sequences of pairs; use an even number, such as {value + 1}"
+                )
+            _check_divides(name, value, train, "actor", unit=unit)
+        if unit > 1 and config.data.packing:
+            raise ConfigError(
+                f"config.data.packing={config.data.packing}: packs may cut a pair's rows apart, "
+                f"which {algorithm.__name__} compares; use 0"
+            )
         return
     rows = config.rollout.prompts * config.rollout.samples
     generator = ROLLOUT if ROLLOUT in layouts else "actor"
@@ -756,11 +771,14 @@ def _can_generate(config: ConfigDict, sizes: Mapping[str, Any], devices: int) ->
     return True
 
 
-def _check_divides(name: str, value: int, layout: Any, role: str, stages: int = 1) -> None:
-    ways = layout.ways("batch") * stages
+def _check_divides(
+    name: str, value: int, layout: Any, role: str, stages: int = 1, unit: int = 1
+) -> None:
+    ways = layout.ways("batch") * stages * unit
     if value % ways:
         parts = f"{layout.ways('batch')} data-parallel parts"
         parts += f" times {stages} pipeline stages" if stages > 1 else ""
+        parts += f", {unit} rows of a pair together," if unit > 1 else ""
         raise ConfigError(
             f"{name}={value} does not divide over the {parts} of {role} "
             f"({layout.describe()}); use a multiple of {ways}, such as {-(-value // ways) * ways}"

@@ -87,7 +87,7 @@ class Trainer(Recovering):
         self.display = display
         self._said = ""  # last
         self.algorithm_class = get_algorithm(self.config.algorithm.name)
-        self.inputs = load_inputs(self.config, supervised=not self.algorithm_class.generates)
+        self.inputs = load_inputs(self.config, self.algorithm_class.source)
         config = self.config
         self.machines: Machines
         if on_cluster(config) and executor is None:
@@ -144,9 +144,10 @@ class Trainer(Recovering):
         self._warm_start_data = None
         if self.inputs.demonstrations:
             batch = config.warm_start.batch
-            pairs = self.inputs.demonstrations
-            self._demonstrations = Demonstrations(pairs, batch, *lengths, config.seed + 1)
-            self._warm_start_data = Demonstrations(pairs, batch, *lengths, config.seed + 2)
+            examples = self.inputs.demonstrations
+            self._demonstrations = Demonstrations(examples, batch, *lengths, config.seed + 1)
+            shown = [example[:2] for example in examples]  # of a pair the chosen one
+            self._warm_start_data = Demonstrations(shown, batch, *lengths, config.seed + 2)
         elif config.warm_start.steps and not config.actor.path:
             raise ConfigError(
                 f"warm_start.steps={config.warm_start.steps} needs demonstrations; this data has "
@@ -407,14 +408,15 @@ class Trainer(Recovering):
             if role not in starts_from and group.has("initialize"):
                 group.initialize().result()
         warmed = self.config.warm_start.steps and not self.config.actor.path
-        if warmed and self.algorithm_class.generates:
+        warmed = warmed and self.algorithm_class.source != "demonstrations"
+        if warmed:
             self._warm_start()
         for role, source in starts_from.items():
             landing = self.roles.landing(role, source)
             weights = groups[source].weights(*(() if landing is None else (landing,)))
             groups[role].take_weights(weights).result()
         saves = warmed and self.config.checkpoint.every
-        if saves and not self.stop_requested and self.algorithm_class.generates:
+        if saves and not self.stop_requested:
             self._prepared = True
             self.save()
 

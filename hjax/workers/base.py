@@ -43,6 +43,7 @@ class WorkerContext:
       path: where its weights are read; empty: from scratch, or taken from the role it starts from.
       compute: dtype and loop form.
       samples: rows of a batch that share a prompt.
+      unit: rows that no micro-batch may cut apart.
       sampling: how responses are drawn; its temperature applies to all log-probs.
       stop: token ids that end a response.
       max_response_length: tokens.
@@ -75,6 +76,7 @@ class WorkerContext:
     path: str = ""
     compute: Compute = Compute()
     samples: int = 1
+    unit: int = 1
     sampling: Sampling = Sampling()
     stop: tuple[int, ...] = ()
     max_response_length: int = 0

@@ -69,7 +69,7 @@ class ModelWorker(Worker):
     def _passes(self, network: Network) -> Passes:
         context, partition = self.context, network.partition
         rows = context.micro_batch, context.samples
-        return Passes(self.layouts.train, network.axes, *rows, partition)
+        return Passes(self.layouts.train, network.axes, *rows, partition, context.unit)
 
     @control
     def initialize(self) -> None:

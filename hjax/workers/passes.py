@@ -36,6 +36,7 @@ class Passes:
         0: all at once, in a pipeline a few micro-batches per stage.
       samples: rows of a prompt, kept together where they can be.
       partition: of the parameters into what learns and what is frozen.
+      unit: consecutive rows that must be kept together.
     """
 
     def __init__(
@@ -45,8 +46,10 @@ class Passes:
         micro_batch: int = 0,
         samples: int = 1,
         partition: Partition | None = None,
+        unit: int = 1,
     ):
         self.layout = layout
+        self._unit = unit
         self.partition = partition or Partition()
         staged = layout.ways("layers") > 1
         self.pipeline = Pipeline(layout, axes, self.partition) if staged else None
@@ -118,14 +121,14 @@ class Passes:
             fewest = -(-rows // self._micro_batch)
         else:
             fewest = PER_STAGE * self.pipeline.stages if self.pipeline is not None else 1
-        units = (1,) if self._micro_batch else (self._samples, 1)
+        units = (self._unit,) if self._micro_batch else (self._samples, self._unit)
         for unit in units:
-            if local % unit == 0:
+            if local % unit == 0 and unit % self._unit == 0:
                 whole = local // unit
                 for count in range(fewest, whole + 1):
                     if whole % count == 0:
                         return count
-        return local
+        return max(local // self._unit, 1)
 
 
 def rows_of(batch: Batch) -> int:

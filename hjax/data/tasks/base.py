@@ -68,6 +68,26 @@ class Task:
         """A response for supervised training; by default the answer."""
         return record["answer"]
 
+    def mistake(self, record: dict[str, Any], rng: np.random.Generator) -> str:
+        """A wrong response, for preference pairs: by default a demonstration with a place changed.
+
+        Raises:
+          ConfigError: the task has no right and wrong.
+        """
+        if "answer" not in record:
+            raise ConfigError(
+                f"data.task={self.name} has no right and wrong, so no preference pairs; use "
+                "another task, or data.path with the columns `chosen` and `rejected`"
+            )
+        answer = self.demonstration(record, rng)
+        for _ in range(20):
+            place = int(rng.integers(len(answer)))
+            letter = self.alphabet[int(rng.integers(len(self.alphabet)))]
+            made = answer[:place] + letter + answer[place + 1 :]
+            if not self.is_correct(made, record):
+                return made
+        return answer + answer[:1]
+
     def is_correct(self, response: str, record: dict[str, Any]) -> bool:
         """Whether a response (no surrounding blanks) answers the record."""
         return response == record["answer"]

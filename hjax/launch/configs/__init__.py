@@ -5,6 +5,20 @@ from __future__ import annotations
 from hjax.config import Config
 
 
+def pairs(algorithm: str) -> Config:
+    """The task and the model of ppo.py with preference pairs: an answer beside one with a mistake.
+
+    Args:
+      algorithm: one that learns from pairs.
+    """
+    config = sorting(algorithm, steps=300)
+    # A policy that knows the form of an answer is to learn which one is right.
+    config.warm_start.steps = 60
+    # Sequences per update, two of each pair.
+    config.warm_start.batch = 128
+    return config
+
+
 def sorting(algorithm: str, steps: int = 450) -> Config:
     """The task, the model and the rollouts of grpo.py, with an algorithm's keys at its defaults.
 
@@ -13,6 +27,7 @@ def sorting(algorithm: str, steps: int = 450) -> Config:
       steps: of the run.
     """
     import hjax
+    import hjax.algorithms
 
     config = hjax.default_config()
     config.algorithm.name = algorithm
@@ -35,8 +50,9 @@ def sorting(algorithm: str, steps: int = 450) -> Config:
 
     config.rollout.prompts = 32
     config.rollout.samples = 8
-    # Without it the policy settles early on orders that are nearly right.
-    config.algorithm.entropy_coef = 0.02
+    if hjax.algorithms.get_algorithm(algorithm).generates:
+        # Without it the policy settles early on orders that are nearly right.
+        config.algorithm.entropy_coef = 0.02
 
     config.actor.learning_rate = 3e-4
     config.actor.schedule = "cosine"

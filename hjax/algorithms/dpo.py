@@ -1,0 +1,121 @@
+"""Learning from preference pairs without a reward model: DPO (Rafailov et al. 2023) and its kin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from hjax.algorithms.base import Algorithm, Batch
+from hjax.algorithms.pair_loss import PAIR_LOSSES, REFERRED, PairLoss
+from hjax.controller import join
+from hjax.errors import ConfigError
+from hjax.rules import Key, above, at_least, one_of
+
+
+class DPO(Algorithm):
+    """The policy itself is the reward model: it is to prefer what was chosen (arXiv 2305.18290)."""
+
+    roles = ("actor", "reference")
+    generates = False
+    source = "pairs"
+    unit = 2
+
+    keys = {
+        "kind": Key(
+            "sigmoid",
+            "loss of a pair: sigmoid (DPO, with smoothing cDPO), ipo, hinge, robust, odds (ORPO) "
+            "or margin (SimPO)",
+            one_of(*PAIR_LOSSES),
+        ),
+        "beta": Key(0.1, "how strongly the policy is held to the reference", above(0)),
+        "smoothing": Key(
+            0.0, "share of pairs whose sides are taken to be swapped, below 0.5", at_least(0)
+        ),
+        "margin": Key(0.0, "by how much the chosen one is to be ahead (kind margin)", at_least(0)),
+        "nll_coef": Key(
+            0.0, "weight of the chosen responses' negative log-likelihood", at_least(0)
+        ),
+    }
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if self.demonstrations is None:
+            raise ConfigError(
+                f"{type(self).__name__} needs preference pairs; this data has none: give it the "
+                "columns `chosen` and `rejected`"
+            )
+
+    @classmethod
+    def all_keys(cls) -> dict[str, Key]:
+        """Of the keys that all algorithms share only what stops a run.
+
+        Sequences per update, two of each pair, are ``warm_start.batch``.
+        """
+        shared = Algorithm.keys.keys() - {"max_skipped"}
+        return {name: key for name, key in super().all_keys().items() if name not in shared}
+
+    @classmethod
+    def needed_roles(cls, config: ConfigDict) -> tuple[str, ...]:
+        """A reference only where the loss compares with one."""
+        roles = tuple(dict.fromkeys((*cls.roles, *cls.workers)))
+        return roles if config.kind in REFERRED else tuple(r for r in roles if r != "reference")
+
+    @classmethod
+    def check(cls, config: ConfigDict) -> None:
+        """Switches that have no effect beside each other."""
+        cls.losses(config, 1)
+
+    @classmethod
+    def losses(cls, config: ConfigDict, max_response_length: int) -> dict[str, Any]:
+        """The loss of pairs."""
+        names = ("kind", "beta", "smoothing", "margin", "nll_coef")
+        return {"actor": PairLoss(**{name: config[name] for name in names})}
+
+    def collect(self, prompts: Batch) -> Any:
+        """The next pairs; the prompts are not used."""
+        assert self.demonstrations is not None
+        return self.demonstrations()
+
+    def learn(self, batch: Any) -> Batch:
+        """One update."""
+        reference = self.reference.compute_ref_log_prob(batch)
+        batch = join(batch, reference)
+        self.log(self.actor.update_actor(batch))
+        return batch
+
+
+class CDPO(DPO):
+    """DPO for labels of which a share is wrong, smoothed (Mitchell 2023)."""
+
+    defaults = {"smoothing": 0.1}
+
+
+class RobustDPO(DPO):
+    """DPO for labels of which a share is wrong, unbiased (arXiv 2403.00409)."""
+
+    defaults = {"kind": "robust", "smoothing": 0.1}
+
+
+class IPO(DPO):
+    """A margin that is aimed at instead of pushed on (arXiv 2310.12036)."""
+
+    defaults = {"kind": "ipo"}
+
+
+class HingeDPO(DPO):
+    """A margin that is enough (SLiC, arXiv 2305.10425)."""
+
+    defaults = {"kind": "hinge"}
+
+
+class ORPO(DPO):
+    """Likelihood of the chosen with the odds against the rejected; no reference (2403.07691)."""
+
+    defaults = {"kind": "odds"}
+
+
+class SimPO(DPO):
+    """Mean log-probs with a margin; no reference (arXiv 2405.14734)."""
+
+    defaults = {"kind": "margin", "beta": 2.0, "margin": 1.0}

@@ -1,0 +1,180 @@
+r"""Losses of preference pairs: a chosen and a rejected response to a prompt, in rows that follow.
+
+A pair's loss is no sum over tokens. It stands at the first place of its chosen row, so that what
+adds up weighted tokens (`hjax.algorithms.aggregation`) adds up weighted pairs.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from hjax.algorithms.aggregation import Batch, Stats
+from hjax.algorithms.masks import keep
+from hjax.errors import ConfigError
+
+PAIR_LOSSES = ("sigmoid", "ipo", "hinge", "robust", "odds", "margin")
+# Those that compare with a reference.
+REFERRED = ("sigmoid", "ipo", "hinge", "robust")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairLoss:
+    r"""The DPO family as one loss with switches.
+
+    With the difference of the pair's log-ratios :math:`\Delta = (\ell_w - \ell_{ref,w}) - (\ell_l -
+    \ell_{ref,l})`, sums over the responses' tokens, and means :math:`\bar\ell`:
+
+    ============  ==============================================================================
+    kind          loss of a pair
+    ============  ==============================================================================
+    "sigmoid"     -(1 - e) log s(b D) - e log s(-b D), e = `smoothing`: DPO, and with e cDPO
+                  (https://arxiv.org/abs/2305.18290; the note by Mitchell 2023)
+    "robust"      (-(1 - e) log s(b D) + e log s(-b D)) / (1 - 2 e): https://arxiv.org/abs/2403.00409
+    "ipo"         (D' - 1 / (2 b))^2 with D' of means over tokens, as TRL has it "confirmed by the
+                  authors" (https://arxiv.org/abs/2310.12036 writes sums)
+    "hinge"       max(0, 1 - b D): SLiC, https://arxiv.org/abs/2305.10425
+    "odds"        NLL of the chosen, per token of it, - b log s(log odds of both), odds of means:
+                  ORPO, https://arxiv.org/abs/2403.07691
+    "margin"      -log s(b (mean_w - mean_l) - `margin`): SimPO, https://arxiv.org/abs/2405.14734
+    ============  ==============================================================================
+
+    Attributes:
+        kind: see above.
+        beta: b, above 0.
+        smoothing: e, the share of pairs whose sides are taken to be swapped, 0 to below .5.
+        margin: of "margin", 0 or more.
+        nll_coef: weight of the chosen responses' negative log-likelihood, per token of each
+            (of "odds" it is a part: 1).
+
+    Example:
+        >>> batch = {"response_mask": jnp.ones((2, 1), bool), "ref_logprobs": jnp.zeros((2, 1))}
+        >>> PairLoss(beta=1.0)(jnp.log(jnp.array([[0.75], [0.25]])), None, batch)[0][0, 0]
+        Array(0.28768206, dtype=float32)
+    """
+
+    # Rows that no micro-batch cuts apart.
+    unit: ClassVar[int] = 2
+    tempered: ClassVar[bool] = True
+
+    kind: Literal["sigmoid", "ipo", "hinge", "robust", "odds", "margin"] = "sigmoid"
+    beta: float = 0.1
+    smoothing: float = 0.0
+    margin: float = 0.0
+    nll_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in PAIR_LOSSES:
+            raise ConfigError(f"kind={self.kind!r} is not built: use {', '.join(PAIR_LOSSES)}")
+        if not self.beta > 0:
+            raise ConfigError(f"beta={self.beta} must be above 0 (usually 0.1)")
+        if not 0 <= self.smoothing < 0.5:
+            raise ConfigError(f"smoothing={self.smoothing} must be 0 to below 0.5")
+        if self.smoothing and self.kind not in ("sigmoid", "robust"):
+            raise ConfigError(
+                f"smoothing={self.smoothing} has no effect with kind={self.kind!r}: leave it out, "
+                "or use 'sigmoid' or 'robust'"
+            )
+        if self.kind == "robust" and not self.smoothing:
+            raise ConfigError("kind='robust' needs smoothing above 0: it is 'sigmoid' without")
+        if not self.margin >= 0:
+            raise ConfigError(f"margin={self.margin} must be 0 or more")
+        if self.margin and self.kind != "margin":
+            raise ConfigError(f"margin={self.margin} has no effect with kind={self.kind!r}")
+        if not self.nll_coef >= 0:
+            raise ConfigError(f"nll_coef={self.nll_coef} must be 0 or more")
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Keys that the call reads from the batch."""
+        return ("response_mask", *(("ref_logprobs",) if self.kind in REFERRED else ()))
+
+    @property
+    def needs_entropy(self) -> bool:
+        """False: the loss has no entropy term."""
+        return False
+
+    def weights(self, batch: Batch) -> jax.Array:
+        """float32 [N, L], 1 / pairs at the first place of each chosen row, for a whole step."""
+        mask = jnp.asarray(batch["response_mask"], bool)
+        chex.assert_rank(mask, 2)
+        rows = batch.get("row_mask")
+        kept = jnp.ones(mask.shape[0], bool) if rows is None else jnp.asarray(rows, bool)
+        pairs = kept.reshape(-1, 2).all(axis=1)
+        return _placed(pairs / jnp.maximum(pairs.sum(), 1), mask)
+
+    def stat_weights(self, batch: Batch) -> jax.Array:
+        """The same: statistics are means over pairs."""
+        return self.weights(batch)
+
+    def __call__(
+        self, logprobs: jax.Array, entropy: jax.Array | None, batch: Batch
+    ) -> tuple[jax.Array, Stats]:
+        """Losses and statistics of pairs, each at the first place of its chosen row.
+
+        Args:
+            logprobs: float [N, L], of the response tokens; row 2i is the chosen one of pair i,
+                row 2i + 1 the rejected one.
+            entropy: not read.
+            batch: the keys of `needs`.
+
+        Returns:
+            (float32 [N, L], stats like it without gradient): `accuracy` (1 where the chosen one is
+            preferred), `margin` (of the implicit rewards), `chosen_reward`, `rejected_reward`
+            (beta times the log-ratio to the reference, or without one beta times the mean
+            log-prob) and `chosen_logprob` (a response's sum, nats).
+        """
+        mask = jnp.asarray(batch["response_mask"], bool)
+        chex.assert_equal_shape([logprobs, *(batch[key] for key in self.needs)])
+        logprobs = keep(logprobs, mask)
+        count = jnp.maximum(mask.sum(axis=1), 1)
+        total = logprobs.sum(axis=1)
+        mean = total / count
+        if self.kind in REFERRED:
+            ratio = total - keep(batch["ref_logprobs"], mask).sum(axis=1)
+            score = ratio / count if self.kind == "ipo" else ratio
+        else:
+            score = mean
+        chosen, rejected = score[::2], score[1::2]
+        loss = self._loss(chosen - rejected, mean)
+        if self.nll_coef:
+            loss = loss - self.nll_coef * mean[::2]
+        stats = {
+            "accuracy": (chosen > rejected).astype(jnp.float32),
+            "margin": self.beta * (chosen - rejected),
+            "chosen_reward": self.beta * chosen,
+            "rejected_reward": self.beta * rejected,
+            "chosen_logprob": total[::2],
+        }
+        placed = {name: _placed(value, mask) for name, value in stats.items()}
+        return _placed(loss, mask), jax.lax.stop_gradient(placed)
+
+    def _loss(self, difference: jax.Array, mean: jax.Array) -> jax.Array:
+        """Of each pair.
+
+        Args:
+          difference: float [pairs], of the scores; mean: float [N], of each row's log-probs.
+        """
+        logits, smoothing = self.beta * difference, self.smoothing
+        if self.kind == "ipo":
+            return jnp.square(difference - 1.0 / (2.0 * self.beta))
+        if self.kind == "hinge":
+            return jax.nn.relu(1.0 - logits)
+        if self.kind == "margin":
+            return -jax.nn.log_sigmoid(logits - self.margin)
+        if self.kind == "odds":
+            # log(p / (1 - p)) of the geometric mean probability; it is below 1 but for rounding.
+            odds = mean - jnp.log(-jnp.expm1(jnp.minimum(mean, -1e-6)))
+            return -mean[::2] - self.beta * jax.nn.log_sigmoid(odds[::2] - odds[1::2])
+        right, swapped = jax.nn.log_sigmoid(logits), jax.nn.log_sigmoid(-logits)
+        if self.kind == "robust":
+            return (-(1 - smoothing) * right + smoothing * swapped) / (1 - 2 * smoothing)
+        return -(1 - smoothing) * right - smoothing * swapped
+
+
+def _placed(pairs: jax.Array, mask: jax.Array) -> jax.Array:
+    """float32 [N, L]: values of pairs, each at the first place of its chosen row, 0 elsewhere."""
+    made = jnp.zeros((mask.shape[0] // 2, 2, mask.shape[1]), jnp.float32)
+    return made.at[:, 0, 0].set(pairs).reshape(mask.shape)

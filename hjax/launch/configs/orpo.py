@@ -1,0 +1,15 @@
+"""ORPO: likelihood of the chosen with the odds against the rejected, no reference.
+
+    python -m hjax.launch --config=orpo.py
+
+On the pairs of dpo.py; docs/losses.md has the formula.
+"""
+
+from ml_collections import ConfigDict
+
+from hjax.launch.configs import pairs
+
+
+def get_config() -> ConfigDict:
+    """The config of `--config=orpo.py`."""
+    return pairs("ORPO")

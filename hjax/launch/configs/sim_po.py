@@ -1,0 +1,15 @@
+"""SimPO: mean log-probs with a margin, no reference.
+
+    python -m hjax.launch --config=sim_po.py
+
+On the pairs of dpo.py; docs/losses.md has the formula.
+"""
+
+from ml_collections import ConfigDict
+
+from hjax.launch.configs import pairs
+
+
+def get_config() -> ConfigDict:
+    """The config of `--config=sim_po.py`."""
+    return pairs("SimPO")
