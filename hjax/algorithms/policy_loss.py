@@ -7,11 +7,11 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from hjax.algorithms import surrogates
 from hjax.algorithms.aggregation import Batch, Stats, TokenLoss
 from hjax.algorithms.corrections import bounds_of, correction_weights
 from hjax.algorithms.kl import check_kl_kind, kl_estimate
 from hjax.algorithms.masks import keep
+from hjax.algorithms.surrogates import MAX_LOG_RATIO, cispo, clipped, dppo, of_level, sapo
 from hjax.errors import ConfigError
 
 RATIOS = ("token", "sequence", "sequence_token", "sequence_sum", "none")
@@ -33,7 +33,7 @@ class PolicyLoss(TokenLoss):
 
     Attributes:
         ratio: of what: "token", or the response: "sequence" (GSPO), "sequence_token" (GSPO-token),
-            "sequence_sum" (TRL's RLOO), see `surrogates.of_level`. "none": REINFORCE,
+            "sequence_sum" (TRL's RLOO), see `of_level`. "none": REINFORCE,
             L = -A * l, no old log-probs and no clipping.
         surrogate: "clip" as above, or "cispo", "sapo", "dppo", see `hjax.algorithms.surrogates`.
         clip_low: epsilon_low; None for no lower bound. 0 to 1.
@@ -226,7 +226,7 @@ class PolicyLoss(TokenLoss):
             loss = -advantages * logprobs
         else:
             log_ratio = logprobs - keep(batch["old_logprobs"], mask)
-            capped = jnp.minimum(log_ratio, surrogates.MAX_LOG_RATIO)
+            capped = jnp.minimum(log_ratio, MAX_LOG_RATIO)
             stats["approx_kl"] = jnp.expm1(capped) - capped
             loss, made = self._surrogate(log_ratio, advantages, logprobs, mask)
             stats |= made
@@ -260,17 +260,17 @@ class PolicyLoss(TokenLoss):
         self, log_ratio: jax.Array, advantages: jax.Array, logprobs: jax.Array, mask: jax.Array
     ) -> tuple[jax.Array, Stats]:
         """The surrogate at each token; arguments are 0 off the mask."""
-        level = surrogates.of_level(log_ratio, mask, self.ratio)
+        level = of_level(log_ratio, mask, self.ratio)
         bounds = self.clip_low, self.clip_high
         if self.surrogate == "cispo":
-            return surrogates.cispo(level, advantages, logprobs, mask, *bounds)
+            return cispo(level, advantages, logprobs, mask, *bounds)
         if self.surrogate == "sapo":
-            return surrogates.sapo(level, advantages, self.gate_positive, self.gate_negative)
+            return sapo(level, advantages, self.gate_positive, self.gate_negative)
         if self.surrogate == "dppo":
             assert self.clip_low is not None and self.clip_high is not None
             own = self.clip_low, self.clip_high, self.ratio_cap
-            return surrogates.dppo(level, advantages, logprobs, mask, *own)
-        return surrogates.clipped(level, advantages, mask, *bounds, self.dual_clip)
+            return dppo(level, advantages, logprobs, mask, *own)
+        return clipped(level, advantages, mask, *bounds, self.dual_clip)
 
     def _correction(self, batch: Batch, mask: jax.Array) -> tuple[jax.Array, Stats]:
         """The policy that learning starts from over the sampler."""
