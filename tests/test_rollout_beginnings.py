@@ -3,10 +3,12 @@ work, and nothing compiled late. Sizes are made small here; what is counted is c
 
 import dataclasses
 import itertools
+import json
 
 import jax
 import numpy as np
 import pytest
+from helpers import computed, trainer_of
 from test_rollout_engine import ODD, PLAIN, Case, on_host
 
 from hjax.kernels import decode
@@ -70,11 +72,11 @@ def rollout(case, length, head, whole=False):
 # Prompts of 150 tokens are read whole by two while nobody is decoded, then in chunks of 64; those
 # of 500 in chunks always.
 CASES = {
-    "shared, all at once": (Case(samples=2, prompts=8), 60, 40),
     "chunks while others are decoded, devices": (
         Case(samples=2, prompts=12, slots=8, sizes=(("data", 2), ("tensor", 2))), 150, 50),
 }  # fmt: skip
 SLOW = {
+    "shared, all at once": (Case(samples=2, prompts=8), 60, 40),
     "chunks": (Case(samples=2, prompts=9, slots=6), 150, 50),
     "chunks alone, nothing shared": (Case(samples=1, prompts=6, slots=2), 500, 0),
     "chunks always": (Case(samples=2, prompts=8, slots=6, unroll=True, form=decode.ROWS), 490, 300),
@@ -227,3 +229,45 @@ def test_nothing_is_compiled_for_other_beginnings(length, head):
     finally:
         jax.monitoring.clear_event_listeners()
     assert not compiled
+
+
+RUNS = {
+    "colocate": ("GRPO", {}),
+    "apart, ahead": ("GRPO", {"placement": "disaggregate", "rollout.max_staleness": 1,
+                              "rollout.deterministic": True}),
+    "greedy too, tensor": ("ReMax", {"layout.actor.generate.tensor": 2,
+                                     "layout.actor.train.tensor": 2}),
+    "critic, packs": ("PPO", {"data.packing": 192}),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_training_has_the_same_metrics_and_says_what_was_saved(name, tmp_path, monkeypatch):
+    algorithm, changes = RUNS[name]
+    (tmp_path / "mine.py").write_text(
+        "def reward(prompts, responses, **columns):\n"
+        "    return [sum(t % 2 for t in tokens) / len(tokens) for tokens in responses]\n"
+    )
+    tokens, mask = prompts_of(40, 150, 64)
+    lines = [json.dumps({"prompt_tokens": t[m].tolist()}) for t, m in zip(tokens, mask)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    keys = changes | {
+        "data.path": f"{tmp_path}/prompts.jsonl", "reward.function": f"{tmp_path}/mine.py:reward",
+        "model.vocab_size": 64, "rollout.prompts": 16, "rollout.slots": 16, "steps": 2,
+        "rollout.max_response_length": 24, "eval.every": 2, "warm_start.steps": 0,
+        "cluster.devices_per_process": 2,
+    }  # fmt: skip
+    rows = {}
+    for way in ("with", "without"):
+        if way == "without":
+            monkeypatch.setattr(beginnings, "SHORT", 1000)
+        with trainer_of(algorithm, keys, workdir=tmp_path / way) as trainer:
+            rows[way] = trainer.run()
+    for one, other in zip(*rows.values(), strict=True):
+        found = computed(one)
+        # About three quarters of the prompts are 64 tokens that are shared and some of their own.
+        assert 0.1 < found.pop("rollout/prefix_tokens") < 0.75
+        assert found == pytest.approx(computed(other), rel=1e-4, abs=1e-5)
+        if "ahead" not in name:
+            assert found["rollout/token_prob_error"] == pytest.approx(1, abs=1e-4)
