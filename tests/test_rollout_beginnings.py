@@ -82,7 +82,7 @@ SLOW = {
     "chunks always": (Case(samples=2, prompts=8, slots=6, unroll=True, form=decode.ROWS), 490, 300),
     "windows, unrolled": (
         Case(samples=2, prompts=8, slots=8, config=ODD, unroll=True, form=decode.ROWS), 150, 50),
-    "a sample each, parts": (Case(samples=1, prompts=16, slots=8, sizes=(("fsdp", 8),)), 150, 99),
+    "a sample each, parts": (Case(samples=1, prompts=16, slots=8, sizes=(("fsdp", 4),)), 150, 99),
     "the kernel": (Case(samples=2, prompts=8, slots=8, form=decode.INTERPRETED), 150, 50),
     "the kernel, devices": (
         Case(samples=2, prompts=8, slots=8, form=decode.INTERPRETED,
