@@ -61,9 +61,9 @@ class Blocks:
         at = numbers.reshape(self.parts, -1)
 
         def put(held: jax.Array, new: jax.Array) -> jax.Array:
-            cut = (self._cut(x, 0) for x in (held, new.astype(held.dtype)))
             put_in = jax.vmap(lambda x, new, at: x.at[at].set(new, mode="drop"))
-            return put_in(*cut, at).reshape(held.shape)
+            some = self._cut(new.astype(held.dtype), 0)
+            return put_in(self._cut(held, 0), some, at).reshape(held.shape)
 
         if isinstance(self.k, tuple):
             return jax.tree.map(put, self, new)

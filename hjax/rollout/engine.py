@@ -311,7 +311,8 @@ class Engine:
         held, blocks = None, None
         if columns:
             shapes = Known(
-                *(jax.ShapeDtypeStruct((prompts[0], columns), d) for d in (jnp.int32, jnp.bool_)),
+                jax.ShapeDtypeStruct((prompts[0], columns), jnp.int32),
+                jax.ShapeDtypeStruct((prompts[0], columns), jnp.bool_),
                 jax.ShapeDtypeStruct((prompts[0], columns // BLOCK), jnp.int32),
                 jax.ShapeDtypeStruct(prompts[:1], jnp.int32),
             )
