@@ -36,7 +36,7 @@ def reward(prompts, responses, prompt_tokens, response_tokens, **columns):
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
-    ray_calls.start_here(processes=5)
+    ray_calls.start_here(processes=6)
     yield
     ray_calls.end_here()
 
