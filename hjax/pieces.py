@@ -7,6 +7,8 @@ whoever reads one asks for the regions that it needs and for nothing else.
 
 from __future__ import annotations
 
+import abc
+import concurrent.futures
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -27,8 +29,30 @@ class Handle(Protocol):
         """The array, brought here."""
 
 
+class Partial(abc.ABC):
+    """A value of which each process may have a part."""
+
+    @abc.abstractmethod
+    def merged(self, others: Sequence[Any]) -> Partial:
+        """This and what other processes have of the same."""
+
+    @abc.abstractmethod
+    def whole(self) -> Any:
+        """The value, once nothing is missing."""
+
+
+class Later(Partial):
+    """One that may not be there yet; who writes it down waits for it.
+
+    Attributes:
+      coming: done when it is there; None: it is another process's.
+    """
+
+    coming: concurrent.futures.Future | None
+
+
 @dataclasses.dataclass(frozen=True)
-class Pieces:
+class Pieces(Partial):
     """An array of which regions are at hand, here or by a handle.
 
     Attributes:
@@ -107,7 +131,7 @@ class Pieces:
 
 
 @dataclasses.dataclass(frozen=True)
-class Added:
+class Added(Partial):
     """Counts (or arrays) of which each process has its share: together they are the sum."""
 
     counts: Mapping[str, Any]
@@ -125,9 +149,6 @@ class Added:
         return dict(self.counts)
 
 
-PARTIAL = (Pieces, Added)
-
-
 def merge(values: Sequence[Any]) -> Any:
     """One value out of what each process gave, in rank order.
 
@@ -135,7 +156,7 @@ def merge(values: Sequence[Any]) -> Any:
     taken.
     """
     first, *others = values
-    if isinstance(first, PARTIAL):
+    if isinstance(first, Partial):
         # The others say nothing where the first process alone gives it all.
         return first.merged([x for x in others if x is not None])
     if isinstance(first, Mapping):
@@ -160,7 +181,7 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
 
 def whole(value: Any) -> Any:
     """``value`` with everything that came in parts put together."""
-    return map_leaves(lambda x: x.whole() if isinstance(x, PARTIAL) else x, value)
+    return map_leaves(lambda x: x.whole() if isinstance(x, Partial) else x, value)
 
 
 def region_of(index: Sequence[slice], shape: Sequence[int]) -> Region:

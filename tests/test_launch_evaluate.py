@@ -105,6 +105,16 @@ def test_greedy_rewards_are_those_of_the_answers(said, folder):
     assert not {"accuracy", "pass@1", "maj@1"} & found.keys()  # there is no right and wrong
 
 
+def test_several_devices_find_what_one_finds(said):
+    """A last batch and a question's samples that do not divide over the copies, too."""
+    asked = ["--model=model", "--data=q.jsonl", "--reward=rewards.py:last_is_even", "--samples=3",
+             "--max_new_tokens=6", "--batch=9"]  # fmt: skip
+    one, *others = (said(*asked, *more) for more in ([], ["--copies=4"], ["--tensor=2"]))
+    assert one.pop("tokens") > 0 and one.pop("seconds") > 0
+    for other in others:
+        assert one.items() <= other.items()
+
+
 def test_samples_are_counted_by_listing_all_subsets(said, tmp_path):
     flags = ["--model=model", "--data=q.jsonl", "--reward=rewards.py:last_is_even"]
     output = tmp_path / "rows.jsonl"

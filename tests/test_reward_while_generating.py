@@ -114,7 +114,6 @@ def test_a_function_that_fails_ends_the_run(tmp_path):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"cluster.processes": 2}, "while_generating=True: on a cluster .*while_generating=False"),
         (
             {"model.layers": 2, "layout.actor.train.pipe": 2, "layout.actor.generate.pipe": 2},
             "while_generating=True: with stages .*or reward.while_generating=False",

@@ -14,7 +14,7 @@ from hjax.kernels.decode import Slots
 from hjax.models.config import LayerKind, ModelConfig
 from hjax.models.parameters import decoder_network
 from hjax.models.transformer import Compute
-from hjax.rollout import scheduler
+from hjax.rollout import beginnings, scheduler
 from hjax.rollout.engine import STEPS
 from hjax.rollout.generator import Generator
 from hjax.rollout.sampling import Sampling
@@ -182,7 +182,7 @@ def test_slots_change_nothing(case, alone):
 
 
 def test_prompts_that_do_not_fit_together_are_read_in_parts(alone, monkeypatch):
-    monkeypatch.setattr(scheduler, "READING", 3 * LENGTH)
+    monkeypatch.setattr(beginnings, "READING", 3 * LENGTH)
     case = Case()
     generator, params, arguments, options = made_by(case)
     sizes = []

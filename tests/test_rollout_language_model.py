@@ -141,8 +141,10 @@ def test_a_prompt_may_fill_the_models_positions(model):
     assert len(out.tokens) <= 3
 
 
-def test_several_devices_draw_as_one(model, directory):
-    several, prompts = hjax.load_model(directory, tensor=2), ["hello", "a longer one"]
+@pytest.mark.parametrize("devices", [{"tensor": 2}, {"copies": 2}, {"tensor": 2, "copies": 3}])
+def test_several_devices_draw_as_one(devices, model, directory):
+    """Also where a call's rows do not divide over the copies."""
+    several, prompts = hjax.load_model(directory, **devices), ["hello", "a longer one", "three"]
     ours, theirs = (generate(each, prompts, seed=3) for each in (several, model))
     assert [o.tokens for o in ours] == [o.tokens for o in theirs]
     for one, other in zip(ours, theirs, strict=True):
@@ -153,17 +155,25 @@ def test_several_devices_draw_as_one(model, directory):
 
 
 @pytest.mark.parametrize(
-    "tensor, line",
+    "devices, line",
     [
-        (0, "tensor=0: 1 to 8, the devices of this process"),
-        (9, "tensor=9: 1 to 8, the devices of this process"),
-        (3, "tensor=3: heads of size 4 does not divide over tensor = 3; tensor may be 1, 2, 4"),
-        (4, "tensor=4: vocab of size 30 does not divide over tensor = 4; tensor may be 1, 2, 3, 5"),
+        ({"tensor": 0}, "tensor=0: 1 to 8, the devices of this process"),
+        ({"tensor": 9}, "tensor=9: 1 to 8, the devices of this process"),
+        (
+            {"tensor": 3},
+            "tensor=3: heads of size 4 does not divide over tensor = 3; tensor may be 1, 2, 4",
+        ),
+        (
+            {"tensor": 4},
+            "tensor=4: vocab of size 30 does not divide over tensor = 4; tensor may be 1, 2, 3, 5",
+        ),
+        ({"copies": 9}, "copies=9: 1 to 8, by 1 each of the 8 devices of this process"),
+        ({"tensor": 2, "copies": 5}, "copies=5: 1 to 4, by 2 each of the 8 devices"),
     ],
 )
-def test_devices_that_do_not_do_get_one_line(tensor, line, directory):
+def test_devices_that_do_not_do_get_one_line(devices, line, directory):
     with pytest.raises(ConfigError) as caught:
-        hjax.load_model(directory, tensor=tensor)
+        hjax.load_model(directory, **devices)
     assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
 
 

@@ -35,6 +35,7 @@ from hjax.controller.messages import (
     Message,
     ResultOf,
     from_bytes,
+    select,
     to_bytes,
     writable_error,
 )
@@ -393,6 +394,19 @@ class HostProcess:
         with self._lock:
             return self._results.setdefault(number, concurrent.futures.Future())
 
+    def coming(
+        self, number: int, reads: frozenset[str] | None
+    ) -> list[concurrent.futures.Future]:
+        """Of a result that is there: what ``export`` would wait for."""
+        found: list[concurrent.futures.Future] = []
+
+        def leaf(x: Any) -> None:
+            if isinstance(x, pieces.Later) and x.coming is not None:
+                found.append(x.coming)
+
+        pieces.map_leaves(leaf, select(self.result(number).result(0), reads))
+        return found
+
     def export(self, number: int, reads: frozenset[str] | None) -> dict[Any, Written]:
         """Write down a result that is there, of a dict the entries that are asked for."""
         try:
@@ -415,7 +429,7 @@ class HostProcess:
             if self._setup.rank:
                 # What every process has is taken from the first; the others give their parts.
                 value = pieces.map_leaves(
-                    lambda x: x if isinstance(x, (jax.Array, *pieces.PARTIAL)) else None, value
+                    lambda x: x if isinstance(x, jax.Array | pieces.Partial) else None, value
                 )
             written.set_result(write(value, self._store))
         except BaseException as error:

@@ -44,6 +44,9 @@ class RayProcess:
         # An error is written down like any result.
         with contextlib.suppress(BaseException):
             await asyncio.shield(asyncio.wrap_future(self._process.result(number)))
+            # Here, so that no thread does nothing but wait.
+            for coming in dict.fromkeys(self._process.coming(number, reads)):
+                await asyncio.shield(asyncio.wrap_future(coming))
         return await self._beside(lambda: self._process.export(number, reads))
 
     async def pulse(self) -> Pulse:

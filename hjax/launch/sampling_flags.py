@@ -28,12 +28,16 @@ HELP = """\
   --chat                put every prompt that is text into the model's chat template
   --dtype=float32       of compute: float32 or bfloat16
   --batch={batch}            so many sequences are generated at a time
+  --tensor=1            devices of this machine that share the model, split by heads
+  --copies=1            of the model, each on so many devices, which share a batch
 """
 
 _RULES: dict[str, Rule] = {
     "max_new_tokens": at_least(1),
     "seed": between(0, 2**32 - 1),
     "batch": at_least(1),
+    "tensor": at_least(1),
+    "copies": at_least(1),
 }
 
 
@@ -49,6 +53,8 @@ def define(own: flags.FlagValues, batch: int) -> None:
     flags.DEFINE_bool("chat", False, "see --help", flag_values=own)
     flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "see --help", flag_values=own)
     flags.DEFINE_integer("batch", batch, "see --help", flag_values=own)
+    flags.DEFINE_integer("tensor", 1, "see --help", flag_values=own)
+    flags.DEFINE_integer("copies", 1, "see --help", flag_values=own)
     flags.DEFINE_bool("json", False, "see --help", flag_values=own)
 
 
@@ -150,13 +156,13 @@ class ModelFront:
             lacks = "tokenizer" if self.tokenizer is None else "chat template"
             raise ConfigError(f"--chat: {self.path} has no {lacks}; leave --chat out")
 
-    def load(self, dtype: str, tensor: int = 1) -> LanguageModel:
-        """The model with its weights, on the first so many devices."""
+    def load(self, dtype: str, tensor: int = 1, copies: int = 1) -> LanguageModel:
+        """The model with its weights, on the first so many devices, so many times."""
         import hjax
         from hjax.launch.machine import prepare_devices
 
-        prepare_devices(tensor)
-        return hjax.load_model(self.path, dtype, tensor)
+        prepare_devices(tensor * copies)
+        return hjax.load_model(self.path, dtype, tensor, copies)
 
 
 def options_of(own: Any, front: ModelFront, temperature: float) -> dict[str, Any]:

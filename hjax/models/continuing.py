@@ -26,10 +26,12 @@ class Blocks:
     Attributes:
       k, v: [layers, blocks, kv_heads, BLOCK, head_dim], or a tuple with one array per layer
         [blocks, kv_heads, BLOCK, head_dim].
+      parts: data-parallel parts, each with as many of the blocks, numbered from 0, and of the rows.
     """
 
     k: Any
     v: Any
+    parts: int = dataclasses.field(default=1, metadata={"static": True})
 
     def rows(self, layer: int | jax.Array, numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Keys and values of one layer, [rows, kv_heads, n * BLOCK, head_dim] each.
@@ -39,25 +41,38 @@ class Blocks:
           numbers: int32 [rows, n], of blocks; anything stands where a number is none.
         """
 
+        cut = numbers.reshape(self.parts, -1, numbers.shape[1])
+
         def of(held: Any) -> jax.Array:
             if isinstance(held, tuple):
-                found = held[layer][numbers]
+                some = self._cut(held[layer], 0)
+                found = jax.vmap(lambda x, at: x[at])(some, cut)
             else:
-                found = held[layer, numbers]
-            rows, count, kv_heads, block, dim = found.shape
-            return found.swapaxes(1, 2).reshape(rows, kv_heads, count * block, dim)
+                found = jax.vmap(lambda x, at: x[layer, at], (1, 0))(self._cut(held, 1), cut)
+            _, _, count, kv_heads, block, dim = found.shape
+            found = found.swapaxes(2, 3)
+            return found.reshape(numbers.shape[0], kv_heads, count * block, dim)
 
         return of(self.k), of(self.v)
 
     def with_rows(self, new: Blocks, numbers: jax.Array) -> Blocks:
         """The same with other blocks, of all layers, at ``numbers``; those beyond are dropped."""
 
+        at = numbers.reshape(self.parts, -1)
+
         def put(held: jax.Array, new: jax.Array) -> jax.Array:
-            return held.at[numbers].set(new.astype(held.dtype), mode="drop")
+            put_in = jax.vmap(lambda x, new, at: x.at[at].set(new, mode="drop"))
+            some = self._cut(new.astype(held.dtype), 0)
+            return put_in(self._cut(held, 0), some, at).reshape(held.shape)
 
         if isinstance(self.k, tuple):
             return jax.tree.map(put, self, new)
         return jax.tree.map(jax.vmap(put), self, new)
+
+    def _cut(self, x: jax.Array, axis: int) -> jax.Array:
+        """With the blocks' dimension cut in two: parts, and the blocks of each."""
+        shape = x.shape
+        return x.reshape(*shape[:axis], self.parts, shape[axis] // self.parts, *shape[axis + 1 :])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -224,6 +224,19 @@ class Rope:
             cos, sin = jnp.cos(angles), jnp.sin(angles)
         factor = self.scaling.factor_on_tables
         return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
+
+
+def reach(ropes: Sequence[Rope], length: int) -> int:
+    """Positions of a model whose file says ``length`` (``max_position_embeddings``): where they are
+    stretched for longer sequences, which the file does not count, as many times more."""
+    stretched = (r.scaling.factor for r in ropes if isinstance(r.scaling, Dynamic))
+    return int(length * max(stretched, default=1.0))
+
+
+def original_length(ropes: Sequence[Rope], positions: int) -> int:
+    """The ``length`` of which ``reach`` made so many positions."""
+    own = (r.scaling.original_max_length for r in ropes if isinstance(r.scaling, Dynamic))
+    return next(own, positions)
 
 
 def read_scaling(given: Mapping[str, Any], max_length: int, what: str) -> Scaling | None:

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hjax.errors import RunError
+from hjax.pieces import Later
 from hjax.rewards.function import RewardFunction
 from hjax.rewards.judging import RewardResult
 
@@ -35,25 +37,56 @@ class Answers:
         return cls(*texts, columns, of("prompt_tokens"), of("response_tokens"))
 
 
-class Verdict:
+class Verdict(Later):
     """What a function will have said of one response.
 
+    Written down it is what the function has said: that waits. Of several processes one judges a
+    response, the others have an empty verdict of it.
+
     Args:
-      call: gives the result of a call, and where in it the first of a prompt's answers is.
+      call: gives the result of a call, and where in it the first of a prompt's answers is; None:
+        another process judges it.
       number: which of the prompt's answers it is.
     """
 
-    def __init__(self, call: concurrent.futures.Future, number: int):
-        self._call, self._number = call, number
+    def __init__(self, call: concurrent.futures.Future | None = None, number: int = 0):
+        self.coming, self._number = call, number
+
+    def result(self) -> RewardResult:
+        """Of this response; waits until it is judged."""
+        if self.coming is None:
+            raise RunError("nobody has judged a response that another process was to judge")
+        result, first = self.coming.result()
+        return result.row(first + self._number)
+
+    def merged(self, others: Sequence[Verdict]) -> Verdict:
+        """The one that is not empty."""
+        return next((x for x in (self, *others) if x.coming is not None), self)
+
+    def whole(self) -> Verdict:
+        """Itself."""
+        return self
+
+    def __reduce__(self) -> Any:
+        if self.coming is None:
+            return Verdict, ()
+        error = self.coming.exception()
+        return _said, ((None, error) if error is not None else (self.result(), None))
 
     @staticmethod
     def gathered(verdicts: Sequence[Verdict]) -> RewardResult:
         """The result for these responses; waits until all are judged."""
-        rows: list[RewardResult] = []
-        for verdict in verdicts:
-            result, first = verdict._call.result()
-            rows.append(result.row(first + verdict._number))
-        return RewardResult.joined(rows)
+        return RewardResult.joined([verdict.result() for verdict in verdicts])
+
+
+def _said(result: RewardResult | None, error: BaseException | None) -> Verdict:
+    """A verdict that was written down."""
+    call: concurrent.futures.Future = concurrent.futures.Future()
+    if error is not None:
+        call.set_exception(error)
+    else:
+        call.set_result((result, 0))
+    return Verdict(call)
 
 
 class Judge:
@@ -81,12 +114,15 @@ class Judge:
     def _work(self) -> None:
         while True:
             with self._lock:
-                some, self._waiting = self._waiting, []
-                if not some:
+                if not self._waiting:
                     self._thread = None
                     return
-            whole = Answers.joined([answers for answers, _ in some])
+                # Those of another data set have other columns, and wait for the next call.
+                names = set(self._waiting[0][0].columns)
+                some = [x for x in self._waiting if set(x[0].columns) == names]
+                self._waiting = [x for x in self._waiting if set(x[0].columns) != names]
             try:
+                whole = Answers.joined([answers for answers, _ in some])
                 result = self._function(
                     whole.prompts,
                     whole.responses,

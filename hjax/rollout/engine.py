@@ -29,6 +29,7 @@ from hjax.models.forward import positions_of
 from hjax.models.parameters import Network, Weights
 from hjax.models.transformer import Compute
 from hjax.rollout import decode_state, lookup
+from hjax.rollout.chunks import Chunks
 from hjax.rollout.counts import Counts, counted
 from hjax.rollout.row_sampling import RowSampling, draw_rows
 from hjax.rollout.sampling import draw
@@ -72,7 +73,9 @@ class Engine:
         heads = "kv_heads" if copies == 1 else "heads"
         over = (None,) if self.stacked else ()
         held = layout.sharding(*over, "batch", heads)
-        self.block_sharding = layout.sharding(*over, None, heads)
+        self.block_sharding = layout.sharding(*over, "batch", heads)
+        way = self.copies, self.block_sharding, self.stacked
+        self.chunks = Chunks(network, layout, compute, *way, self.prefilled)
         split, whole = layout.sharding("batch"), layout.replicated
         # Given out always in the same way, so that programs meet the same arrays again.
         of_slots = cast(Any, (split, split, split, whole, split, split, self.parts))
@@ -283,7 +286,11 @@ class Engine:
         return cast(State, _with_shardings(made, self._shardings[0]))
 
     def trace_prefill(
-        self, params: Weights, prompts: tuple[int, int], samples: int
+        self,
+        params: Weights,
+        prompts: tuple[int, int],
+        samples: int,
+        known: tuple[int, int] = (0, 0),
     ) -> tuple[Any, Prompts]:
         """``prefill`` of abstract parameters, but for the first tokens.
 
@@ -291,6 +298,7 @@ class Engine:
           params: jax.ShapeDtypeStruct with shardings, in the generate layout.
           prompts: how many, and tokens of each.
           samples: of each.
+          known: columns for what is known of them with what is new, and blocks; 0: nothing is.
 
         Returns:
           its jax.stages.Traced, and what it gives as jax.ShapeDtypeStruct with shardings.
@@ -299,7 +307,17 @@ class Engine:
         tokens = jax.ShapeDtypeStruct(prompts, jnp.int32, sharding=split)
         mask = jax.ShapeDtypeStruct(prompts, jnp.bool_, sharding=split)
         limit = jax.ShapeDtypeStruct((prompts[0] * samples,), jnp.int32, sharding=split)
-        given = params, tokens, mask, None, limit, None
+        columns, count = known
+        held, blocks = None, None
+        if columns:
+            shapes = Known(
+                jax.ShapeDtypeStruct((prompts[0], columns), jnp.int32),
+                jax.ShapeDtypeStruct((prompts[0], columns), jnp.bool_),
+                jax.ShapeDtypeStruct((prompts[0], columns // BLOCK), jnp.int32),
+                jax.ShapeDtypeStruct(prompts[:1], jnp.int32),
+            )
+            held, blocks = _with_shardings(shapes, split), self.chunks.abstract(count)
+        given = params, tokens, mask, held, limit, blocks
         traced = self._prefill.trace((samples, False), *given)
         return traced, cast(Prompts, _with_shardings(traced.out_info, self._shardings[1]))
 

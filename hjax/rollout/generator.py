@@ -190,7 +190,9 @@ class Generator:
           of the distribution sampled, ``truncated`` bool [rows]; where they
           differ from ``logprobs`` also ``policy_logprobs`` (tempered, not truncated to top-k or
           top-p) and ``untempered_logprobs``; with ``lookup`` also ``guessed`` and
-          ``guessed_right``, int32 [rows], tokens of each and those of them that were drawn.
+          ``guessed_right``, int32 [rows], tokens of each and those of them that were drawn; by
+          slots, where prompts may be long (``hjax.rollout.beginnings``), also ``prompt_known``,
+          int32 [rows], tokens of the prompt that were read for another one.
 
         Raises:
           ConfigError: a seed that does not fit 32 bits.
@@ -273,6 +275,8 @@ class Generator:
         length = made["response_mask"].sum(axis=1)
         last = made["responses"][np.arange(len(length)), length - 1]
         made["truncated"] = ~np.isin(last, shape.stop)
+        if schedule.beginnings.active:
+            made["prompt_known"] = np.repeat(schedule.beginnings.known, samples)
         made["prompts"], made["prompt_mask"] = (np.repeat(x, samples, axis=0) for x in asked)
         return {name: place(x, split) for name, x in made.items()}
 

@@ -69,6 +69,7 @@ class LanguageModel:
       path: where the weights were read; empty: they were not.
       tensor: local devices over which heads, MLPs and vocabulary are split, the first ones. With
         several, only one thread at a time may have it compute.
+      copies: of the model, each on so many devices, which share the rows of a call.
 
     Raises:
       ConfigError: another dtype, or a number of devices that there are not or that does not divide
@@ -88,6 +89,7 @@ class LanguageModel:
         eos_ids: Sequence[int] = (),
         path: str | os.PathLike = "",
         tensor: int = 1,
+        copies: int = 1,
     ):
         dtypes = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
         if dtype not in dtypes:
@@ -97,7 +99,7 @@ class LanguageModel:
         self.eos_ids = tuple(eos_ids)
         self.path = path
         self._network = decoder_network(config)
-        self._layout = tensor_layout(config, tensor)
+        self._layout, self._copies = local_layout(config, tensor, copies), copies
         self._compute = Compute(dtype=dtypes[dtype]).on(self._layout)
         self._generator = Generator(self._network, self._layout, self._compute)
         self.params = self._held(params)
@@ -158,11 +160,17 @@ class LanguageModel:
 
     def logits(self, tokens: Any) -> jax.Array:
         """float32 [batch, length, vocab] of int tokens [batch, length] without padding."""
-        return self._programs["logits"](self.params, self._tokens(tokens))
+        return self._scored("logits", tokens)
 
     def log_probs(self, tokens: Any) -> jax.Array:
         """float32 [batch, length - 1]: log-prob of each token given those before it."""
-        return self._programs["log_probs"](self.params, self._tokens(tokens))
+        return self._scored("log_probs", tokens)
+
+    def _scored(self, program: str, tokens: Any) -> jax.Array:
+        rows = self._tokens(tokens)
+        more = -len(rows) % self._copies  # as many for each copy
+        filled = np.concatenate([rows, np.zeros((more, rows.shape[1]), np.int32)])
+        return self._programs[program](self.params, filled)[: len(rows)]
 
     def generate(
         self,
@@ -211,16 +219,17 @@ class LanguageModel:
                 ]
             )
         length = bucket_length(longest, room)
-        tokens = np.zeros((len(rows), length), np.int32)
-        mask = np.zeros((len(rows), length), bool)
-        for i, row in enumerate(rows):
+        filled = [*rows, *[rows[-1]] * (-len(rows) % self._copies)]  # as many for each copy
+        tokens = np.zeros((len(filled), length), np.int32)
+        mask = np.zeros((len(filled), length), bool)
+        for i, row in enumerate(filled):
             tokens[i, length - len(row) :] = row
             mask[i, length - len(row) :] = True
         rollout = self._generator.generate(
             self.params,
             tokens,
             mask,
-            np.arange(len(rows), dtype=np.int32),
+            np.arange(len(filled), dtype=np.int32),
             seed=seed,
             max_new_tokens=max_new_tokens,
             sampling=sampling,
@@ -384,8 +393,9 @@ class LanguageModel:
         return score(model, hidden[:, :-1], tokens[:, 1:])[0]
 
 
-def tensor_layout(config: ModelConfig, tensor: int) -> Layout:
-    """The generate layout of a model whose heads, MLPs and vocabulary so many devices share.
+def local_layout(config: ModelConfig, tensor: int, copies: int = 1) -> Layout:
+    """The generate layout of copies of a model, each one's heads, MLPs and vocabulary on so many
+    devices.
 
     Raises:
       ConfigError: there are not so many here, or they do not divide the model.
@@ -393,11 +403,19 @@ def tensor_layout(config: ModelConfig, tensor: int) -> Layout:
     devices = jax.local_devices()
     if not 1 <= tensor <= len(devices):
         raise ConfigError(f"tensor={tensor}: 1 to {len(devices)}, the devices of this process")
-    layout = make_layouts(devices[:tensor], {"tensor": tensor}, {"tensor": tensor}).generate
+    if not 1 <= copies <= len(devices) // tensor:
+        raise ConfigError(
+            f"copies={copies}: 1 to {len(devices) // tensor}, by {tensor} each of the "
+            f"{len(devices)} devices of this process"
+        )
+    sizes = {"data": copies, "tensor": tensor}
+    layout = make_layouts(devices[: tensor * copies], sizes, {"tensor": tensor}).generate
     return without(layout, check_shapes(layout, config.dimensions, f"tensor={tensor}"))
 
 
-def load_model(path: str | os.PathLike, dtype: str = "float32", tensor: int = 1) -> LanguageModel:
+def load_model(
+    path: str | os.PathLike, dtype: str = "float32", tensor: int = 1, copies: int = 1
+) -> LanguageModel:
     """Load a model.
 
     Args:
@@ -406,6 +424,7 @@ def load_model(path: str | os.PathLike, dtype: str = "float32", tensor: int = 1)
         checkpoint).
       dtype: ``float32`` or ``bfloat16``, of compute and of the matrices that are kept.
       tensor: local devices over which heads, MLPs and vocabulary are split, the first ones.
+      copies: of the model, each on so many devices, which share the prompts of a call.
 
     Raises:
       ConfigError: nothing there, a model this version does not support, or a number of devices
@@ -413,7 +432,7 @@ def load_model(path: str | os.PathLike, dtype: str = "float32", tensor: int = 1)
     """
     directory = model_directory(path)
     config = read_config(path)
-    layout = tensor_layout(config, tensor)
+    layout = local_layout(config, tensor, copies)
     params = load_params(path, decoder_network(config), layout)
     tokenizer = None
     if (directory / "tokenizer.json").is_file():
@@ -425,4 +444,4 @@ def load_model(path: str | os.PathLike, dtype: str = "float32", tensor: int = 1)
             )
     eos = tokenizer.eos_ids if tokenizer is not None else read_eos_ids(directory)
     eos = [i for i in eos if i < config.vocab_size]
-    return LanguageModel(config, params, tokenizer, dtype, eos, path, tensor)
+    return LanguageModel(config, params, tokenizer, dtype, eos, path, tensor, copies)

@@ -18,8 +18,7 @@ import numpy as np
 from hjax import machine
 from hjax.errors import ConfigError
 from hjax.kernels import decode
-from hjax.models.continuing import BLOCK, Blocks, Continue
-from hjax.models.decoding import keys_and_values
+from hjax.models.continuing import BLOCK, Blocks
 from hjax.models.parameters import Weights
 from hjax.rollout.engine import Engine
 from hjax.rollout.prefix_tree import Path, PrefixTree
@@ -82,9 +81,7 @@ class Prefixes:
         self._tree = PrefixTree(max(tokens // BLOCK, 1), BLOCK)
         held = engine.block_sharding
         self._keep = jax.jit(self._kept, static_argnums=0, donate_argnums=1, out_shardings=held)
-        self._read = jax.jit(self._read_in, donate_argnums=1, out_shardings=held)
-        empty = jax.jit(self._empty, static_argnums=0, out_shardings=held)
-        self.blocks: Blocks = empty(self._tree.blocks)
+        self.blocks = engine.chunks.empty(self._tree.blocks)
 
     @property
     def room(self) -> int:
@@ -109,26 +106,6 @@ class Prefixes:
     def release(self, beginning: Beginning) -> None:
         """What it holds may make room for others."""
         self._tree.release(beginning.path)
-
-    def known(
-        self, prompts: Sequence[Sequence[int]], found: Sequence[Beginning], columns: int
-    ) -> Known:
-        """As ``Engine.admit`` takes it.
-
-        Args:
-          prompts: tokens of each, whole.
-          found: of each.
-          columns: for the longest of them.
-        """
-        tokens = np.zeros((len(prompts), columns), np.int32)
-        mask = np.zeros(tokens.shape, bool)
-        numbers = np.zeros((len(prompts), columns // BLOCK), np.int32)
-        for i, (prompt, one) in enumerate(zip(prompts, found, strict=True)):
-            if prompt:
-                tokens[i, -len(prompt) :], mask[i, -len(prompt) :] = prompt, True
-            numbers[i, : len(one.path)] = one.path
-        count = np.array([one.tokens for one in found], np.int32)
-        return Known(tokens, mask, numbers, count)
 
     def keep(self, state: State, sequences: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Keep what rows of a state have computed.
@@ -174,8 +151,7 @@ class Prefixes:
         nowhere = [self._tree.blocks] * (chunk // BLOCK)
         for columns in known_columns(limit):
             if columns >= chunk:
-                known = self.known([[0] * chunk], [Beginning()], columns)
-                self._read_new(params, [0] * chunk, known, nowhere)
+                self._read_new(params, [0] * chunk, Beginning(), columns, nowhere)
 
     def read(self, params: Weights, prompt: Sequence[int], chunk: int, limit: int) -> bool:
         """Read the next chunk of a prompt, and keep it.
@@ -198,29 +174,25 @@ class Prefixes:
             self._tree.drop(new)
             return False
         whole = prompt[: begun.tokens + chunk]
-        known = self.known([whole], [begun], known_columns_for(len(whole), limit))
-        self._read_new(params, whole[begun.tokens :], known, new)
+        columns = known_columns_for(len(whole), limit)
+        self._read_new(params, whole[begun.tokens :], begun, columns, new)
         self._tree.release(path)
         self.release(begun)
         return True
 
     def _read_new(
-        self, params: Weights, tokens: Sequence[int], known: Known, where: Sequence[int]
+        self,
+        params: Weights,
+        tokens: Sequence[int],
+        begun: Beginning,
+        columns: int,
+        where: Sequence[int],
     ) -> None:
-        whole = self._engine.layout.replicated
-        given = np.asarray([tokens], np.int32), known, np.asarray(where, np.int32)
-        given = jax.tree.map(lambda x: place(x, whole), given)
-        self.blocks = self._read(params, self.blocks, *given)
+        new, known = np.asarray([tokens], np.int32), blocks_of([begun], columns)
+        given = new, np.ones(new.shape, bool), known, np.asarray([where], np.int32)
+        self.blocks = self._engine.chunks.read(params, self.blocks, *given)
 
     # Programs
-
-    def _empty(self, count: int) -> Blocks:
-        engine, config = self._engine, self._engine.network.config
-        shape = count, config.kv_heads * engine.copies, BLOCK, config.head_dim
-        dtype, layers = engine.compute.dtype, config.layers
-        if engine.stacked:
-            return Blocks(*(jnp.zeros((layers, *shape), dtype) for _ in range(2)))
-        return Blocks(*(tuple(jnp.zeros(shape, dtype) for _ in range(layers)) for _ in range(2)))
 
     def _kept(
         self,
@@ -255,23 +227,31 @@ class Prefixes:
 
         return jax.vmap(put)(blocks, own) if self._engine.stacked else put(blocks, own)
 
-    def _read_in(
-        self, params: Weights, blocks: Blocks, tokens: jax.Array, known: Known, where: jax.Array
-    ) -> Blocks:
-        engine = self._engine
-        model, mask = engine.network.bind(params), jnp.ones(tokens.shape, bool)
-        attention = Continue(known.blocks, known.count, mask, engine.copies)
-        _, kept = engine.prefilled(model, tokens, mask, attention, known.count, blocks)
 
-        def cut(x: jax.Array) -> jax.Array:
-            """[..., 1, heads, columns, dim] -> [..., n, heads, BLOCK, dim]"""
-            x = x[..., x.shape[-2] - tokens.shape[1] :, :]
-            *lead, _, heads, size, dim = x.shape
-            x = x.reshape(*lead, heads, size // BLOCK, BLOCK, dim)
-            return x.swapaxes(-4, -3)
+def known_of(
+    prompts: Sequence[Sequence[int]], found: Sequence[Beginning], columns: int
+) -> Known:
+    """What is known of prompts, as ``Engine.admit`` takes it.
 
-        k, v = keys_and_values(jax.tree.map(cut, kept), engine.stacked)
-        return blocks.with_rows(Blocks(k, v), where)
+    Args:
+      prompts: tokens of each, whole.
+      found: of each.
+      columns: for the longest of them.
+    """
+    tokens = np.zeros((len(prompts), columns), np.int32)
+    mask = np.zeros(tokens.shape, bool)
+    for i, prompt in enumerate(prompts):
+        if prompt:
+            tokens[i, -len(prompt) :], mask[i, -len(prompt) :] = prompt, True
+    return Known(tokens, mask, *blocks_of(found, columns))
+
+
+def blocks_of(found: Sequence[Beginning], columns: int) -> tuple[np.ndarray, np.ndarray]:
+    """int32 [beginnings, columns / BLOCK], the blocks of each, and int32 [beginnings], tokens."""
+    numbers = np.zeros((len(found), columns // BLOCK), np.int32)
+    for i, one in enumerate(found):
+        numbers[i, : len(one.path)] = one.path
+    return numbers, np.array([one.tokens for one in found], np.int32)
 
 
 def known_columns(limit: int) -> list[int]:
@@ -297,9 +277,14 @@ def room_for(engine: Engine, tokens: int) -> int:
 
 
 def why_not(engine: Engine) -> str:
-    """Why an engine cannot keep beginnings; empty: it can."""
+    """Why an engine cannot keep beginnings for a service; empty: it can."""
     if engine.parts > 1:
         return f"beginnings are not shared between {engine.parts} data-parallel parts"
+    return why_never(engine)
+
+
+def why_never(engine: Engine) -> str:
+    """Why an engine cannot keep beginnings, whoever asks; empty: it can."""
     ropes = engine.network.config.ropes
     if any(rope.scaling is not None and rope.scaling.by_length for rope in ropes):
         return "this model's rotary positions depend on a sequence's length"

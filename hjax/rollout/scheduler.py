@@ -13,10 +13,12 @@ import dataclasses
 import functools
 import os
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from hjax.models.parameters import Weights
+from hjax.rollout.beginnings import AT_ONCE, CHUNK, Beginnings
 from hjax.rollout.engine import STEPS, Engine
 from hjax.rollout.slots import Admission, Drawn, How, Size, State
 from hjax.rollout.work import NOBODY, Told, Work
@@ -24,9 +26,6 @@ from hjax.xla.program import Program
 
 # Columns of a new state's cache; each further one has twice as many.
 COLUMNS = 64
-# Tokens of prompts that are read at a time, of a device: others wait, rather than that memory is
-# needed for all of them at once.
-READING = 4096
 # Rows of all devices below which halving them saves nothing: weights are what is read.
 FEWEST = 8
 
@@ -89,7 +88,8 @@ class Schedule:
         if not engine.by_kernel:
             self.rows = halves(groups * samples, parts)
         self.groups = groups
-        self.entering = min(groups, max(1, READING // work.prompts.shape[1]))
+        self.beginnings = Beginnings(engine, work)
+        self.entering = min(groups, self.beginnings.together)
         self.counts = Counts()
         # By part: sequence of each row, prompt of each group, or NOBODY.
         self._row = np.full((parts, self.rows[0]), NOBODY)
@@ -98,7 +98,7 @@ class Schedule:
         self._start = np.zeros((parts, self.rows[0]), np.int64)
         self._column = 0
         self._length = self.lengths[0]
-        self._next = 0
+        self._decoding = False
         self._drawn = np.zeros(work.rows, np.int64)
         self._ended = np.zeros(work.prompts.shape[0], np.int64)  # samples of each prompt
 
@@ -107,8 +107,8 @@ class Schedule:
     def size(self, rows: int, length: int) -> Size:
         """A state's, of so many rows in each part."""
         parts, samples = self.engine.parts, self.work.samples if self._shared(rows) else 1
-        prompt = self.work.prompts.shape[1]
-        text = prompt + self.work.limit if self.engine.lookup else 0
+        text = self.work.prompts.shape[1] + self.work.limit if self.engine.lookup else 0
+        prompt = self.beginnings.columns
         return Size(parts * rows, parts * self._groups_of(rows), samples, prompt, length, text)
 
     def _shared(self, rows: int) -> bool:
@@ -145,17 +145,10 @@ class Schedule:
         engine, work = self.engine, self.work
         most = self.size(self.rows[0], self.lengths[-1])
         held = engine.abstract(most)
-        each = engine.parts * self.entering
-        traced = functools.cache(
-            lambda: engine.trace_prefill(params, (each, work.prompts.shape[1]), work.samples)
-        )
-        yield Program(
-            f"{call}.prefill",
-            lambda: traced()[0],
-            runs=-(-work.prompts.shape[0] // each),
-            beside={"cache": held},
-            tokens=0,
-        )
+        blocks: dict[str, Any] = {}
+        if self.beginnings.active:
+            blocks = {"blocks": engine.chunks.abstract(self.beginnings.count)}
+        yield from self._reading(call, params, {"cache": held}, blocks)
         turns = -(-work.rows // most.rows)
         # The first token is drawn from the prompt.
         dispatches = -(-max(work.limit - 1, 1) // STEPS)
@@ -164,7 +157,36 @@ class Schedule:
             lambda: engine.trace_decode(self.how, params, most, self._most),
             STEPS,
             runs=turns * dispatches,
+            beside=blocks,
             tokens=most.rows * STEPS,
+        )
+
+    def _reading(
+        self, call: str, params: Weights, held: dict[str, Any], blocks: dict[str, Any]
+    ) -> Iterator[Program]:
+        """What reads prompts, beside a state and blocks: whole, or where prompts are too long for
+        that in chunks."""
+        engine, beginnings = self.engine, self.beginnings
+        count, limit = self.work.prompts.shape
+        each, known = engine.parts * self.entering, (0, 0)
+        if not beginnings.whole:
+            limit, known = CHUNK, (beginnings.columns, beginnings.count)
+            yield Program(
+                f"{call}.prefill_chunk",
+                lambda: engine.chunks.trace(params, beginnings.count, CHUNK, beginnings.columns),
+                runs=-(-count // engine.parts) * (-(-self.work.prompts.shape[1] // CHUNK) - 1),
+                beside=held,
+                tokens=0,
+            )
+        traced = functools.cache(
+            lambda: engine.trace_prefill(params, (each, limit), self.work.samples, known)
+        )
+        yield Program(
+            f"{call}.prefill",
+            lambda: traced()[0],
+            runs=-(-count // each),
+            beside=held | blocks if beginnings.whole else held,
+            tokens=0,
         )
 
     def warm(self, params: Weights) -> None:
@@ -173,6 +195,7 @@ class Schedule:
         workers = os.cpu_count() if self.engine.layout.mesh.size == 1 else 1
         with concurrent.futures.ThreadPoolExecutor(workers) as pool:
             made = [pool.submit(self._warm_entries, params)]
+            made.append(pool.submit(Beginnings(self.engine, self.work).warm, params))
             made += [pool.submit(self._warm_size, params, *size) for size in self._pairs]
             for each in made:
                 each.result()
@@ -195,28 +218,38 @@ class Schedule:
 
     def _warm_entries(self, params: Weights) -> None:
         state = self.engine.empty(self.size(self.rows[0], self.lengths[0]))
-        for each in self._entries():
-            state = self._share(state)
-            state, _ = self.engine.admit(self.how, params, state, self._blank(each))
+        beginnings, blocks = self.beginnings, None
+        if beginnings.active:
+            blocks = self.engine.chunks.empty(beginnings.count)
+        for new in (0, *beginnings.new):
+            for each in self._entries(new):
+                blank = self._blank([[] for _ in range(self.engine.parts)], each, new)
+                state = self._share(state)
+                state, _ = self.engine.admit(
+                    self.how, params, state, blank, blocks if new else None
+                )
 
     @staticmethod
     def _after(numbers: Sequence[int], number: int) -> int:
         """The next one, or the last again."""
         return numbers[min(numbers.index(number) + 1, len(numbers) - 1)]
 
-    def _entries(self) -> list[int]:
-        """Groups of a part that may enter together."""
-        if not self.refills and self.entering == self.groups:
-            return [self.groups]
+    def _entries(self, new: int = 0) -> list[int]:
+        """Groups of a part that may enter together, growing; ``new``: as of ``Beginnings``."""
+        beginnings = self.beginnings
+        if not new and not beginnings.whole:
+            return []
+        if not new and (beginnings.in_chunks or not self.refills and self.entering == self.groups):
+            return [self.entering]
+        if new:
+            return sorted({1, self.entering})
         powers = {min(1 << i, self.entering) for i in range(self.entering.bit_length() + 1)}
         return sorted(powers)
 
-    def _blank(self, each: int) -> Admission:
-        """Nobody, as many in each part."""
+    def _blank(self, taken: list[list[int]], each: int, new: int) -> Admission:
+        """Prompts that enter, by part, and rows for nobody yet."""
         parts, samples = self.engine.parts, self.work.samples
-        prompts = np.zeros((parts * each, self.work.prompts.shape[1]), np.int32)
-        mask = np.zeros(prompts.shape, bool)
-        mask[:, -1] = True  # an entry that fills up has a token too
+        prompts, mask, known = self.beginnings.entering(taken, each, new)
         rows = parts * each * samples
         return Admission(
             prompts,
@@ -225,6 +258,7 @@ class Schedule:
             np.full(rows, self.rows[0], np.int32),
             np.zeros((rows, self.work.keys.shape[1]), np.uint32),
             np.ones(rows, np.int32),
+            known=known,
             text=self._texts(rows),
         )
 
@@ -243,6 +277,7 @@ class Schedule:
     def run(self, params: Weights) -> Iterator[Told]:
         """Draw everything; says after each dispatch what it drew."""
         state = self.engine.empty(self.size(self.rows[0], self._length))
+        self.beginnings.begin(params)
         state, entered = self._fill(params, state)
         yield from entered
         state = self._give_up(state)
@@ -250,6 +285,7 @@ class Schedule:
             state = self._make_room(self._shrink(state))
             steps = STEPS if self.engine.by_row else min(STEPS, self._length - self._column)
             state, drawn = self.engine.decode(self.how, params, state, steps, self._most)
+            self._decoding = True
             self._column += drawn.steps
             self._done = drawn.done.reshape(self._done.shape).copy()
             yield self._note(self._row.ravel().copy(), drawn, drawn.steps)
@@ -290,57 +326,71 @@ class Schedule:
     # Entering
 
     def _fill(self, params: Weights, state: State) -> tuple[State, list[Told]]:
-        """Let in all who can be."""
+        """Let in all who can be, and read some of who comes next while others are decoded."""
         told = []
-        while self._next < self.work.prompts.shape[0]:
+        chunks = min(1 + self._most_free(), AT_ONCE)
+        while self.beginnings.left:
             state, entered = self._enter(params, state)
-            if entered is None:
+            if entered is not None:
+                told.append(entered)
+                continue
+            # Slots are free and nobody decodes: then chunks are all that there is to do.
+            idle = self._most_free() and (self._done.all() or not self._decoding)
+            if not (idle or chunks) or not self.beginnings.read(params):
                 break
-            told.append(entered)
+            chunks = max(chunks - 1, 0)
+        if not self.beginnings.left:
+            self.beginnings.end()
         return state, told
 
+    def _most_free(self) -> int:
+        """Free groups of the part that has most of them."""
+        return max(int(self._free(part).sum()) for part in range(self.engine.parts))
+
     def _enter(self, params: Weights, state: State) -> tuple[State, Told | None]:
-        """Let in who waits, as far as there are free groups; None: there is none."""
+        """Let in who waits, as far as there are free groups; None: nobody can enter."""
         parts, samples = self.engine.parts, self.work.samples
-        left = self.work.prompts.shape[0] - self._next
+        beginnings = self.beginnings
         free = [np.flatnonzero(self._free(part)) for part in range(parts)]
-        each = min(max(len(f) for f in free), -(-left // parts))
-        if not each:
-            return state, None
-        # In powers of two, so that few programs are needed; all of them at the beginning.
-        if self._next or each != self.entering:
-            each = min(1 << (each - 1).bit_length(), self.entering)
-        new = self._blank(each)
-        cut = (parts, each, samples)
-        prompts, mask = (x.reshape(parts, each, -1) for x in (new.prompts, new.mask))
-        groups, rows, limit = (
-            new.groups.reshape(cut[:2]), new.rows.reshape(cut), new.limit.reshape(cut)
-        )  # fmt: skip
-        keys = new.keys.reshape(*cut, -1)
-        entered = np.full(rows.shape, NOBODY)
-        turns = [(i, part) for i in range(each) for part in range(parts)]
-        if not self._next:  # in order, part by part
+        most = min(max(len(f) for f in free), -(-beginnings.left // parts), self.entering)
+        turns = [(i, part) for i in range(most) for part in range(parts)]
+        if not self._decoding:  # in order, part by part
             turns.sort(key=lambda turn: turn[1])
+        taken: list[list[int]] = [[] for _ in range(parts)]
         for i, part in turns:
-            if i >= len(free[part]) or self._next == self.work.prompts.shape[0]:
-                continue
-            number, group = self._next, int(free[part][i])
-            self._next += 1
-            open_rows = self._open(part, group)
-            ids = number * samples + np.arange(samples)
-            prompts[part, i], mask[part, i] = self.work.prompts[number], self.work.mask[number]
-            groups[part, i], rows[part, i] = group, open_rows
-            if new.text is not None:
-                prompt = self.work.prompts[number][self.work.mask[number]]
-                first = (part * each + i) * samples
-                new.text[first : first + samples, : prompt.size] = prompt
-            keys[part, i], limit[part, i] = self.work.keys[ids], self.work.limit
-            entered[part, i] = ids
-            self._group[part, group] = number
-            self._row[part, open_rows], self._done[part, open_rows] = ids, False
-            self._start[part, open_rows] = self._column
+            if i < len(free[part]):
+                number = beginnings.take(part, self._decoding)
+                taken[part] += [] if number == NOBODY else [number]
+        if not any(taken):
+            return state, None
+        # In few sizes, so that few programs are needed.
+        new = beginnings.columns_for(taken)
+        each = next(n for n in self._entries(new) if n >= max(map(len, taken)))
+        entry = self._blank(taken, each, new)
+        cut = (parts, each, samples)
+        groups, rows, limit = (
+            entry.groups.reshape(cut[:2]), entry.rows.reshape(cut), entry.limit.reshape(cut)
+        )  # fmt: skip
+        keys = entry.keys.reshape(*cut, -1)
+        entered = np.full(rows.shape, NOBODY)
+        for part, numbers in enumerate(taken):
+            for i, number in enumerate(numbers):
+                group = int(free[part][i])
+                open_rows = self._open(part, group)
+                ids = number * samples + np.arange(samples)
+                groups[part, i], rows[part, i] = group, open_rows
+                if entry.text is not None:
+                    prompt = self.work.prompts[number][self.work.mask[number]]
+                    first = (part * each + i) * samples
+                    entry.text[first : first + samples, : prompt.size] = prompt
+                keys[part, i], limit[part, i] = self.work.keys[ids], self.work.limit
+                entered[part, i] = ids
+                self._group[part, group] = number
+                self._row[part, open_rows], self._done[part, open_rows] = ids, False
+                self._start[part, open_rows] = self._column
         state = self._share(state)
-        state, drawn = self.engine.admit(self.how, params, state, new)
+        blocks = beginnings.blocks if new else None
+        state, drawn = self.engine.admit(self.how, params, state, entry, blocks)
         ended = drawn.done.reshape(rows.shape)
         for part, i in zip(*np.nonzero(entered[:, :, 0] != NOBODY), strict=True):
             self._done[part, rows[part, i]] = ended[part, i]
@@ -386,7 +436,7 @@ class Schedule:
 
     def _shrink(self, state: State) -> State:
         """Leave rows behind that have ended, once nobody waits for them."""
-        if self._next < self.work.prompts.shape[0]:
+        if self.beginnings.left:
             return state
         live = int((~self._done).sum(axis=1).max())
         while True:

@@ -27,7 +27,14 @@ from hjax.rollout.constraint import Constraint
 from hjax.rollout.engine import Engine
 from hjax.rollout.matching import Matcher, Matchers, words
 from hjax.rollout.options import Options
-from hjax.rollout.prefixes import Beginning, Prefixes, known_columns_for, room_for, why_not
+from hjax.rollout.prefixes import (
+    Beginning,
+    Prefixes,
+    known_columns_for,
+    known_of,
+    room_for,
+    why_not,
+)
 from hjax.rollout.replacement import Replacement
 from hjax.rollout.row_sampling import RowSampling, Sizes
 from hjax.rollout.shapes import CHUNK, STEPS, Shapes, WarmUp
@@ -501,7 +508,7 @@ class Service:
             asked = [() if t is None else t.request.prompt for t in entries]
             begun = [Beginning() if t is None else t.begun for t in entries]
             columns = known_columns_for(longest, self.max_tokens)
-            known, blocks = self._prefixes.known(asked, begun, columns), self._prefixes.blocks
+            known, blocks = known_of(asked, begun, columns), self._prefixes.blocks
             longest = max(len(t.request.prompt) - t.begun.tokens for t in entering)
         new = self._admission(entries, where, self._shapes.new(longest), known)
         params = self._model.params

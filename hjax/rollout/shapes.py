@@ -13,7 +13,7 @@ import numpy as np
 from hjax.models.continuing import BLOCK
 from hjax.models.parameters import Weights
 from hjax.rollout.engine import Engine
-from hjax.rollout.prefixes import Beginning, Prefixes, columns_for, known_columns
+from hjax.rollout.prefixes import Beginning, Prefixes, columns_for, known_columns, known_of
 from hjax.rollout.row_sampling import Sizes
 from hjax.rollout.slots import Admission, How, Known, Prompts, Running, Size, State
 
@@ -141,7 +141,7 @@ class WarmUp:
             for new in sorted(n for n in news if n <= min(columns, self.shapes.new(CHUNK))):
                 nothing = [Beginning()] * entries
                 made = self._read(
-                    entries, new, self.prefixes.known([()] * entries, nothing, columns)
+                    entries, new, known_of([()] * entries, nothing, columns)
                 )
             if made is not None:
                 yield made

@@ -141,6 +141,9 @@ def batch_metrics(batch: Batch, kl_coefficient: float) -> dict[str, float]:
         guessed = int(np.sum(batch["guessed"]))
         right = int(np.sum(batch["guessed_right"]))
         metrics["rollout/guesses_right"] = right / guessed if guessed else math.nan
+    if "prompt_known" in batch:
+        tokens = int(np.sum(batch["prompt_mask"]))
+        metrics["rollout/prefix_tokens"] = int(np.sum(batch["prompt_known"])) / max(tokens, 1)
     if "ref_logprobs" in batch:
         difference = np.asarray(old_logprobs(batch)) - np.asarray(batch["ref_logprobs"])
         metrics["kl/reference"] = float(difference[mask].astype(np.float64).mean())

@@ -34,7 +34,6 @@ from hjax.run.inputs import Inputs, load_tokenizer
 from hjax.run.placement import HOST_POOL, Plan, layout_sizes, make_plan, make_pools
 from hjax.run.policy import Policy
 from hjax.run.rematerialise import AUTO, Chooser, Chosen, trains
-from hjax.settings.checking import on_cluster
 from hjax.sharding.layout import RoleLayouts, make_layouts
 from hjax.sharding.offload import check_offload
 from hjax.workers import GeneratingWorker, OptimizerConfig, WorkerContext
@@ -300,11 +299,6 @@ def _check_slots(
     (key, without), *_ = keys.items()
     section, name = key.split(".")
     asked = f"config.{key}={config[section][name]}"
-    if key.startswith("reward") and on_cluster(config):
-        raise ConfigError(
-            f"{asked}: on a cluster (cluster.*) rewards are computed in other processes, once all "
-            f"is generated; use {key}={without}"
-        )
     if config.rollout.partial_tokens:
         raise ConfigError(
             f"{asked}: responses in parts (rollout.partial_tokens={config.rollout.partial_tokens}) "

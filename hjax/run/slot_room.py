@@ -19,8 +19,8 @@ from hjax.models import arithmetic
 from hjax.models.config import ModelConfig
 from hjax.models.parameters import decoder_network, scalar_network
 from hjax.roles import ROLLOUT, Role
+from hjax.rollout.beginnings import READING, SHARED, SHORT
 from hjax.rollout.engine import STEPS
-from hjax.rollout.scheduler import READING
 from hjax.run.placement import Plan
 from hjax.run.rematerialise import USABLE
 from hjax.sharding.layout import Layout, RoleLayouts
@@ -126,11 +126,20 @@ class Rollouts:
           groups: prompts of a data-parallel part.
           refills: whether others follow them.
         """
+        own = self.response + (4 * STEPS if refills else 0)
+        return groups * (self.prompt + self.samples * own) * self._token
+
+    @property
+    def blocks(self) -> int:
+        """Keys and values that a device keeps of what prompts share, and of one that is read."""
+        return (SHARED + 1) * self.prompt * self._token if self.prompt > SHORT else 0
+
+    @property
+    def _token(self) -> int:
+        """Bytes of a device for a token's keys and values."""
         model = self.model
         heads = -(-model.kv_heads // self.layout.ways("kv_heads"))
-        token = 2 * model.layers * heads * model.head_dim * self.dtype.itemsize
-        own = self.response + (4 * STEPS if refills else 0)
-        return groups * (self.prompt + self.samples * own) * token
+        return 2 * model.layers * heads * model.head_dim * self.dtype.itemsize
 
     def room(self, beside: float, memory: int) -> SlotRoom:
         """How many sequences at a time.
@@ -147,7 +156,7 @@ class Rollouts:
         most = self.prompts // parts
         tokens = min(max(READING, self.prompt), most * self.prompt)
         reading = tokens * element * ((every - whole) / split + whole)
-        usable = USABLE * memory - beside - self.weights - reading
+        usable = USABLE * memory - beside - self.weights - reading - self.blocks
         drawn = self.samples * _DRAWN * 4 * model.vocab_size / self.layout.ways("vocab")
         groups = most
         if self.cache_bytes(most, False) + most * drawn > usable:

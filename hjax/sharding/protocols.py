@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 import jax
 
 from hjax.errors import ConfigError
-from hjax.pieces import PARTIAL
+from hjax.pieces import Partial
 from hjax.sharding.arrays import is_array, place, to_numpy
 from hjax.sharding.layout import Layout, RoleLayouts
 
@@ -97,7 +97,7 @@ def _map_arrays(function: Callable[[Any], Any], value: Any) -> Any:
         return tuple(_map_arrays(function, item) for item in value)
     if is_array(value):
         return function(value)
-    return value.whole() if isinstance(value, PARTIAL) else value
+    return value.whole() if isinstance(value, Partial) else value
 
 
 def _at_hand(value: Any) -> Any:
@@ -108,7 +108,7 @@ def _at_hand(value: Any) -> Any:
         return tuple(_at_hand(item) for item in value)
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         return to_numpy(value)
-    return value.whole() if isinstance(value, PARTIAL) else value
+    return value.whole() if isinstance(value, Partial) else value
 
 
 PROTOCOLS: dict[str, Protocol] = {

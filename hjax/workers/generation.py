@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from hjax.models.parameters import Params
-from hjax.rewards.early import Answers, Judge
+from hjax.rewards.early import Answers, Judge, Verdict
 from hjax.rollout.generator import Generator, bucket_length
 from hjax.rollout.sampling import Sampling
 from hjax.sharding.arrays import place, to_numpy
@@ -80,8 +80,12 @@ class GeneratingWorker(ModelWorker):
         # Of this call alone: the same prompt in another call is another.
         ids = np.arange(self._asked, self._asked + asked, dtype=np.int64)
         self._asked += asked
-        judged: dict[str, list[Any]] = {role: [None] * rows for role in self._judges}
-        judge = functools.partial(self._judge, prompts, judged) if self._judges else None
+        judged = {role: [Verdict()] * rows for role in self._judges}
+        judge = None
+        if judged:
+            # Here, in every process: later each of them looks at prompts of its own.
+            tokens = ragged(prompts["prompts"], prompts["prompt_mask"])
+            judge = functools.partial(self._judge, prompts, tokens, judged)
         with self.gathered() as params:
             rollout: dict[str, Any] = self.generator.generate(
                 params,
@@ -116,12 +120,20 @@ class GeneratingWorker(ModelWorker):
     def _judge(
         self,
         prompts: Mapping[str, Any],
-        judged: dict[str, list[Any]],
+        asked_tokens: list[list[int]],
+        judged: dict[str, list[Verdict]],
         number: int,
         responses: list[list[int]],
     ) -> None:
-        """Have a prompt's answers judged, and put what will be said of each among ``judged``."""
-        (tokens,) = ragged(*(prompts[key][number : number + 1] for key in PROMPT_KEYS[:2]))
+        """Have a prompt's answers judged, and put what will be said of each among ``judged``.
+
+        Every process of a pool hears of all prompts. They take turns, so that each prompt is
+        judged by one.
+        """
+        index, processes = self.context.process
+        if number % processes != index:
+            return
+        tokens = asked_tokens[number]
         count, tokenizer = len(responses), self.context.tokenizer
         asked: list[Any] = [tokens] * count
         answers: list[Any] = responses

@@ -13,7 +13,14 @@ from typing import Any
 from hjax.errors import ConfigError
 from hjax.models.config import LayerKind, ModelConfig
 from hjax.models.declaration import Stored
-from hjax.models.rotary import Rope, Scaling, read_scaling, write_scaling
+from hjax.models.rotary import (
+    Rope,
+    Scaling,
+    original_length,
+    reach,
+    read_scaling,
+    write_scaling,
+)
 
 Tensors = dict[str, tuple[Stored, ...]]
 
@@ -178,6 +185,7 @@ class Family:
         fields["tie_embeddings"] = given.flag("tie_word_embeddings")
         fields["dtype"] = read_dtype(given)
         fields["ropes"] = self.ropes(given, fields["max_length"])
+        fields["max_length"] = reach(fields["ropes"], fields["max_length"])
         self.activation(given, fields)
         return fields
 
@@ -198,7 +206,7 @@ class Family:
             **{key: getattr(config, name) for name, key in self.keys.items()},
             "num_key_value_heads": config.kv_heads,
             "head_dim": config.head_dim,
-            "max_position_embeddings": config.max_length,
+            "max_position_embeddings": original_length(config.ropes, config.max_length),
             "rms_norm_eps": config.norm_epsilon,
             "tie_word_embeddings": config.tie_embeddings,
             "torch_dtype": config.dtype,

@@ -1,0 +1,273 @@
+"""A rollout's shared beginnings are read once and long prompts in chunks: the same tokens, less
+work, and nothing compiled late. Sizes are made small here; what is counted is counted by hand."""
+
+import dataclasses
+import itertools
+import json
+
+import jax
+import numpy as np
+import pytest
+from helpers import computed, trainer_of
+from test_rollout_engine import ODD, PLAIN, Case, on_host
+
+from hjax.kernels import decode
+from hjax.models.continuing import BLOCK
+from hjax.models.parameters import decoder_network
+from hjax.models.transformer import Compute
+from hjax.rollout import beginnings
+from hjax.rollout.beginnings import shared
+from hjax.rollout.generator import Generator
+from hjax.sharding.layout import make_layouts, shard_bytes, without
+
+CHUNK, NEW = 64, 40
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    sizes = {"SHORT": 32, "CHUNK": CHUNK, "NEW": (32, CHUNK), "READING": 400, "PAYS": 64}
+    for name, value in sizes.items():
+        monkeypatch.setattr(beginnings, name, value)
+    monkeypatch.setattr("hjax.rollout.scheduler.CHUNK", CHUNK)
+
+
+def prompts_of(count, length, head, seed=0):
+    """int32 [count, length] padded on the left, with a mask: most begin with the same ``head``
+    tokens, every fourth with others; they end in 1 to 20 of their own, one in as many as go."""
+    draw = np.random.default_rng(seed)
+    common = draw.integers(1, 64, head)
+    tokens, mask = np.zeros((count, length), np.int32), np.zeros((count, length), bool)
+    for i in range(count):
+        begun = draw.integers(1, 64, head) if i % 4 == 3 else common
+        own = length - head if i == 1 else int(draw.integers(1, min(20, length - head) + 1))
+        text = np.concatenate([begun, draw.integers(1, 64, own)])
+        tokens[i, -len(text) :], mask[i, -len(text) :] = text, True
+    return tokens, mask
+
+
+def made_by(case):
+    sizes = dict(case.sizes)
+    count = int(np.prod(list(sizes.values())))
+    layout = make_layouts(jax.devices()[:count], sizes, {"tensor": -1}).generate
+    layout = without(layout, ["kv_heads"] if sizes.get("tensor", 1) > PLAIN.kv_heads else [])
+    network = decoder_network(dataclasses.replace(case.config, max_length=512))
+    generator = Generator(network, layout, Compute(unroll_layers=case.unroll), case.form)
+    options = {
+        "seed": 3, "step": 1, "samples": case.samples, "max_new_tokens": NEW,
+        "sampling": case.sampling, "stop": (0, 1),
+    }  # fmt: skip
+    return generator, network.create(1, layout), options
+
+
+def rollout(case, length, head, whole=False):
+    generator, params, options = made_by(case)
+    prompts = prompts_of(case.prompts, length, head)
+    sequence = np.arange(case.prompts * case.samples, dtype=np.int32)
+    generator._ragged = lambda *_: not whole
+    more = {} if whole else {"slots": case.slots, "lookup": case.lookup}
+    made = on_host(generator.generate(params, *prompts, sequence, **more, **options))
+    return made, prompts[1]
+
+
+# Prompts of 150 tokens are read whole by two while nobody is decoded, then in chunks of 64; those
+# of 500 in chunks always.
+CASES = {
+    "chunks while others are decoded, devices": (
+        Case(samples=2, prompts=12, slots=8, sizes=(("data", 2), ("tensor", 2))), 150, 50),
+}  # fmt: skip
+SLOW = {
+    "shared, all at once": (Case(samples=2, prompts=8), 60, 40),
+    "chunks": (Case(samples=2, prompts=9, slots=6), 150, 50),
+    "chunks alone, nothing shared": (Case(samples=1, prompts=6, slots=2), 500, 0),
+    "chunks always": (Case(samples=2, prompts=8, slots=6, unroll=True, form=decode.ROWS), 490, 300),
+    "windows, unrolled": (
+        Case(samples=2, prompts=8, slots=8, config=ODD, unroll=True, form=decode.ROWS), 150, 50),
+    "a sample each, parts": (Case(samples=1, prompts=16, slots=8, sizes=(("fsdp", 4),)), 150, 99),
+    "the kernel": (Case(samples=2, prompts=8, slots=8, form=decode.INTERPRETED), 150, 50),
+    "the kernel, devices": (
+        Case(samples=2, prompts=8, slots=8, form=decode.INTERPRETED,
+             sizes=(("data", 2), ("tensor", 4))), 150, 50),
+    "filled columns": (
+        Case(samples=2, prompts=8, slots=8, form=decode.FILLED_INTERPRETED, unroll=True), 150, 50),
+    "guesses": (Case(samples=2, prompts=8, slots=8, lookup=2), 150, 50),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+)
+def test_responses_are_those_of_prompts_read_whole(name):
+    case, length, head = (CASES | SLOW)[name]
+    found, mask = rollout(case, length, head)
+    expected, _ = rollout(dataclasses.replace(case, form=decode.ROWS, lookup=0), length, head, True)
+    known = found.pop("prompt_known")[:: case.samples]
+    for key, value in expected.items():
+        if value.dtype == np.float32:
+            np.testing.assert_allclose(found[key], value, atol=1e-5)
+        else:
+            np.testing.assert_array_equal(found[key], value)
+    # By hand: all but every fourth share whole blocks of the head, which leave a token; of those
+    # that enter a data-parallel part the first one reads them.
+    parts = dict(case.sizes).get("data", 1) * dict(case.sizes).get("fsdp", 1)
+    block = head // BLOCK * BLOCK
+    shares = [i % 4 != 3 for i in range(case.prompts)]
+    in_chunks = length > CHUNK
+    shares = [s and (in_chunks or mask[i].sum() - block <= 32) for i, s in enumerate(shares)]
+    assert set(known) <= {0, block}
+    assert all(shares[i] for i in np.flatnonzero(known))
+    if block and parts == 1:
+        assert (known > 0).sum() == sum(shares) - 1 > 2
+    elif block:
+        assert sum(shares) - parts <= (known > 0).sum() < sum(shares)
+
+
+def test_what_is_shared_is_found_and_pays():
+    """By hand: a beginning of all, one that half of them go on with, and what is too little."""
+    draw = np.random.default_rng(0)
+
+    def text(blocks):
+        return draw.integers(0, 9, blocks * BLOCK).tolist()
+
+    all_of_them, half, pair = text(3), text(2), text(1)
+    prompts = [all_of_them + (half if i < 4 else []) + text(1) + [i] for i in range(8)]
+    prompts += [pair + [5], pair + [6]]  # a block of two: 16 tokens, less than pay
+    prompts += [all_of_them]  # of itself the last block is read, so that there is a last token
+    pieces, of = shared(prompts, 100)
+    assert [(len(p.tokens), p.path, p.new) for p in pieces] == [
+        (2 * BLOCK, (0, 1), 2), (5 * BLOCK, (0, 1, 2, 3, 4), 3), (3 * BLOCK, (0, 1, 5), 1)
+    ] or [(len(p.tokens), p.path, p.new) for p in pieces] == [
+        (2 * BLOCK, (0, 1), 2), (3 * BLOCK, (0, 1, 2), 1), (5 * BLOCK, (0, 1, 2, 3, 4), 2)
+    ]  # fmt: skip
+    for number, own in enumerate(of):
+        if own:
+            last = pieces[own[-1]]
+            assert list(last.tokens) == prompts[number][: len(last.tokens)]
+            assert len(last.tokens) < len(prompts[number])
+    assert [len(own) > 1 for own in of[:4]] == [True] * 4 and of[8:10] == [(), ()]
+    assert of[10] == (0,)
+    # No more than there is room for, and each part reads its own.
+    few, _ = shared(prompts, 2)
+    assert [p.path for p in few] == [(0, 1)]
+    none, _ = shared(prompts[:8], 100, parts=8)
+    assert none == []
+
+
+def test_decoding_waits_for_few_chunks():
+    case, length = Case(samples=1, prompts=8, slots=4), 500
+    generator, params, options = made_by(case)
+    options["stop"] = (0,)
+    engine, said = generator.engine, []
+
+    def watch(owner, name):
+        method = getattr(owner, name)
+
+        def told(*given):
+            made = method(*given)
+            alone = name == "decode" and made[1].done.all()
+            said.append("nobody is left" if alone else name)
+            return made
+
+        setattr(owner, name, told)
+
+    watch(engine, "decode"), watch(engine, "admit"), watch(engine.chunks, "read")
+    tokens = np.random.default_rng(0).integers(1, 64, (case.prompts, length), np.int32)
+    prompts = tokens, tokens > 0  # all of them long
+    arguments = *prompts, np.arange(case.prompts, dtype=np.int32)
+    generator.generate(params, *arguments, slots=case.slots, **options)
+    said.clear()  # what was compiled first
+    generator.generate(params, *arguments, slots=case.slots, **options)
+    # 500 tokens: 7 chunks of 64 and a rest of 52; with nobody decoded as many as there are.
+    assert said.count("read") == 7 * 8 and said.count("admit") == 8
+    # Of what follows a dispatch after which some go on, up to the next one.
+    runs = [list(run) for _, run in itertools.groupby(said, key=lambda x: x in ("read", "admit"))]
+    counts = [run.count("read") for before, run in itertools.pairwise(runs)
+              if before[-1] == "decode"]  # fmt: skip
+    assert max(counts) <= beginnings.AT_ONCE and min(counts) > 0 and sum(counts) > 7
+
+
+def test_the_memory_of_reading_is_a_chunk_s():
+    """With wide MLPs: what grows with the prompt is its keys and values, no activation."""
+    wide = dataclasses.replace(PLAIN, mlp_size=4096)
+    generator, params, options = made_by(Case(samples=1, config=wide))
+    given = {k: v for k, v in options.items() if k not in ("seed", "step")}
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
+    )
+
+    def needed(length):
+        """Bytes of what reads prompts of up to so many tokens, and of blocks and cache; runs."""
+        programs = generator.programs("generate", abstract, 8, length, slots=2, **given)
+        chunk, rest, decoding = programs
+        assert [p.name.partition(".")[2] for p in (chunk, rest, decoding)] == [
+            "prefill_chunk", "prefill", "decode"
+        ]  # fmt: skip
+        used = [p.trace().lower().compile().memory_analysis() for p in (chunk, rest)]
+        held = shard_bytes(decoding.beside["blocks"])
+        return max(x.temp_size_in_bytes for x in used), held, (chunk.runs, rest.runs)
+
+    (short, held, few), (long, more, many) = needed(1280), needed(2560)
+    token = 2 * PLAIN.layers * PLAIN.kv_heads * PLAIN.head_dim * 4
+    assert long - short < 10 * 1280 * token < 1280 * wide.mlp_size * 4 / 5
+    assert (held, more) == (5 * 1280 * token, 5 * 2560 * token)
+    assert (few, many) == ((8 * 19, 8), (8 * 39, 8))
+
+
+@pytest.mark.parametrize("length, head", [(60, 40), pytest.param(150, 50, marks=pytest.mark.slow)])
+def test_nothing_is_compiled_for_other_beginnings(length, head):
+    case = Case(samples=2, prompts=8, slots=8)
+    generator, params, options = made_by(case)
+    compiled, event = [], "/jax/core/compile/backend_compile_duration"
+    sequence = np.arange(16, dtype=np.int32)
+    generator.generate(params, *prompts_of(8, length, 0), sequence, slots=8, **options)
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: compiled.append(name) if name == event else None
+    )
+    try:
+        for seed, some in enumerate((head, 0, 16, length - 20, 0)):
+            given = *prompts_of(8, length, some, seed), sequence + 16 * seed
+            generator.generate(params, *given, slots=8, **options)
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert not compiled
+
+
+RUNS = {
+    "colocate": ("GRPO", {}),
+    "apart, ahead": ("GRPO", {"placement": "disaggregate", "rollout.max_staleness": 1,
+                              "rollout.deterministic": True}),
+    "greedy too, tensor": ("ReMax", {"layout.actor.generate.tensor": 2,
+                                     "layout.actor.train.tensor": 2}),
+    "critic, packs": ("PPO", {"data.packing": 192}),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_training_has_the_same_metrics_and_says_what_was_saved(name, tmp_path, monkeypatch):
+    algorithm, changes = RUNS[name]
+    (tmp_path / "mine.py").write_text(
+        "def reward(prompts, responses, **columns):\n"
+        "    return [sum(t % 2 for t in tokens) / len(tokens) for tokens in responses]\n"
+    )
+    tokens, mask = prompts_of(40, 150, 64)
+    lines = [json.dumps({"prompt_tokens": t[m].tolist()}) for t, m in zip(tokens, mask)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    keys = changes | {
+        "data.path": f"{tmp_path}/prompts.jsonl", "reward.function": f"{tmp_path}/mine.py:reward",
+        "model.vocab_size": 64, "rollout.prompts": 16, "rollout.slots": 16, "steps": 2,
+        "rollout.max_response_length": 24, "eval.every": 2, "warm_start.steps": 0,
+        "cluster.devices_per_process": 2,
+    }  # fmt: skip
+    rows = {}
+    for way in ("with", "without"):
+        if way == "without":
+            monkeypatch.setattr(beginnings, "SHORT", 1000)
+        with trainer_of(algorithm, keys, workdir=tmp_path / way) as trainer:
+            rows[way] = trainer.run()
+    for one, other in zip(*rows.values(), strict=True):
+        found = computed(one)
+        # About three quarters of the prompts are 64 tokens that are shared and some of their own.
+        assert 0.1 < found.pop("rollout/prefix_tokens") < 0.75
+        assert found == pytest.approx(computed(other), rel=1e-4, abs=1e-5)
+        if "ahead" not in name:
+            assert found["rollout/token_prob_error"] == pytest.approx(1, abs=1e-4)
