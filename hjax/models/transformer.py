@@ -23,7 +23,7 @@ from hjax.kernels import quantized
 from hjax.kernels.attention import Scoring
 from hjax.kernels.sets import REFERENCE, Kernels, choose, kernels_of
 from hjax.models import lora as low_rank
-from hjax.models import remat
+from hjax.models import remat, weight_ring
 from hjax.models.architecture import (
     decoder_parameters,
     scalar_parameters,
@@ -84,7 +84,7 @@ class Compute:
         """The same with the kernels for a layout's devices."""
         platform = layout.platform
         return dataclasses.replace(
-            self, kernel_set=choose(platform), home=layout, travel=platform == "tpu"
+            self, kernel_set=choose(platform), home=layout, travel=platform in weight_ring.PLATFORMS
         )
 
     @property
@@ -106,10 +106,8 @@ class Compute:
 
     def ring(self, config: ModelConfig, shape: tuple[int, ...]) -> WeightRing | None:
         """Along which weights travel in a pass over activations of [batch, length, embed]."""
-        if not self.travel:
-            return None
-        declared = decoder_parameters(config)["layers"]
-        return ring_of(self.layout, config, declared, self.dtype, *shape[:2])
+        rows, length, _ = shape
+        return ring_of(self.layout, config, rows, length, self.dtype) if self.travel else None
 
     @property
     def whole(self) -> bool:
@@ -190,7 +188,8 @@ class Block(nnx.Module):
         """
         config, kernels, compute = self.config, compute.kernels, compute.in_layer(layer)
         h = x if config.norms == "after" else self._norm("attention_norm", x, compute)
-        q, kv = self._along(ring, "to_heads", Block._queries_keys_values, h, compute, "q", "kv")
+        run = functools.partial(weight_ring.along, ring, self)
+        q, kv = run("to_heads", Block._queries_keys_values, h, compute, "q", "kv")
         k, v = _pair(kv)
         if config.query_key_norm:
             q, k = self._norm_heads("q_norm", q, compute), self._norm_heads("k_norm", k, compute)
@@ -200,7 +199,7 @@ class Block(nnx.Module):
         scoring = Scoring(config.attention_scale, config.attention_softcap, kind.window or 0)
         sinks = self.sinks[...] if config.sinks else None
         out, cache, kept = attention(Heads(layer, q, k, v, scoring, sinks), cache)
-        out = self._along(ring, "from_heads", Block._attended, out, compute, "o")
+        out = run("from_heads", Block._attended, out, compute, "o")
         if config.norms != "before":
             out = self._norm("attention_out_norm", out, compute)
         x = x + out
@@ -209,7 +208,7 @@ class Block(nnx.Module):
         if config.experts:
             out, sums = self._experts(h, compute, counted)
         else:
-            out = self._along(ring, "within", Block._mlp, h, compute, "gate_up", "up", "down")
+            out = run("within", Block._mlp, h, compute, "gate_up", "up", "down")
         if config.norms != "before":
             out = self._norm("mlp_out_norm", out, compute)
         return x + out, cache, kept, sums
@@ -251,33 +250,6 @@ class Block(nnx.Module):
             return norm(self.config, compute, x, weight)
         together = norm(self.config, compute, x.reshape(*x.shape[:2], -1), weight.reshape(-1))
         return together.reshape(x.shape)
-
-    def _along(
-        self,
-        ring: WeightRing | None,
-        how: str,
-        part: Callable[[Block, jax.Array, Compute], Any],
-        x: jax.Array,
-        compute: Compute,
-        *names: str,
-    ) -> Any:
-        """``part(self, x, compute)``, whose weights travel where there is a ring.
-
-        Args:
-          how: the ring's method.
-          names: of the weights.
-        """
-        if ring is None:
-            return part(self, x, compute)
-        every = [name + of for name in names for of in ("", "_scale", "_a", "_b", "_bias")]
-        weights = {name: getattr(self, name)[...] for name in every if hasattr(self, name)}
-
-        def made(weights: dict[str, jax.Array], x: jax.Array) -> Any:
-            graph, state = nnx.split(self)
-            nnx.replace_by_pure_dict(state, {**nnx.to_pure_dict(state), **weights})
-            return part(nnx.merge(graph, state), x, compute)
-
-        return getattr(ring, how)(made, x, weights)
 
     def _queries_keys_values(self, x: jax.Array, compute: Compute) -> tuple[jax.Array, jax.Array]:
         q = self._product("btd,dhe->bthe", x, "q", compute)
@@ -445,10 +417,19 @@ class Decoder(nnx.Module):
                 run = dataclasses.replace(
                     compute, dropout=dataclasses.replace(compute.dropout, first=first)
                 )
-            through = self._through(
-                stacked, None, x, positions, attention, None, run, counted=counted
+            ring = run.ring(config, x.shape)
+            x, _, _, sums = self._through(
+                stacked,
+                None,
+                x if ring is None else ring.spread(x),
+                positions,
+                attention,
+                None,
+                run,
+                counted=counted,
+                ring=ring,
             )
-            x, sums = through[0], through[3]
+            x = x if ring is None else ring.whole(x)
             if sums is not None:
                 # The layers of a stage: those of the stages before stand before them.
                 sums = jnp.concatenate([before[sums.shape[0] :], sums])
@@ -535,6 +516,7 @@ class Decoder(nnx.Module):
         numbers: tuple[int | jax.Array, int] = (0, 1),
         rotary: LookUp | None = None,
         counted: jax.Array | None = None,
+        ring: WeightRing | None = None,
     ) -> tuple[jax.Array, Any, Any, jax.Array | None]:
         if rotary is not None:
             turns = rotary(positions)
@@ -542,12 +524,10 @@ class Decoder(nnx.Module):
             turns = rotary_tables(self.config, positions, compute.kernels)
         graph, _ = nnx.split(self.layers)
         first, stride = numbers
-        ring = compute.ring(self.config, x.shape) if cache is None else None
 
         def held(x: jax.Array) -> jax.Array:
             return compute.hold(x, "batch", "length", None) if ring is None else ring.hold(x)
 
-        x = held(x)
         count = jax.tree.leaves(stacked)[0].shape[0]
         period = self.config.period
         if count % len(period) and count != self.config.layers:

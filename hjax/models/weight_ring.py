@@ -2,11 +2,11 @@
 
 Megatron's tensor parallelism (Shoeybi et al. 2019, arXiv 1909.08053) sums every layer's activations
 over the devices twice each way, and nothing can run beside these sums: the next product needs them.
-Here each device of the tensor axis keeps a part of the length of every row. Its part of the weights,
-as Megatron has it, goes round a ring: while a device multiplies its tokens with the part it has, the
-next one arrives. Attention stays split by heads: queries, keys and values go to the device that has
-their heads as soon as they are made, and back to their tokens' device after it (Jacobs et al. 2023,
-arXiv 2309.14509). Gradients of weights go the same way round, backwards.
+Here each device of the tensor axis has a part of the length of every row. Its part of the weights,
+the same as Megatron's, goes round a ring: while a device multiplies its tokens with the part that
+it has, the next one arrives. Attention stays split by heads: queries, keys and values go to the
+device that has their heads as soon as they are made, and what attention makes goes back (Jacobs et
+al. 2023, arXiv 2309.14509). Gradients of weights go round the other way.
 
 Everything is sent by permutations, which a TPU's compiler always starts early and awaits late. What
 is moved grows with the weights, not with the tokens, so this pays where a pass has many.
@@ -17,19 +17,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import PartitionSpec
 
 from hjax.models import arithmetic
+from hjax.models.architecture import decoder_parameters
 from hjax.models.config import ModelConfig
 from hjax.models.declaration import Parameter
 from hjax.sharding.layout import Layout
 
 Parts = dict[str, jax.Array]
+Block = TypeVar("Block", bound=nnx.Module)
 LONGEST = 8  # devices in a ring, whose steps are written out one after another
+PLATFORMS = ("tpu",)  # that send while they multiply
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,20 +44,30 @@ class WeightRing:
       layout: of training.
       declared: a layer's parameters, by name, each with a leading ``layers`` dimension.
       dtype: of compute.
+      length: of the rows.
     """
 
     layout: Layout
     declared: Mapping[str, Parameter]
     dtype: Any
+    length: int
 
     @property
     def axes(self) -> tuple[str, ...]:
         """Over which weights are split, and between products the length."""
         return self.layout.axes("heads")
 
+    def spread(self, x: jax.Array) -> jax.Array:
+        """[batch, length, embed] with as many places more as make equal parts for the devices."""
+        return self.hold(self._padded(x))
+
     def hold(self, x: jax.Array) -> jax.Array:
         """[batch, length, embed], each device with its part of the length."""
         return self.layout.constrain(x, "batch", "heads", None)
+
+    def whole(self, x: jax.Array) -> jax.Array:
+        """What was spread, [batch, length, embed]."""
+        return self.layout.constrain(x, "batch")[:, : self.length]
 
     def to_heads(
         self, made: Callable[[Parts, jax.Array], Any], x: jax.Array, weights: Parts
@@ -63,7 +77,7 @@ class WeightRing:
         Args:
           made: (weights of some heads, [batch, places, embed]) -> tree of [batch, places, ...,
             heads, head_dim] with those heads.
-          x: [batch, length, embed], split over the length.
+          x: [batch, length, embed], spread.
           weights: by name.
         """
 
@@ -72,21 +86,20 @@ class WeightRing:
             for step, part in enumerate(self._around(weights)):
                 pieces.append(self._sent(made(part, x), step))
             own = jax.lax.axis_index(self.axes)
-            return jax.tree.map(lambda *of: _joined(self._count, own, of), *pieces)
+            return jax.tree.map(lambda *of: _joined(1, self._count, own, of), *pieces)
 
         example = jax.eval_shape(made, weights, x)
         heads = jax.tree.map(
             lambda y: self._spec("batch", *[None] * (y.ndim - 3), "heads", None), example
         )
-        return self._map(run, (self._spec("batch", "heads"), self._specs(weights)), heads)(
-            x, weights
-        )
+        given = self._spec("batch", "heads"), self._specs(weights)
+        every = self._map(run, given, heads)(x, weights)
+        return jax.tree.map(lambda y: y[:, : self.length], every)
 
     def from_heads(
         self, made: Callable[[Parts, jax.Array], jax.Array], x: jax.Array, weights: Parts
     ) -> jax.Array:
-        """The sum over heads of what ``made`` makes of them: [batch, length, embed], split over the
-        length.
+        """The sum over heads of what ``made`` makes of them: [batch, length, embed], spread.
 
         Args:
           made: (weights of some heads, [batch, places, heads, head_dim] of them) -> [batch, places,
@@ -96,7 +109,7 @@ class WeightRing:
         """
 
         def run(x: jax.Array, weights: Parts) -> jax.Array:
-            pieces = _apart(self._count, jax.lax.axis_index(self.axes), x)
+            pieces = _apart(1, self._count, jax.lax.axis_index(self.axes), x)
             out: Any = None
             for step, part in enumerate(self._around(weights)):
                 here = made(part, self._sent(pieces[step], -step))
@@ -104,7 +117,7 @@ class WeightRing:
             return out
 
         given = self._spec("batch", None, "heads"), self._specs(weights)
-        return self._map(run, given, self._spec("batch", "heads"))(x, weights)
+        return self._map(run, given, self._spec("batch", "heads"))(self._padded(x), weights)
 
     def within(
         self, made: Callable[[Parts, jax.Array], jax.Array], x: jax.Array, weights: Parts
@@ -113,7 +126,7 @@ class WeightRing:
 
         Args:
           made: (some of the weights, [batch, places, embed]) -> [batch, places, embed].
-          x: [batch, length, embed], split over the length; so is the result.
+          x: [batch, length, embed], spread; so is the result.
           weights: by name.
         """
 
@@ -126,6 +139,13 @@ class WeightRing:
 
         places = self._spec("batch", "heads")
         return self._map(run, (places, self._specs(weights)), places)(x, weights)
+
+    def _sent(self, tree: Any, by: int) -> Any:
+        return _sent(tree, by, self.axes, self._count)
+
+    def _padded(self, x: jax.Array) -> jax.Array:
+        more = -x.shape[1] % self._count
+        return jnp.pad(x, ((0, 0), (0, more), *[(0, 0)] * (x.ndim - 2))) if more else x
 
     @property
     def _count(self) -> int:
@@ -142,22 +162,21 @@ class WeightRing:
                 here = here | self._sent({name: here[name] for name in travelling}, -1)
                 here |= {name: jnp.zeros_like(here[name]) for name in once}
 
-    def _sent(self, tree: Any, by: int) -> Any:
-        """Of every device to the one so many further on."""
-        if by % self._count == 0:
-            return tree
-        pairs = [(i, (i + by) % self._count) for i in range(self._count)]
-        return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axes, pairs), tree)
-
     def _whole(self, name: str, x: jax.Array) -> jax.Array:
         """A parameter as products read it, whole but for the tensor axis."""
         parameter = self.declared[name]
         if parameter.kind.cast and not parameter.quantized:
             x = x.astype(self.dtype)
-        axes = self.layout.axes("embed")
-        if axes and "embed" in parameter.names:
-            x = jax.lax.all_gather(x, axes, axis=parameter.names.index("embed") - 1, tiled=True)
-        return x
+        axes, count = self.layout.axes("embed"), self.layout.ways("embed")
+        if count == 1 or "embed" not in parameter.names:
+            return x
+        along = parameter.names.index("embed") - 1
+        if count > LONGEST:
+            return jax.lax.all_gather(x, axes, axis=along, tiled=True)
+        pieces = [x]
+        while len(pieces) < count:
+            pieces.append(_sent(pieces[-1], 1, axes, count))
+        return _joined(along, count, jax.lax.axis_index(axes), tuple(pieces))
 
     def _split(self, name: str) -> bool:
         return any(
@@ -176,66 +195,113 @@ class WeightRing:
         )
 
 
-# A device's pieces of the length: number ``step`` is that of the device ``step`` before it.
+def _sent(tree: Any, by: int, axes: tuple[str, ...], count: int) -> Any:
+    """Of every device of a ring to the one so many further on."""
+    if by % count == 0:
+        return tree
+    pairs = [(i, (i + by) % count) for i in range(count)]
+    return jax.tree.map(lambda x: jax.lax.ppermute(x, axes, pairs), tree)
 
 
-def _place(own: jax.Array, step: int, count: int, length: int) -> jax.Array:
-    return (own - step) % count * length
+# Pieces of a dimension, one of each device: number ``step`` is that of the device ``step`` before.
+# Their gradients are written out: by rule each would pass over the whole array.
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _joined(count: int, own: jax.Array, pieces: tuple[jax.Array, ...]) -> jax.Array:
-    """[batch, length, ...] of pieces of [batch, length / count, ...]."""
-    batch, length, *rest = pieces[0].shape
-    out = jnp.zeros((batch, length * count, *rest), pieces[0].dtype)
+def _place(own: jax.Array, step: int, count: int, size: int) -> jax.Array:
+    return (own - step) % count * size
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _joined(along: int, count: int, own: jax.Array, pieces: tuple[jax.Array, ...]) -> jax.Array:
+    shape = list(pieces[0].shape)
+    size = shape[along]
+    shape[along] *= count
+    out = jnp.zeros(shape, pieces[0].dtype)
     for step, piece in enumerate(pieces):
-        out = jax.lax.dynamic_update_slice_in_dim(
-            out, piece, _place(own, step, count, length), axis=1
-        )
+        start = _place(own, step, count, size)
+        out = jax.lax.dynamic_update_slice_in_dim(out, piece, start, along)
     return out
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _apart(count: int, own: jax.Array, x: jax.Array) -> tuple[jax.Array, ...]:
-    """The pieces of [batch, length, ...]."""
-    length = x.shape[1] // count
-    return tuple(
-        jax.lax.dynamic_slice_in_dim(x, _place(own, step, count, length), length, axis=1)
-        for step in range(count)
-    )
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _apart(along: int, count: int, own: jax.Array, x: jax.Array) -> tuple[jax.Array, ...]:
+    size = x.shape[along] // count
+    starts = [_place(own, step, count, size) for step in range(count)]
+    return tuple(jax.lax.dynamic_slice_in_dim(x, start, size, along) for start in starts)
 
 
-# No sums: by rule each piece's gradient would pass over all of the length.
 _joined.defvjp(
-    lambda count, own, pieces: (_joined(count, own, pieces), own),
-    lambda count, own, g: (None, _apart(count, own, g)),
+    lambda along, count, own, pieces: (_joined(along, count, own, pieces), own),
+    lambda along, count, own, g: (None, _apart(along, count, own, g)),
 )
 _apart.defvjp(
-    lambda count, own, x: (_apart(count, own, x), own),
-    lambda count, own, g: (None, _joined(count, own, tuple(g))),
+    lambda along, count, own, x: (_apart(along, count, own, x), own),
+    lambda along, count, own, g: (None, _joined(along, count, own, tuple(g))),
 )
+
+
+def along(
+    ring: WeightRing | None,
+    block: Block,
+    how: str,
+    part: Callable[[Block, jax.Array, Any], Any],
+    x: jax.Array,
+    compute: Any,
+    *names: str,
+) -> Any:
+    """``part(block, x, compute)``, whose weights travel where there is a ring.
+
+    Args:
+      block: an nnx module with one layer's parameters.
+      how: ``to_heads``, ``from_heads`` or ``within``, the ring's method for ``x``.
+      names: of the weights; those that it has.
+    """
+    if ring is None:
+        return part(block, x, compute)
+    every = [name + of for name in names for of in ("", "_scale", "_a", "_b", "_bias")]
+    weights = {name: getattr(block, name)[...] for name in every if hasattr(block, name)}
+
+    def made(weights: Parts, x: jax.Array) -> Any:
+        graph, state = nnx.split(block)
+        nnx.replace_by_pure_dict(state, {**nnx.to_pure_dict(state), **weights})
+        return part(nnx.merge(graph, state), x, compute)
+
+    return getattr(ring, how)(made, x, weights)
 
 
 def ring_of(
-    layout: Layout | None, config: ModelConfig, declared: Mapping[str, Parameter], dtype: Any,
-    rows: int, length: int,
+    layout: Layout | None, config: ModelConfig, rows: int, length: int, dtype: Any
 ) -> WeightRing | None:
-    """The ring of a layout for passes of so many rows of so many places; None where activations
-    are summed: without a tensor axis, where it is long, where keys and values or the length do not
-    divide over it, with stages, a split length, experts, or what needs a whole weight (DoRA), and
-    where weights are more than what would be summed.
+    """The ring for passes of so many rows of so many places; None where activations are summed."""
+    if layout is None or not travels(layout, config, rows * length / layout.ways("batch")):
+        return None
+    return WeightRing(layout, decoder_parameters(config)["layers"], dtype, length)
+
+
+def travels(layout: Layout, config: ModelConfig, tokens: float) -> bool:
+    """Whether weights travel in passes of so many tokens of the devices along a tensor axis.
+
+    Activations are summed where it is long; where keys and values do not divide over it; with
+    stages, a split length, experts, adapters that need whole weights or draw what they drop; and
+    where less is received so.
     """
-    if layout is None or not 1 < (count := layout.ways("heads")) <= LONGEST:
-        return None
     axes = layout.axes("heads")
-    alike = layout.axes("kv_heads") == axes and layout.axes("mlp") == axes
-    if not alike or length % count or layout.ways("length") > 1 or layout.ways("layers") > 1:
-        return None
-    if config.experts or (config.lora is not None and (config.lora.dora or config.lora.dropout)):
-        return None
-    # In elements that each device receives in a forward pass, over (count - 1) / count.
-    tokens = rows * length / layout.ways("batch")
-    summed = 2 * 2 * tokens * config.hidden_size
-    weights = arithmetic.layer_parameters(config)
-    exchanged = 2 * tokens * (config.heads + config.kv_heads) * config.head_dim / count
-    return WeightRing(layout, declared, dtype) if weights + exchanged < summed else None
+    alike = all(layout.axes(name) == axes for name in ("kv_heads", "mlp"))
+    if not 1 < layout.ways("heads") <= LONGEST or not alike:
+        return False
+    if layout.ways("length") > 1 or layout.ways("layers") > 1 or config.experts:
+        return False
+    if config.lora is not None and (config.lora.dora or config.lora.dropout):
+        return False
+    return pays(config, tokens, layout.ways("heads"))
+
+
+def pays(config: ModelConfig, tokens: float, devices: int) -> bool:
+    """Whether a forward pass of so many tokens receives less with weights that travel.
+
+    Elements of a layer, each times (devices - 1) / devices: its weights, and queries, keys, values
+    and what attention makes of a device's tokens; or two sums of all tokens, of which a device
+    receives everything twice.
+    """
+    exchanged = 2 * (config.heads + config.kv_heads) * config.head_dim * tokens / devices
+    return arithmetic.layer_parameters(config) + exchanged < 4 * config.hidden_size * tokens
