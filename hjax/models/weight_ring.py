@@ -273,7 +273,9 @@ def ring_of(
     layout: Layout | None, config: ModelConfig, rows: int, length: int, dtype: Any
 ) -> WeightRing | None:
     """The ring for passes of so many rows of so many places; None where activations are summed."""
-    if layout is None or not travels(layout, config, rows * length / layout.ways("batch")):
+    if layout is None or rows % layout.ways("batch"):
+        return None
+    if not travels(layout, config, rows * length / layout.ways("batch")):
         return None
     return WeightRing(layout, decoder_parameters(config)["layers"], dtype, length)
 
