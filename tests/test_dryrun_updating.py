@@ -40,6 +40,21 @@ from hjax.dryrun.updating import Case, updating
 print(json.dumps(updating(Case(**json.loads(sys.argv[1])))))
 """
 
+# Of few layers, each wide enough that there is something to do while its weights travel.
+TRAVELLING = """
+import sys
+from hjax.dryrun.topologies import prepare_environment
+prepare_environment()
+import json, jax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_enable_compilation_cache", False)
+from hjax.dryrun.updating import Case, updating
+from hjax.models.config import ModelConfig
+model = ModelConfig(4096, 2048, 8192, 2, 16, 8, 128, 8192)
+case = Case(model, "v5e:2x2", {"data": 1, "tensor": 4}, 2048, rows=16)
+print(json.dumps({k: v for k, v in updating(case).items() if k != "model"}))
+"""
+
 
 @functools.cache
 def record(tokens):
@@ -67,6 +82,17 @@ def test_an_update_receives_what_fsdp_must_and_multiplies_little_twice():
     assert 0.95 <= found["received_bytes"] / found["minimum_received_bytes"] <= 1.4
     assert 1.0 <= found["flops_over_minimum"] <= 1.4  # blocks that are seen in part; remat
     assert found["seconds"] >= found["minimum_seconds"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_tensor_parallelism_waits_for_little_where_weights_travel():
+    pytest.importorskip("libtpu")
+    found = run(TRAVELLING, 2048)
+    assert 0.95 <= found["received_bytes"] / found["minimum_received_bytes"] <= 1.4
+    assert found["waited_share"] <= 0.4 and found["waited_seconds"] <= 0.1 * found["seconds"]
+    assert found["seconds"] <= 1.6 * found["minimum_seconds"]
+    assert 0.9 <= found["estimated_bytes"] / found["peak_bytes"] <= 1.2
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import numpy as np
 from hjax.dryrun.programs import StepProgram, phase_of
 from hjax.models import arithmetic
 from hjax.models.config import ModelConfig
+from hjax.models.weight_ring import travels
 from hjax.sharding.layout import Layout, shard_bytes
 from hjax.xla.roofline import Limits
 
@@ -78,11 +79,19 @@ def minimum(
         moved = float(sum(shard_bytes(tree) for tree in jax.tree.leaves(stored)))
         flops, received = forward, gather * worker.passes.pieces_of(program.rows)
     if (t := layout.ways("heads")) > 1:
-        # Of every layer's two sums over its parts, a reduce-scatter and an all-gather each.
         rows = passed / layout.ways("batch")
-        passes = {"update": 2}.get(phase, 1)
-        sums = 2 * 2 * (t - 1) / t * model.layers / layout.ways("layers")
-        received += passes * sums * rows * model.hidden_size * element
+        both = 2 if phase == "update" else 1
+        pieces = 1 if generates else worker.passes.pieces_of(program.rows)
+        if not generates and travels(layout, model, rows / pieces):
+            # Of every layer the other parts of its weights, and of their gradients; queries, keys,
+            # values and what attention makes of them.
+            times = arithmetic.update_passes(model, worker.scalar) if phase == "update" else 1
+            exchanged = 2 * (model.heads + model.kv_heads) * model.head_dim * rows / t
+            moves = times * pieces * arithmetic.layer_parameters(model) + both * exchanged
+        else:
+            # Of every layer's two sums over its parts, a reduce-scatter and an all-gather each.
+            moves = both * 2 * 2 * rows * model.hidden_size
+        received += (t - 1) / t * model.layers / layout.ways("layers") * moves * element
     if (parted := layout.ways("experts")) > 1:
         # Of the others' tokens those that have an expert here, and as many sums back.
         reached = 1 - (1 - 1 / parted) ** model.experts_per_token

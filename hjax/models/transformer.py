@@ -23,7 +23,7 @@ from hjax.kernels import quantized
 from hjax.kernels.attention import Scoring
 from hjax.kernels.sets import REFERENCE, Kernels, choose, kernels_of
 from hjax.models import lora as low_rank
-from hjax.models import remat
+from hjax.models import remat, weight_ring
 from hjax.models.architecture import (
     decoder_parameters,
     scalar_parameters,
@@ -36,6 +36,7 @@ from hjax.models.declaration import Kind, create_in
 from hjax.models.dropout import Dropout
 from hjax.models.experts import Routing, Weights, mixture
 from hjax.models.rotary import Tables
+from hjax.models.weight_ring import WeightRing, ring_of
 from hjax.sharding.layout import Layout
 from hjax.sharding.pipeline import Stack, first_layer, plain
 
@@ -60,6 +61,8 @@ class Compute:
       home: the layout whose devices run it, given by ``on``; kernels that a compiler cannot split
         are split over it.
       dropout: what adapters' inputs lose in an update; None: nothing.
+      travel: weights may travel over a tensor axis, see ``hjax.models.weight_ring``; ``on`` chooses
+        it for platforms that send while they multiply.
     """
 
     dtype: Any = jnp.float32
@@ -69,6 +72,7 @@ class Compute:
     kernel_set: str = REFERENCE
     home: Layout | None = None
     dropout: Dropout | None = None
+    travel: bool = False
 
     def in_layer(self, layer: int | jax.Array) -> Compute:
         """The same in a layer, counted from the first that is run."""
@@ -78,7 +82,10 @@ class Compute:
 
     def on(self, layout: Layout) -> Compute:
         """The same with the kernels for a layout's devices."""
-        return dataclasses.replace(self, kernel_set=choose(layout.platform), home=layout)
+        platform = layout.platform
+        return dataclasses.replace(
+            self, kernel_set=choose(platform), home=layout, travel=platform in weight_ring.PLATFORMS
+        )
 
     @property
     def kernels(self) -> Kernels:
@@ -96,6 +103,11 @@ class Compute:
         """The layout, if its ``context`` axis splits the length."""
         splits = self.layout is not None and self.layout.ways("length") > 1
         return self.layout if splits else None
+
+    def ring(self, config: ModelConfig, shape: tuple[int, ...]) -> WeightRing | None:
+        """Along which weights travel in a pass over activations of [batch, length, embed]."""
+        rows, length, _ = shape
+        return ring_of(self.layout, config, rows, length, self.dtype) if self.travel else None
 
     @property
     def whole(self) -> bool:
@@ -158,6 +170,7 @@ class Block(nnx.Module):
         compute: Compute,
         kind: LayerKind,
         counted: jax.Array | None = None,
+        ring: WeightRing | None = None,
     ) -> tuple[jax.Array, Any, Any, jax.Array | None]:
         """One layer (of a block whose parameters were sliced to it): x [batch, length, embed].
 
@@ -168,14 +181,16 @@ class Block(nnx.Module):
           attention, cache, compute: as of ``Decoder``.
           kind: what this layer has of its own.
           counted: tokens of which it is asked how they spread over experts, see ``mixture``.
+          ring: along which weights travel; None: they stay.
 
         Returns:
           what comes out, the cache, what the strategy kept, and how tokens spread over experts.
         """
         config, kernels, compute = self.config, compute.kernels, compute.in_layer(layer)
         h = x if config.norms == "after" else self._norm("attention_norm", x, compute)
-        q = self._product("btd,dhe->bthe", h, "q", compute)
-        k, v = _pair(self._product("btd,dcke->btcke", h, "kv", compute))
+        run = functools.partial(weight_ring.along, ring, self)
+        q, kv = run("to_heads", Block._queries_keys_values, h, compute, "q", "kv")
+        k, v = _pair(kv)
         if config.query_key_norm:
             q, k = self._norm_heads("q_norm", q, compute), self._norm_heads("k_norm", k, compute)
         if kind.rope is not None and rotary:
@@ -184,12 +199,16 @@ class Block(nnx.Module):
         scoring = Scoring(config.attention_scale, config.attention_softcap, kind.window or 0)
         sinks = self.sinks[...] if config.sinks else None
         out, cache, kept = attention(Heads(layer, q, k, v, scoring, sinks), cache)
-        out = self._product("bthe,hed->btd", out, "o", compute)
+        out = run("from_heads", Block._attended, out, compute, "o")
         if config.norms != "before":
             out = self._norm("attention_out_norm", out, compute)
         x = x + out
         h = x if config.norms == "after" else self._norm("mlp_norm", x, compute)
-        out, sums = self._mlp(h, compute, counted)
+        sums = None
+        if config.experts:
+            out, sums = self._experts(h, compute, counted)
+        else:
+            out = run("within", Block._mlp, h, compute, "gate_up", "up", "down")
         if config.norms != "before":
             out = self._norm("mlp_out_norm", out, compute)
         return x + out, cache, kept, sums
@@ -232,26 +251,34 @@ class Block(nnx.Module):
         together = norm(self.config, compute, x.reshape(*x.shape[:2], -1), weight.reshape(-1))
         return together.reshape(x.shape)
 
-    def _mlp(
+    def _queries_keys_values(self, x: jax.Array, compute: Compute) -> tuple[jax.Array, jax.Array]:
+        q = self._product("btd,dhe->bthe", x, "q", compute)
+        return q, self._product("btd,dcke->btcke", x, "kv", compute)
+
+    def _attended(self, x: jax.Array, compute: Compute) -> jax.Array:
+        return self._product("bthe,hed->btd", x, "o", compute)
+
+    def _experts(
         self, x: jax.Array, compute: Compute, counted: jax.Array | None
     ) -> tuple[jax.Array, jax.Array | None]:
+        names = ("router_bias", "gate_up_bias", "down_bias")
+        biases = (getattr(self, name)[...] for name in names if hasattr(self, name))
+        weights = Weights(self.router[...], self.gate_up[...], self.down[...], *biases)
+        routing, grouped = routing_of(self.config), compute.kernels.grouped
+        return mixture(x, weights, routing, compute.home, grouped, counted)
+
+    def _mlp(self, x: jax.Array, compute: Compute) -> jax.Array:
         config = self.config
-        if config.experts:
-            names = ("router_bias", "gate_up_bias", "down_bias")
-            biases = (getattr(self, name)[...] for name in names if hasattr(self, name))
-            weights = Weights(self.router[...], self.gate_up[...], self.down[...], *biases)
-            grouped = compute.kernels.grouped
-            return mixture(x, weights, routing_of(config), compute.home, grouped, counted)
         plain = not config.mlp_bias and not self._adapted("gate_up", "down")
         plain = plain and not config.quantized
         if config.gated_mlp and config.activation == "silu" and plain:
-            return compute.kernels.gated_mlp(x, self.gate_up[...], self.down[...]), None
+            return compute.kernels.gated_mlp(x, self.gate_up[...], self.down[...])
         if config.gated_mlp:
             gate, up = _pair(self._product("btd,dcm->btcm", x, "gate_up", compute))
             inner = gated(config, gate, up)
         else:
             inner = ACTIVATIONS[config.activation](self._product("btd,dm->btm", x, "up", compute))
-        return self._product("btm,md->btd", inner, "down", compute), None
+        return self._product("btm,md->btd", inner, "down", compute)
 
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -390,10 +417,19 @@ class Decoder(nnx.Module):
                 run = dataclasses.replace(
                     compute, dropout=dataclasses.replace(compute.dropout, first=first)
                 )
-            through = self._through(
-                stacked, None, x, positions, attention, None, run, counted=counted
+            ring = run.ring(config, x.shape)
+            x, _, _, sums = self._through(
+                stacked,
+                None,
+                x if ring is None else ring.spread(x),
+                positions,
+                attention,
+                None,
+                run,
+                counted=counted,
+                ring=ring,
             )
-            x, sums = through[0], through[3]
+            x = x if ring is None else ring.whole(x)
             if sums is not None:
                 # The layers of a stage: those of the stages before stand before them.
                 sums = jnp.concatenate([before[sums.shape[0] :], sums])
@@ -480,6 +516,7 @@ class Decoder(nnx.Module):
         numbers: tuple[int | jax.Array, int] = (0, 1),
         rotary: LookUp | None = None,
         counted: jax.Array | None = None,
+        ring: WeightRing | None = None,
     ) -> tuple[jax.Array, Any, Any, jax.Array | None]:
         if rotary is not None:
             turns = rotary(positions)
@@ -487,6 +524,10 @@ class Decoder(nnx.Module):
             turns = rotary_tables(self.config, positions, compute.kernels)
         graph, _ = nnx.split(self.layers)
         first, stride = numbers
+
+        def held(x: jax.Array) -> jax.Array:
+            return compute.hold(x, "batch", "length", None) if ring is None else ring.hold(x)
+
         count = jax.tree.leaves(stacked)[0].shape[0]
         period = self.config.period
         if count % len(period) and count != self.config.layers:
@@ -500,9 +541,9 @@ class Decoder(nnx.Module):
                 x = remat.layer_input(x)
                 block = nnx.merge(graph, parameters)
                 x, cache, kept, sums = block(
-                    layer, x, turns, attention, cache, compute, kind, counted
+                    layer, x, turns, attention, cache, compute, kind, counted, ring
                 )
-                return compute.hold(x, "batch", "length", None), cache, (kept, sums)
+                return held(x), cache, (kept, sums)
 
             return remat.recomputed(run, compute.remat, unrolled=compute.unroll_layers)
 

@@ -14,7 +14,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.algorithms import Algorithm
-from hjax.models import remat
+from hjax.models import remat, weight_ring
 from hjax.models.parameters import decoder_network, scalar_network
 from hjax.roles import Role
 from hjax.sharding.layout import Layout, check_shapes, without
@@ -168,6 +168,7 @@ class Chooser:
             response=context.max_response_length,
             micro_batch=context.micro_batch,
             packing=context.packing,
+            travel=self.platform in weight_ring.PLATFORMS,
         )
 
 

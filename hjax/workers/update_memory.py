@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from hjax.kernels.attention import WHOLE
-from hjax.models import arithmetic, remat
+from hjax.models import arithmetic, remat, weight_ring
 from hjax.models.forward import LOGIT_CHUNK_BYTES
 from hjax.models.parameters import Network
 from hjax.sharding.layout import Layout
@@ -38,6 +38,7 @@ class Updates:
       samples: of a prompt.
       prompt, response: tokens of each row.
       micro_batch, packing: as of ``WorkerContext``.
+      travel: as of ``Compute``.
     """
 
     network: Network
@@ -50,6 +51,7 @@ class Updates:
     response: int
     micro_batch: int = 0
     packing: int = 0
+    travel: bool = False
 
     def with_state(self, policy: str) -> float:
         """Bytes of an update: parameters, two moments of what learns, and its temporaries."""
@@ -67,10 +69,11 @@ class Updates:
         layout, config, size = self.layout, self.network.config, self.dtype.itemsize
         pieces, tokens, answered, length = self._in_packs() if self.packing else self._in_rows()
         split = layout.ways("heads")
+        travels = self.travel and weight_ring.travels(layout, config, tokens)
 
         def of(elements: tuple[int, int]) -> float:
             every, whole = elements
-            return tokens * size * ((every - whole) / split + whole)
+            return tokens * size * ((every - whole) / split + whole / (split if travels else 1))
 
         stages = layout.ways("layers")
         layers = config.layers / stages * (min(stages, pieces) if stages > 1 else 1)
@@ -100,7 +103,7 @@ class Updates:
         if (lora := self.network.config.lora) is not None and lora.dora:
             # Of the matrix in use the sum with its adapter, for the norms.
             cast += 4 * arithmetic.layer_parameters(config) / split
-        return gradients + cast + activations + self._gathered() + self._head(answered)
+        return gradients + cast + activations + self._gathered(travels) + self._head(answered)
 
     def _in_rows(self) -> tuple[int, float, float, int]:
         """Passes; of one on a device tokens and those answered; places of a padded row."""
@@ -132,13 +135,14 @@ class Updates:
         placed = jax.tree.leaves(of(self.network.shardings(self.layout)))
         return [(x, math.prod(s.shard_shape(x.shape))) for x, s in zip(shapes, placed, strict=True)]
 
-    def _gathered(self) -> float:
-        """Of FSDP the layer in use and the next, whole."""
+    def _gathered(self, travels: bool) -> float:
+        """Of FSDP the layer in use and the next, whole; of weights that travel the layer in use and
+        its gradients."""
         layout = self.layout
-        if layout.ways("embed") == 1:
+        if layout.ways("embed") == 1 and not travels:
             return 0.0
-        layer = arithmetic.layer_parameters(self.network.config) / layout.ways("heads")
-        return 2 * layer * self.dtype.itemsize
+        layer = arithmetic.layer_parameters(self.network.config)
+        return 2 * layer * self.dtype.itemsize / (1 if travels else layout.ways("heads"))
 
     def _head(self, answered: float) -> float:
         """A piece of logits, its softmax and gradient; the states' float32 gradient."""
@@ -164,4 +168,5 @@ def updates_of(worker: Any, rows: int, prompt: int) -> Updates:
         response=context.max_response_length,
         micro_batch=context.micro_batch,
         packing=context.packing,
+        travel=worker.compute.travel,
     )
