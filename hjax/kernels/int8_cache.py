@@ -54,9 +54,11 @@ def quantized(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Numbers, int8 like x [..., head_dim], and scales, float32 [..., 1]: ``numbers * scale`` is
     off by half a scale at most, the largest magnitude over 254."""
     wide = x.astype(jnp.float32)
-    scale = jnp.max(jnp.abs(wide), axis=-1, keepdims=True) / LARGEST
-    numbers = jnp.round(wide / jnp.where(scale > 0, scale, 1.0))
-    return numbers.astype(jnp.int8), scale
+    top = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
+    # Products, which no compiler writes otherwise as it does quotients of quotients: bfloat16 has
+    # many numbers between two steps, which every program must round to the same.
+    numbers = jnp.round(wide * (LARGEST / jnp.where(top > 0, top, 1.0)))
+    return numbers.astype(jnp.int8), top * jnp.float32(1 / LARGEST)
 
 
 def zeros(size: tuple[int, ...], dtype: Any) -> Held:

@@ -110,6 +110,11 @@ class Generator:
         )
 
     @property
+    def kept_dtype(self) -> Any:
+        """Of keys and values; None: int8."""
+        return None if self.int8 else self.compute.dtype
+
+    @property
     def _copies(self) -> int:
         """Of each key-value head in the kernel's cache: ``KVCache.copies``."""
         if self.cache_form not in decode.KERNELS + decode.BY_PARTS:
