@@ -1,5 +1,8 @@
-"""Keys and values in int8: rounding and attention by plain numpy, rollouts by a forward that rounds,
-and the same tokens whatever else is decoded, and wherever."""
+"""Keys and values in int8: rounding and attention by numpy, rollouts by a forward that rounds.
+
+That a sequence's tokens depend on nothing else is in the tables of ``test_rollout_engine``,
+``test_rollout_forms`` and ``test_rollout_prefixes``.
+"""
 
 import dataclasses
 
@@ -7,8 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 import test_kernels_decode as by_hand
+from helpers import computed, read_rows, tiny_config, trainer_of
+
+import hjax
+from hjax.dryrun.description import describe
 from hjax.errors import ConfigError
 from hjax.kernels import decode, decode_gpu, decode_tpu, int8_cache
 from hjax.kernels.attention import Scoring
@@ -19,10 +25,8 @@ from hjax.models.forward import positions_of
 from hjax.models.parameters import decoder_network
 from hjax.models.transformer import Compute
 from hjax.rollout.generator import Generator
-from hjax.rollout.language_model import LanguageModel
 from hjax.rollout.sampling import Sampling
-from hjax.rollout.service import Request, Service
-from hjax.sharding.layout import make_layouts, without
+from hjax.sharding.layout import make_layouts
 
 
 def rounded(x):
@@ -150,3 +154,146 @@ def test_the_gpu_s_kernel_reads_what_was_rounded(name):
         answer = weights @ v[g, h, s, low : at + 1] / weights.sum()
         place = g, h, s, i, t
         np.testing.assert_allclose(out[place] / total[place], answer, atol=1e-5)
+
+
+# Rollouts
+
+
+@dataclasses.dataclass(frozen=True)
+class Rounds:
+    """Attention over whole sequences, with each key and value rounded: none is kept."""
+
+    mask: jax.Array
+
+    def __call__(self, heads, cache):
+        def near(x):
+            top = jnp.abs(x).max(-1, keepdims=True)
+            return jnp.round(x / top * 127) * top / 127
+
+        return Causal(self.mask)(heads._replace(k=near(heads.k), v=near(heads.v)), cache)
+
+
+CONFIG = ModelConfig(
+    64, 32, 48, 2, heads=4, kv_heads=2, head_dim=16, max_length=128,
+    layer_kinds=(LayerKind(window=9, rope=0), LayerKind(window=None, rope=0)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "slots, sizes",
+    [(0, {}), (4, {}), pytest.param(0, {"data": 1, "pipe": 2}, marks=pytest.mark.slow)],
+    ids=["one program", "slots", "stages"],
+)
+def test_log_probs_are_those_of_a_forward_that_rounds(slots, sizes):
+    devices = jax.devices()[: int(np.prod(list(sizes.values()) or [1]))]
+    layout = make_layouts(devices, sizes, {"pipe": -1} if sizes else None).generate
+    network = decoder_network(CONFIG)
+    params = jax.tree.map(lambda x: 2 * x, network.create(3, layout))
+    draw = np.random.default_rng(0)
+    mask = np.arange(12) >= draw.integers(0, 12, (4, 1))
+    prompts = np.where(mask, draw.integers(0, 64, mask.shape), 0).astype(np.int32)
+    drawn = {}
+    for cache in ("auto", "int8"):
+        generator = Generator(network, layout, cache_dtype=cache)
+        drawn[cache] = generator.generate(
+            params, prompts, mask, np.arange(8, dtype=np.int32), seed=0, samples=2,
+            max_new_tokens=40, sampling=Sampling(), slots=slots, surplus=0,
+        )  # fmt: skip
+
+    def log_probs(rollout, attention):
+        """Of the responses, of the model as it stands, in one piece."""
+        rollout = {key: jnp.asarray(np.asarray(x)) for key, x in rollout.items()}
+        tokens = jnp.concatenate([rollout["prompts"], rollout["responses"]], axis=1)
+        there = jnp.concatenate([rollout["prompt_mask"], rollout["response_mask"]], axis=1)
+        model = network.bind(jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), params))
+        rotary = model.rotary(jnp.sum(there, axis=-1), tables=tokens.shape[1])
+        run = tokens, positions_of(there), attention(there)
+        hidden, _, _ = model(*run, compute=Compute(), rotary=rotary)
+        scores = jax.nn.log_softmax(model.logits(hidden[:, 11:-1]))
+        found = jnp.take_along_axis(scores, rollout["responses"][..., None], axis=-1)
+        return np.asarray(found[..., 0])
+
+    found = np.asarray(drawn["int8"]["logprobs"])
+    plain, rounds = (log_probs(drawn["int8"], way) for way in (Causal, Rounds))
+    np.testing.assert_allclose(found, rounds, atol=2e-3)
+    assert np.abs(found - rounds).mean() < 1e-5
+    error = np.abs(found - plain).mean()
+    assert error > 1e-3  # what int8 costs, of which nothing is hidden
+    exact = np.asarray(drawn["auto"]["logprobs"])
+    np.testing.assert_allclose(exact, log_probs(drawn["auto"], Causal), atol=1e-5)
+
+
+def test_another_dtype_is_refused_by_name():
+    layout = make_layouts(jax.devices()[:1]).generate
+    with pytest.raises(ConfigError, match="cache_dtype='fp8'; allowed: auto, int8"):
+        Generator(decoder_network(CONFIG), layout, cache_dtype="fp8")
+    with pytest.raises(ConfigError, match="rollout.cache_dtype='fp8'"):
+        tiny_config("GRPO", {"rollout.cache_dtype": "fp8"})
+
+
+RUN = {"rollout.cache_dtype": "int8", "steps": 4, "checkpoint.every": 2, "model.layers": 2}
+
+
+def test_a_run_says_what_it_keeps_learns_from_it_and_resumes(tmp_path):
+    """Bit for bit, and the dry run by hand: 2 layers, 4 heads of 8 numbers and a scale, twice."""
+    with trainer_of("GRPO", RUN, workdir=tmp_path / "whole") as trainer:
+        told = describe(trainer)["cache"]
+        rows = trainer.run()
+    assert told["actor"] == {"dtype": "int8", "bytes_per_token": 2 * 2 * 4 * (8 + 4)}
+    with trainer_of("GRPO", RUN, workdir=tmp_path / "cut") as trainer:
+        trainer.run(3)
+    with trainer_of("GRPO", RUN, workdir=tmp_path / "cut") as trainer:
+        trainer.run()
+    again = read_rows(tmp_path / "cut")
+    assert [computed(row) for row in again] == [computed(row) for row in rows]
+    for row in rows:
+        # The sampler's log-probs are those of its own forward, learning's of one without rounding.
+        assert 1 + 1e-5 < row["rollout/token_prob_error"] < 1.05
+        assert row["actor/grad_norm"] > 0
+    with trainer_of("GRPO", RUN | {"rollout.cache_dtype": "auto"}) as trainer:
+        plain = trainer.step()["rollout/token_prob_error"]
+        assert describe(trainer)["cache"]["actor"]["bytes_per_token"] == 2 * 2 * 4 * 8 * 4
+    assert plain == pytest.approx(1, abs=1e-5)
+
+
+def test_another_cache_goes_on_with_no_run(tmp_path):
+    with trainer_of("GRPO", RUN | {"steps": 2}, workdir=tmp_path) as trainer:
+        trainer.run(2)
+    keys = RUN | {"steps": 3, "rollout.cache_dtype": "auto"}
+    with pytest.raises(ConfigError, match="rollout.cache_dtype"):
+        hjax.Trainer(tiny_config("GRPO", keys), workdir=tmp_path)
+
+
+# Beside what else a rollout may be asked for.
+TOGETHER = {
+    "slots": {"rollout.slots": 8},
+    "guesses": {"rollout.lookup": 2},
+    "surplus": {"rollout.surplus": 2, "rollout.slots": 8},
+    "stages": {"model.layers": 2, "layout.actor.train.pipe": 2, "layout.actor.generate.pipe": 2},
+    "tensor": {"layout.actor.train.tensor": 4, "layout.actor.generate.tensor": 2},
+    "correction": {"algorithm.correction": "truncated"},
+    "adapters, bfloat16": {"actor.lora.rank": 2, "model.dtype": "bfloat16"},
+    "apart, in parts": {
+        "placement": "disaggregate", "rollout.max_staleness": 1, "rollout.partial_tokens": 2,
+        "rollout.deterministic": True, "algorithm.correction": "truncated",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) for n in TOGETHER])
+def test_runs_go_with_everything_else(name):
+    """Their rows are those of the same run without what changes nothing, or they go their steps."""
+    same = name in ("slots", "guesses", "stages", "tensor")
+    keys = {"rollout.cache_dtype": "int8", "steps": 2, "rollout.max_response_length": 6}
+    keys |= TOGETHER[name]
+    plain = {k: v for k, v in keys.items() if k.startswith(("rollout.c", "rollout.m", "st", "mo"))}
+    found = []
+    for asked in (keys, plain) if same else (keys,):
+        with trainer_of("GRPO", asked) as trainer:
+            found.append([computed(row) for row in trainer.run()])
+    for row in found[0]:
+        assert 1 < row["rollout/token_prob_error"] < 1.1 and np.isfinite(row["actor/loss"])
+    if same:
+        for one, other in zip(*found, strict=True):
+            one.pop("rollout/guesses_right", None)
+            assert one == pytest.approx(other, rel=5e-3, abs=1e-3)

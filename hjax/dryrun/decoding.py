@@ -69,8 +69,8 @@ CASES = (
     Case("qwen2.5-1.5b", "h100:1x8", 1, 256, 1, bar=1.2, slots=True),
     Case("llama-3-8b", "v5p:2x2x2", 4, 256, 1, bar=1.2, slots=True),
     Case("qwen2.5-1.5b", "v5e:2x4", 1, 256, 8, bar=1.2, cache=INT8),
-    Case("qwen2.5-1.5b", "v5e:2x4", 1, 256, 1, bar=1.2, slots=True, cache=INT8),
-    Case("qwen2.5-1.5b", "h100:1x8", 1, 256, 1, bar=1.2, slots=True, cache=INT8),
+    Case("qwen2.5-1.5b", "v5e:2x4", 1, 256, 1, bar=1.25, slots=True, cache=INT8),
+    Case("qwen2.5-1.5b", "h100:1x8", 1, 256, 1, bar=1.25, slots=True, cache=INT8),
 )
 
 

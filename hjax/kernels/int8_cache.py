@@ -28,17 +28,20 @@ CACHE_DTYPES = (AUTO, INT8)
 class Quantized:
     """What stands in a cache's place of an array of keys, or of values.
 
+    In a kernel its fields are what the kernel has of arrays: references, blocks, shapes.
+
     Attributes:
       numbers: int8, shaped as that array is.
       scale: float32 [..., 1, length], whichever of length and head_dim is last in ``numbers``.
     """
 
-    numbers: jax.Array
-    scale: jax.Array
+    numbers: Any
+    scale: Any
 
     def widened(self, dtype: Any) -> jax.Array:
         """The array that it stands for, [..., length, head_dim]."""
-        return (self.numbers * self.scale.swapaxes(-1, -2)).astype(dtype)
+        wide: jax.Array = self.numbers * self.scale.swapaxes(-1, -2)
+        return wide.astype(dtype)
 
 
 # Keys or values of a layer: an array, or what stands for one.
@@ -47,7 +50,7 @@ Held = jax.Array | Quantized
 
 def shape(held: Held) -> tuple[int, ...]:
     """Of the array, or of that which ``held`` stands for."""
-    return held.numbers.shape if isinstance(held, Quantized) else held.shape
+    return tuple((held.numbers if isinstance(held, Quantized) else held).shape)
 
 
 def quantized(x: jax.Array) -> tuple[jax.Array, jax.Array]:

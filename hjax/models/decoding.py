@@ -26,7 +26,7 @@ from hjax.kernels.decode import (
     Seen,
     Slots,
 )
-from hjax.kernels.int8_cache import Held, Quantized
+from hjax.kernels.int8_cache import Held
 from hjax.models.attention import Heads, KeyValue
 from hjax.sharding.layout import Layout
 

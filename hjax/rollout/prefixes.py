@@ -206,9 +206,9 @@ class Prefixes:
     ) -> jax.Array:
         """An array of blocks with some of an array of a state's cache.
 
-        ``way``: whether that has columns last, and whether it is one of scales. ``start``: int32 [rows], each one's first
-        column; None: 0. ``pieces``: int32 [3, n]: of which row, from which of its tokens on, into
-        which block.
+        ``way``: whether that has columns last, and whether it is one of scales. ``start``: int32
+        [rows], each one's first column; None: 0. ``pieces``: int32 [3, n]: of which row, from which
+        of its tokens on, into which block.
         """
         by_columns, scaled = way
         row, first, where = pieces
