@@ -280,12 +280,12 @@ def test_programs_take_the_cache_that_is_said(form, unroll, samples, slots, kept
     prefill, decoding = generator.programs("generate", abstract, 16, LENGTH, **given)
     rows = slots or 16 * samples
     refills = slots and not generator.engine.by_kernel
-    length = NEW + 4 * STEPS if refills else NEW
+    length, prompt = NEW + 4 * STEPS if refills else NEW, LENGTH
     if generator.engine.by_kernel:  # in tiles
         tile = 8 if kept == "auto" else 32
-        length = -(-length // tile) * tile
+        length, prompt = (-(-x // tile) * tile for x in (length, prompt))
     token = 8 * 4 if kept == "auto" else 8 + 4  # with a scale
-    cache = (rows // samples * LENGTH + rows * length) * 2 * PLAIN.layers * 2 * token
+    cache = (rows // samples * prompt + rows * length) * 2 * PLAIN.layers * 2 * token
     held = shard_bytes(prefill.beside)
     assert cache < held < 1.01 * cache + 100 * rows
     assert prefill.runs == 16 * samples // rows and prefill.tokens == 0
