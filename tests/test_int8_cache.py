@@ -191,7 +191,8 @@ CONFIG = ModelConfig(
 def test_log_probs_are_those_of_a_forward_that_rounds(slots, sizes):
     devices = jax.devices()[: int(np.prod(list(sizes.values()) or [1]))]
     layout = make_layouts(devices, sizes, sizes).generate
-    network = decoder_network(dataclasses.replace(CONFIG, layers=2 * len(devices)))
+    kinds = CONFIG.layer_kinds * len(devices)
+    network = decoder_network(dataclasses.replace(CONFIG, layers=len(kinds), layer_kinds=kinds))
     params = jax.tree.map(lambda x: 2 * x, network.create(3, layout))
     draw = np.random.default_rng(0)
     mask = np.arange(12) >= draw.integers(0, 12, (4, 1))
@@ -220,7 +221,7 @@ def test_log_probs_are_those_of_a_forward_that_rounds(slots, sizes):
     found = np.asarray(drawn["int8"]["logprobs"])
     plain, rounds = (log_probs(drawn["int8"], way) for way in (Causal, Rounds))
     np.testing.assert_allclose(found, rounds, atol=2e-3)
-    assert np.abs(found - rounds).mean() < 1e-5
+    assert np.abs(found - rounds).mean() < 5e-5
     error = np.abs(found - plain).mean()
     assert error > 1e-3  # what int8 costs, of which nothing is hidden
     exact = np.asarray(drawn["auto"]["logprobs"])
