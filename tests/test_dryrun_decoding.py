@@ -24,7 +24,8 @@ SMALL = Case(
 
 # Of requests, on GPUs.
 SLOTS = dataclasses.replace(SMALL, topology="h100:1x4", slots=True)
-MEASURED = (SMALL, SLOTS, *CASES)
+SMALL_INT8 = dataclasses.replace(SMALL, cache="int8")
+MEASURED = (SMALL, SLOTS, SMALL_INT8, *CASES)
 
 
 def counted(case, form=""):
@@ -55,6 +56,20 @@ def test_a_token_copies_no_cache_and_reads_what_is_filled():
     assert found["minimum_bytes"] == pytest.approx(cache + weights, rel=2e-3)
     # Half a block more is read than is filled, and a tile written.
     read = cache + token * 256 * (64 + 16)
+    assert read <= found["bytes_per_token"] <= 1.05 * read + weights
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1600)
+def test_in_int8_a_token_reads_a_byte_for_each_number_and_the_scales():
+    found = counted(SMALL_INT8)
+    assert found["copies"] == 0
+    token = 3 * 2 * 2 * (128 + 4)
+    cache = token * 256 * (128 + 512)
+    weights = 2 * (1024 * 256 + 3 * 256 * (3 * 512 + 128 * (2 * 8 + 2 * 4))) / 2
+    assert found["minimum_bytes"] == pytest.approx(cache + weights, rel=2e-3)
+    # Half a block more is read than is filled; a tile of 32 tokens is written, scales of 128.
+    read = cache + token * 256 * 64 + 3 * 2 * 2 * 256 * (32 * 128 + 128 * 4)
     assert read <= found["bytes_per_token"] <= 1.05 * read + weights
 
 

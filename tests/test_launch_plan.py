@@ -17,9 +17,12 @@ from hjax.devices import Device
 from hjax.dryrun import plan_programs as plan_compile
 from hjax.errors import ConfigError
 from hjax.launch import plan as command
+from hjax.launch import plan_flags
+from hjax.planning import generation, memory
 from hjax.planning.constants import Constants
 from hjax.planning.dataflow import trace
 from hjax.planning.profile import Profile
+from hjax.planning.records import Mesh
 from hjax.planning.strategies import STRATEGIES
 from hjax.run.placement import make_plan
 from hjax.show.plan_page import plan_page
@@ -189,6 +192,23 @@ def test_a_config_is_planned_as_it_stands(capsys):
     assert found["needs"] == [] and found["waves"] == {"actor": 1}
     for layouts in found["layouts"].values():  # 512 sequences, updates of 128, passes of 32
         assert 32 % math.prod(layouts["train"].get(a, 1) for a in ("data", "fsdp")) == 0
+
+
+def test_a_config_s_int8_cache_is_that_of_its_plan():
+    """By hand: llama-7b has 2 x 32 layers x 32 heads x 128 numbers a token, and a scale per head;
+    of a step of decoding half of the response is read, and the prompt."""
+    found = {}
+    for kept, element in (("auto", 2), ("int8", 1 + 4 / 128)):
+        problem = plan_flags.parse([*CONFIG, f"--config.rollout.cache_dtype={kept}"]).problem
+        (pool,), work, model = problem.cluster.pools, problem.work, problem.models["actor"]
+        place, mesh = problem.place(pool, 64), Mesh(generate_pipe=1, generate_tensor=2, tensor=2)
+        token = 2 * 32 * 32 * 128 * element
+        assert memory.cache_bytes(place, model, mesh, 3, 7) == pytest.approx(3 * 7 * token / 2)
+        found[kept] = generation.decoding(place, model, mesh, 512, work).per_row, token
+    share = 1 / work.samples if problem.numerics.shared_prompt else 1
+    read = (work.prompt_length * share + work.response_length / 2) / 2 / place.bandwidth
+    saved = found["auto"][0] - found["int8"][0]
+    assert saved == pytest.approx((found["auto"][1] - found["int8"][1]) * read)
 
 
 class Compiler:

@@ -44,9 +44,9 @@ def layout_of(sizes):
     return without(layout, ["kv_heads"] if sizes.get("tensor", 1) > CONFIG.kv_heads else [])
 
 
-def rollout_of(network, form, sizes, unroll=False, cut=None):
+def rollout_of(network, form, sizes, unroll=False, cut=None, cache="auto"):
     layout = layout_of(sizes)
-    generator = Generator(network, layout, Compute(unroll_layers=unroll), form)
+    generator = Generator(network, layout, Compute(unroll_layers=unroll), form, cache)
     draw = np.random.default_rng(0)
     mask = np.arange(LENGTH) >= draw.integers(0, LENGTH, (PROMPTS, 1))
     prompts = np.where(mask, draw.integers(1, CONFIG.vocab_size, mask.shape), 0).astype(np.int32)
@@ -94,6 +94,37 @@ def test_tokens_and_log_probs_do_not_depend_on_the_form(
             np.testing.assert_allclose(found[key], value, atol=1e-5)
         else:
             np.testing.assert_array_equal(found[key], value)
+
+
+@pytest.fixture(scope="module")
+def expected_in_int8(network):
+    return rollout_of(network, decode.COLUMNS, {"data": 1}, cache="int8")
+
+
+# What is left off begins anew: a prompt and its response are read in one piece then.
+INT8 = [
+    (decode.ROWS, {"data": 2, "tensor": 4}, True, 4),
+    (decode.INTERPRETED, {"data": 8}, True, 4),
+    (decode.COLUMNS, {"data": 1}, False, 3),
+    (decode.FILLED_INTERPRETED, {"data": 2, "tensor": 4}, True, 4),
+    (decode.INTERPRETED, {"data": 2, "tensor": 4}, False, None),
+]
+
+
+@pytest.mark.parametrize(
+    "form, sizes, unroll, cut",
+    [INT8[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in INT8[1:])],
+)
+def test_nor_do_they_in_int8(network, expected, expected_in_int8, form, sizes, unroll, cut):
+    found = rollout_of(network, form, sizes, unroll, cut, cache="int8")
+    for key, value in expected_in_int8.items():
+        if value.dtype == np.float32:
+            # Sums in another order may round an element to the next of its 255 steps.
+            np.testing.assert_allclose(found[key], value, atol=2e-3)
+        else:
+            np.testing.assert_array_equal(found[key], value)
+    # Not those of a cache that rounds nothing.
+    assert not np.allclose(expected["logprobs"], expected_in_int8["logprobs"], atol=1e-3)
 
 
 @pytest.mark.parametrize("form", [decode.ROWS, decode.INTERPRETED, decode.FILLED_INTERPRETED])

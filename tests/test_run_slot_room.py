@@ -25,6 +25,22 @@ def test_less_memory_fewer_sequences():
     assert room.cache_bytes < room.usable_bytes
 
 
+def test_int8_has_room_for_more():
+    """By hand: a byte for each number and four for a scale, of heads of 128."""
+    for memory in (80 * GIB, 96 * GIB):
+        plain, small = (
+            chosen(memory=memory, **ASKED, **{"rollout.cache_dtype": kept}).slots
+            for kept in ("auto", "int8")
+        )
+        assert 0 < plain.slots < (small.slots or small.sequences)
+    layout = chosen(memory=GIB, **ASKED).layouts["actor"].generate
+    token = 2 * 32 * 32 * (128 + 4) / layout.ways("heads")
+    groups = (small.slots or small.sequences) / 2 / layout.ways("batch")
+    spare = 64 if small.slots else 0
+    assert small.cache_bytes == groups * (512 + 2 * (3072 + spare)) * token
+    assert "keys and values in int8 take" in small.why and "int8" not in plain.why
+
+
 def test_the_workers_get_it_and_it_says_why():
     roles = chosen(memory=64 * GIB, **ASKED)
     assert 0 < roles.slots.slots < 256

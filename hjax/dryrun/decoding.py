@@ -17,6 +17,7 @@ from hjax.dryrun.compilation import compile_program
 from hjax.dryrun.minimum import Tokens, decoding_bytes
 from hjax.dryrun.programs import StepProgram
 from hjax.dryrun.topologies import find_topology
+from hjax.kernels.int8_cache import AUTO, INT8, element_bytes
 from hjax.models.config import ModelConfig
 from hjax.models.parameters import decoder_network
 from hjax.models.published import published
@@ -43,6 +44,7 @@ class Case:
       bar: the ratio of bytes to the least that is asked of it; 0: none.
       slots: whether rows come and go, as requests do (``hjax.rollout.service``): each has a slot of
         prompt and response columns, and they are filled to every length alike.
+      cache: what keys and values are kept in, of ``CACHE_DTYPES``.
     """
 
     model: str | ModelConfig
@@ -54,6 +56,7 @@ class Case:
     response: int = 1024
     bar: float = 0.0
     slots: bool = False
+    cache: str = AUTO
 
 
 CASES = (
@@ -65,6 +68,9 @@ CASES = (
     Case("qwen2.5-1.5b", "v5e:2x4", 1, 256, 1, bar=1.2, slots=True),
     Case("qwen2.5-1.5b", "h100:1x8", 1, 256, 1, bar=1.2, slots=True),
     Case("llama-3-8b", "v5p:2x2x2", 4, 256, 1, bar=1.2, slots=True),
+    Case("qwen2.5-1.5b", "v5e:2x4", 1, 256, 8, bar=1.2, cache=INT8),
+    Case("qwen2.5-1.5b", "v5e:2x4", 1, 256, 1, bar=1.25, slots=True, cache=INT8),
+    Case("qwen2.5-1.5b", "h100:1x8", 1, 256, 1, bar=1.25, slots=True, cache=INT8),
 )
 
 
@@ -97,7 +103,7 @@ def decoding(
     layout = without(layout, check_shapes(layout, model.dimensions, "generation"))
     network = decoder_network(model)
     dtype = jnp.bfloat16
-    generator = Generator(network, layout, Compute(dtype=dtype), cache_form)
+    generator = Generator(network, layout, Compute(dtype=dtype), cache_form, case.cache)
     params = jax.tree.map(
         lambda x, kind, s: jax.ShapeDtypeStruct(x.shape, kind, sharding=s),
         network.shapes,
@@ -123,7 +129,8 @@ def decoding(
     # Filled to every length alike, slots hold half of what they have room for.
     drawn, before = (room, 0) if case.slots else (case.response, case.prompt)
     tokens = Tokens(case.rows, case.samples, before, drawn)
-    least = decoding_bytes(model, layout, tokens, jnp.dtype(dtype).itemsize) / drawn
+    kept = element_bytes(generator.kept_dtype, model.head_dim)
+    least = decoding_bytes(model, layout, tokens, jnp.dtype(dtype).itemsize, kept) / drawn
     return {
         **dataclasses.asdict(case),
         "model": case.model if isinstance(case.model, str) else "",
@@ -150,7 +157,8 @@ def table(records: Sequence[Mapping[str, Any]]) -> str:
         rows = f"{record['rows']} rows, {answers} of a prompt"
         if record["slots"]:
             rows = f"{record['rows']} slots of {record['prompt'] + record['response']} tokens"
-        name = f"{record['model']}, {record['topology']}{split}, {rows}"
+        kept = f", cache in {record['cache']}" if record["cache"] != AUTO else ""
+        name = f"{record['model']}, {record['topology']}{split}, {rows}{kept}"
         bar = f"{record['bar']:.2f}" if record["bar"] else ""
         moved, least = (record[key] / 1e9 for key in ("bytes_per_token", "minimum_bytes"))
         lines.append(

@@ -58,12 +58,12 @@ def minimum(
         passed, steps = program.program.tokens, program.program.loop_trips or 1
         tokens = Tokens(passed // steps, samples, prompt_length, context.max_response_length)
         share = steps / tokens.response
-        moved = share * decoding_bytes(model, layout, tokens, element)
+        moved = share * decoding_bytes(model, layout, tokens, element, worker.cache_element)
         prompts = Tokens(tokens.rows, samples, prompt_length, 0)
         flops = tokens.forward_flops(model, False) - prompts.forward_flops(model, False)
         flops, received = share * flops / layout.mesh.size, 0.0
     elif generates:
-        moved = decoding_bytes(model, layout, tokens, element)
+        moved = decoding_bytes(model, layout, tokens, element, worker.cache_element)
         flops, received = forward, 0.0
     elif phase == "update":
         state = sum(shard_bytes(tree) for tree in worker.abstract_state().values())
@@ -105,18 +105,21 @@ def minimum(
     return {"flops": flops, "bytes": moved, "received_bytes": received, "seconds": seconds}
 
 
-def decoding_bytes(model: ModelConfig, layout: Layout, tokens: Tokens, element: int) -> float:
+def decoding_bytes(
+    model: ModelConfig, layout: Layout, tokens: Tokens, element: int, cache_element: float
+) -> float:
     """What a device reads to decode all tokens of a rollout: for each the weights that multiply it
     (of the embedding, where it is no output table, only rows), and what is filled of the cache.
 
     Args:
       model, layout: of generation.
       tokens: of the rollout.
-      element: bytes of a weight, and of an entry of the cache.
+      element: bytes of a weight.
+      cache_element: of an entry of the cache, see ``hjax.kernels.int8_cache.element_bytes``.
     """
     looked_up = 0 if model.tie_embeddings else model.vocab_size * model.hidden_size
     weights = _held(arithmetic.parameters(model) - looked_up, model, layout) * element
-    cache = arithmetic.cache_bytes(model, element) * tokens.read_while_decoding
+    cache = arithmetic.cache_bytes(model, cache_element) * tokens.read_while_decoding
     return tokens.response * weights + cache / layout.mesh.size
 
 

@@ -12,15 +12,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.algorithms import Algorithm
 from hjax.errors import ConfigError
+from hjax.kernels.int8_cache import INT8
+from hjax.models import arithmetic
 from hjax.run.dataflow import StepCall, step_calls
 from hjax.run.placement import set_name
 from hjax.run.roles import Roles
 from hjax.sharding.layout import shard_bytes
 from hjax.show.memory_table import largest
+from hjax.workers.generation import GeneratingWorker
 from hjax.xla.program import Program
 
 
@@ -147,6 +151,19 @@ def resident_bytes(rehearsal: Rehearsal) -> dict[str, dict[str, int]]:
         role: {kind: shard_bytes(tree) for kind, tree in worker.abstract_state().items()}
         for role, worker in rehearsal.workers.items()
     }
+
+
+def cache_records(rehearsal: Rehearsal) -> dict[str, dict[str, Any]]:
+    """Of the keys and values of each role that generates their ``dtype``, and ``bytes_per_token``
+    of one token in all layers and heads."""
+    found = {}
+    for role, worker in rehearsal.workers.items():
+        if isinstance(worker, GeneratingWorker):
+            kept = worker.generator.kept_dtype
+            token = arithmetic.cache_bytes(worker.network.config, worker.cache_element)
+            name = INT8 if kept is None else np.dtype(kept).name
+            found[role] = {"dtype": name, "bytes_per_token": round(token)}
+    return found
 
 
 def held_beside(

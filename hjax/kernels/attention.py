@@ -23,6 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from hjax.kernels import int8_cache
+from hjax.kernels.int8_cache import Held
 from hjax.kernels.spread import Axes, Spread
 
 MASKED = -1e30  # in place of scores that must not be seen; finite, so that empty rows stay finite
@@ -231,10 +233,10 @@ def within(window: int, positions: jax.Array, of_keys: jax.Array) -> jax.Array:
 
 def shared_prompt(
     q: jax.Array,
-    prompt_k: jax.Array,
-    prompt_v: jax.Array,
-    own_k: jax.Array,
-    own_v: jax.Array,
+    prompt_k: Held,
+    prompt_v: Held,
+    own_k: Held,
+    own_v: Held,
     prompt_seen: jax.Array,
     own_seen: jax.Array,
     scoring: Scoring = Scoring(),
@@ -249,7 +251,7 @@ def shared_prompt(
     Args:
       q: [groups, kv_heads, samples, per_kv, tokens, head_dim].
       prompt_k, prompt_v: [groups, kv_heads, prompt, head_dim].
-      own_k, own_v: [groups, kv_heads, samples, length, head_dim].
+      own_k, own_v: [groups, kv_heads, samples, length, head_dim]; ``Quantized`` as it may be.
       prompt_seen: bool [groups, samples, tokens, prompt], which of the prompt's keys a token sees.
       own_seen: bool [groups, samples, tokens, length], which of its own. Sizes of both but the
         last may be 1.
@@ -260,7 +262,7 @@ def shared_prompt(
       like q, in its dtype.
     """
     groups, kv_heads, samples, per_kv, tokens, dim = q.shape
-    prompt, wide = prompt_k.shape[2], jnp.float32
+    prompt, wide = int8_cache.shape(prompt_v)[2], jnp.float32
     q = q * scoring.factor(dim)
 
     def hide(scores: jax.Array, seen: jax.Array) -> jax.Array:
@@ -268,9 +270,9 @@ def shared_prompt(
 
     # All samples' queries of a group meet the prompt's keys in one product.
     together = q.reshape(groups, kv_heads, samples * per_kv * tokens, dim)
-    past = jnp.einsum("xkqd,xkpd->xkqp", together, prompt_k, preferred_element_type=wide)
+    past = int8_cache.scores("xkqd,xkpd->xkqp", together, prompt_k)
     past = hide(past.reshape(groups, kv_heads, samples, per_kv, tokens, prompt), prompt_seen)
-    own = jnp.einsum(f"xksgtd,{keys}->xksgtu", q, own_k, preferred_element_type=wide)
+    own = int8_cache.scores(f"xksgtd,{keys}->xksgtu", q, own_k)
     own = hide(own, own_seen)
     top = jax.lax.stop_gradient(jnp.maximum(past.max(-1), own.max(-1)))[..., None]
     if sinks is not None:
@@ -280,11 +282,10 @@ def shared_prompt(
     total = past.sum(-1, keepdims=True) + own.sum(-1, keepdims=True)
     if sinks is not None:
         total = total + jnp.exp(sink - top)
-    past = past.astype(prompt_v.dtype).reshape(groups, kv_heads, together.shape[2], prompt)
-    out = jnp.einsum("xkqp,xkpd->xkqd", past, prompt_v, preferred_element_type=wide)
-    out = out.reshape(q.shape) + jnp.einsum(
-        "xksgtu,xksud->xksgtd", own.astype(own_v.dtype), own_v, preferred_element_type=wide
-    )
+    past = past.reshape(groups, kv_heads, together.shape[2], prompt)
+    out = int8_cache.values("xkqp,xkpd->xkqd", past, prompt_v, q.dtype)
+    own_out = int8_cache.values("xksgtu,xksud->xksgtd", own, own_v, q.dtype)
+    out = out.reshape(q.shape) + own_out
     return (out / total).astype(q.dtype)
 
 

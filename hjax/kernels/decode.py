@@ -4,7 +4,8 @@ The plain reference, and which form of cache and kernel a platform takes; ``deco
 ``decode_gpu`` have the kernels. Shapes of a layer: queries [groups, kv_heads, samples, per_kv,
 head_dim], the heads of a key-value head together; the prompt's keys and values [groups, kv_heads,
 prompt, head_dim]; each row's own values [groups, kv_heads, samples, length, head_dim] and its keys
-like them, or with the last two dimensions exchanged.
+like them, or with the last two dimensions exchanged. Where they are kept in int8 a ``Quantized``
+stands for an array of them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from hjax.kernels import int8_cache
 from hjax.kernels.attention import MASKED, Scoring, shared_prompt
+from hjax.kernels.int8_cache import Held
 
 # Keys [head_dim, length]: a product with a few queries runs along what lies together in memory,
 # faster on a CPU.
@@ -172,10 +175,10 @@ def taken(x: jax.Array, index: jax.Array, parts: int = 1) -> jax.Array:
 
 def attend_slots(
     q: jax.Array,
-    prompt_k: jax.Array,
-    prompt_v: jax.Array,
-    own_k: jax.Array,
-    own_v: jax.Array,
+    prompt_k: Held,
+    prompt_v: Held,
+    own_k: Held,
+    own_v: Held,
     slots: Slots,
     scoring: Scoring = Scoring(),
     sinks: jax.Array | None = None,
@@ -206,13 +209,13 @@ def attend_slots(
     q = q * scoring.factor(q.shape[-1])
     per_kv, new = q.shape[2:4]
     if met is None:
-        own = jnp.einsum(f"rkgtd,{keys}->rkgtu", q, own_k, preferred_element_type=wide)
-        seen = slots.own(own_v.shape[2], window, new)[:, None, None]
+        own = int8_cache.scores(f"rkgtd,{keys}->rkgtu", q, own_k)
+        seen = slots.own(own.shape[-1], window, new)[:, None, None]
         own = jnp.where(seen, scoring.bend(own), MASKED)
     sink = None
     if sinks is not None:
         sink = sinks.astype(wide).reshape(*q.shape[1:3], 1)
-    groups, kv_heads, prompt, _ = prompt_k.shape
+    groups, kv_heads, prompt, _ = int8_cache.shape(prompt_v)
     top, past = own.max(-1) if met is None else met[0], None
 
     # Queries are laid out anew, which are few; scores are not.
@@ -227,7 +230,7 @@ def attend_slots(
         return slots.by_row(x.swapaxes(1, 2))
 
     if prompt:
-        past = jnp.einsum("xkqd,xkpd->xkqp", meet(q), prompt_k, preferred_element_type=wide)
+        past = int8_cache.scores("xkqd,xkpd->xkqp", meet(q), prompt_k)
         seen = slots.prompt(prompt, window, new)
         if window:
             several = seen.shape[1], per_kv, new, prompt
@@ -240,8 +243,7 @@ def attend_slots(
     if met is None:
         own = jnp.exp(own - top[..., None])
         total = own.sum(-1)
-        own = own.astype(own_v.dtype)
-        out = jnp.einsum("rkgtu,rkud->rkgtd", own, own_v, preferred_element_type=wide)
+        out = int8_cache.values("rkgtu,rkud->rkgtd", own, own_v, q.dtype)
     else:
         factor = jnp.exp(met[0] - top)
         total, out = met[1] * factor, met[2] * factor[..., None]
@@ -251,18 +253,17 @@ def attend_slots(
     if sink is not None:
         total = total + jnp.exp(sink - top)
     if past is not None:
-        past = past.astype(prompt_v.dtype)
-        answer = jnp.einsum("xkqp,xkpd->xkqd", past, prompt_v, preferred_element_type=wide)
+        answer = int8_cache.values("xkqp,xkpd->xkqd", past, prompt_v, q.dtype)
         out = out + part(answer)
     return (out / total[..., None]).astype(q.dtype)
 
 
 def attend(
     q: jax.Array,
-    prompt_k: jax.Array,
-    prompt_v: jax.Array,
-    own_k: jax.Array,
-    own_v: jax.Array,
+    prompt_k: Held,
+    prompt_v: Held,
+    own_k: Held,
+    own_v: Held,
     seen: Seen,
     scoring: Scoring = Scoring(),
     sinks: jax.Array | None = None,
@@ -281,9 +282,9 @@ def attend(
     Returns:
       like q, in its dtype.
     """
-    past = seen.prompt(prompt_k.shape[2], scoring.window)[:, :, None]
+    past = seen.prompt(int8_cache.shape(prompt_v)[-2], scoring.window)[:, :, None]
     if met is None:
-        own = seen.own(own_v.shape[3], scoring.window)[:, :, None]
+        own = seen.own(int8_cache.shape(own_v)[-2], scoring.window)[:, :, None]
         parts = prompt_k, prompt_v, own_k, own_v, past, own
         out = shared_prompt(q[..., None, :], *parts, scoring, sinks, keys)[..., 0, :]
     else:
@@ -295,8 +296,8 @@ def attend(
 
 def _beside_prompt(
     q: jax.Array,
-    prompt_k: jax.Array,
-    prompt_v: jax.Array,
+    prompt_k: Held,
+    prompt_v: Held,
     seen: jax.Array,
     met: tuple[jax.Array, ...],
     scoring: Scoring,
@@ -306,7 +307,7 @@ def _beside_prompt(
     tells which keys, and against what ``met`` tells of own tokens."""
     wide, (groups, kv_heads, samples, per_kv, dim) = jnp.float32, q.shape
     together = (q * scoring.factor(dim)).reshape(groups, kv_heads, samples * per_kv, dim)
-    past = jnp.einsum("xkqd,xkpd->xkqp", together, prompt_k, preferred_element_type=wide)
+    past = int8_cache.scores("xkqd,xkpd->xkqp", together, prompt_k)
     past = past.reshape(groups, kv_heads, samples, per_kv, -1)
     past = jnp.where(seen[:, None, :, None], scoring.bend(past), MASKED)
     own, total, out = met
@@ -319,8 +320,8 @@ def _beside_prompt(
     total = total * factor + past.sum(-1)
     if sink is not None:
         total = total + jnp.exp(sink - top)
-    past = past.astype(prompt_v.dtype).reshape(*together.shape[:3], -1)
-    answer = jnp.einsum("xkqp,xkpd->xkqd", past, prompt_v, preferred_element_type=wide)
+    past = past.reshape(*together.shape[:3], -1)
+    answer = int8_cache.values("xkqp,xkpd->xkqd", past, prompt_v, q.dtype)
     out = out * factor[..., None] + answer.reshape(q.shape)
     return (out / total[..., None]).astype(q.dtype)
 

@@ -18,8 +18,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from hjax.kernels import int8_cache
 from hjax.kernels.attention import MASKED, Scoring, cost_label
 from hjax.kernels.decode import filled_takes
+from hjax.kernels.int8_cache import Held, Quantized
 
 BLOCK_BYTES = 2**14  # of keys, or of values, that are read together
 LEAST = 128  # columns of a part, where a row sees so many
@@ -29,8 +31,8 @@ QUERIES = 16  # the fewest rows of a product
 
 def filled(
     q: jax.Array,
-    own_k: jax.Array,
-    own_v: jax.Array,
+    own_k: Held,
+    own_v: Held,
     first: jax.Array,
     last: jax.Array,
     scoring: Scoring = Scoring(),
@@ -42,7 +44,7 @@ def filled(
     Args:
       q: [groups, kv_heads, samples, per_kv, new, head_dim], scaled. A row's new tokens have columns
         one after the other.
-      own_k, own_v: [groups, kv_heads, samples, length, head_dim].
+      own_k, own_v: [groups, kv_heads, samples, length, head_dim]; may be ``Quantized``.
       first: int32 [groups, samples], the row's first column that is its own.
       last: int32 like it, the column of its first new token, which is seen always. Columns that are
         not there, of rows of which nobody wants anything, are taken for the nearest.
@@ -59,10 +61,10 @@ def filled(
       AssertionError: a head size that ``decode.filled_takes`` refuses, when traced.
     """
     groups, kv_heads, samples, per_kv, new, dim = q.shape
-    length = own_k.shape[3]
+    length, int8 = int8_cache.shape(own_k)[3], isinstance(own_k, Quantized)
     if not interpret and not filled_takes(dim):
         raise AssertionError(f"heads of {dim} are not a power of two, 16 to 256")
-    queries, element = per_kv * new, own_k.dtype.itemsize
+    queries, element = per_kv * new, jax.tree.leaves(own_k)[0].dtype.itemsize
     block = max(QUERIES, min(LEAST // 2, BLOCK_BYTES // (dim * element)))
     rows = groups * samples * kv_heads
     parts = max(1, min(math.ceil(PROGRAMS / rows), math.ceil(length / LEAST)))
@@ -82,9 +84,12 @@ def filled(
             (*one, None, *sizes), lambda i, h, j: (i // samples, h, i % samples, j, *zeros)
         )
 
+    own: Any = of_row(length, dim)
+    own = Quantized(own, of_row(1, length)) if int8 else own
     seen = length / 2 if expected is None else min(expected, length)
     given = q.size * q.dtype.itemsize + 4 * rows * parts * queries * (dim + 2)
-    moved = 2 * rows * seen * dim * element + given
+    token = dim * element + (int8_cache.SCALE_BYTES if int8 else 0)
+    moved = 2 * rows * seen * token + given
     cost = "pallas_call", 4.0 * rows * queries * seen * dim, moved
     shape = groups, kv_heads, samples, parts, queries
     with jax.named_scope(cost_label((cost,), part=True)):
@@ -94,8 +99,8 @@ def filled(
             in_specs=[
                 pl.BlockSpec((None, None, 2), lambda i, h, j: (i // samples, i % samples, 0)),
                 of_row(queries, dim),
-                of_row(length, dim),
-                of_row(length, dim),
+                own,
+                own,
             ],
             out_specs=[of_part(queries), of_part(queries), of_part(queries, dim)],
             out_shape=[
@@ -131,14 +136,17 @@ def _kernel(
     out_ref: Any,
 ) -> None:
     """One part of a row's columns, with all queries of a key-value head."""
-    dim, length = q_ref.shape[-1], k_ref.shape[0]
+    int8 = isinstance(k_ref, Quantized)
+    numbers = (k_ref.numbers, v_ref.numbers) if int8 else (k_ref, v_ref)
+    dim, length = q_ref.shape[-1], numbers[0].shape[0]
     padded = max(QUERIES, pl.next_power_of_2(queries))
     query, across = jnp.arange(padded), jnp.arange(dim)[None]
     there = query < queries
     # Of the dtype of keys, as XLA multiplies; float32 exactly, not in TF32.
-    precision = jax.lax.Precision.HIGHEST if k_ref.dtype == jnp.float32 else None
+    dtype = q_ref.dtype if int8 else k_ref.dtype
+    precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
     q = triton.load(q_ref.at[query[:, None], across], mask=there[:, None], other=0.0)
-    q = q.astype(k_ref.dtype)
+    q = q.astype(dtype)
     first, last = span_ref[0], span_ref[1]
     low = jnp.maximum(first, last + 1 - scoring.window) if scoring.window else first
     high = jnp.minimum(last + new, length)
@@ -153,10 +161,17 @@ def _kernel(
         top, total, out = carry
         column = low + i * block + jnp.arange(block)
         held = (column < high)[:, None]
-        k = triton.load(k_ref.at[column[:, None], across], mask=held, other=0.0)
-        v = triton.load(v_ref.at[column[:, None], across], mask=held, other=0.0)
+        k, v = (
+            triton.load(ref.at[column[:, None], across], mask=held, other=0) for ref in numbers
+        )
+        if int8:
+            k, v = (x.astype(jnp.float32).astype(dtype) for x in (k, v))
+            k_scale, v_scale = (
+                triton.load(ref.scale.at[0, column], mask=column < high, other=0.0)[None]
+                for ref in (k_ref, v_ref)
+            )
         scores = jnp.dot(q, k.T, precision=precision, preferred_element_type=jnp.float32)
-        scores = scoring.bend(scores)
+        scores = scoring.bend(scores * k_scale if int8 else scores)
         seen = (column[None] <= own[:, None]) & held.T
         if scoring.window:
             seen &= own[:, None] - column[None] < scoring.window
@@ -164,10 +179,12 @@ def _kernel(
         higher = jnp.maximum(top, scores.max(1))
         factor, weights = jnp.exp(top - higher), jnp.exp(scores - higher[:, None])
         weights = jnp.where(seen, weights, 0.0)
+        total = total * factor + weights.sum(1)
+        weights = weights * v_scale if int8 else weights
         values = jnp.dot(
             weights.astype(v.dtype), v, precision=precision, preferred_element_type=jnp.float32
         )
-        return higher, total * factor + weights.sum(1), out * factor[:, None] + values
+        return higher, total, out * factor[:, None] + values
 
     zeros = jnp.zeros((padded,), jnp.float32)
     start = zeros + MASKED, zeros, jnp.zeros((padded, dim), jnp.float32)

@@ -5,7 +5,8 @@ of paged attention. A grid step has one block of the prompt or of the rows' own 
 rows and key-value heads; which block it is follows from numbers that are there before the kernel
 starts, so what no row of it has filled is never read. The new token's key and value are written in
 place, a tile for each row. Heads narrower than 128 take the room of 128, and all samples of a
-prompt are in one grid step: some hundreds fit. Per device: ``hjax.models.decoding`` puts it into a
+prompt are in one grid step: some hundreds fit. In int8 blocks are widened where they are used, and
+each has its scales beside it. Per device: ``hjax.models.decoding`` puts it into a
 ``shard_map``.
 """
 
@@ -21,8 +22,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from hjax.kernels import int8_cache
 from hjax.kernels.attention import MASKED, Scoring
 from hjax.kernels.decode import Seen
+from hjax.kernels.int8_cache import Held, Quantized
 
 LANES = 128
 SUBLANES = 8
@@ -61,17 +64,17 @@ def decode(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    prompt_k: jax.Array,
-    prompt_v: jax.Array,
-    own_k: jax.Array,
-    own_v: jax.Array,
+    prompt_k: Held,
+    prompt_v: Held,
+    own_k: Held,
+    own_v: Held,
     layer: int | jax.Array,
     seen: Seen,
     scoring: Scoring = Scoring(),
     sinks: jax.Array | None = None,
     expected: float | None = None,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, Held, Held]:
     """Write one token per row and attend.
 
     Args:
@@ -81,6 +84,7 @@ def decode(
         says of ``PROMPT_BLOCK``; finite also where nothing is.
       own_k, own_v: [layers, groups, kv_heads, samples, length, head_dim], the length as ``padded``
         says of ``OWN_BLOCK``; finite also where nothing is. Donate them: they are written in place.
+        All four may be ``Quantized``.
       layer: which.
       seen: where each row stands.
       scoring, sinks: of the layer, as ``hjax.models.attention.Attention`` says.
@@ -115,7 +119,13 @@ def decode(
 
     q = (q * scoring.factor(shape.dim)).astype(jnp.float32)
     q = jnp.pad(q, ((0, 0),) * 3 + ((0, shape.heads - shape.per_kv), (0, 0)))
-    new = [x[:, :, :, None].astype(jnp.float32) for x in (k, v)]
+    dtype, new, scales = k.dtype, [k, v], None
+    if isinstance(own_k, Quantized):
+        made = [int8_cache.quantized(x) for x in new]
+        new = [numbers for numbers, _ in made]
+        both = jnp.concatenate([scale for _, scale in made], axis=-1)
+        scales = jnp.pad(both, ((0, 0),) * 3 + ((0, LANES - 2),))[:, :, :, None]
+    new = [x[:, :, :, None].astype(jnp.float32) for x in new]
     if sinks is None:
         sinks = jnp.full((shape.kv_heads * shape.per_kv,), -jnp.inf, jnp.float32)
     sinks = sinks.astype(jnp.float32).reshape(shape.kv_heads, shape.per_kv, 1)
@@ -123,9 +133,10 @@ def decode(
     sinks = jnp.broadcast_to(sinks, (*sinks.shape[:2], LANES))
 
     scalars = jnp.asarray(layer, jnp.int32).reshape(1), position.reshape(-1), reach.reshape(-1)
-    call = _call(shape, own_k.dtype, scoring, expected, interpret)
-    out, own_k, own_v = call(*scalars, q, *new, lanes, sinks, prompt_k, prompt_v, own_k, own_v)
-    return out[..., : shape.per_kv, :].astype(k.dtype), own_k, own_v
+    call = _call(shape, dtype, scoring, expected, interpret)
+    held = prompt_k, prompt_v, own_k, own_v
+    out, own_k, own_v = call(*scalars, q, *new, lanes, sinks, *held, scales)
+    return out[..., : shape.per_kv, :].astype(dtype), own_k, own_v
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +147,7 @@ class _Shape:
       heads: ``per_kv`` in whole tiles.
       rows, together: groups and key-value heads of a grid step.
       prompt_block, own_block: tokens of a grid step.
+      int8: whether keys and values are ``Quantized``.
     """
 
     layers: int
@@ -151,17 +163,21 @@ class _Shape:
     together: int
     prompt_block: int
     own_block: int
+    int8: bool
 
     @classmethod
-    def of(cls, q: jax.Array, prompt_k: jax.Array, own_k: jax.Array) -> _Shape:
+    def of(cls, q: jax.Array, prompt_k: Held, own_k: Held) -> _Shape:
         groups, kv_heads, samples, per_kv, dim = q.shape
-        layers, _, _, prompt, _ = prompt_k.shape
-        length, dtype = own_k.shape[4], own_k.dtype
+        layers, _, _, prompt, _ = int8_cache.shape(prompt_k)
+        length, dtype = int8_cache.shape(own_k)[4], jax.tree.leaves(own_k)[0].dtype
+        int8 = isinstance(own_k, Quantized)
         for size, block in ((prompt, PROMPT_BLOCK), (length, OWN_BLOCK)):
             if size != padded(size, block, dtype) or not size:
                 raise AssertionError(f"a length of {size} is not {padded(size or 1, block, dtype)}")
         heads = math.ceil(per_kv / SUBLANES) * SUBLANES
-        tile, token = tile_of(dtype), math.ceil(dim / LANES) * LANES * dtype.itemsize
+        # Scales lie along the lanes: a block that is not the whole length has whole ones.
+        tile = LANES if int8 else tile_of(dtype)
+        token = math.ceil(dim / LANES) * LANES * dtype.itemsize
         # First of one group and key-value head: fewer tokens where there are many samples. Scores
         # may take four times as much as keys.
         prompt_block = _fewer(min(prompt, PROMPT_BLOCK), tile, max(token, samples * heads))
@@ -170,7 +186,7 @@ class _Shape:
         together = _most(kv_heads, least)
         rows = _most(groups, least * together) if together == kv_heads else 1
         return cls(layers, groups, kv_heads, samples, per_kv, dim, prompt, length, heads, rows,
-                   together, prompt_block, own_block)  # fmt: skip
+                   together, prompt_block, own_block, int8)  # fmt: skip
 
     @property
     def prompt_blocks(self) -> int:
@@ -209,9 +225,9 @@ def _reach(spans: jax.Array, shape: _Shape) -> jax.Array:
 
 @functools.lru_cache(maxsize=64)
 def _call(
-    shape: _Shape, dtype: Any, scoring: Scoring, expected: float | None, interpret: bool
+    shape: _Shape, compute: Any, scoring: Scoring, expected: float | None, interpret: bool
 ) -> Any:
-    s = shape
+    s, dtype = shape, jnp.int8 if shape.int8 else compute
     steps = s.prompt_blocks + s.own_blocks
     last_prompt, last_own = s.prompt_blocks - 1, s.own_blocks - 1
 
@@ -224,8 +240,17 @@ def _call(
         block = jnp.clip(j - s.prompt_blocks, first, jnp.maximum(last, first))
         return layer[0], i, h, 0, jnp.clip(block, 0, last_own), 0
 
-    prompt = pl.BlockSpec((1, s.rows, s.together, s.prompt_block, s.dim), prompt_at)
-    own = pl.BlockSpec((1, s.rows, s.together, s.samples, s.own_block, s.dim), own_at)
+    def last_first(place: Any) -> Any:
+        return lambda *at: (*(found := place(*at))[:-2], found[-1], found[-2])
+
+    prompt: Any = pl.BlockSpec((1, s.rows, s.together, s.prompt_block, s.dim), prompt_at)
+    own: Any = pl.BlockSpec((1, s.rows, s.together, s.samples, s.own_block, s.dim), own_at)
+    if s.int8:
+        of_prompt, of_own = (1, s.rows, s.together), (1, s.rows, s.together, s.samples)
+        prompt = Quantized(
+            prompt, pl.BlockSpec((*of_prompt, 1, s.prompt_block), last_first(prompt_at))
+        )
+        own = Quantized(own, pl.BlockSpec((*of_own, 1, s.own_block), last_first(own_at)))
 
     def of_token(*sizes: int) -> pl.BlockSpec:
         block = s.rows, s.together, s.samples, *sizes
@@ -235,19 +260,25 @@ def _call(
     spans = pl.BlockSpec((s.rows, s.samples, 1, LANES), lambda i, *_: (i, 0, 0, 0))
     sinks = pl.BlockSpec((s.together, s.heads, LANES), lambda i, h, *_: (h, 0, 0))
     tile = tile_of(dtype)
-    whole = pl.BlockSpec(memory_space=pl.ANY)
-    cache = jax.ShapeDtypeStruct(
-        (s.layers, s.groups, s.kv_heads, s.samples, s.length, s.dim), dtype
-    )
+    whole: Any = pl.BlockSpec(memory_space=pl.ANY)
+    rows = s.layers, s.groups, s.kv_heads, s.samples
+    cache: Any = jax.ShapeDtypeStruct((*rows, s.length, s.dim), dtype)
+    written: Any = pltpu.VMEM((s.rows * s.samples, s.together, tile, s.dim), dtype)
+    scales, aliases = None, {10: 1, 11: 2}
+    if s.int8:
+        whole = Quantized(whole, whole)
+        cache = Quantized(cache, jax.ShapeDtypeStruct((*rows, 1, s.length), jnp.float32))
+        of_row = s.rows * s.samples, s.together, 1, s.own_block
+        written = Quantized(written, pltpu.VMEM(of_row, jnp.float32))
+        scales, aliases = of_token(1, LANES), {12 + i: 1 + i for i in range(4)}
     queries = (s.groups, s.kv_heads, s.samples, s.heads, s.dim)
     reduced = pltpu.VMEM((s.batch, s.heads, LANES), jnp.float32)
-    written = pltpu.VMEM((s.rows * s.samples, s.together, tile, s.dim), dtype)
     return pl.pallas_call(
-        functools.partial(_kernel, s, scoring, tile),
+        functools.partial(_kernel, s, scoring, tile, compute),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(s.groups // s.rows, s.kv_heads // s.together, steps),
-            in_specs=[query, new, new, spans, sinks, prompt, prompt, own, own],
+            in_specs=[query, new, new, spans, sinks, prompt, prompt, own, own, scales],
             out_specs=[query, whole, whole],
             scratch_shapes=[
                 reduced,
@@ -260,7 +291,7 @@ def _call(
         ),
         out_shape=[jax.ShapeDtypeStruct(queries, jnp.float32), cache, cache],
         # Numbered with the scalars: own keys and values are the results' after the output.
-        input_output_aliases={10: 1, 11: 2},
+        input_output_aliases=aliases,
         # A chip's two cores, where it has them, take rows and heads in turns.
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"),
@@ -282,6 +313,8 @@ def _estimate(s: _Shape, element: int, expected: float | None) -> pl.CostEstimat
     written = rows * (SUBLANES * 4 // element)
     lanes = math.ceil(s.dim / LANES) * LANES
     moved = 2 * s.kv_heads * lanes * element * (tokens + written)
+    if s.int8:
+        moved += 2 * s.kv_heads * int8_cache.SCALE_BYTES * (tokens + rows * s.own_block)
     small = 2 * rows * s.kv_heads * s.heads * lanes * 4
     pairs = rows * s.kv_heads * s.per_kv * (s.prompt + own)
     return pl.CostEstimate(
@@ -293,6 +326,7 @@ def _kernel(
     s: _Shape,
     scoring: Scoring,
     tile: int,
+    dtype: Any,
     layer: Any,
     positions: Any,
     reach: Any,
@@ -305,6 +339,7 @@ def _kernel(
     prompt_v_ref: Any,
     own_k_ref: Any,
     own_v_ref: Any,
+    scales_ref: Any,
     out_ref: Any,
     cache_k: Any,
     cache_v: Any,
@@ -318,7 +353,6 @@ def _kernel(
     """One block of the prompt or of own tokens. What is summed so far is of
     [rows * together * samples, heads, ...], a number of each head in all lanes."""
     i, h, j = (pl.program_id(axis) for axis in range(3))
-    dtype = tile_k.dtype
     of_batch = (s.batch, s.heads)
 
     def span(which: int) -> jax.Array:
@@ -333,17 +367,29 @@ def _kernel(
     @pl.when(j == 0)
     def begin() -> None:
         """With the new token, which every row sees."""
-        scores = jnp.sum(q_ref[...] * k_ref[...], axis=-1, keepdims=True)
+        k, v = k_ref[...], v_ref[...]
+        if s.int8:
+            k, v = k * scales_ref[..., :1], v * scales_ref[..., 1:2]
+        scores = jnp.sum(q_ref[...] * k, axis=-1, keepdims=True)
         keep(scoring.bend(scores.reshape(*of_batch, 1)), jnp.ones((*of_batch, 1), jnp.float32))
-        value = jnp.broadcast_to(v_ref[...], q_ref.shape)
+        value = jnp.broadcast_to(v, q_ref.shape)
         sum_ref[...] = value.reshape(*of_batch, s.dim)
 
-    def add(together: int, k: jax.Array, v: jax.Array, first: Any, low: Any, high: Any) -> None:
-        """Keys and values [batch / together, tokens, head_dim] from number ``first`` on, which
-        ``together`` rows' heads see."""
+    def block_of(ref: Any, tokens: int) -> tuple[jax.Array, Any]:
+        """Keys or values [products, tokens, head_dim], and their scales [products, 1, tokens]."""
+        if not s.int8:
+            return ref[...].reshape(-1, tokens, s.dim), None
+        wide = ref.numbers[...].astype(jnp.float32).astype(dtype)
+        return wide.reshape(-1, tokens, s.dim), ref.scale[...].reshape(-1, 1, tokens)
+
+    def add(together: int, keys: Any, values: Any, first: Any, low: Any, high: Any) -> None:
+        """Keys and values, of ``block_of``, from number ``first`` on, which ``together`` rows'
+        heads see."""
+        (k, k_scale), (v, v_scale) = keys, values
         q = q_ref[...].reshape(s.batch // together, together * s.heads, s.dim).astype(dtype)
         scores = jnp.einsum("bqd,btd->bqt", q, k, preferred_element_type=jnp.float32)
         tokens = k.shape[1]
+        scores = scores if k_scale is None else scores * k_scale
         scores = scoring.bend(scores.reshape(*of_batch, tokens))
         at = first + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 2)
         scores = jnp.where((at >= low) & (at < high), scores, MASKED)
@@ -352,15 +398,15 @@ def _kernel(
         weights = jnp.exp(scores - top)
         factor = jnp.exp(before - top)
         total = total_ref[...][:, :, :1] * factor + jnp.sum(weights, axis=-1, keepdims=True)
-        weights = weights.reshape(s.batch // together, together * s.heads, tokens).astype(dtype)
-        values = jnp.einsum("bqt,btd->bqd", weights, v, preferred_element_type=jnp.float32)
-        sum_ref[...] = sum_ref[...] * factor + values.reshape(*of_batch, s.dim)
+        weights = weights.reshape(s.batch // together, together * s.heads, tokens)
+        weights = (weights if v_scale is None else weights * v_scale).astype(dtype)
+        new = jnp.einsum("bqt,btd->bqd", weights, v, preferred_element_type=jnp.float32)
+        sum_ref[...] = sum_ref[...] * factor + new.reshape(*of_batch, s.dim)
         keep(top, total)
 
     @pl.when((j >= reach[4 * i]) & (j <= reach[4 * i + 1]))
     def prompt() -> None:
-        block = (s.rows * s.together, s.prompt_block, s.dim)
-        k, v = (ref[...].reshape(block) for ref in (prompt_k_ref, prompt_v_ref))
+        k, v = (block_of(ref, s.prompt_block) for ref in (prompt_k_ref, prompt_v_ref))
         add(s.samples, k, v, j * s.prompt_block, span(0), span(1))
 
     block = j - s.prompt_blocks
@@ -371,11 +417,17 @@ def _kernel(
         at = positions[i * s.rows * s.samples + row] // tile * tile
         tokens = pl.ds(pl.multiple_of(at, tile), tile)
         heads = pl.ds(h * s.together, s.together)
-        place = layer[0], i * s.rows + group, heads, sample, tokens
-        return [
-            pltpu.make_async_copy(scratch.at[row], cache.at[place], arrived)
-            for scratch, cache in ((tile_k, cache_k), (tile_v, cache_v))
-        ]
+        place = layer[0], i * s.rows + group, heads, sample
+        pairs = [(tile_k, cache_k), (tile_v, cache_v)]
+        if not s.int8:
+            given = [(new, held.at[(*place, tokens)]) for new, held in pairs]
+        else:
+            lanes = pl.ds(pl.multiple_of(block * s.own_block, s.own_block), s.own_block)
+            given = [(new.numbers, held.numbers.at[(*place, tokens)]) for new, held in pairs]
+            given += [
+                (new.scale, held.scale.at[(*place, slice(None), lanes)]) for new, held in pairs
+            ]
+        return [pltpu.make_async_copy(new.at[row], held, arrived) for new, held in given]
 
     def writes(row: Any) -> Any:
         position = positions[i * s.rows * s.samples + row]
@@ -388,11 +440,18 @@ def _kernel(
             position = positions[i * s.rows * s.samples + row]
             within = pl.multiple_of(position % s.own_block // tile * tile, tile)
             new = jax.lax.broadcasted_iota(jnp.int32, (s.together, tile, s.dim), 1)
-            for scratch, ref, given in ((tile_k, own_k_ref, k_ref), (tile_v, own_v_ref, v_ref)):
+            lane = jax.lax.broadcasted_iota(jnp.int32, (s.together, 1, s.own_block), 2)
+            ours = (tile_k, own_k_ref, k_ref), (tile_v, own_v_ref, v_ref)
+            for which, (scratch, ref, given) in enumerate(ours):
+                if s.int8:
+                    scale = scales_ref[group, :, sample][:, :, which : which + 1]
+                    here = lane == position % s.own_block
+                    scratch.scale[row] = jnp.where(here, scale, ref.scale[0, group, :, sample])
+                    scratch, ref = scratch.numbers, ref.numbers
                 held = ref[0, group, :, sample, pl.ds(within, tile)].astype(jnp.float32)
                 token = given[group, :, sample]
                 held = jnp.where(new == position % tile, token, held)
-                scratch[row] = held.astype(dtype)
+                scratch[row] = held.astype(scratch.dtype)
             for copy in tiles(row):
                 copy.start()
 
@@ -405,8 +464,7 @@ def _kernel(
     @pl.when((block >= reach[4 * i + 2]) & (block <= reach[4 * i + 3]))
     def own() -> None:
         jax.lax.fori_loop(0, s.rows * s.samples, write, None)
-        blocks = (s.batch, s.own_block, s.dim)
-        k, v = (ref[...].reshape(blocks) for ref in (own_k_ref, own_v_ref))
+        k, v = (block_of(ref, s.own_block) for ref in (own_k_ref, own_v_ref))
         add(1, k, v, block * s.own_block, span(2), span(3))
         jax.lax.fori_loop(0, s.rows * s.samples, wait, None)
 

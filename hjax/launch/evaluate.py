@@ -205,7 +205,7 @@ def _ask(
     from hjax.run.questions import ask
     from hjax.show.parts_display import PartsDisplay
 
-    model = front.load(own.dtype, own.tensor, own.copies)
+    model = front.load(own, own.tensor, own.copies)
     several = len(questions) * own.samples > own.batch and sys.stderr.isatty()
     with PartsDisplay("answering", several, sys.stderr) as progress:
         counts = own.samples, own.batch, own.seed

@@ -99,17 +99,17 @@ def _run(arguments: Sequence[str]) -> int:
         from hjax.launch.chat import Chat
 
         limit = own.max_new_tokens or LENGTH
-        return Chat(front.load(own.dtype, own.tensor, own.copies), own.seed, limit, options).run()
+        return Chat(front.load(own, own.tensor, own.copies), own.seed, limit, options).run()
     prompts = _prompts(own, front)
     from hjax.run.completions import length_limit
 
     limit = length_limit(prompts, front.config, own.max_new_tokens, LENGTH)
     options["max_new_tokens"] = limit
     if len(prompts) == 1 and not own.json:
-        _stream(front.load(own.dtype, own.tensor, own.copies), prompts, own.seed, options)
+        _stream(front.load(own, own.tensor, own.copies), prompts, own.seed, options)
         return 0
     began = time.monotonic()
-    completions = _complete(front.load(own.dtype, own.tensor, own.copies), prompts, own, options)
+    completions = _complete(front.load(own, own.tensor, own.copies), prompts, own, options)
     seconds = time.monotonic() - began
     if own.json:
         print(json_line(_described(own, prompts, completions, options, seconds)))

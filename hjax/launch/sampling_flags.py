@@ -27,6 +27,7 @@ HELP = """\
                         (a model without tokenizer: its id)
   --chat                put every prompt that is text into the model's chat template
   --dtype=float32       of compute: float32 or bfloat16
+  --cache_dtype=auto    of keys and values: that of compute, or int8
   --batch={batch}            so many sequences are generated at a time
   --tensor=1            devices of this machine that share the model, split by heads
   --copies=1            of the model, each on so many devices, which share a batch
@@ -52,6 +53,7 @@ def define(own: flags.FlagValues, batch: int) -> None:
     flags.DEFINE_multi_string("stop", [], "see --help", flag_values=own)
     flags.DEFINE_bool("chat", False, "see --help", flag_values=own)
     flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "see --help", flag_values=own)
+    flags.DEFINE_enum("cache_dtype", "auto", ["auto", "int8"], "see --help", flag_values=own)
     flags.DEFINE_integer("batch", batch, "see --help", flag_values=own)
     flags.DEFINE_integer("tensor", 1, "see --help", flag_values=own)
     flags.DEFINE_integer("copies", 1, "see --help", flag_values=own)
@@ -156,13 +158,14 @@ class ModelFront:
             lacks = "tokenizer" if self.tokenizer is None else "chat template"
             raise ConfigError(f"--chat: {self.path} has no {lacks}; leave --chat out")
 
-    def load(self, dtype: str, tensor: int = 1, copies: int = 1) -> LanguageModel:
-        """The model with its weights, on the first so many devices, so many times."""
+    def load(self, own: Any, tensor: int = 1, copies: int = 1) -> LanguageModel:
+        """The model with its weights, on the first so many devices, so many times, in the dtypes
+        of the flags."""
         import hjax
         from hjax.launch.machine import prepare_devices
 
         prepare_devices(tensor * copies)
-        return hjax.load_model(self.path, dtype, tensor, copies)
+        return hjax.load_model(self.path, own.dtype, tensor, copies, own.cache_dtype)
 
 
 def options_of(own: Any, front: ModelFront, temperature: float) -> dict[str, Any]:

@@ -34,6 +34,7 @@ jetstream `grpc://`.
   --port=8000           0 is a free one
   --api_key_env=NAME    environment variable with the key that clients must bring
   --dtype=float32       of compute: float32 or bfloat16
+  --cache_dtype=auto    of keys and values: that of compute, or int8: half of bfloat16's memory
   --slots=0             responses drawn at a time (0: chosen)
   --max_queue=1024      responses that wait for a slot at most; more are told to come again
   --max_body_bytes=N    of a request ({body_bytes})
@@ -114,6 +115,7 @@ def parse(arguments: Sequence[str]) -> flags.FlagValues:
     flags.DEFINE_integer("port", 8000, "see --help", flag_values=own)
     flags.DEFINE_string("api_key_env", "", "see --help", flag_values=own)
     flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "see --help", flag_values=own)
+    flags.DEFINE_enum("cache_dtype", "auto", ["auto", "int8"], "see --help", flag_values=own)
     flags.DEFINE_integer("slots", 0, "see --help", flag_values=own)
     flags.DEFINE_integer("prefix_tokens", None, "see --help", flag_values=own)
     flags.DEFINE_integer("lookup", None, "see --help", flag_values=own)
@@ -173,7 +175,7 @@ def _openai(own: Any, key: str, front: ModelFront) -> int:
     from hjax.serving.served import Served
 
     with _bind(own, key) as bound:
-        model = front.load(own.dtype, own.tensor)
+        model = front.load(own, own.tensor)
         prefix_tokens = None if own.prefix_tokens < 0 else own.prefix_tokens
         service = Service(model, own.slots, own.max_queue, prefix_tokens, own.lookup)
         if own.warm_up:
@@ -200,7 +202,7 @@ def _jetstream(own: Any, key: str, front: ModelFront) -> int:
     bound = _bind(own, key)
     from hjax.serving.address import address_of
 
-    model = front.load(own.dtype)
+    model = front.load(own)
     try:
         engine = Engine(model, own.slots, own.context, sampling, own.seed)
     except ConfigError as error:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from hjax.kernels import int8_cache
 from hjax.kernels.attention import (
     MASKED,
     WHOLE,
@@ -30,10 +31,11 @@ from hjax.kernels.attention import (
     shared_prompt,
     within,
 )
+from hjax.kernels.int8_cache import Held, Quantized
 from hjax.kernels.spread import Spread
 from hjax.sharding.layout import Layout
 
-KeyValue = tuple[jax.Array, jax.Array]
+KeyValue = tuple[Held, Held]
 
 
 class Heads(NamedTuple):
@@ -147,20 +149,26 @@ class Causal:
     Attributes:
       mask: bool [batch, length], False at padding.
       keep: return each layer's keys and values, [batch, kv_heads, length, head_dim] (prefill).
+      int8: keep them as ``Quantized``, and see them as these have them: what was read in one piece
+        is then what is read in several, or token by token.
       form: how; in one piece, queries stay split over a length and keys and values are gathered.
     """
 
     mask: jax.Array
     keep: bool = False
     form: Form = Form()
+    int8: bool = False
 
     def __call__(self, heads: Heads, cache: Any) -> tuple[jax.Array, Any, KeyValue | None]:
         _, q, k, v, scoring, sinks = heads
         form, pieces = self.form, self.form.pieces(q.shape[1])
+        kept: KeyValue | None = None
+        if self.int8:
+            k, v, kept = _rounded(k, v)
         if pieces:
             out = form.attend(q, k, v, self.mask, sinks, scoring)
-            if not self.keep:
-                return out, cache, None
+            if not self.keep or kept:
+                return out, cache, kept
         else:
             q = form.hold(q, "batch", "length", "heads", None)
             k, v = (form.hold(x, "batch", None, "kv_heads", None) for x in (k, v))
@@ -168,7 +176,15 @@ class Causal:
         if not pieces:
             whole = _causal(_split_heads(q, k.shape[1]), k, v, self.mask, scoring, sinks)
             out = _merge_heads(whole)
-        return out, cache, (k, v) if self.keep else None
+        return out, cache, kept or ((k, v) if self.keep else None)
+
+
+def _rounded(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, KeyValue]:
+    """Keys and values [batch, length, kv_heads, head_dim] as int8 has them, and what is kept."""
+    made = [int8_cache.quantized(x) for x in (k, v)]
+    wide = [(numbers * scale).astype(k.dtype) for numbers, scale in made]
+    kept = [Quantized(n.transpose(0, 2, 1, 3), s.transpose(0, 2, 3, 1)) for n, s in made]
+    return wide[0], wide[1], (kept[0], kept[1])
 
 
 def _causal(

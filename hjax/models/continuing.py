@@ -12,7 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hjax.kernels import continuing
+from hjax.kernels import continuing, int8_cache
+from hjax.kernels.int8_cache import Held, Quantized
 from hjax.models.attention import Heads, KeyValue
 
 BLOCK = 16  # tokens of a block, of consecutive positions of one sequence
@@ -25,7 +26,7 @@ class Blocks:
 
     Attributes:
       k, v: [layers, blocks, kv_heads, BLOCK, head_dim], or a tuple with one array per layer
-        [blocks, kv_heads, BLOCK, head_dim].
+        [blocks, kv_heads, BLOCK, head_dim]; in int8 a ``Quantized`` for each.
       parts: data-parallel parts, each with as many of the blocks, numbered from 0, and of the rows.
     """
 
@@ -33,7 +34,7 @@ class Blocks:
     v: Any
     parts: int = dataclasses.field(default=1, metadata={"static": True})
 
-    def rows(self, layer: int | jax.Array, numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def rows(self, layer: int | jax.Array, numbers: jax.Array) -> tuple[Held, Held]:
         """Keys and values of one layer, [rows, kv_heads, n * BLOCK, head_dim] each.
 
         Args:
@@ -43,17 +44,20 @@ class Blocks:
 
         cut = numbers.reshape(self.parts, -1, numbers.shape[1])
 
-        def of(held: Any) -> jax.Array:
-            if isinstance(held, tuple):
-                some = self._cut(held[layer], 0)
-                found = jax.vmap(lambda x, at: x[at])(some, cut)
+        def joined(_: int, scaled: bool, held: jax.Array) -> jax.Array:
+            if unrolled:
+                found = jax.vmap(lambda x, at: x[at])(self._cut(held, 0), cut)
             else:
                 found = jax.vmap(lambda x, at: x[layer, at], (1, 0))(self._cut(held, 1), cut)
+            found = found.swapaxes(-1, -2) if scaled else found
             _, _, count, kv_heads, block, dim = found.shape
             found = found.swapaxes(2, 3)
-            return found.reshape(numbers.shape[0], kv_heads, count * block, dim)
+            found = found.reshape(numbers.shape[0], kv_heads, count * block, dim)
+            return found.swapaxes(-1, -2) if scaled else found
 
-        return of(self.k), of(self.v)
+        unrolled = isinstance(self.k, tuple)
+        pair = (self.k[layer], self.v[layer]) if unrolled else (self.k, self.v)
+        return int8_cache.each(joined, pair[0]), int8_cache.each(joined, pair[1])
 
     def with_rows(self, new: Blocks, numbers: jax.Array) -> Blocks:
         """The same with other blocks, of all layers, at ``numbers``; those beyond are dropped."""
@@ -104,20 +108,27 @@ class Continue:
     def __call__(self, heads: Heads, cache: Blocks) -> tuple[jax.Array, Blocks, KeyValue | None]:
         layer, q, k, v, scoring, sinks = heads
         past = cache.rows(layer, self.blocks)
-        columns, new = past[0].shape[2], q.shape[1]
+        columns, new = int8_cache.shape(past[0])[2], q.shape[1]
         tokens = self.known + jnp.sum(self.mask, axis=-1, dtype=jnp.int32)
         at = jnp.arange(columns) - (columns - tokens)[:, None]  # in the row's sequence
         from_past = jnp.clip(at, 0)[:, None, :, None]
         is_past = (at < self.known[:, None])[:, None, :, None]
 
-        def joined(past: jax.Array, x: jax.Array) -> jax.Array:
+        def joined(_: int, scaled: bool, past: jax.Array, x: jax.Array) -> jax.Array:
+            past = past.swapaxes(-1, -2) if scaled else past
             x = x.transpose(0, 2, 1, 3)
             if self.copies > 1:
                 x = jnp.repeat(x, self.copies, axis=1)
             # New tokens are in the last columns as they are.
             x = jnp.pad(x, [(0, 0), (0, 0), (columns - new, 0), (0, 0)])
-            return jnp.where(is_past, jnp.take_along_axis(past, from_past, axis=2), x)
+            x = jnp.where(is_past, jnp.take_along_axis(past, from_past, axis=2), x)
+            return x.swapaxes(-1, -2) if scaled else x
 
-        keys, values = joined(past[0], k), joined(past[1], v)
-        out = continuing.attend(q, keys, values, columns - tokens, scoring, sinks)
+        def widened(held: Held) -> jax.Array:
+            return held.widened(q.dtype) if isinstance(held, Quantized) else held
+
+        made = [int8_cache.like(p, x) for p, x in zip(past, (k, v))]
+        keys, values = (int8_cache.each(joined, *pair) for pair in zip(past, made))
+        seen = widened(keys), widened(values)
+        out = continuing.attend(q, *seen, columns - tokens, scoring, sinks)
         return out, cache, (keys, values)

@@ -7,6 +7,7 @@ the cache lies in memory, and what attends to it, is of the platform (``hjax.ker
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from hjax.kernels import decode as kernels
-from hjax.kernels import decode_tpu
+from hjax.kernels import decode_tpu, int8_cache
 from hjax.kernels.attention import Scoring
 from hjax.kernels.decode import (
     BY_PARTS,
@@ -25,6 +26,7 @@ from hjax.kernels.decode import (
     Seen,
     Slots,
 )
+from hjax.kernels.int8_cache import Held
 from hjax.models.attention import Heads, KeyValue
 from hjax.sharding.layout import Layout
 
@@ -168,14 +170,14 @@ class DecodeSlots:
             one = jnp.broadcast_to(column, rows)
             spans = self.slots.start[:, None], one[:, None]
             way = self.layout, scoring, self.expected, cache.form
-            held = q[:, :, None], own_k[:, :, None], own_v[:, :, None]
+            held = jax.tree.map(lambda x: x[:, :, None], (q, own_k, own_v))
             met = tuple(x[:, :, 0] for x in _filled(held, spans, *way))
         out = kernels.attend_slots(q, *parts, self.slots, scoring, sinks, keys, met)
         return out.transpose(0, 3, 1, 2, 4).reshape(rows, new, -1, dim), cache, None
 
 
 def _filled(
-    held: tuple[jax.Array, jax.Array, jax.Array],
+    held: tuple[jax.Array, Held, Held],
     spans: tuple[jax.Array, jax.Array],
     layout: Layout | None,
     scoring: Scoring,
@@ -186,7 +188,7 @@ def _filled(
     values; ``spans``: first and last columns."""
     from hjax.kernels import decode_gpu  # what it imports is not on every platform
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, first: Any, last: Any) -> Any:
+    def attend(q: jax.Array, k: Held, v: Held, first: Any, last: Any) -> Any:
         interpret = form == FILLED_INTERPRETED
         return decode_gpu.filled(q, k, v, first, last, scoring, expected, interpret)
 
@@ -214,7 +216,8 @@ class KVCache:
     [groups, kv_heads, length, head_dim], the responses' values
     [groups, kv_heads, samples, length, head_dim] and their keys like them, in the form ``COLUMNS``
     [groups, kv_heads, samples, head_dim, length]. Where a prompt has one sample that dimension is
-    missing, but for the kernel: XLA would copy the cache to drop it.
+    missing, but for the kernel: XLA would copy the cache to drop it. In int8 a ``Quantized`` stands
+    for an array, its scales [..., 1, length].
 
     Attributes:
       form: of ``hjax.kernels.decode``. For the kernel lengths are filled up to whole blocks.
@@ -232,13 +235,14 @@ class KVCache:
     copies: int = dataclasses.field(default=1, metadata={"static": True})
     own_prompts: bool = dataclasses.field(default=False, metadata={"static": True})
 
-    def read(self, layer: int | jax.Array) -> tuple[jax.Array, ...]:
+    def read(self, layer: int | jax.Array) -> tuple[Held, ...]:
         """Prompt keys and values and own keys and values of one layer."""
         parts = (self.prompt_k, self.prompt_v, self.k, self.v)
         if isinstance(self.k, tuple):
             return tuple(part[layer] for part in parts)
         return tuple(
-            jax.lax.dynamic_index_in_dim(part, layer, keepdims=False) for part in parts
+            jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False), part)
+            for part in parts
         )
 
     def write(
@@ -268,17 +272,24 @@ class KVCache:
         rows, new = k.shape[:2]
         row, at = jnp.arange(rows)[:, None], position[:, None] + jnp.arange(new)
 
-        def put(part: Any, x: jax.Array, columns: bool) -> Any:
+        def put(lead: tuple[Any, ...]) -> Callable[..., jax.Array]:
+            def of(axis: int, _: bool, held: jax.Array, x: jax.Array) -> jax.Array:
+                across = (slice(None),) * (2 if axis == -1 else 1)
+                return held.at[(*lead, row, *across, at)].set(x.astype(held.dtype), mode="drop")
+
+            return of
+
+        def written(part: Any, x: jax.Array, columns: bool) -> Any:
             if isinstance(part, tuple):
                 assert isinstance(layer, int)
-                held = part[layer].at[(row, slice(None), *((slice(None),) if columns else ()), at)]
-                return (*part[:layer], held.set(x, mode="drop"), *part[layer + 1 :])
+                new = int8_cache.like(part[layer], x)
+                held = int8_cache.each(put(()), part[layer], new, columns=columns)
+                return (*part[:layer], held, *part[layer + 1 :])
             # The layer as an index too: nothing else of the array is touched.
-            if columns:
-                return part.at[layer, row, :, :, at].set(x.astype(part.dtype), mode="drop")
-            return part.at[layer, row, :, at].set(x.astype(part.dtype), mode="drop")
+            new = int8_cache.like(part, x)
+            return int8_cache.each(put((layer,)), part, new, columns=columns)
 
-        k, v = put(self.k, k, self.form == COLUMNS), put(self.v, v, False)
+        k, v = written(self.k, k, self.form == COLUMNS), written(self.v, v, False)
         return dataclasses.replace(self, k=k, v=v)
 
     @classmethod
@@ -293,19 +304,25 @@ class KVCache:
           form, copies: of the cache.
         """
 
-        def empty(x: jax.Array, columns: bool) -> jax.Array:
-            *lead, groups, kv_heads, _, dim = x.shape
-            last = (dim, length) if columns else (_room(form, length, x.dtype), dim)
-            several = (samples,) if _by_sample(form, samples) else ()
-            return jnp.zeros((*lead, groups, kv_heads, *several, *last), x.dtype)
+        several = (samples,) if _by_sample(form, samples) else ()
+
+        def empty(part: Any, columns: bool) -> Any:
+            room = _room(form, length, jax.tree.leaves(part)[0].dtype)
+
+            def of(axis: int, scaled: bool, x: jax.Array) -> jax.Array:
+                dim = 1 if scaled else x.shape[-1]
+                last = (dim, room) if axis == -1 else (room, dim)
+                return jnp.zeros((*x.shape[:-2], *several, *last), x.dtype)
+
+            return int8_cache.each(of, part, columns=columns)
 
         pair = keys_and_values(prompt, form in KERNELS)
         prompt_k, prompt_v = (_prompt(x, form, copies) for x in pair)
         return cls(
             prompt_k,
             prompt_v,
-            jax.tree.map(lambda x: empty(x, form == COLUMNS), prompt_k),
-            jax.tree.map(lambda x: empty(x, False), prompt_v),
+            empty(prompt_k, form == COLUMNS),
+            empty(prompt_v, False),
             form,
             copies,
         )
@@ -335,21 +352,25 @@ class KVCache:
             *lead, rows, kv_heads, total, dim = x.shape
             return x.reshape(*lead, rows // samples, samples, kv_heads, total, dim)
 
-        def shared(x: jax.Array) -> jax.Array:
-            return by_group(x)[..., 0, :, :prompt, :]
+        def shared(axis: int, _: bool, x: jax.Array) -> jax.Array:
+            x = by_group(x)[..., 0, :, :, :]
+            return jax.lax.slice_in_dim(x, 0, prompt, axis=x.ndim + axis)
 
-        def own(x: jax.Array) -> jax.Array:
-            x = by_group(x)[..., prompt:, :].swapaxes(-4, -3)
-            missing = _room(form, length, x.dtype) - x.shape[-2]
-            x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, missing), (0, 0)])
-            return _copied(x, copies, -4) if _by_sample(form, samples) else x[..., 0, :, :]
+        def own(part: Any, columns: bool) -> Any:
+            room = _room(form, length, jax.tree.leaves(part)[0].dtype)
 
-        def own_keys(x: jax.Array) -> jax.Array:
-            return own(x).swapaxes(-1, -2) if form == COLUMNS else own(x)
+            def of(axis: int, scaled: bool, x: jax.Array) -> jax.Array:
+                x = by_group(x.swapaxes(-1, -2) if scaled else x)
+                x = x[..., prompt:, :].swapaxes(-4, -3)
+                x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, room - x.shape[-2]), (0, 0)])
+                x = _copied(x, copies, -4) if _by_sample(form, samples) else x[..., 0, :, :]
+                return x.swapaxes(-1, -2) if axis == -1 else x
+
+            return int8_cache.each(of, part, columns=columns)
 
         k, v = keys_and_values(kept, form in KERNELS)
-        prompt_k, prompt_v = (_prompt(jax.tree.map(shared, x), form, copies) for x in (k, v))
-        own_k, own_v = jax.tree.map(own_keys, k), jax.tree.map(own, v)
+        prompt_k, prompt_v = (_prompt(int8_cache.each(shared, x), form, copies) for x in (k, v))
+        own_k, own_v = own(k, form == COLUMNS), own(v, False)
         return cls(prompt_k, prompt_v, own_k, own_v, form, copies)
 
 
@@ -364,21 +385,28 @@ def keys_and_values(kept: Any, stacked: bool) -> tuple[Any, Any]:
         k, v = kept
         return k, v
     k, v = (tuple(pair[i] for pair in kept) for i in (0, 1))
-    return (jnp.stack(k), jnp.stack(v)) if stacked else (k, v)
+    if not stacked:
+        return k, v
+    return jax.tree.map(lambda *x: jnp.stack(x), *k), jax.tree.map(lambda *x: jnp.stack(x), *v)
 
 
 def _prompt(x: Any, form: str, copies: int) -> Any:
     """A prompt's keys or values, [..., kv_heads, length, head_dim], as the cache has them."""
 
-    def lay(x: jax.Array) -> jax.Array:
-        missing = 0
-        if form in KERNELS:
-            missing = decode_tpu.padded(x.shape[-2], decode_tpu.PROMPT_BLOCK, x.dtype) - x.shape[-2]
+    first = jax.tree.leaves(x)[0]
+    missing = 0
+    if form in KERNELS:
+        there = first.shape[-2]
+        missing = decode_tpu.padded(there, decode_tpu.PROMPT_BLOCK, first.dtype) - there
+
+    def lay(axis: int, _: bool, x: jax.Array) -> jax.Array:
         if missing:
-            x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, missing), (0, 0)])
+            sides = [(0, 0)] * x.ndim
+            sides[axis] = 0, missing
+            x = jnp.pad(x, sides)
         return _copied(x, copies, -3)
 
-    return jax.tree.map(lay, x)
+    return int8_cache.each(lay, x)
 
 
 def _copied(x: jax.Array, copies: int, axis: int) -> jax.Array:
@@ -395,13 +423,20 @@ def _room(form: str, length: int, dtype: Any) -> int:
 def _write(
     part: Any, layer: int | jax.Array, new: jax.Array, position: jax.Array, columns: bool
 ) -> Any:
+    def of_layer(axis: int, _: bool, held: jax.Array, new: jax.Array) -> jax.Array:
+        return kernels.write(held, new, position, axis == -1)
+
+    def of_all(axis: int, _: bool, held: jax.Array, new: jax.Array) -> jax.Array:
+        if position.ndim == 0:
+            new, at = kernels.token_at(new, position, axis == -1)
+            return jax.lax.dynamic_update_slice(held, new[None].astype(held.dtype), (layer, *at))
+        one = jax.lax.dynamic_index_in_dim(held, layer, keepdims=False)
+        written = kernels.write(one, new, position, axis == -1)
+        return jax.lax.dynamic_update_index_in_dim(held, written, layer, 0)
+
     if isinstance(part, tuple):
         assert isinstance(layer, int)
-        written = kernels.write(part[layer], new, position, columns)
+        pair = part[layer], int8_cache.like(part[layer], new)
+        written = int8_cache.each(of_layer, *pair, columns=columns)
         return (*part[:layer], written, *part[layer + 1 :])
-    if position.ndim == 0:
-        new, at = kernels.token_at(new, position, columns)
-        return jax.lax.dynamic_update_slice(part, new[None].astype(part.dtype), (layer, *at))
-    held = jax.lax.dynamic_index_in_dim(part, layer, keepdims=False)
-    written = kernels.write(held, new, position, columns)
-    return jax.lax.dynamic_update_index_in_dim(part, written, layer, 0)
+    return int8_cache.each(of_all, part, int8_cache.like(part, new), columns=columns)

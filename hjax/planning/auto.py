@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from hjax.algorithms import Algorithm, get_algorithm
 from hjax.controller.hosts import Hosts
 from hjax.devices import Device, device_of_kind
 from hjax.errors import ConfigError
+from hjax.kernels.int8_cache import INT8, element_bytes
 from hjax.machine import device_memory
 from hjax.models.config import ModelConfig
 from hjax.models.remat import NONE
@@ -30,6 +31,7 @@ from hjax.planning.records import (
     Candidate,
     Cluster,
     Mesh,
+    Numerics,
     PlannedSet,
     Pool,
     Workload,
@@ -258,12 +260,23 @@ def run_problem(
         Workload(prompt_length, rollout.max_response_length, rows, rollout.samples),
         cluster,
         constants,
-        dataclasses.replace(
-            FLOAT32 if float32 else MASTERS, bucket=rollout.transition_bucket_bytes
-        ),
+        _numerics(config, models, float32),
         space,
         {role: _offload(config, table[role]) for role in models},
     )
+
+
+def _numerics(
+    config: ConfigDict, models: Mapping[str, ModelConfig], float32: bool
+) -> Numerics:
+    """Of a run: what its devices compute in, and what keys and values are kept in."""
+    rollout = config.rollout
+    usual = dataclasses.replace(
+        FLOAT32 if float32 else MASTERS, bucket=rollout.transition_bucket_bytes
+    )
+    if rollout.cache_dtype != INT8:
+        return usual
+    return dataclasses.replace(usual, cache=element_bytes(None, models["actor"].head_dim))
 
 
 def _waves(slots: int, rows: int) -> tuple[int, ...]:

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hjax.kernels import int8_cache
 from hjax.models.continuing import BLOCK, Blocks, Continue
 from hjax.models.decoding import keys_and_values
 from hjax.models.parameters import Network, Weights
-from hjax.models.transformer import Compute
 from hjax.sharding.arrays import place
 from hjax.sharding.layout import Layout
 
@@ -26,7 +26,8 @@ class Chunks:
     """The programs of one engine.
 
     Args:
-      network, layout, compute: as of the engine.
+      network, layout: as of the engine.
+      kept: dtype of keys and values; None: int8.
       copies: of each key-value head.
       held: sharding of an array of the blocks.
       stacked: whether that is one of all layers.
@@ -37,13 +38,13 @@ class Chunks:
         self,
         network: Network,
         layout: Layout,
-        compute: Compute,
+        kept: Any,
         copies: int,
         held: Any,
         stacked: bool,
         prefilled: Callable[..., tuple[jax.Array, Any]],
     ):
-        self._network, self._layout, self._compute = network, layout, compute
+        self._network, self._layout, self._kept = network, layout, kept
         self._copies, self._stacked, self._prefilled = copies, stacked, prefilled
         self._held = held
         self._parts = layout.ways("batch")
@@ -110,12 +111,12 @@ class Chunks:
     # Programs
 
     def _zeros(self, count: int) -> Blocks:
-        config, dtype = self._network.config, self._compute.dtype
-        heads = config.kv_heads * self._copies
-        x = jnp.zeros((self._parts * count, heads, BLOCK, config.head_dim), dtype)
+        config = self._network.config
+        over = (config.layers,) if self._stacked else ()
+        one = self._parts * count, config.kv_heads * self._copies, BLOCK, config.head_dim
+        x = int8_cache.zeros((*over, *one), self._kept)
         if self._stacked:
-            k, v = (jnp.broadcast_to(x, (config.layers, *x.shape)) for _ in range(2))
-            return Blocks(k, v, self._parts)
+            return Blocks(x, x, self._parts)
         return Blocks((x,) * config.layers, (x,) * config.layers, self._parts)
 
     def _read_in(
@@ -132,12 +133,14 @@ class Chunks:
         attention = Continue(numbers, count, mask, self._copies)
         _, kept = self._prefilled(model, tokens, mask, attention, count, blocks)
 
-        def cut(x: jax.Array) -> jax.Array:
+        def cut(_: int, scaled: bool, x: jax.Array) -> jax.Array:
             """[..., parts, heads, columns, dim] -> [..., parts * n, heads, BLOCK, dim]"""
+            x = x.swapaxes(-1, -2) if scaled else x
             x = x[..., x.shape[-2] - tokens.shape[1] :, :]
             *lead, parts, heads, size, dim = x.shape
             x = x.reshape(*lead, parts, heads, size // BLOCK, BLOCK, dim).swapaxes(-4, -3)
-            return x.reshape(*lead, parts * size // BLOCK, heads, BLOCK, dim)
+            x = x.reshape(*lead, parts * size // BLOCK, heads, BLOCK, dim)
+            return x.swapaxes(-1, -2) if scaled else x
 
-        k, v = keys_and_values(jax.tree.map(cut, kept), self._stacked)
+        k, v = keys_and_values(int8_cache.each(cut, kept), self._stacked)
         return blocks.with_rows(Blocks(k, v, self._parts), where)

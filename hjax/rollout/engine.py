@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hjax.errors import ConfigError
-from hjax.kernels import decode
+from hjax.kernels import decode, int8_cache
 from hjax.kernels.decode import Seen, Slots
 from hjax.models.attention import Attention, Causal
 from hjax.models.continuing import BLOCK, Blocks, Continue
@@ -51,6 +51,7 @@ class Engine:
       cache_form: of the cache, see ``hjax.kernels.decode``.
       copies: of each key-value head, see ``KVCache``.
       guesses: tokens that are guessed at a time, see ``hjax.rollout.lookup``; none by the kernel.
+      int8: whether keys and values are kept in int8, see ``hjax.kernels.int8_cache``.
     """
 
     def __init__(
@@ -61,9 +62,10 @@ class Engine:
         cache_form: str,
         copies: int = 1,
         guesses: int = 0,
+        int8: bool = False,
     ):
         self.network, self.layout, self.compute = network, layout, compute
-        self.form, self.copies = cache_form, copies
+        self.form, self.copies, self.int8 = cache_form, copies, int8
         self.lookup = guesses
         if guesses and self.by_kernel:
             raise ConfigError(f"lookup={guesses}: the kernel {cache_form!r} takes one token a step")
@@ -75,7 +77,7 @@ class Engine:
         held = layout.sharding(*over, "batch", heads)
         self.block_sharding = layout.sharding(*over, "batch", heads)
         way = self.copies, self.block_sharding, self.stacked
-        self.chunks = Chunks(network, layout, compute, *way, self.prefilled)
+        self.chunks = Chunks(network, layout, self.kept_dtype, *way, self.prefilled)
         split, whole = layout.sharding("batch"), layout.replicated
         # Given out always in the same way, so that programs meet the same arrays again.
         of_slots = cast(Any, (split, split, split, whole, split, split, self.parts))
@@ -110,6 +112,11 @@ class Engine:
         """Whether each row's tokens begin in its own column 0; else all are written into one
         column."""
         return self.by_kernel or self.lookup > 0
+
+    @property
+    def kept_dtype(self) -> Any:
+        """Of keys and values; None: int8."""
+        return None if self.int8 else self.compute.dtype
 
     # What is called
 
@@ -190,11 +197,13 @@ class Engine:
 
         def entered(name: str) -> Any:
             """Of an array at a time: one program for all layers, whatever else the state has."""
-            way = own, own and name == "k" and self.form == decode.COLUMNS
+            columns = own and name == "k" and self.form == decode.COLUMNS
             some = prompts.k if name.endswith("k") else prompts.v
-            return jax.tree.map(
-                lambda old, x: self._enter(way, old, x, where, ends), getattr(cache, name), some
-            )
+
+            def one(axis: int, scaled: bool, old: jax.Array, x: jax.Array) -> jax.Array:
+                return self._enter((own, axis, scaled), old, x, where, ends)
+
+            return int8_cache.each(one, getattr(cache, name), some, columns=columns)
 
         cache = dataclasses.replace(cache, **{name: entered(name) for name in names})
         return State(cache, slots, running)
@@ -258,23 +267,22 @@ class Engine:
         slots, running = self._select(state.slots, state.rows, of_rows, of_groups, at)
         parts = {"prompt_k": cache.prompt_k, "prompt_v": cache.prompt_v}
 
-        def of(held: Any, index: jax.Array | None, axis: int = 0, length: int = 0) -> Any:
+        def of(held: Any, index: jax.Array | None, own: bool = False, columns: bool = False) -> Any:
             """An array at a time, so that one of them at most is there twice."""
 
-            def one(x: jax.Array) -> jax.Array:
-                by_row = None if not axis else at
-                made = self._part(x, (axis, length), index, by_row)
+            def one(axis: int, _: bool, x: jax.Array) -> jax.Array:
+                cut = ((axis, length), index, at) if own else ((0, 0), index, None)
+                made = self._part(x, *cut)
                 x.delete()
                 return made
 
-            return jax.tree.map(one, held)
+            return int8_cache.each(one, held, columns=columns)
 
         if groups is not None:
             parts = {name: of(held, of_groups) for name, held in parts.items()}
         if rows is not None or length or first:
-            axis = -1 if self.form == decode.COLUMNS else -2
-            parts["k"] = of(cache.k, of_rows, axis, length)
-            parts["v"] = of(cache.v, of_rows, -2, length)
+            parts["k"] = of(cache.k, of_rows, True, self.form == decode.COLUMNS)
+            parts["v"] = of(cache.v, of_rows, True)
         return State(dataclasses.replace(cache, **parts), slots, running)
 
     # What is said of them without running them
@@ -329,15 +337,14 @@ class Engine:
     # Programs
 
     def _zeros(self, size: Size, column: jax.Array) -> State:
-        config, dtype = self.network.config, self.compute.dtype
+        config, kept = self.network.config, self.kept_dtype
 
         def prompts(count: int) -> Any:
             # The kernel has a prompt always, of which nothing may be there.
             prompt = max(size.prompt, 1) if self.by_kernel else size.prompt
-            x = jnp.zeros((count, config.kv_heads, prompt, config.head_dim), dtype)
-            if self.compute.unroll_layers:
-                return ((x, x),) * config.layers
-            return (jnp.broadcast_to(x, (config.layers, *x.shape)),) * 2
+            over = () if self.compute.unroll_layers else (config.layers,)
+            x = int8_cache.zeros((*over, count, config.kv_heads, prompt, config.head_dim), kept)
+            return (x, x) if over else ((x, x),) * config.layers
 
         samples, room = size.samples, (size.length, self.form, self.copies)
         cache = KVCache.create(prompts(size.groups), samples, *room)
@@ -384,7 +391,7 @@ class Engine:
         prompts, mask = split(prompts, "batch"), split(mask, "batch")
         if known is None:
             whole, there, copies = prompts, mask, self.copies
-            attention: Any = Causal(mask, keep=True, form=self.compute.form)
+            attention: Any = Causal(mask, keep=True, form=self.compute.form, int8=self.int8)
         else:
             whole, there, copies = split(known.tokens, "batch"), split(known.mask, "batch"), 1
             attention = Continue(known.blocks, known.count, mask, self.copies)
@@ -462,23 +469,32 @@ class Engine:
         return slots, jax.tree.map(at_row, running, new), ends
 
     def _entered(
-        self, way: tuple[bool, bool], old: jax.Array, x: jax.Array, at: jax.Array, ends: jax.Array
+        self,
+        way: tuple[bool, int, bool],
+        old: jax.Array,
+        x: jax.Array,
+        at: jax.Array,
+        ends: jax.Array,
     ) -> jax.Array:
         """An array of the cache with prompts ``x`` at numbers ``at`` of its groups or rows.
 
-        ``way``: whether these are rows, where prompts end before columns ``ends``, and whether
-        the array has columns last.
+        ``way``: whether these are rows, where prompts end before columns ``ends``, along which axis
+        the array has columns, and whether it is one of scales.
         """
-        own, by_columns = way
-        one = functools.partial(self._prompts_in_rows, by_columns, at, ends)
+        own, axis, scaled = way
+        x = x.swapaxes(-1, -2) if scaled else x
+        one = functools.partial(self._prompts_in_rows, axis == -1, at, ends)
         if not own:
-            one = functools.partial(self._prompts_in_groups, at)
+            one = functools.partial(self._prompts_in_groups, axis == -1, at)
         return jax.vmap(one)(old, x) if self.stacked else one(old, x)
 
-    def _prompts_in_groups(self, at: jax.Array, old: jax.Array, x: jax.Array) -> jax.Array:
-        more = old.shape[-2] - x.shape[-2]
+    def _prompts_in_groups(
+        self, by_columns: bool, at: jax.Array, old: jax.Array, x: jax.Array
+    ) -> jax.Array:
+        more = old.shape[-1 if by_columns else -2] - x.shape[-2]
         sides = (0, more) if self.by_kernel else (more, 0)
-        return self._put(at, old, jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [sides, (0, 0)]))
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [sides, (0, 0)])
+        return self._put(at, old, x.swapaxes(-1, -2) if by_columns else x)
 
     def _prompts_in_rows(
         self, by_columns: bool, at: jax.Array, ends: jax.Array, old: jax.Array, x: jax.Array
@@ -492,7 +508,7 @@ class Engine:
         x = jnp.take_along_axis(x, jnp.clip(column, 0, read - 1)[:, None, :, None], axis=2)
         if self.by_kernel:  # with a dimension for samples
             x = x[:, :, None]
-        x = x.swapaxes(2, 3) if by_columns else x
+        x = x.swapaxes(-1, -2) if by_columns else x
         held = self._put(at, jax.lax.slice_in_dim(old, 0, size, axis=axis), x)
         return jax.lax.dynamic_update_slice_in_dim(old, held, 0, axis)
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from hjax.errors import ConfigError
 from hjax.kernels import decode
+from hjax.kernels.int8_cache import AUTO, CACHE_DTYPES, INT8
 from hjax.models.attention import Causal
 from hjax.models.decoding import Decode, KVCache
 from hjax.models.forward import positions_of
@@ -74,6 +75,10 @@ class Generator:
         devices.
       cache_form: of the cache and its attention, see ``hjax.kernels.decode``; None: that of the
         devices.
+      cache_dtype: of ``CACHE_DTYPES``.
+
+    Raises:
+      ConfigError: another one.
     """
 
     def __init__(
@@ -82,9 +87,13 @@ class Generator:
         layout: Layout,
         compute: Compute = Compute(),
         cache_form: str | None = None,
+        cache_dtype: str = AUTO,
     ):
+        if cache_dtype not in CACHE_DTYPES:
+            raise ConfigError(f"cache_dtype={cache_dtype!r}; allowed: {', '.join(CACHE_DTYPES)}")
         self.network = network
         self.layout = layout
+        self.int8 = cache_dtype == INT8
         device, head_dim = layout.mesh.devices.flat[0], network.config.head_dim
         self.cache_form = cache_form or decode.choose(device, head_dim)
         if self.cache_form == decode.FILLED and not self._heads_divide:
@@ -99,6 +108,11 @@ class Generator:
             lambda numbers, rows: jax.random.key_data(sequence_keys(numbers[0], numbers[1], rows)),
             out_shardings=layout.replicated,
         )
+
+    @property
+    def kept_dtype(self) -> Any:
+        """Of keys and values; None: int8."""
+        return None if self.int8 else self.compute.dtype
 
     @property
     def _copies(self) -> int:
@@ -241,7 +255,8 @@ class Generator:
             if lookup and form in decode.KERNELS:
                 form, copies = decode.ROWS, 1
                 compute = dataclasses.replace(compute, unroll_layers=True)
-            made = Engine(self.network, self.layout, compute, form, copies, lookup)
+            how = form, copies, lookup, self.int8
+            made = Engine(self.network, self.layout, compute, *how)
             self._engines[lookup] = made
         return self._engines[lookup]
 
@@ -398,7 +413,7 @@ class Generator:
         inputs = prompts, prompt_mask, sequence, seed_and_step
         if self._staged:
             assert not isinstance(params, Layered)
-            pipelined = PipelinedRollout(self.network, self.layout, self.compute)
+            pipelined = PipelinedRollout(self.network, self.layout, self.compute, self.int8)
             options = shape.samples, shape.max_new_tokens, shape.sampling, shape.stop
             drawn = pipelined.run(params, *inputs, *options)
         else:
@@ -457,7 +472,7 @@ class Generator:
         hidden, _, kept = model(
             tokens,
             positions,
-            Causal(mask, keep=True, form=self.compute.form),
+            Causal(mask, keep=True, form=self.compute.form, int8=self.int8),
             compute=self.compute,
             layers=layers,
             rotary=rotary,

@@ -18,6 +18,7 @@ import numpy as np
 from hjax.data.response_text import ResponseText
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, RunError
+from hjax.kernels.int8_cache import AUTO
 from hjax.models.config import ModelConfig
 from hjax.models.forward import sequence_states, token_log_probs
 from hjax.models.parameters import decoder_network
@@ -70,6 +71,7 @@ class LanguageModel:
       tensor: local devices over which heads, MLPs and vocabulary are split, the first ones. With
         several, only one thread at a time may have it compute.
       copies: of the model, each on so many devices, which share the rows of a call.
+      cache_dtype: of keys and values while it generates: ``auto``, the dtype; or ``int8``.
 
     Raises:
       ConfigError: another dtype, or a number of devices that there are not or that does not divide
@@ -90,6 +92,7 @@ class LanguageModel:
         path: str | os.PathLike = "",
         tensor: int = 1,
         copies: int = 1,
+        cache_dtype: str = AUTO,
     ):
         dtypes = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
         if dtype not in dtypes:
@@ -101,7 +104,8 @@ class LanguageModel:
         self._network = decoder_network(config)
         self._layout, self._copies = local_layout(config, tensor, copies), copies
         self._compute = Compute(dtype=dtypes[dtype]).on(self._layout)
-        self._generator = Generator(self._network, self._layout, self._compute)
+        how = self._network, self._layout, self._compute
+        self._generator = Generator(*how, cache_dtype=cache_dtype)
         self.params = self._held(params)
         self._programs = {
             "logits": jax.jit(self._logits),
@@ -414,7 +418,11 @@ def local_layout(config: ModelConfig, tensor: int, copies: int = 1) -> Layout:
 
 
 def load_model(
-    path: str | os.PathLike, dtype: str = "float32", tensor: int = 1, copies: int = 1
+    path: str | os.PathLike,
+    dtype: str = "float32",
+    tensor: int = 1,
+    copies: int = 1,
+    cache_dtype: str = AUTO,
 ) -> LanguageModel:
     """Load a model.
 
@@ -425,6 +433,7 @@ def load_model(
       dtype: ``float32`` or ``bfloat16``, of compute and of the matrices that are kept.
       tensor: local devices over which heads, MLPs and vocabulary are split, the first ones.
       copies: of the model, each on so many devices, which share the prompts of a call.
+      cache_dtype: of keys and values while it generates: ``auto``, that of compute; or ``int8``.
 
     Raises:
       ConfigError: nothing there, a model this version does not support, or a number of devices
@@ -444,4 +453,5 @@ def load_model(
             )
     eos = tokenizer.eos_ids if tokenizer is not None else read_eos_ids(directory)
     eos = [i for i in eos if i < config.vocab_size]
-    return LanguageModel(config, params, tokenizer, dtype, eos, path, tensor, copies)
+    how = dtype, eos, path, tensor, copies, cache_dtype
+    return LanguageModel(config, params, tokenizer, *how)

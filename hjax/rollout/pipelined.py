@@ -33,8 +33,8 @@ _SPLIT, _WHOLE = PartitionSpec(AXIS), PartitionSpec()
 class PipelinedRollout:
     """A generate layout with more than one stage; see ``Generator`` for the arguments."""
 
-    def __init__(self, network: Network, layout: Layout, compute: Compute):
-        self.network = network
+    def __init__(self, network: Network, layout: Layout, compute: Compute, int8: bool = False):
+        self.network, self.int8 = network, int8
         self.layout = layout
         self.compute = dataclasses.replace(compute, unroll_layers=False)
         self.stages = layout.ways("layers")
@@ -149,7 +149,7 @@ class PipelinedRollout:
                 # Outside its turns a stage computes what nobody reads.
                 at = jnp.clip(time - stage, 0, stages - 1)
                 x, mask = jnp.where(stage == 0, starts[at], received), masks[at]
-                attention = Causal(mask, keep=True, form=self.compute.form)
+                attention = Causal(mask, keep=True, form=self.compute.form, int8=self.int8)
                 turn = model.rotary(jnp.sum(mask, axis=-1, dtype=jnp.int32) + length)
                 x, _, kept = model.run(
                     x, positions_of(mask), attention, compute=self.compute, rotary=turn

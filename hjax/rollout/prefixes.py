@@ -17,7 +17,7 @@ import numpy as np
 
 from hjax import machine
 from hjax.errors import ConfigError
-from hjax.kernels import decode
+from hjax.kernels import decode, int8_cache
 from hjax.models.continuing import BLOCK, Blocks
 from hjax.models.parameters import Weights
 from hjax.rollout.engine import Engine
@@ -133,9 +133,11 @@ class Prefixes:
 
             def written(blocks: Any, own: Any, by_columns: bool, given: Any = given) -> Any:
                 """An array at a time: one program for all layers."""
-                return jax.tree.map(
-                    lambda b, x: self._keep(by_columns, b, x, start, given), blocks, own
-                )
+
+                def one(axis: int, scaled: bool, x: Any, b: Any) -> Any:
+                    return self._keep((axis == -1, scaled), b, x, start, given)
+
+                return int8_cache.each(one, own, blocks, columns=by_columns)
 
             k = written(self.blocks.k, cache.k, engine.form == decode.COLUMNS)
             self.blocks = Blocks(k, written(self.blocks.v, cache.v, False))
@@ -196,7 +198,7 @@ class Prefixes:
 
     def _kept(
         self,
-        by_columns: bool,
+        way: tuple[bool, bool],
         blocks: jax.Array,
         own: jax.Array,
         start: jax.Array | None,
@@ -204,23 +206,22 @@ class Prefixes:
     ) -> jax.Array:
         """An array of blocks with some of an array of a state's cache.
 
-        ``by_columns``: whether that has columns last. ``start``: int32 [rows], each one's first
-        column; None: 0. ``pieces``: int32 [3, n]: of which row, from which of its tokens on, into
-        which block.
+        ``way``: whether that has columns last, and whether it is one of scales. ``start``: int32
+        [rows], each one's first column; None: 0. ``pieces``: int32 [3, n]: of which row, from which
+        of its tokens on, into which block.
         """
+        by_columns, scaled = way
         row, first, where = pieces
         row = row[:, None]
         at = first[:, None] + jnp.arange(BLOCK) + (0 if start is None else start[row])
 
         def of(own: jax.Array) -> jax.Array:
             """[n, kv_heads, BLOCK, head_dim] of a layer."""
-            if by_columns:
-                found = own.at[row, :, :, at].get(mode="clip")
-            elif self._engine.by_kernel:  # with a dimension for samples
-                found = own.at[row, :, 0, at].get(mode="clip")
-            else:
-                found = own.at[row, :, at].get(mode="clip")
-            return found.swapaxes(1, 2)
+            sample = (0,) if self._engine.by_kernel else ()  # it has a dimension for samples
+            across = (slice(None),) * by_columns
+            found = own.at[(row, slice(None), *sample, *across, at)].get(mode="clip")
+            found = found.swapaxes(1, 2)
+            return found.swapaxes(-1, -2) if scaled else found
 
         def put(held: jax.Array, own: jax.Array) -> jax.Array:
             return held.at[where].set(of(own).astype(held.dtype), mode="drop")
@@ -271,9 +272,10 @@ def room_for(engine: Engine, tokens: int) -> int:
     """So many tokens, or as many as a share of the first device's free memory holds."""
     config = engine.network.config
     heads = -(-config.kv_heads * engine.copies // engine.layout.ways("kv_heads"))
-    each = 2 * config.layers * heads * config.head_dim * jnp.dtype(engine.compute.dtype).itemsize
+    element = int8_cache.element_bytes(engine.kept_dtype, config.head_dim)
+    token = round(2 * config.layers * heads * config.head_dim * element)
     free = machine.free_bytes(engine.layout.mesh.devices.flat[0])
-    return min(tokens, int(SHARE * free) // each) // BLOCK * BLOCK
+    return min(tokens, int(SHARE * free) // token) // BLOCK * BLOCK
 
 
 def why_not(engine: Engine) -> str:

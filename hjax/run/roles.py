@@ -535,6 +535,7 @@ class _Builder:
             micro_batch=(section if entry.trained else config.actor).micro_batch,
             slots=config.rollout.slots,
             lookup=config.rollout.lookup,
+            cache_dtype=config.rollout.cache_dtype,
             surplus=config.rollout.surplus,
             judges=self._judges() if entry.generates or entry.apart else {},
             packing=config.data.packing,

@@ -15,6 +15,8 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.controller import Build
+from hjax.kernels.int8_cache import AUTO as AUTO_DTYPE
+from hjax.kernels.int8_cache import INT8, element_bytes
 from hjax.models import arithmetic
 from hjax.models.config import ModelConfig
 from hjax.models.parameters import decoder_network, scalar_network
@@ -44,12 +46,14 @@ class SlotRoom:
       sequences: of a step.
       cache_bytes: of a device's memory for the keys and values of as many; 0: not estimated.
       usable_bytes: that generation may take beside what is kept.
+      cache_dtype: what keys and values are kept in.
     """
 
     slots: int
     sequences: int
     cache_bytes: int = 0
     usable_bytes: int = 0
+    cache_dtype: str = AUTO_DTYPE
 
     @property
     def why(self) -> str:
@@ -57,7 +61,8 @@ class SlotRoom:
         if not self.cache_bytes:
             return "all sequences of a step: the devices do not say how much memory they have"
         some = f"{self.slots} of the {self.sequences}" if self.slots else f"all {self.sequences}"
-        taken = f"keys and values take {size(self.cache_bytes)} of a device"
+        kept = "" if self.cache_dtype == AUTO_DTYPE else f" in {self.cache_dtype}"
+        taken = f"keys and values{kept} take {size(self.cache_bytes)} of a device"
         found = f"{some} sequences of a step at a time, by estimate: {taken}"
         if self.cache_bytes > self.usable_bytes:
             return f"{found}, more than the {size(self.usable_bytes)} that there are"
@@ -98,6 +103,7 @@ class Rollouts:
 
     Attributes:
       model, dtype: of which, and in which it computes.
+      kept: dtype of keys and values; None: int8.
       layout: the generate layout.
       prompts, samples: how many, and answers to each.
       prompt, response: tokens of each, at most.
@@ -105,6 +111,7 @@ class Rollouts:
 
     model: ModelConfig
     dtype: np.dtype
+    kept: np.dtype | None
     layout: Layout
     prompts: int
     samples: int
@@ -139,7 +146,8 @@ class Rollouts:
         """Bytes of a device for a token's keys and values."""
         model = self.model
         heads = -(-model.kv_heads // self.layout.ways("kv_heads"))
-        return 2 * model.layers * heads * model.head_dim * self.dtype.itemsize
+        element = element_bytes(self.kept, model.head_dim)
+        return round(2 * model.layers * heads * model.head_dim * element)
 
     def room(self, beside: float, memory: int) -> SlotRoom:
         """How many sequences at a time.
@@ -164,7 +172,8 @@ class Rollouts:
             groups -= groups % _ROUND if groups > _ROUND else 0
         taken = self.cache_bytes(groups, groups < most)
         slots = groups * self.samples * parts if groups < most else 0
-        return SlotRoom(slots, rows, taken, max(round(usable), 0))
+        kept = AUTO_DTYPE if self.kept is not None else INT8
+        return SlotRoom(slots, rows, taken, max(round(usable), 0), kept)
 
 
 def room(
@@ -187,9 +196,11 @@ def room(
     generates = ROLLOUT if ROLLOUT in layouts else "actor"
     (members,) = [members for members in plan.placement if generates in members]
     context = builds[generates].arguments[0]
+    dtype = np.dtype(context.compute.dtype)
     rollouts = Rollouts(
         context.model,
-        np.dtype(context.compute.dtype),
+        dtype,
+        None if context.cache_dtype == INT8 else dtype,
         layouts[generates].generate,
         config.rollout.prompts,
         config.rollout.samples + config.rollout.surplus,

@@ -290,6 +290,15 @@ KEYS: dict[str, Any] = {
             "their prompt; 0: none",
             at_least(0),
         ),
+        "cache_dtype": Key(
+            "auto",
+            "what keys and values are kept in while responses are generated: auto, the dtype of "
+            "compute; int8, a byte each with a scale per token and head: half of bfloat16's memory "
+            "and of what is read of it for a token. Responses are then those of a model that "
+            "rounds keys and values, and so are their log-probs; learning's are not "
+            "(rollout/token_prob_error, algorithm.correction)",
+            one_of("auto", "int8"),
+        ),
         "max_staleness": Key(
             0,
             "versions of the weights by which a batch may lag behind those that learn from it: "

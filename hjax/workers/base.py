@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from hjax.errors import DataError
+from hjax.kernels.int8_cache import AUTO
 from hjax.models.checkpoint import read_state, saved_items, write_state
 from hjax.models.config import ModelConfig
 from hjax.models.transformer import Compute
@@ -55,6 +56,7 @@ class WorkerContext:
       micro_batch: rows (or packs) per pass over all devices, of updates and scores; 0: all.
       slots: rows that are generated at a time; 0: all.
       lookup: tokens that are guessed at a time, see ``hjax.rollout.lookup``.
+      cache_dtype: what keys and values are kept in, see ``hjax.rollout.generator``.
       surplus: further responses to a prompt, of which the last ones to end are given up.
       judges: reward functions, by role, that are called with a prompt's answers while others are
         generated.
@@ -88,6 +90,7 @@ class WorkerContext:
     micro_batch: int = 0
     slots: int = 0
     lookup: int = 0
+    cache_dtype: str = AUTO
     surplus: int = 0
     judges: Mapping[str, RewardFunction] = dataclasses.field(default_factory=dict)
     packing: int = 0

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from hjax.kernels.int8_cache import element_bytes
 from hjax.models.parameters import Params
 from hjax.rewards.early import Answers, Judge, Verdict
 from hjax.rollout.generator import Generator, bucket_length
@@ -31,9 +32,15 @@ class GeneratingWorker(ModelWorker):
 
     def __init__(self, context: WorkerContext):
         super().__init__(context)
-        self.generator = Generator(self.network.base, self.layouts.generate, context.compute)
+        how = self.network.base, self.layouts.generate, context.compute
+        self.generator = Generator(*how, cache_dtype=context.cache_dtype)
         self._asked = 0  # prompts so far, by which their rows know each other
         self._judges = {role: Judge(function) for role, function in context.judges.items()}
+
+    @property
+    def cache_element(self) -> float:
+        """Bytes of an element of keys and values while it generates, with its share of a scale."""
+        return element_bytes(self.generator.kept_dtype, self.network.config.head_dim)
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[Any]:
