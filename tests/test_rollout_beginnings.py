@@ -51,7 +51,8 @@ def made_by(case):
     layout = make_layouts(jax.devices()[:count], sizes, {"tensor": -1}).generate
     layout = without(layout, ["kv_heads"] if sizes.get("tensor", 1) > PLAIN.kv_heads else [])
     network = decoder_network(dataclasses.replace(case.config, max_length=512))
-    generator = Generator(network, layout, Compute(unroll_layers=case.unroll), case.form)
+    compute = Compute(unroll_layers=case.unroll)
+    generator = Generator(network, layout, compute, case.form, case.cache)
     options = {
         "seed": 3, "step": 1, "samples": case.samples, "max_new_tokens": NEW,
         "sampling": case.sampling, "stop": (0, 1),
@@ -90,6 +91,10 @@ SLOW = {
     "filled columns": (
         Case(samples=2, prompts=8, slots=8, form=decode.FILLED_INTERPRETED, unroll=True), 150, 50),
     "guesses": (Case(samples=2, prompts=8, slots=8, lookup=2), 150, 50),
+    "int8": (Case(samples=2, prompts=9, slots=6, cache="int8"), 150, 50),
+    "int8, devices": (
+        Case(samples=2, prompts=12, slots=8, sizes=(("data", 2), ("tensor", 2)), cache="int8"),
+        150, 50),
 }  # fmt: skip
 
 
@@ -103,7 +108,7 @@ def test_responses_are_those_of_prompts_read_whole(name):
     known = found.pop("prompt_known")[:: case.samples]
     for key, value in expected.items():
         if value.dtype == np.float32:
-            np.testing.assert_allclose(found[key], value, atol=1e-5)
+            np.testing.assert_allclose(found[key], value, atol=case.near)
         else:
             np.testing.assert_array_equal(found[key], value)
     # By hand: all but every fourth share whole blocks of the head, which leave a token; of those
