@@ -211,7 +211,7 @@ def test_bad_input_ends_in_one_line_and_status_2(case, files, monkeypatch, capsy
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("none.py", "--config=none.py: no such file; give a path, or one of grpo.py, ppo.py"),
+        ("none.py", "--config=none.py: no such file; give a path, or one of cdpo.py, cispo.py"),
         ("broken.py", "broken.py:2: ZeroDivisionError: division by zero"),
         ("empty.py", "the file defines no get_config()"),
     ],

@@ -305,7 +305,7 @@ def in_empty_folder(tmp_path, monkeypatch):
     ("arguments", "says"),
     [
         ([], "--config=NAME.py is missing"),
-        (["--config=nothing.py"], "or one of cispo.py, dapo.py"),
+        (["--config=nothing.py"], "or one of cdpo.py, cispo.py"),
         (["--config=ppo.py", "--dryrun"], "dry_run"),
         (["--config=ppo.py", "--config.stps=3", "--workdir=w"], "config.steps"),
         (["--config=ppo.py", "--workdir="], "--workdir= is empty"),

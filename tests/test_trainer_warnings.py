@@ -3,10 +3,11 @@
 import json
 
 import pytest
-from helpers import tiny_config
+from helpers import tiny_config, trainer_of
 
 import hjax
-from hjax.run.warnings import TruncationWarning
+from hjax.errors import RunError
+from hjax.run.warnings import SamplerWatch, TruncationWarning
 
 
 def told(warning, *shares):
@@ -26,6 +27,42 @@ def test_a_limit_that_leaves_room_for_the_answer_is_meant():
     assert told(TruncationWarning(6, longest=6), 1.0) == []
     assert len(told(TruncationWarning(5, longest=6), 1.0)) == 1
     assert TruncationWarning(6).message({"step": 1, "actor/loss": 0.1}) is None  # SFT
+
+
+def errors_of(changes, *errors):
+    watch = SamplerWatch(tiny_config("GRPO", changes))
+    rows = [{"rollout/token_prob_error": error} for error in errors]
+    return [message for row in rows if (message := watch.message(row))]
+
+
+def test_a_sampler_that_is_not_the_learner_is_told_once_and_stops_the_run():
+    assert errors_of({}, 1.0, 1.1, float("nan")) == []
+    (message,) = errors_of({}, 1.2, 1.3)
+    assert message.startswith("rollout/token_prob_error is 1.2, above rollout.warn_prob_error=1.1")
+    with pytest.raises(RunError, match="is 2.5, above rollout.max_prob_error=2: the sampler's"):
+        errors_of({}, 1.05, 2.5)
+    quiet = {"rollout.warn_prob_error": 0.0, "rollout.max_prob_error": 0.0}
+    meant = {"actor.lora.rank": 4, "actor.lora.dropout": 0.1}
+    for changes in (quiet, meant):
+        assert errors_of(changes, 1.5, 99.0, float("inf")) == []
+
+
+def test_a_run_stops_at_the_step_and_keeps_its_batch(tmp_path, monkeypatch):
+    """With a sampler that says half of what it drew by."""
+    from hjax.workers.actor import Actor
+
+    answer = Actor.answer
+
+    def wrong(self, *arguments):
+        rollout = answer(self, *arguments)
+        return rollout | {"logprobs": rollout["logprobs"] - 2.0 * rollout["response_mask"]}
+
+    monkeypatch.setattr(Actor, "answer", wrong)
+    with trainer_of("GRPO", {}, tmp_path / "run") as trainer:
+        with pytest.raises(RunError, match="token_prob_error is 7.389, above"):
+            trainer.step()
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()  # no row of a step that was none
+    assert list((tmp_path / "run" / "skipped").iterdir())
 
 
 class Display:

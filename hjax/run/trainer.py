@@ -41,7 +41,7 @@ from hjax.run.recovery import Recovering
 from hjax.run.roles import check_offloads, describe_roles, is_float32, placed
 from hjax.run.rows import sample_row
 from hjax.run.throughput import Throughput
-from hjax.run.warnings import TruncationWarning
+from hjax.run.warnings import SamplerWatch, TruncationWarning
 from hjax.run.workdir import Workdir
 from hjax.settings.checking import check_config, on_cluster
 
@@ -166,6 +166,7 @@ class Trainer(Recovering):
         )
         self.recorder = StepRecorder(self.algorithm, config.algorithm.max_skipped)
         task = self.inputs.task
+        self._sampler = SamplerWatch(config)
         self._truncation = TruncationWarning(lengths[1], task.response_length if task else None)
         self.step_number = 0
         self.batch: dict[str, Any] = {}
@@ -244,6 +245,8 @@ class Trainer(Recovering):
         try:
             with self._phase("step"):
                 self.batch, metrics = self._take_step(step)
+                if warning := self._sampler.message(metrics):
+                    self._message(f"step {step}: {warning}")
         except RunError:
             self.batch = self.recorder.batch  # empty if the failure came before it was whole
             if self.workdir is not None and self.batch:

@@ -299,6 +299,18 @@ KEYS: dict[str, Any] = {
             "(rollout/token_prob_error, algorithm.correction)",
             one_of("auto", "int8"),
         ),
+        "warn_prob_error": Key(
+            1.1,
+            "rollout/token_prob_error above which a run says once that the sampler's log-probs are "
+            "not learning's; 0: never. Not looked at where older weights sample, or learning drops "
+            "features of adapters",
+            Rule("above 1, or 0 for never", lambda x: x == 0 or x > 1),
+        ),
+        "max_prob_error": Key(
+            2.0,
+            "rollout/token_prob_error above which a run stops; 0: never",
+            Rule("above 1, or 0 for never", lambda x: x == 0 or x > 1),
+        ),
         "max_staleness": Key(
             0,
             "versions of the weights by which a batch may lag behind those that learn from it: "
