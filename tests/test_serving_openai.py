@@ -318,7 +318,10 @@ def test_a_call_and_its_answer_go_into_the_prompt(client):
         ({"structured_outputs": {"json": [1]}}, "structured_outputs.json"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
         ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json"),
-        ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": ["a", 1]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": ["a"], "grammar": "b"}}, "structured_outputs"),
+        ({"structured_outputs": {"grammar": "start: ("}}, "structured_outputs.grammar"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": -1}, "temperature"),
         ({"top_p": 0}, "top_p"),
@@ -382,8 +385,18 @@ USER = {"role": "user", "content": "a"}
         ({"response_format": {"type": "json_object"}, "tools": [TOOL]}, "tools"),
         ({"logprobs": True, "top_logprobs": 1}, "top_logprobs"),
         ({"logprobs": 1}, "logprobs"),
-        ({"tool_choice": "required", "tools": [TOOL]}, "tool_choice"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "any", "tools": [TOOL]}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}, "tools": [TOOL]}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "sub"}}, "tools": [TOOL]},
+         "tool_choice"),
+        ({"parallel_tool_calls": 0}, "parallel_tool_calls"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]},
+         "tools[0].function.strict"),
+        ({"tools": [TOOL, {"type": "function", "function": {"name": "f", "parameters": {
+         "not": {}}}}], "tool_choice": "required"}, "tools[1].function.parameters"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {
+         "type": "array"}}}]}, "tools[0].function.parameters"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"functions": []}, "functions"),
         ({"reasoning_effort": "low"}, "reasoning_effort"),
@@ -485,6 +498,8 @@ def test_a_model_without_tokenizer_takes_and_gives_ids():
 @pytest.mark.parametrize(
     "template, fields, why",
     [(None, {}, "no chat template"), ("{{ messages }}", {"tools": [TOOL]}, "no place for them"),
+     ("{{ tools }}", {"tools": [TOOL], "tool_choice": "required"}, "does not say how calls"),
+     ("{{ tools }}", {"tools": [TOOL], "parallel_tool_calls": False}, "does not say how calls"),
      ("{{ raise_exception('roles must alternate') }}", {}, "roles must alternate")],
 )  # fmt: skip
 def test_chat_templates_that_do_not_do(template, fields, why):

@@ -16,9 +16,11 @@ from hjax.rollout.service import Request
 from hjax.serving.fields import Fields
 from hjax.serving.formats import Format, read_format, read_structured
 from hjax.serving.limits import Limits
-from hjax.serving.messages import read_messages, read_tools
+from hjax.serving.messages import read_messages
 from hjax.serving.refusal import Refused
 from hjax.serving.served import Served
+from hjax.serving.tool_calls import Calls
+from hjax.serving.tool_choice import read_tools
 
 SEEDS = 2**32
 _LARGEST = 2**31 - 1
@@ -67,7 +69,7 @@ class Asked:
       logprobs: of the tokens drawn.
       echo: the prompt's text first.
       token_ids: of prompts and responses, beside the text.
-      calls: whether calls of tools are looked for in the answer.
+      calls: of tools that are looked for in the answer; None: none.
       format: what each response's text must be; None: anything.
       matchers: of each response, made of its format; none without.
     """
@@ -82,7 +84,7 @@ class Asked:
     logprobs: bool
     echo: bool
     token_ids: bool
-    calls: bool
+    calls: Calls | None
     format: Format | None
     matchers: tuple[Matcher | None, ...] = ()
 
@@ -148,13 +150,9 @@ def read_chat(body: Mapping[str, Any], served: Served, limits: Limits) -> Asked:
     logprobs = fields.flag("logprobs")
     if fields.take("top_logprobs", 0) != 0:
         raise Refused("top_logprobs: only 0 here, the token drawn alone", param="top_logprobs")
-    tools = read_tools(fields.list("tools"))
-    choice = fields.take("tool_choice", "auto")
-    if choice not in ("auto", "none"):
-        raise fields.wrong("tool_choice", choice, '"auto" or "none"; calls cannot be forced here')
-    fields.only("parallel_tool_calls", True)
+    tools = read_tools(fields)
     common["format"] = _one_format(read_format(fields), common["format"])
-    if common["format"] is not None and tools and choice == "auto":
+    if common["format"] is not None and tools.functions:
         raise Refused(
             'tools with a format of the answer: no call would match it; tool_choice "none", or '
             "leave one of them out",
@@ -162,10 +160,11 @@ def read_chat(body: Mapping[str, Any], served: Served, limits: Limits) -> Asked:
         )
     fields.only("modalities", ["text"])
     fields.only("store", False)
-    tools = tools if choice == "auto" else []
-    text, tokens = _render(fields, served, tools)
+    text, tokens = _render(fields, served, list(tools.given))
+    calls = tools.calls(served.call_form, served.name)
+    if calls is not None and calls.held:
+        common["format"] = tools.format(calls.form)
     prompts = (_prompt(served, tokens, older, text),)
-    calls = bool(tools) and served.writes_calls
     return _asked(fields, common, served, limits, prompts, logprobs=logprobs, calls=calls)
 
 
@@ -175,7 +174,7 @@ def _asked(
     served: Served,
     limits: Limits,
     prompts: tuple[Prompt, ...],
-    **form: bool,
+    **form: Any,
 ) -> Asked:
     fields.end()
     if len(prompts) * common["n"] > limits.choices:
@@ -183,7 +182,7 @@ def _asked(
             f"{len(prompts)} prompts with n={common['n']}: at most {limits.choices} responses",
             param="n",
         )
-    given: dict[str, Any] = {"prompts": prompts, "echo": False, "calls": False} | common | form
+    given: dict[str, Any] = {"prompts": prompts, "echo": False, "calls": None} | common | form
     asked = Asked(**given)
     if asked.format is None:
         return asked
@@ -192,10 +191,21 @@ def _asked(
 
 def _matchers(asked: Asked, format: Format, served: Served) -> tuple[Matcher | None, ...]:
     """Made here, where nobody waits for this thread."""
+    requests = asked.requests()
     try:
-        return tuple(map(served.service.prepare, asked.requests()))
+        return tuple(map(served.service.prepare, requests))
     except ConfigError as error:
+        for name, part in format.parts:
+            _check_part(name, dataclasses.replace(requests[0], constraint=part), served)
         raise Refused(f"{format.field}: {error}", param=format.field) from None
+
+
+def _check_part(name: str, request: Request, served: Served) -> None:
+    """Of several constraints that were made into one say which does not do."""
+    try:
+        served.service.prepare(request)
+    except ConfigError as error:
+        raise Refused(f"{name}: {error}", param=name) from None
 
 
 def _one_format(format: Format | None, structured: Format | None) -> Format | None:

@@ -11,7 +11,7 @@ from hjax.rollout.stopping import StopStrings
 from hjax.serving.asked import Asked
 from hjax.serving.refusal import Refused
 from hjax.serving.served import Served
-from hjax.serving.tool_calls import CallReader, ToolCall
+from hjax.serving.tool_calls import CallPart
 
 # How a piece's finish begins where the engine gave up, or this response alone cannot go on.
 FAILED, UNMET = "error: ", "constraint: "
@@ -42,13 +42,13 @@ class Delta:
       text: that may be shown.
       drawn: tokens, if the request asks for them.
       finish: "" while it goes on, else "stop", "length" or "tool_calls".
-      calls: of tools.
+      calls: what is new of calls of tools.
     """
 
     text: str = ""
     drawn: tuple[Drawn, ...] = ()
     finish: str = ""
-    calls: tuple[ToolCall, ...] = ()
+    calls: tuple[CallPart, ...] = ()
 
     @classmethod
     def joined(cls, deltas: Sequence[Delta]) -> Delta:
@@ -57,7 +57,7 @@ class Delta:
             "".join(each.text for each in deltas),
             tuple(drawn for each in deltas for drawn in each.drawn),
             deltas[-1].finish if deltas else "",
-            tuple(call for each in deltas for call in each.calls),
+            CallPart.joined([part for each in deltas for part in each.calls]),
         )
 
 
@@ -83,7 +83,9 @@ class Choice:
         self._wants_tokens = asked.logprobs or asked.token_ids
         self._text = ResponseText(tokenizer, prompt.tokens) if tokenizer is not None else None
         self._stops = StopStrings(asked.stop)
-        self._calls = CallReader() if asked.calls else None
+        self._calls = None if asked.calls is None else asked.calls.reader()
+        self._finish = "" if asked.calls is None else asked.calls.finish
+        self._called = False
         self._ends = frozenset(asked.options.stop)
         self._min_tokens = asked.options.min_tokens
         self._before = prompt.tokens[-1:]
@@ -116,7 +118,8 @@ class Choice:
             if self._stops.found is not None:
                 return self._ended(text, drawn, "stop")
         if not piece.finish:
-            return Delta(self._without_calls(text), tuple(drawn))
+            text, calls = self._parted(text)
+            return Delta(text, tuple(drawn), calls=calls)
         if piece.finish not in ("stop", "length"):
             raise _failure(piece.finish)
         if self._text is not None:
@@ -130,16 +133,23 @@ class Choice:
         # Before min_tokens nothing ends a response.
         return self._stops.feed(text) if self.count > self._min_tokens else text
 
-    def _without_calls(self, text: str) -> str:
-        return self._calls.feed(text) if self._calls is not None else text
+    def _parted(self, text: str) -> tuple[str, tuple[CallPart, ...]]:
+        """What is no call, and what is new of calls."""
+        if self._calls is None:
+            return text, ()
+        text, calls = self._calls.feed(text)
+        self._called |= bool(calls)
+        return text, calls
 
     def _ended(self, text: str, drawn: list[Drawn], finish: str) -> Delta:
-        text = self._without_calls(text)
-        calls: tuple[ToolCall, ...] = ()
+        text, calls = self._parted(text)
         if self._calls is not None:
-            rest, calls = self._calls.close()
-            text += rest
-        self.finish = "tool_calls" if calls else finish
+            rest, last = self._calls.close()
+            text, calls = text + rest, (*calls, *last)
+        called = self._called or bool(calls)
+        # A call that was cut is no whole one.
+        whole = called and self._calls is not None and self._calls.whole and finish == "stop"
+        self.finish = self._finish if whole else finish
         return Delta(text, tuple(drawn), self.finish, calls)
 
     def _own_text(self, token: int) -> str:

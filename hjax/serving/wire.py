@@ -9,6 +9,7 @@ from typing import Any
 
 from hjax.serving.asked import Asked
 from hjax.serving.choice import Delta, Drawn
+from hjax.serving.tool_calls import CallPart
 
 _BROKEN = "\ufffd"
 
@@ -114,7 +115,7 @@ class ChatForm(Form):
         message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None}
         if delta.calls:
             message["content"] = delta.text or None
-            message["tool_calls"] = self._calls(delta)
+            message["tool_calls"] = [self._call(part) for part in delta.calls]
         return {"message": message}
 
     def _new(self, delta: Delta, first: bool) -> dict[str, Any]:
@@ -122,19 +123,15 @@ class ChatForm(Form):
         if delta.text or first:
             new["content"] = delta.text
         if delta.calls:
-            calls = self._calls(delta)
-            new["tool_calls"] = [{"index": i} | call for i, call in enumerate(calls)]
+            new["tool_calls"] = [{"index": part.index} | self._call(part) for part in delta.calls]
         return {"delta": new}
 
-    def _calls(self, delta: Delta) -> list[dict[str, Any]]:
-        return [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in delta.calls
-        ]
+    def _call(self, part: CallPart) -> dict[str, Any]:
+        """A call, or what is new of one that has begun."""
+        if not part.id:
+            return {"function": {"arguments": part.arguments}}
+        function = {"name": part.name, "arguments": part.arguments}
+        return {"id": part.id, "type": "function", "function": function}
 
     def _logprobs(self, index: int, drawn: Sequence[Drawn]) -> dict[str, Any]:
         content = [
