@@ -195,7 +195,10 @@ def test_logprobs_of_completions(client):
     tokens = [*"aé".encode(), EOS]
     assert found.tokens == ["a", "\ufffd", "\ufffd", END]
     assert found.token_logprobs == [-token / 256 for token in tokens]
-    assert found.text_offset == [0, 1, 1, 2] and found.top_logprobs is None
+    assert found.text_offset == [0, 1, 1, 2]
+    # The service tells no others than the one drawn.
+    assert found.top_logprobs[0] == {"a": -97 / 256} and len(found.top_logprobs) == 4
+    assert complete(client, "aé", logprobs=0).choices[0].logprobs.top_logprobs is None
 
 
 def test_logprobs_of_chats(client):
@@ -306,8 +309,9 @@ def test_a_call_and_its_answer_go_into_the_prompt(client):
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 2}, "best_of"),
-        ({"logprobs": 2}, "logprobs"),
-        ({"logprobs": 1, "echo": True}, "echo"),
+        ({"logprobs": 6}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"max_tokens": -1, "echo": True}, "max_tokens"),
         ({"guided_json": {}}, "guided_json"),
         ({"structured_outputs": "a+"}, "structured_outputs"),
         ({"structured_outputs": {"regex": 1}}, "structured_outputs.regex"),
@@ -383,7 +387,8 @@ USER = {"role": "user", "content": "a"}
         ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
          "response_format"),
         ({"response_format": {"type": "json_object"}, "tools": [TOOL]}, "tools"),
-        ({"logprobs": True, "top_logprobs": 1}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"top_logprobs": 1}, "top_logprobs"),
         ({"logprobs": 1}, "logprobs"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "any", "tools": [TOOL]}, "tool_choice"),

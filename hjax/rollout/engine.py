@@ -562,7 +562,9 @@ class Engine:
             new = draw(logits, numbers, position, how.sampling, kernels, self.layout)
             ends = jnp.any(new.token[:, None] == jnp.asarray(how.stop, jnp.int32), axis=-1)
         else:
-            way = options, counts, kernels, self.layout, allowed
+            # Of rows that have ended nobody asks for more.
+            asked = jnp.where(drawn["done"], 0, options.top)
+            way = dataclasses.replace(options, top=asked), counts, kernels, self.layout, allowed
             new = draw_rows(logits, numbers, position, *way)
             ends = options.ends(new.token)
             counts = counted(counts, new.token, ~drawn["done"], self.layout)

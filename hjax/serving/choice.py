@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from hjax.data.response_text import ResponseText
+from hjax.rollout.scoring import Scores, Top
 from hjax.rollout.service import Piece
 from hjax.rollout.stopping import StopStrings
 from hjax.serving.asked import Asked
@@ -23,15 +24,18 @@ class Drawn:
 
     Attributes:
       id: of the vocabulary.
-      logprob: natural log, of the distribution sampled.
+      logprob: natural log, of the distribution sampled; of a prompt's token the model's own, and
+        None of its first.
       text: the token's own; U+FFFD where its bytes are no whole character.
       offset: characters of the response's text before it.
+      top: of the most probable tokens of its place texts and log-probs, falling.
     """
 
     id: int
-    logprob: float
+    logprob: float | None
     text: str
     offset: int
+    top: tuple[tuple[str, float], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,12 +47,14 @@ class Delta:
       drawn: tokens, if the request asks for them.
       finish: "" while it goes on, else "stop", "length" or "tool_calls".
       calls: what is new of calls of tools.
+      prompt: the prompt's tokens, if the request asks for them.
     """
 
     text: str = ""
     drawn: tuple[Drawn, ...] = ()
     finish: str = ""
     calls: tuple[CallPart, ...] = ()
+    prompt: tuple[Drawn, ...] = ()
 
     @classmethod
     def joined(cls, deltas: Sequence[Delta]) -> Delta:
@@ -58,6 +64,7 @@ class Delta:
             tuple(drawn for each in deltas for drawn in each.drawn),
             deltas[-1].finish if deltas else "",
             CallPart.joined([part for each in deltas for part in each.calls]),
+            tuple(token for each in deltas for token in each.prompt),
         )
 
 
@@ -80,7 +87,8 @@ class Choice:
         self.finish = ""
         self.count = 0
         self._tokenizer = tokenizer
-        self._wants_tokens = asked.logprobs or asked.token_ids
+        self._wants_tokens = asked.logprobs is not None or asked.token_ids
+        self._prompt = prompt.tokens if asked.scored else None
         self._text = ResponseText(tokenizer, prompt.tokens) if tokenizer is not None else None
         self._stops = StopStrings(asked.stop)
         self._calls = None if asked.calls is None else asked.calls.reader()
@@ -88,7 +96,8 @@ class Choice:
         self._called = False
         self._ends = frozenset(asked.options.stop)
         self._min_tokens = asked.options.min_tokens
-        self._before = prompt.tokens[-1:]
+        self._before: Sequence[int] = prompt.tokens[-1:]
+        self._top = asked.logprobs or 0
         self._echo = ""
         if asked.echo and tokenizer is not None:
             text = prompt.text
@@ -96,8 +105,8 @@ class Choice:
         self._length = len(self._echo)
 
     def begin(self) -> Delta:
-        """What is there before any token: the prompt that is echoed."""
-        return Delta(self._echo)
+        """What is there before any token: the prompt that is echoed, if it is not scored first."""
+        return Delta("" if self._prompt is not None else self._echo)
 
     def take(self, piece: Piece) -> Delta:
         """What a piece adds; nothing once the response has ended.
@@ -107,11 +116,17 @@ class Choice:
         """
         if self.finish:
             return Delta()
+        if self._prompt is not None and piece.prompt is not None:
+            begun = Delta(self._echo, prompt=self._scored(self._prompt, piece.prompt))
+            self._prompt = None
+            rest = self.take(dataclasses.replace(piece, prompt=None))
+            return Delta.joined([begun, rest])
         text, drawn = "", []
-        for token, logprob in zip(piece.tokens, piece.logprobs, strict=True):
+        tops = piece.top or ((),) * len(piece.tokens)
+        for token, logprob, top in zip(piece.tokens, piece.logprobs, tops, strict=True):
             self.count += 1
             if self._wants_tokens:
-                drawn.append(Drawn(token, logprob, self._own_text(token), self._length))
+                drawn.append(self._told(token, logprob, self._before, self._length, top))
                 self._before = (token,)
             if token not in self._ends and self._text is not None:
                 text += self._shown(self._text.feed(token))
@@ -152,10 +167,32 @@ class Choice:
         self.finish = self._finish if whole else finish
         return Delta(text, tuple(drawn), self.finish, calls)
 
-    def _own_text(self, token: int) -> str:
+    def _scored(self, prompt: Sequence[int], scores: Scores) -> tuple[Drawn, ...]:
+        """The prompt's tokens."""
+        text = None if self._tokenizer is None else ResponseText(self._tokenizer, ())
+        told, length = [], 0
+        scored = zip((None, *scores.logprobs), ((), *scores.top), strict=True)
+        for at, (token, (logprob, top)) in enumerate(zip(prompt, scored, strict=True)):
+            before = prompt[max(at - 1, 0) : at]
+            told.append(self._told(token, logprob, before, length, top[: self._top]))
+            length += 0 if text is None else len(text.feed(token))
+        return tuple(told)
+
+    def _told(
+        self, token: int, logprob: float | None, before: Sequence[int], offset: int, top: Top
+    ) -> Drawn:
+        """A token with its text, and those of the most probable ones."""
+        # The token's own log-prob as it is told, which another program may have rounded otherwise.
+        most = [(self._own_text(t, before), logprob if t == token else x) for t, x in top]
+        if token not in (t for t, _ in top):
+            most.append((self._own_text(token, before), logprob))
+        told = tuple((text, x) for text, x in most if x is not None) if self._top else ()
+        return Drawn(token, logprob, self._own_text(token, before), offset, told)
+
+    def _own_text(self, token: int, before: Sequence[int]) -> str:
         if self._tokenizer is None:
             return f"token_id:{token}"
-        text = self._tokenizer.decode_response(self._before, [token])
+        text = self._tokenizer.decode_response(before, [token])
         return text or self._tokenizer.decode([token], skip_special=False)
 
 

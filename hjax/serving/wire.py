@@ -63,7 +63,9 @@ class Form:
         return {"usage": None} if self.asked.include_usage else {}
 
     def _rest(self, index: int, delta: Delta) -> dict[str, Any]:
-        logprobs = self._logprobs(index, delta.drawn) if self.asked.logprobs else None
+        logprobs = None
+        if self.asked.logprobs is not None:
+            logprobs = self._logprobs((*delta.prompt, *delta.drawn))
         return {"logprobs": logprobs, "finish_reason": delta.finish or None}
 
     def _ids(self, index: int, delta: Delta, first: bool) -> dict[str, Any]:
@@ -81,7 +83,7 @@ class Form:
     def _new(self, delta: Delta, first: bool) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _logprobs(self, index: int, drawn: Sequence[Drawn]) -> dict[str, Any]:
+    def _logprobs(self, drawn: Sequence[Drawn]) -> dict[str, Any]:
         raise NotImplementedError
 
 
@@ -96,11 +98,11 @@ class CompletionForm(Form):
     def _new(self, delta: Delta, first: bool) -> dict[str, Any]:
         return self._content(delta)
 
-    def _logprobs(self, index: int, drawn: Sequence[Drawn]) -> dict[str, Any]:
+    def _logprobs(self, drawn: Sequence[Drawn]) -> dict[str, Any]:
         return {
             "tokens": [each.text for each in drawn],
             "token_logprobs": [each.logprob for each in drawn],
-            "top_logprobs": None,
+            "top_logprobs": [_by_text(each) for each in drawn] if self.asked.logprobs else None,
             "text_offset": [each.offset for each in drawn],
         }
 
@@ -133,15 +135,26 @@ class ChatForm(Form):
         function = {"name": part.name, "arguments": part.arguments}
         return {"id": part.id, "type": "function", "function": function}
 
-    def _logprobs(self, index: int, drawn: Sequence[Drawn]) -> dict[str, Any]:
+    def _logprobs(self, drawn: Sequence[Drawn]) -> dict[str, Any]:
         content = [
-            {
-                "token": each.text,
-                "logprob": each.logprob,
-                # Of a part of a character the bytes are not known here.
-                "bytes": None if _BROKEN in each.text else list(each.text.encode()),
-                "top_logprobs": [],
-            }
+            _token(each.text, each.logprob)
+            | {"top_logprobs": [_token(*most) for most in each.top[: self.asked.logprobs]]}
             for each in drawn
         ]
         return {"content": content, "refusal": None}
+
+
+def _token(text: str, logprob: float | None) -> dict[str, Any]:
+    # Of a part of a character the bytes are not known here.
+    known = None if _BROKEN in text else list(text.encode())
+    return {"token": text, "logprob": logprob, "bytes": known}
+
+
+def _by_text(drawn: Drawn) -> dict[str, float] | None:
+    """The most probable tokens and the drawn one; of those with one text the likeliest."""
+    if drawn.logprob is None:
+        return None
+    found: dict[str, float] = {}
+    for text, logprob in sorted(drawn.top, key=lambda most: -most[1]):
+        found.setdefault(text, logprob)
+    return found
