@@ -587,14 +587,15 @@ def test_constrained_rows_and_others_stand_together_and_change_nothing(count, by
 
 
 def test_no_program_is_compiled_for_a_constraint(byte_model):
-    decode = byte_model.engine._decode
     service = Service(byte_model, slots=2)
     try:
         counts = []
-        for pattern in ("[a-c]{9}", "[0-9]{9}", "é{9}"):
-            answers(service, [Request((65,), 20, Options(), 0, 0, Constraint(regex=pattern))])
-            counts.append(decode._cache_size())
-        assert counts[0] == counts[1] == counts[2]
+        for pattern in (None, "[a-c]{9}", "[0-9]{9}", "é{9}"):
+            constraint = None if pattern is None else Constraint(regex=pattern)
+            answers(service, [Request((65,), 9, Options(), 0, 0, constraint)])
+            programs = byte_model.engine._decode, byte_model.engine._first
+            counts.append([program._cache_size() for program in programs])
+        assert counts == counts[:1] * 4
     finally:
         service.close(0)
 

@@ -248,7 +248,7 @@ def draw_rows(
     # Asked of all rows on all devices: one that skips an exchange must not leave another waiting.
     asked = {
         "samples": jnp.any(~rows.greedy),
-        "alters": jnp.any(rows.alters(position)) | (allowed is not None),
+        "alters": jnp.any(rows.alters(position)) | vocabulary.bans(allowed),
         "tempered": jnp.any(rows.tempered),
         "truncates": jnp.any(rows.truncates),
         "top_k": jnp.any(rows.truncates & (rows.top_k > 0)),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import logging
 import threading
 import time
@@ -23,9 +24,10 @@ import numpy as np
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, RunError
 from hjax.models.continuing import BLOCK
+from hjax.rollout import vocabulary
 from hjax.rollout.constraint import Constraint
 from hjax.rollout.engine import Engine
-from hjax.rollout.matching import Matcher, Matchers, words
+from hjax.rollout.matching import Matcher, Matchers
 from hjax.rollout.options import Options
 from hjax.rollout.prefixes import (
     Beginning,
@@ -38,9 +40,10 @@ from hjax.rollout.prefixes import (
 from hjax.rollout.replacement import Replacement
 from hjax.rollout.row_sampling import RowSampling, Sizes
 from hjax.rollout.scoring import Scorer, Scores, Top, tops
-from hjax.rollout.shapes import CHUNK, STEPS, Shapes, WarmUp
+from hjax.rollout.shapes import CHUNK, STEPS, Shapes
 from hjax.rollout.slots import Admission, Drawn, How, Known, State
-from hjax.sharding.arrays import to_numpy
+from hjax.rollout.warm_up import WarmUp
+from hjax.sharding.arrays import place, to_numpy
 
 _LOG = logging.getLogger(__name__)
 SLOTS = 16
@@ -204,6 +207,7 @@ class Service:
         self._prompt_tokens = self._generated = self._cached = 0
         self._guessed = self._right = 0
         self._keys = jax.jit(jax.vmap(_key))
+        self._every = functools.cache(self._every_token)
         self._thread = threading.Thread(target=self._serve, name="rollout service", daemon=True)
         self._thread.start()
 
@@ -282,8 +286,6 @@ class Service:
     def warm_up(self, told: Callable[[str], None] = lambda line: None) -> None:
         """Compile every program that requests may need, whatever their lengths, before the first.
 
-        Only those with a constraint need others, for which their first one waits.
-
         Args:
           told: called with what is compiled next, in a few words.
 
@@ -298,7 +300,8 @@ class Service:
             def nobody(entries: int, columns: int, known: Known | None) -> Admission:
                 return self._admission([None] * entries, np.zeros(entries), columns, known)
 
-            WarmUp(self._shapes, self._model.params, self._prefixes, nobody).run(told)
+            given = self._shapes, self._model.params, self._prefixes, self._scorer, nobody
+            WarmUp(*given, self._every).run(told)
 
     def stats(self) -> dict[str, float]:
         """``running``, ``waiting``, ``slots``, ``generated_tokens``, ``prompt_tokens``, of these
@@ -659,10 +662,9 @@ class Service:
             steps = min(STEPS, self._length - self._column)
         most = STEPS + engine.lookup
         # What a matcher allows is known for one token ahead.
-        allowed = self._allowed(self._rows)
-        steps = steps if allowed is None else 1
-        params = self._model.params
-        self._state, drawn = engine.decode(How(), params, self._state, steps, most, allowed)
+        steps = 1 if any(row is not None and row.matcher for row in self._rows) else steps
+        given = How(), self._model.params, self._state, steps, most
+        self._state, drawn = engine.decode(*given, self._allowed(self._rows))
         self._column += drawn.steps
         with self._changed:
             if drawn.guessed is not None and drawn.right is not None:
@@ -670,13 +672,19 @@ class Service:
                 self._right += int(drawn.right.sum())
         self._hand_on(list(self._rows), drawn)
 
-    def _allowed(self, entries: Sequence[Ticket | None]) -> np.ndarray | None:
-        """uint32 [entries, words], the tokens that each may draw; None: all of them all."""
+    def _allowed(self, entries: Sequence[Ticket | None]) -> np.ndarray | jax.Array:
+        """uint32 [entries, words], the tokens that each may draw: there is one program, whether
+        somebody has a matcher or nobody."""
         matchers = [None if ticket is None else ticket.matcher for ticket in entries]
         if not any(matchers):
-            return None
-        everything = np.full(words(self._own.vocab), 2**32 - 1, np.uint32)
+            return self._every(len(entries))
+        everything = vocabulary.every(1, self._own.vocab)[0]
         return np.stack([everything if m is None else m.allowed for m in matchers])
+
+    def _every_token(self, rows: int) -> jax.Array:
+        """Of rows that may draw every token; on the devices already."""
+        whole = vocabulary.every(rows, self._own.vocab)
+        return place(whole, self._engine.layout.sharding("batch"))
 
     def _make_room(self) -> None:
         """A column at least, and none at the beginning that nobody sees."""

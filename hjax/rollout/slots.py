@@ -126,7 +126,7 @@ class Admission:
     options: RowSampling | None = None
     known: Known | None = None
     text: np.ndarray | None = None
-    allowed: np.ndarray | None = None
+    allowed: np.ndarray | jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass

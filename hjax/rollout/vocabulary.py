@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from hjax.sharding.layout import Layout
 
@@ -96,6 +97,16 @@ def add(
     at = jnp.where(at >= 0, at, table.shape[-1])
     rows = jnp.arange(table.shape[0])[:, None]
     return table.at[rows, at].add(values, mode="drop")
+
+
+def every(rows: int, vocab: int) -> np.ndarray:
+    """As ``only`` takes them: bits of rows that allow every token."""
+    return np.full((rows, -(-vocab // 32)), 2**32 - 1, np.uint32)
+
+
+def bans(allowed: jax.Array | None) -> jax.Array:
+    """bool []: whether some row does not allow every token."""
+    return jnp.asarray(allowed is not None and jnp.any(allowed != jnp.uint32(2**32 - 1)))
 
 
 def only(table: jax.Array, allowed: jax.Array, axes: tuple[str, ...] = ()) -> jax.Array:
