@@ -1,4 +1,4 @@
-"""Calls of tools that a request forces or holds to a schema: OpenAI's client, jsonschema, a model."""
+"""Calls of tools that a request forces or holds to a schema: OpenAI's client, jsonschema."""
 
 import json
 
@@ -42,7 +42,8 @@ del TOOLS[2]["function"]["parameters"]  # as OpenAI has it: none
 # As the test data's template of Llama 3.2 writes them.
 BARE_TEMPLATE = (
     "{{ tools }}{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
-    "{{ '{\"name\": \"' + c.function.name + '\", ' }}{{ '\"parameters\": ' }}{% endfor %}{% endfor %}"
+    "{{ '{\"name\": \"' + c.function.name + '\", ' }}{{ '\"parameters\": ' }}"
+    "{% endfor %}{% endfor %}"
 )
 
 
@@ -179,4 +180,5 @@ def test_tools_of_the_models_own_choice_are_held_to_nothing():
     plain = read_tools(Fields({"tools": STRICT[1:]}))
     assert plain.format(TAGGED) is None and not plain.calls(TAGGED, "m").held
     assert read_tools(Fields({"tools": STRICT, "tool_choice": "none"})).functions == ()
-    assert read_tools(Fields({"tools": STRICT[1:], "parallel_tool_calls": False})).format(BARE) is None
+    one = read_tools(Fields({"tools": STRICT[1:], "parallel_tool_calls": False}))
+    assert one.format(BARE) is None and one.format(TAGGED) is not None

@@ -1,4 +1,5 @@
-"""Log-probs of a prompt's own tokens: what completions with ``echo`` tell, and harnesses score by."""
+"""Log-probs of a prompt's own tokens: what completions with ``echo`` tell, for harnesses to score.
+"""
 
 from __future__ import annotations
 

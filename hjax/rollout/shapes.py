@@ -49,10 +49,11 @@ class Shapes:
     @property
     def rows(self) -> list[int]:
         """Slots that a state may have, growing: where a free one costs as much as another, few
-        requests have few."""
+        requests have few, and one alone has its own."""
         parts = self.engine.parts
-        few = self.slots if self.engine.by_kernel else -(-self.slots // (8 * parts)) * parts
-        return sorted({few, self.slots})
+        if self.engine.by_kernel:
+            return [self.slots]
+        return sorted({parts, -(-self.slots // (8 * parts)) * parts, self.slots})
 
     @property
     def spare(self) -> int:

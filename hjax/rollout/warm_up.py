@@ -149,8 +149,10 @@ class WarmUp:
             if 0 <= near < len(lengths):
                 state = engine.move(state, length=lengths[near])
                 state = engine.move(state, length=length)
-        if rows < self.shapes.slots:
-            self.shapes.widened(state, self.shapes.slots)
+        for more in self.shapes.rows:
+            if more > rows:
+                self.shapes.widened(state, more)
+                state = engine.empty(self.shapes.size(rows, length), length)
 
     def _rest(self) -> list[_Task]:
         """Log-probs of prompts, and chunks of long ones."""

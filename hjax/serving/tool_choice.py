@@ -141,7 +141,8 @@ class Tools:
         each = f"{_text('{' + _quoted('name') + ':')} SPACE ({' | '.join(names)}) {_text('}')}"
         if not form.begin:
             lines.append(f"call: {each}")
-            lines.append("start: call" if self.forced else r"start: call | /[^\s{](?s:.*)/ | " + '""')
+            text = "" if self.forced else r""" | /[^\s{](?s:.*)/ | """""
+            lines.append(f"start: call{text}")
             return "\n".join(lines)
         lines.append(f"call: NEWLINE {each} NEWLINE {_text(form.end)}")
         more = f"(NEWLINE {_text(form.begin)} call)*" if several else ""
