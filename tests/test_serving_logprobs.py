@@ -1,12 +1,14 @@
 """Log-probs beside the drawn token's, and the prompt's: transformers' log_softmax is the truth."""
 
+import threading
+
 import jax
 import numpy as np
 import openai
 import pytest
 import torch
 import transformers
-from serving_double import HTTP, byte_tokenizer, served
+from serving_double import HTTP, byte_tokenizer, served, wait_until
 
 import hjax
 from hjax.models.config import ModelConfig
@@ -19,6 +21,7 @@ from hjax.rollout.service import Request, Service
 from hjax.serving.served import Served
 from hjax.sharding.layout import make_layouts
 
+SECONDS = 120
 TEXT = "Once upon a time, there was a little girl"
 CONFIG = ModelConfig(
     vocab_size=260, hidden_size=16, mlp_size=24, layers=2, heads=4, kv_heads=2, head_dim=8,
@@ -232,3 +235,34 @@ def test_over_several_devices_scores_are_the_same(sizes, stories):
     assert [len(top) for top in found.top] == [MOST_TOP] * (len(ids) - 1)
     for ours, theirs in zip(found.top, expected.top, strict=True):
         np.testing.assert_allclose([x for _, x in ours], [x for _, x in theirs], atol=5e-5)
+
+
+def test_a_prompt_that_was_scored_is_scored_again_by_new_weights():
+    layout = make_layouts(jax.devices()[:1]).generate
+    model = LanguageModel(CONFIG, decoder_network(CONFIG).create(1, layout))
+    other = decoder_network(CONFIG).create(2, layout)
+    service, pieces = Service(model, slots=1), []
+    scored, replacing = threading.Event(), threading.Event()
+    tickets = []
+
+    def hear(piece):  # of one that runs: the engine waits here, between two of its pieces
+        if tickets and tickets[0].scores is not None:
+            scored.set()
+            assert replacing.wait(SECONDS)
+
+    try:
+        service.submit(Request((1,), 120), hear)
+        tickets.append(service.submit(Request((4, 5, 6, 7), 3, scored=True), pieces.append))
+        assert scored.wait(SECONDS) and not pieces
+        asks = threading.Thread(target=service.replace, args=(other,))
+        asks.start()
+        wait_until(lambda: service._replacement is not None, SECONDS)
+        replacing.set()
+        asks.join(SECONDS)
+        wait_until(lambda: pieces and pieces[-1].finish, SECONDS)
+    finally:
+        replacing.set()
+        service.close(0)
+    expected = LanguageModel(CONFIG, other).log_probs([[4, 5, 6, 7]])[0]
+    np.testing.assert_allclose(pieces[0].prompt.logprobs, expected, atol=1e-5)
+    assert all(piece.prompt is None for piece in pieces[1:])

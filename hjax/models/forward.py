@@ -239,8 +239,8 @@ def log_probs_and_top(
     """
     head = _head(decoder, 1.0, layout)
     hidden = jax.lax.stop_gradient(hidden)
-    logprobs, _, *top = top_scores(hidden, decoder.output_table, tokens, count, head)
-    return (logprobs, *top)
+    logprobs, _, top, of = top_scores(hidden, decoder.output_table, tokens, count, head)
+    return logprobs, top, of
 
 
 def top_log_probs(

@@ -79,7 +79,7 @@ def entered(state: DecodeState, drawn: Draw, ends: jax.Array, at: int | jax.Arra
     """
     done, at = state["done"], jnp.asarray(at, jnp.int32)
 
-    def put(table: jax.Array, column: jax.Array) -> jax.Array:
+    def put(table: jax.Array, column: Any) -> jax.Array:
         further = (1,) * (table.ndim - 2)
         if at.ndim:
             here = (jnp.arange(table.shape[1]) == at[:, None]) & ~done[:, None]

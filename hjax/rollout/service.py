@@ -387,11 +387,11 @@ class Service:
         with self._changed:
             while True:
                 running = any(row is not None for row in self._rows)
+                if self._replacement is not None and not running:
+                    self._take(self._replacement.params)
                 busy = self._waiting or self._reading or self._unscored or running
                 if self._closing and (not busy or time.monotonic() > self._ends_at):
                     break
-                if self._replacement is not None and not running:
-                    self._take(self._replacement.params)
                 if busy:
                     return True
                 self._state = None  # nobody is there: the cache begins anew, as small as it may be
