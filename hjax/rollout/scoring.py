@@ -1,5 +1,4 @@
-"""Log-probs of a prompt's own tokens: what completions with ``echo`` tell, for harnesses to score.
-"""
+"""Log-probs of a prompt's own tokens, which completions with ``echo`` tell."""
 
 from __future__ import annotations
 

@@ -83,14 +83,15 @@ class WarmUp:
 
     def _prompts(self) -> tuple[list[_Task], list[_Task]]:
         """So many read together, once for each number of columns."""
-        first, others = [], []
+        first: list[_Task] = []
+        others: list[_Task] = []
         for each in self.shapes.together:
             entries = each * self.shapes.engine.parts
-            tasks = [
-                (f"{entries} prompts, {new} tokens", functools.partial(self._read, entries, *sizes))
-                for sizes in self._columns()
-                for new in sizes[:1]
-            ]
+            tasks: list[_Task] = [
+                (f"{entries} prompts, {new} tokens",
+                 functools.partial(self._read, entries, new, columns))
+                for new, columns in self._columns()
+            ]  # fmt: skip
             first += tasks[:1]
             others += tasks[1:]
         return first, others
@@ -119,9 +120,10 @@ class WarmUp:
         return (entries, columns or new), (prompts, rows)
 
     def _states(self, read: list[tuple[Prompts, Running]]) -> tuple[list[_Task], list[_Task]]:
-        first, others = [], []
+        first: list[_Task] = []
+        others: list[_Task] = []
         for rows in self.shapes.rows:
-            tasks = [
+            tasks: list[_Task] = [
                 (f"{rows} slots of {length} tokens",
                  functools.partial(self._slots, rows, length, read))
                 for length in self.shapes.lengths

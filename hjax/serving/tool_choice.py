@@ -141,7 +141,7 @@ class Tools:
         each = f"{_text('{' + _quoted('name') + ':')} SPACE ({' | '.join(names)}) {_text('}')}"
         if not form.begin:
             lines.append(f"call: {each}")
-            text = "" if self.forced else r""" | /[^\s{](?s:.*)/ | """""
+            text = "" if self.forced else r' | /[^\s{](?s:.*)/ | ""'
             lines.append(f"start: call{text}")
             return "\n".join(lines)
         lines.append(f"call: NEWLINE {each} NEWLINE {_text(form.end)}")
@@ -204,8 +204,8 @@ def _chosen(fields: Fields, choice: dict[str, Any]) -> str:
 
 def _function(name: str, given: Any) -> Function:
     function = given.get("function") if isinstance(given, dict) else None
-    known = isinstance(function, dict) and isinstance(function.get("name"), str)
-    if not known or given.get("type", "function") != "function":
+    named = isinstance(function, dict) and isinstance(function.get("name"), str)
+    if not isinstance(function, dict) or not named or given.get("type", "function") != "function":
         raise Refused(
             f'{name}={shown(given)}: {{"type": "function", "function": {{"name": ...}}}}',
             param=name,
