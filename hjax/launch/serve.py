@@ -202,7 +202,7 @@ def _jetstream(own: Any, key: str, front: ModelFront) -> int:
     bound = _bind(own, key)
     from hjax.serving.address import address_of
 
-    model = front.load(own)
+    model = front.load(own, own.tensor)
     try:
         engine = Engine(model, own.slots, own.context, sampling, own.seed)
     except ConfigError as error:
