@@ -201,6 +201,7 @@ def served(
     key: str = "",
     tokenizer: Tokenizer | None = None,
     reload: Reload | None = None,
+    model: Served | None = None,
 ) -> Iterator[tuple[str, Server, asyncio.AbstractEventLoop]]:
     """A server on a free port, its URL and its loop; stopped at the end."""
     bound = bind("127.0.0.1", 0)
@@ -209,8 +210,8 @@ def served(
 
     async def serve() -> None:
         loops.append(asyncio.get_running_loop())
-        model = Served("bytes", service, tokenizer, 260, (EOS,))
-        servers.append(Server(model, bound, limits, key, up.set, reload))
+        about = model or Served("bytes", service, tokenizer, 260, (EOS,))
+        servers.append(Server(about, bound, limits, key, up.set, reload))
         await servers[0].serve()
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()))

@@ -53,16 +53,19 @@ def test_a_prompt_is_answered_as_the_model_answers_it(models, capsys):
     assert found["temperature"] == 0.7 and found["seed"] == 3 and found["max_new_tokens"] == 6
 
 
-def test_responses_are_held_to_a_pattern_or_schema(models, capsys, tmp_path):
+def test_responses_are_held_to_a_format(models, capsys, tmp_path):
     schema = {"type": "integer", "minimum": 20, "maximum": 29}
     (tmp_path / "s.json").write_text(json.dumps(schema))
+    (tmp_path / "g.lark").write_text('start: "1" start | "1" "2"? end\nend: "3" end | "3"')
     (tmp_path / "p.txt").write_text("1+\n" * 5)
     flags = f"--model={models}/text", f"--prompts={tmp_path}/p.txt", "--max_new_tokens=9"
     for asked, pattern in [
         ("--regex=[1-5]{3}(=[6-9]{2})?", "[1-5]{3}(=[6-9]{2})?"),
         (f"--json_schema={tmp_path}/s.json", "2[0-9]"),
+        (f"--grammar={tmp_path}/g.lark", "1+2?3+"),
+        ("--choice=12 --choice=3+4=7", "12|3[+]4=7"),
     ]:
-        found = said(capsys, *flags, asked, "--batch=3")["completions"]
+        found = said(capsys, *flags, *asked.split(), "--batch=3")["completions"]
         assert all(re.fullmatch(pattern, row["text"]) for row in found)
         assert [row["finish_reason"] for row in found] == ["stop"] * 5
 

@@ -165,10 +165,6 @@ def test_help(capsys):
             ["--model={model}", "--protocol=jetstream", "--admin"],
             "--admin: not with --protocol=jetstream; only openai has it",
         ),
-        (
-            ["--model={model}", "--protocol=jetstream", "--tensor=2"],
-            "--tensor: not with --protocol=jetstream; only openai has it",
-        ),
         (["--model={model}", "--protocol=openai", "--tensor=0"], "--tensor=0: must be 1 or more"),
         (
             ["--model={model}", "--protocol=openai", "--port=0", "--tensor=3"],

@@ -226,6 +226,63 @@ def test_at_every_beginning_the_bytes_that_go_on_to_json_that_the_schema_allows(
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("prompt", [(BOS,), (BOS, 3)], ids=["no text before", "text before"])
+def test_at_every_beginning_the_tokens_that_go_on_by_a_grammar(prompt):
+    tokenizer, each = small_tokenizer(), ("a", "ab", "é")
+    grammar = 'start: x x?\nx: "a" /b?/ | "é"'
+    matching = {(one + other).encode() for one in each for other in ("", *each)}
+    if prompt == (BOS,):  # the first space is not in the text
+        matching |= {b" " + text for text in matching}
+    check_every_beginning(
+        Matchers(tokenizer, len(WORDS)), Constraint(grammar=grammar), Options(stop=(EOS,)), prompt,
+        tokenizer.token_bytes().tokens, matching,
+    )  # fmt: skip
+
+
+def test_a_first_space_that_a_grammar_asks_for_is_one_of_the_text():
+    matchers = Matchers(small_tokenizer(), len(WORDS))
+    space = WORDS.index("▁")
+
+    def takes(tokens, prompt):
+        matcher = matchers.begin(Constraint(grammar='start: " "? "a"'), Options(), prompt)
+        return all(t in tokens_of(matcher.allowed) and matcher.take([t]) != "no" for t in tokens)
+
+    a, with_space = WORDS.index("a"), WORDS.index("▁a")
+    assert takes([with_space], (BOS, 3)) and takes([a], (BOS, 3))
+    assert takes([space, with_space], (BOS,)) and takes([with_space], (BOS,))
+    assert not takes([space, with_space], (BOS, 3))
+
+
+CHOICE = ["a.b", "a|b", "(é)", "^b$", "a b", "\\d+", "[a-b]", "a\nb&&~#-{2}", "", "a.bc"]
+
+
+def test_a_choice_is_word_for_word():
+    matching = {text.encode() for text in CHOICE}
+    check_every_beginning(
+        Matchers(byte_tokenizer(), 260), Constraint.of_choice(CHOICE), Options(stop=(257,)), (65,),
+        byte_tokenizer().token_bytes().tokens, matching,
+    )  # fmt: skip
+
+
+def test_every_response_follows_its_grammar(byte_model):
+    grammar = 'start: "a" start "b" | "(" start ")" | /[éü]{1,2}/ | %json {"enum": [1, "x"]}'
+    texts = {
+        byte_model.tokenizer.decode_response(request.prompt, tokens)
+        for request in [Request((65,), 40, Options(stop=(257,)))]
+        for tokens, _, finish in asked(
+            byte_model,
+            [dataclasses.replace(request, seed=i, constraint=Constraint(grammar=grammar))
+             for i in range(24)],
+        )
+        if finish == "stop"
+    }  # fmt: skip
+    for text in texts:
+        while (inner := text[1:-1]) and text[0] + text[-1] in ("ab", "()"):
+            text = inner
+        assert re.fullmatch('[éü]{1,2}|1|"x"', text)
+    assert len(texts) > 4 and any(text[0] in "a(" for text in texts)
+
+
 def test_what_options_forbid_is_not_allowed_and_ends_where_nothing_is_left():
     matchers = Matchers(small_tokenizer(), len(WORDS))
     constraint = Constraint(regex="(ab){1,2}")
@@ -262,6 +319,11 @@ def test_what_options_forbid_is_not_allowed_and_ends_where_nothing_is_left():
         (Constraint(regex="ab"), {"forced": (2, 2)}, "forced token 2 at position 1: the constrai"),
         (Constraint(regex="ab"), {"forced": (2, EOS), "stop": (EOS,)}, "forced token 1 at positi"),
         (Constraint(json_schema='{"not": {}}'), {}, "json_schema=.*Unimplemented keys"),
+        (Constraint(grammar='start: "a'), {}, r'grammar=start: "a: 1\(10\): lexer error'),
+        (Constraint(grammar='start: "b"\n| x'), {}, 'grammar=start: "b" [|] x: at 1.*unknown name'),
+        (Constraint(grammar='start: <|im_end|>'), {}, "a special token has no text; leave it out"),
+        (Constraint(grammar='x: "a"'), {}, "no start rule found"),
+        (Constraint(grammar='start: start'), {}, "no token may begin a response: nothing mat"),
         (Constraint(json_schema='{"type": "wrong"}'), {}, "Invalid type: wrong"),
         (Constraint(json_schema='{"enum": []}'), {}, "Unsatisfiable schema"),
         (Constraint(json_schema='{"$ref": "http://x.y/z"}'), {}, "not present in a registry"),
@@ -281,6 +343,11 @@ def test_what_cannot_be_met_is_refused_in_a_line(constraint, options, line):
     [
         (lambda: Constraint(), "give one of them"),
         (lambda: Constraint(regex="a", json_schema="{}"), "give one of them"),
+        (lambda: Constraint(regex="a", grammar="a"), "give one of them"),
+        (lambda: Constraint(grammar='start: "a"\n %llguidance {}'), "%llguidance is not supported"),
+        (lambda: Constraint.of_choice("ab"), "choice='ab': a list of texts"),
+        (lambda: Constraint.of_choice([]), "one at least"),
+        (lambda: Constraint.of_choice(["a", 1]), "a list of texts"),
         (lambda: Constraint(regex=3), "regex=3: a string"),
         (lambda: Constraint(regex="\ud800"), "whole characters"),
         (lambda: Constraint(regex="a" * (LARGEST + 1)), f"at most {LARGEST}"),
@@ -520,14 +587,15 @@ def test_constrained_rows_and_others_stand_together_and_change_nothing(count, by
 
 
 def test_no_program_is_compiled_for_a_constraint(byte_model):
-    decode = byte_model.engine._decode
     service = Service(byte_model, slots=2)
     try:
         counts = []
-        for pattern in ("[a-c]{9}", "[0-9]{9}", "é{9}"):
-            answers(service, [Request((65,), 20, Options(), 0, 0, Constraint(regex=pattern))])
-            counts.append(decode._cache_size())
-        assert counts[0] == counts[1] == counts[2]
+        for pattern in (None, "[a-c]{9}", "[0-9]{9}", "é{9}"):
+            constraint = None if pattern is None else Constraint(regex=pattern)
+            answers(service, [Request((65,), 9, Options(), 0, 0, constraint)])
+            programs = byte_model.engine._decode, byte_model.engine._first
+            counts.append([program._cache_size() for program in programs])
+        assert counts == counts[:1] * 4
     finally:
         service.close(0)
 

@@ -282,7 +282,8 @@ def test_a_row_of_a_mixed_batch_draws_what_a_program_of_its_sampling_does(kernel
         jnp.tile(positions, many),
         RowSampling.of(mixed, Sizes(vocab)),
     )
-    whole = {name: np.concatenate([getattr(one, name) for one in wanted]) for name in vars(drawn)}
+    names = ("token", *LOG_PROBS)
+    whole = {name: np.concatenate([getattr(one, name) for one in wanted]) for name in names}
     np.testing.assert_array_equal(drawn.token, whole["token"])
     for name in LOG_PROBS:
         np.testing.assert_allclose(getattr(drawn, name), whole[name], atol=4e-6)
@@ -547,3 +548,25 @@ def test_bits_of_a_part_that_begins_within_a_word(vocab):
         out_specs=split,
     )(logits, packed)
     np.testing.assert_array_equal(parts, expected)
+
+
+@pytest.mark.parametrize("vocab", [8, 200])
+def test_the_likeliest_of_a_vocabulary_in_parts_or_whole(vocab):
+    source, rows, count = np.random.default_rng(1), 4, 20
+    # Few values, so that there are equals within parts and between them.
+    logits = source.integers(-3, 4, (rows, vocab)).astype(np.float32)
+    logits[0, 5:] = -np.inf
+    order = np.argsort(-logits, axis=-1, kind="stable")[:, :count]
+    layout = make_layouts(jax.devices(), {"data": 2, "tensor": 4}, {"tensor": -1}).generate
+    split, by_row = layout.spec(["batch", "vocab"]), layout.spec(["batch"])
+    parts = jax.shard_map(
+        lambda table: vocabulary.likeliest(table, count, vocabulary.axes_of(layout)),
+        mesh=layout.mesh, in_specs=(split,), out_specs=by_row, check_vma=False,
+    )  # fmt: skip
+    for tokens, values in (vocabulary.likeliest(jnp.asarray(logits), count), parts(logits)):
+        assert tokens.shape == values.shape == (rows, count)
+        np.testing.assert_array_equal(tokens[:, : order.shape[1]], order)
+        np.testing.assert_array_equal(
+            values[:, : order.shape[1]], np.take_along_axis(logits, order, -1)
+        )
+        assert np.all(np.asarray(values)[:, order.shape[1] :] == -np.inf)

@@ -101,7 +101,9 @@ def test_any_object_of_json(client):
 
 
 @pytest.mark.parametrize("field", [{"regex": "[a-c]{3}é"}, {"json": {"enum": ["é", "ö"]}},
-                                   {"json": '{"enum": ["é", "ö"]}'}])  # fmt: skip
+                                   {"json": '{"enum": ["é", "ö"]}'},
+                                   {"choice": ['"é"', '"ö"']},
+                                   {"grammar": 'start: "\\"" ("é" | "ö") "\\""'}])  # fmt: skip
 def test_vllms_field_in_both_forms(client, field):
     body = {"structured_outputs": field}
     texts = [choice.message.content for choice in chat(client, extra_body=body, n=3).choices]

@@ -28,18 +28,22 @@ pytestmark = [
 KEY = {"HJAX_TEST_KEY": "sesame"}
 BEARER = (("authorization", "Bearer sesame"),)
 LENGTH = 128
+TOKENIZER = Tokenizer.characters("0123456789+=abcdefgh")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("jetstream") / "model"
-    tokenizer = Tokenizer.characters("0123456789+=abcdefgh")
-    save_model(path, tokenizer=tokenizer, vocab_size=23, max_length=LENGTH, layers=2)
+    save_model(path, tokenizer=TOKENIZER, vocab_size=23, max_length=LENGTH, layers=2)
     return path
 
 
 @pytest.fixture(scope="module")
 def answers(model):
+    return greedy(model)
+
+
+def greedy(model):
     """Greedy answers of the model itself, without its end token."""
     loaded = hjax.load_model(model)
 
@@ -200,6 +204,22 @@ def test_sampling_by_seed_and_sigterm(model):
         count += sum(len(tokens) for tokens, _ in stream)
         assert count > 0 and process.wait(20) == 0 and time.monotonic() - began < 15
         assert refusal(address, [4], 2)[0] == "UNAVAILABLE"
+
+
+def test_over_several_devices_many_clients_get_what_one_device_gives(tmp_path):
+    """Threads prefill, insert and generate at once: programs whose collectives met would hang."""
+    save_model(tmp_path, tokenizer=TOKENIZER, vocab_size=24, max_length=LENGTH, layers=2)
+    prompts = [[3 + n, 4, 5 + n % 3] * (1 + n) for n in range(12)]
+    counts = [40 - 3 * n for n in range(12)]
+    expected = greedy(tmp_path)
+    with serving(tmp_path, "--slots=3", "--tensor=4") as (address, process):
+        for _ in range(2):
+            with concurrent.futures.ThreadPoolExecutor(12) as pool:
+                found = list(pool.map(lambda p, n: whole(address, p, n)[0], prompts, counts))
+            assert found == [expected(p, n) for p, n in zip(prompts, counts)]
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=20)
+        assert (process.returncode, out, err) == (0, "", "")
 
 
 def test_what_nobody_waits_for_is_drawn_no_further(model, answers):

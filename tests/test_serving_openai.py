@@ -195,7 +195,10 @@ def test_logprobs_of_completions(client):
     tokens = [*"aé".encode(), EOS]
     assert found.tokens == ["a", "\ufffd", "\ufffd", END]
     assert found.token_logprobs == [-token / 256 for token in tokens]
-    assert found.text_offset == [0, 1, 1, 2] and found.top_logprobs is None
+    assert found.text_offset == [0, 1, 1, 2]
+    # The service tells no others than the one drawn.
+    assert found.top_logprobs[0] == {"a": -97 / 256} and len(found.top_logprobs) == 4
+    assert complete(client, "aé", logprobs=0).choices[0].logprobs.top_logprobs is None
 
 
 def test_logprobs_of_chats(client):
@@ -306,8 +309,9 @@ def test_a_call_and_its_answer_go_into_the_prompt(client):
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 2}, "best_of"),
-        ({"logprobs": 2}, "logprobs"),
-        ({"logprobs": 1, "echo": True}, "echo"),
+        ({"logprobs": 6}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"max_tokens": -1, "echo": True}, "max_tokens"),
         ({"guided_json": {}}, "guided_json"),
         ({"structured_outputs": "a+"}, "structured_outputs"),
         ({"structured_outputs": {"regex": 1}}, "structured_outputs.regex"),
@@ -318,7 +322,10 @@ def test_a_call_and_its_answer_go_into_the_prompt(client):
         ({"structured_outputs": {"json": [1]}}, "structured_outputs.json"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
         ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json"),
-        ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": ["a", 1]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": ["a"], "grammar": "b"}}, "structured_outputs"),
+        ({"structured_outputs": {"grammar": "start: ("}}, "structured_outputs.grammar"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": -1}, "temperature"),
         ({"top_p": 0}, "top_p"),
@@ -380,10 +387,21 @@ USER = {"role": "user", "content": "a"}
         ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
          "response_format"),
         ({"response_format": {"type": "json_object"}, "tools": [TOOL]}, "tools"),
-        ({"logprobs": True, "top_logprobs": 1}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"top_logprobs": 1}, "top_logprobs"),
         ({"logprobs": 1}, "logprobs"),
-        ({"tool_choice": "required", "tools": [TOOL]}, "tool_choice"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "any", "tools": [TOOL]}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}, "tools": [TOOL]}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "sub"}}, "tools": [TOOL]},
+         "tool_choice"),
+        ({"parallel_tool_calls": 0}, "parallel_tool_calls"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]},
+         "tools[0].function.strict"),
+        ({"tools": [TOOL, {"type": "function", "function": {"name": "f", "parameters": {
+         "not": {}}}}], "tool_choice": "required"}, "tools[1].function.parameters"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {
+         "type": "array"}}}]}, "tools[0].function.parameters"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"functions": []}, "functions"),
         ({"reasoning_effort": "low"}, "reasoning_effort"),
@@ -485,6 +503,8 @@ def test_a_model_without_tokenizer_takes_and_gives_ids():
 @pytest.mark.parametrize(
     "template, fields, why",
     [(None, {}, "no chat template"), ("{{ messages }}", {"tools": [TOOL]}, "no place for them"),
+     ("{{ tools }}", {"tools": [TOOL], "tool_choice": "required"}, "does not say how calls"),
+     ("{{ tools }}", {"tools": [TOOL], "parallel_tool_calls": False}, "does not say how calls"),
      ("{{ raise_exception('roles must alternate') }}", {}, "roles must alternate")],
 )  # fmt: skip
 def test_chat_templates_that_do_not_do(template, fields, why):

@@ -10,7 +10,7 @@ from tokenizers import decoders, models
 
 from hjax.data.response_text import WAITING, ResponseText
 from hjax.data.tokenizer import Tokenizer
-from hjax.serving.tool_calls import CallReader, ToolCall, read_calls, writes_calls
+from hjax.serving.tool_calls import BARE, TAGGED, CallPart, Calls, call_form, read_calls
 
 TEXT = "Zwölf Boxkämpfer, 😀😀 日本語 e\u0301 \u200d🏳️\u200d🌈  two  spaces\n\ttab Ωmega."
 
@@ -101,6 +101,7 @@ def test_real_tokenizers(name, test_data):
     assert compared > 10
 
 
+NAMES = ("add", "now", "f")
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "</x>"}}\n</tool_call>'
 
 
@@ -120,13 +121,36 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "</x>"}}\n</tool
     ],
 )
 def test_calls_are_read_only_where_all_is_calls(text, names):
-    assert [call.name for call in read_calls(text)] == names
+    assert [call.name for call in read_calls(text, Calls(TAGGED, NAMES))] == names
+
+
+@pytest.mark.parametrize(
+    "text, names",
+    [
+        ('{"name": "now", "parameters": {}}', ["now"]),
+        ('\n{"name": "add", "parameters": {"a": [1, {}]}} ', ["add"]),
+        ('{"name": "other", "parameters": {}}', []),
+        ('{"name": "now", "parameters": {}} and more', []),
+        ('{"name": "now", "parameters": 1}', []),
+        ("{}", []),
+    ],
+)
+def test_bare_calls_are_read_where_they_are_the_answer(text, names):
+    assert [call.name for call in read_calls(text, Calls(BARE, NAMES))] == names
 
 
 def test_arguments_are_json_text():
-    [call] = read_calls(CALL)
+    [call] = read_calls(CALL, Calls(TAGGED, NAMES))
     assert json.loads(call.arguments) == {"a": 1, "b": "</x>"}
-    assert isinstance(call, ToolCall) and call.id.startswith("call_")
+    assert call.index == 0 and call.id.startswith("call_")
+
+
+def read(calls, said, size):
+    """Text and calls of an answer that comes in pieces."""
+    reader = calls.reader()
+    some = [reader.feed(said[i : i + size]) for i in range(0, len(said), size)] + [reader.close()]
+    parts = CallPart.joined([part for _, parts in some for part in parts])
+    return "".join(text for text, _ in some), parts, reader.whole
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 1000])
@@ -140,17 +164,44 @@ def test_arguments_are_json_text():
     ],
 )
 def test_text_is_parted_from_calls_however_it_comes(said, text, calls, size):
-    reader = CallReader()
-    shown = "".join(reader.feed(said[i : i + size]) for i in range(0, len(said), size))
-    rest, found = reader.close()
-    assert (shown + rest, len(found)) == (text, calls)
+    shown, found, _ = read(Calls(TAGGED, NAMES), said, size)
+    assert (shown, len(found)) == (text, calls)
+
+
+ARGUMENTS = ['{"a": "</tool_call> {\\"}", "b": [{}, "\\\\"]}', "{}"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+@pytest.mark.parametrize("form", [TAGGED, BARE], ids=["tagged", "bare"])
+@pytest.mark.parametrize("forced", [True, False])
+def test_calls_that_are_held_to_a_form_are_told_as_they_come(form, forced, size):
+    calls = Calls(form, NAMES, held=True, forced=forced)
+    tight, loose = (
+        f'{{"name":{space}"f",{space}"{form.arguments}":{space}' for space in ("", " ")
+    )
+    each = [tight + ARGUMENTS[0] + "}", loose + ARGUMENTS[1] + "}"]
+    if form is TAGGED:
+        each = [f"<tool_call>{each[0]}</tool_call>\n<tool_call>\n{each[1]}\n</tool_call>"]
+    begun = "So: <b>\n" if form is TAGGED and not forced else ""
+    for said in each:
+        text, found, whole = read(calls, begun + said, size)
+        expected = ARGUMENTS if form is TAGGED else [ARGUMENTS[each.index(said)]]
+        assert text == begun and whole
+        assert [call.arguments for call in found] == expected
+        assert [(call.index, call.name) for call in found] == [*zip(range(2), "ff")][: len(found)]
+        # Cut anywhere the arguments are the beginning of what they would be.
+        cut = len(begun + said) - 15 if form is TAGGED else len(said) - 2
+        _, some, whole = read(calls, (begun + said)[:cut], size)
+        assert not whole and expected[-1].startswith(some[-1].arguments)
+    text, found, _ = read(calls, "" if forced else "So <tool_ca", size)
+    assert not found and text == ("" if forced else "So <tool_ca")
 
 
 def test_templates_of_real_models(test_data):
     found = {
-        file.stem: writes_calls(file.read_text())
+        file.stem: call_form(file.read_text())
         for file in (test_data / "chat_templates").glob("*.jinja")
     }
     assert found == {
-        "qwen2_5": True, "qwen3": True, "llama3_1": False, "llama3_2": False, "gemma3": False
+        "qwen2_5": TAGGED, "qwen3": TAGGED, "llama3_1": BARE, "llama3_2": BARE, "gemma3": None
     }  # fmt: skip

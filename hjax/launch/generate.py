@@ -36,6 +36,8 @@ Sample a response to a prompt or to each prompt of a file; or, in a terminal, ch
 {sampling}\
   --regex=PATTERN       what a whole response must match; Rust's syntax, no lookarounds
   --json_schema=FILE    a JSON schema: responses are JSON that it allows
+  --grammar=FILE        a grammar of Lark's syntax, which a whole response must follow
+  --choice=TEXT         a whole response is this text, or that of another --choice
   --json                print one line of JSON as the last line of the output: `completions`, each
                         with `text`, `tokens`, `logprobs` and `finish_reason`
   --help                print this
@@ -73,6 +75,8 @@ def parse(arguments: Sequence[str]) -> flags.FlagValues:
     flags.DEFINE_string("prompts", None, "see --help", flag_values=own)
     flags.DEFINE_string("regex", None, "see --help", flag_values=own)
     flags.DEFINE_string("json_schema", None, "see --help", flag_values=own)
+    flags.DEFINE_string("grammar", None, "see --help", flag_values=own)
+    flags.DEFINE_multi_string("choice", None, "see --help", flag_values=own)
     parse_flags(own, arguments)
     sampling_flags.settle(own)
     if own.prompt is not None and own.prompts is not None:
@@ -124,17 +128,21 @@ def _constraint(own: Any, front: ModelFront) -> Constraint | None:
     from hjax.rollout.matching import Matchers
     from hjax.rollout.options import Options
 
-    given = [name for name in ("regex", "json_schema") if getattr(own, name) is not None]
+    names = "regex", "json_schema", "grammar", "choice"
+    given = [name for name in names if getattr(own, name) is not None]
     if not given:
         return None
     if len(given) > 1:
-        raise ConfigError("--regex and --json_schema: give one of them")
+        raise ConfigError(f"{' and '.join(f'--{name}' for name in given)}: give one of them")
+    [name] = given
     try:
-        if own.regex is not None:
+        if own.choice is not None:
+            found = Constraint.of_choice(own.choice)
+        elif own.regex is not None:
             found = Constraint(regex=own.regex)
         else:
-            text = existing_file("json_schema", own.json_schema).read_text(encoding="utf-8")
-            found = Constraint(json_schema=text)
+            text = existing_file(name, getattr(own, name)).read_text(encoding="utf-8")
+            found = Constraint(**{name: text})
         Matchers(front.tokenizer, front.vocab_size).begin(found, Options(), ())
     except (ConfigError, UnicodeDecodeError) as error:
         said = str(error)

@@ -36,6 +36,7 @@ jetstream `grpc://`.
   --dtype=float32       of compute: float32 or bfloat16
   --cache_dtype=auto    of keys and values: that of compute, or int8: half of bfloat16's memory
   --slots=0             responses drawn at a time (0: chosen)
+  --tensor=1            devices of this machine that share the model, split by heads
   --max_queue=1024      responses that wait for a slot at most; more are told to come again
   --max_body_bytes=N    of a request ({body_bytes})
 
@@ -45,7 +46,6 @@ with openai:
   --lookup=0            tokens guessed at a time from what a text said before; answers are the same
                         (0: none)
   --warm_up             compile for all lengths before it answers, not while it does: minutes
-  --tensor=1            devices of this machine that share the model, split by heads
   --admin               POST /admin/reload reads the model's weights again, and answers go on with
                         the new ones
   --max_connections=N   at a time ({connections})
@@ -65,7 +65,7 @@ exit status: 0 ended by SIGTERM, requests answered; 1 failed; 2 wrong input, not
 130 ended by Ctrl-C
 """
 # Flags that one protocol alone has, and what they are where they are not given.
-_OPENAI = {"prefix_tokens": -1, "lookup": 0, "warm_up": False, "tensor": 1, "admin": False,
+_OPENAI = {"prefix_tokens": -1, "lookup": 0, "warm_up": False, "admin": False,
            "max_connections": None, "header_seconds": None, "idle_seconds": None}  # fmt: skip
 _JETSTREAM = {"context": 0, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": None}
 _RULES: dict[str, Rule] = {
@@ -120,7 +120,7 @@ def parse(arguments: Sequence[str]) -> flags.FlagValues:
     flags.DEFINE_integer("prefix_tokens", None, "see --help", flag_values=own)
     flags.DEFINE_integer("lookup", None, "see --help", flag_values=own)
     flags.DEFINE_bool("warm_up", None, "see --help", flag_values=own)
-    flags.DEFINE_integer("tensor", None, "see --help", flag_values=own)
+    flags.DEFINE_integer("tensor", 1, "see --help", flag_values=own)
     flags.DEFINE_bool("admin", None, "see --help", flag_values=own)
     flags.DEFINE_integer("max_queue", 1024, "see --help", flag_values=own)
     flags.DEFINE_integer("max_body_bytes", usual.body_bytes, "see --help", flag_values=own)
@@ -202,7 +202,7 @@ def _jetstream(own: Any, key: str, front: ModelFront) -> int:
     bound = _bind(own, key)
     from hjax.serving.address import address_of
 
-    model = front.load(own)
+    model = front.load(own, own.tensor)
     try:
         engine = Engine(model, own.slots, own.context, sampling, own.seed)
     except ConfigError as error:

@@ -225,6 +225,24 @@ def token_log_probs(
     return _in_parts(score, (hidden, tokens), chunks)
 
 
+def log_probs_and_top(
+    decoder: Any, hidden: jax.Array, tokens: jax.Array, count: int, layout: Layout | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What ``token_log_probs`` and ``top_log_probs`` say, in one pass; not of a pipeline's stage.
+
+    Args:
+      hidden, tokens, layout: as of ``token_log_probs``.
+      count: of the most probable tokens of each place.
+
+    Returns:
+      float32 [rows, length] natural logs, and as ``top_log_probs``.
+    """
+    head = _head(decoder, 1.0, layout)
+    hidden = jax.lax.stop_gradient(hidden)
+    logprobs, _, top, of = top_scores(hidden, decoder.output_table, tokens, count, head)
+    return logprobs, top, of
+
+
 def top_log_probs(
     decoder: Any,
     hidden: jax.Array,

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hjax.errors import ConfigError
 
-# Characters of a pattern or schema.
+# Characters of a pattern, schema or grammar.
 LARGEST = 2**17
+# What means something in a pattern; `&`, `-`, `~` in sets of characters alone.
+_MEANT = re.compile(r"[\\.+*?()|\[\]{}^$#&~-]")
 
 
 @dataclasses.dataclass(frozen=True)
 class Constraint:
-    """What the whole text of a response must match. Give one of the two.
+    """What the whole text of a response must match. Give one of the three.
 
     Attributes:
       regex: a regular expression, by the syntax of Rust's crate regex: Python's but for
@@ -24,17 +27,23 @@ class Constraint:
       json_schema: JSON text of a JSON schema (draft 2020-12), as ``of_json`` makes it. Properties
         come in the schema's order; between the parts of a JSON text stands nothing, a space, or a
         line break with up to 32 blanks.
+      grammar: of Lark's syntax as llguidance has it, from its rule ``start``; JSON by
+        ``%json {...}``. Without ``%llguidance``.
 
     Raises:
-      ConfigError: none or both of them, one that is too long, what is no JSON schema's text.
+      ConfigError: none or several of them, one that is too long, what is no JSON schema's text.
     """
 
     regex: str | None = None
     json_schema: str | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
-        if (self.regex is None) == (self.json_schema is None):
-            raise ConfigError("a constraint is a regex or a json_schema; give one of them")
+        given = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) is not None]
+        if len(given) != 1:
+            raise ConfigError(
+                "a constraint is a regex, a json_schema or a grammar; give one of them"
+            )
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if value is None:
@@ -47,6 +56,8 @@ class Constraint:
                 )
         if self.json_schema is not None:
             self._check_schema(self.json_schema)
+        if self.grammar is not None and re.search(r"^[ \t]*%llguidance", self.grammar, re.M):
+            raise ConfigError("grammar: %llguidance is not supported here; leave it out")
 
     @staticmethod
     def _check_schema(text: str) -> None:
@@ -67,6 +78,14 @@ class Constraint:
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(f"json_schema: not JSON ({error})") from None
         return cls(json_schema=text)
+
+    @classmethod
+    def of_choice(cls, texts: Sequence[str]) -> Constraint:
+        """One of some texts, word for word."""
+        if isinstance(texts, str) or not texts or not all(isinstance(t, str) for t in texts):
+            raise ConfigError(f"choice={texts!r}: a list of texts, one at least")
+        each = (_MEANT.sub(r"\\\g<0>", text) for text in texts)
+        return cls(regex=f"(?:{'|'.join(each)})")
 
 
 def _broken(text: str) -> bool:

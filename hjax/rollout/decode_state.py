@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from hjax.kernels.sets import Kernels
+from hjax.rollout.row_sampling import no_tops
 from hjax.rollout.sampling import Draw, Sampling, draw
 from hjax.sharding.layout import Layout
 
@@ -27,7 +28,7 @@ def start(rows: int, length: int, sampling: Sampling | None) -> DecodeState:
         "tokens": jnp.zeros((rows, length), jnp.int32),
         "mask": jnp.zeros((rows, length), bool),
         "logprobs": {name: jnp.zeros((rows, length), jnp.float32) for name in _reported(sampling)},
-    }
+    } | ({"top": no_tops((rows, length))} if sampling is None else {})
 
 
 def begun(rollout: dict[str, jax.Array], sampling: Sampling) -> DecodeState:
@@ -78,12 +79,13 @@ def entered(state: DecodeState, drawn: Draw, ends: jax.Array, at: int | jax.Arra
     """
     done, at = state["done"], jnp.asarray(at, jnp.int32)
 
-    def put(table: jax.Array, column: jax.Array) -> jax.Array:
+    def put(table: jax.Array, column: Any) -> jax.Array:
+        further = (1,) * (table.ndim - 2)
         if at.ndim:
             here = (jnp.arange(table.shape[1]) == at[:, None]) & ~done[:, None]
-            return jnp.where(here, column[:, None], table)
-        column = jnp.where(done, jnp.zeros_like(column), column)
-        return jax.lax.dynamic_update_slice(table, column[:, None], (0, at))
+            return jnp.where(here.reshape(*here.shape, *further), column[:, None], table)
+        column = jnp.where(done.reshape(-1, *further), jnp.zeros_like(column), column)
+        return jax.lax.dynamic_update_slice_in_dim(table, column[:, None], at, 1)
 
     return state | {
         "last": jnp.where(done, 0, drawn.token),
@@ -94,7 +96,11 @@ def entered(state: DecodeState, drawn: Draw, ends: jax.Array, at: int | jax.Arra
             name: put(table, getattr(drawn, _FIELDS[name]))
             for name, table in state["logprobs"].items()
         },
-    }
+    } | (
+        {"top": tuple(map(put, state["top"], (drawn.top_tokens, drawn.top)))}
+        if "top" in state
+        else {}
+    )
 
 
 def responses(state: DecodeState) -> dict[str, jax.Array]:

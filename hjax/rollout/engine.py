@@ -28,7 +28,7 @@ from hjax.models.decoding import Decode, DecodeSlots, KVCache, keys_and_values
 from hjax.models.forward import positions_of
 from hjax.models.parameters import Network, Weights
 from hjax.models.transformer import Compute
-from hjax.rollout import decode_state, lookup
+from hjax.rollout import decode_state, lookup, vocabulary
 from hjax.rollout.chunks import Chunks
 from hjax.rollout.counts import Counts, counted
 from hjax.rollout.row_sampling import RowSampling, draw_rows
@@ -215,7 +215,7 @@ class Engine:
         state: State,
         steps: int,
         most: int = STEPS,
-        allowed: np.ndarray | None = None,
+        allowed: np.ndarray | jax.Array | None = None,
     ) -> tuple[State, Drawn]:
         """Draw up to so many tokens for every row that is not done, fewer if all end.
 
@@ -562,7 +562,9 @@ class Engine:
             new = draw(logits, numbers, position, how.sampling, kernels, self.layout)
             ends = jnp.any(new.token[:, None] == jnp.asarray(how.stop, jnp.int32), axis=-1)
         else:
-            way = options, counts, kernels, self.layout, allowed
+            # Of rows that have ended nobody asks for more.
+            asked = jnp.where(drawn["done"], 0, options.top)
+            way = dataclasses.replace(options, top=asked), counts, kernels, self.layout, allowed
             new = draw_rows(logits, numbers, position, *way)
             ends = options.ends(new.token)
             counts = counted(counts, new.token, ~drawn["done"], self.layout)
@@ -585,7 +587,7 @@ class Engine:
         rotary = model.rotary(most_tokens, tables=prompt + length)
         before = state.rows.drawn
         # What may be drawn is known of one token.
-        ahead = self.lookup if allowed is None else 0
+        ahead = jnp.where(vocabulary.bans(allowed), 0, self.lookup)
 
         def logits_of(state: State, tokens: jax.Array) -> tuple[jax.Array, KVCache]:
             """float32 [rows, new, vocab] after ``tokens`` [rows, new], which the cache then has."""

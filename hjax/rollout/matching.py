@@ -8,6 +8,7 @@ several tokens make up need nothing of their own.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import threading
@@ -28,7 +29,7 @@ FAILED = "constraint: "
 _ALL_TOKENS = '%llguidance {"no_forcing": true}\n'
 # What JSON is written with; were any number of spaces allowed, models that have nothing to say
 # would draw them for ever.
-_SPACES = {"x-guidance": {"whitespace_pattern": r" |\r?\n[ \t]{0,32}"}}
+SPACES = {"x-guidance": {"whitespace_pattern": r" |\r?\n[ \t]{0,32}"}}
 
 
 def words(vocab: int) -> int:
@@ -84,16 +85,27 @@ class Matchers:
                 "it: pip install 'hjax[constraints]'"
             ) from None
         self._bytes = tokenizer.token_bytes()
+        table = self._bytes.tokens[: self._vocab]
+        self._spaces = _bits([i for i, own in enumerate(table) if own[:1] == b" "], self._vocab)
         vocabulary: Any = _Vocabulary(self._bytes.tokens, self._vocab)
         self._tokens = llguidance.LLTokenizer(vocabulary)
 
     def _grammar(self, constraint: Constraint, drops_space: bool) -> Any:
         """Compiled anew: what a matcher finds out on its way counts towards its limits, so that two
         responses that shared it would not end alike."""
+        if constraint.grammar is None:
+            return self._made(constraint, _source(constraint, drops_space))
+        made = self._made(constraint, _of_lark(constraint.grammar, "start: @value"))
+        if not drops_space:
+            return made
+        # The first space is not in the text. Where one may begin it, another comes before.
+        optional = "" if (_mask(made, self._vocab) & self._spaces).any() else "?"
+        return self._made(constraint, _of_lark(constraint.grammar, f'start: " "{optional} @value'))
+
+    def _made(self, constraint: Constraint, source: str) -> Any:
         import llguidance
 
         limits = llguidance.LLParserLimits(verbose_errors=False)
-        source = _source(constraint, drops_space)
         made = llguidance.LLMatcher(self._tokens, source, log_level=0, limits=limits)
         if made.is_error():
             raise ConfigError(f"{_name(constraint)}: {_reason(made.get_error())}")
@@ -115,8 +127,6 @@ class Matcher:
         self._banned = _bits(list(options.banned), vocab)
         self._stop, self._min_tokens = frozenset(options.stop), options.min_tokens
         self._position = 0
-        # llguidance has a token more: the end.
-        self._found = np.zeros(words(vocab + 1), np.uint32)
         self.allowed = self._next()
         self._check(options.forced)
 
@@ -160,9 +170,7 @@ class Matcher:
         return finish
 
     def _next(self) -> np.ndarray:
-        found = self._found
-        self._grammar.unsafe_compute_mask_ptr(found.ctypes.data, found.nbytes)
-        allowed = found[: words(self._vocab)] & self._there & ~self._stops
+        allowed = _mask(self._grammar, self._vocab) & self._there & ~self._stops
         if self._grammar.is_accepting() and self._position >= self._min_tokens:
             allowed |= self._stops
         return allowed & ~self._banned
@@ -205,20 +213,38 @@ def _source(constraint: Constraint, drops_space: bool) -> str:
         if drops_space:
             body = f"start: TEXT\nTEXT: / / OWN | OWN & /([^ ](?s:.)*)?/\nOWN: /{pattern}/\n"
         return json.dumps({"grammars": [{"lark_grammar": _ALL_TOKENS + body}]})
-    schema = json.loads(constraint.json_schema or "") | _SPACES
+    schema = json.loads(constraint.json_schema or "") | SPACES
     body = 'start: " "? @value' if drops_space else "start: @value"
     grammars = [{"lark_grammar": _ALL_TOKENS + body}, {"name": "value", "json_schema": schema}]
     return json.dumps({"grammars": grammars})
 
 
+def _of_lark(grammar: str, body: str) -> str:
+    """The source of a grammar with ``body`` around it, which calls it ``@value``."""
+    grammars = [{"lark_grammar": _ALL_TOKENS + body}]
+    grammars += [{"name": "value", "lark_grammar": f"{grammar}\n{_ALL_TOKENS}"}]
+    return json.dumps({"grammars": grammars})
+
+
+def _mask(grammar: Any, vocab: int) -> np.ndarray:
+    """uint32 [words(vocab)], the tokens that may come next; and bits that mean nothing."""
+    # llguidance has a token more: the end.
+    found = np.zeros(words(vocab + 1), np.uint32)
+    grammar.unsafe_compute_mask_ptr(found.ctypes.data, found.nbytes)
+    return found[: words(vocab)]
+
+
 def _name(constraint: Constraint) -> str:
-    kind = "regex" if constraint.regex is not None else "json_schema"
-    text = str(getattr(constraint, kind))
+    kinds = (field.name for field in dataclasses.fields(constraint))
+    kind, text = next((k, x) for k in kinds if (x := getattr(constraint, k)) is not None)
+    text = " ".join(text[:100].split())
     return f"{kind}={text if len(text) <= 60 else text[:57] + '...'}"
 
 
 def _reason(error: str) -> str:
     """What is wrong, of a message of llguidance's, which quotes the pattern and the line."""
+    if error.startswith("panic: missing special token"):
+        return "a special token has no text; leave it out"
     own = re.search(r"^error: (.*)$", error, re.MULTILINE)
     if own:
         return own[1]

@@ -12,6 +12,8 @@ from hjax.rollout.sampling import Sampling
 
 # Of OpenAI's API; its -100 bans a token.
 BIASES, LARGEST_BIAS, LARGEST_PENALTY = 300, 100.0, 2.0
+# Of each place the most probable tokens that are told at most; OpenAI's.
+MOST_TOP = 20
 _INT32 = 2**31 - 1
 # Of what logits are multiplied or divided by: float32 then keeps them finite.
 _SMALLEST, _LARGEST = 1e-5, 1e5
@@ -34,6 +36,8 @@ class Options:
       stop: ids of tokens that end the response (and are part of it).
       min_tokens: position in the response before which no stop token is drawn.
       forced: ids of the response's first tokens, in order; drawing begins after them.
+      top: of each place so many of the most probable tokens are told with their log-probs. That
+        changes nothing that is drawn.
 
     Raises:
       ConfigError: a value out of its range, named; forced tokens that other options forbid.
@@ -51,12 +55,15 @@ class Options:
     stop: Sequence[int] = ()
     min_tokens: int = 0
     forced: Sequence[int] = ()
+    top: int = 0
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
             _check_number(name, getattr(self, name))
-        for name in ("top_k", "min_tokens"):
+        for name in ("top_k", "min_tokens", "top"):
             _check_whole(name, getattr(self, name))
+        if self.top > MOST_TOP:
+            raise ConfigError(f"top={self.top}: at most {MOST_TOP}")
         Sampling(self.temperature, self.top_k, self.top_p)
         if not 0 <= self.min_p <= 1:
             raise ConfigError(f"min_p={self.min_p}: 0 (all tokens) to 1 (only the likeliest)")

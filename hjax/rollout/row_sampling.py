@@ -24,7 +24,7 @@ from hjax.errors import ConfigError
 from hjax.kernels.sets import Kernels
 from hjax.rollout import vocabulary
 from hjax.rollout.counts import Counts
-from hjax.rollout.options import BIASES, Options
+from hjax.rollout.options import BIASES, MOST_TOP, Options
 from hjax.rollout.sampling import Draw, gumbel
 from hjax.sharding.layout import Layout
 
@@ -59,6 +59,7 @@ class RowSampling:
       bias_tokens, bias: int32 and float32 [rows, biases]; -1 where there is none.
       stop: int32 [rows, stops], padded with -1.
       forced: int32 [rows, forced], padded with -1.
+      top: int32 [rows], most probable tokens that are asked for.
       repetition_penalty, presence_penalty, frequency_penalty: float32 [rows]; None: no row may
         have one.
     """
@@ -72,6 +73,7 @@ class RowSampling:
     stop: jax.Array
     min_tokens: jax.Array
     forced: jax.Array
+    top: jax.Array
     repetition_penalty: jax.Array | None
     presence_penalty: jax.Array | None
     frequency_penalty: jax.Array | None
@@ -110,6 +112,7 @@ class RowSampling:
             "stop": _padded([each.stop for each in rows], sizes.stops, -1, np.int32),
             "min_tokens": column("min_tokens", np.int32),
             "forced": _padded([each.forced for each in rows], sizes.forced, -1, np.int32),
+            "top": column("top", np.int32),
             "repetition_penalty": penalty("repetition_penalty"),
             "presence_penalty": penalty("presence_penalty"),
             "frequency_penalty": penalty("frequency_penalty"),
@@ -219,7 +222,7 @@ def draw_rows(
     Of the log-probs, ``sampled`` is under the distribution drawn from, all options applied (of a
     greedy row biases, bans and penalties alone: untempered, nothing cut; of a forced token 0).
     ``policy`` is what training computes: temperature and nothing else; ``untempered`` that of the
-    plain softmax.
+    plain softmax. ``top`` are made if a row asks for them, and then of all rows.
 
     Args:
       logits: float32 [rows, vocab].
@@ -245,11 +248,12 @@ def draw_rows(
     # Asked of all rows on all devices: one that skips an exchange must not leave another waiting.
     asked = {
         "samples": jnp.any(~rows.greedy),
-        "alters": jnp.any(rows.alters(position)) | (allowed is not None),
+        "alters": jnp.any(rows.alters(position)) | vocabulary.bans(allowed),
         "tempered": jnp.any(rows.tempered),
         "truncates": jnp.any(rows.truncates),
         "top_k": jnp.any(rows.truncates & (rows.top_k > 0)),
         "top_p": jnp.any(rows.truncates & (rows.top_p < 1)),
+        "top": jnp.any(rows.top > 0),
     }
     part = _Part(kernels, axes)
 
@@ -276,6 +280,12 @@ def draw_rows(
         out_specs=whole,
         check_vma=False,
     )(logits, constrained(made), position, rows, counts, allowed, asked)
+
+
+def no_tops(shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """The most probable tokens of so many places of which there are none, as of ``Draw``."""
+    shape = (*shape, MOST_TOP)
+    return jnp.zeros(shape, jnp.int32), jnp.full(shape, -jnp.inf, jnp.float32)
 
 
 # What a softmax's logits [rows, vocab] are lessened by, each [rows, 1]: the largest of them, then
@@ -330,11 +340,19 @@ class _Part:
             own, raw = vocabulary.pick([altered, logits], token, self.axes)
             own, raw = own[:, None], raw[:, None]
             sampled = _normed(_normed(own * scale, norm), cut)[:, 0]
+
+            def likeliest() -> tuple[jax.Array, jax.Array]:
+                kept = vocabulary.ordered(altered) >= edge
+                final = jnp.where(kept, _normed(tempered(), cut), -jnp.inf)
+                return vocabulary.likeliest(final, MOST_TOP, self.axes)
+
+            tops = jax.lax.cond(asked["top"], likeliest, lambda: no_tops(token.shape))
             return Draw(
                 token,
                 jnp.where(forced >= 0, 0.0, sampled),
                 _normed(raw * scale, policy)[:, 0],
                 _normed(raw, plain)[:, 0],
+                *tops,
             )
 
         def drawn_altered() -> Draw:

@@ -66,12 +66,16 @@ class Draw:
       sampled: under the distribution drawn from (greedy: untempered).
       policy: tempered but not truncated: what training computes.
       untempered: of the plain softmax.
+      top_tokens, top: the most probable tokens, int32 [rows, n], and their log-probs under the
+        distribution drawn from, falling; -inf where there are no more. None: nobody asks.
     """
 
     token: jax.Array
     sampled: jax.Array
     policy: jax.Array
     untempered: jax.Array
+    top_tokens: jax.Array | None = None
+    top: jax.Array | None = None
 
 
 def sequence_keys(seed: jax.Array, step: jax.Array, sequence: jax.Array) -> jax.Array:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import logging
 import threading
 import time
@@ -23,9 +24,10 @@ import numpy as np
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, RunError
 from hjax.models.continuing import BLOCK
+from hjax.rollout import vocabulary
 from hjax.rollout.constraint import Constraint
 from hjax.rollout.engine import Engine
-from hjax.rollout.matching import Matcher, Matchers, words
+from hjax.rollout.matching import Matcher, Matchers
 from hjax.rollout.options import Options
 from hjax.rollout.prefixes import (
     Beginning,
@@ -37,8 +39,11 @@ from hjax.rollout.prefixes import (
 )
 from hjax.rollout.replacement import Replacement
 from hjax.rollout.row_sampling import RowSampling, Sizes
-from hjax.rollout.shapes import CHUNK, STEPS, Shapes, WarmUp
+from hjax.rollout.scoring import Scorer, Scores, Top, tops
+from hjax.rollout.shapes import CHUNK, STEPS, Shapes
 from hjax.rollout.slots import Admission, Drawn, How, Known, State
+from hjax.rollout.warm_up import WarmUp
+from hjax.sharding.arrays import place, to_numpy
 
 _LOG = logging.getLogger(__name__)
 SLOTS = 16
@@ -73,6 +78,7 @@ class Request:
       seed: 0 to 2**32 - 1; with ``choice`` it decides what is drawn.
       choice: which of several answers to one prompt.
       constraint: that its text must match; None: none.
+      scored: whether the prompt's own tokens are scored too. Then ``max_tokens`` may be 0.
     """
 
     prompt: tuple[int, ...]
@@ -81,6 +87,7 @@ class Request:
     seed: int = 0
     choice: int = 0
     constraint: Constraint | None = None
+    scored: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,12 +101,17 @@ class Piece:
       finish: empty while it goes on; then ``stop`` (a stop token came, or the text matches and
         nothing may follow), ``length``, ``cancelled``, ``error: ...``, or ``constraint: ...`` where
         nothing may follow though the text does not match.
+      top: for each token the most probable ones of its place, of the distribution sampled, as many
+        as ``Options.top`` or as there are.
+      prompt: the prompt's scores, in the first piece, if they were asked for.
     """
 
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     policy_logprobs: tuple[float, ...] = ()
     finish: str = ""
+    top: tuple[Top, ...] = ()
+    prompt: Scores | None = None
 
 
 class Ticket:
@@ -120,6 +132,7 @@ class Ticket:
         self.begun = Beginning()  # what is known of its prompt, held
         self.read = 0  # tokens of it that were read in chunks
         self.whole = False  # whether it is read in one piece, however long
+        self.scores: Scores | None = None  # of its prompt, until they are told
 
     def cancel(self) -> None:
         """Draw no more; the last piece says ``cancelled``. Nothing happens if it has ended."""
@@ -175,6 +188,8 @@ class Service:
             most = max(PREFIX_TOKENS, self.max_tokens)
             prefix_tokens = 0 if why_not(self._engine) else room_for(self._engine, most)
         self._prefixes = Prefixes(self._engine, prefix_tokens) if prefix_tokens else None
+        self._scorer = Scorer(self._engine)
+        self._unscored: collections.deque[Ticket] = collections.deque()
         self._reading: collections.deque[Ticket] = collections.deque()
         self._own = Sizes(model.config.vocab_size, penalties=True)
         self._shapes = Shapes(self._engine, self.slots, self.max_tokens, self._own)
@@ -192,6 +207,7 @@ class Service:
         self._prompt_tokens = self._generated = self._cached = 0
         self._guessed = self._right = 0
         self._keys = jax.jit(jax.vmap(_key))
+        self._every = functools.cache(self._every_token)
         self._thread = threading.Thread(target=self._serve, name="rollout service", daemon=True)
         self._thread.start()
 
@@ -219,10 +235,11 @@ class Service:
         ticket = Ticket(request, matcher or self.prepare(request), on_piece)
         with self._changed:
             self._check_open("requests")
-            if len(self._waiting) >= self.max_queue:
-                raise QueueFull(f"{len(self._waiting)} requests wait, as many as may; try later")
+            waiting = len(self._waiting) + len(self._unscored)
+            if waiting >= self.max_queue:
+                raise QueueFull(f"{waiting} requests wait, as many as may; try later")
             self._asked = True
-            self._waiting.append(ticket)
+            (self._unscored if request.scored else self._waiting).append(ticket)
             self._changed.notify()
         return ticket
 
@@ -269,8 +286,6 @@ class Service:
     def warm_up(self, told: Callable[[str], None] = lambda line: None) -> None:
         """Compile every program that requests may need, whatever their lengths, before the first.
 
-        Only those with a constraint need others, for which their first one waits.
-
         Args:
           told: called with what is compiled next, in a few words.
 
@@ -285,7 +300,8 @@ class Service:
             def nobody(entries: int, columns: int, known: Known | None) -> Admission:
                 return self._admission([None] * entries, np.zeros(entries), columns, known)
 
-            WarmUp(self._shapes, self._model.params, self._prefixes, nobody).run(told)
+            given = self._shapes, self._model.params, self._prefixes, self._scorer, nobody
+            WarmUp(*given, self._every).run(told)
 
     def stats(self) -> dict[str, float]:
         """``running``, ``waiting``, ``slots``, ``generated_tokens``, ``prompt_tokens``, of these
@@ -295,7 +311,7 @@ class Service:
         with self._changed:
             return {
                 "running": sum(row is not None for row in self._rows),
-                "waiting": len(self._waiting) + len(self._reading),
+                "waiting": len(self._waiting) + len(self._reading) + len(self._unscored),
                 "slots": self.slots,
                 "generated_tokens": self._generated,
                 "prompt_tokens": self._prompt_tokens,
@@ -332,7 +348,7 @@ class Service:
         wrong = [t for t in request.prompt if not 0 <= t < vocab]
         if wrong:
             raise ConfigError(f"token {wrong[0]} is outside the vocabulary, 0 to {vocab - 1}")
-        if request.max_tokens < 1:
+        if request.max_tokens < (0 if request.scored else 1):
             raise ConfigError(f"max_tokens={request.max_tokens}: 1 or more")
         total = len(request.prompt) + request.max_tokens
         if total > self.max_tokens:
@@ -353,6 +369,7 @@ class Service:
             while self._wait():
                 self._drop_cancelled()
                 if self._replacement is None:  # else those that run end first
+                    self._score()
                     self._read()
                     self._admit()
                 if any(row is not None for row in self._rows):
@@ -370,11 +387,11 @@ class Service:
         with self._changed:
             while True:
                 running = any(row is not None for row in self._rows)
-                busy = self._waiting or self._reading or running
-                if self._closing and (not busy or time.monotonic() > self._ends_at):
-                    break
                 if self._replacement is not None and not running:
                     self._take(self._replacement.params)
+                busy = self._waiting or self._reading or self._unscored or running
+                if self._closing and (not busy or time.monotonic() > self._ends_at):
+                    break
                 if busy:
                     return True
                 self._state = None  # nobody is there: the cache begins anew, as small as it may be
@@ -384,9 +401,15 @@ class Service:
 
     def _take(self, params: Any) -> None:
         """Other weights, of which nothing is known yet."""
+        self._scorer.clear()
         for ticket in (*self._reading, *self._waiting):
             self._forget(ticket)
             ticket.read, ticket.whole = 0, False
+        for queue in (self._reading, self._waiting):
+            for ticket in [each for each in queue if each.scores is not None]:
+                queue.remove(ticket)
+                ticket.scores = None
+                self._unscored.append(ticket)
         if self._prefixes is not None:
             self._prefixes.clear()
         self._state, self._model.params = None, params
@@ -395,10 +418,10 @@ class Service:
     def _end_all(self, finish: str) -> None:
         with self._changed:
             left = [row for row in self._rows if row is not None]
-            left += [*self._reading, *self._waiting]
+            for queue in (self._reading, self._waiting, self._unscored):
+                left += queue
+                queue.clear()
             self._rows = [None] * len(self._rows)
-            self._waiting.clear()
-            self._reading.clear()
         for ticket in left:
             ticket.tell(Piece(finish=finish))
 
@@ -407,7 +430,7 @@ class Service:
             # Looked at once: clients cancel at any moment.
             leaving = [row if row is not None and row.cancelled else None for row in self._rows]
             gone = [row for row in leaving if row is not None]
-            for queue in (self._waiting, self._reading):
+            for queue in (self._waiting, self._reading, self._unscored):
                 some = [ticket for ticket in queue if ticket.cancelled]
                 for ticket in some:
                     queue.remove(ticket)
@@ -419,6 +442,27 @@ class Service:
             self._state = self._engine.halt(self._state, halted)
         for ticket in gone:
             ticket.tell(Piece(finish="cancelled"))
+
+    def _score(self) -> None:
+        """A prompt that is to be scored; who asks for nothing else has ended."""
+        if not self._unscored:
+            return
+        ticket = self._unscored[0]
+        ticket.scores = self._scored(self._model.params, ticket)
+        ends = not ticket.request.max_tokens
+        with self._changed:
+            self._unscored.popleft()
+            if ends:
+                ticket.cached = 0
+                self._prompt_tokens += len(ticket.request.prompt)
+            else:
+                self._waiting.append(ticket)
+        if ends:
+            ticket.tell(Piece(finish="length", prompt=ticket.scores))
+
+    def _scored(self, params: Any, ticket: Ticket) -> Scores:
+        prompt = ticket.request.prompt
+        return self._scorer(params, prompt, self._shapes.new(len(prompt)))
 
     def _read(self) -> None:
         """A chunk of a long prompt."""
@@ -618,10 +662,9 @@ class Service:
             steps = min(STEPS, self._length - self._column)
         most = STEPS + engine.lookup
         # What a matcher allows is known for one token ahead.
-        allowed = self._allowed(self._rows)
-        steps = steps if allowed is None else 1
-        params = self._model.params
-        self._state, drawn = engine.decode(How(), params, self._state, steps, most, allowed)
+        steps = 1 if any(row is not None and row.matcher for row in self._rows) else steps
+        given = How(), self._model.params, self._state, steps, most
+        self._state, drawn = engine.decode(*given, self._allowed(self._rows))
         self._column += drawn.steps
         with self._changed:
             if drawn.guessed is not None and drawn.right is not None:
@@ -629,13 +672,19 @@ class Service:
                 self._right += int(drawn.right.sum())
         self._hand_on(list(self._rows), drawn)
 
-    def _allowed(self, entries: Sequence[Ticket | None]) -> np.ndarray | None:
-        """uint32 [entries, words], the tokens that each may draw; None: all of them all."""
+    def _allowed(self, entries: Sequence[Ticket | None]) -> np.ndarray | jax.Array:
+        """uint32 [entries, words], the tokens that each may draw: there is one program, whether
+        somebody has a matcher or nobody."""
         matchers = [None if ticket is None else ticket.matcher for ticket in entries]
         if not any(matchers):
-            return None
-        everything = np.full(words(self._own.vocab), 2**32 - 1, np.uint32)
+            return self._every(len(entries))
+        everything = vocabulary.every(1, self._own.vocab)[0]
         return np.stack([everything if m is None else m.allowed for m in matchers])
+
+    def _every_token(self, rows: int) -> jax.Array:
+        """Of rows that may draw every token; on the devices already."""
+        whole = vocabulary.every(rows, self._own.vocab)
+        return place(whole, self._engine.layout.sharding("batch"))
 
     def _make_room(self) -> None:
         """A column at least, and none at the beginning that nobody sees."""
@@ -651,6 +700,9 @@ class Service:
     def _hand_on(self, entries: list[Ticket | None], drawn: Drawn) -> None:
         """What was drawn for each entry, to who asked for it."""
         told: list[tuple[Ticket, Piece]] = []
+        top = None
+        if drawn.top is not None and any(t is not None and t.request.options.top for t in entries):
+            top = [to_numpy(table) for table in drawn.top]
         for at, ticket in enumerate(entries):
             if ticket is None:
                 continue
@@ -667,7 +719,11 @@ class Service:
                 tuple(drawn.logprobs[name][at][mask].tolist())
                 for name in ("logprobs", "policy_logprobs")
             )
-            told.append((ticket, Piece(tokens, sampled, policy, finish)))
+            most: tuple[Top, ...] = ()
+            if top is not None and (count := ticket.request.options.top):
+                most = tops(*(table[at][mask][:, :count] for table in top))
+            scores, ticket.scores = ticket.scores, None
+            told.append((ticket, Piece(tokens, sampled, policy, finish, most, scores)))
         ended = {ticket for ticket, piece in told if piece.finish}
         at_rows = [(i, row) for i, row in enumerate(self._rows) if row in ended]
         self._halt_matched(at_rows)

@@ -126,7 +126,7 @@ class Admission:
     options: RowSampling | None = None
     known: Known | None = None
     text: np.ndarray | None = None
-    allowed: np.ndarray | None = None
+    allowed: np.ndarray | jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -178,6 +178,9 @@ class Drawn:
       steps: that were taken.
       guessed, right: int [rows], tokens that were guessed, and how many of these were drawn; None:
         none are.
+      top: the most probable tokens of each place and their log-probs, int32 and float32 [rows,
+        steps, n], as ``sampling.Draw`` has them; on the devices until somebody asks. None where
+        sequences have no options of their own.
     """
 
     tokens: np.ndarray
@@ -187,11 +190,13 @@ class Drawn:
     steps: int
     guessed: np.ndarray | None = None
     right: np.ndarray | None = None
+    top: tuple[jax.Array, jax.Array] | None = None
 
     @classmethod
     def of(cls, drawn: DecodeState) -> Drawn:
         """What a program gave, read from the devices."""
-        host = jax.tree.map(to_numpy, drawn)
+        top = drawn.get("top")
+        host = jax.tree.map(to_numpy, {k: x for k, x in drawn.items() if k != "top"})
         tables = host["tokens"], host["mask"], host["logprobs"], host["done"]
         steps = int(host.get("steps", 1))
-        return cls(*tables, steps, host.get("guessed"), host.get("right"))
+        return cls(*tables, steps, host.get("guessed"), host.get("right"), top)

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from hjax.sharding.layout import Layout
 
@@ -68,6 +69,23 @@ def pick(
     return list(jax.lax.psum(found, axes))
 
 
+def likeliest(
+    logprobs: jax.Array, count: int, axes: tuple[str, ...] = ()
+) -> tuple[jax.Array, jax.Array]:
+    """int32 and float32 [rows, count]: the tokens of the largest ``logprobs`` [rows, vocab], of
+    equals the first, and these, falling; -inf where there are no more."""
+    size = logprobs.shape[-1]
+    values, tokens = jax.lax.top_k(logprobs, min(count, size))
+    if axes:
+        tokens = tokens + first(logprobs, axes)
+        # In the order of the devices, so that of equals the first still comes first.
+        every = [jax.lax.all_gather(x, axes, axis=1, tiled=True) for x in (values, tokens)]
+        values, where = jax.lax.top_k(every[0], min(count, every[0].shape[-1]))
+        tokens = jnp.take_along_axis(every[1], where, axis=-1)
+    more = ((0, 0), (0, count - values.shape[-1]))
+    return jnp.pad(tokens, more), jnp.pad(values, more, constant_values=-jnp.inf)
+
+
 def add(
     table: jax.Array, tokens: jax.Array, values: jax.Array, axes: tuple[str, ...] = ()
 ) -> jax.Array:
@@ -79,6 +97,16 @@ def add(
     at = jnp.where(at >= 0, at, table.shape[-1])
     rows = jnp.arange(table.shape[0])[:, None]
     return table.at[rows, at].add(values, mode="drop")
+
+
+def every(rows: int, vocab: int) -> np.ndarray:
+    """As ``only`` takes them: bits of rows that allow every token."""
+    return np.full((rows, -(-vocab // 32)), 2**32 - 1, np.uint32)
+
+
+def bans(allowed: jax.Array | None) -> jax.Array:
+    """bool []: whether some row does not allow every token."""
+    return jnp.asarray(allowed is not None and jnp.any(allowed != jnp.uint32(2**32 - 1)))
 
 
 def only(table: jax.Array, allowed: jax.Array, axes: tuple[str, ...] = ()) -> jax.Array:

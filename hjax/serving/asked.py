@@ -11,19 +11,23 @@ from typing import Any
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, DataError
 from hjax.rollout.matching import Matcher
-from hjax.rollout.options import Options
+from hjax.rollout.options import MOST_TOP, Options
 from hjax.rollout.service import Request
 from hjax.serving.fields import Fields
 from hjax.serving.formats import Format, read_format, read_structured
 from hjax.serving.limits import Limits
-from hjax.serving.messages import read_messages, read_tools
+from hjax.serving.messages import read_messages
 from hjax.serving.refusal import Refused
 from hjax.serving.served import Served
+from hjax.serving.tool_calls import Calls
+from hjax.serving.tool_choice import read_tools
 
 SEEDS = 2**32
 _LARGEST = 2**31 - 1
 # OpenAI's, where /v1/completions is not told how many.
 MAX_TOKENS = 16
+# Of /v1/completions' log-probs, as OpenAI's.
+MOST_TOP_COMPLETIONS = 5
 # Characters of a text that are read first, for each token that there is room for.
 BEGINNING = 16
 # These say who asks or how it is billed: they do not change the answer.
@@ -64,10 +68,11 @@ class Asked:
       stop: strings before which a response ends.
       stream: whether it is answered while it is drawn.
       include_usage: at the stream's end.
-      logprobs: of the tokens drawn.
+      logprobs: how many of each place's most probable tokens are told beside the one drawn; None:
+        no log-probs.
       echo: the prompt's text first.
       token_ids: of prompts and responses, beside the text.
-      calls: whether calls of tools are looked for in the answer.
+      calls: of tools that are looked for in the answer; None: none.
       format: what each response's text must be; None: anything.
       matchers: of each response, made of its format; none without.
     """
@@ -79,16 +84,21 @@ class Asked:
     stop: tuple[str, ...]
     stream: bool
     include_usage: bool
-    logprobs: bool
+    logprobs: int | None
     echo: bool
     token_ids: bool
-    calls: bool
+    calls: Calls | None
     format: Format | None
     matchers: tuple[Matcher | None, ...] = ()
 
     def prompt_of(self, index: int) -> Prompt:
         """The prompt of a response."""
         return self.prompts[index // self.n]
+
+    @property
+    def scored(self) -> bool:
+        """Whether the prompt is told with its log-probs."""
+        return self.echo and self.logprobs is not None
 
     def requests(self) -> list[Request]:
         """One for each response, in their order."""
@@ -101,6 +111,7 @@ class Asked:
                 self.seed,
                 index,
                 constraint,
+                self.scored or not self.prompt_of(index).max_tokens,
             )
             for index in range(len(self.prompts) * self.n)
         ]
@@ -114,19 +125,17 @@ def read_completion(body: Mapping[str, Any], served: Served, limits: Limits) -> 
     """
     fields = Fields(body)
     common = _common(fields, served, limits)
-    max_tokens = fields.whole("max_tokens", 1, _LARGEST, MAX_TOKENS) or MAX_TOKENS
-    prompts = _prompts(fields, served, max_tokens)
-    logprobs = fields.take("logprobs")
-    if logprobs is not None and (type(logprobs) is not int or logprobs not in (0, 1)):
-        raise fields.wrong("logprobs", logprobs, "0 or 1, for the token drawn; of no others here")
     echo = fields.flag("echo")
-    if echo and logprobs is not None:
-        raise Refused("echo with logprobs: not supported here; leave one of them out", param="echo")
+    max_tokens = fields.take("max_tokens", MAX_TOKENS)
+    if type(max_tokens) is not int or not (0 if echo else 1) <= max_tokens <= _LARGEST:
+        raise fields.wrong("max_tokens", max_tokens, "a whole number, 1 or more; 0 with echo")
+    prompts = _prompts(fields, served, max_tokens)
+    logprobs = fields.whole("logprobs", 0, MOST_TOP_COMPLETIONS)
     best_of = fields.take("best_of", common["n"])
     if best_of != common["n"]:
         raise fields.wrong("best_of", best_of, "not supported here; leave it out, or n")
     fields.only("suffix", "")
-    form = {"logprobs": logprobs is not None, "echo": echo}
+    form = {"logprobs": logprobs, "echo": echo}
     return _asked(fields, common, served, limits, prompts, **form)
 
 
@@ -145,16 +154,13 @@ def read_chat(body: Mapping[str, Any], served: Served, limits: Limits) -> Asked:
             f"max_tokens={older} and max_completion_tokens={most}: give one of them",
             param="max_tokens",
         )
-    logprobs = fields.flag("logprobs")
-    if fields.take("top_logprobs", 0) != 0:
-        raise Refused("top_logprobs: only 0 here, the token drawn alone", param="top_logprobs")
-    tools = read_tools(fields.list("tools"))
-    choice = fields.take("tool_choice", "auto")
-    if choice not in ("auto", "none"):
-        raise fields.wrong("tool_choice", choice, '"auto" or "none"; calls cannot be forced here')
-    fields.only("parallel_tool_calls", True)
+    wanted, logprobs = fields.flag("logprobs"), fields.whole("top_logprobs", 0, MOST_TOP)
+    if logprobs is not None and not wanted:
+        raise Refused("top_logprobs: only with logprobs=true", param="top_logprobs")
+    logprobs = logprobs or 0 if wanted else None
+    tools = read_tools(fields)
     common["format"] = _one_format(read_format(fields), common["format"])
-    if common["format"] is not None and tools and choice == "auto":
+    if common["format"] is not None and tools.functions:
         raise Refused(
             'tools with a format of the answer: no call would match it; tool_choice "none", or '
             "leave one of them out",
@@ -162,10 +168,11 @@ def read_chat(body: Mapping[str, Any], served: Served, limits: Limits) -> Asked:
         )
     fields.only("modalities", ["text"])
     fields.only("store", False)
-    tools = tools if choice == "auto" else []
-    text, tokens = _render(fields, served, tools)
+    text, tokens = _render(fields, served, list(tools.given))
+    calls = tools.calls(served.call_form, served.name)
+    if calls is not None and calls.held:
+        common["format"] = tools.format(calls.form)
     prompts = (_prompt(served, tokens, older, text),)
-    calls = bool(tools) and served.writes_calls
     return _asked(fields, common, served, limits, prompts, logprobs=logprobs, calls=calls)
 
 
@@ -175,7 +182,7 @@ def _asked(
     served: Served,
     limits: Limits,
     prompts: tuple[Prompt, ...],
-    **form: bool,
+    **form: Any,
 ) -> Asked:
     fields.end()
     if len(prompts) * common["n"] > limits.choices:
@@ -183,7 +190,8 @@ def _asked(
             f"{len(prompts)} prompts with n={common['n']}: at most {limits.choices} responses",
             param="n",
         )
-    given: dict[str, Any] = {"prompts": prompts, "echo": False, "calls": False} | common | form
+    given: dict[str, Any] = {"prompts": prompts, "echo": False, "calls": None} | common | form
+    given["options"] = dataclasses.replace(common["options"], top=form["logprobs"] or 0)
     asked = Asked(**given)
     if asked.format is None:
         return asked
@@ -192,10 +200,21 @@ def _asked(
 
 def _matchers(asked: Asked, format: Format, served: Served) -> tuple[Matcher | None, ...]:
     """Made here, where nobody waits for this thread."""
+    requests = asked.requests()
     try:
-        return tuple(map(served.service.prepare, asked.requests()))
+        return tuple(map(served.service.prepare, requests))
     except ConfigError as error:
+        for name, part in format.parts:
+            _check_part(name, dataclasses.replace(requests[0], constraint=part), served)
         raise Refused(f"{format.field}: {error}", param=format.field) from None
+
+
+def _check_part(name: str, request: Request, served: Served) -> None:
+    """Of several constraints that were made into one say which does not do."""
+    try:
+        served.service.prepare(request)
+    except ConfigError as error:
+        raise Refused(f"{name}: {error}", param=name) from None
 
 
 def _one_format(format: Format | None, structured: Format | None) -> Format | None:
@@ -339,9 +358,10 @@ def _prompt(
     if not tokens:
         raise Refused("prompt is empty, and the model has no token to begin with", param="prompt")
     room = served.service.max_tokens - len(tokens)
-    if room < (max_tokens or 1):
+    wanted = 1 if max_tokens is None else max_tokens
+    if room < wanted:
         raise Refused(
-            f"a prompt of {len(tokens)} tokens and max_tokens={max_tokens or 1} exceed the "
+            f"a prompt of {len(tokens)} tokens and max_tokens={wanted} exceed the "
             f"{served.service.max_tokens} that this server has room for",
             param="max_tokens" if room > 0 else "prompt",
             code="context_length_exceeded",

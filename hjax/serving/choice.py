@@ -6,12 +6,13 @@ import dataclasses
 from collections.abc import Sequence
 
 from hjax.data.response_text import ResponseText
+from hjax.rollout.scoring import Scores, Top
 from hjax.rollout.service import Piece
 from hjax.rollout.stopping import StopStrings
 from hjax.serving.asked import Asked
 from hjax.serving.refusal import Refused
 from hjax.serving.served import Served
-from hjax.serving.tool_calls import CallReader, ToolCall
+from hjax.serving.tool_calls import CallPart
 
 # How a piece's finish begins where the engine gave up, or this response alone cannot go on.
 FAILED, UNMET = "error: ", "constraint: "
@@ -23,15 +24,18 @@ class Drawn:
 
     Attributes:
       id: of the vocabulary.
-      logprob: natural log, of the distribution sampled.
+      logprob: natural log, of the distribution sampled; of a prompt's token the model's own, and
+        None of its first.
       text: the token's own; U+FFFD where its bytes are no whole character.
       offset: characters of the response's text before it.
+      top: of the most probable tokens of its place texts and log-probs, falling.
     """
 
     id: int
-    logprob: float
+    logprob: float | None
     text: str
     offset: int
+    top: tuple[tuple[str, float], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,13 +46,15 @@ class Delta:
       text: that may be shown.
       drawn: tokens, if the request asks for them.
       finish: "" while it goes on, else "stop", "length" or "tool_calls".
-      calls: of tools.
+      calls: what is new of calls of tools.
+      prompt: the prompt's tokens, if the request asks for them.
     """
 
     text: str = ""
     drawn: tuple[Drawn, ...] = ()
     finish: str = ""
-    calls: tuple[ToolCall, ...] = ()
+    calls: tuple[CallPart, ...] = ()
+    prompt: tuple[Drawn, ...] = ()
 
     @classmethod
     def joined(cls, deltas: Sequence[Delta]) -> Delta:
@@ -57,7 +63,8 @@ class Delta:
             "".join(each.text for each in deltas),
             tuple(drawn for each in deltas for drawn in each.drawn),
             deltas[-1].finish if deltas else "",
-            tuple(call for each in deltas for call in each.calls),
+            CallPart.joined([part for each in deltas for part in each.calls]),
+            tuple(token for each in deltas for token in each.prompt),
         )
 
 
@@ -80,13 +87,17 @@ class Choice:
         self.finish = ""
         self.count = 0
         self._tokenizer = tokenizer
-        self._wants_tokens = asked.logprobs or asked.token_ids
+        self._wants_tokens = asked.logprobs is not None or asked.token_ids
+        self._prompt = prompt.tokens if asked.scored else None
         self._text = ResponseText(tokenizer, prompt.tokens) if tokenizer is not None else None
         self._stops = StopStrings(asked.stop)
-        self._calls = CallReader() if asked.calls else None
+        self._calls = None if asked.calls is None else asked.calls.reader()
+        self._finish = "" if asked.calls is None else asked.calls.finish
+        self._called = False
         self._ends = frozenset(asked.options.stop)
         self._min_tokens = asked.options.min_tokens
-        self._before = prompt.tokens[-1:]
+        self._before: Sequence[int] = prompt.tokens[-1:]
+        self._top = asked.logprobs or 0
         self._echo = ""
         if asked.echo and tokenizer is not None:
             text = prompt.text
@@ -94,8 +105,8 @@ class Choice:
         self._length = len(self._echo)
 
     def begin(self) -> Delta:
-        """What is there before any token: the prompt that is echoed."""
-        return Delta(self._echo)
+        """What is there before any token: the prompt that is echoed, if it is not scored first."""
+        return Delta("" if self._prompt is not None else self._echo)
 
     def take(self, piece: Piece) -> Delta:
         """What a piece adds; nothing once the response has ended.
@@ -105,18 +116,25 @@ class Choice:
         """
         if self.finish:
             return Delta()
+        if self._prompt is not None and piece.prompt is not None:
+            begun = Delta(self._echo, prompt=self._scored(self._prompt, piece.prompt))
+            self._prompt = None
+            rest = self.take(dataclasses.replace(piece, prompt=None))
+            return Delta.joined([begun, rest])
         text, drawn = "", []
-        for token, logprob in zip(piece.tokens, piece.logprobs, strict=True):
+        tops = piece.top or ((),) * len(piece.tokens)
+        for token, logprob, top in zip(piece.tokens, piece.logprobs, tops, strict=True):
             self.count += 1
             if self._wants_tokens:
-                drawn.append(Drawn(token, logprob, self._own_text(token), self._length))
+                drawn.append(self._told(token, logprob, self._before, self._length, top))
                 self._before = (token,)
             if token not in self._ends and self._text is not None:
                 text += self._shown(self._text.feed(token))
             if self._stops.found is not None:
                 return self._ended(text, drawn, "stop")
         if not piece.finish:
-            return Delta(self._without_calls(text), tuple(drawn))
+            text, calls = self._parted(text)
+            return Delta(text, tuple(drawn), calls=calls)
         if piece.finish not in ("stop", "length"):
             raise _failure(piece.finish)
         if self._text is not None:
@@ -130,22 +148,51 @@ class Choice:
         # Before min_tokens nothing ends a response.
         return self._stops.feed(text) if self.count > self._min_tokens else text
 
-    def _without_calls(self, text: str) -> str:
-        return self._calls.feed(text) if self._calls is not None else text
+    def _parted(self, text: str) -> tuple[str, tuple[CallPart, ...]]:
+        """What is no call, and what is new of calls."""
+        if self._calls is None:
+            return text, ()
+        text, calls = self._calls.feed(text)
+        self._called |= bool(calls)
+        return text, calls
 
     def _ended(self, text: str, drawn: list[Drawn], finish: str) -> Delta:
-        text = self._without_calls(text)
-        calls: tuple[ToolCall, ...] = ()
+        text, calls = self._parted(text)
         if self._calls is not None:
-            rest, calls = self._calls.close()
-            text += rest
-        self.finish = "tool_calls" if calls else finish
+            rest, last = self._calls.close()
+            text, calls = text + rest, (*calls, *last)
+        called = self._called or bool(calls)
+        # A call that was cut is no whole one.
+        whole = called and self._calls is not None and self._calls.whole and finish == "stop"
+        self.finish = self._finish if whole else finish
         return Delta(text, tuple(drawn), self.finish, calls)
 
-    def _own_text(self, token: int) -> str:
+    def _scored(self, prompt: Sequence[int], scores: Scores) -> tuple[Drawn, ...]:
+        """The prompt's tokens."""
+        text = None if self._tokenizer is None else ResponseText(self._tokenizer, ())
+        told, length = [], 0
+        scored = zip((None, *scores.logprobs), ((), *scores.top), strict=True)
+        for at, (token, (logprob, top)) in enumerate(zip(prompt, scored, strict=True)):
+            before = prompt[max(at - 1, 0) : at]
+            told.append(self._told(token, logprob, before, length, top[: self._top]))
+            length += 0 if text is None else len(text.feed(token))
+        return tuple(told)
+
+    def _told(
+        self, token: int, logprob: float | None, before: Sequence[int], offset: int, top: Top
+    ) -> Drawn:
+        """A token with its text, and those of the most probable ones."""
+        # The token's own log-prob as it is told, which another program may have rounded otherwise.
+        most = [(self._own_text(t, before), logprob if t == token else x) for t, x in top]
+        if token not in (t for t, _ in top):
+            most.append((self._own_text(token, before), logprob))
+        told = tuple((text, x) for text, x in most if x is not None) if self._top else ()
+        return Drawn(token, logprob, self._own_text(token, before), offset, told)
+
+    def _own_text(self, token: int, before: Sequence[int]) -> str:
         if self._tokenizer is None:
             return f"token_id:{token}"
-        text = self._tokenizer.decode_response(self._before, [token])
+        text = self._tokenizer.decode_response(before, [token])
         return text or self._tokenizer.decode([token], skip_special=False)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from hjax.errors import ConfigError
@@ -20,10 +21,12 @@ class Format:
     Attributes:
       constraint: that it must match.
       field: by which the request said so.
+      parts: of what it is made of the names and constraints, to say which of them does not do.
     """
 
     constraint: Constraint
     field: str
+    parts: tuple[tuple[str, Constraint], ...] = ()
 
 
 def read_format(fields: Fields) -> Format | None:
@@ -39,7 +42,7 @@ def read_format(fields: Fields) -> Format | None:
         raise format.wrong("type", kind, ", ".join(_FORMATS))
     found = None
     if kind == "json_object":
-        found = _made(name, json_schema={"type": "object"})
+        found = _of_schema(name, {"type": "object"})
     if kind == "json_schema":
         within = f"{name}.json_schema"
         schema = Fields(format.object("json_schema"), within)
@@ -47,7 +50,7 @@ def read_format(fields: Fields) -> Format | None:
             raise Refused(f"{within}.name is missing", param=f"{within}.name")
         schema.text("description")
         schema.flag("strict")  # kept to in any case
-        found = _made(f"{within}.schema", json_schema=schema.take("schema"))
+        found = _of_schema(f"{within}.schema", schema.take("schema"))
         schema.end()
     format.end()
     return found
@@ -57,27 +60,34 @@ def read_structured(fields: Fields) -> Format | None:
     """What ``structured_outputs`` asks for; None: any text.
 
     Raises:
-      Refused: something else than one of regex and json.
+      Refused: something else than one of regex, json, choice and grammar.
     """
     name = "structured_outputs"
     given = Fields(fields.object(name), name)
-    regex, schema = given.text("regex", ""), given.take("json")
+    texts = {kind: text for kind in ("regex", "grammar") if (text := given.text(kind))}
+    schema, choice = given.take("json"), given.list("choice")
     given.end()
-    if regex and schema is not None:
-        raise Refused(f"{name}: regex and json; give one of them", param=name)
-    if regex:
-        return _made(f"{name}.regex", regex=regex)
-    return None if schema is None else _made(f"{name}.json", json_schema=schema)
+    kinds = [*texts, *(["json"] if schema is not None else []), *(["choice"] if choice else [])]
+    if len(kinds) > 1:
+        raise Refused(f"{name}: {' and '.join(kinds)}; give one of them", param=name)
+    if texts:
+        [kind] = texts
+        return _made(f"{name}.{kind}", lambda: Constraint(**texts))
+    if choice:
+        return _made(f"{name}.choice", lambda: Constraint.of_choice(choice))
+    return None if schema is None else _of_schema(f"{name}.json", schema)
 
 
-def _made(name: str, regex: str | None = None, json_schema: Any = None) -> Format:
+def _of_schema(name: str, schema: Any) -> Format:
+    if isinstance(schema, str):  # vLLM takes its text too
+        return _made(name, lambda: Constraint(json_schema=schema))
+    if not isinstance(schema, dict):
+        raise Refused(f"{name}={shown(schema)}: a JSON schema, an object", param=name)
+    return _made(name, lambda: Constraint.of_json(schema))
+
+
+def _made(name: str, make: Callable[[], Constraint]) -> Format:
     try:
-        if regex is not None:
-            return Format(Constraint(regex=regex), name)
-        if isinstance(json_schema, str):  # vLLM takes its text too
-            return Format(Constraint(json_schema=json_schema), name)
-        if not isinstance(json_schema, dict):
-            raise Refused(f"{name}={shown(json_schema)}: a JSON schema, an object", param=name)
-        return Format(Constraint.of_json(json_schema), name)
+        return Format(make(), name)
     except ConfigError as error:
         raise Refused(f"{name}: {error}", param=name) from None

@@ -18,8 +18,9 @@ import itertools
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -57,6 +58,7 @@ with _quietly():
     from jetstream.core import orchestrator  # noqa: F401
     from jetstream.engine import engine_api, token_utils, tokenizer_api, tokenizer_pb2
 
+T = TypeVar("T")
 SLOTS = 16
 # Tokens of each sequence that a call of ``generate`` gives.
 STEPS = 8
@@ -172,7 +174,8 @@ class Engine(engine_api.Engine):
     """A model for JetStream's orchestrator, which prefills in one thread and decodes in another.
 
     Args:
-      model: on one device.
+      model: on one device or several. Programs of several are run one after another, each to its
+        end, whichever threads call: their collectives would wait for each other.
       slots: sequences at a time; 0: 16.
       context: tokens of a prompt and its response; 0: the model's, 2048 at most.
       sampling: of every request, as requests carry none.
@@ -203,6 +206,9 @@ class Engine(engine_api.Engine):
         seed = int.from_bytes(os.urandom(4), "little") if seed is None else seed
         self._seed, self._numbers = np.uint32(seed), itertools.count()
         self._keys = jax.jit(lambda *key: jax.random.key_data(sequence_keys(*key)))
+        # Of one device its own queue keeps programs in order.
+        self._one_at_a_time = self._engine.layout.mesh.size > 1
+        self._programs = threading.RLock()
         self._home = columns_for(self.context, self.context)
         self._length = self._home + (0 if self._engine.by_kernel else SLACK)
         self.stepped: Callable[[], None] = lambda: None
@@ -252,9 +258,8 @@ class Engine(engine_api.Engine):
         """Put a prompt that was read into a slot."""
         decoding, where = decode_state, np.array([slot], np.int32)
         if prefix.prompts is not None and prefix.rows is not None:
-            decoding.state = self._engine.insert(
-                decoding.state, prefix.prompts, prefix.rows, where, where
-            )
+            given = decoding.state, prefix.prompts, prefix.rows, where, where
+            decoding.state = self._alone(lambda: self._engine.insert(*given))
         decoding.ended[slot], decoding.given[slot] = prefix.ended, 0
         decoding.waiting[slot] = collections.deque(prefix.first.tolist())
         decoding.cancelled[slot] = prefix.cancelled
@@ -286,7 +291,7 @@ class Engine(engine_api.Engine):
         """Free slots."""
         size = Size(self._slots, self._slots, 1, 0, self._length)
         return Decoding(
-            self._engine.empty(size, self._home),
+            self._alone(lambda: self._engine.empty(size, self._home)),
             self._home,
             np.ones(self._slots, bool),
             np.zeros(self._slots, np.int32),
@@ -337,20 +342,28 @@ class Engine(engine_api.Engine):
         columns = columns_for(length, self.context)
         prompts, mask = np.zeros((1, columns), np.int32), np.zeros((1, columns), bool)
         prompts[0, columns - length :], mask[0, columns - length :] = tokens, True
-        keys = np.asarray(self._keys(self._seed, np.int32(0), np.array([number], np.int32)))
+        numbers = np.int32(0), np.array([number], np.int32)
+        keys = self._alone(lambda: np.asarray(self._keys(self._seed, *numbers)))
         limit = np.array([min(length.max_tokens, self.context - length)], np.int32)
         where = np.zeros(1, np.int32)
         new = Admission(prompts, mask, where, where, keys, limit)
-        read, rows, drawn = self._engine.prefill(self._how, self.model.params, new)
+        given = self._how, self.model.params, new
+        read, rows, drawn = self._alone(lambda: self._engine.prefill(*given))
         return Prefix(read, rows, drawn.tokens[0], drawn.done[0], length.cancelled)
+
+    def _alone(self, run: Callable[[], T]) -> T:
+        """What a call gives; over several devices while no other runs, and when it is there."""
+        if not self._one_at_a_time:
+            return run()
+        with self._programs:
+            return jax.block_until_ready(run())
 
     def _drawn(self, decoding: Decoding) -> Decoding:
         """The next tokens of all that have not ended."""
         if not self._engine.by_kernel and decoding.column + STEPS > self._length:
             self._back(decoding)
-        decoding.state, drawn = self._engine.decode(
-            self._how, self.model.params, decoding.state, STEPS, STEPS
-        )
+        given = self._how, self.model.params, decoding.state, STEPS, STEPS
+        decoding.state, drawn = self._alone(lambda: self._engine.decode(*given))
         decoding.column += drawn.steps
         for slot in np.flatnonzero(~decoding.ended):
             decoding.waiting[slot].extend(drawn.tokens[slot][drawn.mask[slot]].tolist())
@@ -360,14 +373,15 @@ class Engine(engine_api.Engine):
     def _back(self, decoding: Decoding) -> None:
         """Columns behind ``home`` are free again."""
         if not self._engine.by_kernel and decoding.column > self._home:
-            first = decoding.column - self._home
-            decoding.state = self._engine.move(decoding.state, first=first)
+            state, first = decoding.state, decoding.column - self._home
+            decoding.state = self._alone(lambda: self._engine.move(state, first=first))
             decoding.column = self._home
 
     def _drop_cancelled(self, decoding: Decoding) -> Decoding:
         gone = np.array([gone() for gone in decoding.cancelled])
         if (gone & ~decoding.ended).any():
-            decoding.state = self._engine.halt(decoding.state, gone)
+            state = decoding.state
+            decoding.state = self._alone(lambda: self._engine.halt(state, gone))
             decoding.ended |= gone
         for slot in np.flatnonzero(gone):
             decoding.waiting[slot].clear()

@@ -1,4 +1,4 @@
-"""Chat messages and tools of a request, as a model's chat template takes them."""
+"""Chat messages of a request, as a model's chat template takes them."""
 
 from __future__ import annotations
 
@@ -22,24 +22,6 @@ def read_messages(given: Sequence[Any]) -> list[dict[str, Any]]:
     if not given:
         raise Refused("messages: give at least one", param="messages")
     return [_message(f"messages[{i}]", each) for i, each in enumerate(given)]
-
-
-def read_tools(given: Sequence[Any]) -> list[dict[str, Any]]:
-    """The tools, functions each.
-
-    Raises:
-      Refused: one that is no function.
-    """
-    for i, each in enumerate(given):
-        name = f"tools[{i}]"
-        function = each.get("function") if isinstance(each, dict) else None
-        known = isinstance(function, dict) and isinstance(function.get("name"), str)
-        if not known or each.get("type", "function") != "function":
-            raise Refused(
-                f'{name}={shown(each)}: {{"type": "function", "function": {{"name": ...}}}}',
-                param=name,
-            )
-    return list(given)
 
 
 def _message(name: str, given: Any) -> dict[str, Any]:

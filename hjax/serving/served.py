@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hjax.data.tokenizer import Tokenizer
 from hjax.serving.refusal import Refused
-from hjax.serving.tool_calls import writes_calls
+from hjax.serving.tool_calls import CallForm, call_form
 
 if TYPE_CHECKING:
     from hjax.rollout.service import Service
@@ -60,7 +60,7 @@ class Served:
                 )
 
     @property
-    def writes_calls(self) -> bool:
-        """Whether calls of tools can be read from its answers."""
+    def call_form(self) -> CallForm | None:
+        """How it writes calls of tools; None: its chat template does not say."""
         template = self.tokenizer.chat_template if self.tokenizer is not None else None
-        return template is not None and writes_calls(template)
+        return None if template is None else call_form(template)

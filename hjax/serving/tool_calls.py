@@ -6,78 +6,276 @@ import dataclasses
 import json
 import re
 import secrets
+from collections.abc import Sequence
 
 from hjax.rollout.stopping import StopStrings
 
-_BEGIN, _END = "<tool_call>", "</tool_call>"
-_BLOCK = re.compile(rf"\s*{_BEGIN}\s*(.*?)\s*{_END}\s*", re.DOTALL)
+
+@dataclasses.dataclass(frozen=True)
+class CallForm:
+    """How a model writes a call: JSON of a name and of arguments.
+
+    Attributes:
+      begin, end: the tags around it; empty: the call is the whole answer.
+      arguments: what the JSON calls them.
+    """
+
+    begin: str
+    end: str
+    arguments: str
+
+    @property
+    def several(self) -> bool:
+        """Whether an answer may have more than one."""
+        return bool(self.begin)
+
+
+# Hermes', Qwen's; and Llama 3's.
+TAGGED = CallForm("<tool_call>", "</tool_call>", "arguments")
+BARE = CallForm("", "", "parameters")
+
+
+def call_form(template: str) -> CallForm | None:
+    """How a chat template has the model write calls; None: it does not say, or in another way."""
+    if all(part in template for part in (TAGGED.begin, TAGGED.end, '"name"', '"arguments"')):
+        return TAGGED
+    if all(part in template for part in ("""'{"name": "' +""", """'"parameters": '""")):
+        return BARE
+    return None
 
 
 @dataclasses.dataclass(frozen=True)
-class ToolCall:
-    """A call that the model makes.
+class CallPart:
+    """Some of a call, or all of it.
 
     Attributes:
-      name: of the function.
-      arguments: JSON text of an object.
-      id: by which the caller's answer names it.
+      index: of the call in its answer.
+      arguments: JSON text, or what comes next of it.
+      name: of the function; "" where a part before has said it.
+      id: by which the caller's answer names it; of a call's first part alone.
     """
 
-    name: str
+    index: int
     arguments: str
-    id: str = dataclasses.field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
+    name: str = ""
+    id: str = ""
+
+    @classmethod
+    def first(cls, index: int, name: str, arguments: str = "") -> CallPart:
+        """A call's first part, with a new id."""
+        return cls(index, arguments, name, f"call_{secrets.token_hex(12)}")
+
+    @classmethod
+    def joined(cls, parts: Sequence[CallPart]) -> tuple[CallPart, ...]:
+        """Of parts in their order the calls."""
+        calls: dict[int, CallPart] = {}
+        for part in parts:
+            old = calls.get(part.index)
+            whole = part.arguments if old is None else old.arguments + part.arguments
+            calls[part.index] = dataclasses.replace(old or part, arguments=whole)
+        return tuple(calls.values())
 
 
-def writes_calls(template: str) -> bool:
-    """Whether a template has models write calls as JSON between tags: Hermes', Qwen's form."""
-    tagged = _BEGIN in template and _END in template
-    return tagged and '"name"' in template and '"arguments"' in template
+@dataclasses.dataclass(frozen=True)
+class Calls:
+    """What calls an answer may have.
+
+    Attributes:
+      form: of each.
+      names: of the functions.
+      held: whether a constraint holds the answer to the form: then calls are told while they are
+        written, else when all of them have turned out to be calls.
+      forced: whether the answer is calls and nothing else.
+      finish: how an answer with calls ends.
+    """
+
+    form: CallForm
+    names: tuple[str, ...]
+    held: bool = False
+    forced: bool = False
+    finish: str = "tool_calls"
+
+    def reader(self) -> CallReader | HeldCalls:
+        """For one answer."""
+        return HeldCalls(self) if self.held else CallReader(self)
 
 
-def read_calls(text: str) -> tuple[ToolCall, ...]:
+def read_calls(text: str, calls: Calls) -> tuple[CallPart, ...]:
     """The calls that a text is made of; none if anything in it is not one."""
-    calls, at = [], 0
+    form = calls.form
+    if not form.begin:
+        call = _read(text.strip(), form)
+        return () if call is None or call[0] not in calls.names else (CallPart.first(0, *call),)
+    found: list[CallPart] = []
+    tagged = re.compile(rf"\s*{form.begin}\s*(.*?)\s*{form.end}\s*", re.DOTALL)
+    at = 0
     while at < len(text):
-        block = _BLOCK.match(text, at)
-        if not block:
+        block = tagged.match(text, at)
+        call = _read(block[1], form) if block else None
+        if block is None or call is None:
             return ()
-        try:
-            call = json.loads(block[1])
-        except (ValueError, RecursionError):
-            return ()
-        if not isinstance(call, dict):
-            return ()
-        name, arguments = call.get("name"), call.get("arguments", {})
-        if not isinstance(name, str) or not isinstance(arguments, dict):
-            return ()
-        calls.append(ToolCall(name, json.dumps(arguments, ensure_ascii=False)))
+        found.append(CallPart.first(len(found), *call))
         at = block.end()
-    return tuple(calls)
+    return tuple(found)
 
 
-class CallReader:
-    """Parts the text of an answer from the calls at its end, as it comes."""
+def _read(text: str, form: CallForm) -> tuple[str, str] | None:
+    """A call's name, and its arguments as JSON text."""
+    try:
+        call = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(call, dict):
+        return None
+    name, arguments = call.get("name"), call.get(form.arguments, {})
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return None
+    return name, json.dumps(arguments, ensure_ascii=False)
 
-    def __init__(self) -> None:
-        self._before = StopStrings([_BEGIN])
-        self._rest = ""
+
+class _Before:
+    """The text before the first call, as it comes."""
+
+    def __init__(self, form: CallForm):
+        self._tag = StopStrings([form.begin] if form.begin else [])
+        self._bare = not form.begin
+        self._seen = ""  # of what may be a bare call
+        self.rest: str | None = None  # from the first call on; None: there is none so far
 
     def feed(self, text: str) -> str:
-        """The text that surely is no call."""
-        if self._before.found is not None:
-            self._rest += text
+        """The text that surely is no call; ``rest`` has what follows."""
+        if self._bare:
+            self._seen += text
+            if (begun := self._seen.lstrip()) and not begun.startswith("{"):
+                self._bare, text, self._seen = False, self._seen, ""
+                return text
+            if begun:
+                self.rest, self._seen = self._seen, ""
             return ""
         # What follows the tag in the same piece is not given out by StopStrings: it is fed by
         # character, which costs little beside drawing one.
         shown = ""
         for at, character in enumerate(text):
-            shown += self._before.feed(character)
-            if self._before.found is not None:
-                self._rest = _BEGIN + text[at + 1 :]
+            shown += self._tag.feed(character)
+            if self._tag.found is not None:
+                self.rest = self._tag.found + text[at + 1 :]
                 break
         return shown
 
-    def close(self) -> tuple[str, tuple[ToolCall, ...]]:
+    def close(self) -> str:
+        """What was held back."""
+        return self._seen + self._tag.close()
+
+
+class CallReader:
+    """Parts the text of an answer from the calls at its end, as it comes.
+
+    Args:
+      calls: that there may be.
+    """
+
+    def __init__(self, calls: Calls):
+        self._calls, self._before = calls, _Before(calls.form)
+
+    def feed(self, text: str) -> tuple[str, tuple[CallPart, ...]]:
+        """The text that surely is no call, and no calls yet."""
+        if self._before.rest is None:
+            return self._before.feed(text), ()
+        self._before.rest += text
+        return "", ()
+
+    def close(self) -> tuple[str, tuple[CallPart, ...]]:
         """What is left as text, and the calls: one of them is empty."""
-        calls = read_calls(self._rest)
-        return ("" if calls else self._before.close() + self._rest), calls
+        rest = self._before.rest
+        if rest is None:
+            return self._before.close(), ()
+        calls = read_calls(rest, self._calls)
+        return ("" if calls else rest), calls
+
+    @property
+    def whole(self) -> bool:
+        """Whether the calls that were given out are whole."""
+        return True
+
+
+class HeldCalls:
+    """Parts text from calls where a constraint holds these to their form.
+
+    Args:
+      calls: that there may be.
+    """
+
+    def __init__(self, calls: Calls):
+        form = calls.form
+        self._before = _Before(form)
+        # Of each call what comes before its arguments, and what comes after them.
+        self._head = re.compile(
+            rf'\s*(?:{form.begin})?\s*{{"name": ?("(?:[^"\\]|\\.)*"), ?"{form.arguments}": ?(?={{)'
+        )
+        self._tail = re.compile(rf"\}}\s*{form.end}")
+        if calls.forced:
+            self._before.rest = ""
+        self._open: _Object | None = None  # the arguments that are being read
+        self._count = 0
+        self.whole = True
+
+    def feed(self, text: str) -> tuple[str, tuple[CallPart, ...]]:
+        """The text that is no call, and what is new of calls."""
+        shown = ""
+        if self._before.rest is None:
+            shown = self._before.feed(text)
+            if self._before.rest is None:
+                return shown, ()
+            rest = self._before.rest
+        else:
+            rest = self._before.rest + text
+        parts: list[CallPart] = []
+        while rest:
+            if self._open is not None:
+                size = self._open.take(rest)
+                parts.append(CallPart(self._count - 1, rest[:size]))
+                rest = rest[size:]
+                if self._open.ended:
+                    self._open = None
+            elif not self.whole:  # what closes a call
+                if (found := self._tail.match(rest)) is None:
+                    break
+                rest, self.whole = rest[found.end() :], True
+            else:
+                if (found := self._head.match(rest)) is None:
+                    break
+                parts.append(CallPart.first(self._count, json.loads(found[1])))
+                rest, self.whole = rest[found.end() :], False
+                self._count += 1
+                self._open = _Object()
+        self._before.rest = rest
+        return shown, tuple(parts)
+
+    def close(self) -> tuple[str, tuple[CallPart, ...]]:
+        """What is left as text. The beginning of a call that has no name yet is none."""
+        return ("" if self._before.rest is not None else self._before.close()), ()
+
+
+class _Object:
+    """Finds the end of a JSON object."""
+
+    def __init__(self) -> None:
+        self._depth, self._in_string, self._escaped = 0, False, False
+        self.ended = False
+
+    def take(self, text: str) -> int:
+        """How many characters of what comes next are its own."""
+        for at, character in enumerate(text):
+            if self._in_string:
+                self._in_string = self._escaped or character != '"'
+                self._escaped = character == "\\" and not self._escaped
+            elif character == '"':
+                self._in_string = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if not self._depth:
+                    self.ended = True
+                    return at + 1
+        return len(text)

@@ -9,6 +9,7 @@ from typing import Any
 
 from hjax.serving.asked import Asked
 from hjax.serving.choice import Delta, Drawn
+from hjax.serving.tool_calls import CallPart
 
 _BROKEN = "\ufffd"
 
@@ -62,7 +63,9 @@ class Form:
         return {"usage": None} if self.asked.include_usage else {}
 
     def _rest(self, index: int, delta: Delta) -> dict[str, Any]:
-        logprobs = self._logprobs(index, delta.drawn) if self.asked.logprobs else None
+        logprobs = None
+        if self.asked.logprobs is not None:
+            logprobs = self._logprobs((*delta.prompt, *delta.drawn))
         return {"logprobs": logprobs, "finish_reason": delta.finish or None}
 
     def _ids(self, index: int, delta: Delta, first: bool) -> dict[str, Any]:
@@ -80,7 +83,7 @@ class Form:
     def _new(self, delta: Delta, first: bool) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _logprobs(self, index: int, drawn: Sequence[Drawn]) -> dict[str, Any]:
+    def _logprobs(self, drawn: Sequence[Drawn]) -> dict[str, Any]:
         raise NotImplementedError
 
 
@@ -95,11 +98,11 @@ class CompletionForm(Form):
     def _new(self, delta: Delta, first: bool) -> dict[str, Any]:
         return self._content(delta)
 
-    def _logprobs(self, index: int, drawn: Sequence[Drawn]) -> dict[str, Any]:
+    def _logprobs(self, drawn: Sequence[Drawn]) -> dict[str, Any]:
         return {
             "tokens": [each.text for each in drawn],
             "token_logprobs": [each.logprob for each in drawn],
-            "top_logprobs": None,
+            "top_logprobs": [_by_text(each) for each in drawn] if self.asked.logprobs else None,
             "text_offset": [each.offset for each in drawn],
         }
 
@@ -114,7 +117,7 @@ class ChatForm(Form):
         message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None}
         if delta.calls:
             message["content"] = delta.text or None
-            message["tool_calls"] = self._calls(delta)
+            message["tool_calls"] = [self._call(part) for part in delta.calls]
         return {"message": message}
 
     def _new(self, delta: Delta, first: bool) -> dict[str, Any]:
@@ -122,29 +125,36 @@ class ChatForm(Form):
         if delta.text or first:
             new["content"] = delta.text
         if delta.calls:
-            calls = self._calls(delta)
-            new["tool_calls"] = [{"index": i} | call for i, call in enumerate(calls)]
+            new["tool_calls"] = [{"index": part.index} | self._call(part) for part in delta.calls]
         return {"delta": new}
 
-    def _calls(self, delta: Delta) -> list[dict[str, Any]]:
-        return [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in delta.calls
-        ]
+    def _call(self, part: CallPart) -> dict[str, Any]:
+        """A call, or what is new of one that has begun."""
+        if not part.id:
+            return {"function": {"arguments": part.arguments}}
+        function = {"name": part.name, "arguments": part.arguments}
+        return {"id": part.id, "type": "function", "function": function}
 
-    def _logprobs(self, index: int, drawn: Sequence[Drawn]) -> dict[str, Any]:
+    def _logprobs(self, drawn: Sequence[Drawn]) -> dict[str, Any]:
         content = [
-            {
-                "token": each.text,
-                "logprob": each.logprob,
-                # Of a part of a character the bytes are not known here.
-                "bytes": None if _BROKEN in each.text else list(each.text.encode()),
-                "top_logprobs": [],
-            }
+            _token(each.text, each.logprob)
+            | {"top_logprobs": [_token(*most) for most in each.top[: self.asked.logprobs]]}
             for each in drawn
         ]
         return {"content": content, "refusal": None}
+
+
+def _token(text: str, logprob: float | None) -> dict[str, Any]:
+    # Of a part of a character the bytes are not known here.
+    known = None if _BROKEN in text else list(text.encode())
+    return {"token": text, "logprob": logprob, "bytes": known}
+
+
+def _by_text(drawn: Drawn) -> dict[str, float] | None:
+    """The most probable tokens and the drawn one; of those with one text the likeliest."""
+    if drawn.logprob is None:
+        return None
+    found: dict[str, float] = {}
+    for text, logprob in sorted(drawn.top, key=lambda most: -most[1]):
+        found.setdefault(text, logprob)
+    return found
