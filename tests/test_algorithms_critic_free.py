@@ -14,7 +14,7 @@ from hjax.algorithms.policy_loss import PolicyLoss
 from hjax.algorithms.resampling import concatenated
 from hjax.controller import ResourcePool, WorkerGroup
 from hjax.errors import ConfigError, RunError
-from hjax.run.dataflow import absent_roles
+from hjax.run.dataflow import absent_roles, step_calls
 
 SAMPLES, GROUPS, LENGTH, LIMIT = 4, 3, 5, 5
 ROWS = SAMPLES * GROUPS
@@ -515,6 +515,19 @@ def test_what_is_missing_is_filled_up_and_leaves_the_loss():
         batch = algorithm.step({"prompts": np.array([[2]])})
     assert batch["prompt_id"].tolist() == [2] * SAMPLES
     assert not batch["row_mask"].any()
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_calls_of_a_step_are_read_off_without_workers(name):
+    algorithm = ALGORITHMS[name]
+    samples = SAMPLES if algorithm.generates else 1
+    calls = step_calls(algorithm, algorithm.default_config(), 2, samples)
+    made = [(call.role, call.method) for call in calls]
+    sampled = [call for call in calls if call.phase == "generate" and not call.greedy]
+    assert len(sampled) == algorithm.generates
+    assert ("actor", "update_actor") in made
+    compared = ("reference", "compute_ref_log_prob") in made
+    assert compared == ("reference" in algorithm.needed_roles(algorithm.default_config()))
 
 
 def test_batches_of_other_lengths_stand_in_one():

@@ -110,8 +110,8 @@ def chosen(batch: Mapping[str, Any], rows: Sequence[int] | np.ndarray) -> Batch:
     """Some rows of a batch of arrays, lists and dicts of lists."""
     made: Batch = {}
     for key, value in batch.items():
-        if key == COUNTED:
-            made[key] = value
+        if key == COUNTED or not (isinstance(value, Mapping | list) or np.ndim(value)):
+            made[key] = value  # of all rows
         elif isinstance(value, Mapping):
             made[key] = chosen(value, rows)
         else:
@@ -131,6 +131,8 @@ def concatenated(batches: Sequence[Mapping[str, Any]]) -> Batch:
             made[key] = concatenated(values)
         elif isinstance(first, list):
             made[key] = [x for value in values for x in value]
+        elif not np.ndim(first):
+            made[key] = first
         else:
             arrays = [np.asarray(value) for value in values]
             if arrays[0].ndim == 2:

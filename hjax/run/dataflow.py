@@ -76,7 +76,14 @@ def step_calls(
         if name not in absent
     }
     every = {**groups, **absent_roles(algorithm, groups)}
-    step = algorithm(settings, every, 0, samples, lambda: _batch(rows // updates))  # type: ignore[arg-type]
+    step = algorithm(
+        settings,
+        every,  # type: ignore[arg-type]
+        samples=samples,
+        demonstrations=lambda: _batch(rows // updates),
+        max_response_length=2,
+        more_prompts=lambda first: _batch(prompts),
+    )
     # The numerics are the controller's, not a call; their results are ones as well.
     step.compute_advantages = lambda batch: {**join(batch), **_learned(join(batch))}  # type: ignore[method-assign]
     step.step_number = 1
@@ -147,13 +154,15 @@ def _rows(batch: Mapping[str, Any]) -> int:
 
 
 def _batch(rows: int) -> dict[str, Any]:
-    """A batch as docs/design.md describes it, of ones."""
+    """A batch as docs/design.md describes it, of ones but for the rewards."""
     tokens, mask = np.ones((rows, 2), np.int32), np.ones((rows, 2), bool)
     batch: dict[str, Any] = {"prompts": tokens, "prompt_mask": mask, "columns": {}}
     batch |= {"responses": tokens, "response_mask": mask, "truncated": ~mask[:, 0]}
     batch |= {key: np.ones((rows, 2), np.float32) for key in _PER_TOKEN}
     batch |= {key: np.ones(rows, np.float32) for key in _PER_ROW}
-    batch["named_rewards"] = {"reward": np.ones(rows, np.float32)}
+    # Of each sample another one: no group is drawn anew.
+    batch["rewards"] = np.arange(rows, dtype=np.float32)
+    batch["named_rewards"] = {"reward": batch["rewards"]}
     return batch | {"reward_outcomes": {}, "coefficient": np.float32(1)}
 
 
