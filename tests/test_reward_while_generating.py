@@ -20,6 +20,8 @@ CASES = {
     "apart": ("GRPO", {"placement": "disaggregate"}),
     "ahead": ("GRPO", {"placement": "disaggregate", "rollout.max_staleness": 1,
                        "rollout.deterministic": True}),
+    "parts": ("GRPO", {"placement": "disaggregate", "rollout.max_staleness": 1,
+                       "rollout.deterministic": True, "rollout.partial_tokens": 30}),
 }  # fmt: skip
 
 

@@ -54,6 +54,7 @@ class Case:
       slots: rows at a time; 0: all.
       ends: tokens that end a response: about one draw in 64 / ends is one.
       lookup: tokens that are guessed at a time.
+      cuts: tokens after which it is left off, and resumed.
     """
 
     samples: int = 4
@@ -67,6 +68,7 @@ class Case:
     ends: int = 2
     seed: int = 0
     lookup: int = 0
+    cuts: tuple[int, ...] = ()
 
 
 def made_by(case):
@@ -89,6 +91,21 @@ def made_by(case):
     return generator, network.create(1, layout), (prompts, mask, sequence), options
 
 
+def drawn_by(generator, params, arguments, case, options, **more):
+    """A rollout, in the case's parts, and how many tokens were drawn in them."""
+    ways = {"slots": case.slots, "lookup": case.lookup} | options | more
+    first, *others = [*case.cuts, None]
+    rollout = generator.generate(params, *arguments, end=first, **ways)
+    tokens, limit = generator.counts.tokens, ways.pop("max_new_tokens")
+    for start, end in zip(case.cuts, others, strict=True):
+        assert rollout["responses"].shape[1] == limit
+        rollout = generator.resume(
+            params, rollout, arguments[2], start=start, end=end, **ways
+        )
+        tokens += generator.counts.tokens
+    return on_host(rollout), tokens
+
+
 def on_host(rollout):
     return {key: np.asarray(value) for key, value in rollout.items()}
 
@@ -99,9 +116,8 @@ def alone():
     known = {}
 
     def rollout(case):
-        case = dataclasses.replace(
-            case, slots=0, sizes=(("data", 1),), form=decode.COLUMNS, unroll=False, lookup=0
-        )
+        whole = {"slots": 0, "sizes": (("data", 1),), "lookup": 0, "cuts": ()}
+        case = dataclasses.replace(case, form=decode.COLUMNS, unroll=False, **whole)
         if case not in known:
             generator, params, arguments, options = made_by(case)
             generator._ragged = lambda *_: False
@@ -118,8 +134,23 @@ CASES = {
     "slots are filled again, devices": Case(
         samples=2, slots=8, sizes=(("data", 2), ("tensor", 4))),
     "the kernel": Case(prompts=4, slots=8, form=decode.INTERPRETED),
+    "in parts": Case(samples=2, slots=8, cuts=(5, 40, 80)),
 }  # fmt: skip
 SLOW = {
+    "in parts, all at once": Case(prompts=4, cuts=(40,)),
+    "in parts, devices": Case(
+        samples=2, slots=8, sizes=(("data", 2), ("tensor", 4)), cuts=(1, 70)),
+    "in parts, guesses": Case(prompts=4, slots=8, lookup=2, cuts=(30, 50)),
+    "in parts, a sample each, guesses": Case(samples=1, slots=8, lookup=2, cuts=(30, 50)),
+    "in parts, windows, unrolled": Case(
+        samples=1, slots=8, form=decode.ROWS, config=ODD, unroll=True, cuts=(20, 66)),
+    "in parts, windows": Case(config=ODD, slots=24, cuts=(20, 66)),
+    "in parts, the kernel": Case(prompts=4, slots=8, form=decode.INTERPRETED, cuts=(20, 66)),
+    "in parts, kernel, devices": Case(
+        sizes=(("data", 2), ("tensor", 4)), form=decode.INTERPRETED, prompts=8, cuts=(50,)),
+    "in parts, kernel of filled columns": Case(
+        form=decode.FILLED_INTERPRETED, slots=16, unroll=True, cuts=(20, 66)),
+    "in parts, truncated": Case(sampling=Sampling(0.8, 20, 0.9), slots=16, cuts=(33,)),
     "a sample each, windows": Case(
         samples=1, prompts=16, slots=8, form=decode.ROWS, config=ODD),
     "guesses, windows, slots": Case(prompts=6, slots=8, config=ODD, lookup=3),
@@ -159,8 +190,7 @@ SLOW = {
 )
 def test_slots_change_nothing(case, alone):
     generator, params, arguments, options = made_by(case)
-    slots = {"slots": case.slots, "lookup": case.lookup}
-    rollout = on_host(generator.generate(params, *arguments, **slots, **options))
+    rollout, tokens = drawn_by(generator, params, arguments, case, options)
     guessed, right = (rollout.pop(name, None) for name in ("guessed", "guessed_right"))
     if case.lookup:
         assert (guessed >= right).all() and guessed.sum() > right.sum() > 0
@@ -168,9 +198,10 @@ def test_slots_change_nothing(case, alone):
         passes = rollout["response_mask"].sum(axis=1) - 1 - right
         np.testing.assert_array_equal(guessed <= case.lookup * passes, True)
     assert (guessed is not None) == bool(case.lookup)
-    assert generator.counts.tokens == rollout["response_mask"].sum()
+    assert tokens == rollout["response_mask"].sum()
     expected = alone(case)
-    if not generator.engine_for(case.lookup).by_kernel:  # rows that have ended are left behind
+    by_kernel = generator.engine_for(case.lookup).by_kernel
+    if not case.cuts and not by_kernel:  # rows that have ended are left behind
         longest = expected["response_mask"].sum(axis=1).max()
         assert generator.counts.computed < 0.9 * longest * case.prompts * case.samples
     assert rollout.keys() == expected.keys()
@@ -232,6 +263,23 @@ def test_surplus_samples_are_given_up_and_the_shortest_kept(name, alone):
         assert found[row // 4][at % 3] == everything["responses"][row][mask].tolist()
 
 
+@pytest.mark.parametrize("name", ["all at once", pytest.param("guesses", marks=pytest.mark.slow)])
+def test_groups_are_told_once_in_the_part_in_which_they_end(name, alone):
+    case = dataclasses.replace(SURPLUS[name], cuts=(10, 40, 66))
+    generator, params, arguments, options = made_by(case)
+    expected, told = alone(case), []
+    drawn_by(generator, params, arguments, case, options, on_ended=lambda *x: told.append(x))
+    lengths = expected["response_mask"].sum(axis=1)
+    assert sorted(prompt for prompt, _ in told) == list(range(case.prompts))
+    part = np.searchsorted(case.cuts, lengths.reshape(-1, 4).max(axis=1))
+    found = [part[prompt] for prompt, _ in told]
+    assert found == sorted(found) and len(set(found)) > 1
+    for prompt, responses in told:
+        own = slice(4 * prompt, 4 * prompt + 4)
+        rows = zip(expected["responses"][own], lengths[own], strict=True)
+        assert responses == [row[:length].tolist() for row, length in rows]
+
+
 @pytest.mark.parametrize(
     "form, unroll, samples, slots",
     [
@@ -267,20 +315,18 @@ def test_programs_take_the_cache_that_is_said(form, unroll, samples, slots):
 
 
 def test_nothing_is_compiled_for_other_lengths():
-    case = Case(samples=2, prompts=6, slots=8)
+    case = Case(samples=2, prompts=6, slots=8, cuts=(20, 70))
     generator, params, (prompts, mask, sequence), options = made_by(case)
     compiled = []
     event = "/jax/core/compile/backend_compile_duration"
-    generator.generate(params, prompts, mask, sequence, slots=8, **options)
+    drawn_by(generator, params, (prompts, mask, sequence), case, options)
     jax.monitoring.register_event_duration_secs_listener(
         lambda name, *_, **__: compiled.append(name) if name == event else None
     )
     try:
         for seed in range(6):
-            rollout = generator.generate(
-                params, prompts, mask, sequence + 12 * seed, slots=8, **options
-            )
-            assert np.asarray(rollout["response_mask"]).any()
+            arguments = prompts, mask, sequence + 12 * seed
+            assert drawn_by(generator, params, arguments, case, options)[1]
     finally:
         jax.monitoring.clear_event_listeners()
     assert not compiled

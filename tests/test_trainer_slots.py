@@ -21,6 +21,9 @@ CASES = {
     "guesses, devices": ("ReMax", {"rollout.lookup": 2, "layout.actor.generate.tensor": 2,
                                    "layout.actor.train.tensor": 2}),
     "guesses, ahead": ("GRPO", {"rollout.lookup": 2, "placement": "disaggregate"}),
+    "parts": ("GRPO", {"rollout.slots": 16, "rollout.lookup": 2, "placement": "disaggregate",
+                       "rollout.partial_tokens": 30, "rollout.max_staleness": 1,
+                       "rollout.deterministic": True}),
 }  # fmt: skip
 EVERYDAY: tuple[str, ...] = ()  # those below have slots too
 
@@ -52,21 +55,24 @@ def test_shorter_responses_are_kept_of_more_than_are_asked_for(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes, message",
+    "key, changes, message",
     [
         (
+            "surplus",
             {"rollout.max_staleness": 1, "placement": "disaggregate", "rollout.partial_tokens": 2},
-            "rollout.slots=8: responses in parts .* use rollout.slots=0",
+            "rollout.surplus=8: of responses in parts .* use rollout.surplus=0",
         ),
-        (
-            {"model.layers": 2, "layout.actor.train.pipe": 2, "layout.actor.generate.pipe": 2},
-            "rollout.slots=8: with stages .*pipe=1 for generation",
+        *(
+            (
+                key,
+                {"model.layers": 2, "layout.actor.train.pipe": 2, "layout.actor.generate.pipe": 2},
+                f"rollout.{key}=8: with stages .*pipe=1 for generation",
+            )
+            for key in ("slots", "lookup", "surplus")
         ),
     ],
 )
-@pytest.mark.parametrize("key", ["slots", "lookup", "surplus"])
-def test_slots_that_cannot_be_are_refused(changes, message, key, tmp_path):
+def test_slots_that_cannot_be_are_refused(key, changes, message, tmp_path):
     keys = changes | {f"rollout.{key}": 8}
-    message = message.replace("slots", key)
     with pytest.raises(ConfigError, match=message), trainer_of("GRPO", keys, workdir=tmp_path):
         pass

@@ -310,48 +310,6 @@ class KVCache:
             copies,
         )
 
-    @classmethod
-    def filled(
-        cls,
-        kept: Any,
-        samples: int,
-        length: int,
-        prompt: int,
-        form: str = COLUMNS,
-        copies: int = 1,
-    ) -> KVCache:
-        """A cache of rows that have begun to answer.
-
-        Args:
-          kept: (k, v) of prompts and responses so far, a row per response, with a leading layer
-            dimension, or a tuple of (k, v) per layer; samples of a prompt are consecutive.
-          samples: rows per prompt.
-          length: of a response in the end.
-          prompt: tokens of a padded prompt; what follows is the response's.
-          form, copies: of the cache.
-        """
-
-        def by_group(x: jax.Array) -> jax.Array:
-            *lead, rows, kv_heads, total, dim = x.shape
-            return x.reshape(*lead, rows // samples, samples, kv_heads, total, dim)
-
-        def shared(x: jax.Array) -> jax.Array:
-            return by_group(x)[..., 0, :, :prompt, :]
-
-        def own(x: jax.Array) -> jax.Array:
-            x = by_group(x)[..., prompt:, :].swapaxes(-4, -3)
-            missing = _room(form, length, x.dtype) - x.shape[-2]
-            x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, missing), (0, 0)])
-            return _copied(x, copies, -4) if _by_sample(form, samples) else x[..., 0, :, :]
-
-        def own_keys(x: jax.Array) -> jax.Array:
-            return own(x).swapaxes(-1, -2) if form == COLUMNS else own(x)
-
-        k, v = keys_and_values(kept, form in KERNELS)
-        prompt_k, prompt_v = (_prompt(jax.tree.map(shared, x), form, copies) for x in (k, v))
-        own_k, own_v = jax.tree.map(own_keys, k), jax.tree.map(own, v)
-        return cls(prompt_k, prompt_v, own_k, own_v, form, copies)
-
 
 def _by_sample(form: str, samples: int) -> bool:
     """Whether a response cache has a dimension for samples."""

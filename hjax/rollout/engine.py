@@ -22,7 +22,7 @@ import numpy as np
 from hjax.errors import ConfigError
 from hjax.kernels import decode
 from hjax.kernels.decode import Seen, Slots
-from hjax.models.attention import Attention, Causal
+from hjax.models.attention import Attention, Causal, SharedPrompt
 from hjax.models.continuing import BLOCK, Blocks, Continue
 from hjax.models.decoding import Decode, DecodeSlots, KVCache, keys_and_values
 from hjax.models.forward import positions_of
@@ -32,7 +32,17 @@ from hjax.rollout import decode_state, lookup
 from hjax.rollout.counts import Counts, counted
 from hjax.rollout.row_sampling import RowSampling, draw_rows
 from hjax.rollout.sampling import draw
-from hjax.rollout.slots import Admission, Drawn, How, Known, Prompts, Running, Size, State
+from hjax.rollout.slots import (
+    Admission,
+    Begun,
+    Drawn,
+    How,
+    Known,
+    Prompts,
+    Running,
+    Size,
+    State,
+)
 from hjax.sharding.arrays import place
 from hjax.sharding.layout import Layout
 
@@ -78,7 +88,7 @@ class Engine:
         of_slots = cast(Any, (split, split, split, whole, split, split, self.parts))
         slots = Slots(*of_slots)
         state = State(*cast(Any, (held, slots, split)))
-        self._shardings = state, Prompts(*cast(Any, (held, held, split, split, split)))
+        self._shardings = state, Prompts(*cast(Any, (held, held, split, split, split, held)))
         rest, both = (slots, split), (state, whole)
         self._empty = jax.jit(self._zeros, static_argnums=0, out_shardings=state)
         self._prefill = jax.jit(
@@ -161,9 +171,11 @@ class Engine:
         split = self.layout.sharding("batch")
         asked = {f.name: getattr(new, f.name) for f in dataclasses.fields(new)}
         del asked["groups"], asked["rows"]
+        asked["most"] = new.limit if new.most is None else new.most
         given = jax.tree.map(lambda x: place(x, split), asked)
         text = [given.pop(name) for name in ("prompts", "mask", "known")]
-        prompts = self._prefill((samples, counted), params, *text, given["limit"], blocks)
+        begun = given["begun"]
+        prompts = self._prefill((samples, counted), params, *text, given["most"], blocks, begun)
         rows, drawn = self._first(how, prompts.logits, prompts.tokens, prompts.counts, given)
         return prompts, rows, Drawn.of(drawn)
 
@@ -179,22 +191,29 @@ class Engine:
         """
         split, cache = self.layout.sharding("batch"), state.cache
         of_groups, of_rows = place(groups, split), place(rows, split)
-        own = cache.own_prompts
+        own, begun = cache.own_prompts, prompts.own
         columns = None if own else (_size(cache.prompt_k), _size(prompts.k))
         given = state.slots, state.rows, prompts.tokens, new, of_groups, of_rows
-        slots, running, ends = self._seat(columns, *given)
-        names, where = (("k", "v"), of_rows) if own else (("prompt_k", "prompt_v"), of_groups)
+        slots, running, edges = self._seat(columns, *given)
 
-        def entered(name: str) -> Any:
+        def entered(name: str, some: Any, where: jax.Array) -> Any:
             """Of an array at a time: one program for all layers, whatever else the state has."""
-            way = own, own and name == "k" and self.form == decode.COLUMNS
-            some = prompts.k if name.endswith("k") else prompts.v
+            rows = not name.startswith("prompt")
+            way = rows, name == "k" and self.form == decode.COLUMNS, begun is not None
             return jax.tree.map(
-                lambda old, x: self._enter(way, old, x, where, ends), getattr(cache, name), some
+                lambda old, x: self._enter(way, old, x, where, edges), getattr(cache, name), some
             )
 
-        cache = dataclasses.replace(cache, **{name: entered(name) for name in names})
-        return State(cache, slots, running)
+        of_prompts = {"k": prompts.k, "v": prompts.v}
+        if not own:
+            of_prompts = {"prompt_k": prompts.k, "prompt_v": prompts.v}
+        where = of_rows if own else of_groups
+        parts = {name: entered(name, some, where) for name, some in of_prompts.items()}
+        if begun is not None:
+            # For the kernel rows lie by their groups.
+            where = of_groups if self.by_kernel else of_rows
+            parts |= {name: entered(name, x, where) for name, x in zip("kv", begun, strict=True)}
+        return State(dataclasses.replace(cache, **parts), slots, running)
 
     def decode(
         self,
@@ -299,7 +318,7 @@ class Engine:
         tokens = jax.ShapeDtypeStruct(prompts, jnp.int32, sharding=split)
         mask = jax.ShapeDtypeStruct(prompts, jnp.bool_, sharding=split)
         limit = jax.ShapeDtypeStruct((prompts[0] * samples,), jnp.int32, sharding=split)
-        given = params, tokens, mask, None, limit, None
+        given = params, tokens, mask, None, limit, None, None
         traced = self._prefill.trace((samples, False), *given)
         return traced, cast(Prompts, _with_shardings(traced.out_info, self._shardings[1]))
 
@@ -347,7 +366,8 @@ class Engine:
             table = jnp.zeros((size.rows, config.vocab_size), jnp.int32)
             counts = Counts(table > 0, table)
         text = jnp.zeros((size.rows, size.text), jnp.int32) if size.text else None
-        running = Running(numbers, numbers, numbers, numbers, done, keys, options, counts, text)
+        whole = (numbers,) * 5
+        running = Running(*whole, done, keys, options, counts, text)
         return State(cache, slots, running)
 
     def _read_prompts(
@@ -357,32 +377,45 @@ class Engine:
         prompts: jax.Array,
         mask: jax.Array,
         known: Known | None,
-        limit: jax.Array,
+        most: jax.Array,
         blocks: Blocks | None,
+        begun: Begun | None,
     ) -> Prompts:
         """``rows``: of each prompt how many, and whether their tokens are counted."""
-        model, split = self.network.bind(params), self.layout.constrain
+        split = self.layout.constrain
         samples, counted = rows
         prompts, mask = split(prompts, "batch"), split(mask, "batch")
-        if known is None:
-            whole, there, copies = prompts, mask, self.copies
-            attention: Any = Causal(mask, keep=True, form=self.compute.form)
-        else:
+        whole, there, copies, at, read = prompts, mask, self.copies, None, prompts
+        attention: Any = Causal(mask, keep=True, form=self.compute.form)
+        if known is not None:
             whole, there, copies = split(known.tokens, "batch"), split(known.mask, "batch"), 1
             attention = Continue(known.blocks, known.count, mask, self.copies)
+        elif begun is not None:
+            attention = SharedPrompt(mask, samples, self.compute.form, keep=True)
+            answers = begun.tokens.reshape(prompts.shape[0], -1)
+            read = split(jnp.concatenate([prompts, answers], axis=1), "batch")
+            # The last token of each.
+            first = prompts.shape[1] + begun.tokens.shape[1] * jnp.arange(samples)
+            at = first + begun.count.reshape(-1, samples) - 1
         tokens = jnp.sum(there, axis=-1, dtype=jnp.int32)
-        lengths = jnp.max(limit.reshape(-1, samples), axis=-1) + tokens
-        hidden, kept = self.prefilled(model, prompts, mask, attention, lengths, blocks)
+        lengths = jnp.max(most.reshape(-1, samples), axis=-1) + tokens
+        hidden, kept = self.prefilled(params, read, mask, attention, lengths, blocks, at)
         k, v = keys_and_values(kept, self.stacked)
         if copies > 1:
             k, v = jax.tree.map(lambda x: jnp.repeat(x, copies, axis=-3), (k, v))
+        own = None
+        if begun is not None:
+            cut = functools.partial(_cut_answers, prompts.shape[1], samples)
+            own = tuple(jax.tree.map(lambda x: cut(x)[1], held) for held in (k, v))
+            k, v = jax.tree.map(lambda x: cut(x)[0], (k, v))
         counts = None
         if counted:
             whole, there = (jnp.repeat(x, samples, axis=0) for x in (whole, there))
             vocab = self.network.config.vocab_size
             counts = Counts.of(whole, there, vocab, layout=self.layout)
-        logits = split(model.logits(hidden[:, -1]), "batch", "vocab")
-        return Prompts(k, v, tokens, logits, counts)
+        model = self.network.bind(params)
+        logits = split(model.logits(hidden.reshape(-1, hidden.shape[-1])), "batch", "vocab")
+        return Prompts(k, v, tokens, logits, counts, cast(Any, own))
 
     def _begun(
         self,
@@ -393,19 +426,21 @@ class Engine:
         given: dict[str, Any],
     ) -> tuple[Running, decode_state.DecodeState]:
         """Sequences with their first tokens."""
-        text = given["text"]
+        text, begun = given["text"], given["begun"]
         limit, options, keys = given["limit"], given["options"], given["keys"]
         entering = limit.shape[0]
-        samples = entering // tokens.shape[0]
-        logits = self.layout.constrain(jnp.repeat(logits, samples, axis=0), "batch", "vocab")
+        logits = jnp.repeat(logits, entering // logits.shape[0], axis=0)
+        logits = self.layout.constrain(logits, "batch", "vocab")
         nothing = decode_state.start(entering, 1, how.sampling if options is None else None)
-        first = jnp.zeros(entering, jnp.int32)
-        way = options, counts, keys, first
+        before = jnp.zeros(entering, jnp.int32) if begun is None else begun.count
+        way = options, counts, keys, before
         drawn, counts = self._draw(how, nothing, logits, *way, jnp.int32(0), given["allowed"])
-        done = drawn["done"] | (limit <= 1)
-        number, one = jnp.repeat(tokens, samples), jnp.ones(entering, jnp.int32)
-        text = _with_token(text, number, drawn["last"], True)
-        rows = Running(number, one, limit, drawn["last"], done, keys, options, counts, text)
+        number = before + 1
+        done = drawn["done"] | (limit <= number)
+        tokens = jnp.repeat(tokens, entering // tokens.shape[0])
+        text = _with_token(text, tokens + before, drawn["last"], True)
+        numbers = tokens, number, limit, given["most"], drawn["last"]
+        rows = Running(*numbers, done, keys, options, counts, text)
         return rows, drawn | {"done": done}
 
     def _seated(
@@ -418,42 +453,48 @@ class Engine:
         groups: jax.Array,
         rows: jax.Array,
     ) -> tuple[Slots, Running, jax.Array]:
-        """What ``insert`` changes but for the cache, and before which column each prompt ends.
+        """What ``insert`` changes but for the cache, and ``edges`` of ``_entered``.
 
         ``columns``: of the state's prompts and of those that were read; None: rows have their
         prompts among their own tokens. ``tokens``: int32 [groups], of each prompt.
         """
         at_group, at_row = (functools.partial(self._put, where) for where in (groups, rows))
-        start = jnp.zeros(rows.shape, jnp.int32)
+        there = new.drawn - 1  # tokens of a response that are in the cache
+        start = jnp.zeros(rows.shape, jnp.int32) if self.by_row else slots.column - there
+        edges = start
         if columns is None:
             begin = end = jnp.zeros(groups.shape, jnp.int32)
-            ends = tokens if self.by_row else jnp.broadcast_to(slots.column, tokens.shape)
-            start = ends - tokens
+            edges = tokens if self.by_row else jnp.broadcast_to(slots.column, tokens.shape)
+            start = edges - tokens
         else:
             # Prompts end where the state's prompts end, but for the kernel.
             held, read = columns
             end = jnp.full(groups.shape, read if self.by_kernel else held, jnp.int32)
-            begin = ends = end - tokens
-            start = start if self.by_row else start + slots.column
+            begin = end - tokens
         slots = dataclasses.replace(
             slots,
             begin=at_group(slots.begin, begin),
             end=at_group(slots.end, end),
             start=at_row(slots.start, start),
         )
-        return slots, jax.tree.map(at_row, running, new), ends
+        return slots, jax.tree.map(at_row, running, new), edges
 
     def _entered(
-        self, way: tuple[bool, bool], old: jax.Array, x: jax.Array, at: jax.Array, ends: jax.Array
+        self,
+        way: tuple[bool, bool, bool],
+        old: jax.Array,
+        x: jax.Array,
+        at: jax.Array,
+        edges: jax.Array,
     ) -> jax.Array:
-        """An array of the cache with prompts ``x`` at numbers ``at`` of its groups or rows.
+        """An array of the cache with ``x`` at numbers ``at`` of its groups or rows.
 
-        ``way``: whether these are rows, where prompts end before columns ``ends``, and whether
-        the array has columns last.
+        ``way``: whether these are rows', whether the array has columns last, and whether ``x`` is
+        of responses that had begun, which begin in columns ``edges``; else prompts end before them.
         """
-        own, by_columns = way
-        one = functools.partial(self._prompts_in_rows, by_columns, at, ends)
-        if not own:
+        rows, by_columns, begun = way
+        one = functools.partial(self._tokens_in_rows, by_columns, begun, at, edges)
+        if not rows:
             one = functools.partial(self._prompts_in_groups, at)
         return jax.vmap(one)(old, x) if self.stacked else one(old, x)
 
@@ -462,36 +503,63 @@ class Engine:
         sides = (0, more) if self.by_kernel else (more, 0)
         return self._put(at, old, jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [sides, (0, 0)]))
 
-    def _prompts_in_rows(
-        self, by_columns: bool, at: jax.Array, ends: jax.Array, old: jax.Array, x: jax.Array
+    def _tokens_in_rows(
+        self,
+        by_columns: bool,
+        begun: bool,
+        at: jax.Array,
+        edges: jax.Array,
+        old: jax.Array,
+        x: jax.Array,
     ) -> jax.Array:
-        """Prompts, which end in the last column of ``x``; whatever a row had is given up."""
+        """Prompts, which end in the last column of ``x``, or responses, which begin in its first;
+        whatever a row had is given up."""
         axis = old.ndim - (1 if by_columns else 2)
         read, size = x.shape[2], old.shape[axis]
         if self.by_row:  # what follows them is not there yet
             size = min(size, read)
-        column = jnp.arange(size) + read - ends[:, None]
-        x = jnp.take_along_axis(x, jnp.clip(column, 0, read - 1)[:, None, :, None], axis=2)
-        if self.by_kernel:  # with a dimension for samples
-            x = x[:, :, None]
+        if begun and self.by_kernel:  # by group, from column 0 on
+            x = x.reshape(at.shape[0], -1, *x.shape[1:]).swapaxes(1, 2)[..., :size, :]
+        else:
+            column = jnp.arange(size) - edges[:, None] + (0 if begun else read)
+            x = jnp.take_along_axis(x, jnp.clip(column, 0, read - 1)[:, None, :, None], axis=2)
+            if self.by_kernel:  # with a dimension for samples
+                x = x[:, :, None]
         x = x.swapaxes(2, 3) if by_columns else x
         held = self._put(at, jax.lax.slice_in_dim(old, 0, size, axis=axis), x)
         return jax.lax.dynamic_update_slice_in_dim(old, held, 0, axis)
 
     def prefilled(
         self,
-        model: Any,
+        params: Weights,
         tokens: jax.Array,
         mask: jax.Array,
         attention: Attention,
         lengths: jax.Array,
         blocks: Blocks | None,
+        at: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
-        """Inside jit: hidden states of prompts, and keys and values as ``attention`` keeps them."""
+        """Inside jit: hidden states of prompts, and keys and values as ``attention`` keeps them.
+
+        Args:
+          params: of the model.
+          tokens: int32 [groups, length], prompts, with the beginnings of responses after them.
+          mask: bool [groups, prompt], of the prompts.
+          attention: what tokens see.
+          lengths: int32 [groups], tokens that each sequence will have.
+          blocks: of a ``Continue``.
+          at: int32 [groups, n], columns whose hidden states are asked for; None: the last.
+
+        Returns:
+          [groups, n, embed], and what was kept.
+        """
+        model, columns = self.network.bind(params), tokens.shape[1]
         if isinstance(attention, Continue):
             positions, columns = attention.positions, attention.blocks.shape[1] * BLOCK
+        elif isinstance(attention, SharedPrompt):
+            positions = attention.positions((columns - mask.shape[1]) // attention.samples)
         else:
-            positions, columns = positions_of(mask), tokens.shape[1]
+            positions = positions_of(mask)
         hidden, _, kept = model(
             tokens,
             positions,
@@ -501,7 +569,9 @@ class Engine:
             layers=model.unstack() if self.compute.unroll_layers else None,
             rotary=model.rotary(lengths, tables=columns),
         )
-        return hidden, kept
+        if at is None:
+            return hidden[:, -1:], kept
+        return jnp.take_along_axis(hidden, at[:, :, None], axis=1), kept
 
     def _put(self, index: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
         """``old`` [many, ...] with ``new`` [some, ...] at numbers of its parts."""
@@ -547,7 +617,7 @@ class Engine:
         layers = model.unstack() if self.compute.unroll_layers else None
         rows = state.rows.done.shape[0]
         prompt, length = _size(state.cache.prompt_k), _size(state.cache.v)
-        most_tokens = state.rows.tokens + state.rows.limit
+        most_tokens = state.rows.tokens + state.rows.most
         rotary = model.rotary(most_tokens, tables=prompt + length)
         before = state.rows.drawn
         # What may be drawn is known of one token.
@@ -710,6 +780,15 @@ def _with_token(
         return None
     here = (jnp.arange(text.shape[1]) == length[:, None]) & jnp.reshape(there, (-1, 1))
     return jnp.where(here, token[:, None], text)
+
+
+def _cut_answers(prompt: int, samples: int, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Keys or values [..., groups, heads, prompt + samples * width, dim] of prompts
+    [..., groups, heads, prompt, dim] and of their answers [..., rows, heads, width, dim]."""
+    *lead, groups, heads, _, dim = x.shape
+    own = x[..., prompt:, :].reshape(*lead, groups, heads, samples, -1, dim)
+    own = jnp.moveaxis(own, -3, -4)
+    return x[..., :prompt, :], own.reshape(*lead, groups * samples, heads, -1, dim)
 
 
 def _with_shardings(arrays: Any, shardings: Any) -> Any:

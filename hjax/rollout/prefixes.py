@@ -259,9 +259,9 @@ class Prefixes:
         self, params: Weights, blocks: Blocks, tokens: jax.Array, known: Known, where: jax.Array
     ) -> Blocks:
         engine = self._engine
-        model, mask = engine.network.bind(params), jnp.ones(tokens.shape, bool)
+        mask = jnp.ones(tokens.shape, bool)
         attention = Continue(known.blocks, known.count, mask, engine.copies)
-        _, kept = engine.prefilled(model, tokens, mask, attention, known.count, blocks)
+        _, kept = engine.prefilled(params, tokens, mask, attention, known.count, blocks)
 
         def cut(x: jax.Array) -> jax.Array:
             """[..., 1, heads, columns, dim] -> [..., n, heads, BLOCK, dim]"""

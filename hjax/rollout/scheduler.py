@@ -12,13 +12,13 @@ import concurrent.futures
 import dataclasses
 import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import numpy as np
 
 from hjax.models.parameters import Weights
 from hjax.rollout.engine import STEPS, Engine
-from hjax.rollout.slots import Admission, Drawn, How, Size, State
+from hjax.rollout.slots import Admission, Begun, Drawn, How, Size, State
 from hjax.rollout.work import NOBODY, Told, Work
 from hjax.xla.program import Program
 
@@ -65,6 +65,19 @@ def halves(rows: int, parts: int) -> list[int]:
     return made
 
 
+def width_for(tokens: int, limit: int) -> int:
+    """Columns in which so many tokens of responses are read, ``limit`` at most: of those from 64 on
+    there are four sizes to an octave at most."""
+    step = max((1 << tokens.bit_length()) // 8, COLUMNS)
+    return min(-(-tokens // step) * step, limit)
+
+
+def _last(mask: np.ndarray) -> np.ndarray:
+    """int [rows]: the last column of each that is True, -1 where none is."""
+    size = mask.shape[1]
+    return np.where(mask.any(axis=1), size - 1 - np.argmax(mask[:, ::-1], axis=1), -1)
+
+
 class Schedule:
     """One piece of work on an engine, from its first prompt to its last token.
 
@@ -82,25 +95,38 @@ class Schedule:
         if slots:
             groups = min(groups, max(slots // (samples * parts), 1))
         self.refills = groups * parts < work.prompts.shape[0]
-        self.lengths = lengths(work.limit + engine.lookup, self.refills and not engine.by_row)
+        # Of all parts of responses the same, so that these share their programs.
+        self._all_lengths = lengths(work.limit + engine.lookup, self.refills and not engine.by_row)
         if engine.by_kernel:
-            self.lengths = [work.limit]
+            self._all_lengths = [work.limit]
         self.rows = [groups * samples]
         if not engine.by_kernel:
             self.rows = halves(groups * samples, parts)
         self.groups = groups
-        self.entering = min(groups, max(1, READING // work.prompts.shape[1]))
+        begun = work.begun
+        self._before = 0 if begun is None else begun.start  # tokens that each has as it enters
+        # Columns in which they are read: few sizes, so that parts share these programs too.
+        self._width = 0 if begun is None else width_for(begun.start, work.limit)
+        reading = work.prompts.shape[1] + samples * self._width
+        self.entering = min(groups, max(1, READING // reading))
         self.counts = Counts()
         # By part: sequence of each row, prompt of each group, or NOBODY.
         self._row = np.full((parts, self.rows[0]), NOBODY)
         self._group = np.full((parts, groups), NOBODY)
         self._done = np.ones((parts, self.rows[0]), bool)
         self._start = np.zeros((parts, self.rows[0]), np.int64)
-        self._column = 0
-        self._length = self.lengths[0]
-        self._next = 0
+        self._column = self._before
         self._drawn = np.zeros(work.rows, np.int64)
+        self._live = np.ones(work.rows, bool)  # sequences that are to be drawn
         self._ended = np.zeros(work.prompts.shape[0], np.int64)  # samples of each prompt
+        if begun is not None:
+            self._drawn += begun.lengths
+            self._ended += begun.ended.reshape(-1, samples).sum(axis=1)
+            self._live = ~begun.ended & np.repeat(self._ended < work.kept, samples)
+        # Prompts in the order in which they enter, and how many of them have.
+        self._waiting = np.flatnonzero(self._live.reshape(-1, samples).any(axis=1))
+        self._next = 0
+        self._length = self.lengths[0]
 
     # Sizes
 
@@ -121,14 +147,29 @@ class Schedule:
         return tuple(self.size(*pair) for pair in self._pairs)
 
     @functools.cached_property
+    def lengths(self) -> list[int]:
+        """Columns that a state may have, growing: of those of whole responses, from what is there
+        to what will be."""
+        every = self._all_lengths
+        room = self.engine.lookup + (4 * STEPS if self.refills and not self.engine.by_row else 0)
+        last = next((i for i, n in enumerate(every) if n >= self.work.end + room), len(every) - 1)
+        return [n for n in every[: last + 1] if n > self._before] or every[-1:]
+
+    @functools.cached_property
     def _pairs(self) -> list[tuple[int, int]]:
         """Rows and columns of these: few rows are not worth a program before the tail."""
+        every = self._all_lengths
         return [
             (rows, length)
             for i, rows in enumerate(self.rows)
-            for j, length in enumerate(self.lengths)
-            if i <= j + 1 or j == len(self.lengths) - 1
+            for length in self.lengths
+            if i <= every.index(length) + 1 or length == every[-1]
         ]
+
+    @property
+    def programs_met(self) -> Hashable:
+        """What tells schedules apart, of one engine and one ``how``, that call other programs."""
+        return bool(self.work.surplus), self.sizes, self._width
 
     def _groups_of(self, rows: int) -> int:
         return min(self.groups, rows)
@@ -206,7 +247,8 @@ class Schedule:
 
     def _entries(self) -> list[int]:
         """Groups of a part that may enter together."""
-        if not self.refills and self.entering == self.groups:
+        whole = not self.refills and self.entering == self.groups
+        if whole and self.work.begun is None:
             return [self.groups]
         powers = {min(1 << i, self.entering) for i in range(self.entering.bit_length() + 1)}
         return sorted(powers)
@@ -226,7 +268,15 @@ class Schedule:
             np.zeros((rows, self.work.keys.shape[1]), np.uint32),
             np.ones(rows, np.int32),
             text=self._texts(rows),
+            most=np.ones(rows, np.int32),
+            begun=self._beginnings(rows),
         )
+
+    def _beginnings(self, rows: int) -> Begun | None:
+        """Room for what there is of so many responses."""
+        if not self._width:
+            return None
+        return Begun(np.zeros((rows, self._width), np.int32), np.ones(rows, np.int32))
 
     @property
     def _most(self) -> int:
@@ -242,7 +292,7 @@ class Schedule:
 
     def run(self, params: Weights) -> Iterator[Told]:
         """Draw everything; says after each dispatch what it drew."""
-        state = self.engine.empty(self.size(self.rows[0], self._length))
+        state = self.engine.empty(self.size(self.rows[0], self._length), self._column)
         state, entered = self._fill(params, state)
         yield from entered
         state = self._give_up(state)
@@ -270,6 +320,10 @@ class Schedule:
         count = np.where(there, drawn.mask.sum(axis=1), 0)
         np.add.at(self._drawn, sequences[there], count[there])
         ended = drawn.done & (count > 0)
+        if self.work.end < self.work.limit:  # who has all its tokens but not a last one is left off
+            last = drawn.tokens[np.arange(there.size), np.maximum(_last(drawn.mask), 0)]
+            left_off = np.where(there, self._drawn[sequences], 0) == self.work.end
+            ended &= ~left_off | np.isin(last, self.how.stop)
         np.add.at(self._ended, sequences[ended] // self.work.samples, 1)
         self.counts.dispatches += 1
         self.counts.tokens += int(count.sum())
@@ -292,7 +346,7 @@ class Schedule:
     def _fill(self, params: Weights, state: State) -> tuple[State, list[Told]]:
         """Let in all who can be."""
         told = []
-        while self._next < self.work.prompts.shape[0]:
+        while self._next < self._waiting.size:
             state, entered = self._enter(params, state)
             if entered is None:
                 break
@@ -302,7 +356,7 @@ class Schedule:
     def _enter(self, params: Weights, state: State) -> tuple[State, Told | None]:
         """Let in who waits, as far as there are free groups; None: there is none."""
         parts, samples = self.engine.parts, self.work.samples
-        left = self.work.prompts.shape[0] - self._next
+        left = self._waiting.size - self._next
         free = [np.flatnonzero(self._free(part)) for part in range(parts)]
         each = min(max(len(f) for f in free), -(-left // parts))
         if not each:
@@ -322,29 +376,45 @@ class Schedule:
         if not self._next:  # in order, part by part
             turns.sort(key=lambda turn: turn[1])
         for i, part in turns:
-            if i >= len(free[part]) or self._next == self.work.prompts.shape[0]:
+            if i >= len(free[part]) or self._next == self._waiting.size:
                 continue
-            number, group = self._next, int(free[part][i])
+            number, group = int(self._waiting[self._next]), int(free[part][i])
             self._next += 1
-            open_rows = self._open(part, group)
             ids = number * samples + np.arange(samples)
+            live = self._live[ids]  # others of its samples have ended
+            open_rows = self._open(part, group)
             prompts[part, i], mask[part, i] = self.work.prompts[number], self.work.mask[number]
-            groups[part, i], rows[part, i] = group, open_rows
-            if new.text is not None:
-                prompt = self.work.prompts[number][self.work.mask[number]]
-                first = (part * each + i) * samples
-                new.text[first : first + samples, : prompt.size] = prompt
-            keys[part, i], limit[part, i] = self.work.keys[ids], self.work.limit
-            entered[part, i] = ids
+            groups[part, i], rows[part, i] = group, np.where(live, open_rows, self.rows[0])
+            self._begin(new, (part * each + i) * samples, ids)
+            keys[part, i], limit[part, i] = self.work.keys[ids], self.work.end
+            entered[part, i] = np.where(live, ids, NOBODY)
             self._group[part, group] = number
-            self._row[part, open_rows], self._done[part, open_rows] = ids, False
-            self._start[part, open_rows] = self._column
+            self._row[part, open_rows] = entered[part, i]
+            self._done[part, open_rows] = ~live
+            self._start[part, open_rows] = self._column - self._before
         state = self._share(state)
         state, drawn = self.engine.admit(self.how, params, state, new)
-        ended = drawn.done.reshape(rows.shape)
-        for part, i in zip(*np.nonzero(entered[:, :, 0] != NOBODY), strict=True):
-            self._done[part, rows[part, i]] = ended[part, i]
+        ended, there = drawn.done.reshape(rows.shape), entered != NOBODY
+        for part, i in zip(*np.nonzero(there.any(axis=2)), strict=True):
+            own = there[part, i]
+            self._done[part, rows[part, i, own]] = ended[part, i, own]
         return state, self._note(entered.ravel(), drawn, 0)
+
+    def _begin(self, new: Admission, first: int, ids: np.ndarray) -> None:
+        """Put down what there is of these sequences, in entries from ``first`` on."""
+        work, own = self.work, slice(first, first + ids.size)
+        number = ids[0] // work.samples
+        assert new.most is not None
+        new.most[own] = work.limit
+        if work.begun is not None and new.begun is not None:
+            new.begun.tokens[own, : self._before] = work.begun.responses[ids, : self._before]
+            new.begun.count[own] = self._before
+        if new.text is not None:
+            prompt = work.prompts[number][work.mask[number]]
+            new.text[own, : prompt.size] = prompt
+            if work.begun is not None:
+                there = slice(prompt.size, prompt.size + self._before)
+                new.text[own, there] = work.begun.responses[ids, : self._before]
 
     def _free(self, part: int) -> np.ndarray:
         """bool [groups]: whether all sequences of its prompt have ended, or it has none."""
@@ -386,7 +456,7 @@ class Schedule:
 
     def _shrink(self, state: State) -> State:
         """Leave rows behind that have ended, once nobody waits for them."""
-        if self._next < self.work.prompts.shape[0]:
+        if self._next < self._waiting.size:
             return state
         live = int((~self._done).sum(axis=1).max())
         while True:

@@ -305,10 +305,11 @@ def _check_slots(
             f"{asked}: on a cluster (cluster.*) rewards are computed in other processes, once all "
             f"is generated; use {key}={without}"
         )
-    if config.rollout.partial_tokens:
+    if (parts := config.rollout.partial_tokens) and config.rollout.surplus:
         raise ConfigError(
-            f"{asked}: responses in parts (rollout.partial_tokens={config.rollout.partial_tokens}) "
-            f"are generated all at a time; use {key}={without}, or rollout.partial_tokens=0"
+            f"config.rollout.surplus={config.rollout.surplus}: of responses in parts "
+            f"(rollout.partial_tokens={parts}) all are drawn to their end; use rollout.surplus=0, "
+            "or rollout.partial_tokens=0"
         )
     for role, layout in layouts.items():
         of_model = table[role].generates or table[role].apart

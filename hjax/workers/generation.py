@@ -12,7 +12,7 @@ import numpy as np
 
 from hjax.models.parameters import Params
 from hjax.rewards.early import Answers, Judge
-from hjax.rollout.generator import Generator, bucket_length
+from hjax.rollout.generator import Generator, OnEnded, bucket_length
 from hjax.rollout.sampling import Sampling
 from hjax.sharding.arrays import place, to_numpy
 from hjax.sharding.protocols import PROMPT_ID, protocol
@@ -81,7 +81,6 @@ class GeneratingWorker(ModelWorker):
         ids = np.arange(self._asked, self._asked + asked, dtype=np.int64)
         self._asked += asked
         judged: dict[str, list[Any]] = {role: [None] * rows for role in self._judges}
-        judge = functools.partial(self._judge, prompts, judged) if self._judges else None
         with self.gathered() as params:
             rollout: dict[str, Any] = self.generator.generate(
                 params,
@@ -98,7 +97,7 @@ class GeneratingWorker(ModelWorker):
                 slots=context.slots,
                 lookup=context.lookup,
                 surplus=surplus,
-                on_ended=judge,
+                on_ended=self.judging(prompts, judged),
             )
             # This waits for the responses: the cache is gone before training's parameters return.
             rollout = trim(rollout) if end is None else rollout
@@ -112,6 +111,13 @@ class GeneratingWorker(ModelWorker):
         if texts := prompts.get("prompt_text"):
             rollout["prompt_text"] = [text for text in texts for _ in range(count)]
         return rollout
+
+    def judging(
+        self, prompts: Mapping[str, Any], judged: dict[str, list[Any]] | None
+    ) -> OnEnded | None:
+        """What has answers to these prompts judged as soon as they have ended, and puts what will
+        be said among ``judged``; None: nobody judges so early."""
+        return functools.partial(self._judge, prompts, judged) if judged else None
 
     def _judge(
         self,
@@ -198,6 +204,14 @@ def trim(rollout: Mapping[str, Any]) -> dict[str, Any]:
         key: x[:, :length] if length < limit and np.ndim(x) == 2 and key not in prompt else x
         for key, x in rollout.items()
     }
+
+
+def once_per_prompt(rollout: Mapping[str, Any], samples: int) -> dict[str, Any]:
+    """The prompts of a rollout as it was asked for, of so many samples each."""
+    by_row = ("prompts", "prompt_mask", "prompt_text")
+    made = {key: rollout[key][::samples] for key in by_row if key in rollout}
+    columns = rollout.get("columns", {})
+    return made | {"columns": {name: values[::samples] for name, values in columns.items()}}
 
 
 def ragged(tokens: Any, mask: Any) -> list[list[int]]:

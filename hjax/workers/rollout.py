@@ -17,7 +17,13 @@ from hjax.sharding.layout import RoleLayouts
 from hjax.sharding.manifest import check, manifest_of
 from hjax.sharding.protocols import control, protocol
 from hjax.workers.base import WorkerContext
-from hjax.workers.generation import PROMPT_KEYS, GeneratingWorker, trim
+from hjax.workers.generation import (
+    JUDGED,
+    PROMPT_KEYS,
+    GeneratingWorker,
+    once_per_prompt,
+    trim,
+)
 
 
 class Rollout(GeneratingWorker):
@@ -146,6 +152,8 @@ class Rollout(GeneratingWorker):
         if to_numpy(rollout["truncated"]).any():
             drawn = {key: x for key, x in rollout.items() if isinstance(x, jax.Array)}
             before = drawn.pop("versions")
+            each = samples or context.samples
+            judged = {role: list(said) for role, said in rollout.get(JUDGED, {}).items()}
             with self.gathered() as params:
                 drawn = self.generator.resume(
                     params,
@@ -153,15 +161,18 @@ class Rollout(GeneratingWorker):
                     self.sequence(rows),
                     seed=context.seed,
                     step=step,
-                    samples=samples or context.samples,
+                    samples=each,
                     start=start,
                     end=None if last else start + tokens,
                     sampling=context.sampling,
                     stop=context.stop,
+                    slots=context.slots,
+                    lookup=context.lookup,
+                    on_ended=self.judging(once_per_prompt(rollout, each), judged),
                 )
             new = drawn["response_mask"] & ~rollout["response_mask"]
             versions = jnp.where(new, self._versions(new), before)
-            rollout |= drawn | {"versions": versions}
+            rollout |= drawn | {"versions": versions} | ({JUDGED: judged} if judged else {})
         if last:
             return self.with_text(trim(rollout))
         return rollout | {"step": step, "samples": samples}
