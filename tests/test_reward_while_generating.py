@@ -20,6 +20,8 @@ CASES = {
     "apart": ("GRPO", {"placement": "disaggregate"}),
     "ahead": ("GRPO", {"placement": "disaggregate", "rollout.max_staleness": 1,
                        "rollout.deterministic": True}),
+    "stages": ("GRPO", {"model.layers": 2, "layout.actor.train.pipe": 2,
+                        "layout.actor.generate.pipe": 2, "rollout.slots": 16}),
     "parts": ("GRPO", {"placement": "disaggregate", "rollout.max_staleness": 1,
                        "rollout.deterministic": True, "rollout.partial_tokens": 30}),
 }  # fmt: skip
@@ -117,10 +119,6 @@ def test_a_function_that_fails_ends_the_run(tmp_path):
     "changes, message",
     [
         ({"cluster.processes": 2}, "while_generating=True: on a cluster .*while_generating=False"),
-        (
-            {"model.layers": 2, "layout.actor.train.pipe": 2, "layout.actor.generate.pipe": 2},
-            "while_generating=True: with stages .*or reward.while_generating=False",
-        ),
     ],
 )
 def test_where_it_cannot_be_it_is_refused(changes, message, tmp_path):

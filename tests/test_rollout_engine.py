@@ -36,13 +36,15 @@ ODD = dataclasses.replace(
     layer_kinds=(LayerKind(window=5, rope=0), LayerKind(window=None, rope=0)),
     attention_softcap=20.0,
 )
+FOUR = dataclasses.replace(PLAIN, layers=4)
+FOUR_ODD = dataclasses.replace(ODD, layers=4, layer_kinds=2 * ODD.layer_kinds)
 LENGTH, NEW = 7, 90
 
 
 def layout_of(sizes):
     """The generate layout of so many devices, the key-value heads whole where they are fewer."""
     count = int(np.prod(list(sizes.values())))
-    layout = make_layouts(jax.devices()[:count], sizes, {"tensor": -1}).generate
+    layout = make_layouts(jax.devices()[:count], sizes, {"tensor": -1, "pipe": -1}).generate
     return without(layout, ["kv_heads"] if sizes.get("tensor", 1) > PLAIN.kv_heads else [])
 
 
@@ -135,8 +137,21 @@ CASES = {
         samples=2, slots=8, sizes=(("data", 2), ("tensor", 4))),
     "the kernel": Case(prompts=4, slots=8, form=decode.INTERPRETED),
     "in parts": Case(samples=2, slots=8, cuts=(5, 40, 80)),
+    "stages": Case(samples=2, slots=8, sizes=(("pipe", 2), ("tensor", 2))),
 }  # fmt: skip
 SLOW = {
+    "stages, rows that are left behind": Case(
+        samples=2, slots=16, sizes=(("pipe", 2), ("tensor", 2)), config=FOUR),
+    "stages, all at once": Case(sizes=(("pipe", 2),), prompts=8),
+    "stages, four": Case(slots=16, sizes=(("pipe", 4),), config=FOUR),
+    "stages, four, a sample each": Case(samples=1, slots=8, sizes=(("pipe", 4),), config=FOUR),
+    "stages, three axes, windows": Case(
+        slots=16, sizes=(("data", 2), ("pipe", 2), ("tensor", 2)), config=FOUR_ODD),
+    "stages, in parts": Case(slots=16, sizes=(("pipe", 2),), cuts=(20, 66)),
+    "stages, rows": Case(slots=16, sizes=(("pipe", 2),), form=decode.ROWS),
+    "stages, guesses": Case(slots=16, sizes=(("pipe", 2),), lookup=2, config=FOUR),
+    "stages, guesses, in parts": Case(
+        samples=1, slots=8, sizes=(("data", 2), ("pipe", 2)), lookup=3, cuts=(30,)),
     "in parts, all at once": Case(prompts=4, cuts=(40,)),
     "in parts, devices": Case(
         samples=2, slots=8, sizes=(("data", 2), ("tensor", 4)), cuts=(1, 70)),
@@ -280,6 +295,32 @@ def test_groups_are_told_once_in_the_part_in_which_they_end(name, alone):
         assert responses == [row[:length].tolist() for row, length in rows]
 
 
+def test_a_stage_has_its_own_layers_and_caches_are_written_in_place():
+    """Of the loop's program: nothing but hidden states, and numbers of rows, goes between devices.
+
+    By the compiler's account, in bytes of a device.
+    """
+    case = Case(samples=2, slots=16, sizes=(("pipe", 2), ("tensor", 2)), config=FOUR)
+    generator, params, _, options = made_by(case)
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
+    )
+    given = {k: v for k, v in options.items() if k not in ("seed", "step")}
+    programs = generator.programs("generate", abstract, 16, LENGTH, slots=16, **given)
+    prefill, decoding = programs
+    held = shard_bytes(prefill.beside)
+    rows, length, layers = 16, NEW + 4 * STEPS, FOUR.layers // 2
+    cache = (rows // 2 * LENGTH + rows * length) * 2 * layers * 8 * 4  # a head of two
+    assert cache < held < 1.01 * cache + 100 * rows
+    used = decoding.trace().lower().compile()
+    memory, text = used.memory_analysis(), used.as_text()
+    assert memory.argument_size_in_bytes == pytest.approx(shard_bytes(params) + held, rel=0.01)
+    assert memory.alias_size_in_bytes == pytest.approx(held, rel=0.01)
+    assert memory.temp_size_in_bytes < held / 2
+    assert "all-gather" not in text and "all-to-all" not in text and "permute" in text
+    assert decoding.loop_trips == 2 * STEPS + 1
+
+
 @pytest.mark.parametrize(
     "form, unroll, samples, slots",
     [
@@ -314,8 +355,12 @@ def test_programs_take_the_cache_that_is_said(form, unroll, samples, slots):
     assert used.alias_size_in_bytes == pytest.approx(held, rel=0.01)  # written in place
 
 
-def test_nothing_is_compiled_for_other_lengths():
-    case = Case(samples=2, prompts=6, slots=8, cuts=(20, 70))
+@pytest.mark.parametrize("sizes", [
+    (("data", 1),),
+    pytest.param((("pipe", 2), ("tensor", 2)), marks=pytest.mark.slow),
+])  # fmt: skip
+def test_nothing_is_compiled_for_other_lengths(sizes):
+    case = Case(samples=2, prompts=6, slots=8, cuts=(20, 70), sizes=sizes)
     generator, params, (prompts, mask, sequence), options = made_by(case)
     compiled = []
     event = "/jax/core/compile/backend_compile_duration"

@@ -21,17 +21,16 @@ import numpy as np
 
 from hjax.errors import ConfigError
 from hjax.kernels import decode
-from hjax.kernels.decode import Seen, Slots
+from hjax.kernels.decode import Slots
 from hjax.models.attention import Attention, Causal, SharedPrompt
 from hjax.models.continuing import BLOCK, Blocks, Continue
-from hjax.models.decoding import Decode, DecodeSlots, KVCache, keys_and_values
+from hjax.models.decoding import KVCache, keys_and_values
 from hjax.models.forward import positions_of
 from hjax.models.parameters import Network, Weights
 from hjax.models.transformer import Compute
-from hjax.rollout import decode_state, lookup
-from hjax.rollout.counts import Counts, counted
-from hjax.rollout.row_sampling import RowSampling, draw_rows
-from hjax.rollout.sampling import draw
+from hjax.rollout import decode_state
+from hjax.rollout.counts import Counts
+from hjax.rollout.row_sampling import RowSampling
 from hjax.rollout.slots import (
     Admission,
     Begun,
@@ -43,6 +42,7 @@ from hjax.rollout.slots import (
     Size,
     State,
 )
+from hjax.rollout.stepping import Drawing, Pass, with_token
 from hjax.sharding.arrays import place
 from hjax.sharding.layout import Layout
 
@@ -51,7 +51,7 @@ STEPS = 16
 
 
 class Engine:
-    """The programs of one model under one layout of one stage.
+    """The programs of one model under one layout of one stage; ``hjax.rollout.staged`` has others.
 
     Args:
       network: the model.
@@ -74,13 +74,15 @@ class Engine:
         self.network, self.layout, self.compute = network, layout, compute
         self.form, self.copies = cache_form, copies
         self.lookup = guesses
+        self.spare = 0  # columns that programs need beyond those of all tokens
         if guesses and self.by_kernel:
             raise ConfigError(f"lookup={guesses}: the kernel {cache_form!r} takes one token a step")
-        self.parts = layout.ways("batch")
+        # Rows of each data-parallel part, and of these a micro-batch for each stage.
+        self.parts = layout.ways("batch") * layout.ways("layers")
         # As the cache says: an array of all layers, or one for each.
         self.stacked = self.by_kernel or not compute.unroll_layers
         heads = "kv_heads" if copies == 1 else "heads"
-        over = (None,) if self.stacked else ()
+        over = ("layers",) if self.stacked else ()
         held = layout.sharding(*over, "batch", heads)
         self.block_sharding = layout.sharding(*over, None, heads)
         split, whole = layout.sharding("batch"), layout.replicated
@@ -111,6 +113,10 @@ class Engine:
         """Whether each row's tokens begin in its own column 0: the kernel reads what is filled of
         each, so that slots stay where they are."""
         return self.form in decode.KERNELS
+
+    def trips(self, steps: Any) -> Any:
+        """Of ``decode``'s loop for so many tokens."""
+        return steps
 
     @property
     def by_row(self) -> bool:
@@ -431,14 +437,15 @@ class Engine:
         entering = limit.shape[0]
         logits = jnp.repeat(logits, entering // logits.shape[0], axis=0)
         logits = self.layout.constrain(logits, "batch", "vocab")
-        nothing = decode_state.start(entering, 1, how.sampling if options is None else None)
+        drawing = self._drawing(how)
+        nothing = drawing.empty(entering, 1, options)
         before = jnp.zeros(entering, jnp.int32) if begun is None else begun.count
         way = options, counts, keys, before
-        drawn, counts = self._draw(how, nothing, logits, *way, jnp.int32(0), given["allowed"])
+        drawn, counts = drawing.token(nothing, logits, *way, jnp.int32(0), given["allowed"])
         number = before + 1
         done = drawn["done"] | (limit <= number)
         tokens = jnp.repeat(tokens, entering // tokens.shape[0])
-        text = _with_token(text, tokens + before, drawn["last"], True)
+        text = with_token(text, tokens + before, drawn["last"], True)
         numbers = tokens, number, limit, given["most"], drawn["last"]
         rows = Running(*numbers, done, keys, options, counts, text)
         return rows, drawn | {"done": done}
@@ -553,13 +560,8 @@ class Engine:
         Returns:
           [groups, n, embed], and what was kept.
         """
-        model, columns = self.network.bind(params), tokens.shape[1]
-        if isinstance(attention, Continue):
-            positions, columns = attention.positions, attention.blocks.shape[1] * BLOCK
-        elif isinstance(attention, SharedPrompt):
-            positions = attention.positions((columns - mask.shape[1]) // attention.samples)
-        else:
-            positions = positions_of(mask)
+        model = self.network.bind(params)
+        positions, columns = self._positions(tokens, mask, attention)
         hidden, _, kept = model(
             tokens,
             positions,
@@ -573,6 +575,19 @@ class Engine:
             return hidden[:, -1:], kept
         return jnp.take_along_axis(hidden, at[:, :, None], axis=1), kept
 
+    @staticmethod
+    def _positions(
+        tokens: jax.Array, mask: jax.Array, attention: Attention
+    ) -> tuple[jax.Array, int]:
+        """Positions of ``tokens``, of ``prefilled``, and more than which they are not."""
+        columns = tokens.shape[1]
+        if isinstance(attention, Continue):
+            return attention.positions, attention.blocks.shape[1] * BLOCK
+        if isinstance(attention, SharedPrompt):
+            length = (columns - mask.shape[1]) // attention.samples
+            return attention.positions(length), columns
+        return positions_of(mask), columns
+
     def _put(self, index: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
         """``old`` [many, ...] with ``new`` [some, ...] at numbers of its parts."""
         parts = self.parts
@@ -580,29 +595,12 @@ class Engine:
         put = jax.vmap(lambda old, at, new: old.at[at].set(new.astype(old.dtype), mode="drop"))
         return put(*cut).reshape(old.shape)
 
-    def _draw(
-        self,
-        how: How,
-        drawn: decode_state.DecodeState,
-        logits: jax.Array,
-        options: RowSampling | None,
-        counts: Counts | None,
-        keys: jax.Array,
-        position: jax.Array,
-        at: jax.Array,
-        allowed: jax.Array | None,
-    ) -> tuple[decode_state.DecodeState, Counts | None]:
-        """Each row's token at ``position``, in column ``at`` of the tables."""
-        numbers, kernels = jax.random.wrap_key_data(keys), self.compute.kernels
-        if options is None:
-            new = draw(logits, numbers, position, how.sampling, kernels, self.layout)
-            ends = jnp.any(new.token[:, None] == jnp.asarray(how.stop, jnp.int32), axis=-1)
-        else:
-            way = options, counts, kernels, self.layout, allowed
-            new = draw_rows(logits, numbers, position, *way)
-            ends = options.ends(new.token)
-            counts = counted(counts, new.token, ~drawn["done"], self.layout)
-        return decode_state.entered(drawn, new, ends, at), counts
+    def _drawing(self, how: How) -> Drawing:
+        return Drawing(how, self.compute, self.layout)
+
+    def _pass(self, how: How, state: State) -> Pass:
+        length, own = _size(state.cache.v), state.cache.own_prompts
+        return Pass(self._drawing(how), self.lookup, self.by_kernel, own, length)
 
     def _decoded(
         self,
@@ -613,113 +611,29 @@ class Engine:
         steps: jax.Array,
         allowed: jax.Array | None,
     ) -> tuple[State, decode_state.DecodeState]:
-        model = self.network.bind(params)
+        model, way = self.network.bind(params), self._pass(how, state)
         layers = model.unstack() if self.compute.unroll_layers else None
-        rows = state.rows.done.shape[0]
-        prompt, length = _size(state.cache.prompt_k), _size(state.cache.v)
         most_tokens = state.rows.tokens + state.rows.most
-        rotary = model.rotary(most_tokens, tables=prompt + length)
+        tables = _size(state.cache.prompt_k) + way.length
+        rotary = model.rotary(most_tokens, tables=tables)
         before = state.rows.drawn
-        # What may be drawn is known of one token.
-        ahead = self.lookup if allowed is None else 0
 
-        def logits_of(state: State, tokens: jax.Array) -> tuple[jax.Array, KVCache]:
-            """float32 [rows, new, vocab] after ``tokens`` [rows, new], which the cache then has."""
+        def step(carry: Any) -> Any:
+            taken, state, drawn = carry
             slots, running = state.slots, state.rows
-            at = running.drawn - 1
-            own = running.tokens + at if state.cache.own_prompts else at
-            attention: Any = DecodeSlots(slots, self.layout)
-            if self.lookup:
-                own_columns = dataclasses.replace(slots, start=jnp.zeros_like(own), column=own)
-                attention = DecodeSlots(own_columns, self.layout)
-            if self.by_kernel:
-                where = jnp.where(running.done, -1, own).reshape(slots.begin.shape[0], -1)
-                attention = Decode(Seen(slots.begin, slots.end, where), self.layout, length / 2)
-            positions = (running.tokens + at)[:, None] + jnp.arange(tokens.shape[1])
-            inputs = tokens, positions, attention, state.cache, self.compute, layers, rotary
-            hidden, cache, _ = model(*inputs)
-            axes = ("batch", "vocab") if tokens.shape[1] == 1 else ("batch", None, "vocab")
-            logits = model.logits(hidden[:, 0] if len(axes) == 2 else hidden)
-            return self.layout.constrain(logits, *axes), cache
-
-        def one_token(carry: Any) -> Any:
-            taken, state, drawn = carry
-            running = state.rows
-            logits, cache = logits_of(state, running.last[:, None])
-            way = running.options, running.counts, running.keys, running.drawn
-            drawn, counts = self._draw(how, drawn, logits, *way, taken, allowed)
-            number = running.drawn + ~running.done
-            done = drawn["done"] | (number >= running.limit)
-            slots = dataclasses.replace(state.slots, column=state.slots.column + 1)
-            running = dataclasses.replace(
-                running, drawn=number, last=drawn["last"], done=done, counts=counts
-            )
-            return taken + 1, State(cache, slots, running), drawn | {"done": done}
-
-        def some_tokens(carry: Any) -> Any:
-            """The one that follows, and those after it that were guessed."""
-            taken, state, drawn = carry
-            running = state.rows
-            guessed = lookup.guesses(running.text, running.tokens + running.drawn, self.lookup)
-            tokens = jnp.concatenate([running.last[:, None], guessed], axis=1)
-            logits, cache = logits_of(state, tokens)
-
-            def next_one(carry: Any) -> Any:
-                """``going``: the rows whose guesses have been right so far."""
-                t, going, running, drawn = carry
-                of_token = jax.lax.dynamic_index_in_dim(logits, t, 1, keepdims=False)
-                of_token = self.layout.constrain(of_token, "batch", "vocab")
-                way = running.options, running.counts, running.keys, running.drawn
-                column = running.drawn - before
-                drawn, counts = self._draw(
-                    how, drawn | {"done": ~going}, of_token, *way, column, allowed
-                )
-                token, number = drawn["last"], running.drawn + going
-                length = running.tokens + running.drawn
-                done = running.done | (going & (drawn["done"] | (number >= running.limit)))
-                running = dataclasses.replace(
-                    running,
-                    drawn=number,
-                    last=jnp.where(going, token, running.last),
-                    done=done,
-                    counts=counts,
-                    text=_with_token(running.text, length, token, going),
-                )
-                guess = jax.lax.dynamic_index_in_dim(
-                    guessed, jnp.minimum(t, self.lookup - 1), 1, keepdims=False
-                )
-                going = going & ~done & (token == guess)
-                right = drawn["right"] + (going & (t < ahead))
-                return t + 1, going, running, drawn | {"right": right}
-
-            def more(carry: Any) -> jax.Array:
-                return (carry[0] <= ahead) & jnp.any(carry[1])
-
-            live = ~running.done
-            drawn = drawn | {"guessed": drawn["guessed"] + ahead * live}
-            first = jnp.int32(0), live, running, drawn
-            _, _, running, drawn = jax.lax.while_loop(more, next_one, first)
-            return taken + 1, State(cache, state.slots, running), drawn
+            tokens = way.tokens(running)
+            given = tokens, way.positions(running), way.sees(slots, running), state.cache
+            hidden, cache, _ = model(*given, self.compute, layers, rotary)
+            logits = way.logits(model, hidden)
+            running, drawn = way.took(running, drawn, logits, tokens, before, taken, allowed)
+            slots = dataclasses.replace(slots, column=slots.column + 1)
+            return taken + 1, State(cache, slots, running), drawn
 
         def unfinished(carry: Any) -> jax.Array:
             taken, state, _ = carry
-            running = state.rows
-            going = (taken < steps) & ~jnp.all(running.done)
-            if self.lookup:
-                # Each needs room for all that are guessed, in the tables and in the cache.
-                own = running.drawn - 1 + (running.tokens if state.cache.own_prompts else 0)
-                taken_most = jnp.max(jnp.where(running.done, 0, own)) + self.lookup < length
-                drawn_most = jnp.max(running.drawn - before) + self.lookup < most
-                going &= taken_most & drawn_most
-            return going
+            return (taken < steps) & way.goes_on(state.rows, before, most)
 
-        sampling = how.sampling if state.rows.options is None else None
-        drawn = decode_state.start(rows, most, sampling) | {"done": state.rows.done}
-        if self.lookup:
-            drawn |= dict.fromkeys(("guessed", "right"), jnp.zeros(rows, jnp.int32))
-        drawn = jax.tree.map(lambda x: self.layout.constrain(x, "batch"), drawn)
-        begin = jnp.int32(0), state, drawn
-        step = some_tokens if self.lookup else one_token
+        begin = jnp.int32(0), state, way.start(state.rows, most)
         taken, state, drawn = jax.lax.while_loop(unfinished, step, begin)
         return state, drawn | {"steps": taken, "done": state.rows.done}
 
@@ -770,16 +684,6 @@ class Engine:
         if first is not None:
             x = jnp.roll(x, -first, axis)
         return jax.lax.slice_in_dim(x, 0, length or x.shape[axis], axis=axis)
-
-
-def _with_token(
-    text: jax.Array | None, length: jax.Array, token: jax.Array, there: jax.Array | bool
-) -> jax.Array | None:
-    """Texts [rows, room] of so many tokens with one more, where it is there."""
-    if text is None:
-        return None
-    here = (jnp.arange(text.shape[1]) == length[:, None]) & jnp.reshape(there, (-1, 1))
-    return jnp.where(here, token[:, None], text)
 
 
 def _cut_answers(prompt: int, samples: int, x: jax.Array) -> tuple[jax.Array, jax.Array]:

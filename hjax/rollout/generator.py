@@ -26,10 +26,10 @@ from hjax.models.parameters import Layered, Network, Params, Weights, by_layer, 
 from hjax.models.transformer import Compute
 from hjax.rollout import decode_state
 from hjax.rollout.engine import Engine
-from hjax.rollout.pipelined import PipelinedRollout
 from hjax.rollout.sampling import Sampling, sequence_keys
 from hjax.rollout.scheduler import COLUMNS, Schedule
 from hjax.rollout.slots import How
+from hjax.rollout.staged import StagedEngine
 from hjax.rollout.work import Begun, Work, announced, tables
 from hjax.sharding.arrays import place, to_numpy
 from hjax.sharding.layout import Layout
@@ -90,6 +90,8 @@ class Generator:
         self.layout = layout
         device, head_dim = layout.mesh.devices.flat[0], network.config.head_dim
         self.cache_form = cache_form or decode.choose(device, head_dim)
+        if self._staged and self.cache_form != decode.COLUMNS:
+            self.cache_form = decode.ROWS  # without the kernels, which are split over all axes
         if self.cache_form == decode.FILLED and not self._heads_divide:
             self.cache_form = decode.ROWS  # which leaves it to the compiler who has which heads
         # A scan copies each layer's weights and cache for every token on a GPU.
@@ -184,8 +186,7 @@ class Generator:
           surplus: further responses to each prompt, of which as many are given up as have not ended
             when ``samples`` have; the shortest are kept, in their order.
           on_ended: called with a prompt's number and its responses, token ids, as soon as the last
-            of them has ended; others are decoded meanwhile. Under a layout with stages it is not
-            called.
+            of them has ended; others are decoded meanwhile.
 
         Returns:
           ``prompts`` and ``prompt_mask`` once per row, ``responses`` int32
@@ -211,10 +212,6 @@ class Generator:
         ways = _Ways(slots, lookup, surplus, on_ended, end)
         if self._ragged(shape, prompts.shape[0] * samples, ways):
             return self._by_slots(shape, ways, params, *inputs)
-        if surplus:
-            raise ConfigError(
-                f"surplus={surplus}: with stages responses are all drawn to their end; give 0"
-            )
         return self._program(shape)(params, *inputs)
 
     def _ragged(self, shape: _Shape, rows: int, ways: _Ways) -> bool:
@@ -223,8 +220,6 @@ class Generator:
         That is the quickest where all are equally long, or short, and on TPUs, whose kernel reads
         what is filled.
         """
-        if self._staged:
-            return False
         ends = bool(shape.stop) and shape.max_new_tokens > COLUMNS
         asked = ways.on_ended is not None or ways.lookup > 0 or ways.surplus > 0
         asked = asked or ways.end is not None
@@ -242,7 +237,11 @@ class Generator:
             if lookup and form in decode.KERNELS:
                 form, copies = decode.ROWS, 1
                 compute = dataclasses.replace(compute, unroll_layers=True)
-            made = Engine(self.network, self.layout, compute, form, copies, lookup)
+            made: Engine
+            if self._staged:
+                made = StagedEngine(self.network, self.layout, compute, form, lookup)
+            else:
+                made = Engine(self.network, self.layout, compute, form, copies, lookup)
             self._engines[lookup] = made
         return self._engines[lookup]
 
@@ -311,13 +310,8 @@ class Generator:
           on_ended: as of ``generate``, for the prompts of whose responses some had not ended.
 
         Raises:
-          ConfigError: under a layout with stages, or ``start`` is not where it left off.
+          ConfigError: ``start`` is not where it left off.
         """
-        if self._staged:
-            raise ConfigError(
-                f"responses are generated in parts under one stage, not {self.layout.describe()}; "
-                "use pipe=1 for generation, or whole responses"
-            )
         host = {name: to_numpy(x) for name, x in rollout.items()}
         prompts, mask = (host.pop(name)[::samples] for name in ("prompts", "prompt_mask"))
         begun = Begun(start, ~host.pop("truncated"), host)
@@ -362,7 +356,7 @@ class Generator:
         if not self._ragged(shape, prompts * samples, _Ways(slots, lookup, surplus)):
             options = dataclasses.asdict(shape) | {"sampling": sampling}
             # The first token is drawn from the prompt, before the loop.
-            trips = max_new_tokens - 1
+            trips = self.engine.trips(max_new_tokens - 1)
             trace = functools.partial(self.trace, params, prompts, prompt_length, **options)
             yield Program(call, trace, trips)
             return
@@ -407,10 +401,12 @@ class Generator:
     ) -> Rollout:
         inputs = prompts, prompt_mask, sequence, seed_and_step
         if self._staged:
-            assert not isinstance(params, Layered)
-            pipelined = PipelinedRollout(self.network, self.layout, self.compute)
-            options = shape.samples, shape.max_new_tokens, shape.sampling, shape.stop
-            drawn = pipelined.run(params, *inputs, *options)
+            engine, how = self.engine, How(shape.sampling, shape.stop)
+            assert isinstance(engine, StagedEngine)
+            keys = jax.random.key_data(sequence_keys(seed_and_step[0], seed_and_step[1], sequence))
+            size = shape.samples, shape.max_new_tokens
+            made = engine.whole(how, params, prompts, prompt_mask, keys, *size)
+            drawn = decode_state.responses(made)
         else:
             drawn = self._run_whole(shape, params, *inputs)
         rollout = {

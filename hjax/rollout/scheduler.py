@@ -203,7 +203,7 @@ class Schedule:
         yield Program(
             f"{call}.decode",
             lambda: engine.trace_decode(self.how, params, most, self._most),
-            STEPS,
+            engine.trips(STEPS),
             runs=turns * dispatches,
             tokens=most.rows * STEPS,
         )
@@ -298,7 +298,8 @@ class Schedule:
         state = self._give_up(state)
         while not self._done.all():
             state = self._make_room(self._shrink(state))
-            steps = STEPS if self.engine.by_row else min(STEPS, self._length - self._column)
+            room = self._length - self._column - self.engine.spare
+            steps = STEPS if self.engine.by_row else min(STEPS, room)
             state, drawn = self.engine.decode(self.how, params, state, steps, self._most)
             self._column += drawn.steps
             self._done = drawn.done.reshape(self._done.shape).copy()
@@ -498,7 +499,7 @@ class Schedule:
         """A column at least for the next token, and no columns that nobody sees."""
         if self.engine.by_row:
             return self._make_room_by_row(state)
-        if self._column < self._length:
+        if self._column + self.engine.spare < self._length:
             return state
         first = int(self._start[~self._done].min())
         span = self._column - first

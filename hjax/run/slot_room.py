@@ -8,6 +8,7 @@ stand beside it there. What has no room waits for a slot; nothing is cut.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -115,9 +116,11 @@ class Rollouts:
     def weights(self) -> float:
         """Bytes of a device's parameters as generation reads them."""
         model, element = self.model, self.dtype.itemsize
-        experts = arithmetic.expert_parameters(model) * model.layers
-        held = arithmetic.parameters(model) - experts + experts / self.layout.ways("experts")
-        return held * element / self.layout.ways("heads")
+        layer, experts = arithmetic.layer_parameters(model), arithmetic.expert_parameters(model)
+        others = arithmetic.parameters(model) - model.layers * layer
+        held = layer - experts + experts / self.layout.ways("experts")
+        of_layers = held * model.layers / self.layout.ways("layers")
+        return (others + of_layers) * element / self.layout.ways("heads")
 
     def cache_bytes(self, groups: int, refills: bool) -> int:
         """Keys and values of so many prompts of a device and their answers.
@@ -128,7 +131,8 @@ class Rollouts:
         """
         model = self.model
         heads = -(-model.kv_heads // self.layout.ways("kv_heads"))
-        token = 2 * model.layers * heads * model.head_dim * self.dtype.itemsize
+        layers = model.layers // self.layout.ways("layers")
+        token = 2 * layers * heads * model.head_dim * self.dtype.itemsize
         own = self.response + (4 * STEPS if refills else 0)
         return groups * (self.prompt + self.samples * own) * token
 
@@ -151,8 +155,10 @@ class Rollouts:
         drawn = self.samples * _DRAWN * 4 * model.vocab_size / self.layout.ways("vocab")
         groups = most
         if self.cache_bytes(most, False) + most * drawn > usable:
-            groups = max(int(usable // (self.cache_bytes(1, True) + drawn)), 1)
-            groups -= groups % _ROUND if groups > _ROUND else 0
+            # With stages as many for each of the micro-batches that take turns.
+            each = self.layout.ways("layers")
+            groups = max(int(usable // (self.cache_bytes(1, True) + drawn)), each)
+            groups -= groups % (math.lcm(_ROUND, each) if groups > _ROUND * each else each)
         taken = self.cache_bytes(groups, groups < most)
         slots = groups * self.samples * parts if groups < most else 0
         return SlotRoom(slots, rows, taken, max(round(usable), 0))
