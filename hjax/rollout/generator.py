@@ -340,6 +340,7 @@ class Generator:
         slots: int = 0,
         lookup: int = 0,
         surplus: int = 0,
+        in_parts: bool = False,
     ) -> Iterator[Program]:
         """What ``generate`` runs, to count what it costs without running it.
 
@@ -350,10 +351,12 @@ class Generator:
           prompt_length: tokens of each.
           samples, max_new_tokens, sampling, stop, slots, lookup, surplus: as of
             ``generate``.
+          in_parts: whether responses are left off and resumed.
         """
         params = self.as_read(params)
         shape = _Shape(samples, max_new_tokens, sampling, stop)
-        if not self._ragged(shape, prompts * samples, _Ways(slots, lookup, surplus)):
+        ways = _Ways(slots, lookup, surplus)
+        if not in_parts and not self._ragged(shape, prompts * samples, ways):
             options = dataclasses.asdict(shape) | {"sampling": sampling}
             # The first token is drawn from the prompt, before the loop.
             trips = self.engine.trips(max_new_tokens - 1)

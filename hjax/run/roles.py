@@ -520,6 +520,7 @@ class _Builder:
             slots=config.rollout.slots,
             lookup=config.rollout.lookup,
             surplus=config.rollout.surplus,
+            in_parts=config.rollout.partial_tokens > 0,
             judges=self._judges() if entry.generates or entry.apart else {},
             packing=config.data.packing,
             offload=section.get("offload", "none") if section is not None else "none",

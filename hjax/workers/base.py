@@ -56,6 +56,7 @@ class WorkerContext:
       slots: rows that are generated at a time; 0: all.
       lookup: tokens that are guessed at a time, see ``hjax.rollout.lookup``.
       surplus: further responses to a prompt, of which the last ones to end are given up.
+      in_parts: whether responses are left off and continued.
       judges: reward functions, by role, that are called with a prompt's answers while others are
         generated.
       packing: places of the packs in which rows are computed; 0: they are padded.
@@ -89,6 +90,7 @@ class WorkerContext:
     slots: int = 0
     lookup: int = 0
     surplus: int = 0
+    in_parts: bool = False
     judges: Mapping[str, RewardFunction] = dataclasses.field(default_factory=dict)
     packing: int = 0
     offload: str = "none"

@@ -182,6 +182,7 @@ class GeneratingWorker(ModelWorker):
                 slots=context.slots,
                 lookup=context.lookup,
                 surplus=0 if call.endswith("greedy") else context.surplus,
+                in_parts=context.in_parts and not call.endswith("greedy"),
             )
 
     def _generation_copy(self) -> Params:

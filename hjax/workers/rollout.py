@@ -125,7 +125,8 @@ class Rollout(GeneratingWorker):
         rollout["versions"] = self._versions(rollout["response_mask"])
         if not tokens:
             return self.with_text(rollout)
-        return rollout | {"step": prompts.get("step", 0), "samples": samples}
+        numbers = {name: prompts.get(name, 0) for name in ("step", "first")}
+        return rollout | numbers | {"samples": samples}
 
     @protocol("3D_ALL_MICRO_DP", phase="generate")
     def continue_sequences(
@@ -147,7 +148,7 @@ class Rollout(GeneratingWorker):
         """
         self._expect(version)
         context, rollout = self.context, dict(begun)
-        step, samples = rollout.pop("step"), rollout.pop("samples")
+        step, first, samples = (rollout.pop(name) for name in ("step", "first", "samples"))
         rows = rollout["responses"].shape[0]
         if to_numpy(rollout["truncated"]).any():
             drawn = {key: x for key, x in rollout.items() if isinstance(x, jax.Array)}
@@ -158,7 +159,7 @@ class Rollout(GeneratingWorker):
                 drawn = self.generator.resume(
                     params,
                     drawn,
-                    self.sequence(rows),
+                    self.sequence(rows, first),
                     seed=context.seed,
                     step=step,
                     samples=each,
@@ -175,7 +176,7 @@ class Rollout(GeneratingWorker):
             rollout |= drawn | {"versions": versions} | ({JUDGED: judged} if judged else {})
         if last:
             return self.with_text(trim(rollout))
-        return rollout | {"step": step, "samples": samples}
+        return rollout | {"step": step, "first": first, "samples": samples}
 
     def _versions(self, mask: jax.Array) -> jax.Array:
         return jnp.where(mask, jnp.int32(self.version), 0)
