@@ -66,6 +66,7 @@ SLOW = [
     ("PPO", "split", 4),
     ("GRPO", "disaggregate", 2),
     ("GRPO", "disaggregate", 4),
+    ("GRPO", "disaggregate, in parts", 2),
 ]
 CASES = [EVERY_DAY, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 
@@ -78,6 +79,10 @@ def test_each_prompt_is_judged_once_and_metrics_are_the_same(
             "cluster.reward_processes": 2}  # fmt: skip
     alone = {"placement": placement, "cluster.devices_per_process": processes}
     early = {"reward.while_generating": True}
+    if placement.endswith("in parts"):
+        parts = {"placement": "disaggregate", "rollout.partial_tokens": 30,
+                 "rollout.max_staleness": 1, "rollout.deterministic": True}  # fmt: skip
+        here, alone = here | parts, alone | parts
     if (algorithm, placement, processes) == EVERY_DAY:
         here, alone = here | SHORT, alone | SHORT
     rows, judged, pids = run(tmp_path / "early", algorithm, here | early)
