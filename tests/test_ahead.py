@@ -299,12 +299,6 @@ def test_nothing_runs_on_after_the_end():
              "rollout.partial_tokens": 2},
             "rollout.partial_tokens=2 is for generation ahead",
         ),
-        (
-            "GRPO",
-            {"rollout.partial_tokens": 2, "model.layers": 2, "layout.rollout.train.pipe": 2,
-             "layout.rollout.train.data": 2},
-            "rollout.partial_tokens=2 .*one stage",
-        ),
     ],
 )  # fmt: skip
 def test_what_does_not_go_together_is_refused(algorithm, changes, message):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from helpers import computed, trainer_of
 
-from hjax.errors import ConfigError, RunError
+from hjax.errors import RunError
 from hjax.rewards.early import Answers, Judge, Verdict
 from hjax.rewards.function import RewardFunction
 
@@ -20,6 +20,10 @@ CASES = {
     "apart": ("GRPO", {"placement": "disaggregate"}),
     "ahead": ("GRPO", {"placement": "disaggregate", "rollout.max_staleness": 1,
                        "rollout.deterministic": True}),
+    "stages": ("GRPO", {"model.layers": 2, "layout.actor.train.pipe": 2,
+                        "layout.actor.generate.pipe": 2, "rollout.slots": 16}),
+    "parts": ("GRPO", {"placement": "disaggregate", "rollout.max_staleness": 1,
+                       "rollout.deterministic": True, "rollout.partial_tokens": 30}),
 }  # fmt: skip
 
 
@@ -109,18 +113,3 @@ def test_a_function_that_fails_ends_the_run(tmp_path):
         trainer_of("GRPO", keys, workdir=tmp_path / "run") as trainer,
     ):
         trainer.run()
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        (
-            {"model.layers": 2, "layout.actor.train.pipe": 2, "layout.actor.generate.pipe": 2},
-            "while_generating=True: with stages .*or reward.while_generating=False",
-        ),
-    ],
-)
-def test_where_it_cannot_be_it_is_refused(changes, message, tmp_path):
-    keys = changes | {"reward.while_generating": True}
-    with pytest.raises(ConfigError, match=message), trainer_of("GRPO", keys, workdir=tmp_path):
-        pass

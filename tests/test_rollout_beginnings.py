@@ -9,15 +9,16 @@ import jax
 import numpy as np
 import pytest
 from helpers import computed, trainer_of
-from test_rollout_engine import ODD, PLAIN, Case, on_host
+from test_rollout_engine import ODD, PLAIN, Case, drawn_by, on_host
 
 from hjax.kernels import decode
 from hjax.models.continuing import BLOCK
 from hjax.models.parameters import decoder_network
 from hjax.models.transformer import Compute
 from hjax.rollout import beginnings
-from hjax.rollout.beginnings import shared
+from hjax.rollout.beginnings import Beginnings, shared
 from hjax.rollout.generator import Generator
+from hjax.rollout.work import Begun, Work
 from hjax.sharding.layout import make_layouts, shard_bytes, without
 
 CHUNK, NEW = 64, 40
@@ -48,7 +49,7 @@ def prompts_of(count, length, head, seed=0):
 def made_by(case):
     sizes = dict(case.sizes)
     count = int(np.prod(list(sizes.values())))
-    layout = make_layouts(jax.devices()[:count], sizes, {"tensor": -1}).generate
+    layout = make_layouts(jax.devices()[:count], sizes, {"tensor": -1, "pipe": -1}).generate
     layout = without(layout, ["kv_heads"] if sizes.get("tensor", 1) > PLAIN.kv_heads else [])
     network = decoder_network(dataclasses.replace(case.config, max_length=512))
     compute = Compute(unroll_layers=case.unroll)
@@ -124,6 +125,46 @@ def test_responses_are_those_of_prompts_read_whole(name):
         assert (known > 0).sum() == sum(shares) - 1 > 2
     elif block:
         assert sum(shares) - parts <= (known > 0).sum() < sum(shares)
+
+
+STAGES = (("pipe", 2),)
+
+
+def test_stages_and_responses_in_parts_read_prompts_whole():
+    count = 4
+    work = Work(*prompts_of(count, 150, 50), np.zeros((count, 2), np.uint32), 1, NEW)
+    first = dataclasses.replace(work, until=20)
+    ended = np.zeros(count, bool)
+    last = dataclasses.replace(work, begun=Begun(20, ended, {}))
+    engine, staged = (made_by(Case(samples=1, sizes=sizes))[0].engine for sizes in ((), STAGES))
+    found = [Beginnings(*given).active for given in itertools.product(
+        (engine, staged), (work, first, last))]  # fmt: skip
+    assert found == [True, False, False, False, False, False]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(samples=2, prompts=8, slots=8, sizes=STAGES),
+        Case(samples=2, prompts=8, slots=8, cuts=(20,)),
+        Case(samples=2, prompts=8, slots=8, cuts=(20,), sizes=STAGES, lookup=2),
+    ],
+    ids=["stages", "in parts", "both, guesses"],
+)
+def test_long_prompts_with_stages_and_in_parts(case):
+    plain = Case(samples=2, prompts=8, form=decode.ROWS)
+    expected, _ = rollout(plain, 150, 50, True)
+    generator, params, options = made_by(case)
+    sequence = np.arange(case.prompts * case.samples, dtype=np.int32)
+    given = *prompts_of(case.prompts, 150, 50), sequence
+    found, _ = drawn_by(generator, params, given, case, options)
+    assert "prompt_known" not in found
+    for key, value in expected.items():
+        if value.dtype == np.float32:
+            np.testing.assert_allclose(found[key], value, atol=case.near)
+        else:
+            np.testing.assert_array_equal(found[key], value)
 
 
 def test_what_is_shared_is_found_and_pays():

@@ -36,13 +36,15 @@ ODD = dataclasses.replace(
     layer_kinds=(LayerKind(window=5, rope=0), LayerKind(window=None, rope=0)),
     attention_softcap=20.0,
 )
+FOUR = dataclasses.replace(PLAIN, layers=4)
+FOUR_ODD = dataclasses.replace(ODD, layers=4, layer_kinds=2 * ODD.layer_kinds)
 LENGTH, NEW = 7, 90
 
 
 def layout_of(sizes):
     """The generate layout of so many devices, the key-value heads whole where they are fewer."""
     count = int(np.prod(list(sizes.values())))
-    layout = make_layouts(jax.devices()[:count], sizes, {"tensor": -1}).generate
+    layout = make_layouts(jax.devices()[:count], sizes, {"tensor": -1, "pipe": -1}).generate
     return without(layout, ["kv_heads"] if sizes.get("tensor", 1) > PLAIN.kv_heads else [])
 
 
@@ -55,6 +57,7 @@ class Case:
       ends: tokens that end a response: about one draw in 64 / ends is one.
       lookup: tokens that are guessed at a time.
       cache: what keys and values are kept in.
+      cuts: tokens after which it is left off, and resumed.
     """
 
     samples: int = 4
@@ -69,6 +72,7 @@ class Case:
     seed: int = 0
     lookup: int = 0
     cache: str = "auto"
+    cuts: tuple[int, ...] = ()
 
     @property
     def near(self):
@@ -97,6 +101,21 @@ def made_by(case):
     return generator, network.create(1, layout), (prompts, mask, sequence), options
 
 
+def drawn_by(generator, params, arguments, case, options, **more):
+    """A rollout, in the case's parts, and how many tokens were drawn in them."""
+    ways = {"slots": case.slots, "lookup": case.lookup} | options | more
+    first, *others = [*case.cuts, None]
+    rollout = generator.generate(params, *arguments, end=first, **ways)
+    tokens, limit = generator.counts.tokens, ways.pop("max_new_tokens")
+    for start, end in zip(case.cuts, others, strict=True):
+        assert rollout["responses"].shape[1] == limit
+        rollout = generator.resume(
+            params, rollout, arguments[2], start=start, end=end, **ways
+        )
+        tokens += generator.counts.tokens
+    return on_host(rollout), tokens
+
+
 def on_host(rollout):
     return {key: np.asarray(value) for key, value in rollout.items()}
 
@@ -107,9 +126,8 @@ def alone():
     known = {}
 
     def rollout(case):
-        case = dataclasses.replace(
-            case, slots=0, sizes=(("data", 1),), form=decode.COLUMNS, unroll=False, lookup=0
-        )
+        whole = {"slots": 0, "sizes": (("data", 1),), "lookup": 0, "cuts": ()}
+        case = dataclasses.replace(case, form=decode.COLUMNS, unroll=False, **whole)
         if case not in known:
             generator, params, arguments, options = made_by(case)
             generator._ragged = lambda *_: False
@@ -126,6 +144,8 @@ CASES = {
     "slots are filled again, devices": Case(
         samples=2, slots=8, sizes=(("data", 2), ("tensor", 4))),
     "the kernel": Case(prompts=4, slots=8, form=decode.INTERPRETED),
+    "in parts": Case(samples=2, slots=8, cuts=(5, 40, 80)),
+    "stages": Case(samples=2, slots=8, sizes=(("pipe", 2), ("tensor", 2))),
     "int8, slots are filled again, devices": Case(
         samples=2, slots=8, sizes=(("data", 2), ("tensor", 4)), cache="int8"),
 }  # fmt: skip
@@ -147,6 +167,45 @@ SLOW = {
         sizes=(("data", 2), ("tensor", 4)), lookup=2, slots=16, cache="int8"),
     "int8, kernel of filled columns, guesses": Case(
         form=decode.FILLED_INTERPRETED, lookup=3, samples=1, unroll=True, cache="int8"),
+    "int8, in parts": Case(samples=2, slots=8, cuts=(5, 40, 80), cache="int8"),
+    "int8, in parts, rows": Case(
+        samples=1, slots=8, form=decode.ROWS, unroll=True, cuts=(20, 66), cache="int8"),
+    "int8, in parts, kernel, devices": Case(
+        sizes=(("data", 2), ("tensor", 4)), form=decode.INTERPRETED, prompts=8, cuts=(50,),
+        cache="int8"),
+    "int8, in parts, kernel of filled columns": Case(
+        form=decode.FILLED_INTERPRETED, slots=16, unroll=True, cuts=(20, 66), cache="int8"),
+    "int8, stages, guesses": Case(
+        slots=16, sizes=(("pipe", 2),), lookup=2, config=FOUR, cache="int8"),
+    "int8, stages, three axes, in parts": Case(
+        slots=16, sizes=(("data", 2), ("pipe", 2), ("tensor", 2)), config=FOUR, cuts=(20, 66),
+        cache="int8"),
+    "stages, rows that are left behind": Case(
+        samples=2, slots=16, sizes=(("pipe", 2), ("tensor", 2)), config=FOUR),
+    "stages, all at once": Case(sizes=(("pipe", 2),), prompts=8),
+    "stages, four": Case(slots=16, sizes=(("pipe", 4),), config=FOUR),
+    "stages, four, a sample each": Case(samples=1, slots=8, sizes=(("pipe", 4),), config=FOUR),
+    "stages, three axes, windows": Case(
+        slots=16, sizes=(("data", 2), ("pipe", 2), ("tensor", 2)), config=FOUR_ODD),
+    "stages, in parts": Case(slots=16, sizes=(("pipe", 2),), cuts=(20, 66)),
+    "stages, rows": Case(slots=16, sizes=(("pipe", 2),), form=decode.ROWS),
+    "stages, guesses": Case(slots=16, sizes=(("pipe", 2),), lookup=2, config=FOUR),
+    "stages, guesses, in parts": Case(
+        samples=1, slots=8, sizes=(("data", 2), ("pipe", 2)), lookup=3, cuts=(30,)),
+    "in parts, all at once": Case(prompts=4, cuts=(40,)),
+    "in parts, devices": Case(
+        samples=2, slots=8, sizes=(("data", 2), ("tensor", 4)), cuts=(1, 70)),
+    "in parts, guesses": Case(prompts=4, slots=8, lookup=2, cuts=(30, 50)),
+    "in parts, a sample each, guesses": Case(samples=1, slots=8, lookup=2, cuts=(30, 50)),
+    "in parts, windows, unrolled": Case(
+        samples=1, slots=8, form=decode.ROWS, config=ODD, unroll=True, cuts=(20, 66)),
+    "in parts, windows": Case(config=ODD, slots=24, cuts=(20, 66)),
+    "in parts, the kernel": Case(prompts=4, slots=8, form=decode.INTERPRETED, cuts=(20, 66)),
+    "in parts, kernel, devices": Case(
+        sizes=(("data", 2), ("tensor", 4)), form=decode.INTERPRETED, prompts=8, cuts=(50,)),
+    "in parts, kernel of filled columns": Case(
+        form=decode.FILLED_INTERPRETED, slots=16, unroll=True, cuts=(20, 66)),
+    "in parts, truncated": Case(sampling=Sampling(0.8, 20, 0.9), slots=16, cuts=(33,)),
     "a sample each, windows": Case(
         samples=1, prompts=16, slots=8, form=decode.ROWS, config=ODD),
     "guesses, windows, slots": Case(prompts=6, slots=8, config=ODD, lookup=3),
@@ -186,8 +245,7 @@ SLOW = {
 )
 def test_slots_change_nothing(case, alone):
     generator, params, arguments, options = made_by(case)
-    slots = {"slots": case.slots, "lookup": case.lookup}
-    rollout = on_host(generator.generate(params, *arguments, **slots, **options))
+    rollout, tokens = drawn_by(generator, params, arguments, case, options)
     guessed, right = (rollout.pop(name, None) for name in ("guessed", "guessed_right"))
     if case.lookup:
         assert (guessed >= right).all() and guessed.sum() > right.sum() > 0
@@ -195,9 +253,10 @@ def test_slots_change_nothing(case, alone):
         passes = rollout["response_mask"].sum(axis=1) - 1 - right
         np.testing.assert_array_equal(guessed <= case.lookup * passes, True)
     assert (guessed is not None) == bool(case.lookup)
-    assert generator.counts.tokens == rollout["response_mask"].sum()
+    assert tokens == rollout["response_mask"].sum()
     expected = alone(case)
-    if not generator.engine_for(case.lookup).by_kernel:  # rows that have ended are left behind
+    by_kernel = generator.engine_for(case.lookup).by_kernel
+    if not case.cuts and not by_kernel:  # rows that have ended are left behind
         longest = expected["response_mask"].sum(axis=1).max()
         assert generator.counts.computed < 0.9 * longest * case.prompts * case.samples
     assert rollout.keys() == expected.keys()
@@ -260,6 +319,49 @@ def test_surplus_samples_are_given_up_and_the_shortest_kept(name, alone):
         assert found[row // 4][at % 3] == everything["responses"][row][mask].tolist()
 
 
+@pytest.mark.parametrize("name", ["all at once", pytest.param("guesses", marks=pytest.mark.slow)])
+def test_groups_are_told_once_in_the_part_in_which_they_end(name, alone):
+    case = dataclasses.replace(SURPLUS[name], cuts=(10, 40, 66))
+    generator, params, arguments, options = made_by(case)
+    expected, told = alone(case), []
+    drawn_by(generator, params, arguments, case, options, on_ended=lambda *x: told.append(x))
+    lengths = expected["response_mask"].sum(axis=1)
+    assert sorted(prompt for prompt, _ in told) == list(range(case.prompts))
+    part = np.searchsorted(case.cuts, lengths.reshape(-1, 4).max(axis=1))
+    found = [part[prompt] for prompt, _ in told]
+    assert found == sorted(found) and len(set(found)) > 1
+    for prompt, responses in told:
+        own = slice(4 * prompt, 4 * prompt + 4)
+        rows = zip(expected["responses"][own], lengths[own], strict=True)
+        assert responses == [row[:length].tolist() for row, length in rows]
+
+
+def test_a_stage_has_its_own_layers_and_caches_are_written_in_place():
+    """Of the loop's program: nothing but hidden states, and numbers of rows, goes between devices.
+
+    By the compiler's account, in bytes of a device.
+    """
+    case = Case(samples=2, slots=16, sizes=(("pipe", 2), ("tensor", 2)), config=FOUR)
+    generator, params, _, options = made_by(case)
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
+    )
+    given = {k: v for k, v in options.items() if k not in ("seed", "step")}
+    programs = generator.programs("generate", abstract, 16, LENGTH, slots=16, **given)
+    prefill, decoding = programs
+    held = shard_bytes(prefill.beside)
+    rows, length, layers = 16, NEW + 4 * STEPS, FOUR.layers // 2
+    cache = (rows // 2 * LENGTH + rows * length) * 2 * layers * 8 * 4  # a head of two
+    assert cache < held < 1.01 * cache + 100 * rows
+    used = decoding.trace().lower().compile()
+    memory, text = used.memory_analysis(), used.as_text()
+    assert memory.argument_size_in_bytes == pytest.approx(shard_bytes(params) + held, rel=0.01)
+    assert memory.alias_size_in_bytes == pytest.approx(held, rel=0.01)
+    assert memory.temp_size_in_bytes < held / 2
+    assert "all-gather" not in text and "all-to-all" not in text and "permute" in text
+    assert decoding.loop_trips == 2 * STEPS + 1
+
+
 @pytest.mark.parametrize(
     "form, unroll, samples, slots, kept",
     [
@@ -297,21 +399,23 @@ def test_programs_take_the_cache_that_is_said(form, unroll, samples, slots, kept
     assert used.alias_size_in_bytes == pytest.approx(held, rel=0.01)  # written in place
 
 
-def test_nothing_is_compiled_for_other_lengths():
-    case = Case(samples=2, prompts=6, slots=8)
+@pytest.mark.parametrize("sizes", [
+    (("data", 1),),
+    pytest.param((("pipe", 2), ("tensor", 2)), marks=pytest.mark.slow),
+])  # fmt: skip
+def test_nothing_is_compiled_for_other_lengths(sizes):
+    case = Case(samples=2, prompts=6, slots=8, cuts=(20, 70), sizes=sizes)
     generator, params, (prompts, mask, sequence), options = made_by(case)
     compiled = []
     event = "/jax/core/compile/backend_compile_duration"
-    generator.generate(params, prompts, mask, sequence, slots=8, **options)
+    drawn_by(generator, params, (prompts, mask, sequence), case, options)
     jax.monitoring.register_event_duration_secs_listener(
         lambda name, *_, **__: compiled.append(name) if name == event else None
     )
     try:
         for seed in range(6):
-            rollout = generator.generate(
-                params, prompts, mask, sequence + 12 * seed, slots=8, **options
-            )
-            assert np.asarray(rollout["response_mask"]).any()
+            arguments = prompts, mask, sequence + 12 * seed
+            assert drawn_by(generator, params, arguments, case, options)[1]
     finally:
         jax.monitoring.clear_event_listeners()
     assert not compiled

@@ -11,16 +11,26 @@ from hjax.planning.auto import _waves
 ASKED = {"rollout.slots": -1, "rollout.prompts": 128, "rollout.samples": 2}
 
 
-def test_less_memory_fewer_sequences():
-    found = [chosen(memory=n * GIB, **ASKED).slots for n in range(40, 240, 8)]
+STAGES = {
+    "layout.actor.train.fsdp": 4, "layout.actor.train.pipe": 2, "layout.actor.generate.pipe": 2
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_less_memory_fewer_sequences(stages):
+    asked = ASKED | (STAGES if stages > 1 else {})
+    found = [chosen(memory=n * GIB, **asked).slots for n in range(40, 240, 8)]
     slots = [room.slots or room.sequences for room in found]
     assert slots == sorted(slots) and slots[0] < slots[-1] == 256 and found[-1].slots == 0
     # By hand: a token of llama-7b is 2 x 32 layers x 32 heads x 128 x 2 bytes, split over the
-    # tensor axis of generation; prompts once for both answers, which have columns to spare.
+    # tensor axis of generation; prompts once for both answers, which have columns to spare. A
+    # stage has its own layers' alone.
     room = [r for r in found if r.slots][-1]
-    layout = chosen(memory=GIB, **ASKED).layouts["actor"].generate
+    layout = chosen(memory=GIB, **asked).layouts["actor"].generate
+    assert layout.ways("layers") == stages
     groups = room.slots / 2 / layout.ways("batch")
-    token = 2 * 32 * 32 * 128 * 2 / layout.ways("heads")
+    assert groups % stages == 0
+    token = 2 * 32 / stages * 32 * 128 * 2 / layout.ways("heads")
     assert room.cache_bytes == groups * (512 + 2 * (3072 + 64)) * token
     assert room.cache_bytes < room.usable_bytes
 

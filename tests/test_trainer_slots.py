@@ -7,6 +7,7 @@ from hjax.errors import ConfigError
 
 # Most answers end early, some late: sizes of all kinds are met.
 LONG = {"rollout.max_response_length": 90, "steps": 3, "eval.every": 2, "warm_start.steps": 0}
+STAGES = {"model.layers": 2, "layout.actor.train.pipe": 2, "layout.actor.generate.pipe": 2}
 CASES = {
     "slots": ("GRPO", {"rollout.slots": 16}),
     "critic, split": ("PPO", {"rollout.slots": 16, "placement": "split"}),
@@ -21,6 +22,14 @@ CASES = {
     "guesses, devices": ("ReMax", {"rollout.lookup": 2, "layout.actor.generate.tensor": 2,
                                    "layout.actor.train.tensor": 2}),
     "guesses, ahead": ("GRPO", {"rollout.lookup": 2, "placement": "disaggregate"}),
+    "parts": ("GRPO", {"rollout.slots": 16, "rollout.lookup": 2, "placement": "disaggregate",
+                       "rollout.partial_tokens": 30, "rollout.max_staleness": 1,
+                       "rollout.deterministic": True}),
+    "stages": ("GRPO", STAGES | {"rollout.slots": 16}),
+    "stages, guesses, parts": ("GRPO", {
+        "rollout.slots": 8, "rollout.lookup": 2, "placement": "disaggregate", "model.layers": 2,
+        "layout.rollout.train.pipe": 2, "rollout.partial_tokens": 30, "rollout.max_staleness": 1,
+        "rollout.deterministic": True}),
 }  # fmt: skip
 EVERYDAY: tuple[str, ...] = ()  # those below have slots too
 
@@ -51,22 +60,29 @@ def test_shorter_responses_are_kept_of_more_than_are_asked_for(tmp_path):
     assert lengths[4] < 0.7 * lengths[0]
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        (
-            {"rollout.max_staleness": 1, "placement": "disaggregate", "rollout.partial_tokens": 2},
-            "rollout.slots=8: responses in parts .* use rollout.slots=0",
-        ),
-        (
-            {"model.layers": 2, "layout.actor.train.pipe": 2, "layout.actor.generate.pipe": 2},
-            "rollout.slots=8: with stages .*pipe=1 for generation",
-        ),
-    ],
-)
-@pytest.mark.parametrize("key", ["slots", "lookup", "surplus"])
-def test_slots_that_cannot_be_are_refused(changes, message, key, tmp_path):
-    keys = changes | {f"rollout.{key}": 8}
-    message = message.replace("slots", key)
-    with pytest.raises(ConfigError, match=message), trainer_of("GRPO", keys, workdir=tmp_path):
+@pytest.mark.slow
+def test_a_run_with_stages_resumes_bit_for_bit(tmp_path):
+    # All lengths are of one bucket.
+    changes = LONG | STAGES | {"rollout.slots": 16, "checkpoint.every": 2, "steps": 4}
+    changes |= {"rollout.max_response_length": 64}
+    with trainer_of("GRPO", changes, workdir=tmp_path / "whole") as trainer:
+        rows = trainer.run()
+    counts = [row["compile/count"] for row in rows]
+    assert counts[1:] == [counts[1]] * 3  # nothing after the second step
+    with trainer_of("GRPO", changes, workdir=tmp_path / "parts") as trainer:
+        for _ in range(3):  # the third is in no checkpoint
+            trainer.step()
+    with trainer_of("GRPO", changes, workdir=tmp_path / "parts") as trainer:
+        resumed = trainer.run()
+    assert [row["step"] for row in resumed] == [3, 4]
+    assert [computed(row) for row in resumed] == [computed(row) for row in rows[2:]]
+
+
+def test_surplus_samples_in_parts_are_refused(tmp_path):
+    keys = {"rollout.max_staleness": 1, "placement": "disaggregate", "rollout.partial_tokens": 2}
+    message = "rollout.surplus=8: of responses in parts .* use rollout.surplus=0"
+    with (
+        pytest.raises(ConfigError, match=message),
+        trainer_of("GRPO", keys | {"rollout.surplus": 8}, workdir=tmp_path),
+    ):
         pass

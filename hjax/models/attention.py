@@ -261,11 +261,21 @@ class SharedPrompt:
       samples: responses per row, all of one (padded) length. Padding stands on the right of a
         response, so causality alone hides it.
       form: how.
+      keep, int8: as of ``Causal``: prompts' and responses' keys and values as they stand in a row.
     """
 
     prompt_mask: jax.Array
     samples: int
     form: Form = Form()
+    keep: bool = False
+    int8: bool = False
+
+    def positions(self, length: int) -> jax.Array:
+        """int32 [groups, prompt + samples * length], of each token in its sequence."""
+        after = jnp.sum(self.prompt_mask, axis=-1, dtype=jnp.int32)[:, None]
+        answers = jnp.tile(after + jnp.arange(length, dtype=jnp.int32), (1, self.samples))
+        prompts = jnp.cumsum(self.prompt_mask, axis=-1, dtype=jnp.int32) - 1
+        return jnp.concatenate([jnp.maximum(prompts, 0), answers], axis=1)
 
     def __call__(self, heads: Heads, cache: Any) -> tuple[jax.Array, Any, KeyValue | None]:
         _, q, k, v, scoring, sinks = heads
@@ -273,6 +283,11 @@ class SharedPrompt:
         groups, total, _, dim = q.shape
         kv_heads = k.shape[2]
         length = (total - prompt) // self.samples
+        kept: KeyValue | None = None
+        if self.int8:
+            k, v, kept = _rounded(k, v)
+        elif self.keep:
+            kept = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
         if self.form.pieces(prompt + length):
             answers = jnp.ones((groups, total - prompt), bool)
             mask = self.form.hold(
@@ -280,7 +295,7 @@ class SharedPrompt:
             )
             sight = Sight(prompt, length)
             out = self.form.attend(q, k, v, mask, sinks, scoring, sight)
-            return out, cache, None
+            return out, cache, kept
 
         def cut(x: jax.Array) -> tuple[jax.Array, ...]:
             # A split's backward pass is one concatenation; that of two slices pads and adds.
@@ -307,4 +322,4 @@ class SharedPrompt:
             by_sample(qr), kp, vp, own_k, own_v, past[:, None], visible[None, None], scoring, sinks
         )
         out = out.transpose(0, 2, 4, 1, 3, 5).reshape(groups, self.samples * length, -1, dim)
-        return jnp.concatenate([_merge_heads(out_prompt), out], axis=1), cache, None
+        return jnp.concatenate([_merge_heads(out_prompt), out], axis=1), cache, kept

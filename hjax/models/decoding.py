@@ -327,52 +327,6 @@ class KVCache:
             copies,
         )
 
-    @classmethod
-    def filled(
-        cls,
-        kept: Any,
-        samples: int,
-        length: int,
-        prompt: int,
-        form: str = COLUMNS,
-        copies: int = 1,
-    ) -> KVCache:
-        """A cache of rows that have begun to answer.
-
-        Args:
-          kept: (k, v) of prompts and responses so far, a row per response, with a leading layer
-            dimension, or a tuple of (k, v) per layer; samples of a prompt are consecutive.
-          samples: rows per prompt.
-          length: of a response in the end.
-          prompt: tokens of a padded prompt; what follows is the response's.
-          form, copies: of the cache.
-        """
-
-        def by_group(x: jax.Array) -> jax.Array:
-            *lead, rows, kv_heads, total, dim = x.shape
-            return x.reshape(*lead, rows // samples, samples, kv_heads, total, dim)
-
-        def shared(axis: int, _: bool, x: jax.Array) -> jax.Array:
-            x = by_group(x)[..., 0, :, :, :]
-            return jax.lax.slice_in_dim(x, 0, prompt, axis=x.ndim + axis)
-
-        def own(part: Any, columns: bool) -> Any:
-            room = _room(form, length, jax.tree.leaves(part)[0].dtype)
-
-            def of(axis: int, scaled: bool, x: jax.Array) -> jax.Array:
-                x = by_group(x.swapaxes(-1, -2) if scaled else x)
-                x = x[..., prompt:, :].swapaxes(-4, -3)
-                x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, room - x.shape[-2]), (0, 0)])
-                x = _copied(x, copies, -4) if _by_sample(form, samples) else x[..., 0, :, :]
-                return x.swapaxes(-1, -2) if axis == -1 else x
-
-            return int8_cache.each(of, part, columns=columns)
-
-        k, v = keys_and_values(kept, form in KERNELS)
-        prompt_k, prompt_v = (_prompt(int8_cache.each(shared, x), form, copies) for x in (k, v))
-        own_k, own_v = own(k, form == COLUMNS), own(v, False)
-        return cls(prompt_k, prompt_v, own_k, own_v, form, copies)
-
 
 def _by_sample(form: str, samples: int) -> bool:
     """Whether a response cache has a dimension for samples."""

@@ -118,23 +118,25 @@ class Beginnings:
     Args:
       engine: that reads them.
       work: whose prompts they are.
+      waiting: int [prompts], numbers of those that are to enter; None: all.
 
     Attributes:
       active: whether beginnings are kept and chunks read: where prompts may be longer than
-        ``SHORT``, and the engine can.
+        ``SHORT``, responses come whole, and the engine can. In parts each part reads anew what
+        there is, prompts and responses together.
       known: int [prompts], tokens of each that it did not read, as another one of its
         data-parallel part had begun alike.
       blocks: what is known; None before ``begin`` and after ``end``.
     """
 
-    def __init__(self, engine: Engine, work: Work):
+    def __init__(self, engine: Engine, work: Work, waiting: np.ndarray | None = None):
         self._engine, self._work = engine, work
         count, self._limit = work.prompts.shape
-        self.active = self._limit > SHORT and not why_never(engine)
+        self.active = self._limit > SHORT and not work.in_parts and not why_never(engine)
         self._chunk = min(CHUNK, -(-self._limit // BLOCK) * BLOCK)
         self._room = SHARED * (self.columns // BLOCK)
         self._length = work.mask.sum(axis=1)
-        self._order = np.arange(count)
+        self._order = np.arange(count) if waiting is None else waiting
         self._next = 0
         self._reading = [NOBODY] * engine.parts
         self._path: list[tuple[int, ...]] = [()] * count
@@ -171,10 +173,9 @@ class Beginnings:
         """Whether there is room to read prompts whole."""
         return not self.active or self._limit <= READING
 
-    @property
-    def together(self) -> int:
-        """Prompts of a part that are read together at most."""
-        return max(1, READING // self._limit)
+    def together(self, beside: int = 0) -> int:
+        """Prompts of a part that are read together at most, with so many more tokens of each."""
+        return max(1, READING // (self._limit + beside))
 
     # Before the first
 

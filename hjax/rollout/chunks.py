@@ -129,9 +129,8 @@ class Chunks:
         count: jax.Array,
         where: jax.Array,
     ) -> Blocks:
-        model = self._network.bind(params)
         attention = Continue(numbers, count, mask, self._copies)
-        _, kept = self._prefilled(model, tokens, mask, attention, count, blocks)
+        _, kept = self._prefilled(params, tokens, mask, attention, count, blocks)
 
         def cut(_: int, scaled: bool, x: jax.Array) -> jax.Array:
             """[..., parts, heads, columns, dim] -> [..., parts * n, heads, BLOCK, dim]"""

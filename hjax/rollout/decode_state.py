@@ -31,17 +31,6 @@ def start(rows: int, length: int, sampling: Sampling | None) -> DecodeState:
     } | ({"top": no_tops((rows, length))} if sampling is None else {})
 
 
-def begun(rollout: dict[str, jax.Array], sampling: Sampling) -> DecodeState:
-    """What was drawn of a rollout that was left off before its limit."""
-    return {
-        "last": jnp.zeros_like(rollout["responses"][:, 0]),
-        "done": ~rollout["truncated"],
-        "tokens": rollout["responses"],
-        "mask": rollout["response_mask"],
-        "logprobs": {name: rollout[name] for name in _reported(sampling)},
-    }
-
-
 def advance(
     state: DecodeState,
     logits: jax.Array,

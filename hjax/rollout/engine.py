@@ -21,19 +21,29 @@ import numpy as np
 
 from hjax.errors import ConfigError
 from hjax.kernels import decode, int8_cache
-from hjax.kernels.decode import Seen, Slots
-from hjax.models.attention import Attention, Causal
+from hjax.kernels.decode import Slots
+from hjax.models.attention import Attention, Causal, SharedPrompt
 from hjax.models.continuing import BLOCK, Blocks, Continue
-from hjax.models.decoding import Decode, DecodeSlots, KVCache, keys_and_values
+from hjax.models.decoding import KVCache, keys_and_values
 from hjax.models.forward import positions_of
 from hjax.models.parameters import Network, Weights
 from hjax.models.transformer import Compute
-from hjax.rollout import decode_state, lookup, vocabulary
+from hjax.rollout import decode_state
 from hjax.rollout.chunks import Chunks
-from hjax.rollout.counts import Counts, counted
-from hjax.rollout.row_sampling import RowSampling, draw_rows
-from hjax.rollout.sampling import draw
-from hjax.rollout.slots import Admission, Drawn, How, Known, Prompts, Running, Size, State
+from hjax.rollout.counts import Counts
+from hjax.rollout.row_sampling import RowSampling
+from hjax.rollout.slots import (
+    Admission,
+    Begun,
+    Drawn,
+    How,
+    Known,
+    Prompts,
+    Running,
+    Size,
+    State,
+)
+from hjax.rollout.stepping import Drawing, Pass, with_token
 from hjax.sharding.arrays import place
 from hjax.sharding.layout import Layout
 
@@ -42,7 +52,7 @@ STEPS = 16
 
 
 class Engine:
-    """The programs of one model under one layout of one stage.
+    """The programs of one model under one layout of one stage; ``hjax.rollout.staged`` has others.
 
     Args:
       network: the model.
@@ -67,13 +77,15 @@ class Engine:
         self.network, self.layout, self.compute = network, layout, compute
         self.form, self.copies, self.int8 = cache_form, copies, int8
         self.lookup = guesses
+        self.spare = 0  # columns that programs need beyond those of all tokens
         if guesses and self.by_kernel:
             raise ConfigError(f"lookup={guesses}: the kernel {cache_form!r} takes one token a step")
-        self.parts = layout.ways("batch")
+        # Rows of each data-parallel part, and of these a micro-batch for each stage.
+        self.parts = layout.ways("batch") * layout.ways("layers")
         # As the cache says: an array of all layers, or one for each.
         self.stacked = self.by_kernel or not compute.unroll_layers
         heads = "kv_heads" if copies == 1 else "heads"
-        over = (None,) if self.stacked else ()
+        over = ("layers",) if self.stacked else ()
         held = layout.sharding(*over, "batch", heads)
         self.block_sharding = layout.sharding(*over, "batch", heads)
         way = self.copies, self.block_sharding, self.stacked
@@ -83,7 +95,7 @@ class Engine:
         of_slots = cast(Any, (split, split, split, whole, split, split, self.parts))
         slots = Slots(*of_slots)
         state = State(*cast(Any, (held, slots, split)))
-        self._shardings = state, Prompts(*cast(Any, (held, held, split, split, split)))
+        self._shardings = state, Prompts(*cast(Any, (held, held, split, split, split, held)))
         rest, both = (slots, split), (state, whole)
         self._empty = jax.jit(self._zeros, static_argnums=0, out_shardings=state)
         self._prefill = jax.jit(
@@ -106,6 +118,10 @@ class Engine:
         """Whether each row's tokens begin in its own column 0: the kernel reads what is filled of
         each, so that slots stay where they are."""
         return self.form in decode.KERNELS
+
+    def trips(self, steps: Any) -> Any:
+        """Of ``decode``'s loop for so many tokens."""
+        return steps
 
     @property
     def by_row(self) -> bool:
@@ -171,9 +187,11 @@ class Engine:
         split = self.layout.sharding("batch")
         asked = {f.name: getattr(new, f.name) for f in dataclasses.fields(new)}
         del asked["groups"], asked["rows"]
+        asked["most"] = new.limit if new.most is None else new.most
         given = jax.tree.map(lambda x: place(x, split), asked)
         text = [given.pop(name) for name in ("prompts", "mask", "known")]
-        prompts = self._prefill((samples, counted), params, *text, given["limit"], blocks)
+        begun = given["begun"]
+        prompts = self._prefill((samples, counted), params, *text, given["most"], blocks, begun)
         rows, drawn = self._first(how, prompts.logits, prompts.tokens, prompts.counts, given)
         return prompts, rows, Drawn.of(drawn)
 
@@ -189,24 +207,31 @@ class Engine:
         """
         split, cache = self.layout.sharding("batch"), state.cache
         of_groups, of_rows = place(groups, split), place(rows, split)
-        own = cache.own_prompts
+        own, begun = cache.own_prompts, prompts.own
         columns = None if own else (_size(cache.prompt_k), _size(prompts.k))
         given = state.slots, state.rows, prompts.tokens, new, of_groups, of_rows
-        slots, running, ends = self._seat(columns, *given)
-        names, where = (("k", "v"), of_rows) if own else (("prompt_k", "prompt_v"), of_groups)
+        slots, running, edges = self._seat(columns, *given)
 
-        def entered(name: str) -> Any:
+        def entered(name: str, some: Any, where: jax.Array) -> Any:
             """Of an array at a time: one program for all layers, whatever else the state has."""
-            columns = own and name == "k" and self.form == decode.COLUMNS
-            some = prompts.k if name.endswith("k") else prompts.v
+            rows = not name.startswith("prompt")
+            columns = name == "k" and self.form == decode.COLUMNS
 
             def one(axis: int, scaled: bool, old: jax.Array, x: jax.Array) -> jax.Array:
-                return self._enter((own, axis, scaled), old, x, where, ends)
+                return self._enter((rows, axis, scaled, begun is not None), old, x, where, edges)
 
             return int8_cache.each(one, getattr(cache, name), some, columns=columns)
 
-        cache = dataclasses.replace(cache, **{name: entered(name) for name in names})
-        return State(cache, slots, running)
+        of_prompts = {"k": prompts.k, "v": prompts.v}
+        if not own:
+            of_prompts = {"prompt_k": prompts.k, "prompt_v": prompts.v}
+        where = of_rows if own else of_groups
+        parts = {name: entered(name, some, where) for name, some in of_prompts.items()}
+        if begun is not None:
+            # For the kernel rows lie by their groups.
+            where = of_groups if self.by_kernel else of_rows
+            parts |= {name: entered(name, x, where) for name, x in zip("kv", begun, strict=True)}
+        return State(dataclasses.replace(cache, **parts), slots, running)
 
     def decode(
         self,
@@ -325,7 +350,7 @@ class Engine:
                 jax.ShapeDtypeStruct(prompts[:1], jnp.int32),
             )
             held, blocks = _with_shardings(shapes, split), self.chunks.abstract(count)
-        given = params, tokens, mask, held, limit, blocks
+        given = params, tokens, mask, held, limit, blocks, None
         traced = self._prefill.trace((samples, False), *given)
         return traced, cast(Prompts, _with_shardings(traced.out_info, self._shardings[1]))
 
@@ -372,7 +397,8 @@ class Engine:
             table = jnp.zeros((size.rows, config.vocab_size), jnp.int32)
             counts = Counts(table > 0, table)
         text = jnp.zeros((size.rows, size.text), jnp.int32) if size.text else None
-        running = Running(numbers, numbers, numbers, numbers, done, keys, options, counts, text)
+        whole = (numbers,) * 5
+        running = Running(*whole, done, keys, options, counts, text)
         return State(cache, slots, running)
 
     def _read_prompts(
@@ -382,32 +408,46 @@ class Engine:
         prompts: jax.Array,
         mask: jax.Array,
         known: Known | None,
-        limit: jax.Array,
+        most: jax.Array,
         blocks: Blocks | None,
+        begun: Begun | None,
     ) -> Prompts:
         """``rows``: of each prompt how many, and whether their tokens are counted."""
-        model, split = self.network.bind(params), self.layout.constrain
+        split = self.layout.constrain
         samples, counted = rows
         prompts, mask = split(prompts, "batch"), split(mask, "batch")
-        if known is None:
-            whole, there, copies = prompts, mask, self.copies
-            attention: Any = Causal(mask, keep=True, form=self.compute.form, int8=self.int8)
-        else:
+        whole, there, copies, at, read = prompts, mask, self.copies, None, prompts
+        attention: Any = Causal(mask, keep=True, form=self.compute.form, int8=self.int8)
+        if known is not None:
             whole, there, copies = split(known.tokens, "batch"), split(known.mask, "batch"), 1
             attention = Continue(known.blocks, known.count, mask, self.copies)
+        elif begun is not None:
+            how = self.compute.form, True, self.int8
+            attention = SharedPrompt(mask, samples, *how)
+            answers = begun.tokens.reshape(prompts.shape[0], -1)
+            read = split(jnp.concatenate([prompts, answers], axis=1), "batch")
+            # The last token of each.
+            first = prompts.shape[1] + begun.tokens.shape[1] * jnp.arange(samples)
+            at = first + begun.count.reshape(-1, samples) - 1
         tokens = jnp.sum(there, axis=-1, dtype=jnp.int32)
-        lengths = jnp.max(limit.reshape(-1, samples), axis=-1) + tokens
-        hidden, kept = self.prefilled(model, prompts, mask, attention, lengths, blocks)
+        lengths = jnp.max(most.reshape(-1, samples), axis=-1) + tokens
+        hidden, kept = self.prefilled(params, read, mask, attention, lengths, blocks, at)
         k, v = keys_and_values(kept, self.stacked)
         if copies > 1:
             k, v = jax.tree.map(lambda x: jnp.repeat(x, copies, axis=-3), (k, v))
+        own = None
+        if begun is not None:
+            cut = functools.partial(_cut_answers, prompts.shape[1], samples)
+            own = tuple(int8_cache.each(functools.partial(cut, 1), held) for held in (k, v))
+            k, v = (int8_cache.each(functools.partial(cut, 0), held) for held in (k, v))
         counts = None
         if counted:
             whole, there = (jnp.repeat(x, samples, axis=0) for x in (whole, there))
             vocab = self.network.config.vocab_size
             counts = Counts.of(whole, there, vocab, layout=self.layout)
-        logits = split(model.logits(hidden[:, -1]), "batch", "vocab")
-        return Prompts(k, v, tokens, logits, counts)
+        model = self.network.bind(params)
+        logits = split(model.logits(hidden.reshape(-1, hidden.shape[-1])), "batch", "vocab")
+        return Prompts(k, v, tokens, logits, counts, cast(Any, own))
 
     def _begun(
         self,
@@ -418,19 +458,22 @@ class Engine:
         given: dict[str, Any],
     ) -> tuple[Running, decode_state.DecodeState]:
         """Sequences with their first tokens."""
-        text = given["text"]
+        text, begun = given["text"], given["begun"]
         limit, options, keys = given["limit"], given["options"], given["keys"]
         entering = limit.shape[0]
-        samples = entering // tokens.shape[0]
-        logits = self.layout.constrain(jnp.repeat(logits, samples, axis=0), "batch", "vocab")
-        nothing = decode_state.start(entering, 1, how.sampling if options is None else None)
-        first = jnp.zeros(entering, jnp.int32)
-        way = options, counts, keys, first
-        drawn, counts = self._draw(how, nothing, logits, *way, jnp.int32(0), given["allowed"])
-        done = drawn["done"] | (limit <= 1)
-        number, one = jnp.repeat(tokens, samples), jnp.ones(entering, jnp.int32)
-        text = _with_token(text, number, drawn["last"], True)
-        rows = Running(number, one, limit, drawn["last"], done, keys, options, counts, text)
+        logits = jnp.repeat(logits, entering // logits.shape[0], axis=0)
+        logits = self.layout.constrain(logits, "batch", "vocab")
+        drawing = self._drawing(how)
+        nothing = drawing.empty(entering, 1, options)
+        before = jnp.zeros(entering, jnp.int32) if begun is None else begun.count
+        way = options, counts, keys, before
+        drawn, counts = drawing.token(nothing, logits, *way, jnp.int32(0), given["allowed"])
+        number = before + 1
+        done = drawn["done"] | (limit <= number)
+        tokens = jnp.repeat(tokens, entering // tokens.shape[0])
+        text = with_token(text, tokens + before, drawn["last"], True)
+        numbers = tokens, number, limit, given["most"], drawn["last"]
+        rows = Running(*numbers, done, keys, options, counts, text)
         return rows, drawn | {"done": done}
 
     def _seated(
@@ -443,48 +486,50 @@ class Engine:
         groups: jax.Array,
         rows: jax.Array,
     ) -> tuple[Slots, Running, jax.Array]:
-        """What ``insert`` changes but for the cache, and before which column each prompt ends.
+        """What ``insert`` changes but for the cache, and ``edges`` of ``_entered``.
 
         ``columns``: of the state's prompts and of those that were read; None: rows have their
         prompts among their own tokens. ``tokens``: int32 [groups], of each prompt.
         """
         at_group, at_row = (functools.partial(self._put, where) for where in (groups, rows))
-        start = jnp.zeros(rows.shape, jnp.int32)
+        there = new.drawn - 1  # tokens of a response that are in the cache
+        start = jnp.zeros(rows.shape, jnp.int32) if self.by_row else slots.column - there
+        edges = start
         if columns is None:
             begin = end = jnp.zeros(groups.shape, jnp.int32)
-            ends = tokens if self.by_row else jnp.broadcast_to(slots.column, tokens.shape)
-            start = ends - tokens
+            edges = tokens if self.by_row else jnp.broadcast_to(slots.column, tokens.shape)
+            start = edges - tokens
         else:
             # Prompts end where the state's prompts end, but for the kernel.
             held, read = columns
             end = jnp.full(groups.shape, read if self.by_kernel else held, jnp.int32)
-            begin = ends = end - tokens
-            start = start if self.by_row else start + slots.column
+            begin = end - tokens
         slots = dataclasses.replace(
             slots,
             begin=at_group(slots.begin, begin),
             end=at_group(slots.end, end),
             start=at_row(slots.start, start),
         )
-        return slots, jax.tree.map(at_row, running, new), ends
+        return slots, jax.tree.map(at_row, running, new), edges
 
     def _entered(
         self,
-        way: tuple[bool, int, bool],
+        way: tuple[bool, int, bool, bool],
         old: jax.Array,
         x: jax.Array,
         at: jax.Array,
-        ends: jax.Array,
+        edges: jax.Array,
     ) -> jax.Array:
-        """An array of the cache with prompts ``x`` at numbers ``at`` of its groups or rows.
+        """An array of the cache with ``x`` at numbers ``at`` of its groups or rows.
 
-        ``way``: whether these are rows, where prompts end before columns ``ends``, along which axis
-        the array has columns, and whether it is one of scales.
+        ``way``: whether these are rows', along which axis the array has columns, whether it is one
+        of scales, and whether ``x`` is of responses that had begun, which begin in columns
+        ``edges``; else prompts end before them.
         """
-        own, axis, scaled = way
+        rows, axis, scaled, begun = way
         x = x.swapaxes(-1, -2) if scaled else x
-        one = functools.partial(self._prompts_in_rows, axis == -1, at, ends)
-        if not own:
+        one = functools.partial(self._tokens_in_rows, axis == -1, begun, at, edges)
+        if not rows:
             one = functools.partial(self._prompts_in_groups, axis == -1, at)
         return jax.vmap(one)(old, x) if self.stacked else one(old, x)
 
@@ -496,36 +541,58 @@ class Engine:
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [sides, (0, 0)])
         return self._put(at, old, x.swapaxes(-1, -2) if by_columns else x)
 
-    def _prompts_in_rows(
-        self, by_columns: bool, at: jax.Array, ends: jax.Array, old: jax.Array, x: jax.Array
+    def _tokens_in_rows(
+        self,
+        by_columns: bool,
+        begun: bool,
+        at: jax.Array,
+        edges: jax.Array,
+        old: jax.Array,
+        x: jax.Array,
     ) -> jax.Array:
-        """Prompts, which end in the last column of ``x``; whatever a row had is given up."""
+        """Prompts, which end in the last column of ``x``, or responses, which begin in its first;
+        whatever a row had is given up."""
         axis = old.ndim - (1 if by_columns else 2)
         read, size = x.shape[2], old.shape[axis]
         if self.by_row:  # what follows them is not there yet
             size = min(size, read)
-        column = jnp.arange(size) + read - ends[:, None]
-        x = jnp.take_along_axis(x, jnp.clip(column, 0, read - 1)[:, None, :, None], axis=2)
-        if self.by_kernel:  # with a dimension for samples
-            x = x[:, :, None]
+        if begun and self.by_kernel:  # by group, from column 0 on
+            x = x.reshape(at.shape[0], -1, *x.shape[1:]).swapaxes(1, 2)[..., :size, :]
+        else:
+            column = jnp.arange(size) - edges[:, None] + (0 if begun else read)
+            x = jnp.take_along_axis(x, jnp.clip(column, 0, read - 1)[:, None, :, None], axis=2)
+            if self.by_kernel:  # with a dimension for samples
+                x = x[:, :, None]
         x = x.swapaxes(-1, -2) if by_columns else x
         held = self._put(at, jax.lax.slice_in_dim(old, 0, size, axis=axis), x)
         return jax.lax.dynamic_update_slice_in_dim(old, held, 0, axis)
 
     def prefilled(
         self,
-        model: Any,
+        params: Weights,
         tokens: jax.Array,
         mask: jax.Array,
         attention: Attention,
         lengths: jax.Array,
         blocks: Blocks | None,
+        at: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
-        """Inside jit: hidden states of prompts, and keys and values as ``attention`` keeps them."""
-        if isinstance(attention, Continue):
-            positions, columns = attention.positions, attention.blocks.shape[1] * BLOCK
-        else:
-            positions, columns = positions_of(mask), tokens.shape[1]
+        """Inside jit: hidden states of prompts, and keys and values as ``attention`` keeps them.
+
+        Args:
+          params: of the model.
+          tokens: int32 [groups, length], prompts, with the beginnings of responses after them.
+          mask: bool [groups, prompt], of the prompts.
+          attention: what tokens see.
+          lengths: int32 [groups], tokens that each sequence will have.
+          blocks: of a ``Continue``.
+          at: int32 [groups, n], columns whose hidden states are asked for; None: the last.
+
+        Returns:
+          [groups, n, embed], and what was kept.
+        """
+        model = self.network.bind(params)
+        positions, columns = self._positions(tokens, mask, attention)
         hidden, _, kept = model(
             tokens,
             positions,
@@ -535,7 +602,22 @@ class Engine:
             layers=model.unstack() if self.compute.unroll_layers else None,
             rotary=model.rotary(lengths, tables=columns),
         )
-        return hidden, kept
+        if at is None:
+            return hidden[:, -1:], kept
+        return jnp.take_along_axis(hidden, at[:, :, None], axis=1), kept
+
+    @staticmethod
+    def _positions(
+        tokens: jax.Array, mask: jax.Array, attention: Attention
+    ) -> tuple[jax.Array, int]:
+        """Positions of ``tokens``, of ``prefilled``, and more than which they are not."""
+        columns = tokens.shape[1]
+        if isinstance(attention, Continue):
+            return attention.positions, attention.blocks.shape[1] * BLOCK
+        if isinstance(attention, SharedPrompt):
+            length = (columns - mask.shape[1]) // attention.samples
+            return attention.positions(length), columns
+        return positions_of(mask), columns
 
     def _put(self, index: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
         """``old`` [many, ...] with ``new`` [some, ...] at numbers of its parts."""
@@ -544,31 +626,12 @@ class Engine:
         put = jax.vmap(lambda old, at, new: old.at[at].set(new.astype(old.dtype), mode="drop"))
         return put(*cut).reshape(old.shape)
 
-    def _draw(
-        self,
-        how: How,
-        drawn: decode_state.DecodeState,
-        logits: jax.Array,
-        options: RowSampling | None,
-        counts: Counts | None,
-        keys: jax.Array,
-        position: jax.Array,
-        at: jax.Array,
-        allowed: jax.Array | None,
-    ) -> tuple[decode_state.DecodeState, Counts | None]:
-        """Each row's token at ``position``, in column ``at`` of the tables."""
-        numbers, kernels = jax.random.wrap_key_data(keys), self.compute.kernels
-        if options is None:
-            new = draw(logits, numbers, position, how.sampling, kernels, self.layout)
-            ends = jnp.any(new.token[:, None] == jnp.asarray(how.stop, jnp.int32), axis=-1)
-        else:
-            # Of rows that have ended nobody asks for more.
-            asked = jnp.where(drawn["done"], 0, options.top)
-            way = dataclasses.replace(options, top=asked), counts, kernels, self.layout, allowed
-            new = draw_rows(logits, numbers, position, *way)
-            ends = options.ends(new.token)
-            counts = counted(counts, new.token, ~drawn["done"], self.layout)
-        return decode_state.entered(drawn, new, ends, at), counts
+    def _drawing(self, how: How) -> Drawing:
+        return Drawing(how, self.compute, self.layout)
+
+    def _pass(self, how: How, state: State) -> Pass:
+        length, own = _size(state.cache.v), state.cache.own_prompts
+        return Pass(self._drawing(how), self.lookup, self.by_kernel, own, length)
 
     def _decoded(
         self,
@@ -579,113 +642,29 @@ class Engine:
         steps: jax.Array,
         allowed: jax.Array | None,
     ) -> tuple[State, decode_state.DecodeState]:
-        model = self.network.bind(params)
+        model, way = self.network.bind(params), self._pass(how, state)
         layers = model.unstack() if self.compute.unroll_layers else None
-        rows = state.rows.done.shape[0]
-        prompt, length = _size(state.cache.prompt_k), _size(state.cache.v)
-        most_tokens = state.rows.tokens + state.rows.limit
-        rotary = model.rotary(most_tokens, tables=prompt + length)
+        most_tokens = state.rows.tokens + state.rows.most
+        tables = _size(state.cache.prompt_k) + way.length
+        rotary = model.rotary(most_tokens, tables=tables)
         before = state.rows.drawn
-        # What may be drawn is known of one token.
-        ahead = jnp.where(vocabulary.bans(allowed), 0, self.lookup)
 
-        def logits_of(state: State, tokens: jax.Array) -> tuple[jax.Array, KVCache]:
-            """float32 [rows, new, vocab] after ``tokens`` [rows, new], which the cache then has."""
+        def step(carry: Any) -> Any:
+            taken, state, drawn = carry
             slots, running = state.slots, state.rows
-            at = running.drawn - 1
-            own = running.tokens + at if state.cache.own_prompts else at
-            attention: Any = DecodeSlots(slots, self.layout)
-            if self.lookup:
-                own_columns = dataclasses.replace(slots, start=jnp.zeros_like(own), column=own)
-                attention = DecodeSlots(own_columns, self.layout)
-            if self.by_kernel:
-                where = jnp.where(running.done, -1, own).reshape(slots.begin.shape[0], -1)
-                attention = Decode(Seen(slots.begin, slots.end, where), self.layout, length / 2)
-            positions = (running.tokens + at)[:, None] + jnp.arange(tokens.shape[1])
-            inputs = tokens, positions, attention, state.cache, self.compute, layers, rotary
-            hidden, cache, _ = model(*inputs)
-            axes = ("batch", "vocab") if tokens.shape[1] == 1 else ("batch", None, "vocab")
-            logits = model.logits(hidden[:, 0] if len(axes) == 2 else hidden)
-            return self.layout.constrain(logits, *axes), cache
-
-        def one_token(carry: Any) -> Any:
-            taken, state, drawn = carry
-            running = state.rows
-            logits, cache = logits_of(state, running.last[:, None])
-            way = running.options, running.counts, running.keys, running.drawn
-            drawn, counts = self._draw(how, drawn, logits, *way, taken, allowed)
-            number = running.drawn + ~running.done
-            done = drawn["done"] | (number >= running.limit)
-            slots = dataclasses.replace(state.slots, column=state.slots.column + 1)
-            running = dataclasses.replace(
-                running, drawn=number, last=drawn["last"], done=done, counts=counts
-            )
-            return taken + 1, State(cache, slots, running), drawn | {"done": done}
-
-        def some_tokens(carry: Any) -> Any:
-            """The one that follows, and those after it that were guessed."""
-            taken, state, drawn = carry
-            running = state.rows
-            guessed = lookup.guesses(running.text, running.tokens + running.drawn, self.lookup)
-            tokens = jnp.concatenate([running.last[:, None], guessed], axis=1)
-            logits, cache = logits_of(state, tokens)
-
-            def next_one(carry: Any) -> Any:
-                """``going``: the rows whose guesses have been right so far."""
-                t, going, running, drawn = carry
-                of_token = jax.lax.dynamic_index_in_dim(logits, t, 1, keepdims=False)
-                of_token = self.layout.constrain(of_token, "batch", "vocab")
-                way = running.options, running.counts, running.keys, running.drawn
-                column = running.drawn - before
-                drawn, counts = self._draw(
-                    how, drawn | {"done": ~going}, of_token, *way, column, allowed
-                )
-                token, number = drawn["last"], running.drawn + going
-                length = running.tokens + running.drawn
-                done = running.done | (going & (drawn["done"] | (number >= running.limit)))
-                running = dataclasses.replace(
-                    running,
-                    drawn=number,
-                    last=jnp.where(going, token, running.last),
-                    done=done,
-                    counts=counts,
-                    text=_with_token(running.text, length, token, going),
-                )
-                guess = jax.lax.dynamic_index_in_dim(
-                    guessed, jnp.minimum(t, self.lookup - 1), 1, keepdims=False
-                )
-                going = going & ~done & (token == guess)
-                right = drawn["right"] + (going & (t < ahead))
-                return t + 1, going, running, drawn | {"right": right}
-
-            def more(carry: Any) -> jax.Array:
-                return (carry[0] <= ahead) & jnp.any(carry[1])
-
-            live = ~running.done
-            drawn = drawn | {"guessed": drawn["guessed"] + ahead * live}
-            first = jnp.int32(0), live, running, drawn
-            _, _, running, drawn = jax.lax.while_loop(more, next_one, first)
-            return taken + 1, State(cache, state.slots, running), drawn
+            tokens = way.tokens(running)
+            given = tokens, way.positions(running), way.sees(slots, running), state.cache
+            hidden, cache, _ = model(*given, self.compute, layers, rotary)
+            logits = way.logits(model, hidden)
+            running, drawn = way.took(running, drawn, logits, tokens, before, taken, allowed)
+            slots = dataclasses.replace(slots, column=slots.column + 1)
+            return taken + 1, State(cache, slots, running), drawn
 
         def unfinished(carry: Any) -> jax.Array:
             taken, state, _ = carry
-            running = state.rows
-            going = (taken < steps) & ~jnp.all(running.done)
-            if self.lookup:
-                # Each needs room for all that are guessed, in the tables and in the cache.
-                own = running.drawn - 1 + (running.tokens if state.cache.own_prompts else 0)
-                taken_most = jnp.max(jnp.where(running.done, 0, own)) + self.lookup < length
-                drawn_most = jnp.max(running.drawn - before) + self.lookup < most
-                going &= taken_most & drawn_most
-            return going
+            return (taken < steps) & way.goes_on(state.rows, before, most)
 
-        sampling = how.sampling if state.rows.options is None else None
-        drawn = decode_state.start(rows, most, sampling) | {"done": state.rows.done}
-        if self.lookup:
-            drawn |= dict.fromkeys(("guessed", "right"), jnp.zeros(rows, jnp.int32))
-        drawn = jax.tree.map(lambda x: self.layout.constrain(x, "batch"), drawn)
-        begin = jnp.int32(0), state, drawn
-        step = some_tokens if self.lookup else one_token
+        begin = jnp.int32(0), state, way.start(state.rows, most)
         taken, state, drawn = jax.lax.while_loop(unfinished, step, begin)
         return state, drawn | {"steps": taken, "done": state.rows.done}
 
@@ -738,14 +717,20 @@ class Engine:
         return jax.lax.slice_in_dim(x, 0, length or x.shape[axis], axis=axis)
 
 
-def _with_token(
-    text: jax.Array | None, length: jax.Array, token: jax.Array, there: jax.Array | bool
-) -> jax.Array | None:
-    """Texts [rows, room] of so many tokens with one more, where it is there."""
-    if text is None:
-        return None
-    here = (jnp.arange(text.shape[1]) == length[:, None]) & jnp.reshape(there, (-1, 1))
-    return jnp.where(here, token[:, None], text)
+def _cut_answers(
+    prompt: int, samples: int, which: int, _: int, scaled: bool, x: jax.Array
+) -> jax.Array:
+    """Of keys or values [..., groups, heads, prompt + samples * width, dim] those of prompts
+    [..., groups, heads, prompt, dim], 0, or of their answers [..., rows, heads, width, dim], 1; of
+    scales tokens are last."""
+    x = x.swapaxes(-1, -2) if scaled else x
+    *lead, groups, heads, _, dim = x.shape
+    if which == 0:
+        x = x[..., :prompt, :]
+    else:
+        x = x[..., prompt:, :].reshape(*lead, groups, heads, samples, -1, dim)
+        x = jnp.moveaxis(x, -3, -4).reshape(*lead, groups * samples, heads, -1, dim)
+    return x.swapaxes(-1, -2) if scaled else x
 
 
 def _with_shardings(arrays: Any, shardings: Any) -> Any:

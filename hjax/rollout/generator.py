@@ -1,8 +1,9 @@
 """Generation: the prompt prefilled once per group, then a compiled decode loop, or slots.
 
 Responses of one length, and short ones, are decoded in one program; where they end by themselves
-after long and different times they have the engine's slots (``hjax.rollout.scheduler``). What a
-sequence draws follows from its number, not from the batch it is in.
+after long and different times, or come in parts, they have the engine's slots
+(``hjax.rollout.scheduler``). What a sequence draws follows from its number, not from the batch it
+is in.
 """
 
 from __future__ import annotations
@@ -26,16 +27,18 @@ from hjax.models.parameters import Layered, Network, Params, Weights, by_layer, 
 from hjax.models.transformer import Compute
 from hjax.rollout import decode_state
 from hjax.rollout.engine import Engine
-from hjax.rollout.pipelined import PipelinedRollout
 from hjax.rollout.sampling import Sampling, sequence_keys
 from hjax.rollout.scheduler import COLUMNS, Schedule
 from hjax.rollout.slots import How
-from hjax.rollout.work import Work, announced, tables
+from hjax.rollout.staged import StagedEngine
+from hjax.rollout.work import Begun, Work, announced, tables
 from hjax.sharding.arrays import place, to_numpy
 from hjax.sharding.layout import Layout
 from hjax.xla.program import Program
 
 Rollout = dict[str, jax.Array]
+# Called with a prompt's number and its responses, token ids.
+OnEnded = Callable[[int, list[list[int]]], None]
 
 
 def bucket_length(length: int, limit: int, multiple: int = 64) -> int:
@@ -51,8 +54,6 @@ class _Shape:
     max_new_tokens: int
     sampling: Sampling
     stop: tuple[int, ...]
-    start: int = 0  # tokens that are there already
-    end: int | None = None  # tokens that will be there; None: max_new_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +63,9 @@ class _Ways:
     slots: int = 0
     lookup: int = 0
     surplus: int = 0
-    on_ended: Callable[[int, list[list[int]]], None] | None = None
+    on_ended: OnEnded | None = None
+    end: int | None = None
+    begun: Begun | None = None
 
 
 class Generator:
@@ -96,6 +99,8 @@ class Generator:
         self.int8 = cache_dtype == INT8
         device, head_dim = layout.mesh.devices.flat[0], network.config.head_dim
         self.cache_form = cache_form or decode.choose(device, head_dim)
+        if self._staged and self.cache_form != decode.COLUMNS:
+            self.cache_form = decode.ROWS  # without the kernels, which are split over all axes
         if self.cache_form == decode.FILLED and not self._heads_divide:
             self.cache_form = decode.ROWS  # which leaves it to the compiler who has which heads
         # A scan copies each layer's weights and cache for every token on a GPU.
@@ -172,7 +177,7 @@ class Generator:
         slots: int = 0,
         lookup: int = 0,
         surplus: int = 0,
-        on_ended: Callable[[int, list[list[int]]], None] | None = None,
+        on_ended: OnEnded | None = None,
     ) -> Rollout:
         """Sample responses.
 
@@ -187,16 +192,15 @@ class Generator:
           max_new_tokens: length limit of a response, in tokens.
           sampling: how tokens are drawn.
           stop: token ids that end a response (and are part of it).
-          end: tokens after which to leave off, ``truncated`` where a response has not ended;
-            None: ``max_new_tokens``.
+          end: tokens after which to leave off, for ``resume``; ``truncated`` where a response has
+            not ended. None: ``max_new_tokens``.
           slots: rows that are decoded at a time, others following as these end; 0: all.
           lookup: tokens that are guessed at a time from what a text said before, see
             ``hjax.rollout.lookup``; the responses are the same.
           surplus: further responses to each prompt, of which as many are given up as have not ended
             when ``samples`` have; the shortest are kept, in their order.
           on_ended: called with a prompt's number and its responses, token ids, as soon as the last
-            of them has ended; others are decoded meanwhile, unless ``end`` or stages are asked for:
-            then it is not called.
+            of them has ended; others are decoded meanwhile.
 
         Returns:
           ``prompts`` and ``prompt_mask`` once per row, ``responses`` int32
@@ -219,16 +223,11 @@ class Generator:
                 f"use a multiple of {self.multiple}"
             )
         params = self.as_read(params)
-        shape = _Shape(samples, max_new_tokens, sampling, tuple(stop), 0, end)
+        shape = _Shape(samples, max_new_tokens, sampling, tuple(stop))
         inputs = prompts, prompt_mask, sequence, self._numbers(seed, step)
-        ways = _Ways(slots, lookup, surplus, on_ended)
+        ways = _Ways(slots, lookup, surplus, on_ended, end)
         if self._ragged(shape, prompts.shape[0] * samples, ways):
             return self._by_slots(shape, ways, params, *inputs)
-        if surplus:
-            raise ConfigError(
-                f"surplus={surplus}: responses in parts, or with stages, are all drawn to their "
-                "end; give 0"
-            )
         return self._program(shape)(params, *inputs)
 
     def _ragged(self, shape: _Shape, rows: int, ways: _Ways) -> bool:
@@ -237,10 +236,9 @@ class Generator:
         That is the quickest where all are equally long, or short, and on TPUs, whose kernel reads
         what is filled.
         """
-        if shape.end is not None or self._staged:
-            return False
         ends = bool(shape.stop) and shape.max_new_tokens > COLUMNS
         asked = ways.on_ended is not None or ways.lookup > 0 or ways.surplus > 0
+        asked = asked or ways.end is not None
         return asked or 0 < ways.slots < rows or (ends and not self.engine.by_kernel)
 
     @property
@@ -255,8 +253,12 @@ class Generator:
             if lookup and form in decode.KERNELS:
                 form, copies = decode.ROWS, 1
                 compute = dataclasses.replace(compute, unroll_layers=True)
-            how = form, copies, lookup, self.int8
-            made = Engine(self.network, self.layout, compute, *how)
+            made: Engine
+            if self._staged:
+                how = form, lookup, self.int8
+                made = StagedEngine(self.network, self.layout, compute, *how)
+            else:
+                made = Engine(self.network, self.layout, compute, form, copies, lookup, self.int8)
             self._engines[lookup] = made
         return self._engines[lookup]
 
@@ -275,10 +277,11 @@ class Generator:
         keys = to_numpy(self._keys(seed_and_step, sequence))
         asked = to_numpy(prompts), to_numpy(prompt_mask)
         drawn = samples + ways.surplus
-        work = Work(*asked, keys, drawn, shape.max_new_tokens, ways.surplus)
+        parts = ways.end, ways.begun
+        work = Work(*asked, keys, drawn, shape.max_new_tokens, ways.surplus, *parts)
         how = How(shape.sampling, shape.stop)
         schedule = Schedule(self.engine_for(ways.lookup), how, work, ways.slots)
-        if (known := (how, ways.lookup, bool(ways.surplus), schedule.sizes)) not in self._warm:
+        if (known := (how, ways.lookup, schedule.programs_met)) not in self._warm:
             schedule.warm(params)
             self._warm.add(known)
         told = schedule.run(params)
@@ -308,29 +311,36 @@ class Generator:
         end: int | None = None,
         sampling: Sampling = Sampling(),
         stop: Sequence[int] = (),
+        slots: int = 0,
+        lookup: int = 0,
+        on_ended: OnEnded | None = None,
     ) -> Rollout:
         """Go on with responses that ``generate`` left off, maybe with other parameters.
 
-        Prompts and what there is of the responses go through the model anew. Draws follow from the
-        position, so with the same parameters the tokens are those of one call.
+        Prompts and what there is of the responses go through the model anew, as they enter their
+        slots. Draws follow from the position, so with the same parameters the tokens are those of
+        one call.
 
         Args:
-          params, sequence, seed, step, samples, sampling, stop: as of ``generate``.
+          params, sequence, seed, step, samples, sampling, stop, slots, lookup: as of ``generate``.
           rollout: what it gave, with an ``end``; rows whose ``truncated`` is false stay.
           start: tokens after which it left off, at least 1.
           end: tokens after which to leave off now; None: the length of ``responses``.
+          on_ended: as of ``generate``, for the prompts of whose responses some had not ended.
 
         Raises:
-          ConfigError: under a layout with stages.
+          ConfigError: ``start`` is not where it left off.
         """
-        if self._staged:
-            raise ConfigError(
-                f"responses are generated in parts under one stage, not {self.layout.describe()}; "
-                "use pipe=1 for generation, or whole responses"
-            )
+        host = {name: to_numpy(x) for name, x in rollout.items()}
+        prompts, mask = (host.pop(name)[::samples] for name in ("prompts", "prompt_mask"))
+        begun = Begun(start, ~host.pop("truncated"), host)
+        if start < 1 or (begun.lengths[~begun.ended] != start).any():
+            raise ConfigError(f"start={start}: responses were not left off after so many tokens")
         limit = rollout["responses"].shape[1]
-        program = self._program(_Shape(samples, limit, sampling, tuple(stop), start, end))
-        return program(self.as_read(params), rollout, sequence, self._numbers(seed, step))
+        shape = _Shape(samples, limit, sampling, tuple(stop))
+        ways = _Ways(slots, lookup, 0, on_ended, end, begun)
+        numbers = self._numbers(seed, step)
+        return self._by_slots(shape, ways, self.as_read(params), prompts, mask, sequence, numbers)
 
     def _numbers(self, seed: int, step: int) -> jax.Array:
         return place(np.asarray([seed, step], np.uint32), self.layout.replicated)
@@ -349,6 +359,7 @@ class Generator:
         slots: int = 0,
         lookup: int = 0,
         surplus: int = 0,
+        in_parts: bool = False,
     ) -> Iterator[Program]:
         """What ``generate`` runs, to count what it costs without running it.
 
@@ -359,20 +370,23 @@ class Generator:
           prompt_length: tokens of each.
           samples, max_new_tokens, sampling, stop, slots, lookup, surplus: as of
             ``generate``.
+          in_parts: whether responses are left off and resumed.
         """
         params = self.as_read(params)
         shape = _Shape(samples, max_new_tokens, sampling, stop)
-        if not self._ragged(shape, prompts * samples, _Ways(slots, lookup, surplus)):
+        ways = _Ways(slots, lookup, surplus)
+        if not in_parts and not self._ragged(shape, prompts * samples, ways):
             options = dataclasses.asdict(shape) | {"sampling": sampling}
             # The first token is drawn from the prompt, before the loop.
-            trips = max_new_tokens - 1
+            trips = self.engine.trips(max_new_tokens - 1)
             trace = functools.partial(self.trace, params, prompts, prompt_length, **options)
             yield Program(call, trace, trips)
             return
         tokens = np.zeros((prompts, prompt_length), np.int32)
         drawn = samples + surplus
         keys = np.zeros((prompts * drawn, 2), np.uint32)
-        work = Work(tokens, tokens > 0, keys, drawn, max_new_tokens, surplus)
+        until = max_new_tokens if in_parts else None
+        work = Work(tokens, tokens > 0, keys, drawn, max_new_tokens, surplus, until)
         how = How(sampling, stop)
         yield from Schedule(self.engine_for(lookup), how, work, slots).programs(call, params)
 
@@ -392,10 +406,8 @@ class Generator:
     def _program(self, shape: _Shape) -> Any:
         if shape not in self._programs:
 
-            part = self._run_on if shape.start else self._run
-
             def run(*arguments: Any) -> Rollout:
-                return part(shape, *arguments)
+                return self._run(shape, *arguments)
 
             run.__name__ = "generate_greedy" if shape.sampling.greedy else "generate"
             self._programs[shape] = jax.jit(run)
@@ -412,10 +424,12 @@ class Generator:
     ) -> Rollout:
         inputs = prompts, prompt_mask, sequence, seed_and_step
         if self._staged:
-            assert not isinstance(params, Layered)
-            pipelined = PipelinedRollout(self.network, self.layout, self.compute, self.int8)
-            options = shape.samples, shape.max_new_tokens, shape.sampling, shape.stop
-            drawn = pipelined.run(params, *inputs, *options)
+            engine, how = self.engine, How(shape.sampling, shape.stop)
+            assert isinstance(engine, StagedEngine)
+            keys = jax.random.key_data(sequence_keys(seed_and_step[0], seed_and_step[1], sequence))
+            size = shape.samples, shape.max_new_tokens
+            made = engine.whole(how, params, prompts, prompt_mask, keys, *size)
+            drawn = decode_state.responses(made)
         else:
             drawn = self._run_whole(shape, params, *inputs)
         rollout = {
@@ -425,20 +439,6 @@ class Generator:
         }
         return jax.tree.map(lambda x: self.layout.constrain(x, "batch"), rollout)
 
-    def _run_on(
-        self,
-        shape: _Shape,
-        params: Weights,
-        rollout: Rollout,
-        sequence: jax.Array,
-        seed_and_step: jax.Array,
-    ) -> Rollout:
-        """As ``_run``, of responses that have begun."""
-        first = {key: rollout[key][:: shape.samples] for key in ("prompts", "prompt_mask")}
-        inputs = params, first["prompts"], first["prompt_mask"], sequence, seed_and_step
-        drawn = self._run_whole(shape, *inputs, rollout)
-        return jax.tree.map(lambda x: self.layout.constrain(x, "batch"), {**rollout, **drawn})
-
     def _run_whole(
         self,
         shape: _Shape,
@@ -447,41 +447,27 @@ class Generator:
         prompt_mask: jax.Array,
         sequence: jax.Array,
         seed_and_step: jax.Array,
-        begun: Rollout | None = None,
     ) -> Rollout:
         """All layers on every device, all rows together."""
         model = self.network.bind(params)
         split = self.layout.constrain
         rows = prompts.shape[0] * shape.samples
-        length, start = shape.max_new_tokens, shape.start
-        end = length if shape.end is None else min(shape.end, length)
+        length = shape.max_new_tokens
 
         prompts, prompt_mask = split(prompts, "batch"), split(prompt_mask, "batch")
         layers = model.unstack() if self.compute.unroll_layers else None
         once = jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32)
         prompt_lengths = jnp.repeat(once, shape.samples)
         rotary = model.rotary(once + length, tables=prompts.shape[1] + length)
-        tokens, mask, positions = prompts, prompt_mask, positions_of(prompt_mask)
-        if begun is not None:
-            # A row for each response now: what it has so far is part of the prefill.
-            tokens = jnp.concatenate([begun["prompts"], begun["responses"][:, :start]], axis=1)
-            so_far = jnp.ones((rows, start), bool)
-            mask = jnp.concatenate([begun["prompt_mask"], so_far], axis=1)
-            after = prompt_lengths[:, None] + jnp.arange(start, dtype=jnp.int32)
-            positions = jnp.concatenate([positions_of(begun["prompt_mask"]), after], axis=1)
         hidden, _, kept = model(
-            tokens,
-            positions,
-            Causal(mask, keep=True, form=self.compute.form, int8=self.int8),
+            prompts,
+            positions_of(prompt_mask),
+            Causal(prompt_mask, keep=True, form=self.compute.form, int8=self.int8),
             compute=self.compute,
             layers=layers,
             rotary=rotary,
         )
-        options = self.cache_form, self._copies
-        if begun is None:
-            cache = KVCache.create(kept, shape.samples, length, *options)
-        else:
-            cache = KVCache.filled(kept, shape.samples, length, prompts.shape[1], *options)
+        cache = KVCache.create(kept, shape.samples, length, self.cache_form, self._copies)
         lead = () if isinstance(cache.k, tuple) else (None,)
         heads = "kv_heads" if self._copies == 1 else "heads"
         cache = jax.tree.map(lambda x: split(x, *lead, "batch", heads), cache)
@@ -501,7 +487,7 @@ class Generator:
             hidden, cache, _ = model(
                 state["drawn"]["last"][:, None],
                 (prompt_lengths + at)[:, None],
-                Decode(decode.Seen(begins, ends, at), self.layout, (start + end) / 2),
+                Decode(decode.Seen(begins, ends, at), self.layout, length / 2),
                 state["cache"],
                 self.compute,
                 layers,
@@ -510,15 +496,12 @@ class Generator:
             return draw(state | {"cache": cache}, model.logits(hidden[:, 0]))
 
         def unfinished(state: dict[str, Any]) -> jax.Array:
-            more = state["position"] < end
+            more = state["position"] < length
             return more & ~jnp.all(state["drawn"]["done"]) if shape.stop else more
 
         before = decode_state.start(rows, length, shape.sampling)
-        if begun is not None:
-            before = decode_state.begun(begun, shape.sampling)
         drawn = jax.tree.map(lambda x: split(x, "batch"), before)
-        state = {"cache": cache, "position": jnp.int32(start), "drawn": drawn}
+        state = {"cache": cache, "position": jnp.int32(0), "drawn": drawn}
         logits = model.logits(hidden[:, -1])
-        logits = jnp.repeat(logits, shape.samples, axis=0) if begun is None else logits
-        state = draw(state, logits)
+        state = draw(state, jnp.repeat(logits, shape.samples, axis=0))
         return decode_state.responses(jax.lax.while_loop(unfinished, one_token, state)["drawn"])

@@ -12,7 +12,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ import numpy as np
 from hjax.models.parameters import Weights
 from hjax.rollout.beginnings import AT_ONCE, CHUNK, Beginnings
 from hjax.rollout.engine import STEPS, Engine
-from hjax.rollout.slots import Admission, Drawn, How, Size, State
+from hjax.rollout.slots import Admission, Begun, Drawn, How, Size, State
 from hjax.rollout.work import NOBODY, Told, Work
 from hjax.xla.program import Program
 
@@ -64,6 +64,19 @@ def halves(rows: int, parts: int) -> list[int]:
     return made
 
 
+def width_for(tokens: int, limit: int) -> int:
+    """Columns in which so many tokens of responses are read, ``limit`` at most: of those from 64 on
+    there are four sizes to an octave at most."""
+    step = max((1 << tokens.bit_length()) // 8, COLUMNS)
+    return min(-(-tokens // step) * step, limit)
+
+
+def _last(mask: np.ndarray) -> np.ndarray:
+    """int [rows]: the last column of each that is True, -1 where none is."""
+    size = mask.shape[1]
+    return np.where(mask.any(axis=1), size - 1 - np.argmax(mask[:, ::-1], axis=1), -1)
+
+
 class Schedule:
     """One piece of work on an engine, from its first prompt to its last token.
 
@@ -81,26 +94,37 @@ class Schedule:
         if slots:
             groups = min(groups, max(slots // (samples * parts), 1))
         self.refills = groups * parts < work.prompts.shape[0]
-        self.lengths = lengths(work.limit + engine.lookup, self.refills and not engine.by_row)
+        # Of all parts of responses the same, so that these share their programs.
+        self._all_lengths = lengths(work.limit + engine.lookup, self.refills and not engine.by_row)
         if engine.by_kernel:
-            self.lengths = [work.limit]
+            self._all_lengths = [work.limit]
         self.rows = [groups * samples]
         if not engine.by_kernel:
             self.rows = halves(groups * samples, parts)
         self.groups = groups
-        self.beginnings = Beginnings(engine, work)
-        self.entering = min(groups, self.beginnings.together)
+        begun = work.begun
+        self._before = 0 if begun is None else begun.start  # tokens that each has as it enters
+        # Columns in which they are read: few sizes, so that parts share these programs too.
+        self._width = 0 if begun is None else width_for(begun.start, work.limit)
+        self._drawn = np.zeros(work.rows, np.int64)
+        self._live = np.ones(work.rows, bool)  # sequences that are to be drawn
+        self._ended = np.zeros(work.prompts.shape[0], np.int64)  # samples of each prompt
+        if begun is not None:
+            self._drawn += begun.lengths
+            self._ended += begun.ended.reshape(-1, samples).sum(axis=1)
+            self._live = ~begun.ended & np.repeat(self._ended < work.kept, samples)
+        waiting = np.flatnonzero(self._live.reshape(-1, samples).any(axis=1))
+        self.beginnings = Beginnings(engine, work, waiting)
+        self.entering = min(groups, self.beginnings.together(samples * self._width))
         self.counts = Counts()
         # By part: sequence of each row, prompt of each group, or NOBODY.
         self._row = np.full((parts, self.rows[0]), NOBODY)
         self._group = np.full((parts, groups), NOBODY)
         self._done = np.ones((parts, self.rows[0]), bool)
         self._start = np.zeros((parts, self.rows[0]), np.int64)
-        self._column = 0
-        self._length = self.lengths[0]
+        self._column = self._before
         self._decoding = False
-        self._drawn = np.zeros(work.rows, np.int64)
-        self._ended = np.zeros(work.prompts.shape[0], np.int64)  # samples of each prompt
+        self._length = self.lengths[0]
 
     # Sizes
 
@@ -121,14 +145,30 @@ class Schedule:
         return tuple(self.size(*pair) for pair in self._pairs)
 
     @functools.cached_property
+    def lengths(self) -> list[int]:
+        """Columns that a state may have, growing: of those of whole responses, from what is there
+        to what will be."""
+        every = self._all_lengths
+        room = self.engine.lookup + (4 * STEPS if self.refills and not self.engine.by_row else 0)
+        last = next((i for i, n in enumerate(every) if n >= self.work.end + room), len(every) - 1)
+        return [n for n in every[: last + 1] if n > self._before] or every[-1:]
+
+    @functools.cached_property
     def _pairs(self) -> list[tuple[int, int]]:
         """Rows and columns of these: few rows are not worth a program before the tail."""
+        every = self._all_lengths
         return [
             (rows, length)
             for i, rows in enumerate(self.rows)
-            for j, length in enumerate(self.lengths)
-            if i <= j + 1 or j == len(self.lengths) - 1
+            for length in self.lengths
+            if i <= every.index(length) + 1 or length == every[-1]
         ]
+
+    @property
+    def programs_met(self) -> Hashable:
+        """What tells schedules apart, of one engine and one ``how``, that call other programs."""
+        reading = self.beginnings.active, self.work.prompts.shape[1], self._width
+        return bool(self.work.surplus), self.sizes, reading
 
     def _groups_of(self, rows: int) -> int:
         return min(self.groups, rows)
@@ -155,7 +195,7 @@ class Schedule:
         yield Program(
             f"{call}.decode",
             lambda: engine.trace_decode(self.how, params, most, self._most),
-            STEPS,
+            engine.trips(STEPS),
             runs=turns * dispatches,
             beside=blocks,
             tokens=most.rows * STEPS,
@@ -237,12 +277,13 @@ class Schedule:
     def _entries(self, new: int = 0) -> list[int]:
         """Groups of a part that may enter together, growing; ``new``: as of ``Beginnings``."""
         beginnings = self.beginnings
-        if not new and not beginnings.whole:
-            return []
-        if not new and (beginnings.in_chunks or not self.refills and self.entering == self.groups):
-            return [self.entering]
         if new:
             return sorted({1, self.entering})
+        if not beginnings.whole:
+            return []
+        whole = not self.refills and self.entering == self.groups and self.work.begun is None
+        if beginnings.in_chunks or whole:
+            return [self.entering]
         powers = {min(1 << i, self.entering) for i in range(self.entering.bit_length() + 1)}
         return sorted(powers)
 
@@ -260,7 +301,15 @@ class Schedule:
             np.ones(rows, np.int32),
             known=known,
             text=self._texts(rows),
+            most=np.ones(rows, np.int32),
+            begun=self._left_off(rows),
         )
+
+    def _left_off(self, rows: int) -> Begun | None:
+        """Room for what there is of so many responses."""
+        if not self._width:
+            return None
+        return Begun(np.zeros((rows, self._width), np.int32), np.ones(rows, np.int32))
 
     @property
     def _most(self) -> int:
@@ -276,14 +325,15 @@ class Schedule:
 
     def run(self, params: Weights) -> Iterator[Told]:
         """Draw everything; says after each dispatch what it drew."""
-        state = self.engine.empty(self.size(self.rows[0], self._length))
+        state = self.engine.empty(self.size(self.rows[0], self._length), self._column)
         self.beginnings.begin(params)
         state, entered = self._fill(params, state)
         yield from entered
         state = self._give_up(state)
         while not self._done.all():
             state = self._make_room(self._shrink(state))
-            steps = STEPS if self.engine.by_row else min(STEPS, self._length - self._column)
+            room = self._length - self._column - self.engine.spare
+            steps = STEPS if self.engine.by_row else min(STEPS, room)
             state, drawn = self.engine.decode(self.how, params, state, steps, self._most)
             self._decoding = True
             self._column += drawn.steps
@@ -306,6 +356,10 @@ class Schedule:
         count = np.where(there, drawn.mask.sum(axis=1), 0)
         np.add.at(self._drawn, sequences[there], count[there])
         ended = drawn.done & (count > 0)
+        if self.work.end < self.work.limit:  # who has all its tokens but not a last one is left off
+            last = drawn.tokens[np.arange(there.size), np.maximum(_last(drawn.mask), 0)]
+            left_off = np.where(there, self._drawn[sequences], 0) == self.work.end
+            ended &= ~left_off | np.isin(last, self.how.stop)
         np.add.at(self._ended, sequences[ended] // self.work.samples, 1)
         self.counts.dispatches += 1
         self.counts.tokens += int(count.sum())
@@ -376,25 +430,41 @@ class Schedule:
         for part, numbers in enumerate(taken):
             for i, number in enumerate(numbers):
                 group = int(free[part][i])
-                open_rows = self._open(part, group)
                 ids = number * samples + np.arange(samples)
-                groups[part, i], rows[part, i] = group, open_rows
-                if entry.text is not None:
-                    prompt = self.work.prompts[number][self.work.mask[number]]
-                    first = (part * each + i) * samples
-                    entry.text[first : first + samples, : prompt.size] = prompt
-                keys[part, i], limit[part, i] = self.work.keys[ids], self.work.limit
-                entered[part, i] = ids
+                live = self._live[ids]  # others of its samples have ended
+                open_rows = self._open(part, group)
+                groups[part, i], rows[part, i] = group, np.where(live, open_rows, self.rows[0])
+                self._begin(entry, (part * each + i) * samples, ids)
+                keys[part, i], limit[part, i] = self.work.keys[ids], self.work.end
+                entered[part, i] = np.where(live, ids, NOBODY)
                 self._group[part, group] = number
-                self._row[part, open_rows], self._done[part, open_rows] = ids, False
-                self._start[part, open_rows] = self._column
+                self._row[part, open_rows] = entered[part, i]
+                self._done[part, open_rows] = ~live
+                self._start[part, open_rows] = self._column - self._before
         state = self._share(state)
         blocks = beginnings.blocks if new else None
         state, drawn = self.engine.admit(self.how, params, state, entry, blocks)
-        ended = drawn.done.reshape(rows.shape)
-        for part, i in zip(*np.nonzero(entered[:, :, 0] != NOBODY), strict=True):
-            self._done[part, rows[part, i]] = ended[part, i]
+        ended, there = drawn.done.reshape(rows.shape), entered != NOBODY
+        for part, i in zip(*np.nonzero(there.any(axis=2)), strict=True):
+            own = there[part, i]
+            self._done[part, rows[part, i, own]] = ended[part, i, own]
         return state, self._note(entered.ravel(), drawn, 0)
+
+    def _begin(self, new: Admission, first: int, ids: np.ndarray) -> None:
+        """Put down what there is of these sequences, in entries from ``first`` on."""
+        work, own = self.work, slice(first, first + ids.size)
+        number = ids[0] // work.samples
+        assert new.most is not None
+        new.most[own] = work.limit
+        if work.begun is not None and new.begun is not None:
+            new.begun.tokens[own, : self._before] = work.begun.responses[ids, : self._before]
+            new.begun.count[own] = self._before
+        if new.text is not None:
+            prompt = work.prompts[number][work.mask[number]]
+            new.text[own, : prompt.size] = prompt
+            if work.begun is not None:
+                there = slice(prompt.size, prompt.size + self._before)
+                new.text[own, there] = work.begun.responses[ids, : self._before]
 
     def _free(self, part: int) -> np.ndarray:
         """bool [groups]: whether all sequences of its prompt have ended, or it has none."""
@@ -478,7 +548,7 @@ class Schedule:
         """A column at least for the next token, and no columns that nobody sees."""
         if self.engine.by_row:
             return self._make_room_by_row(state)
-        if self._column < self._length:
+        if self._column + self.engine.spare < self._length:
             return state
         first = int(self._start[~self._done].min())
         span = self._column - first

@@ -61,7 +61,9 @@ class Running:
     Attributes:
       tokens: int32 [rows], of the prompt.
       drawn: int32 [rows], tokens drawn so far, of which the last is not in the cache.
-      limit: int32 [rows], tokens that may be drawn.
+      limit: int32 [rows], tokens that may be drawn; a row that has so many is done.
+      most: int32 [rows], tokens that may be drawn in the end: more, where a response is left off
+        at its limit. Some rotary positions depend on it.
       last: int32 [rows].
       done: bool [rows]; also of a slot without a sequence.
       keys: uint32 [rows, n], data of the PRNG keys.
@@ -72,6 +74,7 @@ class Running:
     tokens: jax.Array
     drawn: jax.Array
     limit: jax.Array
+    most: jax.Array
     last: jax.Array
     done: jax.Array
     keys: jax.Array
@@ -109,12 +112,15 @@ class Admission:
       groups: int32 [groups], where each goes.
       rows: int32 [groups * samples], where its samples go.
       keys: uint32 [groups * samples, 2], see ``State``.
-      limit: int32 [groups * samples].
+      limit: int32 [groups * samples], tokens that may be drawn, those that are there included.
       options: of each of these, where sequences have their own.
       known: what is known of the prompts; None: nothing.
       text: int32 [groups * samples, room], the prompts as ``Running`` has them, where it has.
       allowed: uint32 [groups * samples, words], which tokens may be drawn, as of
         ``vocabulary.only``, where sequences have options of their own; None: all.
+      most: int32 [groups * samples], as of ``Running``; None: the limits.
+      begun: what there is of the responses, of sequences without options of their own; None:
+        nothing.
     """
 
     prompts: np.ndarray
@@ -127,6 +133,22 @@ class Admission:
     known: Known | None = None
     text: np.ndarray | None = None
     allowed: np.ndarray | jax.Array | None = None
+    most: np.ndarray | None = None
+    begun: Begun | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Begun:
+    """Responses that were left off.
+
+    Attributes:
+      tokens: int32 [groups * samples, width], padded on the right.
+      count: int32 [groups * samples], tokens of each, 1 to width.
+    """
+
+    tokens: Any
+    count: Any
 
 
 @jax.tree_util.register_dataclass
@@ -156,8 +178,11 @@ class Prompts:
       k, v: of their tokens, which end in the last column: [groups, heads, prompt, head_dim], with a
         leading layer dimension or a tuple of one for each layer.
       tokens: int32 [groups], of each.
-      logits: float32 [groups, vocab], of the token that follows.
+      logits: float32 [groups, vocab], of the token that follows; [groups * samples, vocab] of
+        responses that had begun.
       counts: of the sequences' tokens so far, where they need them.
+      own: keys and values of what there is of the responses, from the first column on:
+        [groups * samples, heads, width, head_dim], as ``k`` and ``v``; None: nothing is there.
     """
 
     k: Any
@@ -165,6 +190,7 @@ class Prompts:
     tokens: jax.Array
     logits: jax.Array
     counts: Counts | None = None
+    own: tuple[Any, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -23,6 +23,8 @@ class Work:
       samples: of a prompt.
       limit: tokens of a response at most.
       surplus: how many of a prompt's samples are given up when the others have ended.
+      until: tokens of a response after which it is left off; None: none is before its limit.
+      begun: what there is of the responses; None: nothing.
     """
 
     prompts: np.ndarray
@@ -31,6 +33,18 @@ class Work:
     samples: int
     limit: int
     surplus: int = 0
+    until: int | None = None
+    begun: Begun | None = None
+
+    @property
+    def end(self) -> int:
+        """Tokens of a response after which it ends or is left off."""
+        return self.limit if self.until is None else min(self.until, self.limit)
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether responses are left off, or were."""
+        return self.until is not None or self.begun is not None
 
     @property
     def kept(self) -> int:
@@ -44,13 +58,38 @@ class Work:
 
 
 @dataclasses.dataclass(frozen=True)
+class Begun:
+    """Responses that were left off.
+
+    Attributes:
+      start: tokens of those that have not ended, at least 1.
+      ended: bool [sequences].
+      tables: as ``tables`` gives them, of all sequences.
+    """
+
+    start: int
+    ended: np.ndarray
+    tables: Mapping[str, np.ndarray]
+
+    @property
+    def responses(self) -> np.ndarray:
+        """int32 [sequences, limit]."""
+        return self.tables["responses"]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int [sequences], tokens of each."""
+        return np.sum(self.tables["response_mask"], axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
 class Told:
     """What a dispatch drew.
 
     Attributes:
       sequences: int [rows], which row is whose; NOBODY: a slot without.
       before: int [rows], tokens that each had.
-      ended: bool [rows], whose last token it drew.
+      ended: bool [rows], whose last token it drew; what is left off has not ended.
       drawn: the tables.
     """
 
@@ -64,10 +103,14 @@ def announced(
     work: Work, told: Iterable[Told], on_ended: Callable[[int, list[list[int]]], None]
 ) -> Iterator[Told]:
     """The same; ``on_ended`` is called with each prompt of whose responses enough have ended, and
-    those that are kept."""
+    those that are kept; not with those of which enough had ended before."""
     tokens: list[list[int]] = [[] for _ in range(work.rows)]
     ended = np.zeros(work.rows, bool)
-    waited = np.ones(work.prompts.shape[0], bool)
+    if (begun := work.begun) is not None:
+        lengths = begun.lengths
+        tokens = [row[:length].tolist() for row, length in zip(begun.responses, lengths)]
+        ended = begun.ended.copy()
+    waited = ended.reshape(-1, work.samples).sum(axis=1) < work.kept
     for each in told:
         for row in np.flatnonzero((each.sequences != NOBODY) & each.drawn.mask.any(axis=1)):
             sequence = int(each.sequences[row])
@@ -114,6 +157,9 @@ def tables(work: Work, told: Iterable[Told]) -> dict[str, np.ndarray]:
         "responses": np.zeros(shape, np.int32), "response_mask": np.zeros(shape, bool)
     }  # fmt: skip
     ended = np.zeros(work.rows, bool)
+    if work.begun is not None:
+        made = {name: np.array(table) for name, table in work.begun.tables.items()}
+        ended = work.begun.ended.copy()
     for each in told:
         drawn = each.drawn
         ended[each.sequences[each.ended]] = True

@@ -228,13 +228,7 @@ def describe_roles(
             what = f"layout.{role}"
             train, generate = sizes[role]["train"], sizes[role].get("generate")
             layouts[role] = make_layouts(count, train, generate, what)
-    if config.rollout.partial_tokens and layouts[ROLLOUT].generate.ways("layers") > 1:
-        raise ConfigError(
-            f"config.rollout.partial_tokens={config.rollout.partial_tokens} needs generation with "
-            f"one stage, layout.{ROLLOUT} has {layouts[ROLLOUT].generate.ways('layers')}; use "
-            "pipe=1, or rollout.partial_tokens=0"
-        )
-    _check_slots(config, table, layouts)
+    _check_slots(config)
     _check_batches(config, algorithm, table, layouts)
     _check_packing(config, inputs, layouts)
     fewer: tuple[int, ...] = ()
@@ -287,30 +281,14 @@ def _changed(build: Build, **changes: Any) -> Build:
     return dataclasses.replace(build, arguments=(dataclasses.replace(context, **changes), *more))
 
 
-def _check_slots(
-    config: ConfigDict, table: Mapping[str, Role], layouts: Mapping[str, RoleLayouts]
-) -> None:
-    """Raise ConfigError where sequences cannot follow each other in slots, or be guessed."""
-    keys = {f"rollout.{key}": 0 for key in ("slots", "lookup", "surplus") if config.rollout[key]}
-    if config.reward.while_generating:
-        keys["reward.while_generating"] = False
-    if not keys:
-        return
-    (key, without), *_ = keys.items()
-    section, name = key.split(".")
-    asked = f"config.{key}={config[section][name]}"
-    if config.rollout.partial_tokens:
+def _check_slots(config: ConfigDict) -> None:
+    """Raise ConfigError where samples cannot be given up."""
+    if (parts := config.rollout.partial_tokens) and config.rollout.surplus:
         raise ConfigError(
-            f"{asked}: responses in parts (rollout.partial_tokens={config.rollout.partial_tokens}) "
-            f"are generated all at a time; use {key}={without}, or rollout.partial_tokens=0"
+            f"config.rollout.surplus={config.rollout.surplus}: of responses in parts "
+            f"(rollout.partial_tokens={parts}) all are drawn to their end; use rollout.surplus=0, "
+            "or rollout.partial_tokens=0"
         )
-    for role, layout in layouts.items():
-        of_model = table[role].generates or table[role].apart
-        if of_model and layout.generate.ways("layers") > 1:
-            raise ConfigError(
-                f"{asked}: with stages (layout.{role}) all sequences are generated at a time; use "
-                f"pipe=1 for generation, or {key}={without}"
-            )
 
 
 def _check_rollout(table: Mapping[str, Role], algorithm: type[Algorithm]) -> None:
@@ -537,6 +515,7 @@ class _Builder:
             lookup=config.rollout.lookup,
             cache_dtype=config.rollout.cache_dtype,
             surplus=config.rollout.surplus,
+            in_parts=config.rollout.partial_tokens > 0,
             judges=self._judges() if entry.generates or entry.apart else {},
             packing=config.data.packing,
             offload=section.get("offload", "none") if section is not None else "none",

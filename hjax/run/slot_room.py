@@ -8,6 +8,7 @@ stand beside it there. What has no room waits for a slot; nothing is cut.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -122,9 +123,11 @@ class Rollouts:
     def weights(self) -> float:
         """Bytes of a device's parameters as generation reads them."""
         model, element = self.model, self.dtype.itemsize
-        experts = arithmetic.expert_parameters(model) * model.layers
-        held = arithmetic.parameters(model) - experts + experts / self.layout.ways("experts")
-        return held * element / self.layout.ways("heads")
+        layer, experts = arithmetic.layer_parameters(model), arithmetic.expert_parameters(model)
+        others = arithmetic.parameters(model) - model.layers * layer
+        held = layer - experts + experts / self.layout.ways("experts")
+        of_layers = held * model.layers / self.layout.ways("layers")
+        return (others + of_layers) * element / self.layout.ways("heads")
 
     def cache_bytes(self, groups: int, refills: bool) -> int:
         """Keys and values of so many prompts of a device and their answers.
@@ -139,15 +142,17 @@ class Rollouts:
     @property
     def blocks(self) -> int:
         """Keys and values that a device keeps of what prompts share, and of one that is read."""
-        return (SHARED + 1) * self.prompt * self._token if self.prompt > SHORT else 0
+        whole = self.prompt <= SHORT or self.layout.ways("layers") > 1
+        return 0 if whole else (SHARED + 1) * self.prompt * self._token
 
     @property
     def _token(self) -> int:
         """Bytes of a device for a token's keys and values."""
         model = self.model
         heads = -(-model.kv_heads // self.layout.ways("kv_heads"))
+        layers = model.layers // self.layout.ways("layers")
         element = element_bytes(self.kept, model.head_dim)
-        return round(2 * model.layers * heads * model.head_dim * element)
+        return round(2 * layers * heads * model.head_dim * element)
 
     def room(self, beside: float, memory: int) -> SlotRoom:
         """How many sequences at a time.
@@ -168,8 +173,10 @@ class Rollouts:
         drawn = self.samples * _DRAWN * 4 * model.vocab_size / self.layout.ways("vocab")
         groups = most
         if self.cache_bytes(most, False) + most * drawn > usable:
-            groups = max(int(usable // (self.cache_bytes(1, True) + drawn)), 1)
-            groups -= groups % _ROUND if groups > _ROUND else 0
+            # With stages as many for each of the micro-batches that take turns.
+            each = self.layout.ways("layers")
+            groups = max(int(usable // (self.cache_bytes(1, True) + drawn)), each)
+            groups -= groups % (math.lcm(_ROUND, each) if groups > _ROUND * each else each)
         taken = self.cache_bytes(groups, groups < most)
         slots = groups * self.samples * parts if groups < most else 0
         kept = AUTO_DTYPE if self.kept is not None else INT8

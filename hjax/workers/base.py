@@ -58,6 +58,7 @@ class WorkerContext:
       lookup: tokens that are guessed at a time, see ``hjax.rollout.lookup``.
       cache_dtype: what keys and values are kept in, see ``hjax.rollout.generator``.
       surplus: further responses to a prompt, of which the last ones to end are given up.
+      in_parts: whether responses are left off and continued.
       judges: reward functions, by role, that are called with a prompt's answers while others are
         generated.
       packing: places of the packs in which rows are computed; 0: they are padded.
@@ -92,6 +93,7 @@ class WorkerContext:
     lookup: int = 0
     cache_dtype: str = AUTO
     surplus: int = 0
+    in_parts: bool = False
     judges: Mapping[str, RewardFunction] = dataclasses.field(default_factory=dict)
     packing: int = 0
     offload: str = "none"

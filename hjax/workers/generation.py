@@ -13,7 +13,7 @@ import numpy as np
 from hjax.kernels.int8_cache import element_bytes
 from hjax.models.parameters import Params
 from hjax.rewards.early import Answers, Judge, Verdict
-from hjax.rollout.generator import Generator, bucket_length
+from hjax.rollout.generator import Generator, OnEnded, bucket_length
 from hjax.rollout.sampling import Sampling
 from hjax.sharding.arrays import place, to_numpy
 from hjax.sharding.protocols import PROMPT_ID, protocol
@@ -88,11 +88,6 @@ class GeneratingWorker(ModelWorker):
         ids = np.arange(self._asked, self._asked + asked, dtype=np.int64)
         self._asked += asked
         judged = {role: [Verdict()] * rows for role in self._judges}
-        judge = None
-        if judged:
-            # Here, in every process: later each of them looks at prompts of its own.
-            tokens = ragged(prompts["prompts"], prompts["prompt_mask"])
-            judge = functools.partial(self._judge, prompts, tokens, judged)
         with self.gathered() as params:
             rollout: dict[str, Any] = self.generator.generate(
                 params,
@@ -109,7 +104,7 @@ class GeneratingWorker(ModelWorker):
                 slots=context.slots,
                 lookup=context.lookup,
                 surplus=surplus,
-                on_ended=judge,
+                on_ended=self.judging(prompts, judged),
             )
             # This waits for the responses: the cache is gone before training's parameters return.
             rollout = trim(rollout) if end is None else rollout
@@ -123,6 +118,17 @@ class GeneratingWorker(ModelWorker):
         if texts := prompts.get("prompt_text"):
             rollout["prompt_text"] = [text for text in texts for _ in range(count)]
         return rollout
+
+    def judging(
+        self, prompts: Mapping[str, Any], judged: dict[str, list[Verdict]]
+    ) -> OnEnded | None:
+        """What has answers to these prompts judged as soon as they have ended, and puts what will
+        be said among ``judged``; None: nobody judges so early."""
+        if not judged:
+            return None
+        # Here, in every process: later each of them looks at prompts of its own.
+        tokens = ragged(prompts["prompts"], prompts["prompt_mask"])
+        return functools.partial(self._judge, prompts, tokens, judged)
 
     def _judge(
         self,
@@ -195,6 +201,7 @@ class GeneratingWorker(ModelWorker):
                 slots=context.slots,
                 lookup=context.lookup,
                 surplus=0 if call.endswith("greedy") else context.surplus,
+                in_parts=context.in_parts and not call.endswith("greedy"),
             )
 
     def _generation_copy(self) -> Params:
@@ -217,6 +224,15 @@ def trim(rollout: Mapping[str, Any]) -> dict[str, Any]:
         key: x[:, :length] if length < limit and np.ndim(x) == 2 and key not in prompt else x
         for key, x in rollout.items()
     }
+
+
+def once_per_prompt(rollout: Mapping[str, Any], samples: int) -> dict[str, Any]:
+    """The prompts of a rollout as it was asked for, of so many samples each."""
+    made = {key: to_numpy(rollout[key])[::samples] for key in ("prompts", "prompt_mask")}
+    if "prompt_text" in rollout:
+        made["prompt_text"] = rollout["prompt_text"][::samples]
+    columns = rollout.get("columns", {})
+    return made | {"columns": {name: values[::samples] for name, values in columns.items()}}
 
 
 def ragged(tokens: Any, mask: Any) -> list[list[int]]:

@@ -17,7 +17,13 @@ from hjax.sharding.layout import RoleLayouts
 from hjax.sharding.manifest import check, manifest_of
 from hjax.sharding.protocols import control, protocol
 from hjax.workers.base import WorkerContext
-from hjax.workers.generation import PROMPT_KEYS, GeneratingWorker, trim
+from hjax.workers.generation import (
+    JUDGED,
+    PROMPT_KEYS,
+    GeneratingWorker,
+    once_per_prompt,
+    trim,
+)
 
 
 class Rollout(GeneratingWorker):
@@ -119,7 +125,8 @@ class Rollout(GeneratingWorker):
         rollout["versions"] = self._versions(rollout["response_mask"])
         if not tokens:
             return self.with_text(rollout)
-        return rollout | {"step": prompts.get("step", 0), "samples": samples}
+        numbers = {name: prompts.get(name, 0) for name in ("step", "first")}
+        return rollout | numbers | {"samples": samples}
 
     @protocol("3D_ALL_MICRO_DP", phase="generate")
     def continue_sequences(
@@ -141,30 +148,35 @@ class Rollout(GeneratingWorker):
         """
         self._expect(version)
         context, rollout = self.context, dict(begun)
-        step, samples = rollout.pop("step"), rollout.pop("samples")
+        step, first, samples = (rollout.pop(name) for name in ("step", "first", "samples"))
         rows = rollout["responses"].shape[0]
         if to_numpy(rollout["truncated"]).any():
             drawn = {key: x for key, x in rollout.items() if isinstance(x, jax.Array)}
             before = drawn.pop("versions")
+            each = samples or context.samples
+            judged = {role: list(said) for role, said in rollout.get(JUDGED, {}).items()}
             with self.gathered() as params:
                 drawn = self.generator.resume(
                     params,
                     drawn,
-                    self.sequence(rows),
+                    self.sequence(rows, first),
                     seed=context.seed,
                     step=step,
-                    samples=samples or context.samples,
+                    samples=each,
                     start=start,
                     end=None if last else start + tokens,
                     sampling=context.sampling,
                     stop=context.stop,
+                    slots=context.slots,
+                    lookup=context.lookup,
+                    on_ended=self.judging(once_per_prompt(rollout, each), judged),
                 )
             new = drawn["response_mask"] & ~rollout["response_mask"]
             versions = jnp.where(new, self._versions(new), before)
-            rollout |= drawn | {"versions": versions}
+            rollout |= drawn | {"versions": versions} | ({JUDGED: judged} if judged else {})
         if last:
             return self.with_text(trim(rollout))
-        return rollout | {"step": step, "samples": samples}
+        return rollout | {"step": step, "first": first, "samples": samples}
 
     def _versions(self, mask: jax.Array) -> jax.Array:
         return jnp.where(mask, jnp.int32(self.version), 0)
