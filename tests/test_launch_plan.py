@@ -340,7 +340,7 @@ def test_no_name_in_a_plan_becomes_markup(capsys):
         (["--response_length=0"], "--response_length=0"),
         (["--batch=60"], "--batch=60 does not divide into 8 updates"),
         (["--strategy=luck"], "--strategy=luck: one of auto, colocate"),
-        (["--algorithm=dpo"], "algorithm.name='dpo' is unknown"),
+        (["--algorithm=qpo"], "algorithm.name='qpo' is unknown"),
         (["--algorithm=sft"], "has no dataflow to place"),
         (["--constants=speed=2"], "no constant is named 'speed'"),
         (["--constants=link=no"], "'link=no' is not NAME=NUMBER"),

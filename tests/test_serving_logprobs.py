@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import openai
 import pytest
-import torch
 import transformers
+from references import torch
 from serving_double import HTTP, byte_tokenizer, served, wait_until
 
 import hjax

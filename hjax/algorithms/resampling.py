@@ -63,9 +63,8 @@ class Resampling(Algorithm):
             )
 
     def rewards(self, batch: Any) -> Any:
-        """The future of a batch's rewards; {} where it has them."""
-        known = isinstance(batch, Mapping) and "rewards" in batch
-        return {} if known else self.reward.compute_reward(batch)
+        """The future of a batch's rewards; {} where ``resampled`` has scored it."""
+        return {} if self.config.resample else self.reward.compute_reward(batch)
 
     def resampled(self, batch: Any) -> Any:
         """The batch; with ``resample`` scored, and of groups that say something as far as found.
