@@ -149,7 +149,8 @@ def test_what_was_kept_of_the_old_weights_is_forgotten_and_nothing_compiled(
     def programs():
         engine, prefixes = service._engine, service._prefixes
         of_engine = (engine._empty, engine._prefill, engine._first, engine._enter, engine._decode)
-        return [program._cache_size() for program in (*of_engine, prefixes._keep, engine.chunks._read)]
+        others = prefixes._keep, engine.chunks._read
+        return [program._cache_size() for program in (*of_engine, *others)]
 
     assert list(ask_twice()) == [greedy[1, TWIN]] * 2
     before = programs()
