@@ -18,6 +18,8 @@ from hjax.errors import DataError
 METRICS = "metrics.jsonl"
 WARM_START = "warm_start.jsonl"
 SAMPLES = "samples.jsonl"
+HISTOGRAMS = "histograms.jsonl"
+STARTS = "starts.jsonl"
 
 
 def cache_folder(*parts: str) -> Path:

@@ -5,6 +5,7 @@ import json
 import re
 
 import pytest
+from written_run import write_rows, written_run
 
 from hjax.show.report import write_report
 
@@ -12,7 +13,7 @@ from hjax.show.report import write_report
 class Checker(html.parser.HTMLParser):
     """Collects tags, text and attributes; every opened tag must be closed."""
 
-    VOID = {"meta", "br", "link", "img"}
+    VOID = {"meta", "br", "link", "img", "input"}
 
     def __init__(self):
         super().__init__()
@@ -44,60 +45,7 @@ def read(path):
 
 @pytest.fixture
 def run(tmp_path):
-    """A workdir of four steps, written by hand."""
-    config = {
-        "steps": 4,
-        "algorithm": {"name": "SafeRLHF", "cost_limit": 0.1},
-        "data": {"task": "harvest", "path": ""},
-        "actor": {"path": ""},
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    rows = [
-        {
-            "step": step,
-            "reward/mean": 0.2 * step,
-            "reward/std": 0.1,
-            "cost/mean": 0.5 / step,
-            "cost/multiplier": 1 + step / 10,
-            "kl/reference": None if step == 3 else 0.01 * step,
-            "time/step": 1.0,
-            "time/generate": 0.5,
-            "time/update": 0.25,
-            "own/metric": step,
-        }
-        for step in range(1, 5)
-    ]
-    rows[0]["eval/reward"], rows[3]["eval/reward"] = 0.25, 0.75
-    samples = [
-        {"step": step, "index": 0, "prompt": "<b>&prompt", "response": f"answer {step}",
-         "reward": reward, "advantage": 0.5, "truncated": False, "kind": kind}
-        for kind in ("eval", "train")
-        for step, reward in ((1, None), (4, 1.0))
-    ]  # fmt: skip
-    write_rows(tmp_path / "metrics.jsonl", rows)
-    write_rows(tmp_path / "samples.jsonl", samples)
-    write_rows(tmp_path / "warm_start.jsonl", [{"step": i, "loss": 3 / i} for i in (1, 2)])
-    (tmp_path / "plan.json").write_text(
-        json.dumps({
-            "placement": [["actor"], ["critic"]],
-            "allocation": [2, 1],
-            "parallelism": {"actor": {"train": {"data": 2}, "generate": {"data": -1}}},
-        })
-    )  # fmt: skip
-    events = [
-        {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": "pool left"}},
-        {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "pool right"}},
-        {"name": "update_actor", "ph": "X", "ts": 2e6, "dur": 5e5, "pid": 0, "tid": 0,
-         "args": {"role": "actor", "step": 4}},
-        {"name": "update_critic", "ph": "X", "ts": 2.1e6, "dur": 5e5, "pid": 1, "tid": 1,
-         "args": {"role": "critic", "step": 4}},
-    ]  # fmt: skip
-    (tmp_path / "timeline.json").write_text(json.dumps({"traceEvents": events}))
-    return tmp_path
-
-
-def write_rows(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return written_run(tmp_path)
 
 
 def test_report_holds_every_part(run):
@@ -106,7 +54,8 @@ def test_report_holds_every_part(run):
         "SafeRLHF on harvest", "4 steps", "Learning curves", "Multiplier", "Warm start loss",
         "own/metric", "limit", "Held-out prompts, before and after", "answer 1", "answer 4",
         "unscored", "+1.00", "Timeline of the last steps", "left", "right", "Placement",
-        "Config", "algorithm.cost_limit",
+        "Config", "algorithm.cost_limit", "TPU v9", "Some CPU", "def", "jax 9.8",
+        "How rewards are spread",
     ):  # fmt: skip
         assert part in text, part
 
@@ -155,6 +104,20 @@ def evil(value, key=""):
     return value
 
 
+def test_a_step_that_compiles_does_not_flatten_the_times(run):
+    checker, text = read(write_report(run))
+    charts = [json.loads(v) for k, v in checker.attributes if k == "data-chart"]
+    step = next(c for c in charts if c["series"][0]["name"] == "time/step")
+    assert step["clipped"] == [1] and step["series"][0]["values"] == [10.0, 1.0, 1.0, 1.0]
+    assert "mean of 3 steps" in text and "steps that compile are cut off" in text
+
+
+def test_a_users_own_metrics_stand_beside_the_algorithms(run):
+    page = write_report(run).read_text()
+    folded = page.index("<details>")
+    assert page.index("<h3>own/metric</h3>") < folded < page.index("<h3>time/generate</h3>")
+
+
 def test_report_needs_no_network(run):
     checker, _ = read(write_report(run))
     assert not [v for _, v in checker.attributes if v and re.match(r"(https?:)?//", v)]
@@ -164,12 +127,14 @@ def test_report_needs_no_network(run):
 
 def test_hovering_knows_the_values(run):
     checker, _ = read(write_report(run))
-    charts = [json.loads(v) for k, v in checker.attributes if k == "data-hover"]
+    charts = [json.loads(v) for k, v in checker.attributes if k == "data-chart"]
     rewards = next(c for c in charts if c["series"][0]["name"] == "reward/mean")
-    assert rewards["step"] == [1, 2, 3, 4] and rewards["series"][0]["at"]["2"][0] == "0.4"
-    assert list(rewards["series"][1]["at"]) == ["1", "4"]  # held-out: two evaluations
+    assert rewards["series"][0]["steps"] == [1, 2, 3, 4]
+    assert rewards["series"][0]["values"][1] == 0.4
+    assert rewards["series"][0]["seconds"] == [10.0, 11.0, 12.0, 13.0]
+    assert rewards["series"][1]["steps"] == [1, 4]  # held-out: two evaluations
     kl = next(c for c in charts if c["series"][0]["name"] == "kl/reference")
-    assert kl["step"] == [1, 2, 4]  # null at step 3
+    assert kl["series"][0]["steps"] == [1, 2, 4]  # null at step 3
 
 
 @pytest.mark.parametrize("missing", ["metrics", "samples", "warm_start", "plan", "timeline"])

@@ -14,7 +14,7 @@ from hjax.settings.reading import default_config
 
 @pytest.fixture
 def workdir(tmp_path):
-    made = Workdir(tmp_path / "run", tensorboard=False)
+    made = Workdir(tmp_path / "run")
     made.open(default_config())
     yield made
     made.close()
@@ -94,7 +94,7 @@ def test_a_torn_last_line_is_dropped(workdir):
         file.write('{"step": 2, "rew')
     assert workdir.rows(METRICS) == [{"step": 1}]
     workdir.close()
-    again = Workdir(workdir.path, tensorboard=False)
+    again = Workdir(workdir.path)
     again.open(default_config())
     again.append(METRICS, [{"step": 2}])
     assert again.rows(METRICS) == [{"step": 1}, {"step": 2}]
@@ -133,20 +133,3 @@ def test_finished_needs_the_last_row_and_its_checkpoint(workdir):
     assert not workdir.finished()
     (workdir.checkpoints / str(steps)).mkdir()
     assert workdir.finished() and not workdir.finished(steps + 1)
-
-
-def test_metrics_become_tensorboard_scalars(tmp_path):
-    made = Workdir(tmp_path)
-    made.open(default_config())
-    made.append(METRICS, [{"step": 1, "reward/mean": 0.5, "none": None}])
-    made.close()
-    events = list((tmp_path / "tensorboard").glob("events.*"))
-    assert len(events) == 1 and b"reward/mean" in events[0].read_bytes()
-    # A torn event file of a killed run is left alone by the next one, which purges what it redoes.
-    events[0].write_bytes(events[0].read_bytes()[:-5])
-    again = Workdir(tmp_path)
-    again.open(default_config())
-    again.truncate_after(0)
-    again.append(METRICS, [{"step": 1, "reward/mean": 0.5}])
-    again.close()
-    assert again.rows(METRICS) == [{"step": 1, "reward/mean": 0.5}]

@@ -136,16 +136,18 @@ def drawn(macro, chart):
 
 def test_long_curves_are_averaged_down():
     chart = line_chart([Series("x", [(i, i % 2) for i in range(100_000)])])
-    hover = json.loads(chart.hover)
-    assert len(hover["step"]) == 400
-    assert hover["series"][0]["at"]["249"][0] == "0.5"  # the mean of 250 steps
+    kept = json.loads(chart.data)["series"][0]
+    assert len(kept["steps"]) == 400
+    assert (kept["steps"][0], kept["values"][0]) == (249, 0.5)  # the mean of 250 steps
 
 
-def test_hovering_finds_steps_beyond_a_million():
-    chart = line_chart([Series("x", [(1_234_567, 1.0), (1_234_568, 2.0)])])
-    hover = json.loads(chart.hover)
-    # As the page's script looks them up: by the step's own text.
-    assert [hover["series"][0]["at"][str(step)][0] for step in hover["step"]] == ["1", "2"]
+def test_steps_that_are_clipped_do_not_widen_the_chart():
+    points = [(1, 90.0), (2, 1.0), (3, 2.0)]
+    chart = line_chart([Series("time", points)], clipped=[1])
+    assert max(float(text) for _, text in chart.heights) <= 2.5
+    first = chart.curves[0].line.split()[0]
+    assert float(first.split(",")[1]) == chart.top  # along the edge
+    assert json.loads(chart.data)["series"][0]["values"][0] == 90.0  # and is still told
 
 
 def test_values_have_the_digits_that_tell_them_apart():

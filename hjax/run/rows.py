@@ -16,6 +16,21 @@ def take_rows(batch: Mapping[str, Any], count: int) -> dict[str, Any]:
     }
 
 
+def spread_rows(rows: int, samples: int, count: int) -> list[int]:
+    """Which rows of a batch are shown: of as many prompts as can be, those of one side by side.
+
+    Args:
+      rows: of the batch, the ``samples`` of a prompt one after the other.
+      count: rows wanted; fewer where there are not so many.
+
+    Returns:
+      indices of rows, rising. With more than one sample a prompt shows at least two.
+    """
+    prompts = max(rows // max(samples, 1), 1)
+    each = min(max(2, -(-count // prompts)), samples) if samples > 1 else 1
+    return [i for i in range(rows) if i % samples < each][:count]
+
+
 def sample_row(batch: Mapping[str, Any], row: int, step: int, kind: str) -> dict[str, Any]:
     """A row of samples.jsonl; advantage is the mean over the response."""
     mask = np.asarray(batch["response_mask"][row], bool)

@@ -18,7 +18,7 @@ from hjax.controller import Future, ThreadExecutor, Timeline, join
 from hjax.controller.executors import ExecutorFactory
 from hjax.data.dataset import PromptSampler
 from hjax.errors import ConfigError, RunError
-from hjax.files import METRICS, SAMPLES, WARM_START
+from hjax.files import HISTOGRAMS, METRICS, SAMPLES, STARTS, WARM_START
 from hjax.machine import device_memory
 from hjax.models.checkpoint import Checkpoints
 from hjax.models.export import check_output, export_adapters, export_weights
@@ -27,9 +27,12 @@ from hjax.models.weights import base_path, model_directory
 from hjax.run.ahead import Ahead, Schedule
 from hjax.run.dataflow import absent_roles
 from hjax.run.evaluation import evaluate
+from hjax.run.histograms import histogram_row
 from hjax.run.inputs import Demonstrations, load_inputs, prompt_batch
+from hjax.run.loggers import make_loggers
 from hjax.run.machines import Machines, OnCluster, ThisProcess
 from hjax.run.metrics import StepRecorder
+from hjax.run.origin import start_record
 from hjax.run.placement import Plan, set_name
 from hjax.run.records import (
     keep_for_inspection,
@@ -39,7 +42,7 @@ from hjax.run.records import (
 )
 from hjax.run.recovery import Recovering
 from hjax.run.roles import check_offloads, describe_roles, is_float32, placed
-from hjax.run.rows import sample_row
+from hjax.run.rows import sample_row, spread_rows
 from hjax.run.throughput import Throughput
 from hjax.run.warnings import SamplerWatch, TruncationWarning
 from hjax.run.workdir import Workdir
@@ -178,7 +181,7 @@ class Trainer(Recovering):
         self.workdir: Workdir | None = None
         self.checkpoints: Checkpoints | None = None
         if workdir is not None:
-            self.workdir = Workdir(workdir, config.display.tensorboard)
+            self.workdir = Workdir(workdir, make_loggers(config))
             self.workdir.open(self.config)
 
     # The run
@@ -394,6 +397,9 @@ class Trainer(Recovering):
         else:
             with self._phase("initialise"):
                 self._initialize()
+        if self.workdir is not None:
+            start = start_record(self.machines.devices, self.step_number)
+            self.workdir.append(STARTS, [start])
         if self._offloaded is None:
             self._offloaded = offloaded_bytes(self.roles)
         self._prepared = not (self.stop_requested and latest is None)
@@ -521,6 +527,8 @@ class Trainer(Recovering):
         if warning := self._truncation.message(metrics):
             self._message(warning)
         self._keep_samples(self.batch, step, "train", KEPT_SAMPLES)
+        if self.workdir is not None and self.algorithm_class.generates:
+            self.workdir.append(HISTOGRAMS, [histogram_row(self.batch, step)])
         if self.recorder.skipped_this_step and self.workdir is not None and self.batch:
             keep_for_inspection(self.workdir.path, step, self.batch)
         every = self.config.checkpoint.every
@@ -530,8 +538,9 @@ class Trainer(Recovering):
     def _keep_samples(self, batch: Mapping[str, Any], step: int, kind: str, count: int) -> None:
         if "responses" not in batch or not self.algorithm_class.generates:
             return
-        count = min(count, len(batch["responses"]))
-        rows = [sample_row(batch, i, step, kind) for i in range(count)]
+        samples = self.algorithm.samples if kind == "train" else 1
+        chosen = spread_rows(len(batch["responses"]), samples, count)
+        rows = [sample_row(batch, i, step, kind) for i in chosen]
         if self.workdir is not None:
             self.workdir.append(SAMPLES, rows)
         every = self.config.display.samples_every

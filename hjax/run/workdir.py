@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hjax.config import flatten
 from hjax.errors import ConfigError, RunError
 from hjax.files import (
+    HISTOGRAMS,
     METRICS,
     SAMPLES,
+    STARTS,
     WARM_START,
     read_json,
     read_rows,
     replace_file,
     to_json,
 )
+from hjax.run.loggers import Logger, Loggers
 
 # What may differ from the first start when a run is resumed: keys, and sections with a dot.
 CHANGEABLE = ("steps", "placement", "layout.", "cluster.", "display.")
@@ -33,14 +36,12 @@ class Workdir:
 
     Args:
       path: the directory; it is made by `open` if it is not there.
-      tensorboard: also write metrics as TensorBoard events, under `tensorboard/`.
+      loggers: receive the rows too.
     """
 
-    def __init__(self, path: str | os.PathLike[str], tensorboard: bool = True):
+    def __init__(self, path: str | os.PathLike[str], loggers: Sequence[Logger] = ()):
         self.path = Path(path)
-        self._tensorboard = tensorboard
-        self._events: Any = None
-        self._purge_step: int | None = None
+        self._loggers = Loggers(loggers)
         self._lock: int | None = None
 
     @property
@@ -89,14 +90,14 @@ class Workdir:
         new = to_json(config)
         if self._read_config() != new:
             self.write_json("config.json", new)
-        for name in (METRICS, WARM_START, SAMPLES):
+        for name in (METRICS, WARM_START, SAMPLES, HISTOGRAMS, STARTS):
             self._drop_torn_line(name)
         return resumed
 
     def append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Add whole rows to a `.jsonl` file; they are on disk on return. Non-finite is null.
 
-        Rows of metrics.jsonl also become TensorBoard scalars.
+        Rows of metrics.jsonl, samples.jsonl and histograms.jsonl go to the loggers too.
 
         Raises:
           RunError: the file cannot be written.
@@ -112,8 +113,12 @@ class Workdir:
                 os.fsync(file.fileno())
         except OSError as error:
             raise RunError(f"{self.path / name} could not be written: {error.strerror}") from error
-        if name == METRICS and self._tensorboard:
-            self._write_events(rows)
+        for row in rows if name == METRICS else ():
+            self._loggers.log(row)
+        for row in rows if name == HISTOGRAMS else ():
+            self._loggers.histograms(row)
+        if name == SAMPLES:
+            self._loggers.samples(rows)
 
     def rows(self, name: str) -> list[dict[str, Any]]:
         """The rows of a `.jsonl` file; none if it is absent. A torn last line is left out.
@@ -133,10 +138,10 @@ class Workdir:
             replace_file(path, "".join(lines))
 
     def truncate_after(self, step: int) -> None:
-        """Drop what was logged after the restored checkpoint: metrics, samples, events."""
-        self.truncate(METRICS, step)
-        self.truncate(SAMPLES, step)
-        self._purge_step = step + 1
+        """Drop what was logged after the restored checkpoint, and start the loggers after it."""
+        for name in (METRICS, SAMPLES, HISTOGRAMS):
+            self.truncate(name, step)
+        self._loggers.start(self._read_config(), self.path, step)
 
     def write_json(self, name: str, value: Any) -> None:
         """Write or replace a JSON file (plan.json, timeline.json) in one go."""
@@ -174,10 +179,8 @@ class Workdir:
         return bool(saved) and max(saved) >= steps
 
     def close(self) -> None:
-        """Close the event file and let other processes train here."""
-        if self._events is not None:
-            self._events.close()
-            self._events = None
+        """End the loggers and let other processes train here."""
+        self._loggers.close()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -232,16 +235,3 @@ class Workdir:
             if content and not content.endswith(b"\n"):
                 file.truncate(content.rfind(b"\n") + 1)
                 os.fsync(file.fileno())
-
-    def _write_events(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        if self._events is None:
-            from tensorboardX import SummaryWriter
-
-            self._events = SummaryWriter(
-                str(self.path / "tensorboard"), purge_step=self._purge_step
-            )
-        for row in rows:
-            for key, value in row.items():
-                if key != "step" and isinstance(value, (int, float)):
-                    self._events.add_scalar(key, value, row["step"])
-        self._events.flush()

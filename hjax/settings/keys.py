@@ -406,6 +406,14 @@ KEYS: dict[str, Any] = {
         "samples": Key(2, "sample responses shown at a time; 0: none", at_least(0)),
         "samples_every": Key(5, "steps between the samples shown", at_least(1)),
         "tensorboard": Key(True, "write TensorBoard events into the workdir"),
+        "wandb": Key(
+            "",
+            "project of Weights & Biases that the run is logged to; WANDB_MODE=offline keeps it on "
+            "this machine (pip install 'hjax[wandb]')",
+        ),
+        "logger": Key(
+            "", "a class of your own that receives what is logged: path.py:Class (docs/logging.md)"
+        ),
         "report": Key(True, "write report.html at the end"),
     },
 }

@@ -1,7 +1,8 @@
 """Charts as numbers: where curves, bars and spans stand. `templates/charts.jinja` draws them.
 
-Colours are CSS classes (`c0` ... `c7`), so that one drawing serves the light and the dark page;
-`data-` attributes carry the values that the page's script shows on hovering.
+Colours are CSS classes (`c0` ... `c12`), so that one drawing serves the light and the dark page.
+`data-chart` carries the values, from which `templates/curves.js` draws the same chart again over
+time, on a logarithmic scale or smoothed, and shows values on hovering.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from hjax.show.ticks import Tick, ticks
@@ -28,13 +29,20 @@ _SAME = 1e-12
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """One curve: points of (step, value), drawn in the colour of its class."""
+    """One curve: points of (step, value), drawn in the colour of its class.
+
+    Attributes:
+      dots: draw the points themselves too.
+      spread: half the width of a band around each point.
+      seconds: when each point was; None: unknown, so that it has no curve over time.
+    """
 
     name: str
     points: Sequence[tuple[float, float]]
     color: int = 0
     dots: bool = False
-    spread: Sequence[float] | None = None  # half the width of a band around each point
+    spread: Sequence[float] | None = None
+    seconds: Sequence[float] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +64,7 @@ class LineChart:
       heights, steps: (place, text) of the ticks.
       limit: (height, name) of a dashed line, if there is one.
       names: of the series, for who cannot see them.
-      hover: JSON of the values, for the page's script.
+      data: JSON of the values, for the page's script.
     """
 
     left: float
@@ -65,7 +73,7 @@ class LineChart:
     limit: tuple[float, str] | None
     curves: Sequence[Curve]
     names: str
-    hover: str
+    data: str
     width: int = WIDTH
     height: int = HEIGHT
     right: float = WIDTH - _RIGHT
@@ -89,11 +97,19 @@ def _digits(value: float, among: Sequence[float]) -> int:
     return min(15, math.floor(math.log10(abs(value))) - math.floor(math.log10(width)) + 3)
 
 
-def line_chart(series: Sequence[Series], limit: tuple[str, float] | None = None) -> LineChart:
-    """Curves over steps, and a dashed line at ``limit`` (name, value)."""
+def line_chart(
+    series: Sequence[Series],
+    limit: tuple[str, float] | None = None,
+    clipped: Collection[float] = (),
+) -> LineChart:
+    """Curves over steps, and a dashed line at ``limit`` (name, value).
+
+    Args:
+      clipped: steps that do not widen the range of values: what is beyond it runs along its edge.
+    """
     series = [_thinned(s) for s in series if s.points]
     steps = sorted({step for s in series for step, _ in s.points})
-    low, high = _range(series, limit)
+    low, high = _range(series, limit, clipped)
     first, last = steps[0], steps[-1]
     if first == last:
         first, last = first - 0.5, last + 0.5
@@ -105,11 +121,8 @@ def line_chart(series: Sequence[Series], limit: tuple[str, float] | None = None)
 
     def y_of(value: float) -> float:
         up = (value / 2 - low / 2) / (high / 2 - low / 2)  # halves: the range may be infinite
+        up = min(max(up, 0.0), 1.0) if clipped else up
         return round(HEIGHT - _BOTTOM - up * (HEIGHT - _TOP - _BOTTOM), 1)
-
-    def texts(points: Sequence[tuple[float, float]]) -> dict[float, tuple[str, float]]:
-        values = [value for _, value in points]
-        return {step: (value_text(value, values), y_of(value)) for step, value in points}
 
     return LineChart(
         left=left,
@@ -118,16 +131,27 @@ def line_chart(series: Sequence[Series], limit: tuple[str, float] | None = None)
         limit=None if limit is None else (y_of(limit[1]), limit[0]),
         curves=[_curve(s, x_of, y_of) for s in series],
         names=", ".join(s.name for s in series),
-        hover=json.dumps(
+        data=json.dumps(
             {
-                "x": [x_of(step) for step in steps],
-                "step": steps,
-                "series": [
-                    {"name": s.name, "color": s.color, "at": texts(s.points)} for s in series
-                ],
+                "series": [_series_data(s) for s in series],
+                "limit": limit,
+                "clipped": sorted(clipped),
             }
         ),
     )
+
+
+def _series_data(series: Series) -> dict[str, Any]:
+    """A series for the page's script."""
+    return {
+        "name": series.name,
+        "color": series.color,
+        "dots": series.dots,
+        "steps": [step for step, _ in series.points],
+        "values": [value for _, value in series.points],
+        "spread": series.spread,
+        "seconds": None if series.seconds is None else [round(t, 3) for t in series.seconds],
+    }
 
 
 def _places(found: Sequence[Tick], place: Callable[[float], float]) -> list[tuple[float, str]]:
@@ -141,16 +165,22 @@ def _thinned(series: Series) -> Series:
         return series
     chunks = [series.points[i : i + run] for i in range(0, len(series.points), run)]
     points = [(chunk[-1][0], sum(y for _, y in chunk) / len(chunk)) for chunk in chunks]
-    spread = None
+    spread = seconds = None
     if series.spread is not None:
         wide = [series.spread[i : i + run] for i in range(0, len(series.spread), run)]
         spread = [sum(chunk) / len(chunk) for chunk in wide]
-    return dataclasses.replace(series, points=points, spread=spread)
+    if series.seconds is not None:
+        at = [series.seconds[i : i + run] for i in range(0, len(series.seconds), run)]
+        seconds = [chunk[-1] for chunk in at]
+    return dataclasses.replace(series, points=points, spread=spread, seconds=seconds)
 
 
-def _range(series: Sequence[Series], limit: tuple[str, float] | None) -> tuple[float, float]:
+def _range(
+    series: Sequence[Series], limit: tuple[str, float] | None, clipped: Collection[float]
+) -> tuple[float, float]:
     """The lowest and the highest value that is drawn, and some room; the first is the smaller."""
-    values = [y for s in series for _, y in s.points]
+    values = [y for s in series for step, y in s.points if step not in clipped]
+    values = values or [y for s in series for _, y in s.points]
     for s in series:
         for (_, y), half in zip(s.points, s.spread or ()):
             values += [y - half, y + half]

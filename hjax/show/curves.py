@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from hjax.roles import ROLES
 from hjax.show.charts import LineChart, Series, line_chart, value_text
+from hjax.show.palette import metric_color
 
 Row = Mapping[str, Any]
 
@@ -30,21 +32,35 @@ CURVES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 )  # fmt: skip
 
 
+# Shown even where they never move.
+_ALWAYS = ("response/truncated",)
+# What hjax itself logs beside the algorithm's metrics; all else is a user's own and shown first.
+_MACHINE = {"time", "throughput", "memory", "compile", "rollout", "response", "loss", "kl", *ROLES}
+# These of a step that compiles say nothing about the others'.
+_TIMED = ("time/", "throughput/")
+_LEFT = 2  # steps that must be left when those that compile are taken away
+
+
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """A chart with its title, what it shows, the last values and who has which colour."""
+    """A chart with its title and what it shows.
+
+    Attributes:
+      last: the last value of its only curve; empty where there are several.
+      legend: (name, colour, last value) of each curve where there are several.
+    """
 
     title: str
     what: str
     last: str
     chart: LineChart
-    legend: Sequence[tuple[str, int]]
+    legend: Sequence[tuple[str, int, str]]
 
 
 def curve_cards(
     metrics: Sequence[Row], warm_start: Sequence[Row], cost_limit: float | None
 ) -> tuple[list[Card], list[Card]]:
-    """The charts of a run, and those of all other metrics.
+    """The charts of a run, and those of what the machine did and of details.
 
     Args:
       metrics, warm_start: rows as in metrics.jsonl and warm_start.jsonl.
@@ -52,21 +68,62 @@ def curve_cards(
     """
     cards: list[Card] = []
     drawn = {"step", "reward/std"}
+    times = seconds_of(metrics)
     for title, what, keys in CURVES:
         values = [y for key in keys for _, y in points_of(metrics, key)]
+        if not points_of(metrics, keys[0]):
+            continue
         # What never moves has no curve to show: it stands among the others.
-        if points_of(metrics, keys[0]) and (len(values) < 2 or min(values) < max(values)):
+        if keys[0] in _ALWAYS or len(values) < 2 or min(values) < max(values):
             drawn.update(keys)
             limited = keys[0] == "cost/mean" and cost_limit is not None
             limit = ("limit", cost_limit) if limited and cost_limit is not None else None
-            cards.append(_card(title, what, _series(metrics, keys), limit))
+            cards.append(card(title, what, _series(metrics, keys, times), limit))
     points = points_of(warm_start, "loss")
     if points:
         what = "supervised, before the first step; nats per token"
-        cards.append(_card("Warm start loss", what, [Series("loss", points, 5)]))
+        cards.append(card("Warm start loss", what, [Series("loss", points, 5)]))
     others = sorted({key for row in metrics for key in row} - drawn)
-    rest = [(key, points_of(metrics, key)) for key in others]
-    return cards, [_card(key, "", [Series(key, points, 7)]) for key, points in rest if points]
+    compiling = compiling_steps(metrics)
+    more: list[Card] = []
+    for key in others:
+        if not points_of(metrics, key):
+            continue
+        own = key.partition("/")[0] not in _MACHINE or _is_named_reward(key)
+        clipped = compiling if key.startswith(_TIMED) else ()
+        what = "steps that compile are cut off" if clipped else ""
+        (cards if own else more).append(
+            card(key, what, _series(metrics, (key,), times), None, clipped)
+        )
+    return cards, more
+
+
+def _is_named_reward(key: str) -> bool:
+    """Whether it is a reward by a name of the user's."""
+    return key.startswith("reward/") and key not in ("reward/unscored", "reward/std")
+
+
+def compiling_steps(metrics: Sequence[Row]) -> list[int]:
+    """The steps in which something was compiled; none where hardly any other is left."""
+    counts = [row.get("compile/count") for row in metrics]
+    before = [None, *counts[:-1]]
+    steps = [
+        row["step"]
+        for row, count, last in zip(metrics, counts, before)
+        if count is not None and count != (last or 0)
+    ]
+    return steps if len(metrics) - len(steps) >= _LEFT else []
+
+
+def seconds_of(metrics: Sequence[Row]) -> dict[int, float]:
+    """By step the seconds that were spent in it and those before it; empty if one is unknown."""
+    total, found = 0.0, {}
+    for row in metrics:
+        if row.get("time/step") is None:
+            return {}
+        total += row["time/step"]
+        found[row["step"]] = total
+    return found
 
 
 def points_of(rows: Sequence[Row], key: str) -> list[tuple[float, float]]:
@@ -74,9 +131,11 @@ def points_of(rows: Sequence[Row], key: str) -> list[tuple[float, float]]:
     return [(row["step"], row[key]) for row in rows if row.get(key) is not None]
 
 
-def _series(metrics: Sequence[Row], keys: Sequence[str]) -> list[Series]:
+def _series(
+    metrics: Sequence[Row], keys: Sequence[str], times: Mapping[int, float]
+) -> list[Series]:
     series = []
-    for color, key in enumerate(keys):
+    for key in keys:
         points = points_of(metrics, key)
         if not points:
             continue
@@ -84,13 +143,25 @@ def _series(metrics: Sequence[Row], keys: Sequence[str]) -> list[Series]:
         if key == "reward/mean":
             rows = [row for row in metrics if row.get(key) is not None]
             spread = [row.get("reward/std") or 0.0 for row in rows]
-        series.append(Series(key, points, color, dots=key.startswith("eval/"), spread=spread))
+        seconds = [times[int(step)] for step, _ in points] if times else None
+        held_out = key.startswith("eval/")
+        color = metric_color(key, 0)
+        series.append(Series(key, points, color, held_out, spread, seconds))
     return series
 
 
-def _card(
-    title: str, what: str, series: Sequence[Series], limit: tuple[str, float] | None = None
+def card(
+    title: str,
+    what: str,
+    series: Sequence[Series],
+    limit: tuple[str, float] | None = None,
+    clipped: Collection[float] = (),
+    named: bool = False,
 ) -> Card:
-    last = " · ".join(value_text(s.points[-1][1], [y for _, y in s.points]) for s in series)
-    legend = [(s.name, s.color) for s in series] if len(series) > 1 else []
-    return Card(title, what, last, line_chart(series, limit), legend)
+    """A card of some curves; ``named``: with a legend, though there is only one."""
+    said = [value_text(s.points[-1][1], [y for _, y in s.points]) for s in series]
+    chart = line_chart(series, limit, clipped)
+    if len(series) == 1 and not named:
+        return Card(title, what, f"last: {said[0]}", chart, [])
+    legend = [(s.name, s.color, f"last {text}") for s, text in zip(series, said)]
+    return Card(title, what, "", chart, legend)

@@ -12,7 +12,7 @@ from typing import Any
 
 import jinja2
 
-COLORS = 8  # of the classes c0 ... c7
+COLORS = 13  # of the classes c0 ... c12
 
 
 def render(template: str, **values: Any) -> str:
@@ -31,7 +31,7 @@ def _environment() -> jinja2.Environment:
         loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
-        finalize=_printable,
+        finalize=_escapable,
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -39,8 +39,11 @@ def _environment() -> jinja2.Environment:
     return environment
 
 
-def _printable(value: Any) -> Any:
-    """A value's text, with dots for control characters other than line breaks and tabs."""
-    if hasattr(value, "__html__"):  # drawn by another template
-        return value
-    return "".join(c if c.isprintable() or c in "\n\t" else "·" for c in str(value))
+def printable(text: str) -> str:
+    """A text with dots for control characters other than line breaks and tabs."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)
+
+
+def _escapable(value: Any) -> Any:
+    # What another template has drawn stands as it is.
+    return value if hasattr(value, "__html__") else printable(str(value))

@@ -12,22 +12,27 @@ from typing import Any
 
 from hjax.config import flatten
 from hjax.errors import ConfigError
-from hjax.files import METRICS, SAMPLES, WARM_START, read_json, read_rows, replace_file
-from hjax.roles import ROLES
+from hjax.files import (
+    HISTOGRAMS,
+    METRICS,
+    SAMPLES,
+    STARTS,
+    WARM_START,
+    read_json,
+    read_rows,
+    replace_file,
+)
 from hjax.settings.checking import owned_defaults
 from hjax.settings.keys import OWNED_SECTIONS, default_config
 from hjax.show.charts import stacked_bar, timeline, value_text
-from hjax.show.curves import Row, curve_cards, points_of
+from hjax.show.curves import Row, compiling_steps, curve_cards, points_of
 from hjax.show.format import clock, count, duration
+from hjax.show.origins import start_row
 from hjax.show.pages import render
-from hjax.show.samples import held_out_table, training_samples
+from hjax.show.palette import OTHER, PHASE_COLORS, ROLE_COLORS
+from hjax.show.samples import browsed, held_out_table, histogram_bars, training_samples
 
-PHASES = ("generate", "transition", "prepare", "update")
-ROLE_COLORS = {name: number for number, name in enumerate(ROLES)}
-_OTHER_ROLE, _OTHER_TIME = 6, 7  # colours
 _TIMELINE_STEPS = 3
-# The first steps compile: they say nothing about the others' time.
-_COMPILING_STEPS = 2
 
 
 def write_report(workdir_path: str | os.PathLike[str]) -> Path:
@@ -46,6 +51,7 @@ def write_report(workdir_path: str | os.PathLike[str]) -> Path:
     config = flatten(read_json(path / "config.json") or {})
     metrics = read_rows(path / METRICS)
     samples = read_rows(path / SAMPLES)
+    histograms = read_rows(path / HISTOGRAMS)
     plan = read_json(path / "plan.json") or {}
     algorithm, run = config.get("algorithm.name", "hjax"), path.resolve().name
     data = config.get("data.path") or config.get("data.task", "")
@@ -65,6 +71,9 @@ def write_report(workdir_path: str | os.PathLike[str]) -> Path:
         more_cards=more_cards,
         held_out=held_out_table(samples),
         training=training_samples(samples),
+        browsed=browsed(samples, histograms),
+        histogram=histogram_bars(histograms[-1] if histograms else None),
+        starts=[(None, start_row(start)) for start in read_rows(path / STARTS)],
         mean_step=_mean_step(metrics),
         timeline=_timeline(read_json(path / "timeline.json") or {}),
         placement=_placement_rows(plan),
@@ -100,7 +109,7 @@ class Tile:
 
 def _tiles(metrics: Sequence[Row]) -> list[Tile]:
     found = [
-        _change(metrics, "Held-out accuracy", "eval/accuracy", lambda x: f"{100 * x:.1f} %"),
+        _change(metrics, "Held-out accuracy", "eval/accuracy", _percent, _points),
         _change(metrics, "Held-out reward", "eval/reward", lambda x: f"{x:.3f}"),
         _change(metrics, "Reward", "reward/mean", lambda x: f"{x:.3f}"),
         _change(metrics, "Cost", "cost/mean", lambda x: f"{x:.3f}", upwards=False),
@@ -127,7 +136,12 @@ def _tiles(metrics: Sequence[Row]) -> list[Tile]:
 
 
 def _change(
-    metrics: Sequence[Row], name: str, key: str, text: Callable[[float], str], upwards: bool = True
+    metrics: Sequence[Row],
+    name: str,
+    key: str,
+    text: Callable[[float], str],
+    difference_text: Callable[[float], str] | None = None,
+    upwards: bool = True,
 ) -> Tile | None:
     """The last value of a metric, and its way from the first; None where there is none."""
     values = [y for _, y in points_of(metrics, key)]
@@ -137,7 +151,17 @@ def _change(
     difference = last - first
     trend = "" if abs(difference) < 1e-12 else "up" if (difference > 0) == upwards else "down"
     sign = "+" if difference >= 0 else "−"
-    return Tile(name, text(last), f"from {text(first)}", sign + text(abs(difference)), trend)
+    change = (difference_text or text)(abs(difference))
+    return Tile(name, text(last), f"from {text(first)}", sign + change, trend)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _points(share: float) -> str:
+    """A difference of shares, in percentage points."""
+    return f"{100 * share:.1f} points"
 
 
 def _median(values: Sequence[float]) -> float:
@@ -147,21 +171,23 @@ def _median(values: Sequence[float]) -> float:
 def _mean_step(metrics: Sequence[Row]) -> dict[str, Any] | None:
     """Mean seconds of the phases of a step as a ``bar``, and a ``note`` on what was counted."""
     rows = [r for r in metrics if r.get("time/step") is not None]
-    rows = [r for r in rows if r["step"] > _COMPILING_STEPS] or rows
+    compiling = set(compiling_steps(metrics))  # they say nothing about the others' time
+    rows = [r for r in rows if r["step"] not in compiling] or rows
     if not rows:
         return None
     mean = {
-        phase: sum(r.get(f"time/{phase}") or 0.0 for r in rows) / len(rows) for phase in PHASES
+        phase: sum(r.get(f"time/{phase}") or 0.0 for r in rows) / len(rows)
+        for phase in PHASE_COLORS
     }
     total = sum(mean.values())
     parts = [
-        (name, seconds, color)
-        for color, (name, seconds) in enumerate(mean.items())
+        (name, seconds, PHASE_COLORS[name])
+        for name, seconds in mean.items()
         if seconds > 1e-3 * total
     ]
     other = sum(r["time/step"] for r in rows) / len(rows) - total
     if other > 0:
-        parts.append(("other", other, _OTHER_TIME))
+        parts.append(("other", other, OTHER))
     note = f"mean of {len(rows)} steps"
     if other < 0:
         note += "; phases of different pools overlap"
@@ -188,7 +214,7 @@ def _timeline(trace: Mapping[str, Any]) -> dict[str, Any] | None:
     pools = sorted({e["pid"] for e in calls})
     start = min(e["ts"] for e in calls)
     roles = dict.fromkeys(e["args"].get("role", e["name"]) for e in calls)
-    colors = {role: ROLE_COLORS.get(role, _OTHER_ROLE) for role in roles}
+    colors = {role: ROLE_COLORS.get(role, OTHER) for role in roles}
     spans = [
         {
             "row": pools.index(e["pid"]),
@@ -231,9 +257,8 @@ def _sizes(sizes: Any) -> str:
 def _planned_rows(plan: Row, metrics: Sequence[Row]) -> list[tuple[str, str, str]]:
     """(stage, a planner's seconds, the measured ones), where a planner was asked."""
     expected = (plan.get("predicted") or {}).get("seconds")
-    rows = [
-        r for r in metrics if r.get("time/step") is not None and r["step"] > _COMPILING_STEPS
-    ]
+    compiling = set(compiling_steps(metrics))
+    rows = [r for r in metrics if r.get("time/step") is not None and r["step"] not in compiling]
     if not expected or not rows:
         return []
     stages = (

@@ -1,13 +1,18 @@
-"""The samples of the report: what the model answered at first, and what it answers now."""
+"""The samples of the report: what the model answered at first, what it answers now, and between."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hjax.show.charts import value_text
+from hjax.show.pages import printable
+
 Row = Mapping[str, Any]
 # Prompts shown.
 _SAMPLES = 8
+# What a page holds at most, to be browsed: steps, and characters of all samples.
+_STEPS, _CHARACTERS = 120, 3_000_000
 
 
 def held_out_table(samples: Sequence[Row]) -> dict[str, Any] | None:
@@ -30,7 +35,8 @@ def held_out_table(samples: Sequence[Row]) -> dict[str, Any] | None:
     rows = []
     for index in sorted(stages[0])[:_SAMPLES]:
         answers = [answer(stage[index]) if index in stage else None for stage in stages]
-        rows.append({"prompt": str(stages[0][index]["prompt"]), "answers": answers})
+        prompt = str(stages[0][index]["prompt"])
+        rows.append({"index": index, "prompt": prompt, "answers": answers})
     return {"heads": heads, "rows": rows}
 
 
@@ -44,6 +50,56 @@ def training_samples(samples: Sequence[Row]) -> list[dict[str, Any]]:
     ]
 
 
+def browsed(samples: Sequence[Row], histograms: Sequence[Row]) -> dict[str, Any]:
+    """What the page's script shows step by step.
+
+    Where there are more steps than a page should hold, steps are left out evenly; the first and
+    the last stay.
+
+    Returns:
+      ``train`` and ``eval``: ``steps``, and ``rows``, for each of them a list as of ``answer``
+      with the row's ``index``; ``histograms``: ``steps``, and ``rows`` as in histograms.jsonl.
+    """
+    found: dict[str, Any] = {}
+    for kind in ("train", "eval"):
+        by_step: dict[int, list[dict[str, Any]]] = {}
+        for sample in samples:
+            if (sample.get("kind") == "eval") == (kind == "eval"):
+                shown = answer(sample) | {"index": sample.get("index", 0)}
+                by_step.setdefault(sample["step"], []).append(shown)
+        found[kind] = _kept({step: rows[:_SAMPLES] for step, rows in by_step.items()})
+    found["histograms"] = _kept({row["step"]: row for row in histograms})
+    return found
+
+
+def _kept(by_step: Mapping[int, Any]) -> dict[str, Any]:
+    """``steps`` and ``rows``, so many that they fit on a page."""
+    steps = sorted(by_step)
+    characters = sum(len(str(by_step[step])) for step in steps)
+    most = _STEPS
+    if characters > _CHARACTERS:
+        most = max(2, min(most, int(len(steps) * _CHARACTERS / characters)))
+    if len(steps) > most:
+        places = [round(i * (len(steps) - 1) / (most - 1)) for i in range(most)]
+        steps = [steps[place] for place in dict.fromkeys(places)]
+    return {"steps": steps, "rows": [by_step[step] for step in steps]}
+
+
+def histogram_bars(row: Row | None) -> dict[str, Any] | None:
+    """The last step's rewards as bars of a chart, in hundredths of its height; None without."""
+    found = (row or {}).get("reward")
+    if not found:
+        return None
+    most = max(found["counts"]) or 1
+    return {
+        "step": row["step"] if row else 0,
+        "heights": [round(100 * count / most, 1) for count in found["counts"]],
+        "low": value_text(found["low"]),
+        "high": value_text(found["high"]),
+        "most": most,
+    }
+
+
 def answer(sample: Row) -> dict[str, Any]:
     """``prompt``, ``response``, ``scores`` as (name, text), and whether it was ``truncated``."""
     scores = []
@@ -54,8 +110,8 @@ def answer(sample: Row) -> dict[str, Any]:
             text = "unscored" if value is None else f"{round(value, 2) + 0.0:+.2f}"
             scores.append((key, text))
     return {
-        "prompt": str(sample["prompt"]),
-        "response": str(sample["response"]),
+        "prompt": printable(str(sample["prompt"])),
+        "response": printable(str(sample["response"])),
         "scores": scores,
         "truncated": bool(sample.get("truncated")),
     }

@@ -1,0 +1,232 @@
+"""Where metrics go beside the workdir: TensorBoard, Weights & Biases, a class of a user's own."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from hjax.config import flatten
+from hjax.errors import ConfigError
+from hjax.files import read_json, replace_file, to_json
+from hjax.user_files import load_object
+
+Row = Mapping[str, Any]
+
+
+class Logger:
+    """Receives what a run logs; a user's own subclasses this and overrides what it wants.
+
+    ``display.logger=FILE.py:Class`` makes one, without arguments.
+    """
+
+    def start(self, config: Mapping[str, Any], workdir: Path, step: int) -> None:
+        """The run starts, or goes on.
+
+        Args:
+          config: key to value, with dotted keys.
+          workdir: the run's directory.
+          step: the last that was logged and stays; 0: none.
+        """
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A step's metrics, those without a value left out."""
+
+    def samples(self, step: int, rows: Sequence[Row]) -> None:
+        """Responses of a step: rows as in samples.jsonl."""
+
+    def histograms(self, step: int, found: Mapping[str, Row]) -> None:
+        """How a step's values are spread, as ``hjax.run.histograms.histogram`` says it, by name."""
+
+    def close(self) -> None:
+        """The run ends."""
+
+
+class TensorBoard(Logger):
+    """Event files under `tensorboard/`: scalars, samples as text, histograms, hyper-parameters."""
+
+    def start(self, config: Mapping[str, Any], workdir: Path, step: int) -> None:
+        from tensorboardX import SummaryWriter
+        from tensorboardX.summary import hparams
+
+        self._writer = SummaryWriter(str(workdir / "tensorboard"), purge_step=step + 1)
+        if step:
+            return
+        plain = (bool, int, float)
+        settings = {k: v if isinstance(v, plain) else str(v) for k, v in config.items()}
+        for summary in hparams(settings, {"reward/mean": 0.0, "eval/reward": 0.0}):
+            self._writer.file_writer.add_summary(summary)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for key, value in metrics.items():
+            self._writer.add_scalar(key, value, step)
+        self._writer.flush()
+
+    def samples(self, step: int, rows: Sequence[Row]) -> None:
+        for row in rows:
+            name = f"samples/{row['kind']}/{row['index']}"
+            scored = [k for k in ("reward", "cost") if row.get(k) is not None]
+            scores = ", ".join(f"{k} {row[k]:.4g}" for k in scored)
+            # Four spaces: TensorBoard shows it as it is, not as Markdown.
+            text = f"{row['prompt']}\n--- {scores}\n{row['response']}".replace("\n", "\n    ")
+            self._writer.add_text(name, "    " + text, step)
+
+    def histograms(self, step: int, found: Mapping[str, Row]) -> None:
+        for name, said in found.items():
+            counts = said["counts"]
+            width = (said["high"] - said["low"]) / len(counts)
+            self._writer.add_histogram_raw(
+                f"{name}/histogram",
+                min=said["low"],
+                max=said["high"],
+                num=sum(counts),
+                sum=said["sum"],
+                sum_squares=said["squares"],
+                bucket_limits=[said["low"] + width * (i + 1) for i in range(len(counts))],
+                bucket_counts=counts,
+                global_step=step,
+            )
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb(Logger):
+    """A run of Weights & Biases; the same one when the run is resumed.
+
+    Whether it goes online is wandb's own setting (``WANDB_MODE=offline``).
+
+    Args:
+      project: its project.
+    """
+
+    def __init__(self, project: str):
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError(
+                f"display.wandb={project!r} needs wandb: pip install 'hjax[wandb]', or set it to ''"
+            ) from error
+        self._wandb = wandb
+        self._project = project
+
+    def start(self, config: Mapping[str, Any], workdir: Path, step: int) -> None:
+        kept = workdir / "wandb.json"
+        known = read_json(kept) if step else None
+        name = known["id"] if known else uuid.uuid4().hex[:12]
+        if not known:
+            replace_file(kept, json.dumps({"id": name}) + "\n")
+        self._run = self._wandb.init(
+            project=self._project,
+            id=name,
+            name=workdir.resolve().name,
+            dir=str(workdir),
+            config=to_json(dict(config)),
+            resume="allow",
+            # One process logs; the terminal is the run's own.
+            settings=self._wandb.Settings(console="off", silent=True),
+        )
+        # Its own counter cannot go back to a checkpoint; this axis can.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **metrics})
+
+    def samples(self, step: int, rows: Sequence[Row]) -> None:
+        columns = ["prompt", "response", "reward"]
+        table = self._wandb.Table(
+            columns=columns, data=[[row.get(column) for column in columns] for row in rows]
+        )
+        self._run.log({"step": step, f"samples/{rows[0]['kind']}": table})
+
+    def histograms(self, step: int, found: Mapping[str, Row]) -> None:
+        def edges(said: Row) -> list[float]:
+            count = len(said["counts"])
+            width = (said["high"] - said["low"]) / count
+            return [said["low"] + width * i for i in range(count + 1)]
+
+        drawn = {
+            f"{name}/histogram": self._wandb.Histogram(np_histogram=(said["counts"], edges(said)))
+            for name, said in found.items()
+        }
+        self._run.log({"step": step, **drawn})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def make_loggers(config: ConfigDict) -> list[Logger]:
+    """The loggers that ``config.display`` asks for, not started.
+
+    Raises:
+      ConfigError: ``display.logger`` names no class that makes a ``Logger``, or wandb is asked for
+        and not installed.
+    """
+    made: list[Logger] = [TensorBoard()] if config.display.tensorboard else []
+    if config.display.wandb:
+        made.append(Wandb(config.display.wandb))
+    if named := config.display.logger:
+        made.append(_own(named))
+    return made
+
+
+def _own(named: str) -> Logger:
+    found = load_object(named, "display.logger")
+    made = found() if callable(found) else found
+    if not isinstance(made, Logger):
+        raise ConfigError(
+            f"display.logger={named} gives a {type(made).__name__}; it must be a class that "
+            "inherits hjax.run.loggers.Logger"
+        )
+    return made
+
+
+class Loggers:
+    """All loggers of a run as one.
+
+    Args:
+      loggers: not started.
+    """
+
+    def __init__(self, loggers: Sequence[Logger]):
+        self._loggers = loggers
+        self._started: list[Logger] = []
+
+    def start(self, config: Any, workdir: Path, step: int) -> None:
+        """Start each, or go on after ``step``; a restart first ends them."""
+        self.close()
+        for logger in self._loggers:
+            logger.start(flatten(to_json(config)), workdir, step)
+            self._started.append(logger)
+
+    def log(self, row: Row) -> None:
+        """A row of metrics.jsonl."""
+        metrics = {
+            key: float(value)
+            for key, value in to_json(row).items()
+            if key != "step" and isinstance(value, (int, float))
+        }
+        for logger in self._started:
+            logger.log(int(row["step"]), metrics)
+
+    def samples(self, rows: Sequence[Row]) -> None:
+        """Rows of samples.jsonl, of one step and kind."""
+        if rows:
+            for logger in self._started:
+                logger.samples(int(rows[0]["step"]), rows)
+
+    def histograms(self, row: Row) -> None:
+        """A row of histograms.jsonl."""
+        found = {key: value for key, value in row.items() if key != "step"}
+        for logger in self._started:
+            logger.histograms(int(row["step"]), found)
+
+    def close(self) -> None:
+        """End those that are started."""
+        while self._started:
+            self._started.pop().close()

@@ -1,0 +1,223 @@
+"""One page on several runs: curves over each other, configs that differ, samples side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hjax.config import flatten
+from hjax.errors import ConfigError
+from hjax.files import METRICS, SAMPLES, STARTS, read_json, read_rows, replace_file
+from hjax.show.charts import Series, value_text
+from hjax.show.curves import CURVES, Card, Row, card, compiling_steps, points_of, seconds_of
+from hjax.show.format import clock
+from hjax.show.origins import start_row
+from hjax.show.pages import COLORS, render
+from hjax.show.palette import OTHER
+from hjax.show.samples import answer
+
+# Colours that runs may have; grey would look like a run that is switched off.
+_COLORS = [color for color in range(COLORS) if color != OTHER]
+MOST = len(_COLORS)
+_PROMPTS = 8
+_TIMED = ("time/", "throughput/")
+# What the table of results has a column of: title, metric, which of its values.
+_RESULTS = (
+    ("reward", "reward/mean", "last"),
+    ("held-out reward", "eval/reward", "last"),
+    ("held-out accuracy", "eval/accuracy", "last"),
+    ("cost", "cost/mean", "last"),
+    ("KL", "kl/reference", "last"),
+    ("step", "time/step", "median"),
+    ("tokens/s", "throughput/tokens_per_second", "median"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a page says of a run.
+
+    Attributes:
+      name: as short as it can be without being another's.
+      config: by dotted key.
+    """
+
+    name: str
+    path: Path
+    color: int
+    config: Row
+    metrics: Sequence[Row]
+    samples: Sequence[Row]
+    starts: Sequence[Row]
+
+
+def write_comparison(
+    workdirs: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]
+) -> Path:
+    """Write a page that compares runs; it needs nothing else.
+
+    Args:
+      workdirs: of two runs or more, finished or not.
+      output: the page's path; what is there is replaced.
+
+    Returns:
+      the path of the page.
+
+    Raises:
+      ConfigError: fewer than two, more than there are colours, one twice, or no run in one.
+      DataError: a damaged file.
+    """
+    runs = read_runs(workdirs)
+    page = render(
+        "compare.jinja",
+        runs=runs,
+        results=_results(runs),
+        cards=_cards(runs),
+        more_cards=_cards(runs, others=True),
+        config=_differences(runs),
+        samples=_samples(runs),
+        starts=[(run, start_row(run.starts[-1])) for run in runs if run.starts],
+        written=time.strftime("%Y-%m-%d %H:%M"),
+    )
+    path = Path(output)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, page)
+    except OSError as error:
+        raise ConfigError(f"--output={path}: {error.strerror}") from error
+    return path
+
+
+def read_runs(workdirs: Sequence[str | os.PathLike[str]]) -> list[Run]:
+    """The runs of some workdirs, in their order; see ``write_comparison``."""
+    paths = [Path(workdir) for workdir in workdirs]
+    if len(paths) < 2:
+        raise ConfigError(f"{len(paths)} runs are given; a comparison is of two or more workdirs")
+    if len(paths) > MOST:
+        raise ConfigError(f"{len(paths)} runs are given; a page compares at most {MOST}")
+    resolved = [path.resolve() for path in paths]
+    for place, path in enumerate(resolved):
+        if path in resolved[:place]:
+            raise ConfigError(f"{paths[place]} is given twice")
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"{paths[place]}: no run is here (no config.json)")
+    return [
+        Run(
+            name,
+            path,
+            _COLORS[number],
+            flatten(read_json(path / "config.json")),
+            read_rows(path / METRICS),
+            read_rows(path / SAMPLES),
+            read_rows(path / STARTS),
+        )
+        for number, (name, path) in enumerate(zip(_names(resolved), resolved))
+    ]
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """The last parts of each path, as many as tell them apart."""
+    for count in range(1, max(len(path.parts) for path in paths)):
+        names = ["/".join(path.parts[-count:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in paths]
+
+
+def _results(runs: Sequence[Run]) -> dict[str, Any]:
+    """``heads``, and ``rows`` of a run and its texts: steps taken, and the metrics that some run
+    has."""
+    shown = [r for r in _RESULTS if any(points_of(run.metrics, r[1]) for run in runs)]
+    rows = []
+    for run in runs:
+        cells = [str(run.metrics[-1]["step"] if run.metrics else 0)]
+        for _, key, which in shown:
+            skipped = set(compiling_steps(run.metrics)) if which == "median" else ()
+            values = [y for step, y in points_of(run.metrics, key) if step not in skipped]
+            if not values:
+                cells.append("–")
+                continue
+            value = sorted(values)[len(values) // 2] if which == "median" else values[-1]
+            cells.append(value_text(value) + " s" * (key == "time/step"))
+        times = seconds_of(run.metrics)
+        cells.append(clock(max(times.values())) if times else "–")
+        rows.append((run, cells))
+    heads = [title if which == "last" else f"{title}, median" for title, _, which in shown]
+    return {"heads": ["steps", *heads, "time in steps"], "rows": rows}
+
+
+def _cards(runs: Sequence[Run], others: bool = False) -> list[Card]:
+    """A chart of each metric with a curve of each run: those of a report, or all ``others``."""
+    titles = {key: (title, what) for title, what, keys in CURVES for key in keys}
+    logged = dict.fromkeys(key for run in runs for row in run.metrics for key in row)
+    first = [key for key in titles if key in logged and _moves(runs, key)]
+    keys = sorted(logged.keys() - set(first) - {"step"}) if others else first
+    cards = []
+    for key in keys:
+        series = _series(runs, key)
+        if not series:
+            continue
+        title, _ = titles.get(key, (key, ""))
+        # Two metrics of one chart of the report are two charts here.
+        what = key if key in titles else ""
+        clipped: set[float] = set()
+        if key.startswith(_TIMED):
+            clipped = {step for run in runs for step in compiling_steps(run.metrics)}
+        cards.append(card(title, what, series, None, clipped, named=True))
+    return cards
+
+
+def _moves(runs: Sequence[Run], key: str) -> bool:
+    """Whether a metric has more than one value."""
+    return len({y for run in runs for _, y in points_of(run.metrics, key)}) > 1
+
+
+def _series(runs: Sequence[Run], key: str) -> list[Series]:
+    found = []
+    for run in runs:
+        points = points_of(run.metrics, key)
+        if points:
+            times = seconds_of(run.metrics)
+            seconds = [times[int(step)] for step, _ in points] if times else None
+            dots = key.startswith("eval/")
+            found.append(Series(run.name, points, run.color, dots, seconds=seconds))
+    return found
+
+
+def _differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """(key, each run's value) where they are not all the same."""
+    keys = dict.fromkeys(key for run in runs for key in run.config)
+    rows = []
+    for key in keys:
+        values = [run.config.get(key, _ABSENT) for run in runs]
+        if any(value != values[0] for value in values):
+            shown = ['""' if value == "" else str(value) for value in values]
+            rows.append((key, shown))
+    return rows
+
+
+class _Absent:
+    def __str__(self) -> str:
+        return "–"
+
+
+_ABSENT = _Absent()
+
+
+def _samples(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """The held-out prompts that all runs were asked: ``prompt``, and ``answers`` of their last
+    evaluations (as of ``answer``)."""
+    last: list[Mapping[str, Row]] = []
+    for run in runs:
+        rows = [row for row in run.samples if row.get("kind") == "eval"]
+        step = rows[-1]["step"] if rows else None
+        last.append({str(row["prompt"]): row for row in rows if row["step"] == step})
+    prompts = [prompt for prompt in last[0] if all(prompt in of_run for of_run in last)]
+    return [
+        {"prompt": prompt, "answers": [answer(of_run[prompt]) for of_run in last]}
+        for prompt in prompts[:_PROMPTS]
+    ]
