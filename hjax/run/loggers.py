@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.config import flatten
@@ -139,22 +140,17 @@ class Wandb(Logger):
 
     def samples(self, step: int, rows: Sequence[Row]) -> None:
         columns = ["prompt", "response", "reward"]
-        table = self._wandb.Table(
-            columns=columns, data=[[row.get(column) for column in columns] for row in rows]
-        )
+        data: list[Any] = [[row.get(column) for column in columns] for row in rows]
+        table = self._wandb.Table(columns=columns, data=data)
         self._run.log({"step": step, f"samples/{rows[0]['kind']}": table})
 
     def histograms(self, step: int, found: Mapping[str, Row]) -> None:
-        def edges(said: Row) -> list[float]:
-            count = len(said["counts"])
-            width = (said["high"] - said["low"]) / count
-            return [said["low"] + width * i for i in range(count + 1)]
-
-        drawn = {
-            f"{name}/histogram": self._wandb.Histogram(np_histogram=(said["counts"], edges(said)))
-            for name, said in found.items()
-        }
-        self._run.log({"step": step, **drawn})
+        drawn: dict[str, Any] = {"step": step}
+        for name, said in found.items():
+            edges = np.linspace(said["low"], said["high"], len(said["counts"]) + 1)
+            spread = np.asarray(said["counts"]), edges
+            drawn[f"{name}/histogram"] = self._wandb.Histogram(np_histogram=spread)
+        self._run.log(drawn)
 
     def close(self) -> None:
         self._run.finish()
