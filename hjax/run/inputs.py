@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 
 from hjax.data.dataset import Dataset, PromptSampler, pad_left, pad_right, split_held_out
 from hjax.data.pairs import SIDES, answer_text
-from hjax.data.tasks import Task, get_task
+from hjax.data.tasks import TASKS, Task, get_task
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, DataError
 from hjax.models.config import ModelConfig
@@ -51,6 +51,11 @@ def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
     Raises:
       ConfigError, DataError: whatever is missing or does not fit, in one line.
     """
+    if not config.data.path and not config.data.task:
+        raise ConfigError(
+            "there is no data: set config.data.path=FILE, prompts of your own (docs/data.md), or "
+            f"config.data.task, one of {', '.join(sorted(TASKS))}"
+        )
     task = None if config.data.path else get_task(config.data.task, **config.data.task_options)
     tokenizer = _tokenizer(config, task)
     train, held_out = _datasets(config, task, tokenizer)

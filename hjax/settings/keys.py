@@ -37,6 +37,9 @@ def _offload(trained: bool) -> Key:
     )
 
 
+# Of a response, where neither the config nor a built-in task says how many.
+RESPONSE_TOKENS = 256
+
 PLACEMENTS = ("colocate", "split", "standalone", "disaggregate", "auto")
 
 
@@ -194,7 +197,10 @@ KEYS: dict[str, Any] = {
         ),
     },
     "data": {
-        "task": Key("sorting", "built-in task: prompts, verifier and demonstrations"),
+        "task": Key(
+            "sorting",
+            "built-in task: prompts, verifier and demonstrations; empty: none, data.path is needed",
+        ),
         "task_options": {},
         "path": Key("", "your own prompts, a file (docs/data.md); replaces data.task if not empty"),
         "eval_path": Key("", "held-out prompts; empty: a seeded share of data.path"),
@@ -261,7 +267,12 @@ KEYS: dict[str, Any] = {
             at_least(1),
         ),
         "max_prompt_length": Key(0, "tokens; 0: the longest in the data", at_least(0)),
-        "max_response_length": Key(32, "tokens, the end-of-sequence token included", at_least(1)),
+        "max_response_length": Key(
+            0,
+            "tokens, the end-of-sequence token included; 0: those of a built-in task's longest "
+            f"answer, {RESPONSE_TOKENS} with data of your own",
+            at_least(0),
+        ),
         "temperature": Key(1.0, "of sampling; evaluation is greedy", above(0)),
         "top_k": Key(0, "sample among the k likeliest tokens; 0: all", at_least(0)),
         "top_p": Key(
