@@ -7,7 +7,18 @@ import traceback
 from collections.abc import Callable
 
 
-class ConfigError(ValueError):
+class _Told:
+    """An error whose message is all there is to say: a notebook shows it, and no frames."""
+
+    details: str = ""
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython prints of it (the name is IPython's)."""
+        lines = self.details.splitlines()
+        return [*lines, f"hjax: error: {' '.join(str(self).split())}"]
+
+
+class ConfigError(_Told, ValueError):
     """Bad input: a key, flag, file or shape. Commands print the message and exit with status 2."""
 
 
@@ -15,8 +26,18 @@ class DataError(ConfigError):
     """A dataset or file that cannot be used; the message names the file and the row."""
 
 
-class RunError(RuntimeError):
-    """A failure while running (reward outage, non-finite updates). Commands exit with status 1."""
+class RunError(_Told, RuntimeError):
+    """A failure while running (reward outage, non-finite updates). Commands exit with status 1.
+
+    Args:
+      *args: the message.
+      details: the traceback of a function of the user's, as Python prints it; shown before the
+        message.
+    """
+
+    def __init__(self, *args: object, details: str = ""):
+        super().__init__(*args)
+        self.details = details
 
 
 class ProcessLost(RunError):

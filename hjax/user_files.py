@@ -152,4 +152,6 @@ def error_line(path: Path, error: BaseException) -> str:
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
         line = lines[-1] if lines else None
     place = f"{path.name}:{line}" if line else path.name
-    return f"{place}: {type(error).__name__}: {' '.join(text.split())}"
+    # What hjax itself says needs no kind.
+    kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
+    return f"{place}: {kind}{' '.join(text.split())}"

@@ -16,7 +16,6 @@ from ml_collections import ConfigDict
 from hjax.algorithms import get_algorithm
 from hjax.controller import Future, ThreadExecutor, Timeline, join
 from hjax.controller.executors import ExecutorFactory
-from hjax.data.dataset import PromptSampler
 from hjax.errors import ConfigError, RunError
 from hjax.files import METRICS, SAMPLES, WARM_START
 from hjax.machine import device_memory
@@ -27,7 +26,7 @@ from hjax.models.weights import base_path, model_directory
 from hjax.run.ahead import Ahead, Schedule
 from hjax.run.dataflow import absent_roles
 from hjax.run.evaluation import evaluate
-from hjax.run.inputs import Demonstrations, load_inputs, prompt_batch
+from hjax.run.inputs import Demonstrations, load_inputs, prompt_batch, prompt_order
 from hjax.run.machines import Machines, OnCluster, ThisProcess
 from hjax.run.metrics import StepRecorder
 from hjax.run.placement import Plan, set_name
@@ -136,7 +135,7 @@ class Trainer(Recovering):
         self._throughput = Throughput(*of)
         self.timeline: Timeline = next(iter(self.roles.pools.values())).timeline
         lengths = self.inputs.prompt_length, config.rollout.max_response_length
-        self.prompts = PromptSampler(len(self.inputs.train), config.rollout.prompts, config.seed)
+        self.prompts = prompt_order(config, self.inputs.train)
         # What collects ahead of learning, once steps are taken.
         self.ahead: Ahead | None = None
         self._ahead_state: dict[str, int] | None = None
@@ -382,6 +381,8 @@ class Trainer(Recovering):
             self.checkpoints = Checkpoints(self.workdir.checkpoints, self.config.checkpoint.keep)
             write_model_files(self.workdir.path, self.inputs)
             self.workdir.write_json("plan.json", self.plan_record())
+        for remark in self.inputs.remarks:
+            self._message(remark)
         for role, chosen in self.roles.remat.items():
             if chosen.estimated_bytes:
                 self._message(f"{role}: model.remat=auto is {chosen.why}")

@@ -17,6 +17,7 @@ from hjax.settings.keys import (
     RESPONSE_TOKENS,
     default_config,
 )
+from hjax.wishes import wish
 
 
 def check_config(config: ConfigDict | Mapping[str, Any]) -> Config:
@@ -122,7 +123,7 @@ def set_key(config: ConfigDict, key: str, value: Any) -> None:
 
 
 def unknown_key(key: str, known: Iterable[str], given: Mapping[str, Any]) -> ConfigError:
-    """The error for a key that does not exist, with the nearest ones that do.
+    """The error for a key that does not exist: what hjax has for it, or the nearest keys.
 
     Args:
       key: dotted, without `config.`.
@@ -136,6 +137,8 @@ def unknown_key(key: str, known: Iterable[str], given: Mapping[str, Any]) -> Con
             message += f" (not a key of {given[selector]})"
     if below := [k for k in known if k.startswith(key + ".")]:
         return section_error(key, below)
+    if wished := wish(key):
+        return ConfigError(f"{message}: {wished}")
     near = nearest_keys(key, known)
     return ConfigError(f"{message}; did you mean {' or '.join('config.' + k for k in near)}?")
 

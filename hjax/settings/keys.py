@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hjax.config import Config
+from hjax.data.reading import OVERLONG
 from hjax.roles import ROLES
 from hjax.rules import Key, Rule, above, at_least, below_one, between, one_of
 
@@ -202,8 +203,38 @@ KEYS: dict[str, Any] = {
             "built-in task: prompts, verifier and demonstrations; empty: none, data.path is needed",
         ),
         "task_options": {},
-        "path": Key("", "your own prompts, a file (docs/data.md); replaces data.task if not empty"),
-        "eval_path": Key("", "held-out prompts; empty: a seeded share of data.path"),
+        "path": Key(
+            "",
+            "your own prompts: a file, a pattern, a folder, or owner/name:split of Hugging Face's "
+            "data sets, several with commas between (docs/data.md); replaces data.task if not "
+            "empty",
+        ),
+        "eval_path": Key("", "held-out prompts, likewise; empty: a seeded share of data.path"),
+        "columns": Key(
+            "",
+            "names of the files' columns and what they are called here, such as "
+            "`question=prompt, answer=solution`; empty: as they are",
+        ),
+        "chat": Key(
+            False, "a prompt that is text is the user's message of a chat, made by the template"
+        ),
+        "system": Key("", "with data.chat the system's message; empty: none"),
+        "template_arguments": Key(
+            "",
+            "further variables of the chat template, a JSON object such as "
+            '`{"enable_thinking": false}`',
+        ),
+        "overlong": Key(
+            "error",
+            "what a file's prompt above rollout.max_prompt_length does: error, filter (it is left "
+            "out) or truncate_left (its beginning is); the run says how many",
+            one_of(*OVERLONG),
+        ),
+        "weights": Key(
+            "",
+            "shares of the training prompts by the column data_source, such as `gsm8k=2, math=1`; "
+            "empty: every row comes as often as any other",
+        ),
         "eval_fraction": Key(
             0.1, "share of data.path held out where data.eval_path is empty", between(0, 0.9)
         ),

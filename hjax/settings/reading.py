@@ -16,7 +16,7 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from hjax.config import Config, convert, flatten, wrong_type
+from hjax.config import Config, UnknownKey, WrongType, convert, flatten, wrong_type
 from hjax.errors import ConfigError
 from hjax.settings.checking import (
     check_config,
@@ -27,6 +27,7 @@ from hjax.settings.checking import (
 )
 from hjax.settings.keys import OWNED_SECTIONS, default_config
 from hjax.user_files import error_line, import_file
+from hjax.wishes import wish
 
 __all__ = ["check_config", "config_names", "default_config", "find_config", "load_config"]
 
@@ -143,6 +144,8 @@ def _get_config(path: Path, argument: str | None) -> ConfigDict | dict[str, Any]
         raise ConfigError(f"--config={path}: the file defines no get_config()")
     try:
         config = module.get_config() if argument is None else module.get_config(argument)
+    except (UnknownKey, WrongType) as error:
+        raise ConfigError(f"--config={path}: {error_line(path, error)}") from error
     except ConfigError:
         raise
     except Exception as error:
@@ -178,6 +181,8 @@ def _apply(config: ConfigDict, overrides: Sequence[str], values: flags.FlagValue
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ConfigError(f"an option cannot be read: {text}") from error
     if rest:
+        if wished := wish(rest[0].partition("=")[0]):
+            raise ConfigError(f"unexpected argument {rest[0]!r}: {wished}")
         raise ConfigError(
             f"unexpected argument {rest[0]!r}; options begin with -- and take =VALUE, see --help"
         )
@@ -192,6 +197,8 @@ def _flag_error(
     if match and match[1] in known:
         return wrong_type(match[1], match[2], known[match[1]])
     if isinstance(error, flags.UnrecognizedFlagError):
+        if wished := wish(error.flagname):
+            return ConfigError(f"unknown flag --{error.flagname}: {wished}")
         names = [*values, *(f"config.{key}" for key in known)]
         near = difflib.get_close_matches(error.flagname, names, n=1)
         text = text.partition(" Did you mean")[0].rstrip(".?")

@@ -3,8 +3,8 @@
     python -m hjax.launch --config=base.py --config.actor.path=DIR \\
         --config.data.path=FILE --config.reward.function=FILE.py:reward
 
-It is GRPO, which needs no critic; `--config.algorithm.name` takes another. The other shipped configs
-stand on it and say what their task wants.
+It is GRPO, which needs no critic; `--config.algorithm.name` takes another. The other shipped
+configs stand on it and say what their task wants.
 """
 
 from ml_collections import ConfigDict
