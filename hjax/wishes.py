@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from hjax.errors import ConfigError
+
 _RATE = "config.actor.learning_rate; roles that learn have one each"
 _PROMPTS = "config.rollout.prompts, prompts per step, each answered config.rollout.samples times"
 _MINIBATCH = "config.algorithm.minibatch, sequences per optimizer update (not prompts)"
@@ -385,6 +387,56 @@ WISHES: Mapping[str, str] = {
     "disable_tqdm": "config.display.enabled=False",
     "callbacks": "a loop of your own: trainer.step() returns a step's metrics",
 }
+# The same of arguments of `model.generate`, and of names that are looked for in `hjax`.
+ARGUMENTS: Mapping[str, str] = {
+    "max_tokens": "max_new_tokens",
+    "max_length": "max_new_tokens",
+    "max_completion_length": "max_new_tokens",
+    "n": "give a prompt as often as it is to be answered: prompts * n",
+    "num_return_sequences": "give a prompt as often as it is to be answered: prompts * n",
+    "do_sample": "temperature=0 is greedy",
+    "stop_strings": "stop",
+    "stop_token_ids": "stop",
+    "eos_token_id": "stop",
+    "sampling_params": "temperature, top_k, top_p, max_new_tokens, seed and stop are arguments",
+    "generation_config": "temperature, top_k, top_p, max_new_tokens, seed and stop are arguments",
+    "logprobs": "each answer has logprobs",
+    "input_ids": "prompts, which may be lists of token ids",
+    "messages": "prompts, which may be lists of chat messages",
+    "echo": "log_probs(texts) scores a prompt",
+    "num_beams": "beam search is not built",
+    "min_p": "python -m hjax.launch.serve takes it",
+    "repetition_penalty": "python -m hjax.launch.serve takes it",
+    "presence_penalty": "python -m hjax.launch.serve takes it",
+}
+NAMES: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("GRPOTrainer", "PPOTrainer", "DPOTrainer", "RLOOTrainer", "SFTTrainer", "RLCluster"),
+        "hjax.Trainer(hjax.get_config(NAME)), with the algorithm in the config",
+    ),
+    **dict.fromkeys(
+        ("GRPOConfig", "PPOConfig", "DPOConfig", "SFTConfig", "TrainingArguments", "Config"),
+        "hjax.get_config(NAME, {KEY: VALUE, ...})",
+    ),
+    "train": "hjax.Trainer(config).run()",
+    "LLM": "hjax.load_model(PATH)",
+    "AutoModelForCausalLM": "hjax.load_model(PATH)",
+    "LoraConfig": "config.actor.lora",
+    "SamplingParams": "arguments of model.generate",
+}
+
+
+def refuse_arguments(function: str, unknown: Mapping[str, object]) -> None:
+    """Say what there is for arguments that a function does not take.
+
+    Raises:
+      ConfigError: there are some.
+    """
+    for name in unknown:
+        said = ARGUMENTS.get(name, f"help(model.{function}) lists what there is")
+        raise ConfigError(f"{function} has no argument {name!r}: {said}")
+
+
 # Roles whose keys are called as the actor's.
 _LEARNING = ("critic",)
 
