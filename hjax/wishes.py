@@ -449,8 +449,10 @@ def wish(name: str) -> str | None:
     """
     name = name.strip("-").replace("-", "_").removeprefix("config.")
     parts = name.lower().split(".")
-    # The longest end of the name that is known.
-    found = next((WISHES[e] for i in range(len(parts)) if (e := ".".join(parts[i:])) in WISHES), "")
+    # The longest end of the name that is known, else a beginning (a section of theirs).
+    ends = [".".join(parts[i:]) for i in range(len(parts))]
+    starts = [".".join(parts[:i]) for i in range(len(parts) - 1, 0, -1)]
+    found = next((WISHES[part] for part in (*ends, *starts) if part in WISHES), "")
     if parts[0] in _LEARNING:
         found = found.replace("config.actor.", f"config.{parts[0]}.")
     return found or None

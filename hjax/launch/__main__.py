@@ -27,6 +27,7 @@ from hjax.launch.command import take_config
 from hjax.launch.machine import prepare_jax
 from hjax.machine import descendants, end_all
 from hjax.run.workdir import Workdir
+from hjax.settings.origins import origins
 from hjax.settings.reading import check_config, config_names, find_config, load_config
 
 HELP = """\
@@ -229,6 +230,7 @@ def _dry_run(trainer: Any, command: TrainCommand) -> int:
         description = describe(trainer)
     finally:
         trainer.close()
+    description["settings"] = origins(command.name, trainer.config)
     if not command.json:
         from hjax.show.tables import print_description, print_memory
 

@@ -302,6 +302,14 @@ def _shown(config: ConfigDict, task: Task | None, train: Dataset) -> list[tuple[
     return [(task.demonstration(record, rng),) for record in _records(train)]
 
 
+def shown_responses(config: ConfigDict, task: Task | None, rows: Dataset) -> list[str] | None:
+    """A demonstration of each row, as text; None: the data has none for all of them."""
+    found = _shown(config, task, rows) if rows.prompt_text is not None else None
+    if found is None or any(not isinstance(text, str) for (text,) in found):
+        return None
+    return [text for (text,) in found]
+
+
 def _pairs(config: ConfigDict, task: Task | None, train: Dataset) -> list[tuple[str, str]] | None:
     """The chosen and the rejected text of each row; None: there are none."""
     if task is None:

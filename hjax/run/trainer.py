@@ -37,6 +37,7 @@ from hjax.run.records import (
     write_model_files,
 )
 from hjax.run.recovery import Recovering
+from hjax.run.reward_check import first_calls
 from hjax.run.roles import check_offloads, describe_roles, is_float32, placed
 from hjax.run.rows import sample_row
 from hjax.run.throughput import Throughput
@@ -393,11 +394,24 @@ class Trainer(Recovering):
             with self._phase("restore"):
                 self._restore(latest)
         else:
+            if not self.restarts:
+                self._try_rewards()
             with self._phase("initialise"):
                 self._initialize()
         if self._offloaded is None:
             self._offloaded = offloaded_bytes(self.roles)
         self._prepared = not (self.stop_requested and latest is None)
+
+    def _try_rewards(self) -> None:
+        """Call functions of the user's once, so that one that fails does so before the training.
+
+        On a cluster they run elsewhere, with files and modules that are not here.
+        """
+        own = [role for role in ("reward", "cost") if self.config[role].function]
+        if self.algorithm_class.generates and not on_cluster(self.config):
+            roles = [role for role in own if role in self.roles.table]
+            for call in first_calls(self.config, self.inputs, roles):
+                call.check()
 
     def _initialize(self) -> None:
         if self.workdir is not None:

@@ -271,7 +271,7 @@ KEYS: dict[str, Any] = {
         "offload": _offload(trained=False),
         "function": Key("", "`path.py:name`; empty: the task's or dataset's verifier"),
         "max_unscored": Key(
-            0.5,
+            0.05,
             "share of a step's sequences without a score above which the run stops",
             between(0, 1),
         ),

@@ -16,7 +16,7 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from hjax.config import Config, UnknownKey, WrongType, convert, flatten, wrong_type
+from hjax.config import Config, UnknownKey, WrongType, convert, flatten, nearest_keys, wrong_type
 from hjax.errors import ConfigError
 from hjax.settings.checking import (
     check_config,
@@ -181,8 +181,12 @@ def _apply(config: ConfigDict, overrides: Sequence[str], values: flags.FlagValue
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ConfigError(f"an option cannot be read: {text}") from error
     if rest:
-        if wished := wish(rest[0].partition("=")[0]):
+        name = rest[0].partition("=")[0]
+        if wished := wish(name):
             raise ConfigError(f"unexpected argument {rest[0]!r}: {wished}")
+        if name != rest[0]:
+            near = " or ".join(f"--config.{key}" for key in nearest_keys(name, known))
+            raise ConfigError(f"unexpected argument {rest[0]!r}; did you mean {near}=VALUE?")
         raise ConfigError(
             f"unexpected argument {rest[0]!r}; options begin with -- and take =VALUE, see --help"
         )
