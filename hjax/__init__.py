@@ -63,6 +63,10 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
+        from hjax.wishes import NAMES
+
+        if name in NAMES:
+            raise AttributeError(f"module 'hjax' has no attribute {name!r}: {NAMES[name]}")
         known = ", ".join(__all__)
         raise AttributeError(f"module 'hjax' has no attribute {name!r}; it has {known}")
     module_name, attribute = _LAZY[name]

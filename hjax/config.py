@@ -14,6 +14,7 @@ import numpy as np
 from ml_collections import ConfigDict, FieldReference, FrozenConfigDict
 
 from hjax.errors import ConfigError
+from hjax.wishes import wish
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -87,6 +88,17 @@ def nearest_keys(key: str, known: Collection[str]) -> list[str]:
     return near or difflib.get_close_matches(key, known, n=1, cutoff=0)
 
 
+class UnknownKey(ConfigError, AttributeError, KeyError):
+    """A key that does not exist: read or set, as an attribute or in brackets."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # a KeyError's would stand in quotes
+
+
+class WrongType(ConfigError, TypeError):
+    """A value of another type than its key's."""
+
+
 class Config(ConfigDict):
     """A ConfigDict whose errors are one line with the nearest key.
 
@@ -94,9 +106,8 @@ class Config(ConfigDict):
     `config.algorithm` is named with its section. Arguments are ConfigDict's.
 
     Raises:
-      AttributeError: `config.key` that does not exist: read, or set while locked.
-      KeyError: the same as `config["key"]`.
-      TypeError: a value of another type than the one it replaces.
+      UnknownKey: `config.key` or `config["key"]` that does not exist: read, or set while locked.
+      WrongType: a value of another type than the one it replaces.
     """
 
     def __init__(
@@ -130,29 +141,26 @@ class Config(ConfigDict):
         # What copy, pickle and notebooks ask every object for is no key.
         if name.startswith("_"):
             raise AttributeError(name)
-        try:
-            return self[name]
-        except KeyError as error:
-            raise AttributeError(error.args[0]) from None
+        return self[name]
 
     def __setattr__(self, name: str, value: Any) -> None:
         try:
             super().__setattr__(name, value)
         except AttributeError as error:
-            # ConfigDict wraps the KeyError, which would show the message in quotes.
+            # ConfigDict wraps the error of __setitem__, whose message is the one line.
             cause = error.args[0]
-            raise AttributeError(*getattr(cause, "args", (cause,))) from None
+            raise (cause if isinstance(cause, UnknownKey) else error) from None
 
     def __getitem__(self, key: str) -> Any:
         if key in self._fields or "." in str(key):
             return super().__getitem__(key)
-        raise KeyError(self._unknown(key))
+        raise UnknownKey(self._unknown(key))
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key in self._fields:
             value = self._converted(key, value)
         elif self.is_locked:
-            raise KeyError(self._unknown(key))
+            raise UnknownKey(self._unknown(key))
         if isinstance(value, dict) and self.convert_dict:
             value = Config(value, self.is_type_safe)
         super().__setitem__(key, value)
@@ -187,7 +195,7 @@ class Config(ConfigDict):
             if not isinstance(value, dict | ConfigDict):
                 raise section_error(name, list(flatten(held, f"{name}.")))
         except ConfigError as error:
-            raise TypeError(str(error)) from None
+            raise WrongType(str(error)) from None
         return value
 
     def _name_of(self, key: str) -> str:
@@ -202,6 +210,8 @@ class Config(ConfigDict):
 
     def _unknown(self, key: str) -> str:
         message = f"unknown key config.{self._name_of(key)}"
+        if wished := wish(self._name_of(key)):
+            return f"{message}: {wished}"
         if not self._fields:
             return f"{message}; there are none in this section yet"
         near = difflib.get_close_matches(str(key), map(str, self._fields), n=1)

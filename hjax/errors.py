@@ -5,9 +5,24 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable
+from types import TracebackType
+
+# What modules of users' files are called (``hjax.user_files``).
+USER_MODULE = "hjax_user_"
 
 
-class ConfigError(ValueError):
+class _Told:
+    """An error whose message is all there is to say: a notebook shows it, and no frames."""
+
+    details: str = ""
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython prints of it (the name is IPython's)."""
+        lines = self.details.splitlines()
+        return [*lines, f"hjax: error: {' '.join(str(self).split())}"]
+
+
+class ConfigError(_Told, ValueError):
     """Bad input: a key, flag, file or shape. Commands print the message and exit with status 2."""
 
 
@@ -15,8 +30,18 @@ class DataError(ConfigError):
     """A dataset or file that cannot be used; the message names the file and the row."""
 
 
-class RunError(RuntimeError):
-    """A failure while running (reward outage, non-finite updates). Commands exit with status 1."""
+class RunError(_Told, RuntimeError):
+    """A failure while running (reward outage, non-finite updates). Commands exit with status 1.
+
+    Args:
+      *args: the message.
+      details: the traceback of a function of the user's, as Python prints it; shown before the
+        message.
+    """
+
+    def __init__(self, *args: object, details: str = ""):
+        super().__init__(*args)
+        self.details = details
 
 
 class ProcessLost(RunError):
@@ -37,12 +62,24 @@ def exit_status(run: Callable[[], int]) -> int:
         return _fail(error, 1)
     except Exception as error:
         # Not a known kind of failure: where it happened matters more than brevity.
-        traceback.print_exc()
+        traceback.print_exception(type(error), error, _of_the_user(error))
         return _fail(error, 1)
+
+
+def _of_the_user(error: BaseException) -> TracebackType | None:
+    """The frames from the first one in a file of the user's on; all where there is none."""
+    frames = error.__traceback__
+    while frames is not None:
+        if frames.tb_frame.f_globals.get("__name__", "").startswith(USER_MODULE):
+            return frames
+        frames = frames.tb_next
+    return error.__traceback__
 
 
 def _fail(error: Exception, status: int) -> int:
     text = " ".join(str(error).split()) or type(error).__name__
+    if details := getattr(error, "details", ""):
+        print(details, file=sys.stderr)
     if not isinstance(error, (ConfigError, RunError)):
         text = f"{type(error).__name__}: {text}"
     print(f"hjax: error: {text}", file=sys.stderr)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hjax.errors import ConfigError
+from hjax.errors import USER_MODULE, ConfigError
 
 _PACKAGE = Path(__file__).resolve().parent
 
@@ -70,7 +70,7 @@ def import_file(path: Path, setting: str) -> types.ModuleType:
     except OSError as error:
         raise ConfigError(f"{setting}: {path}: {error.strerror}") from error
     # The name depends on the path: two files called reward.py don't hide each other.
-    name = f"hjax_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    name = f"{USER_MODULE}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     before = _imported.get(name)
     if before is not None and before.content == content and sys.modules.get(name) is before.module:
         return before.module
@@ -138,6 +138,22 @@ def origin(thing: Any) -> tuple[str, str] | None:
     return str(imported.path), name
 
 
+def own_traceback(error: BaseException, *others: str) -> str:
+    """A traceback as Python prints it, from the first frame that is the user's on.
+
+    Args:
+      error: that was caught.
+      *others: files, or folders, whose frames stand before the user's.
+    """
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(others):
+        frames = frames.tb_next
+    # Where the call itself failed there is none of the user's.
+    lines = traceback.format_exception(type(error), error, frames)
+    head = "" if lines[0].startswith("Traceback") else "Traceback (most recent call last):\n"
+    return (head + "".join(lines)).rstrip()
+
+
 def error_line(path: Path, error: BaseException) -> str:
     """`file:line: Kind: message` of an error, on one line; the line is the last one in ``path``."""
     path = path.resolve()
@@ -152,4 +168,6 @@ def error_line(path: Path, error: BaseException) -> str:
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
         line = lines[-1] if lines else None
     place = f"{path.name}:{line}" if line else path.name
-    return f"{place}: {type(error).__name__}: {' '.join(text.split())}"
+    # What hjax itself says needs no kind.
+    kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
+    return f"{place}: {kind}{' '.join(text.split())}"

@@ -46,6 +46,7 @@ GROUND = [
     "roles",
     "rules",
     "user_files",
+    "wishes",
 ]
 
 

@@ -187,7 +187,13 @@ ERRORS = [
     (lambda m: m.generate([[]]), "prompt 0 is empty"),
     (lambda m: m.generate([[3], [30]]), "prompt 1: token id 30 is outside the vocabulary, 0 to 29"),
     (lambda m: m.generate([[3, -1]]), "token id -1 is outside"),
-    (lambda m: m.generate([3, 4]), "prompt 0 is 3; give a string or a list of token ids"),
+    (lambda m: m.generate([3, 4]), "prompt 0 is 3; give a string, a list of token ids, or a list"),
+    (lambda m: m.generate([{"role": "user"}]), "prompt 0 is one chat message; give a list of chat"),
+    (lambda m: m.generate([[{"role": "user", "content": "a"}]]), "prompt 0: .* no chat template"),
+    (lambda m: m.generate(["a"], max_tokens=3), "no argument 'max_tokens': max_new_tokens"),
+    (lambda m: m.generate(["a"], seeed=3), r"'seeed': help\(model.generate\) lists"),
+    (lambda m: m.generate(["a"], 3, stop=["a", ""]), "stop='': a string that ends"),
+    (lambda m: m.log_probs("abc"), "tokens is one string; give a list of texts"),
     (lambda m: m.generate([[3.5]]), r"prompt 0 is \[3.5\]"),
     (lambda m: m.generate(["ABC"]), "'A'"),
     (lambda m: m.generate(["a"], 0), "max_new_tokens=0: a whole number of 1 or more"),
@@ -195,14 +201,56 @@ ERRORS = [
     (lambda m: m.generate(["a"], 8, seed=-1), "seed=-1: 0 to 4294967295"),
     (lambda m: m.generate(["a"], 8, temperature=-0.1), "temperature=-0.1"),
     (lambda m: m.generate(["a"], 8, top_p=0), "top_p=0"),
-    (
-        lambda m: m.logits([[1, 2], [3]]),
-        r"tokens must be \[batch, length\], all rows of one length",
-    ),
-    (lambda m: m.logits([1, 2]), r"tokens must be integers \[batch, length\]"),
-    (lambda m: m.log_probs([[1.0, 2.0]]), "tokens must be integers"),
+    (lambda m: m.logits([1, 2]), "row 0 is 1; give a string"),
+    (lambda m: m.logits(np.array([1, 2])), r"tokens must be integers \[batch, length\]"),
+    (lambda m: m.log_probs(np.array([[1.0, 2.0]])), "tokens must be integers"),
     (lambda m: m.log_probs([[1, 99]]), "token id 99 is outside the vocabulary, 0 to 29"),
 ]
+
+
+def test_texts_and_rows_of_any_lengths_are_scored(model):
+    texts = ["abc", "a"]
+    ids = [model.tokenizer.encode(text) for text in texts]
+    alone = [np.asarray(model.log_probs(np.array([row])))[0] for row in ids]
+    for given in (texts, ids):
+        found = np.asarray(model.log_probs(given))
+        assert found.shape == (2, 3)
+        np.testing.assert_allclose(found[0], alone[0], atol=1e-5)
+        np.testing.assert_allclose(found[1, :1], alone[1], atol=1e-5)
+        assert np.isnan(found[1, 1:]).all()
+    logits = np.asarray(model.logits(texts))
+    assert np.isnan(logits[1, 2:]).all() and np.isfinite(logits[1, :2]).all()
+
+
+def test_a_chat_is_what_its_template_makes_of_it(directory, tmp_path):
+    for file in directory.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    template = "{% for m in messages %}{{ m.content }} {% endfor %}{% if add_generation_prompt %}x"
+    (tmp_path / "chat_template.jinja").write_text(template + "{% endif %}")
+    model = hjax.load_model(tmp_path)
+    asked = [{"role": "user", "content": "ab"}]
+    said = [*asked, {"role": "assistant", "content": "c"}]
+    plain = [model.tokenizer.encode(text, add_special=False) for text in ("ab x", "ab c ")]
+    found = [generate(model, prompts, seed=1)[:2] for prompts in ([asked, said], plain)]
+    assert found[0] == found[1]
+    np.testing.assert_allclose(model.log_probs([asked, said]), model.log_probs(plain), atol=1e-6)
+
+
+def test_strings_end_a_response(model):
+    whole = generate(model, ["hello"], seed=5)[0]
+    string = whole.text[3:5]  # two tokens of this tokenizer
+    for stop in ([string], string[0], [string, "zzzzz"]):
+        wanted = stop if isinstance(stop, str) else string
+        found = generate(model, ["hello"], seed=5, stop=stop)[0]
+        end, count = whole.text.index(wanted) + len(wanted), len(found.tokens)
+        assert (found.text, found.finish_reason) == (whole.text[:end], "stop")
+        assert found.tokens == whole.tokens[:count]
+        assert found.logprobs == whole.logprobs[:count]
+        assert model.tokenizer.decode(found.tokens) == found.text
+        assert model.tokenizer.decode(found.tokens[:-1]) == found.text[:-1]
+    pieces = list(model.stream("hello", 12, seed=5, stop=[string]))
+    assert "".join(piece.text for piece in pieces) == whole.text[: whole.text.index(string) + 2]
+    assert pieces[-1].finish_reason == "stop"
 
 
 @pytest.mark.parametrize("call, line", ERRORS, ids=[line[:24] for _, line in ERRORS])

@@ -74,6 +74,7 @@ def test_too_many_in_a_row_stop_the_run_and_keep_the_last_batch(spoiled, tmp_pat
 
 def test_samples_without_a_reward_leave_the_step(spoiled, tmp_path):
     changes = {"reward.function": spoiled.replace("Spoiled", "some"), "steps": 2}
+    changes["reward.max_unscored"] = 0.5
     with trainer_of("GRPO", changes, workdir=tmp_path / "run") as trainer:
         rows = trainer.run()
         batch = trainer.batch

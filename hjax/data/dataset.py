@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from hjax.data.pairs import with_prompt
+from hjax.data.reading import Reading
+from hjax.data.sources import SUFFIXES, files_of, hub_rows, parts
 from hjax.data.tasks import Task
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, DataError
@@ -19,7 +21,6 @@ from hjax.errors import ConfigError, DataError
 _RESERVED = ("prompts", "responses")
 # Where a row's prompt stands; the first that it has.
 _PROMPT_COLUMNS = ("prompt_tokens", "prompt", "question")
-_SUFFIXES = (".jsonl", ".parquet", ".txt")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +82,10 @@ class Dataset:
         *,
         vocab_size: int | None = None,
         wording: Callable[[str], str | list[dict[str, Any]]] | None = None,
+        reading: Reading | None = None,
+        tell: Callable[[str], None] | None = None,
     ) -> Dataset:
-        """Reads a .jsonl (one JSON object per line), .parquet or .txt file (a prompt per line).
+        """Reads .jsonl (one JSON object per line), .parquet or .txt files (a prompt per line).
 
         A row's prompt is its `prompt_tokens` if it has them, else its `prompt`, else its
         `question`: a string, a list of chat messages (rendered by the tokenizer's template), or a
@@ -92,16 +95,27 @@ class Dataset:
         is None there.
 
         Args:
-          path: the file.
+          path: a file, a pattern, a folder, a data set of Hugging Face's (`owner/name:split`; its
+            library must be installed), or several with commas between.
           tokenizer: for strings and chats; not needed where all prompts are token ids.
-          max_prompt_length: tokens; a longer prompt is an error. 0: no limit.
+          max_prompt_length: tokens; a longer prompt is an error, or what ``reading`` says. 0: no
+            limit.
           vocab_size: token ids must be below it; by default the tokenizer's.
           wording: makes the text or chat messages to tokenise out of a prompt that is a string.
+          reading: names of columns, chats, overlong prompts.
+          tell: is told how many prompts were left out or cut.
 
         Raises DataError, one line with the file and the line (jsonl) or row (parquet, from 1).
         """
-        path = Path(path)
-        found = _read_rows(path)
+        reading = reading or Reading()
+        read = _read_all(path)
+        for old, new in reading.columns.items():
+            if read and not any(old in row for _, row in read):
+                raise DataError(
+                    f"{path}: config.data.columns takes {new!r} from a column {old!r}, which no "
+                    f"row has; the first one has {', '.join(map(str, read[0][1]))}"
+                )
+        found = [(where, reading.renamed(row)) for where, row in read]
         rows = [(where, with_prompt(row, where, _PROMPT_COLUMNS)) for where, row in found]
         if not rows:
             raise DataError(f"{path}: the dataset is empty; it must have at least one prompt")
@@ -109,13 +123,34 @@ class Dataset:
             vocab_size = tokenizer.vocab_size
         tokens: list[list[int]] = []
         texts: list[str] = []
+        kept: list[tuple[str, dict[str, Any]]] = []
+        longer = 0
+        limit = max_prompt_length if reading.overlong == "error" else 0
         for where, row in rows:
-            ids, text = _prompt_of(row, where, tokenizer, wording)
-            _check_tokens(ids, where, vocab_size, max_prompt_length)
+            ids, text = _prompt_of(row, where, tokenizer, wording, reading)
+            _check_tokens(ids, where, vocab_size, limit)
+            if 0 < max_prompt_length < len(ids):
+                longer += 1
+                if reading.overlong == "filter":
+                    continue
+                ids, text = ids[-max_prompt_length:], None
             if text is None and tokenizer is not None:
                 text = tokenizer.decode(ids)
+            kept.append((where, row))
             tokens.append(ids)
             texts.append(text or "")
+        if longer and tell is not None:
+            done = "were left out" if reading.overlong == "filter" else "lost their beginning"
+            tell(
+                f"{path}: {longer} of {len(rows)} prompts have more than "
+                f"rollout.max_prompt_length={max_prompt_length} tokens and {done}"
+            )
+        if not kept:
+            raise DataError(
+                f"{path}: all {len(rows)} prompts have more than rollout.max_prompt_length="
+                f"{max_prompt_length} tokens, and data.overlong=filter leaves them out; raise it"
+            )
+        rows = kept
         names = dict.fromkeys(key for _, row in rows for key in row)
         for name in _RESERVED:
             if name in names:
@@ -221,10 +256,23 @@ def _padded(
     return tokens, mask
 
 
+def _read_all(path: str | Path) -> list[tuple[str, dict[str, Any]]]:
+    """The rows of everything that a path names, in its order."""
+    rows: list[tuple[str, dict[str, Any]]] = []
+    for part in parts(path):
+        files = files_of(part)
+        if files is None:
+            rows += hub_rows(part)
+        else:
+            for file in files:
+                rows += _read_rows(file)
+    return rows
+
+
 def _read_rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
     """(where, row) pairs; `where` names file and line or row for messages."""
-    if path.suffix not in _SUFFIXES:
-        raise DataError(f"{path}: its name must end in {', '.join(_SUFFIXES[:-1])} or .txt")
+    if path.suffix not in SUFFIXES:
+        raise DataError(f"{path}: its name must end in {', '.join(SUFFIXES[:-1])} or .txt")
     if not path.is_file():
         raise DataError(f"{path}: there is no such file; data.path and data.eval_path name files")
     if path.suffix == ".txt":
@@ -280,6 +328,7 @@ def _prompt_of(
     where: str,
     tokenizer: Tokenizer | None,
     wording: Callable[[str], str | list[dict[str, Any]]] | None,
+    reading: Reading,
 ) -> tuple[list[int], str | None]:
     """Token ids and the text they were made of; None where the row gives ids."""
     prompt = next((row[name] for name in _PROMPT_COLUMNS if row.get(name) is not None), None)
@@ -303,11 +352,11 @@ def _prompt_of(
             "a run, or give token ids as prompt_tokens"
         )
     try:
-        if isinstance(prompt, str) and wording is not None:
-            prompt = wording(prompt)
+        if isinstance(prompt, str):
+            prompt = (wording or reading.messages)(prompt)
         if isinstance(prompt, str):
             return tokenizer.encode(prompt), prompt
-        text = tokenizer.chat(prompt)  # brings its own special tokens
+        text = tokenizer.chat(prompt, **reading.template)  # brings its own special tokens
         return tokenizer.encode(text, add_special=False), text
     except DataError as error:
         raise DataError(f"{where}: {error}") from None

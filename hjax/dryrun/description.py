@@ -17,6 +17,7 @@ from hjax.dryrun.programs import (
 from hjax.machine import device_memory
 from hjax.models import arithmetic
 from hjax.run.machines import local_devices
+from hjax.run.reward_check import first_calls
 
 
 def describe(trainer: Any) -> dict[str, Any]:
@@ -26,7 +27,8 @@ def describe(trainer: Any) -> dict[str, Any]:
     memory (``memory_analysis``).
 
     Returns:
-      ``algorithm``, ``remark`` (where the step's calls cannot be read off), ``batch``,
+      ``algorithm``, ``remark`` (where the step's calls cannot be read off), ``data`` (what was
+      done to it), ``batch``, ``reward`` and ``cost`` (what their functions say of a few rows),
       ``placement``, ``parameters`` (by role), ``memory`` (of each program what
       ``programs.add_held`` says, bytes per device), ``resident_bytes`` (by role, kept between
       calls), ``device_memory_bytes``, with ``model.remat=auto`` ``remat`` (by role, of
@@ -52,6 +54,7 @@ def describe(trainer: Any) -> dict[str, Any]:
         "train_prompts": len(trainer.inputs.train),
         "held_out_prompts": len(trainer.inputs.held_out or ()),
         "steps": config.steps,
+        "epochs_of_the_data": config.steps * rollout.prompts / len(trainer.inputs.train),
     }
     if not trainer.algorithm_class.generates:
         minibatch = config.warm_start.batch
@@ -60,6 +63,7 @@ def describe(trainer: Any) -> dict[str, Any]:
             "train_examples": len(trainer.inputs.demonstrations),
             "steps": config.steps,
         }
+    judged = _first_calls(trainer)
     records = []
     length = trainer.inputs.prompt_length
     devices = local_devices(config)
@@ -86,7 +90,9 @@ def describe(trainer: Any) -> dict[str, Any]:
     return {
         "algorithm": algorithm.name,
         **({"remark": remark} if remark else {}),
+        **({"data": list(trainer.inputs.remarks)} if trainer.inputs.remarks else {}),
         "batch": batch,
+        **judged,
         "placement": placement,
         "host_roles": [r for r in roles.builds if r not in roles.layouts],
         "parameters": {
@@ -107,3 +113,18 @@ def describe(trainer: Any) -> dict[str, Any]:
         **({"offload": offload_savings(records)} if any_offloaded(records) else {}),
         "memory": records,
     }
+
+
+def _first_calls(trainer: Any) -> dict[str, Any]:
+    """By role what its function says of demonstrations or empty answers.
+
+    Raises:
+      RunError: it fails, with its traceback.
+    """
+    if not trainer.algorithm_class.generates:
+        return {}
+    roles = [role for role in ("reward", "cost") if role in trainer.roles.table]
+    calls = first_calls(trainer.config, trainer.inputs, roles)
+    for call in calls:
+        call.check()
+    return {call.role: call.record() for call in calls}

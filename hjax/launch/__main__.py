@@ -27,7 +27,8 @@ from hjax.launch.command import take_config
 from hjax.launch.machine import prepare_jax
 from hjax.machine import descendants, end_all
 from hjax.run.workdir import Workdir
-from hjax.settings.reading import config_names, find_config, load_config
+from hjax.settings.origins import origins
+from hjax.settings.reading import check_config, config_names, find_config, load_config
 
 HELP = """\
 usage: python -m hjax.launch --config=NAME.py [--workdir=DIR] [--dry_run] [--json]
@@ -138,7 +139,7 @@ def parse(arguments: Sequence[str]) -> TrainCommand:
     flags.DEFINE_bool("dry_run", False, "only say what would be done", flag_values=own)
     flags.DEFINE_string("debug", "", "role whose calls stop in a debugger", flag_values=own)
     flags.DEFINE_bool("json", False, "one line of JSON", flag_values=own)
-    config = load_config(name, rest, own)
+    config = check_config(load_config(name, rest, own))
     if own.workdir == "":
         raise ConfigError("--workdir= is empty; name a directory, or leave the flag out")
     workdir = Path(own.workdir).expanduser() if own.workdir else None
@@ -229,6 +230,7 @@ def _dry_run(trainer: Any, command: TrainCommand) -> int:
         description = describe(trainer)
     finally:
         trainer.close()
+    description["settings"] = origins(command.name, trainer.config)
     if not command.json:
         from hjax.show.tables import print_description, print_memory
 

@@ -11,7 +11,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from hjax.errors import ConfigError, exit_status
-from hjax.settings.reading import config_names, load_config
+from hjax.settings.reading import check_config, config_names, load_config
 
 
 def take_config(arguments: Sequence[str]) -> tuple[str, list[str]]:
@@ -74,7 +74,7 @@ def run_with_config(run: Callable[[ConfigDict], None], text: str) -> NoReturn:
         sys.exit(0)
 
     def whole() -> int:
-        run(load_config(*take_config(arguments)))
+        run(check_config(load_config(*take_config(arguments))))
         return 0
 
     sys.exit(exit_status(whole))

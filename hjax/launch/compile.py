@@ -12,7 +12,7 @@ from hjax.dryrun.topologies import GPU_MEMORY, TPU_KINDS, prepare_environment
 from hjax.errors import ConfigError, exit_status
 from hjax.files import cache_folder, json_line
 from hjax.launch.command import take_config
-from hjax.settings.reading import config_names, load_config
+from hjax.settings.reading import check_config, config_names, load_config
 from hjax.show.format import flop_count, size
 from hjax.show.tables import wide_console
 
@@ -69,7 +69,7 @@ def parse(arguments: Sequence[str]) -> tuple[Any, bool, bool]:
     flags.DEFINE_bool("cache", True, "keep results", flag_values=own)
     flags.DEFINE_bool("roofline", False, "predicted times", flag_values=own)
     flags.DEFINE_bool("json", False, "one line of JSON", flag_values=own)
-    config = load_config(name, rest, own)
+    config = check_config(load_config(name, rest, own))
     if not own.topology:
         raise ConfigError("--topology= is missing; such as v5p:4x4x4, v5e:2x2 or h100:2x8")
     if own.optimization and own.optimization not in LEVELS:

@@ -21,7 +21,7 @@ from hjax.planning.problems import NUMERICS, pose_problem
 from hjax.planning.records import Cluster, Workload
 from hjax.planning.search import Problem
 from hjax.planning.strategies import STRATEGIES
-from hjax.settings.reading import load_config
+from hjax.settings.reading import check_config, load_config
 
 # What a config says itself.
 FROM_CONFIG = ("algorithm", "models", "numerics", "prompt_length", "response_length", "batch",
@@ -73,7 +73,7 @@ def parse(arguments: Sequence[str]) -> Request | None:
     config, name = None, ""
     if any(re.match(r"--?config\b", a) for a in arguments):
         name, rest = take_config(arguments)
-        config = load_config(name, rest, own)
+        config = check_config(load_config(name, rest, own))
     else:
         parse_flags(own, arguments)
     if own.strategy not in STRATEGIES:

@@ -10,15 +10,15 @@ import asyncio
 import inspect
 import itertools
 import threading
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hjax.errors import ConfigError, RunError
 from hjax.rewards.judging import RewardResult, judged, whole
-from hjax.user_files import load_object
+from hjax.user_files import load_object, own_traceback
 
+_TRACEBACK = "Traceback (most recent call last):"
 _thread_numbers = itertools.count(1)
 
 
@@ -100,10 +100,7 @@ class RewardFunction:
                 done.append(("timeout", late + "; it was cancelled"))
             # A sys.exit in user code must end neither the run nor this thread unheard.
             except BaseException as error:
-                # The first frame is this one; the user's begin behind it.
-                frames = error.__traceback__ and error.__traceback__.tb_next
-                text = "".join(traceback.format_exception(error.with_traceback(frames)))
-                done.append(("exception", text.rstrip()))
+                done.append(("exception", own_traceback(error, __file__, asyncio.__path__[0])))
 
         label = f"hjax-reward-{next(_thread_numbers)}"
         late = f"reward function {self.name} took longer than {self.timeout_seconds:g} s"
@@ -122,14 +119,23 @@ def check_unscored(result: RewardResult, max_share: float) -> None:
     total = sum(result.outcomes.values())
     missing = total - result.outcomes["ok"]
     causes = ", ".join(f"{k} {v}" for k, v in result.outcomes.items() if v and k != "ok")
-    message = (
+    said, details = failure(result)
+    raise RunError(
         f"{missing} of {total} sequences have no reward ({causes}); the share "
         f"{result.unscored:.3g} is above reward.max_unscored={max_share:g}: mend the reward "
-        "function, or raise that key"
+        f"function, or raise that key{said}",
+        details=details,
     )
-    if result.first_traceback:
-        message += f". The first failure: {result.first_traceback}"
-    raise RunError(message)
+
+
+def failure(result: RewardResult) -> tuple[str, str]:
+    """What went wrong first, as the end of a message, and its traceback; both may be empty."""
+    found = result.first_traceback or ""
+    if not found:
+        return "", ""
+    if not found.startswith(_TRACEBACK):
+        return f". The first failure: {found}", ""
+    return f". The first failure: {found.splitlines()[-1]}", found
 
 
 class _DeadlineMissed(Exception):

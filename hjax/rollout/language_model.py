@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import operator
 import os
 import queue
 from collections.abc import Iterator, Sequence
@@ -38,7 +37,9 @@ from hjax.rollout.prefixes import why_not
 from hjax.rollout.replacement import check_alike
 from hjax.rollout.sampling import Sampling
 from hjax.rollout.service import Piece, Request, Service
+from hjax.rollout.texts import Stops, Watch, row_of, rows_of
 from hjax.sharding.layout import Layout, check_shapes, make_layouts, without
+from hjax.wishes import refuse_arguments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,41 +164,64 @@ class LanguageModel:
         return load_params(self.path, self._network, self._layout, checkpoint=step), step
 
     def logits(self, tokens: Any) -> jax.Array:
-        """float32 [batch, length, vocab] of int tokens [batch, length] without padding."""
+        """The logits of the token after each place.
+
+        Args:
+          tokens: texts, chats or lists of token ids, of any lengths; or ids int [batch, length].
+
+        Returns:
+          float32 [batch, length, vocab], NaN behind the end of a shorter row.
+        """
         return self._scored("logits", tokens)
 
     def log_probs(self, tokens: Any) -> jax.Array:
-        """float32 [batch, length - 1]: log-prob of each token given those before it."""
+        """The log-prob of each token given those before it.
+
+        Args:
+          tokens: texts, chats or lists of token ids, of any lengths; or ids int [batch, length].
+
+        Returns:
+          float32 [batch, length - 1], NaN behind the end of a shorter row.
+        """
         return self._scored("log_probs", tokens)
 
     def _scored(self, program: str, tokens: Any) -> jax.Array:
-        rows = self._tokens(tokens)
+        rows, lengths = rows_of(tokens, self.tokenizer, self.config.vocab_size)
         more = -len(rows) % self._copies  # as many for each copy
         filled = np.concatenate([rows, np.zeros((more, rows.shape[1]), np.int32)])
-        return self._programs[program](self.params, filled)[: len(rows)]
+        found = self._programs[program](self.params, filled)[: len(rows)]
+        if not lengths.size or lengths.min() == rows.shape[1]:
+            return found
+        # Tokens behind an end are seen by none before it: attention is causal.
+        beyond = np.arange(rows.shape[1])[None] >= lengths[:, None]
+        beyond = beyond[:, rows.shape[1] - found.shape[1] :]
+        return jnp.where(beyond.reshape(beyond.shape + (1,) * (found.ndim - 2)), jnp.nan, found)
 
     def generate(
         self,
-        prompts: Sequence[str] | Sequence[Sequence[int]],
+        prompts: Sequence[Any],
         max_new_tokens: int = 64,
         temperature: float = 1.0,
         seed: int = 0,
         *,
         top_k: int = 0,
         top_p: float = 1.0,
-        stop: Sequence[int] = (),
+        stop: Sequence[int | str] | str = (),
         constraint: Constraint | None = None,
+        **unknown: Any,
     ) -> list[Completion]:
         """Sample one response per prompt.
 
         Args:
-          prompts: strings, or lists of token ids used as given.
+          prompts: strings, chats (lists of messages, rendered by the template), or lists of
+            token ids used as given.
           max_new_tokens: length limit of a response, in tokens.
           temperature: 0 is greedy; its log-probs are untempered.
           seed: a prompt's draws follow from it and the prompt's index in the list.
           top_k: sample among the k likeliest tokens; 0: all.
           top_p: sample among the likeliest tokens of this total probability.
-          stop: token ids that end a response, besides the model's own.
+          stop: token ids, and strings, that end a response, besides the model's own; the
+            response ends with them.
           constraint: that each response's text must match; one that is cut at its length is the
             beginning of one that does.
 
@@ -206,22 +230,25 @@ class LanguageModel:
             tokens than the model has positions, or a constraint that cannot be met.
           RunError: a response after which no token may come though it does not match.
         """
+        refuse_arguments("generate", unknown)
         if isinstance(prompts, str):
             raise ConfigError("prompts is one string; give a list of prompts")
+        stops = Stops(stop, self.tokenizer)
         rows = self._rows(prompts, max_new_tokens)
         if not rows:
             return []
         longest = max(map(len, rows))
         room = self.config.max_length - max_new_tokens
-        sampling, ends = Sampling(temperature, top_k, top_p), (*self.eos_ids, *stop)
+        sampling, ends = Sampling(temperature, top_k, top_p), (*self.eos_ids, *stops.ids)
         if constraint is not None:
             options = Options(**dataclasses.asdict(sampling), stop=ends)
-            return self._constrained(
+            found = self._constrained(
                 [
                     Request(tuple(row), max_new_tokens, options, seed, i, constraint)
                     for i, row in enumerate(rows)
                 ]
             )
+            return [self._ended(row, stops, one) for row, one in zip(rows, found)]
         length = bucket_length(longest, room)
         filled = [*rows, *[rows[-1]] * (-len(rows) % self._copies)]  # as many for each copy
         tokens = np.zeros((len(filled), length), np.int32)
@@ -240,19 +267,29 @@ class LanguageModel:
             stop=ends,
         )
         host = {key: np.asarray(value) for key, value in rollout.items()}
-        return [self._completion(row, host, i) for i, row in enumerate(rows)]
+        done = [self._completion(row, host, i) for i, row in enumerate(rows)]
+        return [self._ended(row, stops, one) for row, one in zip(rows, done)]
+
+    def _ended(self, prompt: list[int], stops: Stops, found: Completion) -> Completion:
+        """A response up to the first of the strings that end it."""
+        cut = stops.cut(self.tokenizer, prompt, found.tokens)
+        if cut is None:
+            return found
+        tokens, text = cut
+        return Completion(tokens, text, found.logprobs[: len(tokens)], "stop")
 
     def stream(
         self,
-        prompt: str | Sequence[int],
+        prompt: Any,
         max_new_tokens: int = 64,
         temperature: float = 1.0,
         seed: int = 0,
         *,
         top_k: int = 0,
         top_p: float = 1.0,
-        stop: Sequence[int] = (),
+        stop: Sequence[int | str] | str = (),
         constraint: Constraint | None = None,
+        **unknown: Any,
     ) -> Iterator[Completion]:
         """The response that ``generate`` gives to one prompt, in pieces, as it is drawn.
 
@@ -260,7 +297,7 @@ class LanguageModel:
         its response ended is read from there.
 
         Args:
-          prompt: a string, or token ids used as given.
+          prompt: a string, a chat, or token ids used as given.
           max_new_tokens, temperature, seed, top_k, top_p, stop, constraint: as of ``generate``.
 
         Yields:
@@ -270,23 +307,31 @@ class LanguageModel:
         Raises:
           ConfigError, RunError: as ``generate``.
         """
+        refuse_arguments("stream", unknown)
         (row,) = self._rows([prompt], max_new_tokens)
-        options = Options(temperature, top_k, top_p, stop=(*self.eos_ids, *stop))
+        stops = Stops(stop, self.tokenizer)
+        options = Options(temperature, top_k, top_p, stop=(*self.eos_ids, *stops.ids))
         request = Request(tuple(row), max_new_tokens, options, seed, 0, constraint)
-        text = None if self.tokenizer is None else ResponseText(self.tokenizer, row)
+        text = None if self.tokenizer is None else Watch(stops, ResponseText(self.tokenizer, row))
         arrived: queue.SimpleQueue[Piece] = queue.SimpleQueue()
         ticket = self._talk.submit(request, arrived.put)
         try:
-            piece = Piece()
-            while not piece.finish:
+            finish = ""
+            while not finish:
                 piece = arrived.get()
-                if piece.finish not in ("", "stop", "length"):
-                    raise RunError(f"the response: {piece.finish}")
-                said = None
+                finish = piece.finish
+                if finish not in ("", "stop", "length"):
+                    raise RunError(f"the response: {finish}")
+                said, tokens = None, list(piece.tokens)
                 if text is not None:
-                    said = "".join(map(text.feed, piece.tokens))
-                    said += text.close() if piece.finish else ""
-                yield Completion(list(piece.tokens), said, list(piece.logprobs), piece.finish)
+                    said = ""
+                    for count, token in enumerate(piece.tokens, start=1):
+                        said += text.feed(token)
+                        if text.ended:
+                            tokens, finish = tokens[:count], "stop"
+                            break
+                    said += text.close() if finish else ""
+                yield Completion(tokens, said, list(piece.logprobs[: len(tokens)]), finish)
         finally:
             ticket.cancel()
 
@@ -300,7 +345,8 @@ class LanguageModel:
         """Prompts as token ids; ConfigError for what cannot be answered."""
         if not isinstance(max_new_tokens, int | np.integer) or max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens={max_new_tokens}: a whole number of 1 or more")
-        rows = [self._prompt(i, prompt) for i, prompt in enumerate(prompts)]
+        size = self.config.vocab_size
+        rows = [row_of(p, f"prompt {i}", self.tokenizer, size) for i, p in enumerate(prompts)]
         longest = max(map(len, rows), default=0)
         room = self.config.max_length - max_new_tokens
         if rows and longest > room:
@@ -343,45 +389,6 @@ class LanguageModel:
         if self.tokenizer is not None:
             text = self.tokenizer.decode_response(request.prompt, tokens)
         return Completion(tokens, text, logprobs, finish)
-
-    def _prompt(self, index: int, prompt: Any) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ConfigError(
-                    f"prompt {index} is text, but this model has no tokenizer; give token ids"
-                )
-            prompt = self.tokenizer.encode(prompt)
-        try:
-            tokens = [operator.index(t) for t in prompt]
-        except TypeError as error:
-            raise ConfigError(
-                f"prompt {index} is {prompt!r}; give a string or a list of token ids"
-            ) from error
-        if not tokens:
-            raise ConfigError(f"prompt {index} is empty; give at least one token")
-        self._check(tokens, f"prompt {index}")
-        return tokens
-
-    def _tokens(self, tokens: Any) -> np.ndarray:
-        try:
-            array = np.asarray(tokens)
-        except ValueError as error:
-            raise ConfigError("tokens must be [batch, length], all rows of one length") from error
-        if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
-            raise ConfigError(
-                f"tokens must be integers [batch, length], not {array.dtype} {array.shape}"
-            )
-        if array.size:
-            self._check(array.ravel(), "tokens")
-        return array.astype(np.int32)
-
-    def _check(self, tokens: Any, what: str) -> None:
-        low, high = int(np.min(tokens)), int(np.max(tokens))
-        if low < 0 or high >= self.config.vocab_size:
-            raise ConfigError(
-                f"{what}: token id {low if low < 0 else high} is outside the vocabulary, "
-                f"0 to {self.config.vocab_size - 1}"
-            )
 
     def _hidden(self, params: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
         model = self._network.bind(params)

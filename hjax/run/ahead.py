@@ -19,6 +19,7 @@ from ml_collections import ConfigDict
 from hjax.algorithms import Algorithm, Batch
 from hjax.controller.futures import DEADLINE_SECONDS
 from hjax.data.dataset import PromptSampler
+from hjax.data.mixing import MixedSampler
 from hjax.errors import RunError
 from hjax.run.policy import Policy
 
@@ -129,7 +130,7 @@ class Ahead:
         self,
         algorithm: Algorithm,
         policy: Policy,
-        prompts: PromptSampler,
+        prompts: PromptSampler | MixedSampler,
         draw: Callable[[np.ndarray, int], Batch],
         schedule: Schedule,
         version: int = 0,

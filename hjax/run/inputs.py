@@ -11,8 +11,10 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.data.dataset import Dataset, PromptSampler, pad_left, pad_right, split_held_out
+from hjax.data.mixing import MixedSampler
 from hjax.data.pairs import SIDES, answer_text
-from hjax.data.tasks import Task, get_task
+from hjax.data.reading import Reading, weights_of
+from hjax.data.tasks import TASKS, Task, get_task
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, DataError
 from hjax.models.config import ModelConfig
@@ -39,6 +41,7 @@ class Inputs:
     cost: Callable[..., Any] | None
     demonstrations: list[tuple[list[int], ...]]  # a prompt and its response, or a pair of them
     eos_ids: tuple[int, ...] = ()
+    remarks: tuple[str, ...] = ()  # what was done to the data, to be told
 
 
 def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
@@ -51,9 +54,15 @@ def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
     Raises:
       ConfigError, DataError: whatever is missing or does not fit, in one line.
     """
+    if not config.data.path and not config.data.task:
+        raise ConfigError(
+            "there is no data: set config.data.path=FILE, prompts of your own (docs/data.md), or "
+            f"config.data.task, one of {', '.join(sorted(TASKS))}"
+        )
     task = None if config.data.path else get_task(config.data.task, **config.data.task_options)
     tokenizer = _tokenizer(config, task)
-    train, held_out = _datasets(config, task, tokenizer)
+    remarks: list[str] = []
+    train, held_out = _datasets(config, task, tokenizer, remarks.append)
     longest = max(d.longest_prompt for d in (train, held_out) if d is not None)
     prompt_length = config.rollout.max_prompt_length or longest
     if longest > prompt_length:  # of a task
@@ -83,6 +92,7 @@ def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
         _function(config, "cost", task.cost if task and task.has_cost else None),
         _examples(config, task, tokenizer, train, source),
         _eos_ids(config, tokenizer),
+        tuple(remarks),
     )
 
 
@@ -109,7 +119,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer | None:
 
 
 def _datasets(
-    config: ConfigDict, task: Task | None, tokenizer: Tokenizer | None
+    config: ConfigDict,
+    task: Task | None,
+    tokenizer: Tokenizer | None,
+    tell: Callable[[str], None],
 ) -> tuple[Dataset, Dataset | None]:
     data, seed = config.data, config.seed
     if task is not None:
@@ -129,14 +142,20 @@ def _datasets(
         )
         return train, held_out
     limit = config.rollout.max_prompt_length
+    if data.overlong != "error" and not limit:
+        raise ConfigError(
+            f"config.data.overlong={data.overlong} needs config.rollout.max_prompt_length above 0: "
+            "with 0 no prompt is too long"
+        )
     # Without a tokenizer or a size, text is refused first, by its line.
     sized = config.actor.path or config.model.vocab_size or tokenizer is not None
     vocabulary = _vocabulary(config, tokenizer) if sized else None
     if vocabulary is not None and tokenizer is not None:
         vocabulary = min(vocabulary, tokenizer.vocab_size)
-    train = Dataset.from_file(data.path, tokenizer, limit, vocab_size=vocabulary)
+    how: dict[str, Any] = {"vocab_size": vocabulary, "reading": Reading.of(data), "tell": tell}
+    train = Dataset.from_file(data.path, tokenizer, limit, **how)
     if data.eval_path:
-        held_out = Dataset.from_file(data.eval_path, tokenizer, limit, vocab_size=vocabulary)
+        held_out = Dataset.from_file(data.eval_path, tokenizer, limit, **how)
     elif data.eval_fraction and config.eval.every:
         train, held_out = split_held_out(train, data.eval_fraction, seed)
     else:
@@ -144,6 +163,24 @@ def _datasets(
     if data.eval_size and len(held_out) > data.eval_size:
         held_out = held_out.select(range(data.eval_size))
     return train, held_out
+
+
+def prompt_order(config: ConfigDict, train: Dataset) -> PromptSampler | MixedSampler:
+    """Which prompts each step takes.
+
+    Raises:
+      ConfigError: `data.weights` without the column `data_source`, or of other sources than it has.
+    """
+    per_step = config.rollout.prompts
+    if not config.data.weights:
+        return PromptSampler(len(train), per_step, config.seed)
+    sources = train.columns.get("data_source")
+    if sources is None:
+        raise ConfigError(
+            f"config.data.weights={config.data.weights!r} weighs the column data_source, which "
+            f"this data has not; it has {', '.join(train.columns)} (config.data.columns renames)"
+        )
+    return MixedSampler(sources, weights_of(config.data.weights), per_step, config.seed)
 
 
 def _vocabulary(config: ConfigDict, tokenizer: Tokenizer | None) -> int:
@@ -263,6 +300,14 @@ def _shown(config: ConfigDict, task: Task | None, train: Dataset) -> list[tuple[
         return None
     rng = np.random.default_rng([config.seed, 2])
     return [(task.demonstration(record, rng),) for record in _records(train)]
+
+
+def shown_responses(config: ConfigDict, task: Task | None, rows: Dataset) -> list[str] | None:
+    """A demonstration of each row, as text; None: the data has none for all of them."""
+    found = _shown(config, task, rows) if rows.prompt_text is not None else None
+    if found is None or any(not isinstance(text, str) for (text,) in found):
+        return None
+    return [text for (text,) in found]
 
 
 def _pairs(config: ConfigDict, task: Task | None, train: Dataset) -> list[tuple[str, str]] | None:

@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 
 from hjax.controller.executors import ExecutorFactory
 from hjax.data.dataset import PromptSampler
+from hjax.data.mixing import MixedSampler
 from hjax.errors import LOG_FOLLOWS, ProcessLost, RunError
 from hjax.models.checkpoint import Checkpoints
 from hjax.run.ahead import Ahead
@@ -29,7 +30,7 @@ class Recovering(abc.ABC):
     config: ConfigDict
     machines: Machines
     roles: Roles
-    prompts: PromptSampler
+    prompts: PromptSampler | MixedSampler
     checkpoints: Checkpoints | None
     ahead: Ahead | None
     step_number: int

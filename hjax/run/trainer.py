@@ -16,7 +16,6 @@ from ml_collections import ConfigDict
 from hjax.algorithms import get_algorithm
 from hjax.controller import Future, ThreadExecutor, Timeline, join
 from hjax.controller.executors import ExecutorFactory
-from hjax.data.dataset import PromptSampler
 from hjax.errors import ConfigError, RunError
 from hjax.files import HISTOGRAMS, METRICS, SAMPLES, STARTS, WARM_START
 from hjax.machine import device_memory
@@ -28,7 +27,7 @@ from hjax.run.ahead import Ahead, Schedule
 from hjax.run.dataflow import absent_roles
 from hjax.run.evaluation import evaluate
 from hjax.run.histograms import histogram_row
-from hjax.run.inputs import Demonstrations, load_inputs, prompt_batch
+from hjax.run.inputs import Demonstrations, load_inputs, prompt_batch, prompt_order
 from hjax.run.loggers import make_loggers
 from hjax.run.machines import Machines, OnCluster, ThisProcess
 from hjax.run.metrics import StepRecorder
@@ -41,6 +40,7 @@ from hjax.run.records import (
     write_model_files,
 )
 from hjax.run.recovery import Recovering
+from hjax.run.reward_check import first_calls
 from hjax.run.roles import check_offloads, describe_roles, is_float32, placed
 from hjax.run.rows import sample_row, spread_rows
 from hjax.run.throughput import Throughput
@@ -139,7 +139,7 @@ class Trainer(Recovering):
         self._throughput = Throughput(*of)
         self.timeline: Timeline = next(iter(self.roles.pools.values())).timeline
         lengths = self.inputs.prompt_length, config.rollout.max_response_length
-        self.prompts = PromptSampler(len(self.inputs.train), config.rollout.prompts, config.seed)
+        self.prompts = prompt_order(config, self.inputs.train)
         # What collects ahead of learning, once steps are taken.
         self.ahead: Ahead | None = None
         self._ahead_state: dict[str, int] | None = None
@@ -385,6 +385,8 @@ class Trainer(Recovering):
             self.checkpoints = Checkpoints(self.workdir.checkpoints, self.config.checkpoint.keep)
             write_model_files(self.workdir.path, self.inputs)
             self.workdir.write_json("plan.json", self.plan_record())
+        for remark in self.inputs.remarks:
+            self._message(remark)
         for role, chosen in self.roles.remat.items():
             if chosen.estimated_bytes:
                 self._message(f"{role}: model.remat=auto is {chosen.why}")
@@ -395,14 +397,27 @@ class Trainer(Recovering):
             with self._phase("restore"):
                 self._restore(latest)
         else:
+            if not self.restarts:
+                self._try_rewards()
             with self._phase("initialise"):
                 self._initialize()
-        if self.workdir is not None:
+        if self.workdir is not None and not self.restarts:
             start = start_record(self.machines.devices, self.step_number)
             self.workdir.append(STARTS, [start])
         if self._offloaded is None:
             self._offloaded = offloaded_bytes(self.roles)
         self._prepared = not (self.stop_requested and latest is None)
+
+    def _try_rewards(self) -> None:
+        """Call functions of the user's once, so that one that fails does so before the training.
+
+        On a cluster they run elsewhere, with files and modules that are not here.
+        """
+        own = [role for role in ("reward", "cost") if self.config[role].function]
+        if self.algorithm_class.generates and not on_cluster(self.config):
+            roles = [role for role in own if role in self.roles.table]
+            for call in first_calls(self.config, self.inputs, roles):
+                call.check()
 
     def _initialize(self) -> None:
         if self.workdir is not None:

@@ -10,15 +10,23 @@ from ml_collections import ConfigDict
 
 from hjax.config import Config, convert, flatten, nearest_keys, section_error
 from hjax.errors import ConfigError
-from hjax.settings.keys import KEYS, OWNED_SECTIONS, PLACEMENTS, default_config
+from hjax.settings.keys import (
+    KEYS,
+    OWNED_SECTIONS,
+    PLACEMENTS,
+    RESPONSE_TOKENS,
+    default_config,
+)
+from hjax.wishes import wish
 
 
 def check_config(config: ConfigDict | Mapping[str, Any]) -> Config:
     """A complete, checked copy of a config.
 
     Keys that are missing take their defaults: the common ones those of `default_config()`, the
-    ones under `config.algorithm` those of the algorithm's class. Whether sizes divide over the
-    devices is not checked here: the Trainer knows the devices.
+    ones under `config.algorithm` those of the algorithm's class. Sizes that follow from the data
+    become numbers (`with_sizes`). Whether sizes divide over the devices is not checked here: the
+    Trainer knows the devices.
 
     Args:
       config: nested, e.g. `default_config()` with some keys changed.
@@ -30,6 +38,28 @@ def check_config(config: ConfigDict | Mapping[str, Any]) -> Config:
       ConfigError: an unknown key (the nearest one is offered), a wrong type, a value out of range,
         or batch sizes that do not divide (the divisors are offered).
     """
+    return with_sizes(checked(config))
+
+
+def with_sizes(config: Config) -> Config:
+    """The config with `rollout.max_response_length` as a number, where 0 leaves it to the data.
+
+    Raises:
+      ConfigError: there is no such task, or it refuses its options.
+    """
+    if config.rollout.max_response_length:
+        return config
+    length = None
+    if not config.data.path and config.data.task:
+        from hjax.data.tasks import get_task
+
+        length = get_task(config.data.task, **config.data.task_options).response_length
+    config.rollout.max_response_length = length or RESPONSE_TOKENS
+    return config
+
+
+def checked(config: ConfigDict | Mapping[str, Any]) -> Config:
+    """`check_config` without `with_sizes`: the data may still be named."""
     complete = complete_config(config)
     _check_ranges(complete)
     _check_algorithm(complete)
@@ -79,7 +109,7 @@ def owned_defaults(section: str, name: str) -> dict[str, Any]:
         return flatten(get_algorithm(name).default_config())
     from hjax.data.tasks import get_task
 
-    return dict(get_task(name).default_options())
+    return dict(get_task(name).default_options()) if name else {}
 
 
 def set_key(config: ConfigDict, key: str, value: Any) -> None:
@@ -93,7 +123,7 @@ def set_key(config: ConfigDict, key: str, value: Any) -> None:
 
 
 def unknown_key(key: str, known: Iterable[str], given: Mapping[str, Any]) -> ConfigError:
-    """The error for a key that does not exist, with the nearest ones that do.
+    """The error for a key that does not exist: what hjax has for it, or the nearest keys.
 
     Args:
       key: dotted, without `config.`.
@@ -107,6 +137,8 @@ def unknown_key(key: str, known: Iterable[str], given: Mapping[str, Any]) -> Con
             message += f" (not a key of {given[selector]})"
     if below := [k for k in known if k.startswith(key + ".")]:
         return section_error(key, below)
+    if wished := wish(key):
+        return ConfigError(f"{message}: {wished}")
     near = nearest_keys(key, known)
     return ConfigError(f"{message}; did you mean {' or '.join('config.' + k for k in near)}?")
 

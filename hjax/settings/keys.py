@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hjax.config import Config
+from hjax.data.reading import OVERLONG
 from hjax.roles import ROLES
 from hjax.rules import Key, Rule, above, at_least, below_one, between, one_of
 
@@ -36,6 +37,9 @@ def _offload(trained: bool) -> Key:
         one_of("none", "all"),
     )
 
+
+# Of a response, where neither the config nor a built-in task says how many.
+RESPONSE_TOKENS = 256
 
 PLACEMENTS = ("colocate", "split", "standalone", "disaggregate", "auto")
 
@@ -194,10 +198,43 @@ KEYS: dict[str, Any] = {
         ),
     },
     "data": {
-        "task": Key("sorting", "built-in task: prompts, verifier and demonstrations"),
+        "task": Key(
+            "sorting",
+            "built-in task: prompts, verifier and demonstrations; empty: none, data.path is needed",
+        ),
         "task_options": {},
-        "path": Key("", "your own prompts, a file (docs/data.md); replaces data.task if not empty"),
-        "eval_path": Key("", "held-out prompts; empty: a seeded share of data.path"),
+        "path": Key(
+            "",
+            "your own prompts: a file, a pattern, a folder, or owner/name:split of Hugging Face's "
+            "data sets, several with commas between (docs/data.md); replaces data.task if not "
+            "empty",
+        ),
+        "eval_path": Key("", "held-out prompts, likewise; empty: a seeded share of data.path"),
+        "columns": Key(
+            "",
+            "names of the files' columns and what they are called here, such as "
+            "`question=prompt, answer=solution`; empty: as they are",
+        ),
+        "chat": Key(
+            False, "a prompt that is text is the user's message of a chat, made by the template"
+        ),
+        "system": Key("", "with data.chat the system's message; empty: none"),
+        "template_arguments": Key(
+            "",
+            "further variables of the chat template, a JSON object such as "
+            '`{"enable_thinking": false}`',
+        ),
+        "overlong": Key(
+            "error",
+            "what a file's prompt above rollout.max_prompt_length does: error, filter (it is left "
+            "out) or truncate_left (its beginning is); the run says how many",
+            one_of(*OVERLONG),
+        ),
+        "weights": Key(
+            "",
+            "shares of the training prompts by the column data_source, such as `gsm8k=2, math=1`; "
+            "empty: every row comes as often as any other",
+        ),
         "eval_fraction": Key(
             0.1, "share of data.path held out where data.eval_path is empty", between(0, 0.9)
         ),
@@ -234,7 +271,7 @@ KEYS: dict[str, Any] = {
         "offload": _offload(trained=False),
         "function": Key("", "`path.py:name`; empty: the task's or dataset's verifier"),
         "max_unscored": Key(
-            0.5,
+            0.05,
             "share of a step's sequences without a score above which the run stops",
             between(0, 1),
         ),
@@ -261,7 +298,12 @@ KEYS: dict[str, Any] = {
             at_least(1),
         ),
         "max_prompt_length": Key(0, "tokens; 0: the longest in the data", at_least(0)),
-        "max_response_length": Key(32, "tokens, the end-of-sequence token included", at_least(1)),
+        "max_response_length": Key(
+            0,
+            "tokens, the end-of-sequence token included; 0: those of a built-in task's longest "
+            f"answer, {RESPONSE_TOKENS} with data of your own",
+            at_least(0),
+        ),
         "temperature": Key(1.0, "of sampling; evaluation is greedy", above(0)),
         "top_k": Key(0, "sample among the k likeliest tokens; 0: all", at_least(0)),
         "top_p": Key(

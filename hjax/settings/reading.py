@@ -16,16 +16,28 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from hjax.config import Config, convert, flatten, wrong_type
+from hjax.config import Config, UnknownKey, WrongType, convert, flatten, nearest_keys, wrong_type
 from hjax.errors import ConfigError
-from hjax.settings.checking import check_config, complete_config, owned_defaults, unknown_key
+from hjax.settings.checking import (
+    check_config,
+    checked,
+    complete_config,
+    owned_defaults,
+    unknown_key,
+)
 from hjax.settings.keys import OWNED_SECTIONS, default_config
 from hjax.user_files import error_line, import_file
+from hjax.wishes import wish
 
 __all__ = ["check_config", "config_names", "default_config", "find_config", "load_config"]
 
 # The shipped ones.
 CONFIGS = Path(__file__).parents[1] / "launch" / "configs"
+
+# What a config says of its built-in task, which prompts of a file have not; another task has the
+# first two, of its own, but not the length.
+_OF_A_TASK = ("data.task_options.", "warm_start.steps")
+_LENGTH = "rollout.max_response_length"
 
 _OVERRIDE = re.compile(r"^--?(no)?config\.([^=]+)(?:=(.*))?$", re.DOTALL)
 
@@ -43,12 +55,15 @@ def load_config(
       overrides: keys with their values, dotted (`{"rollout.prompts": 32}`) or nested; or
         command-line arguments `--config.a.b=VALUE`, with the meaning that
         ml_collections.config_flags gives them. Naming another algorithm or task leaves out what
-        the file set for its own and the other one does not have.
+        the file set for its own and the other one does not have; naming a file of prompts what it
+        set for a built-in task: its options, its length of a response, the warm start on its
+        demonstrations.
       flag_values: flags that may stand between the arguments (a command's own); they are parsed
         along. None: overrides only.
 
     Returns:
-      a locked Config with all common keys and the algorithm's own.
+      a locked Config with all common keys and the algorithm's own. A
+      `rollout.max_response_length` of 0 stands as it is, for data that is named later.
 
     Raises:
       ConfigError: whatever is wrong with the file, a key or a value, in one line.
@@ -58,11 +73,11 @@ def load_config(
     if isinstance(overrides, Mapping):
         wanted = flatten(overrides)
         _choose_owners(given, wanted)
-        return check_config(given | wanted)
+        return checked(given | wanted)
     _choose_owners(given, _owners_named(overrides))
     config = complete_config(given)
     _apply(config, overrides, flag_values if flag_values is not None else flags.FlagValues())
-    return check_config(config)
+    return checked(config)
 
 
 def config_names() -> list[str]:
@@ -93,7 +108,7 @@ def _owners_named(arguments: Sequence[str]) -> dict[str, str]:
     named = {}
     for argument, following in zip(arguments, [*arguments[1:], ""]):
         match = _OVERRIDE.match(argument)
-        if match and match[2] in OWNED_SECTIONS.values():
+        if match and match[2] in (*OWNED_SECTIONS.values(), "data.path"):
             named[match[2]] = following if match[3] is None else match[3]
     return named
 
@@ -104,6 +119,7 @@ def _choose_owners(given: dict[str, Any], named: Mapping[str, Any]) -> None:
     What the file set for its own algorithm or task and the other one does not have is left out of
     ``given`` (dotted key to value): it has no meaning there.
     """
+    task = given.get("data.task")
     for section, selector in OWNED_SECTIONS.items():
         if selector not in named:
             continue
@@ -113,6 +129,12 @@ def _choose_owners(given: dict[str, Any], named: Mapping[str, Any]) -> None:
         gone = owned_defaults(section, before).keys() - owned_defaults(section, given[selector])
         for key in gone:
             given.pop(f"{section}.{key}", None)
+    own_file = bool(named.get("data.path")) and not given.get("data.path")
+    if own_file:
+        for key in [k for k in given if k.startswith(_OF_A_TASK)]:
+            del given[key]
+    if own_file or named.get("data.task", task) != task:
+        given.pop(_LENGTH, None)
 
 
 def _get_config(path: Path, argument: str | None) -> ConfigDict | dict[str, Any]:
@@ -122,6 +144,8 @@ def _get_config(path: Path, argument: str | None) -> ConfigDict | dict[str, Any]
         raise ConfigError(f"--config={path}: the file defines no get_config()")
     try:
         config = module.get_config() if argument is None else module.get_config(argument)
+    except (UnknownKey, WrongType) as error:
+        raise ConfigError(f"--config={path}: {error_line(path, error)}") from error
     except ConfigError:
         raise
     except Exception as error:
@@ -157,6 +181,12 @@ def _apply(config: ConfigDict, overrides: Sequence[str], values: flags.FlagValue
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ConfigError(f"an option cannot be read: {text}") from error
     if rest:
+        name = rest[0].partition("=")[0]
+        if wished := wish(name):
+            raise ConfigError(f"unexpected argument {rest[0]!r}: {wished}")
+        if name != rest[0]:
+            near = " or ".join(f"--config.{key}" for key in nearest_keys(name, known))
+            raise ConfigError(f"unexpected argument {rest[0]!r}; did you mean {near}=VALUE?")
         raise ConfigError(
             f"unexpected argument {rest[0]!r}; options begin with -- and take =VALUE, see --help"
         )
@@ -171,6 +201,8 @@ def _flag_error(
     if match and match[1] in known:
         return wrong_type(match[1], match[2], known[match[1]])
     if isinstance(error, flags.UnrecognizedFlagError):
+        if wished := wish(error.flagname):
+            return ConfigError(f"unknown flag --{error.flagname}: {wished}")
         names = [*values, *(f"config.{key}" for key in known)]
         near = difflib.get_close_matches(error.flagname, names, n=1)
         text = text.partition(" Did you mean")[0].rstrip(".?")

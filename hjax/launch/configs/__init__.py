@@ -26,10 +26,10 @@ def sorting(algorithm: str, steps: int = 450) -> Config:
       algorithm: its name.
       steps: of the run.
     """
-    import hjax
     import hjax.algorithms
+    from hjax.launch.configs import base
 
-    config = hjax.default_config()
+    config = base.get_config()
     config.algorithm.name = algorithm
     config.steps = steps
 
@@ -37,7 +37,6 @@ def sorting(algorithm: str, steps: int = 450) -> Config:
     config.data.task_options.length = 5
     # Graded rewards: a group in which all samples score the same teaches nothing.
     config.data.task_options.partial = 0.5
-    config.rollout.max_response_length = 6
 
     config.model.hidden_size = 128
     config.model.layers = 2
@@ -56,6 +55,7 @@ def sorting(algorithm: str, steps: int = 450) -> Config:
 
     config.actor.learning_rate = 3e-4
     config.actor.schedule = "cosine"
+    config.critic.learning_rate = 1e-3
 
     config.eval.every = 50
     config.checkpoint.every = 50

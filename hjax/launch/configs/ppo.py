@@ -8,12 +8,12 @@ it is stopped early, so that there is something left to learn from rewards.
 
 from ml_collections import ConfigDict
 
-import hjax
+from hjax.launch.configs import base
 
 
 def get_config() -> ConfigDict:
     """The config of `--config=ppo.py`."""
-    config = hjax.default_config()
+    config = base.get_config()
     config.algorithm.name = "PPO"
     config.steps = 300
 
@@ -22,8 +22,6 @@ def get_config() -> ConfigDict:
     # Part of the reward for digits in the right place: without it an early policy, which gets few
     # prompts right, would learn from little.
     config.data.task_options.partial = 0.5
-    # Five digits and the end-of-sequence token.
-    config.rollout.max_response_length = 6
 
     # Shallow and narrow: on a CPU the time goes into the number of operations, not their size,
     # and unrolled layers save a loop.

@@ -11,14 +11,14 @@ model with the same tokenizer or another) and prompts.
 
 from ml_collections import ConfigDict
 
-import hjax
+from hjax.launch.configs import base
 
 SHAPE = "llama-7b"
 
 
 def get_config() -> ConfigDict:
     """The config of `--config=ppo_llama_7b.py`."""
-    config = hjax.default_config()
+    config = base.get_config()
     config.algorithm.name = "PPO"
     config.steps = 500
 

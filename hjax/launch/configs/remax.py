@@ -5,19 +5,18 @@ python -m hjax.launch --config=remax.py
 
 from ml_collections import ConfigDict
 
-import hjax
+from hjax.launch.configs import base
 
 
 def get_config() -> ConfigDict:
     """The config of `--config=remax.py`."""
-    config = hjax.default_config()
+    config = base.get_config()
     config.algorithm.name = "ReMax"
     config.steps = 1000
 
     config.data.task = "sorting"
     config.data.task_options.length = 5
     config.data.task_options.partial = 0.5
-    config.rollout.max_response_length = 6
 
     config.model.hidden_size = 128
     config.model.layers = 2
@@ -40,6 +39,7 @@ def get_config() -> ConfigDict:
 
     config.actor.learning_rate = 3e-4
     config.actor.schedule = "cosine"
+    config.critic.learning_rate = 1e-3
 
     config.eval.every = 100
     config.checkpoint.every = 100

@@ -9,19 +9,17 @@ is above the limit and weighs the cost against the reward; report.html draws its
 
 from ml_collections import ConfigDict
 
-import hjax
+from hjax.launch.configs import base
 
 
 def get_config() -> ConfigDict:
     """The config of `--config=safe_rlhf.py`."""
-    config = hjax.default_config()
+    config = base.get_config()
     config.algorithm.name = "SafeRLHF"
     config.steps = 120
 
     config.data.task = "harvest"
-    # Eight digits and the end-of-sequence token.
     config.data.task_options.length = 8
-    config.rollout.max_response_length = 9
 
     config.model.hidden_size = 128
     config.model.layers = 2

@@ -8,19 +8,17 @@ With data of your own (`--config.data.path=FILE`) the column `response` holds th
 
 from ml_collections import ConfigDict
 
-import hjax
+from hjax.launch.configs import base
 
 
 def get_config() -> ConfigDict:
     """The config of `--config=sft.py`."""
-    config = hjax.default_config()
+    config = base.get_config()
     config.algorithm.name = "SFT"
     config.steps = 500
 
     config.data.task = "sorting"
     config.data.task_options.length = 5
-    # Demonstrations may not be longer; evaluation answers are cut here too.
-    config.rollout.max_response_length = 6
 
     config.model.hidden_size = 128
     config.model.layers = 2

@@ -14,13 +14,14 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 import hjax.rewards
+from hjax.launch.configs import base
 
 WEIGHTS = "stories260K-hf"
 
 
 def get_config() -> ConfigDict:
     """The config of `--config=stories.py`."""
-    config = hjax.default_config()
+    config = base.get_config()
     config.algorithm.name = "PPO"
     config.steps = 80
 

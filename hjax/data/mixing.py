@@ -1,0 +1,81 @@
+"""Prompts of several sources in fixed shares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from hjax.data.dataset import PromptSampler
+from hjax.errors import ConfigError, DataError
+
+
+class MixedSampler:
+    """Which prompts each step takes where each source has its share of them.
+
+    The next prompt is of the source that is furthest behind its share, so that each step has the
+    shares nearly. Each source has epochs of its own, shuffled as `PromptSampler`'s: a small one
+    comes round more often.
+
+    Args:
+      sources: of each prompt of the data.
+      weights: by source, above 0.
+      per_step: prompts of a step.
+      seed: of the orders.
+
+    Raises:
+      ConfigError: a source of the data without a weight, or a weight without a source.
+    """
+
+    def __init__(
+        self, sources: Sequence[str], weights: Mapping[str, float], per_step: int, seed: int
+    ):
+        there = list(dict.fromkeys(map(str, sources)))
+        for name in there:
+            if name not in weights:
+                raise ConfigError(f"config.data.weights has no weight for data_source {name!r}")
+        for name in weights:
+            if name not in there:
+                raise ConfigError(
+                    f"config.data.weights: no row has data_source {name!r}; there are "
+                    f"{', '.join(there)}"
+                )
+        self.size, self.per_step, self.seed = len(sources), per_step, seed
+        total = sum(weights.values())
+        self._shares = np.array([weights[name] / total for name in there])
+        of = np.array([there.index(str(name)) for name in sources])
+        self._rows = [np.flatnonzero(of == i) for i in range(len(there))]
+        self._orders = [PromptSampler(len(rows), 1, seed + i) for i, rows in enumerate(self._rows)]
+
+    @property
+    def position(self) -> int:
+        """Prompts taken since the start."""
+        return sum(order.position for order in self._orders)
+
+    def next(self) -> np.ndarray:
+        """Indices of the next step's prompts, int64 [per_step]."""
+        taken = np.array([order.position for order in self._orders], float)
+        found = []
+        for number in range(self.position + 1, self.position + 1 + self.per_step):
+            source = int(np.argmax(self._shares * number - taken))  # the one furthest behind
+            taken[source] += 1
+            [index] = self._orders[source].next()
+            found.append(self._rows[source][index])
+        return np.array(found)
+
+    def state(self) -> dict[str, int]:
+        """What `restore` needs: plain ints."""
+        return {"size": self.size, "seed": self.seed} | {
+            f"position_{i}": order.position for i, order in enumerate(self._orders)
+        }
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Goes on where `state` was taken; DataError if that was of other data or another seed."""
+        same = state.keys() == self.state().keys() and state["size"] == self.size
+        if not same or state["seed"] != self.seed:
+            raise DataError(
+                "the checkpoint's prompt order is of other sources or another seed; resume with "
+                "the same data and seed, or use a new workdir"
+            )
+        for i, order in enumerate(self._orders):
+            order.position = int(state[f"position_{i}"])

@@ -1,0 +1,177 @@
+"""Texts, chats and token ids that a person hands to a model, as rows; and strings that end one."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hjax.data.response_text import ResponseText
+from hjax.data.tokenizer import Tokenizer
+from hjax.errors import ConfigError, DataError
+
+
+def row_of(prompt: Any, what: str, tokenizer: Tokenizer | None, vocab_size: int) -> list[int]:
+    """The token ids of one text, chat or list of ids.
+
+    Args:
+      prompt: a string; chat messages (dicts with `role` and `content`), rendered by the
+        tokenizer's template, with the header of the assistant's turn unless the last message is
+        the assistant's; or token ids.
+      what: it is, for messages: `prompt 3`.
+      tokenizer: or None.
+      vocab_size: ids are below it.
+
+    Raises:
+      ConfigError: none of these, no tokenizer for a text, nothing in it, or an id out of range.
+    """
+    chat = isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], dict)
+    if isinstance(prompt, dict):
+        raise ConfigError(f"{what} is one chat message; give a list of chats, each a list of them")
+    if isinstance(prompt, str) or chat:
+        if tokenizer is None:
+            raise ConfigError(f"{what} is text, but this model has no tokenizer; give token ids")
+        try:
+            if chat:
+                asks = prompt[-1].get("role") != "assistant"
+                text = tokenizer.chat(list(prompt), add_generation_prompt=asks)
+                tokens = tokenizer.encode(text, add_special=False)
+            else:
+                tokens = tokenizer.encode(prompt)
+        except DataError as error:
+            raise ConfigError(f"{what}: {error}") from None
+    else:
+        try:
+            tokens = [operator.index(t) for t in prompt]
+        except TypeError as error:
+            raise ConfigError(
+                f"{what} is {prompt!r}; give a string, a list of token ids, or a list of chat "
+                "messages"
+            ) from error
+    if not tokens:
+        raise ConfigError(f"{what} is empty; give at least one token")
+    low, high = min(tokens), max(tokens)
+    if low < 0 or high >= vocab_size:
+        raise ConfigError(
+            f"{what}: token id {low if low < 0 else high} is outside the vocabulary, "
+            f"0 to {vocab_size - 1}"
+        )
+    return tokens
+
+
+def rows_of(
+    given: Any, tokenizer: Tokenizer | None, vocab_size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Texts, chats or rows of ids, of any lengths, as an array.
+
+    Args:
+      given: a list of what ``row_of`` takes, or an integer array [batch, length].
+
+    Returns:
+      (token ids int32 [batch, length], 0 behind a row's end; lengths int [batch]).
+
+    Raises:
+      ConfigError: as ``row_of``, or no list of rows.
+    """
+    if isinstance(given, str):
+        raise ConfigError("tokens is one string; give a list of texts")
+    array = None
+    if hasattr(given, "__array__"):
+        array = np.asarray(given)
+        if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
+            raise ConfigError(
+                f"tokens must be integers [batch, length], not {array.dtype} {list(array.shape)}"
+            )
+        given = array.tolist()
+    rows = [row_of(row, f"row {i}", tokenizer, vocab_size) for i, row in enumerate(given)]
+    lengths = np.array([len(row) for row in rows], int)
+    width = array.shape[1] if array is not None else max(map(len, rows), default=0)
+    tokens = np.zeros((len(rows), width), np.int32)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = row
+    return tokens, lengths
+
+
+class Stops:
+    """Strings and token ids that end a response.
+
+    Args:
+      given: of either, or one string.
+      tokenizer: for strings.
+
+    Attributes:
+      ids: of the tokens, those of one-token strings among them.
+      strings: any of which ends a response, wherever it stands in the tokens.
+
+    Raises:
+      ConfigError: an empty string, or one without a tokenizer.
+    """
+
+    def __init__(self, given: Sequence[int | str] | str, tokenizer: Tokenizer | None):
+        given = [given] if isinstance(given, str) else list(given)
+        self.strings = tuple(stop for stop in given if isinstance(stop, str))
+        self.ids = tuple(stop for stop in given if not isinstance(stop, str))
+        for text in self.strings:
+            if not text:
+                raise ConfigError("stop='': a string that ends a response must not be empty")
+            if tokenizer is None:
+                raise ConfigError(
+                    f"stop={text!r} is text, but this model has no tokenizer; give token ids"
+                )
+            try:
+                ids = tokenizer.encode(text, add_special=False)
+            except DataError:
+                continue  # its vocabulary cannot write it
+            if len(ids) == 1:
+                self.ids += tuple(ids)
+
+    def cut(self, tokenizer: Tokenizer | None, prompt: Sequence[int], tokens: list[int]) -> Any:
+        """Where the first of the strings ends a response.
+
+        Returns:
+          (tokens up to the one that completes it, text up to its end), or None: none is there.
+        """
+        if not self.strings or tokenizer is None:
+            return None
+        watch = Watch(self, ResponseText(tokenizer, prompt))
+        for count, token in enumerate(tokens, start=1):
+            watch.feed(token)
+            if watch.ended:
+                return tokens[:count], watch.text
+        return None
+
+
+class Watch:
+    """The text of one response as it comes, until a string ends it.
+
+    Attributes:
+      text: so far; of one that has ended it ends with the string.
+      ended: whether it has.
+    """
+
+    def __init__(self, stops: Stops, source: ResponseText):
+        self._strings, self._source = stops.strings, source
+        self.text, self.ended = "", False
+
+    def feed(self, token: int) -> str:
+        """The text that a token adds, as of ``ResponseText``."""
+        return self._take(self._source.feed(token))
+
+    def close(self) -> str:
+        """What is left when no more tokens come."""
+        return "" if self.ended else self._take(self._source.close())
+
+    def _take(self, more: str) -> str:
+        before, whole = len(self.text), self.text + more
+        ends = []
+        for string in self._strings:
+            # It may have begun in what came before.
+            at = whole.find(string, max(0, before - len(string) + 1))
+            if at >= 0:
+                ends.append(at + len(string))
+        if ends:
+            self.ended, whole = True, whole[: min(ends)]
+        self.text = whole
+        return whole[before:]

@@ -1,0 +1,91 @@
+"""A first call of the reward functions, before anything is trained: what they make of some rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from hjax.errors import RunError
+from hjax.rewards.function import RewardFunction, failure
+from hjax.rewards.judging import RewardResult
+from hjax.run.inputs import Inputs, shown_responses
+
+ROWS = 4
+# Outcomes of a function that cannot be meant: whatever the answer, it would be so again.
+_WRONG = ("exception", "wrong_type", "wrong_length")
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstCall:
+    """What a reward function said of some rows.
+
+    Attributes:
+      role: reward or cost.
+      name: of the function.
+      answers: what was judged: `demonstrations`, or `empty answers` where there are none.
+      responses: their texts, or token ids without a tokenizer.
+      result: what it returned.
+    """
+
+    role: str
+    name: str
+    answers: str
+    responses: Sequence[Any]
+    result: RewardResult
+
+    def check(self) -> None:
+        """Raises RunError, with the traceback, if the function failed."""
+        if any(self.result.outcomes[outcome] for outcome in _WRONG):
+            what, details = failure(self.result)
+            raise RunError(
+                f"the {self.role} function {self.name} fails on {len(self.responses)} "
+                f"{self.answers}, before training{what}",
+                details=details,
+            )
+
+    def record(self) -> dict[str, Any]:
+        """For the dry run."""
+        rewards = [None if np.isnan(x) else round(float(x), 4) for x in self.result.rewards]
+        named = {
+            name: [None if np.isnan(x) else round(float(x), 4) for x in values]
+            for name, values in self.result.named.items()
+        }
+        outcomes = {name: count for name, count in self.result.outcomes.items() if count}
+        shown = {"judged": self.answers, "answers": [str(x) for x in self.responses]}
+        return {"function": self.name, **shown, "returned": rewards, **named, "outcomes": outcomes}
+
+
+def first_calls(config: ConfigDict, inputs: Inputs, roles: Sequence[str]) -> list[FirstCall]:
+    """Call the functions of some roles once, on the first prompts with demonstrations, or with
+    empty answers where the data has none.
+
+    Args:
+      config: of the run.
+      inputs: of the run.
+      roles: that a function may score: reward, cost. Those with a model are left out.
+    """
+    rows = inputs.train.select(range(min(ROWS, len(inputs.train))))
+    texts = shown_responses(config, inputs.task, rows)
+    answers = "demonstrations" if texts else "empty answers"
+    texts = texts or [""] * len(rows)
+    tokenizer = inputs.tokenizer
+    end = list(inputs.eos_ids[:1])
+    tokens = [
+        (tokenizer.encode(text, add_special=False) if tokenizer else []) + end for text in texts
+    ]
+    said = texts if tokenizer else tokens
+    asked = rows.rows(range(len(rows)))
+    prompts = asked["prompt_text"] or asked["prompt_tokens"]
+    found = []
+    for role in roles:
+        function = getattr(inputs, role)
+        if function is None:
+            continue
+        judge = RewardFunction(function, timeout_seconds=config.reward.timeout_seconds)
+        result = judge(prompts, said, asked["columns"], asked["prompt_tokens"], tokens)
+        found.append(FirstCall(role, judge.name, answers, said, result))
+    return found
