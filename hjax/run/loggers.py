@@ -141,7 +141,7 @@ class Wandb(Logger):
     def samples(self, step: int, rows: Sequence[Row]) -> None:
         columns = ["prompt", "response", "reward"]
         data: list[Any] = [[row.get(column) for column in columns] for row in rows]
-        table = self._wandb.Table(columns=columns, data=data)
+        table = self._wandb.Table(columns=list[str | int](columns), data=data)
         self._run.log({"step": step, f"samples/{rows[0]['kind']}": table})
 
     def histograms(self, step: int, found: Mapping[str, Row]) -> None:
