@@ -26,7 +26,7 @@ class FirstCall:
     Attributes:
       role: reward or cost.
       name: of the function.
-      answers: what was judged: `demonstrations`, or `empty answers` where there are none.
+      answers: what was judged: `demonstrations`, `empty answers` or `repetitions of prompts`.
       responses: their texts, or token ids without a tokenizer.
       result: what it returned.
     """
@@ -37,9 +37,14 @@ class FirstCall:
     responses: Sequence[Any]
     result: RewardResult
 
+    @property
+    def failed(self) -> bool:
+        """Whether the function raised, or returned what no reward is."""
+        return any(self.result.outcomes[outcome] for outcome in _WRONG)
+
     def check(self) -> None:
         """Raises RunError, with the traceback, if the function failed."""
-        if any(self.result.outcomes[outcome] for outcome in _WRONG):
+        if self.failed:
             what, details = failure(self.result)
             raise RunError(
                 f"the {self.role} function {self.name} fails on {len(self.responses)} "
@@ -60,8 +65,8 @@ class FirstCall:
 
 
 def first_calls(config: ConfigDict, inputs: Inputs, roles: Sequence[str]) -> list[FirstCall]:
-    """Call the functions of some roles once, on the first prompts with demonstrations, or with
-    empty answers where the data has none.
+    """Call the functions of some roles once, on the first prompts with demonstrations. Where the
+    data has none, with empty answers, and if that fails with the prompts themselves as answers.
 
     Args:
       config: of the run.
@@ -70,22 +75,29 @@ def first_calls(config: ConfigDict, inputs: Inputs, roles: Sequence[str]) -> lis
     """
     rows = inputs.train.select(range(min(ROWS, len(inputs.train))))
     texts = shown_responses(config, inputs.task, rows)
-    answers = "demonstrations" if texts else "empty answers"
-    texts = texts or [""] * len(rows)
     tokenizer = inputs.tokenizer
     end = list(inputs.eos_ids[:1])
-    tokens = [
-        (tokenizer.encode(text, add_special=False) if tokenizer else []) + end for text in texts
-    ]
-    said = texts if tokenizer else tokens
     asked = rows.rows(range(len(rows)))
     prompts = asked["prompt_text"] or asked["prompt_tokens"]
+
+    def call(role: str, judge: RewardFunction, answers: str, said: Sequence[Any]) -> FirstCall:
+        tokens = [tokenizer.encode(text, add_special=False) for text in said] if tokenizer else said
+        ended = [list(row) + end for row in tokens]
+        result = judge(prompts, list(said), asked["columns"], asked["prompt_tokens"], ended)
+        return FirstCall(role, judge.name, answers, said, result)
+
     found = []
     for role in roles:
         function = getattr(inputs, role)
         if function is None:
             continue
         judge = RewardFunction(function, timeout_seconds=config.reward.timeout_seconds)
-        result = judge(prompts, said, asked["columns"], asked["prompt_tokens"], tokens)
-        found.append(FirstCall(role, judge.name, answers, said, result))
+        if texts:
+            found.append(call(role, judge, "demonstrations", texts))
+            continue
+        first = call(role, judge, "empty answers", [type(prompt)() for prompt in prompts])
+        # A mean over no token fails there and nowhere else.
+        if first.failed:
+            first = call(role, judge, "repetitions of prompts", prompts)
+        found.append(first)
     return found
