@@ -50,8 +50,10 @@ _ENGINE = (
     "config.placement=disaggregate on others"
 )
 _LOGGERS = (
-    "metrics go to metrics.jsonl in the workdir and to TensorBoard (config.display.tensorboard)"
+    "metrics go to metrics.jsonl and TensorBoard; config.display.wandb=PROJECT and "
+    "config.display.logger=FILE.py:CLASS send them elsewhere (docs/logging.md)"
 )
+_WANDB = "config.display.wandb=PROJECT (docs/logging.md)"
 _DTYPE = "config.model.dtype: auto, float32 or bfloat16; parameters stay float32"
 _DEVICES = "all devices that JAX finds; config.cluster.processes adds hosts (docs/cluster.md)"
 _OFFLOAD = "config.actor.offload: none, optimizer or all"
@@ -378,9 +380,9 @@ WISHES: Mapping[str, str] = {
     "logging_dir": _WORKDIR,
     "logger": _LOGGERS,
     "report_to": _LOGGERS,
-    "wandb": _LOGGERS,
-    "use_wandb": _LOGGERS,
-    "wandb_project": _LOGGERS,
+    "wandb": _WANDB,
+    "use_wandb": _WANDB,
+    "wandb_project": _WANDB,
     "use_tensorboard": "config.display.tensorboard, on by default",
     "log_completions": "config.display.samples; samples.jsonl has some of every step",
     "num_completions_to_print": "config.display.samples",

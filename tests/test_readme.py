@@ -26,7 +26,7 @@ def test_every_room_is_named():
     assert set(named) == rooms and len(named) == len(rooms)
 
 
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
 def anchors(page):

@@ -1,0 +1,129 @@
+"""The documentation site builds, leads everywhere, and its examples run."""
+
+import html.parser
+import importlib
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import types
+import urllib.parse
+
+import pytest
+
+import hjax
+from hjax.config import flatten
+from hjax.studies.dictionary import dictionary_markdown
+
+ROOT = pathlib.Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(path for path in DOCS.rglob("*.md"))
+
+
+class Page(html.parser.HTMLParser):
+    """Where a page's links lead, and what can be linked to in it."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.links, self.anchors = set(), set()
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag, attrs):
+        attributes = dict(attrs)
+        if "id" in attributes:
+            self.anchors.add(attributes["id"])
+        if tag == "a" and attributes.get("href"):
+            self.links.add(attributes["href"])
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The built site: page by path. A warning of mkdocs is an error."""
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install -e '.[docs]'")
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(folder)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {path: Page(path) for path in folder.rglob("*.html") if path.name != "404.html"}
+
+
+def test_no_link_is_dead_and_every_page_is_two_clicks_away(site):
+    leads, dead = {}, []
+    for path, page in site.items():
+        leads[path] = set()
+        for link in page.links:
+            parts = urllib.parse.urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            target = path.parent / urllib.parse.unquote(parts.path) if parts.path else path
+            target = (target / "index.html" if target.is_dir() else target).resolve()
+            anchor = urllib.parse.unquote(parts.fragment)
+            if not target.exists() or (
+                anchor and target in site and anchor not in site[target].anchors | {"__top"}
+            ):
+                dead.append(f"{path.parent.name}: {link}")
+            leads[path].add(target)
+    assert dead == []
+    start = next(path for path in site if path.parent == min(p.parent for p in site))
+    near = leads[start] | {start}
+    near |= {page for each in list(near) for page in leads.get(each, ())}
+    assert {str(path) for path in site} - {str(path) for path in near} == set()
+
+
+def test_every_public_name_has_its_place_in_the_reference(site):
+    anchors = {anchor for page in site.values() for anchor in page.anchors}
+    missing = []
+    for name in ("hjax", "hjax.algorithms", "hjax.workers", "hjax.controller"):
+        module = importlib.import_module(name)
+        for public in module.__all__:
+            value = getattr(module, public)
+            home = getattr(value, "__module__", "")
+            found = {f"{name}.{public}", f"{home}.{getattr(value, '__qualname__', public)}"}
+            if not hasattr(value, "__qualname__") or isinstance(value, types.GenericAlias):
+                continue  # a module, with a page of its own; a table, a version, an alias
+            if not found & anchors:
+                missing.append(f"{name}.{public}")
+    assert missing == []
+
+
+def test_the_dictionary_is_what_hjax_answers():
+    assert (DOCS / "dictionary.md").read_text() == dictionary_markdown()
+
+
+RUNNING = {"start.md", "debugging.md"}  # their examples train
+EXAMPLES = [
+    pytest.param(page, marks=pytest.mark.slow if page.name in RUNNING else ())
+    for page in PAGES
+    if page.parent.name in ("tutorials", "guides") and "```python" in page.read_text()
+]
+
+
+@pytest.mark.parametrize("page", EXAMPLES, ids=lambda page: page.name)
+def test_examples_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
+    for number, block in enumerate(blocks):
+        exec(compile(block, f"{page.name} example {number}", "exec"), {"__name__": f"ex{number}"})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+def test_keys_on_command_lines_are_there(page):
+    """`--config.a.b=...` in any page is a key of the config that the line names."""
+    lines = re.sub(r"\\\n\s*", "", page.read_text()).splitlines()
+    for line in lines:
+        if "-m hjax.launch" not in line or "--config.lr=" in line or "--config.a.b=" in line:
+            continue
+        named = re.search(r"--config=(\w+\.py)", line)
+        own = re.search(r"--config\.algorithm\.name=\S+\.py:", line)
+        shipped = named and (ROOT / "hjax/launch/configs" / named[1]).is_file()
+        keys = flatten(hjax.get_config(named[1] if shipped else "grpo.py"))
+        for key in re.findall(r"--config\.([\w.]+)=", line):
+            if key.startswith("algorithm.") and own:
+                continue
+            assert key in keys or key.startswith("data.task_options."), (line, key)
