@@ -7,7 +7,9 @@ On the pairs of dpo.py; docs/losses.md has the formula.
 
 from ml_collections import ConfigDict
 
-from hjax.launch.configs import pairs
+from hjax.launch.configs import PREFERS, pairs
+
+LEARNS = PREFERS
 
 
 def get_config() -> ConfigDict:
