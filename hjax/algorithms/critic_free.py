@@ -1,6 +1,6 @@
 """The critic-free methods: GRPO with other switches, each as its paper or its code has it.
 
-docs/losses.md has the formulas, and where implementations of one name differ.
+docs/algorithms/critic_free.md has the formulas, same_name.md where implementations differ.
 """
 
 from __future__ import annotations

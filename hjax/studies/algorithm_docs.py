@@ -8,12 +8,14 @@ writes it anew into every page, between a comment that asks for it and `<!-- end
 - `<!-- keys CLASS -->`: the keys that an algorithm declares itself;
 - `<!-- sets CLASS -->`: the keys of its base to which it gives other defaults, and what its config
   changes of them;
+- `<!-- curve CONFIG -->`: the curve of a config's runs, if `benchmarks/learning.py` has drawn one;
 - `<!-- index -->`: all algorithms, with their configs and where their sections are.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import re
@@ -27,7 +29,9 @@ from hjax.errors import ConfigError
 from hjax.rules import Key
 from hjax.settings.reading import config_names, load_config
 
-_BLOCK = re.compile(r"(<!-- (source|keys|sets|index)(?: ([^\s>]+))? -->\n).*?(<!-- end -->)", re.S)
+_BLOCK = re.compile(
+    r"(<!-- (source|keys|sets|curve|index)(?: ([^\s>]+))? -->\n).*?(<!-- end -->)", re.S
+)
 _HEAD = ["| key | default | meaning | must be |", "|---|---|---|---|"]
 
 
@@ -46,13 +50,15 @@ def written(page: str, folder: Path) -> str:
         begin, kind, name, end = match.groups()
         if kind == "index":
             lines = _index(folder)
+        elif kind == "curve":
+            lines = _curve(name, folder)
         elif kind == "source":
             lines = ["```python", *source(name).splitlines(), "```"]
         elif name not in ALGORITHMS:
             raise ConfigError(f"<!-- {kind} {name} -->: there is no such algorithm")
         else:
             lines = (_keys if kind == "keys" else _sets)(ALGORITHMS[name])
-        return begin + "\n".join(lines) + "\n" + end
+        return begin + "".join(f"{line}\n" for line in lines) + end
 
     return _BLOCK.sub(block, page)
 
@@ -94,6 +100,7 @@ def sections(folder: Path) -> dict[str, str]:
     return found
 
 
+@functools.cache
 def configs() -> dict[str, list[str]]:
     """The shipped configs of each algorithm, the one of its name first."""
     found: dict[str, list[str]] = {}
@@ -117,6 +124,13 @@ def _index(folder: Path) -> list[str]:
         shown = ", ".join(f"`{file}`" for file in files.get(name, ()))
         lines.append(f"| [{name}]({links[name]}) | {shown} | {said} |")
     return lines
+
+
+def _curve(config: str, folder: Path) -> list[str]:
+    if f"{config}.py" not in config_names():
+        raise ConfigError(f"<!-- curve {config} -->: there is no such config")
+    drawn = (folder / "curves" / f"{config}.svg").is_file()
+    return [f"![{config}.py by step](curves/{config}.svg)"] if drawn else []
 
 
 def _keys(cls: type[Algorithm]) -> list[str]:
