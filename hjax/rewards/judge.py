@@ -127,8 +127,11 @@ class Judge:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         async with self._http.AsyncClient(timeout=self._timeout, headers=headers) as client:
             once = dict(zip(names, requests, strict=True))
-            asked = (self._answer(client, waiting, *each) for each in once.items())
-            said = dict(zip(once, await _all(asked), strict=True))
+            trouble: list[Exception] = []
+            asked = (self._answer(client, waiting, trouble, *each) for each in once.items())
+            said = dict(zip(once, await asyncio.gather(*asked), strict=True))
+        if trouble:
+            raise trouble[0]
         failed = [text for text in said.values() if isinstance(text, _Failed)]
         if failed and len(failed) == len(said):
             raise RunError(f"the judge at {self._url} gave no answer: {failed[0].why}")
@@ -136,7 +139,7 @@ class Judge:
 
     def _request(self, prompt: Any, response: Any, row: Mapping[str, Any]) -> dict[str, Any]:
         try:
-            question = self._question.format(**row | {"prompt": prompt, "response": response})
+            question = self._question.format(**{**row, "prompt": prompt, "response": response})
         except (KeyError, IndexError) as error:
             have = ", ".join(("prompt", "response", *row))
             raise ConfigError(f"Judge's question asks for {error}; there are {have}") from error
@@ -145,13 +148,24 @@ class Judge:
         return {"temperature": 0, **self._options, "model": self._model, "messages": messages}
 
     async def _answer(
-        self, client: Any, waiting: asyncio.Semaphore, name: str, request: dict[str, Any]
+        self,
+        client: Any,
+        waiting: asyncio.Semaphore,
+        trouble: list[Exception],
+        name: str,
+        request: dict[str, Any],
     ) -> str | _Failed:
-        """The answer's text: kept, or asked for."""
+        """The answer's text: kept, or asked for. What goes wrong for all is added to trouble."""
         if (kept := self.record.said(name)) is not None:
             return kept
         async with waiting:
-            found = await self._ask(client, request)
+            if trouble:  # nothing more is sent; what is on its way is kept
+                return _Failed("not sent")
+            try:
+                found = await self._ask(client, request)
+            except RunError as error:
+                trouble.append(error)
+                return _Failed(str(error))
         if isinstance(found, str):
             self.record.keep(name, found)
         return found
@@ -204,16 +218,6 @@ class _Failed:
 
     def __init__(self, why: str):
         self.why = why
-
-
-async def _all(tasks: Any) -> list[Any]:
-    """What all give; the first error ends the others."""
-    running = [asyncio.ensure_future(task) for task in tasks]
-    try:
-        return await asyncio.gather(*running)
-    finally:
-        for task in running:
-            task.cancel()
 
 
 def _asked_to_wait(text: str | None) -> float:
