@@ -184,7 +184,8 @@ def page(runs: Runs, command: str) -> str:
         "",
         "Every run is `python -m hjax.launch --config=<config>`, its seed set. Start is the model "
         "as its warm start leaves it, for one task, model and number of warm-up steps the same in "
-        "every config of one seed; `eval/` is of greedy answers to held-out prompts. Figures are "
+        "every config of one seed; `eval/` is of greedy answers to held-out prompts. Of preference "
+        "pairs `actor/accuracy` starts at chance: the policy is its reference then. Figures are "
         "means over the seeds, spread is the standard deviation of the differences. Seconds are "
         "of the whole command, start and compilation included, and in brackets of the processor "
         "(all cores together)"

@@ -44,8 +44,8 @@ class Measure:
 
 
 LEARNS = (Measure("eval/accuracy"),)
-# Of pairs: which of the two the policy prefers, more than its reference does. At first it is the
-# reference: chance. Its answers are to get better too.
+# Of pairs: which of the two the policy has made more likely than its reference has. At first it is
+# the reference: chance. Its answers are to get better too.
 PREFERS = (Measure("actor/accuracy", start=0.5), Measure("eval/accuracy", rise=0.05))
 
 

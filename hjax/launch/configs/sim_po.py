@@ -7,9 +7,10 @@ On the pairs of dpo.py; docs/algorithms has the formula.
 
 from ml_collections import ConfigDict
 
-from hjax.launch.configs import PREFERS, pairs
+from hjax.launch.configs import Measure, pairs
 
-LEARNS = PREFERS
+# Without a reference the chosen ones are preferred from the start: by more, in the end.
+LEARNS = (Measure("actor/margin", rise=0.5), Measure("eval/accuracy", rise=0.05))
 
 
 def get_config() -> ConfigDict:
