@@ -5,7 +5,9 @@ import contextlib
 import itertools
 import json
 import os
+import pathlib
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -122,6 +124,19 @@ def test_wrong_values_are_named(make, says):
 )
 def test_some_are_there_by_name(name):
     assert rewards_of(load_function(name), [THOUGHT], answer=[THOUGHT]).each == ("ok",)
+
+
+def test_the_example_of_the_page_is_a_function(tmp_path, monkeypatch):
+    page = (pathlib.Path(__file__).parent.parent / "docs" / "rewards.md").read_text()
+    (example,) = re.findall(r"^```python\n# graded.py\n(.*?)^```", page, re.M | re.S)
+    (tmp_path / "graded.py").write_text(example)
+    monkeypatch.chdir(tmp_path)
+    function = load_function("graded.py:reward")
+    RewardFunction(function)  # takes what a run gives it
+    judge = load_function("graded.py:judge")
+    judge.record.keep(judge.name_of("2+2=", THOUGHT, {"solution": "4"}), "Fine.\nScore: 10")
+    result = rewards_of(function, [THOUGHT], ["2+2="], solution=["4"])
+    assert {name: list(made) for name, made in result.named.items()} == {"form": [1], "judge": [1]}
 
 
 class Endpoint:

@@ -117,11 +117,10 @@ class Judge:
           RunError: the endpoint refuses requests as they are, the budget is used up, or none of
             the batch's requests got an answer.
         """
-        requests = [
-            self._request(prompts[i], responses[i], {k: v[i] for k, v in columns.items()})
-            for i in range(len(responses))
-        ]
-        names = [Record.name_of({"url": self._url, **request}) for request in requests]
+        rows = [{key: values[i] for key, values in columns.items()} for i in range(len(responses))]
+        asked_for = list(zip(prompts, responses, rows, strict=True))
+        requests = [self._request(*each) for each in asked_for]
+        names = [self.name_of(*each) for each in asked_for]
         waiting = asyncio.Semaphore(self._at_once)
         key = os.environ.get(self._key_env, "")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -136,6 +135,15 @@ class Judge:
         if failed and len(failed) == len(said):
             raise RunError(f"the judge at {self._url} gave no answer: {failed[0].why}")
         return [self._score(said[name]) for name in names]
+
+    def name_of(self, prompt: Any, response: Any, row: Mapping[str, Any]) -> str:
+        """Under what name the answer about a response is kept in ``record``.
+
+        Args:
+          prompt, response: as the function gets them.
+          row: the columns' entries of this response.
+        """
+        return Record.name_of({"url": self._url, **self._request(prompt, response, row)})
 
     def _request(self, prompt: Any, response: Any, row: Mapping[str, Any]) -> dict[str, Any]:
         try:
