@@ -3,7 +3,7 @@
     python benchmarks/learning.py --seeds=3 [--configs=ppo,grpo] [--workdir=runs/learning]
         [--pages=docs/algorithms]
 
-A run that has ended is kept and not run again as long as its config stays the same; one that was
+A run that has ended is kept and not run again as long as it would be told the same; one that was
 interrupted goes on from its last checkpoint. Configs are those in hjax/launch/configs that say by
 what they learn (`LEARNS`). After every run, RESULTS.md and the curves in `--pages` are written of
 all runs that the workdir has; without `--pages` nothing is.
@@ -30,9 +30,10 @@ from typing import Any
 
 import machine
 
+from hjax.config import flatten
 from hjax.files import read_json, read_rows, to_json
 from hjax.launch.configs import LEARNS, Measure
-from hjax.settings.reading import config_names, find_config, load_config
+from hjax.settings.reading import check_config, config_names, find_config, load_config
 from hjax.show.charts import Series
 from hjax.show.curves import points_of
 from hjax.show.drawing import svg_file
@@ -58,34 +59,34 @@ def measures(config: str) -> tuple[Measure, ...]:
     return getattr(module, "LEARNS", LEARNS)
 
 
-def settings(config: str, seed: int) -> Any:
-    """What a run's config.json has."""
-    return json.loads(json.dumps(to_json(load_config(config, {"seed": seed}))))
+def settings(config: str, seed: int) -> dict[str, Any]:
+    """What a run is told: the keys that have other values than their defaults."""
+    told = load_config(config, {"seed": seed})
+    plain = check_config({"algorithm.name": told.algorithm.name, "data.task": told.data.task})
+    defaults = flatten(plain)
+    return to_json({k: v for k, v in flatten(told).items() if v != defaults[k]})
 
 
 def finished(config: str, seed: int, folder: pathlib.Path) -> Run | None:
-    """The run in a folder, if it has ended and its config is still this one."""
-    if not (folder / DONE).is_file() or read_json(folder / "config.json") != settings(config, seed):
+    """The run in a folder, if it has ended and was told what it would be told now."""
+    facts = read_json(folder / DONE)
+    if facts is None or facts["settings"] != settings(config, seed):
         return None
-    return Run(read_rows(folder / "metrics.jsonl"), read_json(folder / DONE))
+    return Run(read_rows(folder / "metrics.jsonl"), facts)
 
 
 def train(config: str, seed: int, folder: pathlib.Path) -> Run:
     """Runs the command to its end, or goes on with it where it was left."""
-    if folder.exists():
-        kept = folder / "config.json"
-        if (
-            (folder / DONE).exists()
-            or not kept.exists()
-            or read_json(kept) != settings(config, seed)
-        ):
-            shutil.rmtree(folder)
+    told, began = settings(config, seed), folder.with_suffix(".json")
+    if folder.exists() and ((folder / DONE).exists() or read_json(began) != told):
+        shutil.rmtree(folder)
+    began.parent.mkdir(parents=True, exist_ok=True)
+    began.write_text(json.dumps(told, indent=1))
     resumed = folder.exists()
     command = [sys.executable, "-m", "hjax.launch", f"--config={config}.py"]
     command += [f"--config.seed={seed}", f"--workdir={folder}"]
     use, start = machine.CoreUse(), time.perf_counter()
     output = folder.with_suffix(".txt")
-    output.parent.mkdir(parents=True, exist_ok=True)
     with open(output, "w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
         _, status, resources = os.wait4(process.pid, 0)
@@ -94,7 +95,9 @@ def train(config: str, seed: int, folder: pathlib.Path) -> Run:
         last = "\n".join(output.read_text().strip().splitlines()[-12:])
         sys.exit(f"{config}.py, seed {seed}: exit status {process.returncode}\n{last}")
     output.unlink()
+    began.unlink()
     facts = {
+        "settings": told,
         # Of a run that was interrupted nobody knows.
         "seconds": None if resumed else round(time.perf_counter() - start, 1),
         "processor_seconds": None if resumed else round(resources.ru_utime + resources.ru_stime, 1),

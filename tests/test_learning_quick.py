@@ -66,12 +66,19 @@ def command(monkeypatch, tmp_path):
     def train(config, seed, folder):
         trained.append((config, seed))
         folder.mkdir(parents=True)
-        (folder / "config.json").write_text(json.dumps(learning.settings(config, seed)))
         rows = rows_of(0.25, 0.5, 0.75 + 0.1 * seed)
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / "metrics.jsonl").write_text(lines)
         facts = {"seconds": 60.0 + seed, "processor_seconds": 90.0, "other_cores": 0.5}
         facts |= {"commit": "abc", "cpu": "a <fast> one", "cores": 2, "python": "3", "jax": "0"}
+        facts |= {"settings": learning.settings(config, seed)}
+            "settings": learning.settings(config, seed),
+            "commit": "abc",
+            "cpu": "a <fast> one",
+            "cores": 2,
+            "python": "3",
+            "jax": "0",
+        }
         (folder / learning.DONE).write_text(json.dumps(facts))
         return learning.Run(rows, facts)
 
@@ -100,7 +107,7 @@ def test_finished_runs_are_kept_and_the_pages_say_what_they_reached(command, tmp
     shown = json.loads(capsys.readouterr().out.splitlines()[-1])["runs"]
     assert shown["rloo"]["1"]["eval/accuracy"] == [0.25, 0.85]
     # A run of another config than today's is no result of today's.
-    path = tmp_path / "runs" / "rloo-1" / "config.json"
+    path = tmp_path / "runs" / "rloo-1" / learning.DONE
     path.write_text(path.read_text().replace('"steps": 800', '"steps": 8'))
     assert command("--configs=grpo,rloo", "--seeds=2", "--kept") == []
     assert "| +0.500 | – | 1 |" in (tmp_path / "pages" / "RESULTS.md").read_text()
