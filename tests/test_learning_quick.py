@@ -72,13 +72,6 @@ def command(monkeypatch, tmp_path):
         facts = {"seconds": 60.0 + seed, "processor_seconds": 90.0, "other_cores": 0.5}
         facts |= {"commit": "abc", "cpu": "a <fast> one", "cores": 2, "python": "3", "jax": "0"}
         facts |= {"settings": learning.settings(config, seed)}
-            "settings": learning.settings(config, seed),
-            "commit": "abc",
-            "cpu": "a <fast> one",
-            "cores": 2,
-            "python": "3",
-            "jax": "0",
-        }
         (folder / learning.DONE).write_text(json.dumps(facts))
         return learning.Run(rows, facts)
 
