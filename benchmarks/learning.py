@@ -1,84 +1,273 @@
-"""Does it learn? Trains shipped configs from several seeds, as the command line does.
+"""Does it learn? Runs every shipped config from several seeds, as the command line does.
 
-Prints one JSON line: for every config and seed the evaluation before the first step and after the
-last (`eval/accuracy` where the task has a verifier, `eval/reward`), and the seconds of the whole
-command, start and compilation included.
+    python benchmarks/learning.py --seeds=3 [--configs=ppo,grpo] [--workdir=runs/learning]
+        [--pages=docs/algorithms]
 
-    python benchmarks/learning.py [--configs=ppo,grpo,remax,safe_rlhf] [--seeds=0,1,2,3,4]
-        [--figure=FILE.svg]
+A run that has ended is kept and not run again as long as it would be told the same; one that was
+interrupted goes on from its last checkpoint. Configs are those in hjax/launch/configs that say by
+what they learn (`LEARNS`). After every run, RESULTS.md and the curves in `--pages` are written of
+all runs that the workdir has; without `--pages` nothing is.
+
+Prints one JSON line: for every config and seed where its measures start and end, and the seconds of
+the whole command (start and compilation included) and of the processor. Exit status 1: some run
+does not show that it learns.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import os
 import pathlib
+import shutil
+import statistics
 import subprocess
 import sys
-import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import machine
 
-CURVE = "eval/accuracy"
-KEYS = ("eval/accuracy", "eval/reward", "eval/cost", "reward/mean", "cost/mean")
+from hjax.config import flatten
+from hjax.files import read_json, read_rows, to_json
+from hjax.launch.configs import LEARNS, Measure
+from hjax.settings.reading import check_config, config_names, find_config, load_config
+from hjax.show.charts import Series
+from hjax.show.curves import points_of
+from hjax.show.drawing import svg_file
+from hjax.user_files import import_file
+
+DONE = "learning.json"
 
 
-def train(config: str, seed: int, workdir: pathlib.Path) -> dict[str, Any]:
-    """Runs the command to its end; returns first and last figures and the seconds it took."""
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run that has ended: rows of its metrics.jsonl, and on what it ran for how long."""
+
+    rows: Sequence[Mapping[str, Any]]
+    facts: Mapping[str, Any]
+
+
+Runs = dict[str, dict[int, Run]]
+
+
+def measures(config: str) -> tuple[Measure, ...]:
+    """By what a config's runs show that they learn; () where they need what hjax does not have."""
+    module = import_file(find_config(config), f"--config={config}")
+    return getattr(module, "LEARNS", LEARNS)
+
+
+def settings(config: str, seed: int) -> dict[str, Any]:
+    """What a run is told: the keys that have other values than their defaults."""
+    told = load_config(config, {"seed": seed})
+    plain = check_config({"algorithm.name": told.algorithm.name, "data.task": told.data.task})
+    defaults = flatten(plain)
+    return to_json({k: v for k, v in flatten(told).items() if v != defaults[k]})
+
+
+def finished(config: str, seed: int, folder: pathlib.Path) -> Run | None:
+    """The run in a folder, if it has ended and was told what it would be told now."""
+    facts = read_json(folder / DONE)
+    if facts is None or facts["settings"] != settings(config, seed):
+        return None
+    return Run(read_rows(folder / "metrics.jsonl"), facts)
+
+
+def train(config: str, seed: int, folder: pathlib.Path) -> Run:
+    """Runs the command to its end, or goes on with it where it was left."""
+    told, began = settings(config, seed), folder.with_suffix(".json")
+    if folder.exists() and ((folder / DONE).exists() or read_json(began) != told):
+        shutil.rmtree(folder)
+    began.parent.mkdir(parents=True, exist_ok=True)
+    began.write_text(json.dumps(told, indent=1))
+    resumed = folder.exists()
     command = [sys.executable, "-m", "hjax.launch", f"--config={config}.py"]
-    command += [f"--config.seed={seed}", f"--workdir={workdir}"]
-    start = time.perf_counter()
-    done = subprocess.run(command, capture_output=True, text=True, timeout=3600)
-    seconds = time.perf_counter() - start
-    if done.returncode:
-        last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-12:])
-        sys.exit(f"{config}.py, seed {seed}: exit status {done.returncode}\n{last}")
-    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    change = {key: [rows[0][key], rows[-1][key]] for key in KEYS if key in rows[-1]}
-    curve = [[row["step"], row[CURVE]] for row in rows if CURVE in row]
-    return {"seconds": round(seconds, 1), "steps": len(rows), **change, "curve": curve}
+    command += [f"--config.seed={seed}", f"--workdir={folder}"]
+    use, start = machine.CoreUse(), time.perf_counter()
+    output = folder.with_suffix(".txt")
+    with open(output, "w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+        _, status, resources = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        last = "\n".join(output.read_text().strip().splitlines()[-12:])
+        sys.exit(f"{config}.py, seed {seed}: exit status {process.returncode}\n{last}")
+    output.unlink()
+    began.unlink()
+    facts = {
+        "settings": told,
+        # Of a run that was interrupted nobody knows.
+        "seconds": None if resumed else round(time.perf_counter() - start, 1),
+        "processor_seconds": None if resumed else round(resources.ru_utime + resources.ru_stime, 1),
+        **machine.describe(),
+        **use.read(),
+        **machine.versions("jax"),
+    }
+    (folder / DONE).write_text(json.dumps(facts, indent=1))
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    return Run(read_rows(folder / "metrics.jsonl"), facts)
 
 
-def draw(runs: dict[str, dict[str, Any]], path: pathlib.Path) -> None:
-    """Held-out accuracy by step, a line per seed and a panel per config (needs matplotlib)."""
-    from matplotlib.figure import Figure
+def table(runs: Runs) -> list[str]:
+    """A row per config and measure, in Markdown."""
+    lines = [
+        "| config | task | measure | start | end | difference | spread | seeds | seconds | "
+        "learns |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for config, seeds in runs.items():
+        for number, measure in enumerate(measures(config)):
+            changes = [measure.change(run.rows) for run in seeds.values()]
+            differences = [end - start for start, end in changes]
+            spread = f"{statistics.stdev(differences):.3f}" if len(changes) > 1 else "–"
+            start, end = (statistics.mean(side) for side in zip(*changes, strict=True))
+            met = sum(measure.met(*change) for change in changes)
+            aim = f"{measure.rise:+g}"
+            if measure.below is not None:
+                aim += f", ends below {measure.below:g}"
+            cells = [
+                f"`{config}.py`" if number == 0 else "",
+                load_config(config).data.task if number == 0 else "",
+                f"`{measure.metric}`",
+                f"{start:.3f}",
+                f"{end:.3f}",
+                f"{statistics.mean(differences):+.3f}",
+                spread,
+                str(len(changes)),
+                _seconds(seeds.values()) if number == 0 else "",
+                f"{met} of {len(changes)} ({aim})",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
-    shown = {name: seeds for name, seeds in runs.items() if any(s["curve"] for s in seeds.values())}
-    figure = Figure(figsize=(3.4 * len(shown) + 0.6, 2.8), layout="constrained")
-    axes = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
-    for axis, (name, seeds) in zip(axes, shown.items(), strict=True):
-        for seed, run in seeds.items():
-            steps, accuracy = zip(*run["curve"], strict=True)
-            axis.plot((0, *steps[1:]), accuracy, marker="o", markersize=3, label=f"seed {seed}")
-        axis.axhline(0.9, color="gray", linewidth=0.8, linestyle=":")
-        axis.set(title=f"{name}.py", xlabel="step", ylim=(0, 1.02))
-    axes[0].set_ylabel("held-out accuracy (greedy)")
-    axes[0].legend(fontsize="small", loc="lower right")
-    figure.savefig(path, metadata={"Date": None})
+
+def _seconds(runs: Any) -> str:
+    """Mean seconds of the command, and of the processor."""
+    known = [run.facts for run in runs if run.facts["seconds"] is not None]
+    if not known:
+        return "–"
+    wall, own = (
+        statistics.mean(facts[name] for facts in known) for name in ("seconds", "processor_seconds")
+    )
+    return f"{wall:.0f} ({own:.0f})"
+
+
+def curve(config: str, seeds: Mapping[int, Run]) -> str:
+    """The SVG of a config's first measure by step, a line per seed."""
+    measure = measures(config)[0]
+    series = []
+    for seed, run in seeds.items():
+        points = points_of(run.rows, measure.metric)
+        if measure.metric.startswith("eval/"):
+            points[0] = (0, points[0][1])  # before the first update
+        dots = measure.metric.startswith("eval/")
+        series.append(Series(f"seed {seed}", points, seed % 8, dots=dots))
+    aim = statistics.mean(measure.change(run.rows)[0] for run in seeds.values()) + measure.rise
+    return svg_file(f"{config}.py: {measure.metric}", series, ("aim", aim))
+
+
+def page(runs: Runs, command: str) -> str:
+    """The text of RESULTS.md."""
+    facts = [run.facts for seeds in runs.values() for run in seeds.values()]
+
+    def said(name: str) -> str:
+        return ", ".join(sorted({str(f[name]) for f in facts if f[name] is not None}))
+
+    busy = [f["other_cores"] for f in facts if f["other_cores"] is not None]
+    lines = [
+        "# Everything learns",
+        "",
+        f"<!-- written by `{command}`: do not edit -->",
+        "",
+        f"`{command}`, at {said('commit')}, on {said('cpu')} ({said('cores')} cores), Python "
+        f"{said('python')}, jax {said('jax')}. A run that has ended is kept: the command goes on "
+        "where it was left.",
+        "",
+        "Every run is `python -m hjax.launch --config=<config>`, its seed set. Start is the model "
+        "as its warm start leaves it, for one task, model and number of warm-up steps the same in "
+        "every config of one seed; `eval/` is of greedy answers to held-out prompts. Of preference "
+        "pairs `actor/accuracy` starts at chance: the policy is its reference then. Figures are "
+        "means over the seeds, spread is the standard deviation of the differences. Seconds are "
+        "of the whole command, start and compilation included, and in brackets of the processor "
+        "(all cores together)"
+        + (
+            f"; other processes used {min(busy):.1f} to {max(busy):.1f} cores meanwhile."
+            if busy
+            else "."
+        ),
+        "",
+        "The last column: in how many runs the measure moved as far as it is to (in brackets).",
+        "",
+        *table(runs),
+        "",
+        "## Curves",
+        "",
+        "The first measure by step, a line per seed; dashed: the aim.",
+        "",
+        *(f"![{config}.py](curves/{config}.svg)" for config in runs),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def write(runs: Runs, pages: pathlib.Path, command: str) -> None:
+    """RESULTS.md and the curves."""
+    (pages / "curves").mkdir(parents=True, exist_ok=True)
+    for config, seeds in runs.items():
+        (pages / "curves" / f"{config}.svg").write_text(curve(config, seeds))
+    (pages / "RESULTS.md").write_text(page(runs, command))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--configs", default="ppo,grpo,remax,safe_rlhf", help="comma-separated")
-    parser.add_argument("--seeds", default="0,1,2,3,4", help="comma-separated")
-    parser.add_argument("--figure", type=pathlib.Path, help="draw the accuracy curves here (svg)")
+    parser.add_argument("--configs", default="", help="comma-separated; default: all that learn")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds 0 to one less")
+    parser.add_argument("--workdir", type=pathlib.Path, default=pathlib.Path("runs/learning"))
+    parser.add_argument("--pages", type=pathlib.Path, help="where RESULTS.md and curves go")
+    parser.add_argument("--kept", action="store_true", help="run nothing, write what is there")
     args = parser.parse_args()
-    use = machine.CoreUse()
-    runs: dict[str, dict[str, Any]] = {}
-    for config in args.configs.split(","):
-        for seed in args.seeds.split(","):
-            with tempfile.TemporaryDirectory() as folder:
-                row = train(config, int(seed), pathlib.Path(folder) / "run")
-            print(f"{config}.py, seed {seed}: {row}", file=sys.stderr)
-            runs.setdefault(config, {})[seed] = row
-    if args.figure:
-        draw(runs, args.figure)
-    result = {"benchmark": "learning", **machine.describe(), **use.read(), "runs": runs}
-    print(json.dumps(result))
+    shipped = [name.removesuffix(".py") for name in config_names()]
+    configs = args.configs.split(",") if args.configs else [c for c in shipped if measures(c)]
+    command = f"python benchmarks/learning.py --seeds={args.seeds}"
+    runs: Runs = {}
+    for seed in range(args.seeds):  # all configs once before any twice
+        for config in configs:
+            folder = args.workdir / f"{config}-{seed}"
+            run = finished(config, seed, folder)
+            if run is None and args.kept:
+                continue
+            if run is None:
+                run = train(config, seed, folder)
+                changes = {m.metric: m.change(run.rows) for m in measures(config)}
+                print(
+                    f"{config}.py, seed {seed}: {changes}", run.facts, file=sys.stderr, flush=True
+                )
+            runs.setdefault(config, {})[seed] = run
+            if args.pages and not args.kept:
+                write(dict(sorted(runs.items())), args.pages, command)
+    runs = dict(sorted(runs.items()))
+    if args.pages:
+        write(runs, args.pages, command)
+    shown = {
+        config: {
+            seed: {m.metric: m.change(run.rows) for m in measures(config)} | dict(run.facts)
+            for seed, run in seeds.items()
+        }
+        for config, seeds in runs.items()
+    }
+    print(json.dumps({"benchmark": "learning", **machine.describe(), "runs": shown}))
+    failed = [
+        f"{config}.py, seed {seed}: {m.metric}"
+        for config, seeds in runs.items()
+        for seed, run in seeds.items()
+        for m in measures(config)
+        if not m.met(*m.change(run.rows))
+    ]
+    if failed:
+        sys.exit("does not show that it learns: " + "; ".join(failed))
 
 
 if __name__ == "__main__":

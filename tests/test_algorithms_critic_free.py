@@ -235,16 +235,20 @@ def test_a_method_has_the_advantages_loss_and_gradient_of_its_paper(name):
 
 def test_dapo_is_grpo_with_another_clip_aggregation_and_length():
     algorithm, batch = algorithm_of("DAPO"), batch_of()
-    learned = algorithm.compute_advantages(batch)
     # A fifth of five tokens: whoever has all five loses a whole reward.
     full = batch["response_mask"].sum(1) == LENGTH
+    # Answers that are all right, or all wrong, say nothing, though some of them are longer.
+    long = groups_of(full)
+    some = int(np.flatnonzero(long.any(1) & ~long.all(1))[0])
+    batch["rewards"][some * SAMPLES : (some + 1) * SAMPLES] = 1
+    learned = algorithm.compute_advantages(batch)
     rows = grpo_rows(batch["rewards"] - full)
     np.testing.assert_allclose(
         learned["advantages"], spread(rows, batch["response_mask"]), atol=2e-5
     )
-    shaped = groups_of(batch["rewards"] - full)
-    says = np.repeat(shaped.max(1) > shaped.min(1), SAMPLES)
-    assert learned["row_mask"].tolist() == says.tolist()
+    given = groups_of(batch["rewards"])
+    says = np.repeat(given.max(1) > given.min(1), SAMPLES)
+    assert learned["row_mask"].tolist() == says.tolist() and not says.all()
     loss = algorithm.losses(algorithm.config, LIMIT)["actor"]
     assert (loss.clip_low, loss.clip_high, loss.aggregation) == (0.2, 0.28, "token")
     assert not loss.kl_coef
@@ -386,6 +390,9 @@ def test_gdpo_normalises_each_reward_then_the_sum():
     np.testing.assert_allclose(
         learned["advantages"], spread(rows, batch["response_mask"]), rtol=2e-4, atol=2e-5
     )
+    # Equal sums of different rewards say something.
+    batch |= {"rewards": np.ones(ROWS), "named_rewards": {"a": other, "b": 1 - other}}
+    assert algorithm.says_something(batch).all()
     batch["named_rewards"].popitem()
     with pytest.raises(RunError, match="weights has 2 numbers for the rewards a: give one each"):
         algorithm.compute_advantages(batch)

@@ -98,6 +98,13 @@ def test_algorithm_of_ones_own_brings_its_keys(config_file, tmp_path):
     assert config.algorithm.gamma == 0.9  # the file's, which a subclass understands
 
 
+@pytest.mark.parametrize("name", ["reinforce_plus_plus", "ReinforcePlusPlus", "reinforceplusplus"])
+def test_an_algorithm_is_named_as_its_class_or_as_its_config(config_file, name):
+    config = load_config(config_file, [f"--config.algorithm.name={name}"])
+    # Spelled one way from there on: a run goes on whichever its command has.
+    assert config.algorithm.name == "ReinforcePlusPlus" and config.algorithm.whiten
+
+
 def test_another_algorithm_leaves_out_what_it_does_not_have(config_file):
     config = load_config(config_file, ["--config.algorithm.name=GRPO"])
     assert "lam" not in config.algorithm and "normalise" in config.algorithm
@@ -198,7 +205,7 @@ def test_wrong_values_are_named(overrides, says):
         ("--config.algorithm.gama=1", "not a key of PPO"),
         ("--config.data.task_options.lenght=1", "did you mean config.data.task_options.length?"),
         ("--config.data.task=sortin", "did you mean sorting?"),
-        ("--config.algorithm.name=PPPO", "PPO, GRPO"),
+        ("--config.algorithm.name=PPPO", "did you mean PPO"),
         ("--config.rollout=3", "is a section"),
         ("--config.steps=abc", "config.steps='abc': expected a whole number"),
         ("--config.steps=1.5", "config.steps='1.5': expected a whole number"),

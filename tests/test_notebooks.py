@@ -176,6 +176,37 @@ def test_a_model_of_transformers_learns_by_adapters_and_goes_back(model):
     assert seen["sizes"][0] < seen["sizes"][1]
 
 
+@pytest.mark.slow
+def test_a_new_algorithm_of_few_lines_learns(tmp_path):
+    notebook = nbformat.read(NOTEBOOKS / "05_new_algorithm.ipynb", as_version=4)
+    (written,) = [c.source for c in cells(notebook) if c.source.startswith("%%writefile")]
+    lines = [line for line in written.splitlines()[1:] if line.strip()]
+    assert len(lines) < 15 and "class Extremes(hjax.algorithms.GRPO)" in written
+    look = """
+import json
+print(json.dumps({
+    "accuracy": {name: [r["eval/accuracy"] for r in rows if "eval/accuracy" in r]
+                 for name, rows in runs.items()},
+    "read": batch["row_mask"].tolist(), "rewards": batch["rewards"].tolist(),
+}))
+"""
+    notebook.cells.append(nbformat.v4.new_code_cell(look))
+    client = nbclient.NotebookClient(notebook, timeout=400, kernel_name="python3")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(tmp_path))
+        patch.chdir(NOTEBOOKS)
+        client.execute()
+    assert outputs(notebook, "error") == [] and len(figures(notebook)) == 1
+    seen = json.loads(notebook.cells[-1].outputs[0].text)
+    for accuracy in seen["accuracy"].values():
+        assert max(accuracy) > accuracy[0] + 0.2, seen["accuracy"]
+    # Each group has the best and the worst among what is learned from, and nothing between.
+    for start in range(0, len(seen["rewards"]), 8):
+        group, read = seen["rewards"][start : start + 8], seen["read"][start : start + 8]
+        extremes = {min(group), max(group)} if min(group) < max(group) else set()
+        assert read == [reward in extremes for reward in group]
+
+
 @pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.name)
 def test_committed_notebook_shows_a_clean_run(path):
     notebook = nbformat.read(path, as_version=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 
 from hjax.algorithms.base import Algorithm, Batch
@@ -99,17 +100,24 @@ __all__ = [
 
 
 def get_algorithm(name: str) -> type[Algorithm]:
-    """The class of a name (``PPO``) or of a file of the user's (``mine.py:Mine``).
+    """The class of a name or of a file of the user's.
+
+    Args:
+      name: a class's (``SimPO``), as it is or as configs are called (``sim_po``), or
+        ``path.py:Class``.
 
     Raises:
-      ConfigError: no such name, file or class, or a class that is no Algorithm.
+      ConfigError: no such name (the nearest are offered), file or class, or no Algorithm.
     """
-    if name in ALGORITHMS:
-        return ALGORITHMS[name]
+    known = {_plain(each): each for each in ALGORITHMS}
+    if _plain(name) in known:
+        return ALGORITHMS[known[_plain(name)]]
     if ":" not in name:
+        near = difflib.get_close_matches(_plain(name), known, 3, 0.5)
+        offer = f"did you mean {' or '.join(known[each] for each in near)}? " if near else ""
         raise ConfigError(
-            f"algorithm.name={name!r} is unknown; allowed: {', '.join(ALGORITHMS)}, "
-            "or a class of yours as path.py:Class"
+            f"algorithm.name={name!r} is unknown; {offer}There are {', '.join(ALGORITHMS)}, "
+            "and classes of yours as path.py:Class"
         )
     found = load_object(name, "algorithm.name")
     if not (inspect.isclass(found) and issubclass(found, Algorithm)):
@@ -117,3 +125,7 @@ def get_algorithm(name: str) -> type[Algorithm]:
             f"algorithm.name={name!r}: {found!r} is no subclass of hjax.algorithms.Algorithm"
         )
     return found
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", "").lower()

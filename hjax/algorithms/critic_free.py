@@ -1,6 +1,6 @@
 """The critic-free methods: GRPO with other switches, each as its paper or its code has it.
 
-docs/losses.md has the formulas, and where implementations of one name differ.
+docs/algorithms/critic_free.md has the formulas, same_name.md where implementations differ.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from hjax.algorithms.advantages import group_advantages
+from hjax.algorithms.advantages import group_advantages, rewards_differ
 from hjax.algorithms.base import Batch
 from hjax.algorithms.grpo import GRPO
 from hjax.errors import ConfigError, RunError
@@ -177,6 +177,11 @@ class GDPO(GRPO):
         for weight in config.weights:
             if not isinstance(weight, int | float):
                 raise ConfigError(f"config.algorithm.weights={config.weights}: must be numbers")
+
+    def says_something(self, batch: Batch) -> np.ndarray:
+        """Whether any of the rewards differs within the group, bool [prompts]."""
+        named = batch.get("named_rewards") or {"": batch["rewards"]}
+        return np.any([rewards_differ(each, self.samples) for each in named.values()], axis=0)
 
     def scores(self, batch: Batch) -> np.ndarray:
         """The normalised sum of the normalised rewards, float32 [rows], NaN where unscored.

@@ -18,7 +18,6 @@ from hjax.algorithms.advantages import (
     NORMALISERS,
     discounted_returns,
     group_advantages,
-    rewards_differ,
     token_rewards,
     whiten,
 )
@@ -126,7 +125,7 @@ class GRPO(Resampling, Algorithm):
         config = self.config
         old, scores = old_logprobs(batch), self.scores(batch)
         rows = self.counted(batch, scores)
-        differ = np.asarray(rewards_differ(scores, self.samples))
+        differ = self.says_something(batch)
         if config.filter:
             rows &= np.repeat(differ, self.samples)
         advantages = _advantages(

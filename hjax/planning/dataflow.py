@@ -7,7 +7,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from hjax.algorithms import ALGORITHMS, Algorithm, get_algorithm
+from hjax.algorithms import Algorithm, get_algorithm
 from hjax.errors import ConfigError
 from hjax.planning.records import Dataflow, PlannedCall
 from hjax.run.dataflow import step_calls
@@ -54,10 +54,8 @@ def trace(
 
 
 def find_algorithm(name: str) -> type[Algorithm]:
-    """An algorithm by its class's name, its config's (``safe_rlhf``), or ``path.py:Class``."""
-    plain = name.replace("_", "").lower()
-    known = {key.lower(): key for key in ALGORITHMS}
-    found = get_algorithm(known.get(plain, name))
+    """An algorithm with a dataflow to place, as ``get_algorithm`` finds it."""
+    found = get_algorithm(name)
     if not found.generates:
         raise ConfigError(f"--algorithm={name}: supervised training has no dataflow to place")
     return found

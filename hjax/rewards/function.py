@@ -21,6 +21,12 @@ from hjax.user_files import load_object, own_traceback
 _TRACEBACK = "Traceback (most recent call last):"
 _thread_numbers = itertools.count(1)
 
+# Files that one may look for here, and why they are not there.
+_NOT_BUILT = {
+    "code_tests.py": "rewards for code by its tests need a sandbox, which hjax does not have yet: "
+    "run the tests in one of yours, from a function in a file of yours (docs/rewards.md)",
+}
+
 
 def load_function(spec: str, key: str = "reward.function") -> Callable[..., Any]:
     """The function `name` of the file `path.py`, given as "path.py:name".
@@ -29,6 +35,9 @@ def load_function(spec: str, key: str = "reward.function") -> Callable[..., Any]
     `key` names the setting in messages. Raises ConfigError, one line, when there is no such file
     or name, the name can't be called, or the file fails on import (with the line that failed).
     """
+    where = spec.rpartition(":")[0]
+    if where in _NOT_BUILT and not Path(where).is_file():
+        raise ConfigError(f"{key}={spec!r}: {_NOT_BUILT[where]}")
     function = load_object(spec, key, beside=Path(__file__).parent)
     if not callable(function):
         name = spec.rpartition(":")[2]

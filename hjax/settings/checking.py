@@ -88,6 +88,7 @@ def complete_config(config: ConfigDict | Mapping[str, Any]) -> Config:
         if key not in known:
             raise unknown_key(key, known, given)
         set_key(complete, key, convert(key, value, known[key]))
+    complete.algorithm.name = _class_name(complete.algorithm.name)
     complete.lock()
     return complete
 
@@ -110,6 +111,13 @@ def owned_defaults(section: str, name: str) -> dict[str, Any]:
     from hjax.data.tasks import get_task
 
     return dict(get_task(name).default_options()) if name else {}
+
+
+def _class_name(name: str) -> str:
+    """An algorithm's name as its class is spelled; a `path.py:Class` stays."""
+    from hjax.algorithms import get_algorithm
+
+    return name if ":" in name else get_algorithm(name).__name__
 
 
 def set_key(config: ConfigDict, key: str, value: Any) -> None:

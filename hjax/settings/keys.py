@@ -158,7 +158,7 @@ KEYS: dict[str, Any] = {
     "algorithm": {
         "name": Key(
             "PPO",
-            "class that is run: PPO, GRPO, DAPO, RLOO, … (docs/losses.md), or one of yours as "
+            "class that is run: PPO, GRPO, dr_grpo, … (docs/algorithms), or one of yours as "
             "`path.py:Class`. Its own keys stand beside this one",
         ),
     },

@@ -14,7 +14,8 @@ Auto-mapping (the paper's sections 6 and 8):
   what it reports of them.
 - `paper_tables`: the tables and counted sentences of docs/auto_mapping.md.
 
-And `config_docs`: docs/config.md, from the definitions of the keys.
+And `config_docs`: docs/config.md, from the definitions of the keys; `algorithm_docs`: what pages of
+docs/algorithms take from the source.
 
 The head of each file that makes a page says by which command.
 """

@@ -2,7 +2,7 @@
 
     python -m hjax.launch --config=dapo.py
 
-On the task of grpo.py; docs/losses.md has the formula.
+On the task of grpo.py; docs/algorithms has the formula.
 """
 
 from ml_collections import ConfigDict
@@ -18,6 +18,6 @@ def get_config() -> ConfigDict:
     config.algorithm.epochs = 2
     # Right answers have six tokens; longer ones lose reward, as in the paper, from 6.4 of 8 on.
     config.rollout.max_response_length = 8
-    # Right or wrong: groups that are all right or all wrong say nothing and are drawn anew.
-    config.data.task_options.partial = 0.0
+    # Of right or wrong alone nearly all first groups would be wrong: then the penalty of long
+    # answers is all that is learned from. Groups that are all right are drawn anew later on.
     return config

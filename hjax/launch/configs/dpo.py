@@ -10,7 +10,9 @@ pairs, text or chat messages, with a column `prompt` or without (hh-rlhf);
 
 from ml_collections import ConfigDict
 
-from hjax.launch.configs import pairs
+from hjax.launch.configs import PREFERS, pairs
+
+LEARNS = PREFERS
 
 
 def get_config() -> ConfigDict:

@@ -2,7 +2,7 @@
 
     python -m hjax.launch --config=orpo.py
 
-On the pairs of dpo.py; docs/losses.md has the formula.
+On the pairs of dpo.py; docs/algorithms has the formula.
 """
 
 from ml_collections import ConfigDict

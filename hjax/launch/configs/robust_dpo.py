@@ -2,12 +2,14 @@
 
     python -m hjax.launch --config=robust_dpo.py
 
-On the pairs of dpo.py; docs/losses.md has the formula.
+On the pairs of dpo.py; docs/algorithms has the formula.
 """
 
 from ml_collections import ConfigDict
 
-from hjax.launch.configs import pairs
+from hjax.launch.configs import PREFERS, pairs
+
+LEARNS = PREFERS
 
 
 def get_config() -> ConfigDict:

@@ -2,7 +2,7 @@
 
     python -m hjax.launch --config=sapo.py
 
-On the task of grpo.py; docs/losses.md has the formula.
+On the task of grpo.py; docs/algorithms has the formula.
 """
 
 from ml_collections import ConfigDict

@@ -1,0 +1,62 @@
+"""Is a response as long as it should be? An object to be used as a reward function.
+
+    from hjax.rewards.lengths import Length
+
+    reward = Length(50, 100, unit="words")
+
+(A penalty near the length limit beside another reward is `algorithm.overlong`.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hjax.errors import ConfigError
+
+UNITS = ("tokens", "words", "characters")
+
+
+class Length:
+    """1.0 within bounds, falling to 0 beside them.
+
+    Args:
+      low, high: shortest and longest length that is right.
+      over: how far from there the reward has fallen to 0; linear on the way.
+      unit: "tokens" (the end-of-sequence token among them), "words" (by white space) or
+        "characters".
+
+    Raises:
+      ConfigError: an unknown unit, or bounds in the wrong order.
+    """
+
+    def __init__(self, low: float, high: float, over: float | None = None, unit: str = "tokens"):
+        if unit not in UNITS:
+            raise ConfigError(f"Length(unit={unit!r}): must be one of {', '.join(UNITS)}")
+        over = max(high - low, 1) if over is None else over
+        if not 0 <= low <= high or not over > 0:
+            raise ConfigError(
+                f"Length({low}, {high}, over={over}): low must be 0 to high, and over above 0"
+            )
+        self._low, self._high, self._over, self._unit = low, high, over, unit
+
+    def __call__(
+        self,
+        prompts: Sequence[Any],
+        responses: Sequence[Any],
+        *,
+        response_tokens: Sequence[Sequence[int]],
+        **columns: Sequence[Any],
+    ) -> list[float]:
+        """A reward per response, 0 to 1."""
+        if self._unit == "tokens":
+            lengths = [len(tokens) for tokens in response_tokens]
+        elif self._unit == "words":
+            lengths = [len(response.split()) for response in responses]
+        else:
+            lengths = [len(response) for response in responses]
+        return [self._score(length) for length in lengths]
+
+    def _score(self, length: int) -> float:
+        off = max(self._low - length, length - self._high, 0)
+        return max(0.0, 1.0 - off / self._over)

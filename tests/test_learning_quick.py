@@ -1,0 +1,114 @@
+"""Kinds of learning, seen within seconds; and the command that looks at all of them."""
+
+import json
+import pathlib
+import sys
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+from helpers import trainer_of
+
+from hjax.errors import ConfigError
+from hjax.launch.configs import LEARNS, Measure
+from hjax.settings.reading import config_names, load_config
+
+ROOT = pathlib.Path(__file__).parent.parent
+sys.path.append(str(ROOT / "benchmarks"))
+import learning  # noqa: E402
+
+EVENS = f"{ROOT / 'tests' / 'evens_reward.py'}:evens"
+# Algorithm -> keys, the metric, and by how much it is to rise.
+KINDS = {
+    "PPO": ({"reward.function": EVENS, "actor.learning_rate": 1e-2}, "reward/mean", 0.25),
+    "RLOO": ({"reward.function": EVENS, "actor.learning_rate": 1e-2}, "reward/mean", 0.25),
+    "DPO": ({"actor.learning_rate": 1e-2, "warm_start.batch": 32}, "actor/margin", 0.15),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_it_learns(name):
+    keys, metric, rise = KINDS[name]
+    with trainer_of(name, {"steps": 20, **keys}) as trainer:
+        rows = trainer.run()
+    values = [row[metric] for row in rows]
+    assert sum(values[-4:]) / 4 > sum(values[:4]) / 4 + rise, values
+
+
+def rows_of(*values, metric="eval/accuracy"):
+    return [{"step": n, metric: value} for n, value in enumerate(values, 1)]
+
+
+def test_what_a_measure_says_by_hand():
+    held_out = Measure("eval/accuracy", rise=0.2)
+    rows = rows_of(0.2, None, 0.9, 0.45)
+    assert held_out.change(rows) == (0.2, 0.45)
+    assert held_out.met(0.2, 0.41) and not held_out.met(0.2, 0.39)
+    # Of what every step has the mean of the last ten, and a start may be given.
+    cost = Measure("cost/mean", rise=-0.3, below=0.1)
+    rows = rows_of(0.5, *[0.3] * 5, *[0.05] * 10, metric="cost/mean")
+    assert cost.change(rows) == (0.5, pytest.approx(0.05))
+    assert cost.met(0.5, 0.05) and not cost.met(0.5, 0.15) and not cost.met(0.3, 0.05)
+    assert Measure("x", start=0.5).change(rows_of(0, 1, metric="x")) == (0.5, 0.5)
+
+
+def test_configs_say_what_they_learn_by():
+    said = {name: learning.measures(name.removesuffix(".py")) for name in config_names()}
+    assert said["grpo.py"] == LEARNS and said["stories.py"] == said["ppo_llama_7b.py"] == ()
+    assert [m.metric for m in said["safe_rlhf.py"]] == ["eval/reward", "cost/mean"]
+    assert said["safe_rlhf.py"][1].below == load_config("safe_rlhf.py").algorithm.cost_limit
+
+
+@pytest.fixture
+def command(monkeypatch, tmp_path):
+    """The command with runs made up instead of trained; what it trained."""
+    trained = []
+
+    def train(config, seed, folder):
+        trained.append((config, seed))
+        folder.mkdir(parents=True)
+        rows = rows_of(0.25, 0.5, 0.75 + 0.1 * seed)
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / "metrics.jsonl").write_text(lines)
+        facts = {"seconds": 60.0 + seed, "processor_seconds": 90.0, "other_cores": 0.5}
+        facts |= {"commit": "abc", "cpu": "a <fast> one", "cores": 2, "python": "3", "jax": "0"}
+        facts |= {"settings": learning.settings(config, seed)}
+        (folder / learning.DONE).write_text(json.dumps(facts))
+        return learning.Run(rows, facts)
+
+    def run(*flags):
+        trained.clear()
+        folders = [f"--workdir={tmp_path / 'runs'}", f"--pages={tmp_path / 'pages'}"]
+        monkeypatch.setattr(sys, "argv", ["learning.py", *folders, *flags])
+        learning.main()
+        return list(trained)
+
+    monkeypatch.setattr(learning, "train", train)
+    return run
+
+
+def test_finished_runs_are_kept_and_the_pages_say_what_they_reached(command, tmp_path, capsys):
+    assert command("--configs=grpo,rloo", "--seeds=1") == [("grpo", 0), ("rloo", 0)]
+    assert command("--configs=grpo,rloo", "--seeds=2") == [("grpo", 1), ("rloo", 1)]
+    assert command("--configs=grpo,rloo", "--seeds=2") == []
+    text = (tmp_path / "pages" / "RESULTS.md").read_text()
+    # Ends of .75 and .85, from .25: differences of .5 and .6, whose deviation is .1 / sqrt(2).
+    cells = ["`grpo.py`", "sorting", "`eval/accuracy`", "0.250", "0.800", "+0.550", "0.071", "2"]
+    assert f"| {' | '.join(cells)} | 60 (90) | 2 of 2 (+0.2) |" in text
+    drawn = ElementTree.parse(tmp_path / "pages" / "curves" / "grpo.svg").getroot()
+    kinds = [element.tag.rpartition("}")[2] for element in drawn.iter()]
+    assert kinds.count("polyline") == 2 and kinds.count("circle") == 6
+    shown = json.loads(capsys.readouterr().out.splitlines()[-1])["runs"]
+    assert shown["rloo"]["1"]["eval/accuracy"] == [0.25, 0.85]
+    # A run of another config than today's is no result of today's.
+    path = tmp_path / "runs" / "rloo-1" / learning.DONE
+    path.write_text(path.read_text().replace('"steps": 800', '"steps": 8'))
+    assert command("--configs=grpo,rloo", "--seeds=2", "--kept") == []
+    assert "| +0.500 | – | 1 |" in (tmp_path / "pages" / "RESULTS.md").read_text()
+
+
+def test_a_run_that_does_not_learn_is_named(command, monkeypatch):
+    monkeypatch.setattr(learning, "measures", lambda config: (Measure("eval/accuracy", rise=0.7),))
+    with pytest.raises(SystemExit, match="does not show that it learns: grpo.py, seed 0"):
+        command("--configs=grpo", "--seeds=1")
+    with pytest.raises(ConfigError, match="no such file"):
+        command("--configs=grop", "--seeds=1")
