@@ -12,7 +12,6 @@ ROOT = Path(__file__).resolve().parent.parent
 # Markdown and notebooks of other folders, pages here under the same paths.
 PAGES = ("CHANGELOG.md", "benchmarks/README.md", "benchmarks/RESULTS.md")
 _LINK = re.compile(r"(\[[^\]]*\])\(((?:\.\./)+[^)#\s]+)(#[^)\s]*)?\)")
-_SOURCES = (".py", ".sh", ".yaml", ".sbatch", ".toml", ".cfg")
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -44,7 +43,7 @@ def _target(page: str, link: str) -> str:
 
 def _is_source(target: str) -> bool:
     path = ROOT / target
-    return bool(target) and path.is_file() and path.suffix != ".md" and path.suffix != ".svg"
+    return bool(target) and path.is_file() and path.suffix not in (".md", ".svg", ".ipynb")
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
