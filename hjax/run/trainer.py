@@ -43,8 +43,9 @@ from hjax.run.recovery import Recovering
 from hjax.run.reward_check import first_calls
 from hjax.run.roles import check_offloads, describe_roles, is_float32, placed
 from hjax.run.rows import sample_row, spread_rows
-from hjax.run.throughput import Throughput
+from hjax.run.throughput import Throughput, token_seconds
 from hjax.run.warnings import SamplerWatch, TruncationWarning
+from hjax.run.watches import Watches, held_out_remark, idle_remark
 from hjax.run.workdir import Workdir
 from hjax.settings.checking import check_config, on_cluster
 
@@ -96,7 +97,8 @@ class Trainer(Recovering):
         if on_cluster(config) and executor is None:
             self.machines = OnCluster(config, workdir, self._message)
         else:
-            self.machines = ThisProcess(config, executor or ThreadExecutor)
+            tell = None if display is None else display.compiling
+            self.machines = ThisProcess(config, executor or ThreadExecutor, tell)
         with contextlib.ExitStack() as undo:
             undo.callback(self.machines.close)
             devices, platform = self.machines.devices, self.machines.platform
@@ -170,6 +172,9 @@ class Trainer(Recovering):
         self.recorder = StepRecorder(self.algorithm, config.algorithm.max_skipped)
         task = self.inputs.task
         self._sampler = SamplerWatch(config)
+        generates = self.algorithm_class.generates
+        reads = token_seconds(self.roles, devices, float32) if generates else 0.0
+        self._watches = Watches(config, reads)
         self._truncation = TruncationWarning(lengths[1], task.response_length if task else None)
         self.step_number = 0
         self.batch: dict[str, Any] = {}
@@ -385,7 +390,7 @@ class Trainer(Recovering):
             self.checkpoints = Checkpoints(self.workdir.checkpoints, self.config.checkpoint.keep)
             write_model_files(self.workdir.path, self.inputs)
             self.workdir.write_json("plan.json", self.plan_record())
-        for remark in self.inputs.remarks:
+        for remark in (*self.inputs.remarks, *self._first_remarks()):
             self._message(remark)
         for role, chosen in self.roles.remat.items():
             if chosen.estimated_bytes:
@@ -407,6 +412,16 @@ class Trainer(Recovering):
         if self._offloaded is None:
             self._offloaded = offloaded_bytes(self.roles)
         self._prepared = not (self.stop_requested and latest is None)
+
+    def _first_remarks(self) -> list[str]:
+        """What is probably not meant, as far as it is known before the first step."""
+        allocation, held_out = self.roles.plan.allocation, self.inputs.held_out
+        devices = len(self.machines.devices)
+        shares = sum(allocation), self.config.placement, allocation
+        remarks = [idle_remark(devices, *shares)]
+        if self.config.eval.every:
+            remarks.append(held_out_remark(None if held_out is None else len(held_out)))
+        return [remark for remark in remarks if remark]
 
     def _try_rewards(self) -> None:
         """Call functions of the user's once, so that one that fails does so before the training.
@@ -540,6 +555,8 @@ class Trainer(Recovering):
         if self.display is not None:
             self.display.step(metrics)
         if warning := self._truncation.message(metrics):
+            self._message(warning)
+        for warning in self._watches.messages(metrics, self.batch):
             self._message(warning)
         self._keep_samples(self.batch, step, "train", KEPT_SAMPLES)
         if self.workdir is not None and self.algorithm_class.generates:

@@ -24,6 +24,8 @@ from hjax.show.step_table import (
 # Plain lines repeat the header after so many rows, and show a long start at most this often.
 _ROWS_PER_HEADER = 20
 _PLAIN_INTERVAL_SECONDS = 5.0
+# Compilations that are told of, beside being shown while they last.
+_LONG_COMPILE_SECONDS = 5.0
 # Of the live table: its head says already how long is left.
 _LIVE_IMPORTANCE = (*(title for title in IMPORTANCE if title != "left"), "left")
 # Prompt and response together, in characters, where a line has no end.
@@ -63,6 +65,12 @@ class Display:
             yield
         finally:
             self.state.leave(name, time.monotonic() - begin)
+
+    def compiling(self, name: str, seconds: float | None) -> None:
+        """A program's compilation begins (None), or has ended after so many seconds."""
+        self.state.compile(name, seconds is None)
+        if seconds is not None and seconds >= _LONG_COMPILE_SECONDS:
+            self.message(f"compiled {name}, {duration(seconds)}")
 
     def warm_start(self, step: int, total: int, loss: float) -> None:
         """One supervised update done, of ``total``; ``loss`` in nats per token."""
@@ -119,6 +127,7 @@ class State:
         self._active: list[tuple[str, float]] = []
         self._phases: dict[str, float] = {}
         self._last_phases: dict[str, float] = {}
+        self._compiling: dict[str, float] = {}  # since when
 
     def enter(self, name: str, begin: float) -> None:
         with self._lock:
@@ -130,8 +139,16 @@ class State:
             del self._active[last]
             self._phases[name] = self._phases.get(name, 0.0) + taken
 
+    def compile(self, name: str, begins: bool) -> None:
+        with self._lock:
+            if begins:
+                self._compiling[name] = time.monotonic()
+            else:
+                self._compiling.pop(name, None)
+
     def add_step(self, metrics: Mapping[str, Any]) -> None:
         with self._lock:
+            self._compiling.clear()  # of what was only lowered, too
             self.done = int(metrics["step"])
             self.warm_start = None
             self.rows.append({**metrics, "left_seconds": self.seconds_left(metrics)})
@@ -156,7 +173,8 @@ class State:
         with self._lock:
             now = time.monotonic()
             over = list((self._phases or self._last_phases).items())
-            return over, [(name, now - begin) for name, begin in self._active]
+            active = [*self._active, *((f"compiling {n}", t) for n, t in self._compiling.items())]
+            return over, [(name, now - begin) for name, begin in active]
 
 
 class _Plain:
