@@ -184,12 +184,14 @@ class SlowGeneration:
 
     def __init__(self, token_seconds: float, slots: int = 0):
         self._token_seconds, self._slots = token_seconds, slots
+        self._steps = 0
         self._said = not token_seconds
 
     def message(self, metrics: Metrics, batch: Mapping[str, Any]) -> str | None:
         """What to tell of a step; None: nothing. The first two compile, and do not count."""
         spent = metrics.get("time/generate")
-        if self._said or spent is None or metrics["step"] <= 2 or "response_mask" not in batch:
+        self._steps += 1
+        if self._said or spent is None or self._steps <= 2 or "response_mask" not in batch:
             return None
         lengths = np.sum(batch["response_mask"], axis=1)
         passes = float(lengths.max()) if len(lengths) else 0.0

@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
-from hjax.show.format import clock, duration, one_line, spread_samples
+from hjax.show.format import duration, gone_and_left, one_line, score_texts, spread_samples
+from hjax.show.notebook import NotebookView, in_notebook
 from hjax.show.step_table import (
     COLUMNS,
     GAP,
@@ -38,14 +39,17 @@ class Display:
     Args:
       config: the run's config; its `display` keys are read.
       total_steps: steps of the whole run.
-      stream: where to write; None: standard output. A terminal gets the live view.
+      stream: where to write; None: standard output, or the notebook that this process serves. A
+        terminal gets the live view.
     """
 
     def __init__(self, config: Any, total_steps: int, stream: TextIO | None = None):
-        stream = stream or sys.stdout
         self.state = State(total_steps, config.display.samples)
-        self._view: _Plain | _Live | None = None
-        if config.display.enabled:
+        self._view: _Plain | _Live | NotebookView | None = None
+        if config.display.enabled and stream is None and in_notebook():
+            self._view = NotebookView(self.state)
+        elif config.display.enabled:
+            stream = stream or sys.stdout
             live = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
             self._view = (_Live if live else _Plain)(self.state, stream)
 
@@ -199,8 +203,11 @@ class _Plain:
         if step < total and now - self._last_warm_start < _PLAIN_INTERVAL_SECONDS:
             return
         self._last_warm_start = now
-        elapsed = clock(now - self._state.started)
-        self.message(f"warm start {step:>5}/{total}   loss {loss:.4f}   {elapsed}")
+        spent = now - self._state.started
+        left = spent / max(step, 1) * (total - step) if step < total else None
+        self.message(
+            f"warm start {step:>5}/{total}   loss {loss:.4f}   {gone_and_left(spent, left)}"
+        )
 
     def step(self) -> None:
         state = self._state
@@ -245,15 +252,6 @@ def _line_width(stream: TextIO) -> int | None:
         if stream.isatty():
             return os.get_terminal_size(stream.fileno()).columns
     return None
-
-
-def score_texts(sample: Mapping[str, Any]) -> list[str]:
-    """A sample's reward and advantage as aligned texts."""
-    texts = []
-    for key in ("reward", "advantage"):
-        value = sample.get(key)
-        texts.append(f"{key} {value:+.2f}" if value is not None else f"{key}   – ")
-    return texts
 
 
 def sample_texts(sample: Mapping[str, Any], width: int) -> tuple[str, str]:
@@ -326,9 +324,8 @@ class _Live:
             step, total, left_or_none = state.done, state.total, state.seconds_left()
             label, numbers = "steps", f"{step}/{total}"
             left = -1.0 if left_or_none is None else left_or_none
-        numbers += f"  {clock(elapsed)} gone"
-        if left >= 0 and step < total:
-            numbers += f", {clock(left)} left"
+        known = left >= 0 and step < total
+        numbers += f"  {gone_and_left(elapsed, left if known else None)}"
         grid.add_row(
             Text(label, style="bold"),
             ProgressBar(total=max(total, 1), completed=step),
