@@ -50,7 +50,8 @@ _ENGINE = (
     "config.placement=disaggregate on others"
 )
 _LOGGERS = (
-    "metrics go to metrics.jsonl in the workdir and to TensorBoard (config.display.tensorboard)"
+    "config.display.wandb logs to Weights & Biases, config.display.tensorboard to TensorBoard, "
+    "config.display.logger to anything; metrics.jsonl in the workdir has every step"
 )
 _DTYPE = "config.model.dtype: auto, float32 or bfloat16; parameters stay float32"
 _DEVICES = "all devices that JAX finds; config.cluster.processes adds hosts (docs/cluster.md)"
