@@ -183,7 +183,7 @@ def test_overrides_as_values():
         ({"stps": 3}, "unknown key config.stps; did you mean config.steps?"),
         ({"rollout": 3}, "is a section"),
         ({"steps": "abc"}, "config.steps='abc': expected a whole number"),
-        ({"steps": 0}, "must be 1 or more"),
+        ({"steps": -1}, "must be 0 or more"),
         ({"algorithm.name": 3}, "config.algorithm.name=3: expected a string"),
         ({"algorithm": {"gama": 0.9}}, "not a key of PPO"),
         ({"algorithm.kl_coef": 0.0, "algorithm.kl_target": 0.1}, "moves config.algorithm.kl_coef"),

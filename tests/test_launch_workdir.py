@@ -51,6 +51,7 @@ def test_some_keys_may_change_on_resume(tmp_path):
 
 def test_other_keys_may_not_change(tmp_path):
     Workdir(tmp_path).open(default_config())
+    (tmp_path / METRICS).write_text('{"step": 1}\n')
     with pytest.raises(ConfigError, match=r"config.seed=0, now 3.*another --workdir"):
         Workdir(tmp_path).open(config_with(seed=3))
     config = default_config()
@@ -133,3 +134,33 @@ def test_finished_needs_the_last_row_and_its_checkpoint(workdir):
     assert not workdir.finished()
     (workdir.checkpoints / str(steps)).mkdir()
     assert workdir.finished() and not workdir.finished(steps + 1)
+
+
+def test_a_run_that_took_no_step_gives_way_to_another(tmp_path):
+    first = Workdir(tmp_path)
+    first.open(default_config())
+    first.append(WARM_START, [{"step": 1, "loss": 1.0}])
+    (tmp_path / "checkpoints" / "0").mkdir(parents=True)  # of the warm start
+    (tmp_path / "notes.txt").write_text("mine")
+    first.close()
+    assert Workdir(tmp_path).check(default_config())
+    second = Workdir(tmp_path)
+    assert not second.open(config_with(seed=3))
+    second.close()
+    assert json.loads((tmp_path / "config.json").read_text())["seed"] == 3
+    left = {p.name for p in tmp_path.iterdir()}
+    assert left == {"config.json", "notes.txt", ".lock"}
+
+
+def test_overwriting_takes_what_a_run_wrote_and_nothing_else(tmp_path):
+    first = Workdir(tmp_path)
+    first.open(default_config())
+    first.append(METRICS, [{"step": 1}])
+    (tmp_path / "checkpoints" / "1").mkdir(parents=True)
+    (tmp_path / "notes.txt").write_text("mine")
+    first.close()
+    second = Workdir(tmp_path, overwrite=True)
+    assert not second.check(config_with(seed=3)) and second.rows(METRICS)  # not yet
+    assert not second.open(config_with(seed=3)) and not second.rows(METRICS)
+    second.close()
+    assert {p.name for p in tmp_path.iterdir()} == {"config.json", "notes.txt", ".lock"}

@@ -18,8 +18,8 @@ def told(warning, *shares):
 def test_more_than_half_cut_is_told_once():
     assert told(TruncationWarning(6), 0.0, 0.5) == []
     assert told(TruncationWarning(6), 0.2, 0.51, 1.0) == [
-        "step 2: 51% of the responses were cut at rollout.max_response_length=6 tokens; raise it "
-        "if they are to end by themselves"
+        "step 2: warning (truncated): 51% of the responses were cut at "
+        "rollout.max_response_length=6 tokens; raise it if they are to end by themselves"
     ]
 
 
@@ -38,7 +38,7 @@ def errors_of(changes, *errors):
 def test_a_sampler_that_is_not_the_learner_is_told_once_and_stops_the_run():
     assert errors_of({}, 1.0, 1.1, float("nan")) == []
     (message,) = errors_of({}, 1.2, 1.3)
-    assert message.startswith("rollout/token_prob_error is 1.2, above rollout.warn_prob_error=1.1")
+    assert message.startswith("warning (sampler): rollout/token_prob_error is 1.2, above rollout")
     with pytest.raises(RunError, match="is 2.5, above rollout.max_prob_error=2: the sampler's"):
         errors_of({}, 1.05, 2.5)
     quiet = {"rollout.warn_prob_error": 0.0, "rollout.max_prob_error": 0.0}
@@ -102,4 +102,6 @@ def test_data_of_ones_own_under_a_short_limit(own, tmp_path):
         trainer.close()
     cut = [text for text in display.messages if "max_response_length" in text]
     # The task's three digits and the end-of-sequence token fit into four.
-    assert [text.partition(" of ")[0] for text in cut] == (["step 1: 100%"] if own else [])
+    assert [text.partition(" of ")[0] for text in cut] == (
+        ["step 1: warning (truncated): 100%"] if own else []
+    )

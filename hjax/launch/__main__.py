@@ -9,6 +9,7 @@ if __name__ == "__main__":
 
 import dataclasses
 import os
+import platform
 import signal
 import sys
 import threading
@@ -21,6 +22,7 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict
 
+import hjax
 from hjax.errors import ConfigError, exit_status
 from hjax.files import METRICS, json_line
 from hjax.launch.command import take_config
@@ -31,8 +33,8 @@ from hjax.settings.origins import origins
 from hjax.settings.reading import check_config, config_names, find_config, load_config
 
 HELP = """\
-usage: python -m hjax.launch --config=NAME.py [--workdir=DIR] [--dry_run] [--json]
-                             [--debug=ROLE] [--config.a.b=VALUE ...]
+usage: python -m hjax.launch --config=NAME.py [--workdir=DIR] [--overwrite] [--dry_run]
+                             [--json] [--debug=ROLE] [--config.a.b=VALUE ...]
 
 Train a model as a config says. Running the same command again with the same workdir goes on
 from the last checkpoint. Ctrl-C saves and stops; a second Ctrl-C stops at once.
@@ -40,20 +42,23 @@ from the last checkpoint. Ctrl-C saves and stops; a second Ctrl-C stops at once.
   --config=NAME.py      a Python file with get_config(), or one of the shipped ones:
                         {configs}
   --config.a.b=VALUE    set a key of the config (docs/config.md lists all); often used:
-                          --config.steps=100            training steps
+                          --config.steps=100            training steps; 0 only evaluates
                           --config.seed=0               every random draw follows from it
                           --config.rollout.prompts=32   prompts per step
                           --config.rollout.samples=4    responses per prompt
                           --config.actor.path=DIR       weights to start from (Hugging Face)
                           --config.actor.learning_rate=1e-4
-                          --config.data.path=FILE       your prompts, jsonl or parquet
+                          --config.data.path=FILE       your prompts; docs/data.md says which
                           --config.reward.function=FILE.py:NAME
                           --config.algorithm.name=FILE.py:CLASS
                           --config.placement=colocate|split|standalone|auto
   --workdir=DIR         where the run is kept; without it a new runs/<config>-<time>
-  --dry_run             print batch arithmetic, placement, parameters and memory, and stop
+  --overwrite           remove the run that --workdir has, and start anew
+  --dry_run             print batch arithmetic, settings, what the reward function says of some
+                        answers, placement, parameters and memory, and stop
   --debug=ROLE          stop in a debugger at every call of a role, which runs in this process
   --json                print one line of JSON as the last line of the output
+  --version             print the versions of hjax and of what it computes with
   --help                print this
 
 exit status: 0 done; 1 failed while running; 2 wrong input, nothing written; 130 or 143 stopped
@@ -71,6 +76,7 @@ class TrainCommand:
     dry_run: bool
     json: bool
     debug: str = ""
+    overwrite: bool = False
 
 
 class Stopped(BaseException):
@@ -117,6 +123,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if any(a in ("--help", "-help", "-h") for a in arguments):
         print(HELP.format(configs=", ".join(config_names())), end="")
         return 0
+    if any(a in ("--version", "-version") for a in arguments):
+        print(versions())
+        return 0
     signals = Signals()
     signals.install()
     try:
@@ -137,13 +146,24 @@ def parse(arguments: Sequence[str]) -> TrainCommand:
     own = flags.FlagValues()
     flags.DEFINE_string("workdir", None, "where the run is kept", flag_values=own)
     flags.DEFINE_bool("dry_run", False, "only say what would be done", flag_values=own)
+    flags.DEFINE_bool("overwrite", False, "start anew", flag_values=own)
     flags.DEFINE_string("debug", "", "role whose calls stop in a debugger", flag_values=own)
     flags.DEFINE_bool("json", False, "one line of JSON", flag_values=own)
     config = check_config(load_config(name, rest, own))
     if own.workdir == "":
         raise ConfigError("--workdir= is empty; name a directory, or leave the flag out")
     workdir = Path(own.workdir).expanduser() if own.workdir else None
-    return TrainCommand(name, config, workdir, own.dry_run, own.json, own.debug)
+    if own.overwrite and workdir is None:
+        raise ConfigError("--overwrite needs --workdir=DIR: without it a run goes to a new one")
+    return TrainCommand(name, config, workdir, own.dry_run, own.json, own.debug, own.overwrite)
+
+
+def versions() -> str:
+    """Of hjax and of what it computes with, in one line."""
+    from importlib.metadata import version
+
+    named = ", ".join(f"{name} {version(name)}" for name in ("jax", "jaxlib", "flax", "numpy"))
+    return f"hjax {hjax.__version__} ({named}, Python {platform.python_version()})"
 
 
 def _stoppable(command: TrainCommand, signals: Signals) -> int:
@@ -158,8 +178,10 @@ def _stoppable(command: TrainCommand, signals: Signals) -> int:
 def _run(command: TrainCommand, signals: Signals) -> int:
     config = command.config
     if command.workdir is not None:
-        workdir = Workdir(command.workdir)
-        if workdir.check(config) and workdir.finished(config.steps) and not command.dry_run:
+        workdir = Workdir(command.workdir, overwrite=command.overwrite)
+        # Of one that was only evaluated so far nothing needs to be the same.
+        resumes = bool(config.steps) and workdir.check(config)
+        if resumes and workdir.finished(config.steps) and not command.dry_run:
             _say_finished(workdir, config, command)
             return 0
 
@@ -174,10 +196,13 @@ def _run(command: TrainCommand, signals: Signals) -> int:
     if command.dry_run:
         plan = plan_run(config, command.workdir)
         return _dry_run(Trainer(config, plan=plan, executor=ThreadExecutor), command)
+    if not config.steps:
+        return _measure(command)
     path = command.workdir or _new_workdir(command.name)
-    plan = plan_run(config, path)
+    plan = plan_run(config, None if command.overwrite else path)
     display = Display(config, config.steps)
-    trainer = Trainer(config, workdir=path, display=display, plan=plan, debug=command.debug)
+    how: dict[str, Any] = {"debug": command.debug, "overwrite": command.overwrite}
+    trainer = Trainer(config, workdir=path, display=display, plan=plan, **how)
     signals.watch(trainer, display)
     try:
         display.start(f"{command.name}  {config.algorithm.name}  {path}")
@@ -190,6 +215,25 @@ def _run(command: TrainCommand, signals: Signals) -> int:
         finally:
             display.close()
     return _finish(path, command, signals.received)
+
+
+def _measure(command: TrainCommand) -> int:
+    """Answer the held-out prompts, and stop."""
+    from hjax.launch.measure import measure
+    from hjax.show.format import number
+    from hjax.show.live import Display
+
+    display = Display(command.config, 0)
+    display.start(f"{command.name}  {command.config.algorithm.name}  evaluation only")
+    try:
+        found = measure(command.config, command.workdir, display)
+    finally:
+        display.close()
+    if command.json:
+        print(json_line({"steps": 0, "metrics": found}))
+    else:
+        print("   ".join(f"{name.removeprefix('eval/')} {number(x)}" for name, x in found.items()))
+    return 0
 
 
 def _finish(path: Path, command: TrainCommand, received: int) -> int:

@@ -111,7 +111,7 @@ def show(description: dict[str, Any], console: Any) -> None:
         f"{topology['device_kind']} of {size(topology['memory_bytes'])} ({versions}; "
         f"optimisation {description['optimization']})"
     )
-    console.print(memory_table(description["programs"], topology["memory_bytes"]))
+    console.print(memory_table(description["programs"], topology["memory_bytes"], console.width))
     console.print(work_table(description["programs"]))
     if moved := description.get("transition"):
         received, formula = moved["received_bytes"], moved["formula_bytes"]

@@ -55,10 +55,14 @@ class Machines(Protocol):
 
 
 class MachineProbe:
-    """Memory and compilations of one process."""
+    """Memory and compilations of one process.
 
-    def __init__(self) -> None:
-        self._compiles = CompileCounter()
+    Args:
+      tell: see ``CompileCounter``.
+    """
+
+    def __init__(self, tell: Callable[[str, float | None], None] | None = None) -> None:
+        self._compiles = CompileCounter(tell)
 
     def read(self) -> dict[str, Any]:
         """``peak_bytes``, ``compiles``, ``names``, see ``Machines``."""
@@ -75,10 +79,16 @@ class ThisProcess:
     Args:
       config: of the run.
       executor: makes what carries out a pool's calls.
+      tell: of compilations, see ``CompileCounter``.
     """
 
-    def __init__(self, config: ConfigDict, executor: ExecutorFactory = ThreadExecutor):
-        self._probe = MachineProbe()
+    def __init__(
+        self,
+        config: ConfigDict,
+        executor: ExecutorFactory = ThreadExecutor,
+        tell: Callable[[str, float | None], None] | None = None,
+    ):
+        self._probe = MachineProbe(tell)
         self._rehearses = on_cluster(config)
         self.devices: Sequence[Any] = local_devices(config)
         self.platform: str = self.devices[0].platform

@@ -82,3 +82,19 @@ def peak_flops(devices: Sequence[Any], float32: bool) -> float:
             return 0.0
         total += known.flops["float32" if float32 else "bfloat16"]
     return total
+
+
+def token_seconds(roles: Roles, devices: Sequence[Any], float32: bool) -> float:
+    """Seconds that a device takes by data sheet to read its share of the weights that generate.
+
+    Returns:
+      0 where there are none, or a device is not in the catalogue.
+    """
+    role = next((r for r in ("rollout", "actor") if r in roles.layouts and r in roles.models), "")
+    known = device_of_kind(getattr(devices[0], "device_kind", ""))
+    if not role or known is None:
+        return 0.0
+    sizes = roles.layouts[role].generate.describe()
+    split = sizes.get("tensor", 1) * sizes.get("pipe", 1)
+    weights = arithmetic.parameters(roles.models[role]) * (4 if float32 else 2)
+    return weights / split / known.bandwidth

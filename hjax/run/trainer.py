@@ -43,8 +43,9 @@ from hjax.run.recovery import Recovering
 from hjax.run.reward_check import first_calls
 from hjax.run.roles import check_offloads, describe_roles, is_float32, placed
 from hjax.run.rows import sample_row, spread_rows
-from hjax.run.throughput import Throughput
+from hjax.run.throughput import Throughput, token_seconds
 from hjax.run.warnings import SamplerWatch, TruncationWarning
+from hjax.run.watches import Watches, held_out_remark, idle_remark
 from hjax.run.workdir import Workdir
 from hjax.settings.checking import check_config, on_cluster
 
@@ -64,6 +65,7 @@ class Trainer(Recovering):
       executor: makes what carries out a pool's calls; by default threads of this process, or
         where ``config.cluster`` asks for them processes of a cluster.
       debug: a role whose calls stop in a debugger, in this process; empty: none.
+      overwrite: start anew where ``workdir`` has a run.
 
     Attributes:
       batch: the last step's batch, to look inside.
@@ -85,6 +87,7 @@ class Trainer(Recovering):
         plan: Plan | None = None,
         executor: ExecutorFactory | None = None,
         debug: str = "",
+        overwrite: bool = False,
     ):
         self.config = check_config(config)
         self.display = display
@@ -96,7 +99,7 @@ class Trainer(Recovering):
         if on_cluster(config) and executor is None:
             self.machines = OnCluster(config, workdir, self._message)
         else:
-            self.machines = ThisProcess(config, executor or ThreadExecutor)
+            self.machines = ThisProcess(config, executor or ThreadExecutor, self._compiling)
         with contextlib.ExitStack() as undo:
             undo.callback(self.machines.close)
             devices, platform = self.machines.devices, self.machines.platform
@@ -114,7 +117,7 @@ class Trainer(Recovering):
             self._start(devices, self._executors(debug))
             undo.callback(self.roles.close)
             check_offloads(config, self.algorithm_class, devices)
-            self._set_up(workdir)
+            self._set_up(workdir, overwrite)
             undo.pop_all()
 
     def _executors(self, debug: str) -> ExecutorFactory:
@@ -130,7 +133,7 @@ class Trainer(Recovering):
 
         return debugging(debug, self.machines.executor, lambda name: names.get(name, on_host))
 
-    def _set_up(self, workdir: str | Path | None) -> None:
+    def _set_up(self, workdir: str | Path | None, overwrite: bool) -> None:
         config = self.config
         self._offloaded: int | None = None
         devices, platform = self.machines.devices, self.machines.platform
@@ -170,6 +173,9 @@ class Trainer(Recovering):
         self.recorder = StepRecorder(self.algorithm, config.algorithm.max_skipped)
         task = self.inputs.task
         self._sampler = SamplerWatch(config)
+        generates = self.algorithm_class.generates
+        reads = token_seconds(self.roles, devices, float32) if generates else 0.0
+        self._watches = Watches(config, reads)
         self._truncation = TruncationWarning(lengths[1], task.response_length if task else None)
         self.step_number = 0
         self.batch: dict[str, Any] = {}
@@ -181,7 +187,7 @@ class Trainer(Recovering):
         self.workdir: Workdir | None = None
         self.checkpoints: Checkpoints | None = None
         if workdir is not None:
-            self.workdir = Workdir(workdir, make_loggers(config))
+            self.workdir = Workdir(workdir, make_loggers(config), overwrite)
             self.workdir.open(self.config)
 
     # The run
@@ -189,8 +195,10 @@ class Trainer(Recovering):
     def run(self, steps: int | None = None) -> list[Metrics]:
         """Take steps until ``config.steps`` (or so many more); returns their metrics.
 
-        A set ``stop_requested`` ends it early, after a checkpoint.
+        A set ``stop_requested`` ends it early, after a checkpoint. In a notebook, without a display
+        of the caller's, a table and curves are drawn as it goes.
         """
+        own = self._own_display(self.config.steps if steps is None else self.step_number + steps)
         last = self.config.steps if steps is None else None
         rows: dict[int, Metrics] = {}
         saved = False
@@ -208,7 +216,24 @@ class Trainer(Recovering):
                 self._recover(error)  # to a step that is saved, from which the rest is taken again
                 rows = {step: row for step, row in rows.items() if step <= self.step_number}
         self._write_report()
+        if own is not None:
+            own.close()
+            self.display = None
         return list(rows.values())
+
+    def _own_display(self, total: int) -> Any:
+        """A notebook's, where this is one and nobody gave another; else None."""
+        if self.display is not None or not self.config.display.enabled:
+            return None
+        from hjax.show.live import Display
+        from hjax.show.notebook import in_notebook
+
+        if not in_notebook():
+            return None
+        self.display = Display(self.config, total)
+        where = "" if self.workdir is None else f"  {self.workdir.path}"
+        self.display.start(f"{self.config.algorithm.name}{where}")
+        return self.display
 
     def _finish_saving(self) -> None:
         if not self._prepared:
@@ -385,7 +410,7 @@ class Trainer(Recovering):
             self.checkpoints = Checkpoints(self.workdir.checkpoints, self.config.checkpoint.keep)
             write_model_files(self.workdir.path, self.inputs)
             self.workdir.write_json("plan.json", self.plan_record())
-        for remark in self.inputs.remarks:
+        for remark in (*self.inputs.remarks, *self._first_remarks()):
             self._message(remark)
         for role, chosen in self.roles.remat.items():
             if chosen.estimated_bytes:
@@ -396,6 +421,9 @@ class Trainer(Recovering):
         if latest is not None:
             with self._phase("restore"):
                 self._restore(latest)
+            if latest and not self.restarts:
+                folder = self.checkpoints.folder(latest) if self.checkpoints else ""
+                self._message(f"going on after step {latest}, from {folder}")
         else:
             if not self.restarts:
                 self._try_rewards()
@@ -407,6 +435,16 @@ class Trainer(Recovering):
         if self._offloaded is None:
             self._offloaded = offloaded_bytes(self.roles)
         self._prepared = not (self.stop_requested and latest is None)
+
+    def _first_remarks(self) -> list[str]:
+        """What is probably not meant, as far as it is known before the first step."""
+        allocation, held_out = self.roles.plan.allocation, self.inputs.held_out
+        devices = len(self.machines.devices)
+        shares = sum(allocation), self.config.placement, allocation
+        remarks = [idle_remark(devices, *shares)]
+        if self.config.eval.every:
+            remarks.append(held_out_remark(None if held_out is None else len(held_out)))
+        return [remark for remark in remarks if remark]
 
     def _try_rewards(self) -> None:
         """Call functions of the user's once, so that one that fails does so before the training.
@@ -515,7 +553,7 @@ class Trainer(Recovering):
         spent = {} if self.ahead else self.roles.groups["actor"].take_seconds().result()
         machine = self.machines.read()
         names = machine["names"]
-        if step > 2 and names:
+        if len(self.history) >= 2 and names:  # the first two of a start are those that compile
             self._message(f"step {step} compiled {', '.join(sorted(set(names)))}")
         metrics = {"time/step": seconds}
         if not self.ahead:
@@ -540,6 +578,8 @@ class Trainer(Recovering):
         if self.display is not None:
             self.display.step(metrics)
         if warning := self._truncation.message(metrics):
+            self._message(warning)
+        for warning in self._watches.messages(metrics, self.batch):
             self._message(warning)
         self._keep_samples(self.batch, step, "train", KEPT_SAMPLES)
         if self.workdir is not None and self.algorithm_class.generates:
@@ -582,6 +622,10 @@ class Trainer(Recovering):
         else:
             with self.display.phase(name):
                 yield
+
+    def _compiling(self, name: str, seconds: float | None) -> None:
+        if self.display is not None:
+            self.display.compiling(name, seconds)
 
     def _message(self, text: str) -> None:
         self._said = text

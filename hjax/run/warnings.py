@@ -30,9 +30,9 @@ class TruncationWarning:
             return None
         self._said = True
         return (
-            f"step {metrics['step']}: {share:.0%} of the responses were cut at "
-            f"rollout.max_response_length={self._limit} tokens; raise it if they are to end "
-            "by themselves"
+            f"step {metrics['step']}: warning (truncated): {share:.0%} of the responses were cut "
+            f"at rollout.max_response_length={self._limit} tokens; raise it if they are to end by "
+            "themselves"
         )
 
 
@@ -74,6 +74,7 @@ class SamplerWatch:
             return None
         self._said = True
         return (
-            f"{found}, above rollout.warn_prob_error={self._warn:g}: the sampler's log-probs are "
+            f"warning (sampler): {found}, above rollout.warn_prob_error={self._warn:g}: the "
+            "sampler's log-probs are "
             "not quite learning's; algorithm.correction=truncated weighs for it"
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,12 @@ from hjax.files import (
 )
 from hjax.run.loggers import Logger, Loggers
 
+# What a run writes; `.lock` stays, and `logs`, which its processes have open.
+WRITTEN = (
+    "config.json", "plan.json", "timeline.json", "report.html", METRICS, WARM_START, SAMPLES,
+    HISTOGRAMS, STARTS,
+    "checkpoints", "model", "tensorboard", "skipped",
+)  # fmt: skip
 # What may differ from the first start when a run is resumed: keys, and sections with a dot.
 CHANGEABLE = ("steps", "placement", "layout.", "cluster.", "display.")
 
@@ -37,10 +44,17 @@ class Workdir:
     Args:
       path: the directory; it is made by `open` if it is not there.
       loggers: receive the rows too.
+      overwrite: start anew where a run is: `open` removes what it wrote.
     """
 
-    def __init__(self, path: str | os.PathLike[str], loggers: Sequence[Logger] = ()):
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        loggers: Sequence[Logger] = (),
+        overwrite: bool = False,
+    ):
         self.path = Path(path)
+        self._overwrite = overwrite
         self._loggers = Loggers(loggers)
         self._lock: int | None = None
 
@@ -50,15 +64,28 @@ class Workdir:
         return self.path / "checkpoints"
 
     def check(self, config: Mapping[str, Any]) -> bool:
-        """Whether a run is here; writes nothing.
+        """Whether a run is here to go on with; writes nothing.
+
+        One that never took a step, under another config, is none: `open` starts anew.
 
         Raises:
           ConfigError: a key differs that may not change on resume, named with both values.
         """
         old = self._read_config()
-        if old is not None:
+        if old is None or self._overwrite:
+            return False
+        try:
             self._check_same(old, to_json(config))
-        return old is not None
+        except ConfigError:
+            if self.stepped():
+                raise
+            return False
+        return True
+
+    def stepped(self) -> bool:
+        """Whether the run here, if there is one, took a step."""
+        saved = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
+        return self.last_step() > 0 or any(p.name.isdigit() and int(p.name) for p in saved)
 
     def planned(self, config: Mapping[str, Any]) -> Path | None:
         """The plan that `placement=auto` made for the run here, which a resumed run keeps; None
@@ -87,12 +114,23 @@ class Workdir:
         except OSError as error:
             raise ConfigError(f"--workdir={self.path}: {error.strerror}") from error
         self._take_lock()
+        if not resumed:
+            self._clear()
         new = to_json(config)
         if self._read_config() != new:
             self.write_json("config.json", new)
         for name in (METRICS, WARM_START, SAMPLES, HISTOGRAMS, STARTS):
             self._drop_torn_line(name)
         return resumed
+
+    def _clear(self) -> None:
+        """Remove what a run wrote here; other files stay."""
+        for name in WRITTEN:
+            path = self.path / name
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
 
     def append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Add whole rows to a `.jsonl` file; they are on disk on return. Non-finite is null.

@@ -153,7 +153,10 @@ def _layout(generates: bool) -> dict[str, Any]:
 KEYS: dict[str, Any] = {
     "seed": Key(0, "every random draw follows from it", between(0, 2**32 - 1)),
     "steps": Key(
-        100, "training steps: one rollout and its updates each; may change on resume", at_least(1)
+        100,
+        "training steps: one rollout and its updates each; may change on resume. 0: the held-out "
+        "prompts are answered, and nothing is trained or written",
+        at_least(0),
     ),
     "algorithm": {
         "name": Key(

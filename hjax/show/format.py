@@ -36,6 +36,11 @@ def clock(value: float) -> str:
     return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
 
 
+def gone_and_left(gone: float, left: float | None) -> str:
+    """How long a job runs and will run: `0:06 gone, 1:11 left`; None: not known yet."""
+    return f"{clock(gone)} gone" + ("" if left is None else f", {clock(left)} left")
+
+
 def count(value: float) -> str:
     """A large count: `812`, `12.3k`, `4.5M`, `13.0B`."""
     for least, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
@@ -97,3 +102,12 @@ def spread_samples(samples: Sequence[Mapping[str, Any]], n: int) -> list[Mapping
     if n == 1:
         return ordered[-1:]
     return [ordered[round(i * (len(ordered) - 1) / (n - 1))] for i in range(n)]
+
+
+def score_texts(sample: Mapping[str, Any]) -> list[str]:
+    """A sample's reward and advantage as aligned texts."""
+    texts = []
+    for key in ("reward", "advantage"):
+        value = sample.get(key)
+        texts.append(f"{key} {value:+.2f}" if value is not None else f"{key}   – ")
+    return texts

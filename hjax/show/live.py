@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
-from hjax.show.format import clock, duration, one_line, spread_samples
+from hjax.show.format import duration, gone_and_left, one_line, score_texts, spread_samples
+from hjax.show.notebook import NotebookView, in_notebook
 from hjax.show.step_table import (
     COLUMNS,
     GAP,
@@ -24,6 +25,8 @@ from hjax.show.step_table import (
 # Plain lines repeat the header after so many rows, and show a long start at most this often.
 _ROWS_PER_HEADER = 20
 _PLAIN_INTERVAL_SECONDS = 5.0
+# Compilations that are told of, beside being shown while they last.
+_LONG_COMPILE_SECONDS = 5.0
 # Of the live table: its head says already how long is left.
 _LIVE_IMPORTANCE = (*(title for title in IMPORTANCE if title != "left"), "left")
 # Prompt and response together, in characters, where a line has no end.
@@ -36,14 +39,17 @@ class Display:
     Args:
       config: the run's config; its `display` keys are read.
       total_steps: steps of the whole run.
-      stream: where to write; None: standard output. A terminal gets the live view.
+      stream: where to write; None: standard output, or the notebook that this process serves. A
+        terminal gets the live view.
     """
 
     def __init__(self, config: Any, total_steps: int, stream: TextIO | None = None):
-        stream = stream or sys.stdout
         self.state = State(total_steps, config.display.samples)
-        self._view: _Plain | _Live | None = None
-        if config.display.enabled:
+        self._view: _Plain | _Live | NotebookView | None = None
+        if config.display.enabled and stream is None and in_notebook():
+            self._view = NotebookView(self.state)
+        elif config.display.enabled:
+            stream = stream or sys.stdout
             live = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
             self._view = (_Live if live else _Plain)(self.state, stream)
 
@@ -63,6 +69,12 @@ class Display:
             yield
         finally:
             self.state.leave(name, time.monotonic() - begin)
+
+    def compiling(self, name: str, seconds: float | None) -> None:
+        """A program's compilation begins (None), or has ended after so many seconds."""
+        self.state.compile(name, seconds is None)
+        if seconds is not None and seconds >= _LONG_COMPILE_SECONDS:
+            self.message(f"compiled {name}, {duration(seconds)}")
 
     def warm_start(self, step: int, total: int, loss: float) -> None:
         """One supervised update done, of ``total``; ``loss`` in nats per token."""
@@ -119,6 +131,7 @@ class State:
         self._active: list[tuple[str, float]] = []
         self._phases: dict[str, float] = {}
         self._last_phases: dict[str, float] = {}
+        self._compiling: dict[str, float] = {}  # since when
 
     def enter(self, name: str, begin: float) -> None:
         with self._lock:
@@ -130,8 +143,16 @@ class State:
             del self._active[last]
             self._phases[name] = self._phases.get(name, 0.0) + taken
 
+    def compile(self, name: str, begins: bool) -> None:
+        with self._lock:
+            if begins:
+                self._compiling[name] = time.monotonic()
+            else:
+                self._compiling.pop(name, None)
+
     def add_step(self, metrics: Mapping[str, Any]) -> None:
         with self._lock:
+            self._compiling.clear()  # of what was only lowered, too
             self.done = int(metrics["step"])
             self.warm_start = None
             self.rows.append({**metrics, "left_seconds": self.seconds_left(metrics)})
@@ -156,7 +177,8 @@ class State:
         with self._lock:
             now = time.monotonic()
             over = list((self._phases or self._last_phases).items())
-            return over, [(name, now - begin) for name, begin in self._active]
+            active = [*self._active, *((f"compiling {n}", t) for n, t in self._compiling.items())]
+            return over, [(name, now - begin) for name, begin in active]
 
 
 class _Plain:
@@ -181,8 +203,11 @@ class _Plain:
         if step < total and now - self._last_warm_start < _PLAIN_INTERVAL_SECONDS:
             return
         self._last_warm_start = now
-        elapsed = clock(now - self._state.started)
-        self.message(f"warm start {step:>5}/{total}   loss {loss:.4f}   {elapsed}")
+        spent = now - self._state.started
+        left = spent / max(step, 1) * (total - step) if step < total else None
+        self.message(
+            f"warm start {step:>5}/{total}   loss {loss:.4f}   {gone_and_left(spent, left)}"
+        )
 
     def step(self) -> None:
         state = self._state
@@ -227,15 +252,6 @@ def _line_width(stream: TextIO) -> int | None:
         if stream.isatty():
             return os.get_terminal_size(stream.fileno()).columns
     return None
-
-
-def score_texts(sample: Mapping[str, Any]) -> list[str]:
-    """A sample's reward and advantage as aligned texts."""
-    texts = []
-    for key in ("reward", "advantage"):
-        value = sample.get(key)
-        texts.append(f"{key} {value:+.2f}" if value is not None else f"{key}   – ")
-    return texts
 
 
 def sample_texts(sample: Mapping[str, Any], width: int) -> tuple[str, str]:
@@ -308,9 +324,8 @@ class _Live:
             step, total, left_or_none = state.done, state.total, state.seconds_left()
             label, numbers = "steps", f"{step}/{total}"
             left = -1.0 if left_or_none is None else left_or_none
-        numbers += f"  {clock(elapsed)} gone"
-        if left >= 0 and step < total:
-            numbers += f", {clock(left)} left"
+        known = left >= 0 and step < total
+        numbers += f"  {gone_and_left(elapsed, left if known else None)}"
         grid.add_row(
             Text(label, style="bold"),
             ProgressBar(total=max(total, 1), completed=step),

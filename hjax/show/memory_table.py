@@ -8,6 +8,15 @@ from typing import Any
 
 from hjax.show.format import flop_count, size
 
+# Figures of a program itself, by their column.
+_FIGURES = {
+    "arguments": "argument_bytes",
+    "outputs": "output_bytes",
+    "temporary": "temporary_bytes",
+    "code": "code_bytes",
+}
+# Columns that leave where a line is short, the first one first.
+LEAVE = ("bars", "code", "outputs", "peak", "beside it", "temporary", "arguments")
 WIDTH = 32  # of a bar, in characters
 # Parts of a bar in the order they are drawn: their names, marks and colours.
 PARTS = {
@@ -22,39 +31,55 @@ def largest(records: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     return max(records, key=lambda record: record["sum_bytes"])
 
 
-def memory_table(records: Sequence[Mapping[str, Any]], memory_bytes: int | None) -> Any:
+def memory_table(
+    records: Sequence[Mapping[str, Any]], memory_bytes: int | None, width: int | None = None
+) -> Any:
     """A rich table of the records of ``programs.add_held``.
 
     Args:
       records: a row each.
       memory_bytes: of a device; None where it has no limit of its own.
+      width: characters of a line; columns leave in the order of ``LEAVE`` until a row fits. None:
+        all stay.
     """
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
-    columns = ("program", "arguments", "outputs", "temporary", "code", "peak", "beside it", "sum")
-    for column in columns:
-        table.add_column(column, justify="left" if column == "program" else "right")
-    table.add_column(_legend(memory_bytes))
     scale = max([memory_bytes or 0, *(record["sum_bytes"] for record in records)])
+    bars = _legend(memory_bytes)
+    columns: dict[str, list[Text]] = {}
     for record in map(_largest_of, grouped(records)):
         held = sum(record["held_bytes"].values())
-        figures = [
-            "" if record.get(key) is None else size(record[key])
-            for key in ("argument_bytes", "output_bytes", "temporary_bytes", "code_bytes")
-        ]
         peak = record.get("peak_bytes")
-        table.add_row(
-            Text(record["name"]),
-            *map(Text, figures),
-            Text("does not fit" if "refused_bytes" in record else size(peak) if peak else ""),
-            Text(size(held)),
-            Text(size(record["sum_bytes"]), style="bold"),
-            _bar(record, held, scale, memory_bytes),
-        )
+        cells = {
+            "program": Text(record["name"]),
+            **{name: Text(_size(record.get(key))) for name, key in _FIGURES.items()},
+            "peak": Text(
+                "does not fit" if "refused_bytes" in record else size(peak) if peak else ""
+            ),
+            "beside it": Text(size(held)),
+            "sum": Text(size(record["sum_bytes"]), style="bold"),
+            bars: _bar(record, held, scale, memory_bytes),
+        }
+        for name, cell in cells.items():
+            columns.setdefault(name, []).append(cell)
+    for name in LEAVE:
+        needed = sum(max(len(n), *(c.cell_len for c in cells)) + 3 for n, cells in columns.items())
+        if width is None or needed <= width:
+            break
+        columns.pop(bars if name == "bars" else name, None)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False)
+    for name in columns:
+        side: Any = "left" if name in ("program", bars) else "right"
+        table.add_column(name, justify=side, overflow="fold")
+    for row in zip(*columns.values(), strict=True):
+        table.add_row(*row)
     return table
+
+
+def _size(value: int | None) -> str:
+    return "" if value is None else size(value)
 
 
 def grouped(records: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:

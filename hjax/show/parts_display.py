@@ -9,7 +9,7 @@ import time
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-from hjax.show.format import clock
+from hjax.show.format import gone_and_left
 
 _PLAIN_INTERVAL_SECONDS = 5.0
 
@@ -66,8 +66,10 @@ class PartsDisplay:
         # A closed pipe (`| head`) must not end the job.
         with contextlib.suppress(BrokenPipeError):
             count = f"{done:>{len(str(total))}}/{total}"
-            elapsed = clock(now - self._started)
-            print(f"{self._title} {count}   {what}   {elapsed}", file=self._stream, flush=True)
+            spent = now - self._started
+            left = spent / done * (total - done) if 0 < done < total else None
+            text = f"{self._title} {count}   {what}   {gone_and_left(spent, left)}"
+            print(text, file=self._stream, flush=True)
 
 
 def _bar(stream: TextIO) -> Any:
@@ -78,12 +80,14 @@ def _bar(stream: TextIO) -> Any:
 
     class Elapsed(ProgressColumn):
         def render(self, task: Any) -> Text:
-            return Text(clock(task.elapsed or 0.0))
+            spent, done, total = task.elapsed or 0.0, task.completed, task.total or 0
+            left = spent / done * (total - done) if 0 < done < total else None
+            return Text(gone_and_left(spent, left))
 
     console = Console(file=stream, highlight=False)
     return Progress(
         TextColumn("[bold]{task.description}"),
-        BarColumn(bar_width=max(6, min(40, console.width - 54))),
+        BarColumn(bar_width=max(6, min(40, console.width - 68))),
         MofNCompleteColumn(),
         TextColumn("{task.fields[what]}", markup=False),
         Elapsed(),

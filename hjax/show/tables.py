@@ -42,7 +42,7 @@ def print_memory(
 
     console = wide_console(stream)
     console.print("\n[bold]memory per device[/bold]")
-    console.print(memory_table(records, memory_bytes))
+    console.print(memory_table(records, memory_bytes, console.width))
 
 
 def wide_console(stream: TextIO | None = None) -> Any:
@@ -87,7 +87,8 @@ def _rows(rows: Sequence[Mapping[str, Any]], unit: str) -> Any:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
     for column in columns:
         numeric = all(isinstance(row.get(column, 0), (int, float)) for row in rows)
-        table.add_column(_words(column), justify="right" if numeric else "left")
+        side: Any = "right" if numeric else "left"
+        table.add_column(_words(column), justify=side, overflow="fold")
     for row in rows:
         cells = [
             Text(_value(row[c], c if c.endswith("bytes") else unit) if c in row else "")

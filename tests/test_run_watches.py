@@ -1,0 +1,106 @@
+"""Warnings that save a day: what sets each off, once, and what does not."""
+
+import numpy as np
+import pytest
+from helpers import tiny_config
+
+from hjax.run.watches import (
+    Watches,
+    equal_groups,
+    held_out_remark,
+    idle_remark,
+)
+
+
+def told(rows, changes=None, algorithm="GRPO", token_seconds=0.0):
+    """The names of what is told, with the steps, of (metrics, batch) pairs from step 1 on."""
+    watches = Watches(tiny_config(algorithm, changes), token_seconds)
+    found = []
+    for step, (metrics, batch) in enumerate(rows, 1):
+        for line in watches.messages({"step": step, **metrics}, batch):
+            start, _, rest = line.partition(": warning (")
+            assert "\n" not in line and start == f"step {step}"
+            found.append((step, rest.partition(")")[0]))
+    return found
+
+
+def rewards(*groups):
+    return {"reward/mean": 0.0}, {"rewards": np.array(groups, np.float32).ravel()}
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("groups", "share"),
+    [
+        ([[1, 1], [0, 1]], 0.5),
+        ([[1, 1], [0, 0], [0, 1]], 2 / 3),
+        ([[NAN, NAN], [0, 1]], 0.0),
+        ([[NAN, 1], [0, 1]], 0.5),
+        ([[NAN, NAN]], 0.0),
+    ],
+)
+def test_share_of_equal_groups(groups, share):
+    assert equal_groups(np.ravel(groups), 2) == pytest.approx(share)
+
+
+def test_equal_groups_are_told_after_three_steps_in_a_row():
+    equal, mixed = rewards([1, 1], [0, 0], [0, 1]), rewards([0, 1], [0, 1], [1, 1])
+    assert told([equal, equal, mixed, equal, equal]) == []
+    assert told([mixed, equal, equal, equal, equal, equal, equal]) == [(4, "equal rewards")]
+    # PPO has a critic, DAPO draws them anew.
+    assert told([equal] * 5, algorithm="PPO") == []
+    assert told([equal] * 5, {"algorithm.resample": 2, "algorithm.filter": True}) == []
+
+
+def of(metric, values):
+    return [({metric: value}, {}) for value in values]
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "steps"),
+    [
+        # A KL that grows evenly to one nat, as of a small model from scratch, is no matter.
+        ("kl/reference", np.linspace(0, 0.95, 300), []),
+        ("kl/reference", [0.1] * 30 + [0.7] * 30, []),
+        ("kl/reference", [0.1] * 20 + [3.0] * 20, [22]),  # (2*3 + 3*.1) / 5 is above 5 * .25
+        ("kl/reference", [0.1] * 20 + [NAN, float("inf")] + [3.0] * 9, [24]),
+        ("reward/mean", [0.1] * 30 + [1.0] * 30, []),
+        ("reward/mean", [-5.0] * 30 + [9.0] * 30, []),
+        ("reward/mean", [1.0] * 20 + [1000.0] * 9, [21]),
+    ],
+)
+def test_what_runs_away(metric, values, steps):
+    names = {"kl/reference": "KL running away", "reward/mean": "reward running away"}
+    assert told(of(metric, values)) == [(step, names[metric]) for step in steps]
+
+
+def test_entropy_that_is_gone():
+    falls = [2.1] * 5 + [0.5, 0.076, 0.03, 0.019]
+    assert told(of("actor/entropy", falls + [0.019] * 3)) == []
+    assert told(of("actor/entropy", falls + [0.019] * 9)) == [(13, "entropy collapsed")]
+    assert told(of("actor/entropy", [0.1] * 5 + [0.01] * 20)) == []  # it never was large
+
+
+def test_generation_that_is_far_from_its_bound():
+    batch = {"response_mask": np.ones((4, 100), bool)}
+    slow, fast = [({"time/generate": t, "time/transition": 0.5}, batch) for t in (11.6, 9.0)]
+    # A hundred tokens at 10 ms are 1 s; the first two steps compile.
+    assert told([slow, slow, fast, slow, slow], token_seconds=0.01) == [(4, "slow generation")]
+    assert told([slow] * 5, {"rollout.slots": 2}, token_seconds=0.01) == []  # two waves
+    assert told([slow] * 5) == []  # of a device that is not known
+
+
+def test_before_the_first_step():
+    assert held_out_remark(None) is None and held_out_remark(16) is None
+    assert held_out_remark(5) == (
+        "warning (few held-out prompts): 5, so that one answer is 20 points of accuracy; raise "
+        "data.eval_fraction or data.eval_size, or give data.eval_path"
+    )
+    assert idle_remark(8, 8, "split", (4, 4)) is None
+    assert "2 of 6 do nothing: split gives its sets powers of two" in idle_remark(
+        6, 4, "split", (2, 2)
+    )
+    assert "plan.json allocates 4 + 2; allocate the rest" in idle_remark(8, 6, "plan.json", (4, 2))
+    assert "found no faster plan than sets of 4" in idle_remark(8, 4, "auto", (4,))
