@@ -11,6 +11,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.data.dataset import Dataset, PromptSampler, pad_left, pad_right, split_held_out
+from hjax.data.labels import labelled_steps, pair_labels, pair_margins
 from hjax.data.mixing import MixedSampler
 from hjax.data.pairs import SIDES, answer_text
 from hjax.data.reading import Reading, weights_of
@@ -25,6 +26,13 @@ from hjax.rewards.function import load_function
 TASK_PROMPTS = 8192
 # Dataset columns that hold a response to imitate, in order of preference.
 RESPONSE_COLUMNS = ("response", "demonstration", "completion")
+
+
+# What is known of an example beside its tokens: by the name of its array, for each example and each
+# of its rows, values by place (the number of response tokens before it).
+Marks = dict[str, list[tuple[dict[int, float], ...]]]
+# What stands where nothing is known.
+FILL = {"labels": np.nan, "margins": 0.0}
 
 
 @dataclasses.dataclass
@@ -42,6 +50,10 @@ class Inputs:
     demonstrations: list[tuple[list[int], ...]]  # a prompt and its response, or a pair of them
     eos_ids: tuple[int, ...] = ()
     remarks: tuple[str, ...] = ()  # what was done to the data, to be told
+    marks: Marks = dataclasses.field(default_factory=dict)
+    # Of the held-out rows, where models are evaluated on them.
+    held_out_examples: list[tuple[list[int], ...]] = dataclasses.field(default_factory=list)
+    held_out_marks: Marks = dataclasses.field(default_factory=dict)
 
 
 def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
@@ -62,7 +74,7 @@ def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
     task = None if config.data.path else get_task(config.data.task, **config.data.task_options)
     tokenizer = _tokenizer(config, task)
     remarks: list[str] = []
-    train, held_out = _datasets(config, task, tokenizer, remarks.append)
+    train, held_out = _datasets(config, task, tokenizer, remarks.append, source)
     longest = max(d.longest_prompt for d in (train, held_out) if d is not None)
     prompt_length = config.rollout.max_prompt_length or longest
     if longest > prompt_length:  # of a task
@@ -81,6 +93,10 @@ def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
             f"tokens exceed the model's {model.max_length} positions; lower "
             "rollout.max_prompt_length or rollout.max_response_length"
         )
+    examples, marks = _examples(config, task, tokenizer, train, source)
+    judged: tuple[list[tuple[list[int], ...]], Marks] = ([], {})
+    if held_out is not None and source in ("pairs", "steps") and config.eval.every:
+        judged = _examples(config, task, tokenizer, held_out, source)
     return Inputs(
         tokenizer,
         task,
@@ -90,9 +106,11 @@ def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
         prompt_length,
         _function(config, "reward", task.reward if task else None),
         _function(config, "cost", task.cost if task and task.has_cost else None),
-        _examples(config, task, tokenizer, train, source),
+        examples,
         _eos_ids(config, tokenizer),
         tuple(remarks),
+        marks,
+        *judged,
     )
 
 
@@ -123,6 +141,7 @@ def _datasets(
     task: Task | None,
     tokenizer: Tokenizer | None,
     tell: Callable[[str], None],
+    source: str,
 ) -> tuple[Dataset, Dataset | None]:
     data, seed = config.data, config.seed
     if task is not None:
@@ -153,6 +172,7 @@ def _datasets(
     if vocabulary is not None and tokenizer is not None:
         vocabulary = min(vocabulary, tokenizer.vocab_size)
     how: dict[str, Any] = {"vocab_size": vocabulary, "reading": Reading.of(data), "tell": tell}
+    how["labelled"] = source == "pairs"
     train = Dataset.from_file(data.path, tokenizer, limit, **how)
     if data.eval_path:
         held_out = Dataset.from_file(data.eval_path, tokenizer, limit, **how)
@@ -248,9 +268,10 @@ def _examples(
     tokenizer: Tokenizer | None,
     train: Dataset,
     source: str,
-) -> list[tuple[list[int], ...]]:
+) -> tuple[list[tuple[list[int], ...]], Marks]:
     """Tuples of a prompt's tokens and those of its responses, each with EOS: the demonstration, or
     where pairs are learned from the chosen and the rejected one; empty where the data has none.
+    And what is known of pairs and of steps beside.
 
     A row whose response is no text or too long is an error where they are learned from, and left
     out where they only happen to be there.
@@ -258,10 +279,12 @@ def _examples(
     warm_start = config.warm_start.steps and not config.actor.path
     needed = source != "prompts" or warm_start or config.algorithm.get("pretraining_coef")
     if tokenizer is None:
-        return []
+        return [], {}
+    if source == "steps":
+        return _steps(config, task, tokenizer, train)
     texts = _pairs(config, task, train) if source == "pairs" else _shown(config, task, train)
     if texts is None:
-        return []
+        return [], {}
     end = [tokenizer.eos_id] if tokenizer.eos_id is not None else []
     limit = config.rollout.max_response_length
     found: list[tuple[list[int], ...]] = []
@@ -283,7 +306,73 @@ def _examples(
                 f"rollout.max_response_length={limit}; raise it"
             )
         found.append((prompt, *tokens))
-    return found
+    return found, _pair_marks(config, task, train, found) if source == "pairs" else {}
+
+
+def _pair_marks(
+    config: ConfigDict, task: Task | None, train: Dataset, pairs: list[tuple[list[int], ...]]
+) -> Marks:
+    """Labels of pairs at their responses' ends, and their margins at those of the chosen ones.
+
+    Raises:
+      ConfigError: labels are to be learned, and the data has none.
+    """
+    labels = [(True, False)] * len(pairs) if task is not None else pair_labels(train.columns)
+    if labels is None and config.algorithm.get("label_coef"):
+        raise ConfigError(
+            f"config.algorithm.label_coef={config.algorithm.label_coef}: {config.data.path} has no "
+            "columns `chosen_label` and `rejected_label` (1 good or safe, 0 not); add them, or set "
+            "label_coef=0"
+        )
+    margins = pair_margins(train.columns, len(pairs))
+    each = zip(pairs, margins, strict=True)
+    marks: Marks = {"margins": [({len(chosen): margin}, {}) for (_, chosen, _), margin in each]}
+    marks["labels"] = [({}, {})] * len(pairs)
+    if labels is not None:
+        marks["labels"] = [
+            tuple({len(x): float(label)} for x, label in zip(responses, known, strict=True))
+            for (_, *responses), known in zip(pairs, labels, strict=True)
+        ]
+    return marks
+
+
+def _steps(
+    config: ConfigDict, task: Task | None, tokenizer: Tokenizer, train: Dataset
+) -> tuple[list[tuple[list[int], ...]], Marks]:
+    """A prompt and its response for each row, and a label at the end of each step.
+
+    Steps are tokenised one by one, with ``algorithm.separator`` after each.
+    """
+    rows = []
+    if task is not None:
+        rng = np.random.default_rng([config.seed, 4])
+        rows = [task.steps(record, rng) for record in _records(train)]
+    elif {"completions", "labels"} <= train.columns.keys():
+        columns = train.columns["completions"], train.columns["labels"]
+        each = enumerate(zip(*columns, strict=True))
+        rows = [labelled_steps(*pair, _row(train, i)) for i, pair in each]
+    if not rows:
+        return [], {}
+    separator = tokenizer.encode(config.algorithm.separator, add_special=False)
+    end = [tokenizer.eos_id] if tokenizer.eos_id is not None else []
+    limit = config.rollout.max_response_length
+    examples: list[tuple[list[int], ...]] = []
+    marks: Marks = {"labels": []}
+    for i, (prompt, (steps, labels)) in enumerate(zip(train.prompt_tokens, rows, strict=True)):
+        tokens: list[int] = []
+        places: dict[int, float] = {}
+        for step, label in zip(steps, labels, strict=True):
+            tokens += tokenizer.encode(step, add_special=False) + separator
+            places[len(tokens)] = float(label)
+        tokens += end
+        if len(tokens) > limit:
+            raise DataError(
+                f"the completions of {_row(train, i)} have {len(tokens)} tokens, more than "
+                f"rollout.max_response_length={limit}; raise it"
+            )
+        examples.append((prompt, tokens))
+        marks["labels"].append((places,))
+    return examples, marks
 
 
 def _row(train: Dataset, row: int) -> str:
@@ -324,7 +413,7 @@ def _pairs(config: ConfigDict, task: Task | None, train: Dataset) -> list[tuple[
             found.append((chosen, rejected))
         return found
     rng = np.random.default_rng([config.seed, 3])
-    return [(task.demonstration(r, rng), task.mistake(r, rng)) for r in _records(train)]
+    return [task.pair(record, rng) for record in _records(train)]
 
 
 def _records(train: Dataset) -> list[dict[str, Any]]:
@@ -343,6 +432,7 @@ class Demonstrations:
       batch: sequences; the responses of an example are rows next to each other.
       prompt_length, response_length: tokens.
       seed: of the order.
+      marks: what is known of the examples beside.
     """
 
     def __init__(
@@ -352,22 +442,38 @@ class Demonstrations:
         prompt_length: int,
         response_length: int,
         seed: int,
+        marks: Marks | None = None,
     ):
-        self._examples = examples
+        self._examples, self._marks = examples, marks or {}
         self._lengths = prompt_length, response_length
         self.sampler = PromptSampler(len(examples), batch // (len(examples[0]) - 1), seed)
 
     def __call__(self) -> dict[str, np.ndarray]:
-        """``prompts``, ``prompt_mask``, ``responses``, ``response_mask`` of the next batch."""
-        chosen = [self._examples[i] for i in self.sampler.next()]
+        """The next ``batch_of``."""
+        return self.batch_of(self.sampler.next())
+
+    def __len__(self) -> int:
+        return len(self._examples)
+
+    def batch_of(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
+        """Some examples: ``prompts``, ``prompt_mask``, ``responses``, ``response_mask``, and by
+        name what is known of places, float32 [rows, response length + 1]."""
+        chosen = [self._examples[i] for i in indices]
         rows = [(prompt, response) for prompt, *responses in chosen for response in responses]
         prompts, prompt_mask = pad_left([p for p, _ in rows], self._lengths[0])
         responses, response_mask = pad_right([r for _, r in rows], self._lengths[1])
+        known = {}
+        for name, marks in self._marks.items():
+            places = [of_row for i in indices for of_row in marks[i]]
+            known[name] = np.full((len(rows), self._lengths[1] + 1), FILL[name], np.float32)
+            for row, values in enumerate(places):
+                known[name][row, list(values)] = list(values.values())
         return {
             "prompts": prompts,
             "prompt_mask": prompt_mask,
             "responses": responses,
             "response_mask": response_mask,
+            **known,
         }
 
 

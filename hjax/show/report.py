@@ -13,6 +13,7 @@ from typing import Any
 from hjax.config import flatten
 from hjax.errors import ConfigError
 from hjax.files import (
+    CALIBRATION,
     HISTOGRAMS,
     METRICS,
     SAMPLES,
@@ -25,7 +26,7 @@ from hjax.files import (
 from hjax.settings.checking import owned_defaults
 from hjax.settings.keys import OWNED_SECTIONS, default_config
 from hjax.show.charts import stacked_bar, timeline, value_text
-from hjax.show.curves import Row, compiling_steps, curve_cards, points_of
+from hjax.show.curves import Row, calibration_cards, compiling_steps, curve_cards, points_of
 from hjax.show.format import clock, count, duration
 from hjax.show.origins import start_row
 from hjax.show.pages import render
@@ -60,6 +61,7 @@ def write_report(workdir_path: str | os.PathLike[str]) -> Path:
     cards, more_cards = curve_cards(
         metrics, read_rows(path / WARM_START), None if limit is None else float(limit)
     )
+    cards += calibration_cards(read_rows(path / CALIBRATION))
     changed, unchanged = _config_rows(config)
     page = render(
         "report.jinja",
