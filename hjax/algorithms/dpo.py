@@ -86,7 +86,6 @@ class DPO(Algorithm):
         self.log(self.actor.update_actor(batch))
         return batch
 
-
     def predictions(self, batch: Batch) -> Predictions:
         """That the chosen response is preferred, by the implicit rewards (``pair_``)."""
         reference = self.reference.compute_ref_log_prob(batch)

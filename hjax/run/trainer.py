@@ -32,8 +32,8 @@ from hjax.run.loggers import make_loggers
 from hjax.run.machines import Machines, OnCluster, ThisProcess
 from hjax.run.metrics import StepRecorder
 from hjax.run.origin import start_record
-from hjax.run.predictions import evaluate_predictions
 from hjax.run.placement import Plan, set_name
+from hjax.run.predictions import evaluate_predictions
 from hjax.run.records import (
     keep_for_inspection,
     offloaded_bytes,

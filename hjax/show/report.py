@@ -49,6 +49,14 @@ def write_report(workdir_path: str | os.PathLike[str]) -> Path:
       DataError: a damaged file.
     """
     path = Path(workdir_path)
+    page = render("report.jinja", **run_content(path), written=time.strftime("%Y-%m-%d %H:%M"))
+    report = path / "report.html"
+    replace_file(report, page)
+    return report
+
+
+def run_content(path: Path) -> dict[str, Any]:
+    """What a report says of the run in a workdir, by the names that templates have for it."""
     config = flatten(read_json(path / "config.json") or {})
     metrics = read_rows(path / METRICS)
     samples = read_rows(path / SAMPLES)
@@ -63,8 +71,7 @@ def write_report(workdir_path: str | os.PathLike[str]) -> Path:
     )
     cards += calibration_cards(read_rows(path / CALIBRATION))
     changed, unchanged = _config_rows(config)
-    page = render(
-        "report.jinja",
+    return dict(
         name=f"{algorithm} · {run}",
         title=f"{algorithm} on {Path(str(data)).name}",
         details=f"{run} · {Path(str(model)).name} · {_state(config, metrics)}",
@@ -82,11 +89,7 @@ def write_report(workdir_path: str | os.PathLike[str]) -> Path:
         planned=_planned_rows(plan, metrics),
         changed=changed,
         unchanged=unchanged,
-        written=time.strftime("%Y-%m-%d %H:%M"),
     )
-    report = path / "report.html"
-    replace_file(report, page)
-    return report
 
 
 def _state(config: Row, metrics: Sequence[Row]) -> str:
