@@ -141,9 +141,7 @@ def test_the_command_resumes_a_stage_that_was_killed(tmp_path):
 @pytest.mark.slow
 def test_reviews_go_through_all_stages(test_data, tmp_path):
     small = ["--config.steps=2", "--config.eval.prompts=32", "--config.data.eval_size=32"]
-    done = launch(
-        "rlhf.py", *small, "--workdir=run", cwd=tmp_path, HJAX_TEST_DATA=str(test_data)
-    )
+    done = launch("rlhf.py", *small, "--workdir=run", cwd=tmp_path, HJAX_TEST_DATA=str(test_data))
     assert done.returncode == 0, done.stdout + done.stderr
     row = read_rows(tmp_path / "run" / "ppo")[-1]
     assert {"reward/mean", "kl/reference", "eval/reward"} <= row.keys()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
@@ -105,7 +106,8 @@ class RewardModel(Scored):
     def predictions(self, batch: Batch) -> Predictions:
         """That the chosen one is better; with labels also (``label_``) that a response is good."""
         batch, scores = self.scored(batch)
-        better = self.sign * np.asarray(at_end(scores, batch["response_mask"]))
+        ends = at_end(jnp.asarray(scores), jnp.asarray(batch["response_mask"]))
+        better = self.sign * np.asarray(ends)
         difference = better[::2] - better[1::2]
         found = {"": (difference, np.ones_like(difference))}
         if self.config.label_coef:

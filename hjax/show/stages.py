@@ -38,9 +38,11 @@ def write_stages(workdir: str | os.PathLike[str], stages: Sequence[str]) -> Path
         folder = path / stage
         run = run_content(folder) if (folder / "config.json").is_file() else None
         if run is not None:
-            run["cards"] = run["cards"][:CURVES]
-        report = f"{stage}/report.html" if (folder / "report.html").is_file() else ""
-        found.append({"stage": stage, "run": run, "report": report})
+            drawn = run["cards"]
+            said = [card for card in drawn[CURVES:] if card.title.startswith("Calibration")]
+            run["cards"] = drawn[:CURVES] + said
+        link = f"{stage}/report.html" if (folder / "report.html").is_file() else ""
+        found.append({"stage": stage, "run": run, "report": link})
         if points := reward_and_kl(folder):
             curves.append(Series(stage, points, len(curves) % 8, dots=True))
     frontier = None

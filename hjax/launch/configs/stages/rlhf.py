@@ -12,6 +12,7 @@ HJAX_TEST_DATA. `rlhf.py:sorting` is the same from nothing, on a built-in task.
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -47,7 +48,9 @@ def prepare(workdir: Path) -> None:
     made.mkdir(exist_ok=True)
     texts = {label: _lines(reviews.with_suffix(end)) for label, end in ((1, ".pos"), (0, ".neg"))}
     both = zip(texts[1], texts[0])
-    rows = [{"text": text, "label": 1 - i} for pair in both for i, text in enumerate(pair)]
+    rows: list[dict[str, Any]] = [
+        {"text": text, "label": 1 - i} for pair in both for i, text in enumerate(pair)
+    ]
     splits = {
         "train": [row for i, row in enumerate(rows) if i // 2 % HELD_OUT],
         "eval": [row for i, row in enumerate(rows) if i // 2 % HELD_OUT == 0],
@@ -153,5 +156,5 @@ def _begun(text: str) -> dict[str, str]:
     return {"prompt": text[:place], "response": text[place:]}
 
 
-def _write(path: Path, rows: list[dict[str, object]]) -> None:
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
