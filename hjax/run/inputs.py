@@ -11,7 +11,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.data.dataset import Dataset, PromptSampler, pad_left, pad_right, split_held_out
-from hjax.data.labels import labelled_steps, pair_labels, pair_margins
+from hjax.data.labels import labelled_steps
 from hjax.data.mixing import MixedSampler
 from hjax.data.pairs import SIDES, answer_text
 from hjax.data.reading import Reading, weights_of
@@ -21,18 +21,12 @@ from hjax.errors import ConfigError, DataError
 from hjax.models.config import ModelConfig
 from hjax.models.weights import model_directory, read_config, read_eos_ids
 from hjax.rewards.function import load_function
+from hjax.run.marks import FILL, Examples, Marks, pair_marks, step_examples
 
 # How many training prompts of a built-in task are kept at most.
 TASK_PROMPTS = 8192
 # Dataset columns that hold a response to imitate, in order of preference.
 RESPONSE_COLUMNS = ("response", "demonstration", "completion")
-
-
-# What is known of an example beside its tokens: by the name of its array, for each example and each
-# of its rows, values by place (the number of response tokens before it).
-Marks = dict[str, list[tuple[dict[int, float], ...]]]
-# What stands where nothing is known.
-FILL = {"labels": np.nan, "margins": 0.0}
 
 
 @dataclasses.dataclass
@@ -47,12 +41,12 @@ class Inputs:
     prompt_length: int
     reward: Callable[..., Any] | None
     cost: Callable[..., Any] | None
-    demonstrations: list[tuple[list[int], ...]]  # a prompt and its response, or a pair of them
+    demonstrations: Examples  # a prompt and its response, or a pair of them
     eos_ids: tuple[int, ...] = ()
     remarks: tuple[str, ...] = ()  # what was done to the data, to be told
     marks: Marks = dataclasses.field(default_factory=dict)
     # Of the held-out rows, where models are evaluated on them.
-    held_out_examples: list[tuple[list[int], ...]] = dataclasses.field(default_factory=list)
+    held_out_examples: Examples = dataclasses.field(default_factory=list)
     held_out_marks: Marks = dataclasses.field(default_factory=dict)
 
 
@@ -94,7 +88,7 @@ def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
             "rollout.max_prompt_length or rollout.max_response_length"
         )
     examples, marks = _examples(config, task, tokenizer, train, source)
-    judged: tuple[list[tuple[list[int], ...]], Marks] = ([], {})
+    judged: tuple[Examples, Marks] = ([], {})
     if held_out is not None and source in ("pairs", "steps") and config.eval.every:
         judged = _examples(config, task, tokenizer, held_out, source)
     return Inputs(
@@ -268,7 +262,7 @@ def _examples(
     tokenizer: Tokenizer | None,
     train: Dataset,
     source: str,
-) -> tuple[list[tuple[list[int], ...]], Marks]:
+) -> tuple[Examples, Marks]:
     """Tuples of a prompt's tokens and those of its responses, each with EOS: the demonstration, or
     where pairs are learned from the chosen and the rejected one; empty where the data has none.
     And what is known of pairs and of steps beside.
@@ -287,7 +281,7 @@ def _examples(
         return [], {}
     end = [tokenizer.eos_id] if tokenizer.eos_id is not None else []
     limit = config.rollout.max_response_length
-    found: list[tuple[list[int], ...]] = []
+    found: Examples = []
     for i, (prompt, responses) in enumerate(zip(train.prompt_tokens, texts, strict=True)):
         if any(not isinstance(text, str) for text in responses):
             if needed:
@@ -306,43 +300,14 @@ def _examples(
                 f"rollout.max_response_length={limit}; raise it"
             )
         found.append((prompt, *tokens))
-    return found, _pair_marks(config, task, train, found) if source == "pairs" else {}
-
-
-def _pair_marks(
-    config: ConfigDict, task: Task | None, train: Dataset, pairs: list[tuple[list[int], ...]]
-) -> Marks:
-    """Labels of pairs at their responses' ends, and their margins at those of the chosen ones.
-
-    Raises:
-      ConfigError: labels are to be learned, and the data has none.
-    """
-    labels = [(True, False)] * len(pairs) if task is not None else pair_labels(train.columns)
-    if labels is None and config.algorithm.get("label_coef"):
-        raise ConfigError(
-            f"config.algorithm.label_coef={config.algorithm.label_coef}: {config.data.path} has no "
-            "columns `chosen_label` and `rejected_label` (1 good or safe, 0 not); add them, or set "
-            "label_coef=0"
-        )
-    margins = pair_margins(train.columns, len(pairs))
-    each = zip(pairs, margins, strict=True)
-    marks: Marks = {"margins": [({len(chosen): margin}, {}) for (_, chosen, _), margin in each]}
-    marks["labels"] = [({}, {})] * len(pairs)
-    if labels is not None:
-        marks["labels"] = [
-            tuple({len(x): float(label)} for x, label in zip(responses, known, strict=True))
-            for (_, *responses), known in zip(pairs, labels, strict=True)
-        ]
-    return marks
+    columns = None if task is not None else train.columns
+    return found, pair_marks(config, columns, found) if source == "pairs" else {}
 
 
 def _steps(
     config: ConfigDict, task: Task | None, tokenizer: Tokenizer, train: Dataset
-) -> tuple[list[tuple[list[int], ...]], Marks]:
-    """A prompt and its response for each row, and a label at the end of each step.
-
-    Steps are tokenised one by one, with ``algorithm.separator`` after each.
-    """
+) -> tuple[Examples, Marks]:
+    """Responses in steps, as a task makes them or the data has them."""
     rows = []
     if task is not None:
         rng = np.random.default_rng([config.seed, 4])
@@ -353,26 +318,8 @@ def _steps(
         rows = [labelled_steps(*pair, _row(train, i)) for i, pair in each]
     if not rows:
         return [], {}
-    separator = tokenizer.encode(config.algorithm.separator, add_special=False)
-    end = [tokenizer.eos_id] if tokenizer.eos_id is not None else []
-    limit = config.rollout.max_response_length
-    examples: list[tuple[list[int], ...]] = []
-    marks: Marks = {"labels": []}
-    for i, (prompt, (steps, labels)) in enumerate(zip(train.prompt_tokens, rows, strict=True)):
-        tokens: list[int] = []
-        places: dict[int, float] = {}
-        for step, label in zip(steps, labels, strict=True):
-            tokens += tokenizer.encode(step, add_special=False) + separator
-            places[len(tokens)] = float(label)
-        tokens += end
-        if len(tokens) > limit:
-            raise DataError(
-                f"the completions of {_row(train, i)} have {len(tokens)} tokens, more than "
-                f"rollout.max_response_length={limit}; raise it"
-            )
-        examples.append((prompt, tokens))
-        marks["labels"].append((places,))
-    return examples, marks
+    prompts = [(prompt, _row(train, i)) for i, prompt in enumerate(train.prompt_tokens)]
+    return step_examples(config, tokenizer, prompts, rows)
 
 
 def _row(train: Dataset, row: int) -> str:
