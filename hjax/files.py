@@ -20,6 +20,7 @@ WARM_START = "warm_start.jsonl"
 SAMPLES = "samples.jsonl"
 HISTOGRAMS = "histograms.jsonl"
 STARTS = "starts.jsonl"
+CALIBRATION = "calibration.jsonl"
 
 
 def cache_folder(*parts: str) -> Path:

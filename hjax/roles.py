@@ -78,6 +78,8 @@ ROLES: dict[str, Role] = dict(
         _standing("rollout", "Rollout", section="actor", generates=True, apart=True),
     )
 )
+# The actor of a run that trains a reward model: it has a scalar head and generates nothing.
+SCORER = Role("hjax.workers:Scorer", trained=True, scalar=True, model=True)
 # The role that generates in the actor's stead, where a placement names it.
 ROLLOUT = "rollout"
 

@@ -26,6 +26,7 @@ from hjax.algorithms.dpo import CDPO, DPO, IPO, ORPO, HingeDPO, RobustDPO, SimPO
 from hjax.algorithms.grpo import GRPO
 from hjax.algorithms.ppo import PPO, VAPO
 from hjax.algorithms.remax import ReMax
+from hjax.algorithms.reward_model import CostModel, ProcessRewardModel, RewardModel
 from hjax.algorithms.safe_rlhf import SafeRLHF
 from hjax.algorithms.sft import SFT
 from hjax.errors import ConfigError
@@ -61,6 +62,9 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
         ORPO,
         SimPO,
         SFT,
+        RewardModel,
+        CostModel,
+        ProcessRewardModel,
     )
 }
 
@@ -84,14 +88,17 @@ __all__ = [
     "VAPO",
     "Algorithm",
     "Batch",
+    "CostModel",
     "DrGRPO",
     "GSPOToken",
     "HingeDPO",
     "MaxRL",
+    "ProcessRewardModel",
     "ReMax",
     "Reinforce",
     "ReinforcePlusPlus",
     "ReinforcePlusPlusBaseline",
+    "RewardModel",
     "RobustDPO",
     "SafeRLHF",
     "SimPO",

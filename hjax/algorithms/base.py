@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 
 from hjax.algorithms.advantages import overlong_penalty
 from hjax.algorithms.aggregation import AGGREGATIONS
+from hjax.algorithms.calibration import Predictions
 from hjax.algorithms.corrections import CORRECTIONS
 from hjax.algorithms.kl import KL_KINDS, AdaptiveKL, FixedKL, KLController
 from hjax.config import Config, convert
@@ -73,7 +74,8 @@ class Algorithm:
     workers: ClassVar[dict[str, Any]] = {}
     # Whether steps are made of rollouts (False: of what the data has).
     generates: ClassVar[bool] = True
-    # What is learned from: "prompts" that are answered, "demonstrations", or preference "pairs".
+    # What is learned from: "prompts" that are answered, "demonstrations", preference "pairs", or
+    # labelled "steps".
     source: ClassVar[str] = "prompts"
     # Rows that no micro-batch cuts apart: 2 of a pair.
     unit: ClassVar[int] = 1
@@ -274,6 +276,18 @@ class Algorithm:
     def compute_advantages(self, batch: Batch) -> Batch:
         """The batch (numpy arrays on the controller) with what the updates need added."""
         raise NotImplementedError(f"{type(self).__name__} must define compute_advantages")
+
+    def predictions(self, batch: Batch) -> Predictions:
+        """What the models say of held-out examples, whose outcomes are known.
+
+        Args:
+          batch: of examples, as ``demonstrations`` returns them.
+
+        Returns:
+          by the start of its metrics' names logits and outcomes (1 yes, 0 no, NaN not known),
+          float [examples, ...]; {} where nothing is predicted.
+        """
+        return {}
 
     def make_kl_controller(self) -> KLController:
         """The coefficient of the KL, in the reward or in the loss; adaptive with a target."""

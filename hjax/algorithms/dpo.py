@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.algorithms.base import Algorithm, Batch
+from hjax.algorithms.calibration import Predictions
 from hjax.algorithms.pair_loss import PAIR_LOSSES, REFERRED, PairLoss
 from hjax.controller import join
 from hjax.errors import ConfigError
@@ -83,6 +85,14 @@ class DPO(Algorithm):
         batch = join(batch, reference)
         self.log(self.actor.update_actor(batch))
         return batch
+
+    def predictions(self, batch: Batch) -> Predictions:
+        """That the chosen response is preferred, by the implicit rewards (``pair_``)."""
+        reference = self.reference.compute_ref_log_prob(batch)
+        known = join(batch, reference, self.actor.compute_log_prob(batch))
+        _, stats = self.losses(self.config, 1)["actor"](known["old_logprobs"], None, known)
+        margin = np.asarray(stats["margin"])[::2, 0]
+        return {"pair_": (margin, np.ones_like(margin))}
 
 
 class CDPO(DPO):

@@ -103,7 +103,7 @@ class PairLoss:
         rows = batch.get("row_mask")
         kept = jnp.ones(mask.shape[0], bool) if rows is None else jnp.asarray(rows, bool)
         pairs = kept.reshape(-1, 2).all(axis=1)
-        return _placed(pairs / jnp.maximum(pairs.sum(), 1), mask)
+        return placed(pairs / jnp.maximum(pairs.sum(), 1), mask)
 
     def stat_weights(self, batch: Batch) -> jax.Array:
         """The same: statistics are means over pairs."""
@@ -148,8 +148,8 @@ class PairLoss:
             "rejected_reward": self.beta * rejected,
             "chosen_logprob": total[::2],
         }
-        placed = {name: _placed(value, mask) for name, value in stats.items()}
-        return _placed(loss, mask), jax.lax.stop_gradient(placed)
+        stats = {name: placed(value, mask) for name, value in stats.items()}
+        return placed(loss, mask), jax.lax.stop_gradient(stats)
 
     def _loss(self, difference: jax.Array, mean: jax.Array) -> jax.Array:
         """Of each pair.
@@ -174,7 +174,7 @@ class PairLoss:
         return -(1 - smoothing) * right - smoothing * swapped
 
 
-def _placed(pairs: jax.Array, mask: jax.Array) -> jax.Array:
+def placed(pairs: jax.Array, mask: jax.Array) -> jax.Array:
     """float32 [N, L]: values of pairs, each at the first place of its chosen row, 0 elsewhere."""
     made = jnp.zeros((mask.shape[0] // 2, 2, mask.shape[1]), jnp.float32)
     return made.at[:, 0, 0].set(pairs).reshape(mask.shape)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from hjax.data.labels import labelled_pairs
 from hjax.data.pairs import with_prompt
 from hjax.data.reading import Reading
 from hjax.data.sources import SUFFIXES, files_of, hub_rows, parts
@@ -84,6 +85,7 @@ class Dataset:
         wording: Callable[[str], str | list[dict[str, Any]]] | None = None,
         reading: Reading | None = None,
         tell: Callable[[str], None] | None = None,
+        labelled: bool = False,
     ) -> Dataset:
         """Reads .jsonl (one JSON object per line), .parquet or .txt files (a prompt per line).
 
@@ -104,6 +106,7 @@ class Dataset:
           wording: makes the text or chat messages to tokenise out of a prompt that is a string.
           reading: names of columns, chats, overlong prompts.
           tell: is told how many prompts were left out or cut.
+          labelled: make pairs of labelled texts, see ``hjax.data.labels.labelled_pairs``.
 
         Raises DataError, one line with the file and the line (jsonl) or row (parquet, from 1).
         """
@@ -116,6 +119,8 @@ class Dataset:
                     f"row has; the first one has {', '.join(map(str, read[0][1]))}"
                 )
         found = [(where, reading.renamed(row)) for where, row in read]
+        if labelled:
+            found = labelled_pairs(found)
         rows = [(where, with_prompt(row, where, _PROMPT_COLUMNS)) for where, row in found]
         if not rows:
             raise DataError(f"{path}: the dataset is empty; it must have at least one prompt")

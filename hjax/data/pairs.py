@@ -25,7 +25,8 @@ def with_prompt(row: dict[str, Any], where: str, prompt_columns: tuple[str, ...]
     Raises:
       DataError: both sides are equal, or begin with nothing in common.
     """
-    if any(side not in row for side in SIDES) or any(row.get(key) for key in prompt_columns):
+    given = any(row.get(key) is not None for key in prompt_columns)
+    if given or any(side not in row for side in SIDES):
         return row
     chosen, rejected = (row[side] for side in SIDES)
     if chosen == rejected:

@@ -25,8 +25,9 @@ from ml_collections import ConfigDict
 import hjax
 from hjax.errors import ConfigError, exit_status
 from hjax.files import METRICS, json_line
-from hjax.launch.command import take_config
+from hjax.launch.command import parse_flags, take_config
 from hjax.launch.machine import prepare_jax
+from hjax.launch.stages import Stages, dry_run_stages, read_stages, run_stages
 from hjax.machine import descendants, end_all
 from hjax.run.workdir import Workdir
 from hjax.settings.origins import origins
@@ -41,6 +42,8 @@ from the last checkpoint. Ctrl-C saves and stops; a second Ctrl-C stops at once.
 
   --config=NAME.py      a Python file with get_config(), or one of the shipped ones:
                         {configs}
+                        or with get_stages(), runs one after another (docs/rlhf.md):
+                        {stages}
   --config.a.b=VALUE    set a key of the config (docs/config.md lists all); often used:
                           --config.steps=100            training steps; 0 only evaluates
                           --config.seed=0               every random draw follows from it
@@ -52,6 +55,7 @@ from the last checkpoint. Ctrl-C saves and stops; a second Ctrl-C stops at once.
                           --config.reward.function=FILE.py:NAME
                           --config.algorithm.name=FILE.py:CLASS
                           --config.placement=colocate|split|standalone|auto
+                        of a run in stages --config.STAGE.a.b=VALUE changes one of them
   --workdir=DIR         where the run is kept; without it a new runs/<config>-<time>
   --overwrite           remove the run that --workdir has, and start anew
   --dry_run             print batch arithmetic, settings, what the reward function says of some
@@ -71,12 +75,14 @@ class TrainCommand:
     """The parsed command line."""
 
     name: str
-    config: ConfigDict
+    config: ConfigDict | None
     workdir: Path | None
     dry_run: bool
     json: bool
     debug: str = ""
     overwrite: bool = False
+    stages: Stages | None = None
+    whole: Path | None = None  # of a stage: the workdir of all
 
 
 class Stopped(BaseException):
@@ -121,7 +127,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if any(a in ("--help", "-help", "-h") for a in arguments):
-        print(HELP.format(configs=", ".join(config_names())), end="")
+        single = config_names()
+        stages = sorted(set(config_names(stages=True)) - set(single))
+        print(HELP.format(configs=", ".join(single), stages=", ".join(stages)), end="")
         return 0
     if any(a in ("--version", "-version") for a in arguments):
         print(versions())
@@ -149,13 +157,28 @@ def parse(arguments: Sequence[str]) -> TrainCommand:
     flags.DEFINE_bool("overwrite", False, "start anew", flag_values=own)
     flags.DEFINE_string("debug", "", "role whose calls stop in a debugger", flag_values=own)
     flags.DEFINE_bool("json", False, "one line of JSON", flag_values=own)
-    config = check_config(load_config(name, rest, own))
+    stages, rest = read_stages(name, rest)
+    config = None
+    if stages is None:
+        config = check_config(load_config(name, rest, own))
+    else:
+        parse_flags(own, rest)
+        if own.debug:
+            raise ConfigError(f"--debug={own.debug}: debug one stage, by a config of its own")
+        stages.configs(Path(own.workdir or "."))
     if own.workdir == "":
         raise ConfigError("--workdir= is empty; name a directory, or leave the flag out")
     workdir = Path(own.workdir).expanduser() if own.workdir else None
     if own.overwrite and workdir is None:
         raise ConfigError("--overwrite needs --workdir=DIR: without it a run goes to a new one")
-    return TrainCommand(name, config, workdir, own.dry_run, own.json, own.debug, own.overwrite)
+    if own.overwrite and stages is not None:
+        raise ConfigError(
+            f"--overwrite: {name} runs in stages, each in a folder of {workdir}; remove those that "
+            "are to run anew"
+        )
+    return TrainCommand(
+        name, config, workdir, own.dry_run, own.json, own.debug, own.overwrite, stages
+    )
 
 
 def versions() -> str:
@@ -168,15 +191,37 @@ def versions() -> str:
 
 def _stoppable(command: TrainCommand, signals: Signals) -> int:
     try:
-        return _run(command, signals)
+        return _run(command, signals) if command.stages is None else _run_all(command, signals)
     except SystemError as error:  # what Ray makes of Stopped
         if signals.received and signals.trainer is None:
             raise Stopped from error
         raise
 
 
+def _run_all(command: TrainCommand, signals: Signals) -> int:
+    """Run the stages one after another, each as a run of its own."""
+    assert command.stages is not None
+    if command.dry_run:
+
+        def describe(title: str, config: ConfigDict) -> None:
+            _run(TrainCommand(title, config, None, True, command.json), signals)
+
+        return dry_run_stages(command.stages, command.workdir, describe)
+
+    def run(title: str, config: ConfigDict, workdir: Path) -> int:
+        signals.trainer = None
+        if signals.received:
+            raise Stopped
+        stage = TrainCommand(title, config, workdir, False, False, whole=workdir.parent)
+        return _run(stage, signals)
+
+    workdir = command.workdir or _new_workdir(command.name)
+    return run_stages(command.stages, workdir, run, command.json)
+
+
 def _run(command: TrainCommand, signals: Signals) -> int:
     config = command.config
+    assert config is not None
     if command.workdir is not None:
         workdir = Workdir(command.workdir, overwrite=command.overwrite)
         # Of one that was only evaluated so far nothing needs to be the same.
@@ -242,12 +287,14 @@ def _finish(path: Path, command: TrainCommand, received: int) -> int:
     step = last.get("step", 0)
     if received:
         name = signal.Signals(received).name
-        done = f"after step {step} of {command.config.steps}, saved" if step else "before step 1"
+        total = command.config.steps if command.config is not None else 0
+        done = f"after step {step} of {total}, saved" if step else "before step 1"
         print(
-            f"hjax: stopped by {name} {done}; go on with the same command and --workdir={path}",
+            f"hjax: stopped by {name} {done}; go on with the same command and "
+            f"--workdir={command.whole or path}",
             file=sys.stderr,
         )
-    elif command.config.display.enabled:
+    elif command.config is not None and command.config.display.enabled:
         report = path / "report.html"
         print(f"done: {step} steps in {path}" + (f", see {report}" if report.exists() else ""))
     if command.json:

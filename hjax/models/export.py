@@ -21,8 +21,8 @@ from hjax.models.peft_files import save_adapter
 from hjax.models.weights import (
     actor_path,
     is_workdir,
-    load_decoder,
     load_learned,
+    load_trained,
     model_directory,
 )
 from hjax.pieces import Pieces
@@ -143,7 +143,7 @@ def _write_model(
 def export_model(
     source: str | os.PathLike, output: str | os.PathLike, adapter: bool = False
 ) -> ModelConfig:
-    """Write the language model at a path: a workdir's newest checkpoint, or another directory's.
+    """Write the model at a path: a workdir's newest checkpoint, or another directory's.
 
     Args:
       source: of the model.
@@ -157,12 +157,17 @@ def export_model(
     """
     check_output(output)
     if not adapter:
-        config, params = load_decoder(source)
+        config, params = load_trained(source)
         export_weights(output, config, params, model_directory(source))
         return config
     if not is_workdir(source):
         raise ConfigError(f"{source}: adapters are exported of a workdir, which this is not")
     network, learned, own = load_learned(source)
+    if "decoder" in learned:
+        raise ConfigError(
+            f"{source}: adapters of a model with a scalar head are exported with its weights; "
+            "leave --adapter out"
+        )
     if network.config.lora is None:
         raise ConfigError(f"{source}: its run trains all weights (actor.lora.rank=0), no adapters")
     base = "" if own is not None else actor_path(source)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hjax.errors import ConfigError
-from hjax.models.architecture import decoder_parameters
+from hjax.models.architecture import decoder_parameters, scalar_parameters
 from hjax.models.config import ModelConfig
 from hjax.models.declaration import Parameter, Part, parts
 from hjax.models.families import from_hf, to_hf
@@ -159,13 +159,15 @@ def save_weights(
     Args:
       path: the directory; made if need be.
       config: shapes; tensors are written in its ``dtype``.
-      params: of the decoder: jax.Array, numpy arrays or ``Pieces``, brought here one at a time.
+      params: of the decoder, or of a decoder with a scalar head: jax.Array, numpy arrays or
+        ``Pieces``, brought here one at a time.
       tokenizer: its special ids go into config.json where the config has none; its own files are
         for it to save.
       shard_bytes: of a file at most, unless one tensor has more.
     """
-    write_config(path, config, tokenizer)
-    declared = decoder_parameters(config)
+    scalar = "decoder" in params
+    write_config(path, config, tokenizer, scalar)
+    declared = scalar_parameters(config) if scalar else decoder_parameters(config)
     every = (part for parameter, _ in _pairs(declared) for part in parts(parameter))
     shapes = {part.name: part.shape for part in every}
     element = jnp.dtype(config.dtype).itemsize
@@ -211,9 +213,18 @@ def _files(shapes: Mapping[str, tuple[int, ...]], elements: int) -> dict[str, li
     return {f"model-{i + 1:05d}-of-{count:05d}.safetensors": x for i, x in enumerate(shards)}
 
 
-def write_config(path: str | os.PathLike, config: ModelConfig, tokenizer: Any = None) -> None:
-    """Write ``config.json``; ids of special tokens that the config lacks are the tokenizer's."""
-    content = to_hf(config)
+def write_config(
+    path: str | os.PathLike, config: ModelConfig, tokenizer: Any = None, scalar: bool = False
+) -> None:
+    """Write ``config.json``; ids of special tokens that the config lacks are the tokenizer's.
+
+    Args:
+      path: the directory; made if need be.
+      config: shapes.
+      tokenizer: of the model.
+      scalar: as transformers' class for sequence classification with one class has it.
+    """
+    content = to_hf(config, scalar)
     for key in ("bos", "eos", "pad"):
         if tokenizer is not None and content[f"{key}_token_id"] is None:
             content[f"{key}_token_id"] = getattr(tokenizer, f"{key}_id")

@@ -686,4 +686,8 @@ class ScalarDecoder(nnx.Module):
 
     def score(self, hidden: jax.Array) -> jax.Array:
         """float32 [...] of hidden states [..., embed]."""
-        return hidden.astype(jnp.float32) @ self.head[...] + self.bias[...]
+        return self.unbiased(hidden) + self.bias[...]
+
+    def unbiased(self, hidden: jax.Array) -> jax.Array:
+        """``score`` without the bias, which files of reward models have no place for."""
+        return hidden.astype(jnp.float32) @ self.head[...]

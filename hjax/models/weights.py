@@ -18,7 +18,7 @@ from hjax.files import read_json
 from hjax.models import huggingface
 from hjax.models.config import ModelConfig
 from hjax.models.lora import Lora, layers_of, magnitudes, merged, with_layers
-from hjax.models.parameters import Network, Params, decoder_network
+from hjax.models.parameters import Network, Params, decoder_network, scalar_network
 from hjax.models.peft_files import Adapter, is_adapter
 from hjax.models.published import SHAPES
 from hjax.models.quantized import FLOAT, quantized_params
@@ -153,7 +153,9 @@ def load_params(
         params = huggingface.load_params(directory, *of, merged)
     else:
         params = _restored(path, checkpoint)
-        if "decoder" in base.declared:
+        if "decoder" not in base.declared:
+            _check_generates(params, path)
+        elif "decoder" not in params:
             params.pop("unembedding", None)
             fill = {name: np.zeros(base.declared[name].shape, np.float32) for name in _SCALAR}
             params = {"decoder": params, **fill}
@@ -210,13 +212,29 @@ def load_decoder(path: str | os.PathLike) -> tuple[ModelConfig, Params]:
       path: a Hugging Face directory or name, or an hjax workdir.
 
     Raises:
-      ConfigError: missing or unfit files, by name.
+      ConfigError: missing or unfit files, by name, or a model that generates nothing.
       DataError: no complete checkpoint in the workdir, or a damaged one.
     """
+    config, params = load_trained(path)
+    _check_generates(params, path)
+    return config, params
+
+
+def load_trained(path: str | os.PathLike) -> tuple[ModelConfig, Params]:
+    """``load_decoder``, or of a workdir that trained a model with a scalar head that model."""
     directory = model_directory(path)
     if not is_workdir(path):
         return huggingface.load_weights(directory, _adapter(path))
     return huggingface.read_config(directory), _restored(path)
+
+
+def _check_generates(params: Params, path: str | os.PathLike) -> None:
+    """Raise ConfigError where a workdir's parameters are of a model with a scalar head."""
+    if "decoder" in params:
+        raise ConfigError(
+            f"{path}: its run trained a model with a scalar head, which gives scores and no text; "
+            "name it as reward.path, cost.path or critic.path, or give a language model"
+        )
 
 
 def _restored(path: str | os.PathLike, checkpoint: int | None = None) -> Params:
@@ -225,7 +243,10 @@ def _restored(path: str | os.PathLike, checkpoint: int | None = None) -> Params:
     if network.config.lora is None:
         return learned
     if base is None:
-        _, base = load_decoder(actor_path(path))
+        base = load_decoder(actor_path(path))[1]
+        if "decoder" in learned:
+            base.pop("unembedding", None)
+            base = {"decoder": base}
         base = quantized_params(base, network.bare.declared)
     return merged(network.partition.join(learned, base), network)
 
@@ -240,8 +261,8 @@ def load_learned(
       checkpoint: its step; None: the newest.
 
     Returns:
-      the model, with its adapters if the run trains some; what learns, as numpy arrays; and what
-      is frozen, None where another directory has it.
+      the model, with a scalar head and adapters as the run has them; what learns, as numpy arrays;
+      and what is frozen, None where another directory has it.
     """
     from hjax.models.checkpoint import newest_step, restore_params
 
@@ -253,8 +274,10 @@ def load_learned(
     base = restore_params(checkpoints, "actor", "base", step) if lora is not None else None
     form = (settings or {}).get("base", FLOAT)
     quantized = "" if lora is None or form == FLOAT else form
-    network = decoder_network(dataclasses.replace(config, lora=lora, quantized=quantized))
-    return network, restore_params(checkpoints, "actor", step=step), base
+    learned = restore_params(checkpoints, "actor", step=step)
+    made = scalar_network if "decoder" in learned else decoder_network
+    network = made(dataclasses.replace(config, lora=lora, quantized=quantized))
+    return network, learned, base
 
 
 def actor_path(path: str | os.PathLike) -> str:

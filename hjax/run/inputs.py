@@ -11,6 +11,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.data.dataset import Dataset, PromptSampler, pad_left, pad_right, split_held_out
+from hjax.data.labels import labelled_steps
 from hjax.data.mixing import MixedSampler
 from hjax.data.pairs import SIDES, answer_text
 from hjax.data.reading import Reading, weights_of
@@ -20,6 +21,7 @@ from hjax.errors import ConfigError, DataError
 from hjax.models.config import ModelConfig
 from hjax.models.weights import model_directory, read_config, read_eos_ids
 from hjax.rewards.function import load_function
+from hjax.run.marks import FILL, Examples, Marks, pair_marks, step_examples
 
 # How many training prompts of a built-in task are kept at most.
 TASK_PROMPTS = 8192
@@ -39,9 +41,13 @@ class Inputs:
     prompt_length: int
     reward: Callable[..., Any] | None
     cost: Callable[..., Any] | None
-    demonstrations: list[tuple[list[int], ...]]  # a prompt and its response, or a pair of them
+    demonstrations: Examples  # a prompt and its response, or a pair of them
     eos_ids: tuple[int, ...] = ()
     remarks: tuple[str, ...] = ()  # what was done to the data, to be told
+    marks: Marks = dataclasses.field(default_factory=dict)
+    # Of the held-out rows, where models are evaluated on them.
+    held_out_examples: Examples = dataclasses.field(default_factory=list)
+    held_out_marks: Marks = dataclasses.field(default_factory=dict)
 
 
 def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
@@ -62,7 +68,7 @@ def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
     task = None if config.data.path else get_task(config.data.task, **config.data.task_options)
     tokenizer = _tokenizer(config, task)
     remarks: list[str] = []
-    train, held_out = _datasets(config, task, tokenizer, remarks.append)
+    train, held_out = _datasets(config, task, tokenizer, remarks.append, source)
     longest = max(d.longest_prompt for d in (train, held_out) if d is not None)
     prompt_length = config.rollout.max_prompt_length or longest
     if longest > prompt_length:  # of a task
@@ -81,6 +87,10 @@ def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
             f"tokens exceed the model's {model.max_length} positions; lower "
             "rollout.max_prompt_length or rollout.max_response_length"
         )
+    examples, marks = _examples(config, task, tokenizer, train, source)
+    judged: tuple[Examples, Marks] = ([], {})
+    if held_out is not None and source in ("pairs", "steps") and config.eval.every:
+        judged = _examples(config, task, tokenizer, held_out, source)
     return Inputs(
         tokenizer,
         task,
@@ -90,9 +100,11 @@ def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
         prompt_length,
         _function(config, "reward", task.reward if task else None),
         _function(config, "cost", task.cost if task and task.has_cost else None),
-        _examples(config, task, tokenizer, train, source),
+        examples,
         _eos_ids(config, tokenizer),
         tuple(remarks),
+        marks,
+        *judged,
     )
 
 
@@ -123,6 +135,7 @@ def _datasets(
     task: Task | None,
     tokenizer: Tokenizer | None,
     tell: Callable[[str], None],
+    source: str,
 ) -> tuple[Dataset, Dataset | None]:
     data, seed = config.data, config.seed
     if task is not None:
@@ -153,6 +166,7 @@ def _datasets(
     if vocabulary is not None and tokenizer is not None:
         vocabulary = min(vocabulary, tokenizer.vocab_size)
     how: dict[str, Any] = {"vocab_size": vocabulary, "reading": Reading.of(data), "tell": tell}
+    how["labelled"] = source == "pairs"
     train = Dataset.from_file(data.path, tokenizer, limit, **how)
     if data.eval_path:
         held_out = Dataset.from_file(data.eval_path, tokenizer, limit, **how)
@@ -248,9 +262,10 @@ def _examples(
     tokenizer: Tokenizer | None,
     train: Dataset,
     source: str,
-) -> list[tuple[list[int], ...]]:
+) -> tuple[Examples, Marks]:
     """Tuples of a prompt's tokens and those of its responses, each with EOS: the demonstration, or
     where pairs are learned from the chosen and the rejected one; empty where the data has none.
+    And what is known of pairs and of steps beside.
 
     A row whose response is no text or too long is an error where they are learned from, and left
     out where they only happen to be there.
@@ -258,13 +273,15 @@ def _examples(
     warm_start = config.warm_start.steps and not config.actor.path
     needed = source != "prompts" or warm_start or config.algorithm.get("pretraining_coef")
     if tokenizer is None:
-        return []
+        return [], {}
+    if source == "steps":
+        return _steps(config, task, tokenizer, train)
     texts = _pairs(config, task, train) if source == "pairs" else _shown(config, task, train)
     if texts is None:
-        return []
+        return [], {}
     end = [tokenizer.eos_id] if tokenizer.eos_id is not None else []
     limit = config.rollout.max_response_length
-    found: list[tuple[list[int], ...]] = []
+    found: Examples = []
     for i, (prompt, responses) in enumerate(zip(train.prompt_tokens, texts, strict=True)):
         if any(not isinstance(text, str) for text in responses):
             if needed:
@@ -283,7 +300,26 @@ def _examples(
                 f"rollout.max_response_length={limit}; raise it"
             )
         found.append((prompt, *tokens))
-    return found
+    columns = None if task is not None else train.columns
+    return found, pair_marks(config, columns, found) if source == "pairs" else {}
+
+
+def _steps(
+    config: ConfigDict, task: Task | None, tokenizer: Tokenizer, train: Dataset
+) -> tuple[Examples, Marks]:
+    """Responses in steps, as a task makes them or the data has them."""
+    rows = []
+    if task is not None:
+        rng = np.random.default_rng([config.seed, 4])
+        rows = [task.steps(record, rng) for record in _records(train)]
+    elif {"completions", "labels"} <= train.columns.keys():
+        columns = train.columns["completions"], train.columns["labels"]
+        each = enumerate(zip(*columns, strict=True))
+        rows = [labelled_steps(*pair, _row(train, i)) for i, pair in each]
+    if not rows:
+        return [], {}
+    prompts = [(prompt, _row(train, i)) for i, prompt in enumerate(train.prompt_tokens)]
+    return step_examples(config, tokenizer, prompts, rows)
 
 
 def _row(train: Dataset, row: int) -> str:
@@ -324,7 +360,7 @@ def _pairs(config: ConfigDict, task: Task | None, train: Dataset) -> list[tuple[
             found.append((chosen, rejected))
         return found
     rng = np.random.default_rng([config.seed, 3])
-    return [(task.demonstration(r, rng), task.mistake(r, rng)) for r in _records(train)]
+    return [task.pair(record, rng) for record in _records(train)]
 
 
 def _records(train: Dataset) -> list[dict[str, Any]]:
@@ -343,6 +379,7 @@ class Demonstrations:
       batch: sequences; the responses of an example are rows next to each other.
       prompt_length, response_length: tokens.
       seed: of the order.
+      marks: what is known of the examples beside.
     """
 
     def __init__(
@@ -352,22 +389,38 @@ class Demonstrations:
         prompt_length: int,
         response_length: int,
         seed: int,
+        marks: Marks | None = None,
     ):
-        self._examples = examples
+        self._examples, self._marks = examples, marks or {}
         self._lengths = prompt_length, response_length
         self.sampler = PromptSampler(len(examples), batch // (len(examples[0]) - 1), seed)
 
     def __call__(self) -> dict[str, np.ndarray]:
-        """``prompts``, ``prompt_mask``, ``responses``, ``response_mask`` of the next batch."""
-        chosen = [self._examples[i] for i in self.sampler.next()]
+        """The next ``batch_of``."""
+        return self.batch_of(self.sampler.next())
+
+    def __len__(self) -> int:
+        return len(self._examples)
+
+    def batch_of(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
+        """Some examples: ``prompts``, ``prompt_mask``, ``responses``, ``response_mask``, and by
+        name what is known of places, float32 [rows, response length + 1]."""
+        chosen = [self._examples[i] for i in indices]
         rows = [(prompt, response) for prompt, *responses in chosen for response in responses]
         prompts, prompt_mask = pad_left([p for p, _ in rows], self._lengths[0])
         responses, response_mask = pad_right([r for _, r in rows], self._lengths[1])
+        known = {}
+        for name, marks in self._marks.items():
+            places = [of_row for i in indices for of_row in marks[i]]
+            known[name] = np.full((len(rows), self._lengths[1] + 1), FILL[name], np.float32)
+            for row, values in enumerate(places):
+                known[name][row, list(values)] = list(values.values())
         return {
             "prompts": prompts,
             "prompt_mask": prompt_mask,
             "responses": responses,
             "response_mask": response_mask,
+            **known,
         }
 
 

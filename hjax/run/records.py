@@ -53,10 +53,16 @@ def offloaded_bytes(roles: Roles) -> int:
     return max(sets.values(), default=0)
 
 
-def write_model_files(workdir: Path, inputs: Inputs) -> None:
-    """config.json and tokenizer, so that ``load_model`` reads a workdir."""
+def write_model_files(workdir: Path, inputs: Inputs, scalar: bool = False) -> None:
+    """config.json and tokenizer, so that ``load_model`` reads a workdir.
+
+    Args:
+      workdir: of the run.
+      inputs: its model and tokenizer.
+      scalar: whether the model has a scalar head.
+    """
     directory = workdir / MODEL_DIRECTORY
-    write_config(directory, inputs.model, inputs.tokenizer)
+    write_config(directory, inputs.model, inputs.tokenizer, scalar)
     if inputs.tokenizer is not None:
         inputs.tokenizer.save(directory)
 

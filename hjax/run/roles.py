@@ -230,7 +230,7 @@ def describe_roles(
             layouts[role] = make_layouts(count, train, generate, what)
     _check_slots(config)
     _check_batches(config, algorithm, table, layouts)
-    _check_packing(config, inputs, layouts)
+    _check_packing(config, inputs, layouts, after=int(table["actor"].scalar))
     fewer: tuple[int, ...] = ()
     if ROLLOUT in layouts:
         # What stands on fewer devices has fewer data-parallel parts.
@@ -486,7 +486,7 @@ class _Builder:
             model = adapted(model, config, entry)
             # What is frozen is read again on resume, also where it is the actor's.
             path = path or config.actor.path
-        is_actor = role == "actor"
+        speaks = role == "actor" and not entry.scalar
         retokenizes = self._retokenizes(role, tokenizer)
         if config.data.packing:
             self._check_rotary(role, model, retokenizes)
@@ -507,8 +507,8 @@ class _Builder:
             max_response_length=config.rollout.max_response_length,
             loss=self.losses.get(role),
             optimizer=self._optimizer(section) if entry.trained else None,
-            supervised_loss=SupervisedLoss() if is_actor else None,
-            warm_start=self._warm_start() if is_actor else None,
+            supervised_loss=SupervisedLoss() if speaks else None,
+            warm_start=self._warm_start() if speaks else None,
             router_loss=router_loss(config, entry, model) if entry.trained else 0.0,
             micro_batch=(section if entry.trained else config.actor).micro_batch,
             slots=config.rollout.slots,
@@ -675,6 +675,11 @@ def _check_batches(
 ) -> None:
     """Batches must split evenly over each role's data-parallel parts."""
     if not algorithm.generates:
+        if table["actor"].scalar and config.warm_start.steps and not config.actor.path:
+            raise ConfigError(
+                f"config.warm_start.steps={config.warm_start.steps}: a model with a scalar head "
+                "imitates no demonstrations; set it to 0, or start from actor.path"
+            )
         train, unit = layouts["actor"].train, algorithm.unit
         for name, value in (
             ("warm_start.batch", config.warm_start.batch),
@@ -712,17 +717,23 @@ def _check_batches(
 
 
 def _check_packing(
-    config: ConfigDict, inputs: Inputs, layouts: Mapping[str, RoleLayouts]
+    config: ConfigDict, inputs: Inputs, layouts: Mapping[str, RoleLayouts], after: int = 0
 ) -> None:
-    """Raise ConfigError where rows are to be packed and cannot."""
+    """Raise ConfigError where rows are to be packed and cannot.
+
+    Args:
+      config, inputs, layouts: of the run.
+      after: places behind a response's tokens, where scores are read.
+    """
     if not config.data.packing:
         return
     asked = f"config.data.packing={config.data.packing}"
-    longest = inputs.prompt_length + config.rollout.max_response_length
+    longest = inputs.prompt_length + config.rollout.max_response_length + after
+    behind = " and a place behind them" if after else ""
     if config.data.packing < longest:
         raise ConfigError(
             f"{asked}: a pack holds whole sequences, and prompts of {inputs.prompt_length} with "
-            f"responses of {config.rollout.max_response_length} are {longest} tokens; use "
+            f"responses of {config.rollout.max_response_length}{behind} are {longest} tokens; use "
             f"{longest} or more, or 0 for none"
         )
     for role, layout in layouts.items():

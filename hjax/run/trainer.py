@@ -17,7 +17,7 @@ from hjax.algorithms import get_algorithm
 from hjax.controller import Future, ThreadExecutor, Timeline, join
 from hjax.controller.executors import ExecutorFactory
 from hjax.errors import ConfigError, RunError
-from hjax.files import HISTOGRAMS, METRICS, SAMPLES, STARTS, WARM_START
+from hjax.files import CALIBRATION, HISTOGRAMS, METRICS, SAMPLES, STARTS, WARM_START
 from hjax.machine import device_memory
 from hjax.models.checkpoint import Checkpoints
 from hjax.models.export import check_output, export_adapters, export_weights
@@ -33,6 +33,7 @@ from hjax.run.machines import Machines, OnCluster, ThisProcess
 from hjax.run.metrics import StepRecorder
 from hjax.run.origin import start_record
 from hjax.run.placement import Plan, set_name
+from hjax.run.predictions import evaluate_predictions
 from hjax.run.records import (
     keep_for_inspection,
     offloaded_bytes,
@@ -151,7 +152,8 @@ class Trainer(Recovering):
         if self.inputs.demonstrations:
             batch = config.warm_start.batch
             examples = self.inputs.demonstrations
-            self._demonstrations = Demonstrations(examples, batch, *lengths, config.seed + 1)
+            seed, marks = config.seed + 1, self.inputs.marks
+            self._demonstrations = Demonstrations(examples, batch, *lengths, seed, marks)
             shown = [example[:2] for example in examples]  # of a pair the chosen one
             self._warm_start_data = Demonstrations(shown, batch, *lengths, config.seed + 2)
         elif config.warm_start.steps and not config.actor.path:
@@ -324,10 +326,26 @@ class Trainer(Recovering):
 
     def evaluate(self, step: int | None = None) -> Metrics:
         """Greedy answers to the held-out prompts: ``eval/reward`` and, with a verifier of right
-        and wrong, ``eval/accuracy``; empty without held-out prompts."""
+        and wrong, ``eval/accuracy``; what is said of held-out pairs or steps, where these are
+        learned from; empty without held-out rows."""
         self.prepare()
-        if self.inputs.held_out is None:
+        number = step or self.step_number
+        answers = self.inputs.held_out is not None and self.roles.table["actor"].generates
+        return (self._answer(number) if answers else {}) | self._predict(number)
+
+    def _predict(self, step: int) -> Metrics:
+        if not self.inputs.held_out_examples:
             return {}
+        config, inputs = self.config, self.inputs
+        lengths = inputs.prompt_length, config.rollout.max_response_length
+        of = inputs.held_out_examples, config.warm_start.batch, *lengths, 0, inputs.held_out_marks
+        with self._phase("evaluate"):
+            metrics, rows = evaluate_predictions(config, self.algorithm, Demonstrations(*of), step)
+        if self.workdir is not None:
+            self.workdir.append(CALIBRATION, rows)
+        return metrics
+
+    def _answer(self, step: int) -> Metrics:
         while True:
             try:
                 if self.ahead is not None:
@@ -341,7 +359,7 @@ class Trainer(Recovering):
                     raise
                 self._count(lost[0].lost)
                 self._restart_rollout()
-        self._keep_samples(shown, step or self.step_number, "eval", KEPT_SAMPLES)
+        self._keep_samples(shown, step, "eval", KEPT_SAMPLES)
         return metrics
 
     def save(self) -> None:
@@ -382,6 +400,11 @@ class Trainer(Recovering):
         if not adapter:
             params = actor.weights().result()
             return export_weights(directory, self.inputs.model, params, *beside)
+        if self.roles.table["actor"].scalar:
+            raise ConfigError(
+                "export(adapter=True): adapters of a model with a scalar head are exported with "
+                "its weights; leave adapter out"
+            )
         network = decoder_network(self.roles.models["actor"])
         base = base_path(path) if path else ""
         own = None if path else actor.base_weights().result()
@@ -408,7 +431,8 @@ class Trainer(Recovering):
             return
         if self.workdir is not None and self.checkpoints is None:
             self.checkpoints = Checkpoints(self.workdir.checkpoints, self.config.checkpoint.keep)
-            write_model_files(self.workdir.path, self.inputs)
+            scalar = self.roles.table["actor"].scalar
+            write_model_files(self.workdir.path, self.inputs, scalar)
             self.workdir.write_json("plan.json", self.plan_record())
         for remark in (*self.inputs.remarks, *self._first_remarks()):
             self._message(remark)

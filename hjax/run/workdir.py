@@ -16,6 +16,7 @@ from typing import Any
 from hjax.config import flatten
 from hjax.errors import ConfigError, RunError
 from hjax.files import (
+    CALIBRATION,
     HISTOGRAMS,
     METRICS,
     SAMPLES,
@@ -119,7 +120,7 @@ class Workdir:
         new = to_json(config)
         if self._read_config() != new:
             self.write_json("config.json", new)
-        for name in (METRICS, WARM_START, SAMPLES, HISTOGRAMS, STARTS):
+        for name in (METRICS, WARM_START, SAMPLES, CALIBRATION, HISTOGRAMS, STARTS):
             self._drop_torn_line(name)
         return resumed
 
@@ -177,7 +178,7 @@ class Workdir:
 
     def truncate_after(self, step: int) -> None:
         """Drop what was logged after the restored checkpoint, and start the loggers after it."""
-        for name in (METRICS, SAMPLES, HISTOGRAMS):
+        for name in (METRICS, SAMPLES, CALIBRATION, HISTOGRAMS):
             self.truncate(name, step)
         self._loggers.start(self._read_config(), self.path, step)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,19 @@ from hjax.settings.keys import OWNED_SECTIONS, default_config
 from hjax.user_files import error_line, import_file
 from hjax.wishes import wish
 
-__all__ = ["check_config", "config_names", "default_config", "find_config", "load_config"]
+__all__ = [
+    "check_config",
+    "config_names",
+    "default_config",
+    "find_config",
+    "get_stages",
+    "load_config",
+    "load_given",
+]
 
-# The shipped ones.
+# The shipped ones, and those of several stages.
 CONFIGS = Path(__file__).parents[1] / "launch" / "configs"
+STAGES = CONFIGS / "stages"
 
 # What a config says of its built-in task, which prompts of a file have not; another task has the
 # first two, of its own, but not the length.
@@ -69,7 +79,17 @@ def load_config(
       ConfigError: whatever is wrong with the file, a key or a value, in one line.
     """
     path, colon, argument = name_or_path.partition(":")
-    given = flatten(_get_config(find_config(path), argument if colon else None))
+    found = _call(find_config(path), "get_config", argument if colon else None)
+    return load_given(_as_config(str(find_config(path)), found), overrides, flag_values)
+
+
+def load_given(
+    found: ConfigDict | Mapping[str, Any],
+    overrides: Sequence[str] | Mapping[str, Any] = (),
+    flag_values: flags.FlagValues | None = None,
+) -> Config:
+    """``load_config`` of what a file's ``get_config`` gave."""
+    given = flatten(found)
     if isinstance(overrides, Mapping):
         wanted = flatten(overrides)
         _choose_owners(given, wanted)
@@ -80,9 +100,41 @@ def load_config(
     return checked(config)
 
 
-def config_names() -> list[str]:
-    """The files in hjax/launch/configs/, e.g. `ppo.py`."""
-    return sorted(p.name for p in CONFIGS.glob("*.py") if p.name != "__init__.py")
+def get_stages(name_or_path: str) -> tuple[types.ModuleType, dict[str, Any]] | None:
+    """The stages of a file with `get_stages()` instead of `get_config()`; None of another file.
+
+    Args:
+      name_or_path: as of ``load_config``; what follows a colon is handed to `get_stages`.
+
+    Returns:
+      the file's module, and by name, in their order, what its stages' `get_config` would give.
+
+    Raises:
+      ConfigError: the file cannot be read, or what it returns are no stages.
+    """
+    name, colon, argument = name_or_path.partition(":")
+    path = find_config(name)
+    module = import_file(path, f"--config={path}")
+    if not hasattr(module, "get_stages"):
+        return None
+    found = _call(path, "get_stages", argument if colon else None)
+    if not isinstance(found, Mapping) or not found:
+        raise ConfigError(f"--config={path}: get_stages() returned no stages, as a dict by name")
+    sections = default_config()
+    for stage, config in found.items():
+        if not re.fullmatch(r"[A-Za-z]\w*", str(stage)) or stage in sections:
+            raise ConfigError(
+                f"--config={path}: a stage is called {stage!r}; it must be a word, and none of "
+                f"{', '.join(sections)}"
+            )
+        _as_config(f"{path}: stage {stage}", config)
+    return module, dict(found)
+
+
+def config_names(stages: bool = False) -> list[str]:
+    """The files in hjax/launch/configs/, e.g. `ppo.py`; with ``stages`` those of several too."""
+    folders = (CONFIGS, STAGES) if stages else (CONFIGS,)
+    return sorted(p.name for f in folders for p in f.glob("*.py") if p.name != "__init__.py")
 
 
 def find_config(name_or_path: str) -> Path:
@@ -95,11 +147,13 @@ def find_config(name_or_path: str) -> Path:
     if path.is_file():
         return path
     if os.path.basename(name_or_path) == name_or_path:
-        shipped = CONFIGS / f"{name_or_path.removesuffix('.py')}.py"
-        if shipped.name in config_names():
-            return shipped
+        for folder in (CONFIGS, STAGES):
+            shipped = folder / f"{name_or_path.removesuffix('.py')}.py"
+            if shipped.is_file() and shipped.name != "__init__.py":
+                return shipped
     raise ConfigError(
-        f"--config={name_or_path}: no such file; give a path, or one of {', '.join(config_names())}"
+        f"--config={name_or_path}: no such file; give a path, or one of "
+        f"{', '.join(config_names(stages=True))}"
     )
 
 
@@ -137,22 +191,31 @@ def _choose_owners(given: dict[str, Any], named: Mapping[str, Any]) -> None:
         given.pop(_LENGTH, None)
 
 
-def _get_config(path: Path, argument: str | None) -> ConfigDict | dict[str, Any]:
-    """Import the file and call its `get_config`."""
+def _call(path: Path, name: str, argument: str | None) -> Any:
+    """Import the file and call its `get_config` or `get_stages`."""
     module = import_file(path, f"--config={path}")
-    if not hasattr(module, "get_config"):
-        raise ConfigError(f"--config={path}: the file defines no get_config()")
+    if not hasattr(module, name):
+        stages = hasattr(module, "get_stages")
+        raise ConfigError(
+            f"--config={path}: the file defines no {name}()"
+            + ("; its stages are run by `python -m hjax.launch`" if stages else "")
+        )
+    function = getattr(module, name)
     try:
-        config = module.get_config() if argument is None else module.get_config(argument)
+        return function() if argument is None else function(argument)
     except (UnknownKey, WrongType) as error:
         raise ConfigError(f"--config={path}: {error_line(path, error)}") from error
     except ConfigError:
         raise
     except Exception as error:
         raise ConfigError(f"--config={path}: {error_line(path, error)}") from error
+
+
+def _as_config(what: str, config: Any) -> ConfigDict | dict[str, Any]:
+    """What a file's function returned, if that is a config."""
     if not isinstance(config, (ConfigDict, dict)):
         raise ConfigError(
-            f"--config={path}: get_config() returned {type(config).__name__}, not a ConfigDict"
+            f"--config={what}: get_config() returned {type(config).__name__}, not a ConfigDict"
         )
     return config
 

@@ -57,14 +57,14 @@ class Curve:
 
 @dataclasses.dataclass(frozen=True)
 class LineChart:
-    """Curves over steps, with axes.
+    """Curves over steps, or along something else, with axes.
 
     Attributes:
       left, right, top, bottom: edges of the field of the curves.
       heights, steps: (place, text) of the ticks.
       limit: (height, name) of a dashed line, if there is one.
       names: of the series, for who cannot see them.
-      data: JSON of the values, for the page's script.
+      data: JSON of the values, for the page's script; empty where it has nothing to do.
     """
 
     left: float
@@ -101,11 +101,15 @@ def line_chart(
     series: Sequence[Series],
     limit: tuple[str, float] | None = None,
     clipped: Collection[float] = (),
+    along: str = "step",
 ) -> LineChart:
     """Curves over steps, and a dashed line at ``limit`` (name, value).
 
     Args:
+      series: their points are (step, value).
+      limit: see above.
       clipped: steps that do not widen the range of values: what is beyond it runs along its edge.
+      along: what the points' first numbers are: steps, or something else, drawn as it stands.
     """
     series = [_thinned(s) for s in series if s.points]
     steps = sorted({step for s in series for step, _ in s.points})
@@ -127,18 +131,20 @@ def line_chart(
     return LineChart(
         left=left,
         heights=_places(heights, y_of),
-        steps=_places(ticks(first, last, 5, whole=True), x_of),
+        steps=_places(ticks(first, last, 5, whole=along == "step"), x_of),
         limit=None if limit is None else (y_of(limit[1]), limit[0]),
         curves=[_curve(s, x_of, y_of) for s in series],
         names=", ".join(s.name for s in series),
-        data=json.dumps(
-            {
-                "series": [_series_data(s) for s in series],
-                "limit": limit,
-                "clipped": sorted(clipped),
-            }
-        ),
+        data=_data(series, limit, clipped) if along == "step" else "",
     )
+
+
+def _data(
+    series: Sequence[Series], limit: tuple[str, float] | None, clipped: Collection[float]
+) -> str:
+    """A chart for the page's script."""
+    drawn = [_series_data(s) for s in series]
+    return json.dumps({"series": drawn, "limit": limit, "clipped": sorted(clipped)})
 
 
 def _series_data(series: Series) -> dict[str, Any]:

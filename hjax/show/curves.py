@@ -16,7 +16,7 @@ Row = Mapping[str, Any]
 CURVES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Reward", "mean of the step's responses, band: one standard deviation; dots: held-out, greedy",
      ("reward/mean", "eval/reward")),
-    ("Accuracy", "held-out prompts, greedy", ("eval/accuracy",)),
+    ("Accuracy", "held-out", ("eval/accuracy",)),
     ("Cost", "mean of the step's responses", ("cost/mean",)),
     ("Multiplier", "weight of the cost", ("cost/multiplier",)),
     ("KL to the reference", "nats per token, k1", ("kl/reference",)),
@@ -55,6 +55,11 @@ class Card:
     last: str
     chart: LineChart
     legend: Sequence[tuple[str, int, str]]
+
+    @property
+    def names(self) -> list[tuple[str, int]]:
+        """(name, colour) of the legend."""
+        return [(name, color) for name, color, _ in self.legend]
 
 
 def curve_cards(
@@ -124,6 +129,31 @@ def seconds_of(metrics: Sequence[Row]) -> dict[int, float]:
         total += row["time/step"]
         found[row["step"]] = total
     return found
+
+
+def calibration_cards(rows: Sequence[Row]) -> list[Card]:
+    """How often predictions of the last evaluation came true, by how sure they were.
+
+    Args:
+      rows: as in calibration.jsonl.
+    """
+    last = {row.get("of", ""): row for row in rows if row.get("bins")}
+    cards = []
+    for of, row in last.items():
+        points = [(100 * b["predicted"], 100 * b["observed"]) for b in row["bins"]]
+        series = [
+            Series("observed", points, 0, dots=True),
+            Series("predicted", [(50.0, 50.0), (100.0, 100.0)], 7),
+        ]
+        count = sum(b["count"] for b in row["bins"])
+        what = (
+            f"held-out {of or 'predictions'}, step {row['step']}, {count}: share of preferences "
+            "that came true, %, by the probability that was given, %"
+        )
+        chart = line_chart(series, along="probability")
+        legend = [(s.name, s.color, "") for s in series]
+        cards.append(Card(f"Calibration {of}".strip(), what, "", chart, legend))
+    return cards
 
 
 def points_of(rows: Sequence[Row], key: str) -> list[tuple[float, float]]:

@@ -13,6 +13,7 @@ from typing import Any
 from hjax.config import flatten
 from hjax.errors import ConfigError
 from hjax.files import (
+    CALIBRATION,
     HISTOGRAMS,
     METRICS,
     SAMPLES,
@@ -25,7 +26,7 @@ from hjax.files import (
 from hjax.settings.checking import owned_defaults
 from hjax.settings.keys import OWNED_SECTIONS, default_config
 from hjax.show.charts import stacked_bar, timeline, value_text
-from hjax.show.curves import Row, compiling_steps, curve_cards, points_of
+from hjax.show.curves import Row, calibration_cards, compiling_steps, curve_cards, points_of
 from hjax.show.format import clock, count, duration
 from hjax.show.origins import start_row
 from hjax.show.pages import render
@@ -48,6 +49,14 @@ def write_report(workdir_path: str | os.PathLike[str]) -> Path:
       DataError: a damaged file.
     """
     path = Path(workdir_path)
+    page = render("report.jinja", **run_content(path), written=time.strftime("%Y-%m-%d %H:%M"))
+    report = path / "report.html"
+    replace_file(report, page)
+    return report
+
+
+def run_content(path: Path) -> dict[str, Any]:
+    """What a report says of the run in a workdir, by the names that templates have for it."""
     config = flatten(read_json(path / "config.json") or {})
     metrics = read_rows(path / METRICS)
     samples = read_rows(path / SAMPLES)
@@ -60,9 +69,9 @@ def write_report(workdir_path: str | os.PathLike[str]) -> Path:
     cards, more_cards = curve_cards(
         metrics, read_rows(path / WARM_START), None if limit is None else float(limit)
     )
+    cards += calibration_cards(read_rows(path / CALIBRATION))
     changed, unchanged = _config_rows(config)
-    page = render(
-        "report.jinja",
+    return dict(
         name=f"{algorithm} · {run}",
         title=f"{algorithm} on {Path(str(data)).name}",
         details=f"{run} · {Path(str(model)).name} · {_state(config, metrics)}",
@@ -80,11 +89,7 @@ def write_report(workdir_path: str | os.PathLike[str]) -> Path:
         planned=_planned_rows(plan, metrics),
         changed=changed,
         unchanged=unchanged,
-        written=time.strftime("%Y-%m-%d %H:%M"),
     )
-    report = path / "report.html"
-    replace_file(report, page)
-    return report
 
 
 def _state(config: Row, metrics: Sequence[Row]) -> str:

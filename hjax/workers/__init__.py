@@ -9,6 +9,7 @@ from hjax.workers.optimizer import OptimizerConfig, Updater
 from hjax.workers.reference import Reference
 from hjax.workers.reward import FunctionReward, ModelReward
 from hjax.workers.rollout import Rollout
+from hjax.workers.scorer import Scorer
 from hjax.workers.trained import TrainedWorker
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "OptimizerConfig",
     "Reference",
     "Rollout",
+    "Scorer",
     "TrainedWorker",
     "Updater",
     "Worker",

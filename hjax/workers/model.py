@@ -36,6 +36,8 @@ class ModelWorker(Worker):
     """A worker with a model: knows its shapes at once, gets its numbers by ``initialize``."""
 
     scalar = False
+    # Places after the longest response's tokens.
+    places_after = 0
     layouts: RoleLayouts
     # Kinds of state, and the attributes that hold them.
     kept: Mapping[str, str] = {"params": "params"}
@@ -358,7 +360,7 @@ class ModelWorker(Worker):
 
     def token_shapes(self, rows: int, prompt_length: int) -> dict[str, Any]:
         """Abstract prompts and responses of a step, placed for training; full, where packed."""
-        length = self.context.max_response_length
+        length = self.context.max_response_length + self.places_after
         split = self.layouts.train.sharding("batch")
         sizes = {"prompts": prompt_length, "prompt_mask": prompt_length}
         shapes: dict[str, Any] = {

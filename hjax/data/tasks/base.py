@@ -88,6 +88,28 @@ class Task:
                 return made
         return answer + answer[:1]
 
+    def pair(self, record: dict[str, Any], rng: np.random.Generator) -> tuple[str, str]:
+        """A better and a worse response, by default a demonstration and a mistake.
+
+        Raises:
+          ConfigError: the task has no right and wrong.
+        """
+        return self.demonstration(record, rng), self.mistake(record, rng)
+
+    def steps(
+        self, record: dict[str, Any], rng: np.random.Generator
+    ) -> tuple[list[str], list[bool]]:
+        """A response in steps, and which of them are right: of a pair the one or the other, each
+        character a step, wrong from the first one on that differs from the better response's.
+
+        Raises:
+          ConfigError: the task has no right and wrong.
+        """
+        right, wrong = self.pair(record, rng)
+        steps = list(wrong if rng.random() < 0.5 else right)
+        same = [a == b for a, b in zip(steps, right)] + [False] * (len(steps) - len(right))
+        return steps, [all(same[: i + 1]) for i in range(len(steps))]
+
     def is_correct(self, response: str, record: dict[str, Any]) -> bool:
         """Whether a response (no surrounding blanks) answers the record."""
         return response == record["answer"]

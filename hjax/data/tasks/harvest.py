@@ -67,6 +67,17 @@ class Harvest(Task):
         chances = (self.copy_poisonous if digit in POISONOUS else self.copy for digit in digits)
         return "".join(d for d, chance in zip(digits, chances) if rng.random() < chance)
 
+    def pair(self, record: dict[str, Any], rng: np.random.Generator) -> tuple[str, str]:
+        """Copied digits without a poisonous one, and others with one or more."""
+        digits = record["prompt"][:-1]
+        safe = "".join(d for d in digits if d not in POISONOUS and rng.random() < self.copy)
+        unsafe = self.demonstration(record, rng)
+        if not any(d in POISONOUS for d in unsafe):
+            unsafe = unsafe[: self.length - 1]
+            place = int(rng.integers(len(unsafe) + 1))
+            unsafe = unsafe[:place] + POISONOUS[int(rng.integers(3))] + unsafe[place:]
+        return safe, unsafe
+
     def reward(
         self, prompts: Sequence[str], responses: Sequence[str], **columns: Sequence[Any]
     ) -> list[float]:

@@ -63,6 +63,25 @@ def pairs(algorithm: str) -> Config:
     return config
 
 
+def judging(algorithm: str, task: str = "sorting", steps: int = 300) -> Config:
+    """The model of ppo.py with a scalar head, trained from nothing on a task's labelled answers.
+
+    Args:
+      algorithm: one that trains such a model.
+      task: of which it learns.
+      steps: of the run.
+    """
+    config = sorting(algorithm, steps)
+    config.data.task = task
+    config.warm_start.steps = 0
+    # Sequences per update, of pairs two each.
+    config.warm_start.batch = 128
+    config.actor.learning_rate = 1e-3
+    config.actor.warmup_steps = 20
+    config.eval.every = 50
+    return config
+
+
 def sorting(algorithm: str, steps: int = 450) -> Config:
     """The task, the model and the rollouts of grpo.py, with an algorithm's keys at its defaults.
 

@@ -61,9 +61,22 @@ def from_hf(content: Mapping[str, Any], what: str = "config.json") -> ModelConfi
     return family_of(content.get("model_type"), what).read(content, what)
 
 
-def to_hf(config: ModelConfig) -> dict[str, Any]:
-    """The ``config.json`` that transformers reads; special tokens it lacks are null in it."""
-    content = family_of(config.family).write(config) | dict.fromkeys(TOKEN_IDS)
+def to_hf(config: ModelConfig, scalar: bool = False) -> dict[str, Any]:
+    """The ``config.json`` that transformers reads; special tokens it lacks are null in it.
+
+    Args:
+      config: shapes.
+      scalar: whether the model has a scalar head, and so is a classifier of one class.
+    """
+    family = family_of(config.family)
+    content = family.write(config) | dict.fromkeys(TOKEN_IDS)
+    if scalar:
+        content |= {
+            "architectures": [family.classifier],
+            "id2label": {"0": "LABEL_0"},
+            "label2id": {"LABEL_0": 0},
+            "problem_type": "regression",
+        }
     for key, value in config.token_ids:
         content[key] = list(value) if isinstance(value, tuple) else value
     return content

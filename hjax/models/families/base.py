@@ -152,6 +152,11 @@ class Family:
     }
     defaults: Mapping[str, Any] = {}
 
+    @property
+    def classifier(self) -> str:
+        """The class of transformers that loads it with a head for one or more classes."""
+        return self.architecture.removesuffix("ForCausalLM") + "ForSequenceClassification"
+
     def read(self, content: Mapping[str, Any], what: str = "config.json") -> ModelConfig:
         """The shapes that a config.json describes.
 

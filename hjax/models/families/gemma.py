@@ -105,6 +105,7 @@ class Gemma3(Gemma2):
 
     model_type = "gemma3_text"
     architecture = "Gemma3ForCausalLM"
+    classifier = "Gemma3TextForSequenceClassification"
     defaults = {**Gemma2.defaults, "max_position_embeddings": 131072}
     every = 6
     softcaps = (0.0, 0.0)

@@ -19,6 +19,7 @@ class GPT2(Family):
 
     model_type = "gpt2"
     architecture = "GPT2LMHeadModel"
+    classifier = "GPT2ForSequenceClassification"
     keys = {
         "vocab_size": "vocab_size",
         "hidden_size": "n_embd",

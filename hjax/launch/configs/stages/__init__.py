@@ -1,0 +1,1 @@
+"""Shipped configs of several stages, one `get_stages()` per file."""
