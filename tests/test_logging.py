@@ -1,6 +1,8 @@
 """What goes to TensorBoard, Weights & Biases and loggers of a user's own, and again on resume."""
 
 import json
+import pathlib
+import re
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from hjax.run.rows import spread_rows
 from hjax.run.workdir import Workdir
 from hjax.settings.keys import default_config
 
+ROOT = pathlib.Path(__file__).parent.parent
 MINE = """
 import json
 from hjax.run.loggers import Logger
@@ -105,6 +108,8 @@ def test_a_logger_of_ones_own(tmp_path):
     starts = [json.loads(line) for line in (workdir / "starts.jsonl").read_text().splitlines()]
     assert [start["step"] for start in starts] == [0, 1]
     assert starts[0]["versions"]["jax"] and sum(starts[0]["devices"].values()) >= 1
+    documented = set(re.findall(r"`([\w/]+)`", (ROOT / "docs" / "metrics.md").read_text()))
+    assert set(trainer.history[-1]) - documented == {"step"}
     rows = [json.loads(line) for line in (workdir / HISTOGRAMS).read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2] and sum(rows[0]["reward"]["counts"]) == 16
 
