@@ -29,6 +29,7 @@ class Device:
       per_host: devices of a host.
       torus: number of torus dimensions; 0: every device of a host reaches every other.
       source: where the figures come from.
+      cores: devices of a chip; the torus is of chips.
       alone: (devices, how many times faster each is while only these are busy, share of the
         cores' time they then take); simulated devices share a machine's cores, real ones have no
         such entries. Numbers of devices rise, shares do not fall.
@@ -44,6 +45,7 @@ class Device:
     torus: int
     source: str
     alone: tuple[tuple[int, float, float], ...] = ()
+    cores: int = 1
 
 
 _GB, _GIB = 1e9, 2.0**30
@@ -61,23 +63,30 @@ def _gpu(
     network: float,
     source: str,
     fp8: float = 0,
+    per_host: int = 8,
 ) -> Device:
     flops = {"bfloat16": bf16 * 1e12, "float32": fp32 * 1e12}
     if fp8:
         flops["float8"] = fp8 * 1e12
     return Device(
-        name, memory * _GIB, flops, bandwidth * _GB, link * _GB, network * _GB, 8, 0, source
+        name, memory * _GIB, flops, bandwidth * _GB, link * _GB, network * _GB, per_host, 0, source
     )
 
 
 def _tpu(
-    name: str, memory: float, bf16: float, bandwidth: float, link: float, torus: int, host: int
+    name: str,
+    memory: float,
+    bf16: float,
+    bandwidth: float,
+    link: float,
+    torus: int,
+    host: int,
+    cores: int = 1,
 ) -> Device:
     # float32 products take six bfloat16 passes; DCN: 25 GB/s per host and direction.
     flops = {"bfloat16": bf16 * 1e12, "float32": bf16 * 1e12 / 6}
-    return Device(
-        name, memory * _GIB, flops, bandwidth * _GB, link * _GB, 25 * _GB, host, torus, _TPU
-    )
+    wires = link * _GB, 25 * _GB, host, torus
+    return Device(name, memory * _GIB, flops, bandwidth * _GB, *wires, _TPU, cores=cores)
 
 
 DEVICES: dict[str, Device] = {
@@ -87,14 +96,23 @@ DEVICES: dict[str, Device] = {
         _gpu("a100-40g", 40, 312, 156, 1555, 300, 25, _NVIDIA + "host of 8, 200 Gb/s"),
         _gpu("a100-80g", 80, 312, 156, 2039, 300, 25, _NVIDIA + "host of 8, 200 Gb/s"),
         _gpu("h100", 80, 989, 495, 3350, 450, 400, _NVIDIA + "GPU, 400 Gb/s", 1979),
+        # Cards without NVSwitch: bridges join pairs, the rest is PCIe 5.0.
+        _gpu("h100-pcie", 80, 756, 378, 2000, 64, 50, _NVIDIA + "host of 8, 400 Gb/s; PCIe", 1513),
+        _gpu("h100-nvl", 93, 835, 418, 3900, 64, 50, _NVIDIA + "host of 8, 400 Gb/s; PCIe", 1671),
         _gpu("h200", 139, 989, 495, 4800, 450, 400, _NVIDIA + "GPU, 400 Gb/s", 1979),
+        # A superchip with one GPU is a host; its NVLink joins none of them to others.
+        _gpu("gh200", 95, 989, 495, 4000, 450, 50, _NVIDIA + "superchip, 400 Gb/s", 1979, 1),
         _gpu("b200", 179, 2250, 1125, 8000, 900, 400, _NVIDIA + "GPU, 400 Gb/s", 4500),
+        # A rack that NVLink joins (NVL72) is one domain of 72.
+        _gpu("gb200", 185, 2500, 1250, 8000, 900, 3600, _NVIDIA + "GPU, 400 Gb/s; NVL72", 5000, 72),
         _gpu("l40s", 45, 362, 183, 864, 26, 25, _NVIDIA + "host of 8, 200 Gb/s; PCIe", 733),
         # memory GiB, bf16 TFLOP/s, memory GB/s, one torus axis both ways GB/s, dimensions, host
         _tpu("v4", 31.25, 275, 1228, 90, 3, 4),
         _tpu("v5e", 15.75, 197, 819, 90, 2, 4),
         _tpu("v5p", 95.74, 459, 2765, 180, 3, 4),
         _tpu("v6e", 31.25, 918, 1640, 180, 2, 4),
+        # Two devices a chip: half of its compute, memory and links each.
+        _tpu("tpu7x", 95.75, 1153.5, 3690, 90, 3, 8, 2),
     )
 }
 _SYNONYMS = {"a100": "a100-80g", "a100-80": "a100-80g", "a100-40": "a100-40g", "h100-80g": "h100"}
@@ -117,24 +135,40 @@ def device(name: str) -> Device:
     return DEVICES[key]
 
 
-# As JAX and Ray call devices that the catalogue has under another name.
-_ALIASES = {"v5lite": "v5e", "v6lite": "v6e", "tpuv5": "v5p"}
+# What a device's kind says, as JAX or Ray have it, in the order in which they are looked for: a name
+# of letters and digits alone, or that it begins so or has it in it, and the catalogue's name.
+_TPU_KINDS = {"v7x": "tpu7x", "tpu7x": "tpu7x", "tpu7": "tpu7x", "v6lite": "v6e", "v6e": "v6e",
+              "v5lite": "v5e", "v5e": "v5e", "v5p": "v5p", "tpuv5": "v5p", "v4": "v4"}  # fmt: skip
+_GPU_KINDS = ("gb200", "gh200", "b200", "h200", "h100", "a100", "l40s")
 
 
 def device_of_kind(kind: str, memory: float = 0) -> Device | None:
     """The catalogue's device for what JAX or Ray call one; None: it has none.
 
     Args:
-      kind: ``NVIDIA H100 80GB HBM3``, ``TPU v5 lite``, ``A100``, ``TPU-V5P``.
-      memory: bytes that its programs may use, where that is known.
+      kind: ``NVIDIA H100 80GB HBM3``, ``NVIDIA A100-SXM4-40GB``, ``TPU v5 lite``, ``TPU7x``,
+        ``A100``, ``TPU-V5P``.
+      memory: bytes that its programs may use, where that is known. It tells an A100 of 40 from one
+        of 80 GB where the kind does not.
     """
     plain = re.sub(r"[^a-z0-9]", "", kind.lower())
-    for alias, name in _ALIASES.items():
-        if plain == alias or (alias != "tpuv5" and alias in plain):
-            plain = name
-    names = sorted(DEVICES, key=lambda name: -DEVICES[name].memory)  # of an A100 the larger
-    for name in names:
-        if name.replace("-", "").removesuffix("80g").removesuffix("40g") in plain:
-            found = DEVICES[name]
-            return dataclasses.replace(found, memory=memory or found.memory)
-    return None
+    found = None
+    if "tpu" in plain or re.fullmatch(r"v\d\w*", plain):
+        exact = {"tpuv5", "tpu7"}  # of others these are only the beginning
+        found = next(
+            (name for key, name in _TPU_KINDS.items()
+             if (plain == key if key in exact else key in plain)), None,
+        )  # fmt: skip
+        if "v4lite" in plain or "v4i" in plain:
+            return None
+    else:
+        found = next((name for name in _GPU_KINDS if name in plain), None)
+    if found == "a100":
+        named = re.search(r"([48]0)gb?$", plain)
+        small = named[1] == "40" if named else 0 < memory < 48 * _GIB
+        found = "a100-40g" if small else "a100-80g"
+    if found == "h100":
+        found += next((f"-{form}" for form in ("pcie", "nvl") if form in plain), "")
+    if found is None:
+        return None
+    return dataclasses.replace(DEVICES[found], memory=memory or DEVICES[found].memory)

@@ -23,6 +23,7 @@ from hjax.run.dataflow import StepCall, step_calls
 from hjax.run.placement import set_name
 from hjax.run.roles import Roles
 from hjax.sharding.layout import shard_bytes
+from hjax.sharding.wires import cut
 from hjax.show.memory_table import largest
 from hjax.workers.generation import GeneratingWorker
 from hjax.xla.program import Program
@@ -71,10 +72,9 @@ def rehearse(roles: Roles, devices: Sequence[Any]) -> Rehearsal:
     Raises:
       ConfigError: a layout that does not fit its model.
     """
-    workers, start = {}, 0
-    for members, count in zip(roles.plan.placement, roles.plan.allocation, strict=True):
-        here = devices[start : start + count]
-        start += count
+    workers = {}
+    plan = roles.plan
+    for members, here in zip(plan.placement, cut(devices, plan.allocation), strict=True):
         for role in members:
             build = roles.builds[role]
             arguments = [a.on(here) if hasattr(a, "on") else a for a in build.arguments]

@@ -11,6 +11,7 @@ import functools
 import math
 
 from hjax.planning.constants import Constants
+from hjax.planning.hardware import sharing
 from hjax.planning.records import Mesh, ModelCounts, Numerics, Pool
 
 
@@ -58,14 +59,13 @@ def ring_bandwidth(place: Place, size: int, stride: int) -> float:
     """Bytes/s that each member of a ring of ``size`` devices, ``stride`` ranks apart, sends.
 
     Inside a domain of D devices: the link's. Across domains D / h rings share a host's network,
-    where h = max(1, D // stride) members of a ring sit in one domain: network * h / D. A ring in
-    part of a torus axis lacks the wrap-around and has half the link's bandwidth.
+    where h = max(1, D // stride) members of a ring sit in one domain: network * h / D. On a torus
+    the link's over the steps that share the most used link (``hardware.sharing``).
     """
     device, constants = place.pool.device, place.constants
     link = device.link * constants.link
     if size * stride <= place.domain:
-        whole = place.devices == place.pool.size or not device.torus
-        return link if whole else link / 2
+        return link / sharing(place.pool, place.devices, size, stride)
     inside = max(1, place.domain // stride)
     return min(link, device.network * constants.network * inside / place.domain)
 

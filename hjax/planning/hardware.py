@@ -9,6 +9,7 @@ import re
 from hjax.devices import Device, device
 from hjax.errors import ConfigError
 from hjax.planning.records import Cluster, Pool
+from hjax.sharding.wires import ring_load, wraps
 
 
 def cluster(text: str) -> Cluster:
@@ -50,6 +51,8 @@ def _slice(kind: Device, shape: tuple[int, ...], text: str) -> Pool:
             f"--cluster={text}: a {kind.name} slice has {kind.torus} sides, each a power of two, "
             f"such as {kind.name}:{example}"
         )
+    if kind.cores > 1:
+        shape = (*shape, kind.cores)
     per_host = min(kind.per_host, math.prod(shape))
     return Pool(kind, math.prod(shape) // per_host, per_host, shape)
 
@@ -73,6 +76,19 @@ def box(pool: Pool, devices: int) -> tuple[int, ...]:
     while math.prod(sides) > devices:
         sides[sides.index(max(sides))] //= 2
     return tuple(sides)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def sharing(pool: Pool, devices: int, size: int, stride: int) -> int:
+    """Steps that share the most used link of a torus when a mesh axis's rings run, of ``size``
+    devices ``stride`` ranks apart, on the box of a set of ``devices``; 1 where all are neighbours.
+    """
+    if not pool.shape:
+        return 1
+    sides = box(pool, devices)
+    closes = wraps(pool.device.name, pool.shape)
+    whole = tuple(n == all_ and c for n, all_, c in zip(sides, pool.shape, closes))
+    return ring_load(sides, whole, size, stride)
 
 
 @functools.lru_cache(maxsize=1 << 16)

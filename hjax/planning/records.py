@@ -22,7 +22,8 @@ class Pool:
     """Equal machines: ``hosts`` of ``per_host`` devices, or one torus slice.
 
     Attributes:
-      shape: sides of the torus, empty for machines of GPUs.
+      shape: sides of the torus, and devices of a chip where they are several; empty for machines
+        of GPUs.
       counts: numbers of devices that a set may take; empty: all that the hardware allows.
       where: labels that its hosts have on a cluster that is there.
     """
@@ -61,7 +62,8 @@ class Pool:
     def name(self) -> str:
         """As ``--cluster`` takes it."""
         if self.shape:
-            return f"{self.device.name}:{'x'.join(map(str, self.shape))}"
+            chips = self.shape[: self.device.torus]
+            return f"{self.device.name}:{'x'.join(map(str, chips))}"
         return f"{self.hosts}x{self.per_host}:{self.device.name}"
 
 

@@ -15,6 +15,7 @@ from hjax.controller import ResourcePool, ThreadExecutor, Timeline, check_disjoi
 from hjax.controller.executors import ExecutorFactory
 from hjax.errors import ConfigError
 from hjax.roles import ROLES, ROLLOUT, Role
+from hjax.sharding.wires import cut
 
 HOST_POOL = "host"
 
@@ -189,13 +190,10 @@ def make_pools(
     """Resource pool by role; the roles of a set share one. One timeline for all."""
     timeline = Timeline()
     pools: list[ResourcePool] = []
-    start = 0
     with contextlib.ExitStack() as undo:
-        for number, count in enumerate(plan.allocation):
-            name = set_name(plan, number)
-            pools.append(ResourcePool(name, devices[start : start + count], timeline, executor))
+        for number, here in enumerate(cut(devices, plan.allocation)):
+            pools.append(ResourcePool(set_name(plan, number), here, timeline, executor))
             undo.callback(pools[-1].close)
-            start += count
         check_disjoint(pools)
         host = ResourcePool(HOST_POOL, (), timeline, executor)
         undo.pop_all()

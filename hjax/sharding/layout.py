@@ -16,11 +16,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from hjax.errors import ConfigError
 from hjax.kernels.spread import Spread
+from hjax.sharding.placing import place_devices
 
 # Major to minor: the paper's rank (d * p + P) * t + T, with the micro axes consecutive ranks.
 MESH_AXES = (
@@ -213,8 +213,9 @@ def make_layouts(
     """The layouts of a role on ``devices``.
 
     Args:
-      devices: in rank order; consecutive ranks form the micro data-parallel groups. Their number
-        alone gives layouts that can be asked, but hold no array.
+      devices: laid on their wires (``hjax.sharding.placing``); simulated ones stand in the order
+        in which they are given. Ranks count the mesh; consecutive ones form the micro
+        data-parallel groups. Their number alone gives layouts that can be asked, but hold no array.
       train: sizes of the mesh axes for training; -1 takes what is left over.
       generate: sizes for generation; ``tensor`` and ``pipe`` must divide the training sizes. The
         quotients become the ``tensor_micro`` and ``pipe_micro`` axes, over which generation splits
@@ -253,7 +254,8 @@ def make_layouts(
     if isinstance(devices, int):
         mesh = AbstractMesh(lengths, MESH_AXES, axis_types=kinds)
     else:
-        mesh = Mesh(np.asarray(devices, dtype=object).reshape(lengths), MESH_AXES, axis_types=kinds)
+        placed = place_devices(devices, dict(zip(MESH_AXES, lengths)))
+        mesh = Mesh(placed, MESH_AXES, axis_types=kinds)
     return RoleLayouts(Layout(mesh, TRAIN_RULES), Layout(mesh, GENERATE_RULES))
 
 

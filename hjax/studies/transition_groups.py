@@ -114,7 +114,7 @@ def case_layouts(devices: Sequence[jax.Device], case: Table2Case, method: str) -
     ones = dict.fromkeys(MESH_AXES, 1)
     shape = ones | {"data": case.data, "pipe_micro": case.replicas} | generate
     order = ("data", "fsdp", "expert", "context", "tensor_micro", "pipe_micro", "pipe", "tensor")
-    grid = np.asarray(devices, dtype=object).reshape([shape[a] for a in order])
+    grid = train.mesh.devices.reshape([shape[a] for a in order])  # the same ranks
     mesh = Mesh(grid, order, axis_types=(AxisType.Auto,) * len(order))
     return RoleLayouts(train, Layout(mesh, GENERATE_RULES))
 
