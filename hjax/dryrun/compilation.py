@@ -11,7 +11,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,23 @@ import jax
 from hjax.dryrun.account import account
 from hjax.dryrun.programs import StepProgram, memory_of
 from hjax.dryrun.topologies import Topology, parse_memory_error
+from hjax.dryrun.wiring import way
 from hjax.errors import RunError
-from hjax.xla.collectives import collectives
+from hjax.xla.collectives import Collective, collectives
 from hjax.xla.flops import count_flops
 from hjax.xla.options import OPTIONS
 
-FORMAT = 8  # of the kept results; a change makes older ones be compiled again
+FORMAT = 9  # of the kept results; a change makes older ones be compiled again
 TPU_DUMP = {"xla_dump_hlo_as_text": True}
 
 
 def compile_program(
-    program: StepProgram, topology: Topology, devices: int, level: str, cache: Path | None
+    program: StepProgram,
+    topology: Topology,
+    devices: int,
+    level: str,
+    cache: Path | None,
+    placed: Sequence[Any] = (),
 ) -> dict[str, Any]:
     """Compile a program of a step.
 
@@ -40,12 +46,14 @@ def compile_program(
       devices: of the program's pool.
       level: of optimisation, as it is set in ``jax_optimization_level``.
       cache: directory of kept results; None neither reads nor writes any.
+      placed: the devices in the order of the program's mesh; empty: how far bytes go is not said.
 
     Returns:
       ``role``, ``program``, ``rows``, ``runs`` (per step), ``flops`` and ``received_bytes`` (per
       device and run), the bytes of ``programs.memory_of``, ``collectives`` (by kind: ``count`` and
-      ``received_bytes``), ``roofline`` (of ``account``), ``seconds`` it took to compile, ``kept``
-      (read back, not compiled). Of a program that the compiler refuses ``refused_bytes``, what it
+      ``received_bytes``), with ``placed`` ``hop_bytes`` and ``network_bytes`` (of ``wiring.way``),
+      and ``listed_hop_bytes``, those of devices in the order in which JAX lists them, ``roofline``
+      (of ``account``), ``seconds`` it took to compile, ``kept`` (read back, not compiled). Of a program that the compiler refuses ``refused_bytes``, what it
       would need, and ``total_bytes`` the same, but no other bytes, collectives or roofline.
 
     Raises:
@@ -66,18 +74,21 @@ def compile_program(
     file = None
     if cache is not None:
         text = lowered.as_text()
-        file = cache / f"{_key(text, loop_trips, topology, level)}.json"
+        file = cache / f"{_key(text, loop_trips, topology, level, placed)}.json"
         if file.is_file():
             return {**described, **json.loads(file.read_text()), "kept": True}
-    found = _compile(lowered, program, topology)
+    found = _compile(lowered, program, topology, placed)
     if file is not None:
         _keep(file, found)
     return {**described, **found, "kept": False}
 
 
-def _key(text: str, loop_trips: int | None, topology: Topology, level: str) -> str:
+def _key(
+    text: str, loop_trips: int | None, topology: Topology, level: str, placed: Sequence[Any]
+) -> str:
+    order = [device.id for device in placed]
     options = {name: option.value for name, option in OPTIONS.get(topology.platform, {}).items()}
-    parts = [FORMAT, text, loop_trips, topology.name, topology.versions, level, options]
+    parts = [FORMAT, text, loop_trips, topology.name, topology.versions, level, options, order]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -88,7 +99,9 @@ def _keep(file: Path, found: Mapping[str, Any]) -> None:
     part.replace(file)
 
 
-def _compile(lowered: Any, program: StepProgram, topology: Topology) -> dict[str, Any]:
+def _compile(
+    lowered: Any, program: StepProgram, topology: Topology, placed: Sequence[Any]
+) -> dict[str, Any]:
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="hjax-compile-") as folder:
         options = {**TPU_DUMP, "xla_dump_to": folder} if topology.platform == "tpu" else None
@@ -106,7 +119,8 @@ def _compile(lowered: Any, program: StepProgram, topology: Topology) -> dict[str
         seconds = time.perf_counter() - start
         text = _text(compiled, Path(folder))
     by_kind: dict[str, dict[str, int]] = {}
-    for found in collectives(text, program.program.loop_trips):
+    exchanged = collectives(text, program.program.loop_trips)
+    for found in exchanged:
         if found.total_bytes:
             kind = by_kind.setdefault(found.kind, {"count": 0, "received_bytes": 0})
             kind["count"] += found.times
@@ -115,9 +129,19 @@ def _compile(lowered: Any, program: StepProgram, topology: Topology) -> dict[str
         **memory_of(compiled, by_peak=topology.platform == "tpu"),
         "received_bytes": sum(kind["received_bytes"] for kind in by_kind.values()),
         "collectives": by_kind,
+        **_ways(exchanged, placed),
         "roofline": account(text, topology, program.program.loop_trips),
         "seconds": seconds,
     }
+
+
+def _ways(exchanged: Sequence[Collective], placed: Sequence[Any]) -> dict[str, float]:
+    if not placed:
+        return {}
+    found = way(exchanged, placed)
+    order = sorted(placed, key=lambda device: (device.process_index, device.id))
+    listed = way(exchanged, order)
+    return found | {f"listed_{name}": value for name, value in listed.items()}
 
 
 def _text(compiled: Any, folder: Path) -> str:

@@ -26,6 +26,7 @@ from hjax.dryrun.programs import (
 )
 from hjax.dryrun.shape_inputs import read_shape, shape_inputs
 from hjax.dryrun.topologies import find_topology
+from hjax.dryrun.wiring import axis_rings, placed_of
 from hjax.run.roles import describe_roles, placed
 from hjax.show.format import duration, size
 from hjax.show.memory_table import largest, verdict
@@ -77,7 +78,8 @@ def compile_step(asked: CompileRequest, console: Any) -> dict[str, Any]:
         name = f"{program.role}.{program.name}"
         with console.status(f"compiling {name} ({number} of {len(programs)})"):
             count = plan.allocation[program.set_number]
-            record = compile_program(program, topology, count, asked.level, asked.cache)
+            order = placed_of(rehearsal, program.role)
+            record = compile_program(program, topology, count, asked.level, asked.cache, order)
         if record.get("roofline") and limits is not None:
             least = minimum(program, rehearsal.workers[program.role], inputs.prompt_length, limits)
             record |= {"minimum": least} | speeds(record, program, rehearsal, least, limits)
@@ -102,12 +104,17 @@ def compile_step(asked: CompileRequest, console: Any) -> dict[str, Any]:
         "cache": cache_records(rehearsal),
         **({"slots": roles.slots.record()} if roles.slots is not None else {}),
         "resident_bytes": resident,
+        "rings": axis_rings(rehearsal),
         "programs": records,
         **moved,
         **({"offload": offload_savings(records)} if any_offloaded(records) else {}),
         "step": {
             "flops": sum(record["flops"] * record["runs"] for record in records),
-            "received_bytes": sum(r.get("received_bytes", 0) * r["runs"] for r in records),
+            **{
+                key: sum(r.get(key, 0) * r["runs"] for r in records)
+                for key in ("received_bytes", "hop_bytes", "listed_hop_bytes", "network_bytes")
+                if key == "received_bytes" or any(key in r for r in records)
+            },
             "largest": f"{most['role']}.{most['program']}",
             "sum_bytes": most["sum_bytes"],
             "missing_bytes": max(0, most["sum_bytes"] - memory),

@@ -113,6 +113,10 @@ def show(description: dict[str, Any], console: Any) -> None:
     )
     console.print(memory_table(description["programs"], topology["memory_bytes"], console.width))
     console.print(work_table(description["programs"]))
+    if rings := description.get("rings"):
+        from hjax.show.ring_table import ring_table
+
+        console.print(ring_table(rings))
     if moved := description.get("transition"):
         received, formula = moved["received_bytes"], moved["formula_bytes"]
         # Where both layouts split the weights alike, neither has anything to move.
@@ -120,6 +124,12 @@ def show(description: dict[str, Any], console: Any) -> None:
         console.print(
             f"the transition receives {size(received)} per device; HybridFlow's formula says "
             f"{size(formula)}{ratio}"
+        )
+    if step.get("hop_bytes"):
+        console.print(
+            f"a step's received bytes times the links they come over: {size(step['hop_bytes'])} "
+            f"per device ({size(step['listed_hop_bytes'])} if meshes took devices as JAX lists "
+            "them)"
         )
     console.print(
         f"a step: {flop_count(step['flops'])} and {size(step['received_bytes'])} received per "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,8 @@ METHOD_NAMES = {
 }
 HELP = """\
 usage: python -m hjax.launch.transition --train=P,T,D --generate=PG,TG [--method=METHOD]
-                                        [--model=NAME|DIR] [--json]
+                                        [--model=NAME|DIR] [--dtype=DTYPE]
+                                        [--topology=KIND:SIZES] [--json]
 
 Move a model from its training to its generation layout and back, and say what that costs each
 device, beside the formulas of HybridFlow's Table 2: bytes received, read off the compiled programs;
@@ -35,13 +37,20 @@ simulated where the machine has too few.
   --generate=PG,TG      pipeline and tensor parallel sizes of generation; they divide training's
   --method=METHOD       hybridflow (the default), vanilla or gather_all
   --model=NAME|DIR      a published shape such as llama-7b, or a Hugging Face directory (its
-                        config.json alone is read); without it a small model that always divides
+                        config.json alone is read); without it a small model that divides
+  --dtype=float32       of the generation copy: float32, bfloat16 or float16; cast before it moves
+  --topology=KIND:SIZES say as well how far apart devices of each group stand there: v5e:8x8 (chips),
+                        h100:2x8 (hosts x GPUs); no compiler is needed for it
   --json                print one line of JSON as the last line of the output
   --help                print this
 
-A model too large for the machine is compiled and not run. Exit status: 0 done; 1 failed; 2 wrong
+A model too large for the machine is compiled and not run. Above {compiled} devices nothing is compiled:
+bytes are counted on the planned moves. More than {most} are refused. Exit status: 0 done; 1 failed; 2 wrong
 input.
 """
+# Devices that are simulated at most, and those whose moves are counted at most: no cluster has more.
+COMPILED, MOST = 128, 1 << 18
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclasses.dataclass
@@ -53,13 +62,15 @@ class TransitionCommand:
     method: str
     model: str
     json: bool
+    dtype: str = "float32"
+    topology: str = ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if any(a in ("--help", "-help", "-h") for a in arguments):
-        print(HELP, end="")
+        print(HELP.format(compiled=COMPILED, most=MOST), end="")
         return 0
     return exit_status(lambda: _run(parse(arguments)))
 
@@ -75,13 +86,25 @@ def parse(arguments: Sequence[str]) -> TransitionCommand:
     flags.DEFINE_string("generate", "", "sizes", flag_values=own)
     flags.DEFINE_string("method", "hybridflow", "how", flag_values=own)
     flags.DEFINE_string("model", "", "what", flag_values=own)
+    flags.DEFINE_string("dtype", "float32", "of the copy", flag_values=own)
+    flags.DEFINE_string("topology", "", "where", flag_values=own)
     flags.DEFINE_bool("json", False, "one line of JSON", flag_values=own)
     parse_flags(own, arguments)
+    if own.dtype not in DTYPES:
+        raise ConfigError(f"--dtype={own.dtype}: one of {', '.join(DTYPES)}")
+    if own.dtype != "float32" and own.method != "hybridflow":
+        raise ConfigError(f"--dtype={own.dtype} is of --method=hybridflow, the others keep float32")
     if own.method not in METHOD_NAMES:
         raise ConfigError(f"--method={own.method}: one of {', '.join(METHOD_NAMES)}")
     train = _sizes("train", own.train, "P,T,D", "1,4,2")
     generate = _sizes("generate", own.generate, "PG,TG", "1,2")
-    return TransitionCommand(train, generate, own.method, own.model, own.json)
+    if math.prod(train) > MOST:
+        raise ConfigError(
+            f"--train={own.train}: {math.prod(train)} devices; at most {MOST}, more than any cluster "
+            "has"
+        )
+    given = own.method, own.model, own.json, own.dtype, own.topology
+    return TransitionCommand(train, generate, *given)
 
 
 def _sizes(flag: str, text: str, form: str, example: str) -> tuple[int, ...]:
@@ -94,21 +117,68 @@ def _sizes(flag: str, text: str, form: str, example: str) -> tuple[int, ...]:
 
 def _run(command: TransitionCommand) -> int:
     from hjax.dryrun.shape_inputs import read_shape
-    from hjax.studies.transition_cost import BUILT_IN, describe
+    from hjax.studies.transition_cost import built_in, describe
     from hjax.studies.transition_groups import Table2Case
 
     case = Table2Case(*command.train, *command.generate)
-    model = read_shape(command.model)[0] if command.model else BUILT_IN
-    devices = simulated_devices(case.devices)
+    rings = _rings(case, command.topology) if command.topology else {}
+    model = read_shape(command.model)[0] if command.model else built_in(case)
     name = command.model or "built-in"
     console = wide_console()
-    with console.status(f"compiling for {case.devices} devices"):
-        found = describe(case, command.method, devices, model, name)
-    show(found, str(case), devices[0].platform, console)
+    if case.devices > COMPILED:
+        from hjax.studies.transition_counted import describe_counted
+
+        found = describe_counted(case, command.method, model, name, command.dtype)
+        show_counted(found, str(case), console)
+    else:
+        devices = simulated_devices(case.devices)
+        with console.status(f"compiling for {case.devices} devices"):
+            found = describe(case, command.method, devices, model, name, command.dtype)
+        show(found, str(case), devices[0].platform, console)
+    if rings:
+        from hjax.show.ring_table import ring_table
+
+        found["rings"] = rings
+        console.print(ring_table({command.topology: rings}))
     if command.json:
         sys.stdout.flush()
         print(json_line({key: value for key, value in found.items() if key != "holdings"}))
     return 0
+
+
+def _rings(case: Any, topology: str) -> dict[str, dict[str, float]]:
+    """How far apart the devices of each mesh axis stand on hardware that is not here."""
+    from hjax.sharding.layout import make_layouts
+    from hjax.sharding.placing import place_devices, ring_table
+    from hjax.sharding.stand_ins import listed
+
+    devices = listed(topology)
+    if len(devices) != case.devices:
+        raise ConfigError(
+            f"--topology={topology} has {len(devices)} devices, --train needs {case.devices}"
+        )
+    sizes = {"pipe": case.pipe, "tensor": case.tensor, "data": case.data}
+    generate = {"pipe": case.generate_pipe, "tensor": case.generate_tensor}
+    shape = dict(make_layouts(case.devices, sizes, generate).train.mesh.shape)
+    table = ring_table(shape, place_devices(devices, shape))
+    return {axis: dataclasses.asdict(found) for axis, found in table.items()}
+
+
+def show_counted(found: Mapping[str, Any], case: str, console: Any) -> None:
+    """Print what was counted of devices that are too many to simulate."""
+    from rich.text import Text
+
+    console.print(Text(f"{case}   {METHOD_NAMES[found['method']]}", style="bold"))
+    console.print(
+        f"{found['devices']} devices, model {found['model']}: {size(found['model_bytes'])} float32 "
+        "split over all training shards; all figures per device. Above "
+        f"{COMPILED} devices nothing is compiled: bytes are counted on the planned moves"
+    )
+    if found["measured"] is None:
+        console.print(f"--method={found['method']}: the paper's formulas alone")
+    for key, formula in found["analytic"].items():
+        counted = "" if found["measured"] is None else f"  counted {found['measured'][key]:.6f}"
+        console.print(f"{key:<14} formula {formula:.6f}{counted}")
 
 
 def show(found: Mapping[str, Any], case: str, platform: str, console: Any) -> None:
@@ -140,6 +210,13 @@ def show(found: Mapping[str, Any], case: str, platform: str, console: Any) -> No
     for key, note in notes.items():
         formula, measured = found["analytic"][key], found["measured"][key]
         table.add_row(key, f"{formula:.4f}", f"{measured:.4f}", size(measured * total), note)
+    if found["masters_bytes"]:
+        beside = f"float32 masters beside the {found['dtype']} copy: optimizer state, never moved"
+        share = found["masters_bytes"] / total
+        table.add_row("masters", "", f"{share:.4f}", size(found["masters_bytes"]), beside)
+    for key, value in found.get("resharded", {}).items():
+        note = "by a plain program: the compiler's own way between the same shards"
+        table.add_row(f"  {key}", "", f"{value:.4f}", size(value * total), note)
     table.add_row("way back", "0.0000", f"{found['back_bytes'] / total:.4f}", "", "received")
     console.print(table)
     if not found["executed"]:

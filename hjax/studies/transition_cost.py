@@ -27,6 +27,7 @@ from hjax.studies.transition_groups import (
     table2,
     zero_sharding,
 )
+from hjax.xla.collectives import received_bytes
 
 # Divides for every p, t, p_g, t_g up to 16, and over 16 devices.
 BUILT_IN = ModelConfig(
@@ -40,6 +41,19 @@ BUILT_IN = ModelConfig(
     max_length=64,
     tie_embeddings=False,
 )
+
+
+def built_in(case: Table2Case) -> ModelConfig:
+    """``BUILT_IN``, with as many layers and heads as a case's sizes divide."""
+    heads = math.lcm(BUILT_IN.heads, case.tensor)
+    return dataclasses.replace(
+        BUILT_IN,
+        layers=math.lcm(BUILT_IN.layers, case.pipe),
+        heads=heads,
+        kv_heads=heads,
+        vocab_size=math.lcm(BUILT_IN.vocab_size, case.tensor),
+        mlp_size=math.lcm(BUILT_IN.mlp_size, case.tensor),
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -124,32 +138,58 @@ def _parts(sharding: Any, x: Any) -> int:
     return math.prod(x.shape) // math.prod(sharding.shard_shape(x.shape))
 
 
-def measure(case: Table2Case, method: str, setup: Setup, bucket_bytes: int) -> dict[str, Any]:
+def measure(
+    case: Table2Case, method: str, setup: Setup, bucket_bytes: int, dtype: str = "float32"
+) -> dict[str, Any]:
     """Compile a transition, run it there and back where it fits, and count.
+
+    Args:
+      case, method, setup: what moves, and how.
+      bucket_bytes: of a bucket.
+      dtype: of the generation copy, of ``hybridflow``; the masters stay in float32.
 
     Returns:
       fractions of ``model_bytes`` per device: ``analytic`` and ``measured``; what they rest on.
       Where nothing is run (``executed`` is false) communication is that of the compiled programs
-      all the same, peak and redundancy follow from shapes.
+      all the same, peak and redundancy follow from shapes. ``analytic`` of a narrower dtype is the
+      paper's times its share of the bytes.
+
+    Raises:
+      ConfigError: another dtype than float32 for a method that has none.
     """
-    make: Any = Transition if method == "hybridflow" else GatherAndCut
-    transition = make(setup.source, setup.target, setup.shapes, bucket_bytes=bucket_bytes)
+    narrow = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
+    if method == "hybridflow":
+        dtypes = {name: jax.ShapeDtypeStruct((), narrow) for name in setup.shapes}
+        dtypes = jax.tree.map(lambda x: x.dtype, dtypes)
+        transition: Any = Transition(
+            setup.source, setup.target, setup.shapes, dtypes, bucket_bytes=bucket_bytes
+        )
+    elif dtype != "float32":
+        raise ConfigError(f"--dtype={dtype} is of --method=hybridflow, the others keep float32")
+    else:
+        transition = GatherAndCut(setup.source, setup.target, setup.shapes, bucket_bytes)
     cost, total = transition.cost(), setup.model_bytes
     devices = list(setup.layouts.train.mesh.devices.ravel())
     executed = fits(devices, case.devices * (cost.peak + cost.temporary))
     peak, redundant = cost.peak, cost.redundant
     if executed:
-        peak, redundant = run(transition, setup, devices, cost.target)
+        peak, redundant = run(transition, setup, devices, cost.target, narrow)
+    # Masters are optimizer state: they stand beside whatever generation has.
+    peak, redundant = peak - executed * cost.masters, redundant - executed * cost.masters
     found = stage_groups(setup.layouts)
+    share = narrow.itemsize / np.dtype("float32").itemsize
     return {
         "method": method,
+        "dtype": dtype,
+        "compiled": True,
+        "masters_bytes": cost.masters,
         "train": [case.pipe, case.tensor, case.data],
         "generate": [case.generate_pipe, case.generate_tensor],
         "devices": case.devices,
         "model_bytes": total,
         "groups": found["generate"],
         "train_groups": found["train"],
-        "analytic": table2(case, method),
+        "analytic": {key: value * share for key, value in table2(case, method).items()},
         "measured": {
             "communication": cost.received / total,
             "peak": peak / total,
@@ -171,18 +211,69 @@ def measure(case: Table2Case, method: str, setup: Setup, bucket_bytes: int) -> d
 
 
 def describe(
-    case: Table2Case, method: str, devices: Sequence[jax.Device], model: ModelConfig, name: str
+    case: Table2Case,
+    method: str,
+    devices: Sequence[jax.Device],
+    model: ModelConfig,
+    name: str,
+    dtype: str = "float32",
 ) -> dict[str, Any]:
     """What ``python -m hjax.launch.transition --json`` prints, and who holds what."""
     setup = set_up(case, method, devices, model_leaves(model))
     bucket = max(1, min(BUCKET_BYTES, setup.model_bytes // case.generate_shards // 16))
-    found = measure(case, method, setup, bucket)
+    found = measure(case, method, setup, bucket, dtype)
     others = Transition(*setup.others, bucket_bytes=bucket).cost()
+    if method != "hybridflow":
+        found["resharded"] = resharded(setup)
     return {"model": name, **found, "unsharded_received_bytes": others.received}
 
 
+def resharded(setup: Setup) -> dict[str, float]:
+    """The same arrays between the same shards by a program that knows no method: the identity, laid
+    out anew by the compiler, one program for all arrays.
+
+    Returns:
+      fractions of ``model_bytes`` per device: ``communication``, received by the compiled program;
+      ``redundancy``, what a device has of its training shards that its generation shards do not
+      contain, the most that any has, found by the indices of the shards alone.
+    """
+    arrays = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=setup.source[name])
+        for name, x in setup.shapes.items()
+    }
+
+    def same(tree: Any) -> Any:
+        return tree
+
+    compiled = jax.jit(same, out_shardings=setup.target).lower(arrays).compile()
+    outside: dict[Any, int] = {}
+    for name, x in setup.shapes.items():
+        before, after = (
+            s.devices_indices_map(x.shape) for s in (setup.source[name], setup.target[name])
+        )
+        for device, held in before.items():
+            ranges = [
+                [part.indices(n)[:2] for part, n in zip(index, x.shape, strict=True)]
+                for index in (held, after[device])
+            ]
+            own = math.prod(stop - start for start, stop in ranges[0])
+            common = math.prod(
+                max(0, min(a[1], b[1]) - max(a[0], b[0])) for a, b in zip(*ranges, strict=True)
+            )
+            outside[device] = outside.get(device, 0) + (own - common) * x.dtype.itemsize
+    total = setup.model_bytes
+    return {
+        "communication": received_bytes(compiled.as_text()) / total,
+        "redundancy": max(outside.values(), default=0) / total,
+    }
+
+
 def run(
-    transition: Any, setup: Setup, devices: Sequence[jax.Device], target: int
+    transition: Any,
+    setup: Setup,
+    devices: Sequence[jax.Device],
+    target: int,
+    dtype: np.dtype = np.dtype("float32"),
 ) -> tuple[int, int]:
     """Go there and back; returns bytes per device alive at most, and those beside generation's.
 
@@ -192,10 +283,13 @@ def run(
     watch = PeakWatch(devices)
     params = {name: _numbers(setup.shapes[name], s) for name, s in setup.source.items()}
     before = checksum(params)
+    narrow = before
+    if dtype != np.dtype("float32"):
+        narrow = checksum({name: np.asarray(x).astype(dtype) for name, x in params.items()})
     held = transition.start(params)
     there = transition.advance(held, watch)
     redundant = watch() - target
-    if checksum(there) != before:
+    if checksum(there) != narrow:
         raise RuntimeError("parameters changed on the way to the generate layout")
     del there
     params = transition.back(held, watch)
@@ -210,7 +304,7 @@ def _numbers(shape: Any, sharding: Any) -> jax.Array:
     return jax.device_put(values, sharding)
 
 
-def checksum(params: Mapping[str, jax.Array]) -> dict[str, int]:
+def checksum(params: Mapping[str, Any]) -> dict[str, int]:
     """A number per array that depends on every bit and its place."""
     return {name: zlib.crc32(np.asarray(x).tobytes()) for name, x in params.items()}
 
