@@ -49,6 +49,39 @@ def test_the_other_methods(capsys, method, communication, redundancy):
         assert found[kind]["communication"] == communication
         assert found[kind]["redundancy"] == redundancy
     assert found["groups"]["tensor"] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    # A program that knows no method, by hand: of vanilla rank 1 has part 1 and needs 2 and 3, and
+    # keeps 1 beside them; of ZeRO-3 each has an eighth, of which rank 0 needs half the model.
+    plain = found["resharded"]
+    assert 1 / 2 <= plain["communication"] <= communication
+    if method == "vanilla":
+        assert plain == {"communication": 1 / 2, "redundancy": 1 / 4}
+
+
+def test_a_narrower_copy_moves_half_the_bytes_and_leaves_the_masters(capsys):
+    _, out, _ = run(capsys, "--train=1,4,2", "--generate=1,2", "--dtype=bfloat16", "--json")
+    found = json.loads(out.splitlines()[-1])
+    assert found["executed"] and found["analytic"]["communication"] == 1 / 8
+    assert found["measured"]["communication"] == 1 / 8
+    assert found["measured"]["redundancy"] == 0 and found["back_bytes"] == 0
+    assert found["masters_bytes"] == found["model_bytes"] / 4
+    assert "masters" in out
+
+
+@pytest.mark.parametrize("train, generate", [("64,64,64", "1,8"), ("1,8,64", "1,2")])
+def test_many_devices_are_counted_in_seconds(capsys, train, generate):
+    status, out, _ = run(capsys, f"--train={train}", f"--generate={generate}", "--json")
+    found = json.loads(out.splitlines()[-1])
+    assert status == 0 and "nothing is compiled" in out and not found["compiled"]
+    for key, formula in found["analytic"].items():
+        assert found["measured"][key] == pytest.approx(formula)
+
+
+def test_where_groups_stand_on_hardware_that_is_not_here(capsys):
+    arguments = ("--train=1,8,32", "--generate=1,8", "--topology=v5e:16x16", "--json")
+    _, out, _ = run(capsys, *arguments, "--method=hybridflow")
+    rings = json.loads(out.splitlines()[-1])["rings"]
+    assert {axis: found["hops"] for axis, found in rings.items()} == {"data": 1.4375, "tensor": 1.75}
+    assert "hops in its rings" in out
 
 
 def test_pipeline_stages_leave_the_embedding_out(capsys):
@@ -111,6 +144,14 @@ def test_devices_are_simulated_whatever_the_environment_asks_for():
         (["--train=1,2,1", "--generate=1,1", "--size=3"], "Unknown command line flag 'size'"),
         (["--train=1,2,1", "--generate=1,1", "more"], "unexpected argument 'more'"),
         (["--train=1,2,1", "--generate=1,1", "--model=nowhere"], "'nowhere'"),
+        (["--train=1,1000000,1", "--generate=1,1"],
+         "--train=1,1000000,1: 1000000 devices; at most 262144"),
+        (["--train=1,2,1", "--generate=1,1", "--dtype=int3"],
+         "--dtype=int3: one of float32, bfloat16, float16"),
+        (["--train=1,2,1", "--generate=1,1", "--dtype=bfloat16", "--method=vanilla"],
+         "--dtype=bfloat16 is of --method=hybridflow"),
+        (["--train=1,2,1", "--generate=1,1", "--topology=v5e:2x2"],
+         "--topology=v5e:2x2 has 4 devices, --train needs 2"),
         (["--train=3,1,1", "--generate=1,1", "--model=llama-7b"],
          "layers of size 32 does not divide over pipe = 3"),
     ],

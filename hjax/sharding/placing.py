@@ -244,14 +244,15 @@ def _snake(grid: np.ndarray) -> np.ndarray:
 
 
 def _axis_cost(lines: np.ndarray, parts: Sequence[int], wires: Wires) -> float:
-    """Hops of a training axis's rings, and of those that generation cuts out of it."""
+    """Hops of a training axis's rings, and of those that generation cuts out of it: its own count
+    as much, those of the micro axis, which the transition alone uses, a quarter."""
     cut = [n for n in parts if n > 1]
-    found = [_hops(lines, wires)]
+    found = _hops(lines, wires)
     if len(cut) > 1:
         grid = lines.reshape(-1, *cut)
-        found += [_hops(np.moveaxis(grid, 1, 2).reshape(-1, cut[0]), wires)]
-        found += [_hops(grid.reshape(-1, cut[1]), wires)]
-    return float(np.mean(found))
+        found += _hops(np.moveaxis(grid, 1, 2).reshape(-1, cut[0]), wires)
+        found += _hops(grid.reshape(-1, cut[1]), wires) / 4
+    return found
 
 
 def _hops(rows: np.ndarray, wires: Wires) -> float:

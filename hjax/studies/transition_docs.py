@@ -36,7 +36,11 @@ data), generation on p_g-t_g-d_g-d groups of the same devices, d_g = p t / (p_g 
 ```sh
 python -m hjax.launch.transition --train=1,4,2 --generate=1,2
 python -m hjax.launch.transition --train=1,8,8 --generate=1,2 --model=llama-7b --method=vanilla
+python -m hjax.launch.transition --train=1,8,8 --generate=1,2 --dtype=bfloat16 --topology=v5e:8x8
 ```
+
+`--topology` says how far apart the devices of each group stand ([meshes](meshes.md)). Up to 128
+devices are simulated and everything is compiled; above that the planned moves are counted.
 
 ## How it works
 
@@ -91,7 +95,12 @@ compiled programs, which were then run there and back on simulated devices.
 
 M counts the arrays that are split over all of p t: here four, in a bucket each. The others (a norm,
 where t > 1) are apart. "Most held" is of bytes alive while it ran; above the formula by no more
-than the bucket that is being moved. Vanilla and gather_all hold the whole model and a bucket.
+than the bucket that is being moved. Vanilla and gather_all hold the whole model and a bucket:
+they are programs that do what the formulas say. `--method=vanilla` and `--method=gather_all` show
+beside them what a program receives that knows no method: the identity from the same shards to the
+same shards, laid out by the compiler. It need not gather the whole model: in the example above a
+device of `vanilla` then receives half of it instead of three quarters, and keeps the same quarter
+beside it.
 
 {summary}
 

@@ -1,0 +1,106 @@
+"""The table of docs/meshes.md: how far apart neighbours in a mesh stand, before and after.
+
+python -m hjax.studies.mesh_hops [--write=docs/meshes.md]
+
+Places come from coordinates alone (``hjax.sharding.stand_ins``).
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from hjax.errors import ConfigError, exit_status
+from hjax.sharding.layout import make_layouts
+from hjax.sharding.placing import place_devices, ring_table
+from hjax.sharding.stand_ins import listed
+from hjax.sharding.wires import Rings
+
+# Topology, layout of training, tensor size of generation.
+CASES: tuple[tuple[str, dict[str, int], int], ...] = tuple(
+    (name, train, tensor)
+    for name, layouts in (
+        ("v5e:8x8", (({"data": 8, "tensor": 8}, 8), ({"fsdp": 8, "tensor": 8}, 2),
+                     ({"fsdp": 16, "tensor": 4}, 2))),
+        ("v5e:16x16", (({"data": 16, "tensor": 16}, 16), ({"fsdp": 32, "tensor": 8}, 2),
+                       ({"fsdp": 64, "tensor": 4}, 2))),
+        ("v5p:4x4x8", (({"data": 16, "tensor": 8}, 8), ({"fsdp": 16, "tensor": 8}, 2),
+                       ({"fsdp": 32, "tensor": 4}, 2))),
+        ("v5p:8x8x8", (({"data": 64, "tensor": 8}, 8), ({"fsdp": 64, "tensor": 8}, 2),
+                       ({"data": 8, "fsdp": 8, "tensor": 8}, 2))),
+        ("v6e:8x8", (({"data": 8, "tensor": 8}, 8), ({"fsdp": 8, "tensor": 8}, 2),
+                     ({"data": 2, "fsdp": 8, "tensor": 4}, 2))),
+        ("h100:2x8", (({"data": 2, "tensor": 8}, 8), ({"fsdp": 4, "tensor": 4}, 2),
+                      ({"pipe": 2, "tensor": 8}, 4))),
+    )
+    for train, tensor in layouts
+)  # fmt: skip
+MARKS = "<!-- table: hops -->\n", "<!-- end -->"
+
+
+def rings(
+    name: str, train: dict[str, int], tensor: int
+) -> tuple[dict[str, Rings], dict[str, Rings]]:
+    """Rings of each axis, of devices as JAX lists them and as hjax places them."""
+    devices = listed(name)
+    generate = {"tensor": tensor, "pipe": train.get("pipe", 1)}
+    shape = dict(make_layouts(len(devices), train, generate).train.mesh.shape)
+    before = np.empty(len(devices), object)
+    before[:] = devices
+    before = before.reshape(tuple(shape.values()))
+    return ring_table(shape, before), ring_table(shape, place_devices(devices, shape))
+
+
+def hops_table() -> str:
+    """The rows as Markdown."""
+    lines = [
+        "| devices | layout | mesh axis | mean hops: listed, placed | most used link: listed, placed |",
+        "|---|---|---|---|---|",
+    ]
+    for name, train, tensor in CASES:
+        layout = " × ".join(f"{axis} {n}" for axis, n in train.items())
+        if tensor < train["tensor"]:
+            layout += f", generation tensor {tensor}"
+        before, after = rings(name, train, tensor)
+        for number, axis in enumerate(after):
+            first = (name, layout) if number == 0 else ("", "")
+            cells = [_hops(before[axis]), _hops(after[axis])]
+            used = [str(table[axis].busiest) for table in (before, after)]
+            lines.append(
+                f"| {first[0]} | {first[1]} | {axis} | {', '.join(cells)} | {', '.join(used)} |"
+            )
+    return "\n".join(lines)
+
+
+def _hops(found: Rings) -> str:
+    if found.network == 1:
+        return "network"
+    share = f" ({100 * found.network:.0f} % network)" if found.network else ""
+    return f"{found.hops:.2f}{share}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table, or write it into the page."""
+    return exit_status(lambda: _run(list(sys.argv[1:] if arguments is None else arguments)))
+
+
+def _run(arguments: Sequence[str]) -> int:
+    pages = [a.partition("=")[2] for a in arguments if a.startswith("--write=")]
+    if len(pages) < len(arguments):
+        raise ConfigError("usage: python -m hjax.studies.mesh_hops [--write=docs/meshes.md]")
+    content = hops_table()
+    for page in pages:
+        text, (start, end) = Path(page).read_text(), MARKS
+        new = f"{start}{content}\n{end}"
+        pattern = re.escape(start) + ".*?" + re.escape(end)
+        Path(page).write_text(re.sub(pattern, lambda _: new, text, count=1, flags=re.DOTALL))
+    print(content)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
