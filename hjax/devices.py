@@ -135,8 +135,8 @@ def device(name: str) -> Device:
     return DEVICES[key]
 
 
-# What a device's kind says, as JAX or Ray have it, in the order in which they are looked for: a name
-# of letters and digits alone, or that it begins so or has it in it, and the catalogue's name.
+# What of a device's kind, as JAX or Ray have it in letters and digits alone, is which of the
+# catalogue's; looked for in this order.
 _TPU_KINDS = {"v7x": "tpu7x", "tpu7x": "tpu7x", "tpu7": "tpu7x", "v6lite": "v6e", "v6e": "v6e",
               "v5lite": "v5e", "v5e": "v5e", "v5p": "v5p", "tpuv5": "v5p", "v4": "v4"}  # fmt: skip
 _GPU_KINDS = ("gb200", "gh200", "b200", "h200", "h100", "a100", "l40s")

@@ -80,7 +80,7 @@ def test_where_groups_stand_on_hardware_that_is_not_here(capsys):
     arguments = ("--train=1,8,32", "--generate=1,8", "--topology=v5e:16x16", "--json")
     _, out, _ = run(capsys, *arguments, "--method=hybridflow")
     rings = json.loads(out.splitlines()[-1])["rings"]
-    assert {axis: found["hops"] for axis, found in rings.items()} == {"data": 1.4375, "tensor": 1.75}
+    assert [rings[axis]["hops"] for axis in ("data", "tensor")] == [1.4375, 1.75]
     assert "hops in its rings" in out
 
 

@@ -116,7 +116,7 @@ def test_every_device_has_one_place_whatever_the_order_and_no_axis_is_far(name):
 
 
 def test_a_step_s_ways_are_shorter_by_far():
-    """Tensor axes, whose links are used in every layer, never lose; over all axes they are less than two thirds."""
+    """Tensor axes, used in every layer, never lose; all together are less than two thirds."""
     ways = {"before": [], "after": []}
     for name, t, t_g in itertools.product(("v5e:8x8", "v5p:4x4x8"), (2, 4, 8), (1, 2, 4)):
         devices = listed(name)

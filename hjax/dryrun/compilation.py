@@ -51,10 +51,11 @@ def compile_program(
     Returns:
       ``role``, ``program``, ``rows``, ``runs`` (per step), ``flops`` and ``received_bytes`` (per
       device and run), the bytes of ``programs.memory_of``, ``collectives`` (by kind: ``count`` and
-      ``received_bytes``), with ``placed`` ``hop_bytes`` and ``network_bytes`` (of ``wiring.way``),
-      and ``listed_hop_bytes``, those of devices in the order in which JAX lists them, ``roofline``
-      (of ``account``), ``seconds`` it took to compile, ``kept`` (read back, not compiled). Of a program that the compiler refuses ``refused_bytes``, what it
-      would need, and ``total_bytes`` the same, but no other bytes, collectives or roofline.
+      ``received_bytes``), with ``placed`` ``hop_bytes`` and ``network_bytes`` (of ``wiring.way``)
+      and ``listed_hop_bytes`` and ``listed_network_bytes``, those of devices in the order in which
+      JAX lists them, ``roofline`` (of ``account``), ``seconds`` it took to compile, ``kept`` (read
+      back, not compiled). Of a program that the compiler refuses ``refused_bytes``, what it would
+      need, and ``total_bytes`` the same, but no other bytes, collectives or roofline.
 
     Raises:
       RunError: it does not compile for another reason than memory.

@@ -39,16 +39,17 @@ simulated where the machine has too few.
   --model=NAME|DIR      a published shape such as llama-7b, or a Hugging Face directory (its
                         config.json alone is read); without it a small model that divides
   --dtype=float32       of the generation copy: float32, bfloat16 or float16; cast before it moves
-  --topology=KIND:SIZES say as well how far apart devices of each group stand there: v5e:8x8 (chips),
-                        h100:2x8 (hosts x GPUs); no compiler is needed for it
+  --topology=KIND:SIZES say as well how far apart the devices of each group stand there: v5e:8x8
+                        (chips), h100:2x8 (hosts x GPUs); no compiler is needed for it
   --json                print one line of JSON as the last line of the output
   --help                print this
 
-A model too large for the machine is compiled and not run. Above {compiled} devices nothing is compiled:
-bytes are counted on the planned moves. More than {most} are refused. Exit status: 0 done; 1 failed; 2 wrong
-input.
+A model too large for the machine is compiled and not run. Above {compiled} devices nothing is
+compiled: bytes are counted on the planned moves. More than {most} are refused.
+
+exit status: 0 done; 1 failed; 2 wrong input
 """
-# Devices that are simulated at most, and those whose moves are counted at most: no cluster has more.
+# Devices that are simulated at most, and those whose moves are counted at most.
 COMPILED, MOST = 128, 1 << 18
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -100,8 +101,8 @@ def parse(arguments: Sequence[str]) -> TransitionCommand:
     generate = _sizes("generate", own.generate, "PG,TG", "1,2")
     if math.prod(train) > MOST:
         raise ConfigError(
-            f"--train={own.train}: {math.prod(train)} devices; at most {MOST}, more than any cluster "
-            "has"
+            f"--train={own.train}: {math.prod(train)} devices; at most {MOST}, more than any "
+            "cluster has"
         )
     given = own.method, own.model, own.json, own.dtype, own.topology
     return TransitionCommand(train, generate, *given)

@@ -52,7 +52,9 @@ def listed(name: str) -> list[StandIn]:
         raise ConfigError(f"--topology={name}: of GPUs hosts x GPUs per host, such as h100:2x8")
     hosts, each = sizes
     return [
-        StandIn("gpu", kind.name, host * each + i, host) for host in range(hosts) for i in range(each)
+        StandIn("gpu", kind.name, host * each + i, host)
+        for host in range(hosts)
+        for i in range(each)
     ]
 
 

@@ -17,7 +17,7 @@ def ring_rows(rings: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[tu
     for role, axes in rings.items():
         key = tuple((axis, *sorted(found.items())) for axis, found in axes.items())
         roles.setdefault(key, []).append(role)
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for names in roles.values():
         for number, (axis, found) in enumerate(rings[names[0]].items()):
             network = f"{100 * found['network']:.0f} %" if found["network"] else ""

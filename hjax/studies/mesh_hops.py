@@ -7,7 +7,6 @@ Places come from coordinates alone (``hjax.sharding.stand_ins``).
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,7 +57,8 @@ def rings(
 def hops_table() -> str:
     """The rows as Markdown."""
     lines = [
-        "| devices | layout | mesh axis | mean hops: listed, placed | most used link: listed, placed |",
+        "| devices | layout | mesh axis | mean hops: listed, placed "
+        "| most used link: listed, placed |",
         "|---|---|---|---|---|",
     ]
     for name, train, tensor in CASES:
@@ -94,10 +94,9 @@ def _run(arguments: Sequence[str]) -> int:
         raise ConfigError("usage: python -m hjax.studies.mesh_hops [--write=docs/meshes.md]")
     content = hops_table()
     for page in pages:
-        text, (start, end) = Path(page).read_text(), MARKS
-        new = f"{start}{content}\n{end}"
-        pattern = re.escape(start) + ".*?" + re.escape(end)
-        Path(page).write_text(re.sub(pattern, lambda _: new, text, count=1, flags=re.DOTALL))
+        before, start, rest = Path(page).read_text().partition(MARKS[0])
+        end = "".join(rest.partition(MARKS[1])[1:])
+        Path(page).write_text(f"{before}{start}{content}\n{end}")
     print(content)
     return 0
 

@@ -263,7 +263,7 @@ def resharded(setup: Setup) -> dict[str, float]:
             outside[device] = outside.get(device, 0) + (own - common) * x.dtype.itemsize
     total = setup.model_bytes
     return {
-        "communication": received_bytes(compiled.as_text()) / total,
+        "communication": received_bytes(compiled.as_text() or "") / total,
         "redundancy": max(outside.values(), default=0) / total,
     }
 
@@ -273,7 +273,7 @@ def run(
     setup: Setup,
     devices: Sequence[jax.Device],
     target: int,
-    dtype: np.dtype = np.dtype("float32"),
+    dtype: np.dtype | None = None,
 ) -> tuple[int, int]:
     """Go there and back; returns bytes per device alive at most, and those beside generation's.
 
@@ -284,7 +284,7 @@ def run(
     params = {name: _numbers(setup.shapes[name], s) for name, s in setup.source.items()}
     before = checksum(params)
     narrow = before
-    if dtype != np.dtype("float32"):
+    if dtype is not None:
         narrow = checksum({name: np.asarray(x).astype(dtype) for name, x in params.items()})
     held = transition.start(params)
     there = transition.advance(held, watch)
