@@ -1,9 +1,11 @@
 """Auto-mapping: how near its predictions are to what runs and to what the TPU compiler says.
 
-    python benchmarks/plan_truth.py --time        # steps of a dozen runs on 8 simulated devices
+    python benchmarks/plan_truth.py --time        # steps of a dozen runs on 8 simulated devices, by
+                                                  # two calibrations, before and after one run
     python benchmarks/plan_truth.py --memory      # their peak memory
     python benchmarks/plan_truth.py --compilers   # programs of 3 runs on 3 TPU slices
-    python benchmarks/plan_truth.py --placements  # placement=auto beside those set by hand
+    python benchmarks/plan_truth.py --placements  # placement=auto beside those set by hand, on 2, 4
+                                                  # and 8 devices, five calibrations each
 
 Each prints one JSON line. Times need an otherwise idle machine; the TPU compiler is in jax[tpu].
 """
@@ -11,6 +13,7 @@ Each prints one JSON line. Times need an otherwise idle machine; the TPU compile
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import math
@@ -20,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from typing import Any
 
 import machine
@@ -88,6 +92,9 @@ COMPILED: dict[str, tuple[str, int, int]] = {  # topology -> model, t, t_g
     "v6e:2x4": ("qwen2.5-1.5b", 2, 2),
     "v5p:2x2x2": ("llama-7b", 4, 2),
 }
+# The run that profiles learn from before they predict the others.
+LESSON = {"model.hidden_size": 96, "model.mlp_size": 384, "model.layers": 3}
+PLACED_DEVICES = (2, 4, 8)
 # Runs for which the planner's placement is compared with those set by hand.
 PLACED: dict[str, dict[str, Any]] = {
     "hidden 128": {},
@@ -96,58 +103,62 @@ PLACED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def simulate() -> Any:
-    """8 simulated CPU devices, set up as the command sets them up."""
+def simulate(devices: int = DEVICES) -> Any:
+    """Simulated CPU devices, set up as the command sets them up."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
 
     from hjax.machine import compile_quickly
 
     compile_quickly()
-    jax.config.update("jax_num_cpu_devices", DEVICES)
+    jax.config.update("jax_num_cpu_devices", devices)
     return jax.devices()
 
 
-def predicted(trainer: Any, profile: Any) -> Any:
-    """The planner's plan of a run as it is set up."""
-    from hjax.planning.auto import predict, run_problem
-    from hjax.planning.records import Cluster, Pool
-
-    shapes = {r: m for r, m in trainer.roles.models.items() if r in trainer.roles.layouts}
-    cluster = Cluster((Pool(profile.device, 1, DEVICES),))
-    length = trainer.inputs.prompt_length
-    posed = run_problem(
-        trainer.config, trainer.algorithm_class, shapes, length, cluster, profile.constants, True
-    )
-    return predict(posed, trainer.roles)
-
-
-def times(steps: int = 6) -> dict[str, Any]:
-    """Predicted and measured seconds of a step."""
+def times(steps: int = 6, calibrations: int = 2) -> dict[str, Any]:
+    """Predicted and measured seconds of a step, by each of several calibrations: as they are, and
+    after they have learned from one run that is none of the cases."""
     devices = simulate()
-    import hjax
+    from hjax.planning.after_run import account, improved, lesson_of
     from hjax.planning.calibration import calibrate
     from hjax.settings.reading import check_config
 
-    profile = calibrate(devices)
-    rows: list[dict[str, Any]] = []
-    print("predicted / measured", flush=True)
-    for name, changes in TIMES.items():
-        trainer = hjax.Trainer(check_config({**BASE, "steps": steps, **changes}))
-        try:
-            trainer.run()
-            taken = {
-                key: statistics.median(row[f"time/{key}"] for row in trainer.history[2:])
-                for key in ("step", "generate", "prepare", "update")
+    profiles: dict[str, Any] = {}
+    for number in range(1, calibrations + 1):
+        start = time.perf_counter()
+        profiles[f"calibration {number}"] = calibrate(devices)
+        print(f"calibration {number}: {time.perf_counter() - start:.0f} s", flush=True)
+    with run_of(check_config({**BASE, "steps": steps, **LESSON})) as trainer:
+        for name, profile in list(profiles.items()):
+            learned = improved(profile, lesson_of(trainer, profile))
+            profiles[f"{name}, one run learned"] = learned
+    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in profiles}
+    print(f"measured; predicted by {', '.join(profiles)}", flush=True)
+    for case, changes in TIMES.items():
+        with run_of(check_config({**BASE, "steps": steps, **changes})) as trainer:
+            taken = statistics.median(row["time/step"] for row in trainer.history[2:])
+            plans = {
+                name: account(trainer, profile, profile.constants)
+                for name, profile in profiles.items()
             }
-            plan = predicted(trainer, profile)
-        finally:
-            trainer.close()
-        rows.append({"case": name, "predicted": plan.total, "measured": taken["step"]})
-        parts = zip(("generate", "prepare", "update"), plan.stages)
-        stages = ", ".join(f"{k} {s:.3f} / {taken[k]:.3f}" for k, s in parts)
-        print(f"{name:<20} {plan.total:.3f} / {taken['step']:.3f} s ({stages})", flush=True)
-    return summary(rows)
+        for name, plan in plans.items():
+            rows[name].append({"case": case, "predicted": plan.total, "measured": taken})
+        said = ", ".join(f"{plan.total:.3f}" for plan in plans.values())
+        print(f"{case:<20} {taken:.3f} s; {said}", flush=True)
+    return {name: summary(found) for name, found in rows.items()}
+
+
+@contextlib.contextmanager
+def run_of(config: Any) -> Any:
+    """A trainer that has taken its steps, closed at the end."""
+    import hjax
+
+    trainer = hjax.Trainer(config)
+    try:
+        trainer.run()
+        yield trainer
+    finally:
+        trainer.close()
 
 
 def memory() -> dict[str, Any]:
@@ -178,6 +189,7 @@ def one_memory(name: str) -> dict[str, Any]:
 
     import hjax
     from hjax.devices import DEVICES as CATALOGUE
+    from hjax.planning.after_run import account
     from hjax.planning.constants import Constants
     from hjax.planning.profile import Profile
     from hjax.settings.reading import check_config
@@ -189,7 +201,7 @@ def one_memory(name: str) -> dict[str, Any]:
         trainer.run(1)
         peak = _status("VmHWM")
         device, constants = CATALOGUE["b200"], Constants(workspace=0)
-        plan = predicted(trainer, Profile(device, constants, {}))
+        plan = account(trainer, Profile(device, constants, {}), constants)
     finally:
         trainer.close()
     del trainer
@@ -253,44 +265,95 @@ def compilers() -> dict[str, Any]:
     return summary(rows)
 
 
-def placements(rounds: int = 9) -> dict[str, Any]:
-    """Median seconds of a step under each placement, whose trainers take turns step by step."""
-    simulate()
+def placements(rounds: int = 9, calibrations: int = 5) -> dict[str, Any]:
+    """``placement=auto`` beside the best placement set by hand, a process for each number of
+    devices."""
+    found = {}
+    for devices in PLACED_DEVICES:
+        command = [sys.executable, str(FILE), f"--placed={devices}", f"--rounds={rounds}",
+                   f"--calibrations={calibrations}", f"--cases={len(PLACED)}"]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{devices} devices: {done.stderr[-2000:]}")
+        found[str(devices)] = json.loads(done.stdout.splitlines()[-1])
+        for case, row in found[str(devices)].items():
+            ratio, (low, high) = row["auto_over_best"], row["interval_95"]
+            print(
+                f"{devices} devices, {case}: auto over {row['best']} {ratio:.3f} ({low:.3f} to "
+                f"{high:.3f}), {len(row['plans'])} plans of {calibrations} calibrations",
+                flush=True,
+            )
+    return found
+
+
+def placed(devices: int, rounds: int, calibrations: int) -> dict[str, Any]:
+    """Of each case: the plans of several calibrations and the placements set by hand, whose
+    trainers take turns step by step; each plan's step over that of the best by hand, in pairs."""
+    simulate(devices)
+    import jax
+
     import hjax
+    from hjax.errors import ConfigError
+    from hjax.planning.calibration import calibrate
+    from hjax.planning.profile import profile_path, write_profile
     from hjax.settings.reading import check_config
 
+    os.environ["XDG_CACHE_HOME"] = str(pathlib.Path.cwd())  # the plans' profiles
+    profiles = [calibrate(jax.devices()) for _ in range(calibrations)]
     found: dict[str, Any] = {}
     for case, changes in PLACED.items():
-        names = ("auto", "colocate", "split", "standalone")
-        trainers = {
-            name: hjax.Trainer(
-                check_config({**BASE, **changes, "steps": rounds + 2, "placement": name})
-            )
-            for name in names
-        }
+        changes = {**BASE, **changes, "steps": rounds + 2}
+        trainers: dict[str, Any] = {}
+        for name in ("colocate", "split", "standalone"):
+            with contextlib.suppress(ConfigError):  # more sets than devices
+                trainers[name] = hjax.Trainer(check_config({**changes, "placement": name}))
+        by_hand, chosen, planned = list(trainers), [], []
+        for profile in profiles:
+            write_profile(profile, profile_path(jax.devices()))
+            config = check_config({**changes, "placement": "auto"})
+            plan = hjax.plan(config)
+            assert plan is not None  # the devices are this process's
+            key = json.dumps([plan.placement, plan.allocation, plan.layouts], sort_keys=True)
+            if key not in trainers:
+                trainers[key] = hjax.Trainer(config, plan=plan)
+            chosen.append(key)
+            planned.append(plan.predicted["seconds"]["total"])
         try:
             for _ in range(rounds + 2):
                 for trainer in trainers.values():
                     trainer.step()
             taken = {
-                name: statistics.median(row["time/step"] for row in trainer.history[2:])
+                name: [row["time/step"] for row in trainer.history[2:]]
                 for name, trainer in trainers.items()
             }
-            plan = trainers["auto"].plan_record()
         finally:
             for trainer in trainers.values():
                 trainer.close()
-        best = min(taken[name] for name in names[1:])
+        best = min(by_hand, key=lambda name: statistics.median(taken[name]))
+        pairs = [
+            [mine / its for mine, its in zip(taken[key], taken[best], strict=True)]
+            for key in chosen
+        ]
+        ratio, interval = mean_ratio([x for row in pairs for x in row])
         found[case] = {
-            "seconds": taken,
-            "auto_over_best": taken["auto"] / best,
-            "plan": {k: plan[k] for k in ("placement", "allocation", "parallelism")},
-            "planned_seconds": plan["predicted"]["seconds"]["total"],
+            "best": best,
+            "seconds": {name: statistics.median(taken[name]) for name in by_hand},
+            "auto_seconds": [statistics.median(taken[key]) for key in chosen],
+            "auto_over_best": ratio,
+            "interval_95": interval,
+            "by_calibration": [mean_ratio(row)[0] for row in pairs],
+            "plans": {key: chosen.count(key) for key in dict.fromkeys(chosen)},
+            "planned_seconds": planned,
         }
-        shown = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in taken.items())
-        sets = " | ".join("+".join(s) for s in plan["placement"])
-        print(f"{case}: {shown}; auto is {sets} {plan['allocation']}", flush=True)
     return found
+
+
+def mean_ratio(ratios: list[float]) -> tuple[float, list[float]]:
+    """Geometric mean of paired ratios and its 95 % confidence interval, by normal approximation."""
+    logs = [math.log(x) for x in ratios]
+    mean = statistics.fmean(logs)
+    half = 1.96 * statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.inf
+    return math.exp(mean), [math.exp(mean - half), math.exp(mean + half)]
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -313,17 +376,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parts = {
+    parts: dict[str, Any] = {
         "time": times, "memory": memory, "compilers": compilers, "placements": placements,
     }  # fmt: skip
     for name in parts:
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--one", help="of --memory, in a process of its own")
+    parser.add_argument("--placed", type=int, help="of --placements, on so many devices")
+    parser.add_argument("--rounds", type=int, default=9, help="steps of each placement")
+    parser.add_argument("--calibrations", type=int, help="of --time (2) and --placements (5)")
+    parser.add_argument("--cases", type=int, help="of --time and --placements, only the first")
     args = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
     from hjax.launch.huge_pages import use_huge_pages
 
     use_huge_pages()  # as the command does
+    for cases in (TIMES, PLACED):
+        for name in list(cases)[args.cases or len(cases) :]:
+            del cases[name]
+    if args.placed:
+        with tempfile.TemporaryDirectory() as folder:
+            os.chdir(folder)
+            print(json.dumps(placed(args.placed, args.rounds, args.calibrations or 5)))
+        return
     if args.one:
         print(json.dumps(one_memory(args.one)))
         return
@@ -333,7 +408,10 @@ def main() -> None:
         os.chdir(folder)
         for name, part in parts.items():
             if getattr(args, name):
-                result[name] = part()
+                given = {"calibrations": args.calibrations} if args.calibrations else {}
+                if name == "placements":
+                    given["rounds"] = args.rounds
+                result[name] = part(**given) if name in ("time", "placements") else part()
     if not any(getattr(args, name) for name in parts):
         parser.error("name at least one of " + ", ".join(f"--{name}" for name in parts))
     print(json.dumps(result | use.read()))

@@ -178,7 +178,8 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
             stored = profile.profile_path(devices[:2]).rename(folder / "two.json")
             measured = profile.read_profile(stored)
             of_all = dataclasses.replace(measured.device, per_host=len(devices), alone=())
-            whole = dataclasses.replace(measured, device=of_all, busy={})
+            made_on = dataclasses.replace(measured.made_on, devices=len(devices))
+            whole = dataclasses.replace(measured, device=of_all, busy={}, made_on=made_on)
             profile.write_profile(whole, profile.profile_path(devices))
             (folder / "shown.txt").write_text(shown.getvalue())
     return folder

@@ -7,6 +7,7 @@ import pathlib
 import subprocess
 import sys
 
+import jax
 import markupsafe
 import pytest
 from helpers import tiny_config
@@ -21,7 +22,7 @@ from hjax.launch import plan_flags
 from hjax.planning import generation, memory
 from hjax.planning.constants import Constants
 from hjax.planning.dataflow import trace
-from hjax.planning.profile import Profile
+from hjax.planning.profile import MadeOn, Profile
 from hjax.planning.records import Mesh
 from hjax.planning.strategies import STRATEGIES
 from hjax.run.placement import make_plan
@@ -395,9 +396,9 @@ def auto_trainer(algorithm="PPO", changes=None, workdir=None):
 def test_calibration_says_how_far_it_has_come(calibrated):
     shown = (calibrated / "shown.txt").read_text().splitlines()
     lines = [line for line in shown if line.startswith("calibrating")]
-    # A dtype; runs on 1 and on 2 devices, with FSDP and a tensor axis; seven parts more.
-    assert lines[0].startswith("calibrating  0/12   products in float32")
-    assert lines[-1].startswith("calibrating 12/12   done")
+    # A dtype; runs on 1 and on 2 devices, with FSDP and a tensor axis; six parts more.
+    assert lines[0].startswith("calibrating  0/11   products in float32")
+    assert lines[-1].startswith("calibrating 11/11   done")
 
 
 @pytest.mark.parametrize("display", [True, False])
@@ -412,10 +413,13 @@ def test_a_plan_shows_the_calibration_that_it_needs(display, tmp_path, monkeypat
     config = tiny_config("PPO", {"placement": "auto", "display.enabled": display})
     hjax.plan(config)
     out = capsys.readouterr().out
-    assert out == ("calibrating 0/1   products   0:00\ncalibrating 1/1   done   0:00\n"
-                   if display else "")  # fmt: skip
+    lines = out.splitlines()
+    assert lines[:2] == (["calibrating 0/1   products   0:00", "calibrating 1/1   done   0:00"]
+                         if display else [])  # fmt: skip
+    assert [line.startswith("placement=auto: ") for line in lines[2:]] == [True] * len(lines[2:])
+    assert any("a step takes" in line for line in lines) == display
     hjax.plan(config)  # the profile is stored now
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().out.splitlines() == lines[2:]
 
 
 def test_a_calibration_tells_whoever_asked(tmp_path, monkeypatch, capsys):
@@ -427,7 +431,20 @@ def test_a_calibration_tells_whoever_asked(tmp_path, monkeypatch, capsys):
     )
     config = tiny_config("PPO", {"placement": "auto", "display.enabled": True})
     hjax.plan(config, progress=lambda *parts: told.append(parts))
-    assert told == [(1, 2, "copies")] and capsys.readouterr().out == ""
+    assert told == [(1, 2, "copies")]
+    assert "calibrating" not in capsys.readouterr().out
+
+
+def test_a_plan_says_why_devices_are_idle(monkeypatch, capsys):
+    """6 prompts of 2 samples divide over 6 devices, not over 8."""
+    monkeypatch.setattr("hjax.planning.auto.find_profile", lambda *_: shared_cores(0.5))
+    changes = {"placement": "auto", "display.enabled": True, "rollout.prompts": 6,
+               "rollout.samples": 1, "algorithm.minibatch": 0, "warm_start.steps": 0}  # fmt: skip
+    plan = hjax.plan(tiny_config("PPO", changes))
+    out = capsys.readouterr().out
+    assert sum(plan.allocation) < 8
+    idle = f"{8 - sum(plan.allocation)} of 8 devices are idle: no layout of these models"
+    assert idle in out and plan.predicted["idle"].startswith(idle)
 
 
 def test_auto_runs_the_plan_it_printed(calibrated, tmp_path, monkeypatch):
@@ -465,7 +482,7 @@ def shared_cores(load):
         alone=((4, 2.0, load), (8, 1.0, 1.0)),
     )  # fmt: skip
     values = {"decode_row": 0.0, "decode_step": 0.0, "link_latency": 0.0, "network_latency": 0.0}
-    return Profile(device, Constants().with_values(values), {})
+    return Profile(device, Constants().with_values(values), {}, MadeOn.here(jax.devices()))
 
 
 @pytest.mark.parametrize("load, sets", [(0.97, 1), (0.5, 2)])

@@ -3,6 +3,7 @@
 Clusters are lists of nodes as Ray tells them, worked out by hand; no Ray is started.
 """
 
+import dataclasses
 import json
 
 import pytest
@@ -23,7 +24,7 @@ from hjax.devices import DEVICES, Device, device_of_kind
 from hjax.errors import ConfigError
 from hjax.planning.auto import known_devices
 from hjax.planning.hosts import cluster_of
-from hjax.planning.profile import Profile, profile_path, write_profile
+from hjax.planning.profile import MadeOn, Profile, profile_path, write_profile
 from hjax.run.placement import make_plan
 
 
@@ -150,6 +151,9 @@ def test_what_is_wrong_with_hosts_is_said():
         ("NVIDIA A100-SXM4-80GB", "a100-80g"), ("NVIDIA H100 80GB HBM3", "h100"), ("H200", "h200"),
         ("NVIDIA L40S", "l40s"), ("NVIDIA B200", "b200"), ("TPU v4", "v4"),
         ("TPU v5 lite", "v5e"), ("TPU v5", "v5p"), ("TPU v5p", "v5p"), ("TPU v6 lite", "v6e"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40g"), ("NVIDIA A100 80GB PCIe", "a100-80g"),
+        ("NVIDIA H100 PCIe", "h100-pcie"), ("NVIDIA H100 NVL", "h100-nvl"), ("TPU7x", "tpu7x"),
+        ("NVIDIA GH200 480GB", "gh200"), ("NVIDIA GB200", "gb200"), ("TPU-V7X", "tpu7x"),
         ("TPU-V4", "v4"), ("TPU-V5P", "v5p"), ("TPU-V5LITEPOD", "v5e"), ("TPU-V6E", "v6e"),
     ],
 )  # fmt: skip
@@ -159,7 +163,13 @@ def test_devices_by_the_names_that_jax_and_ray_have_for_them(kind, name):
 
 
 def test_a_device_that_nobody_knows_is_none():
-    assert device_of_kind("GeForce-RTX-5090") is None
+    for kind in ("GeForce-RTX-5090", "NVIDIA A10", "NVIDIA L40", "TPU v3", "TPU v4 lite", "cpu"):
+        assert device_of_kind(kind) is None
+
+
+def test_an_a100_s_memory_tells_its_size():
+    assert device_of_kind("A100", 39 * 2.0**30).name == "a100-40g"
+    assert device_of_kind("A100", 79 * 2.0**30).name == "a100-80g"
 
 
 def hosts_of(nodes, platform, processes, each, together="auto"):
@@ -179,10 +189,18 @@ def test_a_host_s_profile_is_taken_but_for_the_network(tmp_path, monkeypatch):
     measured = Device("h100", 1.0, {"bfloat16": 2.0}, 3.0, 4.0, 4.0, 8, 0, "measured")
     path = profile_path([hosts.devices[0]] * 8)
     constants = known_devices(hosts)[1].with_values({"matmul": 1.0}, measured=True)
-    write_profile(Profile(measured, constants, {}), path)
+    made_on = MadeOn.here([hosts.devices[0]] * 8)
+    write_profile(Profile(measured, constants, {}, made_on), path)
     [device], constants = known_devices(hosts)
     assert (device.link, device.network) == (4.0, DEVICES["h100"].network)
     assert constants.matmul == 1.0
+    # One of other versions is refused, and says of which.
+    before = tuple((n, "0.1" if n == "jax" else v) for n, v in made_on.versions)
+    old = dataclasses.replace(made_on, versions=before)
+    write_profile(Profile(measured, constants, {}, old), path)
+    with pytest.raises(ConfigError, match=r"was measured elsewhere: jax 0.1, not .*--calibrate$"):
+        known_devices(hosts)
+    write_profile(Profile(measured, constants, {}, made_on), path)
     # Beside others what one host measured says nothing of them.
     both, constants = known_devices(hosts_of([*H100, *A100], "gpu", 6, 8))
     assert [d.name for d in both] == ["h100", "a100-80g"] and not constants.measured

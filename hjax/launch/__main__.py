@@ -254,11 +254,14 @@ def _run(command: TrainCommand, signals: Signals) -> int:
         if remark:
             display.message(remark)
         trainer.run()
+        seconds = None if signals.received else _compare_seconds(trainer, path)
     finally:
         try:
             trainer.close()
         finally:
             display.close()
+    if seconds and config.display.enabled:
+        print(seconds)
     return _finish(path, command, signals.received)
 
 
@@ -279,6 +282,20 @@ def _measure(command: TrainCommand) -> int:
     else:
         print("   ".join(f"{name.removeprefix('eval/')} {number(x)}" for name, x in found.items()))
     return 0
+
+
+def _compare_seconds(trainer: Any, workdir: Path) -> str:
+    """Have the plan learn from the run; returns a line on how near it was, empty without a
+    profile."""
+    from hjax.planning.after_run import learn_from
+    from hjax.planning.learning import summary
+
+    try:
+        found = learn_from(trainer, workdir)
+    except ConfigError as error:
+        return f"plan: not compared with the run: {error}"
+    explain = f"python -m hjax.launch.plan --explain={workdir}"
+    return f"plan: {summary(found)}; see {explain}" if found else ""
 
 
 def _finish(path: Path, command: TrainCommand, received: int) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from hjax.devices import DEVICES
@@ -25,6 +27,7 @@ usage: python -m hjax.launch.plan --models=ROLE=MODEL,... --cluster=HOSTSxDEVICE
        python -m hjax.launch.plan --config=NAME.py --cluster=... [--compile]
                                   [--roofline] [--config.a.b=VALUE ...] [--output=DIR] [--json]
        python -m hjax.launch.plan --calibrate [--json]
+       python -m hjax.launch.plan --explain=WORKDIR [--json]
 
 Choose placement (which models share devices), allocation (how many) and each model's layout for
 training and generation, such that a step is fastest and everything fits. Nothing is run.
@@ -56,6 +59,8 @@ training and generation, such that a step is fastest and everything fits. Nothin
   --constants=a=1,b=2   replace constants of the cost model (docs/auto_mapping.md)
   --profile=FILE        constants measured by --calibrate
   --calibrate           measure this machine's devices and store a profile
+  --explain=WORKDIR     predicted and measured seconds of each call of a run that has ended, and
+                        which term of the cost model was wrong
   --output=DIR          write plan.json (for --config.placement) and plan.html
   --json                print one line of JSON as the last line of the output
   --help                print this
@@ -75,6 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             end="",
         )
         return 0
+    explained = [a.partition("=")[2] for a in arguments if re.match(r"--?explain=", a)]
+    if explained:
+        return exit_status(lambda: _explain(Path(explained[-1]), "--json" in arguments))
     return exit_status(lambda: _run(arguments))
 
 
@@ -103,6 +111,25 @@ def _run(arguments: Sequence[str]) -> int:
     if request.json:
         sys.stdout.flush()
         print(json_line(described))
+    return 0
+
+
+def _explain(workdir: Path, as_json: bool) -> int:
+    """Show what a run's end says of its plan."""
+    from hjax.planning.after_run import read_record
+    from hjax.planning.learning import summary
+    from hjax.show.seconds_table import seconds_table
+
+    found = read_record(workdir)
+    console = wide_console()
+    console.print(seconds_table(found))
+    learned = "the profile has learned it"
+    if not found["taught"]:
+        learned = "the profile does not learn from sets that share cores"
+    console.print(f"{summary(found)}; constants were {found['constants']}, {learned}")
+    if as_json:
+        sys.stdout.flush()
+        print(json_line(found))
     return 0
 
 

@@ -22,9 +22,9 @@ from hjax.planning.calibration import Progress, calibrate
 from hjax.planning.constants import Constants
 from hjax.planning.counting import counts
 from hjax.planning.dataflow import trace
-from hjax.planning.hosts import cluster_of
+from hjax.planning.hosts import cluster_of, pools_at_hand
 from hjax.planning.options import SearchSpace, role_options
-from hjax.planning.profile import Profile, profile_path, read_profile, write_profile
+from hjax.planning.profile import MadeOn, Profile, profile_path, read_profile, write_profile
 from hjax.planning.records import (
     FLOAT32,
     MASTERS,
@@ -33,13 +33,12 @@ from hjax.planning.records import (
     Mesh,
     Numerics,
     PlannedSet,
-    Pool,
     Workload,
 )
 from hjax.planning.result import describe_result
 from hjax.planning.search import SHOWN, Problem, SearchResult
 from hjax.planning.strategies import search_strategy
-from hjax.roles import ROLES, Role
+from hjax.roles import ROLES, STAGES, Role
 from hjax.run import slot_room
 from hjax.run.inputs import load_inputs
 from hjax.run.machines import local_devices, look_at_hosts
@@ -54,6 +53,7 @@ from hjax.run.roles import (
 )
 from hjax.run.workdir import Workdir
 from hjax.settings.checking import check_config, on_cluster
+from hjax.show.format import duration
 from hjax.show.parts_display import PartsDisplay
 
 # Plans whose seconds differ by less than this share are equal to the model where simulated devices
@@ -103,7 +103,10 @@ def plan_run(
         cluster, constants, platform = _devices(config, progress or shown)
     float32 = is_float32(config, platform)
     length = inputs.prompt_length
-    return auto_plan(run_problem(config, algorithm, models, length, cluster, constants, float32))
+    plan = auto_plan(run_problem(config, algorithm, models, length, cluster, constants, float32))
+    if config.display.enabled:
+        print("\n".join(auto_lines(plan)), flush=True)
+    return plan
 
 
 def _devices(config: ConfigDict, progress: Progress) -> tuple[Cluster, Constants, str]:
@@ -115,8 +118,8 @@ def _devices(config: ConfigDict, progress: Progress) -> tuple[Cluster, Constants
     if not on_cluster(config):
         devices = local_devices(config)
         measured = find_profile(devices, progress)
-        pool = Pool(measured.device, 1, len(devices))
-        return Cluster((pool,)), measured.constants, devices[0].platform
+        cluster = pools_at_hand(measured.device, devices)
+        return cluster, measured.constants, devices[0].platform
     hosts = look_at_hosts(config)
     if hosts.platform == "cpu":
         measured = find_profile(local_devices(config), progress)
@@ -139,9 +142,10 @@ def known_devices(hosts: Hosts) -> tuple[list[Device], Constants]:
         where that is needed.
     """
     listed = [device_of_kind(found.device_kind, found.memory) for found in hosts.devices]
-    path = profile_path([hosts.devices[0]] * (max(hosts.groups[0].processes) * hosts.each))
+    host = [hosts.devices[0]] * (max(hosts.groups[0].processes) * hosts.each)
+    path = profile_path(host)
     if len(set(hosts.devices)) == 1 and path.is_file():
-        measured = read_profile(path)
+        measured = read_profile(path, MadeOn.here(host))
         if listed[0] is not None:
             device = dataclasses.replace(measured.device, network=listed[0].network)
             return [device] * len(listed), measured.constants
@@ -170,7 +174,11 @@ def auto_plan(problem: Problem) -> Plan:
     if shared and found.candidates:
         found = _simplest_first(found)
     described = describe_result(found, problem, "auto")
-    keys = ("seconds", "memory_bytes", "set_memory_bytes", "usable_bytes", "origins", "candidates")
+    described["idle"] = _idle(found, problem)
+    keys = (
+        "seconds", "role_seconds", "memory_bytes", "set_memory_bytes", "usable_bytes", "origins",
+        "candidates", "idle",
+    )  # fmt: skip
     return Plan(
         tuple(tuple(s) for s in described["placement"]),
         tuple(described["allocation"]),
@@ -178,6 +186,49 @@ def auto_plan(problem: Problem) -> Plan:
         {key: described[key] for key in keys},
         tuple(dict(s.pool.where) for s in found.fastest.sets),
     )
+
+
+def _idle(found: SearchResult, problem: Problem) -> str:
+    """Why the plan leaves devices idle; empty: it does not."""
+    best, every = found.fastest, problem.cluster.size
+    if best.devices == every:
+        return ""
+    left = f"{every - best.devices} of {every} devices are idle"
+    if len(problem.cluster.pools) > 1:
+        return f"{left}: a set of models stays within one kind of devices, one slice"
+    pool = dataclasses.replace(problem.cluster.pools[0], counts=(every,))
+    asked = dataclasses.replace(problem, cluster=Cluster((pool,)))
+    all_of_them = search_strategy(asked, "auto", 1)
+    if not all_of_them.candidates:
+        return f"{left}: no layout of these models and batches divides over all of them"
+    longer = all_of_them.fastest.total / best.total - 1
+    return f"{left}: a step on all of them takes {100 * longer:.0f} % longer by the cost model"
+
+
+def auto_lines(plan: Plan) -> list[str]:
+    """What a plan says before its run: who stands where, its seconds, why devices are idle."""
+    seconds = plan.predicted["seconds"]
+    lines = []
+    for roles, devices in zip(plan.placement, plan.allocation, strict=True):
+        layouts = {role: _layout_text(plan.layouts[role]) for role in roles}
+        same = len(set(layouts.values())) == 1
+        text = next(iter(layouts.values())) if same else "; ".join(map(": ".join, layouts.items()))
+        lines.append(f"placement=auto: {', '.join(roles)} on {devices} devices ({text})")
+    stages = ", ".join(f"{stage} {duration(seconds[stage])}" for stage in STAGES)
+    origin = plan.predicted["origins"]["seconds"].partition(":")[0]
+    lines.append(
+        f"placement=auto: a step takes {duration(seconds['total'])} by constants that are {origin} "
+        f"({stages})"
+    )
+    if plan.predicted["idle"]:
+        lines.append(f"placement=auto: {plan.predicted['idle']}")
+    return lines
+
+
+def _layout_text(layout: Mapping[str, Mapping[str, int]]) -> str:
+    train = ", ".join(f"{axis} {n}" for axis, n in layout["train"].items())
+    generate = [f"{axis} {n}" for axis, n in layout.get("generate", {}).items() if n > 1]
+    return f"{train}, generation {', '.join(generate)}" if generate else train
 
 
 def _check_generates(algorithm: type[Algorithm]) -> None:
@@ -199,18 +250,27 @@ def _simplest_first(found: SearchResult) -> SearchResult:
 
 def find_profile(devices: Sequence[Any], progress: Progress | None = None) -> Profile:
     """For a plan on these devices: their stored profile, the catalogue's entry, or (CPUs) a
-    calibration now, which is stored and tells ``progress`` how far it has come.
+    calibration now, which is stored and tells ``progress`` how far it has come. CPUs are measured
+    again where the stored profile is another machine's or of other versions.
 
     Raises:
-      ConfigError: a device that is neither calibrated nor in the catalogue.
+      ConfigError: a device that is neither calibrated nor in the catalogue, or a profile that was
+        measured elsewhere.
     """
-    path = profile_path(devices)
+    path, here, why = profile_path(devices), MadeOn.here(devices), ""
     if path.is_file():
-        return read_profile(path)
+        try:
+            return read_profile(path, here)
+        except ConfigError as error:
+            if devices[0].platform != "cpu":
+                raise
+            why = str(error)
     known = device_of_kind(str(devices[0].device_kind), device_memory(devices[0]))
     if known is not None:
         return Profile(known, Constants(), {})
     if devices[0].platform == "cpu":
+        if why and progress is not None:
+            progress(0, 1, f"again: {why}")
         profile = calibrate(devices, progress)
         write_profile(profile, path)
         return profile
@@ -313,7 +373,7 @@ def predict(problem: Problem, roles: Any) -> Candidate:
       problem: the run's (``run_problem``).
       roles: the run's worker groups with their plan and layouts (hjax.run.roles.Roles).
     """
-    (pool,) = problem.cluster.pools
+    pool = problem.cluster.pools[0]  # of several slices each is like the others
     sets = []
     for names, devices in zip(roles.plan.placement, roles.plan.allocation, strict=True):
         place = problem.place(pool, devices)
@@ -324,7 +384,10 @@ def predict(problem: Problem, roles: Any) -> Candidate:
             flow, work = problem.dataflow, problem.work
             offload = problem.offload.get(role, "none")
             found = role_options(place, problem.models[role], flow, role, work, space, offload)
-            options.append(next(o for o in found if o.mesh == mesh))
+            option = next((o for o in found if o.mesh == mesh), None)
+            if option is None:
+                raise ConfigError(f"the cost model has no account of the {role}'s layout {mesh}")
+            options.append(option)
         sets.append(PlannedSet(names, pool, devices, tuple(options)))
     return Candidate(tuple(sets))
 

@@ -27,10 +27,10 @@ from hjax.devices import Device
 from hjax.machine import device_memory
 from hjax.models import arithmetic
 from hjax.models.config import ModelConfig
-from hjax.planning import counting
+from hjax.planning import counting, probes
 from hjax.planning.constants import Constants
 from hjax.planning.cost import Place, update_seconds
-from hjax.planning.profile import Profile
+from hjax.planning.profile import MadeOn, Profile
 from hjax.planning.records import FLOAT32, MASTERS, Mesh, Pool
 
 # Called with the parts that are over, how many there are, and what is done now (at the end: "").
@@ -45,7 +45,7 @@ BUSY = (1, 2, 4, 8)
 
 
 def calibrate(devices: Sequence[Any], progress: Progress | None = None) -> Profile:
-    """Measure the devices of one host, all of them. Takes a minute.
+    """Measure the devices of one host, all of them. Takes a minute at most on two quiet cores.
 
     Simulated devices are also measured with 1, 2 and 4 of them busy: how much faster each is then
     and how much of the cores' time they take, in the same update spread over so many. That update
@@ -63,22 +63,26 @@ def calibrate(devices: Sequence[Any], progress: Progress | None = None) -> Profi
     rows = 8 * len(devices)
     meshes = [Mesh(data=n) for n in counts] + _split_meshes(len(devices))
     all_of_them = len(counts) - 1
-    # Beside a part per dtype and mesh: steps, updates, all-reduces, copies, three small models.
-    parts = _Parts(len(dtypes) + len(meshes) + 7, progress)
+    # Beside a part per dtype and mesh: updates, all-reduces, copies, three small models.
+    parts = _Parts(len(dtypes) + len(meshes) + 6, progress)
     flops = {}
     for dtype in dtypes:
         parts.begin(f"products in {dtype}")
         flops[dtype] = _matmul(devices, size, dtype)
     with contextlib.ExitStack() as ends:
+        # One run whole; of the others only the update, which learns from the one's batch.
+        parts.begin(f"a run over {_axes(meshes[all_of_them])}")
+        whole = _start(ends, meshes[all_of_them], width=128, layers=2, rows=rows)
+        batch = {name: _at_hand(x) for name, x in whole.batch.items()}
         wide = []
         for mesh in meshes:
-            axes = ", ".join(f"{axis} {n}" for axis, n in mesh.train_axes().items() if n > 1)
-            parts.begin(f"a run over {axes or 'one device'}")
-            wide.append(_start(ends, mesh, width=128, layers=2, rows=rows, steps=1))
-        parts.begin("its steps")
-        wide[all_of_them].run(STEPS)
+            if mesh == meshes[all_of_them]:
+                wide.append(whole)
+                continue
+            parts.begin(f"updates over {_axes(mesh)}")
+            wide.append(_start(ends, mesh, width=128, layers=2, rows=rows, steps=0))
         parts.begin("updates of all runs in turn")
-        taken = _updates(wide)
+        taken = _updates(wide, batch)
         updates = dict(zip(counts, taken))
         run = _calls(wide[all_of_them])
         model = wide[0].roles.models["actor"]
@@ -111,7 +115,8 @@ def calibrate(devices: Sequence[Any], progress: Progress | None = None) -> Profi
         split = _split_cost(place, model, rows, run.length, seconds, mesh)
         values |= split
         place = dataclasses.replace(place, constants=place.constants.with_values(split))
-    return Profile(device, Constants().with_values(values, measured=True), busy)
+    constants = Constants().with_values(values, measured=True)
+    return Profile(device, constants, busy, MadeOn.here(devices))
 
 
 class _Parts:
@@ -130,6 +135,15 @@ class _Parts:
         """All parts are over."""
         if self._progress is not None:
             self._progress(self._begun, self._total, "")
+
+
+def _axes(mesh: Mesh) -> str:
+    sizes = ", ".join(f"{axis} {n}" for axis, n in mesh.train_axes().items() if n > 1)
+    return sizes or "one device"
+
+
+def _at_hand(x: Any) -> Any:
+    return np.asarray(x) if isinstance(x, jax.Array) else x
 
 
 def _split_meshes(devices: int) -> list[Mesh]:
@@ -276,7 +290,8 @@ def _small_model(devices: int, flops: float, wide: _Calls, parts: _Parts) -> dic
         tiny = []
         for layers in (1, 4):
             parts.begin(f"a tiny model, layers: {layers}")
-            tiny.append(_start(ends, mesh, width=32, layers=layers, rows=2 * devices))
+            rows = 2 * devices
+            tiny.append(_start(ends, mesh, width=32, layers=layers, rows=rows, learns=False))
         parts.begin("longer responses")
         long = _start(
             ends, mesh, width=64, layers=2, rows=8 * devices, heads=8, response=LONG_RESPONSE
@@ -330,9 +345,11 @@ def _start(
     rows: int,
     heads: int = 0,
     response: int = RESPONSE,
-    steps: int = 0,
+    steps: int | None = None,
+    learns: bool = True,
 ) -> Any:
-    """A GRPO run on ``rows`` sequences after its steps (0: all); heads of 16 unless said otherwise.
+    """A GRPO run on ``rows`` sequences after its steps (None: all); heads of 16 unless said
+    otherwise; without ``learns`` it has no updates.
 
     It is closed at the end of ``ends``, also after an error.
     """
@@ -341,7 +358,8 @@ def _start(
 
     heads = heads or width // 16
     changes = {
-        "algorithm.name": "GRPO", "algorithm.kl_coef": 0.01, "data.task": "sorting", "steps": STEPS,
+        "algorithm.name": "GRPO" if learns else f"{probes.__file__}:Scored",
+        "algorithm.kl_coef": 0.01, "data.task": "sorting", "steps": STEPS,
         "cluster.devices_per_process": mesh.devices, "placement": "colocate",
         "model.hidden_size": width, "model.mlp_size": 4 * width, "model.layers": layers,
         "model.heads": heads, "model.kv_heads": heads, "rollout.prompts": rows // 2,
@@ -352,7 +370,9 @@ def _start(
     }  # fmt: skip
     trainer = Trainer(check_config(changes))
     ends.callback(trainer.close)
-    trainer.run(steps or STEPS)
+    trainer.prepare()
+    if steps is None:
+        trainer.run(STEPS)
     return trainer
 
 
@@ -369,23 +389,23 @@ def _calls(trainer: Any) -> _Calls:
     flops = rows * arithmetic.forward_flops(model, length)
     scores = rows * model.heads * length**2 * model.layers
     calls = ("generate_sequences", "compute_ref_log_prob", "update_actor")
-    generate, forward, update = (statistics.median(taken[name]) for name in calls)
+    generate, forward, update = (statistics.median(taken[name] or [0.0]) for name in calls)
     return _Calls(generate, forward, update, flops, scores, length)
 
 
-def _updates(trainers: Sequence[Any]) -> list[tuple[float, float]]:
+def _updates(trainers: Sequence[Any], batch: Any) -> list[tuple[float, float]]:
     """(seconds, share of the cores' time) of an update of each run, medians; they take turns."""
     from hjax.controller import join
     from hjax.machine import available_cores
 
     cores = available_cores()
     taken: list[list[tuple[float, float]]] = [[] for _ in trainers]
-    for trainer in trainers:  # a first one, beside what a step compiled
-        join(trainer.roles.groups["actor"].update_actor(trainer.batch))
+    for trainer in trainers:  # a first one compiles
+        join(trainer.roles.groups["actor"].update_actor(batch))
     for _ in range(UPDATES):
         for trainer, found in zip(trainers, taken):
             start, used = time.perf_counter(), time.process_time()
-            join(trainer.roles.groups["actor"].update_actor(trainer.batch))
+            join(trainer.roles.groups["actor"].update_actor(batch))
             seconds = time.perf_counter() - start
             share = (time.process_time() - used) / seconds / cores
             found.append((seconds, min(1.0, share)))

@@ -10,12 +10,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from hjax.controller.hosts import HostGroup
 from hjax.devices import Device
 from hjax.errors import ConfigError
 from hjax.planning.hardware import legal_counts
 from hjax.planning.records import Cluster, Pool
+from hjax.sharding.wires import wires_of
 
 
 def cluster_of(
@@ -49,6 +51,31 @@ def cluster_of(
         )
     pools = [_pool(groups[i], devices[i], size, each) for i, size in ways[processes]]
     return Cluster(tuple(pools))
+
+
+def pools_at_hand(device: Device, devices: Sequence[Any]) -> Cluster:
+    """The devices of a process, or of all processes of its world, as pools.
+
+    Slices and NVLink domains come from what the devices say of themselves (``wires_of``); simulated
+    ones are one host's.
+
+    Args:
+      device: what each of them is.
+      devices: jax.Device.
+    """
+    wires = wires_of(devices)
+    if wires is None or not wires.boxes:
+        return Cluster((Pool(device, 1, len(devices)),))
+    each = math.prod(wires.sides)
+    if not wires.torus:
+        return Cluster((Pool(device, wires.boxes, each),))
+    sides = [n for n in wires.sides[:3] if n > 1]
+    sides += [1] * (device.torus - len(sides))
+    shape = (*sides, wires.sides[3]) if wires.sides[3] > 1 else tuple(sides)
+    if len(sides) > device.torus or any(n & (n - 1) for n in shape):
+        return Cluster((Pool(device, wires.boxes, each),))  # no slice that sets can be cut out of
+    hosts = max(1, len({d.process_index for d in devices}) // wires.boxes)
+    return Cluster((Pool(device, hosts, each // hosts, shape),) * wires.boxes)
 
 
 def _sizes(group: HostGroup, device: Device, each: int) -> Sequence[int]:

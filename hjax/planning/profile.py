@@ -1,13 +1,16 @@
-"""Calibration: what the devices at hand really do, measured and kept for plans.
+"""Profiles: what the devices at hand really do, measured and kept for plans.
 
 Rates are per device with all of them busy; simulated CPU devices share the cores, so a device's
-own rate falls with how many are busy, which is kept too.
+own rate falls with how many are busy, which is kept too. A profile holds for what it was measured
+on, and for nothing else.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
+import platform
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +19,49 @@ from typing import Any
 from hjax.devices import Device
 from hjax.errors import ConfigError
 from hjax.files import cache_folder, replace_file
+from hjax.machine import available_cores
 from hjax.planning.constants import Constants
+
+MAKE = "python -m hjax.launch.plan --calibrate"
+
+
+@dataclasses.dataclass(frozen=True)
+class MadeOn:
+    """What a profile was measured on.
+
+    Attributes:
+      kind: of the devices, as JAX calls it.
+      devices: how many.
+      cpu: model of the host's processor.
+      cores: that the process may use.
+      versions: of jax, jaxlib and hjax.
+    """
+
+    kind: str
+    devices: int
+    cpu: str
+    cores: int
+    versions: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def here(cls, devices: Sequence[Any]) -> MadeOn:
+        """These devices of this process."""
+        names = ("hjax", "jax", "jaxlib")
+        versions = tuple((name, importlib.metadata.version(name)) for name in names)
+        kind = str(devices[0].device_kind)
+        return cls(kind, len(devices), cpu_model(), available_cores(), versions)
+
+    def differs(self, other: MadeOn) -> str:
+        """In what the other is not the same, in words; empty: in nothing."""
+        found = []
+        for field in dataclasses.fields(self):
+            mine, its = getattr(self, field.name), getattr(other, field.name)
+            if field.name == "versions":
+                theirs = dict(its)
+                found += [f"{n} {v}, not {theirs.get(n)}" for n, v in mine if theirs.get(n) != v]
+            elif mine != its:
+                found.append(f"{field.name} {mine}, not {its}")
+        return "; ".join(found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,11 +70,40 @@ class Profile:
 
     Attributes:
       busy: FLOP/s of updates per device, by the number of devices they are spread over.
+      made_on: what was measured; None: a catalogue's entry.
+      runs: that have taught the constants since.
+      learned: constants that they moved, and by how much in all.
     """
 
     device: Device
     constants: Constants
     busy: dict[int, float]
+    made_on: MadeOn | None = None
+    runs: int = 0
+    learned: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def origins(self) -> dict[str, str]:
+        """Where each number is from, by name."""
+        if self.made_on is None:
+            return {"hardware": self.device.source}
+        at = f"measured on {self.made_on.devices} x {self.made_on.kind} ({self.made_on.cpu})"
+        found = dict.fromkeys(("flops", "memory bandwidth", "link"), at)
+        network = "data sheet" if self.device.network != self.device.link else at
+        found["network"] = f"{network}; no other host was reached" if network == at else network
+        for name in sorted(self.constants.measured):
+            moved = self.learned.get(name)
+            found[name] = f"{at}, times {moved:.2f} by {self.runs} runs" if moved else at
+        return found
+
+
+def cpu_model() -> str:
+    """The processor's name as the system has it."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor() or platform.machine()
+    found = re.search(r"^(?:model name|Model|cpu model)\s*: *(.+)$", text, re.MULTILINE)
+    return found[1].strip() if found else platform.machine()
 
 
 def profile_path(devices: Sequence[Any]) -> Path:
@@ -38,11 +112,16 @@ def profile_path(devices: Sequence[Any]) -> Path:
     return cache_folder("profiles") / f"{devices[0].platform}-{kind}-{len(devices)}.json"
 
 
-def read_profile(path: Path) -> Profile:
+def read_profile(path: Path, here: MadeOn | None = None) -> Profile:
     """A stored profile.
 
+    Args:
+      path: of the file.
+      here: what it is wanted for; None: whatever it was measured on.
+
     Raises:
-      ConfigError: no such file, or not a profile.
+      ConfigError: no such file, not a profile, or one of other devices, another machine or other
+        versions.
     """
     try:
         content = json.loads(path.read_text())
@@ -53,23 +132,39 @@ def read_profile(path: Path) -> Profile:
         device = Device(**content["device"], alone=alone)
         values = {key: float(value) for key, value in content["constants"].items()}
         busy = {int(n): float(rate) for n, rate in content["busy"].items()}
+        given = dict(content["made_on"])
+        versions = tuple(sorted((str(n), str(v)) for n, v in given.pop("versions").items()))
+        made_on = MadeOn(**given, versions=versions)
+        runs = int(content.get("runs", 0))
+        learned = {key: float(value) for key, value in content.get("learned", {}).items()}
     except OSError as error:
         raise ConfigError(f"--profile={path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"--profile={path}: not a profile ({type(error).__name__}: {error}); make one with "
-            "python -m hjax.launch.plan --calibrate"
+            f"{MAKE}"
         ) from error
-    return Profile(device, Constants().with_values(values, measured=True), busy)
+    if here is not None and (other := made_on.differs(here)):
+        raise ConfigError(
+            f"the profile {path} was measured elsewhere: {other}; make one here with {MAKE}"
+        )
+    constants = Constants().with_values(values, measured=True)
+    return Profile(device, constants, busy, made_on, runs, learned)
 
 
 def write_profile(profile: Profile, path: Path) -> dict[str, Any]:
     """Store a profile; returns what was written."""
+    assert profile.made_on is not None, "a catalogue's entry is not stored"
     constants = {name: getattr(profile.constants, name) for name in profile.constants.measured}
+    made_on = dataclasses.asdict(profile.made_on)
     content = {
+        "made_on": {**made_on, "versions": dict(profile.made_on.versions)},
         "device": dataclasses.asdict(profile.device),
         "constants": dict(sorted(constants.items())),
         "busy": profile.busy,
+        "runs": profile.runs,
+        "learned": profile.learned,
+        "origins": profile.origins(),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, json.dumps(content, indent=1) + "\n")

@@ -1,0 +1,122 @@
+"""After a run: what was predicted beside what was measured, and a profile that learns from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from hjax.errors import ConfigError
+from hjax.files import json_line, replace_file
+from hjax.planning.auto import predict, run_problem
+from hjax.planning.constants import Constants
+from hjax.planning.hosts import pools_at_hand
+from hjax.planning.learning import lesson, record, taught
+from hjax.planning.profile import MadeOn, Profile, profile_path, read_profile, write_profile
+from hjax.planning.records import Candidate
+from hjax.run.machines import local_devices
+from hjax.run.roles import is_float32
+from hjax.settings.checking import on_cluster
+
+FILE = "plan_seconds.json"
+
+
+def learn_from(trainer: Any, workdir: Path | None = None) -> dict[str, Any] | None:
+    """Compare a run's calls with the cost model's account of it; teach the profile by which its
+    devices are planned for.
+
+    The profile learns where its devices are the run's, and sets do not share cores: what a set
+    waits for another is not its own.
+
+    Args:
+      trainer: that has run.
+      workdir: takes ``FILE``; None: nothing is written there.
+
+    Returns:
+      what was written, of ``learning.record``, with ``constants`` (``measured`` or ``assumed``) and
+      ``taught``, whether the profile learned; None where no profile is stored for these devices.
+
+    Raises:
+      ConfigError: a run of which the cost model has no account, with the reason.
+    """
+    config = trainer.config
+    if on_cluster(config) or not trainer.algorithm_class.generates:
+        return None
+    devices = local_devices(config)
+    path = profile_path(devices)
+    if not path.is_file():
+        return None
+    profile = read_profile(path, MadeOn.here(devices))
+    found = lesson_of(trainer, profile)
+    pool = pools_at_hand(profile.device, devices).pools[0]
+    alone = len(trainer.roles.plan.placement) == 1 or not pool.shares_cores
+    if alone:
+        write_profile(improved(profile, found), path)
+    said = {
+        **record(found),
+        "constants": "measured" if profile.constants.measured else "assumed",
+        "runs_before": profile.runs,
+        "taught": alone,
+    }
+    if workdir is not None:
+        replace_file(workdir / FILE, json_line(said) + "\n")
+    return said
+
+
+def lesson_of(trainer: Any, profile: Profile) -> Any:
+    """What a run says of a profile's constants (``hjax.planning.learning.Lesson``)."""
+    return lesson(
+        lambda constants: account(trainer, profile, constants),
+        profile.constants,
+        trainer.timeline.spans(),
+        trainer.step_number,
+        profile.runs,
+    )
+
+
+def account(trainer: Any, profile: Profile, constants: Constants) -> Candidate:
+    """The cost model's account of a run as it is set up."""
+    devices = local_devices(trainer.config)
+    shapes = {r: m for r, m in trainer.roles.models.items() if r in trainer.roles.layouts}
+    problem = run_problem(
+        trainer.config,
+        trainer.algorithm_class,
+        shapes,
+        trainer.inputs.prompt_length,
+        pools_at_hand(profile.device, devices),
+        constants,
+        is_float32(trainer.config, devices[0].platform),
+    )
+    return predict(problem, trainer.roles)
+
+
+def improved(profile: Profile, found: Any) -> Profile:
+    """A profile that has learned a lesson."""
+    learned = dict(profile.learned)
+    for name, factor in found.factors.items():
+        learned[name] = learned.get(name, 1.0) * factor
+    return dataclasses.replace(
+        profile,
+        constants=taught(profile.constants, found),
+        runs=profile.runs + 1,
+        learned=learned,
+    )
+
+
+def read_record(workdir: Path) -> dict[str, Any]:
+    """What ``learn_from`` wrote.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    try:
+        found: dict[str, Any] = json.loads((workdir / FILE).read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"--explain={workdir}: it has no {FILE}; a run writes it at its end where its devices "
+            "have a profile (python -m hjax.launch.plan --calibrate, or placement=auto)"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"--explain={workdir}: {FILE} is not JSON ({error})") from error
+    return found

@@ -1,0 +1,125 @@
+"""What a run teaches a profile: by hand, with a cost model of three lines."""
+
+import json
+import pathlib
+from types import SimpleNamespace
+
+import pytest
+
+from hjax.controller.timeline import Span
+from hjax.devices import DEVICES
+from hjax.errors import ConfigError
+from hjax.launch import plan as command
+from hjax.planning import learning
+from hjax.planning.after_run import FILE, improved
+from hjax.planning.constants import Constants
+from hjax.planning.profile import MadeOn, Profile, read_profile, write_profile
+
+BELIEVED = Constants().with_values(
+    {"matmul": 0.5, "dispatch": 0.01, "decode_layer": 0.002, "backward": 1.5, "rollout": 0.05,
+     "layer_pass": 0.0, "score": 0.0},
+    measured=True,
+)  # fmt: skip
+
+
+def account(constants):
+    """Two roles: 32 tokens of 4 layers are decoded, passes take 0.1 s at the peak's rate."""
+    c = constants
+    generate = c.dispatch + c.rollout + 32 * 4 * c.decode_layer
+    forward = c.dispatch + 0.1 / c.matmul
+    update = c.dispatch + 0.1 * (1 + 2 * c.backward) / c.matmul
+    options = [
+        SimpleNamespace(seconds=(generate, forward, update)),
+        SimpleNamespace(seconds=(0.0, forward, 0.0)),
+    ]
+    return SimpleNamespace(sets=[SimpleNamespace(roles=("actor", "reference"), options=options)])
+
+
+CALLS = {
+    ("actor", "generation"): ("generate_sequences", "generate"),
+    ("actor", "preparation"): ("compute_log_prob", "prepare"),
+    ("actor", "learning"): ("update_actor", "update"),
+    ("reference", "preparation"): ("compute_ref_log_prob", "prepare"),
+}
+
+
+def spans(truth, steps=6, slow_first=9.0):
+    """A timeline on a machine of these constants; its first steps compile."""
+    found, clock = [], 0.0
+    for step in range(1, steps + 1):
+        for (role, stage), seconds in learning.predicted_seconds(account(truth)).items():
+            method, phase = CALLS[role, stage]
+            taken = seconds + (slow_first if step <= 2 else 0.0)
+            found.append(Span("pool", role, method, phase, step, clock, clock + taken))
+            clock += taken
+    return found
+
+
+@pytest.mark.parametrize(
+    "name, factor", [("matmul", 2.0), ("decode_layer", 3.0), ("backward", 2.0), ("matmul", 0.6)]
+)
+def test_the_term_that_is_wrong_is_named_and_set_right(name, factor):
+    value = getattr(BELIEVED, name)
+    truth = BELIEVED.with_values({name: value / factor if name == "matmul" else value * factor})
+    found = learning.lesson(account, BELIEVED, spans(truth), 6)
+    assert found.wrong == name
+    after = learning.lesson(account, learning.taught(BELIEVED, found), spans(truth), 6)
+    for before, later in zip(found.calls, after.calls, strict=True):
+        assert later.measured == pytest.approx(before.measured)
+        assert abs(later.ratio - 1) <= abs(before.ratio - 1) + 0.02
+        assert later.ratio == pytest.approx(1, abs=0.12)
+
+
+def test_a_plan_that_was_right_teaches_nothing():
+    found = learning.lesson(account, BELIEVED, spans(BELIEVED), 6)
+    assert found.wrong == "" and all(call.ratio == pytest.approx(1) for call in found.calls)
+    assert all(factor == pytest.approx(1) for factor in found.factors.values())
+    assert "no term stands out" in learning.summary(learning.record(found))
+
+
+def test_the_more_runs_have_spoken_the_less_one_says():
+    truth = BELIEVED.with_values({"decode_layer": 0.006})
+    moved = [
+        learning.lesson(account, BELIEVED, spans(truth), 6, runs).factors["decode_layer"]
+        for runs in (0, 3, 30)
+    ]
+    assert 3.1 > moved[0] > moved[1] > moved[2] > 1
+
+
+def test_steps_that_compile_do_not_count():
+    with pytest.raises(ConfigError, match="2 steps say nothing of seconds"):
+        learning.lesson(account, BELIEVED, spans(BELIEVED, steps=2), 2)
+
+
+def test_a_profile_keeps_what_it_has_learned_and_says_so(tmp_path):
+    made_on = MadeOn("cpu", 8, "a processor", 2, (("jax", "1"),))
+    profile = Profile(DEVICES["h100"], BELIEVED, {8: 1.0}, made_on)
+    truth = BELIEVED.with_values({"decode_layer": 0.004})
+    better = improved(profile, learning.lesson(account, BELIEVED, spans(truth), 6))
+    write_profile(better, tmp_path / "profile.json")
+    again = read_profile(tmp_path / "profile.json", made_on)
+    assert again == better and again.runs == 1
+    assert again.constants.decode_layer == pytest.approx(0.004, rel=0.1)
+    assert again.origins()["decode_layer"].startswith("measured on 8 x cpu (a processor), times 1.")
+    assert again.origins()["network"] == "data sheet"
+    other = MadeOn("cpu", 4, "another processor", 2, (("jax", "2"),))
+    with pytest.raises(ConfigError) as refused:
+        read_profile(tmp_path / "profile.json", other)
+    text = str(refused.value)
+    for part in ("devices 8, not 4", "cpu a processor, not another processor", "jax 1, not 2"):
+        assert part in text
+    assert text.endswith("--calibrate") and "\n" not in text
+
+
+def test_explain_shows_the_calls_side_by_side(tmp_path, capsys):
+    truth = BELIEVED.with_values({"matmul": 0.25})
+    said = learning.record(learning.lesson(account, BELIEVED, spans(truth), 6))
+    said |= {"constants": "measured", "runs_before": 0, "taught": True}
+    (tmp_path / FILE).write_text(json.dumps(said))
+    assert command.main([f"--explain={tmp_path}", "--json"]) == 0
+    out = capsys.readouterr().out
+    assert json.loads(out.splitlines()[-1]) == said
+    assert "update_actor" in out and "most of the difference is `matmul`" in out
+    assert command.main([f"--explain={pathlib.Path('nowhere')}"]) == 2
+    err = capsys.readouterr().err
+    assert f"it has no {FILE}" in err and err.count("\n") == 1
