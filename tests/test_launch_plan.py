@@ -419,7 +419,7 @@ def test_a_plan_shows_the_calibration_that_it_needs(display, tmp_path, monkeypat
     assert [line.startswith("placement=auto: ") for line in lines[2:]] == [True] * len(lines[2:])
     assert any("a step takes" in line for line in lines) == display
     hjax.plan(config)  # the profile is stored now
-    assert capsys.readouterr().out.splitlines() == lines[2:]
+    assert "calibrating" not in capsys.readouterr().out
 
 
 def test_a_calibration_tells_whoever_asked(tmp_path, monkeypatch, capsys):
@@ -436,10 +436,11 @@ def test_a_calibration_tells_whoever_asked(tmp_path, monkeypatch, capsys):
 
 
 def test_a_plan_says_why_devices_are_idle(monkeypatch, capsys):
-    """6 prompts of 2 samples divide over 6 devices, not over 8."""
+    """6 prompts do not divide over 8 devices, one head and one layer over no two."""
     monkeypatch.setattr("hjax.planning.auto.find_profile", lambda *_: shared_cores(0.5))
     changes = {"placement": "auto", "display.enabled": True, "rollout.prompts": 6,
-               "rollout.samples": 1, "algorithm.minibatch": 0, "warm_start.steps": 0}  # fmt: skip
+               "rollout.samples": 1, "algorithm.minibatch": 0, "warm_start.steps": 0,
+               "model.heads": 1, "model.kv_heads": 1, "model.layers": 1}  # fmt: skip
     plan = hjax.plan(tiny_config("PPO", changes))
     out = capsys.readouterr().out
     assert sum(plan.allocation) < 8
