@@ -43,6 +43,7 @@ GROUND = [
     "machine",
     "partition",
     "pieces",
+    "progress",
     "roles",
     "rules",
     "user_files",
