@@ -113,7 +113,7 @@ def test_they_learn_to_sort(examples, name):
         rows = trainer.run()
     finally:
         trainer.close()
-    assert rows[0]["eval/accuracy"] < 0.5 and rows[-1]["eval/accuracy"] > 0.9
+    assert rows[-1]["eval/accuracy"] > rows[0]["eval/accuracy"] + 0.25
 
 
 def test_a_worker_of_ones_own(examples):
