@@ -649,12 +649,13 @@ class Trainer(Recovering):
                 yield
 
     def _compiling(self, name: str, seconds: float | None) -> None:
-        if self.display is not None:
-            self.display.compiling(name, seconds)
+        # A display of a user's own need not show these.
+        if show := getattr(self.display, "compiling", None):
+            show(name, seconds)
 
     def _loading(self, what: str, done: int, total: int) -> None:
-        if self.display is not None:
-            self.display.loading(what, done, total)
+        if show := getattr(self.display, "loading", None):
+            show(what, done, total)
 
     def _message(self, text: str) -> None:
         self._said = text
