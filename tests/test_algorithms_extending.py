@@ -67,6 +67,55 @@ def test_advantages_where_the_batch_is(examples):
     assert len(trainer.roles.groups["actor"].worker._applied) == 3  # programs, whatever the steps
 
 
+def test_rloo_by_one_method(examples):
+    batch, _, _ = run(examples, "leave_one_out.py:LeaveOneOut", **{"rollout.samples": 4})
+    rewards = batch["rewards"].reshape(-1, 4)
+    for i, group in enumerate(rewards):
+        for j, reward in enumerate(group):
+            others = [other for k, other in enumerate(group) if k != j]
+            mask = batch["response_mask"][4 * i + j]
+            expected = np.where(mask, reward - np.mean(others), 0.0)
+            np.testing.assert_allclose(batch["advantages"][4 * i + j], expected, atol=1e-6)
+
+
+def test_dynamic_sampling_by_hand(examples):
+    keys = {"data.task_options.partial": 0.0, "warm_start.steps": 40}
+    batch, _, trainer = run(examples, "dynamic.py:Dynamic", **keys)
+    differ = np.ptp(batch["rewards"].reshape(-1, 2), axis=1) > 0
+    assert len(differ) == 8 and list(differ) == sorted(differ, reverse=True)
+    spans = [s for s in trainer.timeline.spans() if s.method == "generate_sequences"]
+    drawn = [sum(s.step == step for s in spans) for step in range(1, STEPS + 1)]
+    assert max(drawn) > 1 and (differ.all() or drawn[-1] == 4)
+    assert trainer.prompts.position == 8 * sum(drawn)
+
+
+@pytest.mark.parametrize("name", ["leave_one_out.py", "dynamic.py"])
+def test_published_algorithms_take_at_most_fifteen_lines(examples, name):
+    text = (examples / name).read_text()
+    lines = text[text.index("class ") :].splitlines()
+    assert len([line for line in lines if line.strip() and '"""' not in line]) <= 15
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", ["leave_one_out.py:LeaveOneOut", "dynamic.py:Dynamic"])
+def test_they_learn_to_sort(examples, name):
+    config = hjax.get_config(
+        "grpo.py",
+        {
+            "algorithm.name": f"{examples}/{name}", "steps": 150, "data.task_options.length": 4,
+            "data.task_options.partial": 0.0 if "dynamic" in name else 0.5,
+            "algorithm.kl_coef": 0.0, "checkpoint.every": 0, "display.enabled": False,
+        },
+    )  # fmt: skip
+    trainer = hjax.Trainer(config)
+    try:
+        rows = trainer.run()
+    finally:
+        trainer.close()
+    assert rows[-1]["eval/accuracy"] > rows[0]["eval/accuracy"] + 0.25
+
+
 def test_a_worker_of_ones_own(examples):
     batch, _, trainer = run(examples, "varied.py:Varied")
     tokens, mask = batch["responses"], batch["response_mask"]
@@ -89,7 +138,9 @@ def test_the_worker_and_its_algorithm_take_under_twenty_lines(examples):
 
 def test_every_example_is_one_of_those_above(examples):
     files = [file.name for file in sorted(examples.glob("*.py"))]
-    assert files == ["again.py", "mine.py", "near.py", "varied.py", "wide.py"]
+    assert files == [
+        "again.py", "dynamic.py", "leave_one_out.py", "mine.py", "near.py", "varied.py", "wide.py",
+    ]  # fmt: skip
 
 
 def test_an_earlier_batch_is_learned_from_again(examples):

@@ -43,6 +43,7 @@ GROUND = [
     "machine",
     "partition",
     "pieces",
+    "progress",
     "roles",
     "rules",
     "user_files",
@@ -198,6 +199,19 @@ def test_no_room_holds_more_than_a_fifth():
 @pytest.mark.parametrize("unknown", ["ray", "jax.sharding", "hjax.workers"])
 def test_algorithms_name_no_machine(unknown):
     assert importers_of(unknown, files_of("algorithms")) == []
+
+
+def test_without_ray_its_extra_is_named(monkeypatch):
+    import importlib.util
+
+    from hjax.errors import ConfigError
+
+    monkeypatch.setitem(sys.modules, "ray", None)
+    file = PACKAGE / "controller" / "ray_calls.py"
+    spec = importlib.util.spec_from_file_location("ray_calls_without_ray", file)
+    with pytest.raises(ConfigError, match=r"pip install 'hjax\[cluster\]'") as caught:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    assert "\n" not in str(caught.value)
 
 
 def test_ray_is_imported_by_one_file_at_most():

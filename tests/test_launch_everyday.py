@@ -5,10 +5,11 @@ import json
 import signal
 
 import pytest
-from helpers import TINY, command, read_rows, write_config
+from helpers import TINY, command, read_rows, save_model, write_config
 
 import hjax
 from hjax.launch.__main__ import main
+from hjax.progress import shown
 from hjax.settings.origins import origins
 from hjax.settings.reading import check_config, default_config, load_config
 from hjax.show.live import Display
@@ -99,6 +100,28 @@ def test_the_memory_table_fits_with_whole_cells(width):
     assert "reference.compute_ref_log_prob ×4" in text and "8.7 GiB" in text
     stay = [name for name in LEAVE if name in lines[0]]
     assert stay == list(LEAVE[len(LEAVE) - len(stay) :]), "columns leave in their order"
+
+
+def test_loading_says_how_far_it_is(tmp_path, monkeypatch):
+    import io
+
+    from hjax.models.arithmetic import parameters
+
+    config = save_model(tmp_path / "model", layers=2)
+    told = []
+    with shown(lambda *progress: told.append(progress)):
+        hjax.load_model(tmp_path / "model")
+    hjax.load_model(tmp_path / "model")  # nobody listens
+    assert {what for what, _, _ in told} == {"loading model"}
+    assert [done for _, done, _ in told] == sorted({done for _, done, _ in told})
+    assert told[0][1:] == (0, parameters(config)) and told[-1][1] == told[-1][2]
+
+    out, clock = io.StringIO(), iter([0.0, 0.0, 0.0, 6.0, 6.0, 6.0, 24.0, 24.0])
+    display = Display(default_config(), 3, out)
+    monkeypatch.setattr("hjax.show.live.time.monotonic", lambda: next(clock, 24.0))
+    for done in (0, 25, 100):
+        display.loading("loading model", done, 100)
+    assert out.getvalue() == "loading model 25%   0:06 gone, 0:18 left\n"
 
 
 class Handle:

@@ -68,7 +68,7 @@ TYPED = [
     ("--config.fsdp=full_shard", "config.layout.actor.train.fsdp"),
     ("--config.deepspeed=zero3.json", "config.layout.actor.train.fsdp"),
     ("--config.model.remat=True", "must be one of auto, none, attention, full, offload"),
-    ("--config.algorithm.name=grpo", "GRPO"),
+    ("--config.algorithm.name=ppo2", "PPO"),
     # verl
     ("actor_rollout_ref.rollout.n=8", "config.rollout.samples"),
     ("--config.rollout.n=8", "config.rollout.samples"),
@@ -113,7 +113,7 @@ TYPED = [
     ("--zero_stage=3", "config.layout.actor.train.fsdp"),
     ("--freezing_actor_steps=20", "config.actor.frozen_steps"),
     ("--colocate_all_models", "config.placement=colocate"),
-    ("--use_wandb=KEY", "metrics.jsonl"),
+    ("--use_wandb=KEY", "config.display.wandb"),
     # Tunix
     ("--config.max_tokens_to_generate=768", "config.rollout.max_response_length"),
     ("--config.kv_cache_size=1024", "the cache is as large as"),

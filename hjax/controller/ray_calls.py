@@ -19,17 +19,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import ray
-from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import (
-    NodeAffinitySchedulingStrategy,
-    PlacementGroupSchedulingStrategy,
-)
 
 from hjax.controller.futures import DEADLINE_SECONDS
 from hjax.controller.hosts import Room
 from hjax.errors import ConfigError, ProcessLost, RunError
 from hjax.machine import available_cores
+
+try:
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import (
+        NodeAffinitySchedulingStrategy,
+        PlacementGroupSchedulingStrategy,
+    )
+except ImportError as error:
+    raise ConfigError(
+        "config.cluster asks for processes of their own, which Ray starts, and it is not "
+        f"installed ({error}): pip install 'hjax[cluster]'"
+    ) from error
 
 # Of this machine alone. What is called 127.0.0.1 Ray replaces by an address that others reach.
 LOOPBACK = "127.0.0.9" if sys.platform == "linux" else "127.0.0.1"

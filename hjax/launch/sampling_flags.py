@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -163,9 +164,17 @@ class ModelFront:
         of the flags."""
         import hjax
         from hjax.launch.machine import prepare_devices
+        from hjax.progress import shown
+        from hjax.show.parts_display import PartsDisplay
 
         prepare_devices(tensor * copies)
-        return hjax.load_model(self.path, own.dtype, tensor, copies, own.cache_dtype)
+        with PartsDisplay("loading", sys.stderr.isatty(), sys.stderr) as display:
+
+            def percent(what: str, done: int, total: int) -> None:
+                display(100 * done // max(total, 1), 100, what.removeprefix("loading "))
+
+            with shown(percent):
+                return hjax.load_model(self.path, own.dtype, tensor, copies, own.cache_dtype)
 
 
 def options_of(own: Any, front: ModelFront, temperature: float) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from hjax.models.peft_files import Adapter
 from hjax.models.quantized import inputs_of, quantized
 from hjax.models.tensor_files import DTYPES, TensorFile, create_file
 from hjax.pieces import Pieces, Region, extent, region_of
+from hjax.progress import tell
 
 # What files hold beside parameters: buffers, and a scalar head that is read apart.
 _BESIDE = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", "score.weight")
@@ -111,6 +112,15 @@ def load_params(
     if adapter is not None:
         adapter.check(declared, path)
 
+    total, done = _values(declared), 0
+    what = f"loading {Path(path).name}"
+    tell(what, 0, total)
+
+    def count(*parameters: Parameter) -> None:
+        nonlocal done
+        done += sum(parameter.size for parameter in parameters)
+        tell(what, done, total)
+
     def read(parameter: Parameter, sharding: Any, like: Any) -> Any:
         dtype = np.dtype(np.float32 if like is None else like.dtype)
         if sharding is None:
@@ -129,13 +139,21 @@ def load_params(
                 both = name, f"{name}_scale"
                 where = [shardings[each] for each in both]
                 params |= zip(both, tensors.quantized(parameter, declared[both[1]], *where))
+                count(parameter, declared[both[1]])
                 continue
             of = (None if tree is None else tree[name] for tree in (shardings, shapes))
             one = read if isinstance(parameter, Parameter) else read_all
             params[name] = one(parameter, *of)
+            if isinstance(parameter, Parameter):
+                count(parameter)
         return params
 
     return read_all(declared, shardings, shapes)
+
+
+def _values(declared: Mapping[str, Any]) -> int:
+    """Of all parameters."""
+    return sum(x.size if isinstance(x, Parameter) else _values(x) for x in declared.values())
 
 
 def check_files(path: str | os.PathLike) -> None:

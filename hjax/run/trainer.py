@@ -23,6 +23,7 @@ from hjax.models.checkpoint import Checkpoints
 from hjax.models.export import check_output, export_adapters, export_weights
 from hjax.models.parameters import decoder_network
 from hjax.models.weights import base_path, model_directory
+from hjax.progress import shown
 from hjax.run.ahead import Ahead, Schedule
 from hjax.run.dataflow import absent_roles
 from hjax.run.evaluation import evaluate
@@ -451,7 +452,7 @@ class Trainer(Recovering):
         else:
             if not self.restarts:
                 self._try_rewards()
-            with self._phase("initialise"):
+            with self._phase("initialise"), shown(self._loading):
                 self._initialize()
         if self.workdir is not None and not self.restarts:
             start = start_record(self.machines.devices, self.step_number)
@@ -648,8 +649,13 @@ class Trainer(Recovering):
                 yield
 
     def _compiling(self, name: str, seconds: float | None) -> None:
-        if self.display is not None:
-            self.display.compiling(name, seconds)
+        # A display of a user's own need not show these.
+        if show := getattr(self.display, "compiling", None):
+            show(name, seconds)
+
+    def _loading(self, what: str, done: int, total: int) -> None:
+        if show := getattr(self.display, "loading", None):
+            show(what, done, total)
 
     def _message(self, text: str) -> None:
         self._said = text

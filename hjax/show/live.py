@@ -76,6 +76,12 @@ class Display:
         if seconds is not None and seconds >= _LONG_COMPILE_SECONDS:
             self.message(f"compiled {name}, {duration(seconds)}")
 
+    def loading(self, what: str, done: int, total: int) -> None:
+        """So much of some weights is read, of so much."""
+        self.state.load(what, done, total)
+        if self._view:
+            self._view.loading()
+
     def warm_start(self, step: int, total: int, loss: float) -> None:
         """One supervised update done, of ``total``; ``loss`` in nats per token."""
         self.state.warm_start = (step, total, float(loss))
@@ -132,6 +138,8 @@ class State:
         self._phases: dict[str, float] = {}
         self._last_phases: dict[str, float] = {}
         self._compiling: dict[str, float] = {}  # since when
+        # What, how much of it is read, of how much, and since when.
+        self.loading: tuple[str, int, int, float] | None = None
 
     def enter(self, name: str, begin: float) -> None:
         with self._lock:
@@ -149,6 +157,22 @@ class State:
                 self._compiling[name] = time.monotonic()
             else:
                 self._compiling.pop(name, None)
+
+    def load(self, what: str, done: int, total: int) -> None:
+        with self._lock:
+            now = time.monotonic()
+            since = self.loading[3] if self.loading and self.loading[0] == what else now
+            self.loading = (what, done, total, since) if done < total else None
+
+    def loading_text(self) -> str:
+        """How far the weights are that are being read; empty: none are."""
+        loading = self.loading
+        if loading is None:
+            return ""
+        what, done, total, since = loading
+        spent = time.monotonic() - since
+        left = spent / done * (total - done) if done else None
+        return f"{what} {100 * done // max(total, 1)}%   {gone_and_left(spent, left)}"
 
     def add_step(self, metrics: Mapping[str, Any]) -> None:
         with self._lock:
@@ -189,12 +213,20 @@ class _Plain:
         self._stream = stream
         self._header = ""
         self._since_header = 0
-        self._last_warm_start = 0.0
+        self._last_warm_start = self._last_loading = 0.0
         self._lock = threading.Lock()
 
     def start(self) -> None:
         if self._state.title:
             self.message(self._state.title)
+
+    def loading(self) -> None:
+        now, text = time.monotonic(), self._state.loading_text()
+        loading = self._state.loading
+        since = now if loading is None else loading[3]
+        if text and now - max(since, self._last_loading) >= _PLAIN_INTERVAL_SECONDS:
+            self._last_loading = now
+            self.message(text)
 
     def warm_start(self) -> None:
         now = time.monotonic()
@@ -288,7 +320,7 @@ class _Live:
     def warm_start(self) -> None:
         """Drawn at the next refresh."""
 
-    step = samples = warm_start
+    step = samples = loading = warm_start
 
     def message(self, text: str) -> None:
         from rich.text import Text
@@ -316,6 +348,14 @@ class _Live:
         grid.add_column()
         grid.add_column(ratio=1)
         grid.add_column(justify="right")
+        if loading := state.loading:
+            what, step, total, _ = loading
+            grid.add_row(
+                Text(what, style="bold"),
+                ProgressBar(total=max(total, 1), completed=step),
+                Text(state.loading_text().removeprefix(what).strip()),
+            )
+            return grid
         if state.warm_start:
             step, total, loss = state.warm_start
             left = elapsed / max(step, 1) * (total - step)

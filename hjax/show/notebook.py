@@ -70,7 +70,7 @@ class NotebookView:
         """An update of the warm start is done."""
         self._draw()
 
-    samples = warm_start
+    samples = loading = warm_start
 
     def message(self, text: str) -> None:
         """A line that stays, until later ones push it out."""
@@ -114,6 +114,9 @@ class NotebookView:
         spent = time.monotonic() - state.started
         _, active = state.phases()
         doing = ", ".join(name for name, _ in active)
+        if state.loading is not None:
+            step, total = state.loading[1:3]
+            label, doing = state.loading[0], ""
         text = f"{label} {step}/{total}  {gone_and_left(spent, left)}  {doing}"
         bar = f'<progress max="{max(total, 1)}" value="{step}" style="width:160px"></progress>'
         return f"<div>{bar} {html.escape(text)}</div>"
