@@ -70,7 +70,7 @@ def settings(config: str, seed: int) -> dict[str, Any]:
 def finished(config: str, seed: int, folder: pathlib.Path) -> Run | None:
     """The run in a folder, if it has ended and was told what it would be told now."""
     facts = read_json(folder / DONE)
-    if facts is None or facts["settings"] != settings(config, seed):
+    if facts is None or facts.get("settings") != settings(config, seed):
         return None
     return Run(read_rows(folder / "metrics.jsonl"), facts)
 
@@ -183,7 +183,7 @@ def page(runs: Runs, command: str) -> str:
         "",
         f"`{command}`, at {said('commit')}, on {said('cpu')} ({said('cores')} cores), Python "
         f"{said('python')}, jax {said('jax')}. A run that has ended is kept: the command goes on "
-        "where it was left.",
+        "where it was left, and the column of seeds says how far that is.",
         "",
         "Every run is `python -m hjax.launch --config=<config>`, its seed set. Start is the model "
         "as its warm start leaves it, for one task, model and number of warm-up steps the same in "

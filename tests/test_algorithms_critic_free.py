@@ -392,7 +392,7 @@ def test_gdpo_normalises_each_reward_then_the_sum():
     )
     # Equal sums of different rewards say something.
     batch |= {"rewards": np.ones(ROWS), "named_rewards": {"a": other, "b": 1 - other}}
-    assert algorithm.says_something(batch).all()
+    assert algorithm._says_something(batch).all()
     batch["named_rewards"].popitem()
     with pytest.raises(RunError, match="weights has 2 numbers for the rewards a: give one each"):
         algorithm.compute_advantages(batch)

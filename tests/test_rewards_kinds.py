@@ -29,7 +29,7 @@ from hjax.rewards.similarity import Similarity
 def rewards_of(function, responses, prompts=None, **columns):
     tokens = [list(range(len(response))) for response in responses]
     prompts = prompts or ["p"] * len(responses)
-    return RewardFunction(function, 30)(prompts, responses, columns, tokens, tokens)
+    return RewardFunction(function, 250)(prompts, responses, columns, tokens, tokens)
 
 
 THOUGHT = "<think>\na < b\n</think>\n<answer>4</answer>"
@@ -268,15 +268,15 @@ def test_a_model_that_hjax_serves_is_a_judge(tmp_path):
         try:
             url = process.stdout.readline().rstrip("\n").rpartition(" on ")[2]
             form = {"structured_outputs": {"regex": "Score: [1-9]"}, "max_tokens": 16}
-            judge = Judge(
-                f"{url}/v1", str(path), "Rate {response}", options=form, cache=tmp_path / "c"
-            )
+            # The first requests wait for their programs.
+            asked = {"options": form, "timeout_seconds": 200, "retries": 0}
+            judge = Judge(f"{url}/v1", str(path), "Rate {response}", cache=tmp_path / "c", **asked)
             texts = ["a", "b", "c", "a"]
             result = rewards_of(judge, texts)
             assert result.each == ("ok",) * 4, result.first_traceback
             assert set(np.round(result.rewards * 9 + 1, 4)) <= set(range(1, 10))
             assert judge.record.calls == 3
-            again = Judge(f"{url}/v1", str(path), "Rate {response}", options=form)
+            again = Judge(f"{url}/v1", str(path), "Rate {response}", **asked)
             np.testing.assert_array_equal(rewards_of(again, texts).rewards, result.rewards)
         finally:
             process.terminate()

@@ -178,7 +178,7 @@ class GDPO(GRPO):
             if not isinstance(weight, int | float):
                 raise ConfigError(f"config.algorithm.weights={config.weights}: must be numbers")
 
-    def says_something(self, batch: Batch) -> np.ndarray:
+    def _says_something(self, batch: Batch) -> np.ndarray:
         """Whether any of the rewards differs within the group, bool [prompts]."""
         named = batch.get("named_rewards") or {"": batch["rewards"]}
         return np.any([rewards_differ(each, self.samples) for each in named.values()], axis=0)

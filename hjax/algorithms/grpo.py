@@ -125,7 +125,7 @@ class GRPO(Resampling, Algorithm):
         config = self.config
         old, scores = old_logprobs(batch), self.scores(batch)
         rows = self.counted(batch, scores)
-        differ = self.says_something(batch)
+        differ = self._says_something(batch)
         if config.filter:
             rows &= np.repeat(differ, self.samples)
         advantages = _advantages(

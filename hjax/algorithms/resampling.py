@@ -77,14 +77,14 @@ class Resampling(Algorithm):
             return batch
         drawn = [join(batch, self.reward.compute_reward(batch))]
         wanted = len(drawn[0]["rewards"]) // self.samples
-        says = [self.says_something(drawn[0])]
+        says = [self._says_something(drawn[0])]
         for _ in range(self.config.resample):
             if sum(map(np.sum, says)) >= wanted:
                 break
             assert self.more_prompts is not None
             more = self.collect(self.more_prompts(sum(len(x["rewards"]) for x in drawn)))
             drawn.append(join(more, self.reward.compute_reward(more)))
-            says.append(self.says_something(drawn[-1]))
+            says.append(self._says_something(drawn[-1]))
         whole, found = concatenated(drawn), np.concatenate(says)
         rewards = np.asarray(whole["rewards"], np.float64)
         self._drawn = {
@@ -97,7 +97,7 @@ class Resampling(Algorithm):
         rows = (groups[:, None] * self.samples + np.arange(self.samples)).ravel()
         return chosen(whole, rows)
 
-    def says_something(self, batch: Batch) -> np.ndarray:
+    def _says_something(self, batch: Batch) -> np.ndarray:
         """Whether the rewards of each group differ, bool [prompts]."""
         # By the rewards as they came: that one answer is longer does not make a group say more.
         return np.asarray(rewards_differ(batch["rewards"], self.samples))

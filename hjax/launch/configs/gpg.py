@@ -12,6 +12,6 @@ from hjax.launch.configs import sorting
 
 def get_config() -> ConfigDict:
     """The config of `--config=gpg.py`."""
-    config = sorting("GPG", steps=800)
+    config = sorting("GPG", steps=500)
     # One update per batch: there is no ratio that would allow more.
     return config

@@ -12,6 +12,6 @@ from hjax.launch.configs import sorting
 
 def get_config() -> ConfigDict:
     """The config of `--config=opo.py`."""
-    config = sorting("OPO", steps=800)
+    config = sorting("OPO", steps=500)
     # Exactly on-policy: one update per batch.
     return config

@@ -12,7 +12,7 @@ from hjax.launch.configs import sorting
 
 def get_config() -> ConfigDict:
     """The config of `--config=reinforce.py`."""
-    config = sorting("Reinforce", steps=1200)
+    config = sorting("Reinforce", steps=800)
     # One update per batch: there is no ratio that would allow more.
     config.algorithm.kl_coef = 0.01
     return config
