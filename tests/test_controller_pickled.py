@@ -35,6 +35,10 @@ UNUSED = {
     "sft": ("algorithm.minibatch", "warm_start.steps"),
     "remax": ("algorithm.minibatch",),
     "stories": ("warm_start.steps",),
+    **dict.fromkeys(
+        ("reward_model", "cost_model", "process_reward_model"),
+        ("algorithm.minibatch", "warm_start.steps"),
+    ),
 }
 RUNNABLE = sorted(pathlib.Path(name).stem for name in config_names() if "7b" not in name)
 
