@@ -22,7 +22,7 @@ def get_stages(steps="2"):
     return {{stage: {{**keys, **more}} for stage, more in own.items()}}
 
 
-def prepare(workdir):
+def prepare(workdir, steps="2"):
     (workdir / "seen").write_text("x")
 """
 OWN = {

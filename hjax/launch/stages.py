@@ -34,12 +34,14 @@ class Stages:
     Attributes:
       name: as it was given.
       module: of the file; its `prepare(workdir)`, if it has one, writes what the stages read.
+      argument: what stands after the file's name and a colon, handed to it; empty: nothing.
       given: by stage what the file says.
       overrides: by stage the arguments that change it.
     """
 
     name: str
     module: types.ModuleType
+    argument: str
     given: Mapping[str, Any]
     overrides: Mapping[str, Sequence[str]]
 
@@ -62,7 +64,7 @@ class Stages:
         """Have the file write what its stages read."""
         if hasattr(self.module, "prepare"):
             workdir.mkdir(parents=True, exist_ok=True)
-            self.module.prepare(workdir)
+            self.module.prepare(workdir, *filter(None, [self.argument]))
 
 
 def read_stages(name: str, arguments: Sequence[str]) -> tuple[Stages | None, list[str]]:
@@ -99,7 +101,7 @@ def read_stages(name: str, arguments: Sequence[str]) -> tuple[Stages | None, lis
             overrides[each].append(cut)
         waiting = () if match[2] or argument.lstrip("-").startswith("no") else tuple(given)
         waiting = (stage,) if waiting and named else waiting
-    return Stages(name, module, given, overrides), rest
+    return Stages(name, module, name.partition(":")[2], given, overrides), rest
 
 
 def run_stages(

@@ -39,10 +39,10 @@ def get_stages(kind: str = "reviews") -> dict[str, ConfigDict]:
     return stages
 
 
-def prepare(workdir: Path) -> None:
+def prepare(workdir: Path, kind: str = "reviews") -> None:
     """Write the reviews as the stages read them, into `workdir/data`."""
     reviews = _folder() / REVIEWS / "rt-polarity.pos"
-    if (workdir / "data").is_dir() or not reviews.is_file():
+    if kind != "reviews" or (workdir / "data").is_dir() or not reviews.is_file():
         return
     made = workdir / ".data"
     made.mkdir(exist_ok=True)
