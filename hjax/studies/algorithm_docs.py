@@ -148,7 +148,8 @@ def _sets(cls: type[Algorithm]) -> list[str]:
     """What a preset is: other defaults, and what its config changes for its task."""
     defaults = vars(cls).get("defaults", {})
     base = cls.__mro__[1].__name__
-    lines = [f"`{cls.__name__}` is `{base}` with {_listed(defaults)}."] if defaults else []
+    beside = f"is `{base}`" if base in ALGORITHMS else "stands"
+    lines = [f"`{cls.__name__}` {beside} with {_listed(defaults)}."] if defaults else []
     for name in configs().get(cls.__name__, [])[:1]:
         own = {key: value.default for key, value in cls.all_keys().items()}
         given = flatten(load_config(name).algorithm)
