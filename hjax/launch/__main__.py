@@ -204,7 +204,8 @@ def _run_all(command: TrainCommand, signals: Signals) -> int:
     if command.dry_run:
 
         def describe(title: str, config: ConfigDict) -> None:
-            _run(TrainCommand(title, config, None, True, command.json), signals)
+            # Its workdir is not there yet; that it is a stage, `whole` says.
+            _run(TrainCommand(title, config, None, True, command.json, whole=Path()), signals)
 
         return dry_run_stages(command.stages, command.workdir, describe)
 
@@ -271,10 +272,12 @@ def _measure(command: TrainCommand) -> int:
     from hjax.show.format import number
     from hjax.show.live import Display
 
-    display = Display(command.config, 0)
-    display.start(f"{command.name}  {command.config.algorithm.name}  evaluation only")
+    config = command.config
+    assert config is not None
+    display = Display(config, 0)
+    display.start(f"{command.name}  {config.algorithm.name}  evaluation only")
     try:
-        found = measure(command.config, command.workdir, display)
+        found = measure(config, command.workdir, display)
     finally:
         display.close()
     if command.json:
@@ -338,7 +341,8 @@ def _dry_run(trainer: Any, command: TrainCommand) -> int:
         description = describe(trainer)
     finally:
         trainer.close()
-    description["settings"] = origins(command.name, trainer.config)
+    if command.whole is None:  # a stage's come from a file of several
+        description["settings"] = origins(command.name, trainer.config)
     if not command.json:
         from hjax.show.tables import print_description, print_memory
 
