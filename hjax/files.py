@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
-import tempfile
-from collections.abc import Mapping
+import secrets
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,14 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def saved_steps(directory: Path) -> list[int]:
+    """The steps of which a run's ``checkpoints/`` has a complete one, rising."""
+    names = [p.name for p in directory.iterdir() if p.name.isascii() and p.name.isdigit()]
+    # A number that is written otherwise (007) names none.
+    found = [int(name) for name in names if str(int(name)) == name]
+    return sorted(step for step in found if (directory / str(step)).is_dir())
+
+
 def read_json(path: Path) -> Any:
     """The content of a JSON file, None if it is absent.
 
@@ -87,18 +96,42 @@ def read_json(path: Path) -> Any:
         raise DataError(f"{path}: not JSON; the file is damaged") from error
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Write ``text`` to ``path`` so that a reader sees the old or the new file, never half."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+# How the files end that are being written; one that a kill has left is of no use.
+_PART = ".part"
+
+
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Write ``content`` to ``path`` so that a reader sees the old or the new file, never half."""
+    with replacing(path) as part:
+        with open(part, "wb") as file:
+            file.write(
+                content
+                if isinstance(content, bytes)
+                else content.encode("utf-8", errors="replace")
+            )
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """An empty file to write into, which takes the place of ``path`` at the end of the block.
+
+    It is on the disk then; after an error ``path`` is as it was. Its permissions are those of any
+    new file.
+    """
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_PART}")
+    # The system subtracts the umask. Asking for it would change it, for other threads too.
+    os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(text.encode("utf-8", errors="replace"))
-            file.flush()
+        yield part
+        with open(part, "rb") as file:
             os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)
-        os.replace(name, path)
+        os.replace(part, path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
         raise
+
+
+def remove_parts(directory: Path) -> None:
+    """Remove what ``replacing`` left in a directory when it was killed; nobody may write there."""
+    for part in directory.glob(f".*{_PART}"):
+        part.unlink(missing_ok=True)

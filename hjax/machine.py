@@ -66,6 +66,9 @@ def end_all(pids: Iterable[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+# That a process has or simulates; each takes threads and memory.
+MOST_DEVICES = 4096
+
 # JAX's plugins for NVIDIA's GPUs and Google's TPUs, and where Linux shows such hardware: its device
 # files (those of WSL and of NVIDIA's small boards too), and the vendor's number on the PCI bus.
 _PLUGINS = frozenset({"xla_cuda12", "xla_cuda13", "libtpu"})
@@ -194,6 +197,22 @@ def free_bytes(device: Any) -> int:
         except OSError:
             return 0
         found = re.search(r"^MemAvailable: *(\d+) kB$", text, re.MULTILINE)
-        return int(found[1]) * 1024 if found else 0
+        free = int(found[1]) * 1024 if found else 0
+        return min(free, _control_group_left(free))
     stats = device.memory_stats() or {}
     return max(int(stats.get("bytes_limit", 0)) - int(stats.get("bytes_in_use", 0)), 0)
+
+
+def _control_group_left(otherwise: int) -> int:
+    """Bytes that this process's control group may still take; ``otherwise`` without a limit."""
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        if limit == "max":
+            return otherwise
+        used = int((group / "memory.current").read_text())
+        stat = (group / "memory.stat").read_text()
+    except (OSError, ValueError):
+        return otherwise
+    files = re.search(r"^inactive_file (\d+)$", stat, re.MULTILINE)  # given back when asked for
+    return max(int(limit) - used + (int(files[1]) if files else 0), 0)

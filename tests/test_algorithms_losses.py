@@ -462,3 +462,16 @@ def test_explained_variance_by_hand():
 @pytest.mark.parametrize("mask", [np.ones((1, 3)), np.zeros((1, 3)), np.array([[1, 0, 0]])])
 def test_explained_variance_of_constant_returns_is_zero(mask):
     assert explained_variance(np.array([[1.0, 2.0, 3.0]]), np.full((1, 3), 5.0), mask) == 0.0
+
+
+def test_rounding_is_no_clipping_of_values():
+    rng = np.random.default_rng(0)
+    old = rng.normal(size=(64, 64)).astype(np.float32)
+    moved = rng.uniform(-0.19, 0.19, size=old.shape).astype(np.float32)
+    returns = rng.normal(size=old.shape).astype(np.float32)
+    batch = {"response_mask": np.ones(old.shape, bool), "values": old, "returns": returns}
+    _, stats = ValueLoss(clip=0.2)(old + moved, batch)
+    assert float(stats["clip_fraction"].sum()) == 0
+    # Where the values' own move is cut, and the cut one is further off, it is.
+    _, stats = ValueLoss(clip=0.2)(old + 0.5, batch | {"returns": old + 0.5})
+    assert float(stats["clip_fraction"].min()) == 1

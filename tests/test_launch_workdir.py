@@ -3,11 +3,13 @@
 import json
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
 
-from hjax.errors import ConfigError, DataError
+from hjax.errors import ConfigError, DataError, RunError
+from hjax.run.loggers import TensorBoard
 from hjax.run.workdir import METRICS, SAMPLES, WARM_START, Workdir
 from hjax.settings.reading import default_config
 
@@ -49,6 +51,19 @@ def test_some_keys_may_change_on_resume(tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["steps"] == 7
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"reward__max_unscored": 0.9},
+        {"reward__timeout_seconds": 600.0},
+        {"checkpoint__every": 1, "checkpoint__keep": 5},
+    ],
+)
+def test_what_an_error_tells_to_change_may_change(change, tmp_path):
+    Workdir(tmp_path).open(default_config())
+    assert Workdir(tmp_path).open(config_with(**change))
+
+
 def test_other_keys_may_not_change(tmp_path):
     Workdir(tmp_path).open(default_config())
     (tmp_path / METRICS).write_text('{"step": 1}\n')
@@ -79,6 +94,71 @@ def test_two_processes_do_not_share_a_workdir(workdir):
     assert "another process is training here" in other.stderr
     workdir.close()
     subprocess.run(command, check=True, timeout=120)
+
+
+def test_nor_do_two_of_one_process(workdir):
+    for _ in range(2):  # a refused one does not give the lock up
+        with pytest.raises(ConfigError, match=r"another Trainer .* close\(\) it first"):
+            Workdir(workdir.path).open(default_config())
+    link = workdir.path.with_name("link")
+    link.symlink_to(workdir.path)
+    with pytest.raises(ConfigError, match="another Trainer"):
+        Workdir(link).open(default_config())
+    workdir.close()
+    Workdir(link).open(default_config())  # and one that nobody holds any more frees it
+    Workdir(link).open(default_config())
+
+
+def test_a_start_that_failed_leaves_nothing(tmp_path):
+    made = Workdir(tmp_path / "new" / "run")
+    made.open(default_config())
+    made.write_json("plan.json", {})
+    (made.path / "model").mkdir()
+    made.checkpoints.mkdir()
+    made.forget()
+    assert list((tmp_path / "new").iterdir()) == []
+    # What somebody else had there stays, and so does a run.
+    (tmp_path / "mine" / "model").mkdir(parents=True)
+    made = Workdir(tmp_path / "mine")
+    made.open(default_config())
+    made.forget()
+    assert [p.name for p in (tmp_path / "mine").iterdir()] == ["model"]
+    made.open(default_config())
+    made.keep()
+    made.forget()
+    assert (tmp_path / "mine" / "config.json").is_file()
+
+
+def test_a_gap_is_found(workdir):
+    workdir.append(METRICS, [{"step": step} for step in (1, 2, 5)])
+    assert workdir.missing(6) == [3, 4, 6] and workdir.missing(2) == []
+
+
+def test_what_cannot_be_written_is_one_line(workdir):
+    # Even root cannot write into a folder as a file.
+    for name in ("samples.jsonl", "timeline.json"):
+        (workdir.path / name).mkdir()
+    with pytest.raises(RunError, match="samples.jsonl could not be written: Is a directory"):
+        workdir.append(SAMPLES, [{"step": 1}])
+    with pytest.raises(RunError, match="timeline.json could not be written: Is a directory"):
+        workdir.write_json("timeline.json", {})
+    events = Workdir(workdir.path.with_name("events"), [TensorBoard()])
+    events.open(default_config())
+    (events.path / "tensorboard").write_text("")
+    with pytest.raises(RunError, match="tensorboard could not be written: File exists"):
+        events.truncate_after(0)
+    events.close()
+
+
+def test_events_of_one_second_are_files_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "time", lambda: 1e9)  # the clock stands, or was set back
+    for step in (1, 2):
+        made = Workdir(tmp_path, [TensorBoard()])
+        made.open(default_config())
+        made.truncate_after(step - 1)
+        made.append(METRICS, [{"step": step, "reward/mean": float(step)}])
+        made.close()
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 2
 
 
 def test_rows_are_whole_lines_of_plain_json(workdir):

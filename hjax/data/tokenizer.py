@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hjax.data.token_bytes import TokenBytes
 from hjax.errors import ConfigError, DataError
+from hjax.files import replace_file
 
 if TYPE_CHECKING:
     import tokenizers
@@ -252,12 +253,12 @@ class Tokenizer:
         """Writes tokenizer.json, tokenizer_config.json and, if there is one, the template."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        self._backend.save(str(directory / "tokenizer.json"))
+        replace_file(directory / "tokenizer.json", self._backend.to_str(pretty=True))
         config = {k: v for k, v in self._config.items() if k != "chat_template"}
         text = json.dumps(config, indent=1, ensure_ascii=False)
-        (directory / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+        replace_file(directory / "tokenizer_config.json", text + "\n")
         if self.chat_template:
-            (directory / "chat_template.jinja").write_text(self.chat_template, encoding="utf-8")
+            replace_file(directory / "chat_template.jinja", self.chat_template)
 
     def same_as(self, other: Tokenizer) -> bool:
         """Whether every token has the same id in both, so that ids need no re-tokenising."""

@@ -12,8 +12,10 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from hjax.config import flatten
+from hjax.errors import ConfigError
 from hjax.files import cache_folder
 from hjax.machine import (
+    MOST_DEVICES,
     available_cores,
     compile_quickly,
     devices_asked_for,
@@ -41,6 +43,12 @@ def prepare_jax(config: ConfigDict, simulates: bool = False) -> str:
         options.update("jax_platforms", "cpu")
         every = config.cluster.processes * config.cluster.devices_per_process
         simulates = simulates or config.placement == "auto"
+        if simulates and every > MOST_DEVICES:
+            raise ConfigError(
+                f"cluster.processes={config.cluster.processes} times cluster.devices_per_process="
+                f"{config.cluster.devices_per_process} are {every} devices; at most {MOST_DEVICES} "
+                "can be simulated here, for more see `python -m hjax.launch.compile`"
+            )
         options.update("jax_num_cpu_devices", max(every, 1) if simulates else 1)
         _keep_compiled_programs(options)
         compile_quickly()

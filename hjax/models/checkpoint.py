@@ -1,8 +1,8 @@
 """Checkpoints: each worker writes and reads its own arrays (orbax), the controller the rest.
 
 ``checkpoints/<step>/`` holds ``<role>.params`` and ``<role>.optimizer`` (trees of arrays, a folder
-each) and ``controller.json`` (everything else that decides the next step). A checkpoint appears
-under its number once all of it is on the disk.
+each), ``controller.json`` (everything else that decides the next step) and the checksums of these.
+A checkpoint appears under its number once all of it is on the disk.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ import jax
 import numpy as np
 
 from hjax.errors import DataError, RunError
-from hjax.files import read_json, replace_file, to_json
+from hjax.files import read_json, replace_file, saved_steps, to_json
+from hjax.models.checksums import check_sums, write_checksums
 from hjax.sharding.offload import HOST
 
 CONTROLLER = "controller.json"
+# How folders end that are not checkpoints, or no longer.
+SAVING, REMOVING, DAMAGED = ".saving", ".removing", ".damaged"
 
 
 class Checkpoints:
@@ -37,17 +40,24 @@ class Checkpoints:
     Args:
       directory: ``checkpoints/`` of a workdir; made if need be.
       keep: newest checkpoints that stay.
+
+    Raises:
+      RunError: the directory cannot be made.
     """
 
     def __init__(self, directory: Path, keep: int = 2):
         self.directory = Path(directory).absolute()
-        self.directory.mkdir(parents=True, exist_ok=True)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunError(f"{self.directory}: {error.strerror}; checkpoints go there") from error
         self.keep = keep
-        for left in self.directory.glob(".*.saving"):  # by a run that was killed
-            shutil.rmtree(left)
+        for ending in (SAVING, REMOVING):  # by a run that was killed
+            for left in self.directory.glob(f".*{ending}"):
+                _remove(left)
         self._latest = max(self._complete(), default=None)
         self._completing: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._failed: tuple[int, BaseException] | None = None
 
     def latest(self) -> int | None:
         """Step of the newest checkpoint, the one being written included; None without any."""
@@ -74,8 +84,8 @@ class Checkpoints:
         self.wait()
         if self._latest is not None and step <= self._latest:
             raise RunError(f"checkpoint {step} is not after the latest one, {self._latest}")
-        part = self.directory / f".{step}.saving"
-        shutil.rmtree(part, ignore_errors=True)  # a process that is no more may have left some
+        part = self.directory / f".{step}{SAVING}"
+        _remove(part)  # a process that is no more may have left some
         try:
             part.mkdir()
             replace_file(part / CONTROLLER, json.dumps(to_json(controller)) + "\n")
@@ -83,7 +93,7 @@ class Checkpoints:
         except BaseException as error:
             shutil.rmtree(part, ignore_errors=True)
             if isinstance(error, OSError):
-                raise not_written(error) from error
+                raise not_written(step, error) from error
             raise
         self._latest = step
         self._completing = threading.Thread(
@@ -95,16 +105,85 @@ class Checkpoints:
         """The controller's part of a checkpoint.
 
         Raises:
-          DataError: it is damaged.
+          DataError: it is damaged, or of another step.
         """
         folder = self.folder(step)
         try:
             content = read_json(folder / CONTROLLER)
-        except (DataError, OSError) as error:
+        except (OSError, ValueError) as error:
             raise damaged(folder, error) from error
         if content is None:
             raise damaged(folder, FileNotFoundError(f"{CONTROLLER} is missing"))
+        if not isinstance(content, dict) or content.get("step") != step:
+            raise damaged(folder, DataError(f"its {CONTROLLER} is not of this step"))
         return content
+
+    def verify(self, step: int) -> bool:
+        """Hold a checkpoint against its checksums and its name.
+
+        Returns:
+          whether it has checksums: those of earlier versions have none.
+
+        Raises:
+          DataError: it is damaged, or of another step.
+        """
+        folder = self.folder(step)
+        try:
+            summed = check_sums(folder)
+        except (OSError, ValueError) as error:
+            raise damaged(folder, error) from error
+        self.controller(step)
+        return summed
+
+    def repair(self) -> list[str]:
+        """Set the newest checkpoints aside, back to one that is sound.
+
+        Returns:
+          a line on each of these.
+
+        Raises:
+          DataError: there are checkpoints, and none is sound.
+        """
+        self.wait()
+        wrong: dict[int, DataError] = {}
+        for step in reversed(self._complete()):
+            try:
+                self.verify(step)
+                break
+            except DataError as error:
+                wrong[step] = error
+        else:
+            if wrong:
+                raise DataError(
+                    f"{self.directory}: none of the checkpoints {', '.join(map(str, wrong))} is "
+                    "sound; use a new --workdir"
+                )
+        said = []
+        for step, cause in wrong.items():
+            aside = self._aside(step)
+            self.folder(step).rename(aside)
+            reason = str(cause).partition("cannot be read (")[2].partition("); ")[0]
+            said.append(f"checkpoint {step} is damaged ({reason}) and now {aside.name}")
+        self._latest = max(self._complete(), default=None)
+        return said
+
+    def _aside(self, step: int) -> Path:
+        """A name for a damaged checkpoint that no other has."""
+        aside, number = self.directory / f"{step}{DAMAGED}", 1
+        while aside.exists():
+            number += 1
+            aside = self.directory / f"{step}{DAMAGED}-{number}"
+        return aside
+
+    def check(self) -> None:
+        """Whether what is being saved has failed; does not wait for it.
+
+        Raises:
+          RunError: it could not be written.
+        """
+        if self._failed is not None:
+            (step, error), self._failed = self._failed, None
+            raise not_written(step, error) from error
 
     def wait(self) -> None:
         """Until everything saved is on disk.
@@ -115,16 +194,14 @@ class Checkpoints:
         if self._completing is not None:
             self._completing.join()
             self._completing = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise not_written(error) from error
+        self.check()
 
     def close(self) -> None:
         """Finish writing."""
         self.wait()
 
     def _complete(self) -> list[int]:
-        return sorted(int(p.name) for p in self.directory.iterdir() if p.name.isdigit())
+        return saved_steps(self.directory)
 
     def _complete_when(self, step: int, part: Path, written: Sequence[Any]) -> None:
         errors = []
@@ -136,12 +213,15 @@ class Checkpoints:
         try:
             if errors:
                 raise errors[0]
+            write_checksums(part, step)
             part.rename(self.folder(step))
             for old in self._complete()[: -self.keep]:
-                shutil.rmtree(self.folder(old))
+                # Half of a checkpoint must not have its name.
+                removed = self.folder(old).rename(self.directory / f".{old}{REMOVING}")
+                shutil.rmtree(removed)
         except BaseException as error:
             shutil.rmtree(part, ignore_errors=True)
-            self._error = error
+            self._failed = step, error
             self._latest = max(self._complete(), default=None)
 
 
@@ -163,7 +243,7 @@ def write_state(folder: Path, items: Mapping[str, Any]) -> Callable[[], None]:
     def write() -> None:
         together = _together(ocp)
         handler = ocp.StandardCheckpointHandler(**together)
-        with _WRITING, ocp.Checkpointer(handler, **together) as writer:
+        with _WRITING, _quiet_failure(), ocp.Checkpointer(handler, **together) as writer:
             for name, tree in copies.items():
                 writer.save(folder / name, args=ocp.args.StandardSave(tree))
 
@@ -194,7 +274,8 @@ def read_state(folder: Path, items: Mapping[str, Any]) -> dict[str, Any]:
 def _orbax() -> Any:
     import orbax.checkpoint as ocp
 
-    logging.getLogger("absl").setLevel(logging.ERROR)  # orbax reports every file it writes
+    # Orbax reports every file it writes, and what it raises with a traceback as well.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     # Splitting a replicated array's writing over its replicas would compile a slice for each.
     whole = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
     ocp.type_handlers.register_type_handler(jax.Array, whole, override=True)
@@ -226,11 +307,18 @@ def _copy(x: Any) -> Any:
 
 def newest_step(directory: Path) -> int:
     """Of a run's checkpoints the last one's; DataError where none is complete."""
-    directory = Path(directory).absolute()
-    steps = [int(p.name) for p in directory.iterdir() if p.name.isdigit()]
+    steps = saved_steps(Path(directory).absolute())
     if not steps:
         raise DataError(f"{directory}: no complete checkpoint; train a step first")
-    return max(steps)
+    return steps[-1]
+
+
+def _remove(path: Path) -> None:
+    """What stands there, a folder or a file, if anything."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def restore_params(
@@ -252,6 +340,10 @@ def restore_params(
     path = Path(directory).absolute() / str(step) / f"{role}.{kind}"
     if kind != "params" and not path.is_dir():
         return None
+    try:
+        check_sums(path.parent, [path.name])
+    except (OSError, ValueError) as error:
+        raise damaged(path.parent, error) from error
     with _one_error(path), ocp.StandardCheckpointer() as reader:
         tree = reader.metadata(path).item_metadata.tree
         # Into the host's memory: the reader may have other devices than those that saved.
@@ -260,10 +352,20 @@ def restore_params(
 
 @contextlib.contextmanager
 def _one_error(path: Path) -> Iterator[None]:
-    """Whatever orbax and tensorstore raise for damaged files becomes one line, and the only one.
+    """Whatever orbax and tensorstore raise for damaged files becomes one line, and the only one."""
+    try:
+        with _quiet_failure():
+            yield
+    except Exception as error:
+        raise damaged(path, error) from error
 
-    The first array that cannot be read ends the event loop in which all are; the others' reads then
-    find it closed and would print so, each with a traceback, until the last has ended.
+
+@contextlib.contextmanager
+def _quiet_failure() -> Iterator[None]:
+    """Of a read or write that fails nothing is printed beside what is raised.
+
+    The first array that cannot be read or written ends the event loop in which all are; the others
+    then find it closed and would print so, each with a traceback, until the last has ended.
     """
     kept = sys.unraisablehook, sys.excepthook
     unraised: list[Any] = []
@@ -272,13 +374,13 @@ def _one_error(path: Path) -> Iterator[None]:
     sys.excepthook = lambda *about: uncaught.append(about)
     try:
         yield
-    except Exception as error:
+    except Exception:
         for _ in range(5):
             gc.collect()
             time.sleep(0.1)
         unraised, uncaught = [], []
-        kept = _without_abandoned_reads(*kept)  # slow ones end later still
-        raise damaged(path, error) from error
+        kept = _without_abandoned(*kept)  # slow ones end later still
+        raise
     finally:
         sys.unraisablehook, sys.excepthook = kept
         for unraisable in unraised:
@@ -287,7 +389,7 @@ def _one_error(path: Path) -> Iterator[None]:
             sys.excepthook(*about)
 
 
-def _without_abandoned_reads(unraisable: Any, uncaught: Any) -> tuple[Any, Any]:
+def _without_abandoned(unraisable: Any, uncaught: Any) -> tuple[Any, Any]:
     """The hooks, but silent about coroutines, tasks and event loops that were left."""
     closed = "Event loop is closed"
     logging.getLogger("asyncio").addFilter(_of_no_abandoned_task)
@@ -307,18 +409,28 @@ def _of_no_abandoned_task(record: logging.LogRecord) -> bool:
     return "exception was never retrieved" not in record.getMessage()
 
 
-def not_written(error: BaseException) -> RunError:
+def not_written(step: int, error: BaseException) -> RunError:
     """The one line for a checkpoint that cannot be written."""
-    return RunError(f"the checkpoint could not be written: {error}")
+    return RunError(
+        f"checkpoint {step} could not be written: {_reason(error)}; with that mended the same "
+        "command goes on from the one before"
+    )
 
 
 def damaged(path: Path, error: Exception) -> DataError:
     """The one line for a checkpoint that cannot be read."""
+    reason = _reason(error)
+    if not isinstance(error, DataError):
+        reason = f"{type(error).__name__}: {reason}"
+    return DataError(
+        f"{path}: this checkpoint cannot be read ({reason}); `python -m hjax.launch` with --repair "
+        "goes on from the last sound one, or use a new --workdir"
+    )
+
+
+def _reason(error: BaseException) -> str:
+    """What orbax, tensorstore or the system says, without its details."""
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     for beside in (" See full TensorStore details", " <bound method"):
         reason = reason.partition(beside)[0]
-    reason = f"{type(error).__name__}: {reason[:200]}"
-    return DataError(
-        f"{path}: this checkpoint cannot be read ({reason}); delete that directory to go on from "
-        "the one before it, or use a new --workdir"
-    )
+    return reason[:200]

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hjax.errors import ConfigError
+from hjax.files import replace_file
 from hjax.models.architecture import decoder_parameters, scalar_parameters
 from hjax.models.config import ModelConfig
 from hjax.models.declaration import Parameter, Part, parts
@@ -32,7 +33,8 @@ from hjax.pieces import Pieces, Region, extent, region_of
 from hjax.progress import tell
 
 # What files hold beside parameters: buffers, and a scalar head that is read apart.
-_BESIDE = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", "score.weight")
+SCORE = "score.weight"
+_BESIDE = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", SCORE)
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
 OUTPUT = "lm_head.weight"
@@ -108,7 +110,8 @@ def load_params(
         model does not have, or values that are not finite, by name.
     """
     tensors = _Tensors(Path(path), adapter)
-    tensors.check_names(declared, config)
+    tensors.check(declared, config)
+    tensors.check_tied(config)
     if adapter is not None:
         adapter.check(declared, path)
 
@@ -157,12 +160,19 @@ def _values(declared: Mapping[str, Any]) -> int:
 
 
 def check_files(path: str | os.PathLike) -> None:
-    """Open a directory's safetensors files without reading their tensors.
+    """Hold the headers of a directory's safetensors files against its config.json.
+
+    No tensor is read: whether values are finite is seen when they are loaded.
 
     Raises:
-      ConfigError: there are none, or one is missing, damaged or cut short.
+      ConfigError: there are no files, or one is missing, damaged or cut short; a tensor is missing,
+        of another shape or dtype, or not one of this model.
     """
-    _Tensors(Path(path))
+    config, tensors = read_config(path), _Tensors(Path(path))
+    declared = dict(decoder_parameters(config))
+    if SCORE in tensors.files:  # a sequence classifier may have no output table
+        declared.pop("unembedding", None)
+    tensors.check(declared, config)
 
 
 def save_weights(
@@ -248,7 +258,7 @@ def write_config(
             content[f"{key}_token_id"] = getattr(tokenizer, f"{key}_id")
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(content, indent=1) + "\n")
+    replace_file(path / "config.json", json.dumps(content, indent=1) + "\n")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -390,6 +400,15 @@ class _Tensors:
             return self._adapter.tensor(part.name)
         name = self._name(part)
         assert name is not None, part.name
+        self._check_form(name, part)
+        tensor = self.files[name].rows(name)
+        if name not in self._read and not _finite(tensor):
+            raise ConfigError(f"{self.path}: {name} has values that are not finite")
+        self._read.add(name)
+        return tensor if self._adapter is None else self._adapter.added(tensor, part)
+
+    def _check_form(self, name: str, part: Part) -> None:
+        """Raise ConfigError where a part's tensor is of another shape or dtype."""
         file = self.files[name]
         if file.dtypes[name] not in DTYPES:
             raise ConfigError(
@@ -401,11 +420,6 @@ class _Tensors:
                 f"{self.path}: {name} has shape {file.shapes[name]}, config.json implies "
                 f"{part.shape}"
             )
-        tensor = file.rows(name)
-        if name not in self._read and not _finite(tensor):
-            raise ConfigError(f"{self.path}: {name} has values that are not finite")
-        self._read.add(name)
-        return tensor if self._adapter is None else self._adapter.added(tensor, part)
 
     def _name(self, part: Part) -> str | None:
         """The name under which the files have it; some leave the first component away."""
@@ -466,32 +480,40 @@ class _Tensors:
         beside = () if self._adapter is None else self._adapter.names
         return any(self._name(p) or p.name in beside for p in parts(parameter))
 
-    def check_names(self, declared: Mapping[str, Any], config: ModelConfig) -> None:
-        """Whether the files hold what this model has and nothing else.
+    def check(self, declared: Mapping[str, Any], config: ModelConfig) -> None:
+        """Whether the files hold what this model has and nothing else, as their headers say.
 
         Raises:
-          ConfigError: they don't, or a table that should be tied differs.
+          ConfigError: they don't, by name.
         """
-        ours = set()
+        ours = {OUTPUT}  # of a language model that is read without it; see also ``check_tied``
         for parameter, _ in _pairs(declared):
             for part in parts(parameter):
                 name = self._name(part)
-                if name is None and not parameter.optional:
+                if name is not None:
+                    self._check_form(name, part)
+                    ours.add(name)
+                elif not parameter.optional:
                     raise ConfigError(f"{self.path}: tensor {part.name!r} is missing")
-                ours.add(name)
         left = sorted(n for n in self.files if n not in ours and not n.endswith(_BESIDE))
-        if OUTPUT in left and not config.tie_embeddings:
-            left.remove(OUTPUT)  # of a language model that is read without it
-        elif OUTPUT in left:
-            [embedding] = parts(decoder_parameters(config)["embedding"])
-            if not np.array_equal(self.files[OUTPUT].rows(OUTPUT), self.read(embedding)):
-                raise ConfigError(
-                    f"{self.path}: {OUTPUT} differs from {embedding.name}, but config.json ties "
-                    "them (tie_word_embeddings)"
-                )
-            left.remove(OUTPUT)
         if left:
             raise ConfigError(
                 f"{self.path}: tensor {left[0]!r} is not one of a {config.family} model as "
                 "config.json describes it"
+            )
+
+    def check_tied(self, config: ModelConfig) -> None:
+        """Whether an output table that files have beside the one it is tied to is the same.
+
+        Raises:
+          ConfigError: it differs.
+        """
+        if OUTPUT not in self.files or not config.tie_embeddings:
+            return
+        [embedding] = parts(decoder_parameters(config)["embedding"])
+        self._check_form(OUTPUT, embedding)
+        if not np.array_equal(self.files[OUTPUT].rows(OUTPUT), self.read(embedding)):
+            raise ConfigError(
+                f"{self.path}: {OUTPUT} differs from {embedding.name}, but config.json ties "
+                "them (tie_word_embeddings)"
             )

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from hjax.errors import ConfigError
-from hjax.files import read_json
+from hjax.files import read_json, saved_steps
 from hjax.models import huggingface
 from hjax.models.config import ModelConfig
 from hjax.models.lora import Lora, layers_of, magnitudes, merged, with_layers
@@ -97,16 +97,16 @@ def read_config(path: str | os.PathLike) -> ModelConfig:
 
 
 def check_weights(path: str | os.PathLike) -> None:
-    """Whether there are weights to load at a path; reads none of them.
+    """Whether there are weights to load at a path, as their files' headers say; reads none.
 
     Raises:
-      ConfigError: no files, or damaged ones, by name.
+      ConfigError: no files, damaged ones, or tensors that do not fit config.json, by name.
     """
     directory = model_directory(path)
     if not is_workdir(path):
         huggingface.check_files(directory)
         _adapter(path)
-    elif not any(p.name.isdigit() for p in (Path(path) / "checkpoints").iterdir()):
+    elif not saved_steps(Path(path) / "checkpoints"):
         raise ConfigError(f"{path}: no complete checkpoint there; train a step first")
 
 

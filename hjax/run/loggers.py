@@ -51,10 +51,11 @@ class TensorBoard(Logger):
     """Event files under `tensorboard/`: scalars, samples as text, histograms, hyper-parameters."""
 
     def start(self, config: Mapping[str, Any], workdir: Path, step: int) -> None:
-        from tensorboardX import SummaryWriter
         from tensorboardX.summary import hparams
 
-        self._writer = SummaryWriter(str(workdir / "tensorboard"), purge_step=step + 1)
+        from hjax.run.events import Summaries
+
+        self._writer = Summaries(workdir / "tensorboard", step + 1)
         if step:
             return
         plain = (bool, int, float)

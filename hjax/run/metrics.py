@@ -74,7 +74,6 @@ class StepRecorder:
             by_role.setdefault(role, []).append(
                 {key: float(x) for key, x in join(logged).items() if np.ndim(x) == 0}
             )
-        self.algorithm.logged = []
         metrics: dict[str, float] = {}
         for role, updates in by_role.items():
             taken = [u for u in updates if not u.get("skipped")]
@@ -88,6 +87,7 @@ class StepRecorder:
                     metrics[f"{role}/{key}"] = float(np.mean(counted or values))
             self._count_skipped(role, updates)
             metrics[f"{role}/skipped"] = float(self._skipped.get(role, 0))
+        self.algorithm.logged = []
         return metrics
 
     def _count_skipped(self, role: str, updates: list[dict[str, float]]) -> None:
@@ -102,8 +102,9 @@ class StepRecorder:
             if in_a_row >= self.max_skipped:
                 raise RunError(
                     f"{in_a_row} updates of the {role} in a row were skipped: the last one's loss "
-                    f"is {update['loss']} and its gradient norm {update['grad_norm']}; lower "
-                    f"{role}.learning_rate, or look at the batch kept in skipped/"
+                    f"is {update['loss']} and its gradient norm {update['grad_norm']}; look at the "
+                    f"batch kept in skipped/, or start another run with a lower "
+                    f"{role}.learning_rate (a workdir as actor.path starts from its last weights)"
                 )
 
     def state(self) -> dict[str, Any]:

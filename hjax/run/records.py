@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from hjax.files import replacing
 from hjax.models.huggingface import write_config
 from hjax.models.weights import MODEL_DIRECTORY
 from hjax.run.inputs import Inputs
@@ -72,4 +73,5 @@ def keep_for_inspection(workdir: Path, step: int, batch: Mapping[str, Any]) -> N
     directory = workdir / "skipped"
     directory.mkdir(exist_ok=True)
     arrays: dict[str, Any] = {k: v for k, v in batch.items() if isinstance(v, np.ndarray)}
-    np.savez(directory / f"step-{step}.npz", **arrays)
+    with replacing(directory / f"step-{step}.npz") as part, open(part, "wb") as file:
+        np.savez(file, **arrays)

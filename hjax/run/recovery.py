@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
 
+from hjax.controller import Timeline
 from hjax.controller.executors import ExecutorFactory
 from hjax.data.dataset import PromptSampler
 from hjax.data.mixing import MixedSampler
 from hjax.errors import LOG_FOLLOWS, ProcessLost, RunError
+from hjax.files import METRICS
 from hjax.models.checkpoint import Checkpoints
 from hjax.run.ahead import Ahead
 from hjax.run.machines import Machines
 from hjax.run.policy import Policy
 from hjax.run.roles import Roles
+from hjax.run.workdir import Workdir
 
 
 class Recovering(abc.ABC):
@@ -32,12 +35,16 @@ class Recovering(abc.ABC):
     roles: Roles
     prompts: PromptSampler | MixedSampler
     checkpoints: Checkpoints | None
+    workdir: Workdir | None
+    timeline: Timeline
     ahead: Ahead | None
     step_number: int
     restarts: int
     _ahead_state: dict[str, int] | None
     _prepared: bool
     _updated: bool  # weights, by a step whose row is not written
+    _unfit: str  # why it refuses to go on; mostly empty
+    _repair: bool  # set damaged checkpoints aside
     _said: str  # last
 
     @abc.abstractmethod
@@ -47,6 +54,52 @@ class Recovering(abc.ABC):
     @abc.abstractmethod
     def _message(self, text: str) -> None:
         """Tell a person."""
+
+    @contextlib.contextmanager
+    def _unbroken(self) -> Iterator[None]:
+        """Refuse to go on from here if the block is broken off, with weights half updated.
+
+        Raises:
+          RunError: that has happened before.
+        """
+        if self._unfit:
+            raise RunError(self._unfit)
+        try:
+            yield
+        except BaseException as error:
+            if self._updated or not isinstance(error, Exception):
+                cause = "failed" if isinstance(error, Exception) else "was interrupted"
+                where = f"step {self.timeline.step}" if self._prepared else "the start"
+                again = "with the same workdir goes on from the last checkpoint"
+                self._unfit = (
+                    f"{where} {cause}, and weights may be half updated: close() this Trainer; a "
+                    f"new one {'starts anew' if self.workdir is None else again}"
+                )
+            raise
+
+    def _sound_checkpoint(self) -> int | None:
+        """The step to go on from; None: there is no checkpoint.
+
+        Raises:
+          DataError: it is damaged, or is to be repaired and none is sound.
+        """
+        if self.checkpoints is None:
+            return None
+        if self._repair:
+            for said in self.checkpoints.repair():
+                self._message(said)
+            self._repair = False
+        latest = self.checkpoints.latest()
+        if latest is not None and not self.checkpoints.verify(latest):
+            self._message(f"checkpoint {latest} has no checksums (an earlier hjax wrote it)")
+        return latest
+
+    def _tell_gaps(self) -> None:
+        """Tell of which steps metrics.jsonl has no row."""
+        missing = self.workdir.missing(self.step_number) if self.workdir is not None else []
+        if missing:
+            shown = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
+            self._message(f"{METRICS} has no row of {len(missing)} steps: {shown}")
 
     def _stop_ahead(self) -> None:
         """Collect no more ahead of learning."""

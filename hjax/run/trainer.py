@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -44,6 +45,7 @@ from hjax.run.records import (
 from hjax.run.recovery import Recovering
 from hjax.run.reward_check import first_calls
 from hjax.run.roles import check_offloads, describe_roles, is_float32, placed
+from hjax.run.room import check_room
 from hjax.run.rows import sample_row, spread_rows
 from hjax.run.throughput import Throughput, token_seconds
 from hjax.run.warnings import SamplerWatch, TruncationWarning
@@ -68,6 +70,7 @@ class Trainer(Recovering):
         where ``config.cluster`` asks for them processes of a cluster.
       debug: a role whose calls stop in a debugger, in this process; empty: none.
       overwrite: start anew where ``workdir`` has a run.
+      repair: set checkpoints that are damaged aside, and go on from the last sound one.
 
     Attributes:
       batch: the last step's batch, to look inside.
@@ -90,10 +93,13 @@ class Trainer(Recovering):
         executor: ExecutorFactory | None = None,
         debug: str = "",
         overwrite: bool = False,
+        repair: bool = False,
     ):
         self.config = check_config(config)
         self.display = display
         self._said = ""  # last
+        self._unfit = ""
+        self._repair = repair
         self.algorithm_class = get_algorithm(self.config.algorithm.name)
         self.inputs = load_inputs(self.config, self.algorithm_class.source)
         config = self.config
@@ -115,12 +121,18 @@ class Trainer(Recovering):
                 platform,
                 memory=min(map(device_memory, devices)),
             )
+            if workdir is not None:  # else there may be nothing to run but a description
+                self._check_room()
             self.machines.place(plan)
             self._start(devices, self._executors(debug))
             undo.callback(self.roles.close)
             check_offloads(config, self.algorithm_class, devices)
             self._set_up(workdir, overwrite)
             undo.pop_all()
+
+    def _check_room(self) -> None:
+        of = self.config, self.algorithm_class, self.roles, self.inputs.prompt_length
+        check_room(*of, self.machines.devices)
 
     def _executors(self, debug: str) -> ExecutorFactory:
         """What makes the pools' executors; that of a role to debug is in this process."""
@@ -202,6 +214,15 @@ class Trainer(Recovering):
         of the caller's, a table and curves are drawn as it goes.
         """
         own = self._own_display(self.config.steps if steps is None else self.step_number + steps)
+        with self._unbroken():
+            rows = self._run(steps)
+        self._write_report()
+        if own is not None:
+            own.close()
+            self.display = None
+        return rows
+
+    def _run(self, steps: int | None) -> list[Metrics]:
         last = self.config.steps if steps is None else None
         rows: dict[int, Metrics] = {}
         saved = False
@@ -218,10 +239,6 @@ class Trainer(Recovering):
             except Exception as error:
                 self._recover(error)  # to a step that is saved, from which the rest is taken again
                 rows = {step: row for step, row in rows.items() if step <= self.step_number}
-        self._write_report()
-        if own is not None:
-            own.close()
-            self.display = None
         return list(rows.values())
 
     def _own_display(self, total: int) -> Any:
@@ -249,8 +266,12 @@ class Trainer(Recovering):
         """Take one step; returns its metrics (the row of metrics.jsonl).
 
         Where a process of a cluster is lost it is replaced, and what came after the last checkpoint
-        is done again.
+        is done again. After one that was interrupted, or failed with weights updated, it refuses.
         """
+        with self._unbroken():
+            return self._next_step()
+
+    def _next_step(self) -> Metrics:
         step = None
         while True:
             try:
@@ -280,8 +301,7 @@ class Trainer(Recovering):
                     self._message(f"step {step}: {warning}")
         except RunError:
             self.batch = self.recorder.batch  # empty if the failure came before it was whole
-            if self.workdir is not None and self.batch:
-                keep_for_inspection(self.workdir.path, step, self.batch)
+            self._keep_batch(step)
             raise
         seconds = time.perf_counter() - start
         metrics = {"step": step, **metrics, **self._machine_metrics(step, seconds)}
@@ -296,20 +316,23 @@ class Trainer(Recovering):
 
     def _take_step(self, step: int) -> tuple[dict[str, Any], Metrics]:
         """Collect and learn, one after the other or the one ahead of the other."""
-        if not self.config.rollout.max_staleness:
-            return self.recorder.run(self._draw(self.prompts.next(), step), step)
-        if self.ahead is None:
-            self.ahead = self._start_ahead()
-        collected = self.ahead.next(step - 1)
+        ahead = None
+        if self.config.rollout.max_staleness:
+            ahead = self._started_ahead()
+            learn = functools.partial(self.algorithm.learn, ahead.next(step - 1))
+            take = functools.partial(self.recorder.record, learn, step)
+        else:
+            prompts = self._draw(self.prompts.next(), step)
+            take = functools.partial(self.recorder.run, prompts, step)
         try:
-            batch, metrics = self.recorder.record(lambda: self.algorithm.learn(collected), step)
+            batch, metrics = take()
         except Exception:
             policy = self.policy
-            assert policy is not None
-            self._updated = policy.changed or bool(self.algorithm.logged)
+            changed = policy is not None and policy.changed
+            self._updated = changed or bool(self.algorithm.logged)
             raise
         self._updated = True
-        return batch, metrics | self.ahead.metrics(batch)
+        return batch, metrics | ({} if ahead is None else ahead.metrics(batch))
 
     def _draw(self, indices: np.ndarray, number: int) -> dict[str, Any]:
         """The prompt batch of a number, from 1, with which its tokens are drawn."""
@@ -319,11 +342,13 @@ class Trainer(Recovering):
         """Further prompts of the step in progress, after so many sequences."""
         return self._draw(self.prompts.next(), self.step_number + 1) | {"first": first}
 
-    def _start_ahead(self) -> Ahead:
-        policy, schedule = self.policy, Schedule.of(self.config)
-        assert policy is not None  # or the config would have been refused
-        arguments = self.algorithm, policy, self.prompts, self._draw, schedule
-        return Ahead(*arguments, self.step_number, self._ahead_state)
+    def _started_ahead(self) -> Ahead:
+        if self.ahead is None:
+            policy, schedule = self.policy, Schedule.of(self.config)
+            assert policy is not None  # or the config would have been refused
+            arguments = self.algorithm, policy, self.prompts, self._draw, schedule
+            self.ahead = Ahead(*arguments, self.step_number, self._ahead_state)
+        return self.ahead
 
     def evaluate(self, step: int | None = None) -> Metrics:
         """Greedy answers to the held-out prompts: ``eval/reward`` and, with a verifier of right
@@ -365,6 +390,8 @@ class Trainer(Recovering):
 
     def save(self) -> None:
         """Write a checkpoint of the last step, if a workdir is kept and it is not there yet."""
+        if self._unfit:
+            raise RunError(self._unfit)
         if self.checkpoints is None or self.checkpoints.latest() == self.step_number:
             return
         with self._phase("checkpoint"):
@@ -430,10 +457,13 @@ class Trainer(Recovering):
         """Load or create the weights, resume or warm-start; done by the first step otherwise."""
         if self._prepared:
             return
-        if self.workdir is not None and self.checkpoints is None:
+        if self.workdir is None:
+            self._check_room()
+        elif self.checkpoints is None:
             self.checkpoints = Checkpoints(self.workdir.checkpoints, self.config.checkpoint.keep)
             scalar = self.roles.table["actor"].scalar
-            write_model_files(self.workdir.path, self.inputs, scalar)
+            with self.workdir.writing("model"):
+                write_model_files(self.workdir.path, self.inputs, scalar)
             self.workdir.write_json("plan.json", self.plan_record())
         for remark in (*self.inputs.remarks, *self._first_remarks()):
             self._message(remark)
@@ -442,18 +472,24 @@ class Trainer(Recovering):
                 self._message(f"{role}: model.remat=auto is {chosen.why}")
         if self.roles.slots is not None and self.roles.slots.cache_bytes:
             self._message(f"rollout.slots=-1: {self.roles.slots.why}")
-        latest = self.checkpoints.latest() if self.checkpoints is not None else None
-        if latest is not None:
+        if (latest := self._sound_checkpoint()) is not None:
             with self._phase("restore"):
                 self._restore(latest)
+            self._tell_gaps()
             if latest and not self.restarts:
                 folder = self.checkpoints.folder(latest) if self.checkpoints else ""
                 self._message(f"going on after step {latest}, from {folder}")
         else:
-            if not self.restarts:
-                self._try_rewards()
-            with self._phase("initialise"), shown(self._loading):
-                self._initialize()
+            try:
+                if not self.restarts:
+                    self._try_rewards()
+                with self._phase("initialise"), shown(self._loading):
+                    self._initialize()
+            except ConfigError as error:  # nothing stays of a run that cannot begin
+                if self.workdir is not None:
+                    self.workdir.forget()
+                self._unfit = str(error)
+                raise
         if self.workdir is not None and not self.restarts:
             start = start_record(self.machines.devices, self.step_number)
             self.workdir.append(STARTS, [start])
@@ -483,9 +519,6 @@ class Trainer(Recovering):
                 call.check()
 
     def _initialize(self) -> None:
-        if self.workdir is not None:
-            self.workdir.truncate(WARM_START, 0)
-            self.workdir.truncate_after(0)
         if self.restarts:
             self._restore_controller(self._at_start)
             if self.policy is not None:
@@ -494,6 +527,10 @@ class Trainer(Recovering):
         for role, group in groups.items():
             if role not in starts_from and group.has("initialize"):
                 group.initialize().result()
+        if self.workdir is not None:
+            self.workdir.keep()
+            self.workdir.truncate(WARM_START, 0)
+            self.workdir.truncate_after(0)
         warmed = self.config.warm_start.steps and not self.config.actor.path
         warmed = warmed and self.algorithm_class.source != "demonstrations"
         if warmed:
@@ -609,11 +646,18 @@ class Trainer(Recovering):
         self._keep_samples(self.batch, step, "train", KEPT_SAMPLES)
         if self.workdir is not None and self.algorithm_class.generates:
             self.workdir.append(HISTOGRAMS, [histogram_row(self.batch, step)])
-        if self.recorder.skipped_this_step and self.workdir is not None and self.batch:
-            keep_for_inspection(self.workdir.path, step, self.batch)
+        if self.recorder.skipped_this_step:
+            self._keep_batch(step)
         every = self.config.checkpoint.every
         if every and step % every == 0:
             self.save()
+        elif self.checkpoints is not None:
+            self.checkpoints.check()
+
+    def _keep_batch(self, step: int) -> None:
+        if self.workdir is not None and self.batch:
+            with self.workdir.writing("skipped"):
+                keep_for_inspection(self.workdir.path, step, self.batch)
 
     def _keep_samples(self, batch: Mapping[str, Any], step: int, kind: str, count: int) -> None:
         if "responses" not in batch or not self.algorithm_class.generates:
@@ -638,7 +682,8 @@ class Trainer(Recovering):
         if self.config.display.report:
             from hjax.show.report import write_report
 
-            write_report(self.workdir.path)
+            with self.workdir.writing("report.html"):
+                write_report(self.workdir.path)
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:

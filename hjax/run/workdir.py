@@ -6,10 +6,13 @@ run killed at any moment leaves files that can be read and continued.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +27,37 @@ from hjax.files import (
     WARM_START,
     read_json,
     read_rows,
+    remove_parts,
     replace_file,
+    saved_steps,
     to_json,
 )
 from hjax.run.loggers import Logger, Loggers
 
 # What a run writes; `.lock` stays, and `logs`, which its processes have open.
+MODEL, TENSORBOARD, LOCK = "model", "tensorboard", ".lock"
 WRITTEN = (
     "config.json", "plan.json", "timeline.json", "report.html", METRICS, WARM_START, SAMPLES,
-    HISTOGRAMS, STARTS,
-    "checkpoints", "model", "tensorboard", "skipped",
+    CALIBRATION, HISTOGRAMS, STARTS,
+    "checkpoints", MODEL, TENSORBOARD, "skipped",
 )  # fmt: skip
-# What may differ from the first start when a run is resumed: keys, and sections with a dot.
-CHANGEABLE = ("steps", "placement", "layout.", "cluster.", "display.")
+# What may differ from the first start when a run is resumed: keys, and sections with a dot. Those
+# of rewards and checkpoints are what an error tells to change before going on.
+CHANGEABLE = (
+    "steps",
+    "placement",
+    "layout.",
+    "cluster.",
+    "display.",
+    "checkpoint.",
+    "reward.max_unscored",
+    "reward.timeout_seconds",
+)
+
+# Directories in which this process trains, by device and inode: the system's locks are between
+# processes, and any of a process's files that is closed gives up its lock.
+_HELD: set[tuple[int, int]] = set()
+_HOLDING = threading.Lock()
 
 
 class Workdir:
@@ -57,7 +78,9 @@ class Workdir:
         self.path = Path(path)
         self._overwrite = overwrite
         self._loggers = Loggers(loggers)
-        self._lock: int | None = None
+        self._unlock: weakref.finalize | None = None
+        self._fresh = False  # a new run, of which nothing is worth keeping
+        self._before: frozenset[str] | None = None  # names that were here; None: no directory
 
     @property
     def checkpoints(self) -> Path:
@@ -110,23 +133,44 @@ class Workdir:
             another process is training here, or the path cannot be a directory.
         """
         resumed = self.check(config)
+        new = to_json(config)
+        before = frozenset(os.listdir(self.path)) if self.path.is_dir() else None
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"--workdir={self.path}: {error.strerror}") from error
-        self._take_lock()
-        if not resumed:
-            self._clear()
-        new = to_json(config)
-        if self._read_config() != new:
-            self.write_json("config.json", new)
-        for name in (METRICS, WARM_START, SAMPLES, CALIBRATION, HISTOGRAMS, STARTS):
-            self._drop_torn_line(name)
+            self._take_lock()
+            remove_parts(self.path)
+            remove_parts(self.path / MODEL)
+            if not resumed and before is not None and "config.json" in before:
+                self._clear()
+                before = frozenset(os.listdir(self.path))
+            if self._read_config() != new:
+                self.write_json("config.json", new)
+            for name in (METRICS, WARM_START, SAMPLES, CALIBRATION, HISTOGRAMS, STARTS):
+                self._drop_torn_line(name)
+        except (OSError, RunError) as error:
+            self.close()
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ConfigError(f"--workdir={self.path}: {reason}") from error
+        self._fresh, self._before = not resumed, before
         return resumed
 
-    def _clear(self) -> None:
+    def keep(self) -> None:
+        """There is something to keep now: ``forget`` does nothing any more."""
+        self._fresh = False
+
+    def forget(self) -> None:
+        """Close, and remove what was written of a new run whose start failed for its input."""
+        self.close()
+        if not self._fresh:
+            return
+        self._clear({*WRITTEN, LOCK} - (self._before or set()))
+        if self._before is None:
+            with contextlib.suppress(OSError):  # something else is in it now
+                self.path.rmdir()
+
+    def _clear(self, names: Iterable[str] = WRITTEN) -> None:
         """Remove what a run wrote here; other files stay."""
-        for name in WRITTEN:
+        for name in names:
             path = self.path / name
             if path.is_dir():
                 shutil.rmtree(path)
@@ -145,19 +189,17 @@ class Workdir:
         if not rows:
             return
         text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
-        try:
-            with open(self.path / name, "ab") as file:
-                file.write(text.encode("utf-8", errors="replace"))
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise RunError(f"{self.path / name} could not be written: {error.strerror}") from error
-        for row in rows if name == METRICS else ():
-            self._loggers.log(row)
-        for row in rows if name == HISTOGRAMS else ():
-            self._loggers.histograms(row)
-        if name == SAMPLES:
-            self._loggers.samples(rows)
+        with self.writing(name), open(self.path / name, "ab") as file:
+            file.write(text.encode("utf-8", errors="replace"))
+            file.flush()
+            os.fsync(file.fileno())
+        with self.writing(TENSORBOARD):
+            for row in rows if name == METRICS else ():
+                self._loggers.log(row)
+            for row in rows if name == HISTOGRAMS else ():
+                self._loggers.histograms(row)
+            if name == SAMPLES:
+                self._loggers.samples(rows)
 
     def rows(self, name: str) -> list[dict[str, Any]]:
         """The rows of a `.jsonl` file; none if it is absent. A torn last line is left out.
@@ -174,19 +216,26 @@ class Workdir:
         kept = [row for row in rows if row["step"] <= step]
         if len(kept) < len(rows):
             lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in kept]
-            replace_file(path, "".join(lines))
+            with self.writing(name):
+                replace_file(path, "".join(lines))
 
     def truncate_after(self, step: int) -> None:
         """Drop what was logged after the restored checkpoint, and start the loggers after it."""
         for name in (METRICS, SAMPLES, CALIBRATION, HISTOGRAMS):
             self.truncate(name, step)
-        self._loggers.start(self._read_config(), self.path, step)
+        with self.writing(TENSORBOARD):
+            self._loggers.start(self._read_config(), self.path, step)
 
     def write_json(self, name: str, value: Any) -> None:
-        """Write or replace a JSON file (plan.json, timeline.json) in one go."""
+        """Write or replace a JSON file (plan.json, timeline.json) in one go.
+
+        Raises:
+          RunError: it cannot be written.
+        """
         indent = None if name == "timeline.json" else 2
         text = json.dumps(to_json(value), indent=indent, ensure_ascii=False, allow_nan=False)
-        replace_file(self.path / name, text + "\n")
+        with self.writing(name):
+            replace_file(self.path / name, text + "\n")
 
     def read_json(self, name: str) -> Any:
         """The content of a JSON file, None if it is absent.
@@ -214,15 +263,20 @@ class Workdir:
             steps = int(config["steps"])
         if self.last_step() < steps or not self.checkpoints.is_dir():
             return False
-        saved = [int(p.name) for p in self.checkpoints.iterdir() if p.name.isdigit()]
-        return bool(saved) and max(saved) >= steps
+        return max(saved_steps(self.checkpoints), default=0) >= steps
+
+    def missing(self, step: int) -> list[int]:
+        """Steps up to this one of which metrics.jsonl has no row."""
+        return sorted(set(range(1, step + 1)) - {row.get("step") for row in self.rows(METRICS)})
 
     def close(self) -> None:
-        """End the loggers and let other processes train here."""
-        self._loggers.close()
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        """End the loggers and let others train here."""
+        try:
+            self._loggers.close()
+        finally:
+            if self._unlock is not None:
+                self._unlock()
+                self._unlock = None
 
     def _read_config(self) -> dict[str, Any] | None:
         try:
@@ -240,30 +294,46 @@ class Workdir:
             asked = repr(now[key]) if key in now else "absent"
             raise ConfigError(
                 f"{self.path} holds a run with config.{key}={was}, now {asked}; on resume only "
-                "steps, placement, layout, cluster and display may change: "
-                "give the old value, or another --workdir"
+                "steps, placement, layout, cluster, display, checkpoint, reward.max_unscored and "
+                "reward.timeout_seconds may change: give the old value, or another --workdir"
             )
 
+    @contextlib.contextmanager
+    def writing(self, name: str) -> Iterator[None]:
+        """Raise RunError where a file or folder of this name cannot be written."""
+        try:
+            yield
+        except OSError as error:
+            reason = error.strerror or error
+            raise RunError(f"{self.path / name} could not be written: {reason}") from error
+
     def _take_lock(self) -> None:
-        try:
-            import fcntl
-        except ImportError:  # not a POSIX system
+        if self._unlock is not None:
             return
-        if self._lock is not None:
-            return
-        self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            # A record lock: it dies with this process, whatever its children do.
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError) as error:
-            os.close(self._lock)
-            self._lock = None
-            raise ConfigError(
-                f"--workdir={self.path}: another process is training here; wait for it, or give "
-                "another --workdir"
-            ) from error
-        except OSError:  # a file system without locks
-            pass
+        of = os.stat(self.path)
+        key = of.st_dev, of.st_ino
+        with _HOLDING:
+            if key in _HELD:
+                raise ConfigError(
+                    f"--workdir={self.path}: another Trainer of this process is training here; "
+                    "close() it first, or give another --workdir"
+                )
+            held = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                import fcntl
+
+                # A record lock: it dies with this process, whatever its children do.
+                fcntl.lockf(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError) as error:
+                os.close(held)
+                raise ConfigError(
+                    f"--workdir={self.path}: another process is training here; wait for it, or "
+                    "give another --workdir"
+                ) from error
+            except (ImportError, OSError):  # not a POSIX system, a file system without locks
+                pass
+            _HELD.add(key)
+            self._unlock = weakref.finalize(self, _release, held, key)
 
     def _drop_torn_line(self, name: str) -> None:
         path = self.path / name
@@ -274,3 +344,10 @@ class Workdir:
             if content and not content.endswith(b"\n"):
                 file.truncate(content.rfind(b"\n") + 1)
                 os.fsync(file.fileno())
+
+
+def _release(held: int, key: tuple[int, int]) -> None:
+    """Let others train in a directory."""
+    with _HOLDING:
+        _HELD.discard(key)
+        os.close(held)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -18,6 +19,8 @@ from hjax.settings.keys import (
     default_config,
 )
 from hjax.wishes import wish
+
+_SHOWN = 24  # divisors in a message
 
 
 def check_config(config: ConfigDict | Mapping[str, Any]) -> Config:
@@ -226,5 +229,9 @@ def _check_batches(config: ConfigDict) -> None:
 
 
 def divisors(n: int, times: int = 1) -> str:
-    """The divisors of ``n``, each multiplied by ``times``, as a list in words."""
-    return ", ".join(str(i * times) for i in range(1, n + 1) if n % i == 0)
+    """The divisors of ``n``, each multiplied by ``times``, as a list in words; of many the ends."""
+    low = [i for i in range(1, math.isqrt(n) + 1) if n % i == 0]
+    found = [str(i * times) for i in [*low, *(n // i for i in reversed(low) if i * i != n)]]
+    if len(found) > _SHOWN:
+        found = [*found[: _SHOWN // 2], "...", *found[-_SHOWN // 2 :]]
+    return ", ".join(found)

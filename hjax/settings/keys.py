@@ -16,8 +16,14 @@ from typing import Any
 
 from hjax.config import Config
 from hjax.data.reading import OVERLONG
+from hjax.machine import MOST_DEVICES
 from hjax.roles import ROLES
 from hjax.rules import Key, Rule, above, at_least, below_one, between, one_of
+
+# Sizes that sums and lists are made of before memory is asked: of a model's dimension or a batch's,
+# and in tokens. Far above any that is run.
+MOST = 2**20
+LONGEST = 2**24
 
 # Sections whose keys belong to what another key names: to the algorithm's class, to the task.
 OWNED_SECTIONS = {"algorithm": "algorithm.name", "data.task_options": "data.task"}
@@ -167,13 +173,13 @@ KEYS: dict[str, Any] = {
     },
     "model": {
         "hidden_size": Key(
-            128, "width of a model from scratch (used where a path is empty)", at_least(1)
+            128, "width of a model from scratch (used where a path is empty)", between(1, MOST)
         ),
-        "layers": Key(2, "decoder layers", at_least(1)),
-        "heads": Key(4, "attention heads; divides hidden_size", at_least(1)),
-        "kv_heads": Key(4, "key and value heads; divides heads", at_least(1)),
-        "mlp_size": Key(512, "width of the gated MLP", at_least(1)),
-        "vocab_size": Key(0, "tokens; 0: the tokenizer's", at_least(0)),
+        "layers": Key(2, "decoder layers", between(1, MOST)),
+        "heads": Key(4, "attention heads; divides hidden_size", between(1, MOST)),
+        "kv_heads": Key(4, "key and value heads; divides heads", between(1, MOST)),
+        "mlp_size": Key(512, "width of the gated MLP", between(1, MOST)),
+        "vocab_size": Key(0, "tokens; 0: the tokenizer's", between(0, MOST)),
         "tie_embeddings": Key(True, "output head shares the embedding"),
         "max_length": Key(
             0, "positions, prompt and response together; 0: as long as the run needs", at_least(0)
@@ -294,18 +300,20 @@ KEYS: dict[str, Any] = {
         "function": Key("", "`path.py:name` for the cost (Safe-RLHF); empty: the task's"),
     },
     "rollout": {
-        "prompts": Key(16, "prompts per step (each answered `samples` times)", at_least(1)),
+        "prompts": Key(
+            16, "prompts per step (each answered `samples` times)", between(1, MOST)
+        ),
         "samples": Key(
             4,
             "responses per prompt; prompts * samples sequences make the step's batch",
-            at_least(1),
+            between(1, MOST),
         ),
-        "max_prompt_length": Key(0, "tokens; 0: the longest in the data", at_least(0)),
+        "max_prompt_length": Key(0, "tokens; 0: the longest in the data", between(0, LONGEST)),
         "max_response_length": Key(
             0,
             "tokens, the end-of-sequence token included; 0: those of a built-in task's longest "
             f"answer, {RESPONSE_TOKENS} with data of your own",
-            at_least(0),
+            between(0, LONGEST),
         ),
         "temperature": Key(1.0, "of sampling; evaluation is greedy", above(0)),
         "top_k": Key(0, "sample among the k likeliest tokens; 0: all", at_least(0)),
@@ -424,7 +432,7 @@ KEYS: dict[str, Any] = {
             0,
             "devices a process uses; 0: all, on a CPU one simulated per core, shared out over the "
             "processes",
-            at_least(0),
+            between(0, MOST_DEVICES),
         ),
         "reward_processes": Key(
             1, "processes of a cluster that share the calls of reward functions", at_least(1)

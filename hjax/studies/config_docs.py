@@ -27,7 +27,8 @@ SECTION_DOCS = {
     "rollout": "Generation in training",
     "warm_start": "Supervised training before the first step",
     "eval": "Greedy evaluation on held-out prompts",
-    "checkpoint": "Checkpoints; the command run again with the same workdir goes on from the last",
+    "checkpoint": "Checkpoints; the command run again with the same workdir goes on from the last. "
+    "May change on resume",
     "layout": "Sizes of mesh axes per role; -1 takes what is left over. May change on resume",
     "cluster": "Machines. May change on resume",
     "display": "What a person sees. May change on resume",

@@ -1,0 +1,83 @@
+"""Checksums of a checkpoint: one per item, made as it is saved and held against what is read.
+
+``checksums.json`` in its folder has the step, and by item (a folder of arrays, ``controller.json``)
+its bytes and BLAKE2b over its files' names, lengths and contents, in the order of their names.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from hjax.errors import DataError
+from hjax.files import read_json, replace_file
+
+CHECKSUMS = "checksums.json"
+_AT_ONCE = 1 << 20  # bytes that are read at a time
+_SIDE_BY_SIDE = 8  # items
+
+
+def write_checksums(folder: Path, step: int) -> None:
+    """Write the checksums of everything in the folder of a checkpoint."""
+    names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+    content = {"step": step, "items": _sums(folder, names)}
+    replace_file(folder / CHECKSUMS, json.dumps(content, indent=1) + "\n")
+
+
+def check_sums(folder: Path, names: Iterable[str] | None = None) -> bool:
+    """Hold items of a checkpoint against its checksums.
+
+    Args:
+      folder: of the checkpoint; its name is the step.
+      names: of items; None: all that were saved.
+
+    Returns:
+      whether it has checksums: those of earlier versions have none.
+
+    Raises:
+      DataError: it is of another step, or an item is missing or not what was saved.
+      OSError: it cannot be read.
+    """
+    content = read_json(folder / CHECKSUMS)
+    if content is None:
+        return False
+    try:
+        step, saved = content["step"], dict(content["items"])
+    except (TypeError, KeyError, ValueError) as error:
+        raise DataError(f"{CHECKSUMS} is damaged") from error
+    if str(step) != folder.name:
+        raise DataError(f"it was saved as step {step}")
+    names = list(saved) if names is None else list(names)
+    for name in names:
+        if name not in saved:
+            raise DataError(f"{name} is not among what was saved")
+        if not (folder / name).exists():
+            raise DataError(f"{name} is missing")
+    for name, found in _sums(folder, names).items():
+        if found != saved[name]:
+            raise DataError(f"{name} is not what was saved: its checksum differs")
+    return True
+
+
+def _sums(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
+    with concurrent.futures.ThreadPoolExecutor(_SIDE_BY_SIDE) as threads:
+        return dict(zip(names, threads.map(lambda name: _sum(folder / name), names), strict=True))
+
+
+def _sum(item: Path) -> dict[str, Any]:
+    """Bytes and checksum of a file, or of all files in a folder."""
+    files = [item] if item.is_file() else [path for path in item.rglob("*") if path.is_file()]
+    total, digest = 0, hashlib.blake2b(digest_size=32)
+    for path in sorted(files):
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            digest.update(f"{path.relative_to(item.parent).as_posix()}\0{size}\0".encode())
+            while piece := file.read(_AT_ONCE):
+                digest.update(piece)
+        total += size
+    return {"bytes": total, "blake2b": digest.hexdigest()}
