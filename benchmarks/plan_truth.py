@@ -364,7 +364,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     ]
     ratios = [row["predicted"] / row["measured"] for row in rows]
     return {
-        "rank_correlation": round(statistics.correlation(*ranks), 3),
+        "rank_correlation": round(statistics.correlation(*ranks), 3) if len(rows) > 1 else None,
         "ratio_median": round(statistics.median(ratios), 3),
         "ratio_range": [round(min(ratios), 3), round(max(ratios), 3)],
         "within_15_percent": sum(abs(math.log(r)) <= math.log(1.15) for r in ratios),

@@ -4,16 +4,20 @@ import json
 import pathlib
 from types import SimpleNamespace
 
+import jax
 import pytest
+from helpers import tiny_config
 
+import hjax
 from hjax.controller.timeline import Span
-from hjax.devices import DEVICES
+from hjax.devices import DEVICES, Device
 from hjax.errors import ConfigError
 from hjax.launch import plan as command
 from hjax.planning import learning
-from hjax.planning.after_run import FILE, improved
+from hjax.planning.after_run import FILE, improved, learn_from
 from hjax.planning.constants import Constants
-from hjax.planning.profile import MadeOn, Profile, read_profile, write_profile
+from hjax.planning.profile import MadeOn, Profile, profile_path, read_profile, write_profile
+from hjax.roles import STAGES
 
 BELIEVED = Constants().with_values(
     {"matmul": 0.5, "dispatch": 0.01, "decode_layer": 0.002, "backward": 1.5, "rollout": 0.05,
@@ -123,3 +127,34 @@ def test_explain_shows_the_calls_side_by_side(tmp_path, capsys):
     assert command.main([f"--explain={pathlib.Path('nowhere')}"]) == 2
     err = capsys.readouterr().err
     assert f"it has no {FILE}" in err and err.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_teaches_the_profile_of_its_devices(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    devices = jax.devices()
+    changes = {"placement": "colocate", "steps": 4}
+    trainer = hjax.Trainer(tiny_config("GRPO", changes))
+    try:
+        trainer.run()
+        assert learn_from(trainer, tmp_path) is None  # no profile, nothing to compare with
+        device = Device("cpu", 2.0**33, {"float32": 1e9}, 1e10, 1e9, 1e9, len(devices), 0, "test")
+        write_profile(Profile(device, BELIEVED, {}, MadeOn.here(devices)), profile_path(devices))
+        found = learn_from(trainer, tmp_path)
+        again = learn_from(trainer, tmp_path)
+    finally:
+        trainer.close()
+    assert {(c["role"], c["stage"]) for c in found["calls"]} == {
+        ("actor", "generation"), ("reference", "preparation"), ("actor", "learning"),
+    }  # fmt: skip
+    taken = {s: sum(c["measured"] for c in found["calls"] if c["stage"] == s) for s in STAGES}
+    said = trainer.history[2:]
+    assert taken["learning"] <= 1.05 * max(row["time/update"] for row in said)
+    profile = read_profile(profile_path(devices), MadeOn.here(devices))
+    assert profile.runs == 2 and json.loads((tmp_path / FILE).read_text()) == again
+    # The same run explained again by what it has taught.
+    before, after = (
+        sum(abs(1 - c["predicted"] / c["measured"]) for c in x["calls"]) for x in (found, again)
+    )
+    assert after < before

@@ -38,16 +38,16 @@ Progress = Callable[[int, int, str], None]
 
 # Of the small runs: steps, those left out because they compile, tokens of a prompt, a response, and
 # a response of the run with many attention scores; and updates that are timed.
-STEPS, WARM_UP, PROMPT, RESPONSE, LONG_RESPONSE = 9, 3, 32, 32, 96
-UPDATES = 7
+STEPS, WARM_UP, PROMPT, RESPONSE, LONG_RESPONSE = 7, 2, 32, 32, 96
+UPDATES = 5
 # Numbers of simulated devices that are kept busy beside all of them.
-BUSY = (1, 2, 4, 8)
+BUSY = (1, 2)
 
 
 def calibrate(devices: Sequence[Any], progress: Progress | None = None) -> Profile:
     """Measure the devices of one host, all of them. Takes a minute at most on two quiet cores.
 
-    Simulated devices are also measured with 1, 2 and 4 of them busy: how much faster each is then
+    Simulated devices are also measured with 1 and 2 of them busy: how much faster each is then
     and how much of the cores' time they take, in the same update spread over so many. That update
     is also taken with FSDP and with a tensor axis, for what these cost beside data parallelism.
 
@@ -283,7 +283,8 @@ def _small_model(devices: int, flops: float, wide: _Calls, parts: _Parts) -> dic
     Two tiny ones of 1 and 4 layers: a forward takes dispatch + layers * layer_pass, a rollout
     dispatch + rollout + layers * tokens * decode_layer. Two in which more is computed, mostly
     products in the one and attention scores in the other: a forward takes beside that
-    FLOPs / (``flops`` * matmul) + scores * score, an update 1 + 2 * backward forwards.
+    FLOPs / (``flops`` * matmul) + scores * score, an update of the first 1 + 2 * backward
+    forwards.
     """
     mesh = Mesh(data=devices)
     with contextlib.ExitStack() as ends:
@@ -294,8 +295,9 @@ def _small_model(devices: int, flops: float, wide: _Calls, parts: _Parts) -> dic
             tiny.append(_start(ends, mesh, width=32, layers=layers, rows=rows, learns=False))
         parts.begin("longer responses")
         long = _start(
-            ends, mesh, width=64, layers=2, rows=8 * devices, heads=8, response=LONG_RESPONSE
-        )
+            ends, mesh, width=64, layers=2, rows=4 * devices, heads=8, response=LONG_RESPONSE,
+            learns=False,
+        )  # fmt: skip
         one, four, scored = (_calls(trainer) for trainer in (*tiny, long))
     layer_pass = max(0.0, four.forward - one.forward) / 3
     dispatch = max(0.0, one.forward - layer_pass)
@@ -311,11 +313,10 @@ def _small_model(devices: int, flops: float, wide: _Calls, parts: _Parts) -> dic
     score = (f1 * computed[1] - f2 * computed[0]) / both
     if score <= 0 or inverse <= 0:  # within the noise: scores are part of the products' rate
         inverse, score = computed[0] / f1, 0.0
-    updates = sum(run.update - dispatch for run in runs)
     return {
         "matmul": 1 / inverse / flops,
         "score": score,
-        "backward": max(1.0, (updates / sum(forwards) - 1) / 2),
+        "backward": max(1.0, ((wide.update - dispatch) / forwards[0] - 1) / 2),
         "layer_pass": layer_pass,
         "dispatch": dispatch,
         "decode_step": 0.0,
@@ -348,8 +349,8 @@ def _start(
     steps: int | None = None,
     learns: bool = True,
 ) -> Any:
-    """A GRPO run on ``rows`` sequences after its steps (None: all); heads of 16 unless said
-    otherwise; without ``learns`` it has no updates.
+    """A GRPO run on ``rows`` sequences after its steps (None: all; 0: none, and it has no
+    reference); heads of 16 unless said otherwise; without ``learns`` it has no updates.
 
     It is closed at the end of ``ends``, also after an error.
     """
@@ -359,7 +360,7 @@ def _start(
     heads = heads or width // 16
     changes = {
         "algorithm.name": "GRPO" if learns else f"{probes.__file__}:Scored",
-        "algorithm.kl_coef": 0.01, "data.task": "sorting", "steps": STEPS,
+        "algorithm.kl_coef": 0.01 if steps is None else 0.0, "data.task": "sorting", "steps": STEPS,
         "cluster.devices_per_process": mesh.devices, "placement": "colocate",
         "model.hidden_size": width, "model.mlp_size": 4 * width, "model.layers": layers,
         "model.heads": heads, "model.kv_heads": heads, "rollout.prompts": rows // 2,
