@@ -14,6 +14,8 @@ import pytest
 
 import hjax
 from hjax.config import flatten
+from hjax.launch.stages import read_stages
+from hjax.settings.reading import STAGES
 from hjax.studies.dictionary import dictionary_markdown
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -123,6 +125,10 @@ def test_keys_on_command_lines_are_there(page):
         own = re.search(r"--config\.algorithm\.name=\S+\.py:", line)
         shipped = named and (ROOT / "hjax/launch/configs" / named[1]).is_file()
         keys = flatten(hjax.get_config(named[1] if shipped else "grpo.py"))
+        if named and (STAGES / named[1]).is_file():
+            stages, _ = read_stages(named[1], [])
+            of = {stage: flatten(config) for stage, config in stages.configs(ROOT).items()}
+            keys |= {f"{stage}.{key}": x for stage, each in of.items() for key, x in each.items()}
         for key in re.findall(r"--config\.([\w.]+)=", line):
             if key.startswith("algorithm.") and own:
                 continue
