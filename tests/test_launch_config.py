@@ -5,13 +5,12 @@ import pathlib
 import signal
 import subprocess
 import sys
-import types
 
 import pytest
 from ml_collections import ConfigDict
 
 from hjax.errors import ConfigError
-from hjax.launch.__main__ import Signals, Stopped, main, parse
+from hjax.launch.__main__ import main, parse
 from hjax.launch.config_docs import config_markdown
 from hjax.launch.machine import dividing_devices
 from hjax.machine import available_cores
@@ -339,23 +338,6 @@ def test_command_line_is_read_in_any_order():
     )
     assert command.config.steps == 3 and command.config.algorithm.name == "GRPO"
     assert (str(command.workdir), command.dry_run, command.json) == ("x", True, True)
-
-
-def test_the_first_signal_asks_the_trainer_to_stop(in_empty_folder):
-    signals, said = Signals(), []
-    trainer = types.SimpleNamespace(stop_requested=0)
-    signals.install()
-    signals.watch(trainer, types.SimpleNamespace(message=said.append))
-    signal.raise_signal(signal.SIGTERM)
-    assert trainer.stop_requested == signal.SIGTERM == signals.received
-
-
-def test_a_signal_before_the_run_stops_at_once(in_empty_folder):
-    signals = Signals()
-    signals.install()
-    with pytest.raises(Stopped):
-        signal.raise_signal(signal.SIGINT)
-    assert 128 + signals.received == 130
 
 
 def test_cpu_devices_divide_the_batches():

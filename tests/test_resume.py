@@ -1,7 +1,6 @@
 """A run that was stopped or killed goes on as if nothing had happened, bit for bit."""
 
 import json
-import os
 import random
 import shutil
 import signal
@@ -201,12 +200,8 @@ def test_a_truncated_checkpoint_gets_its_line(item, tmp_path, whole_grpo):
     with pytest.raises(DataError, match="checkpoints/2: this checkpoint cannot be read") as caught:
         run("GRPO", THREE, workdir)
     message = str(caught.value)
-    assert "\n" not in message and "delete that directory to go on from the one before" in message
-    assert len(message) < 600
-    # Doing what it says works.
-    shutil.rmtree(checkpoint)
-    rows = run("GRPO", THREE, workdir)
-    assert [row["step"] for row in rows] == [2, 3]
+    assert "\n" not in message and f"({item} is not what was saved" in message
+    assert "with --repair goes on from the last sound one" in message and len(message) < 600
 
 
 # The command in a process of its own
@@ -244,60 +239,8 @@ def start(folder, workdir, **changes):
     )
 
 
-def wait_until(condition, process, seconds=200):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def rows_so_far(path):
     return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
-def test_truncated_arrays_leave_one_line_in_a_shell(folder):
-    # Reads of other arrays are under way when the first fails.
-    shutil.copytree(folder / "whole", folder / "cut")
-    arrays = [f for f in (folder / "cut" / "checkpoints" / "12").glob("*/ocdbt*/d/*")]
-    for file in arrays:
-        os.truncate(file, file.stat().st_size // 2)
-    assert len(arrays) > 4
-    done = launch("tiny.py", "--workdir=cut", "--config.steps=13", cwd=folder)
-    assert done.stderr.count("\n") == 1, done.stderr
-    assert done.returncode == 2 and "12: this checkpoint cannot be read" in done.stderr
-
-
-def test_a_finished_run_says_so(folder):
-    before = (folder / "whole" / "metrics.jsonl").read_bytes()
-    again = launch("tiny.py", "--workdir=whole", cwd=folder)
-    assert again.returncode == 0 and again.stdout.count("\n") == 1
-    assert "whole is finished: 12 of 12 steps; give a larger --config.steps" in again.stdout
-    assert (folder / "whole" / "metrics.jsonl").read_bytes() == before
-
-
-@pytest.mark.parametrize(
-    "number, status",
-    [pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow), (signal.SIGINT, 130)],
-)
-def test_signals_save_and_exit(number, status, folder):
-    name = number.name
-    # Enough steps that the signal arrives in time; saving only because of it.
-    changes = {"steps": 5000, "checkpoint.every": 0, "eval.every": 0}
-    process = start(folder, name, **changes)
-    wait_until(lambda: rows_so_far(folder / name / "metrics.jsonl") >= 2, process)
-    process.send_signal(number)
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == status, stderr
-    rows = read_rows(folder / name)
-    last = rows[-1]["step"]
-    assert f"stopped by {name} after step {last}" in stderr and f"--workdir={name}" in stderr
-    saved = [p.name for p in (folder / name / "checkpoints").iterdir() if p.name.isdigit()]
-    assert str(last) in saved
-    whole = [computed(row) for row in read_rows(folder / "whole")]
-    for row, expected in zip(rows, whole[:4]):
-        for key in ("reward/mean", "actor/loss", "critic/loss"):
-            assert row[key] == expected[key]
 
 
 def kill_at_random(process, metrics, rng):

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from hjax.launch.huge_pages import use_huge_pages
+from hjax.launch.signals import SIGNALS, Signals, begin
 
 if __name__ == "__main__":
-    use_huge_pages()  # may start this command anew, so before imports that take longer
+    begin("hjax.launch")  # may start this command anew, so before imports that take longer
 
 import dataclasses
-import os
 import platform
 import signal
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from absl import flags
@@ -28,17 +25,16 @@ from hjax.files import METRICS, json_line
 from hjax.launch.command import parse_flags, take_config
 from hjax.launch.machine import prepare_jax
 from hjax.launch.stages import Stages, dry_run_stages, read_stages, run_stages
-from hjax.machine import descendants, end_all
 from hjax.run.workdir import Workdir
 from hjax.settings.origins import origins
 from hjax.settings.reading import check_config, config_names, find_config, load_config
 
 HELP = """\
 usage: python -m hjax.launch --config=NAME.py [--workdir=DIR] [--overwrite] [--dry_run]
-                             [--json] [--debug=ROLE] [--config.a.b=VALUE ...]
+                             [--repair] [--json] [--debug=ROLE] [--config.a.b=VALUE ...]
 
 Train a model as a config says. Running the same command again with the same workdir goes on
-from the last checkpoint. Ctrl-C saves and stops; a second Ctrl-C stops at once.
+from the last checkpoint. Ctrl-C saves and stops; once more, a second later, stops at once.
 
   --config=NAME.py      a Python file with get_config(), or one of the shipped ones:
                         {configs}
@@ -58,6 +54,7 @@ from the last checkpoint. Ctrl-C saves and stops; a second Ctrl-C stops at once.
                         of a run in stages --config.STAGE.a.b=VALUE changes one of them
   --workdir=DIR         where the run is kept; without it a new runs/<config>-<time>
   --overwrite           remove the run that --workdir has, and start anew
+  --repair              if the last checkpoint is damaged, go on from the last that is not
   --dry_run             print batch arithmetic, settings, what the reward function says of some
                         answers, placement, parameters and memory, and stop
   --debug=ROLE          stop in a debugger at every call of a role, which runs in this process
@@ -65,8 +62,8 @@ from the last checkpoint. Ctrl-C saves and stops; a second Ctrl-C stops at once.
   --version             print the versions of hjax and of what it computes with
   --help                print this
 
-exit status: 0 done; 1 failed while running; 2 wrong input, nothing written; 130 or 143 stopped
-by Ctrl-C or SIGTERM, saved
+exit status: 0 done; 1 failed while running; 2 wrong input, nothing written; 130, 143 or 129 stopped
+by Ctrl-C, SIGTERM or SIGHUP, saved
 """
 
 
@@ -81,46 +78,9 @@ class TrainCommand:
     json: bool
     debug: str = ""
     overwrite: bool = False
+    repair: bool = False
     stages: Stages | None = None
     whole: Path | None = None  # of a stage: the workdir of all
-
-
-class Stopped(BaseException):
-    """A signal came before there was a run to save."""
-
-
-class Signals:
-    """Ctrl-C and SIGTERM: the first asks the trainer to save and return, the second kills."""
-
-    def __init__(self) -> None:
-        self.received = 0
-        self.trainer: Any = None
-        self.display: Any = None
-
-    def install(self) -> None:
-        """From here on signals are handled."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._handle)
-
-    def watch(self, trainer: Any, display: Any) -> None:
-        """There is something to save now."""
-        self.trainer, self.display = trainer, display
-        trainer.stop_requested = self.received  # mostly 0
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.received:
-            if sys.stdout.isatty():
-                os.write(sys.stdout.fileno(), b"\x1b[?25h\n")  # the live view hid the cursor
-            if "ray" in sys.modules:
-                end_all(descendants(os.getpid()))  # Ray's own end only minutes later, or never
-            os._exit(128 + number)
-        self.received = number
-        if self.trainer is None:
-            raise Stopped
-        self.trainer.stop_requested = number
-        # A thread, because the signal may have come while this one was printing.
-        text = "stopping after this step, and saving; once more to stop at once"
-        threading.Thread(target=self.display.message, args=(text,), daemon=True).start()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -134,14 +94,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if any(a in ("--version", "-version") for a in arguments):
         print(versions())
         return 0
-    signals = Signals()
-    signals.install()
-    try:
-        return exit_status(lambda: _stoppable(parse(arguments), signals))
-    except Stopped:
-        name = signal.Signals(signals.received).name
-        print(f"hjax: stopped by {name} before the run began", file=sys.stderr)
-        return 128 + signals.received
+    signals = SIGNALS if SIGNALS.own else Signals()
+    status = exit_status(lambda: _run_command(parse(arguments), signals))
+    signals.done(status)
+    return status
 
 
 def parse(arguments: Sequence[str]) -> TrainCommand:
@@ -157,6 +113,7 @@ def parse(arguments: Sequence[str]) -> TrainCommand:
     flags.DEFINE_bool("overwrite", False, "start anew", flag_values=own)
     flags.DEFINE_string("debug", "", "role whose calls stop in a debugger", flag_values=own)
     flags.DEFINE_bool("json", False, "one line of JSON", flag_values=own)
+    flags.DEFINE_bool("repair", False, "go on from a sound checkpoint", flag_values=own)
     stages, rest = read_stages(name, rest)
     config = None
     if stages is None:
@@ -169,6 +126,10 @@ def parse(arguments: Sequence[str]) -> TrainCommand:
     if own.workdir == "":
         raise ConfigError("--workdir= is empty; name a directory, or leave the flag out")
     workdir = Path(own.workdir).expanduser() if own.workdir else None
+    if own.repair and (workdir is None or own.dry_run or own.overwrite):
+        raise ConfigError(
+            "--repair is for a run to go on with: give --workdir, no --dry_run and no --overwrite"
+        )
     if own.overwrite and workdir is None:
         raise ConfigError("--overwrite needs --workdir=DIR: without it a run goes to a new one")
     if own.overwrite and stages is not None:
@@ -176,9 +137,8 @@ def parse(arguments: Sequence[str]) -> TrainCommand:
             f"--overwrite: {name} runs in stages, each in a folder of {workdir}; remove those that "
             "are to run anew"
         )
-    return TrainCommand(
-        name, config, workdir, own.dry_run, own.json, own.debug, own.overwrite, stages
-    )
+    how = own.dry_run, own.json, own.debug, own.overwrite, own.repair
+    return TrainCommand(name, config, workdir, *how, stages)
 
 
 def versions() -> str:
@@ -189,13 +149,8 @@ def versions() -> str:
     return f"hjax {hjax.__version__} ({named}, Python {platform.python_version()})"
 
 
-def _stoppable(command: TrainCommand, signals: Signals) -> int:
-    try:
-        return _run(command, signals) if command.stages is None else _run_all(command, signals)
-    except SystemError as error:  # what Ray makes of Stopped
-        if signals.received and signals.trainer is None:
-            raise Stopped from error
-        raise
+def _run_command(command: TrainCommand, signals: Signals) -> int:
+    return _run(command, signals) if command.stages is None else _run_all(command, signals)
 
 
 def _run_all(command: TrainCommand, signals: Signals) -> int:
@@ -210,10 +165,8 @@ def _run_all(command: TrainCommand, signals: Signals) -> int:
         return dry_run_stages(command.stages, command.workdir, describe)
 
     def run(title: str, config: ConfigDict, workdir: Path) -> int:
-        signals.trainer = None
-        if signals.received:
-            raise Stopped
         stage = TrainCommand(title, config, workdir, False, False, whole=workdir.parent)
+        stage.repair = command.repair
         return _run(stage, signals)
 
     workdir = command.workdir or _new_workdir(command.name)
@@ -227,7 +180,8 @@ def _run(command: TrainCommand, signals: Signals) -> int:
         workdir = Workdir(command.workdir, overwrite=command.overwrite)
         # Of one that was only evaluated so far nothing needs to be the same.
         resumes = bool(config.steps) and workdir.check(config)
-        if resumes and workdir.finished(config.steps) and not command.dry_run:
+        anew = command.dry_run or command.repair
+        if resumes and workdir.finished(config.steps) and not anew:
             _say_finished(workdir, config, command)
             return 0
 
@@ -248,19 +202,21 @@ def _run(command: TrainCommand, signals: Signals) -> int:
     plan = plan_run(config, None if command.overwrite else path)
     display = Display(config, config.steps)
     how: dict[str, Any] = {"debug": command.debug, "overwrite": command.overwrite}
+    how["repair"] = command.repair
     trainer = Trainer(config, workdir=path, display=display, plan=plan, **how)
-    signals.watch(trainer, display)
-    try:
-        display.start(f"{command.name}  {config.algorithm.name}  {path}")
-        if remark:
-            display.message(remark)
-        trainer.run()
-        seconds = None if signals.received else _compare_seconds(trainer, path)
-    finally:
+    seconds = None
+    with signals.watching(trainer, display):
         try:
-            trainer.close()
+            display.start(f"{command.name}  {config.algorithm.name}  {path}")
+            if remark:
+                display.message(remark)
+            trainer.run()
+            seconds = None if signals.received else _compare_seconds(trainer, path)
         finally:
-            display.close()
+            try:
+                trainer.close()
+            finally:
+                display.close()
     if seconds and config.display.enabled:
         print(seconds)
     return _finish(path, command, signals.received)
@@ -324,6 +280,11 @@ def _finish(path: Path, command: TrainCommand, received: int) -> int:
 
 
 def _say_finished(workdir: Workdir, config: ConfigDict, command: TrainCommand) -> None:
+    if config.display.report:  # a kill may have come before it, or it was removed
+        from hjax.show.report import write_report
+
+        with workdir.writing("report.html"):
+            write_report(workdir.path)
     print(
         f"{workdir.path} is finished: {workdir.last_step()} of {config.steps} steps; give a "
         "larger --config.steps to go on"

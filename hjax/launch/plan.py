@@ -13,6 +13,7 @@ from hjax.errors import ConfigError, exit_status
 from hjax.files import json_line, replace_file
 from hjax.launch.huge_pages import use_huge_pages
 from hjax.launch.plan_flags import parse
+from hjax.launch.signals import started_as
 from hjax.planning.result import describe_result
 from hjax.planning.strategies import STRATEGIES, search_strategy
 from hjax.show.plan_page import plan_page
@@ -167,6 +168,6 @@ def _calibrate(as_json: bool) -> int:
 
 
 if __name__ == "__main__":
-    if "--calibrate" in sys.argv:
+    if "--calibrate" in sys.argv and started_as("hjax.launch.plan"):
         use_huge_pages()
     sys.exit(main())

@@ -1,0 +1,152 @@
+"""What a signal does to the command, and where it is a guest in another's process."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import types
+
+import pytest
+
+from hjax.launch import signals as launch_signals
+from hjax.launch.signals import Signals, started_as
+
+
+class Left(Exception):
+    """Instead of the end of the process."""
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """Signals whose end of the process is an exception with its status, and its line."""
+
+    def end(status, line=""):
+        raise Left(status, line)
+
+    monkeypatch.setattr(launch_signals, "_end", end)
+
+
+def watched(said):
+    display = types.SimpleNamespace(message=said.append)
+    return types.SimpleNamespace(stop_requested=0), display
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_before_there_is_a_run_a_signal_ends_the_command(ended, number):
+    with pytest.raises(Left) as left:
+        Signals().came(number)
+    line = f"hjax: stopped by {signal.Signals(number).name} before the run began\n"
+    assert left.value.args == (128 + number, line)
+
+
+def test_signals_within_a_second_are_one_request(ended, monkeypatch):
+    now, said = [100.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    signals = Signals()
+    signals.own = True
+    trainer, display = watched(said)
+    with signals.watching(trainer, display):
+        signals.came(signal.SIGTERM)
+        assert trainer.stop_requested == signals.received == signal.SIGTERM
+        now[0] += 0.9
+        signals.came(signal.SIGINT)  # a wrapper passes on what came to both
+        assert trainer.stop_requested == signals.received == signal.SIGTERM
+        assert said == [launch_signals.STOPPING]
+        now[0] += 0.2
+        with pytest.raises(Left) as left:
+            signals.came(signal.SIGINT)
+    assert left.value.args[0] == 130
+
+
+def test_in_a_notebook_the_first_interrupt_stops_and_a_later_one_is_its_own(monkeypatch):
+    now, said = [100.0], []
+    monkeypatch.setattr(launch_signals.time, "monotonic", lambda: now[0])
+    before, signals = signal.getsignal(signal.SIGINT), Signals()
+    trainer, display = watched(said)
+    with signals.watching(trainer, display):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert trainer.stop_requested == signals.received == signal.SIGINT
+        now[0] += 2
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+# Prints what a child gets that is forked after the command has its handlers; they are the parent's.
+FORK = """
+import os, signal, time
+from hjax.launch.signals import Signals
+signals = Signals()
+signals.install()
+signals._trainer = type("", (), {})()  # as if there were a run
+child = os.fork()
+if not child:
+    time.sleep(20)
+time.sleep(0.2)
+os.kill(child, signal.SIGTERM)
+print(os.waitpid(child, 0)[1], signals.received, flush=True)
+os.kill(os.getpid(), signal.SIGHUP)
+time.sleep(0.5)
+print(signals.received)
+"""
+
+
+def test_a_fork_has_signals_of_its_own():
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == [str(int(signal.SIGTERM)), "0", str(int(signal.SIGHUP))], done
+
+
+def test_nohup_keeps_its_promise():
+    code = (
+        "import os, signal, time; from hjax.launch.signals import Signals; Signals().install()\n"
+        "os.kill(os.getpid(), signal.SIGHUP); time.sleep(0.3); print('still here')"
+    )
+    ignoring = ["sh", "-c", "trap '' HUP; exec \"$0\" -c \"$1\"", sys.executable, code]
+    done = subprocess.run(ignoring, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "still here\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments, argv, expected",
+    [
+        (["-m", "hjax.launch", "--config=a.py"], ["x", "--config=a.py"], True),
+        (["-X", "dev", "-mhjax.launch"], ["x"], True),
+        (["-m", "cProfile", "-m", "hjax.launch", "-h"], ["x", "-h"], True),
+        (["-m", "ipykernel_launcher", "-f", "kernel.json"], ["x", "--config=a.py"], False),
+        (["-m", "ipykernel_launcher", "-f", "kernel.json"], ["x"], False),
+        (["script.py"], ["script.py"], False),
+        ([], [""], False),
+    ],
+)
+def test_a_guest_knows_that_it_is_one(arguments, argv, expected, monkeypatch):
+    monkeypatch.setattr(sys, "orig_argv", ["python", *arguments])
+    monkeypatch.setattr(sys, "argv", argv)
+    assert started_as("hjax.launch") is expected
+
+
+# As a notebook's kernel does it; the process would be replaced if it took itself for the command.
+RUN_IN_KERNEL = """
+import os, signal, sys
+import hjax.launch.huge_pages
+hjax.launch.huge_pages.huge_pages_wait = lambda: True
+os.execve = lambda *arguments: (print("replaced", flush=True), os._exit(9))
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+handler = signal.getsignal(signal.SIGINT)
+for module, flag in (("hjax.launch", "--help"), ("hjax.launch.plan", "--calibrate --help")):
+    shell.run_line_magic("run", f"-m {module} -- {flag}")
+assert signal.getsignal(signal.SIGINT) is handler
+print("the kernel is still here")
+"""
+
+
+def test_percent_run_leaves_the_kernel_alone(tmp_path):
+    pytest.importorskip("IPython")
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_IN_KERNEL], capture_output=True, text=True, timeout=120,
+        env=os.environ | {"IPYTHONDIR": str(tmp_path)}, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1] == "the kernel is still here", done.stdout + done.stderr
+    assert "usage: python -m hjax.launch " in done.stdout
