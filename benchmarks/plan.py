@@ -85,7 +85,8 @@ def main() -> None:
     args = parser.parse_args()
     use = machine.CoreUse()
     result: dict[str, Any] = {"benchmark": "plan", **machine.describe()}
-    asked = [tuple(map(int, size.split("x"))) for size in args.only.split(",") if size]
+    sizes = [size.partition("x") for size in args.only.split(",") if size]
+    asked = [(int(models), int(gpus)) for models, _, gpus in sizes]
     result["search"] = search_times(asked or SIZES)
     if args.plot:
         plot(result["search"], args.plot)

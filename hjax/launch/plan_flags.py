@@ -229,4 +229,4 @@ def _constants(own: Any) -> Constants:
             values[name.strip()] = float(value)
         except ValueError as error:
             raise ConfigError(f"--constants: {part!r} is not NAME=NUMBER") from error
-    return constants.with_values(values)
+    return constants.asked(values)

@@ -318,9 +318,9 @@ def run_problem(
         micro_batches=micro,
         waves=_waves(rollout.slots, rows),
         remat=_remat(config, cluster),
-        # Packs go through no pipeline, and their length is not split.
-        **({"pipes": (1,), "contexts": (1,)} if config.data.packing else {}),
     )
+    if config.data.packing:  # packs go through no pipeline, and their length is not split
+        space = dataclasses.replace(space, pipes=(1,), contexts=(1,))
     return Problem(
         flow,
         {r: counts(m, _name(config, table[r]), table[r].scalar) for r, m in models.items()},

@@ -146,7 +146,7 @@ class Constants:
         """These constants with some replaced.
 
         Raises:
-          ConfigError: an unknown name, or a value that its unit cannot have.
+          ConfigError: an unknown name, or a value that is not positive.
         """
         known = [f.name for f in dataclasses.fields(self) if f.name != "measured"]
         for name, value in values.items():
@@ -154,12 +154,23 @@ class Constants:
                 raise ConfigError(f"no constant is named {name!r}; known: {', '.join(known)}")
             if not value >= 0 or (value == 0 and name in _RATES):
                 raise ConfigError(f"constant {name}={value:g}: a number above 0")
-            unit = self.__dataclass_fields__[name].metadata["unit"]
-            if unit.startswith("share") and value > 1 and not measured:
-                least = "above 0" if name in _RATES else "from 0"
-                raise ConfigError(f"constant {name}={value:g}: a {unit}, {least} to 1")
         names = self.measured | set(values) if measured else self.measured - set(values)
         return dataclasses.replace(self, **values, measured=frozenset(names))
+
+    def asked(self, values: Mapping[str, float]) -> Constants:
+        """These constants with some replaced that somebody asked for: shares are at most 1, as
+        measured ones, of a rate that was measured too, need not be.
+
+        Raises:
+          ConfigError: an unknown name, or a value that its unit cannot have.
+        """
+        found = self.with_values(values)
+        for name, value in values.items():
+            unit = self.__dataclass_fields__[name].metadata["unit"]
+            if unit.startswith("share") and value > 1:
+                least = "above 0" if name in _RATES else "from 0"
+                raise ConfigError(f"constant {name}={value:g}: a {unit}, {least} to 1")
+        return found
 
     def origin(self, name: str) -> str:
         """``measured`` or ``assumed``."""

@@ -297,8 +297,8 @@ def _passes(
         scoring = _forward(place, model, mesh, calls["forward"], work, scored)
         for remat in space.remat if learns else (NONE,):
             learned = _updates(place, model, mesh, learns, work, rows, remat)
-            seconds, needed = (scoring[0], learned[0]), (scoring[1], learned[1])
-            found.append(_Passes(rows, remat, seconds, needed))
+            taken, most = (scoring[0], learned[0]), (scoring[1], learned[1])
+            found.append(_Passes(rows, remat, taken, most))
     return found
 
 

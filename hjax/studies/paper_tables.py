@@ -261,7 +261,7 @@ def systems_table() -> str:
         found = [speedup_row("ppo", model, gpus, constants) for model, gpus in cases]
         means = [statistics.mean(r.ratios[s] for r in found if s in r.ratios) for s in PPO_AVERAGES]
         rows.append((label, *(f"{mean:.2f}" for mean in means)))
-    rows.append(("paper, all sizes", *PPO_AVERAGES.values()))
+    rows.append(("paper, all sizes", *map(str, PPO_AVERAGES.values())))
     sizes = ", ".join(f"{model} on {gpus}" for model, gpus in cases)
     return f"{table(('constants', *PPO_AVERAGES), rows)}\n\nMeans of PPO's ratios over {sizes}."
 
