@@ -27,9 +27,9 @@ def search_times(sizes: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
     from hjax.models.published import published
     from hjax.planning.counting import counts
     from hjax.planning.hardware import cluster
-    from hjax.planning.options import SearchSpace
     from hjax.planning.records import MASTERS, Dataflow, PlannedCall
     from hjax.planning.search import Problem
+    from hjax.planning.space import SearchSpace
     from hjax.planning.strategies import search_strategy
     from hjax.studies.paper_experiments import WORK
 

@@ -10,7 +10,7 @@ import numpy as np
 from hjax.planning import memory
 from hjax.planning.constants import Constants
 from hjax.planning.hardware import legal_counts
-from hjax.planning.options import SearchSpace, role_options
+from hjax.planning.options import role_options
 from hjax.planning.records import (
     MASTERS,
     Cluster,
@@ -23,6 +23,7 @@ from hjax.planning.records import (
     Workload,
 )
 from hjax.planning.search import Problem
+from hjax.planning.space import SearchSpace
 
 ROLES = ("actor", "critic", "reference", "reward", "cost")
 

@@ -24,10 +24,10 @@ from hjax.planning.constants import Constants
 from hjax.planning.cost import Place
 from hjax.planning.counting import counts
 from hjax.planning.memory import Decoded
-from hjax.planning.options import SearchSpace, cuts
 from hjax.planning.records import MASTERS, Cluster, Mesh, Pool, Workload
 from hjax.planning.result import describe_candidate
 from hjax.planning.search import search
+from hjax.planning.space import SearchSpace, cuts
 from hjax.rollout import beginnings, engine
 from hjax.run.inputs import load_inputs
 from hjax.run.roles import describe_roles, placed, planned_models

@@ -23,7 +23,7 @@ from hjax.planning.constants import Constants
 from hjax.planning.counting import counts
 from hjax.planning.dataflow import trace
 from hjax.planning.hosts import cluster_of, pools_at_hand
-from hjax.planning.options import SearchSpace, role_options
+from hjax.planning.options import role_options
 from hjax.planning.profile import MadeOn, Profile, profile_path, read_profile, write_profile
 from hjax.planning.records import (
     FLOAT32,
@@ -37,6 +37,7 @@ from hjax.planning.records import (
 )
 from hjax.planning.result import describe_result
 from hjax.planning.search import SHOWN, Problem, SearchResult
+from hjax.planning.space import SearchSpace
 from hjax.planning.strategies import search_strategy
 from hjax.roles import ROLES, STAGES, Role
 from hjax.run import slot_room

@@ -18,9 +18,9 @@ from hjax.models.remat import FULL, NONE
 from hjax.planning.constants import Constants
 from hjax.planning.counting import counts
 from hjax.planning.dataflow import trace
-from hjax.planning.options import OFFLOADS, SearchSpace
 from hjax.planning.records import FLOAT32, MASTERS, MIXED, Cluster, Dataflow, Workload
 from hjax.planning.search import Problem
+from hjax.planning.space import OFFLOADS, SearchSpace
 from hjax.roles import Role
 
 NUMERICS = {"masters": MASTERS, "float32": FLOAT32, "mixed": MIXED}

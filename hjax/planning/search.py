@@ -20,7 +20,7 @@ from hjax.planning.allocate import Choices, allocate
 from hjax.planning.constants import Constants
 from hjax.planning.cost import Place
 from hjax.planning.hardware import legal_counts
-from hjax.planning.options import SUMS, WIDTH, SearchSpace, front, peak, role_options, vectors
+from hjax.planning.options import SUMS, WIDTH, front, peak, role_options, vectors
 from hjax.planning.records import (
     Candidate,
     Cluster,
@@ -33,6 +33,7 @@ from hjax.planning.records import (
     Pool,
     Workload,
 )
+from hjax.planning.space import SearchSpace
 
 Placement = tuple[tuple[str, ...], ...]
 
