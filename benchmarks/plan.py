@@ -1,8 +1,9 @@
-"""Auto-mapping: how long the search takes for 2 to 5 models of 70B on 64 to 1024 GPUs, on one core.
+"""Auto-mapping: how long the search takes for 2 to 6 models of 70B on 64 to 1024 GPUs, on one core.
 
-    python benchmarks/plan.py [--plot=FILE.svg]
+    python benchmarks/plan.py [--only=MODELSxGPUS,...] [--plot=FILE.svg]
 
-Prints one JSON line. How near its predictions are: plan_truth.py.
+Of hjax's own numerics and all that is searched: layouts, rows per pass, rematerialisation, offload,
+slots. Prints one JSON line. How near its predictions are: plan_truth.py.
 """
 
 from __future__ import annotations
@@ -11,37 +12,44 @@ import argparse
 import json
 import pathlib
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import machine
 
-ROLES = ("actor", "critic", "reference", "reward", "cost")
+ROLES = ("actor", "critic", "reference", "reward", "cost", "cost_critic")
+SIZES = ((2, 128), (3, 128), (4, 64), (4, 128), (4, 256), (4, 512), (4, 1024), (5, 128), (5, 1024),
+         (6, 128), (6, 1024))  # fmt: skip
 
 
-def search_times() -> list[dict[str, Any]]:
+def search_times(sizes: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
     """Seconds of the search by models and GPUs."""
     from hjax.models.published import published
     from hjax.planning.counting import counts
     from hjax.planning.hardware import cluster
-    from hjax.planning.records import Dataflow, PlannedCall
+    from hjax.planning.records import MASTERS, Dataflow, PlannedCall
     from hjax.planning.search import Problem
+    from hjax.planning.space import SearchSpace
     from hjax.planning.strategies import search_strategy
     from hjax.studies.paper_experiments import WORK
 
     rows = []
-    for models, gpus in [(2, 128), (3, 128), (4, 64), (4, 128), (4, 256), (4, 512), (4, 1024),
-                         (5, 128), (5, 1024)]:  # fmt: skip
+    for models, gpus in sizes:
         roles = ROLES[:models]
         calls = [PlannedCall("actor", "generate", "generate", 1.0)]
         calls += [PlannedCall(role, "score", "forward", 1.0) for role in roles[1:]]
-        for role in ("actor", "critic"):
+        learned = [role for role in ("actor", "critic", "cost_critic") if role in roles]
+        for role in learned:
             calls += [PlannedCall(role, "update", "update", 1 / 8)] * 8
         shape = published("llama-70b")
         problem = Problem(
             Dataflow("ppo", roles, tuple(calls)),
-            {r: counts(shape, r, scalar=r in ("critic", "reward", "cost")) for r in roles},
+            {r: counts(shape, r, scalar=r not in ("actor", "reference")) for r in roles},
             WORK,
             cluster(f"{gpus // 8}x8:a100-80g"),
+            numerics=MASTERS,
+            space=SearchSpace(even=True),
+            offload=dict.fromkeys(roles, "any"),
         )
         start = time.process_time()
         found = search_strategy(problem, "auto")
@@ -72,11 +80,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--only", default="", help="such as 4x128,6x1024")
     parser.add_argument("--plot", type=pathlib.Path, help="where to draw the growth")
     args = parser.parse_args()
     use = machine.CoreUse()
     result: dict[str, Any] = {"benchmark": "plan", **machine.describe()}
-    result["search"] = search_times()
+    sizes = [size.partition("x") for size in args.only.split(",") if size]
+    asked = [(int(models), int(gpus)) for models, _, gpus in sizes]
+    result["search"] = search_times(asked or SIZES)
     if args.plot:
         plot(result["search"], args.plot)
     print(json.dumps(result | use.read()))

@@ -10,8 +10,9 @@ import numpy as np
 from hjax.planning import memory
 from hjax.planning.constants import Constants
 from hjax.planning.hardware import legal_counts
-from hjax.planning.options import SearchSpace, role_options
+from hjax.planning.options import role_options
 from hjax.planning.records import (
+    MASTERS,
     Cluster,
     Dataflow,
     Device,
@@ -22,6 +23,7 @@ from hjax.planning.records import (
     Workload,
 )
 from hjax.planning.search import Problem
+from hjax.planning.space import SearchSpace
 
 ROLES = ("actor", "critic", "reference", "reward", "cost")
 
@@ -113,7 +115,8 @@ def random_problem(seed: int, devices: int, models: int, wide: bool) -> Problem:
         tensors=rng.choice([(1, 2), (1, 2, 4)]) if wide else rng.choice([(1,), (1, 2)]),
         shardings=tuple(rng.sample(["data", "fsdp", "hybrid"], 2 if wide else 1)),
         micro_rows=rng.choice([(1,), (1, 4)]) if wide else (rng.choice([1, 4]),),
-        rematerialise=rng.choice([(True,), (False,)]),
+        remat=rng.choice([("full",), ("none",), ("none", "attention")]),
+        contexts=rng.choice([(1,), (1, 2)]) if wide else (1,),
         waves=rng.choice([(1,), (1, 4)]),
         even=rng.random() < 0.3,
     )
@@ -126,11 +129,11 @@ def random_problem(seed: int, devices: int, models: int, wide: bool) -> Problem:
     constants = Constants(
         workspace=0.0, overlap=rng.random(), decode_row=rng.choice([0.0, 1e-4]), logits=2.0**24
     )
-    numerics = rng.choice([Numerics(), Numerics(4, 8, shared_prompt=True, in_place=False)])
+    numerics = rng.choice([Numerics(), Numerics(4, 8, shared_prompt=True, in_place=False), MASTERS])
     flow = dataflow(rng, roles)
     offload = {}
     if rng.random() < 0.2:
-        offload = {role: rng.choice(["none", "optimizer", "all"]) for role in roles}
+        offload = {role: rng.choice(["none", "optimizer", "all", "any", "any"]) for role in roles}
     pools = cluster(rng, devices)
     return Problem(flow, shapes, work, pools, constants, numerics, space, offload)
 
@@ -186,9 +189,10 @@ def brute_force(problem: Problem) -> float:
                 problem.work,
                 problem.space,
                 problem.offload.get(role, "none"),
+                every=True,
             )
-            rows = [(*o.seconds, o.resident, o.transient) for o in found]
-            table[role, number, devices] = np.array(rows).reshape(-1, 5)
+            rows = [(*o.seconds, o.resident, *o.transients, o.learning) for o in found]
+            table[role, number, devices] = _different(np.array(rows).reshape(-1, 8))
     best = np.inf
     for grouping in groupings(problem.dataflow.roles):
         sets = [tuple(sorted(s)) for s in grouping]
@@ -196,6 +200,13 @@ def brute_force(problem: Problem) -> float:
             if room_for(problem.cluster, list(chosen)):
                 best = min(best, _fastest(problem, sets, chosen, table))
     return best
+
+
+def _different(rows: np.ndarray) -> np.ndarray:
+    """Those that no other is below in every column: trying all pairs of them takes too long
+    otherwise. By comparing each with each."""
+    below = (rows[:, None] <= rows[None]).all(-1) & (rows[:, None] < rows[None]).any(-1)
+    return np.unique(rows[~below.any(axis=0)], axis=0).reshape(-1, 8)
 
 
 def _fastest(problem, sets, chosen, table) -> float:
@@ -211,12 +222,14 @@ def _fastest(problem, sets, chosen, table) -> float:
             rows = table[role, number, devices]
             shape = [1] * len(roles)
             shape[roles.index(role)] = len(rows)
-            columns.append([rows[:, i].reshape(shape) for i in range(5)])
-        peak = 0.0
-        for column in columns:
-            peak = np.maximum(peak, column[4])
+            columns.append([rows[:, i].reshape(shape) for i in range(8)])
         held = sum(column[3] for column in columns)
-        fits = fits & (held + peak <= limit)
+        # What an update brings back from the host stays until all updates are done.
+        learning = held + sum(column[7] for column in columns)
+        for column in columns:
+            for transient in column[4:6]:
+                fits = fits & (held + transient <= limit)
+            fits = fits & (learning + column[6] <= limit)
         pool = problem.cluster.pools[number]
         for stage in range(3):
             taken = sum(column[stage] for column in columns)

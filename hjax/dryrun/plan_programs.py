@@ -131,6 +131,8 @@ def stage_bytes(group: PlannedSet, role: str, stage: str) -> float:
     """Bytes per device while a role computes: what its set keeps, and its own transient."""
     option = group.options[group.roles.index(role)]
     held = sum(o.resident for o in group.options)
+    if stage == STAGES[-1]:
+        held += group.learning_bytes
     return held + option.transients[STAGES.index(stage)]
 
 

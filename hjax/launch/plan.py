@@ -12,9 +12,11 @@ from hjax.devices import DEVICES
 from hjax.errors import ConfigError, exit_status
 from hjax.files import json_line, replace_file
 from hjax.launch.huge_pages import use_huge_pages
-from hjax.launch.plan_flags import parse
+from hjax.launch.plan_flags import Request, parse
 from hjax.launch.signals import started_as
-from hjax.planning.result import describe_result
+from hjax.planning.result import describe_candidate, describe_result
+from hjax.planning.run_config import config_text
+from hjax.planning.search import SearchResult
 from hjax.planning.strategies import STRATEGIES, search_strategy
 from hjax.show.plan_page import plan_page
 from hjax.show.plan_tables import print_plan
@@ -52,17 +54,20 @@ training and generation, such that a step is fastest and everything fits. Nothin
   --updates=8           optimizer updates that a step's sequences are cut into
   --strategy=auto       {strategies}
   --candidates=5        how many placements to show
-  --numerics=mixed      mixed: the paper's 16-bit weights and 32-bit optimizer, and decoding in
-                        waves where all sequences at once do not fit; hjax does neither. Its own:
-                        masters, 32-bit weights with a 16-bit generation copy; float32
-  --offload=reference=all,critic=optimizer   what of a role waits in the host's memory
-  --even                only layouts over which all batches divide, as hjax's programs need
+  --numerics=masters    hjax's own: masters, 32-bit weights with a 16-bit generation copy, or
+                        float32. mixed: the paper's 16-bit weights and 32-bit optimizer, and
+                        decoding in waves where all sequences at once do not fit; hjax does neither
+  --offload=reference=all,critic=optimizer   what of a role waits in the host's memory, of others
+                        nothing; none: nothing at all. Without it: whatever is best
+  --even                with --numerics=mixed too only layouts over which all batches divide
   --constants=a=1,b=2   replace constants of the cost model (docs/auto_mapping.md)
   --profile=FILE        constants measured by --calibrate
   --calibrate           measure this machine's devices and store a profile
   --explain=WORKDIR     predicted and measured seconds of each call of a run that has ended, and
                         which term of the cost model was wrong
-  --output=DIR          write plan.json (for --config.placement) and plan.html
+  --output=DIR          write plan.json and, of the runners-up, plan_2.json to plan_5.json (for
+                        --config.placement), plan.html, and config.py, a run of plan.json; it
+                        runs as planned: python -m hjax.launch --config=DIR/config.py
   --json                print one line of JSON as the last line of the output
   --help                print this
 
@@ -105,10 +110,8 @@ def _run(arguments: Sequence[str]) -> int:
     if request.output is not None:
         if request.output.exists() and not request.output.is_dir():
             raise ConfigError(f"--output={request.output} is not a directory")
-        request.output.mkdir(parents=True, exist_ok=True)
-        replace_file(request.output / "plan.json", json_line(described) + "\n")
-        replace_file(request.output / "plan.html", plan_page(described))
-        console.print(f"written: {request.output / 'plan.json'}, {request.output / 'plan.html'}")
+        written = _write(request, found, described)
+        console.print(f"written: {', '.join(str(request.output / name) for name in written)}")
     if request.json:
         sys.stdout.flush()
         print(json_line(described))
@@ -132,6 +135,24 @@ def _explain(workdir: Path, as_json: bool) -> int:
         sys.stdout.flush()
         print(json_line(found))
     return 0
+
+
+def _write(request: Request, found: SearchResult, described: dict[str, Any]) -> list[str]:
+    """The plan, its page, the runners-up and the run's config; returns the files' names."""
+    assert request.output is not None
+    request.output.mkdir(parents=True, exist_ok=True)
+    files = {"plan.json": json_line(described) + "\n", "plan.html": plan_page(described)}
+    chosen = [list(group) for group in described["placement"]]
+    others = [c for c in found.candidates if [list(s.roles) for s in c.sets] != chosen]
+    for number, candidate in enumerate(others, 2):
+        record = describe_candidate(candidate, found.problem)
+        files[f"plan_{number}.json"] = json_line(record) + "\n"
+    if request.keys and not described["needs"]:
+        title = f"{described['algorithm']} on {described['cluster']}, as planned."
+        files["config.py"] = config_text(request.keys, title)
+    for name, text in files.items():
+        replace_file(request.output / name, text)
+    return list(files)
 
 
 def _calibrate(as_json: bool) -> int:

@@ -17,8 +17,9 @@ from hjax.launch.command import parse_flags, take_config
 from hjax.planning import hardware
 from hjax.planning.constants import Constants
 from hjax.planning.dataflow import find_algorithm
-from hjax.planning.problems import NUMERICS, pose_problem
+from hjax.planning.problems import NUMERICS, fill_in, pose_problem
 from hjax.planning.records import Cluster, Workload
+from hjax.planning.run_config import keys_of_config, keys_of_models
 from hjax.planning.search import Problem
 from hjax.planning.strategies import STRATEGIES
 from hjax.settings.reading import check_config, load_config
@@ -30,7 +31,11 @@ FROM_CONFIG = ("algorithm", "models", "numerics", "prompt_length", "response_len
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The parsed command line."""
+    """The parsed command line.
+
+    Attributes:
+      keys: of a run's config, dotted: that which was named, or one for the models.
+    """
 
     problem: Problem
     strategy: str
@@ -42,6 +47,7 @@ class Request:
     roofline: bool = False
     config_name: str = ""
     config: ConfigDict | None = None
+    keys: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def define() -> flags.FlagValues:
@@ -49,7 +55,7 @@ def define() -> flags.FlagValues:
     own = flags.FlagValues()
     for name, default in (
         ("algorithm", "ppo"), ("models", ""), ("cluster", ""), ("strategy", "auto"),
-        ("numerics", "mixed"), ("constants", ""), ("profile", ""), ("output", ""),
+        ("numerics", "masters"), ("constants", ""), ("profile", ""), ("output", ""),
         ("offload", ""),
     ):  # fmt: skip
         flags.DEFINE_string(name, default, "see --help", flag_values=own)
@@ -86,8 +92,9 @@ def parse(arguments: Sequence[str]) -> Request | None:
         raise ConfigError("--compile needs --config=NAME.py: it compiles a run's own programs")
     if own.roofline and not own.compile:
         raise ConfigError("--roofline needs --compile: it reads the compiled programs")
+    problem = models_problem(own) if config is None else config_problem(own, config)
     return Request(
-        models_problem(own) if config is None else config_problem(own, config),
+        problem,
         own.strategy,
         max(1, own.candidates),
         Path(own.output).expanduser() if own.output else None,
@@ -97,6 +104,7 @@ def parse(arguments: Sequence[str]) -> Request | None:
         own.roofline,
         name,
         config,
+        models_keys(own, problem) if config is None else keys_of_config(config),
     )
 
 
@@ -162,9 +170,23 @@ def models_problem(own: Any) -> Problem:
         cluster,
         _constants(own),
         own.numerics,
-        read_offload(own.offload),
+        read_offload(own.offload) if own.offload else None,
         own.even,
     )
+
+
+def models_keys(own: Any, problem: Problem) -> dict[str, Any]:
+    """The config's keys, dotted, of a run of what ``models_problem`` poses; none where hjax does
+    not do what is asked."""
+    if not problem.numerics.own:
+        return {}
+    algorithm = find_algorithm(own.algorithm)
+    settings = algorithm.default_config()
+    table = algorithm.role_table(settings)
+    models, _ = fill_in(read_models(own.models, algorithm.needed_roles(settings)), table)
+    name = own.algorithm if ":" in own.algorithm else algorithm.__name__
+    work = problem.work
+    return keys_of_models(name, table, models, work, own.updates, problem.numerics)
 
 
 def read_models(text: str, roles: Sequence[str]) -> dict[str, str]:
@@ -187,7 +209,9 @@ def read_models(text: str, roles: Sequence[str]) -> dict[str, str]:
 
 
 def read_offload(text: str) -> dict[str, str]:
-    """What waits in the host's memory, by role: ``reference=all,critic=optimizer``."""
+    """What waits in the host's memory, by role: ``reference=all,critic=optimizer``; ``none``."""
+    if text.strip() == "none":
+        return {}
     parts = (part.partition("=") for part in filter(None, text.split(",")))
     return {role.strip(): what.strip() for role, _, what in parts}
 
@@ -205,4 +229,4 @@ def _constants(own: Any) -> Constants:
             values[name.strip()] = float(value)
         except ValueError as error:
             raise ConfigError(f"--constants: {part!r} is not NAME=NUMBER") from error
-    return constants.with_values(values)
+    return constants.asked(values)

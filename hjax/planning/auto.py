@@ -23,7 +23,7 @@ from hjax.planning.constants import Constants
 from hjax.planning.counting import counts
 from hjax.planning.dataflow import trace
 from hjax.planning.hosts import cluster_of, pools_at_hand
-from hjax.planning.options import SearchSpace, role_options
+from hjax.planning.options import role_options
 from hjax.planning.profile import MadeOn, Profile, profile_path, read_profile, write_profile
 from hjax.planning.records import (
     FLOAT32,
@@ -37,6 +37,7 @@ from hjax.planning.records import (
 )
 from hjax.planning.result import describe_result
 from hjax.planning.search import SHOWN, Problem, SearchResult
+from hjax.planning.space import SearchSpace
 from hjax.planning.strategies import search_strategy
 from hjax.roles import ROLES, STAGES, Role
 from hjax.run import slot_room
@@ -185,6 +186,7 @@ def auto_plan(problem: Problem) -> Plan:
         described["layouts"],
         {key: described[key] for key in keys},
         tuple(dict(s.pool.where) for s in found.fastest.sets),
+        described["settings"],
     )
 
 
@@ -306,14 +308,20 @@ def run_problem(
     batches = [rows, minibatch]
     if config.warm_start.steps and not config.actor.path:
         batches.append(config.warm_start.batch)
-    micro = max(config.actor.micro_batch, config.critic.micro_batch)
+    # Roles that are not trained cut their batches as the actor does.
+    micro = {
+        role: config[table[role].config_section if table[role].trained else "actor"].micro_batch
+        for role in models
+    }
     space = SearchSpace(
         even=True,
-        batches=tuple(b for b in (*batches, micro) if b),
-        micro_batch=micro,
+        batches=tuple(dict.fromkeys(b for b in (*batches, *micro.values()) if b)),
+        micro_batches=micro,
         waves=_waves(rollout.slots, rows),
-        rematerialise=_rematerialise(config, cluster),
+        remat=_remat(config, cluster),
     )
+    if config.data.packing:  # packs go through no pipeline, and their length is not split
+        space = dataclasses.replace(space, pipes=(1,), contexts=(1,))
     return Problem(
         flow,
         {r: counts(m, _name(config, table[r]), table[r].scalar) for r, m in models.items()},
@@ -346,12 +354,12 @@ def _waves(slots: int, rows: int) -> tuple[int, ...]:
     return (math.ceil(rows / slots) if 0 < slots < rows else 1,)
 
 
-def _rematerialise(config: ConfigDict, cluster: Cluster) -> tuple[bool, ...]:
-    """Whether updates compute activations again; what ``auto`` chooses among where devices say how
+def _remat(config: ConfigDict, cluster: Cluster) -> tuple[str, ...]:
+    """Which activations updates compute again; what ``auto`` chooses among where devices say how
     much memory they have, which simulated ones do not."""
     if config.model.remat != AUTO:
-        return (config.model.remat != NONE,)
-    return (False,) if any(pool.shares_cores for pool in cluster.pools) else (False, True)
+        return (config.model.remat,)
+    return (NONE,) if any(pool.shares_cores for pool in cluster.pools) else SearchSpace().remat
 
 
 def _offload(config: ConfigDict, role: Role) -> Any:
@@ -383,7 +391,8 @@ def predict(problem: Problem, roles: Any) -> Candidate:
             space = _only(problem.space, mesh)
             flow, work = problem.dataflow, problem.work
             offload = problem.offload.get(role, "none")
-            found = role_options(place, problem.models[role], flow, role, work, space, offload)
+            asked = place, problem.models[role], flow, role, work, space, offload
+            found = role_options(*asked, every=True)
             option = next((o for o in found if o.mesh == mesh), None)
             if option is None:
                 raise ConfigError(f"the cost model has no account of the {role}'s layout {mesh}")

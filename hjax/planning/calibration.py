@@ -27,6 +27,7 @@ from hjax.devices import Device
 from hjax.machine import device_memory
 from hjax.models import arithmetic
 from hjax.models.config import ModelConfig
+from hjax.models.remat import NONE
 from hjax.planning import counting, probes
 from hjax.planning.constants import Constants
 from hjax.planning.cost import Place, update_seconds
@@ -171,7 +172,7 @@ def _split_cost(
         constants = place.constants.with_values({name: value})
         here = dataclasses.replace(place, constants=constants)
         taken = [
-            update_seconds(here, counts, m, rows, length, math.ceil(rows / m.replicas), False)
+            update_seconds(here, counts, m, rows, length, math.ceil(rows / m.replicas), NONE)
             for m in (mesh, data)
         ]
         return taken[0] - taken[1]

@@ -12,42 +12,87 @@ from typing import Any
 from hjax.errors import ConfigError
 
 
-def _value(default: float, unit: str, source: str) -> Any:
-    return dataclasses.field(default=default, metadata={"unit": unit, "source": source})
+def _value(default: float, unit: str, source: str, low: float = 0, high: float = 0) -> Any:
+    """``low`` and ``high``: what is published or thinkable; both 0: it is a definition."""
+    about = {"unit": unit, "source": source, "range": (low, high) if high else None}
+    return dataclasses.field(default=default, metadata=about)
 
 
-_RATES = ("matmul", "memory", "link", "network", "host")
+_RATES = ("matmul", "memory", "link", "network", "host", "usable")
 
 
 @dataclasses.dataclass(frozen=True)
 class Constants:
     """Efficiencies, latencies and overheads. Shares are of the catalogue's figures.
 
+    They are frozen: a test holds each value and where it is from, so that none moves unseen.
+
     Attributes:
       measured: names of those that a calibration measured; the others are assumed.
     """
 
     matmul: float = _value(
-        0.5, "share of peak FLOP/s", "Megatron-LM on A100, 47 to 57 % (Narayanan et al. 2021)"
+        0.5,
+        "share of peak FLOP/s",
+        "Megatron-LM on A100: 135 to 163 of 312 TFLOP/s (Narayanan et al. 2021, table 1), 57 % "
+        "with selective rematerialisation (Korthikanti et al. 2022, table 5)",
+        0.43,
+        0.57,
     )
-    memory: float = _value(0.75, "share of memory bandwidth", "decode kernels on A100, 70 to 80 %")
-    link: float = _value(0.75, "share of link bandwidth", "nccl-tests on 8 A100, 230 of 300 GB/s")
-    network: float = _value(0.4, "share of network bandwidth", "8 GPUs on one NIC: assumed")
-    host: float = _value(2e10, "bytes/s per device to the host", "PCIe 4.0 x16, 32 GB/s: assumed")
+    memory: float = _value(
+        0.75, "share of memory bandwidth", "between whole decoding in 2024's engines and STREAM "
+        "on A100: assumed", 0.55, 0.9,
+    )  # fmt: skip
+    link: float = _value(
+        0.75,
+        "share of link bandwidth",
+        "nccl-tests on 8 A100: 230 to 250 of 300 GB/s (NVIDIA/nccl-tests#175: 232.5)",
+        0.75,
+        0.83,
+    )
+    network: float = _value(
+        0.85,
+        "share of network bandwidth",
+        "nccl-tests between hosts of 8 A100 or A800: .61 on one shared 200 Gb/s NIC "
+        "(NVIDIA/nccl#412), .85 on four (NVIDIA/nccl-tests#119), .86 (NVIDIA/nccl#1048), .96 as "
+        "NCCL's authors expect (NVIDIA/nccl#412); the middle",
+        0.61,
+        0.96,
+    )
+    host: float = _value(
+        2e10, "bytes/s per device to the host", "PCIe 4.0 x16, 32 GB/s: assumed", 1e10, 2.6e10
+    )
     link_latency: float = _value(
-        15e-6, "s per collective and doubling", "nccl-tests, small messages: 20 to 40 us on 8 A100"
+        15e-6,
+        "s per collective and doubling",
+        "nccl-tests, small messages: 20 to 40 us on 8 A100",
+        7e-6,
+        15e-6,
     )
-    network_latency: float = _value(30e-6, "s per collective and doubling", "as above, RDMA")
+    network_latency: float = _value(
+        30e-6, "s per collective and doubling", "as above, RDMA: assumed", 10e-6, 60e-6
+    )
     overlap: float = _value(
         0.0,
         "share of compute that hides collectives of weights and gradients",
-        "Megatron-LM's default of 2024 (no --overlap-grad-reduce)",
+        "nothing hidden, as Megatron-LM's default of 2024 (no --overlap-grad-reduce); a range, for "
+        "others hide some",
+        0.0,
+        0.5,
     )
-    usable: float = _value(0.9, "share of device memory", "context, fragmentation: assumed")
-    workspace: float = _value(1 << 30, "bytes per device while computing", "assumed")
-    logits: float = _value(1 << 29, "bytes of logits at a time", "pieces of 256 MiB, twice")
+    usable: float = _value(
+        0.9, "share of device memory", "context, fragmentation: assumed", 0.85, 0.95
+    )
+    workspace: float = _value(
+        1 << 30, "bytes per device while computing", "assumed", 1 << 28, 1 << 31
+    )
+    logits: float = _value(1 << 28, "bytes of float32 logits at a time", "hjax's log-prob head")
     decode_step: float = _value(
-        4e-3, "s per decode step", "launching and scheduling in 2024's engines, assumed"
+        4e-3,
+        "s per decode step",
+        "launching and scheduling in 2024's engines: assumed",
+        1e-3,
+        10e-3,
     )
     decode_layer: float = _value(0.0, "s per layer and decode step", "compiled or captured graphs")
     decode_row: float = _value(
@@ -55,6 +100,8 @@ class Constants:
         "s per sequence and decode step of a replica",
         "scheduler and sampler on the host; vLLM's 0.6 release notes find 38 % of an earlier "
         "version's time on the GPU (8B, H100)",
+        0.0,
+        120e-6,
     )
     backward: float = _value(
         1.0, "times two forwards, a backward pass", "its FLOPs, at the rate of `matmul`: assumed"
@@ -72,16 +119,26 @@ class Constants:
     dispatch: float = _value(0.0, "s per call on a model", "small beside seconds: assumed")
     rollout: float = _value(0.0, "s per rollout on the host", "small beside seconds: assumed")
     eager_matmul: float = _value(
-        0.33, "share of peak FLOP/s", "Hugging Face models in eager PyTorch, unfused: assumed"
+        0.33,
+        "share of peak FLOP/s",
+        "Hugging Face models in eager PyTorch, unfused: assumed",
+        0.25,
+        0.45,
     )
     eager_layer: float = _value(
-        4e-4, "s per layer and decode step", "a dozen kernels launched from Python, assumed"
+        4e-4,
+        "s per layer and decode step",
+        "a dozen kernels launched from Python: assumed",
+        1e-4,
+        8e-4,
     )
     native_decode: float = _value(
         20.6,
         "times an engine's decode time",
         "NeMo-Aligner on itself without TensorRT-LLM: a step 6.96 times slower, 90 % of it "
         "generation; 0.9 / (1 / 6.96 - 0.1)",
+        10,
+        20.6,
     )
     measured: frozenset[str] = frozenset()
 
@@ -96,9 +153,24 @@ class Constants:
             if name not in known:
                 raise ConfigError(f"no constant is named {name!r}; known: {', '.join(known)}")
             if not value >= 0 or (value == 0 and name in _RATES):
-                raise ConfigError(f"constant {name}={value}: a number above 0")
+                raise ConfigError(f"constant {name}={value:g}: a number above 0")
         names = self.measured | set(values) if measured else self.measured - set(values)
         return dataclasses.replace(self, **values, measured=frozenset(names))
+
+    def asked(self, values: Mapping[str, float]) -> Constants:
+        """These constants with some replaced that somebody asked for: shares are at most 1, as
+        measured ones, of a rate that was measured too, need not be.
+
+        Raises:
+          ConfigError: an unknown name, or a value that its unit cannot have.
+        """
+        found = self.with_values(values)
+        for name, value in values.items():
+            unit = self.__dataclass_fields__[name].metadata["unit"]
+            if unit.startswith("share") and value > 1:
+                least = "above 0" if name in _RATES else "from 0"
+                raise ConfigError(f"constant {name}={value:g}: a {unit}, {least} to 1")
+        return found
 
     def origin(self, name: str) -> str:
         """``measured`` or ``assumed``."""
@@ -106,12 +178,13 @@ class Constants:
 
 
 def describe(constants: Constants) -> list[dict[str, Any]]:
-    """One row per constant: name, value, unit, origin and source."""
+    """One row per constant: name, value, unit, range, origin and source."""
     return [
         {
             "constant": f.name,
             "value": getattr(constants, f.name),
             "unit": f.metadata["unit"],
+            "range": f.metadata["range"],
             "origin": constants.origin(f.name),
             "source": "this machine" if f.name in constants.measured else f.metadata["source"],
         }

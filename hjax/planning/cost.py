@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 
+from hjax.models.remat import ATTENTION, NONE
 from hjax.planning.constants import Constants
 from hjax.planning.hardware import sharing
 from hjax.planning.records import Mesh, ModelCounts, Numerics, Pool
@@ -125,18 +126,23 @@ def offload_seconds(place: Place, fetched_bytes: float) -> float:
 
 def forward_flops(model: ModelCounts, rows: float, length: float) -> float:
     """2 * active parameters * tokens + 4 * width * layers * tokens * length / 2 (causal)."""
-    tokens = rows * length
-    products = 2.0 * model.active * tokens
-    return products + 2.0 * model.attention_width * model.layers * tokens * length
+    return 2.0 * model.active * rows * length + attention_flops(model, rows, length)
 
 
-def weight_bytes(model: ModelCounts, mesh: Mesh, element: float) -> float:
+def attention_flops(model: ModelCounts, rows: float, length: float) -> float:
+    """Of scores and their values in a forward: 4 * width * layers * tokens * length / 2."""
+    return 2.0 * model.attention_width * model.layers * rows * length * length
+
+
+def weight_bytes(place: Place, model: ModelCounts, mesh: Mesh, element: float) -> float:
     """A device's share of the weights without FSDP: parameters / (pipe * tensor), experts also
-    over the expert axis."""
+    over the expert axis. In hjax a pipeline's stages have what is outside of layers each whole."""
     experts = model.layers * model.layer_expert
-    others = model.parameters - experts
-    ways = mesh.pipe * mesh.tensor
-    return element * (others + experts / mesh.expert) / ways
+    layers = model.layers * model.layer_parameters - experts
+    outside = model.parameters - layers - experts
+    stages = 1 if place.numerics.own else mesh.pipe
+    held = (layers + experts / mesh.expert) / mesh.pipe + outside / stages
+    return element * held / mesh.tensor
 
 
 # Training and inference
@@ -204,12 +210,14 @@ def stage_seconds(
     rows: float,
     length: float,
     backward: bool,
-    rematerialise: bool = False,
+    remat: str = NONE,
 ) -> StageSeconds:
     """One micro-batch of ``rows`` sequences on one pipeline stage.
 
     FLOPs: forward 1, backward 2 more (times ``backward``; of what is frozen 1, for there are no
-    gradients of it), rematerialisation 1 more times
+    gradients of it), rematerialisation, and in hjax a pipeline, 1 more (with ``attention`` without
+    attention's own, where its outputs are kept: of rows that are longer than ``whole_scores``)
+    times
     ``forward_flops`` / (tensor * pipe * context), of which the share ``unsplit`` is not divided by
     tensor. Per layer and forward, ``layer_pass`` and ``score`` * rows * heads * length^2 /
     (tensor * context).
@@ -218,14 +226,18 @@ def stage_seconds(
     each layer by layer, with ``gather`` beside the ring's seconds.
     """
     constants, layers = place.constants, model.layers / mesh.pipe
-    forwards = 1 + (1 + model.learning) * constants.backward * backward + rematerialise
+    again = backward and (remat != NONE or (place.numerics.own and mesh.pipe > 1))
+    forwards = 1 + (1 + model.learning) * constants.backward * backward + again
     share = constants.unsplit + (1 - constants.unsplit) / mesh.tensor
-    products = share * forward_flops(model, rows, length) / (mesh.pipe * mesh.context) / place.flops
+    flops = forward_flops(model, rows, length)
+    if again and remat == ATTENTION and mesh.pipe == 1 and length > place.numerics.whole_scores:
+        flops -= attention_flops(model, rows, length) / forwards
+    products = share * flops / (mesh.pipe * mesh.context) / place.flops
     scores = rows * model.heads * length**2 / mesh.tensor / mesh.context
     scores *= constants.score / place.share
     compute = forwards * (products + layers * (scores + constants.layer_pass))
     tokens = rows * length / mesh.context
-    times = 2 * (1 + backward + rematerialise)
+    times = 2 * (1 + backward + again)
     exchange = tensor_exchange(place, model, mesh, tokens, times)
     exchange += context_exchange(place, model, mesh, tokens, times // 2)
     exchange += expert_exchange(place, model, mesh, tokens, times)
@@ -234,14 +246,14 @@ def stage_seconds(
         exchange += (1 + backward) * send(place, boundary, mesh.stride("pipe"))
     weights = 0.0
     if mesh.fsdp > 1:
-        gather = weight_bytes(model, mesh, place.numerics.compute)
+        gather = weight_bytes(place, model, mesh, place.numerics.compute)
         stride = mesh.stride("fsdp")
         weights = (1 + backward) * all_gather(place, gather, mesh.fsdp, stride)
         starts = 1 + 2 * backward  # per layer; the terms around have one of each for all layers
         weights += starts * (layers - 1) * latency(place, mesh.fsdp, stride)
         weights += starts * layers * constants.gather
         if backward:
-            gradients = weight_bytes(model, mesh, place.numerics.gradients * model.learning)
+            gradients = weight_bytes(place, model, mesh, place.numerics.gradients * model.learning)
             weights += all_gather(place, gradients, mesh.fsdp, stride)
     return StageSeconds(compute, exchange, weights)
 
@@ -252,14 +264,14 @@ def bubble(pipe: int, micro_batches: int) -> float:
 
 
 def gradient_exchange(place: Place, model: ModelCounts, mesh: Mesh) -> float:
-    """All-reduce of a device's gradients over the data axis, once per update; those of weights
-    outside experts over the expert axis too."""
+    """All-reduce of a device's gradients over the data and context axes, once per update; those of
+    weights outside experts over the expert axis too."""
     element = place.numerics.gradients * model.learning / mesh.fsdp
     experts = model.layers * model.layer_expert * element / (mesh.expert * mesh.pipe * mesh.tensor)
-    others = weight_bytes(model, mesh, element) - experts
-    stride = mesh.stride("expert")
-    seconds = all_reduce(place, others, mesh.data * mesh.expert, stride)
-    return seconds + all_reduce(place, experts, mesh.data, mesh.stride("data"))
+    others = weight_bytes(place, model, mesh, element) - experts
+    seconds = all_reduce(place, others, mesh.data * mesh.expert, mesh.stride("expert"))
+    seconds += all_reduce(place, experts, mesh.data, mesh.stride("data"))
+    return seconds + all_reduce(place, others + experts, mesh.context, mesh.stride("context"))
 
 
 def optimizer_seconds(place: Place, model: ModelCounts, mesh: Mesh) -> float:
@@ -267,7 +279,7 @@ def optimizer_seconds(place: Place, model: ModelCounts, mesh: Mesh) -> float:
     numerics = place.numerics
     touched = numerics.gradients + 2 * (numerics.weights + numerics.optimizer)
     touched *= model.learning
-    return weight_bytes(model, mesh, touched) / mesh.fsdp / place.bandwidth
+    return weight_bytes(place, model, mesh, touched) / mesh.fsdp / place.bandwidth
 
 
 def update_seconds(
@@ -277,7 +289,7 @@ def update_seconds(
     rows: float,
     length: float,
     micro_rows: int,
-    rematerialise: bool,
+    remat: str,
 ) -> float:
     """One optimizer step on ``rows`` sequences.
 
@@ -285,7 +297,7 @@ def update_seconds(
     gradients' all-reduce, less what the last backward pass hides; then the optimizer.
     """
     micro_batches = math.ceil(math.ceil(rows / mesh.replicas) / micro_rows)
-    one = stage_seconds(place, model, mesh, micro_rows, length, True, rematerialise)
+    one = stage_seconds(place, model, mesh, micro_rows, length, True, remat)
     overlap = place.constants.overlap
     exchange = gradient_exchange(place, model, mesh)
     hidden = overlap * one.compute * 2 / 3
@@ -296,18 +308,28 @@ def update_seconds(
     )
 
 
-def forward_rows(place: Place, rows: float, mesh: Mesh, length: float) -> int:
-    """Rows of a forward micro-batch: ``forward_tokens``, at most what a replica has."""
+def forward_rows(
+    place: Place, rows: float, mesh: Mesh, length: float, micro_rows: int = 0
+) -> int:
+    """Rows of a forward micro-batch: ``micro_rows``, or as many as ``forward_tokens`` are; at most
+    what a replica has."""
     local = math.ceil(rows / mesh.replicas)
     most = place.numerics.forward_tokens
-    return max(1, min(local, int(most // length))) if most else max(1, local)
+    if most:
+        return max(1, min(local, int(most // length)))
+    return max(1, min(local, micro_rows or local))
 
 
 def forward_seconds(
-    place: Place, model: ModelCounts, mesh: Mesh, rows: float, length: float
+    place: Place,
+    model: ModelCounts,
+    mesh: Mesh,
+    rows: float,
+    length: float,
+    micro_rows: int = 0,
 ) -> float:
     """One forward over ``rows`` sequences: (m + pipe - 1) stage times for m micro-batches."""
-    micro = forward_rows(place, rows, mesh, length)
+    micro = forward_rows(place, rows, mesh, length, micro_rows)
     micro_batches = math.ceil(math.ceil(rows / mesh.replicas) / micro)
     one = stage_seconds(place, model, mesh, micro, length, backward=False)
     return bubble(mesh.pipe, micro_batches) * one.total(place.constants.overlap)

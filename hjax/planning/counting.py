@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hjax.models import arithmetic
+from hjax.models import arithmetic, remat
 from hjax.models.config import ModelConfig
 from hjax.planning.records import ModelCounts
 
@@ -34,4 +34,5 @@ def counts(config: ModelConfig, name: str = "", scalar: bool = False) -> ModelCo
         layer_activations_whole=whole,
         frozen=total - arithmetic.learned_parameters(config, scalar),
         bytes_each=arithmetic.byte_parameters(config),
+        remade=activations - arithmetic.kept_elements(config, remat.NONE)[0],
     )

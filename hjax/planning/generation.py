@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from hjax.planning import cost
+from hjax.planning import cost, memory
 from hjax.planning.cost import Place
 from hjax.planning.records import Mesh, ModelCounts, Workload
 
@@ -17,17 +17,22 @@ def transition_seconds(place: Place, model: ModelCounts, mesh: Mesh) -> float:
     ``tensor / t_g`` consecutive ranks and ``pipe / p_g`` stages, each over the fabric it crosses
     (HybridFlow, arXiv 2409.19256, Table 2).
     """
-    numerics = place.numerics
-    element = numerics.compute
-    stage = cost.weight_bytes(model, mesh, element)
-    seconds = cost.all_gather(place, stage, mesh.fsdp, mesh.stride("fsdp"))
-    held = cost.weight_bytes(model, dataclasses.replace(mesh, expert=1), element)
-    seconds += cost.all_gather(place, held, mesh.expert, mesh.stride("expert"))
-    tensor_micro = mesh.tensor // mesh.generate_tensor
-    seconds += cost.all_gather(place, held * tensor_micro, tensor_micro)
-    held *= tensor_micro
+    element = place.numerics.compute
+
+    def held(**sizes: int) -> float:
+        return cost.weight_bytes(place, model, dataclasses.replace(mesh, **sizes), element)
+
+    seconds = cost.all_gather(place, held(), mesh.fsdp, mesh.stride("fsdp"))
+    seconds += cost.all_gather(place, held(expert=1), mesh.expert, mesh.stride("expert"))
+    tensor, tensor_micro = mesh.generate_tensor, mesh.tensor // mesh.generate_tensor
+    stage = held(expert=1, tensor=tensor)
+    seconds += cost.all_gather(place, stage, tensor_micro)
     pipe_micro = mesh.pipe // mesh.generate_pipe
-    return seconds + cost.all_gather(place, held * pipe_micro, pipe_micro, mesh.stride("pipe"))
+    if pipe_micro > 1:  # what is outside of layers may be there already
+        received = held(expert=1, tensor=tensor, pipe=mesh.generate_pipe) - stage
+        whole = received * pipe_micro / (pipe_micro - 1)
+        seconds += cost.all_gather(place, whole, pipe_micro, mesh.stride("pipe"))
+    return seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +75,9 @@ def decoding(place: Place, model: ModelCounts, mesh: Mesh, rows: float, work: Wo
 
     Weights read per step: parameters / t_g (the p_g stages take turns on p_g micro-batches, so a
     step of the whole batch reads each stage once per micro-batch: p_g * parameters / (p_g t_g)).
-    Cache read per sequence and step: cache bytes * mean context / min(t_g, KV heads) / p_g, shared
-    prompts once per group. Exchange: 2 all-reduces per layer of rows * hidden.
+    Cache read per sequence and step: cache bytes * mean context / t_g / p_g (few KV heads stand
+    whole on every device), shared prompts once per group. Exchange: 2 all-reduces per layer of
+    rows * hidden.
     """
     numerics, constants = place.numerics, place.constants
     pipe, tensor = mesh.generate_pipe, mesh.generate_tensor
@@ -83,7 +89,8 @@ def decoding(place: Place, model: ModelCounts, mesh: Mesh, rows: float, work: Wo
     own = work.response_length / 2
     prompt = work.prompt_length / (work.samples if numerics.shared_prompt else 1)
     cache = (prompt + own) * model.cache_elements * model.layers * numerics.cache
-    per_row = cache / min(tensor, model.kv_heads) / pipe / place.bandwidth + constants.decode_row
+    heads = memory.kept_share(model, tensor)
+    per_row = cache / heads / pipe / place.bandwidth + constants.decode_row
     width = work.prompt_length + own
     flops = 2.0 * model.active + 4.0 * model.attention_width * model.layers * width
     fixed = constants.decode_step + model.layers * constants.decode_layer

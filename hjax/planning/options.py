@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal, TypeVar
 
 import numpy as np
 
+from hjax.models.remat import NONE
 from hjax.planning import cost, generation, memory
 from hjax.planning.cost import Place
+from hjax.planning.memory import Decoded
 from hjax.planning.records import (
     Dataflow,
     Mesh,
@@ -20,106 +23,13 @@ from hjax.planning.records import (
     PlannedCall,
     Workload,
 )
-
-Sharding = Literal["data", "fsdp", "hybrid"]
-
-
-@dataclasses.dataclass(frozen=True)
-class SearchSpace:
-    """Which layouts are tried, and how a system generates.
-
-    Attributes:
-      pipes, tensors, contexts, experts: sizes of mesh axes; those that a model's shape does not
-        divide by are left out.
-      shardings: what the rest of the devices do: ``data`` replicates weights, ``fsdp`` splits
-        them, ``hybrid`` splits them inside a domain and replicates across.
-      fsdp: this size of the fsdp axis alone; 0: what ``shardings`` say.
-      generate: ``any`` divisor of the training sizes; ``same`` as in training; ``inside``: tensor
-        sizes of ``tensors``, whatever the training sizes (weights are gathered whole first).
-      zero: no tensor axis in training; ``tensors`` are then generation's alone.
-      gather: weights of a transition: ``shards`` (HybridFlow), ``all`` devices' (ZeRO-3), or
-        ``sent`` from another copy of the model.
-      kv_cache: generation keeps keys and values.
-      native_decode: decoding by the training framework, not by an engine made for it.
-      micro_rows: rows per device and micro-batch of an update.
-      rematerialise: whether activations are computed again.
-      waves: in how many parts, one after another, a replica decodes its sequences; more than one
-        is what hjax's generator does not do.
-      even: batches must divide over the replicas, as hjax's programs need.
-      batches: further numbers of rows that must then divide.
-      micro_batch: rows of a micro-batch over all replicas (0: all of the update's), instead of
-        ``micro_rows``; -1: free.
-    """
-
-    pipes: tuple[int, ...] = (1, 2, 4, 8, 16)
-    tensors: tuple[int, ...] = (1, 2, 4, 8)
-    contexts: tuple[int, ...] = (1,)
-    experts: tuple[int, ...] = (1, 2, 4, 8)
-    shardings: tuple[Sharding, ...] = ("data", "fsdp", "hybrid")
-    fsdp: int = 0
-    generate: Literal["any", "same", "inside"] = "any"
-    zero: bool = False
-    gather: Literal["shards", "all", "sent"] = "shards"
-    kv_cache: bool = True
-    native_decode: bool = False
-    micro_rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-    rematerialise: tuple[bool, ...] = (False, True)
-    waves: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-    even: bool = False
-    batches: tuple[int, ...] = ()
-    micro_batch: int = -1
-
-
-def divides(model: ModelCounts, pipe: int, tensor: int) -> bool:
-    """Whether layers, heads, MLP and vocabulary split evenly; few KV heads are replicated."""
-    whole = model.layers % pipe == 0 and model.heads % tensor == 0
-    whole = whole and model.mlp % tensor == 0 and model.vocab % tensor == 0
-    return whole and (model.kv_heads % tensor == 0 or tensor % model.kv_heads == 0)
-
-
-def training_meshes(place: Place, model: ModelCounts, space: SearchSpace) -> Iterator[Mesh]:
-    """Training meshes of a model on ``place.devices``: pipe * tensor * context * replicas, with
-    tensor (and context) inside a domain."""
-    for pipe in space.pipes:
-        for tensor in (1,) if space.zero else space.tensors:
-            for context in space.contexts:
-                ways = pipe * tensor * context
-                fits = place.devices % ways == 0 and tensor * context <= place.domain
-                if fits and divides(model, pipe, tensor):
-                    rest = Mesh(context=context, pipe=pipe, tensor=tensor)
-                    yield from _replicated(place, model, space, rest, place.devices // ways)
-
-
-def _replicated(
-    place: Place, model: ModelCounts, space: SearchSpace, rest: Mesh, replicas: int
-) -> Iterator[Mesh]:
-    inside = max(1, place.domain // rest.devices)
-    for expert in space.experts if model.experts else (1,):
-        if replicas % expert or (model.experts and model.experts % expert):
-            continue
-        left = replicas // expert
-        shards = {"data": 1, "fsdp": left, "hybrid": math.gcd(left, inside)}
-        sizes = {space.fsdp} if space.fsdp else {shards[kind] for kind in space.shardings}
-        for fsdp in sorted(sizes):
-            if model.hidden % fsdp == 0 and left % fsdp == 0:
-                yield dataclasses.replace(rest, data=left // fsdp, fsdp=fsdp, expert=expert)
-
-
-def generation_meshes(
-    place: Place, model: ModelCounts, mesh: Mesh, space: SearchSpace
-) -> Iterator[Mesh]:
-    """The mesh with each legal p_g and t_g."""
-    if space.generate == "same":
-        sizes = [(mesh.pipe, mesh.tensor)]
-    elif space.generate == "inside":
-        sizes = [(1, t) for t in space.tensors if place.domain % t == 0 and divides(model, 1, t)]
-    else:
-        pipes = [p for p in space.pipes if mesh.pipe % p == 0]
-        tensors = [t for t in space.tensors if mesh.tensor % t == 0]
-        sizes = [(p, t) for p in pipes for t in tensors]
-    for pipe, tensor in sizes:
-        if place.devices % (pipe * tensor) == 0:
-            yield dataclasses.replace(mesh, generate_pipe=pipe, generate_tensor=tensor)
+from hjax.planning.space import (
+    OFFLOADS,
+    PER_STAGE,
+    SearchSpace,
+    generation_meshes,
+    training_meshes,
+)
 
 
 def role_options(
@@ -129,44 +39,95 @@ def role_options(
     role: str,
     work: Workload,
     space: SearchSpace,
-    offload: Offload = "none",
+    offload: Offload | Literal["any"] = "none",
+    every: bool = False,
 ) -> list[Option]:
-    """Every option of a role, those that do not fit its devices alone left out."""
+    """The options of a role that fit its devices alone.
+
+    Args:
+      offload: what of it waits in the host's memory; ``any``: whatever is best.
+      every: also those that another of the same mesh is as good as in all respects.
+    """
     calls = {kind: dataflow.of(role, kind) for kind in ("generate", "forward", "update")}
     limit = memory.capacity(place)
+    trained = bool(calls["update"])
+    offloads = OFFLOADS[trained] if offload == "any" else (offload,)
     found: list[Option] = []
-    for mesh in training_meshes(place, model, space):
+    for mesh in training_meshes(place, model, work, space):
         rows_of = (*calls["forward"], *calls["update"])
         if space.even and not batches_divide(rows_of, mesh, work, space.batches):
             continue
-        held = memory.resident(place, model, mesh, bool(calls["update"]), offload)
-        if held > limit:
+        kept = {what: memory.resident(place, model, mesh, trained, what) for what in offloads}
+        if min(kept.values()) > limit:
             continue
-        back = [
-            memory.fetched(place, model, mesh, kind == "update", offload) if calls[kind] else 0.0
-            for kind in ("generate", "forward", "update")
-        ]
-        waits = [cost.offload_seconds(place, n) for n in back]
-        scoring = _forward(place, model, mesh, calls["forward"], work)
-        updates = _updates(place, model, mesh, calls["update"], work, space)
+        passes = _passes(place, model, mesh, role, calls, work, space)
         rollouts = _rollouts(place, model, mesh, calls["generate"], work, space)
-        found += [
-            Option(
-                laid_out,
-                (generated + waits[0], scoring[0] + waits[1], learned + waits[2]),
-                moved,
-                held,
-                (generate_bytes + back[0], scoring[1] + back[1], update_bytes + back[2]),
-                micro_rows,
-                rematerialise,
-                waves,
-            )
-            for learned, update_bytes, micro_rows, rematerialise in updates
-            for laid_out, generated, moved, generate_bytes, waves in rollouts
-            if held + max(scoring[1] + back[1], update_bytes + back[2], generate_bytes + back[0])
-            <= limit
-        ]
+        if not every:
+            passes = _best(passes, lambda p: (*p.seconds, *p.bytes))
+            rollouts = _best(rollouts, lambda r: (r.seconds, r.bytes))
+        for what in offloads:
+            back = [
+                memory.fetched(place, model, mesh, kind == "update", what) if called else 0.0
+                for kind, called in calls.items()
+            ]
+            waits = [cost.offload_seconds(place, n) for n in back]
+            for taken, rollout in itertools.product(passes, rollouts):
+                option = Option(
+                    rollout.mesh,
+                    (
+                        rollout.seconds + waits[0],
+                        taken.seconds[0] + waits[1],
+                        taken.seconds[1] + waits[2],
+                    ),
+                    rollout.moved,
+                    kept[what],
+                    (rollout.bytes + back[0], taken.bytes[0] + back[1], taken.bytes[1]),
+                    taken.rows,
+                    taken.remat,
+                    rollout.waves,
+                    what,
+                    back[2],
+                )
+                if option.resident + option.transient <= limit:
+                    found.append(option)
     return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Passes:
+    """How a role's forwards and updates are cut into passes, and what they cost.
+
+    Attributes:
+      rows: per replica and pass.
+      seconds: of its forwards, of its updates.
+      bytes: transient ones of each.
+    """
+
+    rows: int
+    remat: str
+    seconds: tuple[float, float]
+    bytes: tuple[float, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rollouts:
+    """How a role generates, and what it costs; ``moved``: seconds of its transitions."""
+
+    mesh: Mesh
+    seconds: float = 0.0
+    moved: float = 0.0
+    bytes: float = 0.0
+    waves: int = 0
+
+
+_Way = TypeVar("_Way")
+
+
+def _best(ways: list[_Way], costs: Callable[[_Way], tuple[float, ...]]) -> list[_Way]:
+    """Those that no other is as good as in all respects."""
+    if len(ways) < 2:
+        return ways
+    return [ways[i] for i in front(np.array([costs(way) for way in ways]))]
 
 
 def batches_divide(
@@ -178,21 +139,73 @@ def batches_divide(
 
 
 def prompts_divide(mesh: Mesh, work: Workload) -> bool:
-    """Whether the prompts of a step divide over the replicas that generate."""
+    """Whether the prompts of a step divide over the replicas that generate, in a pipeline over
+    the micro-batches of each that take turns."""
     replicas = mesh.devices // (mesh.generate_pipe * mesh.generate_tensor)
-    return round(work.sequences / work.samples) % replicas == 0
+    return round(work.sequences / work.samples) % (replicas * mesh.generate_pipe) == 0
+
+
+def _passes(
+    place: Place,
+    model: ModelCounts,
+    mesh: Mesh,
+    role: str,
+    calls: Mapping[str, Sequence[PlannedCall]],
+    work: Workload,
+    space: SearchSpace,
+) -> list[_Passes]:
+    """Each way to cut a role's forwards and updates."""
+    learns = calls["update"]
+    if not learns and (not calls["forward"] or place.numerics.forward_tokens):
+        seconds, needed = _forward(place, model, mesh, calls["forward"], work, 0)
+        return [_Passes(0, NONE, (seconds, 0.0), (needed, 0.0))]
+    found = []
+    at_once = space.micro_batches.get(role) == 0 and mesh.pipe == 1  # forwards too
+    for rows in _rows_tried(mesh, role, learns or calls["forward"], work, space):
+        scored = 0 if at_once else rows
+        scoring = _forward(place, model, mesh, calls["forward"], work, scored)
+        for remat in space.remat if learns else (NONE,):
+            learned = _updates(place, model, mesh, learns, work, rows, remat)
+            taken, most = (scoring[0], learned[0]), (scoring[1], learned[1])
+            found.append(_Passes(rows, remat, taken, most))
+    return found
+
+
+def _rows_tried(
+    mesh: Mesh, role: str, calls: Sequence[PlannedCall], work: Workload, space: SearchSpace
+) -> list[int]:
+    """Rows per replica and pass; where batches divide those that cut them into equal passes."""
+    counted = [n for n, _ in _counted(calls, work)]
+    local = max(math.ceil(rows / mesh.replicas) for rows in counted)
+    if role in space.micro_batches:
+        asked = space.micro_batches[role]
+        least = math.ceil(local * mesh.replicas / asked) if asked else 1
+        if not asked and mesh.pipe > 1:
+            least = PER_STAGE * mesh.pipe
+        return [local // next((n for n in range(least, local) if local % n == 0), local)]
+    tried = [n for n in space.micro_rows if n <= local] or [space.micro_rows[0]]
+    if not space.even:
+        return tried
+    shares = [rows // mesh.replicas for rows in counted]
+    whole = [n for n in tried if all(share % n == 0 for share in shares)]
+    return sorted({*whole, math.gcd(*shares)} if max(tried) < local else {*whole}) or [1]
 
 
 def _forward(
-    place: Place, model: ModelCounts, mesh: Mesh, calls: Sequence[PlannedCall], work: Workload
+    place: Place,
+    model: ModelCounts,
+    mesh: Mesh,
+    calls: Sequence[PlannedCall],
+    work: Workload,
+    micro_rows: int,
 ) -> tuple[float, float]:
     """(seconds, transient bytes) of a role's forwards."""
     seconds = transient = 0.0
+    length = work.row_tokens(place.numerics.shared_prompt, micro_rows)
     for rows, count in _counted(calls, work):
-        length = work.row_tokens(place.numerics.shared_prompt)
-        once = cost.forward_seconds(place, model, mesh, rows, length)
+        once = cost.forward_seconds(place, model, mesh, rows, length, micro_rows)
         seconds += count * (once + place.constants.dispatch)
-        needed = memory.forward_transient(place, model, mesh, rows, work)
+        needed = memory.forward_transient(place, model, mesh, rows, work, micro_rows)
         transient = max(transient, needed)
     return seconds, transient
 
@@ -203,30 +216,18 @@ def _updates(
     mesh: Mesh,
     calls: Sequence[PlannedCall],
     work: Workload,
-    space: SearchSpace,
-) -> list[tuple[float, float, int, bool]]:
-    """(seconds, transient bytes, ``micro_rows``, ``rematerialise``) of each way to update."""
-    if not calls:
-        return [(0.0, 0.0, 0, False)]
-    counted = _counted(calls, work)
-    local = max(math.ceil(rows / mesh.replicas) for rows, _ in counted)
-    found = []
-    tried: tuple[int, ...] = space.micro_rows
-    if space.micro_batch >= 0:
-        tried = (math.ceil(space.micro_batch / mesh.replicas) or local,)
-    for micro_rows in tried:
-        if micro_rows > local and micro_rows != tried[0]:
-            continue
-        for rematerialise in space.rematerialise:
-            length = work.row_tokens(place.numerics.shared_prompt)
-            seconds, needed = len(calls) * place.constants.dispatch, 0.0
-            for n, k in counted:
-                how = micro_rows, rematerialise
-                seconds += k * cost.update_seconds(place, model, mesh, n, length, *how)
-                held = memory.update_transient(place, model, mesh, n, work, *how)
-                needed = max(needed, held)
-            found.append((seconds, needed, micro_rows, rematerialise))
-    return found
+    micro_rows: int,
+    remat: str,
+) -> tuple[float, float]:
+    """(seconds, transient bytes) of a role's updates."""
+    seconds, transient = len(calls) * place.constants.dispatch, 0.0
+    length = work.row_tokens(place.numerics.shared_prompt, micro_rows)
+    for rows, count in _counted(calls, work):
+        once = cost.update_seconds(place, model, mesh, rows, length, micro_rows, remat)
+        seconds += count * once
+        needed = memory.update_transient(place, model, mesh, rows, work, micro_rows, remat)
+        transient = max(transient, needed)
+    return seconds, transient
 
 
 def _rollouts(
@@ -236,10 +237,10 @@ def _rollouts(
     calls: Sequence[PlannedCall],
     work: Workload,
     space: SearchSpace,
-) -> list[tuple[Mesh, float, float, float, int]]:
-    """(mesh, seconds, those of the transition, transient bytes, waves) of each way."""
+) -> list[_Rollouts]:
+    """Each way to generate. Every call gathers the weights anew where it is hjax that does so."""
     if not calls:
-        return [(mesh, 0.0, 0.0, 0.0, 0)]
+        return [_Rollouts(mesh)]
     found = []
     counted = _counted(calls, work)
     slowness = place.constants.native_decode if space.native_decode else 1.0
@@ -247,27 +248,79 @@ def _rollouts(
         if space.even and not prompts_divide(laid_out, work):
             continue
         moved = _transition(place, model, laid_out, space)
+        moved *= len(calls) if space.gather == "shards" else 1
         started = len(calls) * (place.constants.dispatch + place.constants.rollout)
         if not space.kv_cache:
             seconds = sum(
                 k * generation.uncached_seconds(place, model, laid_out, n, work) for n, k in counted
             )
-            needed = memory.generation_transient(place, model, laid_out, 0, work)
-            found.append((laid_out, seconds + moved + started, moved, needed, 1))
+            needed = memory.generation_transient(place, model, laid_out, Decoded(0, 1), work)
+            found.append(_Rollouts(laid_out, seconds + moved + started, moved, needed, 1))
             continue
         prefill = sum(
             k * generation.prefill_seconds(place, model, laid_out, n, work) for n, k in counted
         )
         decoders = [(generation.decoding(place, model, laid_out, n, work), k) for n, k in counted]
-        most = max(d.rows for d, _ in decoders)
-        for waves in space.waves:
-            if waves > most:
-                break
-            seconds = prefill + slowness * sum(k * d.seconds(waves) for d, k in decoders)
-            rows = math.ceil(most / waves)
-            needed = memory.generation_transient(place, model, laid_out, rows, work)
-            found.append((laid_out, seconds + moved + started, moved, needed, waves))
+        for waves, parts in _parts(place, laid_out, counted, work, space):
+            decoded = sum(k * d.seconds(waves) for d, k in decoders)
+            seconds = prefill + slowness * decoded
+            needed = max(
+                memory.generation_transient(place, model, laid_out, part, work) for part in parts
+            )
+            found.append(_Rollouts(laid_out, seconds + moved + started, moved, needed, waves))
     return found
+
+
+def _parts(
+    place: Place,
+    mesh: Mesh,
+    counted: Sequence[tuple[int, int]],
+    work: Workload,
+    space: SearchSpace,
+) -> Iterator[tuple[int, list[Decoded]]]:
+    """(waves, what a replica decodes at a time in calls of each number of rows)."""
+    replicas = mesh.devices // (mesh.generate_pipe * mesh.generate_tensor)
+    local = {rows: math.ceil(rows / replicas) for rows, _ in counted}
+    prompts = round(work.sequences / work.samples)
+    done = set()
+    for waves in space.waves:
+        if waves > max(local.values()):
+            return
+        if not place.numerics.own:
+            yield waves, [Decoded(math.ceil(n / waves / s), s) for n, s in (
+                (n, work.samples if n % work.samples == 0 else 1) for n in local.values()
+            )]
+            continue
+        groups = slot_groups(mesh, math.ceil(prompts / replicas), waves)
+        if groups in done:
+            continue
+        done.add(groups)
+        slots = groups < math.ceil(prompts / replicas)
+        found = []
+        for rows, here in local.items():
+            samples = 1 if rows == prompts else work.samples
+            whole = math.ceil(here / samples)
+            at_a_time = min(whole, groups * work.samples // samples)
+            by_slots = slots or not place.pool.shape
+            found.append(Decoded(at_a_time, samples, by_slots, at_a_time < whole))
+        yield math.ceil(prompts / replicas / groups), found
+
+
+def slot_groups(mesh: Mesh, prompts: int, waves: int) -> int:
+    """Of ``prompts`` of a replica how many have slots at a time in so many parts: as many for each
+    of a pipeline's micro-batches."""
+    each = mesh.generate_pipe
+    return min(prompts, math.ceil(math.ceil(prompts / waves) / each) * each)
+
+
+def slots(option: Option, work: Workload) -> int:
+    """``rollout.slots`` of an option: sequences of all replicas at a time; 0: all of a step's."""
+    if option.waves < 2:
+        return 0
+    mesh = option.mesh
+    replicas = mesh.devices // (mesh.generate_pipe * mesh.generate_tensor)
+    prompts = math.ceil(work.sequences / work.samples / replicas)
+    return slot_groups(mesh, prompts, option.waves) * work.samples * replicas
 
 
 def _transition(place: Place, model: ModelCounts, mesh: Mesh, space: SearchSpace) -> float:
@@ -287,10 +340,30 @@ def _counted(calls: Sequence[PlannedCall], work: Workload) -> list[tuple[int, in
     return [(n, rows.count(n)) for n in dict.fromkeys(rows)]
 
 
-def vectors(options: Sequence[Option]) -> np.ndarray:
-    """float64 [options, 5]: seconds per stage, resident, transient."""
-    rows = [(*o.seconds, o.resident, o.transient) for o in options]
-    return np.array(rows, np.float64).reshape(-1, 5)
+# Columns of ``vectors``: those that add up over the models of a set, and those of which the largest
+# counts.
+SUMS, WIDTH = 5, 7
+
+
+def vectors(options: Sequence[Option], offloads: bool = True) -> np.ndarray:
+    """float64 [options, 7]: seconds per stage, resident, brought back for learning; transient
+    outside of learning, and in it.
+
+    Without offloads anywhere nothing is brought back, and the transient ones are one column.
+    """
+    rows = [
+        (*o.seconds, o.resident, o.learning, max(o.transients[:2]), o.transients[2])
+        if offloads
+        else (*o.seconds, o.resident, 0.0, max(o.transients), 0.0)
+        for o in options
+    ]
+    return np.array(rows, np.float64).reshape(-1, WIDTH)
+
+
+def peak(points: np.ndarray) -> np.ndarray:
+    """float64 [...] of [..., 7]: most bytes per device."""
+    most = np.maximum(points[..., 5], points[..., 4] + points[..., 6])
+    return points[..., 3] + most
 
 
 def front(points: np.ndarray) -> np.ndarray:

@@ -5,6 +5,7 @@ A run's own problem comes from its config instead (``hjax.planning.auto.run_prob
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,18 +14,21 @@ from ml_collections import ConfigDict
 from hjax.algorithms import Algorithm
 from hjax.errors import ConfigError
 from hjax.models.published import planning_shape
+from hjax.models.remat import FULL, NONE
 from hjax.planning.constants import Constants
 from hjax.planning.counting import counts
 from hjax.planning.dataflow import trace
-from hjax.planning.options import SearchSpace
-from hjax.planning.records import FLOAT32, MASTERS, MIXED, Cluster, Workload
+from hjax.planning.records import FLOAT32, MASTERS, MIXED, Cluster, Dataflow, Workload
 from hjax.planning.search import Problem
+from hjax.planning.space import OFFLOADS, SearchSpace
 from hjax.roles import Role
 
-NUMERICS = {"mixed": MIXED, "masters": MASTERS, "float32": FLOAT32}
-# Of them those of hjax's runs, whose generator decodes all sequences of a replica at once.
-OF_RUNS = ("masters", "float32")
-OFFLOADS = ("none", "optimizer", "all")
+NUMERICS = {"masters": MASTERS, "float32": FLOAT32, "mixed": MIXED}
+# What the paper's systems can do: layouts within a machine of 8, everything or nothing of a layer
+# computed again, batches of any size.
+PAPER_SPACE = SearchSpace(
+    pipes=(1, 2, 4, 8, 16), tensors=(1, 2, 4, 8), contexts=(1,), remat=(NONE, FULL)
+)
 
 
 def pose_problem(
@@ -35,7 +39,7 @@ def pose_problem(
     updates: int,
     cluster: Cluster,
     constants: Constants | None = None,
-    numerics: str = "mixed",
+    numerics: str = "masters",
     offload: Mapping[str, Any] | None = None,
     even: bool = False,
 ) -> Problem:
@@ -46,21 +50,17 @@ def pose_problem(
       models: by role a published name or a directory with a config.json, as ``fill_in`` takes it.
       work: lengths, sequences and samples of a step.
       updates: optimizer updates that a step's sequences are cut into.
-      numerics: one of ``NUMERICS``; with those of hjax's runs no plan decodes in waves.
-      offload: by role what of it waits in the host's memory, one of ``OFFLOADS``.
-      even: only layouts over which all batches divide.
+      numerics: one of ``NUMERICS``: hjax's own on accelerators (``masters``) and on CPUs, or the
+        paper's (``mixed``), under which ``PAPER_SPACE`` is searched.
+      offload: by role what of it waits in the host's memory; of others whatever is best, or with
+        the paper's numerics nothing. Not None: of others nothing.
+      even: only layouts over which all batches divide, as is always so with hjax's own.
 
     Raises:
       ConfigError: an unknown model, a role missing or unknown, sequences longer than a model's.
     """
     table = algorithm.role_table(settings)
     names, absent = fill_in(models, table)
-    for role, what in (offload or {}).items():
-        if role not in names or what not in OFFLOADS:
-            raise ConfigError(
-                f"--offload: '{role}={what}' is not ROLE=WHAT, with a role of {', '.join(names)} "
-                f"and one of {', '.join(OFFLOADS)}"
-            )
     flow = trace(algorithm, settings, updates, work.samples, names, absent)
     shapes = {role: planning_shape(name) for role, name in names.items()}
     for role, shape in shapes.items():
@@ -69,7 +69,9 @@ def pose_problem(
                 f"--models: {role}={names[role]} has {shape.max_length} positions, fewer than the "
                 f"{work.length} of prompt and response"
             )
-    waves = (1,) if numerics in OF_RUNS else SearchSpace().waves
+    own = NUMERICS[numerics].own
+    waits = _offloads(flow, offload, "any" if own else "none")
+    space = SearchSpace(even=True) if own else dataclasses.replace(PAPER_SPACE, even=even)
     return Problem(
         flow,
         {role: counts(shape, names[role], table[role].scalar) for role, shape in shapes.items()},
@@ -77,9 +79,28 @@ def pose_problem(
         cluster,
         constants or Constants(),
         NUMERICS[numerics],
-        SearchSpace(even=even, waves=waves),
-        dict(offload or {}),
+        space,
+        waits,
     )
+
+
+def _offloads(flow: Dataflow, asked: Mapping[str, Any] | None, usual: Any) -> dict[str, Any]:
+    """What of each role waits in the host's memory: what was asked, else ``usual``.
+
+    Raises:
+      ConfigError: a role that has no devices, or what it cannot do.
+    """
+    if asked is None:
+        return dict.fromkeys(flow.roles, usual) if usual != "none" else {}
+    for role, what in asked.items():
+        trained = bool(flow.of(role, "update"))
+        if role not in flow.roles or what not in OFFLOADS[trained]:
+            allowed = OFFLOADS[trained] if role in flow.roles else OFFLOADS[True]
+            raise ConfigError(
+                f"--offload: '{role}={what}' is not ROLE=WHAT, with a role of "
+                f"{', '.join(flow.roles)} and one of {', '.join(allowed)}"
+            )
+    return dict(asked)
 
 
 def fill_in(

@@ -101,6 +101,8 @@ class ModelCounts:
         rematerialised; ``layer_activations_whole``: of them those that no tensor axis splits.
       frozen: of ``parameters`` those that no update changes, because adapters learn beside them;
         ``bytes_each``: those of them that are kept in one byte.
+      remade: of ``layer_activations`` those that a backward pass makes again although nothing is
+        rematerialised.
     """
 
     name: str
@@ -123,6 +125,12 @@ class ModelCounts:
     layer_activations_whole: int
     frozen: int = 0
     bytes_each: int = 0
+    remade: int = 0
+
+    @property
+    def scalar(self) -> bool:
+        """Whether its head gives one number."""
+        return self.head_parameters == self.hidden
 
     @property
     def learning(self) -> float:
@@ -189,9 +197,14 @@ class Workload:
         """Prompt and response tokens of a step."""
         return self.sequences * self.length
 
-    def row_tokens(self, shared_prompt: bool) -> float:
-        """Tokens per sequence that a pass computes: a shared prompt's once per group."""
-        return self.prompt_length / (self.samples if shared_prompt else 1) + self.response_length
+    def row_tokens(self, shared_prompt: bool, rows: int = 0) -> float:
+        """Tokens per sequence that a pass computes: a shared prompt's once per group, of which
+        ``rows`` of a pass may hold a part (0: groups are whole)."""
+        return self.prompt_length / self.share(shared_prompt, rows) + self.response_length
+
+    def share(self, shared_prompt: bool, rows: int = 0) -> int:
+        """Rows per copy of a prompt in passes of so many rows (0: groups are whole)."""
+        return math.gcd(rows, self.samples) if shared_prompt else 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,12 +218,17 @@ class Numerics:
       compute: what forward, generation and their collectives use.
       cache: of the KV cache.
       shared_prompt: the prompt is computed and cached once per group of samples.
-      whole_scores: attention scores stand in memory, float32, while a layer computes.
+      whole_scores: places of a row up to which attention scores stand in memory, float32, while a
+        layer computes; longer rows' stay on the chip. 0: they always do.
       adds_gradients: those of a micro-batch stand beside their sum.
-      forward_tokens: most tokens per device and forward pass; 0: all at once.
+      forward_tokens: most tokens per device and forward pass; 0: a forward's passes have as many
+        rows as an update's.
       prompt_copies: of the prompts' KV cache, prefill's and the decode loop's own.
       bucket: of a transition, bytes received at a time.
       in_place: the generation copy takes the weights' place (same dtype), else it stands beside.
+      own: as hjax's own programs do: sequences that have no room wait for a slot of the rollout
+        engine, a pipeline's stages run forward again in a backward pass, a TPU's weights may travel
+        along the tensor axis.
     """
 
     weights: float = 2
@@ -220,12 +238,13 @@ class Numerics:
     cache: float = 2
     dtype: str = "bfloat16"
     shared_prompt: bool = False
-    whole_scores: bool = False
+    whole_scores: int = 0
     adds_gradients: bool = False
     forward_tokens: int = 16384
     prompt_copies: int = 1
     bucket: float = 2**24
     in_place: bool = True
+    own: bool = False
 
 
 # The paper's: BF16 weights, FP32 gradients, Adam's moments and masters (section 8.1).
@@ -235,11 +254,12 @@ MASTERS = Numerics(
     weights=4,
     optimizer=8,
     shared_prompt=True,
-    whole_scores=True,
+    whole_scores=512,
     adds_gradients=True,
     prompt_copies=2,
     forward_tokens=0,
     in_place=False,
+    own=True,
 )
 # hjax's on CPUs.
 FLOAT32 = dataclasses.replace(MASTERS, compute=4, cache=4, dtype="float32", in_place=True)
@@ -297,11 +317,14 @@ class Option:
       transition: seconds of it.
       resident: bytes per device for as long as the run lasts.
       transients: most bytes per device beside them while the role computes, of each stage.
-      micro_rows: rows per device and micro-batch of an update, whose gradients accumulate; 0 for
-        frozen roles.
-      rematerialise: activations are computed again in the backward pass.
+      micro_rows: rows per replica and pass of an update or, in hjax, a forward; an update's
+        gradients accumulate. 0: the role has neither.
+      remat: which activations are computed again in the backward pass (hjax.models.remat).
       waves: parts in which a replica decodes its sequences, one after another; 0 for roles that
         do not generate.
+      offload: what waits in the host's memory between the role's calls.
+      learning: bytes per device beside the resident ones that stay for as long as roles of its set
+        learn, whichever: what an update brings back from the host.
     """
 
     mesh: Mesh
@@ -310,13 +333,16 @@ class Option:
     resident: float
     transients: tuple[float, float, float]
     micro_rows: int = 0
-    rematerialise: bool = False
+    remat: str = "none"
     waves: int = 0
+    offload: Offload = "none"
+    learning: float = 0.0
 
     @property
     def transient(self) -> float:
-        """Most bytes per device beside the resident ones."""
-        return max(self.transients)
+        """Most bytes per device beside the resident ones while only this role computes."""
+        *before, update = self.transients
+        return max(*before, update + self.learning)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -335,9 +361,18 @@ class PlannedSet:
 
     @property
     def peak_bytes(self) -> float:
-        """Most bytes per device: all that is resident, and the largest transient."""
-        resident = sum(o.resident for o in self.options)
-        return resident + max(o.transient for o in self.options)
+        """Most bytes per device: all that is resident, and the largest transient; while roles learn
+        what all of them brought back as well."""
+        return sum(o.resident for o in self.options) + max(
+            *(max(o.transients[:2]) for o in self.options),
+            self.learning_bytes + max(o.transients[2] for o in self.options),
+        )
+
+    @property
+    def learning_bytes(self) -> float:
+        """Bytes per device that roles which learn bring back from the host and keep until all of
+        them are done."""
+        return sum(o.learning for o in self.options)
 
 
 @dataclasses.dataclass(frozen=True)

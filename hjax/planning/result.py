@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from hjax.errors import ConfigError
 from hjax.planning import memory
-from hjax.planning.options import batches_divide, prompts_divide
-from hjax.planning.records import MASTERS, Candidate
+from hjax.planning.hardware import legal_counts
+from hjax.planning.options import batches_divide, prompts_divide, slots
+from hjax.planning.records import MASTERS, Candidate, Option
 from hjax.planning.search import Problem, RoleFronts, SearchResult
 from hjax.planning.strategies import STRATEGIES
 from hjax.roles import STAGES
@@ -26,8 +28,7 @@ def describe_candidate(candidate: Candidate, problem: Problem) -> dict[str, Any]
         "pools": [s.pool.name for s in candidate.sets],
         "parallelism": {r: _triples(o.mesh) for r, _, o in roles},
         "layouts": {r: _axes(o.mesh) for r, _, o in roles},
-        "micro_rows": {r: o.micro_rows for r, _, o in roles if o.micro_rows},
-        "rematerialise": {r: o.rematerialise for r, _, o in roles if o.micro_rows},
+        "settings": {r: role_settings(r, o, problem) for r, _, o in roles},
         "waves": {r: o.waves for r, _, o in roles if o.waves},
         "seconds": {
             "generation": generation - transition,
@@ -43,6 +44,21 @@ def describe_candidate(candidate: Candidate, problem: Problem) -> dict[str, Any]
         "usable_bytes": [memory.capacity(problem.place(s.pool, s.devices)) for s in candidate.sets],
         "tokens_per_second": problem.work.tokens / candidate.total,
     }
+
+
+def role_settings(role: str, option: Option, problem: Problem) -> dict[str, Any]:
+    """What a candidate fixes of a role beside its layout, as ``hjax.run.placement.SETTINGS``:
+    ``micro_batch`` (rows of a pass over all replicas), ``remat`` of trained roles, ``offload``, and
+    ``slots`` of the one that generates. What a run's config had fixed is left to it."""
+    found: dict[str, Any] = {}
+    if option.micro_rows and role not in problem.space.micro_batches:
+        found["micro_batch"] = option.micro_rows * option.mesh.replicas
+    if problem.dataflow.of(role, "update"):
+        found["remat"] = option.remat
+    found["offload"] = option.offload
+    if option.waves and problem.numerics.own and len(problem.space.waves) > 1:
+        found["slots"] = slots(option, problem.work)
+    return found
 
 
 def describe_result(result: SearchResult, problem: Problem, strategy: str) -> dict[str, Any]:
@@ -94,7 +110,7 @@ def needs(candidate: Candidate, problem: Problem, strategy: str) -> list[str]:
     found = [f"the programs of {strategy}"] if STRATEGIES[strategy].other_system else []
     roles = [(r, o) for s in candidate.sets for r, o in zip(s.roles, s.options)]
     waves = max(o.waves for _, o in roles)
-    if waves > 1:
+    if waves > 1 and not problem.numerics.own:
         found.append(f"decoding in {waves} waves")
     if problem.numerics.weights < MASTERS.weights:
         found.append(f"{8 * problem.numerics.weights:g}-bit weights")
@@ -103,8 +119,6 @@ def needs(candidate: Candidate, problem: Problem, strategy: str) -> list[str]:
         even = batches_divide(calls, option.mesh, problem.work)
         if not even or (option.waves and not prompts_divide(option.mesh, problem.work)):
             found.append(f"batches that do not divide over the replicas of the {role}")
-    if len({o.rematerialise for _, o in roles if o.micro_rows}) > 1:
-        found.append("rematerialisation of some of the trained models only")
     return found
 
 
@@ -124,23 +138,46 @@ def reason(candidate: Candidate, best: Candidate) -> str:
 
 
 def missing(problem: Problem, strategy: str) -> str:
-    """The one line for a cluster on which the models do not fit: bytes missing per device."""
+    """The one line for a cluster on which the models do not fit: bytes missing per device, or over
+    how many devices nothing divides."""
     names = problem.dataflow.roles
-    best = float("inf")
-    for pool in problem.cluster.pools:
-        # As if memory had no end: what would then be needed is what is missing.
-        large = dataclasses.replace(pool, device=dataclasses.replace(pool.device, memory=2.0**60))
-        needed = RoleFronts(problem).least_memory(names, large, pool.size)
-        best = min(best, needed - memory.capacity(problem.place(pool, pool.size)))
     models = ", ".join(f"{r}={problem.models[r].name}" for r in names)
     where = f"{models} do not fit on {problem.cluster.name}"
-    if best == float("inf"):
-        fits = f"no layout of {strategy} divides these models and batches over its devices"
-    elif best <= 0:
-        fits = f"not with strategy {strategy}; --strategy=auto has a plan"
-    else:
-        fits = f"{size(best)} per device are missing even when shared by all"
-    return f"{where}: {fits}; take more or larger devices, or smaller models or batches"
+    needed: dict[tuple[int, int], float] = {}
+    for number, pool in enumerate(problem.cluster.pools):
+        # As if memory had no end: what would then be needed is what is missing.
+        large = dataclasses.replace(pool, device=dataclasses.replace(pool.device, memory=2.0**60))
+        fronts = RoleFronts(problem)
+        for devices in legal_counts(pool):
+            least = fronts.least_memory(names, large, devices)
+            if least < math.inf:
+                needed[number, devices] = least - memory.capacity(problem.place(pool, devices))
+    if not needed:
+        return f"{where}: {_divides(problem)} over any number of its devices that a set may take"
+    (number, devices), least = min(needed.items(), key=lambda item: item[1])
+    if least <= 0:
+        return f"{where} with strategy {strategy}; --strategy=auto has a plan"
+    pool = problem.cluster.pools[number]
+    lacking = f"{size(least)} per device are missing even when shared by all"
+    more = "take more or larger devices, or smaller models or batches"
+    if pool.size in [n for pool_, n in needed if pool_ == number]:
+        return f"{where}: {lacking}; {more}"
+    others = [n for n in legal_counts(pool) if n > devices]
+    return (
+        f"{where}: {_divides(problem)} over {', '.join(map(str, others))} of its devices; on "
+        f"{devices} of them {lacking}; take hosts of 2, 4 or 8 devices, or batches that divide"
+    )
+
+
+def _divides(problem: Problem) -> str:
+    """What has to divide over devices, as the beginning of why it does not."""
+    work, sequences = problem.work, problem.work.sequences
+    rows = {round(c.rows * sequences) for c in problem.dataflow.calls if c.kind != "generate"}
+    rows.add(sequences // work.samples)
+    batches = ", ".join(map(str, sorted(rows)))
+    shapes = {(m.layers, m.heads, m.kv_heads) for m in problem.models.values()}
+    said = " or ".join(f"{layers} layers and {heads} heads" for layers, heads, _ in sorted(shapes))
+    return f"no layout divides batches of {batches} sequences and models of {said}"
 
 
 def _triples(mesh: Any) -> dict[str, list[int]]:

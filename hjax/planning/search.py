@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from hjax.planning.allocate import Choices, allocate
 from hjax.planning.constants import Constants
 from hjax.planning.cost import Place
 from hjax.planning.hardware import legal_counts
-from hjax.planning.options import SearchSpace, front, role_options, vectors
+from hjax.planning.options import SUMS, WIDTH, front, peak, role_options, vectors
 from hjax.planning.records import (
     Candidate,
     Cluster,
@@ -32,6 +33,7 @@ from hjax.planning.records import (
     Pool,
     Workload,
 )
+from hjax.planning.space import SearchSpace
 
 Placement = tuple[tuple[str, ...], ...]
 
@@ -42,7 +44,8 @@ class Problem:
 
     Attributes:
       models: by role.
-      offload: by role, of those that offload something.
+      offload: by role what waits in the host's memory, of those that offload something; ``any``:
+        whatever is best.
     """
 
     dataflow: Dataflow
@@ -52,7 +55,7 @@ class Problem:
     constants: Constants = Constants()
     numerics: Numerics = Numerics()
     space: SearchSpace = SearchSpace()
-    offload: Mapping[str, Offload] = dataclasses.field(default_factory=dict)
+    offload: Mapping[str, Offload | Literal["any"]] = dataclasses.field(default_factory=dict)
 
     def place(self, pool: Pool, devices: int) -> Place:
         """Some devices of a pool under these constants."""
@@ -73,7 +76,7 @@ def partitions(items: Sequence[str]) -> Iterator[Placement]:
 
 @dataclasses.dataclass
 class _Front:
-    """Ways to run some roles on one number of devices: vectors [n, 5] and the options of each."""
+    """Ways to run some roles on one number of devices: vectors [n, 7] and the options of each."""
 
     points: np.ndarray
     options: list[tuple[Option, ...]]
@@ -102,27 +105,26 @@ class RoleFronts:
         problem = self.problem
         calls = tuple((c.kind, c.rows) for c in problem.dataflow.calls if c.role == role)
         offload = problem.offload.get(role, "none")
-        key = (problem.models[role], calls, offload, pool, devices)
+        passes = problem.space.micro_batches.get(role)
+        key = (problem.models[role], calls, offload, passes, pool, devices)
         if key not in self._fronts:
             place, model = self.place(pool, devices), problem.models[role]
             asked = problem.dataflow, role, problem.work, problem.space, offload
             found = role_options(place, model, *asked)
-            points = vectors(found)
+            points = vectors(found, any(what != "none" for what in problem.offload.values()))
             kept = front(points)
             self._fronts[key] = _Front(points[kept], [(found[i],) for i in kept])
         return self._fronts[key]
 
     def least_memory(self, roles: Sequence[str], pool: Pool, devices: int) -> float:
         """Fewest bytes per device on which these roles can share; inf where one has no layout."""
-        points = [self.front(role, pool, devices).points for role in roles]
-        if not all(len(p) for p in points):
-            return np.inf
-        least = np.inf
-        for peak in np.unique(np.concatenate([p[:, 4] for p in points])):
-            held = [p[p[:, 4] <= peak, 3] for p in points]
-            if all(len(h) for h in held):
-                least = min(least, peak + sum(float(h.min()) for h in held))
-        return least
+        built = np.zeros((1, WIDTH))
+        for role in roles:
+            points = self.front(role, pool, devices).points.copy()
+            points[:, :3] = 0
+            built = _joined(built[:, None], points[front(points)][None]).reshape(-1, WIDTH)
+            built = built[front(built)]
+        return float(peak(built).min(initial=np.inf))
 
     def fits(self, placement: Placement) -> bool:
         """Whether the sets have numbers of devices on which they fit at the same time."""
@@ -169,21 +171,32 @@ class BoundedSearch:
     def _set(self, names: tuple[str, ...], pool: Pool, devices: int) -> _Front:
         """The front of a set: seconds and resident bytes add up, the largest transient counts.
 
-        Built role by role; ``rest`` is the least that the roles to come add, ``outside`` what the
-        roles of other sets take at least on the devices that are left.
+        Built role by role, the one with the fewest ways first; ``rest`` is the least that the roles
+        to come add, ``outside`` what the roles of other sets take at least on the devices left.
         """
         fronts = [self._role(role, pool, devices) for role in names]
         if not all(f.options for f in fronts):
-            return _Front(np.empty((0, 5)), [])
+            return _Front(np.empty((0, WIDTH)), [])
+        alone = set(names) == set(self.problem.dataflow.roles)
+        if alone:  # no other set waits for its stages: only their sum counts
+            fronts = [_Front(_summed(f.points), f.options) for f in fronts]
+            fronts = [f.of(front(f.points)) for f in fronts]
+        order = sorted(range(len(names)), key=lambda i: len(fronts[i].options))
+        fronts = [fronts[i] for i in order]
         least = np.array([f.points.min(axis=0) for f in fronts])
         outside = self._outside(names, self.problem.cluster.size - devices)
         limit = memory.capacity(self.role_fronts.place(pool, devices))
-        built = _Front(np.zeros((1, 5)), [()])
+        built = _Front(np.zeros((1, WIDTH)), [()])
         for number, joined in enumerate(fronts):
             rest = least[number + 1 :]
-            added = np.append(rest[:, :4].sum(axis=0), rest[:, 4].max(initial=0.0))
-            built = _combine(built, joined, added, outside, limit, self.bound)
-        return built
+            added = np.append(
+                rest[:, :SUMS].sum(axis=0), rest[:, SUMS:].max(axis=0, initial=0.0)
+            )
+            whole = number == len(fronts) - 1
+            built = _combine(built, joined, added, outside, limit, self.bound, whole)
+        back = np.argsort(order)
+        options = [tuple(chosen[i] for i in back) for chosen in built.options]
+        return _Front(built.points, options)
 
     def _outside(self, names: tuple[str, ...], left: int) -> np.ndarray:
         """float64 [3]: seconds per stage of the slowest role outside the set, at its fastest."""
@@ -318,12 +331,16 @@ def _fastest(within: BoundedSearch, placements: Sequence[Placement], count: int)
 
 def _few(points: np.ndarray, count: int) -> np.ndarray:
     """Indices of some points: the leanest, and the fastest of those within less and less memory."""
-    total, needed = points[:, :3].sum(axis=1), points[:, 3] + points[:, 4]
+    total, needed = points[:, :3].sum(axis=1), peak(points)
     chosen = {int(np.argmin(needed)), int(np.argmin(points[:, 3]))}
     for share in np.linspace(1, 0, count, endpoint=False):
         within = np.flatnonzero(needed <= np.quantile(needed, share))
         chosen.add(int(within[np.argmin(total[within])]))
     return np.array(sorted(chosen), int)
+
+
+# Pairs of two fronts that are looked at at a time.
+_PAIRS = 1 << 18
 
 
 def _combine(
@@ -333,23 +350,45 @@ def _combine(
     outside: np.ndarray,
     limit: float,
     bound: float,
+    whole: bool,
 ) -> _Front:
     """Every pair of two fronts on the same devices that can become part of a plan, less those
     that another pair dominates.
 
     Args:
-      rest: float64 [5], least that roles still to come add: seconds, resident, transient.
+      rest: float64 [7], least that roles still to come add.
       outside: float64 [3], least seconds per stage of other sets.
       limit: bytes per device.
       bound: seconds of a plan.
+      whole: no role is to come: of pairs that fit only the seconds count.
     """
-    a, b = before.points[:, None], last.points[None]
-    added = a[..., :4] + b[..., :4]
-    peak = np.maximum(a[..., 4], b[..., 4])
-    good = added[..., 3] + rest[3] + np.maximum(peak, rest[4]) <= limit
-    good &= np.maximum(added[..., :3] + rest[:3], outside).sum(axis=-1) <= bound
-    first, second = np.nonzero(good)
-    pairs = np.column_stack([added[first, second], peak[first, second]])
-    kept = front(pairs)
-    options = [before.options[first[i]] + last.options[second[i]] for i in kept]
-    return _Front(pairs[kept], options)
+    points = [np.empty((0, WIDTH))]
+    numbers = [np.empty((0, 2), int)]
+    few = max(1, _PAIRS // max(1, len(last.points)))
+    compared = slice(0, 3) if whole else slice(None)
+    for start in range(0, len(before.points), few):
+        pairs = _joined(before.points[start : start + few, None], last.points[None])
+        reached = _joined(pairs, rest)
+        good = np.maximum(reached[..., :3], outside).sum(axis=-1) <= bound
+        good &= peak(reached) <= limit
+        first, second = np.nonzero(good)
+        some = pairs[first, second]
+        kept = front(some[:, compared])
+        points.append(some[kept])
+        numbers.append(np.column_stack([first[kept] + start, second[kept]]))
+    found, pair = np.concatenate(points), np.concatenate(numbers)
+    kept = front(found[:, compared])
+    options = [before.options[pair[i, 0]] + last.options[pair[i, 1]] for i in kept]
+    return _Front(found[kept], options)
+
+
+def _summed(points: np.ndarray) -> np.ndarray:
+    """float64 [n, 7]: the seconds of all stages in the first column."""
+    total = points[:, :3].sum(axis=1)
+    return np.column_stack([total, np.zeros((len(points), 2)), points[:, 3:]])
+
+
+def _joined(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """float64 [..., 7]: of two sets of roles on the same devices together."""
+    added = a[..., :SUMS] + b[..., :SUMS]
+    return np.concatenate([added, np.maximum(a[..., SUMS:], b[..., SUMS:])], axis=-1)

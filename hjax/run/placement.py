@@ -14,10 +14,20 @@ import jax
 from hjax.controller import ResourcePool, ThreadExecutor, Timeline, check_disjoint
 from hjax.controller.executors import ExecutorFactory
 from hjax.errors import ConfigError
+from hjax.models.remat import POLICIES
 from hjax.roles import ROLES, ROLLOUT, Role
+from hjax.rules import Rule, at_least, one_of
 from hjax.sharding.wires import cut
 
 HOST_POOL = "host"
+# What a plan may fix of a role, named as in its section of the config, and what each may be:
+# ``remat`` as ``model.remat`` and ``slots`` as ``rollout.slots``, for this role.
+SETTINGS: dict[str, Rule] = {
+    "micro_batch": at_least(0),
+    "remat": one_of(*POLICIES),
+    "offload": one_of("none", "optimizer", "all"),
+    "slots": at_least(0),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +42,7 @@ class Plan:
       predicted: what a planner expects of a step (``seconds``, ``memory_bytes``, ...), if one made
         it.
       where: by set the labels that its hosts have on a cluster; empty: any hosts.
+      settings: by role, some of ``SETTINGS``; what is not in it the config says.
     """
 
     placement: tuple[tuple[str, ...], ...]
@@ -39,6 +50,7 @@ class Plan:
     layouts: Mapping[str, Mapping[str, Mapping[str, int]]] = dataclasses.field(default_factory=dict)
     predicted: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     where: tuple[Mapping[str, str], ...] = ()
+    settings: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.where:
@@ -114,6 +126,7 @@ def _read_plan(path: Path, roles: Sequence[str], devices: int) -> Plan:
             for role, stages in (content.get("layouts") or content.get("parallelism", {})).items()
         }
         known = {k: content[k] for k in ("seconds", "set_memory_bytes") if k in content}
+        settings = {r: _settings(r, s) for r, s in content.get("settings", {}).items()}
         predicted = dict(content.get("predicted", known))
         where = [_labels(labels) for labels in content.get("where", [{}] * len(sets))]
     except OSError as error:
@@ -123,7 +136,8 @@ def _read_plan(path: Path, roles: Sequence[str], devices: int) -> Plan:
             f"placement={path}: not a plan: it needs `placement` (lists of roles), `allocation` "
             "(devices per set), and where it fixes layouts `parallelism` by role, `train`: "
             "[pipe, tensor, data] and `generate`: [pipe, tensor]; where it fixes hosts `where`, a "
-            f"dict of labels per set ({type(error).__name__}: {error})"
+            "dict of labels per set; where it fixes more of a role `settings` "
+            f"({type(error).__name__}: {error})"
         ) from error
     # Roles that compute on the host (reward functions) need no place in a plan.
     apart = [role for s in sets for role in s if role in ROLES and ROLES[role].apart]
@@ -156,7 +170,18 @@ def _read_plan(path: Path, roles: Sequence[str], devices: int) -> Plan:
             f"placement={path}: it needs {total} devices (at least 1 a set), there are {devices}"
         )
     placed_sets, counts, labelled = zip(*given, strict=True)
-    return Plan(tuple(placed_sets), tuple(counts), layouts, predicted, tuple(labelled))
+    places = tuple(placed_sets), tuple(counts)
+    return Plan(*places, layouts, predicted, tuple(labelled), settings)
+
+
+def _settings(role: str, value: Any) -> dict[str, Any]:
+    """What a plan fixes of a role, of ``SETTINGS``."""
+    for name, given in value.items():
+        if name not in SETTINGS:
+            raise ValueError(f"settings.{role}: no {name!r}; known: {', '.join(SETTINGS)}")
+        if not SETTINGS[name].holds(given):
+            raise ValueError(f"settings.{role}.{name}={given!r}: {SETTINGS[name].text}")
+    return dict(value)
 
 
 def _labels(value: Any) -> dict[str, str]:

@@ -17,8 +17,9 @@ from hjax.run.roles import Roles
 
 
 def plan_record(roles: Roles) -> dict[str, Any]:
-    """Where the roles stand: ``placement``, ``allocation``, ``parallelism``, on a cluster
-    ``hosts``, by set the host of each process, and ``where``, the labels that they must have."""
+    """Where the roles stand: ``placement``, ``allocation``, ``parallelism``, what the plan fixes of
+    roles beside (``settings``), on a cluster ``hosts``, by set the host of each process, and
+    ``where``, the labels that they must have."""
     plan = roles.plan
     executors: list[Any] = [roles.pools[names[0]].executor for names in plan.placement]
     hosts = [executor.hosts for executor in executors if hasattr(executor, "hosts")]
@@ -37,6 +38,7 @@ def plan_record(roles: Roles) -> dict[str, Any]:
         "allocation": list(plan.allocation),
         "parallelism": parallelism,
         **({"where": [dict(labels) for labels in plan.where]} if any(plan.where) else {}),
+        **({"settings": {r: dict(s) for r, s in plan.settings.items()}} if plan.settings else {}),
         **({"hosts": hosts} if hosts else {}),
         **({"predicted": dict(plan.predicted)} if plan.predicted else {}),
     }

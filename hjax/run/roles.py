@@ -229,7 +229,7 @@ def describe_roles(
             train, generate = sizes[role]["train"], sizes[role].get("generate")
             layouts[role] = make_layouts(count, train, generate, what)
     _check_slots(config)
-    _check_batches(config, algorithm, table, layouts)
+    _check_batches(config, algorithm, table, layouts, plan)
     _check_packing(config, inputs, layouts, after=int(table["actor"].scalar))
     fewer: tuple[int, ...] = ()
     if ROLLOUT in layouts:
@@ -238,7 +238,7 @@ def describe_roles(
         most = plan.allocation[[ROLLOUT in s for s in plan.placement].index(True)]
         fewer = tuple(n for n in range(most, 0, -1) if _can_generate(config, sizes[ROLLOUT], n))
     builder = _Builder(config, algorithm, inputs, table, sizes, default_dtype(platform), read)
-    builds = {role: builder.build(role) for role in table}
+    builds = {role: _as_planned(builder.build(role), plan) for role in table}
     models = {role: b.arguments[0].model for role, b in builds.items() if b.arguments[0].model}
     starts_from = {
         role: entry.starts_from
@@ -257,16 +257,29 @@ def describe_roles(
         )
         for members in plan.placement:
             for role in members:
+                if "remat" in plan.settings.get(role, {}):
+                    continue
                 if role in contexts and trains(builds[role].worker):
                     remat[role] = chooser.of(role, members)
                     builds[role] = _recomputing(builds[role], remat[role].policy)
     slots = None
-    if config.rollout.slots == slot_room.AUTO:
+    fixed = any("slots" in settings for settings in plan.settings.values())
+    if config.rollout.slots == slot_room.AUTO and not fixed:
         slots = slot_room.room(config, table, builds, layouts, plan, inputs.prompt_length, memory)
         for role in (r for r in builds if r in layouts):
             builds[role] = _changed(builds[role], slots=slots.slots)
     ordered = _in_order(starts_from)
     return Roles(table, builds, plan, layouts, models, ordered, served, remat, fewer, slots)
+
+
+def _as_planned(build: Build, plan: Plan) -> Build:
+    """The same worker, with what the plan fixes of its role."""
+    settings = dict(plan.settings.get(build.role, {}))
+    if not settings:
+        return build
+    if (policy := settings.pop("remat", None)) is not None:
+        build = _recomputing(build, policy)
+    return _changed(build, **settings)
 
 
 def _recomputing(build: Build, policy: str) -> Build:
@@ -351,9 +364,15 @@ def _in_order(starts_from: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_offloads(
-    config: ConfigDict, algorithm: type[Algorithm], devices: Sequence[jax.Device]
+    config: ConfigDict,
+    algorithm: type[Algorithm],
+    devices: Sequence[jax.Device],
+    plan: Plan,
 ) -> None:
     """Raise ConfigError where state is to wait in a memory that the devices do not have."""
+    for role, settings in plan.settings.items():
+        if settings.get("offload", "none") != "none":
+            check_offload(devices, f"the plan's offload of the {role}")
     table = algorithm.role_table(config.algorithm)
     for name in sorted({role.config_section for role in table.values()} & set(config.keys())):
         if config[name].get("offload", "none") != "none":
@@ -672,6 +691,7 @@ def _check_batches(
     algorithm: type[Algorithm],
     table: Mapping[str, Role],
     layouts: Mapping[str, RoleLayouts],
+    plan: Plan,
 ) -> None:
     """Batches must split evenly over each role's data-parallel parts."""
     if not algorithm.generates:
@@ -710,8 +730,9 @@ def _check_batches(
         if config.algorithm.get("minibatch", 0):
             _check_divides("algorithm.minibatch", config.algorithm.minibatch, layout.train, role)
         section = table[role].config_section
-        if micro := config[section].micro_batch:
-            _check_divides(f"{section}.micro_batch", micro, layout.train, role)
+        planned = plan.settings.get(role, {}).get("micro_batch", config[section].micro_batch)
+        if planned:
+            _check_divides(f"{section}.micro_batch", planned, layout.train, role)
     if config.warm_start.steps and not config.actor.path:
         _check_divides("warm_start.batch", config.warm_start.batch, layouts["actor"].train, "actor")
 

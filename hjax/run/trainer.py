@@ -126,7 +126,7 @@ class Trainer(Recovering):
             self.machines.place(plan)
             self._start(devices, self._executors(debug))
             undo.callback(self.roles.close)
-            check_offloads(config, self.algorithm_class, devices)
+            check_offloads(config, self.algorithm_class, devices, plan)
             self._set_up(workdir, overwrite)
             undo.pop_all()
 

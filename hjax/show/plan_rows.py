@@ -10,7 +10,7 @@ from hjax.show.format import duration, flop_count, size
 
 PlanRecord = Mapping[str, Any]
 # Titles of the columns of the rows below.
-ROLE_TEXTS = ("devices", "role", "model", "train p-t-d", "generate p-t", "axes")
+ROLE_TEXTS = ("devices", "role", "model", "train p-t-d", "generate p-t", "axes", "settings")
 ROLE_FIGURES = (*STAGES, "resident", "needs")
 CANDIDATE_COLUMNS = ("step", "placement", "why")
 COMPILED_COLUMNS = (
@@ -53,12 +53,30 @@ def role_rows(plan: PlanRecord) -> list[list[str]]:
                     "-".join(map(str, sizes["train"])),
                     "-".join(map(str, sizes.get("generate", ()))),
                     ", ".join(f"{axis} {n}" for axis, n in axes.items()),
+                    settings_text(plan, role),
                     *(duration(times[stage]) if times[stage] else "" for stage in STAGES),
                     size(plan["resident_bytes"][role]),
                     size(plan["memory_bytes"][role]),
                 ]
             )
     return rows
+
+
+def settings_text(plan: PlanRecord, role: str) -> str:
+    """What the plan fixes of a role beside its layout, and in how many waves it decodes."""
+    settings, words = plan["settings"][role], []
+    if rows := settings.get("micro_batch"):
+        words.append(f"micro_batch {rows}")
+    if (policy := settings.get("remat", "none")) != "none":
+        words.append(f"remat {policy}")
+    if (away := settings["offload"]) != "none":
+        words.append(f"offload {away}")
+    waves = plan["waves"].get(role, 1)
+    if slots := settings.get("slots"):
+        words.append(f"slots {slots}")
+    elif waves > 1:
+        words.append(f"{waves} waves")
+    return ", ".join(words)
 
 
 def candidate_rows(plan: PlanRecord) -> list[list[str]]:

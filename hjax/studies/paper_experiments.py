@@ -13,13 +13,13 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from hjax.planning import memory
+from hjax.planning import cost, generation, memory
 from hjax.planning.constants import Constants
 from hjax.planning.dataflow import find_algorithm
 from hjax.planning.hardware import cluster
-from hjax.planning.options import SearchSpace, role_options
-from hjax.planning.problems import pose_problem
-from hjax.planning.records import Candidate, Workload
+from hjax.planning.options import role_options
+from hjax.planning.problems import PAPER_SPACE, pose_problem
+from hjax.planning.records import Candidate, Mesh, Workload
 from hjax.planning.search import Placement, Problem, search
 from hjax.planning.strategies import search_strategy
 
@@ -51,6 +51,15 @@ RANGES = {
     ("safe_rlhf", "llama-34b"): (2.20, 19.76), ("safe_rlhf", "llama-70b"): (4.89, 16.86),
 }  # fmt: skip
 STRONG_SCALING = 0.668
+# Its actor's layouts: training p-t, generation p_g-t_g; and by how much less time its transition
+# takes than the others', on average and at 70B (Fig. 14).
+ACTORS = {
+    "llama-7b": ((1, 8), (1, 2)),
+    "llama-13b": ((1, 8), (1, 4)),
+    "llama-34b": ((4, 8), (1, 8)),
+    "llama-70b": ((8, 8), (1, 8)),
+}
+TRANSITION_LESS = {"average": 0.552, "llama-70b": 0.891}
 
 # The placements that the paper finds best somewhere; "critic apart" is not among the strategies.
 NAMED: dict[str, Placement] = {
@@ -95,7 +104,7 @@ def paper_problem(
     if "cost_critic" in roles:
         names["cost_critic"] = "none"
     machines = cluster(f"{max(1, gpus // 8)}x{min(gpus, 8)}:a100-80g")
-    return pose_problem(found, settings, names, WORK, UPDATES, machines, constants)
+    return pose_problem(found, settings, names, WORK, UPDATES, machines, constants, "mixed")
 
 
 def placement_name(candidate: Candidate) -> str:
@@ -131,6 +140,11 @@ class PlacementRow:
     def gap(self) -> float:
         """Share by which the paper's choice takes longer than the best of all."""
         return self.seconds[self.paper] / self.best.total - 1
+
+    @property
+    def named_gap(self) -> float:
+        """Share by which the paper's choice takes longer than the best of ``NAMED``."""
+        return self.seconds[self.paper] / self.seconds[self.fastest_named] - 1
 
 
 def placement_row(models: str, gpus: int, constants: Constants = ASSUMED) -> PlacementRow:
@@ -169,9 +183,11 @@ class SpeedupRow:
     ratios: Mapping[str, float]
 
 
-def speedup_row(algorithm: str, model: str, gpus: int) -> SpeedupRow:
+def speedup_row(
+    algorithm: str, model: str, gpus: int, constants: Constants = ASSUMED
+) -> SpeedupRow:
     """One size of one algorithm."""
-    posed = paper_problem(algorithm, model, gpus)
+    posed = paper_problem(algorithm, model, gpus, constants)
     mine = search_strategy(posed, "auto", 1).fastest.total
     others = {s: search_strategy(posed, s, 1).candidates for s in SYSTEMS[algorithm]}
     ratios = {system: found[0].total / mine for system, found in others.items() if found}
@@ -198,6 +214,57 @@ def strong_scaling(rows: list[SpeedupRow], algorithm: str) -> float:
     return statistics.mean(efficiencies)
 
 
+@dataclasses.dataclass(frozen=True)
+class TransitionRow:
+    """Fig. 14: seconds from training to generation, of a model on some GPUs, by system."""
+
+    model: str
+    gpus: int
+    seconds: Mapping[str, float]
+
+    @property
+    def less(self) -> float:
+        """Share of the mean of the other systems' that hjax's saves."""
+        others = [value for name, value in self.seconds.items() if name != "hjax"]
+        return 1 - self.seconds["hjax"] / statistics.mean(others)
+
+
+def transition_row(model: str, gpus: int, constants: Constants = ASSUMED) -> TransitionRow:
+    """The paper's layouts of an actor that has all of the GPUs (OpenRLHF's copies half each)."""
+    posed = paper_problem("ppo", model, gpus, constants)
+    (pipe, tensor), (generate_pipe, generate_tensor) = ACTORS[model]
+    place = posed.place(posed.cluster.pools[0], gpus)
+    mesh = Mesh(
+        data=gpus // (pipe * tensor),
+        pipe=pipe,
+        tensor=tensor,
+        generate_pipe=generate_pipe,
+        generate_tensor=generate_tensor,
+    )
+    actor = posed.models["actor"]
+    whole = actor.parameters * posed.numerics.compute
+    half = posed.place(posed.cluster.pools[0], gpus // 2)
+    return TransitionRow(
+        model,
+        gpus,
+        {
+            "hjax": generation.transition_seconds(place, actor, mesh),
+            "deepspeed_chat": cost.all_gather(place, whole, gpus),
+            "openrlhf": cost.transfer(half, actor),
+        },
+    )
+
+
+def transition_rows() -> list[TransitionRow]:
+    """Of every model and number of GPUs that its layout divides."""
+    return [
+        transition_row(model, gpus)
+        for model, ((pipe, tensor), _) in ACTORS.items()
+        for gpus in GPUS[model]
+        if gpus % (pipe * tensor) == 0
+    ]
+
+
 def generation_sweep(model: str, constants: Constants = ASSUMED) -> dict[int, float]:
     """Fig. 15: seconds of the transition and generation by t_g.
 
@@ -205,11 +272,11 @@ def generation_sweep(model: str, constants: Constants = ASSUMED) -> dict[int, fl
     """
     posed = paper_problem("ppo", model, 16, constants)
     place = posed.place(posed.cluster.pools[0], 16)
-    space = SearchSpace(pipes=(1,), shardings=("data",))
+    space = dataclasses.replace(PAPER_SPACE, pipes=(1,), shardings=("data",))
 
     def options(role: str) -> list[Any]:
         arguments = (place, posed.models[role], posed.dataflow, role, WORK, space)
-        return [o for o in role_options(*arguments) if o.mesh.tensor == 8]
+        return [o for o in role_options(*arguments, every=True) if o.mesh.tensor == 8]
 
     others = sum(
         min(o.resident for o in options(role)) for role in ("critic", "reference", "reward")
