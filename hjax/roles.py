@@ -29,6 +29,8 @@ class Role:
       generates: it draws responses, so it has a layout for that beside the one for training.
       starts_from: the role whose weights it takes where its own path is empty. It answers for each
         of that role's tokens, so their tokenizers must agree.
+      per_token: it answers for each of the actor's tokens though it starts from weights of its own,
+        so their tokenizers must agree as well.
       whole: it judges whole sequences, as text if its tokenizer is another than the actor's.
       function: the class of its worker where it has no path: a Python function on the host.
       apart: no algorithm calls it: it is there where the placement gives it devices.
@@ -43,6 +45,7 @@ class Role:
     scalar: bool = False
     generates: bool = False
     starts_from: str = ""
+    per_token: bool = False
     whole: bool = False
     function: Any = ""
     apart: bool = False
@@ -75,6 +78,14 @@ ROLES: dict[str, Role] = dict(
             scalar=True,
             starts_from="actor",
         ),
+        _standing(
+            "process_reward",
+            "ImplicitReward",
+            section="critic",
+            trained=True,
+            starts_from="actor",
+        ),
+        _standing("teacher", "Teacher", per_token=True),
         _standing("rollout", "Rollout", section="actor", generates=True, apart=True),
     )
 )

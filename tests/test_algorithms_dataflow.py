@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import hjax
-from hjax.algorithms import GRPO, PPO, SFT, ReMax, SafeRLHF, get_algorithm
+from hjax.algorithms import ALGORITHMS, GRPO, PPO, ReMax, SafeRLHF, get_algorithm
 from hjax.controller import ResourcePool, WorkerGroup
 from hjax.errors import ConfigError, RunError
 from hjax.run.dataflow import absent_roles
@@ -52,8 +52,9 @@ def test_safe_rlhf_takes_at_most_six_more_lines():
     assert len(step_lines(PPO)) < len(step_lines(SafeRLHF)) <= len(step_lines(PPO)) + 6
 
 
-@pytest.mark.parametrize("algorithm", [PPO, GRPO, ReMax, SafeRLHF, SFT])
-def test_no_step_names_a_machine(algorithm):
+@pytest.mark.parametrize("algorithm", ALGORITHMS.values())
+def test_no_step_names_a_machine_and_each_fits_on_a_screen(algorithm):
+    assert len(step_lines(algorithm)) <= len(step_lines(SafeRLHF))
     text = (inspect.getsource(algorithm.collect) + inspect.getsource(algorithm.learn)).lower()
     for word in ("mesh", "device", "shard", "layout", "pool", "ray"):
         assert word not in text.replace("array", "")

@@ -22,9 +22,13 @@ from hjax.algorithms.critic_free import (
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
 )
+from hjax.algorithms.distillation import Distillation
 from hjax.algorithms.dpo import CDPO, DPO, IPO, ORPO, HingeDPO, RobustDPO, SimPO
 from hjax.algorithms.grpo import GRPO
+from hjax.algorithms.kto import KTO
+from hjax.algorithms.own_pairs import SPIN, OnlineDPO
 from hjax.algorithms.ppo import PPO, VAPO
+from hjax.algorithms.prime import PRIME
 from hjax.algorithms.remax import ReMax
 from hjax.algorithms.reward_model import CostModel, ProcessRewardModel, RewardModel
 from hjax.algorithms.safe_rlhf import SafeRLHF
@@ -54,6 +58,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
         MaxRL,
         GDPO,
         VAPO,
+        PRIME,
         DPO,
         IPO,
         CDPO,
@@ -61,6 +66,10 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
         HingeDPO,
         ORPO,
         SimPO,
+        KTO,
+        SPIN,
+        OnlineDPO,
+        Distillation,
         SFT,
         RewardModel,
         CostModel,
@@ -79,21 +88,26 @@ __all__ = [
     "GRPO",
     "GSPO",
     "IPO",
+    "KTO",
     "OPO",
     "ORPO",
     "PPO",
+    "PRIME",
     "RLOO",
     "SAPO",
     "SFT",
+    "SPIN",
     "VAPO",
     "Algorithm",
     "Batch",
     "CostModel",
+    "Distillation",
     "DrGRPO",
     "GSPOToken",
     "HingeDPO",
     "MaxRL",
     "ProcessRewardModel",
+    "OnlineDPO",
     "ReMax",
     "Reinforce",
     "ReinforcePlusPlus",

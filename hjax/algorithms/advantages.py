@@ -26,6 +26,7 @@ __all__ = [
     "length_adaptive_lambda",
     "masked_mean",
     "overlong_penalty",
+    "process_leave_one_out",
     "remax_advantages",
     "rewards_differ",
     "token_rewards",
@@ -258,6 +259,37 @@ def group_advantages(
     if baseline != "none":
         enough = enough & (jnp.sum(scored, axis=1, keepdims=True) >= 2)
     return keep(advantages, enough).reshape(-1)
+
+
+def process_leave_one_out(
+    rewards: jax.Array, places: jax.Array, scored: jax.Array, samples: int
+) -> jax.Array:
+    r"""PRIME's baseline of rewards by token (https://arxiv.org/abs/2502.01456; verl's recipe).
+
+    .. math:: \tilde r_{i,t} = \frac{n}{n-1} r_{i,t} - \frac{1}{n-1} \sum_{j=1}^{n} \bar r_j
+
+    with the mean :math:`\bar r_j` over the places of response j and n the scored responses to a
+    prompt. Of one place each that is the reward less the mean of the others (RLOO).
+
+    Args:
+        rewards: float [N, L].
+        places: bool [N, L], tokens that have a reward.
+        scored: bool [N]; other responses leave n and the sum, and get 0.
+        samples: responses per prompt.
+
+    Returns:
+        float32 [N, L], 0 off the places; a group of fewer than two scored responses gets zeros.
+    """
+    chex.assert_equal_shape([rewards, places])
+    chex.assert_shape(scored, places.shape[:1])
+    if samples < 1 or places.shape[0] % samples:
+        raise ConfigError(f"{places.shape[0]} rows do not split into groups of samples={samples}")
+    mean = jnp.where(scored, masked_mean(rewards, places, axis=1), 0.0)
+    n = jnp.sum(scored.reshape(-1, samples), axis=1)
+    total = jnp.sum(mean.reshape(-1, samples), axis=1)
+    n, total = (jnp.repeat(x, samples)[:, None] for x in (n, total))
+    made = (n * keep(rewards, places) - total) / jnp.maximum(n - 1, 1)
+    return keep(made, places & scored[:, None] & (n >= 2))
 
 
 def rewards_differ(rewards: Any, samples: int) -> jax.Array:

@@ -18,6 +18,7 @@ from hjax.algorithms.advantages import overlong_penalty
 from hjax.algorithms.aggregation import AGGREGATIONS
 from hjax.algorithms.calibration import Predictions
 from hjax.algorithms.corrections import CORRECTIONS
+from hjax.algorithms.entropy import AdaptiveEntropy
 from hjax.algorithms.kl import KL_KINDS, AdaptiveKL, FixedKL, KLController
 from hjax.config import Config, convert
 from hjax.controller import Future, join
@@ -62,7 +63,8 @@ class Algorithm:
       seed: of the run.
       samples: responses per prompt.
       demonstrations: returns the next batch of demonstrations (with the source "pairs" of chosen
-        and rejected responses, rows in turn), or None where there are none.
+        and rejected responses, rows in turn; with "verdicts" of responses and what they are, as
+        ``positive``), or None where there are none.
       max_response_length: tokens that a response may have.
       more_prompts: returns further prompts of this step, given how many sequences were drawn for
         it before; None where the step's prompts are drawn ahead of it.
@@ -75,7 +77,7 @@ class Algorithm:
     # Whether steps are made of rollouts (False: of what the data has).
     generates: ClassVar[bool] = True
     # What is learned from: "prompts" that are answered, "demonstrations", preference "pairs", or
-    # labelled "steps".
+    # "verdicts" (responses that are each right or wrong), or labelled "steps".
     source: ClassVar[str] = "prompts"
     # Rows that no micro-batch cuts apart: 2 of a pair.
     unit: ClassVar[int] = 1
@@ -102,6 +104,7 @@ class Algorithm:
                 raise ConfigError(f"{type(self).__name__} was given no worker group of {role}")
             setattr(self, role, groups[role])
         self.kl = self.make_kl_controller()
+        self.entropy = self.make_entropy_controller()
         # What `log` kept of this step, role and metrics: whoever runs the steps reads it.
         self.logged: list[tuple[str, Future | Mapping[str, Any]]] = []
 
@@ -145,6 +148,16 @@ class Algorithm:
             at_least(1),
         ),
         "entropy_coef": Key(0.0, "weight of the entropy bonus", finite()),
+        "entropy_target": Key(
+            0.0,
+            "mean entropy per token, in nats: below it entropy_coef grows by entropy_step a step, "
+            "above it entropy_coef falls and there is no bonus; 0: entropy_coef is fixed",
+            at_least(0),
+        ),
+        "entropy_step": Key(0.0001, "by which entropy_coef follows entropy_target", above(0)),
+        "entropy_max": Key(
+            0.005, "largest entropy_coef that entropy_target may set", above(0)
+        ),
         "aggregation": Key(
             "token",
             'how token losses are added up: "token", "sequence", "constant" or "sum" '
@@ -227,6 +240,12 @@ class Algorithm:
                 f"config.algorithm.kl_target={config.kl_target} moves config.algorithm.kl_coef, "
                 "which is 0: give it a first value above 0, or set kl_target to 0"
             )
+        if config.get("entropy_target", 0.0):
+            if not 0 <= config.entropy_coef <= config.entropy_max:
+                raise ConfigError(
+                    f"config.algorithm.entropy_coef={config.entropy_coef} is where entropy_target "
+                    f"begins: set it to 0 up to entropy_max={config.entropy_max}"
+                )
 
     @classmethod
     def needed_roles(cls, config: ConfigDict) -> tuple[str, ...]:
@@ -296,6 +315,26 @@ class Algorithm:
             return FixedKL(config.get("kl_coef", 0.0))
         return AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon)
 
+    def make_entropy_controller(self) -> AdaptiveEntropy | None:
+        """What moves the coefficient of the entropy bonus; None: it is fixed."""
+        config = self.config
+        if not config.get("entropy_target"):
+            return None
+        return AdaptiveEntropy(
+            config.entropy_coef, config.entropy_target, config.entropy_step, config.entropy_max
+        )
+
+    def finish(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Take note of a step's metrics once it is over; returns more of them.
+
+        An adaptive coefficient of the entropy follows what the actor's updates measured.
+        """
+        if self.entropy is None:
+            return {}
+        used = self.entropy.coef
+        self.entropy.update(metrics.get("actor/entropy", float("nan")))
+        return {"entropy/coefficient": used}
+
     def follow_kl(self, batch: Batch, old: Any) -> Batch:
         """Let an adaptive coefficient follow the KL measured on this batch.
 
@@ -305,11 +344,14 @@ class Algorithm:
 
         Returns:
           what an adaptive KL in the loss reads: ``kl_coef``, a float32 scalar, as it was before
-          it moved (the next step's updates take the new one, as the reward's KL does); else {}.
+          it moved (the next step's updates take the new one, as the reward's KL does); and what an
+          adaptive entropy bonus reads, ``entropy_coef``. Else {}.
         """
         config = self.config
         adaptive_loss = config.get("kl_target") and config.get("kl_in") == "loss"
         entries = {"kl_coef": np.asarray(self.kl.coef, np.float32)} if adaptive_loss else {}
+        if self.entropy is not None:
+            entries["entropy_coef"] = np.asarray(self.entropy.coef, np.float32)
         if "ref_logprobs" in batch:
             mask = np.asarray(batch["response_mask"], bool)
             difference = (np.asarray(old) - np.asarray(batch["ref_logprobs"]))[mask]
@@ -384,9 +426,9 @@ class Algorithm:
 
     def _chosen(self, rows: int) -> Iterator[np.ndarray | None]:
         """Row numbers of each mini-batch; None: all, as they stand."""
-        size = self.config.minibatch or rows
-        samples = self.samples if rows % self.samples == 0 else 1
-        for epoch in range(self.config.epochs):
+        size = self.config.get("minibatch", 0) or rows
+        samples = max(self.samples if rows % self.samples == 0 else 1, self.unit)
+        for epoch in range(self.config.get("epochs", 1)):
             if size >= rows:
                 yield None
                 continue
@@ -409,11 +451,14 @@ class Algorithm:
 
     def state(self) -> dict[str, Any]:
         """What decides the next step beside the workers' arrays, as plain JSON."""
-        return {"kl": self.kl.state()}
+        entropy = {} if self.entropy is None else {"entropy": self.entropy.state()}
+        return {"kl": self.kl.state(), **entropy}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a ``state()``."""
         self.kl.restore(state["kl"])
+        if self.entropy is not None:
+            self.entropy.restore(state["entropy"])
 
 
 def rows_of(batch: Mapping[str, Any]) -> int:

@@ -164,6 +164,11 @@ class GDPO(GRPO):
     }
     defaults = {"baseline": "none", "normalise": "none", "kl_coef": 0.0}
 
+    @property
+    def compares(self) -> bool:
+        """Each of its rewards does."""
+        return True
+
     @classmethod
     def check(cls, config: ConfigDict) -> None:
         """What is normalised anyway is neither clipped nor penalised before."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from ml_collections import ConfigDict
@@ -18,10 +18,12 @@ from hjax.rules import Key, above, at_least, one_of
 class DPO(Algorithm):
     """The policy itself is the reward model: it is to prefer what was chosen (arXiv 2305.18290)."""
 
-    roles = ("actor", "reference")
+    roles: ClassVar[tuple[str, ...]] = ("actor", "reference")
     generates = False
     source = "pairs"
     unit = 2
+    # Of the keys that all algorithms share those that are read.
+    shared_keys: ClassVar[tuple[str, ...]] = ("max_skipped",)
 
     keys = {
         "kind": Key(
@@ -42,7 +44,7 @@ class DPO(Algorithm):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        if self.demonstrations is None:
+        if self.source == "pairs" and self.demonstrations is None:
             raise ConfigError(
                 f"{type(self).__name__} needs preference pairs; this data has none: give it the "
                 "columns `chosen` and `rejected`"
@@ -50,11 +52,11 @@ class DPO(Algorithm):
 
     @classmethod
     def all_keys(cls) -> dict[str, Key]:
-        """Of the keys that all algorithms share only what stops a run.
+        """Of the keys that all algorithms share only ``shared_keys``.
 
-        Sequences per update, two of each pair, are ``warm_start.batch``.
+        Where pairs are read, sequences per update, two of each pair, are ``warm_start.batch``.
         """
-        shared = Algorithm.keys.keys() - {"max_skipped"}
+        shared = Algorithm.keys.keys() - set(cls.shared_keys)
         return {name: key for name, key in super().all_keys().items() if name not in shared}
 
     @classmethod

@@ -24,7 +24,7 @@ from hjax.algorithms.advantages import (
 from hjax.algorithms.base import Algorithm, Batch, old_logprobs
 from hjax.algorithms.kl import kl_estimate
 from hjax.algorithms.policy_loss import RATIOS, SURROGATES
-from hjax.algorithms.ppo import PPO, policy_loss
+from hjax.algorithms.ppo import CLIP_KEYS, PPO, policy_loss
 from hjax.algorithms.resampling import Resampling
 from hjax.controller import join
 from hjax.errors import ConfigError
@@ -37,10 +37,7 @@ class GRPO(Resampling, Algorithm):
     roles: ClassVar[tuple[str, ...]] = ("actor", "reference", "reward")
 
     keys = {
-        "clip_low": PPO.keys["clip_low"],
-        "clip_high": PPO.keys["clip_high"],
-        "dual_clip": PPO.keys["dual_clip"],
-        "gamma": PPO.keys["gamma"],
+        **{name: PPO.keys[name] for name in (*CLIP_KEYS, "gamma")},
         "baseline": Key(
             "group",
             "what a reward is compared with: the mean of its group, of the others (RLOO), weighed "
@@ -69,11 +66,16 @@ class GRPO(Resampling, Algorithm):
         ),
         "surrogate": Key(
             "clip",
-            'bound on the ratio: "clip" (PPO), "cispo", "sapo" or "dppo"',
+            'bound on the ratio: "clip" (PPO), "cispo", "sapo", "dppo" or "dppo_kl"',
             one_of(*SURROGATES),
         ),
         "gate_positive": Key(1.0, "tau of surrogate sapo where A > 0", above(0)),
         "gate_negative": Key(1.05, "tau of surrogate sapo elsewhere", above(0)),
+        "kl_cumulated": Key(
+            True,
+            "of kl_in reward: each token answers for the KL of those after it too (verl), or only "
+            "for its own (NeMo-RL)",
+        ),
         "kl_in": Key(
             "loss",
             'where the KL enters: "loss", "reward" (k1, per token, those after it too) or "score" '
@@ -82,6 +84,19 @@ class GRPO(Resampling, Algorithm):
         ),
     }
     defaults = {"kl_coef": 0.04, "kl_estimator": "k3", "aggregation": "sequence"}
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if self.samples < 2 and self.compares:
+            raise ConfigError(
+                f"rollout.samples={self.samples}: {type(self).__name__} compares a response with "
+                "the others to its prompt; set it to 2 or more, or algorithm.baseline to none"
+            )
+
+    @property
+    def compares(self) -> bool:
+        """Whether a response's advantage depends on the others to its prompt."""
+        return self.config.baseline != "none"
 
     @classmethod
     def check(cls, config: ConfigDict) -> None:
@@ -93,6 +108,11 @@ class GRPO(Resampling, Algorithm):
                 f"config.algorithm.normalise={config.normalise!r} divides by what the group is "
                 "compared with, and config.algorithm.baseline='none' compares with nothing: use "
                 "normalise='none', or a baseline"
+            )
+        if not config.kl_cumulated and config.kl_in != "reward":
+            raise ConfigError(
+                f"config.algorithm.kl_cumulated=False has no effect with config.algorithm.kl_in="
+                f"{config.kl_in!r}: leave it out, or use kl_in='reward'"
             )
         if config.rescale and config.whiten:
             raise ConfigError(
@@ -143,6 +163,7 @@ class GRPO(Resampling, Algorithm):
             epsilon=config.epsilon,
             gamma=config.gamma,
             kl_in=config.kl_in,
+            kl_cumulated=config.kl_cumulated,
             whitened=config.whiten,
         )
         scale = differ.size / max(int(differ.sum()), 1) if config.rescale else 1.0
@@ -156,7 +177,16 @@ class GRPO(Resampling, Algorithm):
 
 @functools.partial(
     jax.jit,
-    static_argnames=("samples", "baseline", "normalise", "epsilon", "gamma", "kl_in", "whitened"),
+    static_argnames=(
+        "samples",
+        "baseline",
+        "normalise",
+        "epsilon",
+        "gamma",
+        "kl_in",
+        "kl_cumulated",
+        "whitened",
+    ),
 )
 def _advantages(
     scores: jax.Array,
@@ -173,6 +203,7 @@ def _advantages(
     epsilon: float,
     gamma: float,
     kl_in: str,
+    kl_cumulated: bool,
     whitened: bool,
 ) -> jax.Array:
     mask = jnp.asarray(mask, bool)
@@ -183,7 +214,10 @@ def _advantages(
     options = {"baseline": baseline, "normalise": normalise, "epsilon": epsilon}
     per_row = group_advantages(scores, samples, lengths=jnp.sum(mask, axis=1), **options)
     # Without a KL and a discount each token has what its response has.
-    per_token = token_rewards(per_row, mask, kl, kl_coef, dense=dense)
+    summed, own = (kl, None) if kl_cumulated else (None, kl)
+    per_token = token_rewards(per_row, mask, summed, kl_coef, dense=dense)
     advantages = discounted_returns(per_token, mask, gamma)
+    if own is not None:
+        advantages = advantages - kl_coef * jnp.where(mask, own, 0.0)
     advantages = jnp.where(jnp.isnan(scores)[:, None], 0.0, advantages)
     return whiten(advantages, mask & rows[:, None]) if whitened else advantages

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 
 from hjax.algorithms.aggregation import Batch, Stats, TokenLoss
 from hjax.algorithms.corrections import bounds_of, correction_weights
+from hjax.algorithms.covariance import COVARIANCES, chosen_tokens, covariances
 from hjax.algorithms.kl import check_kl_kind, kl_estimate
 from hjax.algorithms.masks import keep
-from hjax.algorithms.surrogates import MAX_LOG_RATIO, cispo, clipped, dppo, of_level, sapo
+from hjax.algorithms.surrogates import DPPO_CAP, MAX_LOG_RATIO, cispo, clipped, dppo, of_level, sapo
 from hjax.errors import ConfigError
 
 RATIOS = ("token", "sequence", "sequence_token", "sequence_sum", "none")
-SURROGATES = ("clip", "cispo", "sapo", "dppo")
+SURROGATES = ("clip", "cispo", "sapo", "dppo", "dppo_kl")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +36,20 @@ class PolicyLoss(TokenLoss):
         ratio: of what: "token", or the response: "sequence" (GSPO), "sequence_token" (GSPO-token),
             "sequence_sum" (TRL's RLOO), see `of_level`. "none": REINFORCE,
             L = -A * l, no old log-probs and no clipping.
-        surrogate: "clip" as above, or "cispo", "sapo", "dppo", see `hjax.algorithms.surrogates`.
+        surrogate: "clip" as above, or "cispo", "sapo", "dppo", "dppo_kl", see
+            `hjax.algorithms.surrogates`.
         clip_low: epsilon_low; None for no lower bound. 0 to 1.
         clip_high: epsilon_high; None for no upper bound. Larger than clip_low in DAPO.
         dual_clip: c > 1; where A < 0 the loss is at most -c A (Ye et al. 2020,
             https://arxiv.org/abs/1912.09729; usually 3). None: off.
-        ratio_cap: largest weight of "dppo".
+        ratio_cap: largest weight of "dppo" and "dppo_kl" (None: 20); of "clip" the largest ratio
+            before the clip, for either sign of A (TRL's `delta`; None: none).
+        covariance: what becomes of tokens whose covariance of log-prob and advantage is large, see
+            `hjax.algorithms.covariance`: "clip": a few of them leave the loss (clip-cov); "kl":
+            those with the largest pay `covariance_coef` times \|l - l_old\| (kl-cov); "none".
+        covariance_share: of the step's tokens.
+        covariance_low, covariance_high: bounds of those that "clip" draws from.
+        covariance_coef: of "kl".
         gate_positive, gate_negative: tau of "sapo", by the advantage's sign.
         aggregation: how tokens are added up, see `aggregation_weights`.
         max_length: tokens, for aggregation "constant".
@@ -50,6 +59,8 @@ class PolicyLoss(TokenLoss):
         kl_estimator: k2, k3, k1+ or k3+; k1 is refused, its gradient has mean zero.
         kl_input_clamp, kl_output_clamp: see `kl_estimate`; None: off.
         entropy_coef: c, of the entropy bonus.
+        entropy_adaptive: c moves from step to step (`hjax.algorithms.entropy.AdaptiveEntropy`): it
+            is the batch's entry `entropy_coef`, a float32 scalar.
         correction: what weighs the surrogate (neither the KL nor the entropy), see
             `hjax.algorithms.corrections`; "none": nothing, ratios are taken against what the batch
             says. Else mu is the behaviour log-prob (`policy_logprobs` of the batch where it has
@@ -67,11 +78,16 @@ class PolicyLoss(TokenLoss):
     """
 
     ratio: Literal["token", "sequence", "sequence_token", "sequence_sum", "none"] = "token"
-    surrogate: Literal["clip", "cispo", "sapo", "dppo"] = "clip"
+    surrogate: Literal["clip", "cispo", "sapo", "dppo", "dppo_kl"] = "clip"
     clip_low: float | None = 0.2
     clip_high: float | None = 0.2
     dual_clip: float | None = None
-    ratio_cap: float = 20.0
+    ratio_cap: float | None = None
+    covariance: str = "none"
+    covariance_share: float = 0.0002
+    covariance_low: float = 1.0
+    covariance_high: float = 5.0
+    covariance_coef: float = 1.0
     gate_positive: float = 1.0
     gate_negative: float = 1.05
     kl_coef: float = 0.0
@@ -80,6 +96,7 @@ class PolicyLoss(TokenLoss):
     kl_input_clamp: float | None = None
     kl_output_clamp: float | None = None
     entropy_coef: float = 0.0
+    entropy_adaptive: bool = False
     correction: str = "none"
     correction_low: float | None = None
     correction_cap: float | None = None
@@ -87,7 +104,11 @@ class PolicyLoss(TokenLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, allowed in (("ratio", RATIOS), ("surrogate", SURROGATES)):
+        for name, allowed in (
+            ("ratio", RATIOS),
+            ("surrogate", SURROGATES),
+            ("covariance", COVARIANCES),
+        ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(
                     f"{name}={getattr(self, name)!r} is not built: use {', '.join(allowed)}"
@@ -128,8 +149,9 @@ class PolicyLoss(TokenLoss):
         """Refuse switches that have no effect beside others."""
         if self.ratio == "none":
             why = "with ratio='none' (REINFORCE has no ratio to clip)"
-            self._refuse(("surrogate", "clip_low", "clip_high", "dual_clip"), why)
-        elif self.surrogate in ("cispo", "dppo") and self.ratio != "token":
+            names = ("surrogate", "clip_low", "clip_high", "dual_clip", "ratio_cap", "covariance")
+            self._refuse(names, why)
+        elif self.surrogate in ("cispo", "dppo", "dppo_kl") and self.ratio != "token":
             raise ConfigError(
                 f"surrogate={self.surrogate!r} weighs each token by its own ratio, not by "
                 f"ratio={self.ratio!r}: use ratio='token', or surrogate='clip'"
@@ -143,13 +165,33 @@ class PolicyLoss(TokenLoss):
         else:
             why = f"with surrogate={self.surrogate!r} (sapo has a gate)"
             self._refuse(("gate_positive", "gate_negative"), why)
-        if self.surrogate == "dppo":
-            if self.clip_low is None or self.clip_high is None:
-                raise ConfigError("surrogate='dppo' needs clip_low and clip_high, probabilities")
-            if not self.ratio_cap > 0:
-                raise ConfigError(f"ratio_cap={self.ratio_cap} must be above 0 (usually 20)")
-        else:
-            self._refuse(("ratio_cap",), f"with surrogate={self.surrogate!r} (dppo has a cap)")
+        if self.surrogate in ("dppo", "dppo_kl") and None in (self.clip_low, self.clip_high):
+            raise ConfigError(
+                f"surrogate={self.surrogate!r} needs clip_low and clip_high, how far a token's "
+                "probability may go"
+            )
+        if self.ratio_cap is not None and not self.ratio_cap > 0:
+            raise ConfigError(f"ratio_cap={self.ratio_cap} must be above 0, or None")
+        if self.surrogate in ("cispo", "sapo"):
+            why = f"with surrogate={self.surrogate!r} (clip and dppo have a cap)"
+            self._refuse(("ratio_cap",), why)
+        if not 0 < self.covariance_share <= 1:
+            raise ConfigError(
+                f"covariance_share={self.covariance_share} must be above 0 and at most 1"
+            )
+        if self.covariance != "clip":
+            why = f"with covariance={self.covariance!r} (clip has bounds)"
+            self._refuse(("covariance_low", "covariance_high"), why)
+        elif not self.covariance_low < self.covariance_high:
+            raise ConfigError(
+                f"covariance_low={self.covariance_low} must be below "
+                f"covariance_high={self.covariance_high}"
+            )
+        if self.covariance != "kl":
+            why = f"with covariance={self.covariance!r} (kl has a coefficient)"
+            self._refuse(("covariance_coef",), why)
+        if self.covariance == "none":
+            self._refuse(("covariance_share",), "with covariance='none'")
         if self.surrogate != "clip":
             self._refuse(("dual_clip",), f"with surrogate={self.surrogate!r}: use 'clip'")
 
@@ -174,25 +216,40 @@ class PolicyLoss(TokenLoss):
     @property
     def scalars(self) -> tuple[str, ...]:
         """Those of `needs` that are one number for all rows."""
-        return ("kl_coef",) if self.kl_adaptive else ()
+        entropy = ("entropy_coef",) if self.entropy_adaptive else ()
+        return (*(("kl_coef",) if self.kl_adaptive else ()), *entropy)
 
     @property
     def needs_entropy(self) -> bool:
         """Whether the entropy is part of the loss; a statistic it becomes whenever it is given."""
-        return self.entropy_coef != 0
+        return self.entropy_adaptive or self.entropy_coef != 0
 
     def prepared(self, batch: Batch) -> dict[str, jax.Array]:
-        """With `positive_nll` the entry `nll_weights` float32 [N, L].
+        """With `positive_nll` the entry `nll_weights` float32 [N, L], with `covariance` the entry
+        `covariant` bool [N, L], of which tokens (made of the batch's `responses` too).
 
         The likelihood is averaged over the tokens of the right answers, the other terms over
-        others: these are the weights of the first over those of the second.
+        others: its weights are those of the first over those of the second.
         """
-        if not self.positive_nll:
-            return {}
+        made: dict[str, jax.Array] = {}
         weights = self.weights(batch)
+        if self.covariance != "none":
+            found = covariances(batch["advantages"], batch["old_logprobs"], weights > 0)
+            made["covariant"] = chosen_tokens(
+                found,
+                weights > 0,
+                self.covariance,
+                self.covariance_share,
+                self.covariance_low,
+                self.covariance_high,
+                batch["responses"],
+            )
+        if not self.positive_nll:
+            return made
         positive = keep(batch["positive"], weights > 0)
         share = self.positive_nll * positive / jnp.maximum(jnp.sum(positive), 1.0)
-        return {"nll_weights": jnp.where(weights > 0, share / jnp.maximum(weights, 1e-30), 0.0)}
+        nll = jnp.where(weights > 0, share / jnp.maximum(weights, 1e-30), 0.0)
+        return made | {"nll_weights": nll}
 
     def __call__(
         self, logprobs: jax.Array, entropy: jax.Array | None, batch: Batch
@@ -209,8 +266,8 @@ class PolicyLoss(TokenLoss):
             (token_loss, stats), all float32 [N, L]. Stats, without gradient: `clip_fraction` (1
             where a bound decides the loss), `dual_clip_fraction`, `approx_kl` (k3 of old
             against new policy, nats), `kl` (the estimator in the loss, nats), `entropy`,
-            `correction` (the weight) and `correction_capped` (1 where a bound is the weight);
-            those that apply.
+            `covariant` (1 where a covariance is too large), `correction` (the weight) and
+            `correction_capped` (1 where a bound is the weight); those that apply.
 
         Raises:
             ConfigError: `entropy` is None though the loss has an entropy bonus.
@@ -230,6 +287,12 @@ class PolicyLoss(TokenLoss):
             stats["approx_kl"] = jnp.expm1(capped) - capped
             loss, made = self._surrogate(log_ratio, advantages, logprobs, mask)
             stats |= made
+            if self.covariance != "none":
+                covariant = stats["covariant"] = keep(batch["covariant"], mask)
+                if self.covariance == "clip":
+                    loss = loss * (1.0 - covariant)
+                else:
+                    loss = loss + self.covariance_coef * covariant * jnp.abs(log_ratio)
         if self.correction != "none":
             weights, made = self._correction(batch, mask)
             loss, stats = loss * weights, stats | made
@@ -248,7 +311,8 @@ class PolicyLoss(TokenLoss):
         if entropy is not None:
             stats["entropy"] = keep(entropy, mask)
             if self.needs_entropy:
-                loss = loss - self.entropy_coef * stats["entropy"]
+                coef = batch["entropy_coef"] if self.entropy_adaptive else self.entropy_coef
+                loss = loss - coef * stats["entropy"]
         elif self.needs_entropy:
             raise ConfigError(
                 f"entropy_coef={self.entropy_coef} needs the entropy: compute it where "
@@ -266,11 +330,12 @@ class PolicyLoss(TokenLoss):
             return cispo(level, advantages, logprobs, mask, *bounds)
         if self.surrogate == "sapo":
             return sapo(level, advantages, self.gate_positive, self.gate_negative)
-        if self.surrogate == "dppo":
+        if self.surrogate in ("dppo", "dppo_kl"):
             assert self.clip_low is not None and self.clip_high is not None
-            own = self.clip_low, self.clip_high, self.ratio_cap
-            return dppo(level, advantages, logprobs, mask, *own)
-        return clipped(level, advantages, mask, *bounds, self.dual_clip)
+            own = self.clip_low, self.clip_high, self.ratio_cap or DPPO_CAP
+            by_kl = self.surrogate == "dppo_kl"
+            return dppo(level, advantages, logprobs, mask, *own, by_kl=by_kl)
+        return clipped(level, advantages, mask, *bounds, self.dual_clip, self.ratio_cap)
 
     def _correction(self, batch: Batch, mask: jax.Array) -> tuple[jax.Array, Stats]:
         """The policy that learning starts from over the sampler."""

@@ -12,11 +12,25 @@ from ml_collections import ConfigDict
 
 from hjax.algorithms.advantages import gae, length_adaptive_lambda, token_rewards, whiten
 from hjax.algorithms.base import Algorithm, Batch, old_logprobs
+from hjax.algorithms.covariance import COVARIANCES
 from hjax.algorithms.kl import kl_estimate
 from hjax.algorithms.losses import ValueLoss
 from hjax.algorithms.policy_loss import PolicyLoss
 from hjax.controller import join
-from hjax.rules import Key, Rule, at_least, between
+from hjax.rules import Key, Rule, at_least, between, finite, one_of
+
+# The keys of PPO's that bound an update, for whoever has its policy loss.
+CLIP_KEYS = (
+    "clip_low",
+    "clip_high",
+    "dual_clip",
+    "ratio_cap",
+    "covariance",
+    "covariance_share",
+    "covariance_low",
+    "covariance_high",
+    "covariance_coef",
+)
 
 
 class PPO(Algorithm):
@@ -50,6 +64,26 @@ class PPO(Algorithm):
             "bound on the loss of negative advantages, in units of |A| (0: none; usually 3)",
             Rule("above 1 (usually 3), or 0 for none", lambda x: x == 0 or x > 1),
         ),
+        "ratio_cap": Key(
+            0.0,
+            "largest ratio before the clip, for either sign of A (TRL's delta); of surrogate dppo "
+            "its largest weight (0: 20); 0: none",
+            at_least(0),
+        ),
+        "covariance": Key(
+            "none",
+            "tokens whose covariance of log-prob and advantage is large: clip (a few leave the "
+            "loss: clip-cov), kl (the largest pay for each nat they move: kl-cov), or none",
+            one_of(*COVARIANCES),
+        ),
+        "covariance_share": Key(
+            0.0002,
+            "share of the tokens that covariance chooses",
+            Rule("above 0 and at most 1", lambda x: 0 < x <= 1),
+        ),
+        "covariance_low": Key(1.0, "least covariance of those that clip draws from", finite()),
+        "covariance_high": Key(5.0, "largest covariance of those that clip draws from", finite()),
+        "covariance_coef": Key(1.0, "what kl costs per nat", at_least(0)),
         "value_clip": Key(
             0.2,
             "how far a value may move from the old one before the loss stops it; 0: no clipping",
@@ -59,6 +93,12 @@ class PPO(Algorithm):
             True, "shift and scale the advantages of a step to mean 0 and standard deviation 1"
         ),
     }
+
+    @classmethod
+    def check(cls, config: ConfigDict) -> None:
+        """Switches of the loss that have no effect beside each other."""
+        super().check(config)
+        policy_loss(config, 1)
 
     @classmethod
     def losses(cls, config: ConfigDict, max_response_length: int) -> dict[str, Any]:
@@ -140,6 +180,8 @@ def policy_loss(config: ConfigDict, max_response_length: int, **switches: Any) -
         "aggregation": config.aggregation,
         "max_length": max_response_length if config.aggregation == "constant" else None,
         "entropy_coef": config.entropy_coef,
+        "entropy_adaptive": config.get("entropy_target", 0.0) > 0,
+        "ratio_cap": config.get("ratio_cap", 0.0) or None,
         "kl_coef": config.kl_coef if config.kl_in == "loss" else 0.0,
         "kl_adaptive": config.kl_in == "loss" and config.kl_target > 0,
         "kl_estimator": config.kl_estimator,
@@ -147,7 +189,8 @@ def policy_loss(config: ConfigDict, max_response_length: int, **switches: Any) -
         "correction_low": config.get("correction_low", 0.0) or None,
         "correction_cap": config.get("correction_cap", 0.0) or None,
     }
-    for name in ("ratio", "surrogate", "gate_positive", "gate_negative", "positive_nll"):
+    own = ("ratio", "surrogate", "gate_positive", "gate_negative", "positive_nll")
+    for name in (*own, *(name for name in CLIP_KEYS if name.startswith("covariance"))):
         if name in config:
             options[name] = config[name]
     return PolicyLoss(**options | switches)

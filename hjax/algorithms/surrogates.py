@@ -12,6 +12,10 @@ from hjax.algorithms.masks import keep
 
 # exp(20) is far outside any clip range; beyond it float32 overflows (verl clamps there too).
 MAX_LOG_RATIO = 20.0
+# verl's, of DPPO.
+DPPO_CAP = 20.0
+# Less probability than this is float32's rounding.
+_LEAST = 1e-7
 
 
 def capped_ratio(log_ratio: jax.Array) -> jax.Array:
@@ -55,6 +59,7 @@ def clipped(
     low: float | None,
     high: float | None,
     dual: float | None = None,
+    cap: float | None = None,
 ) -> tuple[jax.Array, Stats]:
     r"""PPO's :math:`-\min(\rho A, \mathrm{clip}(\rho, 1-low, 1+high) A)`.
 
@@ -64,10 +69,13 @@ def clipped(
         mask: bool [N, L].
         low, high: how far the ratio may fall and rise; None: no bound.
         dual: c > 1; where A < 0 the loss is at most -c A (Ye et al. 2020). None: off.
+        cap: largest ratio of the first term, for either sign of A (TRL's `delta`, two-sided
+            clipping of https://arxiv.org/abs/2505.07291). None: off.
     """
     # Capped where the value is, so that a straight-through gradient stays as it is.
     ratio = capped_ratio(log_ratio)
     bound = jnp.clip(ratio, _one_less(low), None if high is None else 1.0 + high)
+    ratio = ratio if cap is None else jnp.minimum(ratio, cap)
     free, bounded = -ratio * advantages, -bound * advantages
     loss = jnp.maximum(free, bounded)
     stats = {"clip_fraction": keep(bounded > free, mask)}
@@ -119,15 +127,23 @@ def dppo(
     low: float,
     high: float,
     cap: float,
+    by_kl: bool = False,
 ) -> tuple[jax.Array, Stats]:
-    r"""DPPO's mask by the change of the token's probability (its binary total variation).
+    r"""DPPO's mask by how far the token's probability has gone (https://arxiv.org/abs/2602.04879).
 
     .. math:: L = -\mathrm{sg}(\min(\rho, cap))\,A\,\ell\,M, \qquad
               M = 1[p - p_{old} \le high] \text{ if } A > 0 \text{ else } 1[p - p_{old} \ge -low]
 
-    As in verl (`core_algos.py`), where cap is 20; :math:`p = e^{\ell}`.
+    As in verl (`core_algos.py`), where cap is 20; :math:`p = e^{\ell}`. That is the binary total
+    variation; with `by_kl` it is the binary KL, :math:`p_{old} \log\frac{p_{old}}{p} + (1 -
+    p_{old}) \log\frac{1 - p_{old}}{1 - p}`, of probabilities that have risen (A > 0) or fallen.
     """
-    change = jnp.exp(logprobs) - jnp.exp(logprobs - log_ratio)
+    before, now = jnp.exp(logprobs - log_ratio), jnp.exp(logprobs)
+    change = now - before
+    if by_kl:
+        rest = jnp.maximum(1.0 - before, _LEAST), jnp.maximum(1.0 - now, _LEAST)
+        kl = -before * log_ratio + rest[0] * jnp.log(rest[0] / rest[1])
+        change = jnp.sign(change) * kl
     kept = jnp.where(advantages > 0, change <= high, change >= -low)
     weight = jnp.minimum(capped_ratio(log_ratio), cap) * kept
     stats = {"clip_fraction": keep(~kept, mask)}

@@ -100,7 +100,7 @@ def step_programs(
     minibatch = config.algorithm.get("minibatch", 0) or rows
     minibatch = minibatch if algorithm.generates else rows
     updates = config.algorithm.get("epochs", 1) * (rows // minibatch)
-    called: set[tuple[str, str]] | None = None
+    called: dict[tuple[str, str], float] | None = None  # and rows, as a share of the step's
     remark = ""
     try:
         calls = step_calls(
@@ -110,23 +110,31 @@ def step_programs(
             samples,
             served=rehearsal.roles.served,
         )
-        called = {(whose(call, rehearsal.roles), program_of(call)) for call in calls}
+        called = {}
+        for each in calls:
+            key = whose(each, rehearsal.roles), program_of(each)
+            called[key] = max(called.get(key, 0.0), each.rows)
     except ConfigError as error:
         remark = f"{error}; so every program that the workers have is counted"
     found = []
     for role, worker in rehearsal.workers.items():
         number = rehearsal.roles.set_of(role)
-        learned = {each.name: each for each in worker.programs(minibatch, prompt_length)}
-        for program in worker.programs(rows, prompt_length):
+        made = {rows: {each.name: each for each in worker.programs(rows, prompt_length)}}
+        for name, program in made[rows].items():
             # Moving the parameters belongs to generation.
-            call = "generate" if program.name.startswith("transition") else program.call
+            call = "generate" if name.startswith("transition") else program.call
             if called is not None and (role, call) not in called:
                 continue
-            if call == "update":
-                program = learned[program.name]
-                found.append(StepProgram(role, number, minibatch, updates, program))
-            else:
-                found.append(StepProgram(role, number, rows, program.runs, program))
+            # A batch may have more rows than were drawn: a demonstration beside each.
+            share = 0.0 if called is None else called[role, call]
+            update = call == "update"
+            own = max(minibatch if update else rows, round(share * rows))
+            if own not in made:
+                made[own] = {each.name: each for each in worker.programs(own, prompt_length)}
+            program = made[own][name]
+            found.append(
+                StepProgram(role, number, own, updates if update else program.runs, program)
+            )
     return found, remark
 
 

@@ -22,8 +22,18 @@ from hjax.controller import join
 from hjax.errors import ConfigError
 from hjax.roles import calls_of, role_table
 
-_PER_TOKEN = ("logprobs", "policy_logprobs", "untempered_logprobs", "ref_logprobs", "values")
-_LEARNED = ("advantages", "returns", "old_logprobs", "cost_values", "cost_returns")
+_PER_TOKEN = (
+    "logprobs",
+    "policy_logprobs",
+    "untempered_logprobs",
+    "old_logprobs",
+    "ref_logprobs",
+    "values",
+    "process_logprobs",
+    "positive",
+)
+_LEARNED = ("advantages", "returns", "cost_values", "cost_returns")
+_PER_TOKENS = ("teacher_tokens", "teacher_logprobs")
 _PER_ROW = ("rewards", "costs", "baseline")
 
 
@@ -160,6 +170,7 @@ def _batch(rows: int) -> dict[str, Any]:
     batch |= {"responses": tokens, "response_mask": mask, "truncated": ~mask[:, 0]}
     batch |= {key: np.ones((rows, 2), np.float32) for key in _PER_TOKEN}
     batch |= {key: np.ones(rows, np.float32) for key in _PER_ROW}
+    batch |= {key: np.ones((rows, 2, 1), np.float32) for key in _PER_TOKENS}
     # Of each sample another one: no group is drawn anew.
     batch["rewards"] = np.arange(rows, dtype=np.float32)
     batch["named_rewards"] = {"reward": batch["rewards"]}

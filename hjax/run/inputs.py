@@ -17,6 +17,7 @@ from hjax.data.pairs import SIDES, answer_text
 from hjax.data.reading import Reading, weights_of
 from hjax.data.tasks import TASKS, Task, get_task
 from hjax.data.tokenizer import Tokenizer
+from hjax.data.verdicts import RESPONSE_COLUMNS, read_verdicts, records_of
 from hjax.errors import ConfigError, DataError
 from hjax.models.config import ModelConfig
 from hjax.models.weights import model_directory, read_config, read_eos_ids
@@ -25,8 +26,6 @@ from hjax.run.marks import FILL, Examples, Marks, pair_marks, step_examples
 
 # How many training prompts of a built-in task are kept at most.
 TASK_PROMPTS = 8192
-# Dataset columns that hold a response to imitate, in order of preference.
-RESPONSE_COLUMNS = ("response", "demonstration", "completion")
 
 
 @dataclasses.dataclass
@@ -48,6 +47,7 @@ class Inputs:
     # Of the held-out rows, where models are evaluated on them.
     held_out_examples: Examples = dataclasses.field(default_factory=list)
     held_out_marks: Marks = dataclasses.field(default_factory=dict)
+    labels: list[bool] | None = None  # of each demonstration, where verdicts are learned from
 
 
 def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
@@ -87,7 +87,8 @@ def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
             f"tokens exceed the model's {model.max_length} positions; lower "
             "rollout.max_prompt_length or rollout.max_response_length"
         )
-    examples, marks = _examples(config, task, tokenizer, train, source)
+    verdicts = read_verdicts(config.seed, task, train) if source == "verdicts" else None
+    examples, marks = _examples(config, task, tokenizer, train, source, verdicts)
     judged: tuple[Examples, Marks] = ([], {})
     if held_out is not None and source in ("pairs", "steps") and config.eval.every:
         judged = _examples(config, task, tokenizer, held_out, source)
@@ -105,6 +106,7 @@ def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
         tuple(remarks),
         marks,
         *judged,
+        None if verdicts is None else verdicts[1],
     )
 
 
@@ -262,6 +264,7 @@ def _examples(
     tokenizer: Tokenizer | None,
     train: Dataset,
     source: str,
+    verdicts: tuple[list[Any], list[bool]] | None = None,
 ) -> tuple[Examples, Marks]:
     """Tuples of a prompt's tokens and those of its responses, each with EOS: the demonstration, or
     where pairs are learned from the chosen and the rejected one; empty where the data has none.
@@ -276,7 +279,11 @@ def _examples(
         return [], {}
     if source == "steps":
         return _steps(config, task, tokenizer, train)
-    texts = _pairs(config, task, train) if source == "pairs" else _shown(config, task, train)
+    texts: Sequence[tuple[Any, ...]] | None
+    if source == "verdicts":
+        texts = None if verdicts is None else [(text,) for text in verdicts[0]]
+    else:
+        texts = _pairs(config, task, train) if source == "pairs" else _shown(config, task, train)
     if texts is None:
         return [], {}
     end = [tokenizer.eos_id] if tokenizer.eos_id is not None else []
@@ -311,7 +318,7 @@ def _steps(
     rows = []
     if task is not None:
         rng = np.random.default_rng([config.seed, 4])
-        rows = [task.steps(record, rng) for record in _records(train)]
+        rows = [task.steps(record, rng) for record in records_of(train)]
     elif {"completions", "labels"} <= train.columns.keys():
         columns = train.columns["completions"], train.columns["labels"]
         each = enumerate(zip(*columns, strict=True))
@@ -335,7 +342,7 @@ def _shown(config: ConfigDict, task: Task | None, train: Dataset) -> list[tuple[
                 return [(text,) for text in train.columns[name]]
         return None
     rng = np.random.default_rng([config.seed, 2])
-    return [(task.demonstration(record, rng),) for record in _records(train)]
+    return [(task.demonstration(record, rng),) for record in records_of(train)]
 
 
 def shown_responses(config: ConfigDict, task: Task | None, rows: Dataset) -> list[str] | None:
@@ -360,15 +367,7 @@ def _pairs(config: ConfigDict, task: Task | None, train: Dataset) -> list[tuple[
             found.append((chosen, rejected))
         return found
     rng = np.random.default_rng([config.seed, 3])
-    return [task.pair(record, rng) for record in _records(train)]
-
-
-def _records(train: Dataset) -> list[dict[str, Any]]:
-    """The rows of a built-in task."""
-    return [
-        {name: values[i] for name, values in train.columns.items()} | {"prompt": prompt}
-        for i, prompt in enumerate(train.prompt_text or [])
-    ]
+    return [task.pair(record, rng) for record in records_of(train)]
 
 
 class Demonstrations:
@@ -380,6 +379,7 @@ class Demonstrations:
       prompt_length, response_length: tokens.
       seed: of the order.
       marks: what is known of the examples beside.
+      labels: of examples with a response each, which stand in the batch as ``positive`` then.
     """
 
     def __init__(
@@ -390,9 +390,11 @@ class Demonstrations:
         response_length: int,
         seed: int,
         marks: Marks | None = None,
+        labels: Sequence[bool] | None = None,
     ):
         self._examples, self._marks = examples, marks or {}
         self._lengths = prompt_length, response_length
+        self._labels = labels
         self.sampler = PromptSampler(len(examples), batch // (len(examples[0]) - 1), seed)
 
     def __call__(self) -> dict[str, np.ndarray]:
@@ -404,7 +406,10 @@ class Demonstrations:
 
     def batch_of(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """Some examples: ``prompts``, ``prompt_mask``, ``responses``, ``response_mask``, and by
-        name what is known of places, float32 [rows, response length + 1]."""
+        name what is known of places, float32 [rows, response length + 1].
+
+        Of labelled examples also ``positive`` float32 [rows, length], 1 on tokens of right ones.
+        """
         chosen = [self._examples[i] for i in indices]
         rows = [(prompt, response) for prompt, *responses in chosen for response in responses]
         prompts, prompt_mask = pad_left([p for p, _ in rows], self._lengths[0])
@@ -415,13 +420,17 @@ class Demonstrations:
             known[name] = np.full((len(rows), self._lengths[1] + 1), FILL[name], np.float32)
             for row, values in enumerate(places):
                 known[name][row, list(values)] = list(values.values())
-        return {
+        batch = {
             "prompts": prompts,
             "prompt_mask": prompt_mask,
             "responses": responses,
             "response_mask": response_mask,
             **known,
         }
+        if self._labels is None:
+            return batch
+        right = np.array([self._labels[i] for i in indices], np.float32)
+        return batch | {"positive": response_mask * right[:, None]}
 
 
 def prompt_batch(rows: Mapping[str, Any], length: int, step: int) -> dict[str, Any]:

@@ -65,7 +65,8 @@ class StepRecorder:
         if algorithm.generates:
             metrics |= batch_metrics(self.batch, algorithm.kl.coef)
             metrics |= algorithm.batch_metrics(self.batch)
-        return self.batch, metrics | self._update_metrics()
+        metrics |= self._update_metrics()
+        return self.batch, metrics | algorithm.finish(metrics)
 
     def _update_metrics(self) -> dict[str, float]:
         """Means over a role's updates of this step, those skipped left out."""
@@ -124,13 +125,17 @@ def batch_metrics(batch: Batch, kl_coefficient: float) -> dict[str, float]:
       batch: numpy arrays, as docs/design.md describes it.
       kl_coefficient: weight of the KL after the step, shown where there is a reference.
     """
-    rewards = np.asarray(batch["rewards"], np.float64)
-    scored = rewards[~np.isnan(rewards)]
     mask = np.asarray(batch["response_mask"], bool)
-    metrics = {
-        "reward/mean": float(scored.mean()) if scored.size else math.nan,
-        "reward/std": float(scored.std()) if scored.size else math.nan,
-        "reward/unscored": 1.0 - scored.size / max(rewards.size, 1),
+    metrics = {}
+    if "rewards" in batch:
+        rewards = np.asarray(batch["rewards"], np.float64)
+        scored = rewards[~np.isnan(rewards)]
+        metrics = {
+            "reward/mean": float(scored.mean()) if scored.size else math.nan,
+            "reward/std": float(scored.std()) if scored.size else math.nan,
+            "reward/unscored": 1.0 - scored.size / max(rewards.size, 1),
+        }
+    metrics |= {
         "response/length_mean": float(mask.sum(axis=1).mean()),
         "response/truncated": float(np.mean(batch["truncated"])),
     }

@@ -323,6 +323,11 @@ def _check_ahead(config: ConfigDict, algorithm: type[Algorithm], plan: Plan) -> 
             f"{asked} needs a set with {ROLLOUT} alone, so that it can generate while others "
             "learn; use placement=disaggregate, or rollout.max_staleness=0"
         )
+    if algorithm.source != "prompts":
+        raise ConfigError(
+            f"{asked}: {algorithm.__name__} answers the prompts of demonstrations, whose place in "
+            "the data is not kept ahead of learning; use rollout.max_staleness=0"
+        )
     if algorithm.step is not Algorithm.step:
         raise ConfigError(
             f"{asked}: {algorithm.__name__} defines step as a whole, of which nothing can run "
@@ -529,12 +534,12 @@ class _Builder:
         if not entry.model or role not in self.sizes:
             return None, self.inputs.tokenizer
         if not path:
-            return self.inputs.model, self.inputs.tokenizer
+            return self._from_scratch(role), self.inputs.tokenizer
         model, tokenizer = self.read(path)
         ours = self.inputs.tokenizer
         differs = ours is not None and tokenizer is not None and not ours.same_as(tokenizer)
         fewer = model.vocab_size < self.inputs.model.vocab_size
-        if entry.starts_from and (differs or fewer):
+        if (entry.starts_from or entry.per_token) and (differs or fewer):
             raise ConfigError(
                 f"{entry.config_section}.path={path}: its tokenizer is not the actor's; a "
                 f"{role} answers for each of the actor's tokens and needs the same one"
@@ -542,6 +547,21 @@ class _Builder:
         if not entry.whole:
             self._check_length(role, model)
         return model, tokenizer or ours
+
+    def _from_scratch(self, role: str) -> ModelConfig:
+        """Shapes of a role without a path: the actor's, but for the layers of a teacher."""
+        entry = self.table[role]
+        if not entry.per_token:
+            return self.inputs.model
+        section = self.config[entry.config_section]
+        if not entry.trained:
+            raise ConfigError(
+                f"{entry.config_section}.path is empty: {self.algorithm.__name__} asks a {role} "
+                f"that knows something; set {entry.config_section}.path, or "
+                f"algorithm.{role}_updates to teach it by demonstrations"
+            )
+        layers = section.layers or self.inputs.model.layers
+        return dataclasses.replace(self.inputs.model, layers=layers)
 
     def _check_rotary(self, role: str, model: ModelConfig | None, retokenizes: bool) -> None:
         """Raise ConfigError where rotary positions depend on a sequence's length in packs."""
@@ -674,6 +694,11 @@ def _check_batches(
     layouts: Mapping[str, RoleLayouts],
 ) -> None:
     """Batches must split evenly over each role's data-parallel parts."""
+    if algorithm.unit > 1 and config.data.packing:
+        raise ConfigError(
+            f"config.data.packing={config.data.packing}: packs may cut a pair's rows apart, "
+            f"which {algorithm.__name__} compares; use 0"
+        )
     if not algorithm.generates:
         if table["actor"].scalar and config.warm_start.steps and not config.actor.path:
             raise ConfigError(
@@ -685,16 +710,8 @@ def _check_batches(
             ("warm_start.batch", config.warm_start.batch),
             ("actor.micro_batch", config.actor.micro_batch if unit > 1 else 0),
         ):
-            if value % unit:
-                raise ConfigError(
-                    f"{name}={value}: sequences of pairs; use an even number, such as {value + 1}"
-                )
+            _check_units(name, value, algorithm)
             _check_divides(name, value, train, "actor", unit=unit)
-        if unit > 1 and config.data.packing:
-            raise ConfigError(
-                f"config.data.packing={config.data.packing}: packs may cut a pair's rows apart, "
-                f"which {algorithm.__name__} compares; use 0"
-            )
         return
     rows = config.rollout.prompts * config.rollout.samples
     generator = ROLLOUT if ROLLOUT in layouts else "actor"
@@ -704,16 +721,28 @@ def _check_batches(
     for role, layout in layouts.items():
         if table[role].apart:
             continue  # it has no rows but those above
-        _check_divides("rollout.prompts * rollout.samples", rows, layout.train, role)
+        # Where answers are paired with something else, an update has two rows of each.
+        unit = algorithm.unit if algorithm.source == "prompts" else 1
+        _check_divides("rollout.prompts * rollout.samples", rows, layout.train, role, unit=unit)
         if not table[role].trained:
             continue
-        if config.algorithm.get("minibatch", 0):
-            _check_divides("algorithm.minibatch", config.algorithm.minibatch, layout.train, role)
+        if minibatch := config.algorithm.get("minibatch", 0):
+            _check_units("algorithm.minibatch", minibatch, algorithm)
+            _check_divides("algorithm.minibatch", minibatch, layout.train, role, unit=unit)
         section = table[role].config_section
         if micro := config[section].micro_batch:
-            _check_divides(f"{section}.micro_batch", micro, layout.train, role)
+            _check_units(f"{section}.micro_batch", micro, algorithm)
+            _check_divides(f"{section}.micro_batch", micro, layout.train, role, unit=unit)
     if config.warm_start.steps and not config.actor.path:
         _check_divides("warm_start.batch", config.warm_start.batch, layouts["actor"].train, "actor")
+
+
+def _check_units(name: str, value: int, algorithm: type[Algorithm]) -> None:
+    """Sequences of which none is cut off from those it belongs to."""
+    if value % algorithm.unit:
+        raise ConfigError(
+            f"{name}={value}: sequences of pairs; use an even number, such as {value + 1}"
+        )
 
 
 def _check_packing(

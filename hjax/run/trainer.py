@@ -163,13 +163,20 @@ class Trainer(Recovering):
         self._demonstrations = None
         self._warm_start_data = None
         if self.inputs.demonstrations:
-            batch = config.warm_start.batch
-            examples = self.inputs.demonstrations
+            batch = shown_batch = config.warm_start.batch
+            if self.algorithm_class.generates and self.algorithm_class.source != "prompts":
+                batch = config.rollout.prompts  # each of which is answered
+            examples, labels = self.inputs.demonstrations, self.inputs.labels
             seed, marks = config.seed + 1, self.inputs.marks
-            self._demonstrations = Demonstrations(examples, batch, *lengths, seed, marks)
+            self._demonstrations = Demonstrations(examples, batch, *lengths, seed, marks, labels)
             shown = [example[:2] for example in examples]  # of a pair the chosen one
-            self._warm_start_data = Demonstrations(shown, batch, *lengths, config.seed + 2)
-        elif config.warm_start.steps and not config.actor.path:
+            if labels is not None:  # of verdicts the right ones
+                shown = [example for example, right in zip(shown, labels, strict=True) if right]
+            if shown:
+                self._warm_start_data = Demonstrations(
+                    shown, shown_batch, *lengths, config.seed + 2
+                )
+        if config.warm_start.steps and not config.actor.path and self._warm_start_data is None:
             raise ConfigError(
                 f"warm_start.steps={config.warm_start.steps} needs demonstrations; this data has "
                 "none: set it to 0, or give the data a `response` column"
@@ -532,7 +539,9 @@ class Trainer(Recovering):
             self.workdir.truncate(WARM_START, 0)
             self.workdir.truncate_after(0)
         warmed = self.config.warm_start.steps and not self.config.actor.path
-        warmed = warmed and self.algorithm_class.source != "demonstrations"
+        # What only imitates needs none before.
+        imitates = not self.algorithm_class.generates
+        warmed = warmed and not (imitates and self.algorithm_class.source == "demonstrations")
         if warmed:
             self._warm_start()
         for role, source in starts_from.items():

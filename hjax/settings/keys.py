@@ -275,6 +275,15 @@ KEYS: dict[str, Any] = {
         "path": Key("", "weights; empty: the actor's as training starts"),
         "offload": _offload(trained=False),
     },
+    "teacher": {
+        "path": Key(
+            "", "weights of any size with the actor's tokenizer; empty: from scratch, see model"
+        ),
+        "layers": Key(0, "layers of a teacher from scratch; 0: the actor's", at_least(0)),
+        "lora": _lora("teacher"),
+        "router_loss": _router_loss("teacher"),
+        **_optimizer("teacher", 1e-3),
+    },
     "reward": {
         "path": Key("", "weights of a reward model; empty: the function"),
         "offload": _offload(trained=False),

@@ -20,8 +20,9 @@ SECTION_DOCS = {
     "data": "Prompts, held-out prompts; the task's own options stand under `data.task_options`",
     "tokenizer": "Text to tokens",
     "actor": "The policy that is trained",
-    "critic": "The value model",
+    "critic": "The value model, and the model of process rewards (PRIME)",
     "reference": "The frozen policy that the KL is measured against",
+    "teacher": "The model that a student is distilled from (Distillation)",
     "reward": "Where rewards come from",
     "cost": "Where costs come from (Safe-RLHF)",
     "rollout": "Generation in training",
@@ -72,12 +73,13 @@ def config_markdown() -> str:
 def _algorithms() -> list[str]:
     """The algorithms' own keys: what a class declares, and the defaults that it changes."""
     head = ["| key | type | default | meaning | must be |", "|---|---|---|---|---|"]
-    lines = ["", "## The algorithms' own keys", "", "Of all algorithms but SFT:", "", *head]
+    of_all = "Of all algorithms but those whose table below stands alone:"
+    lines = ["", "## The algorithms' own keys", "", of_all, "", *head]
     lines += [_own_row(name, key) for name, key in Algorithm.keys.items()]
     for title, cls in ALGORITHMS.items():
         keys = cls.all_keys()
         base = cls.__mro__[1]
-        if cls.generates:
+        if Algorithm.keys.keys() <= keys.keys():
             names = [*vars(cls).get("keys", ()), *vars(cls).get("defaults", ())]
             title += f", beside those {'above' if base is Algorithm else f'of {base.__name__}'}"
         else:

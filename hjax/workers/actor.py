@@ -12,7 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from hjax.errors import ConfigError
-from hjax.models.forward import read_responses, response_log_probs, token_log_probs
+from hjax.models.forward import (
+    read_responses,
+    response_log_probs,
+    response_states,
+    token_log_probs,
+)
 from hjax.models.parameters import Network, Params
 from hjax.sharding.crossing import Landing
 from hjax.sharding.pipeline import Stack
@@ -62,6 +67,10 @@ class Actor(TrainedWorker, GeneratingWorker):
         def read(states: jax.Array, tokens: jax.Array) -> Any:
             return token_log_probs(model, states, tokens, temperature, layout=self.compute.layout)
 
+        if of := getattr(loss, "of_tokens", None):
+            # Other tokens than the responses', of which packs know nothing.
+            states = response_states(model, batch, share, self.compute)
+            return loss(*read(states, batch[of]), batch)
         logprobs, entropy = read_responses(model, batch, share, self.compute, read)
         token_loss, stats = loss(logprobs, entropy, batch)
         behaviour = batch.get("policy_logprobs", batch.get("logprobs"))

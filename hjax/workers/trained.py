@@ -237,6 +237,11 @@ class TrainedWorker(ModelWorker):
         )
         number = jax.ShapeDtypeStruct((), jnp.float32, sharding=self.layouts.train.replicated)
         scalars = getattr(self.context.loss, "scalars", ())
+        if hasattr(self.context.loss, "shapes"):
+            own = self.context.loss.shapes(self.network.config.vocab_size)
+            for key, (rest, dtype) in own.items():
+                shape = (*floats.shape, *rest)
+                batch[key] = jax.ShapeDtypeStruct(shape, dtype, sharding=floats.sharding)
         for key in (*self.context.loss.needs, *self.extra_keys):
             batch.setdefault(key, number if key in scalars else floats)
         state = self.abstract_state()

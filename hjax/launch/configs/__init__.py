@@ -112,7 +112,7 @@ def sorting(algorithm: str, steps: int = 450) -> Config:
 
     config.rollout.prompts = 32
     config.rollout.samples = 8
-    if hjax.algorithms.get_algorithm(algorithm).generates:
+    if "entropy_coef" in hjax.algorithms.get_algorithm(algorithm).all_keys():
         # Without it the policy settles early on orders that are nearly right.
         config.algorithm.entropy_coef = 0.02
 

@@ -1,0 +1,97 @@
+"""KTO (Ethayarajh et al. 2024, arXiv 2402.01306): responses that are each good or bad, no pairs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from hjax.algorithms.base import Algorithm, Batch
+from hjax.algorithms.verdict_loss import VerdictLoss
+from hjax.controller import join
+from hjax.errors import ConfigError
+from hjax.rules import Key, above, at_least
+
+
+class KTO(Algorithm):
+    """A response gains or loses by its log-ratio to the reference beyond a baseline."""
+
+    roles = ("actor", "reference")
+    generates = False
+    source = "verdicts"
+
+    keys = {
+        "beta": Key(0.1, "how strongly the policy is held to the reference", above(0)),
+        "desirable": Key(1.0, "weight of responses with a true label", at_least(0)),
+        "undesirable": Key(1.0, "weight of responses with a false label", at_least(0)),
+    }
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if self.demonstrations is None:
+            raise ConfigError(
+                "KTO needs verdicts; this data has none: give it the columns `response` and `label`"
+            )
+
+    @classmethod
+    def all_keys(cls) -> dict[str, Key]:
+        """Of the keys that all algorithms share only what stops a run.
+
+        Sequences per update are ``warm_start.batch``.
+        """
+        shared = Algorithm.keys.keys() - {"max_skipped"}
+        return {name: key for name, key in super().all_keys().items() if name not in shared}
+
+    @classmethod
+    def needed_roles(cls, config: ConfigDict) -> tuple[str, ...]:
+        """Always with a reference."""
+        return tuple(dict.fromkeys((*cls.roles, *cls.workers)))
+
+    @classmethod
+    def check(cls, config: ConfigDict) -> None:
+        """Weights of which not both are 0."""
+        cls.losses(config, 1)
+        if not config.desirable and not config.undesirable:
+            raise ConfigError(
+                "config.algorithm.desirable=0 and undesirable=0 leave nothing to learn from: set "
+                "one of them above 0"
+            )
+
+    @classmethod
+    def losses(cls, config: ConfigDict, max_response_length: int) -> dict[str, Any]:
+        """The loss of verdicts."""
+        names = ("beta", "desirable", "undesirable")
+        return {"actor": VerdictLoss(**{name: config[name] for name in names})}
+
+    def collect(self, prompts: Batch) -> Any:
+        """The next verdicts; the prompts are not used."""
+        assert self.demonstrations is not None
+        return self.demonstrations()
+
+    def learn(self, batch: Any) -> Batch:
+        """One update, against what responses to other prompts have gained."""
+        others = mismatched(batch)
+        reference = self.reference.compute_ref_log_prob(batch)
+        theirs = self.reference.compute_ref_log_prob(others)
+        own = self.actor.compute_log_prob(others)
+        batch = self.with_baseline(join(batch, reference, others=join(others, own, theirs)))
+        self.log(self.actor.update_actor(batch))
+        return batch
+
+    def with_baseline(self, batch: Batch) -> Batch:
+        """Adds ``kl_baseline``: what mismatched responses have gained on average, at least 0.
+
+        Args:
+          batch: with ``others``, the log-probs of ``mismatched`` under policy and reference.
+        """
+        others = batch.pop("others")
+        mask = np.asarray(others["response_mask"], bool)
+        gained = np.where(mask, others["old_logprobs"] - others["ref_logprobs"], 0.0).sum(axis=1)
+        return batch | {"kl_baseline": np.asarray(max(gained.mean(), 0.0), np.float32)}
+
+
+def mismatched(batch: Batch) -> Batch:
+    """The batch with each response moved on to the next prompt, the last one to the first (TRL)."""
+    moved = {key: np.roll(batch[key], 1, axis=0) for key in ("responses", "response_mask")}
+    return {key: batch[key] for key in ("prompts", "prompt_mask")} | moved
