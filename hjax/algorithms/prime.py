@@ -115,7 +115,7 @@ class PRIME(Resampling, Algorithm):
         share = right.reshape(-1, self.samples).sum(axis=1) / np.maximum(scored, 1)
         kept = (share >= self.config.accuracy_low) & (share <= self.config.accuracy_high)
         if self.config.filter:
-            kept &= self._says_something(batch)
+            kept &= self.says_something(batch)
         rows &= np.repeat(kept, self.samples)
         return batch | {"positive": positive.astype(np.float32), "row_mask": rows}
 
