@@ -16,8 +16,8 @@ def get_config() -> ConfigDict:
     config = sorting("PRIME")
     config.algorithm.minibatch = 128
     config.algorithm.epochs = 2
-    # At first hardly any answer is wholly right: outcomes graded by place teach on every prompt, and
-    # process rewards, which know little yet, weigh less.
+    # At first hardly any answer is wholly right: outcomes graded by place teach on every prompt,
+    # and process rewards, which know little yet, weigh less.
     config.algorithm.accuracy_low = 0.0
     config.algorithm.accuracy_high = 1.0
     config.algorithm.process_coef = 0.2
