@@ -69,13 +69,13 @@ USE = """
 import hjax
 
 class Taught(hjax.algorithms.GRPO):
-    roles = ("actor", "teacher", "reference", "reward")
+    roles = ("actor", "mentor", "reference", "reward")
 
     def step(self, prompts):
         batch = self.actor.generate_sequences(prompts)
-        taught = hjax.controller.join(self.teacher.compute_ref_log_prob(batch))
+        said = hjax.controller.join(self.mentor.compute_ref_log_prob(batch))
         known = hjax.controller.join(self.reference.compute_ref_log_prob(batch))
-        assert abs(taught["ref_logprobs"] - known["ref_logprobs"]).max() < 1e-5
+        assert abs(said["ref_logprobs"] - known["ref_logprobs"]).max() < 1e-5
         return super().step(prompts)
 """
 
@@ -84,7 +84,7 @@ def test_a_new_role_is_placed_run_and_planned(changed):
     (changed / "taught.py").write_text(USE)
     keys = {
         "algorithm.name": "taught.py:Taught", "steps": 1, "placement": "standalone",
-        "layout.teacher.train.tensor": 2, "rollout.prompts": 8, "rollout.samples": 2,
+        "layout.mentor.train.tensor": 2, "rollout.prompts": 8, "rollout.samples": 2,
         "algorithm.minibatch": 0, "eval.every": 0, "checkpoint.every": 0,
         "cluster.devices_per_process": 6, "warm_start.steps": 0, "model.layers": 1,
         "model.hidden_size": 32, "model.mlp_size": 32,
@@ -93,13 +93,13 @@ def test_a_new_role_is_placed_run_and_planned(changed):
     status, out, err = run(changed, "-m", "hjax.launch", "--config=grpo.py", "--workdir=w", *flags)
     assert status == 0, err
     plan = (changed / "w" / "plan.json").read_text()
-    assert re.search(r'"teacher": \{\s*"train": \{[^}]*"tensor": 2', plan)
-    models = ",".join(f"{r}=llama-7b" for r in ("actor", "teacher", "reference", "reward"))
+    assert re.search(r'"mentor": \{\s*"train": \{[^}]*"tensor": 2', plan)
+    models = ",".join(f"{r}=llama-7b" for r in ("actor", "mentor", "reference", "reward"))
     status, out, err = run(
         changed, "-m", "hjax.launch.plan", "--algorithm=taught.py:Taught", f"--models={models}",
         "--cluster=2x8:a100-80g", "--json",
     )  # fmt: skip
-    assert status == 0 and '"teacher"' in out.splitlines()[-1], err
+    assert status == 0 and '"mentor"' in out.splitlines()[-1], err
 
 
 def test_a_new_key_has_its_default_its_check_and_its_docs(changed):

@@ -76,7 +76,7 @@ def _reward_model() -> ConfigDict:
     config = _common("RewardModel", steps=450)
     config.data.path = "{workdir}/data/labelled_train.jsonl"
     config.data.eval_path = "{workdir}/data/labelled_eval.jsonl"
-    config.rollout.max_response_length = 112
+    config.rollout.max_response_length = 128
     config.warm_start.batch = 64
     config.actor.learning_rate = 1e-3
     config.actor.weight_decay = 0.01
