@@ -35,11 +35,13 @@ FLOORS = [
 BESIDE = ["data", "rewards"]
 # Files that stand beside the rooms, below them all.
 GROUND = [
+    "apart",
     "binding",
     "config",
     "devices",
     "errors",
     "files",
+    "keeper",
     "machine",
     "partition",
     "pieces",

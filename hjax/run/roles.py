@@ -150,6 +150,9 @@ class Roles:
     def close(self) -> None:
         """Stop every pool."""
         with contextlib.ExitStack() as ends:  # all of them, whichever fails
+            for build in self.builds.values():
+                if isinstance(function := build.options.get("function"), RewardFunction):
+                    ends.callback(function.close)
             for pool in {id(p): p for p in self.pools.values()}.values():
                 ends.callback(pool.close)
 
@@ -489,8 +492,9 @@ class _Builder:
     def _function(self, role: str) -> RewardFunction:
         """One of a role, whoever calls it."""
         if role not in self._functions:
-            seconds, function = self.config.reward.timeout_seconds, getattr(self.inputs, role)
-            self._functions[role] = RewardFunction(function, timeout_seconds=seconds)
+            section, function = self.config.reward, getattr(self.inputs, role)
+            how = section.timeout_seconds, section.runs_in
+            self._functions[role] = RewardFunction(function, *how)
         return self._functions[role]
 
     def _judges(self) -> dict[str, RewardFunction]:
