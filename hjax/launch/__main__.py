@@ -23,6 +23,7 @@ import hjax
 from hjax.errors import ConfigError, exit_status
 from hjax.files import METRICS, json_line
 from hjax.launch.command import parse_flags, take_config
+from hjax.launch.leaving import run_and_leave
 from hjax.launch.machine import prepare_jax
 from hjax.launch.stages import Stages, dry_run_stages, read_stages, run_stages
 from hjax.run.workdir import Workdir
@@ -329,4 +330,4 @@ def _new_workdir(name: str) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_leave(main)

@@ -16,6 +16,7 @@ from hjax.errors import ConfigError, RunError, exit_status
 from hjax.files import json_line, read_json
 from hjax.launch import sampling_flags
 from hjax.launch.command import parse_flags, stopped_by_ctrl_c
+from hjax.launch.leaving import run_and_leave
 from hjax.launch.sampling_flags import ModelFront, existing_file, options_of
 from hjax.rules import above, at_least
 
@@ -287,4 +288,4 @@ def _report(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_leave(main)

@@ -14,6 +14,7 @@ from absl import flags
 
 from hjax.errors import ConfigError, exit_status
 from hjax.launch.command import parse_flags, stopped_by_ctrl_c
+from hjax.launch.leaving import run_and_leave
 from hjax.launch.sampling_flags import ModelFront
 from hjax.rules import Rule, above, at_least, between
 
@@ -267,4 +268,4 @@ def _remark(host: str, key: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_leave(main)
