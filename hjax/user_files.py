@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hjax.errors import USER_MODULE, ConfigError
+from hjax.given import given_path
 
 _PACKAGE = Path(__file__).resolve().parent
 
@@ -105,7 +106,7 @@ def load_object(spec: str, setting: str, beside: Path | None = None) -> Any:
     where, colon, name = spec.rpartition(":")
     if not colon or not where.endswith(".py") or not name:
         raise ConfigError(f"{setting}={spec!r}: it must look like path.py:name")
-    given = Path(where).expanduser()
+    given = given_path(where, f"{setting}=")
     candidates = [given] if beside is None else [given, beside / given]
     path = next((p for p in candidates if p in _provided or p.is_file()), None)
     if path is None:

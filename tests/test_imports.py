@@ -41,6 +41,7 @@ GROUND = [
     "devices",
     "errors",
     "files",
+    "given",
     "keeper",
     "machine",
     "partition",

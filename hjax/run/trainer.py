@@ -20,7 +20,7 @@ from hjax.controller.executors import ExecutorFactory
 from hjax.errors import ConfigError, RunError
 from hjax.files import CALIBRATION, HISTOGRAMS, METRICS, SAMPLES, STARTS, WARM_START
 from hjax.machine import device_memory
-from hjax.models.checkpoint import Checkpoints
+from hjax.models.checkpoint import Checkpoints, damaged
 from hjax.models.export import check_output, export_adapters, export_weights
 from hjax.models.parameters import decoder_network
 from hjax.models.weights import base_path, model_directory
@@ -586,7 +586,12 @@ class Trainer(Recovering):
         for group in self.roles.groups.values():
             if group.has("load_state"):
                 group.load_state(str(folder)).result()
-        self._restore_controller(controller)
+        try:
+            self._restore_controller(controller)
+        except ConfigError:
+            raise
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            raise damaged(folder, error) from error  # JSON, but not what a run writes
         self._ahead_state = controller.get("ahead")
         if self.policy is not None:
             self.policy.reset(step)
