@@ -235,3 +235,26 @@ def test_torn_entries_of_the_compile_cache_are_dropped(tmp_path):
     old.write_bytes(b"torn")
     os.utime(old, (1, 1))
     assert drop_torn(tmp_path) == 0 and drop_torn(tmp_path / "nowhere") == 0
+
+
+def test_a_kept_program_that_is_torn_is_compiled_again_and_replaced(tmp_path, monkeypatch):
+    import types
+
+    import jax
+
+    from hjax.dryrun import compilation
+
+    counted = []
+    monkeypatch.setattr(compilation, "_compile", lambda *_: counted.append(1) or {"bytes": 3})
+    adding = jax.jit(lambda x: x + 1)
+    traced = types.SimpleNamespace(trace=lambda: adding.trace(1.0), loop_trips=None)
+    program = types.SimpleNamespace(program=traced, role="actor", name="add", rows=1, runs=1)
+    topology = types.SimpleNamespace(platform="cpu", name="one", versions="1")
+    found = []
+    for torn in (False, False, True, False):
+        if torn:
+            [file] = tmp_path.glob("*.json")
+            file.write_bytes(file.read_bytes()[:5])
+        found.append(compilation.compile_program(program, topology, 1, "O1", tmp_path))
+    assert [x["kept"] for x in found] == [False, True, False, True] and len(counted) == 2
+    assert {x["bytes"] for x in found} == {3}
