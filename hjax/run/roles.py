@@ -143,6 +143,12 @@ class Roles:
         """The role that answers prompts: the rollout where it stands apart, else the actor."""
         return ROLLOUT if ROLLOUT in self.layouts else "actor"
 
+    @property
+    def judges(self) -> dict[str, RewardFunction]:
+        """The functions that score, by role."""
+        made = {role: build.options.get("function") for role, build in self.builds.items()}
+        return {role: f for role, f in made.items() if isinstance(f, RewardFunction)}
+
     def set_of(self, role: str) -> int:
         """Number of the set of roles that a role with devices shares them with."""
         return next(i for i, roles in enumerate(self.plan.placement) if role in roles)
@@ -150,9 +156,8 @@ class Roles:
     def close(self) -> None:
         """Stop every pool."""
         with contextlib.ExitStack() as ends:  # all of them, whichever fails
-            for build in self.builds.values():
-                if isinstance(function := build.options.get("function"), RewardFunction):
-                    ends.callback(function.close)
+            for function in self.judges.values():
+                ends.callback(function.close)
             for pool in {id(p): p for p in self.pools.values()}.values():
                 ends.callback(pool.close)
 

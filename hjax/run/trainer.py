@@ -521,8 +521,9 @@ class Trainer(Recovering):
         """
         own = [role for role in ("reward", "cost") if self.config[role].function]
         if self.algorithm_class.generates and not on_cluster(self.config):
-            roles = [role for role in own if role in self.roles.table]
-            for call in first_calls(self.config, self.inputs, roles):
+            judges = self.roles.judges
+            chosen = {role: judges[role] for role in own if role in judges}
+            for call in first_calls(self.config, self.inputs, chosen):
                 call.check()
 
     def _initialize(self) -> None:
