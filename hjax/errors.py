@@ -60,6 +60,11 @@ def exit_status(run: Callable[[], int]) -> int:
         return _fail(error, 2)
     except RunError as error:
         return _fail(error, 1)
+    except OSError as error:
+        # Of the machine; one that names its file says where, too.
+        if not error.filename:
+            traceback.print_exc()
+        return _fail(error, 1)
     except Exception as error:
         # Not a known kind of failure: where it happened matters more than brevity.
         traceback.print_exception(type(error), error, _of_the_user(error))

@@ -56,7 +56,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a `.jsonl` file; none if absent, a torn last line left out.
 
     Raises:
-      DataError: a line before the last that is not a JSON object.
+      DataError: a line before the last that is not a JSON object with a step.
     """
     if not path.exists():
         return []
@@ -66,8 +66,12 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines[:-1], 1):
         try:
             row = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"{path}:{number}: not a JSON object; the file is damaged") from error
+        except (ValueError, RecursionError):
+            row = None
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            raise DataError(
+                f"{path}:{number}: not a JSON object with a step; the file is damaged"
+            )
         rows.append(row)
     return rows
 
@@ -87,12 +91,12 @@ def read_json(path: Path) -> Any:
       DataError: the file is not JSON.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        data = path.read_bytes()
     except FileNotFoundError:
         return None
     try:
-        return json.loads(text)
-    except ValueError as error:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not JSON; the file is damaged") from error
 
 

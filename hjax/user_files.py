@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hjax.errors import USER_MODULE, ConfigError
+from hjax.given import given_path
 
 _PACKAGE = Path(__file__).resolve().parent
 
@@ -105,7 +106,7 @@ def load_object(spec: str, setting: str, beside: Path | None = None) -> Any:
     where, colon, name = spec.rpartition(":")
     if not colon or not where.endswith(".py") or not name:
         raise ConfigError(f"{setting}={spec!r}: it must look like path.py:name")
-    given = Path(where).expanduser()
+    given = given_path(where, f"{setting}=")
     candidates = [given] if beside is None else [given, beside / given]
     path = next((p for p in candidates if p in _provided or p.is_file()), None)
     if path is None:
@@ -129,13 +130,44 @@ def origin(thing: Any) -> tuple[str, str] | None:
 
     Returns:
       (absolute path, name, dotted inside classes), or None: it comes from an ordinary module, or
-      from inside a function, where no name reaches it.
+      from where no name reaches it: from inside a function, or another has its name.
     """
     imported = _imported.get(getattr(thing, "__module__", None) or "")
     name = getattr(thing, "__qualname__", None)
     if imported is None or name is None or "<" in name:
         return None
-    return str(imported.path), name
+    try:
+        found = functools.reduce(getattr, name.split("."), imported.module)
+    except AttributeError:
+        return None
+    return (str(imported.path), name) if found is thing else None
+
+
+def holder(thing: Any) -> tuple[str, str] | None:
+    """The user's file and the name in it that holds this very object, whatever it is.
+
+    Returns:
+      (absolute path, name), or None: no imported file has it.
+    """
+    for file in _imported.values():
+        for name, value in list(vars(file.module).items()):
+            if value is thing:
+                return str(file.path), name
+    return None
+
+
+def by_name(value: Any) -> Any:
+    """How a pickler writes down what a user's file defines: as its path and its name.
+
+    Returns:
+      what ``reducer_override`` returns; NotImplemented: it comes from elsewhere.
+    """
+    if isinstance(value, type) or callable(value) and hasattr(value, "__qualname__"):
+        where = origin(value)
+        if where is not None:
+            path, name = where
+            return load_object, (f"{path}:{name}", name)
+    return NotImplemented
 
 
 def own_traceback(error: BaseException, *others: str) -> str:

@@ -165,7 +165,7 @@ def test_missing_strange_and_broken_files(tmp_path):
         Dataset.from_file(tmp_path / "bad.parquet")
     assert "\n" not in str(caught.value)
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
-    with pytest.raises(DataError, match="latin.jsonl:1: not valid JSON"):
+    with pytest.raises(DataError, match="latin.jsonl:1: not UTF-8"):
         Dataset.from_file(tmp_path / "latin.jsonl", LETTERS)
 
 

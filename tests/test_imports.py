@@ -35,11 +35,14 @@ FLOORS = [
 BESIDE = ["data", "rewards"]
 # Files that stand beside the rooms, below them all.
 GROUND = [
+    "apart",
     "binding",
     "config",
     "devices",
     "errors",
     "files",
+    "given",
+    "keeper",
     "machine",
     "partition",
     "pieces",

@@ -256,7 +256,7 @@ BROKEN = {
     "biases": (changed(bias="all"), "adapters with bias='all' are not supported"),
     "another start": (changed(init_lora_weights="pissa"), "init_lora_weights='pissa'"),
     "no base": (changed(base_model_name_or_path=None), "base_model_name_or_path is not named"),
-    "not JSON": (lambda folder: (folder / CONFIG).write_text("{"), "not readable as JSON"),
+    "not JSON": (lambda folder: (folder / CONFIG).write_text("{"), "not valid JSON"),
     "cut short": (cut_short, "not a readable safetensors file"),
     "pickled": (pickled, f"no {WEIGHTS} there; adapters are read from that file alone"),
     "one half": (

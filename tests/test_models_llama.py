@@ -230,7 +230,7 @@ REFUSALS = [
     (config_with(rope_parameters={"rope_type": "llama3", "factor": 2.0}), "needs low_freq_factor"),
     (config_with(vocab_size=50), r"embed_tokens.weight has shape \(47, 32\).*\(50, 32\)"),
     (config_with(num_hidden_layers=4), r"'model.layers.3.\w+.*weight' is missing"),
-    (broken_config, "config.json: not readable as JSON"),
+    (broken_config, "config.json: not valid JSON"),
     (without_weights, "no \\*.safetensors files"),
     (without_tensor, "'model.layers.1.mlp.up_proj.weight' is missing"),
     (truncated, "model.safetensors: not a readable safetensors file"),

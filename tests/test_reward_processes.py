@@ -28,7 +28,7 @@ def batch_of(rows):
 
 def worker(index, processes):
     context = WorkerContext("reward", samples=2, process=(index, processes))
-    return FunctionReward(context, RewardFunction(lengths))
+    return FunctionReward(context, RewardFunction(lengths, runs_in="thread"))
 
 
 @pytest.mark.parametrize("rows, processes", [(12, 3), (10, 4), (4, 8), (7, 2)])

@@ -52,7 +52,8 @@ def test_answers_are_judged_before_all_have_ended(tmp_path):
     )
     keys = LONG | {
         "reward.function": f"{tmp_path}/mine.py:reward", "reward.while_generating": True,
-        "steps": 2, "eval.every": 0, "rollout.slots": 16, "rollout.prompts": 16,
+        "reward.runs_in": "thread", "steps": 2, "eval.every": 0, "rollout.slots": 16,
+        "rollout.prompts": 16,
         "rollout.samples": 4,
     }  # fmt: skip
     with trainer_of("GRPO", keys, workdir=tmp_path / "run") as trainer:

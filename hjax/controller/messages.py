@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from hjax.errors import RunError
-from hjax.user_files import load_object, origin
+from hjax.user_files import by_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,12 +97,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, jax.Array):
             return np.asarray(value).__reduce__()
-        if isinstance(value, type) or callable(value) and hasattr(value, "__qualname__"):
-            where = origin(value)
-            if where is not None:
-                path, name = where
-                return load_object, (f"{path}:{name}", name)
-        return NotImplemented
+        return by_name(value)
 
 
 def to_bytes(

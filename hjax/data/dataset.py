@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from hjax.data.sources import SUFFIXES, files_of, hub_rows, parts
 from hjax.data.tasks import Task
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, DataError
+from hjax.given import parse_json
 
 # Arguments of a reward function that a column would hide.
 _RESERVED = ("prompts", "responses")
@@ -224,7 +224,13 @@ class PromptSampler:
                     f"the checkpoint's prompt order has {key} {int(state[key])}, this run's data "
                     f"{key} {mine}; resume with the same data and seed, or use a new workdir"
                 )
-        self.position = int(state["position"])
+        position = state["position"]
+        if not isinstance(position, int) or position < 0:
+            raise DataError(
+                f"the checkpoint's prompt order has position {position!r}; it is a whole number of "
+                "0 or more"
+            )
+        self.position = position
 
     def _order_of(self, epoch: int) -> np.ndarray:
         if epoch != self._epoch:
@@ -280,9 +286,11 @@ def _read_rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
         raise DataError(f"{path}: its name must end in {', '.join(SUFFIXES[:-1])} or .txt")
     if not path.is_file():
         raise DataError(f"{path}: there is no such file; data.path and data.eval_path name files")
-    if path.suffix == ".txt":
-        return _read_lines(path)
-    return _read_jsonl(path) if path.suffix == ".jsonl" else _read_parquet(path)
+    read = {".txt": _read_lines, ".jsonl": _read_jsonl, ".parquet": _read_parquet}[path.suffix]
+    try:
+        return read(path)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error
 
 
 def _read_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
@@ -306,10 +314,7 @@ def _read_jsonl(path: Path) -> list[tuple[str, dict[str, Any]]]:
             if not line.strip():
                 continue
             where = f"{path}:{number}"
-            try:
-                row = json.loads(line.decode("utf-8-sig"))
-            except ValueError as error:  # malformed JSON, or not UTF-8
-                raise DataError(f"{where}: not valid JSON ({error})") from None
+            row = parse_json(line, where)
             if not isinstance(row, dict):
                 raise DataError(f"{where}: a JSON object is needed, found {_short(row)}")
             rows.append((where, row))
@@ -321,11 +326,11 @@ def _read_parquet(path: Path) -> list[tuple[str, dict[str, Any]]]:
     import pyarrow.parquet
 
     try:
-        table = pyarrow.parquet.read_table(path)
-    except (pyarrow.ArrowException, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise DataError(f"{path}: not a readable parquet file ({reason})") from None
-    return [(f"{path}: row {i}", row) for i, row in enumerate(table.to_pylist(), start=1)]
+        rows = pyarrow.parquet.read_table(path).to_pylist()  # which may find more that is wrong
+    except Exception as error:  # Arrow's, and whatever its values are made with
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(f"{path}: not a readable parquet file ({reason[:200]})") from None
+    return [(f"{path}: row {i}", row) for i, row in enumerate(rows, start=1)]
 
 
 def _prompt_of(

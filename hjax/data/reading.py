@@ -111,7 +111,7 @@ def template_arguments(text: str) -> dict[str, Any]:
         return {}
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         found = error
     if not isinstance(found, dict):
         raise ConfigError(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hjax.errors import DataError
+from hjax.given import given_path
 
 SUFFIXES = (".jsonl", ".parquet", ".txt")
 # owner/name, with a configuration and a split: owner/name/main:train.
@@ -34,7 +35,7 @@ def files_of(part: str) -> list[Path] | None:
     Raises:
       DataError: a pattern or folder without such files.
     """
-    path = Path(part).expanduser()
+    path = given_path(part, "data: ")
     if path.is_dir():
         if any((path / name).is_file() for name in _SAVED):
             return None
@@ -79,8 +80,8 @@ def hub_rows(part: str, split: str = "train") -> Iterator[tuple[str, dict[str, A
             match = _HUB.fullmatch(part)
             assert match is not None  # or files_of had taken it
             table = datasets.load_dataset(match[1], match[2], split=match[3] or split)
+        rows = [dict(row) for row in table]
     except Exception as error:  # the library raises many kinds
         reason = " ".join(str(error).split())[:200]
         raise DataError(f"{part}: datasets cannot load it ({reason})") from error
-    for number, row in enumerate(table, start=1):
-        yield f"{part}: row {number}", dict(row)
+    yield from ((f"{part}: row {number}", row) for number, row in enumerate(rows, start=1))

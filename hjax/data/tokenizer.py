@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import datetime
-import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hjax.data.chat_templates import render
 from hjax.data.token_bytes import TokenBytes
 from hjax.errors import ConfigError, DataError
 from hjax.files import replace_file
+from hjax.given import given_path, read_object, read_text
 
 if TYPE_CHECKING:
     import tokenizers
@@ -72,7 +72,7 @@ class Tokenizer:
         """
         import tokenizers
 
-        path = Path(path)
+        path = given_path(path, "tokenizer ")
         file = path if path.is_file() else path / "tokenizer.json"
         if not file.is_file():
             if not path.exists():
@@ -97,13 +97,20 @@ class Tokenizer:
         }
         template_file = folder / "chat_template.jinja"
         if template_file.is_file():
-            template: str | None = template_file.read_text(encoding="utf-8")
+            template: str | None = read_text(template_file)
         else:
             template = _default_template(config.get("chat_template"))
         extra: list[int] = []
         for neighbour in ("generation_config.json", "config.json"):
             ids = _read_json(folder / neighbour).get("eos_token_id")
-            extra += ids if isinstance(ids, list) else [ids] if isinstance(ids, int) else []
+            several = ids if isinstance(ids, list) else [] if ids is None else [ids]
+            for one in several:
+                if not isinstance(one, int) or isinstance(one, bool) or one < 0:
+                    raise DataError(
+                        f"{folder / neighbour}: eos_token_id is {_short(ids)}; a token id, or a "
+                        "list of them"
+                    )
+            extra += several
         name = folder.resolve().name if file.name == "tokenizer.json" else file.stem
         return cls(backend, config, name=name, chat_template=template, extra_eos_ids=extra)
 
@@ -204,7 +211,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """Renders chat messages with the tokenizer's Jinja template, in a sandbox.
+        """Renders chat messages with the tokenizer's Jinja template, in a sandbox with limits.
 
         Args:
           messages: dicts with `role` and `content`, as Hugging Face templates expect them.
@@ -219,21 +226,18 @@ class Tokenizer:
                 f"tokenizer {self.name} has no chat template; give prompts as strings, or put a "
                 "chat_template.jinja beside its tokenizer.json"
             )
-        import jinja2
-
         special = {
             key: text for key in self._config
             if key.endswith("_token") and (text := _content(self._config[key])) is not None
         }
         values = {"tools": None, "documents": None, **special, **variables}
+        values |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
         try:
-            return _compiled(self.chat_template).render(
-                messages=list(messages), add_generation_prompt=add_generation_prompt, **values
-            )
-        except (jinja2.TemplateError, TypeError, KeyError, AttributeError, IndexError) as error:
+            return render(self.chat_template, values)
+        except DataError as error:
+            shown = _short(list(messages))
             raise DataError(
-                f"tokenizer {self.name}: the chat template refuses {_short(list(messages))}: "
-                f"{' '.join(str(error).split())}"
+                f"tokenizer {self.name}: given {shown}, the chat template {error}"
             ) from None
 
     def token_bytes(self) -> TokenBytes:
@@ -271,6 +275,10 @@ class Tokenizer:
 
     def _special_id(self, key: str) -> int | None:
         text = _content(self._config.get(key))
+        if text is not None and not isinstance(text, str):
+            raise DataError(
+                f"tokenizer {self.name}: {key} is {_short(self._config[key])}; text, or null"
+            )
         candidates = _CUSTOMARY[key] if not self._config else (text,) if text else ()
         ids = (self._backend.token_to_id(candidate) for candidate in candidates)
         return next((i for i in ids if i is not None), None)
@@ -294,26 +302,23 @@ class Tokenizer:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{file}: not valid JSON ({error})") from None
-    if not isinstance(content, dict):
-        raise DataError(f"{file}: expected a JSON object, found {type(content).__name__}")
-    return content
+    return read_object(file) if file.is_file() else {}
 
 
 def _default_template(template: Any) -> str | None:
     """tokenizer_config.json holds one template, or a list of named ones."""
     if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        return named.get("default")
+        entries = [entry for entry in template if isinstance(entry, dict)]
+        template = next((x.get("template") for x in entries if x.get("name") == "default"), None)
+    if template is not None and not isinstance(template, str):
+        raise DataError(
+            f"tokenizer_config.json: chat_template is {_short(template)}; text, or a list of named "
+            "ones"
+        )
     return template
 
 
-def _content(token: Any) -> str | None:
+def _content(token: Any) -> Any:
     """A special token is written as a string, or as an object with a `content`."""
     return token.get("content") if isinstance(token, dict) else token
 
@@ -321,35 +326,3 @@ def _content(token: Any) -> str | None:
 def _short(value: Any, limit: int = 80) -> str:
     text = repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
-
-
-@functools.lru_cache(maxsize=16)
-def _compiled(template: str) -> Any:
-    """The environment that Hugging Face chat templates are written for, sandboxed."""
-    import jinja2
-    import jinja2.ext
-    import jinja2.sandbox
-
-    class Generation(jinja2.ext.Extension):
-        """`{% generation %}` marks the assistant's tokens; for rendering it is transparent."""
-
-        tags = {"generation"}
-
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **rest: Any):
-        # Jinja's own filter escapes HTML characters, which templates don't want.
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **rest)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return environment.from_string(template)

@@ -6,6 +6,7 @@ the figures are kept as JSON, by the program's text and everything that decides 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -21,7 +22,8 @@ from hjax.dryrun.account import account
 from hjax.dryrun.programs import StepProgram, memory_of
 from hjax.dryrun.topologies import Topology, parse_memory_error
 from hjax.dryrun.wiring import way
-from hjax.errors import RunError
+from hjax.errors import DataError, RunError
+from hjax.given import read_object
 from hjax.xla.collectives import Collective, collectives
 from hjax.xla.flops import count_flops
 from hjax.xla.options import OPTIONS
@@ -76,8 +78,8 @@ def compile_program(
     if cache is not None:
         text = lowered.as_text()
         file = cache / f"{_key(text, loop_trips, topology, level, placed)}.json"
-        if file.is_file():
-            return {**described, **json.loads(file.read_text()), "kept": True}
+        with contextlib.suppress(DataError):  # there is none, or it is torn: another replaces it
+            return {**described, **read_object(file), "kept": True}
     found = _compile(lowered, program, topology, placed)
     if file is not None:
         _keep(file, found)

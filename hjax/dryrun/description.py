@@ -123,8 +123,7 @@ def _first_calls(trainer: Any) -> dict[str, Any]:
     """
     if not trainer.algorithm_class.generates:
         return {}
-    roles = [role for role in ("reward", "cost") if role in trainer.roles.table]
-    calls = first_calls(trainer.config, trainer.inputs, roles)
+    calls = first_calls(trainer.config, trainer.inputs, trainer.roles.judges)
     for call in calls:
         call.check()
     return {call.role: call.record() for call in calls}

@@ -22,7 +22,9 @@ from ml_collections import ConfigDict
 import hjax
 from hjax.errors import ConfigError, exit_status
 from hjax.files import METRICS, json_line
+from hjax.given import given_path
 from hjax.launch.command import parse_flags, take_config
+from hjax.launch.leaving import run_and_leave
 from hjax.launch.machine import prepare_jax
 from hjax.launch.stages import Stages, dry_run_stages, read_stages, run_stages
 from hjax.run.workdir import Workdir
@@ -125,7 +127,7 @@ def parse(arguments: Sequence[str]) -> TrainCommand:
         stages.configs(Path(own.workdir or "."))
     if own.workdir == "":
         raise ConfigError("--workdir= is empty; name a directory, or leave the flag out")
-    workdir = Path(own.workdir).expanduser() if own.workdir else None
+    workdir = given_path(own.workdir, "--workdir=") if own.workdir else None
     if own.repair and (workdir is None or own.dry_run or own.overwrite):
         raise ConfigError(
             "--repair is for a run to go on with: give --workdir, no --dry_run and no --overwrite"
@@ -329,4 +331,4 @@ def _new_workdir(name: str) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_leave(main)

@@ -9,6 +9,7 @@ from absl import flags
 
 from hjax.errors import exit_status
 from hjax.launch.command import parse_flags
+from hjax.launch.leaving import run_and_leave
 
 HELP = """\
 usage: python -m hjax.launch.compare WORKDIR WORKDIR ... [--output=PAGE.html]
@@ -46,4 +47,4 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_leave(main)

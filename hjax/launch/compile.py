@@ -12,6 +12,7 @@ from hjax.dryrun.topologies import GPU_MEMORY, TPU_KINDS, prepare_environment
 from hjax.errors import ConfigError, exit_status
 from hjax.files import cache_folder, json_line
 from hjax.launch.command import take_config
+from hjax.launch.leaving import run_and_leave
 from hjax.settings.reading import check_config, config_names, load_config
 from hjax.show.format import flop_count, size
 from hjax.show.tables import wide_console
@@ -159,4 +160,4 @@ def show_roofline(description: dict[str, Any], console: Any) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_leave(main)

@@ -14,8 +14,10 @@ from absl import flags
 
 from hjax.errors import ConfigError, RunError, exit_status
 from hjax.files import json_line, read_json
+from hjax.given import given_path
 from hjax.launch import sampling_flags
 from hjax.launch.command import parse_flags, stopped_by_ctrl_c
+from hjax.launch.leaving import run_and_leave
 from hjax.launch.sampling_flags import ModelFront, existing_file, options_of
 from hjax.rules import above, at_least
 
@@ -131,7 +133,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _new_file(name: str) -> Path:
-    path = Path(name).expanduser()
+    path = given_path(name, "--output=")
     if path.suffix != ".jsonl":
         raise ConfigError(f"--output={name}: its name must end in .jsonl")
     if path.exists():
@@ -287,4 +289,4 @@ def _report(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_leave(main)

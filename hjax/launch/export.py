@@ -10,6 +10,7 @@ from absl import flags
 from hjax.errors import ConfigError, exit_status
 from hjax.files import json_line
 from hjax.launch.command import parse_flags
+from hjax.launch.leaving import run_and_leave
 
 HELP = """\
 usage: python -m hjax.launch.export --model=DIR|WORKDIR --output=DIR [--adapter] [--json]
@@ -63,4 +64,4 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_leave(main)

@@ -13,6 +13,7 @@ from hjax.errors import ConfigError, exit_status
 from hjax.files import json_line
 from hjax.launch import sampling_flags
 from hjax.launch.command import parse_flags, stopped_by_ctrl_c
+from hjax.launch.leaving import run_and_leave
 from hjax.launch.sampling_flags import ModelFront, existing_file, options_of, token_ids
 
 if TYPE_CHECKING:
@@ -247,4 +248,4 @@ def _show(prompts: Dataset, completions: Sequence[Completion]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_leave(main)

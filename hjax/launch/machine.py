@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 from hjax.config import flatten
 from hjax.errors import ConfigError
 from hjax.files import cache_folder
+from hjax.launch.program_cache import drop_torn
 from hjax.machine import (
     MOST_DEVICES,
     available_cores,
@@ -122,6 +123,7 @@ def _keep_compiled_programs(options: Any) -> None:
 
     if options.jax_compilation_cache_dir is None:
         folder = cache_folder("programs", f"jax-{jax.__version__}")
+        drop_torn(folder)
         options.update("jax_compilation_cache_dir", str(folder))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         options.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -12,6 +12,7 @@ from hjax.devices import DEVICES
 from hjax.errors import ConfigError, exit_status
 from hjax.files import json_line, replace_file
 from hjax.launch.huge_pages import use_huge_pages
+from hjax.launch.leaving import run_and_leave
 from hjax.launch.plan_flags import Request, parse
 from hjax.launch.signals import started_as
 from hjax.planning.result import describe_candidate, describe_result
@@ -191,4 +192,4 @@ def _calibrate(as_json: bool) -> int:
 if __name__ == "__main__":
     if "--calibrate" in sys.argv and started_as("hjax.launch.plan"):
         use_huge_pages()
-    sys.exit(main())
+    run_and_leave(main)

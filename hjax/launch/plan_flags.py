@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 
 from hjax.algorithms import get_algorithm
 from hjax.errors import ConfigError
+from hjax.given import given_path
 from hjax.launch.command import parse_flags, take_config
 from hjax.planning import hardware
 from hjax.planning.constants import Constants
@@ -97,7 +98,7 @@ def parse(arguments: Sequence[str]) -> Request | None:
         problem,
         own.strategy,
         max(1, own.candidates),
-        Path(own.output).expanduser() if own.output else None,
+        given_path(own.output, "--output=") if own.output else None,
         own.json,
         own.calibrate,
         own.compile,

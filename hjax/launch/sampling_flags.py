@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import sys
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from absl import flags
 
 from hjax.errors import ConfigError
+from hjax.given import given_path
 from hjax.rules import Rule, at_least, between
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def settle(own: flags.FlagValues, **rules: Rule) -> None:
     for name, rule in {**_RULES, **rules}.items():
         if own[name].value is not None and not rule.holds(own[name].value):
             raise ConfigError(f"--{name}={own[name].value}: must be {rule.text}")
-    own["model"].value = os.path.expanduser(own["model"].value)
+    own["model"].value = str(given_path(own["model"].value, "--model="))
 
 
 def existing_file(flag: str, name: str) -> Path:
@@ -84,7 +84,7 @@ def existing_file(flag: str, name: str) -> Path:
     Raises:
       ConfigError: there is none.
     """
-    path = Path(name).expanduser()
+    path = given_path(name, f"--{flag}=")
     if not path.is_file():
         raise ConfigError(f"--{flag}={name}: there is no such file")
     return path

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 from absl import flags
 
 from hjax.errors import ConfigError, exit_status
+from hjax.given import given_path
 from hjax.launch.command import parse_flags, stopped_by_ctrl_c
+from hjax.launch.leaving import run_and_leave
 from hjax.launch.sampling_flags import ModelFront
 from hjax.rules import Rule, above, at_least, between
 
@@ -135,7 +137,7 @@ def parse(arguments: Sequence[str]) -> flags.FlagValues:
     parse_flags(own, arguments)
     if not own["model"].value:
         raise ConfigError("--model is missing; see --help")
-    own["model"].value = os.path.expanduser(own["model"].value)
+    own["model"].value = str(given_path(own["model"].value, "--model="))
     if own["protocol"].value is None:
         raise ConfigError("--protocol is missing; allowed: openai, jetstream")
     protocol = own["protocol"].value
@@ -267,4 +269,4 @@ def _remark(host: str, key: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_leave(main)

@@ -14,6 +14,7 @@ from absl import flags
 from hjax.errors import ConfigError, exit_status
 from hjax.files import json_line
 from hjax.launch.command import parse_flags
+from hjax.launch.leaving import run_and_leave
 from hjax.machine import simulated_devices
 from hjax.show.format import size
 from hjax.show.tables import wide_console
@@ -241,4 +242,4 @@ def _short(text: str, limit: int = 120) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_leave(main)

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from hjax.errors import ConfigError
+from hjax.given import given_path
 from hjax.models.config import ModelConfig
 from hjax.models.huggingface import save_weights
 from hjax.models.parameters import Network, Params
@@ -47,7 +48,7 @@ def check_output(output: str | os.PathLike) -> Path:
     Raises:
       ConfigError: it does, or it is a file.
     """
-    path = Path(output).expanduser()
+    path = given_path(output, "output ")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         kind = "is not empty" if path.is_dir() else "is a file"
         raise ConfigError(f"{path} {kind}; give a directory that is new or empty")

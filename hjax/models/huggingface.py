@@ -21,6 +21,7 @@ import numpy as np
 
 from hjax.errors import ConfigError
 from hjax.files import replace_file
+from hjax.given import read_object
 from hjax.models.architecture import decoder_parameters, scalar_parameters
 from hjax.models.config import ModelConfig
 from hjax.models.declaration import Parameter, Part, parts
@@ -58,13 +59,7 @@ def read_content(path: str | os.PathLike) -> dict[str, Any]:
     file = Path(path) / "config.json"
     if not file.is_file():
         raise ConfigError(f"{path}: no config.json there; give a Hugging Face model directory")
-    try:
-        content = json.loads(file.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{file}: not readable as JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{file}: must be a JSON object, not {type(content).__name__}")
-    return content
+    return read_object(file)
 
 
 def load_weights(
@@ -382,8 +377,8 @@ class _Tensors:
         if not index.is_file():
             return sorted(self.path.glob("*.safetensors"))
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            names = sorted(set(read_object(index)["weight_map"].values()))
+        except (KeyError, AttributeError, TypeError) as error:
             raise ConfigError(f"{index}: not a readable index of shards ({error!r})") from error
         missing = [name for name in names if not (self.path / name).is_file()]
         if missing:

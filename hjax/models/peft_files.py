@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from hjax.errors import ConfigError
+from hjax.given import given_path, read_object
 from hjax.models.declaration import Kind, Parameter, Part, parts
 from hjax.models.lora import Lora, layers_of
 from hjax.models.tensor_files import DTYPES, TensorFile, create_file
@@ -39,7 +40,7 @@ _CHANGING = ("pissa", "olora", "corda", "loftq", "eva")  # initial values that c
 
 def is_adapter(path: str | os.PathLike) -> bool:
     """Whether a directory holds adapters, and no model."""
-    directory = Path(path).expanduser()
+    directory = given_path(path, "model ")
     return (directory / CONFIG).is_file() and not (directory / "config.json").is_file()
 
 
@@ -55,7 +56,7 @@ class Adapter:
     """
 
     def __init__(self, path: str | os.PathLike):
-        self.path = Path(path).expanduser()
+        self.path = given_path(path, "model ")
         self._config = self._read_config()
         self.base = str(self._config.get("base_model_name_or_path") or "")
         if not self.base or is_adapter(self.base):
@@ -79,12 +80,9 @@ class Adapter:
 
     def _read_config(self) -> dict[str, Any]:
         file = self.path / CONFIG
-        try:
-            config = json.loads(file.read_text())
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{file}: not readable as JSON ({error})") from error
-        if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-            kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
+        config = read_object(file)
+        if config.get("peft_type") != "LORA":
+            kind = config.get("peft_type")
             raise ConfigError(f"{file}: peft_type {kind!r} is not supported; supported: LORA")
         left = {key: x for key, x in config.items() if x and key not in _HARMLESS}
         if left.get("bias") == "none":

@@ -6,10 +6,10 @@ For counting, planning and compiling.
 from __future__ import annotations
 
 import difflib
-from pathlib import Path
 from typing import Any
 
 from hjax.errors import ConfigError
+from hjax.given import given_path
 from hjax.models.config import ModelConfig
 from hjax.models.families import from_hf
 from hjax.models.huggingface import read_config
@@ -165,7 +165,7 @@ def planning_shape(name: str) -> ModelConfig:
     Raises:
       ConfigError: no such name or file, or another kind of model.
     """
-    path = Path(name).expanduser()
+    path = given_path(name, "model ")
     if not path.exists():
         return published(name)
     return read_config(path if path.is_dir() else path.parent)

@@ -42,8 +42,13 @@ class TensorFile:
         self._offsets: dict[str, int] = {}
         try:
             self._read_header()
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{path}: not a readable safetensors file ({error})") from error
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            raise ConfigError(f"{path}: not a readable safetensors file ({reason})") from error
+        except RecursionError:
+            raise ConfigError(
+                f"{path}: not a readable safetensors file (its header is too deeply nested)"
+            ) from None
 
     def _read_header(self) -> None:
         size = self.path.stat().st_size

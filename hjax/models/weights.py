@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import os
 import re
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 
 from hjax.errors import ConfigError
 from hjax.files import read_json, saved_steps
+from hjax.given import given_path, read_object
 from hjax.models import huggingface
 from hjax.models.config import ModelConfig
 from hjax.models.lora import Lora, layers_of, magnitudes, merged, with_layers
@@ -42,7 +42,7 @@ def model_directory(path: str | os.PathLike) -> Path:
     Raises:
       ConfigError: nothing there, or a name that can be neither found nor downloaded.
     """
-    directory = Path(path).expanduser()
+    directory = given_path(path, "model ")
     if not directory.is_dir():
         if str(path).lower() in SHAPES:
             raise ConfigError(
@@ -85,7 +85,7 @@ def read_eos_ids(directory: Path) -> list[int]:
     """End-of-sequence ids in generation_config.json or config.json; empty without any."""
     for name in ("generation_config.json", "config.json"):
         if (directory / name).is_file():
-            ids = json.loads((directory / name).read_text()).get("eos_token_id")
+            ids = read_object(directory / name).get("eos_token_id")
             if ids is not None:
                 return list(ids) if isinstance(ids, list) else [ids]
     return []

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from hjax.devices import Device
-from hjax.errors import ConfigError
+from hjax.errors import ConfigError, DataError
 from hjax.files import cache_folder, replace_file
+from hjax.given import read_object
 from hjax.machine import available_cores
 from hjax.planning.constants import Constants
 
@@ -124,7 +125,7 @@ def read_profile(path: Path, here: MadeOn | None = None) -> Profile:
         versions.
     """
     try:
-        content = json.loads(path.read_text())
+        content = read_object(path)
         alone = tuple(
             (int(n), float(faster), float(cores))
             for n, faster, cores in content["device"].pop("alone", ())
@@ -137,8 +138,8 @@ def read_profile(path: Path, here: MadeOn | None = None) -> Profile:
         made_on = MadeOn(**given, versions=versions)
         runs = int(content.get("runs", 0))
         learned = {key: float(value) for key, value in content.get("learned", {}).items()}
-    except OSError as error:
-        raise ConfigError(f"--profile={path}: {error.strerror}") from error
+    except DataError as error:
+        raise ConfigError(f"--profile={error}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"--profile={path}: not a profile ({type(error).__name__}: {error}); make one with "

@@ -6,18 +6,26 @@ entry may be a list of float, one per response token, and several lists come as 
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import itertools
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hjax.apart import Apart, Died, Failed, Late
 from hjax.errors import ConfigError, RunError
-from hjax.rewards.judging import RewardResult, judged, whole
-from hjax.user_files import load_object, own_traceback
+from hjax.rewards import shipping
+from hjax.rewards.calling import called, late
+from hjax.rewards.judging import RewardResult, whole
+from hjax.user_files import load_object
 
+# Where a function may run.
+PROCESS, THREAD = PLACES = ("process", "thread")
+# The accelerators are taken by the run: JAX in a reward function's process has the CPU.
+_ENVIRONMENT = {"JAX_PLATFORMS": "cpu"}
+_LOG = logging.getLogger(__name__)
 _TRACEBACK = "Traceback (most recent call last):"
 _thread_numbers = itertools.count(1)
 
@@ -53,16 +61,49 @@ class RewardFunction:
     Nothing that the function does raises: a whole call that fails (it raises, takes too long,
     returns no list or one of the wrong length) leaves every sequence unscored, a single odd entry
     that sequence alone. `check_unscored` decides when that is too much.
+
+    It runs in a process of its own, one call after another, which ends with all it has started when
+    a call is late. What no other process could find by its name (a lambda, a closure, what a
+    notebook defines) runs in a thread, and the log says so; so do hjax's own functions.
     """
 
-    def __init__(self, function: Callable[..., Any], timeout_seconds: float = 60.0):
-        """Raises ConfigError if `function` can't take (prompts, responses, **columns)."""
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        timeout_seconds: float = 60.0,
+        runs_in: str = PROCESS,
+    ):
+        """Raises ConfigError if `function` can't take (prompts, responses, **columns).
+
+        Args:
+          function: the reward function; another may take its place at any time.
+          timeout_seconds: for a call, what is read of its values included.
+          runs_in: a `process` of its own, or a `thread` here. Nothing can end a thread: one that is
+            late is left behind.
+        """
         self.function = function
         self.timeout_seconds = timeout_seconds
+        self.runs_in = runs_in
         self.name = getattr(function, "__name__", type(function).__name__)
         if timeout_seconds <= 0:
             raise ConfigError(f"reward.timeout_seconds={timeout_seconds}: it must be positive")
+        if runs_in not in PLACES:
+            raise ConfigError(f"reward.runs_in={runs_in!r}: it must be {' or '.join(PLACES)}")
         _check_signature(function, self.name)
+        self._apart: Apart | None = None
+        self._of: Any = None  # the function for which that is, or was found to be none
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Start its process, so that it is ready by the first call."""
+        if (apart := self._process()) is not None:
+            apart.start()
+
+    def close(self) -> None:
+        """End its process; another call would start one."""
+        with self._lock:
+            if self._apart is not None:
+                self._apart.close()
 
     def __call__(
         self,
@@ -79,46 +120,99 @@ class RewardFunction:
           columns: dataset columns, N entries each.
           prompt_tokens, response_tokens: N lists of ids, without padding; the function gets them
             as further columns.
-
-        The function runs in a thread of its own (so async ones work in a notebook, too). One that
-        misses the deadline can't be stopped: its thread is left behind, named in the message.
         """
         count = len(responses)
-        arguments = {
-            **columns,
-            "prompt_tokens": list(prompt_tokens),
-            "response_tokens": list(response_tokens),
-        }
         if count == 0:
             return whole("ok", 0, None)
-        outcome, value = self._run(list(prompts), list(responses), arguments)
-        if outcome != "ok":
-            return whole(outcome, count, value)
-        return judged(value, [len(tokens) for tokens in response_tokens], self.name)
+        beside = {"prompt_tokens": list(prompt_tokens), "response_tokens": list(response_tokens)}
+        arguments = list(prompts), list(responses), {**columns, **beside}
+        apart = self._process()
+        if apart is not None:
+            try:
+                return self._in_process(apart, shipping.written(arguments), count)
+            except shipping.NotShippable as error:
+                self._stay_here(f"a call of it cannot be written down ({error})")
+        return self._in_thread(arguments, count)
 
-    def _run(self, prompts: list, responses: list, arguments: dict) -> tuple[str, Any]:
-        done: list[tuple[str, Any]] = []
+    def _in_process(self, apart: Apart, request: bytes, count: int) -> RewardResult:
+        try:
+            return shipping.from_bytes(apart.call(request, self.timeout_seconds))
+        except Late:
+            problem = f"{late(self.name, self.timeout_seconds)}; its process was ended"
+            outcome = "timeout"
+        except Died as error:
+            outcome, problem = "killed", f"reward function {self.name}: {error}"
+        except Failed as error:
+            if error.at_start:
+                raise shipping.NotShippable(str(error)) from error
+            outcome, problem = "exception", f"reward function {self.name}: {error}"
+        apart.start()  # for the next call
+        return whole(outcome, count, problem)
+
+    def _in_thread(self, arguments: tuple[list, list, dict], count: int) -> RewardResult:
+        done: list[RewardResult] = []
+        seconds, function = self.timeout_seconds, self.function
 
         def work() -> None:
-            try:
-                returned = self.function(prompts, responses, **arguments)
-                if inspect.isawaitable(returned):
-                    returned = asyncio.run(_within(returned, self.timeout_seconds))
-                done.append(("ok", returned))
-            except _DeadlineMissed:
-                done.append(("timeout", late + "; it was cancelled"))
-            # A sys.exit in user code must end neither the run nor this thread unheard.
-            except BaseException as error:
-                done.append(("exception", own_traceback(error, __file__, asyncio.__path__[0])))
+            done.append(called(function, *arguments, self.name, seconds))
 
         label = f"hjax-reward-{next(_thread_numbers)}"
-        late = f"reward function {self.name} took longer than {self.timeout_seconds:g} s"
         thread = threading.Thread(target=work, name=label, daemon=True)
         thread.start()
-        thread.join(self.timeout_seconds)
+        thread.join(seconds)
         if done:
             return done[0]
-        return "timeout", f"{late}; its thread {label} was left behind"
+        problem = f"{late(self.name, seconds)}; its thread {label} was left behind"
+        return whole("timeout", count, problem)
+
+    def _process(self) -> Apart | None:
+        """Where the function runs; None: in a thread here."""
+        if self.runs_in == THREAD:
+            return None
+        with self._lock:
+            if self._of is not self.function:
+                if self._apart is not None:
+                    self._apart.close()
+                self._apart, self._of = None, self.function
+                if not _is_ours(self.function):
+                    try:
+                        given = shipping.given(self.function, self.name, self.timeout_seconds)
+                        self._apart = Apart("hjax.rewards.shipping:answers", given, _ENVIRONMENT)
+                    except shipping.NotShippable as error:
+                        self._say_thread(str(error))
+            return self._apart
+
+    def _stay_here(self, why: str) -> None:
+        """From now on in a thread."""
+        with self._lock:
+            if self._apart is not None:
+                self._apart.close()
+                self._apart = None
+                self._say_thread(why)
+
+    def _say_thread(self, why: str) -> None:
+        _LOG.warning(
+            "reward function %s runs in a thread, where it cannot be ended, and not in a process "
+            "of its own: %s; a function of a file of its own, as path.py:name, can",
+            self.name,
+            why,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("function", "timeout_seconds", "runs_in", "name")
+        return {name: vars(self)[name] for name in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _apart=None, _of=None, _lock=threading.Lock())
+
+
+def _is_ours(function: Any) -> bool:
+    """Whether a function, or the object whose method it is, is hjax's own: the verifier of a
+    built-in task."""
+    inner = getattr(function, "func", function)  # of a functools.partial
+    of = getattr(inner, "__self__", inner)
+    module = getattr(of, "__module__", None) or type(of).__module__
+    return module.partition(".")[0] == __name__.partition(".")[0]
 
 
 def check_unscored(result: RewardResult, max_share: float) -> None:
@@ -145,20 +239,6 @@ def failure(result: RewardResult) -> tuple[str, str]:
     if not found.startswith(_TRACEBACK):
         return f". The first failure: {found}", ""
     return f". The first failure: {found.splitlines()[-1]}", found
-
-
-class _DeadlineMissed(Exception):
-    pass
-
-
-async def _within(awaitable: Any, seconds: float) -> Any:
-    """Awaits at most so long, then cancels; the function's own TimeoutError stays its own."""
-    task = asyncio.ensure_future(awaitable)
-    await asyncio.wait({task}, timeout=seconds)
-    if not task.done():
-        task.cancel()
-        raise _DeadlineMissed
-    return task.result()
 
 
 def _check_signature(function: Callable[..., Any], name: str) -> None:

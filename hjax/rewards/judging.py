@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-# Every way a sequence can come out of being judged. `killed` is for code run in a sandbox.
+# Every way a sequence can come out of being judged. `killed`: the process that ran it ended.
 OUTCOMES = (
     "ok", "none", "nan", "exception", "timeout", "wrong_type", "wrong_length", "killed",
 )  # fmt: skip
@@ -147,15 +147,16 @@ def _spread(result: RewardResult, row: int, length: int) -> np.ndarray:
 
 def _list(returned: Any, lengths: Sequence[int], said: str) -> RewardResult:
     count = len(lengths)
-    if hasattr(returned, "__array__") and np.ndim(returned) > 0:  # numpy, jax, torch
-        try:
-            returned = list(np.asarray(returned))
-        except Exception as error:  # jax reports a failed computation only here
-            return whole("exception", count, f"{said} an unreadable array: {error}")
-    if not isinstance(returned, list | tuple):
-        kind = type(returned).__name__
-        problem = f"{said} {_short(returned)} ({kind}); it must return a list of float or None"
-        return whole("wrong_type", count, problem)
+    try:
+        if hasattr(returned, "__array__") and np.ndim(returned) > 0:  # numpy, jax, torch
+            returned = np.asarray(returned)
+        elif not isinstance(returned, list | tuple):
+            kind = type(returned).__name__
+            problem = f"{said} {_short(returned)} ({kind}); it must return a list of float or None"
+            return whole("wrong_type", count, problem)
+        returned = list(returned)
+    except Exception as error:  # jax reports a failed computation only here
+        return whole("exception", count, f"{said} an unreadable array: {_short(error)}")
     if len(returned) != count:
         problem = f"{said} {len(returned)} rewards for {count} sequences; it must return one each"
         return whole("wrong_length", count, problem)
@@ -164,17 +165,24 @@ def _list(returned: Any, lengths: Sequence[int], said: str) -> RewardResult:
     tokens: list[np.ndarray | None] = []
     first: str | None = None
     for i, value in enumerate(returned):
-        values = _sequence(value)
-        if values is None:
-            outcome, number = _one(value)
-        else:
-            outcome, number = _dense(values, lengths[i])
+        each: list[np.float32] = []
+        values = None
+        try:
+            values = _sequence(value)
+            if values is None:
+                outcome, number = _one(value)
+            else:
+                outcome, number, each = _dense(values, lengths[i])
+        except Exception as error:  # of the value's own methods
+            outcome, number = "wrong_type", np.float32(np.nan)
+            if first is None:
+                first = f"{said} {_short(value)} for sequence {i}, which raises {_short(error)}"
         outcomes.append(outcome)
         tokens.append(None)
         if outcome == "ok":
             rewards[i] = number
             if values is not None:
-                tokens[i] = np.asarray([float(x) for x in values], np.float32)
+                tokens[i] = np.asarray(each, np.float32)
         elif first is None and outcome == "wrong_type":
             kind = type(value).__name__
             first = f"{said} {_short(value)} ({kind}) for sequence {i}; allowed: a number, None"
@@ -197,16 +205,19 @@ def _sequence(value: Any) -> list[Any] | None:
     return None
 
 
-def _dense(values: Sequence[Any], length: int) -> tuple[str, np.float32]:
-    """Outcome and sum of a reward by token."""
+def _dense(values: Sequence[Any], length: int) -> tuple[str, np.float32, list[np.float32]]:
+    """Outcome and sum of a reward by token, and its entries."""
     nan = np.float32(np.nan)
     each = [_one(x) for x in values]
     for outcome, _ in each:
         if outcome != "ok":
-            return ("nan" if outcome == "nan" else "wrong_type"), nan
+            return ("nan" if outcome == "nan" else "wrong_type"), nan, []
     if len(values) != length:
-        return "wrong_length", nan
-    return "ok", np.float32(sum(float(number) for _, number in each))
+        return "wrong_length", nan, []
+    numbers = [number for _, number in each]
+    with np.errstate(over="ignore"):
+        total = np.float32(sum(map(float, numbers)))
+    return ("ok", total, numbers) if np.isfinite(total) else ("nan", nan, [])
 
 
 def _one(value: Any) -> tuple[str, np.float32]:
@@ -227,5 +238,8 @@ def _one(value: Any) -> tuple[str, np.float32]:
 
 
 def _short(value: Any, limit: int = 60) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:
+        text = f"something that repr cannot show ({type(value).__name__})"
     return text if len(text) <= limit else text[: limit - 3] + "..."

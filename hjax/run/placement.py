@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import jax
 from hjax.controller import ResourcePool, ThreadExecutor, Timeline, check_disjoint
 from hjax.controller.executors import ExecutorFactory
 from hjax.errors import ConfigError
+from hjax.given import given_path, read_object
 from hjax.models.remat import POLICIES
 from hjax.roles import ROLES, ROLLOUT, Role
 from hjax.rules import Rule, at_least, one_of
@@ -72,7 +72,7 @@ def make_plan(
     """
     table = roles if isinstance(roles, Mapping) else {name: ROLES[name] for name in roles}
     if placement.endswith(".json"):
-        return _read_plan(Path(placement), list(table), devices)
+        return _read_plan(given_path(placement, "placement="), list(table), devices)
     sets: list[tuple[str, ...]]
     if placement == "colocate":
         sets = [tuple(table)]
@@ -118,7 +118,7 @@ def _share_out(sets: Sequence[Sequence[str]], devices: int) -> tuple[int, ...]:
 
 def _read_plan(path: Path, roles: Sequence[str], devices: int) -> Plan:
     try:
-        content = json.loads(path.read_text())
+        content = read_object(path)
         sets = tuple(tuple(s) for s in content["placement"])
         allocation = tuple(int(n) for n in content["allocation"])
         layouts = {
@@ -129,8 +129,8 @@ def _read_plan(path: Path, roles: Sequence[str], devices: int) -> Plan:
         settings = {r: _settings(r, s) for r, s in content.get("settings", {}).items()}
         predicted = dict(content.get("predicted", known))
         where = [_labels(labels) for labels in content.get("where", [{}] * len(sets))]
-    except OSError as error:
-        raise ConfigError(f"placement={path}: {error.strerror}") from error
+    except ConfigError as error:
+        raise ConfigError(f"placement: {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"placement={path}: not a plan: it needs `placement` (lists of roles), `allocation` "

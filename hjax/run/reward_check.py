@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,14 +64,16 @@ class FirstCall:
         return {"function": self.name, **shown, "returned": rewards, **named, "outcomes": outcomes}
 
 
-def first_calls(config: ConfigDict, inputs: Inputs, roles: Sequence[str]) -> list[FirstCall]:
+def first_calls(
+    config: ConfigDict, inputs: Inputs, judges: Mapping[str, RewardFunction]
+) -> list[FirstCall]:
     """Call the functions of some roles once, on the first prompts with demonstrations. Where the
     data has none, with empty answers, and if that fails with the prompts themselves as answers.
 
     Args:
       config: of the run.
       inputs: of the run.
-      roles: that a function may score: reward, cost. Those with a model are left out.
+      judges: the functions, by role.
     """
     rows = inputs.train.select(range(min(ROWS, len(inputs.train))))
     texts = shown_responses(config, inputs.task, rows)
@@ -87,11 +89,7 @@ def first_calls(config: ConfigDict, inputs: Inputs, roles: Sequence[str]) -> lis
         return FirstCall(role, judge.name, answers, said, result)
 
     found = []
-    for role in roles:
-        function = getattr(inputs, role)
-        if function is None:
-            continue
-        judge = RewardFunction(function, timeout_seconds=config.reward.timeout_seconds)
+    for role, judge in judges.items():
         if texts:
             found.append(call(role, judge, "demonstrations", texts))
             continue

@@ -143,6 +143,12 @@ class Roles:
         """The role that answers prompts: the rollout where it stands apart, else the actor."""
         return ROLLOUT if ROLLOUT in self.layouts else "actor"
 
+    @property
+    def judges(self) -> dict[str, RewardFunction]:
+        """The functions that score, by role."""
+        made = {role: build.options.get("function") for role, build in self.builds.items()}
+        return {role: f for role, f in made.items() if isinstance(f, RewardFunction)}
+
     def set_of(self, role: str) -> int:
         """Number of the set of roles that a role with devices shares them with."""
         return next(i for i, roles in enumerate(self.plan.placement) if role in roles)
@@ -150,6 +156,8 @@ class Roles:
     def close(self) -> None:
         """Stop every pool."""
         with contextlib.ExitStack() as ends:  # all of them, whichever fails
+            for function in self.judges.values():
+                ends.callback(function.close)
             for pool in {id(p): p for p in self.pools.values()}.values():
                 ends.callback(pool.close)
 
@@ -489,8 +497,9 @@ class _Builder:
     def _function(self, role: str) -> RewardFunction:
         """One of a role, whoever calls it."""
         if role not in self._functions:
-            seconds, function = self.config.reward.timeout_seconds, getattr(self.inputs, role)
-            self._functions[role] = RewardFunction(function, timeout_seconds=seconds)
+            section, function = self.config.reward, getattr(self.inputs, role)
+            how = section.timeout_seconds, section.runs_in
+            self._functions[role] = RewardFunction(function, *how)
         return self._functions[role]
 
     def _judges(self) -> dict[str, RewardFunction]:

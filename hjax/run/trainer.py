@@ -20,7 +20,7 @@ from hjax.controller.executors import ExecutorFactory
 from hjax.errors import ConfigError, RunError
 from hjax.files import CALIBRATION, HISTOGRAMS, METRICS, SAMPLES, STARTS, WARM_START
 from hjax.machine import device_memory
-from hjax.models.checkpoint import Checkpoints
+from hjax.models.checkpoint import Checkpoints, damaged
 from hjax.models.export import check_output, export_adapters, export_weights
 from hjax.models.parameters import decoder_network
 from hjax.models.weights import base_path, model_directory
@@ -521,8 +521,9 @@ class Trainer(Recovering):
         """
         own = [role for role in ("reward", "cost") if self.config[role].function]
         if self.algorithm_class.generates and not on_cluster(self.config):
-            roles = [role for role in own if role in self.roles.table]
-            for call in first_calls(self.config, self.inputs, roles):
+            judges = self.roles.judges
+            chosen = {role: judges[role] for role in own if role in judges}
+            for call in first_calls(self.config, self.inputs, chosen):
                 call.check()
 
     def _initialize(self) -> None:
@@ -586,7 +587,12 @@ class Trainer(Recovering):
         for group in self.roles.groups.values():
             if group.has("load_state"):
                 group.load_state(str(folder)).result()
-        self._restore_controller(controller)
+        try:
+            self._restore_controller(controller)
+        except ConfigError:
+            raise
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            raise damaged(folder, error) from error  # JSON, but not what a run writes
         self._ahead_state = controller.get("ahead")
         if self.policy is not None:
             self.policy.reset(step)

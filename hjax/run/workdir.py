@@ -52,6 +52,7 @@ CHANGEABLE = (
     "checkpoint.",
     "reward.max_unscored",
     "reward.timeout_seconds",
+    "reward.runs_in",
 )
 
 # Directories in which this process trains, by device and inode: the system's locks are between

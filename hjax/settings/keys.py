@@ -296,6 +296,12 @@ KEYS: dict[str, Any] = {
         "timeout_seconds": Key(
             60.0, "a step's reward call is given up after so many seconds", above(0)
         ),
+        "runs_in": Key(
+            "process",
+            "where a function runs: in a process of its own, which is ended when a call is late, "
+            "or in a thread of the run",
+            one_of("process", "thread"),
+        ),
         "while_generating": Key(
             False,
             "a function judges a prompt's answers as soon as all of them have ended, while others "

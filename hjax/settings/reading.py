@@ -19,6 +19,7 @@ from ml_collections import ConfigDict, config_flags
 
 from hjax.config import Config, UnknownKey, WrongType, convert, flatten, nearest_keys, wrong_type
 from hjax.errors import ConfigError
+from hjax.given import given_path
 from hjax.settings.checking import (
     check_config,
     checked,
@@ -143,7 +144,7 @@ def find_config(name_or_path: str) -> Path:
     Raises:
       ConfigError: there is none.
     """
-    path = Path(name_or_path).expanduser()
+    path = given_path(name_or_path, "--config=")
     if path.is_file():
         return path
     if os.path.basename(name_or_path) == name_or_path:

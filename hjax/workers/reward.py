@@ -42,6 +42,7 @@ class FunctionReward(Worker):
         super().__init__(context)
         self.function = function
         self.max_unscored = max_unscored
+        function.start()
 
     def share(self, batch: Mapping[str, Any]) -> slice:
         """The rows that this process of its pool judges: whole groups of one prompt's samples."""

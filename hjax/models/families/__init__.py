@@ -45,7 +45,7 @@ def family_of(model_type: Any, what: str = "config.json") -> Family:
     Raises:
       ConfigError: one that is not supported, with those that are.
     """
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConfigError(
             f"{what}: model_type {model_type!r} is not supported; supported: {', '.join(FAMILIES)}"
         )
@@ -58,7 +58,16 @@ def from_hf(content: Mapping[str, Any], what: str = "config.json") -> ModelConfi
     Raises:
       ConfigError: another family, or a key or value that this one does not have, by name.
     """
-    return family_of(content.get("model_type"), what).read(content, what)
+    family = family_of(content.get("model_type"), what)
+    try:
+        return family.read(content, what)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        # A value of another kind than its key's, which no check of the key's own has met.
+        raise ConfigError(
+            f"{what}: a value is not of its key's kind ({type(error).__name__}: {error})"
+        ) from error
 
 
 def to_hf(config: ModelConfig, scalar: bool = False) -> dict[str, Any]:

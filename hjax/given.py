@@ -1,0 +1,87 @@
+"""What users hand over, paths and JSON, read so that whatever ails it is one line."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from hjax.errors import ConfigError, DataError
+
+_SHOWN = 80  # characters of a path in a message
+
+
+def given_path(text: str | os.PathLike[str], setting: str) -> Path:
+    """A path as a user gives it, with `~` replaced. Whether something is there is not asked.
+
+    Args:
+      text: the path.
+      setting: what names it in messages: `--workdir=`, `data.path=`.
+
+    Raises:
+      ConfigError: it cannot be looked up: `~` of nobody, too long, a loop of links, no permission.
+    """
+    shown = os.fspath(text)
+    shown = shown if len(shown) <= _SHOWN else f"{shown[: _SHOWN - 3]}..."
+    try:
+        path = Path(text).expanduser()
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except RuntimeError:
+        user = shown.partition("/")[0]
+        raise ConfigError(f"{setting}{shown}: there is no user of the name in {user!r}") from None
+    except OSError as error:
+        raise ConfigError(f"{setting}{shown}: {error.strerror}") from error
+    except ValueError as error:  # a zero byte
+        raise ConfigError(f"{setting}{shown!r}: {error}") from error
+    return path
+
+
+def parse_json(data: bytes, where: str) -> Any:
+    """What JSON in UTF-8 says.
+
+    Args:
+      data: of a file or a line, a byte order mark ahead of it or not.
+      where: names it in messages.
+
+    Raises:
+      DataError: it is not UTF-8, not JSON, or too deeply nested.
+    """
+    try:
+        return json.loads(data.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: not UTF-8 (byte {error.start}: {error.reason})") from None
+    except ValueError as error:
+        raise DataError(f"{where}: not valid JSON ({error})") from None
+    except RecursionError:
+        raise DataError(f"{where}: not usable JSON (too deeply nested)") from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+      DataError: it cannot be read, or has something else.
+    """
+    content = parse_json(read_file(path), str(path))
+    if not isinstance(content, dict):
+        raise DataError(f"{path}: must be a JSON object, not {type(content).__name__}")
+    return content
+
+
+def read_file(path: Path) -> bytes:
+    """The bytes of a file; raises DataError where it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error
+
+
+def read_text(path: Path) -> str:
+    """The text of a file in UTF-8; raises DataError where it cannot be read or is none."""
+    try:
+        return read_file(path).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 (byte {error.start}: {error.reason})") from None

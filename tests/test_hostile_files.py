@@ -1,0 +1,260 @@
+"""What is wrong with paths and files that users hand over is one line, soon, and nothing hangs."""
+
+import json
+import os
+import struct
+import time
+
+import pytest
+from helpers import save_model
+
+from hjax.data import chat_templates
+from hjax.data.dataset import Dataset, PromptSampler
+from hjax.data.tokenizer import Tokenizer
+from hjax.errors import ConfigError, exit_status
+from hjax.files import read_json, read_rows
+from hjax.given import given_path
+from hjax.launch.program_cache import drop_torn
+from hjax.models.families import from_hf
+from hjax.models.huggingface import read_config
+from hjax.models.peft_files import Adapter
+from hjax.models.tensor_files import TensorFile
+from hjax.models.weights import model_directory
+from hjax.planning.profile import read_profile
+from hjax.run.placement import make_plan
+from hjax.settings.reading import find_config
+from hjax.user_files import load_object
+
+DEEP = b"[" * 100_000 + b"]" * 100_000
+
+
+def one_line(work, *says):
+    """The error of a piece of work, which is one short line."""
+    with pytest.raises(ConfigError) as caught:
+        work()
+    text = str(caught.value)
+    assert "\n" not in text and len(text) < 700 and all(s in text for s in says), text
+    return text
+
+
+@pytest.fixture
+def loop(tmp_path):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    return tmp_path / "loop"
+
+
+@pytest.mark.parametrize("kind", ["user", "long", "loop", "zero"])
+@pytest.mark.parametrize(
+    "door",
+    {
+        "data": Dataset.from_file,
+        "tokenizer": Tokenizer.load,
+        "model": model_directory,
+        "config": find_config,
+        "reward": lambda path: load_object(f"{path}.py:f", "reward.function"),
+        "placement": lambda path: make_plan(f"{path}.json", ["actor"], 1),
+        "workdir": lambda path: given_path(path, "--workdir="),
+    }.items(),
+    ids=lambda door: door[0],
+)
+def test_paths(kind, door, loop):
+    bad = {
+        "user": ("~nosuchuser/mine", "there is no user"),
+        "long": ("x" * 5000, "File name too long"),
+        "loop": (f"{loop}/mine", "Too many levels of symbolic links"),
+        "zero": ("mine\0", "null byte"),
+    }
+    path, says = bad[kind]
+    one_line(lambda: door[1](path), says)
+
+
+def test_an_error_of_the_system_that_names_its_file_is_one_line(capsys, tmp_path):
+    def work():
+        open(tmp_path / ("x" * 300))
+
+    assert exit_status(work) == 1
+    assert "Traceback" not in (said := capsys.readouterr().err)
+    assert said.startswith("hjax: error: OSError: [Errno 36] File name too long")
+
+
+# Of a file that should hold a JSON object, and of one with a row per line.
+BROKEN = {
+    "deep": DEEP,
+    "bytes": b'{"prompt": "\xff\xfe", "step": 1}',
+    "list": b"[1, 2]",
+    "number": b"5",
+    "text": b'"prompt"',
+    "null": b"null",
+    "half": b'{"prompt": "a',
+    "large": b'{"prompt": ' + b"9" * 10_000 + b"}",
+    "empty": b"",
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_no_json_object(name, tmp_path):
+    content = BROKEN[name]
+    file = tmp_path / "adapter_config.json"
+    file.write_bytes(content)
+    (tmp_path / "rows.jsonl").write_bytes(content + b"\n")
+    (tmp_path / "config.json").write_bytes(content)
+    one_line(lambda: read_config(tmp_path))
+    one_line(lambda: Adapter(tmp_path))
+    one_line(lambda: make_plan(str(file), ["actor"], 1))
+    one_line(lambda: read_profile(file))
+    one_line(lambda: Dataset.from_file(tmp_path / "rows.jsonl"))
+    if content:
+        one_line(lambda: read_rows(tmp_path / "rows.jsonl"))
+    if name not in ("list", "number", "text", "null", "large"):
+        one_line(lambda: read_json(file))
+    # The header of a file of tensors.
+    tensors = tmp_path / "model.safetensors"
+    tensors.write_bytes(struct.pack("<Q", len(content)) + content)
+    one_line(lambda: TensorFile(tensors))
+    tokenizer = Tokenizer.characters("ab")
+    tokenizer.save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_bytes(content)
+    one_line(lambda: Tokenizer.load(tmp_path))
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    one_line(lambda: Tokenizer.load(tmp_path))
+
+
+def test_rows_of_a_run_without_a_step(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"steps": 2}\n')
+    one_line(lambda: read_rows(tmp_path / "metrics.jsonl"), "metrics.jsonl:2: not a JSON object wi")
+
+
+def test_a_parquet_file_whose_values_cannot_be_read(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    # A time that Python's datetime has not: it is found when rows are made of it.
+    late = pyarrow.array([-(10**18)], pyarrow.timestamp("us"))
+    table = pyarrow.table({"prompt": ["a"], "when": late})
+    pyarrow.parquet.write_table(table, tmp_path / "late.parquet")
+    one_line(lambda: Dataset.from_file(tmp_path / "late.parquet"), "not a readable parquet file")
+
+
+@pytest.mark.parametrize("state", [
+    {"position": -5}, {"position": None}, {"position": "3"}, {"position": 1.5},
+])  # fmt: skip
+def test_a_position_that_is_none(state):
+    sampler = PromptSampler(4, 2, seed=0)
+    one_line(lambda: sampler.restore({"size": 4, "seed": 0, **state}), "has position")
+
+
+@pytest.mark.parametrize("key", ["bos_token", "eos_token", "pad_token"])
+@pytest.mark.parametrize("value", [5, ["<bos>"], {"content": 5}, True])
+def test_special_tokens_that_are_no_text(key, value, tmp_path):
+    Tokenizer.characters("ab").save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({key: value}))
+    one_line(lambda: Tokenizer.load(tmp_path), f"{key} is ")
+
+
+@pytest.mark.parametrize("value", ["2", 2.5, [None], [[2]], True, -1, {}])
+def test_ends_that_are_no_ids(value, tmp_path):
+    Tokenizer.characters("ab").save(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    one_line(lambda: Tokenizer.load(tmp_path), "eos_token_id is")
+
+
+WRONG = ["12", None, 0, -1, 1.5, True, [], {}, [None], {"a": 1}, "silu", 10**30, float("nan")]
+
+
+def test_a_models_config_with_values_of_other_kinds(tmp_path):
+    save_model(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    read, refused = 0, 0
+    for key in content:
+        for value in WRONG:
+            try:
+                from_hf(content | {key: value})
+                read += 1
+            except ConfigError as error:
+                assert "\n" not in str(error)
+                refused += 1
+    assert refused > 100 and read > 20  # null means the default, and some keys mean nothing
+
+
+# Time, memory and output without end.
+TEMPLATES = {
+    "time": ("{% set r = range(99999) %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}",
+             "takes longer than 0.5 s"),
+    "power": ("{{ 9 ** (9 ** 9) }}", "takes longer than 0.5 s"),
+    "memory": ("{{ ('a' * 10 ** 10) | length }}", "the chat template refuses this: MemoryError"),
+    "output": ("{% for a in range(99999) %}{{ 'a' * 1000 }}{% endfor %}",
+               "it writes more than 16777216 characters"),
+    "depth": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "maximum recursion depth"),
+    "wrong": ("{{ 1 / 0 }}", "division by zero"),
+    "syntax": ("{% if %}", "Expected an expression"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_chat_templates_without_end(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(chat_templates, "SECONDS", 0.5)
+    template, says = TEMPLATES[name]
+    if name == "output":
+        monkeypatch.setattr(chat_templates, "SECONDS", 20.0)
+    Tokenizer.characters("ab").save(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    tokenizer = Tokenizer.load(tmp_path)
+    begun = time.monotonic()
+    one_line(lambda: tokenizer.chat([{"role": "user", "content": "a"}]), says)
+    assert time.monotonic() - begun < 30
+    chat_templates._apart.cache_clear()
+
+
+def test_torn_entries_of_the_compile_cache_are_dropped(tmp_path):
+    import jax
+    import jax.numpy as jnp
+
+    options = {"jax_compilation_cache_dir": str(tmp_path),
+               "jax_persistent_cache_min_compile_time_secs": 0.0,
+               "jax_persistent_cache_min_entry_size_bytes": -1}  # fmt: skip
+    from jax.experimental.compilation_cache import compilation_cache
+
+    before = {name: getattr(jax.config, name) for name in options}
+    try:
+        for name, value in options.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        jax.jit(lambda x: jnp.sin(x) * 3 + 1)(jnp.ones(3)).block_until_ready()
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+    entries = sorted(tmp_path.glob("*-cache"))
+    assert entries and drop_torn(tmp_path) == 0
+    whole = entries[0].read_bytes()
+    entries[0].write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "empty-cache").write_bytes(b"")
+    assert drop_torn(tmp_path) == 2 and not entries[0].exists()
+    # What was whole long ago is not looked at again.
+    old = tmp_path / "old-cache"
+    old.write_bytes(b"torn")
+    os.utime(old, (1, 1))
+    assert drop_torn(tmp_path) == 0 and drop_torn(tmp_path / "nowhere") == 0
+
+
+def test_a_kept_program_that_is_torn_is_compiled_again_and_replaced(tmp_path, monkeypatch):
+    import types
+
+    import jax
+
+    from hjax.dryrun import compilation
+
+    counted = []
+    monkeypatch.setattr(compilation, "_compile", lambda *_: counted.append(1) or {"bytes": 3})
+    adding = jax.jit(lambda x: x + 1)
+    traced = types.SimpleNamespace(trace=lambda: adding.trace(1.0), loop_trips=None)
+    program = types.SimpleNamespace(program=traced, role="actor", name="add", rows=1, runs=1)
+    topology = types.SimpleNamespace(platform="cpu", name="one", versions="1")
+    found = []
+    for torn in (False, False, True, False):
+        if torn:
+            [file] = tmp_path.glob("*.json")
+            file.write_bytes(file.read_bytes()[:5])
+        found.append(compilation.compile_program(program, topology, 1, "O1", tmp_path))
+    assert [x["kept"] for x in found] == [False, True, False, True] and len(counted) == 2
+    assert {x["bytes"] for x in found} == {3}
