@@ -229,6 +229,15 @@ class Algorithm:
         return Config({name: key.default for name, key in cls.all_keys().items()})
 
     @classmethod
+    def fewest_samples(cls, config: ConfigDict) -> int:
+        """Responses per prompt that it needs at least.
+
+        Args:
+          config: the section ``algorithm``, complete.
+        """
+        return 1
+
+    @classmethod
     def check(cls, config: ConfigDict) -> None:
         """Raise ConfigError where keys that are each in their range do not go together.
 

@@ -164,10 +164,10 @@ class GDPO(GRPO):
     }
     defaults = {"baseline": "none", "normalise": "none", "kl_coef": 0.0}
 
-    @property
-    def compares(self) -> bool:
-        """Each of its rewards does."""
-        return True
+    @classmethod
+    def fewest_samples(cls, config: ConfigDict) -> int:
+        """Each reward is compared within its group."""
+        return 2
 
     @classmethod
     def check(cls, config: ConfigDict) -> None:

@@ -87,16 +87,16 @@ class GRPO(Resampling, Algorithm):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        if self.samples < 2 and self.compares:
+        if self.samples < self.fewest_samples(self.config):
             raise ConfigError(
                 f"rollout.samples={self.samples}: {type(self).__name__} compares a response with "
                 "the others to its prompt; set it to 2 or more, or algorithm.baseline to none"
             )
 
-    @property
-    def compares(self) -> bool:
-        """Whether a response's advantage depends on the others to its prompt."""
-        return self.config.baseline != "none"
+    @classmethod
+    def fewest_samples(cls, config: ConfigDict) -> int:
+        """Two where a response's advantage depends on the others to its prompt."""
+        return 1 if config.baseline == "none" else 2
 
     @classmethod
     def check(cls, config: ConfigDict) -> None:

@@ -44,11 +44,16 @@ class OnlineDPO(DPO):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        if self.samples != 2:
+        if self.samples != self.fewest_samples(self.config):
             raise ConfigError(
                 f"rollout.samples={self.samples}: OnlineDPO compares two answers to a prompt; set "
                 "it to 2"
             )
+
+    @classmethod
+    def fewest_samples(cls, config: ConfigDict) -> int:
+        """The two of a pair."""
+        return 2
 
     def collect(self, prompts: Batch) -> Any:
         """Generate two answers to each prompt."""

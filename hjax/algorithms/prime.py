@@ -45,11 +45,16 @@ class PRIME(Resampling, Algorithm):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        if self.samples < 2:
+        if self.samples < self.fewest_samples(self.config):
             raise ConfigError(
                 f"rollout.samples={self.samples}: PRIME compares a response with the others to its "
                 "prompt; set it to 2 or more"
             )
+
+    @classmethod
+    def fewest_samples(cls, config: ConfigDict) -> int:
+        """Both rewards are compared within their group."""
+        return 2
 
     @classmethod
     def needed_roles(cls, config: ConfigDict) -> tuple[str, ...]:

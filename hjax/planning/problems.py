@@ -61,7 +61,9 @@ def pose_problem(
     """
     table = algorithm.role_table(settings)
     names, absent = fill_in(models, table)
-    flow = trace(algorithm, settings, updates, work.samples, names, absent)
+    # The calls of a step do not depend on how many share a prompt.
+    samples = max(work.samples, algorithm.fewest_samples(settings))
+    flow = trace(algorithm, settings, updates, samples, names, absent)
     shapes = {role: planning_shape(name) for role, name in names.items()}
     for role, shape in shapes.items():
         if shape.max_length < work.length and not table[role].function:
