@@ -420,7 +420,9 @@ def test_the_page_starts_as_many_processes_as_the_manifest_has_hosts(objects):
 
 
 def requirement(name: str) -> Requirement:
-    lines = setup_cfg()["options"]["install_requires"].strip().splitlines()
+    cluster = setup_cfg()["options.extras_require"]["cluster"]
+    lines = [*setup_cfg()["options"]["install_requires"].split("\n"), *cluster.split("\n")]
+    lines = [line for line in lines if line.strip()]
     (found,) = (one for line in lines if (one := Requirement(line)).name == name)
     return found
 

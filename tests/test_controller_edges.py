@@ -137,7 +137,7 @@ def roles_file(folder, entry):
         "    @classmethod\n"
         "    def losses(cls, config, length):\n"
         "        found = super().losses(config, length)\n"
-        "        return found | {'teacher': found['actor']}\n"
+        "        return found | {'mentor': found['actor']}\n"
     )
     return f"{folder}/own.py:Own"
 
@@ -146,12 +146,12 @@ def roles_file(folder, entry):
     "entry, said",
     [
         (
-            "'teacher': hjax.Role(hjax.workers.Actor, trained=True, model=True)",
-            "'teacher' is trained, but the config has no section 'teacher'",
+            "'mentor': hjax.Role(hjax.workers.Actor, trained=True, model=True)",
+            "'mentor' is trained, but the config has no section 'mentor'",
         ),
         (
-            "'teacher': hjax.Role(hjax.workers.Reference, model=True, starts_from='critic')",
-            "'teacher' starts from 'critic', which this config has no use for",
+            "'mentor': hjax.Role(hjax.workers.Reference, model=True, starts_from='critic')",
+            "'mentor' starts from 'critic', which this config has no use for",
         ),
         (
             "'one': hjax.Role(hjax.workers.Reference, model=True, starts_from='two'),"
@@ -167,13 +167,13 @@ def test_a_role_that_cannot_start_is_refused_in_one_line(entry, said, tmp_path):
 
 def test_a_role_may_start_from_one_that_is_listed_later(tmp_path):
     entry = (
-        "'copy': hjax.Role(hjax.workers.Reference, model=True, starts_from='teacher'),"
-        "'teacher': hjax.Role(hjax.workers.Reference, model=True, starts_from='actor')"
+        "'copy': hjax.Role(hjax.workers.Reference, model=True, starts_from='mentor'),"
+        "'mentor': hjax.Role(hjax.workers.Reference, model=True, starts_from='actor')"
     )
     with trainer_of(roles_file(tmp_path, entry)) as trainer:
         trainer.prepare()
         groups = trainer.roles.groups
-        for name in ("copy", "teacher"):
+        for name in ("copy", "mentor"):
             jax.tree.map(
                 np.testing.assert_array_equal,
                 groups[name].worker.params,
