@@ -426,8 +426,8 @@ def test_a_plan_shows_the_calibration_that_it_needs(display, tmp_path, monkeypat
     hjax.plan(config)
     out = capsys.readouterr().out
     lines = out.splitlines()
-    assert lines[:2] == (["calibrating 0/1   products   0:00", "calibrating 1/1   done   0:00"]
-                         if display else [])  # fmt: skip
+    assert lines[:2] == (["calibrating 0/1   products   0:00 gone",
+                          "calibrating 1/1   done   0:00 gone"] if display else [])  # fmt: skip
     assert [line.startswith("placement=auto: ") for line in lines[2:]] == [True] * len(lines[2:])
     assert any("a step takes" in line for line in lines) == display
     hjax.plan(config)  # the profile is stored now

@@ -30,10 +30,10 @@ def test_lines_come_at_the_ends_and_every_five_seconds(monkeypatch):
             clock.now = 100.0 + seconds
             progress(done, 10, f"part {done}" if done < 10 else "")
     assert stream.getvalue().splitlines() == [
-        "calibrating  0/10   part 0   0:00",
-        "calibrating  2/10   part 2   0:06",
-        "calibrating  9/10   part 9   1:15",
-        "calibrating 10/10   done   1:16",
+        "calibrating  0/10   part 0   0:00 gone",
+        "calibrating  2/10   part 2   0:06 gone, 0:24 left",
+        "calibrating  9/10   part 9   1:15 gone, 0:08 left",
+        "calibrating 10/10   done   1:16 gone",
     ]
 
 

@@ -12,6 +12,7 @@ from typing import Any, Self, TextIO
 from hjax.show.format import gone_and_left
 
 _PLAIN_INTERVAL_SECONDS = 5.0
+_WIDE = 80  # columns that a bar and the time that is left need
 
 
 class PartsDisplay:
@@ -73,7 +74,7 @@ class PartsDisplay:
 
 
 def _bar(stream: TextIO) -> Any:
-    """A rich progress bar; what is done stands whole at 60 columns."""
+    """A rich progress bar; what is done stands whole at 60 columns, without the bar itself."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
     from rich.text import Text
@@ -81,13 +82,14 @@ def _bar(stream: TextIO) -> Any:
     class Elapsed(ProgressColumn):
         def render(self, task: Any) -> Text:
             spent, done, total = task.elapsed or 0.0, task.completed, task.total or 0
-            left = spent / done * (total - done) if 0 < done < total else None
-            return Text(gone_and_left(spent, left))
+            left = spent / done * (total - done) if 0 < done < total and wide else None
+            return Text(gone_and_left(spent, left), no_wrap=True)
 
     console = Console(file=stream, highlight=False)
+    wide = console.width >= _WIDE
     return Progress(
         TextColumn("[bold]{task.description}"),
-        BarColumn(bar_width=max(6, min(40, console.width - 68))),
+        *([BarColumn(bar_width=min(40, console.width - 68))] if wide else []),
         MofNCompleteColumn(),
         TextColumn("{task.fields[what]}", markup=False),
         Elapsed(),
