@@ -16,6 +16,7 @@ import io
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -35,6 +36,9 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 os.environ["XLA_FLAGS"] = re.sub(
     r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", "")
 ).strip()
+
+# Under `nohup` a signal is ignored that tests send to processes of their own.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 import jax  # noqa: E402  (reads the variables above)
 from jax._src import xla_bridge  # noqa: E402

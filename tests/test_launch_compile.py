@@ -380,7 +380,7 @@ def test_a_small_step_compiles_for_a_small_topology(tmp_path):
 
 @needs_libtpu
 def test_a_vocabulary_that_does_not_fit_is_refused_with_the_bytes_missing(tmp_path):
-    keys = {"layers": 1, "hidden_size": 2048, "vocab_size": 4_000_000}
+    keys = {"layers": 1, "hidden_size": 2048, "vocab_size": 1 << 20}
     changes = [f"--config.model.{key}={value}" for key, value in keys.items()]
     done = command("--config=grpo.py", "--topology=v5e:2x2", "--json", *changes, cache=tmp_path)
     assert done.returncode == 2
@@ -391,7 +391,7 @@ def test_a_vocabulary_that_does_not_fit_is_refused_with_the_bytes_missing(tmp_pa
     assert not description["fits"]
     assert step["missing_bytes"] == step["sum_bytes"] - memory > 0
     # Whole on each device: the table in float32, and two moments.
-    table, resident = 4 * 2048 * 4_000_000, description["resident_bytes"]["actor"]
+    table, resident = 4 * 2048 * (1 << 20), description["resident_bytes"]["actor"]
     assert resident["params"] == pytest.approx(table, rel=0.02)
     assert resident["optimizer"] == pytest.approx(2 * table, rel=0.02)
 

@@ -122,6 +122,7 @@ def test_only_adapters_change_and_a_checkpoint_has_them_alone(base, tmp_path):
     folder = tmp_path / "checkpoints" / "2"
     assert {p.name for p in folder.iterdir()} == {
         "actor.params", "actor.optimizer", "critic.params", "critic.optimizer", "controller.json",
+        "checksums.json",
     }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from helpers import computed, tiny_config
 
 import hjax
 from hjax.controller import ray_calls
+from hjax.run.reward_check import ROWS as FIRST_CALL
 
 STEPS, PROMPTS, SAMPLES, EVALUATED = 2, 8, 2, 16
 KEYS = {
@@ -78,7 +79,8 @@ def test_each_prompt_is_judged_once_and_metrics_are_the_same(
     here = {"placement": placement, "cluster.address": "local", "cluster.processes": processes,
             "cluster.reward_processes": 2}  # fmt: skip
     alone = {"placement": placement, "cluster.devices_per_process": processes}
-    early = {"reward.while_generating": True}
+    # In a thread, so that what a function notes is under the process that generates.
+    early = {"reward.while_generating": True, "reward.runs_in": "thread"}
     if placement.endswith("in parts"):
         parts = {"placement": "disaggregate", "rollout.partial_tokens": 30,
                  "rollout.max_staleness": 1, "rollout.deterministic": True}  # fmt: skip
@@ -101,6 +103,7 @@ def test_each_prompt_is_judged_once_and_metrics_are_the_same(
         assert all(count % SAMPLES == 0 for count in (told - late).values())
         assert (told - late).total() <= PROMPTS * SAMPLES
         return
-    assert told == late
+    # Beside a cluster the function is first called once, on some demonstrations.
+    assert not told - late and (late - told).total() == FIRST_CALL
     shares = [len(lines) for lines in judged.values()]
     assert max(shares) == min(shares)

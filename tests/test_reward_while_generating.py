@@ -10,6 +10,7 @@ from helpers import computed, trainer_of
 from hjax.errors import RunError
 from hjax.rewards.early import Answers, Judge, Verdict
 from hjax.rewards.function import RewardFunction
+from hjax.run.reward_check import ROWS as FIRST_CALL
 
 LONG = {"rollout.max_response_length": 90, "steps": 2, "eval.every": 2, "warm_start.steps": 0}
 CASES = {
@@ -64,6 +65,7 @@ def test_answers_are_judged_before_all_have_ended(tmp_path):
         worker.function.function = lambda prompts, responses, **columns: [7.0] * len(responses)
         assert trainer.step()["reward/mean"] == 7.0  # the same function judges early
     assert row["reward/mean"] == pytest.approx(row["response/length_mean"])
+    assert calls.pop(0)[0] == FIRST_CALL  # before the training, on demonstrations
     # Whole groups, several times, each row once, all with the same columns.
     assert sum(count for count, *_ in calls) == 64 and len(calls) > 1
     assert all(count % 4 == 0 for count, *_ in calls)
@@ -110,7 +112,7 @@ def test_a_function_that_fails_ends_the_run(tmp_path):
         "reward.function": f"{tmp_path}/mine.py:reward", "reward.while_generating": True,
     }  # fmt: skip
     with (
-        pytest.raises(RunError, match="(?s)have no reward .exception .*ValueError"),
+        pytest.raises(RunError, match="fails on 4 demonstrations, before training.*ValueError: 1"),
         trainer_of("GRPO", keys, workdir=tmp_path / "run") as trainer,
     ):
         trainer.run()

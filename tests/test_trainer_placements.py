@@ -143,7 +143,7 @@ def test_a_plan_gives_pipeline_stages_and_other_axes(tmp_path):
 @pytest.mark.parametrize(
     "content, message",
     [
-        ("{", "not a plan"),
+        ("{", "not valid JSON"),
         ('{"placement": [["actor"]]}', "not a plan: it needs `placement`.*`allocation`"),
         ('{"placement": [["actor", "critic"]], "allocation": [8]}', "this run has .*reference"),
         (
@@ -160,7 +160,7 @@ def test_a_plan_gives_pipeline_stages_and_other_axes(tmp_path):
             ' "parallelism": {"actor": {"train": [1]}}}',
             "not a plan",
         ),
-        ("[]", "not a plan"),
+        ("[]", "object|plan"),
         ('{"placement": "actor", "allocation": [8]}', "this run has"),
     ],
 )
