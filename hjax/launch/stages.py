@@ -7,6 +7,7 @@ stands for the workdir, so `{workdir}/sft` is what the stage `sft` trained.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import tempfile
@@ -61,10 +62,18 @@ class Stages:
         return made
 
     def prepare(self, workdir: Path) -> None:
-        """Have the file write what its stages read."""
-        if hasattr(self.module, "prepare"):
-            workdir.mkdir(parents=True, exist_ok=True)
+        """Have the file write what its stages read; if it refuses, no folder is left behind."""
+        if not hasattr(self.module, "prepare"):
+            return
+        new = [folder for folder in (workdir, *workdir.parents) if not folder.exists()]
+        workdir.mkdir(parents=True, exist_ok=True)
+        try:
             self.module.prepare(workdir, *filter(None, [self.argument]))
+        except BaseException:
+            for folder in new:
+                with contextlib.suppress(OSError):  # what it wrote stays
+                    folder.rmdir()
+            raise
 
 
 def read_stages(name: str, arguments: Sequence[str]) -> tuple[Stages | None, list[str]]:

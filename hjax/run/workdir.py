@@ -293,10 +293,10 @@ class Workdir:
                 continue
             was = repr(before[key]) if key in before else "absent"
             asked = repr(now[key]) if key in now else "absent"
+            *most, last = (name.rstrip(".") for name in CHANGEABLE)
             raise ConfigError(
                 f"{self.path} holds a run with config.{key}={was}, now {asked}; on resume only "
-                "steps, placement, layout, cluster, display, checkpoint, reward.max_unscored and "
-                "reward.timeout_seconds may change: give the old value, or another --workdir"
+                f"{', '.join(most)} and {last} may change: give the old value, or another --workdir"
             )
 
     @contextlib.contextmanager

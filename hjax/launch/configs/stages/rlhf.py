@@ -41,9 +41,14 @@ def get_stages(kind: str = "reviews") -> dict[str, ConfigDict]:
 
 def prepare(workdir: Path, kind: str = "reviews") -> None:
     """Write the reviews as the stages read them, into `workdir/data`."""
-    reviews = _folder() / REVIEWS / "rt-polarity.pos"
-    if kind != "reviews" or (workdir / "data").is_dir() or not reviews.is_file():
+    if kind != "reviews" or (workdir / "data").is_dir():
         return
+    reviews = _folder() / REVIEWS / "rt-polarity.pos"
+    if not reviews.is_file():
+        raise ConfigError(
+            f"--config=rlhf.py: there is no {reviews}; set HJAX_TEST_DATA to the folder that has "
+            f"{REVIEWS} and {WEIGHTS}, or take --config=rlhf.py:sorting, which needs neither"
+        )
     made = workdir / ".data"
     made.mkdir(exist_ok=True)
     texts = {label: _lines(reviews.with_suffix(end)) for label, end in ((1, ".pos"), (0, ".neg"))}
