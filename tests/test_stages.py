@@ -153,6 +153,6 @@ def test_reviews_that_are_not_there_are_one_line_and_leave_nothing(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HJAX_TEST_DATA", raising=False)
     stages, _ = read_stages("rlhf.py", [])
-    with pytest.raises(ConfigError, match="set HJAX_TEST_DATA .* rlhf.py:sorting") as caught:
+    with pytest.raises(ConfigError, match="set HJAX_TEST_DATA .*=rlhf.py:sorting") as caught:
         stages.prepare(tmp_path / "runs" / "new")
     assert "\n" not in str(caught.value) and list(tmp_path.iterdir()) == []
