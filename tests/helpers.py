@@ -140,3 +140,13 @@ def save_model(
     if tokenizer is not None:
         tokenizer.save(path)
     return config
+
+
+def kept_screens() -> pathlib.Path | None:
+    """The folder of HJAX_SCREENS, in which tests leave what they saw; None where none is named."""
+    named = os.environ.get("HJAX_SCREENS")
+    if not named:
+        return None
+    folder = pathlib.Path(named)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

@@ -215,6 +215,8 @@ def test_bad_input_ends_in_one_line_and_status_2(case, files, monkeypatch, capsy
         ("none.py", "--config=none.py: no such file; give a path, or one of base.py, cdpo.py"),
         ("broken.py", "broken.py:2: ZeroDivisionError: division by zero"),
         ("empty.py", "the file defines no get_config()"),
+        ("ppo.py:addition", "after the colon; say --config=ppo.py --config.data.task=addition\n"),
+        ("ppo.py:8", "ppo.py takes nothing after the colon; say --config=ppo.py --config.KEY="),
     ],
 )
 def test_a_config_file_that_cannot_be_used(name, message, files, monkeypatch, capsys):

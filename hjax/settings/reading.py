@@ -7,10 +7,11 @@ config = load_config("ppo.py", ["--config.rollout.prompts=32"])
 from __future__ import annotations
 
 import difflib
+import inspect
 import os
 import re
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,14 @@ def _call(path: Path, name: str, argument: str | None) -> Any:
             + ("; its stages are run by `python -m hjax.launch`" if stages else "")
         )
     function = getattr(module, name)
+    if argument is not None and not _takes_one(function):
+        from hjax.data.tasks import TASKS
+
+        say = f"--config.data.task={argument}" if argument in TASKS else "--config.KEY=VALUE"
+        raise ConfigError(
+            f"--config={path.name}:{argument}: {name}() of {path.name} takes nothing after the "
+            f"colon; say --config={path.name} {say}"
+        )
     try:
         return function() if argument is None else function(argument)
     except (UnknownKey, WrongType) as error:
@@ -210,6 +219,15 @@ def _call(path: Path, name: str, argument: str | None) -> Any:
         raise
     except Exception as error:
         raise ConfigError(f"--config={path}: {error_line(path, error)}") from error
+
+
+def _takes_one(function: Callable[..., Any]) -> bool:
+    """Whether it can be called with what stands after the colon."""
+    try:
+        inspect.signature(function).bind("")
+    except TypeError:
+        return False
+    return True
 
 
 def _as_config(what: str, config: Any) -> ConfigDict | dict[str, Any]:
