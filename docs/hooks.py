@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -14,15 +15,34 @@ PAGES = ("CHANGELOG.md", "benchmarks/README.md", "benchmarks/RESULTS.md")
 _LINK = re.compile(r"(\[[^\]]*\])\(((?:\.\./)+[^)#\s]+)(#[^)\s]*)?\)")
 
 
+@event_priority(100)  # before the plug-in that renders notebooks sees the list
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages from outside, and one for each file that a page links to."""
     notebooks = sorted((ROOT / "notebooks").glob("*.ipynb"))
     for path in (*PAGES, *(str(file.relative_to(ROOT)) for file in notebooks)):
-        files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
+        files.append(File(path, str(ROOT), config.site_dir, config.use_directory_urls))
     for source in sorted({target for page in files for target in _sources(page)}):
         text = f"# `{source}`\n\n````\n{(ROOT / source).read_text()}\n````\n"
         files.append(File.generated(config, f"files/{source}.md", content=text))
     return files
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Notebooks: links to pages, and a badge for Colab where the project's address is known."""
+    if not page.file.src_uri.endswith(".ipynb"):
+        return html
+
+    def replaced(match: re.Match[str]) -> str:
+        target = _target(page.file.src_uri, match[1]).removeprefix("docs/")
+        file = files.get_file_from_path(target)
+        return f'href="{file.url_relative_to(page.file)}{match[2]}"' if file else match[0]
+
+    html = re.sub(r'href="([\w./]+\.(?:md|ipynb))((?:#[^"]*)?)"', replaced, html)
+    address = re.fullmatch(r"https://github\.com/([^/]+/[^/]+?)(?:\.git)?/?", config.repo_url or "")
+    if address is None:
+        return html
+    link = f"https://colab.research.google.com/github/{address[1]}/blob/main/{page.file.src_uri}"
+    return f'<p><a class="md-button colab" href="{link}">Open in Colab</a></p>\n{html}'
 
 
 def _sources(page: Any) -> list[str]:

@@ -20,6 +20,7 @@ from hjax.studies.dictionary import dictionary_markdown
 
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
+REPOSITORY = "https://github.com/an-owner/a-name"
 PAGES = sorted(path for path in DOCS.rglob("*.md"))
 
 
@@ -49,7 +50,7 @@ def site(tmp_path_factory):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1", "HJAX_REPOSITORY": REPOSITORY},
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return {path: Page(path) for path in folder.rglob("*.html") if path.name != "404.html"}
@@ -76,6 +77,16 @@ def test_no_link_is_dead_and_every_page_is_two_clicks_away(site):
     near = leads[start] | {start}
     near |= {page for each in list(near) for page in leads.get(each, ())}
     assert {str(path) for path in site} - {str(path) for path in near} == set()
+
+
+def test_notebooks_have_a_badge_that_opens_them_in_colab(site):
+    colab = "https://colab.research.google.com/github/an-owner/a-name/blob/main/notebooks/"
+    found = [link for page in site.values() for link in page.links if link.startswith(colab)]
+    notebooks = sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
+    assert sorted(link.removeprefix(colab) for link in found) == notebooks
+    for name in notebooks:  # rendered, with their figures, not offered as files
+        (page,) = [path for path in site if path.parts[-2] == name.removesuffix(".ipynb")]
+        assert "data:image/png;base64," in page.read_text(), name
 
 
 def test_every_public_name_has_its_place_in_the_reference(site):
