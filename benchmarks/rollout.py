@@ -45,8 +45,9 @@ from hjax.models.parameters import decoder_network
 from hjax.models.transformer import Compute
 from hjax.rollout.generator import Generator
 from hjax.rollout.options import Options
+from hjax.rollout.requests import Piece, Request
 from hjax.rollout.sampling import Sampling
-from hjax.rollout.service import Piece, Request, Service
+from hjax.rollout.service import Service
 from hjax.sharding.layout import make_layouts
 
 W1 = ModelConfig(512, 256, 688, 6, 8, 4, 32, 1024)
@@ -263,7 +264,8 @@ def measure(
             contestants[name](1 + turn)
     rates: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+        order = names[turn % len(names) :] + names[: turn % len(names)]
+        for name in order[:: -1 if turn % 2 else 1]:  # none always follows the same one
             start = time.perf_counter()
             tokens = contestants[name](1 + turn)
             rates[name].append(tokens / (time.perf_counter() - start))

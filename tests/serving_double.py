@@ -16,7 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, RunError
 from hjax.rollout.matching import Matchers
-from hjax.rollout.service import Piece, QueueFull, Request
+from hjax.rollout.requests import Piece, QueueFull, Request
 from hjax.serving.address import address_of, bind
 from hjax.serving.limits import Limits
 from hjax.serving.reload import Reload

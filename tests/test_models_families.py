@@ -22,7 +22,8 @@ from hjax.models.parameters import decoder_network
 from hjax.models.published import published
 from hjax.models.transformer import Compute
 from hjax.rollout.options import Options
-from hjax.rollout.service import Request, Service
+from hjax.rollout.requests import Request
+from hjax.rollout.service import Service
 from hjax.workers.packs import make_packing
 
 EVERY_DAY = {next(name for name, row in MODELS.items() if row[0] == f) for f, _ in MODELS.values()}

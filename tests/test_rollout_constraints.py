@@ -28,7 +28,8 @@ from hjax.rollout.constraint import LARGEST, Constraint
 from hjax.rollout.language_model import LanguageModel
 from hjax.rollout.matching import Matchers
 from hjax.rollout.options import Options
-from hjax.rollout.service import Request, Service
+from hjax.rollout.requests import Request
+from hjax.rollout.service import Service
 from hjax.sharding.layout import make_layouts
 
 SECONDS = 120

@@ -12,7 +12,8 @@ from hjax.models.parameters import decoder_network
 from hjax.rollout import lookup
 from hjax.rollout.language_model import LanguageModel
 from hjax.rollout.options import Options
-from hjax.rollout.service import Request, Service
+from hjax.rollout.requests import Request
+from hjax.rollout.service import Service
 from hjax.sharding.layout import make_layouts
 from tests.test_rollout_prefixes import answers, same
 

@@ -21,7 +21,8 @@ from hjax.rollout import service as services
 from hjax.rollout.language_model import LanguageModel
 from hjax.rollout.options import Options
 from hjax.rollout.prefix_tree import PrefixTree
-from hjax.rollout.service import Request, Service
+from hjax.rollout.requests import Request
+from hjax.rollout.service import Service
 from hjax.sharding.layout import make_layouts
 
 PLAIN = ModelConfig(
@@ -135,7 +136,7 @@ def language_model(config, form="", cache="auto"):
     params = decoder_network(config).create(1, layout)
     made = LanguageModel(config, params, cache_dtype=cache)
     if form:
-        made.engine.form = form
+        made._generator.cache_form = form  # before it makes its engine
     return made
 
 

@@ -17,7 +17,8 @@ from hjax.models.parameters import decoder_network
 from hjax.rollout import service as services
 from hjax.rollout.language_model import LanguageModel
 from hjax.rollout.options import Options
-from hjax.rollout.service import Request, Service
+from hjax.rollout.requests import Request
+from hjax.rollout.service import Service
 from hjax.sharding.layout import make_layouts
 
 CONFIG = ModelConfig(

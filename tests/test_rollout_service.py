@@ -15,7 +15,8 @@ from hjax.models.parameters import decoder_network
 from hjax.rollout.generator import Generator
 from hjax.rollout.language_model import LanguageModel
 from hjax.rollout.options import Options
-from hjax.rollout.service import Piece, QueueFull, Request, Service, Ticket
+from hjax.rollout.requests import Piece, QueueFull, Request, Ticket
+from hjax.rollout.service import Service
 from hjax.sharding.layout import make_layouts
 
 CONFIG = ModelConfig(

@@ -16,8 +16,9 @@ from hjax.models.parameters import decoder_network
 from hjax.rollout.engine import Engine
 from hjax.rollout.language_model import LanguageModel
 from hjax.rollout.options import MOST_TOP, Options
+from hjax.rollout.requests import Request
 from hjax.rollout.scoring import Scorer
-from hjax.rollout.service import Request, Service
+from hjax.rollout.service import Service
 from hjax.serving.served import Served
 from hjax.sharding.layout import make_layouts
 

@@ -32,6 +32,7 @@ from hjax.rollout import decode_state
 from hjax.rollout.chunks import Chunks
 from hjax.rollout.counts import Counts
 from hjax.rollout.row_sampling import RowSampling
+from hjax.rollout.seats import Seats, cut_answers
 from hjax.rollout.slots import (
     Admission,
     Begun,
@@ -88,6 +89,7 @@ class Engine:
         over = ("layers",) if self.stacked else ()
         held = layout.sharding(*over, "batch", heads)
         self.block_sharding = layout.sharding(*over, "batch", heads)
+        self.seats = self._seats()
         way = self.copies, self.block_sharding, self.stacked
         self.chunks = Chunks(network, layout, self.kept_dtype, *way, self.prefilled)
         split, whole = layout.sharding("batch"), layout.replicated
@@ -103,15 +105,17 @@ class Engine:
         )
         self._first = jax.jit(self._begun, static_argnums=0, out_shardings=(split, whole))
         self._seat = jax.jit(
-            self._seated, static_argnums=0, donate_argnums=(1, 2), out_shardings=(*rest, split)
+            self.seats.seated, static_argnums=0, donate_argnums=(1, 2), out_shardings=(*rest, split)
         )
-        self._enter = jax.jit(self._entered, static_argnums=0, donate_argnums=1, out_shardings=held)
+        self._enter = jax.jit(
+            self.seats.entered, static_argnums=0, donate_argnums=1, out_shardings=held
+        )
         self._decode = jax.jit(
             self._decoded, static_argnums=(0, 1), donate_argnums=3, out_shardings=both
         )
         self._halt = jax.jit(self._halted, donate_argnums=0, out_shardings=state)
-        self._select = jax.jit(self._selected, out_shardings=rest)
-        self._part = jax.jit(self._cut, static_argnums=1, out_shardings=held)
+        self._select = jax.jit(self.seats.selected, out_shardings=rest)
+        self._part = jax.jit(self.seats.cut, static_argnums=1, out_shardings=held)
 
     @property
     def by_kernel(self) -> bool:
@@ -361,6 +365,9 @@ class Engine:
 
     # Programs
 
+    def _seats(self) -> Seats:
+        return Seats(self.parts, self.stacked, self.by_kernel, self.by_row)
+
     def _zeros(self, size: Size, column: jax.Array) -> State:
         config, kept = self.network.config, self.kept_dtype
 
@@ -437,7 +444,7 @@ class Engine:
             k, v = jax.tree.map(lambda x: jnp.repeat(x, copies, axis=-3), (k, v))
         own = None
         if begun is not None:
-            cut = functools.partial(_cut_answers, prompts.shape[1], samples)
+            cut = functools.partial(cut_answers, prompts.shape[1], samples)
             own = tuple(int8_cache.each(functools.partial(cut, 1), held) for held in (k, v))
             k, v = (int8_cache.each(functools.partial(cut, 0), held) for held in (k, v))
         counts = None
@@ -475,97 +482,6 @@ class Engine:
         numbers = tokens, number, limit, given["most"], drawn["last"]
         rows = Running(*numbers, done, keys, options, counts, text)
         return rows, drawn | {"done": done}
-
-    def _seated(
-        self,
-        columns: tuple[int, int] | None,
-        slots: Slots,
-        running: Running,
-        tokens: jax.Array,
-        new: Running,
-        groups: jax.Array,
-        rows: jax.Array,
-    ) -> tuple[Slots, Running, jax.Array]:
-        """What ``insert`` changes but for the cache, and ``edges`` of ``_entered``.
-
-        ``columns``: of the state's prompts and of those that were read; None: rows have their
-        prompts among their own tokens. ``tokens``: int32 [groups], of each prompt.
-        """
-        at_group, at_row = (functools.partial(self._put, where) for where in (groups, rows))
-        there = new.drawn - 1  # tokens of a response that are in the cache
-        start = jnp.zeros(rows.shape, jnp.int32) if self.by_row else slots.column - there
-        edges = start
-        if columns is None:
-            begin = end = jnp.zeros(groups.shape, jnp.int32)
-            edges = tokens if self.by_row else jnp.broadcast_to(slots.column, tokens.shape)
-            start = edges - tokens
-        else:
-            # Prompts end where the state's prompts end, but for the kernel.
-            held, read = columns
-            end = jnp.full(groups.shape, read if self.by_kernel else held, jnp.int32)
-            begin = end - tokens
-        slots = dataclasses.replace(
-            slots,
-            begin=at_group(slots.begin, begin),
-            end=at_group(slots.end, end),
-            start=at_row(slots.start, start),
-        )
-        return slots, jax.tree.map(at_row, running, new), edges
-
-    def _entered(
-        self,
-        way: tuple[bool, int, bool, bool],
-        old: jax.Array,
-        x: jax.Array,
-        at: jax.Array,
-        edges: jax.Array,
-    ) -> jax.Array:
-        """An array of the cache with ``x`` at numbers ``at`` of its groups or rows.
-
-        ``way``: whether these are rows', along which axis the array has columns, whether it is one
-        of scales, and whether ``x`` is of responses that had begun, which begin in columns
-        ``edges``; else prompts end before them.
-        """
-        rows, axis, scaled, begun = way
-        x = x.swapaxes(-1, -2) if scaled else x
-        one = functools.partial(self._tokens_in_rows, axis == -1, begun, at, edges)
-        if not rows:
-            one = functools.partial(self._prompts_in_groups, axis == -1, at)
-        return jax.vmap(one)(old, x) if self.stacked else one(old, x)
-
-    def _prompts_in_groups(
-        self, by_columns: bool, at: jax.Array, old: jax.Array, x: jax.Array
-    ) -> jax.Array:
-        more = old.shape[-1 if by_columns else -2] - x.shape[-2]
-        sides = (0, more) if self.by_kernel else (more, 0)
-        x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [sides, (0, 0)])
-        return self._put(at, old, x.swapaxes(-1, -2) if by_columns else x)
-
-    def _tokens_in_rows(
-        self,
-        by_columns: bool,
-        begun: bool,
-        at: jax.Array,
-        edges: jax.Array,
-        old: jax.Array,
-        x: jax.Array,
-    ) -> jax.Array:
-        """Prompts, which end in the last column of ``x``, or responses, which begin in its first;
-        whatever a row had is given up."""
-        axis = old.ndim - (1 if by_columns else 2)
-        read, size = x.shape[2], old.shape[axis]
-        if self.by_row:  # what follows them is not there yet
-            size = min(size, read)
-        if begun and self.by_kernel:  # by group, from column 0 on
-            x = x.reshape(at.shape[0], -1, *x.shape[1:]).swapaxes(1, 2)[..., :size, :]
-        else:
-            column = jnp.arange(size) - edges[:, None] + (0 if begun else read)
-            x = jnp.take_along_axis(x, jnp.clip(column, 0, read - 1)[:, None, :, None], axis=2)
-            if self.by_kernel:  # with a dimension for samples
-                x = x[:, :, None]
-        x = x.swapaxes(-1, -2) if by_columns else x
-        held = self._put(at, jax.lax.slice_in_dim(old, 0, size, axis=axis), x)
-        return jax.lax.dynamic_update_slice_in_dim(old, held, 0, axis)
 
     def prefilled(
         self,
@@ -619,13 +535,6 @@ class Engine:
             return attention.positions(length), columns
         return positions_of(mask), columns
 
-    def _put(self, index: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
-        """``old`` [many, ...] with ``new`` [some, ...] at numbers of its parts."""
-        parts = self.parts
-        cut = [x.reshape(parts, x.shape[0] // parts, *x.shape[1:]) for x in (old, index, new)]
-        put = jax.vmap(lambda old, at, new: old.at[at].set(new.astype(old.dtype), mode="drop"))
-        return put(*cut).reshape(old.shape)
-
     def _drawing(self, how: How) -> Drawing:
         return Drawing(how, self.compute, self.layout)
 
@@ -672,65 +581,6 @@ class Engine:
     def _halted(state: State, rows: jax.Array) -> State:
         running = dataclasses.replace(state.rows, done=state.rows.done | rows)
         return dataclasses.replace(state, rows=running)
-
-    def _selected(
-        self,
-        slots: Slots,
-        running: Running,
-        rows: jax.Array | None,
-        groups: jax.Array | None,
-        first: jax.Array | None,
-    ) -> tuple[Slots, Running]:
-        """What ``move`` leaves but for the cache."""
-
-        def of(x: jax.Array, index: jax.Array | None) -> jax.Array:
-            return x if index is None else decode.taken(x, index, self.parts)
-
-        column, start = slots.column, of(slots.start, rows)
-        if first is not None:
-            column, start = column - first, start - first
-        begin, end = of(slots.begin, groups), of(slots.end, groups)
-        slots = dataclasses.replace(slots, begin=begin, end=end, start=start, column=column)
-        # A slot that is none of the old ones is free.
-        done = ~of(~running.done, rows)
-        running = jax.tree.map(lambda x: of(x, rows), running)
-        return slots, dataclasses.replace(running, done=done)
-
-    def _cut(
-        self,
-        x: jax.Array,
-        columns: tuple[int, int],
-        index: jax.Array | None,
-        first: jax.Array | None,
-    ) -> jax.Array:
-        """Rows of an array of the cache, with other columns: along which axis, and how many."""
-        axis, length = columns
-        if index is not None:
-            some = functools.partial(decode.taken, index=index, parts=self.parts)
-            x = jax.vmap(some)(x) if self.stacked else some(x)
-        if length > x.shape[axis]:
-            more = [(0, 0)] * x.ndim
-            more[axis] = (0, length - x.shape[axis])
-            x = jnp.pad(x, more)
-        if first is not None:
-            x = jnp.roll(x, -first, axis)
-        return jax.lax.slice_in_dim(x, 0, length or x.shape[axis], axis=axis)
-
-
-def _cut_answers(
-    prompt: int, samples: int, which: int, _: int, scaled: bool, x: jax.Array
-) -> jax.Array:
-    """Of keys or values [..., groups, heads, prompt + samples * width, dim] those of prompts
-    [..., groups, heads, prompt, dim], 0, or of their answers [..., rows, heads, width, dim], 1; of
-    scales tokens are last."""
-    x = x.swapaxes(-1, -2) if scaled else x
-    *lead, groups, heads, _, dim = x.shape
-    if which == 0:
-        x = x[..., :prompt, :]
-    else:
-        x = x[..., prompt:, :].reshape(*lead, groups, heads, samples, -1, dim)
-        x = jnp.moveaxis(x, -3, -4).reshape(*lead, groups * samples, heads, -1, dim)
-    return x.swapaxes(-1, -2) if scaled else x
 
 
 def _with_shardings(arrays: Any, shardings: Any) -> Any:

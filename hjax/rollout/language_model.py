@@ -35,8 +35,9 @@ from hjax.rollout.generator import Generator, bucket_length
 from hjax.rollout.options import Options
 from hjax.rollout.prefixes import why_not
 from hjax.rollout.replacement import check_alike
+from hjax.rollout.requests import Piece, Request
 from hjax.rollout.sampling import Sampling
-from hjax.rollout.service import Piece, Request, Service
+from hjax.rollout.service import Service
 from hjax.rollout.texts import Stops, Watch, row_of, rows_of
 from hjax.sharding.layout import Layout, check_shapes, make_layouts, without
 from hjax.wishes import refuse_arguments

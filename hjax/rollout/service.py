@@ -10,9 +10,7 @@ float32's rounding, docs/design.md section 9). Weights can be replaced between t
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,10 +23,8 @@ from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, RunError
 from hjax.models.continuing import BLOCK
 from hjax.rollout import vocabulary
-from hjax.rollout.constraint import Constraint
 from hjax.rollout.engine import Engine
 from hjax.rollout.matching import Matcher, Matchers
-from hjax.rollout.options import Options
 from hjax.rollout.prefixes import (
     Beginning,
     Prefixes,
@@ -38,14 +34,15 @@ from hjax.rollout.prefixes import (
     why_not,
 )
 from hjax.rollout.replacement import Replacement
+from hjax.rollout.requests import Piece, QueueFull, Request, Ticket
 from hjax.rollout.row_sampling import RowSampling, Sizes
 from hjax.rollout.scoring import Scorer, Scores, Top, tops
 from hjax.rollout.shapes import CHUNK, STEPS, Shapes
-from hjax.rollout.slots import Admission, Drawn, How, Known, State
+from hjax.rollout.slots import Admission, Drawn, How, Known
+from hjax.rollout.table import Table
 from hjax.rollout.warm_up import WarmUp
 from hjax.sharding.arrays import place, to_numpy
 
-_LOG = logging.getLogger(__name__)
 SLOTS = 16
 # Tokens that are kept for prompts to come, if nobody says how many.
 PREFIX_TOKENS = 16 * 1024
@@ -61,91 +58,6 @@ class Model(Protocol):
     def engine_for(self, lookup: int) -> Engine: ...
 
     def held(self, params: Any) -> Any: ...
-
-
-class QueueFull(RunError):
-    """As many requests wait as may."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """What is asked.
-
-    Attributes:
-      prompt: token ids, at least one.
-      max_tokens: of the response, at least 1.
-      options: how they are drawn; with its stop tokens a response ends.
-      seed: 0 to 2**32 - 1; with ``choice`` it decides what is drawn.
-      choice: which of several answers to one prompt.
-      constraint: that its text must match; None: none.
-      scored: whether the prompt's own tokens are scored too. Then ``max_tokens`` may be 0.
-    """
-
-    prompt: tuple[int, ...]
-    max_tokens: int
-    options: Options = Options()
-    seed: int = 0
-    choice: int = 0
-    constraint: Constraint | None = None
-    scored: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """What was drawn since the last piece.
-
-    Attributes:
-      tokens: a stop token included.
-      logprobs: of the distribution sampled.
-      policy_logprobs: of the model's own at the temperature: what training compares with.
-      finish: empty while it goes on; then ``stop`` (a stop token came, or the text matches and
-        nothing may follow), ``length``, ``cancelled``, ``error: ...``, or ``constraint: ...`` where
-        nothing may follow though the text does not match.
-      top: for each token the most probable ones of its place, of the distribution sampled, as many
-        as ``Options.top`` or as there are.
-      prompt: the prompt's scores, in the first piece, if they were asked for.
-    """
-
-    tokens: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    policy_logprobs: tuple[float, ...] = ()
-    finish: str = ""
-    top: tuple[Top, ...] = ()
-    prompt: Scores | None = None
-
-
-class Ticket:
-    """A request on its way.
-
-    Attributes:
-      request: what is asked.
-      cached: tokens of its prompt that others had left known; None until it is read.
-    """
-
-    def __init__(
-        self, request: Request, matcher: Matcher | None, on_piece: Callable[[Piece], None]
-    ):
-        self.request, self.matcher, self._on_piece = request, matcher, on_piece
-        self.cancelled = False
-        self.tokens: list[int] = []  # of the response
-        self.cached: int | None = None
-        self.begun = Beginning()  # what is known of its prompt, held
-        self.read = 0  # tokens of it that were read in chunks
-        self.whole = False  # whether it is read in one piece, however long
-        self.scores: Scores | None = None  # of its prompt, until they are told
-
-    def cancel(self) -> None:
-        """Draw no more; the last piece says ``cancelled``. Nothing happens if it has ended."""
-        self.cancelled = True
-
-    def tell(self, piece: Piece) -> None:
-        """Hand a piece on; a listener that fails is none any more, and its error is logged."""
-        try:
-            self._on_piece(piece)
-        except Exception:  # of whoever asked: the others' answers go on
-            _LOG.exception("a request's listener failed; the request is cancelled")
-            self.cancelled = True
-            self._on_piece = lambda piece: None
 
 
 class Service:
@@ -195,10 +107,7 @@ class Service:
         self._shapes = Shapes(self._engine, self.slots, self.max_tokens, self._own)
         self._matchers = Matchers(model.tokenizer, model.config.vocab_size)
         self._waiting: collections.deque[Ticket] = collections.deque()
-        self._rows: list[Ticket | None] = [None] * self._shapes.rows[0]
-        self._start = np.zeros(len(self._rows), np.int64)
-        self._length = self._column = 0
-        self._state: State | None = None
+        self._table = Table(self._engine, self._shapes, self.max_tokens)
         self._replacement: Replacement | None = None
         self._changed = threading.Condition()
         self._asked = False
@@ -310,7 +219,7 @@ class Service:
         prefixes = self._prefixes
         with self._changed:
             return {
-                "running": sum(row is not None for row in self._rows),
+                "running": sum(row is not None for row in self._table.rows),
                 "waiting": len(self._waiting) + len(self._reading) + len(self._unscored),
                 "slots": self.slots,
                 "generated_tokens": self._generated,
@@ -372,7 +281,7 @@ class Service:
                     self._score()
                     self._read()
                     self._admit()
-                if any(row is not None for row in self._rows):
+                if self._table.busy:
                     self._decode()
         except BaseException as error:  # told to everybody who waits
             with self._changed:
@@ -386,7 +295,7 @@ class Service:
         """Wait for something to do; False: closed, and nothing is left."""
         with self._changed:
             while True:
-                running = any(row is not None for row in self._rows)
+                running = self._table.busy
                 if self._replacement is not None and not running:
                     self._take(self._replacement.params)
                 busy = self._waiting or self._reading or self._unscored or running
@@ -394,7 +303,8 @@ class Service:
                     break
                 if busy:
                     return True
-                self._state = None  # nobody is there: the cache begins anew, as small as it may be
+                # Nobody is there: the cache begins anew, as small as it may be.
+                self._table.state = None
                 self._changed.wait()
         self._end_all("cancelled")
         return False
@@ -412,23 +322,24 @@ class Service:
                 self._unscored.append(ticket)
         if self._prefixes is not None:
             self._prefixes.clear()
-        self._state, self._model.params = None, params
+        self._table.state, self._model.params = None, params
         self._end_replacement()
 
     def _end_all(self, finish: str) -> None:
         with self._changed:
-            left = [row for row in self._rows if row is not None]
+            left = [row for row in self._table.rows if row is not None]
             for queue in (self._reading, self._waiting, self._unscored):
                 left += queue
                 queue.clear()
-            self._rows = [None] * len(self._rows)
+            self._table.rows = [None] * len(self._table.rows)
         for ticket in left:
             ticket.tell(Piece(finish=finish))
 
     def _drop_cancelled(self) -> None:
         with self._changed:
             # Looked at once: clients cancel at any moment.
-            leaving = [row if row is not None and row.cancelled else None for row in self._rows]
+            rows = self._table.rows
+            leaving = [row if row is not None and row.cancelled else None for row in rows]
             gone = [row for row in leaving if row is not None]
             for queue in (self._waiting, self._reading, self._unscored):
                 some = [ticket for ticket in queue if ticket.cancelled]
@@ -437,9 +348,8 @@ class Service:
                     self._forget(ticket)
                 gone += some
             halted = np.array([row is not None for row in leaving])
-            self._rows = [None if left else row for row, left in zip(self._rows, leaving)]
-        if halted.any() and self._state is not None:
-            self._state = self._engine.halt(self._state, halted)
+            self._table.give_up({row for row in leaving if row is not None})
+        self._table.halt(halted)
         for ticket in gone:
             ticket.tell(Piece(finish="cancelled"))
 
@@ -515,9 +425,8 @@ class Service:
         return entering
 
     def _admit(self) -> None:
-        engine, parts = self._engine, self._engine.parts
-        shapes = self._shapes
-        taken = np.array([row is not None for row in self._rows]).reshape(parts, -1).sum(axis=1)
+        engine, table, shapes = self._engine, self._table, self._shapes
+        parts, taken = engine.parts, table.taken()
 
         def room(rows: int, each: int) -> int:
             """How many may enter a state of so many rows, so many in each part."""
@@ -530,23 +439,9 @@ class Service:
         count = len(entering)
         each = next(n for n in shapes.together if room(self.slots, n) >= count)
         longest = max(len(ticket.request.prompt) for ticket in entering)
-        self._ready(longest, next(n for n in shapes.rows if room(n, each) >= count))
-        assert self._state is not None
-        here = len(self._rows) // parts
-        free = np.array([row is None for row in self._rows]).reshape(parts, here)
-        rows = [np.flatnonzero(free[part]) for part in range(parts)]
-        seats = [(part, rows[part][i]) for i in range(each) for part in range(parts)
-                 if i < len(rows[part])]  # fmt: skip
-        entries: list[Ticket | None] = [None] * (parts * each)
-        where = np.full(parts * each, here, np.int32)
-        used = [0] * parts
-        for ticket, (part, row) in zip(entering, seats[:count], strict=True):
-            at = part * each + used[part]
-            used[part] += 1
-            entries[at], where[at] = ticket, row
-            place = part * here + int(row)
-            self._rows[place] = ticket
-            self._start[place] = self._column - len(ticket.request.prompt)
+        table.ready(longest, next(n for n in shapes.rows if room(n, each) >= count))
+        assert table.state is not None
+        entries, where = table.seat(entering, each)
         known, blocks = None, None
         if self._prefixes is not None:
             asked = [() if t is None else t.request.prompt for t in entries]
@@ -556,16 +451,16 @@ class Service:
             longest = max(len(t.request.prompt) - t.begun.tokens for t in entering)
         new = self._admission(entries, where, self._shapes.new(longest), known)
         params = self._model.params
-        self._state, drawn = engine.admit(How(), params, self._state, new, blocks)
+        table.state, drawn = engine.admit(How(), params, table.state, new, blocks)
         with self._changed:
             for ticket in entering:
                 ticket.cached = max(ticket.begun.tokens - ticket.read, 0)
                 self._prompt_tokens += len(ticket.request.prompt)
                 self._cached += ticket.cached
         if self._prefixes is not None:
-            taken = zip(entries, where.tolist(), strict=True)
-            kept = [(row, t.request.prompt) for t, row in taken if t is not None]
-            self._prefixes.keep(self._state, kept)
+            seated = zip(entries, where.tolist(), strict=True)
+            kept = [(row, t.request.prompt) for t, row in seated if t is not None]
+            self._prefixes.keep(table.state, kept)
             for ticket in entering:
                 self._forget(ticket)
         self._hand_on(entries, drawn)
@@ -607,70 +502,24 @@ class Service:
                 text[: len(ticket.request.prompt)] = ticket.request.prompt
         return made
 
-    def _ready(self, tokens: int, rows: int) -> None:
-        """A state of so many rows at least, where prompts of so many tokens may end in the next
-        column, or begin."""
-        engine, shapes = self._engine, self._shapes
-        if self._state is None:
-            self._column = tokens
-            # For the kernel all that a row may ever need.
-            self._length = shapes.longer(self.max_tokens if engine.by_kernel else tokens)
-            self._state = engine.empty(shapes.size(rows, self._length), tokens)
-            self._widen(rows, new=True)
-            return
-        if rows > len(self._rows):
-            self._state = shapes.widened(self._state, rows)
-            self._widen(rows)
-        if engine.by_row and not engine.by_kernel:
-            self._move(0, max(self._length, shapes.longer(tokens)))
-        elif tokens > self._column and not engine.by_row:
-            self._move(self._column - tokens, max(self._length, shapes.longer(tokens)))
-
-    def _widen(self, rows: int, new: bool = False) -> None:
-        """Who has which row, of a state of more rows, or of a new one, where nobody is."""
-        parts = self._engine.parts
-        here, old = rows // parts, 0 if new else len(self._rows) // parts
-        held: list[Ticket | None] = [None] * rows
-        start = np.zeros(rows, np.int64)
-        for part in range(parts):
-            to, of = (slice(part * n, part * n + old) for n in (here, len(self._rows) // parts))
-            held[to], start[to] = self._rows[of], self._start[of]
-        with self._changed:
-            self._rows, self._start = held, start
-
-    def _move(self, first: int, length: int) -> None:
-        """Give up columns before ``first``, or put some there, and have so many."""
-        assert self._state is not None
-        lengths = self._shapes.lengths
-        at, to = lengths.index(self._length), lengths.index(length)
-        # From each to the next: as few programs as there are lengths.
-        between = range(at + 1, to + 1) if to > at else range(at - 1, to - 1, -1)
-        ways = [(lengths[i], 0) for i in between]
-        if first:
-            ways.insert(len(ways) if first < 0 else 0, (0, first))
-        for more, at_first in ways:
-            self._state = self._engine.move(self._state, length=more, first=at_first)
-        self._column, self._start = self._column - first, self._start - first
-        self._length = length
-
     def _decode(self) -> None:
-        assert self._state is not None
-        engine, steps = self._engine, STEPS
+        engine, table, steps = self._engine, self._table, STEPS
+        assert table.state is not None
         if not engine.by_kernel:
-            self._make_room()
+            table.make_room()
         if not engine.by_row:
-            steps = min(STEPS, self._length - self._column)
+            steps = min(STEPS, table.length - table.column)
         most = STEPS + engine.lookup
         # What a matcher allows is known for one token ahead.
-        steps = 1 if any(row is not None and row.matcher for row in self._rows) else steps
-        given = How(), self._model.params, self._state, steps, most
-        self._state, drawn = engine.decode(*given, self._allowed(self._rows))
-        self._column += drawn.steps
+        steps = 1 if any(row is not None and row.matcher for row in table.rows) else steps
+        given = How(), self._model.params, table.state, steps, most
+        table.state, drawn = engine.decode(*given, self._allowed(table.rows))
+        table.column += drawn.steps
         with self._changed:
             if drawn.guessed is not None and drawn.right is not None:
                 self._guessed += int(drawn.guessed.sum())
                 self._right += int(drawn.right.sum())
-        self._hand_on(list(self._rows), drawn)
+        self._hand_on(list(table.rows), drawn)
 
     def _allowed(self, entries: Sequence[Ticket | None]) -> np.ndarray | jax.Array:
         """uint32 [entries, words], the tokens that each may draw: there is one program, whether
@@ -685,17 +534,6 @@ class Service:
         """Of rows that may draw every token; on the devices already."""
         whole = vocabulary.every(rows, self._own.vocab)
         return place(whole, self._engine.layout.sharding("batch"))
-
-    def _make_room(self) -> None:
-        """A column at least, and none at the beginning that nobody sees."""
-        live = [(at, row) for at, row in enumerate(self._rows) if row is not None]
-        if self._engine.by_row:
-            most = max(len(row.request.prompt) + len(row.tokens) for _, row in live)
-            if most + self._engine.lookup > self._length:
-                self._move(0, self._shapes.longer(most))
-        elif self._column == self._length:
-            first = int(min(self._start[at] for at, _ in live))
-            self._move(first, self._shapes.longer(self._column - first))
 
     def _hand_on(self, entries: list[Ticket | None], drawn: Drawn) -> None:
         """What was drawn for each entry, to who asked for it."""
@@ -725,26 +563,24 @@ class Service:
             scores, ticket.scores = ticket.scores, None
             told.append((ticket, Piece(tokens, sampled, policy, finish, most, scores)))
         ended = {ticket for ticket, piece in told if piece.finish}
-        at_rows = [(i, row) for i, row in enumerate(self._rows) if row in ended]
+        at_rows = [(i, row) for i, row in enumerate(self._table.rows) if row in ended]
         self._halt_matched(at_rows)
         if self._prefixes is not None and at_rows:
-            assert self._state is not None
+            assert self._table.state is not None
             # The last token drawn is not in the cache.
             kept = [(i, (*row.request.prompt, *row.tokens[:-1])) for i, row in at_rows if row]
-            self._prefixes.keep(self._state, kept)
+            self._prefixes.keep(self._table.state, kept)
         with self._changed:
             self._generated += sum(len(piece.tokens) for _, piece in told)
-            self._rows = [None if row in ended else row for row in self._rows]
+            self._table.give_up(ended)
         for ticket, piece in told:
             ticket.tell(piece)
 
     def _halt_matched(self, ended: Sequence[tuple[int, Ticket | None]]) -> None:
         """Of those that ended the engine would go on with some, of which matchers alone know."""
-        halted = np.zeros(len(self._rows), bool)
+        halted = np.zeros(len(self._table.rows), bool)
         halted[[i for i, ticket in ended if ticket is not None and ticket.matcher]] = True
-        if halted.any():
-            assert self._state is not None
-            self._state = self._engine.halt(self._state, halted)
+        self._table.halt(halted)
 
 
 def _key(seed: jax.Array, choice: jax.Array) -> jax.Array:

@@ -24,11 +24,43 @@ from hjax.models.parameters import Network, Weights
 from hjax.models.transformer import Compute
 from hjax.rollout import decode_state
 from hjax.rollout.engine import Engine
+from hjax.rollout.seats import Seats
 from hjax.rollout.slots import How, Size, State
 from hjax.sharding.layout import Layout
 
 AXIS = "pipe"
 _SPLIT, _WHOLE = PartitionSpec(AXIS), PartitionSpec()
+
+
+@dataclasses.dataclass(frozen=True)
+class _StagedSeats(Seats):
+    """Of caches that are laid out by turn.
+
+    Attributes:
+      by_turn, by_layer: change an array of the cache from one order to the other.
+    """
+
+    by_turn: Callable[[jax.Array], jax.Array]
+    by_layer: Callable[[jax.Array], jax.Array]
+
+    def entered(
+        self,
+        way: tuple[bool, int, bool, bool],
+        old: jax.Array,
+        x: jax.Array,
+        at: jax.Array,
+        edges: jax.Array,
+    ) -> jax.Array:
+        return self.by_turn(super().entered(way, self.by_layer(old), x, at, edges))
+
+    def cut(
+        self,
+        x: jax.Array,
+        columns: tuple[int, int],
+        index: jax.Array | None,
+        first: jax.Array | None,
+    ) -> jax.Array:
+        return self.by_turn(super().cut(self.by_layer(x), columns, index, first))
 
 
 class StagedEngine(Engine):
@@ -260,24 +292,9 @@ class StagedEngine(Engine):
         state = super()._zeros(size, column)
         return dataclasses.replace(state, cache=jax.tree.map(self._by_turn, state.cache))
 
-    def _entered(
-        self,
-        way: tuple[bool, int, bool, bool],
-        old: jax.Array,
-        x: jax.Array,
-        at: jax.Array,
-        edges: jax.Array,
-    ) -> jax.Array:
-        return self._by_turn(super()._entered(way, self._by_layer(old), x, at, edges))
-
-    def _cut(
-        self,
-        x: jax.Array,
-        columns: tuple[int, int],
-        index: jax.Array | None,
-        first: jax.Array | None,
-    ) -> jax.Array:
-        return self._by_turn(super()._cut(self._by_layer(x), columns, index, first))
+    def _seats(self) -> Seats:
+        way = self.parts, self.stacked, self.by_kernel, self.by_row
+        return _StagedSeats(*way, self._by_turn, self._by_layer)
 
     def _held(self, x: jax.Array) -> jax.Array:
         return self.layout.constrain(x, "layers", "batch", "kv_heads")

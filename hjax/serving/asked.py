@@ -12,7 +12,7 @@ from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, DataError
 from hjax.rollout.matching import Matcher
 from hjax.rollout.options import MOST_TOP, Options
-from hjax.rollout.service import Request
+from hjax.rollout.requests import Request
 from hjax.serving.fields import Fields
 from hjax.serving.formats import Format, read_format, read_structured
 from hjax.serving.limits import Limits

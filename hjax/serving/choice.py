@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from hjax.data.response_text import ResponseText
+from hjax.rollout.requests import Piece
 from hjax.rollout.scoring import Scores, Top
-from hjax.rollout.service import Piece
 from hjax.rollout.stopping import StopStrings
 from hjax.serving.asked import Asked
 from hjax.serving.refusal import Refused

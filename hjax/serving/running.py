@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from hjax.errors import ConfigError, RunError
-from hjax.rollout.service import Piece, QueueFull, Ticket
+from hjax.rollout.requests import Piece, QueueFull, Ticket
 from hjax.serving.asked import Asked
 from hjax.serving.choice import FAILED, Choice, Delta
 from hjax.serving.refusal import Refused

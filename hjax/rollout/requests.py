@@ -1,0 +1,101 @@
+"""What is asked of a service, and what it tells: requests, their tickets, pieces of answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+
+from hjax.errors import RunError
+from hjax.rollout.constraint import Constraint
+from hjax.rollout.matching import Matcher
+from hjax.rollout.options import Options
+from hjax.rollout.prefixes import Beginning
+from hjax.rollout.scoring import Scores, Top
+
+_LOG = logging.getLogger(__name__)
+
+
+class QueueFull(RunError):
+    """As many requests wait as may."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What is asked.
+
+    Attributes:
+      prompt: token ids, at least one.
+      max_tokens: of the response, at least 1.
+      options: how they are drawn; with its stop tokens a response ends.
+      seed: 0 to 2**32 - 1; with ``choice`` it decides what is drawn.
+      choice: which of several answers to one prompt.
+      constraint: that its text must match; None: none.
+      scored: whether the prompt's own tokens are scored too. Then ``max_tokens`` may be 0.
+    """
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    options: Options = Options()
+    seed: int = 0
+    choice: int = 0
+    constraint: Constraint | None = None
+    scored: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """What was drawn since the last piece.
+
+    Attributes:
+      tokens: a stop token included.
+      logprobs: of the distribution sampled.
+      policy_logprobs: of the model's own at the temperature: what training compares with.
+      finish: empty while it goes on; then ``stop`` (a stop token came, or the text matches and
+        nothing may follow), ``length``, ``cancelled``, ``error: ...``, or ``constraint: ...`` where
+        nothing may follow though the text does not match.
+      top: for each token the most probable ones of its place, of the distribution sampled, as many
+        as ``Options.top`` or as there are.
+      prompt: the prompt's scores, in the first piece, if they were asked for.
+    """
+
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    policy_logprobs: tuple[float, ...] = ()
+    finish: str = ""
+    top: tuple[Top, ...] = ()
+    prompt: Scores | None = None
+
+
+class Ticket:
+    """A request on its way.
+
+    Attributes:
+      request: what is asked.
+      cached: tokens of its prompt that others had left known; None until it is read.
+    """
+
+    def __init__(
+        self, request: Request, matcher: Matcher | None, on_piece: Callable[[Piece], None]
+    ):
+        self.request, self.matcher, self._on_piece = request, matcher, on_piece
+        self.cancelled = False
+        self.tokens: list[int] = []  # of the response
+        self.cached: int | None = None
+        self.begun = Beginning()  # what is known of its prompt, held
+        self.read = 0  # tokens of it that were read in chunks
+        self.whole = False  # whether it is read in one piece, however long
+        self.scores: Scores | None = None  # of its prompt, until they are told
+
+    def cancel(self) -> None:
+        """Draw no more; the last piece says ``cancelled``. Nothing happens if it has ended."""
+        self.cancelled = True
+
+    def tell(self, piece: Piece) -> None:
+        """Hand a piece on; a listener that fails is none any more, and its error is logged."""
+        try:
+            self._on_piece(piece)
+        except Exception:  # of whoever asked: the others' answers go on
+            _LOG.exception("a request's listener failed; the request is cancelled")
+            self.cancelled = True
+            self._on_piece = lambda piece: None

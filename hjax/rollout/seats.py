@@ -1,0 +1,192 @@
+"""Places of a state: where sequences that enter go, and which are left when some have gone.
+
+What the programs ``insert`` and ``move`` of ``hjax.rollout.engine`` do with a cache's arrays and
+the tables beside it. Numbers of groups and rows count from 0 in each of ``parts`` equal parts, so
+that no array has to leave its devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from hjax.kernels import decode
+from hjax.kernels.decode import Slots
+from hjax.rollout.slots import Running
+
+
+@dataclasses.dataclass(frozen=True)
+class Seats:
+    """How the arrays of an engine's states lie.
+
+    Attributes:
+      parts: of groups and rows, each with numbers of its own.
+      stacked: an array of all layers, or one for each.
+      by_kernel: each row's tokens begin in its own column 0, and a group's rows lie together.
+      by_row: each row's tokens begin in its own column 0; else all are written into one column.
+    """
+
+    parts: int
+    stacked: bool
+    by_kernel: bool
+    by_row: bool
+
+    def seated(
+        self,
+        columns: tuple[int, int] | None,
+        slots: Slots,
+        running: Running,
+        tokens: jax.Array,
+        new: Running,
+        groups: jax.Array,
+        rows: jax.Array,
+    ) -> tuple[Slots, Running, jax.Array]:
+        """What ``insert`` changes but for the cache, and ``edges`` of ``entered``.
+
+        ``columns``: of the state's prompts and of those that were read; None: rows have their
+        prompts among their own tokens. ``tokens``: int32 [groups], of each prompt.
+        """
+        at_group, at_row = (functools.partial(self.put, where) for where in (groups, rows))
+        there = new.drawn - 1  # tokens of a response that are in the cache
+        start = jnp.zeros(rows.shape, jnp.int32) if self.by_row else slots.column - there
+        edges = start
+        if columns is None:
+            begin = end = jnp.zeros(groups.shape, jnp.int32)
+            edges = tokens if self.by_row else jnp.broadcast_to(slots.column, tokens.shape)
+            start = edges - tokens
+        else:
+            # Prompts end where the state's prompts end, but for the kernel.
+            held, read = columns
+            end = jnp.full(groups.shape, read if self.by_kernel else held, jnp.int32)
+            begin = end - tokens
+        slots = dataclasses.replace(
+            slots,
+            begin=at_group(slots.begin, begin),
+            end=at_group(slots.end, end),
+            start=at_row(slots.start, start),
+        )
+        return slots, jax.tree.map(at_row, running, new), edges
+
+    def entered(
+        self,
+        way: tuple[bool, int, bool, bool],
+        old: jax.Array,
+        x: jax.Array,
+        at: jax.Array,
+        edges: jax.Array,
+    ) -> jax.Array:
+        """An array of the cache with ``x`` at numbers ``at`` of its groups or rows.
+
+        ``way``: whether these are rows', along which axis the array has columns, whether it is one
+        of scales, and whether ``x`` is of responses that had begun, which begin in columns
+        ``edges``; else prompts end before them.
+        """
+        rows, axis, scaled, begun = way
+        x = x.swapaxes(-1, -2) if scaled else x
+        one = functools.partial(self._tokens_in_rows, axis == -1, begun, at, edges)
+        if not rows:
+            one = functools.partial(self._prompts_in_groups, axis == -1, at)
+        return jax.vmap(one)(old, x) if self.stacked else one(old, x)
+
+    def _prompts_in_groups(
+        self, by_columns: bool, at: jax.Array, old: jax.Array, x: jax.Array
+    ) -> jax.Array:
+        more = old.shape[-1 if by_columns else -2] - x.shape[-2]
+        sides = (0, more) if self.by_kernel else (more, 0)
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [sides, (0, 0)])
+        return self.put(at, old, x.swapaxes(-1, -2) if by_columns else x)
+
+    def _tokens_in_rows(
+        self,
+        by_columns: bool,
+        begun: bool,
+        at: jax.Array,
+        edges: jax.Array,
+        old: jax.Array,
+        x: jax.Array,
+    ) -> jax.Array:
+        """Prompts, which end in the last column of ``x``, or responses, which begin in its first;
+        whatever a row had is given up."""
+        axis = old.ndim - (1 if by_columns else 2)
+        read, size = x.shape[2], old.shape[axis]
+        if self.by_row:  # what follows them is not there yet
+            size = min(size, read)
+        if begun and self.by_kernel:  # by group, from column 0 on
+            x = x.reshape(at.shape[0], -1, *x.shape[1:]).swapaxes(1, 2)[..., :size, :]
+        else:
+            column = jnp.arange(size) - edges[:, None] + (0 if begun else read)
+            x = jnp.take_along_axis(x, jnp.clip(column, 0, read - 1)[:, None, :, None], axis=2)
+            if self.by_kernel:  # with a dimension for samples
+                x = x[:, :, None]
+        x = x.swapaxes(-1, -2) if by_columns else x
+        held = self.put(at, jax.lax.slice_in_dim(old, 0, size, axis=axis), x)
+        return jax.lax.dynamic_update_slice_in_dim(old, held, 0, axis)
+
+    def put(self, index: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
+        """``old`` [many, ...] with ``new`` [some, ...] at numbers of its parts."""
+        parts = self.parts
+        cut = [x.reshape(parts, x.shape[0] // parts, *x.shape[1:]) for x in (old, index, new)]
+        put = jax.vmap(lambda old, at, new: old.at[at].set(new.astype(old.dtype), mode="drop"))
+        return put(*cut).reshape(old.shape)
+
+    def selected(
+        self,
+        slots: Slots,
+        running: Running,
+        rows: jax.Array | None,
+        groups: jax.Array | None,
+        first: jax.Array | None,
+    ) -> tuple[Slots, Running]:
+        """What ``move`` leaves but for the cache."""
+
+        def of(x: jax.Array, index: jax.Array | None) -> jax.Array:
+            return x if index is None else decode.taken(x, index, self.parts)
+
+        column, start = slots.column, of(slots.start, rows)
+        if first is not None:
+            column, start = column - first, start - first
+        begin, end = of(slots.begin, groups), of(slots.end, groups)
+        slots = dataclasses.replace(slots, begin=begin, end=end, start=start, column=column)
+        # A slot that is none of the old ones is free.
+        done = ~of(~running.done, rows)
+        running = jax.tree.map(lambda x: of(x, rows), running)
+        return slots, dataclasses.replace(running, done=done)
+
+    def cut(
+        self,
+        x: jax.Array,
+        columns: tuple[int, int],
+        index: jax.Array | None,
+        first: jax.Array | None,
+    ) -> jax.Array:
+        """Rows of an array of the cache, with other columns: along which axis, and how many."""
+        axis, length = columns
+        if index is not None:
+            some = functools.partial(decode.taken, index=index, parts=self.parts)
+            x = jax.vmap(some)(x) if self.stacked else some(x)
+        if length > x.shape[axis]:
+            more = [(0, 0)] * x.ndim
+            more[axis] = (0, length - x.shape[axis])
+            x = jnp.pad(x, more)
+        if first is not None:
+            x = jnp.roll(x, -first, axis)
+        return jax.lax.slice_in_dim(x, 0, length or x.shape[axis], axis=axis)
+
+
+def cut_answers(
+    prompt: int, samples: int, which: int, _: int, scaled: bool, x: jax.Array
+) -> jax.Array:
+    """Of keys or values [..., groups, heads, prompt + samples * width, dim] those of prompts
+    [..., groups, heads, prompt, dim], 0, or of their answers [..., rows, heads, width, dim], 1; of
+    scales tokens are last."""
+    x = x.swapaxes(-1, -2) if scaled else x
+    *lead, groups, heads, _, dim = x.shape
+    if which == 0:
+        x = x[..., :prompt, :]
+    else:
+        x = x[..., prompt:, :].reshape(*lead, groups, heads, samples, -1, dim)
+        x = jnp.moveaxis(x, -3, -4).reshape(*lead, groups * samples, heads, -1, dim)
+    return x.swapaxes(-1, -2) if scaled else x
