@@ -1,6 +1,8 @@
 """Calls of tools that a request forces or holds to a schema: OpenAI's client, jsonschema."""
 
 import json
+import pathlib
+import re
 
 import jax
 import jsonschema
@@ -66,6 +68,21 @@ def chat(client, **fields):
 
 def check(call):
     jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
+
+
+def test_the_documentations_examples_run_against_a_server(client, capsys):
+    page = (pathlib.Path(__file__).parent.parent / "docs" / "serving.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    first, second = (block for block in blocks if "client" in block)
+    variables = {}
+    address = "http://127.0.0.1:8000/v1"
+    assert address in first
+    exec(first.replace(address, str(client.base_url)), variables)
+    assert capsys.readouterr().out and variables["model"] == "bytes"
+    lines = second.rstrip().splitlines()
+    exec("\n".join([*lines[:-1], f"arguments = {lines[-1]}"]), variables)
+    arguments = json.loads(variables["arguments"])
+    assert arguments.keys() == {"a", "b"} and all(type(n) is int for n in arguments.values())
 
 
 def test_a_required_call_validates_whatever_the_model_would_say(client):
