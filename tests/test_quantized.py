@@ -26,7 +26,7 @@ from hjax.models.quantized import quantized
 from hjax.models.weights import load_params
 from hjax.planning.counting import counts
 from hjax.roles import ROLES
-from hjax.run.roles import adapted as with_adapters
+from hjax.run.builder import adapted as with_adapters
 from hjax.sharding.layout import make_layouts
 from hjax.workers.update_memory import updates_of
 

@@ -41,6 +41,7 @@ from hjax.planning.space import SearchSpace
 from hjax.planning.strategies import search_strategy
 from hjax.roles import ROLES, STAGES, Role
 from hjax.run import slot_room
+from hjax.run.builder import role_path
 from hjax.run.inputs import load_inputs
 from hjax.run.machines import local_devices, look_at_hosts
 from hjax.run.placement import Plan, make_plan
@@ -48,7 +49,6 @@ from hjax.run.rematerialise import AUTO
 from hjax.run.roles import (
     is_float32,
     planned_models,
-    role_path,
     roles_with_devices,
     served_roles,
 )
@@ -334,9 +334,7 @@ def run_problem(
     )
 
 
-def _numerics(
-    config: ConfigDict, models: Mapping[str, ModelConfig], float32: bool
-) -> Numerics:
+def _numerics(config: ConfigDict, models: Mapping[str, ModelConfig], float32: bool) -> Numerics:
     """Of a run: what its devices compute in, and what keys and values are kept in."""
     rollout = config.rollout
     usual = dataclasses.replace(

@@ -28,6 +28,7 @@ from hjax.progress import shown
 from hjax.run.ahead import Ahead, Schedule
 from hjax.run.dataflow import absent_roles
 from hjax.run.evaluation import evaluate
+from hjax.run.fitting import check_offloads
 from hjax.run.histograms import histogram_row
 from hjax.run.inputs import Demonstrations, load_inputs, prompt_batch, prompt_order
 from hjax.run.loggers import make_loggers
@@ -44,7 +45,7 @@ from hjax.run.records import (
 )
 from hjax.run.recovery import Recovering
 from hjax.run.reward_check import first_calls
-from hjax.run.roles import check_offloads, describe_roles, is_float32, placed
+from hjax.run.roles import describe_roles, is_float32, placed
 from hjax.run.room import check_room
 from hjax.run.rows import sample_row, spread_rows
 from hjax.run.throughput import Throughput, token_seconds

@@ -1,0 +1,291 @@
+"""The message that makes a role's worker: its model, losses, optimizer and way of generating."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+
+from hjax.algorithms import Algorithm
+from hjax.algorithms.losses import SupervisedLoss
+from hjax.binding import worker_class
+from hjax.controller import Build
+from hjax.data.tokenizer import Tokenizer
+from hjax.errors import ConfigError
+from hjax.models.config import ModelConfig
+from hjax.models.lora import Lora
+from hjax.models.quantized import FLOAT
+from hjax.models.remat import NONE
+from hjax.models.rotary import Dynamic, LongRope
+from hjax.models.transformer import Compute
+from hjax.rewards.function import RewardFunction
+from hjax.roles import Role
+from hjax.rollout.sampling import Sampling
+from hjax.run.inputs import Inputs
+from hjax.run.rematerialise import AUTO
+from hjax.workers import OptimizerConfig, WorkerContext
+
+
+class Builder:
+    """Describes each role's worker."""
+
+    def __init__(
+        self,
+        config: ConfigDict,
+        algorithm: type[Algorithm],
+        inputs: Inputs,
+        table: Mapping[str, Role],
+        sizes: Mapping[str, Any],
+        auto_dtype: Any,
+        read: Callable[[str], tuple[ModelConfig, Tokenizer | None]],
+    ):
+        self.config, self.algorithm, self.inputs = config, algorithm, inputs
+        self.table, self.sizes, self.read = table, sizes, read
+        self.losses = algorithm.losses(config.algorithm, config.rollout.max_response_length)
+        dtype = {"auto": auto_dtype, "float32": jnp.float32, "bfloat16": jnp.bfloat16}
+        self.compute = Compute(
+            dtype=dtype[config.model.dtype],
+            unroll_layers=config.model.unroll_layers,
+            # What auto means for a role is known once all of its set are.
+            remat=NONE if config.model.remat == AUTO else config.model.remat,
+        )
+        self.stop = stop_tokens(config, inputs)
+        self._functions: dict[str, RewardFunction] = {}
+
+    def build(self, role: str) -> Build:
+        """The message that makes a role's worker."""
+        entry, context = self.table[role], self.context(role)
+        if not entry.function or context.path:
+            return Build(role, worker_class(entry.worker), (context,))
+        function, most = self._function(role), self.config.reward.max_unscored
+        options = {"function": function, "max_unscored": most}
+        return Build(role, worker_class(entry.function), (context,), options)
+
+    def _function(self, role: str) -> RewardFunction:
+        """One of a role, whoever calls it."""
+        if role not in self._functions:
+            section, function = self.config.reward, getattr(self.inputs, role)
+            how = section.timeout_seconds, section.runs_in
+            self._functions[role] = RewardFunction(function, *how)
+        return self._functions[role]
+
+    def _judges(self) -> dict[str, RewardFunction]:
+        """The functions that judge answers while others are generated, by role."""
+        if not self.config.reward.while_generating:
+            return {}
+        roles = (r for r, e in self.table.items() if e.function and not role_path(self.config, e))
+        return {role: self._function(role) for role in roles}
+
+    def context(self, role: str) -> WorkerContext:
+        """What the role's worker is built from."""
+        config, entry = self.config, self.table[role]
+        section = config.get(entry.config_section)
+        path = role_path(config, entry)
+        model, tokenizer = self._model(role, path)
+        if model is not None and adapted(model, config, entry) is not model:
+            model = adapted(model, config, entry)
+            # What is frozen is read again on resume, also where it is the actor's.
+            path = path or config.actor.path
+        speaks = role == "actor" and not entry.scalar
+        retokenizes = self._retokenizes(role, tokenizer)
+        if config.data.packing:
+            self._check_rotary(role, model, retokenizes)
+        return WorkerContext(
+            role=role,
+            sizes=self.sizes.get(role),
+            seed=config.seed,
+            tokenizer=tokenizer,
+            model=model,
+            path=path,
+            compute=self.compute,
+            samples=config.rollout.samples if self.algorithm.generates else 1,
+            unit=self.algorithm.unit,
+            sampling=Sampling(
+                config.rollout.temperature, config.rollout.top_k, config.rollout.top_p
+            ),
+            stop=self.stop,
+            max_response_length=config.rollout.max_response_length,
+            loss=self.losses.get(role),
+            optimizer=self._optimizer(section) if entry.trained else None,
+            supervised_loss=SupervisedLoss() if speaks else None,
+            warm_start=self._warm_start() if speaks else None,
+            router_loss=router_loss(config, entry, model) if entry.trained else 0.0,
+            micro_batch=(section if entry.trained else config.actor).micro_batch,
+            slots=config.rollout.slots,
+            lookup=config.rollout.lookup,
+            cache_dtype=config.rollout.cache_dtype,
+            surplus=config.rollout.surplus,
+            in_parts=config.rollout.partial_tokens > 0,
+            judges=self._judges() if entry.generates or entry.apart else {},
+            packing=config.data.packing,
+            offload=section.get("offload", "none") if section is not None else "none",
+            retokenize=retokenizes,
+            transition_bucket_bytes=config.rollout.transition_bucket_bytes,
+            options=config,
+        )
+
+    def _model(self, role: str, path: str) -> tuple[ModelConfig | None, Tokenizer | None]:
+        entry = self.table[role]
+        if not entry.model or role not in self.sizes:
+            return None, self.inputs.tokenizer
+        if not path:
+            return self._from_scratch(role), self.inputs.tokenizer
+        model, tokenizer = self.read(path)
+        ours = self.inputs.tokenizer
+        differs = ours is not None and tokenizer is not None and not ours.same_as(tokenizer)
+        fewer = model.vocab_size < self.inputs.model.vocab_size
+        if (entry.starts_from or entry.per_token) and (differs or fewer):
+            raise ConfigError(
+                f"{entry.config_section}.path={path}: its tokenizer is not the actor's; a "
+                f"{role} answers for each of the actor's tokens and needs the same one"
+            )
+        if not entry.whole:
+            self._check_length(role, model)
+        return model, tokenizer or ours
+
+    def _from_scratch(self, role: str) -> ModelConfig:
+        """Shapes of a role without a path: the actor's, but for the layers of a teacher."""
+        entry = self.table[role]
+        if not entry.per_token:
+            return self.inputs.model
+        section = self.config[entry.config_section]
+        if not entry.trained:
+            raise ConfigError(
+                f"{entry.config_section}.path is empty: {self.algorithm.__name__} asks a {role} "
+                f"that knows something; set {entry.config_section}.path, or "
+                f"algorithm.{role}_updates to teach it by demonstrations"
+            )
+        layers = section.layers or self.inputs.model.layers
+        return dataclasses.replace(self.inputs.model, layers=layers)
+
+    def _check_rotary(self, role: str, model: ModelConfig | None, retokenizes: bool) -> None:
+        """Raise ConfigError where rotary positions depend on a sequence's length in packs."""
+        longest = self.inputs.prompt_length + self.config.rollout.max_response_length
+        if retokenizes and model is not None:
+            longest = model.max_length
+        for scaling in (rope.scaling for rope in model.ropes) if model is not None else ():
+            if isinstance(scaling, Dynamic | LongRope) and longest > scaling.original_max_length:
+                raise ConfigError(
+                    f"config.data.packing={self.config.data.packing}: the rotary positions "
+                    f"({scaling.kind}) of {role}'s model change for sequences longer than "
+                    f"{scaling.original_max_length} tokens, which in a pack would change its "
+                    f"neighbours'; prompts and responses here are up to {longest}: use packing=0, "
+                    "or shorter ones"
+                )
+
+    def _check_length(self, role: str, model: ModelConfig) -> None:
+        needed = self.inputs.prompt_length + self.config.rollout.max_response_length
+        if model.max_length < needed:
+            raise ConfigError(
+                f"{role}.path: {model.max_length} positions are fewer than the {needed} of "
+                "prompt and response"
+            )
+
+    def _retokenizes(self, role: str, tokenizer: Tokenizer | None) -> bool:
+        ours = self.inputs.tokenizer
+        if not self.table[role].whole or ours is None or tokenizer is None:
+            return False
+        return not ours.same_as(tokenizer)
+
+    def _optimizer(self, section: ConfigDict) -> OptimizerConfig:
+        config = self.config
+        rows = config.rollout.prompts * config.rollout.samples
+        minibatch = config.algorithm.get("minibatch", 0) or rows
+        per_step = config.algorithm.get("epochs", 1) * max(rows // minibatch, 1)
+        return OptimizerConfig(
+            learning_rate=section.learning_rate,
+            schedule=section.schedule,
+            frozen_updates=section.frozen_steps,
+            warmup_updates=section.warmup_steps,
+            total_updates=config.steps * (per_step if self.algorithm.generates else 1),
+            weight_decay=section.weight_decay,
+            beta1=section.beta1,
+            beta2=section.beta2,
+            max_grad_norm=section.max_grad_norm,
+        )
+
+    def _warm_start(self) -> OptimizerConfig:
+        return OptimizerConfig(
+            learning_rate=self.config.warm_start.learning_rate,
+            warmup_updates=min(10, self.config.warm_start.steps),
+        )
+
+
+def role_path(config: ConfigDict, role: Role) -> str:
+    """Where a role's model is loaded from; empty if it is another's or made from scratch."""
+    section = config.get(role.config_section)
+    return section.get("path", "") if section is not None else ""
+
+
+def stop_tokens(config: ConfigDict, inputs: Inputs) -> tuple[int, ...]:
+    """Ids that end a response: the model's end-of-sequence ids and ``rollout.stop``.
+
+    Raises:
+      ConfigError: a stop string that is not one token.
+    """
+    tokenizer = inputs.tokenizer
+    stop = [i for i in inputs.eos_ids if i < inputs.model.vocab_size]
+    for text in config.rollout.stop:
+        if tokenizer is None:
+            raise ConfigError(f"rollout.stop: {text!r} is text, and there is no tokenizer")
+        stop.append(tokenizer.one_token(text, "rollout.stop"))
+    return tuple(dict.fromkeys(stop))
+
+
+def adapted(model: ModelConfig, config: ConfigDict, role: Role) -> ModelConfig:
+    """A role's model with the adapters that its section asks for; the model itself without any.
+
+    Raises:
+      ConfigError: targets that the model does not have, or a base that cannot be quantized.
+    """
+    if not role.trained or not role.model:
+        return model
+    settings = config[role.config_section].lora
+    lora = Lora.of(settings, bool(model.experts))
+    quantized = "" if settings.base == FLOAT else settings.base
+    if quantized:
+        asked = f"config.{role.config_section}.lora.base={quantized}"
+        if lora is None:
+            raise ConfigError(
+                f"{asked} is for weights that are frozen beside adapters; set "
+                f"{role.config_section}.lora.rank to 1 or more as well, or leave it out"
+            )
+        if model.experts:
+            raise ConfigError(
+                f"{asked}: this model's MLPs are experts, whose matrices are kept as they are "
+                f"computed with; use {FLOAT}"
+            )
+        if not (role_path(config, role) or config.actor.path):
+            raise ConfigError(
+                f"{asked} quantizes weights as they are read; give {role.config_section}.path, or "
+                f"use {FLOAT}"
+            )
+    if lora is None:
+        return model
+    if lora.dora and not (role_path(config, role) or config.actor.path):
+        raise ConfigError(
+            f"config.{role.config_section}.lora.dora=True starts from the norms of weights that "
+            f"are read; give {role.config_section}.path, or use dora=false"
+        )
+    return dataclasses.replace(model, lora=lora, quantized=quantized)
+
+
+def router_loss(config: ConfigDict, role: Role, model: ModelConfig | None) -> float:
+    """Weight of the loss that balances a trained role's experts.
+
+    Raises:
+      ConfigError: one is asked for, and the model has no experts.
+    """
+    name = role.config_section
+    asked = config[name].get("router_loss", 0.0)
+    if not asked:
+        return 0.0
+    if model is None or not model.experts:
+        raise ConfigError(
+            f"config.{name}.router_loss={asked:g} balances experts, and the {name}'s model has "
+            "none; use 0"
+        )
+    return asked if asked > 0 else model.router_loss

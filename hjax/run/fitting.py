@@ -1,0 +1,203 @@
+"""What of a config goes together: batches over devices, packs, generation apart or ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from hjax.algorithms import Algorithm
+from hjax.binding import worker_class
+from hjax.errors import ConfigError
+from hjax.roles import ROLLOUT, Role
+from hjax.run.inputs import Inputs
+from hjax.run.placement import Plan
+from hjax.sharding.layout import RoleLayouts, make_layouts
+from hjax.sharding.offload import check_offload
+from hjax.workers import GeneratingWorker
+
+
+def check_surplus(config: ConfigDict) -> None:
+    """Raise ConfigError where samples cannot be given up."""
+    if (parts := config.rollout.partial_tokens) and config.rollout.surplus:
+        raise ConfigError(
+            f"config.rollout.surplus={config.rollout.surplus}: of responses in parts "
+            f"(rollout.partial_tokens={parts}) all are drawn to their end; use rollout.surplus=0, "
+            "or rollout.partial_tokens=0"
+        )
+
+
+def check_rollout(table: Mapping[str, Role], algorithm: type[Algorithm]) -> None:
+    """Raise ConfigError where a rollout apart would not do as the actor does."""
+    if not algorithm.generates:
+        raise ConfigError(
+            f"{algorithm.__name__} generates nothing: use a placement without {ROLLOUT}, such as "
+            "placement=colocate"
+        )
+    own = getattr(worker_class(table["actor"].worker), "generate_sequences", None)
+    if own is not GeneratingWorker.generate_sequences:
+        raise ConfigError(
+            f"{algorithm.__name__}.workers: the actor generates in its own way, which a {ROLLOUT} "
+            "apart would not; use a placement without it, such as placement=colocate"
+        )
+
+
+def check_ahead(config: ConfigDict, algorithm: type[Algorithm], plan: Plan) -> None:
+    """Raise ConfigError where generation is to run ahead of learning and cannot."""
+    settings = config.rollout
+    if not settings.max_staleness:
+        for name in ("deterministic", "partial_tokens"):
+            if settings[name]:
+                raise ConfigError(
+                    f"config.rollout.{name}={settings[name]} is for generation ahead of learning; "
+                    "set rollout.max_staleness to 1 or more as well, or leave it out"
+                )
+        return
+    asked = f"config.rollout.max_staleness={settings.max_staleness}"
+    if (ROLLOUT,) not in plan.placement:
+        raise ConfigError(
+            f"{asked} needs a set with {ROLLOUT} alone, so that it can generate while others "
+            "learn; use placement=disaggregate, or rollout.max_staleness=0"
+        )
+    if algorithm.source != "prompts":
+        raise ConfigError(
+            f"{asked}: {algorithm.__name__} answers the prompts of demonstrations, whose place in "
+            "the data is not kept ahead of learning; use rollout.max_staleness=0"
+        )
+    if algorithm.step is not Algorithm.step:
+        raise ConfigError(
+            f"{asked}: {algorithm.__name__} defines step as a whole, of which nothing can run "
+            "ahead; let it define collect and learn instead, or use rollout.max_staleness=0"
+        )
+
+
+def check_offloads(
+    config: ConfigDict,
+    algorithm: type[Algorithm],
+    devices: Sequence[jax.Device],
+    plan: Plan,
+) -> None:
+    """Raise ConfigError where state is to wait in a memory that the devices do not have."""
+    for role, settings in plan.settings.items():
+        if settings.get("offload", "none") != "none":
+            check_offload(devices, f"the plan's offload of the {role}")
+    table = algorithm.role_table(config.algorithm)
+    for name in sorted({role.config_section for role in table.values()} & set(config.keys())):
+        if config[name].get("offload", "none") != "none":
+            check_offload(devices, f"{name}.offload")
+
+
+def check_batches(
+    config: ConfigDict,
+    algorithm: type[Algorithm],
+    table: Mapping[str, Role],
+    layouts: Mapping[str, RoleLayouts],
+    plan: Plan,
+) -> None:
+    """Batches must split evenly over each role's data-parallel parts."""
+    if algorithm.unit > 1 and config.data.packing:
+        raise ConfigError(
+            f"config.data.packing={config.data.packing}: packs may cut a pair's rows apart, "
+            f"which {algorithm.__name__} compares; use 0"
+        )
+    if not algorithm.generates:
+        if table["actor"].scalar and config.warm_start.steps and not config.actor.path:
+            raise ConfigError(
+                f"config.warm_start.steps={config.warm_start.steps}: a model with a scalar head "
+                "imitates no demonstrations; set it to 0, or start from actor.path"
+            )
+        train, unit = layouts["actor"].train, algorithm.unit
+        for name, value in (
+            ("warm_start.batch", config.warm_start.batch),
+            ("actor.micro_batch", config.actor.micro_batch if unit > 1 else 0),
+        ):
+            _check_units(name, value, algorithm)
+            _check_divides(name, value, train, "actor", unit=unit)
+        return
+    rows = config.rollout.prompts * config.rollout.samples
+    generator = ROLLOUT if ROLLOUT in layouts else "actor"
+    generate = layouts[generator].generate
+    stages = generate.ways("layers")
+    _check_divides("rollout.prompts", config.rollout.prompts, generate, generator, stages)
+    for role, layout in layouts.items():
+        if table[role].apart:
+            continue  # it has no rows but those above
+        # Where answers are paired with something else, an update has two rows of each.
+        unit = algorithm.unit if algorithm.source == "prompts" else 1
+        _check_divides("rollout.prompts * rollout.samples", rows, layout.train, role, unit=unit)
+        if not table[role].trained:
+            continue
+        if minibatch := config.algorithm.get("minibatch", 0):
+            _check_units("algorithm.minibatch", minibatch, algorithm)
+            _check_divides("algorithm.minibatch", minibatch, layout.train, role, unit=unit)
+        section = table[role].config_section
+        micro = plan.settings.get(role, {}).get("micro_batch", config[section].micro_batch)
+        if micro:
+            _check_units(f"{section}.micro_batch", micro, algorithm)
+            _check_divides(f"{section}.micro_batch", micro, layout.train, role, unit=unit)
+    if config.warm_start.steps and not config.actor.path:
+        _check_divides("warm_start.batch", config.warm_start.batch, layouts["actor"].train, "actor")
+
+
+def _check_units(name: str, value: int, algorithm: type[Algorithm]) -> None:
+    """Sequences of which none is cut off from those it belongs to."""
+    if value % algorithm.unit:
+        raise ConfigError(
+            f"{name}={value}: sequences of pairs; use an even number, such as {value + 1}"
+        )
+
+
+def check_packing(
+    config: ConfigDict, inputs: Inputs, layouts: Mapping[str, RoleLayouts], after: int = 0
+) -> None:
+    """Raise ConfigError where rows are to be packed and cannot.
+
+    Args:
+      config, inputs, layouts: of the run.
+      after: places behind a response's tokens, where scores are read.
+    """
+    if not config.data.packing:
+        return
+    asked = f"config.data.packing={config.data.packing}"
+    longest = inputs.prompt_length + config.rollout.max_response_length + after
+    behind = " and a place behind them" if after else ""
+    if config.data.packing < longest:
+        raise ConfigError(
+            f"{asked}: a pack holds whole sequences, and prompts of {inputs.prompt_length} with "
+            f"responses of {config.rollout.max_response_length}{behind} are {longest} tokens; use "
+            f"{longest} or more, or 0 for none"
+        )
+    for role, layout in layouts.items():
+        for name, axis in (("layers", "pipe"), ("length", "context")):
+            if role != ROLLOUT and layout.train.ways(name) > 1:
+                raise ConfigError(
+                    f"{asked}: packs do not go with layout.{role}.train.{axis}="
+                    f"{layout.train.ways(name)}; use {axis}=1 there, or data.packing=0"
+                )
+
+
+def can_generate(config: ConfigDict, sizes: Mapping[str, Any], devices: int) -> bool:
+    """Whether a rollout apart takes a step's prompts on so many devices."""
+    try:
+        generate = make_layouts(devices, sizes["train"], sizes["generate"], "layout").generate
+        stages = generate.ways("layers")
+        _check_divides("rollout.prompts", config.rollout.prompts, generate, ROLLOUT, stages)
+    except ConfigError:
+        return False
+    return True
+
+
+def _check_divides(
+    name: str, value: int, layout: Any, role: str, stages: int = 1, unit: int = 1
+) -> None:
+    ways = layout.ways("batch") * stages * unit
+    if value % ways:
+        parts = f"{layout.ways('batch')} data-parallel parts"
+        parts += f" times {stages} pipeline stages" if stages > 1 else ""
+        parts += f", {unit} rows of a pair together," if unit > 1 else ""
+        raise ConfigError(
+            f"{name}={value} does not divide over the {parts} of {role} "
+            f"({layout.describe()}); use a multiple of {ways}, such as {-(-value // ways) * ways}"
+        )
