@@ -7,13 +7,14 @@ answered in one line that names the nearest key, where ConfigDict prints all the
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 from ml_collections import ConfigDict, FieldReference, FrozenConfigDict
 
-from hjax.errors import ConfigError
+from hjax.errors import ConfigError, written
 from hjax.wishes import wish
 
 
@@ -47,7 +48,7 @@ def convert(key: str, value: Any, default: Any) -> Any:
     expected = type(default)
     if default is None or type(value) is expected:
         return value
-    if expected is float and type(value) is int:
+    if expected is float and type(value) is int and abs(value) <= sys.float_info.max:
         return float(value)
     if expected in (tuple, list) and isinstance(value, tuple | list):
         return expected(value)
@@ -59,7 +60,8 @@ def wrong_type(key: str, value: Any, default: Any) -> ConfigError:
     expected = type(default)
     words = {int: "a whole number (int)", float: "a number (float)", bool: "true or false (bool)",
              str: "a string (str)", tuple: "a tuple, such as ('a', 'b')"}  # fmt: skip
-    return ConfigError(f"config.{key}={value!r}: expected {words.get(expected, expected.__name__)}")
+    wanted = words.get(expected, expected.__name__)
+    return ConfigError(f"config.{key}={written(value)}: expected {wanted}")
 
 
 def section_error(key: str, known: Collection[str]) -> ConfigError:

@@ -19,7 +19,7 @@ class _Told:
     def _render_traceback_(self) -> list[str]:
         """What IPython prints of it (the name is IPython's)."""
         lines = self.details.splitlines()
-        return [*lines, f"hjax: error: {' '.join(str(self).split())}"]
+        return [*lines, f"hjax: error: {one_line(self)}"]  # type: ignore[arg-type]
 
 
 class ConfigError(_Told, ValueError):
@@ -48,6 +48,8 @@ class ProcessLost(RunError):
     """A process of a resource pool died, hangs or lost its network; the message names it."""
 
 
+# Characters of a message that is shown.
+LONGEST = 1500
 # Before the end of its log, in the message of a ``ProcessLost``.
 LOG_FOLLOWS = "; the last lines of"
 
@@ -81,8 +83,22 @@ def _of_the_user(error: BaseException) -> TracebackType | None:
     return error.__traceback__
 
 
-def _fail(error: Exception, status: int) -> int:
+def written(value: object) -> str:
+    """A value as Python writes it; of one that refuses, its type."""
+    try:
+        return repr(value)
+    except Exception:
+        return f"<{type(value).__name__}>"
+
+
+def one_line(error: BaseException) -> str:
+    """Its message in a line; of a long one, in which a value stands, the beginning and the end."""
     text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} … {text[-LONGEST // 2 :]}"
+
+
+def _fail(error: Exception, status: int) -> int:
+    text = one_line(error)
     if details := getattr(error, "details", ""):
         print(details, file=sys.stderr)
     if not isinstance(error, (ConfigError, RunError)):

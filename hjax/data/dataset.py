@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -216,27 +216,36 @@ class PromptSampler:
         """What `restore` needs: plain ints."""
         return {"position": self.position, "size": self.size, "seed": self.seed}
 
-    def restore(self, state: dict[str, int]) -> None:
+    def restore(self, state: Mapping[str, int]) -> None:
         """Goes on where `state` was taken; ConfigError if that was other data or another seed."""
+        found = whole_numbers(state, ("size", "seed", "position"))
         for key, mine in (("size", self.size), ("seed", self.seed)):
-            if int(state[key]) != mine:
+            if found[key] != mine:
                 raise ConfigError(
-                    f"the checkpoint's prompt order has {key} {int(state[key])}, this run's data "
+                    f"the checkpoint's prompt order has {key} {found[key]}, this run's data "
                     f"{key} {mine}; resume with the same data and seed, or use a new workdir"
                 )
-        position = state["position"]
-        if not isinstance(position, int) or position < 0:
-            raise DataError(
-                f"the checkpoint's prompt order has position {position!r}; it is a whole number of "
-                "0 or more"
-            )
-        self.position = position
+        self.position = found["position"]
 
     def _order_of(self, epoch: int) -> np.ndarray:
         if epoch != self._epoch:
             self._epoch = epoch
             self._order = np.random.default_rng([self.seed, epoch]).permutation(self.size)
         return self._order
+
+
+def whole_numbers(state: Any, keys: Sequence[str]) -> dict[str, int]:
+    """Entries of a checkpoint's prompt order; DataError unless they are whole numbers from 0 on."""
+    if not isinstance(state, Mapping):
+        raise DataError(f"the checkpoint's prompt order is {state!r}, not an object")
+    for key in keys:
+        value = state.get(key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise DataError(
+                f"the checkpoint's prompt order has {key} {value!r}; it is a whole number of 0 or "
+                "more"
+            )
+    return {key: state[key] for key in keys}
 
 
 def pad_left(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from hjax.data.dataset import PromptSampler
+from hjax.data.dataset import PromptSampler, whole_numbers
 from hjax.errors import ConfigError, DataError
 
 
@@ -71,11 +71,14 @@ class MixedSampler:
 
     def restore(self, state: Mapping[str, int]) -> None:
         """Goes on where `state` was taken; DataError if that was of other data or another seed."""
-        same = state.keys() == self.state().keys() and state["size"] == self.size
-        if not same or state["seed"] != self.seed:
+        mine = self.state()
+        same = not isinstance(state, Mapping) or state.keys() == mine.keys()
+        if same:
+            found = whole_numbers(state, list(mine))
+        if not same or any(found[key] != mine[key] for key in ("size", "seed")):
             raise DataError(
                 "the checkpoint's prompt order is of other sources or another seed; resume with "
                 "the same data and seed, or use a new workdir"
             )
         for i, order in enumerate(self._orders):
-            order.position = int(state[f"position_{i}"])
+            order.position = found[f"position_{i}"]

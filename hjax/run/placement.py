@@ -116,10 +116,16 @@ def _share_out(sets: Sequence[Sequence[str]], devices: int) -> tuple[int, ...]:
     return tuple(shares)
 
 
+def _role(name: Any) -> str:
+    if not isinstance(name, str):
+        raise TypeError(f"{name!r} is no role's name")
+    return name
+
+
 def _read_plan(path: Path, roles: Sequence[str], devices: int) -> Plan:
     try:
         content = read_object(path)
-        sets = tuple(tuple(s) for s in content["placement"])
+        sets = tuple(tuple(_role(r) for r in s) for s in content["placement"])
         allocation = tuple(int(n) for n in content["allocation"])
         layouts = {
             role: {stage: _axes(stage, value) for stage, value in stages.items()}

@@ -10,7 +10,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from hjax.config import Config, convert, flatten, nearest_keys, section_error
-from hjax.errors import ConfigError
+from hjax.errors import ConfigError, written
 from hjax.settings.keys import (
     KEYS,
     OWNED_SECTIONS,
@@ -164,10 +164,11 @@ def _check_ranges(config: ConfigDict) -> None:
     for key, rule in rules.items():
         # A `default_config` of the user's may leave out keys of its base's.
         if rule is not None and key in values and not rule.holds(values[key]):
-            raise ConfigError(f"config.{key}={values[key]!r}: must be {rule.text}")
+            raise ConfigError(f"config.{key}={written(values[key])}: must be {rule.text}")
     for text in config.rollout.stop:
         if not isinstance(text, str) or not text:
-            raise ConfigError(f"config.rollout.stop={text!r}: each must be a non-empty string")
+            said = written(text)
+            raise ConfigError(f"config.rollout.stop={said}: each must be a non-empty string")
 
 
 def _check_algorithm(config: ConfigDict) -> None:

@@ -16,7 +16,7 @@ from hjax.show.charts import Series, value_text
 from hjax.show.curves import CURVES, Card, Row, card, compiling_steps, points_of, seconds_of
 from hjax.show.format import clock
 from hjax.show.origins import start_row
-from hjax.show.pages import COLORS, render
+from hjax.show.pages import COLORS, from_files, render
 from hjax.show.palette import OTHER
 from hjax.show.samples import answer
 
@@ -71,18 +71,19 @@ def write_comparison(
       ConfigError: fewer than two, more than there are colours, one twice, or no run in one.
       DataError: a damaged file.
     """
-    runs = read_runs(workdirs)
-    page = render(
-        "compare.jinja",
-        runs=runs,
-        results=_results(runs),
-        cards=_cards(runs),
-        more_cards=_cards(runs, others=True),
-        config=_differences(runs),
-        samples=_samples(runs),
-        starts=[(run, start_row(run.starts[-1])) for run in runs if run.starts],
-        written=time.strftime("%Y-%m-%d %H:%M"),
-    )
+    with from_files(", ".join(map(str, workdirs))):
+        runs = read_runs(workdirs)
+        page = render(
+            "compare.jinja",
+            runs=runs,
+            results=_results(runs),
+            cards=_cards(runs),
+            more_cards=_cards(runs, others=True),
+            config=_differences(runs),
+            samples=_samples(runs),
+            starts=[(run, start_row(run.starts[-1])) for run in runs if run.starts],
+            written=time.strftime("%Y-%m-%d %H:%M"),
+        )
     path = Path(output)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -6,11 +6,15 @@ way into a page: no text of a user's, a model's or a file's can be markup.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jinja2
+
+from hjax.errors import ConfigError, DataError
 
 COLORS = 13  # of the classes c0 ... c12
 
@@ -47,3 +51,20 @@ def printable(text: str) -> str:
 def _escapable(value: Any) -> Any:
     # What another template has drawn stands as it is.
     return value if hasattr(value, "__html__") else printable(str(value))
+
+
+@contextlib.contextmanager
+def from_files(of: object) -> Iterator[None]:
+    """Draw what stands in a run's files; DataError where they are not as a run leaves them.
+
+    ``of``: whose files, for the message.
+    """
+    try:
+        yield
+    except (ConfigError, OSError):
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise DataError(
+            f"{of}: its files are not as a run leaves them ({type(error).__name__}: {error}); "
+            "were they changed by hand? Training again writes them anew"
+        ) from error

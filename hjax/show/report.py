@@ -29,7 +29,7 @@ from hjax.show.charts import stacked_bar, timeline, value_text
 from hjax.show.curves import Row, calibration_cards, compiling_steps, curve_cards, points_of
 from hjax.show.format import clock, count, duration
 from hjax.show.origins import start_row
-from hjax.show.pages import render
+from hjax.show.pages import from_files, render
 from hjax.show.palette import OTHER, PHASE_COLORS, ROLE_COLORS
 from hjax.show.samples import browsed, held_out_table, histogram_bars, training_samples
 
@@ -49,7 +49,8 @@ def write_report(workdir_path: str | os.PathLike[str]) -> Path:
       DataError: a damaged file.
     """
     path = Path(workdir_path)
-    page = render("report.jinja", **run_content(path), written=time.strftime("%Y-%m-%d %H:%M"))
+    with from_files(path):
+        page = render("report.jinja", **run_content(path), written=time.strftime("%Y-%m-%d %H:%M"))
     report = path / "report.html"
     replace_file(report, page)
     return report

@@ -11,7 +11,7 @@ from typing import Any
 from hjax.files import METRICS, read_rows, replace_file
 from hjax.show.charts import Series, line_chart
 from hjax.show.curves import Card
-from hjax.show.pages import render
+from hjax.show.pages import from_files, render
 from hjax.show.report import run_content
 
 # Of a stage's curves the first ones; all are in its own report.
@@ -32,6 +32,14 @@ def write_stages(workdir: str | os.PathLike[str], stages: Sequence[str]) -> Path
       DataError: a damaged file.
     """
     path = Path(workdir)
+    with from_files(path):
+        page = _page(path, stages)
+    report = path / "report.html"
+    replace_file(report, page)
+    return report
+
+
+def _page(path: Path, stages: Sequence[str]) -> str:
     found: list[dict[str, Any]] = []
     curves: list[Series] = []
     for stage in stages:
@@ -51,7 +59,7 @@ def write_stages(workdir: str | os.PathLike[str], stages: Sequence[str]) -> Path
         what = "reward/mean by kl/reference, nats per token"
         frontier = Card("Reward", what, "", line_chart(curves, along="KL"), legend)
     begun = sum(stage["run"] is not None for stage in found)
-    page = render(
+    return render(
         "stages.jinja",
         name=path.resolve().name,
         details=f"{begun} of {len(found)} stages begun: {', '.join(stages)}",
@@ -59,9 +67,6 @@ def write_stages(workdir: str | os.PathLike[str], stages: Sequence[str]) -> Path
         stages=found,
         written=time.strftime("%Y-%m-%d %H:%M"),
     )
-    report = path / "report.html"
-    replace_file(report, page)
-    return report
 
 
 def reward_and_kl(folder: Path) -> list[tuple[float, float]]:
