@@ -27,7 +27,7 @@ from fuzzing import (
     torn,
 )
 from helpers import TINY, save_model
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from written_run import written_run
 
