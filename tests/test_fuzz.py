@@ -353,6 +353,7 @@ def test_a_run_s_own_files(data):
         with answered():
             run = Workdir(home)
             run.check(load_config("ppo.py"))
-            run.last_step()
+            run.finished()
+            run.missing(3)
         left = {path.name for path in home.iterdir()}
         assert left - held <= {"report.html", "page.html"}, left

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hjax.config import flatten
-from hjax.errors import ConfigError, RunError
+from hjax.errors import ConfigError, DataError, RunError
 from hjax.files import (
     CALIBRATION,
     HISTOGRAMS,
@@ -261,7 +261,9 @@ class Workdir:
             config = self._read_config()
             if config is None:
                 return False
-            steps = int(config["steps"])
+            steps = config.get("steps")
+            if not isinstance(steps, int):
+                raise DataError(f"{self.path / 'config.json'}: it has no number of steps")
         if self.last_step() < steps or not self.checkpoints.is_dir():
             return False
         return max(saved_steps(self.checkpoints), default=0) >= steps
@@ -280,10 +282,14 @@ class Workdir:
                 self._unlock = None
 
     def _read_config(self) -> dict[str, Any] | None:
+        file = self.path / "config.json"
         try:
-            return read_json(self.path / "config.json")
+            found = read_json(file)
         except NotADirectoryError as error:
             raise ConfigError(f"--workdir={self.path}: not a directory") from error
+        if found is not None and not isinstance(found, dict):
+            raise DataError(f"{file}: not the config of a run; use another --workdir")
+        return found
 
     def _check_same(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
         before, now = flatten(old), flatten(new)
