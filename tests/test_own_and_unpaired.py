@@ -236,6 +236,37 @@ def test_prime_learns_from_both_returns_whitened():
     assert algorithm.with_outcomes(batch)["row_mask"].tolist() == [True, True, False, False]
 
 
+def test_primes_process_rewards_as_verls_recipe_has_them():
+    # Token rewards (1, 3) and (2), one prompt. Without those of last tokens (1, 0) and (0); the
+    # largest sum to go of the step is 1, of the whole rewards 4.
+    mask = np.array([[1, 1], [1, 0]], bool)
+    batch = {
+        "response_mask": mask,
+        "rewards": np.float32([1.0, 0.0]),
+        "logprobs": np.zeros((2, 2), np.float32),
+        "ref_logprobs": np.zeros((2, 2), np.float32),
+        "process_logprobs": np.where(mask, np.float32([[2, 6], [4, 0]]), 0),
+    }
+    roles = dict.fromkeys(("actor", "reference", "reward", "process_reward"))
+    seen = {}
+    for end, norm in ((True, "none"), (True, "largest"), (False, "none"), (False, "largest")):
+        config = ALGORITHMS["PRIME"].default_config()
+        config.update({"beta": 0.5, "process_end": end, "process_norm": norm, "outcome_coef": 0.0})
+        algorithm = ALGORITHMS["PRIME"](config, roles, samples=2)
+        seen[end, norm] = algorithm.compute_advantages(algorithm.with_outcomes(dict(batch)))
+    rewards = {key: made["process_rewards"].tolist() for key, made in seen.items()}
+    assert rewards == {
+        (True, "none"): [[1, 3], [2, 0]],
+        (True, "largest"): [[0.25, 0.75], [0.5, 0]],
+        (False, "none"): [[1, 0], [0, 0]],
+        (False, "largest"): [[1, 0], [0, 0]],
+    }
+    # Compared with the others' all the same, the last place as well: means .5 and 0, sum .5; of
+    # 2 r - .5 the rewards to go are (1, -.5), (-.5), with mean 0 and variance .75.
+    made = seen[False, "none"]["advantages"]
+    np.testing.assert_allclose(made[mask], np.array([1, -0.5, -0.5]) / 0.75**0.5, rtol=1e-5)
+
+
 # Pairs of one's own
 
 

@@ -39,6 +39,14 @@ class PRIME(Resampling, Algorithm):
         "accuracy_high": Key(0.8, "largest share of right responses, likewise", between(0, 1)),
         "process_coef": Key(1.0, "weight of the process rewards' returns", at_least(0)),
         "outcome_coef": Key(1.0, "weight of the outcome rewards' returns", at_least(0)),
+        "process_end": Key(
+            True, "a response's last token has a process reward (verl: none)"
+        ),
+        "process_norm": Key(
+            "none",
+            "largest: divide process rewards by the step's largest sum to go (verl's batch_norm)",
+            one_of("none", "largest"),
+        ),
         "kl_in": Key("loss", 'where the KL of the policy enters: "loss"', one_of("loss")),
     }
     defaults = {"kl_coef": 0.0}
@@ -130,6 +138,10 @@ class PRIME(Resampling, Algorithm):
         mask = np.asarray(batch["response_mask"], bool)
         ratio = np.where(mask, batch["process_logprobs"] - batch["ref_logprobs"], 0.0)
         process = np.float32(config.beta) * ratio.astype(np.float32)
+        if not config.process_end:
+            process = np.where(last_places(mask), np.float32(0), process)
+        if config.process_norm == "largest":
+            process = process / largest_to_go(process, batch["row_mask"])
         advantages = _advantages(
             self.scores(batch),
             process,
@@ -154,6 +166,21 @@ class PRIME(Resampling, Algorithm):
         return super().batch_metrics(batch) | own
 
 
+def last_places(mask: Any) -> Any:
+    """The last True of each row, NumPy's or JAX's: bool [N, L] of bool [N, L]."""
+    return mask & (mask[:, ::-1].cumsum(axis=1)[:, ::-1] == 1)
+
+
+def largest_to_go(process: np.ndarray, rows: np.ndarray) -> np.float32:
+    """The largest magnitude of a sum to go, float [N, L], of the rows that count, bool [N].
+
+    1 where all are 0, so that one may divide by it.
+    """
+    sums = process[:, ::-1].cumsum(axis=1)[:, ::-1]
+    largest = np.abs(sums[np.asarray(rows, bool)]).max(initial=0.0)
+    return np.float32(largest or 1.0)
+
+
 @functools.partial(jax.jit, static_argnames=("samples", "gamma", "weights"))
 def _advantages(
     outcomes: jax.Array,
@@ -166,7 +193,7 @@ def _advantages(
     weights: tuple[float, float],
 ) -> jax.Array:
     scored = ~jnp.isnan(outcomes)
-    last = mask & (jnp.cumsum(mask[:, ::-1], axis=1)[:, ::-1] == 1)
+    last = last_places(mask)
     at_end = jnp.where(last, jnp.where(scored, outcomes, 0.0)[:, None], 0.0)
     total = jnp.zeros(mask.shape, jnp.float32)
     for weight, rewards, places in ((weights[0], process, mask), (weights[1], at_end, last)):
