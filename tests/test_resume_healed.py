@@ -7,6 +7,7 @@ import json
 import resource
 import shutil
 import signal
+import subprocess
 import time
 
 import pytest
@@ -98,6 +99,41 @@ def test_a_full_disk_is_one_line_at_its_step_and_heals(
     assert content(tmp_path / "run") == content(whole)
     assert len(list((tmp_path / "run" / "tensorboard").iterdir())) == 2
     assert (tmp_path / "run" / "report.html").is_file()
+
+
+@contextlib.contextmanager
+def read_only(folder):
+    """As a disk that the system has mounted again, for reading alone; what is open stays open."""
+    done = subprocess.run(
+        ["mount", "--bind", "-o", "ro", str(folder), str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        pytest.skip(f"only root may mount: {done.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_disk_that_turns_read_only_is_one_line_and_heals(whole, tmp_path):
+    workdir = tmp_path / "run"
+    with trainer_of("GRPO", THREE, workdir) as trainer:
+        trainer.step()
+        trainer.checkpoints.wait()
+        with read_only(tmp_path), pytest.raises(RunError, match="[Rr]ead-only") as caught:
+            trainer.step()
+            trainer.checkpoints.wait()
+        assert "\n" not in str(caught.value)
+    with read_only(tmp_path), pytest.raises(ConfigError, match="workdir.*: Read-only") as caught:
+        with trainer_of("GRPO", THREE, workdir) as trainer:
+            trainer.run()
+    assert "\n" not in str(caught.value)
+    with trainer_of("GRPO", THREE, workdir) as trainer:
+        assert [row["step"] for row in trainer.run()] == [2, 3]
+    assert content(workdir) == content(whole)
 
 
 def test_a_damaged_checkpoint_is_repaired_by_the_one_before(whole, tmp_path):
