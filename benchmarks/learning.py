@@ -6,7 +6,9 @@
 A run that has ended is kept and not run again as long as it would be told the same; one that was
 interrupted goes on from its last checkpoint. Configs are those in hjax/launch/configs that say by
 what they learn (`LEARNS`). After every run, RESULTS.md and the curves in `--pages` are written of
-all runs that the workdir has; without `--pages` nothing is.
+all runs that the workdir has; without `--pages` nothing is. `--pages` keeps what its tables need of
+each run in runs.jsonl, so that one machine goes on where another was left: a run that stands there
+counts as one of the workdir's.
 
 Prints one JSON line: for every config and seed where its measures start and end, and the seconds of
 the whole command (start and compilation included) and of the processor. Exit status 1: some run
@@ -31,7 +33,7 @@ from typing import Any
 import machine
 
 from hjax.config import flatten
-from hjax.files import read_json, read_rows, to_json
+from hjax.files import read_json, read_rows, replace_file, to_json
 from hjax.launch.configs import LEARNS, Measure
 from hjax.settings.reading import check_config, config_names, find_config, load_config
 from hjax.show.charts import Series
@@ -39,7 +41,7 @@ from hjax.show.curves import points_of
 from hjax.show.drawing import svg_file
 from hjax.user_files import import_file
 
-DONE = "learning.json"
+DONE, KEPT = "learning.json", "runs.jsonl"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +75,38 @@ def finished(config: str, seed: int, folder: pathlib.Path) -> Run | None:
     if facts is None or facts.get("settings") != settings(config, seed):
         return None
     return Run(read_rows(folder / "metrics.jsonl"), facts)
+
+
+def kept_in(pages: pathlib.Path | None) -> Runs:
+    """The runs that a folder of pages has, as far as they were told what they would be told now."""
+    runs: Runs = {}
+    if pages is not None and (pages / KEPT).exists():
+        shipped = set(config_names())
+        for line in map(json.loads, (pages / KEPT).read_text().splitlines()):
+            config, seed, facts = line["config"], line["seed"], line["facts"]
+            if f"{config}.py" in shipped and facts["settings"] == settings(config, seed):
+                runs.setdefault(config, {})[seed] = Run(line["rows"], facts)
+    return runs
+
+
+def keep(runs: Runs, pages: pathlib.Path) -> None:
+    """Writes of each run, a line each, its facts and the metrics by which it is measured."""
+    lines = []
+    for config, seeds in runs.items():
+        metrics = [measure.metric for measure in measures(config)]
+        for seed, run in sorted(seeds.items()):
+            rows = [
+                {m: _short(row[m]) for m in ("step", *metrics) if row.get(m) is not None}
+                for row in run.rows
+            ]
+            rows = [row for row in rows if len(row) > 1]
+            line = {"config": config, "seed": seed, "facts": dict(run.facts), "rows": rows}
+            lines.append(json.dumps(line) + "\n")
+    replace_file(pages / KEPT, "".join(lines))
+
+
+def _short(value: float) -> float:
+    return value if isinstance(value, int) else float(f"{value:.6g}")
 
 
 def train(config: str, seed: int, folder: pathlib.Path) -> Run:
@@ -216,6 +250,7 @@ def write(runs: Runs, pages: pathlib.Path, command: str) -> None:
     (pages / "curves").mkdir(parents=True, exist_ok=True)
     for config, seeds in runs.items():
         (pages / "curves" / f"{config}.svg").write_text(curve(config, seeds))
+    keep(runs, pages)
     (pages / "RESULTS.md").write_text(page(runs, command))
 
 
@@ -232,11 +267,11 @@ def main() -> None:
     shipped = [name.removesuffix(".py") for name in config_names()]
     configs = args.configs.split(",") if args.configs else [c for c in shipped if measures(c)]
     command = f"python benchmarks/learning.py --seeds={args.seeds}"
-    runs: Runs = {}
+    runs = kept_in(args.pages)
     for seed in range(args.seeds):  # all configs once before any twice
         for config in configs:
             folder = args.workdir / f"{config}-{seed}"
-            run = finished(config, seed, folder)
+            run = finished(config, seed, folder) or runs.get(config, {}).get(seed)
             if run is None and args.kept:
                 continue
             if run is None:

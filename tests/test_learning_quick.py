@@ -99,9 +99,16 @@ def test_finished_runs_are_kept_and_the_pages_say_what_they_reached(command, tmp
     assert kinds.count("polyline") == 2 and kinds.count("circle") == 6
     shown = json.loads(capsys.readouterr().out.splitlines()[-1])["runs"]
     assert shown["rloo"]["1"]["eval/accuracy"] == [0.25, 0.85]
+    # Another machine, which has the pages alone, goes on from them.
+    (tmp_path / "runs").rename(tmp_path / "elsewhere")
+    assert command("--configs=grpo", "--seeds=3") == [("grpo", 2)]
+    assert "| `rloo.py` |" in (tmp_path / "pages" / "RESULTS.md").read_text()
     # A run of another config than today's is no result of today's.
-    path = tmp_path / "runs" / "rloo-1" / learning.DONE
-    path.write_text(path.read_text().replace('"steps": 800', '"steps": 8'))
+    path = tmp_path / "pages" / learning.KEPT
+    lines = path.read_text().splitlines(keepends=True)
+    assert [json.loads(line)["config"] for line in lines] == ["grpo"] * 3 + ["rloo"] * 2
+    lines[-1] = lines[-1].replace('"steps": 800', '"steps": 8')
+    path.write_text("".join(lines))
     assert command("--configs=grpo,rloo", "--seeds=2", "--kept") == []
     assert "| +0.500 | – | 1 |" in (tmp_path / "pages" / "RESULTS.md").read_text()
 
