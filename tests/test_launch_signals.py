@@ -128,16 +128,19 @@ def test_a_guest_knows_that_it_is_one(arguments, argv, expected, monkeypatch):
 
 # As a notebook's kernel does it; the process would be replaced if it took itself for the command.
 RUN_IN_KERNEL = """
-import os, signal, sys
-import hjax.launch.huge_pages
+import os, signal, sys, time
+import hjax.launch.huge_pages, hjax.launch.leaving
+hjax.launch.leaving._LEAVE_SECONDS = 0.1
 hjax.launch.huge_pages.huge_pages_wait = lambda: True
 os.execve = lambda *arguments: (print("replaced", flush=True), os._exit(9))
 from IPython.core.interactiveshell import InteractiveShell
 shell = InteractiveShell.instance()
-handler = signal.getsignal(signal.SIGINT)
+handler, streams = signal.getsignal(signal.SIGINT), (sys.stdout, sys.stderr)
 for module, flag in (("hjax.launch", "--help"), ("hjax.launch.plan", "--calibrate --help")):
     shell.run_line_magic("run", f"-m {module} -- {flag}")
 assert signal.getsignal(signal.SIGINT) is handler
+assert (sys.stdout, sys.stderr) == streams
+time.sleep(0.5)  # after which a command of its own would be gone
 print("the kernel is still here")
 """
 

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from hjax.launch.signals import started_as
+
 # How long threads and exit handlers may hold up the end of a command that is done.
 _LEAVE_SECONDS = 5.0
 # What a terminal or locale that knows ASCII alone is shown instead.
@@ -24,8 +26,11 @@ def run_and_leave(main: Callable[[], int]) -> NoReturn:
 
     Output that cannot be written is dropped, and the command goes on: a closed stream or pipe
     (`| head -1`) without a word, a full disk with one on the other stream. Threads that somebody's
-    code has left behind, which Python would wait for without end, have a few seconds.
+    code has left behind, which Python would wait for without end, have a few seconds. Where the
+    command is a guest (``%run -m`` in a notebook) the process is not ended, and keeps its streams.
     """
+    if _is_guest(main):
+        sys.exit(main())
     settle_streams()
     status: Any = 1
     try:
@@ -40,6 +45,12 @@ def run_and_leave(main: Callable[[], int]) -> NoReturn:
         watch = threading.Thread(target=_leave, args=(code,), name="hjax-leave", daemon=True)
         watch.start()
     sys.exit(status)
+
+
+def _is_guest(main: Callable[[], int]) -> bool:
+    """Whether the process was started for something else than the module that has ``main``."""
+    spec = main.__globals__.get("__spec__")  # None of a script, which is what was started
+    return spec is not None and not started_as(spec.name.removesuffix(".__main__"))
 
 
 def _leave(status: int) -> None:
