@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 
 import numpy as np
@@ -87,8 +88,10 @@ def cluster(rng: random.Random, most: int) -> Cluster:
             else (),
         )
         shape = (hosts, per_host) if torus else ()
-        pools.append(Pool(device, hosts, per_host, shape))
-        left -= hosts * per_host
+        slices = rng.choice([1, 2, 3]) if torus and not cores else 1
+        slices = slices if slices * size <= left else 1
+        pools.append(Pool(device, slices * hosts, per_host, shape, slices=slices))
+        left -= slices * size
     return Cluster(tuple(pools))
 
 
@@ -159,16 +162,13 @@ def packs(parts: list[int], room: list[int]) -> bool:
 
 
 def room_for(cluster: Cluster, chosen: list[tuple[int, int]]) -> bool:
-    """Whether sets on (pool, devices) fit: whole hosts first, the rest inside hosts."""
+    """Whether sets on (pool, devices) fit: whole hosts or slices first, the rest inside them."""
     for number, pool in enumerate(cluster.pools):
         counts = [n for p, n in chosen if p == number]
-        if pool.shape:
-            if sum(counts) > pool.size:
-                return False
-            continue
-        hosts = pool.hosts - sum(n // pool.per_host for n in counts if n >= pool.per_host)
-        parts = sorted((n for n in counts if n < pool.per_host), reverse=True)
-        if hosts < 0 or not packs(parts, [pool.per_host] * hosts):
+        each = math.prod(pool.shape) if pool.shape else pool.per_host
+        whole = pool.size // each - sum(n // each for n in counts if n >= each)
+        parts = sorted((n for n in counts if n < each), reverse=True)
+        if whole < 0 or not packs(parts, [each] * whole):
             return False
     return True
 

@@ -72,10 +72,11 @@ def error_of(*arguments):
 
 
 def test_topologies_are_read():
-    assert parse_topology("v5p:4x4x4") == ("v5p", (4, 4, 4))
-    assert parse_topology("V5E:2x2") == ("v5e", (2, 2))
-    assert parse_topology("h100:2x8") == ("h100", (2, 8))
-    assert parse_topology("a100-80g:16x8") == ("a100-80g", (16, 8))
+    assert parse_topology("v5p:4x4x4") == ("v5p", (4, 4, 4), 1)
+    assert parse_topology("V5E:2x2") == ("v5e", (2, 2), 1)
+    assert parse_topology("2xv5e:2x4") == ("v5e", (2, 4), 2)
+    assert parse_topology("h100:2x8") == ("h100", (2, 8), 1)
+    assert parse_topology("a100-80g:16x8") == ("a100-80g", (16, 8), 1)
 
 
 @pytest.mark.parametrize(
@@ -310,7 +311,7 @@ def test_every_shipped_config_compiles_as_it_stands(name, topology, tmp_path, re
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     found = json.loads(done.stdout.splitlines()[-1])
-    kind, sizes = parse_topology(topology)
+    kind, sizes, _ = parse_topology(topology)
     assert found["topology"]["devices"] == math.prod(sizes)
     assert found["topology"]["platform"] == ("cuda" if kind == "h100" else "tpu")
     assert found["fits"] and found["optimization"] == "default"
@@ -323,6 +324,52 @@ def test_every_shipped_config_compiles_as_it_stands(name, topology, tmp_path, re
         assert programs["actor.transition"]["collectives"] == {}
         assert found["transition"] == {"received_bytes": 0, "formula_bytes": 0}
         assert "receives 0 B per device; HybridFlow's formula says 0 B\n" in done.stdout
+
+
+TWO_SLICES = """
+import json
+from hjax.dryrun.topologies import find_topology, prepare_environment
+prepare_environment()
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from hjax.dryrun.account import limits_of
+from hjax.dryrun.wiring import way
+from hjax.sharding.placing import place_devices
+from hjax.xla.collectives import collectives
+topology = find_topology("2xv5e:2x2")
+shape = {"data": 2, "tensor": 4}
+mesh = Mesh(place_devices(topology.devices, shape), tuple(shape))
+spec = PartitionSpec("data", "tensor")
+x = jax.ShapeDtypeStruct((256, 1024), "float32", sharding=NamedSharding(mesh, spec))
+def both(x):
+    return jax.lax.psum(x, "data"), jax.lax.all_gather(x, "tensor", axis=1, tiled=True)
+outs = PartitionSpec(None, "tensor"), PartitionSpec("data", None)
+made = jax.shard_map(both, mesh=mesh, in_specs=spec, out_specs=outs, check_vma=False)
+found = collectives(jax.jit(made).lower(x).compile().as_text())
+limits = limits_of(topology)
+print(json.dumps({
+    "received": {one.kind: one.received_bytes for one in found},
+    "seconds": {one.kind: limits.seconds(one) for one in found},
+    "way": way(found, list(mesh.devices.ravel())),
+}))
+"""
+
+
+@needs_libtpu
+def test_what_crosses_between_slices_is_counted_at_the_network_s_rate():
+    done = subprocess.run(
+        [sys.executable, "-c", TWO_SLICES], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    # A device has 128 x 256 numbers. Summed with the other slice's it receives as many bytes,
+    # gathered from the four of its slice three times as many.
+    part = 128 * 256 * 4
+    assert found["received"] == {"all-reduce": part, "all-gather": 3 * part}
+    # Data sheet: 25 GB/s for a host of four chips; a link's 90 GB/s, half where a side is no ring.
+    assert found["seconds"]["all-reduce"] == pytest.approx(part / (25e9 / 4))
+    assert found["seconds"]["all-gather"] == pytest.approx(3 * part / 45e9)
+    assert found["way"]["network_bytes"] == part and found["way"]["hop_bytes"] > 0
 
 
 @needs_libtpu

@@ -127,6 +127,18 @@ def test_json_is_the_contract_s(capsys):
     assert found["origins"]["seconds"] == "assumed"
 
 
+def test_a_set_spans_slices_where_that_pays(capsys):
+    flags = ["--models=qwen2.5-0.5b", "--prompt_length=64", "--response_length=128", "--batch=256"]
+    joined = planned(*flags, "--cluster=2xv5e:2x2", capsys=capsys)
+    apart = planned(*flags, "--cluster=v5e:2x2+v5e:2x2", capsys=capsys)
+    # A small model's gradients cross between slices in less time than idle devices lose.
+    assert max(joined["allocation"]) == 8 and max(apart["allocation"]) == 4
+    assert joined["seconds"]["total"] < apart["seconds"]["total"]
+    # Of much slower a network nothing is left but the slices.
+    slow = planned(*flags, "--cluster=2xv5e:2x2", "--constants=network=0.001", capsys=capsys)
+    assert max(slow["allocation"]) == 4
+
+
 def test_what_is_offloaded_takes_no_memory_between_calls(capsys):
     kept = planned(*SMALL, "--strategy=colocate", "--offload=none", capsys=capsys)
     less = planned(*SMALL, "--strategy=colocate", "--offload=reference=all,critic=optimizer",

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from mapping_cases import brute_force, groupings, packs, random_problem
 
-from hjax.planning import hardware
+from hjax.planning import cost, hardware
+from hjax.planning.constants import Constants
+from hjax.planning.cost import Place
 from hjax.planning.options import front
 from hjax.planning.records import Cluster, Pool
 from hjax.planning.search import BoundedSearch, RoleFronts, partitions, search
@@ -91,6 +93,22 @@ def test_legal_allocations():
     assert hardware.legal_counts(hardware.cluster("3x6:h100").pools[0]) == (1, 2, 3, 6, 12, 18)
     assert hardware.legal_counts(hardware.cluster("v5p:2x4x4").pools[0]) == (1, 2, 4, 8, 16, 32)
     assert hardware.box(hardware.cluster("v5p:2x4x4").pools[0], 8) == (2, 2, 2)
+    (pool,) = hardware.cluster("3xv5p:2x2x2").pools
+    assert hardware.legal_counts(pool) == (1, 2, 4, 8, 16, 24)
+    assert (pool.size, pool.hosts, pool.domain, pool.name) == (24, 6, 8, "3xv5p:2x2x2")
+    assert hardware.box(pool, 16) == (2, 2, 2)
+
+
+def test_rings_between_slices_share_the_network_of_a_slice_s_hosts():
+    """By hand: two slices v5e:4x4 of four hosts, 25 GB/s each. A ring of all 32 devices has 16 in
+    each slice, whose 4 hosts' network is its own: 100 GB/s, of which the link's 90 is less. Two
+    devices, one in each slice, beside 15 more such rings: 1/16 of it."""
+    (pool,) = hardware.cluster("2xv5e:4x4").pools
+    plain = Constants(network=1.0, link=1.0)
+    place = Place(pool, 32, plain)
+    assert cost.ring_bandwidth(place, 32, 1) == 90e9
+    assert cost.ring_bandwidth(place, 2, 16) == 100e9 / 16
+    assert cost.latency(place, 2, 16) == plain.network_latency
 
 
 def test_sets_below_a_host_share_hosts_as_they_really_fit():

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from hjax.xla.collectives import Collective, collectives, device_groups, received_bytes
 from hjax.xla.hlo import shape_bytes
+from hjax.xla.roofline import Limits, roofline
 
 
 def module(body, more="", devices=8):
@@ -81,6 +82,51 @@ def test_one_collective(line, kind, groups, received):
     assert found.input_bytes == K
     assert found.received_bytes == found.total_bytes == received
     assert received_bytes(module(f"  ROOT {line}")) == received
+
+
+APART = ((0, 4), (1, 5), (2, 6), (3, 7))
+
+
+@pytest.mark.parametrize(
+    "name, target, got, kind, groups, received",
+    [
+        ("ALL_REDUCE", '"{1,2}x{0:3}"', 128, "all-reduce", APART, K),
+        ("ALL_GATHER", '"{1,2}x{0:3}"', 256, "all-gather", APART, K),
+        ("REDUCE_SCATTER", '"{1,2}x{0:3}"', 64, "reduce-scatter", APART, K // 2),
+        (
+            "ALL_TO_ALL",
+            "{{100000,200000},{100001,200001},{100002,200002},{100003,200003}}",
+            128, "all-to-all", APART, K // 2,
+        ),
+        (
+            "ONE_TO_ONE",
+            "{{100000->200000},{200003->100001}}",
+            128, "collective-permute", ((0, 4), (7, 1)), K,
+        ),
+    ],
+)  # fmt: skip
+def test_between_slices_hosts_send(name, target, got, kind, groups, received):
+    attributes = (
+        "is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous=\"r_0\","
+        f'_xla_megascale_target={target},_xla_megascale_transfer_type="{name}"}}'
+    )
+    lines = (
+        f"  %t = token[] after-all()\n"
+        f"  %s = (f32[128,128]{{1,0}}, u32[], token[]) send(%x, %t), channel_id=2, {attributes}\n"
+        f"  %d = token[] send-done(%s), channel_id=2, is_host_transfer=true\n"
+        f"  %r = (f32[{got},128]{{1,0}}, u32[], token[]) recv(%t), channel_id=1, {attributes}\n"
+        f"  ROOT %q = (f32[{got},128]{{1,0}}, token[]) recv-done(%r), channel_id=1"
+    )
+    text = module(lines, devices=4)
+    [found] = collectives(text)
+    assert (found.kind, found.groups, found.input_bytes) == (kind, groups, K)
+    assert found.received_bytes == received
+    if "REDUCE" in name:
+        # Of the network's 10 bytes/s where one of the links' 1000 would do within a slice.
+        limits = Limits({"bfloat16": 1.0}, 1.0, 1000.0, network=10.0, domain=4)
+        assert roofline(text, limits).exposed_seconds == pytest.approx(received / 10)
+    with pytest.raises(ValueError, match="between slices .*: ALL_OTHER"):
+        collectives(text.replace(name, "ALL_OTHER"))
 
 
 def test_nothing_is_received_from_oneself():

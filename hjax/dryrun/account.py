@@ -20,19 +20,23 @@ def limits_of(topology: Topology) -> Limits | None:
 
     Of a torus one axis counts, both ways round where its links do.
     """
-    kind, sizes = parse_topology(topology.name)
+    kind, sizes, slices = parse_topology(topology.name)
     device = DEVICES.get(kind)
     if device is None:
         return None
+    network = device.network / device.per_host
     if not device.torus:
         per_host = sizes[1]
-        network = device.network / device.per_host
         return Limits(
             device.flops, device.bandwidth, device.link, network=network, domain=per_host
         )
     round_trip = max(sizes) >= _WRAPS.get(kind, 4)
     link = device.link if round_trip else device.link / 2
-    return Limits(device.flops, device.bandwidth, link, default_float32=False)
+    found = Limits(device.flops, device.bandwidth, link, default_float32=False)
+    if slices == 1:
+        return found
+    domain = len(topology.devices) // slices
+    return dataclasses.replace(found, network=network, domain=domain)
 
 
 def account(text: str, topology: Topology, loop_trips: int | None) -> dict[str, Any] | None:

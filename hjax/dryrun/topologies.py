@@ -43,7 +43,7 @@ class Topology:
     """Devices to compile for.
 
     Attributes:
-      name: as it was asked for, e.g. ``v5p:4x4x4`` or ``h100:2x8``.
+      name: as it was asked for, e.g. ``v5p:4x4x4``, ``2xv5p:4x4x4`` (slices) or ``h100:2x8``.
       platform: ``tpu`` or ``cuda``.
       devices: abstract devices, for meshes.
       memory_bytes: what a program may use of a device's memory.
@@ -62,25 +62,28 @@ class Topology:
         return self.devices[0].device_kind
 
 
-def parse_topology(name: str) -> tuple[str, tuple[int, ...]]:
-    """The kind of device and the sizes of ``KIND:AxB...``.
+def parse_topology(name: str) -> tuple[str, tuple[int, ...], int]:
+    """The kind of device, the sizes and the number of slices of ``[SLICESx]KIND:AxB...``.
 
     Raises:
       ConfigError: an unknown kind or another form.
     """
-    found = re.fullmatch(r"([a-z0-9-]+):(\d+(?:x\d+)*)", name.lower())
+    found = re.fullmatch(r"(?:(\d+)x)?([a-z][a-z0-9-]*):(\d+(?:x\d+)*)", name.lower())
     if found is None:
         raise ConfigError(
-            f"--topology={name}: a kind and sizes, such as v5p:4x4x4 or v5e:2x2 (chips) or "
-            "h100:2x8 (hosts x GPUs)"
+            f"--topology={name}: a kind and sizes, such as v5p:4x4x4 or v5e:2x2 (chips), "
+            "2xv5e:4x4 (slices) or h100:2x8 (hosts x GPUs)"
         )
-    kind, sizes = found[1], tuple(int(n) for n in found[2].split("x"))
+    kind, sizes = found[2], tuple(int(n) for n in found[3].split("x"))
+    slices = int(found[1] or 1)
     if kind not in TPU_KINDS and kind not in GPU_MEMORY:
         known = ", ".join((*TPU_KINDS, *GPU_MEMORY))
         raise ConfigError(f"--topology={name}: unknown kind {kind!r}; known: {known}")
-    if 0 in sizes or (kind in GPU_MEMORY and len(sizes) != 2):
+    if 0 in (*sizes, slices) or (kind in GPU_MEMORY and len(sizes) != 2):
         raise ConfigError(f"--topology={name}: sizes of 1 or more; of GPUs hosts x GPUs per host")
-    return kind, sizes
+    if kind in GPU_MEMORY and slices > 1:
+        raise ConfigError(f"--topology={name}: GPUs have no slices; {kind}:HOSTSxGPUS takes hosts")
+    return kind, sizes, slices
 
 
 def prepare_environment() -> None:
@@ -96,12 +99,12 @@ def find_topology(name: str) -> Topology:
     Raises:
       ConfigError: an unknown one, or its compiler is not installed.
     """
-    kind, sizes = parse_topology(name)
+    kind, sizes, slices = parse_topology(name)
     if kind in GPU_MEMORY:
         devices = gpu_devices(name, kind, sizes)
         platform, memory, compiler = "cuda", GPU_MEMORY[kind], "jax-cuda"
     else:
-        devices = _tpu_devices(name, kind)
+        devices = _tpu_devices(name, kind, slices)
         platform, memory, compiler = "tpu", compiler_memory(devices[0]), "libtpu"
     return Topology(name, platform, devices, memory, _versions(compiler))
 
@@ -113,7 +116,7 @@ def _versions(compiler: str) -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in sorted(names)}
 
 
-def _tpu_devices(name: str, kind: str) -> tuple[Any, ...]:
+def _tpu_devices(name: str, kind: str, slices: int) -> tuple[Any, ...]:
     if not importlib.util.find_spec("libtpu") and not os.environ.get("TPU_LIBRARY_PATH"):
         raise ConfigError(
             f"--topology={name}: the TPU compiler is not installed; pip install 'jax[tpu]'"
@@ -121,8 +124,9 @@ def _tpu_devices(name: str, kind: str) -> tuple[Any, ...]:
     from jax.experimental import topologies
 
     try:
-        options = TPU_OPTIONS.get(kind, {})
-        return tuple(topologies.get_topology_desc(name.lower(), "tpu", **options).devices)
+        options = TPU_OPTIONS.get(kind, {}) | ({"num_slices": slices} if slices > 1 else {})
+        one = name.lower().removeprefix(f"{slices}x")
+        return tuple(topologies.get_topology_desc(one, "tpu", **options).devices)
     except Exception as error:  # libtpu's complaint about the sizes
         reason = " ".join(str(error).split()).removeprefix("INVALID_ARGUMENT: ")
         raise ConfigError(f"--topology={name}: {reason[:300]}") from error

@@ -15,8 +15,12 @@ from hjax.xla.collectives import Collective
 
 
 def placed_of(rehearsal: Rehearsal, role: str) -> list[Any]:
-    """A role's devices in the order of its mesh, by which its programs number them."""
-    return list(rehearsal.workers[role].layouts.train.mesh.devices.ravel())
+    """A role's devices in the order of its mesh, by which its programs number them: those of
+    several TPU slices slice by slice."""
+    devices = list(rehearsal.workers[role].layouts.train.mesh.devices.ravel())
+    if devices[0].platform != "tpu":
+        return devices
+    return sorted(devices, key=lambda device: getattr(device, "slice_index", 0) or 0)
 
 
 def axis_rings(rehearsal: Rehearsal) -> dict[str, dict[str, dict[str, float]]]:

@@ -29,8 +29,8 @@ into the devices' memory is refused with the bytes missing.
 
   --config=NAME.py      a Python file with get_config(), or one of the shipped ones:
                         {configs}
-  --topology=KIND:SIZES chips of a TPU torus: v5p:4x4x4, v5e:2x2 ({tpus};
-                        pip install 'jax[tpu]'), or hosts x GPUs: h100:2x8 ({gpus};
+  --topology=KIND:SIZES chips of a TPU torus: v5p:4x4x4, v5e:2x2, of two such slices 2xv5e:2x2
+                        ({tpus}; pip install 'jax[tpu]'), or hosts x GPUs: h100:2x8 ({gpus};
                         pip install 'jax[cuda13-local]')
   --config.a.b=VALUE    set a key of the config (docs/config.md lists all). A role's path may name
                         a published shape, such as llama-7b: no weights and no data are needed

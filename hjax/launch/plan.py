@@ -49,7 +49,7 @@ training and generation, such that a step is fastest and everything fits. Nothin
                         (llama-7b, qwen2.5-7b, ...) or a directory with config.json; a reward or
                         cost left out is a function on the host
   --cluster=16x8:a100-80g   hosts x devices of {devices};
-                        TPU slices as v5p:4x4x4; several kinds joined by +
+                        TPU slices as v5p:4x4x4 or 2xv5p:4x4x4; several kinds joined by +
   --prompt_length=1024, --response_length=1024   tokens
   --batch=1024          sequences of a step; --samples=1 of them share a prompt
   --updates=8           optimizer updates that a step's sequences are cut into

@@ -59,16 +59,17 @@ class Place:
 def ring_bandwidth(place: Place, size: int, stride: int) -> float:
     """Bytes/s that each member of a ring of ``size`` devices, ``stride`` ranks apart, sends.
 
-    Inside a domain of D devices: the link's. Across domains D / h rings share a host's network,
-    where h = max(1, D // stride) members of a ring sit in one domain: network * h / D. On a torus
-    the link's over the steps that share the most used link (``hardware.sharing``).
+    Inside a domain of D devices: the link's. Across domains D / h rings share the network of its
+    hosts, where h = max(1, D // stride) members of a ring sit in one domain: network * hosts * h /
+    D. On a torus the link's over the steps that share the most used link (``hardware.sharing``).
     """
     device, constants = place.pool.device, place.constants
     link = device.link * constants.link
     if size * stride <= place.domain:
         return link / sharing(place.pool, place.devices, size, stride)
     inside = max(1, place.domain // stride)
-    return min(link, device.network * constants.network * inside / place.domain)
+    hosts = max(1, place.domain // place.pool.per_host)
+    return min(link, device.network * constants.network * hosts * inside / place.domain)
 
 
 @functools.lru_cache(maxsize=1 << 16)

@@ -13,7 +13,8 @@ from hjax.sharding.wires import ring_load, wraps
 
 
 def cluster(text: str) -> Cluster:
-    """A cluster by name: ``16x8:a100-80g`` (hosts x devices), ``v5p:4x4x4``, joined by ``+``.
+    """A cluster by name: ``16x8:a100-80g`` (hosts x devices), ``v5p:4x4x4`` or
+    ``2xv5p:4x4x4`` (slices x sides), joined by ``+``.
 
     Raises:
       ConfigError: another form, or an unknown device.
@@ -22,29 +23,32 @@ def cluster(text: str) -> Cluster:
 
 
 def _pool(text: str) -> Pool:
-    sizes = r"\d+(?:x\d+)*"
-    match = re.fullmatch(rf"({sizes}):([\w.-]+)", text)
-    if match:
+    sizes, slices = r"\d+(?:x\d+)*", 1
+    if match := re.fullmatch(rf"({sizes}):([\w.-]+)", text):
         numbers, name = match.groups()
-    elif match := re.fullmatch(rf"([\w.-]+):({sizes})", text):
-        name, numbers = match.groups()
+    elif match := re.fullmatch(rf"(?:(\d+)x)?([a-z][\w.-]*):({sizes})", text, re.IGNORECASE):
+        slices, name, numbers = int(match[1] or 1), match[2], match[3]
     else:
         raise ConfigError(
             f"--cluster={text}: it should be HOSTSxDEVICES:DEVICE, such as 16x8:a100-80g, or "
-            "TPU:SIDExSIDE, such as v5p:4x4x4; several are joined by +"
+            "TPU:SIDExSIDE, such as v5p:4x4x4, of equal slices 2xv5p:4x4x4; several are joined by +"
         )
     kind, shape = device(name), tuple(int(n) for n in numbers.split("x"))
-    if min(shape) < 1:
+    if min(*shape, slices) < 1:
         raise ConfigError(f"--cluster={text}: sizes of 1 or more")
     if kind.torus:
-        return _slice(kind, shape, text)
+        return _slices(kind, shape, slices, text)
+    if slices > 1:
+        raise ConfigError(
+            f"--cluster={text}: {kind.name} has no slices; HOSTSxDEVICES:{kind.name} takes hosts"
+        )
     if len(shape) > 2:
         raise ConfigError(f"--cluster={text}: {kind.name} takes HOSTSxDEVICES, two numbers")
     hosts, per_host = (1, *shape) if len(shape) == 1 else shape
     return Pool(kind, hosts, per_host)
 
 
-def _slice(kind: Device, shape: tuple[int, ...], text: str) -> Pool:
+def _slices(kind: Device, shape: tuple[int, ...], slices: int, text: str) -> Pool:
     if len(shape) != kind.torus or any(n & (n - 1) for n in shape):
         example = "x".join(["4"] * kind.torus)
         raise ConfigError(
@@ -54,24 +58,26 @@ def _slice(kind: Device, shape: tuple[int, ...], text: str) -> Pool:
     if kind.cores > 1:
         shape = (*shape, kind.cores)
     per_host = min(kind.per_host, math.prod(shape))
-    return Pool(kind, math.prod(shape) // per_host, per_host, shape)
+    hosts = slices * math.prod(shape) // per_host
+    return Pool(kind, hosts, per_host, shape, slices=slices)
 
 
 @functools.cache
 def legal_counts(pool: Pool) -> tuple[int, ...]:
     """Numbers of devices that a set may take: those the pool names, else below a host a divisor of
     its size, above it whole hosts; of a torus the boxes that come of halving its longest side again
-    and again."""
+    and again, and whole slices."""
     if pool.counts:
         return pool.counts
     if pool.shape:
-        return tuple(2**i for i in range(int(math.log2(pool.size)) + 1))
+        boxes = tuple(2**i for i in range(int(math.log2(pool.domain)) + 1))
+        return (*boxes, *(pool.domain * n for n in range(2, pool.slices + 1)))
     below = [n for n in range(1, pool.per_host) if pool.per_host % n == 0]
     return (*below, *(pool.per_host * hosts for hosts in range(1, pool.hosts + 1)))
 
 
 def box(pool: Pool, devices: int) -> tuple[int, ...]:
-    """Sides of the part of a torus that a set of ``devices`` gets."""
+    """Sides of the part of a slice that a set of ``devices`` gets; the slice's from there on."""
     sides = list(pool.shape)
     while math.prod(sides) > devices:
         sides[sides.index(max(sides))] //= 2

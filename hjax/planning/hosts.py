@@ -74,8 +74,9 @@ def pools_at_hand(device: Device, devices: Sequence[Any]) -> Cluster:
     shape = (*sides, wires.sides[3]) if wires.sides[3] > 1 else tuple(sides)
     if len(sides) > device.torus or any(n & (n - 1) for n in shape):
         return Cluster((Pool(device, wires.boxes, each),))  # no slice that sets can be cut out of
-    hosts = max(1, len({d.process_index for d in devices}) // wires.boxes)
-    return Cluster((Pool(device, hosts, each // hosts, shape),) * wires.boxes)
+    slices = wires.boxes
+    hosts = max(1, len({d.process_index for d in devices}) // slices)  # of a slice
+    return Cluster((Pool(device, slices * hosts, each // hosts, shape, slices=slices),))
 
 
 def _sizes(group: HostGroup, device: Device, each: int) -> Sequence[int]:

@@ -19,13 +19,15 @@ Offload = Literal["none", "optimizer", "all"]
 
 @dataclasses.dataclass(frozen=True)
 class Pool:
-    """Equal machines: ``hosts`` of ``per_host`` devices, or one torus slice.
+    """Equal machines: ``hosts`` of ``per_host`` devices, or slices of one torus shape.
 
     Attributes:
-      shape: sides of the torus, and devices of a chip where they are several; empty for machines
+      hosts: in all.
+      shape: sides of a slice, and devices of a chip where they are several; empty for machines
         of GPUs.
       counts: numbers of devices that a set may take; empty: all that the hardware allows.
       where: labels that its hosts have on a cluster that is there.
+      slices: of that shape, which the network joins; of machines of GPUs 1.
     """
 
     device: Device
@@ -34,6 +36,7 @@ class Pool:
     shape: tuple[int, ...] = ()
     counts: tuple[int, ...] = ()
     where: tuple[tuple[str, str], ...] = ()
+    slices: int = 1
 
     @property
     def size(self) -> int:
@@ -55,15 +58,16 @@ class Pool:
 
     @property
     def domain(self) -> int:
-        """Devices that reach each other over ``device.link``: a host's, or the whole torus."""
-        return self.size if self.shape else self.per_host
+        """Devices that reach each other over ``device.link``: a host's, or a slice's."""
+        return self.size // self.slices if self.shape else self.per_host
 
     @property
     def name(self) -> str:
         """As ``--cluster`` takes it."""
         if self.shape:
             chips = self.shape[: self.device.torus]
-            return f"{self.device.name}:{'x'.join(map(str, chips))}"
+            many = f"{self.slices}x" if self.slices > 1 else ""
+            return f"{many}{self.device.name}:{'x'.join(map(str, chips))}"
         return f"{self.hosts}x{self.per_host}:{self.device.name}"
 
 

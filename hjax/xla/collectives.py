@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from hjax.xla.hlo import Computation, Instruction, Module, closing, parse
+from hjax.xla.hlo import Computation, Instruction, Module, arrays_of, closing, parse
 
 KINDS = (
     "all-gather",
@@ -25,6 +25,16 @@ KINDS = (
 )
 Groups = tuple[tuple[int, ...], ...]
 
+# Between slices of TPUs a collective is what the host sends and receives: its kind there, ours, and
+# how many times what a device puts in, of n, is what it gets.
+_BETWEEN_SLICES: Mapping[str, tuple[str, Callable[[int], float]]] = {
+    "ALL_GATHER": ("all-gather", lambda n: n),
+    "ALL_REDUCE": ("all-reduce", lambda n: 1),
+    "REDUCE_SCATTER": ("reduce-scatter", lambda n: 1 / n),
+    "ALL_TO_ALL": ("all-to-all", lambda n: 1),
+    "ONE_TO_ONE": ("collective-permute", lambda n: 1),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
@@ -33,7 +43,8 @@ class Collective:
     Attributes:
       kind: one of ``KINDS``; asynchronous forms have their plain name.
       input_bytes: what each device puts in, once.
-      groups: the devices that exchange among themselves, numbered as the program numbers them;
+      groups: the devices that exchange among themselves, numbered as the program numbers them
+        (one for several slices has the first slice's devices; those of the others follow);
         of a collective-permute its (source, target) pairs, those to oneself left out.
       times: how often the program runs it.
     """
@@ -178,6 +189,8 @@ def _inside(
                     groups_of(instruction, kind, module.devices),
                 )
             )
+        elif opcode == "recv":
+            found += [c for c in (between_slices(instruction, module.devices),) if c is not None]
         elif opcode == "while":
             found += _loop(module, computation, instruction, loop_trips, owners)
         elif opcode == "conditional":
@@ -239,6 +252,46 @@ def groups_of(instruction: Instruction, kind: str, devices: int) -> Groups:
         return tuple(pair for pair in _listed(text) if pair[0] != pair[1])
     groups = device_groups(text)
     return groups or (tuple(range(devices)),)
+
+
+def between_slices(receive: Instruction, devices: int) -> Collective | None:
+    """The collective whose end on a device is this ``recv``; None for one of another kind.
+
+    Args:
+      receive: its attributes name kind and members: slices from 1 ``x`` devices in each
+        (``{1,2}x{0:3}``), or devices, slice s's from 100000 s on.
+      devices: of a slice, which is what runs one program.
+
+    Raises:
+      ValueError: a kind that is not known.
+    """
+    named = re.search(r'_xla_megascale_transfer_type="(\w+)"', receive.attributes)
+    if named is None:
+        return None
+    if named[1] not in _BETWEEN_SLICES:
+        raise ValueError(f"unknown kind of transfer between slices in HLO text: {named[1]}")
+    kind, gets = _BETWEEN_SLICES[named[1]]
+    target = receive.attributes.partition("_xla_megascale_target=")[2]
+    groups: Groups
+    if target.startswith('"'):
+        each = re.findall(r"\{([\d,]+)\}x\{(\d+):(\d+)\}", target.split('"')[1])
+        groups = tuple(
+            tuple((s - 1) * devices + place for s in _ints(slices))
+            for slices, first, last in each
+            for place in range(int(first), int(last) + 1)
+        )
+    else:
+        listed = re.findall(r"\{(\d[\d,>-]*)\}", target[: closing(target, 0)])
+        ids = [_ints(group.replace("->", ",")) for group in listed]
+        groups = tuple(
+            tuple((i // _SLICE_IDS - 1) * devices + i % _SLICE_IDS for i in group) for group in ids
+        )
+    size = sum(array.bytes for array in arrays_of(receive.shape)[:1])
+    members = max(map(len, groups))
+    return Collective(kind, round(size / gets(members)), groups)
+
+
+_SLICE_IDS = 100_000
 
 
 def device_groups(text: str) -> Groups:

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from hjax.xla.collectives import (
     KINDS,
     Collective,
+    between_slices,
     chain_owners,
     fused,
     groups_of,
@@ -397,6 +398,13 @@ class _Account:
                 received += sum(o.received for o in inner.operations)
             seconds = max(moved / limits.bandwidth, received / limits.link)
             return _Transfer(instruction, seconds, steps, moved, received)
+        if opcode == "recv":
+            between = between_slices(instruction, self.module.devices)
+            if between is not None:
+                size = between.received_bytes
+                return _Transfer(instruction, limits.seconds(between), steps, 0.0, size)
+        if opcode == "send" and "_xla_megascale" in instruction.attributes:
+            return _Transfer(instruction, 0.0, steps, 0.0, 0.0)  # its recv has all of it
         if opcode in ("send", "recv"):
             sent = sum(a.bytes for a in arrays_of(instruction.shape)[:1])
             return _Transfer(instruction, sent / limits.link, steps, 0.0, sent)
