@@ -1,21 +1,26 @@
 """Auto-mapping: do printed plans compile, fit, and need as much memory as they say?
 
     python benchmarks/plan_compiled.py --problems=0:40 [--candidates=5] [--results=FILE.jsonl]
+                                       [--only_kept]
 
 Random problems (models, devices that are not there, work; hjax's own numerics) are planned; every
-candidate, turned into a run's config, is compiled by the devices' own compiler. Programs that were
-compiled before are read back (~/.cache/hjax/compile, by their text). Prints a line per candidate,
-and one JSON line. Needs jax[tpu] and jax[cuda13-local].
+candidate, turned into a run's config, is compiled by the devices' own compiler: the fastest of all
+problems first, then the second of all. A plan whose bytes are in the results file is not compiled
+again; what it promises is always today's. Programs that were compiled before are read back
+(~/.cache/hjax/compile, by their text). Prints a line per set of roles, and one JSON line. Needs
+jax[tpu] and jax[cuda13-local].
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import pathlib
 import random
 import statistics
 import tempfile
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import machine
@@ -65,7 +70,7 @@ def judged(algorithm: str) -> tuple[str, ...]:
     )
 
 
-def flags_of(asked: dict[str, Any], folder: str) -> list[str]:
+def flags_of(asked: dict[str, Any]) -> list[str]:
     """As the command takes it; the shapes are published under names of their own."""
     from hjax.models import published
 
@@ -86,52 +91,146 @@ def flags_of(asked: dict[str, Any], folder: str) -> list[str]:
         "updates",
     )
     models = ",".join(f"{role}={name}" for role, name in roles.items())
-    return [f"--models={models}", *(f"--{k}={asked[k]}" for k in keys), f"--output={folder}"]
+    return [f"--models={models}", *(f"--{k}={asked[k]}" for k in keys)]
 
 
-def rows_of(seed: int, candidates: int, console: Any) -> list[dict[str, Any]]:
-    """Each candidate of a problem, compiled: a row for each of its sets."""
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A candidate of a random problem.
+
+    Attributes:
+      problem, number: which, and its place among the candidates (0: the fastest).
+      candidate: as the search returns it.
+      plan: as it is written into plan.json.
+      keys: of the run's config, dotted.
+    """
+
+    problem: int
+    number: int
+    candidate: Any
+    plan: dict[str, Any]
+    keys: dict[str, Any]
+
+    @property
+    def identity(self) -> str:
+        """The problem and all that a run takes of the plan."""
+        taken = ("placement", "allocation", "layouts", "settings")
+        parts = [problem(self.problem), {key: self.plan[key] for key in taken}]
+        return json.dumps(parts, sort_keys=True)
+
+
+def candidates_of(seed: int, count: int) -> list[Planned]:
+    """The printed candidates of a random problem; none where nothing fits."""
+    from hjax.launch.plan_flags import parse
+    from hjax.planning.result import describe_candidate
+    from hjax.planning.strategies import search_strategy
+
+    request = parse([*flags_of(problem(seed)), f"--candidates={count}"])
+    assert request is not None
+    found = search_strategy(request.problem, request.strategy, request.candidates)
+    return [
+        Planned(seed, number, c, describe_candidate(c, found.problem), request.keys)
+        for number, c in enumerate(found.candidates)
+    ]
+
+
+def compiled(planned: Planned, console: Any) -> dict[str, Any]:
+    """The row of a plan, compiled: ``identity``, ``memory_bytes`` of a device and by program
+    ``compiled`` bytes of all that a device holds meanwhile."""
     from hjax.dryrun.plan_programs import topology_name
     from hjax.dryrun.step import CompileRequest, compile_step
     from hjax.files import cache_folder
-    from hjax.launch import plan
     from hjax.planning.hardware import cluster
+    from hjax.planning.run_config import config_text
     from hjax.settings.reading import load_config
 
-    asked, rows = problem(seed), []
-    topology = topology_name(cluster(asked["cluster"]))
+    flags_of(problem(planned.problem))  # publishes this problem's shapes
+    topology = topology_name(cluster(problem(planned.problem)["cluster"]))
     with tempfile.TemporaryDirectory() as folder:
-        status = plan.main([*flags_of(asked, folder), f"--candidates={candidates}"])
-        if status:
-            return [{"problem": seed, "status": status}]
-        for file in sorted(pathlib.Path(folder).glob("plan*.json")):
-            planned = json.loads(file.read_text())
-            config = load_config(f"{folder}/config.py", {"placement": str(file)})
-            request = CompileRequest(file.stem, config, topology, "", cache_folder("compile"))
-            found = compile_step(request, console)
-            for number, roles in enumerate(planned["placement"]):
-                mine = [p for p in found["programs"] if p["role"] in roles]
-                largest = max(mine, key=lambda p: p["sum_bytes"])
-                predicted = planned["set_memory_bytes"][number]
-                rows.append(
-                    {
-                        "problem": seed,
-                        "cluster": asked["cluster"],
-                        "algorithm": asked["algorithm"],
-                        "plan": file.stem,
-                        "set": "+".join(roles),
-                        "fits": largest["sum_bytes"] <= found["topology"]["memory_bytes"],
-                        "predicted_bytes": round(predicted),
-                        "compiled_bytes": largest["sum_bytes"],
-                        "ratio": round(predicted / largest["sum_bytes"], 3),
-                        "largest": f"{largest['role']}.{largest['program']}",
-                        "programs": {f"{p['role']}.{p['program']}": p["sum_bytes"] for p in mine},
-                        "layouts": {r: planned["layouts"][r] for r in roles},
-                        "settings": {r: planned["settings"][r] for r in roles},
-                    }
-                )
-                print(json.dumps(rows[-1]), flush=True)
-    return rows
+        place = pathlib.Path(folder)
+        (place / "plan.json").write_text(json.dumps(planned.plan))
+        (place / "config.py").write_text(config_text(planned.keys, "A random problem."))
+        config = load_config(str(place / "config.py"), {})
+        request = CompileRequest("random", config, topology, "", cache_folder("compile"))
+        found = compile_step(request, console)
+    return {
+        "identity": planned.identity,
+        "platform": found["topology"]["platform"],
+        "memory_bytes": found["topology"]["memory_bytes"],
+        "versions": found["versions"],
+        "programs": [
+            {"role": p["role"], "program": p["program"], "compiled": p["sum_bytes"]}
+            for p in found["programs"]
+        ],
+    }
+
+
+def sets_of(planned: Planned, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Of each set of a plan its bytes, planned beside compiled, in all and by program."""
+    from hjax.dryrun.plan_programs import STAGE, stage_bytes
+    from hjax.dryrun.programs import phase_of
+
+    found, asked = [], problem(planned.problem)
+    for group in planned.candidate.sets:
+        mine = [p for p in row["programs"] if p["role"] in group.roles]
+        largest = max(mine, key=lambda p: p["compiled"])
+        programs = {}
+        for p in mine:
+            promised = stage_bytes(group, p["role"], STAGE[phase_of(p["program"])])
+            programs[f"{p['role']}.{p['program']}"] = [round(promised), p["compiled"]]
+        found.append(
+            {
+                "problem": planned.problem,
+                "candidate": planned.number,
+                "platform": row["platform"],
+                "cluster": asked["cluster"],
+                "algorithm": asked["algorithm"],
+                "set": "+".join(group.roles),
+                "fits": largest["compiled"] <= row["memory_bytes"],
+                "predicted_bytes": round(group.peak_bytes),
+                "compiled_bytes": largest["compiled"],
+                "ratio": round(group.peak_bytes / largest["compiled"], 3),
+                "largest": f"{largest['role']}.{largest['program']}",
+                "programs": programs,
+                "layouts": {r: planned.plan["layouts"][r] for r in group.roles},
+                "settings": {r: planned.plan["settings"][r] for r in group.roles},
+            }
+        )
+    return found
+
+
+def summary(sets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Counts of plans and sets, and the spread of predicted over compiled bytes."""
+    plans: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
+    for row in sets:
+        plans.setdefault((row["problem"], row["candidate"]), []).append(row)
+    ratios = [row["ratio"] for row in sets]
+    return {
+        "problems": len({row["problem"] for row in sets}),
+        "plans": len(plans),
+        "plans_fit": sum(all(row["fits"] for row in rows) for rows in plans.values()),
+        "plans_within_15_percent": sum(
+            all(within(row["ratio"]) for row in rows) for rows in plans.values()
+        ),
+        "sets": len(sets),
+        "sets_within_15_percent": sum(within(ratio) for ratio in ratios),
+        "ratio_least": min(ratios, default=None),
+        "ratio_median": statistics.median(ratios) if ratios else None,
+        "ratio_most": max(ratios, default=None),
+    }
+
+
+def within(ratio: float) -> bool:
+    """Whether a prediction is as near as is asked."""
+    return 0.85 <= ratio <= 1.15
+
+
+def read_rows(file: pathlib.Path | None) -> dict[str, dict[str, Any]]:
+    """The rows of a results file by plan."""
+    if file is None or not file.exists():
+        return {}
+    rows: Iterable[dict[str, Any]] = map(json.loads, file.read_text().splitlines())
+    return {row["identity"]: row for row in rows}
 
 
 def main() -> None:
@@ -140,35 +239,37 @@ def main() -> None:
     )
     parser.add_argument("--problems", default="0:40", help="first:last of the random problems")
     parser.add_argument("--candidates", type=int, default=5)
-    parser.add_argument("--results", type=pathlib.Path, help="rows are added to this file")
+    parser.add_argument("--results", type=pathlib.Path, help="rows are kept in this file")
+    parser.add_argument("--only_kept", action="store_true", help="compile nothing")
     args = parser.parse_args()
     from hjax.dryrun.topologies import prepare_environment
 
     prepare_environment()
     from hjax.show.tables import wide_console
 
+    console, kept = wide_console(), read_rows(args.results)
     first, last = (int(n) for n in args.problems.split(":"))
-    rows = []
-    for seed in range(first, last):
-        found = rows_of(seed, args.candidates, wide_console())
-        rows += found
-        if args.results:
-            with args.results.open("a") as file:
-                file.writelines(json.dumps(row) + "\n" for row in found)
-    ratios = [row["ratio"] for row in rows if "ratio" in row]
+    planned = [candidates_of(seed, args.candidates) for seed in range(first, last)]
+    every = [c for found in planned for c in found]
+    sets: list[dict[str, Any]] = []
+    for one in sorted(every, key=lambda c: (c.number, c.problem)):
+        row = kept.get(one.identity)
+        if row is None:
+            if args.only_kept:
+                continue
+            row = compiled(one, console)
+            if args.results:
+                with args.results.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+        found = sets_of(one, row)
+        sets += found
+        for line in found:
+            print(json.dumps(line), flush=True)
     result: dict[str, Any] = {"benchmark": "plan_compiled", **machine.describe()}
     result |= {"versions": machine.versions("jax", "libtpu", "jax-cuda13-plugin")}
-    result |= {
-        "problems": last - first,
-        "no_plan": sum("status" in row for row in rows),
-        "plans": len({(r["problem"], r["plan"]) for r in rows if "plan" in r}),
-        "sets": len(ratios),
-        "fit": sum(row.get("fits", False) for row in rows),
-        "within_15_percent": sum(0.85 <= ratio <= 1.15 for ratio in ratios),
-        "ratio_median": statistics.median(ratios) if ratios else None,
-        "ratio_least": min(ratios, default=None),
-        "ratio_most": max(ratios, default=None),
-    }
+    result |= {"no_plan": planned.count([]), "printed_plans": len(every), **summary(sets)}
+    for platform in sorted({row["platform"] for row in sets}):
+        result[platform] = summary([row for row in sets if row["platform"] == platform])
     print(json.dumps(result))
 
 

@@ -151,13 +151,25 @@ class BoundedSearch:
       role_fronts: of the problem, shared between searches.
       bound: whatever cannot become part of a plan below it is dropped on the way.
       thin: keep only so many ways to run each role: quick, and an upper bound of the optimum.
+      bounds: of placements whose best is known to be at most so slow: sets that no other placement
+        has need not be slower. By default all of them have ``bound``.
     """
 
-    def __init__(self, role_fronts: RoleFronts, bound: float = np.inf, thin: int = 0):
+    def __init__(
+        self,
+        role_fronts: RoleFronts,
+        bound: float = np.inf,
+        thin: int = 0,
+        bounds: Mapping[Placement, float] | None = None,
+    ):
         self.role_fronts = role_fronts
         self.problem = role_fronts.problem
         self.bound = bound
         self.thin = thin
+        self._bounds: dict[tuple[str, ...], float] = {}
+        for placement, least in (bounds or {}).items():
+            for names in placement:
+                self._bounds[names] = max(self._bounds.get(names, 0.0), min(bound, least))
         self._choices: dict[tuple[str, ...], Choices | None] = {}
         self._fronts: dict[tuple, _Front] = {}
         self._tables: dict[str, np.ndarray] = {}
@@ -186,14 +198,13 @@ class BoundedSearch:
         least = np.array([f.points.min(axis=0) for f in fronts])
         outside = self._outside(names, self.problem.cluster.size - devices)
         limit = memory.capacity(self.role_fronts.place(pool, devices))
+        bound = self._bounds.get(names, self.bound)
         built = _Front(np.zeros((1, WIDTH)), [()])
         for number, joined in enumerate(fronts):
             rest = least[number + 1 :]
-            added = np.append(
-                rest[:, :SUMS].sum(axis=0), rest[:, SUMS:].max(axis=0, initial=0.0)
-            )
+            added = np.append(rest[:, :SUMS].sum(axis=0), rest[:, SUMS:].max(axis=0, initial=0.0))
             whole = number == len(fronts) - 1
-            built = _combine(built, joined, added, outside, limit, self.bound, whole)
+            built = _combine(built, joined, added, outside, limit, bound, whole)
         back = np.argsort(order)
         options = [tuple(chosen[i] for i in back) for chosen in built.options]
         return _Front(built.points, options)
@@ -305,7 +316,9 @@ def search(
     fronts = RoleFronts(problem)
     quick = _fastest(BoundedSearch(fronts, thin=_THIN), asked, count)
     bound = quick[-1].total * (1 + 1e-9) if len(quick) == count else np.inf
-    found = _fastest(BoundedSearch(fronts, bound), asked, count)
+    bounds = dict.fromkeys(asked, bound)
+    bounds |= {tuple(s.roles for s in c.sets): c.total * (1 + 1e-9) for c in quick}
+    found = _fastest(BoundedSearch(fronts, bound, bounds=bounds), asked, count)
     kept = {tuple(s.roles for s in candidate.sets) for candidate in found}
     others = [placement for placement in asked if placement not in kept]
     possible = {placement: fronts.fits(placement) for placement in others}
