@@ -71,8 +71,9 @@ def attend(
     """
     batch, length, heads, dim = q.shape
     # XLA's takes every dtype and size of heads.
-    made_of = (q.dtype, dim) if implementation == "cudnn" else (DTYPES[0], 8)
-    reason = refusal(*made_of, scoring.softcap, sinks is not None)
+    real = implementation == "cudnn"
+    dtype, size = (q.dtype, dim) if real else (DTYPES[0], 8)
+    reason = refusal(dtype, size, scoring.softcap, sinks is not None)
     if around > 1:
         reason = "it does not split a row's length over devices"
     if sight.packed or shared is not None:
