@@ -45,6 +45,7 @@ _TENSOR = (
 )
 _FSDP = "config.layout.actor.train.fsdp: parameters and optimizer state split over devices"
 _REMAT = "config.model.remat: none, attention, full, offload or auto"
+_ATTENTION = "config.model.attention: auto, by device and length, or cudnn (docs/models.md)"
 _ENGINE = (
     "there is no second engine: the model's own forward generates, on the actor's devices or by "
     "config.placement=disaggregate on others"
@@ -271,9 +272,9 @@ WISHES: Mapping[str, str] = {
     "param_dtype": _DTYPE,
     "fp8_kv_cache": "config.rollout.cache_dtype: auto or int8",
     "kv_cache_dtype": "config.rollout.cache_dtype: auto or int8",
-    "attn_implementation": "hjax chooses attention by device and length (docs/design.md)",
-    "flash_attn": "hjax chooses attention by device and length (docs/design.md)",
-    "flash_attention": "hjax chooses attention by device and length (docs/design.md)",
+    "attn_implementation": _ATTENTION,
+    "flash_attn": _ATTENTION,
+    "flash_attention": _ATTENTION,
     "use_liger_kernel": "nothing to set: log-probs never hold all logits",
     "torch_compile": "nothing to set: every program is compiled by XLA",
     "use_torch_compile": "nothing to set: every program is compiled by XLA",

@@ -115,6 +115,7 @@ def test_an_updates_output_takes_its_arguments_place():
 def test_a_table_has_a_row_for_each_also_for_those_refused():
     case = dict(model="small", train={"fsdp": 4}, topology="v5e:2x2", tokens=2048)
     both = {**case, "micro_batch": 0, "before": 2.0, "remat": "full", "rows": 8, "scores": False}
+    both["attention"] = "auto"
     counted = dict.fromkeys(
         ("seconds", "minimum_seconds", "mfu", "flops_over_minimum", "received_bytes",
          "minimum_received_bytes", "waited_share", "waited_seconds", "peak_bytes",

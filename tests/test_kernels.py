@@ -229,7 +229,7 @@ def test_a_set_is_plain_and_can_be_sent(kernel_set):
 
 
 def test_an_unknown_set_is_refused():
-    with pytest.raises(ConfigError, match="kernels 'fast': reference, backward, tpu or cpu"):
+    with pytest.raises(ConfigError, match="kernels 'fast': reference, backward, tpu, cudnn or cpu"):
         kernels_of("fast")
 
 

@@ -5,6 +5,7 @@ update give the gradient: with rate 1e9 and epsilon 1e6, before - after = 1000 g
 """
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -15,6 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hjax.algorithms.losses import PolicyLoss
 from hjax.controller import ResourcePool, WorkerGroup
 from hjax.errors import ConfigError
+from hjax.kernels import cudnn
+from hjax.kernels.sets import kernels_of
 from hjax.models.config import ModelConfig
 from hjax.models.huggingface import load_weights
 from hjax.models.parameters import to_host
@@ -247,6 +250,34 @@ def test_the_kernels_of_long_sequences_change_nothing(
     expected_metrics, expected, expected_drawn = one_device
     np.testing.assert_array_equal(drawn["responses"], expected_drawn["responses"])
     assert max(errors(gradient, expected).values()) <= 1e-5
+    assert metrics["loss"] == pytest.approx(expected_metrics["loss"], rel=1e-5)
+
+
+CUDNN = (
+    "fsdp 2, tensor 2 x 2 micro, 2 passes",
+    "tensor 8, KV heads kept whole",
+    "data 2, pipe 4 kept",
+)
+
+
+@pytest.mark.parametrize(
+    "name", [CUDNN[0], *(pytest.param(name, marks=pytest.mark.slow) for name in CUDNN[1:])]
+)
+def test_what_cudnn_is_asked_changes_nothing(name, directory, batch, one_device, monkeypatch):
+    """By JAX's own implementation of the same arguments, which computes in float32 on CPUs."""
+    attend = functools.partial(cudnn.attend, implementation="xla")
+    asked = []
+
+    def kernels(*arguments, **how):
+        asked.append(arguments)
+        return dataclasses.replace(kernels_of(*arguments, **how), attention=attend)
+
+    monkeypatch.setattr("hjax.models.transformer.kernels_of", kernels)
+    monkeypatch.setattr("hjax.models.attention.WHOLE", 0)
+    metrics, gradient, drawn = one_step(directory, batch, *LAYOUTS[name])
+    expected_metrics, expected, expected_drawn = one_device
+    np.testing.assert_array_equal(drawn["responses"], expected_drawn["responses"])
+    assert asked and max(errors(gradient, expected).values()) <= 1e-5
     assert metrics["loss"] == pytest.approx(expected_metrics["loss"], rel=1e-5)
 
 

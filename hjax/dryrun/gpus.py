@@ -39,6 +39,8 @@ class Gpu:
     shared: int
 
 
+CUDNN = (9, 8)  # major and minor version
+
 GPUS = {
     "a100-40g": Gpu((8, 0), 108, 64, 1.41, 40 * 10**9, 1555 * 10**9, 40 * 2**20, 164),
     "a100-80g": Gpu((8, 0), 108, 64, 1.41, 80 * 10**9, 2039 * 10**9, 40 * 2**20, 164),
@@ -56,11 +58,11 @@ def gpu_devices(name: str, kind: str, sizes: tuple[int, ...]) -> tuple[Any, ...]
     """
     if not plugin_installed():
         raise ConfigError(
-            f"--topology={name}: the GPU compiler is not installed; "
-            "pip install 'jax[cuda13-local]'"
+            f"--topology={name}: the GPU compiler is not installed; pip install 'jax[cuda13-local]'"
         )
     from jax.experimental import topologies
 
+    _answer_for(kind)
     hosts, count = sizes
     described = topologies.get_topology_desc(
         device_kind(kind),
@@ -69,6 +71,28 @@ def gpu_devices(name: str, kind: str, sizes: tuple[int, ...]) -> tuple[Any, ...]
         topology=f"1x{hosts}x{count}",
     )
     return tuple(described.devices)
+
+
+def _answer_for(kind: str) -> None:
+    """Let cuDNN's attention be traced for a GPU that is not there.
+
+    JAX asks this process's first GPU for its compute capability while it traces, and the cuDNN
+    that is installed for its version. From here on it is answered with those of ``kind``, in
+    a process that compiles and runs nothing.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as asking
+
+    def of(capability: str) -> tuple[int, ...]:
+        return tuple(int(part) for part in capability.split("."))
+
+    own = GPUS[kind].capability
+    answers: dict[str, Any] = {
+        "check_cudnn_version": lambda: CUDNN[0] * 10000 + CUDNN[1] * 100,
+        "check_compute_capability": lambda least: own >= of(least),
+        "is_cuda_compute_capability_equal": lambda one: own == of(one),
+    }
+    for name, answer in answers.items():
+        setattr(asking, name, answer)
 
 
 def device_kind(kind: str) -> str:
@@ -110,6 +134,6 @@ gpu_device_info {{
   registers_per_block_limit: 65536
 }}
 platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 8 }}
+dnn_version_info {{ major: {CUDNN[0]} minor: {CUDNN[1]} }}
 device_description_str: "{device_kind(kind)}"
 """

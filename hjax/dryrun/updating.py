@@ -20,6 +20,7 @@ from hjax.dryrun.minimum import minimum
 from hjax.dryrun.programs import StepProgram
 from hjax.dryrun.topologies import find_topology
 from hjax.errors import ConfigError
+from hjax.kernels.sets import AUTO, CUDNN
 from hjax.models.config import ModelConfig
 from hjax.models.published import published
 from hjax.models.transformer import Compute
@@ -43,6 +44,7 @@ class Case:
       rows: of all devices.
       samples: of a prompt.
       scores: it is the reference's log-probs.
+      attention: as of ``model.attention``.
       before: seconds predicted of commit 9b2d171, whose figures this began with; 0: none.
     """
 
@@ -56,6 +58,7 @@ class Case:
     samples: int = 8
     scores: bool = False
     before: float = 0.0
+    attention: str = AUTO
 
     @property
     def prompt(self) -> int:
@@ -74,6 +77,8 @@ CASES = (
     Case("llama-3-8b", "v5p:2x2x2", _TENSOR, 8192, 16),
     Case("qwen2.5-1.5b", "h100:1x8", _FSDP, 8192, 32),
     Case("qwen2.5-1.5b", "h100:1x8", _FSDP, 32768, 8),
+    Case("qwen2.5-1.5b", "h100:1x8", _FSDP, 8192, 32, attention=CUDNN),
+    Case("qwen2.5-1.5b", "h100:1x8", _FSDP, 32768, 8, attention=CUDNN),
     Case("qwen2.5-1.5b", "v5e:4x4", _FSDP, 8192, 64, rows=512, scores=True),
 )
 
@@ -110,7 +115,7 @@ def updating(case: Case, cache: Path | None = None) -> dict[str, Any]:
             role=role,
             layouts=make_layouts(topology.devices, dict(case.train), {"tensor": -1}),
             model=model,
-            compute=Compute(jnp.bfloat16, remat=case.remat),
+            compute=Compute(jnp.bfloat16, remat=case.remat, attention=case.attention),
             max_response_length=case.tokens - case.prompt,
             samples=case.samples,
             loss=PolicyLoss(),
@@ -165,10 +170,11 @@ def table(records: Sequence[Mapping[str, Any]]) -> str:
         split = " × ".join(f"{axis} {n}" for axis, n in r["train"].items() if n > 1)
         passes = f", micro_batch {r['micro_batch']}" if r["micro_batch"] else ""
         remat = "" if r["scores"] else f", remat {r['remat']}"
+        attention = "" if r["attention"] == AUTO else f", attention {r['attention']}"
         where = f"{r['topology']}{', ' + split if split else ''}"
         what = "log-probs" if r["scores"] else "update"
         rows = f"{what} of {r['rows']} × {r['tokens'] // 1024}k tokens"
-        name = f"{rows}, {r['model']}, {where}{passes}{remat}"
+        name = f"{rows}, {r['model']}, {where}{passes}{remat}{attention}"
         before = f"{r['before']:.2f} s" if r["before"] else ""
         if "refused_bytes" in r:
             needed = f"{r['refused_bytes'] / 2**30:.1f} GiB"
@@ -189,7 +195,7 @@ def _together(records: Sequence[Mapping[str, Any]]) -> list[str]:
     said = []
     counted = [r for r in records if "refused_bytes" not in r]
     updates = [r for r in counted if not r["scores"]]
-    alike = ("model", "topology", "train", "micro_batch", "remat")
+    alike = ("model", "topology", "train", "micro_batch", "remat", "attention")
     for short, long in itertools.combinations(updates, 2):
         if all(short[k] == long[k] for k in alike) and long["tokens"] == 4 * short["tokens"]:
             ratio = long["temporary_bytes"] / short["temporary_bytes"]

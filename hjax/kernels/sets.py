@@ -8,12 +8,13 @@ from collections.abc import Callable
 import jax
 
 from hjax.errors import ConfigError
-from hjax.kernels import backward, blockwise, cpu, grouped_blocks, reference
+from hjax.kernels import backward, blockwise, cpu, cudnn, grouped_blocks, reference
 from hjax.kernels.attention import Kernel
 
 Tables = tuple[jax.Array, jax.Array]
 
 REFERENCE, BACKWARD, CPU, TPU = "reference", "backward", "cpu", "tpu"
+AUTO, CUDNN = "auto", "cudnn"  # of attention: the platform's, or cuDNN's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,9 +35,22 @@ class Kernels:
     packs_share: bool = True  # whether it knows prompts that stand once in a pack
 
 
-def choose(platform: str) -> str:
-    """The name of the set that devices of a platform (``cpu``, ``tpu``, ``gpu``, ...) run."""
-    return platform if platform in (CPU, TPU) else BACKWARD
+def choose(platform: str, attention: str = AUTO) -> str:
+    """The name of the set that devices of a platform (``cpu``, ``tpu``, ``gpu``, ...) run.
+
+    Args:
+      attention: as of ``model.attention``.
+
+    Raises:
+      ConfigError: attention that the platform does not have.
+    """
+    if attention == AUTO:
+        return platform if platform in (CPU, TPU) else BACKWARD
+    if platform not in cudnn.PLATFORMS:
+        raise ConfigError(
+            f"model.attention={attention}: it is for NVIDIA GPUs, and these devices are {platform}"
+        )
+    return CUDNN
 
 
 def kernels_of(name: str, whole: bool = False, unrolled: bool = False) -> Kernels:
@@ -44,8 +58,8 @@ def kernels_of(name: str, whole: bool = False, unrolled: bool = False) -> Kernel
 
     Args:
       name: ``reference``, ``backward`` (written-out backward passes, long attention and grouped
-        products by blocks), ``tpu`` (those with a TPU's kernels) or ``cpu`` (those, and what XLA's
-        CPU compiler needs to be told another way).
+        products by blocks), ``tpu`` (those with a TPU's kernels), ``cudnn`` (those with cuDNN's
+        attention) or ``cpu`` (those, and what XLA's CPU compiler needs to be told another way).
       whole: each device is known to hold the whole length and a layer's whole weights.
       unrolled: layers run in a Python loop, not in a scan.
 
@@ -63,6 +77,8 @@ def kernels_of(name: str, whole: bool = False, unrolled: bool = False) -> Kernel
         return Kernels()
     if name == BACKWARD:
         return written_out
+    if name == CUDNN:
+        return dataclasses.replace(written_out, attention=cudnn.attend, packs_share=False)
     if name == TPU:
         # Pallas takes long to import, and only here it runs.
         from hjax.kernels import grouped_tpu, splash
@@ -74,7 +90,7 @@ def kernels_of(name: str, whole: bool = False, unrolled: bool = False) -> Kernel
             packs_share=False,  # its segments are equal or not: not a response's and its prompt's
         )
     if name != CPU:
-        raise ConfigError(f"kernels {name!r}: {REFERENCE}, {BACKWARD}, {TPU} or {CPU}")
+        raise ConfigError(f"kernels {name!r}: {REFERENCE}, {BACKWARD}, {TPU}, {CUDNN} or {CPU}")
     if whole:
         products = dataclasses.replace(written_out, product=cpu.product, gated_mlp=cpu.gated_mlp)
     else:

@@ -17,6 +17,7 @@ from hjax.kernels.attention import KEPT
 NONE, ATTENTION, FULL, OFFLOAD = "none", "attention", "full", "offload"
 POLICIES = (NONE, ATTENTION, FULL, OFFLOAD)
 _INPUT = "layer_input"
+_CUDNN = "dot_product_attention_fwd"  # JAX's name of it, which has no place for names of ours
 
 
 def layer_input(x: jax.Array) -> jax.Array:
@@ -38,7 +39,9 @@ def recomputed(run: Callable[..., Any], policy: str, unrolled: bool) -> Callable
         return run
     policies = jax.checkpoint_policies
     kept = {
-        ATTENTION: policies.save_only_these_names(KEPT),
+        ATTENTION: policies.save_from_both_policies(
+            policies.save_only_these_names(KEPT), _of_cudnn
+        ),
         FULL: policies.nothing_saveable,
         OFFLOAD: policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],
@@ -50,3 +53,8 @@ def recomputed(run: Callable[..., Any], policy: str, unrolled: bool) -> Callable
     # In a scan the compiler cannot undo it, and needs no barriers.
     static = (0,) if unrolled else ()
     return jax.checkpoint(run, policy=kept, static_argnums=static, prevent_cse=unrolled)
+
+
+def _of_cudnn(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Whether these are outputs and log-sums of cuDNN's attention."""
+    return primitive.name.startswith(_CUDNN)

@@ -21,7 +21,7 @@ from flax import nnx
 from hjax.errors import ConfigError
 from hjax.kernels import quantized
 from hjax.kernels.attention import Scoring
-from hjax.kernels.sets import REFERENCE, Kernels, choose, kernels_of
+from hjax.kernels.sets import AUTO, REFERENCE, Kernels, choose, kernels_of
 from hjax.models import lora as low_rank
 from hjax.models import remat, weight_ring
 from hjax.models.architecture import (
@@ -58,6 +58,7 @@ class Compute:
         the compiler (which would rather split the width of FSDP's embedding than the batch).
       kernel_set: name of the functions that layers are made of, see ``hjax.kernels.sets``; the
         plain reference until ``on`` chooses those of a platform.
+      attention: as of ``model.attention``, by which ``on`` chooses.
       home: the layout whose devices run it, given by ``on``; kernels that a compiler cannot split
         are split over it.
       dropout: what adapters' inputs lose in an update; None: nothing.
@@ -70,6 +71,7 @@ class Compute:
     remat: str = remat.NONE
     layout: Layout | None = None
     kernel_set: str = REFERENCE
+    attention: str = AUTO
     home: Layout | None = None
     dropout: Dropout | None = None
     travel: bool = False
@@ -81,11 +83,15 @@ class Compute:
         return dataclasses.replace(self, dropout=self.dropout.of_layer(layer))
 
     def on(self, layout: Layout) -> Compute:
-        """The same with the kernels for a layout's devices."""
+        """The same with the kernels for a layout's devices.
+
+        Raises:
+          ConfigError: attention that they do not have.
+        """
         platform = layout.platform
-        return dataclasses.replace(
-            self, kernel_set=choose(platform), home=layout, travel=platform in weight_ring.PLATFORMS
-        )
+        kernel_set = choose(platform, self.attention)
+        travel = platform in weight_ring.PLATFORMS
+        return dataclasses.replace(self, kernel_set=kernel_set, home=layout, travel=travel)
 
     @property
     def kernels(self) -> Kernels:

@@ -51,6 +51,7 @@ class Builder:
             unroll_layers=config.model.unroll_layers,
             # What auto means for a role is known once all of its set are.
             remat=NONE if config.model.remat == AUTO else config.model.remat,
+            attention=config.model.attention,
         )
         self.stop = stop_tokens(config, inputs)
         self._functions: dict[str, RewardFunction] = {}

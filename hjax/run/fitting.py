@@ -11,6 +11,10 @@ from ml_collections import ConfigDict
 from hjax.algorithms import Algorithm
 from hjax.binding import worker_class
 from hjax.errors import ConfigError
+from hjax.kernels import cudnn
+from hjax.kernels.attention import WHOLE
+from hjax.kernels.sets import AUTO, choose
+from hjax.models.config import ModelConfig
 from hjax.roles import ROLLOUT, Role
 from hjax.run.inputs import Inputs
 from hjax.run.placement import Plan
@@ -176,6 +180,39 @@ def check_packing(
                     f"{asked}: packs do not go with layout.{role}.train.{axis}="
                     f"{layout.train.ways(name)}; use {axis}=1 there, or data.packing=0"
                 )
+
+
+def check_attention(
+    config: ConfigDict,
+    models: Mapping[str, ModelConfig],
+    layouts: Mapping[str, RoleLayouts],
+    platform: str,
+    dtype: Any,
+) -> None:
+    """Raise ConfigError where attention is asked for that devices, models or layouts do not take.
+
+    Args:
+      config: of the run.
+      models, layouts: by role.
+      platform: of the devices.
+      dtype: of compute.
+    """
+    if config.model.attention == AUTO:
+        return
+    choose(platform, config.model.attention)
+    asked = f"config.model.attention={config.model.attention}"
+    instead = f"use {AUTO}"
+    if config.data.packing > WHOLE:
+        raise ConfigError(
+            f"{asked} has no mask of several sequences in a row, and data.packing is "
+            f"{config.data.packing}; use packing=0, or {AUTO}"
+        )
+    for role, model in models.items():
+        reason = cudnn.refusal(dtype, model.head_dim, model.attention_softcap, model.sinks)
+        if role in layouts and layouts[role].train.ways("length") > 1:
+            reason, instead = "it does not split a row's length", "use context=1, or auto"
+        if reason:
+            raise ConfigError(f"{asked} is not for {role}'s model: {reason}; {instead}")
 
 
 def can_generate(config: ConfigDict, sizes: Mapping[str, Any], devices: int) -> bool:

@@ -26,6 +26,7 @@ from hjax.run.builder import Builder, adapted, role_path
 from hjax.run.fitting import (
     can_generate,
     check_ahead,
+    check_attention,
     check_batches,
     check_packing,
     check_rollout,
@@ -247,6 +248,7 @@ def describe_roles(
     builder = Builder(config, algorithm, inputs, table, sizes, default_dtype(platform), read)
     builds = {role: _as_planned(builder.build(role), plan) for role in table}
     models = {role: b.arguments[0].model for role, b in builds.items() if b.arguments[0].model}
+    check_attention(config, models, layouts, platform, builder.compute.dtype)
     starts_from = {
         role: entry.starts_from
         for role, entry in table.items()

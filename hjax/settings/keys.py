@@ -205,6 +205,13 @@ KEYS: dict[str, Any] = {
             "dry run shows; none on CPUs, which do not say how much they have",
             one_of("auto", "none", "attention", "full", "offload"),
         ),
+        "attention": Key(
+            "auto",
+            "who computes attention over sequences of more than 512 tokens: auto, hjax's kernel "
+            "for the platform; cudnn, NVIDIA's library on its GPUs, in bfloat16 (what it does not "
+            "take is refused: docs/models.md). It has not run on a GPU yet",
+            one_of("auto", "cudnn"),
+        ),
     },
     "data": {
         "task": Key(

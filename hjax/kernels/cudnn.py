@@ -1,0 +1,181 @@
+"""Attention on NVIDIA GPUs: cuDNN's kernel, told what our rows look like.
+
+A library's kernel (``jax.nn.dot_product_attention(implementation="cudnn")``), which knows causal
+order, windows and a length for each row. Padding on the left is turned to the end and back; a
+prompt shared by several responses stands before each of them, here alone: all else of a layer still
+runs on one copy of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hjax.errors import ConfigError
+from hjax.kernels.attention import Scoring, Shared, Sight, cost_label
+from hjax.kernels.spread import Axes
+
+HEAD_DIM = 256  # elements; on GPUs older than Hopper 128
+PLATFORMS = ("gpu", "cuda")
+DTYPES = (jnp.bfloat16, jnp.float16)
+_TILE = 128  # places of a block of scores, for the account of products
+_ASKED = "model.attention=cudnn"
+
+
+def refusal(dtype: Any, head_dim: int, softcap: float = 0.0, sinks: bool = False) -> str:
+    """Why cuDNN's attention does not take such layers; empty: it does.
+
+    Args:
+      dtype: of queries, keys and values.
+      head_dim: elements of each.
+      softcap: of scores; 0: they are not capped.
+      sinks: whether heads have them.
+    """
+    if jnp.dtype(dtype) not in [jnp.dtype(x) for x in DTYPES]:
+        return f"it computes in bfloat16 or float16, not in {jnp.dtype(dtype).name}"
+    if head_dim % 8 or head_dim > HEAD_DIM:
+        return f"heads have a multiple of 8 elements, at most {HEAD_DIM}, not {head_dim}"
+    if softcap:
+        return "it does not cap scores"
+    return "it has no sinks" if sinks else ""
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None,
+    sinks: jax.Array | None,
+    scoring: Scoring,
+    sight: Sight,
+    axes: Axes = (),
+    around: int = 1,
+    gather: bool = False,
+    implementation: str = "cudnn",
+    shared: Shared | None = None,
+) -> jax.Array:
+    """``hjax.kernels.attention.attend`` of what one device holds.
+
+    A row's tokens stand together: padding is before and behind them. Results on padding are 0.
+
+    Args:
+      around: devices over which the length is split: 1.
+      implementation: of ``jax.nn.dot_product_attention``; ``xla`` for tests without a GPU, which
+        takes the same masks, every dtype and size of heads, and holds scores [length, length].
+
+    Raises:
+      ConfigError: what cuDNN cannot compute, or does not find, when traced.
+    """
+    batch, length, heads, dim = q.shape
+    # XLA's takes every dtype and size of heads.
+    real = implementation == "cudnn"
+    dtype, size = (q.dtype, dim) if real else (DTYPES[0], 8)
+    reason = refusal(dtype, size, scoring.softcap, sinks is not None)
+    if around > 1:
+        reason = "it does not split a row's length over devices"
+    if sight.packed or shared is not None:
+        reason = "it has no mask of several sequences in a row"
+    if reason:
+        raise ConfigError(f"{_ASKED}: {reason}")
+    window = (sight.window - 1, 0) if 0 < sight.window < length else None
+    run = functools.partial(_rows, scoring.factor(dim), window, implementation)
+    count = (length - sight.prompt) // sight.response if sight.response else 1
+    if count == 1:
+        return run(q, k, v, segments)
+    cut = functools.partial(_apart, sight.prompt, count)
+    out = run(cut(q), cut(k), cut(v), None if segments is None else cut(segments))
+    out = out.reshape(batch, count, -1, heads, dim)
+    prompt, own = out[:, 0, : sight.prompt], out[:, :, sight.prompt :]
+    return jnp.concatenate([prompt, own.reshape(batch, -1, heads, dim)], axis=1)
+
+
+def _apart(prompt: int, count: int, x: jax.Array) -> jax.Array:
+    """[batch, prompt + count * length, ...] -> [batch * count, prompt + length, ...]."""
+    batch, total, *rest = x.shape
+    first, own = jax.lax.split(x, [prompt, total - prompt], axis=1)
+    first = jnp.broadcast_to(first[:, None], (batch, count, prompt, *rest))
+    own = own.reshape(batch, count, -1, *rest)
+    return jnp.concatenate([first, own], axis=2).reshape(batch * count, -1, *rest)
+
+
+def _rows(
+    scale: float,
+    window: tuple[int, int] | None,
+    implementation: Any,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None,
+) -> jax.Array:
+    """Each row one sequence; ``segments``: 0 at padding."""
+    batch, length, heads, dim = q.shape
+    lengths = first = None
+    if segments is not None:
+        real = segments != 0
+        first = jnp.argmax(real, axis=1).astype(jnp.int32)
+        count = jnp.sum(real, axis=1, dtype=jnp.int32)
+        span = first, count
+        q, k, v = (_moved(x, 1, *span) for x in (q, k, v))
+        lengths = jnp.maximum(count, 1)  # of no token: a softmax over one that is 0
+    reach = 0 if window is None else window[0] + 1
+    with jax.named_scope(_costs(batch * heads, length, dim, reach)):
+        try:
+            out = jax.nn.dot_product_attention(
+                q,
+                k,
+                v,
+                scale=scale,
+                is_causal=True,
+                query_seq_lengths=lengths,
+                key_value_seq_lengths=lengths,
+                local_window_size=window,
+                implementation=implementation,
+            )
+        except (NotImplementedError, RuntimeError) as error:  # of this GPU, or no cuDNN
+            raise ConfigError(f"{_ASKED}: {' '.join(str(error).split())}") from error
+    return out if segments is None else _moved(out, -1, *span)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _moved(x: jax.Array, way: int, first: jax.Array, count: jax.Array) -> jax.Array:
+    """Each row's tokens of x [batch, length, ...] to its beginning (way 1), or from there back to
+    where they stood (-1); elsewhere 0. Gradients go the other way, by the same gather.
+
+    Args:
+      first: int32 [batch], place of the first token.
+      count: int32 [batch], how many there are.
+    """
+    place = jnp.arange(x.shape[1], dtype=jnp.int32)
+    start = 0 * first if way > 0 else first
+    own = (place >= start[:, None]) & (place < (start + count)[:, None])
+    source = (place + way * first[:, None]) % x.shape[1]
+    more = (1,) * (x.ndim - 2)
+    taken = jnp.take_along_axis(x, source.reshape(*source.shape, *more), 1, mode="clip")
+    return jnp.where(own.reshape(*own.shape, *more), taken, 0)
+
+
+def _moved_forward(x: jax.Array, way: int, first: jax.Array, count: jax.Array) -> Any:
+    return _moved(x, way, first, count), (first, count)
+
+
+def _moved_backward(way: int, span: Any, d_out: jax.Array) -> Any:
+    return _moved(d_out, -way, *span), None, None
+
+
+_moved.defvjp(_moved_forward, _moved_backward)
+
+
+@functools.lru_cache(maxsize=64)
+def _costs(rows: int, length: int, dim: int, window: int) -> str:
+    """What the kernels do, which they do not say: products of blocks of which something is seen (2
+    forward, 5 backward), queries, outputs and what comes back of them, read and written once."""
+    short = -length % _TILE
+    pairs = len(Sight(window=window).blocks(length + short, _TILE))
+    product = 2.0 * rows * pairs * _TILE**2 * dim
+    moved = 2.0 * rows * length * dim
+    return cost_label(
+        (("attention_fwd", 2 * product, 4 * moved), ("attention_bwd", 5 * product, 8 * moved))
+    )
