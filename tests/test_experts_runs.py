@@ -12,6 +12,11 @@ WHAT = {
     "all weights": BALANCED,
     "adapters that drop": {**BALANCED, **LORA, "actor.lora.dropout": 0.2},
     "adapters with magnitudes": {**BALANCED, **LORA, "actor.lora.dora": True},
+    "experts' adapters": {
+        **BALANCED,
+        **LORA,
+        "actor.lora.targets": ("q", "v", "gate", "up", "down"),
+    },
 }
 OVER = axes(expert=2, fsdp=2, tensor=2)
 HOW = {
@@ -32,9 +37,13 @@ HOW = {
         "cluster.devices_per_process": 2,
     },
 }
+FAST = (
+    ("adapters that drop", "expert, fsdp, tensor"),
+    ("experts' adapters", "expert, fsdp, tensor"),
+)
 COMBINATIONS = [
     (what, how)
-    if (what, how) == ("adapters that drop", "expert, fsdp, tensor")
+    if (what, how) in FAST
     else slow(what, how)
     for what in WHAT
     for how in HOW
@@ -73,6 +82,8 @@ def test_every_combination_gives_the_same_metrics(base, what, how):
         slow("all weights", "expert, fsdp, tensor"),
         slow("adapters that drop", "packs"),
         slow("adapters with magnitudes", "expert, fsdp, tensor"),
+        slow("experts' adapters", "expert, fsdp, tensor"),
+        slow("experts' adapters", "rollout apart"),
     ],
 )
 def test_a_run_resumes_bit_for_bit(base, tmp_path, what, how):

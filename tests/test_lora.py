@@ -211,13 +211,13 @@ def test_names_of_targets():
     assert targets_of(("all",), experts=False) == TARGETS
     assert targets_of(("all",), experts=True) == ("q", "k", "v", "o")
     assert targets_of(("v_proj", "q"), experts=True) == ("q", "v")
-    for names, experts, said in (
-        (("query",), False, "lora.targets=query: all, or some of q, k, v, o, gate, up, down"),
-        ((), False, "lora.targets=(): all, or some of"),
-        (("q", "down"), True, "lora.targets=down: this model's MLPs are experts"),
+    assert targets_of(("all", "down_proj"), experts=True) == ("q", "k", "v", "o", "down")
+    for names, said in (
+        (("query",), "lora.targets=query: all, or some of q, k, v, o, gate, up, down"),
+        ((), "lora.targets=(): all, or some of"),
     ):
         with pytest.raises(ConfigError) as error:
-            targets_of(names, experts)
+            targets_of(names, experts=False)
         assert said in str(error.value)
 
 
@@ -308,6 +308,15 @@ def test_training_goes_on_only_from_adapters_of_the_same_form(sound, lora, said)
     with pytest.raises(ConfigError) as error:
         load_params(sound / "adapter", network_with(sound, lora), one_device())
     assert said in str(error.value)
+
+
+def test_matrices_that_share_a_tensor_are_named_all(tmp_path):
+    adapted("gpt2", tmp_path)
+    with pytest.raises(ConfigError, match="is of matrices too that are not among lora.targets"):
+        load_params(
+            tmp_path / "adapter", network_with(tmp_path, Lora(3, 7.0, ("q", "v", "up"))),
+            one_device(),
+        )  # fmt: skip
 
 
 def test_an_adapter_on_an_adapter_is_refused(sound, tmp_path):

@@ -35,10 +35,10 @@ def layer_parameters(config: ModelConfig) -> int:
 
 def active_layer_parameters(config: ModelConfig) -> int:
     """Those of a layer that multiply one token."""
-    layers = _all(decoder_parameters(config)["layers"])
-    matrices = sum(p.size for p in layers if p.kind is Kind.MATRIX) // config.layers
-    experts = expert_parameters(config)
-    return matrices - experts + experts * config.experts_per_token // max(config.experts, 1)
+    matrices = [p for p in _all(decoder_parameters(config)["layers"]) if p.kind is Kind.MATRIX]
+    experts = sum(p.size for p in matrices if "experts" in p.names[:-1])
+    used = experts * config.experts_per_token // max(config.experts, 1)
+    return (sum(p.size for p in matrices) - experts + used) // config.layers
 
 
 def parameters(config: ModelConfig, scalar: bool = False) -> int:

@@ -61,6 +61,8 @@ class Stored:
       part: (dimension, first, size) where several parameters lie in one tensor one after another:
         this one's begins at ``first`` of a dimension that has ``size`` in all.
       other: a name under which older files have it.
+      stacked: of experts, the array of all of a layer that transformers has in memory; of their
+        adapters, the one that they are of.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Stored:
     pair: int | None = None
     part: tuple[int, int, int] | None = None
     other: str = ""
+    stacked: str = ""
 
     def groups(self) -> list[list[str]]:
         """The form, an entry per dimension: the axes joined in it."""
@@ -168,7 +171,7 @@ class Part:
     """One tensor as a file holds it, and where its values lie in a parameter.
 
     Attributes:
-      name, other: of the tensor, with its numbers.
+      name, other, stacked: as of ``Stored``, with numbers.
       shape: of the whole tensor.
       at: index into the parameter.
       part: as of ``Stored``.
@@ -181,6 +184,7 @@ class Part:
     at: tuple[Any, ...]
     part: tuple[int, int, int] | None
     turned: bool
+    stacked: str
     _apart: tuple[int, ...]  # the part's dimensions, joined axes taken apart
     _order: tuple[int, ...]  # of those in the parameter
 
@@ -205,11 +209,15 @@ class Part:
     @property
     def formless(self) -> Part:
         """The same under no name and in no place: equal for all layers."""
-        return dataclasses.replace(self, name="", other="", at=())
+        return dataclasses.replace(self, name="", other="", stacked="", at=())
 
     def of(self, tensor: Any) -> Any:
         """The parameter's values ``at``, of a numpy array as a view where that can be."""
         return tensor[self._own].reshape(self._apart).transpose(self._order)
+
+    def clear(self, tensor: np.ndarray) -> None:
+        """Write zeros where ``into`` writes."""
+        tensor[self._own] = 0
 
     def into(self, tensor: np.ndarray, values: np.ndarray) -> None:
         """Write what the parameter has ``at`` into the tensor; the inverse of ``of``."""
@@ -243,5 +251,8 @@ def parts(parameter: Parameter) -> Iterator[Part]:
                 else slice(None)
                 for axis in parameter.names
             )  # fmt: skip
-            name, other = stored.name.format(**numbers), stored.other.format(**numbers)
-            yield Part(name, other, tuple(shape), at, stored.part, turned, apart, order)
+            name, other, stacked = (
+                text.format(**numbers) for text in (stored.name, stored.other, stored.stacked)
+            )
+            of = tuple(shape), at, stored.part, turned, stacked, apart, order
+            yield Part(name, other, *of)

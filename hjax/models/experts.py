@@ -48,7 +48,8 @@ class Routing:
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """Of one layer's experts, whose logical axes are ``AXES``; None: there is no such bias."""
+    """Of one layer's experts, whose logical axes are ``AXES``; None: there is no such bias, or no
+    such adapter: its two parts are multiplied to what is added to a matrix."""
 
     router: Any  # [embed, experts]
     gate_up: Any  # [experts, embed, 2, mlp]
@@ -56,6 +57,10 @@ class Weights:
     router_bias: Any = None  # [experts]
     gate_up_bias: Any = None  # [experts, 2, mlp]
     down_bias: Any = None  # [experts, embed]
+    gate_up_a: Any = None  # [experts, embed, rank]
+    gate_up_b: Any = None  # [experts, rank, 2, mlp]
+    down_a: Any = None  # [experts, mlp, rank]
+    down_b: Any = None  # [experts, rank, embed]
 
 
 jax.tree_util.register_dataclass(Weights)
@@ -67,6 +72,10 @@ AXES = {
     "router_bias": (None,),
     "gate_up_bias": ("experts", None, "mlp"),
     "down_bias": ("experts", None),
+    "gate_up_a": ("experts", "embed", None),
+    "gate_up_b": ("experts", None, None, "mlp"),
+    "down_a": ("experts", "mlp", None),
+    "down_b": ("experts", None, "embed"),
 }
 
 
@@ -228,20 +237,25 @@ def _of_experts(
     share: float,
 ) -> jax.Array:
     """[rows, embed]: each row, sorted by expert, through its own; 0 after the groups."""
-    experts, width = weights.down.shape[0], rows.shape[-1]
+    experts = weights.down.shape[0]
     ends = jnp.cumsum(sizes)
     at = jnp.arange(rows.shape[0])
     inside = (at < ends[-1])[:, None] if share < 1 else None
 
     def product(x: jax.Array, weight: jax.Array) -> jax.Array:
+        weight = weight.reshape(*weight.shape[:2], -1)
         return _within(grouped(_within(x, inside), weight, sizes, share), inside)
 
-    both = product(rows, weights.gate_up.reshape(experts, width, -1))
+    def adapted(x: jax.Array, weight: jax.Array, a: Any, b: Any) -> jax.Array:
+        out = product(x, weight)
+        return out if a is None else out + product(product(x, a), b)
+
+    both = adapted(rows, weights.gate_up, weights.gate_up_a, weights.gate_up_b)
     own = jnp.minimum(jnp.searchsorted(ends, at, side="right"), experts - 1)  # a row's expert
     if weights.gate_up_bias is not None:
         both += _within(weights.gate_up_bias.reshape(experts, -1)[own], inside)
     gate, up = jnp.split(both, 2, axis=-1)
-    out = product(routing.activation(gate, up), weights.down)
+    out = adapted(routing.activation(gate, up), weights.down, weights.down_a, weights.down_b)
     if weights.down_bias is not None:
         out += _within(weights.down_bias[own], inside)
     return out
@@ -251,14 +265,14 @@ def _gathered(weights: Weights, width: int, axes: tuple[str, ...]) -> Weights:
     """Whole matrices of the experts here, of parts over these axes; backwards a reduce-scatter,
     where the compiler would sum all and cut then."""
 
-    def gather(weight: jax.Array, dimension: int) -> jax.Array:
-        if weight.shape[dimension] == width:
+    def gather(name: str, dimension: int) -> Any:
+        weight = getattr(weights, name)
+        if weight is None or weight.shape[dimension] == width:
             return weight
         return jax.lax.all_gather(weight, axes, axis=dimension, tiled=True)
 
-    return dataclasses.replace(
-        weights, gate_up=gather(weights.gate_up, 1), down=gather(weights.down, 2)
-    )
+    split = {"gate_up": 1, "down": 2, "gate_up_a": 1, "down_b": 2}
+    return dataclasses.replace(weights, **{name: gather(name, at) for name, at in split.items()})
 
 
 # Where others have most experts, most rows are none of ours. Those that are go through them in

@@ -45,7 +45,8 @@ class Lora:
       alpha: an addition is scaled by ``alpha / rank``, or with ``rslora`` by ``alpha / sqrt(rank)``
         (Kalajdzievski 2023, arXiv 2312.03732).
       rslora: see ``alpha``.
-      targets: which matrices have one, of ``TARGETS``; those that a model lacks are left out.
+      targets: which matrices have one, of ``TARGETS``; those that a model lacks are left out. An
+        expert's gate and up have one together, as PEFT gives the array of both.
       dropout: share of an adapter's inputs that updates drop, see ``hjax.models.dropout``.
       dora: each output's weights, adapter included, are scaled to a norm that learns, its
         magnitude (DoRA; Liu et al. 2024, arXiv 2402.09353).
@@ -101,11 +102,12 @@ def targets_of(names: tuple[str, ...], experts: bool) -> tuple[str, ...]:
     """Targets in their order, of names as people write them: ``all``, ``q`` or ``q_proj``.
 
     Args:
-      names: see above; ``all`` is every matrix that can have an adapter.
-      experts: the model's MLPs are experts, which have none.
+      names: see above; ``all`` is every matrix, but for those of experts.
+      experts: the model's MLPs are experts; every one of them has adapters of its own, which are
+        many, so that they are named.
 
     Raises:
-      ConfigError: an unknown name, or one of experts.
+      ConfigError: an unknown name.
     """
     attention = ("q", "k", "v", "o")
     short = {name.removesuffix("_proj") for name in names}
@@ -117,26 +119,19 @@ def targets_of(names: tuple[str, ...], experts: bool) -> tuple[str, ...]:
         raise ConfigError(
             f"lora.targets={','.join(unknown) or '()'}: {ALL}, or some of {', '.join(TARGETS)}"
         )
-    if experts and (beyond := sorted(short - set(attention))):
-        raise ConfigError(
-            f"lora.targets={','.join(beyond)}: this model's MLPs are experts, whose matrices get "
-            f"no adapters; use {', '.join(attention)}, or {ALL} for those"
-        )
     return tuple(name for name in TARGETS if name in short)
 
 
 def halves(lora: Lora, name: str, parameter: Parameter) -> tuple[int | None, ...]:
-    """Of a layer's matrix, which halves of its ``pair`` axis have an adapter; (None,): it has no
-    such axis and has one; empty: none has."""
-    if parameter.kind is not Kind.MATRIX or "experts" in parameter.names:
+    """Of a layer's matrix, which halves of its ``pair`` axis have an adapter each; (None,): the
+    whole has one; empty: none has."""
+    if parameter.kind is not Kind.MATRIX:
         return ()
+    places = [place for target in lora.targets for place in _PLACES[target]]
+    if "experts" in parameter.names:
+        return (None,) if name in dict(places) else ()
     paired = "pair" in parameter.names
-    return tuple(
-        half
-        for target in lora.targets
-        for place, half in _PLACES[target]
-        if place == name and (half is not None) == paired
-    )
+    return tuple(h for place, h in places if place == name and (h is not None) == paired)
 
 
 def adapter_parameters(layers: Mapping[str, Parameter], lora: Lora) -> dict[str, Parameter]:
@@ -145,15 +140,19 @@ def adapter_parameters(layers: Mapping[str, Parameter], lora: Lora) -> dict[str,
     ``<name>_a``: [layers, (halves,) inputs..., rank], drawn with PEFT's variance, 1 / (3 inputs);
     ``<name>_b``: [layers, (halves,) rank, outputs...], zero. With ``dora`` there is ``<name>_m``
     too, the magnitudes [layers, (halves,) outputs...], for which ``magnitudes`` has the values to
-    start from. Tensors are named as PEFT's.
+    start from. Those of experts are [layers, experts, inputs, rank] and [layers, experts, rank,
+    outputs...]. Tensors are named as PEFT's.
 
     Raises:
-      ConfigError: no such matrix, or with ``dora`` several in one tensor of the family's files.
+      ConfigError: no such matrix, with ``dora`` several in one tensor of the family's files, or
+        what PEFT has no adapters of experts with.
     """
     declared = {}
     for name, parameter in layers.items():
         if of := halves(lora, name, parameter):
-            a, b = _both(parameter, lora.rank, of)
+            if "experts" in parameter.names:
+                _check_of_experts(lora)
+            a, b = _both(parameter, lora, of)
             declared[f"{name}_a"], declared[f"{name}_b"] = a, b
             if lora.dora:
                 declared[f"{name}_m"] = _magnitude(parameter, b)
@@ -165,26 +164,72 @@ def adapter_parameters(layers: Mapping[str, Parameter], lora: Lora) -> dict[str,
     return declared
 
 
+def _check_of_experts(lora: Lora) -> None:
+    """Raise ConfigError where PEFT has no adapters of experts' matrices like these."""
+    if len({"gate", "up"} & set(lora.targets)) == 1:
+        raise ConfigError(
+            f"lora.targets={','.join(lora.targets)}: an expert's gate and up have one adapter, as "
+            "PEFT gives the array of both; name both or neither"
+        )
+    for name, value in (("dropout", lora.dropout), ("dora", lora.dora)):
+        if value:
+            raise ConfigError(
+                f"lora.{name}={value}: adapters of experts' matrices have no {name}, in PEFT "
+                "neither; leave gate, up and down out of lora.targets, or leave it off"
+            )
+
+
 def _both(
-    parameter: Parameter, rank: int, of: tuple[int | None, ...]
+    parameter: Parameter, lora: Lora, of: tuple[int | None, ...]
 ) -> tuple[Parameter, Parameter]:
     sizes = dict(parameter.axes)
-    lead = [("layers", sizes["layers"])] + ([("pair", len(of))] if of[0] is not None else [])
+    lead = [(name, sizes[name]) for name in _lead(parameter, of) if name != "pair"]
+    lead += [("pair", len(of))] if of[0] is not None else []
     inner = [(name, sizes[name]) for name in parameter.inputs]
-    outer = [
-        axis for axis in parameter.axes if axis[0] not in ("layers", "pair", *parameter.inputs)
-    ]
+    beside = {*dict(lead), *parameter.inputs}
+    outer = [axis for axis in parameter.axes if axis[0] not in beside]
     into, out = [], []
-    for stored in parameter.stored:
-        a, b = _stored(stored, parameter, of)
-        into += a
-        out += b
+    if "experts" in sizes:
+        a, b = _stored_of_experts(parameter, lora)
+        into, out = [a], [b]
+    else:
+        for stored in parameter.stored:
+            some, more = _stored(stored, parameter, of)
+            into += some
+            out += more
     scale = (3 * math.prod(size for _, size in inner)) ** -0.5
-    low = ("rank", rank)
+    low = ("rank", lora.rank)
     return (
         Parameter((*lead, *inner, low), Kind.ADAPTER, scale, stored=tuple(into)),
         Parameter((*lead, low, *outer), Kind.ADAPTER, stored=tuple(out)),
     )
+
+
+def _lead(parameter: Parameter, of: tuple[int | None, ...]) -> list[str]:
+    """The axes of a matrix that each have adapters of their own."""
+    names = ["layers", "experts"] + (["pair"] if of[0] is not None else [])
+    return [name for name in names if name in parameter.names]
+
+
+def _stored_of_experts(parameter: Parameter, lora: Lora) -> tuple[Stored, Stored]:
+    """PEFT's tensors for an array of all experts of a layer: ``lora_A`` [experts rank, inputs],
+    ``lora_B`` [outputs, rank experts]. Of two such arrays the later one's stand outside."""
+    first = parameter.stored[0]
+    module, _, name = first.stacked.rpartition(".")
+    if name == INNER and "down" in lora.targets:
+        module += NESTED
+    axes = [group for group in first.groups() if group != ["experts"]]
+    [outputs] = [group for group in axes if not set(group) & set(parameter.inputs)]
+    both = ["pair"] if first.pair is not None else []
+    inputs, made = " ".join(parameter.inputs), " ".join(both + outputs)
+    a = Stored(f"{module}.lora_A.weight", f"(experts rank) {inputs}", stacked=first.stacked)
+    b = Stored(f"{module}.lora_B.weight", f"({made}) (rank experts)", stacked=first.stacked)
+    return a, b
+
+
+# PEFT names adapters of several arrays of one module by how they are nested: around that of the
+# first array (``INNER``) are those of the last.
+INNER, NESTED = "gate_up_proj", ".base_layer"
 
 
 def _magnitude(parameter: Parameter, b: Parameter) -> Parameter:
@@ -434,6 +479,7 @@ def magnitudes(layers: Mapping[str, Any], network: Any) -> dict[str, Any]:
 _LETTER = {"layers": "l", "pair": "c", "embed": "d", "heads": "h", "kv_heads": "k"} | {
     "head_dim": "e",
     "mlp": "m",
+    "experts": "x",
 }
 
 
@@ -443,7 +489,7 @@ def _added(
     xp: Any = np if isinstance(weight, np.ndarray) else jnp
     names = [_LETTER[axis] for axis in parameter.names]
     inner = "".join(_LETTER[axis] for axis in parameter.inputs)
-    lead = "lc" if "pair" in parameter.names else "l"
+    lead = "".join(_LETTER[axis] for axis in _lead(parameter, of))
     outer = "".join(letter for letter in names if letter not in lead + inner)
     spec = f"{lead}{inner}z,{lead}z{outer}->{''.join(names)}"
     a, b = (xp.asarray(x, np.float32) for x in (a, b))

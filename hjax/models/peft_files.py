@@ -2,6 +2,8 @@
 ``adapter_config.json`` and ``adapter_model.safetensors``, read and written.
 
 ``lora_A`` is [rank, inputs], ``lora_B`` [outputs, rank], whichever way the matrix itself is stored.
+transformers 5 has a layer's experts in arrays, and PEFT adapters of those (``target_parameters``):
+``lora_A`` is [experts rank, inputs] then, ``lora_B`` [outputs, rank experts].
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import numpy as np
 from hjax.errors import ConfigError
 from hjax.given import given_path, read_object
 from hjax.models.declaration import Kind, Parameter, Part, parts
-from hjax.models.lora import Lora, layers_of
+from hjax.models.lora import INNER, NESTED, Lora, layers_of
 from hjax.models.tensor_files import DTYPES, TensorFile, create_file
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -32,7 +34,7 @@ _HARMLESS = frozenset(
     inference_mode init_lora_weights layers_pattern layers_to_transform lora_alpha lora_dropout
     modules_to_save peft_type peft_version r rank_pattern alpha_pattern revision runtime_config
     target_modules task_type use_rslora loftq_config ensure_weight_tying megatron_core
-    qalora_group_size use_dora
+    qalora_group_size use_dora target_parameters
     """.split()
 )
 _CHANGING = ("pissa", "olora", "corda", "loftq", "eva")  # initial values that change the base
@@ -117,6 +119,19 @@ class Adapter:
                 return value
         return default
 
+    def _of_array(self, part: Part) -> str:
+        """The module whose adapter is of the array that has a tensor of experts; empty: none."""
+        wanted = self._config.get("target_parameters") or ()
+
+        def targeted(array: str) -> bool:
+            return any(f".{array}".endswith(f".{name}") for name in wanted)
+
+        if not part.stacked or not targeted(part.stacked):
+            return ""
+        module, _, name = part.stacked.rpartition(".")
+        inside = name == INNER and targeted(f"{module}.down_proj")
+        return module + NESTED * inside
+
     def added(self, tensor: np.ndarray, part: Part) -> np.ndarray:
         """A tensor of the base with its adapter, if it has one: float32 sums in its own dtype.
 
@@ -124,15 +139,14 @@ class Adapter:
           ConfigError: the adapter is of another shape.
         """
         module = part.name.removesuffix(".weight")
+        if array := self._of_array(part):
+            return self._added_to_experts(tensor, part, array)
         if module + _A not in self.names:
             return tensor
         a, b = self.tensor(module + _A), self.tensor(module + _B)
         made = (b.shape[0], a.shape[1])
         if (made[::-1] if part.turned else made) != tensor.shape or a.shape[0] != b.shape[1]:
-            raise ConfigError(
-                f"{self.path}: {module} is for a matrix of {a.shape[1]} inputs and {b.shape[0]} "
-                f"outputs, the base's is {tensor.shape}; these adapters are for another base"
-            )
+            raise self._of_another_base(module, a, b, tensor)
         addition = b.astype(np.float32) @ a.astype(np.float32)
         addition *= self.scaling(module, a.shape[0])
         both = tensor.astype(np.float32) + (addition.T if part.turned else addition)
@@ -142,6 +156,39 @@ class Adapter:
                 both, axis=over, keepdims=True
             )
         return both.astype(np.float32)
+
+    def _of_another_base(
+        self, module: str, a: np.ndarray, b: np.ndarray, tensor: np.ndarray
+    ) -> ConfigError:
+        return ConfigError(
+            f"{self.path}: {module} is for a matrix of {a.shape[1]} inputs and {b.shape[0]} "
+            f"outputs, the base's is {tensor.shape}; these adapters are for another base"
+        )
+
+    def _added_to_experts(self, tensor: np.ndarray, part: Part, module: str) -> np.ndarray:
+        """``added`` of a tensor of one expert, [outputs, inputs], or of all, [experts, inputs,
+        outputs]."""
+        a, b = self.tensor(module + _A), self.tensor(module + _B)
+        rank = int(self._of_pattern("rank_pattern", part.stacked, self._config.get("r", 8)))
+        experts = max(a.shape[0] // max(rank, 1), 1)
+        expert, *rest = part.at[1:]
+        half = next((index for index in rest if not isinstance(index, slice)), None)
+        made = (b.shape[0] // (1 if half is None else 2), a.shape[1])
+        whole = isinstance(expert, slice)
+        fits = (experts, *made[::-1]) if whole else made
+        if fits != tensor.shape or not a.shape[0] == b.shape[1] == experts * rank:
+            raise self._of_another_base(module, a, b, tensor)
+        a = a.astype(np.float32).reshape(experts, rank, -1)
+        b = b.astype(np.float32).reshape(-1, rank, experts)
+        scaling = np.float32(self.scaling(part.stacked, rank))
+        if whole:
+            addition = np.einsum("eri,ore->eio", a, b, optimize=True)
+        elif expert >= experts:
+            raise self._of_another_base(module, a[0], b, tensor)
+        else:
+            start = (half or 0) * made[0]
+            addition = b[start : start + made[0], :, expert] @ a[expert]
+        return tensor.astype(np.float32) + scaling * addition
 
     @property
     def dora(self) -> bool:
@@ -154,12 +201,13 @@ class Adapter:
         Raises:
           ConfigError: one does not, by name.
         """
-        matrices = {
-            part.name.removesuffix(".weight")
+        every = [
+            part
             for parameter in layers_of(declared).values()
-            if parameter.kind is Kind.MATRIX and "experts" not in parameter.names
+            if parameter.kind is Kind.MATRIX
             for part in parts(parameter)
-        }
+        ]
+        matrices = {self._of_array(part) or part.name.removesuffix(".weight") for part in every}
         ends = (_A, _B, _M) if self.dora else (_A, _B)
         known = {f"{module}{end}" for module in matrices for end in ends} | {"score.weight"}
         for name in self.names:
@@ -191,7 +239,7 @@ class Adapter:
                     f"{self.path}: {part.name} has shape {tensor.shape}; lora.rank={lora.rank} "
                     f"and the base imply {part.shape}"
                 )
-            module = part.name.rpartition(".lora_")[0]
+            module = part.stacked or part.name.rpartition(".lora_")[0]
             if not math.isclose(scaling := self.scaling(module, lora.rank), lora.scaling):
                 raise ConfigError(
                     f"{self.path}: its adapters are scaled by {scaling:g}, lora.alpha="
@@ -204,7 +252,8 @@ class Adapter:
         """Whether the adapters of these parameters are all that there are, and learned alike.
 
         Raises:
-          ConfigError: there are more, or they learned with another dropout.
+          ConfigError: there are more, also of other matrices in the same tensors, or they learned
+            with another dropout.
         """
         if self.dora != lora.dora:
             raise ConfigError(
@@ -217,17 +266,33 @@ class Adapter:
                 f"{self.path}: its adapters learned with lora_dropout={rate:g}, lora.dropout is "
                 f"{lora.dropout:g}; set lora.dropout={rate:g}, or change it in {CONFIG}"
             )
-        ours = {
-            part.name
-            for parameter in layers_of(declared).values()
-            if parameter.kind is Kind.ADAPTER
-            for part in parts(parameter)
-        }
-        left = sorted(set(self.names) - ours - {"score.weight"})
+        ours: dict[str, list[Part]] = {}
+        for parameter in layers_of(declared).values():
+            for part in parts(parameter) if parameter.kind is Kind.ADAPTER else ():
+                ours.setdefault(part.name, []).append(part)
+        left = sorted(set(self.names) - ours.keys() - {"score.weight"})
+        if left and re.search(r"\.experts\.\d+\.", left[0]):
+            raise ConfigError(
+                f"{self.path}: {left[0]!r} is of one expert, as beside transformers 4; such "
+                "adapters are read merged (lora.rank=0), those that learn on are of the arrays of "
+                "all experts (target_parameters)"
+            )
         if left:
             raise ConfigError(
                 f"{self.path}: {left[0]!r} is not among lora.targets; name its matrix there too"
             )
+        for name, own in ours.items():
+            if own[0].part is None or name not in self.names:
+                continue
+            rest = np.array(self.tensor(name))
+            if rest.shape == own[0].shape:
+                for part in own:
+                    part.clear(rest)
+                if rest.any():
+                    raise ConfigError(
+                        f"{self.path}: {name!r} is of matrices too that are not among "
+                        "lora.targets; name them there"
+                    )
 
 
 def save_adapter(
@@ -261,11 +326,11 @@ def save_adapter(
     shapes: dict[str, tuple[int, ...]] = {}
     ranks: dict[str, int] = {}
     for module, pieces in modules.items():
-        rank = lora.rank * len(pieces)
-        shapes[f"{_PREFIX}{module}{_A}"] = (rank, pieces[0][0].shape[1])
-        shapes[f"{_PREFIX}{module}{_B}"] = (pieces[0][2].shape[0], rank)
+        (low, inputs), outputs = pieces[0][0].shape, pieces[0][2].shape[0]
+        shapes[f"{_PREFIX}{module}{_A}"] = (low * len(pieces), inputs)
+        shapes[f"{_PREFIX}{module}{_B}"] = (outputs, low * len(pieces))
         if len(pieces) > 1:
-            ranks[re.sub(r"^.*\.\d+\.", "", module)] = rank
+            ranks[_in_layer(module)] = lora.rank * len(pieces)
     vectors = {
         f"{_PREFIX}{part.name}": (part, values[name][part.at])
         for name in (n for n in layers if n.endswith("_m") and layers[n].kind is Kind.ADAPTER)
@@ -279,7 +344,7 @@ def save_adapter(
     for module, pieces in modules.items():
         into, out = tensors[f"{_PREFIX}{module}{_A}"], tensors[f"{_PREFIX}{module}{_B}"]
         for number, (a, first, b, second) in enumerate(pieces):
-            own = slice(number * lora.rank, (number + 1) * lora.rank)
+            own = slice(number * a.shape[0], (number + 1) * a.shape[0])
             a.into(into[own], first)
             b.into(out[:, own], second)
     for name, (part, vector) in vectors.items():
@@ -289,6 +354,7 @@ def save_adapter(
     # Of blocks the same scaling at their larger rank.
     grow = {n: rank / lora.rank for n, rank in ranks.items()}
     alphas = {n: lora.alpha * (math.sqrt(x) if lora.rslora else x) for n, x in grow.items()}
+    arrays = sorted({_in_layer(x[0].stacked) for [x, *_] in modules.values() if x[0].stacked})
     config = {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if scalar else "CAUSAL_LM",
@@ -300,9 +366,17 @@ def save_adapter(
         "use_dora": lora.dora,
         "bias": "none",
         "fan_in_fan_out": any(part.turned for p in layers.values() for part in parts(p)),
-        "target_modules": sorted({module.rpartition(".")[2] for module in modules}),
+        "target_modules": sorted(
+            {m.rpartition(".")[2] for m, pieces in modules.items() if not pieces[0][0].stacked}
+        ),
+        **({"target_parameters": arrays} if arrays else {}),
         **({"rank_pattern": ranks, "alpha_pattern": alphas} if ranks else {}),
         **({"modules_to_save": ["score"]} if scalar else {}),
         "inference_mode": True,
     }
     (directory / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+
+
+def _in_layer(name: str) -> str:
+    """A module's or an array's name after the layer's number."""
+    return re.sub(r"^.*\.\d+\.", "", name)

@@ -34,7 +34,7 @@ from hjax.models.balance import SUMS, Routed, Tally
 from hjax.models.config import LayerKind, ModelConfig
 from hjax.models.declaration import Kind, create_in
 from hjax.models.dropout import Dropout
-from hjax.models.experts import Routing, Weights, mixture
+from hjax.models.experts import AXES, Routing, Weights, mixture
 from hjax.models.rotary import Tables
 from hjax.models.weight_ring import WeightRing, ring_of
 from hjax.sharding.layout import Layout
@@ -267,9 +267,12 @@ class Block(nnx.Module):
     def _experts(
         self, x: jax.Array, compute: Compute, counted: jax.Array | None
     ) -> tuple[jax.Array, jax.Array | None]:
-        names = ("router_bias", "gate_up_bias", "down_bias")
-        biases = (getattr(self, name)[...] for name in names if hasattr(self, name))
-        weights = Weights(self.router[...], self.gate_up[...], self.down[...], *biases)
+        read = {name: getattr(self, name)[...] for name in AXES if hasattr(self, name)}
+        for name in ("gate_up_b", "down_b"):
+            if name in read:
+                assert self.config.lora is not None
+                read[name] = self.config.lora.scaling * read[name]
+        weights = Weights(**read)
         routing, grouped = routing_of(self.config), compute.kernels.grouped
         return mixture(x, weights, routing, compute.home, grouped, counted)
 

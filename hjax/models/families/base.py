@@ -261,6 +261,7 @@ class Family:
 
 
 LAYER = "model.layers.{layer}."
+EXPERTS = f"{LAYER}mlp.experts."  # as transformers has them in memory, all of a layer in an array
 HEAD = "lm_head.weight"
 
 
@@ -269,9 +270,9 @@ def one(name: str, form: str, **more: Any) -> tuple[Stored, ...]:
     return (Stored(name, form, **more),)
 
 
-def pair(first: str, second: str, form: str) -> tuple[Stored, ...]:
+def pair(first: str, second: str, form: str, **more: Any) -> tuple[Stored, ...]:
     """A parameter whose ``pair`` axis joins two tensors."""
-    return (Stored(first, form, pair=0), Stored(second, form, pair=1))
+    return (Stored(first, form, pair=0, **more), Stored(second, form, pair=1, **more))
 
 
 def expert_tensors(names: Mapping[str, str]) -> Tensors:
@@ -282,8 +283,8 @@ def expert_tensors(names: Mapping[str, str]) -> Tensors:
     """
     gate, up, down = (f"{names[name]}.weight" for name in ("gate", "up", "down"))
     return {
-        "layers.gate_up": pair(gate, up, "mlp embed"),
-        "layers.down": one(down, "embed mlp"),
+        "layers.gate_up": pair(gate, up, "mlp embed", stacked=f"{EXPERTS}gate_up_proj"),
+        "layers.down": one(down, "embed mlp", stacked=f"{EXPERTS}down_proj"),
     }
 
 

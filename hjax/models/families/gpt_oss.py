@@ -6,6 +6,7 @@ from typing import Any
 
 from hjax.models.config import ModelConfig
 from hjax.models.families.base import (
+    EXPERTS,
     FULL,
     LAYER,
     SLIDING,
@@ -77,13 +78,14 @@ class GptOss(Family):
 
     def tensors(self, config: ModelConfig) -> Tensors:
         """All experts of a layer in one tensor, gate and up in turns."""
-        experts = f"{LAYER}mlp.experts."
+        gate_up, down = f"{EXPERTS}gate_up_proj", f"{EXPERTS}down_proj"
+        both = "experts embed (mlp pair)"
         return super().tensors(config) | {
             "layers.sinks": one(f"{LAYER}self_attn.sinks", "heads"),
             "layers.router": one(f"{LAYER}mlp.router.weight", "experts embed"),
             "layers.router_bias": one(f"{LAYER}mlp.router.bias", "experts"),
-            "layers.gate_up": one(f"{experts}gate_up_proj", "experts embed (mlp pair)"),
-            "layers.gate_up_bias": one(f"{experts}gate_up_proj_bias", "experts (mlp pair)"),
-            "layers.down": one(f"{experts}down_proj", "experts mlp embed"),
-            "layers.down_bias": one(f"{experts}down_proj_bias", "experts embed"),
+            "layers.gate_up": one(gate_up, both, stacked=gate_up),
+            "layers.gate_up_bias": one(f"{gate_up}_bias", "experts (mlp pair)"),
+            "layers.down": one(down, "experts mlp embed", stacked=down),
+            "layers.down_bias": one(f"{down}_bias", "experts embed"),
         }
