@@ -132,7 +132,8 @@ def check_batches(
         if micro:
             _check_units(f"{section}.micro_batch", micro, algorithm)
             _check_divides(f"{section}.micro_batch", micro, layout.train, role, unit=unit)
-    if config.warm_start.steps and not config.actor.path:
+    warm_start = config.warm_start.steps and not config.actor.path
+    if warm_start or config.algorithm.get("pretraining_coef"):
         _check_divides("warm_start.batch", config.warm_start.batch, layouts["actor"].train, "actor")
 
 
