@@ -455,7 +455,7 @@ class Drawer(hjax.workers.Worker):
         return {"rewards": rewards, "reward_outcomes": {"ok": len(numbers)}}
 
     @hjax.protocol("3D_PROTO")
-    def update_actor(self, batch):
+    def update_actor(self, batch, pretrain=None):
         return {"loss": np.float32(0), "grad_norm": np.float32(1)}
 
 

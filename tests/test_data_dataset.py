@@ -28,6 +28,54 @@ def with_template(tmp_path):
     return Tokenizer.load(tmp_path / "chat")
 
 
+def turn(role, content):
+    return {"role": role, "content": content}
+
+
+TALK = [
+    turn("system", "a"), turn("user", "b"), turn("assistant", "cd"), turn("user", "e"),
+    turn("assistant", "f"), turn("user", "g"),
+]  # fmt: skip
+
+
+def test_of_a_conversation_the_assistants_turns_are_demonstrations(tmp_path):
+    path = jsonl(tmp_path, {"messages": TALK, "level": 1}, {"prompt": "ab", "response": "c"})
+    dataset = Dataset.from_file(path, with_template(tmp_path))
+    assert dataset.prompt_text == ["abh", "abcdeh", "ab"]
+    assert dataset.columns["response"] == ["cd", "f", "c"]
+    assert dataset.columns["level"] == [1, 1, None]
+    # Beside a prompt they count where demonstrations are learned from, beside a response never.
+    path = jsonl(
+        tmp_path,
+        {"prompt": "ab", "messages": TALK},
+        {"prompt": "ab", "response": "c", "messages": TALK},
+    )
+    for demonstrated, texts in ((False, ["ab", "ab"]), (True, ["abh", "abcdeh", "ab"])):
+        dataset = Dataset.from_file(path, with_template(tmp_path), demonstrated=demonstrated)
+        assert dataset.prompt_text == texts
+
+
+def test_the_assistants_tokens_are_learned_and_no_others(tmp_path):
+    """Of every turn, by the tokens that a run's demonstrations hold."""
+    from hjax.run.inputs import load_inputs
+    from hjax.settings.checking import check_config
+
+    with_template(tmp_path)
+    path = jsonl(tmp_path, {"prompt": "x", "messages": TALK})
+    keys = {
+        "algorithm.name": "SFT", "data.path": str(path), "data.task": "", "eval.every": 0,
+        "tokenizer.path": str(tmp_path / "chat"), "rollout.max_response_length": 4,
+        "reward.function": "",
+    }  # fmt: skip
+    inputs = load_inputs(check_config(keys), "demonstrations")
+    [end] = inputs.eos_ids
+    ids = {letter: 3 + i for i, letter in enumerate("abcdefgh")}
+    assert inputs.demonstrations == [
+        ([ids[x] for x in "abh"], [ids["c"], ids["d"], end]),
+        ([ids[x] for x in "abcdeh"], [ids["f"], end]),
+    ]
+
+
 def test_strings_chats_and_ids_side_by_side(tmp_path):
     path = jsonl(
         tmp_path,
@@ -122,6 +170,13 @@ def test_knights_with_minimind(test_data):
     ([{"prompt": None}], r":1: there is no prompt"),
     ([""], r"data.jsonl: the dataset is empty"),
     ([{"prompt": 3}], r":1: the prompt is 3; it must be text, a list of chat"),
+    ([{"messages": "hi"}], r":1: messages must be a list of chat messages, each with a role"),
+    ([{"messages": [{"role": "user", "content": "a"}]}], r":1: .* no turn of the assistant's"),
+    ([{"messages": [{"role": "assistant", "content": "a"}]}], r":1: messages begin with the assis"),
+    (
+        [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant"}]}],
+        r":1: a turn of the assistant's is None; it must be text",
+    ),
     ([{"prompt": []}], r":1: the prompt is \[\]; it must be"),
     ([{"prompt_tokens": [3, 11]}], r":1: token id 11 is outside the vocabulary \(ids from 0 to 10"),
     ([{"prompt_tokens": [-1]}], r":1: token id -1 is outside"),

@@ -321,7 +321,7 @@ WRONG = [
     ("SPIN", None, {"algorithm.kind": "odds"}, "refers to no opponent, which SPIN plays"),
     ("OnlineDPO", None, {"rollout.samples": 4}, "OnlineDPO compares two answers"),
     ("OnlineDPO", None, {"actor.micro_batch": 1}, "actor.micro_batch=1: sequences of pairs"),
-    ("OnlineDPO", None, {"data.packing": 64}, "packs may cut a pair's rows apart"),
+    ("OnlineDPO", None, {"data.packing": 12}, "a pack holds whole pairs, and of both sides"),
     ("PRIME", None, {"rollout.samples": 1}, "PRIME compares a response with the others"),
     ("PRIME", None, {"algorithm.process_coef": 0.0, "algorithm.outcome_coef": 0.0}, "no reward"),
     ("Distillation", None, {}, "teacher.path is empty: Distillation asks a teacher that knows"),
@@ -386,7 +386,7 @@ def test_a_run_is_the_same_in_other_layouts_and_after_a_stop(name, tmp_path):
             np.testing.assert_allclose(mine[key], row[key], rtol=2e-3, atol=2e-5)
 
 
-# What is learned from, and the algorithm that shows it; packs would cut pairs apart.
+# What is learned from, and the algorithm that shows it.
 SOURCES = {
     "prompts": ("PRIME", RUNS["PRIME"]),
     "demonstrations": ("SFT", {}),
@@ -405,11 +405,9 @@ def test_a_source_gives_the_same_whatever_the_placement_and_the_layout(source):
     for how, changes in {
         "colocate": {},
         "standalone": {"placement": "standalone"},
-        "packed": {"data.packing": 16},
-        "packed apart": {"data.packing": 16, "placement": "standalone"},
+        "packed": {"data.packing": 24},
+        "packed apart": {"data.packing": 24, "placement": "standalone"},
     }.items():
-        if "packed" in how and source == "pairs":
-            continue
         if source == "prompts" and changes.get("placement"):
             changes = changes | {"placement": "split"}  # four roles do not share eight evenly
         with trainer_of(name, keys | changes) as trainer:

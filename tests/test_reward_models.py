@@ -199,7 +199,7 @@ BROKEN = [
     ("ProcessRewardModel", [STEPS | {"completions": "12"}], {}, "must be a list of texts"),
     ("ProcessRewardModel", [STEPS | {"completions": ["1" * 9, "2"]}], {}, "have 11 tokens"),
     ("RewardModel", None, {"warm_start.steps": 3}, "imitates no demonstrations"),
-    ("RewardModel", None, {"data.packing": 64}, "packs may cut a pair's rows apart"),
+    ("RewardModel", None, {"data.packing": 12}, "a pack holds whole pairs, and of both sides"),
     ("ProcessRewardModel", None, {"data.packing": 8}, "4 and a place behind them are 10 tokens"),
     ("RewardModel", None, {"algorithm.margin": -1.0}, "margin=-1.0: must be 0 or more"),
 ]

@@ -1,6 +1,7 @@
 """Runs on data of one's own: token ids without a tokenizer, verl's parquet, demonstrations."""
 
 import json
+import pathlib
 
 import numpy as np
 import pyarrow
@@ -177,3 +178,34 @@ def test_demonstrations_that_are_missing_in_a_row_are_named(folder):
     # Where nothing learns from them, a row without one is no error.
     with trainer_of("GRPO", changes | {"data.eval_fraction": 0.0}) as trainer:
         assert len(trainer.inputs.demonstrations) == 10 and len(trainer.inputs.train) == 11
+
+
+@pytest.mark.parametrize(
+    "name", ["GRPO", *(pytest.param(n, marks=pytest.mark.slow) for n in ("PPO", "ReMax", "RLOO"))]
+)
+def test_demonstrations_are_a_term_of_every_policys_loss(name):
+    """PPO-ptx: the loss of a step is the policy's, as it is without, and coef times theirs."""
+    changes = {"steps": 1, "warm_start.steps": 1}
+    rows = []
+    for coef in (0.0, 0.5):
+        with trainer_of(name, changes | {"algorithm.pretraining_coef": coef}) as trainer:
+            rows += trainer.run()
+    alone, both = rows
+    assert "actor/pretrain_loss" not in alone and both["actor/pretrain_loss"] > 0.5
+    expected = alone["actor/loss"] + 0.5 * both["actor/pretrain_loss"]
+    assert both["actor/loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_term_of_demonstrations_needs_some(tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "12>"}\n' * 8)
+    get_task("sorting").tokenizer().save(tmp_path / "tokenizer")
+    changes = {
+        "data.path": str(tmp_path / "prompts.jsonl"),
+        "tokenizer.path": str(tmp_path / "tokenizer"),
+        "reward.function": f"{pathlib.Path(__file__).with_name('evens_reward.py')}:evens",
+        "warm_start.steps": 0,
+        "algorithm.pretraining_coef": 0.1,
+    }
+    with pytest.raises(ConfigError, match="pretraining_coef needs demonstrations; this data has"):
+        with trainer_of("PPO", changes):
+            pass

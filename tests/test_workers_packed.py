@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 
 from hjax.algorithms.losses import PolicyLoss, SupervisedLoss, ValueLoss
+from hjax.algorithms.pair_loss import PairLoss
+from hjax.algorithms.score_losses import ScoreLoss, with_end
 from hjax.models.config import ModelConfig
 from hjax.models.parameters import to_host
 from hjax.models.transformer import Compute
 from hjax.sharding.layout import make_layouts
 from hjax.workers import Actor, Critic, ModelReward, OptimizerConfig, Reference, WorkerContext
+from hjax.workers.scorer import Scorer
 
 DESCENT = OptimizerConfig(learning_rate=1e9, epsilon=1e6, max_grad_norm=0.0)
 SCALE = 1e3
@@ -96,7 +99,8 @@ def batch():
 def update(worker, batch, **more):
     """Metrics of one public update, and its gradient."""
     before = to_host(worker.params)
-    call = worker.update_actor if isinstance(worker, Actor) else worker.update_critic
+    calls = {Actor: "update_actor", Critic: "update_critic", Scorer: "update_scores"}
+    call = getattr(worker, calls[type(worker)])
     metrics = {key: float(x) for key, x in call(batch, **more).items()}
     return metrics, jax.tree.map(lambda a, b: (a - b) / SCALE, before, to_host(worker.params))
 
@@ -177,6 +181,42 @@ def test_packs_go_together_with(name, batch, padded, monkeypatch):
     kind, loss, stage = LOSSES[loss_name]
     given = batch if shared else {key: x for key, x in batch.items() if key != "prompt_id"}
     same(update(start(kind, loss, stage, **changes), given), padded(loss_name))
+
+
+# Losses of pairs: (worker class, loss).
+PAIRED = {
+    "sigmoid": (Actor, PairLoss(nll_coef=0.1)),
+    "odds": (Actor, PairLoss(kind="odds")),
+    "scores": (Scorer, ScoreLoss(margin=0.5, centring=0.01, label_coef=0.2)),
+}
+# A pack of 52 holds the longest pair; 4 rows with a prompt that they share are two pairs.
+PAIRS = {
+    "one pack after another": {"packing": 52},
+    "four parts, passes": {"packing": 60, "devices": 4, "micro_batch": 4},
+    "shared prompts": {"packing": 52, "samples": SAMPLES},
+}
+
+
+@pytest.mark.parametrize("how", PAIRS)
+@pytest.mark.parametrize("name", PAIRED)
+def test_pairs_are_never_cut_apart(name, how, batch):
+    """Loss, statistics and gradient of pairs are those of padded rows; one pair is left out, of
+    two one side is empty."""
+    kind, loss = PAIRED[name]
+    changes = {"samples": 1, "unit": 2} | PAIRS[how]
+    shared = changes["samples"] > 1
+    given = {key: x for key, x in batch.items() if shared or key != "prompt_id"}
+    if kind is Scorer:
+        given = with_end(given)
+        rng = np.random.default_rng(3)
+        labels = rng.integers(0, 2, given["response_mask"].shape).astype(np.float32)
+        labels[rng.random(labels.shape) < 0.5] = np.nan
+        margins = np.zeros_like(labels)
+        margins[::2, 0] = 1.0
+        given |= {"labels": labels, "margins": margins}
+    alone = {key: x for key, x in given.items() if key != "prompt_id"}
+    expected = update(start(kind, loss, samples=1, unit=2), alone)
+    same(update(start(kind, loss, **changes), given), expected)
 
 
 def test_pretraining_is_packed_too(batch):

@@ -63,6 +63,16 @@ def test_a_row_goes_where_its_prompt_stands():
     assert packs == [[((3, 4, 5), 16)], [((0, 1, 2), 18)]]
 
 
+def test_a_unit_is_in_one_pack():
+    """Pairs of 3 + 2, 4 + 1 and 3 + 1 places into 9: the first and the last fill one, as rows of
+    5, 5 and 4 would."""
+    packs = first_fit(np.ones(6, int), np.array([3, 2, 4, 1, 3, 1]), 1, 9, 2)
+    assert [[piece.rows for piece in pack] for pack in packs] == [
+        [(0,), (1,), (4,), (5,)],
+        [(2,), (3,)],
+    ]
+
+
 def test_rows_without_a_response_are_in_no_pack():
     assert first_fit(np.full(4, 3), np.zeros(4, int), 2, 8) == []
 
@@ -70,6 +80,10 @@ def test_rows_without_a_response_are_in_no_pack():
 def test_what_does_not_fit_is_refused():
     with pytest.raises(AssertionError, match="5 \\+ 4 places in packs of 8"):
         first_fit(np.array([5]), np.array([5]), 1, 8)
+    with pytest.raises(AssertionError, match="7 \\+ 5 places in packs of 11"):
+        first_fit(np.array([3, 4]), np.array([3, 4]), 1, 11, 2)
+    with pytest.raises(AssertionError, match="units of 2 rows, 3 of which share a prompt"):
+        first_fit(np.full(6, 3), np.full(6, 3), 3, 20, 2)
     with pytest.raises(AssertionError, match="0 \\+ 2 places"):
         first_fit(np.array([0]), np.array([3]), 1, 8)
 
@@ -87,23 +101,30 @@ def batch_of(rng, rows, share, widths):
     return prompts, responses, np.concatenate([first, second], axis=1)
 
 
-CASES = [  # rows, share, capacity, parts, per_pass
-    (12, 1, 16, 1, 0),
-    (12, 3, 40, 1, 0),
-    (12, 3, 12, 1, 2),
-    (16, 4, 20, 2, 0),
-    (16, 4, 20, 2, 1),
-    (24, 2, 17, 3, 2),
+CASES = [  # rows, share, capacity, parts, per_pass, unit
+    (12, 1, 16, 1, 0, 1),
+    (12, 3, 40, 1, 0, 1),
+    (12, 3, 12, 1, 2, 1),
+    (16, 4, 20, 2, 0, 1),
+    (16, 4, 20, 2, 1, 1),
+    (24, 2, 17, 3, 2, 1),
+    (12, 1, 24, 1, 0, 2),
+    (24, 1, 30, 3, 1, 2),
+    (16, 4, 24, 2, 1, 2),
+    (18, 3, 26, 2, 1, 3),
 ]
 
 
-@pytest.mark.parametrize("rows, share, capacity, parts, per_pass", CASES)
-def test_every_token_finds_its_sequence(rows, share, capacity, parts, per_pass):
+@pytest.mark.parametrize("rows, share, capacity, parts, per_pass, unit", CASES)
+def test_every_token_finds_its_sequence(rows, share, capacity, parts, per_pass, unit):
     widths = (5, 7)
     rng = np.random.default_rng(rows + capacity)
     prompts, responses, tokens = batch_of(rng, rows, share, widths)
-    packing = make_packing(prompts, responses, widths, share, capacity, parts, per_pass)
+    packing = make_packing(prompts, responses, widths, share, capacity, parts, per_pass, unit)
     cells, slots = packing.order.shape
+    units = packing.order.reshape(-1, unit)
+    together = units[units[:, 0] < rows]
+    np.testing.assert_array_equal(together, together[:, :1] // unit * unit + np.arange(unit))
     assert cells % parts == 0 and packing.source.shape[2] == capacity
     assert (packing.source.shape[1] == per_pass) if cells > parts else True
     assert sorted(packing.order[packing.order < rows].tolist()) == list(range(rows))

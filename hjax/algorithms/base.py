@@ -98,6 +98,10 @@ class Algorithm:
         self.demonstrations = demonstrations
         self.max_response_length = max_response_length
         self.more_prompts = more_prompts
+        if config.get("pretraining_coef") and demonstrations is None:
+            raise ConfigError(
+                "algorithm.pretraining_coef needs demonstrations; this data has none: set it to 0"
+            )
         self.step_number = 0
         for role in dict.fromkeys((*self.roles, *self.workers)):
             if role not in groups:
@@ -316,6 +320,14 @@ class Algorithm:
           float [examples, ...]; {} where nothing is predicted.
         """
         return {}
+
+    def pretraining_batch(self) -> Batch | None:
+        """The next demonstrations, or None without a loss on them (``pretraining_coef``)."""
+        if not self.config.get("pretraining_coef"):
+            return None
+        assert self.demonstrations is not None
+        coefficient = np.asarray(self.config.pretraining_coef, np.float32)
+        return self.demonstrations() | {"coefficient": coefficient}
 
     def make_kl_controller(self) -> KLController:
         """The coefficient of the KL, in the reward or in the loss; adaptive with a target."""

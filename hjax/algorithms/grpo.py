@@ -71,6 +71,7 @@ class GRPO(Resampling, Algorithm):
         ),
         "gate_positive": Key(1.0, "tau of surrogate sapo where A > 0", above(0)),
         "gate_negative": Key(1.05, "tau of surrogate sapo elsewhere", above(0)),
+        "pretraining_coef": PPO.keys["pretraining_coef"],
         "kl_cumulated": Key(
             True,
             "of kl_in reward: each token answers for the KL of those after it too (verl), or only "
@@ -137,7 +138,7 @@ class GRPO(Resampling, Algorithm):
         old = self.proximal(batch)
         batch = self.compute_advantages(join(batch, reference, rewards, old))
         for minibatch in self.minibatches(batch):
-            self.log(self.actor.update_actor(minibatch))
+            self.log(self.actor.update_actor(minibatch, self.pretraining_batch()))
         return batch
 
     def compute_advantages(self, batch: Batch) -> Batch:

@@ -92,6 +92,11 @@ class PPO(Algorithm):
         "whiten": Key(
             True, "shift and scale the advantages of a step to mean 0 and standard deviation 1"
         ),
+        "pretraining_coef": Key(
+            0.0,
+            "weight of the loss on demonstrations, a batch with each update (PPO-ptx); 0: none",
+            at_least(0),
+        ),
     }
 
     @classmethod
@@ -121,7 +126,7 @@ class PPO(Algorithm):
         batch = self.compute_advantages(join(batch, values, reference, rewards, old))
         for minibatch in self.minibatches(batch):
             self.log(self.critic.update_critic(minibatch))
-            self.log(self.actor.update_actor(minibatch))
+            self.log(self.actor.update_actor(minibatch, self.pretraining_batch()))
         return batch
 
     def compute_advantages(self, batch: Batch) -> Batch:

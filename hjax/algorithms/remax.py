@@ -25,6 +25,7 @@ class ReMax(Algorithm):
 
     keys = {
         "gamma": PPO.keys["gamma"],
+        "pretraining_coef": PPO.keys["pretraining_coef"],
         "kl_cumulated": Key(
             False,
             "each token answers for the KL of those after it too (verl), or only for its own (the "
@@ -56,7 +57,7 @@ class ReMax(Algorithm):
         old = self.proximal(batch)
         batch = self.compute_advantages(join(batch, reference, rewards, old, baseline=baseline))
         for minibatch in self.minibatches(batch):
-            self.log(self.actor.update_actor(minibatch))
+            self.log(self.actor.update_actor(minibatch, self.pretraining_batch()))
         return batch
 
     def compute_advantages(self, batch: Batch) -> Batch:

@@ -19,7 +19,6 @@ from hjax.algorithms.kl import kl_estimate
 from hjax.algorithms.losses import ValueLoss
 from hjax.algorithms.ppo import PPO
 from hjax.controller import join
-from hjax.errors import ConfigError
 from hjax.rules import Key, above, at_least, finite
 
 
@@ -44,19 +43,12 @@ class SafeRLHF(PPO):
             "bound on the absolute reward and cost of a token, KL included; 0: none",
             at_least(0),
         ),
-        "pretraining_coef": Key(
-            0.0, "weight of the loss on demonstrations (PPO-ptx); 0: none", at_least(0)
-        ),
     }
     # Safe-RLHF does not whiten.
     defaults = {"whiten": False}
 
     def __init__(self, config: ConfigDict, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
-        if config.pretraining_coef and self.demonstrations is None:
-            raise ConfigError(
-                "algorithm.pretraining_coef needs demonstrations; this data has none: set it to 0"
-            )
         self.log_multiplier = math.log(config.initial_multiplier)
         self.recent_costs: collections.deque[float] = collections.deque(maxlen=config.cost_window)
 
@@ -69,7 +61,7 @@ class SafeRLHF(PPO):
         return super().losses(config, max_response_length) | {"cost_critic": critic}
 
     def learn(self, batch: Any) -> Batch:
-        """PPO's with a cost, its critic, the multiplier and a pretraining loss."""
+        """PPO's with a cost, its critic and the multiplier."""
         values = self.critic.compute_values(batch)
         cost_values = self.cost_critic.compute_values(batch)
         reference = self.reference.compute_ref_log_prob(batch)
@@ -130,14 +122,6 @@ class SafeRLHF(PPO):
             self.log_multiplier += config.multiplier_learning_rate * excess * self.multiplier
             self.log_multiplier = min(self.log_multiplier, math.log(config.max_multiplier))
         return batch
-
-    def pretraining_batch(self) -> Batch | None:
-        """The next demonstrations, or None without a pretraining loss."""
-        if not self.config.pretraining_coef:
-            return None
-        assert self.demonstrations is not None
-        coefficient = np.asarray(self.config.pretraining_coef, np.float32)
-        return self.demonstrations() | {"coefficient": coefficient}
 
     def batch_metrics(self, batch: Batch) -> dict[str, float]:
         """The cost's."""

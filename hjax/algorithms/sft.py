@@ -23,7 +23,8 @@ class SFT(Algorithm):
         super().__init__(*args, **kwargs)
         if self.demonstrations is None:
             raise ConfigError(
-                "SFT needs demonstrations; this data has none: give it a `response` column"
+                "SFT needs demonstrations; this data has none: give it a column `response`, or "
+                "conversations in `messages`"
             )
 
     @classmethod

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from hjax.data.conversations import assistant_turns
 from hjax.data.labels import labelled_pairs
 from hjax.data.pairs import with_prompt
 from hjax.data.reading import Reading
@@ -86,6 +87,7 @@ class Dataset:
         reading: Reading | None = None,
         tell: Callable[[str], None] | None = None,
         labelled: bool = False,
+        demonstrated: bool = False,
     ) -> Dataset:
         """Reads .jsonl (one JSON object per line), .parquet or .txt files (a prompt per line).
 
@@ -93,8 +95,9 @@ class Dataset:
         `question`: a string, a list of chat messages (rendered by the tokenizer's template), or a
         list of token ids. verl's files (`prompt`, `data_source`, `reward_model`, `extra_info`) and
         GSM8K's (`question`, `answer`) work unchanged; so do preference pairs whose prompt is what
-        `chosen` and `rejected` begin with (hh-rlhf). Every column is kept; one that a row lacks
-        is None there.
+        `chosen` and `rejected` begin with (hh-rlhf). A conversation in the column `messages` makes
+        a row for each turn of the assistant (`hjax.data.conversations`). Every column is kept; one
+        that a row lacks is None there.
 
         Args:
           path: a file, a pattern, a folder, a data set of Hugging Face's (`owner/name:split`; its
@@ -107,6 +110,7 @@ class Dataset:
           reading: names of columns, chats, overlong prompts.
           tell: is told how many prompts were left out or cut.
           labelled: make pairs of labelled texts, see ``hjax.data.labels.labelled_pairs``.
+          demonstrated: demonstrations are learned from: a row's `messages` go before its prompt.
 
         Raises DataError, one line with the file and the line (jsonl) or row (parquet, from 1).
         """
@@ -119,6 +123,7 @@ class Dataset:
                     f"row has; the first one has {', '.join(map(str, read[0][1]))}"
                 )
         found = [(where, reading.renamed(row)) for where, row in read]
+        found = assistant_turns(found, _PROMPT_COLUMNS, demonstrated)
         if labelled:
             found = labelled_pairs(found)
         rows = [(where, with_prompt(row, where, _PROMPT_COLUMNS)) for where, row in found]

@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from hjax.data.conversations import RESPONSE_COLUMNS
 from hjax.data.dataset import Dataset
 from hjax.data.pairs import answer_text
 from hjax.data.tasks import Task
 from hjax.errors import DataError
 
 LABEL = "label"
-# Columns that hold a response (to imitate, where there is no label), in order of preference.
-RESPONSE_COLUMNS = ("response", "demonstration", "completion")
 
 
 def read_verdicts(

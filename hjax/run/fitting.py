@@ -101,11 +101,6 @@ def check_batches(
     plan: Plan,
 ) -> None:
     """Batches must split evenly over each role's data-parallel parts."""
-    if algorithm.unit > 1 and config.data.packing:
-        raise ConfigError(
-            f"config.data.packing={config.data.packing}: packs may cut a pair's rows apart, "
-            f"which {algorithm.__name__} compares; use 0"
-        )
     if not algorithm.generates:
         if table["actor"].scalar and config.warm_start.steps and not config.actor.path:
             raise ConfigError(
@@ -141,7 +136,8 @@ def check_batches(
         if micro:
             _check_units(f"{section}.micro_batch", micro, algorithm)
             _check_divides(f"{section}.micro_batch", micro, layout.train, role, unit=unit)
-    if config.warm_start.steps and not config.actor.path:
+    warm_start = config.warm_start.steps and not config.actor.path
+    if warm_start or config.algorithm.get("pretraining_coef"):
         _check_divides("warm_start.batch", config.warm_start.batch, layouts["actor"].train, "actor")
 
 
@@ -154,22 +150,28 @@ def _check_units(name: str, value: int, algorithm: type[Algorithm]) -> None:
 
 
 def check_packing(
-    config: ConfigDict, inputs: Inputs, layouts: Mapping[str, RoleLayouts], after: int = 0
+    config: ConfigDict,
+    inputs: Inputs,
+    layouts: Mapping[str, RoleLayouts],
+    after: int = 0,
+    unit: int = 1,
 ) -> None:
     """Raise ConfigError where rows are to be packed and cannot.
 
     Args:
       config, inputs, layouts: of the run.
       after: places behind a response's tokens, where scores are read.
+      unit: rows that a pack holds together: 2 of a pair.
     """
     if not config.data.packing:
         return
     asked = f"config.data.packing={config.data.packing}"
-    longest = inputs.prompt_length + config.rollout.max_response_length + after
+    longest = unit * (inputs.prompt_length + config.rollout.max_response_length + after)
     behind = " and a place behind them" if after else ""
     if config.data.packing < longest:
+        whole = "pairs, and of both sides" if unit > 1 else "sequences, and"
         raise ConfigError(
-            f"{asked}: a pack holds whole sequences, and prompts of {inputs.prompt_length} with "
+            f"{asked}: a pack holds whole {whole} prompts of {inputs.prompt_length} with "
             f"responses of {config.rollout.max_response_length}{behind} are {longest} tokens; use "
             f"{longest} or more, or 0 for none"
         )

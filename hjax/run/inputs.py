@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
+from hjax.data.conversations import RESPONSE_COLUMNS
 from hjax.data.dataset import Dataset, PromptSampler, pad_left, pad_right, split_held_out
 from hjax.data.labels import labelled_steps
 from hjax.data.mixing import MixedSampler
@@ -17,7 +18,7 @@ from hjax.data.pairs import SIDES, answer_text
 from hjax.data.reading import Reading, weights_of
 from hjax.data.tasks import TASKS, Task, get_task
 from hjax.data.tokenizer import Tokenizer
-from hjax.data.verdicts import RESPONSE_COLUMNS, read_verdicts, records_of
+from hjax.data.verdicts import read_verdicts, records_of
 from hjax.errors import ConfigError, DataError
 from hjax.models.config import ModelConfig
 from hjax.models.weights import model_directory, read_config, read_eos_ids
@@ -168,7 +169,7 @@ def _datasets(
     if vocabulary is not None and tokenizer is not None:
         vocabulary = min(vocabulary, tokenizer.vocab_size)
     how: dict[str, Any] = {"vocab_size": vocabulary, "reading": Reading.of(data), "tell": tell}
-    how["labelled"] = source == "pairs"
+    how |= {"labelled": source == "pairs", "demonstrated": source == "demonstrations"}
     train = Dataset.from_file(data.path, tokenizer, limit, **how)
     if data.eval_path:
         held_out = Dataset.from_file(data.eval_path, tokenizer, limit, **how)

@@ -169,6 +169,7 @@ class Chooser:
             micro_batch=context.micro_batch,
             packing=context.packing,
             travel=self.platform in weight_ring.PLATFORMS,
+            unit=context.unit,
         )
 
 

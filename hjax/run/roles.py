@@ -238,7 +238,8 @@ def describe_roles(
             layouts[role] = make_layouts(count, train, generate, what)
     check_surplus(config)
     check_batches(config, algorithm, table, layouts, plan)
-    check_packing(config, inputs, layouts, after=int(table["actor"].scalar))
+    after = int(table["actor"].scalar)
+    check_packing(config, inputs, layouts, after, algorithm.unit)
     fewer: tuple[int, ...] = ()
     if ROLLOUT in layouts:
         # What stands on fewer devices has fewer data-parallel parts.

@@ -258,8 +258,9 @@ KEYS: dict[str, Any] = {
         "packing": Key(
             0,
             "tokens of a pack: in updates and scores sequences stand one after another in rows of "
-            "so many, at least as many as the longest prompt and response together "
-            "(docs/models.md); micro_batch then counts packs. 0: every sequence has a row, padded",
+            "so many, at least as many as the longest prompt and response together, of pairs "
+            "twice that (docs/models.md); micro_batch then counts packs. 0: every sequence has a "
+            "row, padded",
             at_least(0),
         ),
     },

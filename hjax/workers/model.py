@@ -266,22 +266,25 @@ class ModelWorker(Worker):
         batch = self.token_shapes(rows, prompt_length)
         return self._forward(compute, True, base).trace(params, batch)
 
-    def packed(self, batch: Mapping[str, Any], grouped: bool) -> dict[str, Any]:
+    def packed(self, batch: Mapping[str, Any], grouped: bool, unit: int = 1) -> dict[str, Any]:
         """A batch of prompts and responses with its packs beside them, where the run packs.
 
         Args:
           batch: arrays, masks among them; masks on devices are waited for.
           grouped: rows come in groups of one prompt (``self.grouped``).
+          unit: consecutive rows that no pack cuts apart.
         """
         if self.packer is None:
             return dict(batch)
-        return {**batch, PACKING: self.packer(batch, self._in_packs(grouped))}
+        packing = self.packer(batch, self._in_packs(grouped, unit), unit=unit)
+        return {**batch, PACKING: packing}
 
-    def _in_packs(self, grouped: bool) -> int:
+    def _in_packs(self, grouped: bool, unit: int = 1) -> int:
         """Consecutive rows whose prompt stands in a pack once."""
         assert self.packer is not None
-        shares = grouped and self.compute.form.shares(self.packer.capacity)
-        return self.context.samples if shares else 1
+        samples = self.context.samples
+        shares = grouped and samples % unit == 0 and self.compute.form.shares(self.packer.capacity)
+        return samples if shares else 1
 
     def forward(
         self,
@@ -373,7 +376,8 @@ class ModelWorker(Worker):
         }
         if self.packer is not None:
             widths = prompt_length, length
-            shapes[PACKING] = self.packer.abstract(rows, widths, self._in_packs(True))
+            unit = self.context.unit
+            shapes[PACKING] = self.packer.abstract(rows, widths, self._in_packs(True, unit), unit)
         return shapes
 
 

@@ -34,7 +34,9 @@ class Packer:
         self._parts = layout.ways("batch")
         self._per_pass = max(micro_batch // self._parts, 1) if micro_batch else 0
 
-    def __call__(self, batch: Mapping[str, Any], share: int, capacity: int = 0) -> Packing:
+    def __call__(
+        self, batch: Mapping[str, Any], share: int, capacity: int = 0, unit: int = 1
+    ) -> Packing:
         """The packs of a batch's rows, on the devices that compute them.
 
         Args:
@@ -42,17 +44,19 @@ class Packer:
             several processes all of them ask.
           share: consecutive rows whose prompt stands in a pack once.
           capacity: places of a pack; 0: the packer's.
+          unit: consecutive rows that stay in one pack, and in slots that follow each other.
         """
         masks = [to_numpy(batch[key]) for key in ("prompt_mask", "response_mask")]
         prompts, responses = (mask.sum(axis=1) for mask in masks)
         widths = masks[0].shape[1], masks[1].shape[1]
-        packing = self._make(prompts, responses, widths, share, capacity)
+        packing = self._make(prompts, responses, widths, share, capacity, unit)
         return jax.tree.map(lambda x: place(x, self._sharding), packing)
 
-    def abstract(self, rows: int, widths: tuple[int, int], share: int) -> Packing:
+    def abstract(self, rows: int, widths: tuple[int, int], share: int, unit: int = 1) -> Packing:
         """Shapes of the packs of rows that have no padding: the most there can be."""
         prompts, responses = (np.full(rows, width) for width in widths)
-        packing = self._make(prompts, responses, widths, share, max(sum(widths) - 1, self.capacity))
+        capacity = max(unit * (sum(widths) - 1), self.capacity)
+        packing = self._make(prompts, responses, widths, share, capacity, unit)
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding), packing
         )
@@ -64,10 +68,11 @@ class Packer:
         widths: tuple[int, int],
         share: int,
         capacity: int,
+        unit: int,
     ) -> Packing:
         capacity = capacity or self.capacity
         parts = self._parts, self._per_pass
-        return make_packing(prompts, responses, widths, share, capacity, *parts)
+        return make_packing(prompts, responses, widths, share, capacity, *parts, unit=unit)
 
 
 @jax.jit
@@ -84,41 +89,58 @@ class Piece(NamedTuple):
 
 
 def first_fit(
-    prompts: np.ndarray, responses: np.ndarray, share: int, capacity: int
+    prompts: np.ndarray, responses: np.ndarray, share: int, capacity: int, unit: int = 1
 ) -> list[list[Piece]]:
     """Packs of rows: the longest first, each where it fits first.
 
     A row goes into the first pack that has its prompt and room for its response, else into the
     first with room for both. Without shared prompts that is first-fit decreasing, which takes at
-    most 11/9 of the fewest packs and 6/9 of one (Dosa 2007).
+    most 11/9 of the fewest packs and 6/9 of one (Dosa 2007). Rows of a unit go into one pack, as
+    one row of their places would.
 
     Args:
       prompts, responses: int [rows], tokens. A response's last token takes no place, and rows
         without a response are in no pack.
-      share: consecutive rows that answer one prompt.
+      share: consecutive rows that answer one prompt: 1, or a multiple of the unit.
       capacity: places of a pack.
+      unit: consecutive rows that are never in different packs.
 
     Raises:
-      AssertionError: a row that is longer than a pack, or a response to no prompt.
+      AssertionError: a row or unit that is longer than a pack, or a response to no prompt.
     """
-    own = responses - 1
-    rows = np.flatnonzero(responses).tolist()
-    for row in rows:
-        if not prompts[row] or prompts[row] + own[row] > capacity:
-            raise AssertionError(f"{prompts[row]} + {own[row]} places in packs of {capacity}")
-    free = np.full(len(rows), capacity)
+    if share > 1 and share % unit:
+        raise AssertionError(f"units of {unit} rows, {share} of which share a prompt")
+    own = np.maximum(responses - 1, 0)
+    units = [
+        rows
+        for first in range(0, len(responses), unit)
+        if (rows := [r for r in range(first, min(first + unit, len(responses))) if responses[r]])
+    ]
+
+    def before(rows: list[int]) -> int:
+        """Places of the prompts of a unit's rows, each prompt counted once."""
+        return int(sum(prompts[row] for row in {row // share: row for row in rows}.values()))
+
+    for rows in units:
+        if not all(prompts[rows]) or before(rows) + own[rows].sum() > capacity:
+            after = own[rows].sum()
+            raise AssertionError(f"{before(rows)} + {after} places in packs of {capacity}")
+    free = np.full(len(units), capacity)
     packs: list[dict[int, list[int]]] = []  # rows by group
     standing: dict[int, list[int]] = {}  # packs that have a group's prompt
-    for row in sorted(rows, key=lambda row: -(prompts[row] + own[row])):
-        group, places = row // share, own[row]
-        at = next((pack for pack in standing.get(group, ()) if free[pack] >= places), None)
+    for rows in sorted(units, key=lambda rows: -(before(rows) + own[rows].sum())):
+        # The rows of a unit are of one group, or each is one of its own, which stands nowhere yet.
+        places = own[rows].sum()
+        ready = standing.get(rows[0] // share, ())
+        at = next((pack for pack in ready if free[pack] >= places), None)
         if at is None:
-            places += prompts[row]
+            places += before(rows)
             at = int(np.argmax(free >= places))
             if at == len(packs):
                 packs.append({})
-            standing.setdefault(group, []).append(at)
-        packs[at].setdefault(group, []).append(row)
+            standing.setdefault(rows[0] // share, []).append(at)
+        for row in rows:
+            packs[at].setdefault(row // share, []).append(row)
         free[at] -= places
     return [
         [
@@ -137,6 +159,7 @@ def make_packing(
     capacity: int,
     parts: int,
     per_pass: int = 0,
+    unit: int = 1,
 ) -> Packing:
     """Packs of a batch of rows [prompt padded on the left | response padded on the right].
 
@@ -147,11 +170,12 @@ def make_packing(
       capacity: places of a pack.
       parts: data-parallel parts.
       per_pass: packs of a part in one pass; 0: all.
+      unit: consecutive rows that stay together, in one pack and in slots that follow each other.
 
     Raises:
       AssertionError: as of ``first_fit``.
     """
-    packs = first_fit(prompts, responses, share, capacity)
+    packs = first_fit(prompts, responses, share, capacity, unit)
     each = max(-(-len(packs) // parts), 1)
     passes, height = 1, rounded(each)
     if per_pass and each > per_pass:
@@ -159,8 +183,8 @@ def make_packing(
     elif per_pass:
         height = min(height, per_pass)
     cells = _dealt(packs, parts * passes)
-    slots = _slots(cells, responses)
-    size = _roomy(max(map(len, slots)), len(prompts), len(cells))
+    slots = _slots(cells, len(responses), unit)
+    size = _roomy(max(map(len, slots)), len(prompts), len(cells), unit)
     answers = max(sum(int(responses[row]) for row in rows) for rows in slots)
     width = -(-answers // height)
     step = max(capacity // 4, 1)
@@ -196,11 +220,12 @@ def rounded(count: int) -> int:
     return -(-count // step) * step
 
 
-def _roomy(slots: int, rows: int, cells: int) -> int:
-    """Slots that hold so many rows also when they are dealt out a little otherwise."""
+def _roomy(slots: int, rows: int, cells: int, unit: int) -> int:
+    """Slots that hold so many rows also when they are dealt out a little otherwise; of units."""
     if cells == 1:
         return rows
     room = -(-5 * rows // (4 * cells))
+    room += -room % unit
     while room < slots:
         room *= 2
     return room
@@ -216,11 +241,20 @@ def _dealt(packs: list[list[Piece]], cells: int) -> list[list[list[Piece]]]:
     return dealt
 
 
-def _slots(cells: list[list[list[Piece]]], responses: np.ndarray) -> list[list[int]]:
-    """Rows by cell, in the order of its packs; those without a response where there is room."""
-    slots = [[row for pack in cell for piece in pack for row in piece.rows] for cell in cells]
-    for row in np.flatnonzero(responses == 0).tolist():
-        min(slots, key=len).append(row)
+def _slots(cells: list[list[list[Piece]]], rows: int, unit: int) -> list[list[int]]:
+    """Rows by cell, in the order of its packs; those without a response beside the rest of their
+    unit, or where there is room."""
+    of_cells = [
+        dict.fromkeys(row // unit for pack in cell for piece in pack for row in piece.rows)
+        for cell in cells
+    ]
+    slots = [
+        [row for one in units for row in range(one * unit, min((one + 1) * unit, rows))]
+        for units in of_cells
+    ]
+    for row in sorted(set(range(rows)).difference(*slots)):
+        if row % unit == 0:
+            min(slots, key=len).extend(range(row, min(row + unit, rows)))
     return slots
 
 

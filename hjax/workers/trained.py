@@ -196,7 +196,7 @@ class TrainedWorker(ModelWorker):
         needs = update_keys(self.context, *self.extra_keys)
         arrays = {key: batch[key] for key in needs if batch.get(key) is not None} | more
         grouped = self.grouped(batch)
-        arrays = self.packed(arrays, grouped)
+        arrays = self.packed(arrays, grouped, self.context.unit)
         params, self.optimizer_state, metrics = self._updater(self.stage, grouped)(
             self._learning(), self.optimizer_state, arrays
         )

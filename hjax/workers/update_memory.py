@@ -37,7 +37,7 @@ class Updates:
       rows: of all devices, of an update.
       samples: of a prompt.
       prompt, response: tokens of each row.
-      micro_batch, packing: as of ``WorkerContext``.
+      micro_batch, packing, unit: as of ``WorkerContext``.
       travel: as of ``Compute``.
     """
 
@@ -52,6 +52,7 @@ class Updates:
     micro_batch: int = 0
     packing: int = 0
     travel: bool = False
+    unit: int = 1
 
     def with_state(self, policy: str) -> float:
         """Bytes of an update: parameters, two moments of what learns, and its temporaries."""
@@ -120,8 +121,9 @@ class Updates:
         """The same of packs of sequences as long as they can be, each with its prompt where a
         kernel might want that."""
         packer = Packer(self.packing, self.layout, self.micro_batch)
-        share = self.samples if self.packing <= WHOLE else 1
-        packs = packer.abstract(self.rows, (self.prompt, self.response), share)
+        shares = self.packing <= WHOLE and self.samples % self.unit == 0
+        widths = self.prompt, self.response
+        packs = packer.abstract(self.rows, widths, self.samples if shares else 1, self.unit)
         pieces = packs.source.shape[0] // self.layout.ways("batch")
         places, answers = math.prod(packs.source.shape[1:]), math.prod(packs.states.shape[1:])
         return pieces, places, answers, packs.source.shape[2]
@@ -169,4 +171,5 @@ def updates_of(worker: Any, rows: int, prompt: int) -> Updates:
         micro_batch=context.micro_batch,
         packing=context.packing,
         travel=worker.compute.travel,
+        unit=context.unit,
     )
