@@ -93,6 +93,29 @@ print(signals.received)
 """
 
 
+# Signals itself when Python has given up its handlers, on its way out.
+LATE = """
+import os, signal, sys, time
+from hjax.launch.signals import Signals
+class Last:
+    def __del__(self, kill=os.kill, me=os.getpid(), number=signal.{name}, sleep=time.sleep):
+        kill(me, number)
+        sleep(0.3)
+signals = Signals()
+signals.install()
+sys.last = Last()
+signals.done()
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_when_all_is_done_a_signal_changes_nothing(name):
+    code = LATE.format(name=name)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (7, "", "")
+
+
 def test_a_fork_has_signals_of_its_own():
     done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == [str(int(signal.SIGTERM)), "0", str(int(signal.SIGHUP))], done

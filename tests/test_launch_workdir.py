@@ -1,6 +1,8 @@
 """The workdir: what a killed run leaves can be read and continued."""
 
 import json
+import pathlib
+import re
 import subprocess
 import sys
 import time
@@ -10,7 +12,7 @@ import pytest
 
 from hjax.errors import ConfigError, DataError, RunError
 from hjax.run.loggers import TensorBoard
-from hjax.run.workdir import METRICS, SAMPLES, WARM_START, Workdir
+from hjax.run.workdir import CHANGEABLE, METRICS, SAMPLES, WARM_START, Workdir
 from hjax.settings.reading import default_config
 
 
@@ -57,11 +59,20 @@ def test_some_keys_may_change_on_resume(tmp_path):
         {"reward__max_unscored": 0.9},
         {"reward__timeout_seconds": 600.0},
         {"checkpoint__every": 1, "checkpoint__keep": 5},
+        {"rollout__max_prob_error": 0.0, "rollout__warn_prob_error": 3.0},
     ],
 )
 def test_what_an_error_tells_to_change_may_change(change, tmp_path):
     Workdir(tmp_path).open(default_config())
     assert Workdir(tmp_path).open(config_with(**change))
+
+
+@pytest.mark.parametrize("page", ["design.md", "guides/resuming.md"])
+def test_the_pages_name_what_may_change(page):
+    text = (pathlib.Path(__file__).parent.parent / "docs" / page).read_text()
+    [sentence] = re.findall(r"(?:Only|On resume) `steps`, .*?(?:may change|_prob_error`\.)", text)
+    named = {name.replace(".*", ".") for name in re.findall(r"`([a-z_.*]+)`", sentence)}
+    assert named == set(CHANGEABLE)
 
 
 def test_other_keys_may_not_change(tmp_path):

@@ -1,15 +1,17 @@
 """The grader of mathematical answers: what is found, what is equal, what is refused."""
 
 import importlib.util
+import os
 from fractions import Fraction
 
 import pytest
 
+from hjax.apart import Apart
 from hjax.errors import DataError
+from hjax.machine import descendants
 from hjax.rewards import math_answers
 from hjax.rewards.function import RewardFunction, load_function
 from hjax.rewards.math_answers import extract, number, reward
-from hjax.rewards.math_process import Comparisons
 
 needs_math_verify = pytest.mark.skipif(
     importlib.util.find_spec("math_verify") is None, reason="math-verify (hjax[math]) is missing"
@@ -103,24 +105,49 @@ def test_expressions_have_the_same_value_or_not():
     right = [r"\boxed{x^2+2x+1}", r"\frac{\sqrt{2}}{2}", r"\{1,2\}", "[0,1)", r"\pi"]
     said = ["(x+1)^2", r"\frac{1}{\sqrt{2}}", r"\{2,1\}", "[0,1]", "3.14159"]
     judge = RewardFunction(reward)  # in a thread, as in a run
-    result = judge([""] * 5, [rf"\boxed{{{s}}}" for s in said], {"answer": right}, [], [])
+    boxed, tokens = [rf"\boxed{{{s}}}" for s in said], [[1]] * 5
+    result = judge([""] * 5, boxed, {"answer": right}, tokens, tokens)
     assert result.rewards.tolist() == [1, 1, 1, 0, 0], result.first_traceback
 
 
-def test_what_takes_for_ever_is_ended_and_counts_as_different(tmp_path, monkeypatch):
-    """With a stand-in for the library that hangs as very large numbers make it hang."""
-    (tmp_path / "math_verify.py").write_text(
-        "import time\n"
-        "def parse(text): return time.sleep(60) if 'slow' in text else text\n"
-        "def verify(right, answer): return right == answer\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    compare = Comparisons(seconds=0.5)
-    try:
-        assert compare.same("x", "x") and not compare.same("x", "y")
-        first = compare._process.pid
-        assert not compare.same("x", "slow")
-        assert compare.same("x", "x") and compare._process.pid != first
-    finally:
-        compare.close()
-    assert compare._process is None
+# Stands in for the library, and hangs as very large numbers make it hang.
+STAND_IN = """
+import os, time
+def parse(text):
+    if "slow" in text:
+        if os.fork() == 0:  # what it has started hangs as well
+            time.sleep(600)
+        time.sleep(600)
+    if "ends" in text: os._exit(3)
+    if "fails" in text: raise ValueError(text)
+    return text
+def verify(right, answer): return right == answer
+"""
+
+
+@pytest.fixture
+def compared(tmp_path, monkeypatch):
+    """`same` with a stand-in for the library, and the process that it runs in."""
+    (tmp_path / "math_verify.py").write_text(STAND_IN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(math_answers, "SECONDS", 0.5)
+    apart = Apart("hjax.rewards.math_answers:comparing", b"")
+    monkeypatch.setattr(math_answers, "_comparisons", apart)
+    yield math_answers.same, apart
+    apart.close()
+
+
+def test_what_takes_for_ever_is_ended_and_counts_as_different(compared):
+    same, apart = compared
+    assert same("x", "x") and not same("x", "y") and not same("x", "fails")
+    first, below = apart.pid(), descendants(apart.pid())
+    assert below and same("x", "x") and apart.pid() == first  # one that fails ends nothing
+    assert not same("x", "slow") and not set(descendants(os.getpid())) & {first, *below}
+    assert same("x", "x") and apart.pid() != first
+    assert not same("x", "ends") and same("x", "x")
+
+
+def test_a_library_that_does_not_start_is_said(compared, tmp_path):
+    (tmp_path / "math_verify.py").write_text("raise ImportError('no sympy here')")
+    with pytest.raises(RuntimeError, match="math-verify does not start: ImportError: no sympy"):
+        compared[0]("x", "y")

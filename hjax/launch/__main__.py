@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     signals = SIGNALS if SIGNALS.own else Signals()
     status = exit_status(lambda: _run_command(parse(arguments), signals))
-    signals.done(status)
+    signals.done()
     return status
 
 

@@ -74,7 +74,7 @@ class Signals:
         self.received = 0
         self._since = 0.0
         self.own = False
-        self._status: int | None = None  # of a command that is done
+        self._watched: list[int] = []
         self._trainer: Any = None
         self._display: Any = None
         self._ran = False
@@ -86,10 +86,10 @@ class Signals:
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        watched = _watched()
+        watched = self._watched = _watched()
         threading.Thread(target=self._listen, args=(reader, watched), daemon=True).start()
         for number in watched:
-            signal.signal(number, self._handle)
+            signal.signal(number, lambda number, frame: None)  # the thread that listens has it
         os.register_at_fork(after_in_child=lambda: _forget(watched))
         if hasattr(signal, "pthread_sigmask"):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
@@ -130,24 +130,21 @@ class Signals:
             signal.signal(signal.SIGINT, before)
             said.put("")
 
-    def done(self, status: int) -> None:
-        """The command is over but for its last lines: a signal changes nothing any more."""
-        self._status = status
+    def done(self) -> None:
+        """The command is over: a signal changes nothing any more, its exit status neither.
+
+        Python gives up its handlers before its process ends; who is ignored by then stays so.
+        """
+        for number in self._watched:
+            signal.signal(number, signal.SIG_IGN)
 
     def _listen(self, reader: int, watched: list[int]) -> None:
         while numbers := os.read(reader, 1):
             if numbers[0] in watched:
                 self.came(numbers[0])
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        """The listening thread has the signal already, unless Python is on its way out."""
-        if self._status is not None:
-            os._exit(self._status)
-
     def came(self, number: int) -> None:
         """A signal has come, in a process of the command's own."""
-        if self._status is not None:
-            os._exit(self._status)
         with self._lock:
             if self._trainer is None:
                 name = signal.Signals(number).name

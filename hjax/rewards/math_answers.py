@@ -15,13 +15,14 @@ installed: so a score never depends on what is.
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
+from hjax.apart import Apart, Died, Failed, Late
 from hjax.errors import DataError
-from hjax.rewards.math_process import Comparisons
 
 # Columns with the right answer, in order of preference; of verl's the ground truth.
 TARGETS = ("answer", "solution", "reward_model")
@@ -39,7 +40,10 @@ _NUMBER = re.compile(
 # Of LaTeX: its spaces, and the ways to set mathematics in a line.
 _LEFT_OUT = re.compile(r"\\[!,;:()]|\\(?=[%$])|[$£€¥]")
 
-_comparisons = Comparisons()
+# For one comparison. math-verify itself stops after five seconds, except inside arithmetic of very
+# large numbers; so it runs apart, where it can be ended. Its process starts with the first.
+SECONDS = 12.0
+_comparisons = Apart("hjax.rewards.math_answers:comparing", b"")
 
 
 def reward(
@@ -113,11 +117,35 @@ def number(text: str) -> Fraction | None:
 
 
 def same(target: str, answer: str) -> bool:
-    """Whether an answer is the right one, as the module says."""
+    """Whether an answer is the right one, as the module says.
+
+    An expression that math-verify fails on, or that takes longer than ``SECONDS``, is not.
+
+    Raises:
+      RuntimeError: math-verify does not start.
+    """
     right = number(target)
     if right is not None:
         return number(answer) == right
-    return _comparisons.same(target, answer)
+    try:
+        return _comparisons.call(json.dumps([target, answer]).encode(), SECONDS) == b"true"
+    except (Late, Died):
+        return False
+    except Failed as error:
+        if error.at_start:
+            raise RuntimeError(f"math-verify does not start: {error}") from None
+        return False
+
+
+def comparing(given: bytes) -> Callable[[bytes], bytes]:
+    """What compares in math-verify's process: JSON of two expressions in, of a boolean out."""
+    from math_verify import parse, verify
+
+    def compare(request: bytes) -> bytes:
+        right, answer = (parse(f"\\boxed{{{text}}}") for text in json.loads(request))
+        return json.dumps(bool(verify(right, answer))).encode()
+
+    return compare
 
 
 def _target(value: Any, where: str) -> str:

@@ -67,8 +67,9 @@ class SamplerWatch:
         if error > self._stop:
             raise RunError(
                 f"{found}, above rollout.max_prob_error={self._stop:g}: the sampler's log-probs "
-                "are not learning's, which would learn from the wrong ratios; use model.dtype="
-                "float32 or rollout.cache_dtype=auto, or raise that key (0: never stop)"
+                "are not learning's, which would learn from the wrong ratios; raise that key (0: "
+                "never stop) to go on, or start another run with model.dtype=float32 or "
+                "rollout.cache_dtype=auto"
             )
         if self._said:
             return None

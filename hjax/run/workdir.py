@@ -42,7 +42,7 @@ WRITTEN = (
     "checkpoints", MODEL, TENSORBOARD, "skipped",
 )  # fmt: skip
 # What may differ from the first start when a run is resumed: keys, and sections with a dot. Those
-# of rewards and checkpoints are what an error tells to change before going on.
+# of rewards, checkpoints and the sampler's error are what an error tells to change before going on.
 CHANGEABLE = (
     "steps",
     "placement",
@@ -53,6 +53,8 @@ CHANGEABLE = (
     "reward.max_unscored",
     "reward.timeout_seconds",
     "reward.runs_in",
+    "rollout.warn_prob_error",
+    "rollout.max_prob_error",
 )
 
 # Directories in which this process trains, by device and inode: the system's locks are between
