@@ -18,6 +18,7 @@ WHAT = {
         "actor.lora.targets": ("q", "v", "gate", "up", "down"),
     },
 }
+WHAT["experts' adapters, int8"] = {**WHAT["experts' adapters"], "actor.lora.base": "int8"}
 OVER = axes(expert=2, fsdp=2, tensor=2)
 HOW = {
     "expert, fsdp, tensor": {**OVER, "layout.actor.generate.tensor": 2},
@@ -42,11 +43,7 @@ FAST = (
     ("experts' adapters", "expert, fsdp, tensor"),
 )
 COMBINATIONS = [
-    (what, how)
-    if (what, how) in FAST
-    else slow(what, how)
-    for what in WHAT
-    for how in HOW
+    (what, how) if (what, how) in FAST else slow(what, how) for what in WHAT for how in HOW
 ]
 
 
@@ -84,6 +81,7 @@ def test_every_combination_gives_the_same_metrics(base, what, how):
         slow("adapters with magnitudes", "expert, fsdp, tensor"),
         slow("experts' adapters", "expert, fsdp, tensor"),
         slow("experts' adapters", "rollout apart"),
+        slow("experts' adapters, int8", "offload, remat"),
     ],
 )
 def test_a_run_resumes_bit_for_bit(base, tmp_path, what, how):

@@ -31,7 +31,16 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "case"), CASES)
-@pytest.mark.parametrize("width", [(64, 136), pytest.param((256, 128), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "width",
+    [
+        (64, 136),
+        *(
+            pytest.param(width, marks=pytest.mark.slow)
+            for width in ((256, 128), (136, 4), (4, 136))  # an adapter's are thin
+        ),
+    ],
+)
 def test_values_and_gradients_are_those_of_each_group(name, case, width):
     sizes, count = SIZES[case]
     inner, outer = width
@@ -61,6 +70,33 @@ def test_values_and_gradients_are_those_of_each_group(name, case, width):
     )
     for ours, true in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, true, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n == "tpu" else []) for n in PRODUCTS]
+)
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_of_weights_of_one_byte(name, dtype):
+    """As of the same numbers in the rows' dtype; there are gradients of the rows alone."""
+    groups = jnp.array([3, 0, 70, 55], jnp.int32)
+    keys = jax.random.split(jax.random.key(0), 3)
+    rows = jax.random.normal(keys[0], (128, 64))
+    small = (30 * jax.random.normal(keys[1], (4, 64, 136))).astype(dtype)
+    given = jax.random.normal(keys[2], (128, 136))
+
+    def by(product, weights):
+        def value(rows):
+            out = product(rows, weights, groups)
+            return jnp.sum(out * given), out
+
+        return jax.grad(value, has_aux=True)(rows)
+
+    found, expected = (
+        by(f, w)
+        for f, w in ((PRODUCTS[name], small), (PRODUCTS["plain"], small.astype(jnp.float32)))
+    )
+    for ours, true in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, true, rtol=1e-5, atol=1e-3)
 
 
 def test_tiles_waste_little():

@@ -1,5 +1,6 @@
 """Mixtures of experts beside a loop over tokens and experts, where a device has a part of them."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 
 from hjax.kernels import reference
 from hjax.models import experts
+from hjax.models.quantized import quantized as in_bytes
 
 TOKENS, WIDTH, MLP, EXPERTS, PER_TOKEN = 512, 8, 6, 8, 2
 PARTS = 4  # a device has two of the experts
@@ -35,8 +37,9 @@ def given(load):
     return rows, shares, jnp.asarray(chosen, jnp.int32), weights
 
 
-def plain(rows, shares, weights, *, chosen):
+def plain(rows, shares, weights, *, chosen, frozen):
     """Every expert of every token, those elsewhere with a weight of 0."""
+    weights = whole(dataclasses.replace(weights, **frozen))
     out = jnp.zeros(rows.shape)
     for expert in range(EXPERTS // PARTS):
         both = jnp.einsum("td,dcm->tcm", rows, weights.gate_up[expert])
@@ -47,9 +50,63 @@ def plain(rows, shares, weights, *, chosen):
     return out
 
 
-@pytest.mark.parametrize("load", ["even", "all on one", "none here"])
-def test_in_pieces_and_at_once_are_a_plain_sum(load, monkeypatch):
+def added_to(weights):
+    """With adapters, and the same with what these add up to."""
+    keys, rank = jax.random.split(jax.random.key(2), 4), 3
+    here = weights.down.shape[0]
+    parts = {
+        "gate_up_a": (here, WIDTH, rank),
+        "gate_up_b": (here, rank, 2, MLP),
+        "down_a": (here, MLP, rank),
+        "down_b": (here, rank, WIDTH),
+    }
+    drawn = {
+        n: 0.3 * jax.random.normal(k, s) for k, (n, s) in zip(keys, parts.items(), strict=True)
+    }
+    return dataclasses.replace(weights, **drawn)
+
+
+def whole(weights):
+    """Without adapters and quantized matrices: what these stand for."""
+    gate_up, down = weights.gate_up.astype(jnp.float32), weights.down.astype(jnp.float32)
+    if weights.down_scale is not None:
+        gate_up *= weights.gate_up_scale[:, None]
+        down *= weights.down_scale[:, None]
+    if weights.down_a is not None:
+        gate_up += jnp.einsum("edr,ercm->edcm", weights.gate_up_a, weights.gate_up_b)
+        down += jnp.einsum("emr,erd->emd", weights.down_a, weights.down_b)
+    return dataclasses.replace(weights, gate_up=gate_up, down=down)
+
+
+def quantized(weights, form):
+    made = {}
+    for name in ("gate_up", "down"):
+        dtype = {"int8": "int8", "fp8": "float8_e4m3fn"}[form]
+        small, scale = in_bytes(np.asarray(getattr(weights, name)), (1,), dtype)
+        made |= {name: jnp.asarray(small), f"{name}_scale": jnp.asarray(scale)}
+    return dataclasses.replace(weights, **made)
+
+
+@pytest.mark.parametrize(
+    ("load", "form"),
+    [
+        ("even", ""),
+        ("all on one", ""),
+        ("none here", ""),
+        ("even", "adapters"),
+        ("all on one", "int8"),
+        ("even", "fp8"),
+    ],
+)
+def test_in_pieces_and_at_once_are_a_plain_sum(load, form, monkeypatch):
     rows, shares, chosen, weights = given(load)
+    if form:
+        weights = added_to(weights)
+    if form in ("int8", "fp8"):
+        weights = quantized(weights, form)
+    frozen = weights.frozen()
+    assert len(frozen) == (4 if form in ("int8", "fp8") else 0)
+    weights = dataclasses.replace(weights, **dict.fromkeys(frozen))
     routing = experts.Routing(PER_TOKEN, True, lambda gate, up: jax.nn.silu(gate) * up)
     pieces = []
     real = experts._in_pieces
@@ -58,6 +115,7 @@ def test_in_pieces_and_at_once_are_a_plain_sum(load, monkeypatch):
     )
 
     def summed(rows, shares, weights):
+        weights = dataclasses.replace(weights, **frozen)
         return experts._summed(rows, shares, chosen, weights, routing, reference.grouped, PARTS)
 
     def gradients(run):
@@ -68,7 +126,7 @@ def test_in_pieces_and_at_once_are_a_plain_sum(load, monkeypatch):
         found, out = jax.jit(jax.grad(value, (0, 1, 2), has_aux=True))(rows, shares, weights)
         return jax.tree.leaves((found, out))
 
-    expected = gradients(functools.partial(plain, chosen=chosen))
+    expected = gradients(functools.partial(plain, chosen=chosen, frozen=frozen))
     in_pieces = gradients(summed)
     assert set(pieces) == {384}  # of 1024 rows: all on one expert take two
     pieces.clear()

@@ -12,6 +12,8 @@ from families import MODELS, logits, model
 from helpers import computed, save_model, tiny_config, trainer_of
 from references import peft, torch
 from test_lora import ASKED, TOKENS, adapted, network_with, one_device, run
+from test_lora_experts import ALL as EXPERTS
+from test_lora_experts import FAMILIES, with_experts
 from test_lora_runs import AHEAD, BOTH, CRITIC, LORA, axes, base, close, rows_of, slow  # noqa: F401
 from transformers.pytorch_utils import Conv1D
 
@@ -19,14 +21,14 @@ import hjax
 from hjax.dryrun.description import describe
 from hjax.errors import ConfigError
 from hjax.models import huggingface
+from hjax.models.attention import Causal
 from hjax.models.lora import Lora, merged
 from hjax.models.parameters import decoder_network
 from hjax.models.peft_files import Adapter
 from hjax.models.quantized import quantized
+from hjax.models.transformer import Compute
 from hjax.models.weights import load_params
 from hjax.planning.counting import counts
-from hjax.roles import ROLES
-from hjax.run.builder import adapted as with_adapters
 from hjax.sharding.layout import make_layouts
 from hjax.workers.update_memory import updates_of
 
@@ -66,19 +68,24 @@ def test_rounding_is_by_half_a_step_at_most(dtype, over):
 def dequantize(module, form):
     """Round a torch model's layers' matrices as ``form`` holds them, in torch."""
     for each in module.model.layers if hasattr(module, "model") else module.transformer.h:
-        for linear in each.modules():
-            if not isinstance(linear, torch.nn.Linear | Conv1D):
-                continue
-            over = 0 if isinstance(linear, Conv1D) else 1
-            weight = linear.weight.data
-            most = weight.abs().amax(dim=over, keepdim=True)
-            if form == "int8":
-                scale = most / 127
-                rounded = torch.round(weight / scale)
-            else:
-                scale = most / 448
-                rounded = (weight / scale).to(torch.float8_e4m3fn).float()
-            linear.weight.data = rounded * scale
+        for part in each.modules():
+            if isinstance(part, torch.nn.Linear | Conv1D):
+                part.weight.data = rounded(
+                    part.weight.data, 0 if isinstance(part, Conv1D) else 1, form
+                )
+            for name in ("gate_up_proj", "down_proj"):  # of experts
+                weight = getattr(part, name, None)
+                if isinstance(weight, torch.nn.Parameter):
+                    weight.data = rounded(weight.data, 1 if part.is_transposed else 2, form)
+
+
+def rounded(weight, over, form):
+    most = weight.abs().amax(dim=over, keepdim=True)
+    if form == "int8":
+        scale = most / 127
+        return torch.round(weight / scale) * scale
+    scale = most / 448
+    return (weight / scale).to(torch.float8_e4m3fn).float() * scale
 
 
 def quantized_network(folder, form, lora):
@@ -91,6 +98,10 @@ def quantized_network(folder, form, lora):
     [
         ("qwen3 tied", "int8"),
         ("gpt2", "fp8"),
+        ("gpt-oss", "int8"),
+        ("qwen3 experts", "fp8"),
+        slow("mixtral", "int8"),
+        slow("gpt-oss", "fp8"),
         slow("phi3", "int8"),
         slow("gemma3", "fp8"),
         slow("olmo2", "int8"),
@@ -98,7 +109,8 @@ def quantized_network(folder, form, lora):
 )
 def test_a_quantized_base_gives_transformers_numbers_of_its_weights(tmp_path, name, form):
     name = next(n for n in MODELS if n == name or MODELS[n][0] == name)
-    theirs = adapted(name, tmp_path)
+    experts = name in FAMILIES
+    theirs = with_experts(name, tmp_path) if experts else adapted(name, tmp_path)
     exact = logits(theirs, TOKENS)
     with_base = peft.PeftModel.from_pretrained
     plain = model(name)
@@ -107,6 +119,7 @@ def test_a_quantized_base_gives_transformers_numbers_of_its_weights(tmp_path, na
     expected = logits(with_base(plain, tmp_path / "adapter").eval(), TOKENS)
     assert np.abs(expected - exact).max() > 1e-3
     targets = ASKED.get(MODELS[name][0], (0, ("q", "v", "o", "gate", "down")))[1]
+    targets = EXPERTS if experts else targets
     network = quantized_network(tmp_path, form, Lora(3, 7.0, targets))
     params = load_params(tmp_path / "adapter", network, one_device())
     np.testing.assert_allclose(run(network, params), expected, atol=1e-4)
@@ -119,10 +132,22 @@ def test_a_quantized_base_gives_transformers_numbers_of_its_weights(tmp_path, na
     np.testing.assert_allclose(run(network.base, floats), expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("form", ["int8", "fp8"])
-def test_gradients_are_those_beside_the_dequantized_base(tmp_path, form):
-    adapted("qwen3 tied", tmp_path)
-    lora = Lora(3, 7.0, ("q", "v", "o", "gate", "down"))
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("qwen3 tied", "int8"),
+        ("qwen3 tied", "fp8"),
+        ("mixtral", "int8"),
+        slow("gpt-oss", "fp8"),
+    ],
+)
+def test_gradients_are_those_beside_the_dequantized_base(tmp_path, name, form):
+    if name in FAMILIES:
+        with_experts(name, tmp_path)
+        lora = Lora(3, 7.0, EXPERTS)
+    else:
+        adapted(name, tmp_path)
+        lora = Lora(3, 7.0, ("q", "v", "o", "gate", "down"))
     network = quantized_network(tmp_path, form, lora)
     params = load_params(tmp_path / "adapter", network, one_device())
     learned, frozen = network.partition.split(params)
@@ -141,11 +166,17 @@ def test_gradients_are_those_beside_the_dequantized_base(tmp_path, form):
 
 
 @pytest.mark.parametrize(
-    ("fused", "sizes"), [(False, {"fsdp": 2, "tensor": 2}), slow(True, {"data": 1, "fsdp": 4})]
+    ("name", "sizes"),
+    [
+        ("", {"fsdp": 2, "tensor": 2}),
+        slow("phi3", {"data": 1, "fsdp": 4}),
+        ("gpt-oss one expert", {"expert": 2, "fsdp": 2}),
+        slow("mixtral one of many", {"expert": 4}),
+    ],
 )
-def test_a_base_is_the_same_on_every_layout(tmp_path, fused, sizes):
-    if fused:
-        model("phi3").save_pretrained(tmp_path / "base")
+def test_a_base_is_the_same_on_every_layout(tmp_path, name, sizes):
+    if name:
+        model(name).save_pretrained(tmp_path / "base")
     else:
         save_model(tmp_path / "base")
     network = quantized_network(tmp_path, "int8", Lora(2, 4.0))
@@ -156,7 +187,8 @@ def test_a_base_is_the_same_on_every_layout(tmp_path, fused, sizes):
     placed = there["layers"]["gate_up"], there["layers"]["gate_up_scale"]
     specs = [x.sharding.spec for x in placed]
     assert placed[0].dtype == jnp.int8 and placed[1].dtype == jnp.float32
-    assert specs[0][2:] == specs[1][1:]  # the outputs are split alike
+    inputs = network.declared["layers"]["gate_up"].names.index("embed")
+    assert [x for i, x in enumerate(specs[0]) if i != inputs] == list(specs[1])  # outputs alike
 
 
 COMBINATIONS = [
@@ -264,20 +296,22 @@ def test_what_cannot_be_is_said_before_anything_runs(changes, said):
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
-def test_experts_are_not_quantized():
-    config = tiny_config("GRPO", {**INT8, "actor.path": "somewhere"})
-    model = huggingface.ModelConfig(31, 16, 24, 2, 4, 2, 4, 32, experts=2, experts_per_token=1)
-    with pytest.raises(ConfigError, match="lora.base=int8: this model's MLPs are experts, whose"):
-        with_adapters(model, config, ROLES["actor"])
-
-
-def test_no_layers_stack_is_made_of_floats():
+@pytest.mark.parametrize("experts", [0, 6])
+def test_no_layers_stack_is_made_of_floats(experts):
     """Neither a forward nor a backward pass through scanned layers keeps a cast copy of them."""
     config = huggingface.ModelConfig(31, 16, 24, 5, 4, 2, 4, 32)
-    network = decoder_network(dataclasses.replace(config, lora=Lora(2, 4.0), quantized="int8"))
+    config = dataclasses.replace(config, lora=Lora(2, 4.0), quantized="int8")
+    if experts:
+        more = {"experts": experts, "experts_per_token": 2, "family": "mixtral"}
+        config = dataclasses.replace(config, **more)
+    network = decoder_network(config)
 
     def loss(learned, frozen):
-        return jnp.mean(run(network, network.partition.join(learned, frozen)) ** 2)
+        decoder = network.bind(network.partition.join(learned, frozen))
+        mask = jnp.ones(TOKENS.shape, bool)
+        positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
+        compute = Compute(kernel_set="backward")
+        return jnp.mean(decoder.hidden_states(TOKENS, positions, Causal(mask), compute) ** 2)
 
     parts = network.partition.split(network.shapes)
     text = jax.jit(jax.grad(loss)).lower(*parts).compile().as_text()

@@ -48,8 +48,10 @@ def check_rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> None:
 
 
 def check_grouped(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> None:
-    """rows [rows, inputs], weights [groups, inputs, outputs], sizes int32 [groups]."""
+    """rows [rows, inputs], weights [groups, inputs, outputs] of the same dtype or of one byte per
+    element, sizes int32 [groups]."""
     chex.assert_rank((rows, weights, sizes), (2, 3, 1))
     chex.assert_shape(weights, (sizes.shape[0], rows.shape[1], None))
     chex.assert_type(sizes, jnp.int32)
-    chex.assert_trees_all_equal_dtypes(rows, weights)
+    if weights.dtype.itemsize > 1:
+        chex.assert_trees_all_equal_dtypes(rows, weights)

@@ -39,6 +39,9 @@ def _forward(*arguments: Any) -> tuple[jax.Array, Any]:
 
 def _backward(block: int, share: float, kept: Any, given: jax.Array) -> Any:
     rows, weights, sizes = kept
+    made = _times(given, weights, sizes, block, share, transposed=True)
+    if weights.dtype.itemsize == 1:
+        return made, None, None
     x, g = (jnp.pad(part, ((0, block), (0, 0))) for part in (rows, given))
 
     def add(group: jax.Array, start: jax.Array, count: jax.Array, sums: jax.Array) -> jax.Array:
@@ -51,7 +54,6 @@ def _backward(block: int, share: float, kept: Any, given: jax.Array) -> Any:
         return jax.lax.dynamic_update_index_in_dim(sums, held + made, group, 0)
 
     sums = _each_block(add, jnp.zeros(weights.shape, jnp.float32), sizes, rows, block, share)
-    made = _times(given, weights, sizes, block, share, transposed=True)
     return made, sums.astype(weights.dtype), None
 
 
@@ -72,7 +74,8 @@ def _times(
         # What it writes after its group, the next ones write over.
         x = jax.lax.dynamic_slice_in_dim(padded, start, block)
         weight = jax.lax.dynamic_index_in_dim(weights, group, keepdims=False)
-        made = jnp.einsum("ro,io->ri" if transposed else "ri,io->ro", x, weight)
+        spec = "ro,io->ri" if transposed else "ri,io->ro"
+        made = jnp.einsum(spec, x, weight.astype(rows.dtype))
         return jax.lax.dynamic_update_slice_in_dim(out, made, start, 0)
 
     width = weights.shape[1 if transposed else 2]

@@ -56,6 +56,8 @@ def _forward(*arguments: Any) -> tuple[jax.Array, Any]:
 def _backward(tile: int, share: float, interpret: bool, kept: Any, given: jax.Array) -> Any:
     rows, weights, sizes = kept
     made = _times(given, weights, sizes, tile, share, interpret, transposed=True)
+    if weights.dtype.itemsize == 1:
+        return made, None, None
     inner, outer = weights.shape[1:]
     with _told(rows, weights, tile, share):
         gradient = tgmm(
@@ -85,7 +87,7 @@ def _times(
     with _told(rows, weights, tile, share):
         return gmm(
             rows,
-            weights,
+            weights.astype(rows.dtype),  # of one byte the kernel takes none
             sizes,
             rows.dtype,
             (tile, _cut(inner, _INNER), _cut(outer, _OUTER)),

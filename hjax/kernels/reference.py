@@ -104,10 +104,13 @@ def grouped(
     Args:
       rows: [rows, inputs]; groups stand one after another, and after them rows of none, whose
         results mean nothing.
-      weights: [groups, inputs, outputs], in the dtype of the rows.
+      weights: [groups, inputs, outputs], in the dtype of the rows; or int8 or float8_e4m3fn, of
+        which there are no gradients.
       sizes: int32 [groups], rows of each.
       share: of the rows, how many are expected to be in a group, 0 to 1; results don't depend on
         it.
     """
     checks.check_grouped(rows, weights, sizes)
+    if weights.dtype.itemsize == 1:
+        weights = jax.lax.stop_gradient(weights).astype(rows.dtype)
     return jax.lax.ragged_dot(rows, weights, sizes)

@@ -175,7 +175,7 @@ class Part:
       shape: of the whole tensor.
       at: index into the parameter.
       part: as of ``Stored``.
-      turned: of a matrix, whether it is stored [inputs, outputs], not [outputs, inputs].
+      inputs: of a matrix, the tensor's dimension over which a product sums; None of others.
     """
 
     name: str
@@ -183,7 +183,7 @@ class Part:
     shape: tuple[int, ...]
     at: tuple[Any, ...]
     part: tuple[int, int, int] | None
-    turned: bool
+    inputs: int | None
     stacked: str
     _apart: tuple[int, ...]  # the part's dimensions, joined axes taken apart
     _order: tuple[int, ...]  # of those in the parameter
@@ -205,6 +205,11 @@ class Part:
             return self.shape
         own = math.prod(self._apart) * self.part[2] // math.prod(self.shape)
         return tuple(own if i == self.part[0] else n for i, n in enumerate(self.shape))
+
+    @property
+    def turned(self) -> bool:
+        """Whether a matrix is stored [inputs, outputs], not [outputs, inputs]."""
+        return self.inputs == 0
 
     @property
     def formless(self) -> Part:
@@ -242,7 +247,8 @@ def parts(parameter: Parameter) -> Iterator[Part]:
             shape[stored.part[0]] = stored.part[2]
         apart = tuple(sizes[axis] for axis in flat)
         order = tuple(flat.index(axis) for axis in left)
-        turned = bool(set(groups[0] if groups else ()) & set(parameter.inputs))
+        summed = (i for i, group in enumerate(groups) if set(group) & set(parameter.inputs))
+        inputs = next(summed, None)
         for number in np.ndindex(*(sizes[axis] for axis in counted)):
             numbers = dict(zip((axis[:-1] for axis in counted), number))
             at = tuple(
@@ -254,5 +260,5 @@ def parts(parameter: Parameter) -> Iterator[Part]:
             name, other, stacked = (
                 text.format(**numbers) for text in (stored.name, stored.other, stored.stacked)
             )
-            of = tuple(shape), at, stored.part, turned, stacked, apart, order
+            of = tuple(shape), at, stored.part, inputs, stacked, apart, order
             yield Part(name, other, *of)

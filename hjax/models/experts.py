@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hjax.kernels import reference
+from hjax.kernels import quantized, reference
 from hjax.models.balance import tallied
 from hjax.sharding.layout import Layout
 
@@ -48,8 +48,9 @@ class Routing:
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """Of one layer's experts, whose logical axes are ``AXES``; None: there is no such bias, or no
-    such adapter: its two parts are multiplied to what is added to a matrix."""
+    """Of one layer's experts, whose logical axes are ``AXES``; None: there is no such bias, no such
+    adapter (its two parts are multiplied to what is added to a matrix), or no scale: the matrix is
+    no one of one byte per element."""
 
     router: Any  # [embed, experts]
     gate_up: Any  # [experts, embed, 2, mlp]
@@ -61,6 +62,23 @@ class Weights:
     gate_up_b: Any = None  # [experts, rank, 2, mlp]
     down_a: Any = None  # [experts, mlp, rank]
     down_b: Any = None  # [experts, rank, embed]
+    gate_up_scale: Any = None  # float32 [experts, 2, mlp]
+    down_scale: Any = None  # float32 [experts, embed]
+
+    def computed(self, dtype: Any) -> Weights:
+        """In the dtype of a forward; what is quantized and its scales as they are."""
+        kept = self.frozen()
+        return dataclasses.replace(jax.tree.map(lambda w: w.astype(dtype), self), **kept)
+
+    def frozen(self) -> dict[str, Any]:
+        """Of which there are no gradients: quantized matrices and their scales."""
+        if self.gate_up_scale is None:
+            return {}
+        return {
+            f"{name}{end}": getattr(self, f"{name}{end}")
+            for name in ("gate_up", "down")
+            for end in ("", "_scale")
+        }
 
 
 jax.tree_util.register_dataclass(Weights)
@@ -76,6 +94,8 @@ AXES = {
     "gate_up_b": ("experts", None, None, "mlp"),
     "down_a": ("experts", "mlp", None),
     "down_b": ("experts", None, "embed"),
+    "gate_up_scale": ("experts", None, "mlp"),
+    "down_scale": ("experts", "embed"),
 }
 
 
@@ -91,7 +111,7 @@ def mixture(
 
     Args:
       x: [batch, length, embed].
-      weights: of any float dtype.
+      weights: of any float dtype, matrices perhaps of one byte with their scales.
       routing: how tokens choose.
       layout: over whose devices rows, length, experts and MLP are split. A device computes its
         experts for the tokens of all devices that differ from it in the ``expert`` axis alone:
@@ -103,7 +123,7 @@ def mixture(
       [batch, length, embed] in the dtype of x, and what ``tallied`` says of all devices' tokens, or
       None.
     """
-    weights = jax.tree.map(lambda w: w.astype(x.dtype), weights)
+    weights = weights.computed(x.dtype)
     if layout is None or layout.mesh.size == 1:
         return _of_all(x, weights, counted, routing, grouped)
     inside = jax.sharding.get_abstract_mesh()
@@ -246,16 +266,21 @@ def _of_experts(
         weight = weight.reshape(*weight.shape[:2], -1)
         return _within(grouped(_within(x, inside), weight, sizes, share), inside)
 
-    def adapted(x: jax.Array, weight: jax.Array, a: Any, b: Any) -> jax.Array:
+    own = jnp.minimum(jnp.searchsorted(ends, at, side="right"), experts - 1)  # a row's expert
+
+    def through(x: jax.Array, name: str) -> jax.Array:
+        parts = (getattr(weights, f"{name}{end}") for end in ("", "_scale", "_a", "_b"))
+        weight, scale, a, b = parts
         out = product(x, weight)
+        if scale is not None:
+            out = quantized.scaled_rows(out, scale.reshape(experts, -1), own)
         return out if a is None else out + product(product(x, a), b)
 
-    both = adapted(rows, weights.gate_up, weights.gate_up_a, weights.gate_up_b)
-    own = jnp.minimum(jnp.searchsorted(ends, at, side="right"), experts - 1)  # a row's expert
+    both = through(rows, "gate_up")
     if weights.gate_up_bias is not None:
         both += _within(weights.gate_up_bias.reshape(experts, -1)[own], inside)
     gate, up = jnp.split(both, 2, axis=-1)
-    out = adapted(routing.activation(gate, up), weights.down, weights.down_a, weights.down_b)
+    out = through(routing.activation(gate, up), "down")
     if weights.down_bias is not None:
         out += _within(weights.down_bias[own], inside)
     return out
@@ -271,7 +296,7 @@ def _gathered(weights: Weights, width: int, axes: tuple[str, ...]) -> Weights:
             return weight
         return jax.lax.all_gather(weight, axes, axis=dimension, tiled=True)
 
-    split = {"gate_up": 1, "down": 2, "gate_up_a": 1, "down_b": 2}
+    split = {"gate_up": 1, "down": 2, "gate_up_a": 1, "down_b": 2, "down_scale": 1}
     return dataclasses.replace(weights, **{name: gather(name, at) for name, at in split.items()})
 
 
@@ -315,13 +340,17 @@ def _in_pieces_backward(how: Any, kept: Any, given: jax.Array) -> Any:
     every, piece, per_token = how
     rows, shares, weights, order, sizes = kept
     at_piece = _pieces_of(order, sizes, piece, per_token, rows.shape[0])
+    frozen = weights.frozen()
+    none = dict.fromkeys(frozen)
+    weights = dataclasses.replace(weights, **none)
 
     def add(state: Any) -> Any:
         turn, of_rows, of_shares, of_weights = state
         place, token, read, held = at_piece(turn)
 
         def run(rows: jax.Array, shares: jax.Array, weights: Weights) -> jax.Array:
-            return _weighted(every, rows, shares, place, weights, held)
+            whole = dataclasses.replace(weights, **frozen)
+            return _weighted(every, rows, shares, place, whole, held)
 
         _, backwards = jax.vjp(run, rows[read], shares, weights)
         inside = (token < rows.shape[0])[:, None]

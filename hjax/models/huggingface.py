@@ -459,7 +459,8 @@ class _Tensors:
             cuts, scale_cuts = matrix.cuts(part.at), scales.cuts(at)
             if not cuts and not scale_cuts:
                 continue
-            over = 0 if part.turned else 1
+            over = part.inputs
+            assert over is not None
             small, each = quantized(self.read(part), (over,), parameter.dtype)
             matrix.write(part.of(small), cuts, part, small)
             # Every element's, of which any one along the inputs is its output's.

@@ -1,4 +1,5 @@
-"""Frozen matrices in one byte per element, with a scale per output channel.
+"""Frozen matrices in one byte per element, with a scale per output channel (of experts, each one's
+own); routers stay floats.
 
 Beside adapters a layer's matrices do not learn, so they can be kept as int8 or fp8 (e4m3fn;
 Micikevicius et al. 2022, arXiv 2209.05433), as QLoRA does with four bits (Dettmers et al. 2023,
@@ -29,16 +30,17 @@ def quantized_parameters(layers: Mapping[str, Parameter], form: str) -> dict[str
     """A layer's parameters, its matrices in one byte per element.
 
     Args:
-      layers: by name, none of them of experts.
+      layers: by name.
       form: one of ``FORMS``.
 
     Returns:
-      by name; ``<name>_scale``, float32, has the matrix's outputs: [layers, (halves,) outputs...].
+      by name; ``<name>_scale``, float32, has the matrix's outputs: [layers, (experts,) (halves,)
+      outputs...].
     """
     declared: dict[str, Parameter] = {}
     for name, parameter in layers.items():
         declared[name] = parameter
-        if parameter.kind is Kind.MATRIX:
+        if parameter.kind is Kind.MATRIX and parameter.names[-1] != "experts":
             declared[name] = dataclasses.replace(parameter, scale=0.0, dtype=_DTYPES[form])
             outputs = tuple(axis for axis in parameter.axes if axis[0] not in parameter.inputs)
             declared[f"{name}_scale"] = Parameter(outputs, Kind.SCALE, fill=1.0)

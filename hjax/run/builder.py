@@ -254,11 +254,6 @@ def adapted(model: ModelConfig, config: ConfigDict, role: Role) -> ModelConfig:
                 f"{asked} is for weights that are frozen beside adapters; set "
                 f"{role.config_section}.lora.rank to 1 or more as well, or leave it out"
             )
-        if model.experts:
-            raise ConfigError(
-                f"{asked}: this model's MLPs are experts, whose matrices are kept as they are "
-                f"computed with; use {FLOAT}"
-            )
         if not (role_path(config, role) or config.actor.path):
             raise ConfigError(
                 f"{asked} quantizes weights as they are read; give {role.config_section}.path, or "
