@@ -7,10 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from families import model
 from helpers import computed, trainer_of
-from references import torch
+from references import peft, torch
+from test_dora import moved
 from test_lora import TOKENS, adapted, network_with, one_device
 from test_lora_runs import AHEAD, BOTH, CRITIC, LORA, axes, base, close, rows_of, slow  # noqa: F401
+from test_quantized import dequantize, quantized_network
 
 from hjax.errors import ConfigError
 from hjax.models.attention import Causal
@@ -46,13 +49,34 @@ class Masked(torch.nn.Module):
 
 
 @pytest.mark.parametrize("unroll", [False, slow(True)])
-@pytest.mark.parametrize("name", ["qwen3 tied", slow("phi3"), slow("gemma3")])
-def test_under_the_same_masks_peft_has_the_same_loss_and_gradient(tmp_path, name, unroll):
+@pytest.mark.parametrize(
+    ("name", "dora", "form"),
+    [
+        ("qwen3 tied", False, ""),
+        ("qwen3 tied", True, ""),
+        slow("qwen3 tied", True, "int8"),
+        slow("phi3", False, ""),
+        slow("gemma3", False, ""),
+        slow("gemma3", True, "fp8"),
+        slow("qwen2", True, ""),
+    ],
+)
+def test_under_the_same_masks_peft_has_the_same_loss_and_gradient(
+    tmp_path, name, dora, form, unroll
+):
     fused = name == "phi3"
-    targets = ("down",) if fused else ("q", "v", "o", "gate", "down")
+    targets = ("down",) if fused else ("q", "v", "o", "gate", "up", "down")
     wanted = [f"{target}_proj" for target in targets]
-    theirs = adapted(name, tmp_path, wanted, lora_dropout=RATE).train()
-    network = network_with(tmp_path, Lora(3, 7.0, targets, dropout=RATE))
+    theirs = adapted(name, tmp_path, wanted, lora_dropout=RATE, use_dora=dora)
+    if dora:
+        moved(theirs, tmp_path)
+    if form:
+        plain = model(name)
+        dequantize(plain, form)
+        theirs = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter", is_trainable=True)
+    theirs.train()
+    lora = Lora(3, 7.0, targets, dropout=RATE, dora=dora)
+    network = quantized_network(tmp_path, form, lora)
     params = load_params(tmp_path / "adapter", network, one_device())
     rows, length = TOKENS.shape
     keys = np.random.default_rng(0).integers(0, 2**32, (rows, length, 2), np.uint32)
@@ -67,9 +91,7 @@ def test_under_the_same_masks_peft_has_the_same_loss_and_gradient(tmp_path, name
     weights = np.sin(np.arange(47.0)).astype(np.float32)
     scores = torch.log_softmax(theirs(torch.tensor(TOKENS)).logits, -1) @ torch.tensor(weights)
     scores.mean().backward()
-    expected = {
-        key: x.grad.numpy() for key, x in theirs.named_parameters() if x.grad is not None
-    }
+    expected = {key: x.grad.numpy() for key, x in theirs.named_parameters() if x.grad is not None}
     learned, frozen = network.partition.split(params)
 
     def loss(learned):
@@ -84,7 +106,7 @@ def test_under_the_same_masks_peft_has_the_same_loss_and_gradient(tmp_path, name
     of = network.declared["layers"]
     for name, grads in found["layers"].items():
         for part in parts(of[name]):
-            key = f"base_model.model.{part.name}".replace(".weight", ".default.weight")
+            key = f"base_model.model.{part.name}".removesuffix(".weight") + ".default.weight"
             bound = 5e-5 * max(1, np.abs(expected[key]).max())
             np.testing.assert_allclose(part.of(expected[key]), grads[part.at], atol=bound)
 
@@ -122,6 +144,8 @@ COMBINATIONS = [
     slow("GRPO", {"data.packing": 16, "actor.micro_batch": 8}),
     slow("GRPO", {"data.packing": 16, "cluster.processes": 2, "cluster.devices_per_process": 2}),
     slow("GRPO", {"actor.lora.base": "int8", "actor.offload": "all", **axes(tensor=2, fsdp=4)}),
+    slow("GRPO", {"actor.lora.dora": True, **axes(tensor=2, fsdp=2, context=2)}),
+    slow("GRPO", {"actor.lora.dora": True, "actor.lora.base": "int8", "data.packing": 16}),
 ]
 
 
@@ -134,7 +158,10 @@ def test_every_combination_gives_the_same_metrics(base, algorithm, changes):  # 
     close(rows_of(algorithm, base, changes), expected)
 
 
-@pytest.mark.parametrize("changes", [slow({}), slow({"data.packing": 16, **AHEAD})])
+@pytest.mark.parametrize(
+    "changes",
+    [slow({}), slow({"data.packing": 16, **AHEAD}), slow({"actor.lora.dora": True})],
+)
 def test_a_run_resumes_bit_for_bit(base, tmp_path, changes):  # noqa: F811
     changes = {"actor.path": base, **DROPS, "checkpoint.every": 1, **changes}
     with trainer_of("GRPO", {**changes, "steps": 4}, tmp_path / "whole") as trainer:

@@ -60,11 +60,6 @@ class Lora:
     dora: bool = False
 
     def __post_init__(self) -> None:
-        if self.dora and self.dropout:
-            raise ConfigError(
-                f"lora.dora does not go with lora.dropout={self.dropout:g}: magnitudes would scale "
-                "products of inputs that are dropped and not; use dropout=0, or dora=false"
-            )
         if self.rank < 1:
             raise ConfigError(f"lora.rank={self.rank}: 1 or more (0 in a config: no adapters)")
         unknown = sorted(set(self.targets) - set(TARGETS))
@@ -301,17 +296,68 @@ def addition(
     """
     if dropout is None or not lora.dropout:
         return product(spec, x, a, b, lora.scaling)
-    numbers = tuple(
-        next(i for i, target in enumerate(TARGETS) if place in _PLACES[target]) for place in places
-    )
-    paired = places[0][1] is not None
 
     def dropped(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-        x = dropout.dropped(x, lora.dropout, numbers, paired)
+        x = _dropped(x, dropout, lora, places)
         return product(spec, x, a, b, lora.scaling)
 
     # Drawn again in the backward pass, which would keep other inputs for every matrix.
     return jax.checkpoint(dropped)(x, a, b)
+
+
+def _dropped(
+    x: jax.Array, dropout: Dropout, lora: Lora, places: tuple[tuple[str, int | None], ...]
+) -> jax.Array:
+    """[batch, length, (halves,) inputs...]: of x what each matrix's adapter is left."""
+    numbers = tuple(
+        next(i for i, target in enumerate(TARGETS) if place in _PLACES[target]) for place in places
+    )
+    return dropout.dropped(x, lora.dropout, numbers, places[0][1] is not None)
+
+
+def dropped_change(
+    spec: str,
+    x: jax.Array,
+    weight: jax.Array,
+    scale: jax.Array | None,
+    a: jax.Array,
+    b: jax.Array,
+    norms: jax.Array,
+    lora: Lora,
+    places: tuple[tuple[str, int | None], ...],
+    dropout: Dropout,
+) -> jax.Array:
+    """What ``dora`` adds to a product with a frozen weight where inputs are dropped, as PEFT has
+    it: ``(norms - 1) * x' W + norms * x' scaling A B`` of the inputs x' that are left, while the
+    product itself sees all of x.
+
+    Args:
+      spec, x, a, b, lora, places, dropout: as of ``addition``.
+      weight, scale: frozen, of one layer; ``scale`` of a quantized matrix.
+      norms: of ``layer_scale``.
+
+    Returns:
+      as ``addition``, in the dtype of x.
+    """
+    rows, inner, pair, _ = _letters(spec)
+    of_weight, made = spec.split(",")[1].split("->")
+    apart = f"{rows}{pair}{inner},{of_weight}->{made}"
+    if len(places) == 1 and (half := places[0][1]) is not None:
+        weight = jax.lax.slice_in_dim(weight, half, half + 1, axis=of_weight.index(pair))
+        norms = norms[half : half + 1]
+        scale = None if scale is None else scale[half : half + 1]
+    weight = jax.lax.stop_gradient(weight)
+
+    def dropped(x: jax.Array, a: jax.Array, b: jax.Array, norms: jax.Array) -> jax.Array:
+        x = _dropped(x, dropout, lora, places)
+        through = jnp.einsum(apart, x, weight.astype(x.dtype))
+        if scale is not None:
+            through = (through.astype(jnp.float32) * scale).astype(x.dtype)
+        added = product(spec, x, a, b, lora.scaling)
+        return (norms - 1).astype(x.dtype) * through + norms.astype(x.dtype) * added
+
+    # As in ``addition``; the matrix, perhaps quantized, is kept as it is given.
+    return jax.checkpoint(dropped)(x, a, b, norms)
 
 
 def product(spec: str, x: jax.Array, a: jax.Array, b: jax.Array, scaling: float) -> jax.Array:

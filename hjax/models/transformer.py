@@ -232,12 +232,17 @@ class Block(nnx.Module):
             a, b = getattr(self, f"{name}_a")[...], getattr(self, f"{name}_b")[...]
             of = low_rank.halves(lora, name, declared[name])
             places = tuple((name, half) for half in of)
-            addition = low_rank.addition(spec, x, a, b, lora, places, compute.dropout)
-            out += low_rank.spread(addition, of)
+            norms, kept = None, None if scale is None else scale[...]
             if lora.dora:
-                kept = None if scale is None else scale[...]
                 parts = weight, kept, a, b, getattr(self, f"{name}_m")[...]
-                out *= low_rank.layer_scale(*parts, declared[name], lora, of).astype(out.dtype)
+                norms = low_rank.layer_scale(*parts, declared[name], lora, of)
+            if norms is not None and lora.dropout and compute.dropout is not None:
+                frozen, how = (weight, kept, a, b, norms), (lora, places, compute.dropout)
+                out += low_rank.spread(low_rank.dropped_change(spec, x, *frozen, *how), of)
+            else:
+                addition = low_rank.addition(spec, x, a, b, lora, places, compute.dropout)
+                out += low_rank.spread(addition, of)
+                out = out if norms is None else out * norms.astype(out.dtype)
         bias = getattr(self, f"{name}_bias", None)
         return out if bias is None else out + bias[...].astype(out.dtype)
 
