@@ -1,12 +1,15 @@
 """Tokens per second of generation: by slots, by one program for all rows, by transformers.
 
 Same weights and prompts, float32, this machine's CPU, in turns whose order rotates. The model is
-W1's (`step_hjax.py`) with weights from a seed. Workloads:
+W1's (`step_hjax.py`) with weights from a seed, or that of `--model=DIR` (stories260K). Workloads:
 
 - `fixed`: 64 prompts of 32 tokens, responses of 64 tokens.
 - `tail`: 256 prompts of up to 32 tokens, responses that end by themselves (a draw does with about
   the chance of one in 51) and have at most 256 tokens. transformers gets 64 at a time, and all.
-- `samples`: 8 prompts of 512 tokens, 8 responses of 64 tokens to each.
+  What ends a response are ten tokens of W1's; of another model those of the rarest that it draws
+  which together come as often.
+- `samples`: 8 prompts of 512 tokens (as far as the model has positions), 8 responses of 64 tokens
+  to each.
 - `turns`: 32 conversations of 4 turns at a time. Each begins with the same 64 tokens; a turn adds
   32 of the user's and an answer that ends by itself, of at most 64. `hjax` is the service that
   servers stand on, which keeps what earlier turns computed; each conversation goes on as soon as it
@@ -17,12 +20,13 @@ A rate counts the tokens that were drawn, up to each response's end. Contestants
 `transformers`, its `generate` with torch. Prints one JSON line: by workload the median rates, and
 ratios of `hjax` to the others.
 
-    python benchmarks/rollout.py [--only=tail] [--rounds=5] [--no_peer]
+    python benchmarks/rollout.py [--only=tail] [--rounds=5] [--no_peer] [--model=DIR]
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import statistics
@@ -43,6 +47,7 @@ from hjax.models.config import ModelConfig
 from hjax.models.export import export_weights
 from hjax.models.parameters import decoder_network
 from hjax.models.transformer import Compute
+from hjax.models.weights import load_params, read_config
 from hjax.rollout.generator import Generator
 from hjax.rollout.options import Options
 from hjax.rollout.requests import Piece, Request
@@ -53,31 +58,72 @@ from hjax.sharding.layout import make_layouts
 W1 = ModelConfig(512, 256, 688, 6, 8, 4, 32, 1024)
 # Prompts, tokens of the longest, samples, tokens of a response at most, tokens that end one.
 WORKLOADS: dict[str, dict[str, Any]] = {
-    "fixed": {"prompts": 64, "length": 32, "samples": 1, "limit": 64, "stop": 0, "ragged": False},
-    "tail": {"prompts": 256, "length": 32, "samples": 1, "limit": 256, "stop": 10, "ragged": True},
-    "samples": {"prompts": 8, "length": 512, "samples": 8, "limit": 64, "stop": 0, "ragged": False},
+    "fixed": {"prompts": 64, "length": 32, "samples": 1, "limit": 64, "ends": 0, "ragged": False},
+    "tail": {"prompts": 256, "length": 32, "samples": 1, "limit": 256, "ends": 1, "ragged": True},
+    "samples": {"prompts": 8, "length": 512, "samples": 8, "limit": 64, "ends": 0, "ragged": False},
 }
 BATCH = 64  # of transformers, of a long tail
-TURNS: dict[str, int] = {"talks": 32, "turns": 4, "system": 64, "user": 32, "limit": 64, "stop": 10}
+TURNS: dict[str, int] = {"talks": 32, "turns": 4, "system": 64, "user": 32, "limit": 64}
+SHARE = 10 / 512  # of the tokens that W1's model draws those that end a response
 
 
-def prompts_of(sizes: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """What generates.
+
+    Attributes:
+      config, params: of it.
+      generator: hjax's.
+      ends: tokens that end a response, where it is to end by itself.
+    """
+
+    config: ModelConfig
+    params: Any
+    generator: Generator
+    ends: tuple[int, ...]
+
+    def tokens(self, rng: np.random.Generator, shape: Any, ending: bool = True) -> np.ndarray:
+        """Tokens of prompts; where responses end by themselves none that ends one."""
+        every = np.arange(self.config.vocab_size)
+        allowed = np.setdiff1d(every, self.ends) if ending else every
+        return allowed[rng.integers(0, len(allowed), shape)]
+
+
+def model_of(path: str | None) -> Model:
+    """W1's with weights from a seed, or a directory's."""
+    config = W1 if path is None else read_config(path)
+    network, layout = decoder_network(config), make_layouts(jax.devices()[:1]).generate
+    params = network.create(0, layout) if path is None else load_params(path, network, layout)
+    generator = Generator(network, layout, Compute(unroll_layers=True))
+    if path is None:
+        return Model(config, params, generator, tuple(range(10)))
+    prompts = np.full((BATCH, 1), 1, np.int32)
+    rollout = generator.generate(
+        params, prompts, prompts > 0, np.arange(BATCH, dtype=np.int32), seed=0, max_new_tokens=128,
+        sampling=Sampling(),
+    )  # fmt: skip
+    times = np.bincount(np.asarray(rollout["responses"]).ravel(), minlength=config.vocab_size)
+    rarest = np.argsort(times, kind="stable")
+    enough = int(np.searchsorted(np.cumsum(times[rarest]), SHARE * times.sum())) + 1
+    return Model(config, params, generator, tuple(rarest[:enough].tolist()))
+
+
+def prompts_of(model: Model, sizes: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and mask, padded on the left."""
     rng = np.random.default_rng(0)
-    shape = sizes["prompts"], sizes["length"]
-    shortest = sizes["length"] // 4 if sizes["ragged"] else sizes["length"]
-    lengths = rng.integers(shortest, sizes["length"] + 1, (shape[0], 1))
+    longest = min(sizes["length"], model.config.max_length - sizes["limit"])
+    shape = sizes["prompts"], longest
+    shortest = longest // 4 if sizes["ragged"] else longest
+    lengths = rng.integers(shortest, longest + 1, (shape[0], 1))
     mask = np.arange(shape[1]) >= shape[1] - lengths
-    # No token that ends a response.
-    tokens = rng.integers(sizes["stop"], W1.vocab_size, shape)
+    tokens = model.tokens(rng, shape, bool(sizes["ends"]))
     return np.where(mask, tokens, 0).astype(np.int32), mask
 
 
-def hjax_contestants(
-    generator: Generator, params: Any, sizes: dict[str, Any]
-) -> dict[str, Callable[[int], int]]:
+def hjax_contestants(model: Model, sizes: dict[str, Any]) -> dict[str, Callable[[int], int]]:
     """Functions of a seed that generate, and give how many tokens they drew."""
-    tokens, mask = prompts_of(sizes)
+    tokens, mask = prompts_of(model, sizes)
+    generator, ends = model.generator, model.ends if sizes["ends"] else ()
     sequence = np.arange(sizes["prompts"] * sizes["samples"], dtype=np.int32)
     static = Generator(generator.network, generator.layout, generator.compute)
     static._ragged = lambda *_: False  # type: ignore[method-assign]
@@ -85,9 +131,8 @@ def hjax_contestants(
     def run(which: Generator) -> Callable[[int], int]:
         def generate(seed: int) -> int:
             rollout = which.generate(
-                params, tokens, mask, sequence, seed=seed, samples=sizes["samples"],
-                max_new_tokens=sizes["limit"], sampling=Sampling(),
-                stop=tuple(range(sizes["stop"])),
+                model.params, tokens, mask, sequence, seed=seed, samples=sizes["samples"],
+                max_new_tokens=sizes["limit"], sampling=Sampling(), stop=ends,
             )  # fmt: skip
             return int(np.asarray(rollout["response_mask"]).sum())
 
@@ -96,15 +141,17 @@ def hjax_contestants(
     return {"hjax": run(generator), "static": run(static)}
 
 
-def transformers_contestants(path: str, sizes: dict[str, Any]) -> dict[str, Callable[[int], int]]:
-    """The same by transformers."""
+def transformers_contestants(
+    ours: Model, path: str, sizes: dict[str, Any]
+) -> dict[str, Callable[[int], int]]:
+    """The same by transformers, of the directory ``path``."""
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(machine.cores())
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    tokens, mask = (torch.from_numpy(np.asarray(x, np.int64)) for x in prompts_of(sizes))
-    ends = list(range(sizes["stop"]))
+    tokens, mask = (torch.from_numpy(np.asarray(x, np.int64)) for x in prompts_of(ours, sizes))
+    ends = list(ours.ends) if sizes["ends"] else []
 
     def run(batch: int) -> Callable[[int], int]:
         def generate(seed: int) -> int:
@@ -130,29 +177,35 @@ def transformers_contestants(path: str, sizes: dict[str, Any]) -> dict[str, Call
     return {"transformers": run(BATCH), "transformers_at_once": run(len(tokens))}
 
 
-def user_turns() -> np.ndarray:
+def user_turns(model: Model) -> np.ndarray:
     """int [conversations, turns, tokens] of users; the first turn has what all begin with."""
     rng = np.random.default_rng(1)
     shape = TURNS["talks"], TURNS["turns"], TURNS["user"]
-    return rng.integers(TURNS["stop"], W1.vocab_size, shape)
+    return model.tokens(rng, shape)
 
 
-SYSTEM = np.random.default_rng(2).integers(TURNS["stop"], W1.vocab_size, TURNS["system"]).tolist()
+def system_of(model: Model) -> list[int]:
+    """What all conversations begin with."""
+    tokens: list[int] = model.tokens(np.random.default_rng(2), TURNS["system"]).tolist()
+    return tokens
 
 
-def together(answer: Callable[[np.ndarray, np.ndarray, int], list[list[int]]]) -> Any:
+def together(
+    model: Model, answer: Callable[[np.ndarray, np.ndarray, int], list[list[int]]]
+) -> Any:
     """A function of a seed that has all conversations turn by turn.
 
     Args:
+      model: whose tokens they are made of.
       answer: gives the answers to prompts int32 [conversations, length], padded on the left, with
         their mask and a seed, each up to its end.
     """
 
     def run(seed: int) -> int:
-        talks = [list(SYSTEM) for _ in range(TURNS["talks"])]
+        talks = [system_of(model) for _ in range(TURNS["talks"])]
         count = 0
         for turn in range(TURNS["turns"]):
-            for talk, users in zip(talks, user_turns(), strict=True):
+            for talk, users in zip(talks, user_turns(model), strict=True):
                 talk += users[turn].tolist()
             # Few lengths, so that few programs are compiled.
             length = -(-max(map(len, talks)) // 64) * 64
@@ -169,12 +222,12 @@ def together(answer: Callable[[np.ndarray, np.ndarray, int], list[list[int]]]) -
     return run
 
 
-def served_talks(service: Service) -> Callable[[int], int]:
+def served_talks(model: Model, service: Service) -> Callable[[int], int]:
     """A function of a seed that has the conversations by a service, each at its own pace."""
 
     def run(seed: int) -> int:
-        users, options = user_turns(), Options(stop=tuple(range(TURNS["stop"])))
-        talks = [list(SYSTEM) for _ in users]
+        users, options = user_turns(model), Options(stop=model.ends)
+        talks = [system_of(model) for _ in users]
         left, drawn, failed = threading.Semaphore(0), [0] * len(users), []
 
         def go_on(number: int, turn: int) -> None:
@@ -205,16 +258,14 @@ def served_talks(service: Service) -> Callable[[int], int]:
     return run
 
 
-def talking_contestants(
-    generator: Generator, params: Any, path: str | None
-) -> dict[str, Callable[[int], int]]:
+def talking_contestants(ours: Model, path: str | None) -> dict[str, Callable[[int], int]]:
     """Of `turns`; ``path`` is the model's for transformers, None: without."""
+    generator, params, ends = ours.generator, ours.params, ours.ends
     model: Any = types.SimpleNamespace(
-        config=W1, params=params, tokenizer=None, engine_for=generator.engine_for
+        config=ours.config, params=params, tokenizer=None, engine_for=generator.engine_for
     )
     static = Generator(generator.network, generator.layout, generator.compute)
     static._ragged = lambda *_: False  # type: ignore[method-assign]
-    ends = tuple(range(TURNS["stop"]))
 
     def by_program(tokens: np.ndarray, mask: np.ndarray, seed: int) -> list[list[int]]:
         rollout = static.generate(
@@ -227,7 +278,7 @@ def talking_contestants(
 
     service = Service(model, slots=TURNS["talks"])
     service.warm_up()
-    made = {"hjax": served_talks(service), "static": together(by_program)}
+    made = {"hjax": served_talks(ours, service), "static": together(ours, by_program)}
     if path is None:
         return made
     import torch
@@ -247,7 +298,7 @@ def talking_contestants(
         ended = np.isin(out, ends).astype(int)
         return [row[kept].tolist() for row, kept in zip(out, ended.cumsum(1) - ended == 0)]
 
-    return made | {"transformers": together(by_transformers)}
+    return made | {"transformers": together(ours, by_transformers)}
 
 
 def measure(
@@ -287,27 +338,26 @@ def main() -> None:
     parser.add_argument("--only", choices=(*WORKLOADS, "turns"), help="one workload")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contestant")
     parser.add_argument("--no_peer", action="store_true", help="without transformers")
+    parser.add_argument("--model", help="a Hugging Face directory, instead of W1's model")
     args = parser.parse_args()
     use = machine.CoreUse()
-    network = decoder_network(W1)
-    layout = make_layouts(jax.devices()[:1]).generate
-    params = network.create(0, layout)
-    generator = Generator(network, layout, Compute(unroll_layers=True))
+    model = model_of(args.model)
     figures = {}
     with tempfile.TemporaryDirectory() as folder:
-        path = str(export_weights(f"{folder}/model", W1, params))
+        path = args.model or str(export_weights(f"{folder}/model", W1, model.params))
         for name in [args.only] if args.only else (*WORKLOADS, "turns"):
             if name == "turns":
                 peer = None if args.no_peer else path
-                talking = talking_contestants(generator, params, peer)
+                talking = talking_contestants(model, peer)
                 figures[name] = measure(talking, args.rounds, warm=True)
                 continue
-            contestants = hjax_contestants(generator, params, WORKLOADS[name])
+            contestants = hjax_contestants(model, WORKLOADS[name])
             if not args.no_peer:
-                contestants |= transformers_contestants(path, WORKLOADS[name])
+                contestants |= transformers_contestants(model, path, WORKLOADS[name])
             figures[name] = measure(contestants, args.rounds)
     line = {
         "benchmark": "rollout",
+        "model": args.model or "W1",
         **figures,
         "rounds": args.rounds,
         **use.read(),

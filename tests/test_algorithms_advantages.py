@@ -14,7 +14,7 @@ NAN = float("nan")
 # As the algorithms run them: compiled.
 masked_mean = jax.jit(masks.masked_mean, static_argnames="axis")
 masked_variance = jax.jit(masks.masked_variance, static_argnames="unbiased")
-whiten = jax.jit(masks.whiten, static_argnames="shift_mean")
+whiten = jax.jit(masks.whiten, static_argnames=("shift_mean", "unbiased"))
 token_rewards = jax.jit(advantages.token_rewards)
 gae = jax.jit(advantages.gae)
 discounted_returns = jax.jit(advantages.discounted_returns)
@@ -59,6 +59,9 @@ def test_whiten_by_hand():
     # 1, 2, 3: mean 2, unbiased variance 1
     close(whiten(x, mask), [[-1.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
     close(whiten(x, mask, shift_mean=False), [[1.0, 2.0, 0.0], [3.0, 0.0, 0.0]])
+    # Biased variance 2/3, as OpenRLHF's.
+    root = np.sqrt(1.5)
+    close(whiten(x, mask, unbiased=False), [[-root, 0.0, 0.0], [root, 0.0, 0.0]])
 
 
 def test_whiten_equals_torch_standardisation():

@@ -338,7 +338,23 @@ CORRECTED = {
     # The geometric mean of 1.5 * 4 * .5 = 3 over three tokens is 1.442.
     "sequence_mask": ({}, [0, 0, 0], [1, 1, 1]),
     "sequence_mask, wide": ({"correction_cap": 1.5}, [1.5, 4.0, 0.5], [0, 0, 0]),
+    # TRL's: the product itself is the weight of every token, up to its bound of 3.
+    "sequence_sum_mask": ({"correction_cap": 3.1}, [3.0, 3.0, 3.0], [0, 0, 0]),
+    "sequence_sum_mask, narrow": ({"correction_cap": 2.9}, [0, 0, 0], [1, 1, 1]),
+    # OpenRLHF's: bounds from both sides.
+    "truncated, low": ({"correction_low": 0.6}, [1.5, 2.0, 0.6], [0, 1, 1]),
 }
+
+
+def test_verls_gpg_counts_responses_whose_reward_is_not_zero():
+    """`compute_gpg_outcome_advantage` of verl: rows over rows with a reward that is not 0."""
+    batch = batch_of()
+    scored = int((batch["rewards"] != 0).sum())
+    assert 0 < scored < len(batch["rewards"])
+    found = algorithm_of("GPG", rescale="rewarded").compute_advantages(batch)["advantages"]
+    scale = len(batch["rewards"]) / scored
+    expected = spread(centred_rows(batch["rewards"]) * scale, batch["response_mask"])
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("case", CORRECTED)
@@ -367,7 +383,8 @@ def test_corrections_by_hand(case):
         ("GRPO", {"gate_positive": 2.0}, "gate_positive=2.0 has no effect with surrogate='clip'"),
         ("CISPO", {"dual_clip": 3.0}, "dual_clip=3.0 has no effect with surrogate='cispo'"),
         ("GRPO", {"baseline": "none"}, "normalise='std' divides by what the group is compared"),
-        ("GRPO", {"whiten": True, "rescale": True}, "rescale has no effect with"),
+        ("GRPO", {"whiten": True, "rescale": "groups"}, "rescale has no effect with"),
+        ("PPO", {"whiten": False, "whiten_biased": True}, "whiten_biased has no effect without"),
         ("GRPO", {"resample": 1}, "set config.algorithm.filter=True"),
         ("GRPO", {"correction": "icepop", "correction_low": 6.0}, "low=6.0 must be below"),
         ("GRPO", {"correction_cap": 3.0}, "cap=3.0 has no effect with correction='none'"),

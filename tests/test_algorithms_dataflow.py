@@ -200,6 +200,16 @@ def test_epochs_and_minibatches_hold_whole_groups_and_every_row_once():
         np.testing.assert_array_equal(a, b)  # and the same from the same seed
 
 
+def test_advantages_over_the_biased_deviation_are_larger_by_what_n_is_to_n_less_one():
+    made = []
+    for biased in (False, True):
+        with Dataflow(PPO, REWARDS, whiten_biased=biased) as flow:
+            batch, _ = flow.step()
+            made.append(batch["advantages"][batch["response_mask"]])
+    count = made[0].size
+    np.testing.assert_allclose(made[1], made[0] * np.sqrt(count / (count - 1)), rtol=1e-5)
+
+
 def test_critic_and_actor_take_the_same_minibatches():
     with Dataflow(PPO, REWARDS, minibatch=4) as flow:
         flow.step()

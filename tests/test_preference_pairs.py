@@ -34,6 +34,7 @@ def softplus(x):
 def expected(name, config, policy, batch):
     """The loss of a step in plain Python, as each paper writes it."""
     losses = []
+    chosen_tokens = batch["response_mask"][::2].sum() / PAIRS
     for pair in range(PAIRS):
         rows = []
         for row in (2 * pair, 2 * pair + 1):
@@ -47,6 +48,8 @@ def expected(name, config, policy, batch):
         elif name == "RobustDPO":
             loss = (1 - e) * softplus(-beta * delta) - e * softplus(beta * delta)
             loss /= 1 - 2 * e
+        elif name == "IPO" and config.kind == "ipo_sum":
+            loss = (delta - 1 / (2 * beta)) ** 2
         elif name == "IPO":
             loss = ((w - ref_w).mean() - (l - ref_l).mean() - 1 / (2 * beta)) ** 2
         elif name == "HingeDPO":
@@ -55,16 +58,23 @@ def expected(name, config, policy, batch):
             loss = softplus(-(beta * (w.mean() - l.mean()) - config.margin))
         else:
             odds = [np.exp(x.mean()) / (1 - np.exp(x.mean())) for x in (w, l)]
-            loss = -w.mean() + beta * softplus(-np.log(odds[0] / odds[1]))
+            shown = w.mean() if config.nll_over == "response" else w.sum() / chosen_tokens
+            loss = -shown + beta * softplus(-np.log(odds[0] / odds[1]))
         losses.append(loss)
     return np.mean(losses)
 
 
-@pytest.mark.parametrize("name", PREFERENCE)
-def test_a_loss_is_its_papers_with_the_gradient_of_finite_differences(name):
+@pytest.mark.parametrize(
+    "name, keys",
+    [*((name, {}) for name in PREFERENCE), ("IPO", {"kind": "ipo_sum"}),
+     ("ORPO", {"nll_over": "batch"})],
+)  # fmt: skip
+def test_a_loss_is_its_papers_with_the_gradient_of_finite_differences(name, keys):
     config = ALGORITHMS[name].default_config()
+    config.update(keys)
     loss = ALGORITHMS[name].losses(config, LENGTH)["actor"]
     policy, batch = batch_of()
+    batch |= loss.prepared(batch)
 
     def total(x):
         return jnp.sum(loss.weights(batch) * loss(x, None, batch)[0])
@@ -106,6 +116,8 @@ def test_statistics_are_means_over_pairs():
         ({"kind": "ipo", "smoothing": 0.1}, "smoothing=0.1 has no effect with kind='ipo'"),
         ({"kind": "robust"}, "kind='robust' needs smoothing above 0"),
         ({"margin": 1.0}, "margin=1.0 has no effect with kind='sigmoid'"),
+        ({"nll_over": "batch"}, "nll_over='batch' has no effect without a likelihood"),
+        ({"nll_over": "row"}, "nll_over='row': use response or batch"),
     ],
 )
 def test_switches_that_mean_nothing_are_refused(options, message):

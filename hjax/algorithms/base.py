@@ -171,8 +171,9 @@ class Algorithm:
         "correction": Key(
             "none",
             "weight on the policy's loss for rollouts of other weights than learning starts from: "
-            "none; decoupled (decoupled PPO), truncated (truncated importance sampling), icepop or "
-            "sequence_mask, for which the actor scores the responses once more (docs/losses.md)",
+            "none; decoupled (decoupled PPO), truncated (truncated importance sampling), icepop, "
+            "sequence_mask or sequence_sum_mask, for which the actor scores the responses once "
+            "more (docs/losses.md)",
             one_of(*CORRECTIONS),
         ),
         "correction_low": Key(

@@ -17,9 +17,10 @@ from hjax.errors import ConfigError
 CORRECTIONS: dict[str, tuple[float | None, float | None]] = {
     "none": (None, None),
     "decoupled": (None, None),
-    "truncated": (None, 2.0),
+    "truncated": (0.0, 2.0),
     "icepop": (0.5, 5.0),
     "sequence_mask": (0.999, 1.002),
+    "sequence_sum_mask": (None, 3.0),
 }
 
 
@@ -55,10 +56,13 @@ def correction_weights(
     kind               weight of a token
     =================  =========================================================================
     "decoupled"        w: decoupled PPO (AReaL, https://arxiv.org/abs/2505.24298)
-    "truncated"        min(w, high): truncated importance sampling (Yao et al. 2025)
+    "truncated"        min(w, high): truncated importance sampling (Yao et al. 2025); with a low
+                       one max(low, min(w, high)), as in OpenRLHF
     "icepop"           w where low <= w <= high, else 0 (IcePop, as in NeMo-RL and OpenRLHF)
     "sequence_mask"    w where the geometric mean of the response's w lies in low to high, else
                        the whole response has 0 (NeMo-RL)
+    "sequence_sum_mask"  the product of the response's w where that is at most high, else 0: longer
+                       responses are left out more often (TRL)
     =================  =========================================================================
 
     Args:
@@ -75,9 +79,12 @@ def correction_weights(
     weight = capped_ratio(difference)
     stats: Stats = {}
     if kind == "truncated":
-        stats["correction_capped"] = keep(weight > high, mask)
-        weight = jnp.minimum(weight, high)
+        stats["correction_capped"] = keep((weight > high) | (weight < low), mask)
+        weight = jnp.clip(weight, low, high)
     elif kind != "decoupled":
+        if kind == "sequence_sum_mask":
+            product = capped_ratio(jnp.sum(difference, axis=1, keepdims=True))
+            weight = jnp.broadcast_to(product, weight.shape)
         measured = weight
         if kind == "sequence_mask":
             tokens = jnp.sum(jnp.asarray(mask, bool), axis=1, keepdims=True)

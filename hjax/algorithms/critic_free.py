@@ -140,7 +140,7 @@ class GPG(GRPO):
         "aggregation": "token",
         "kl_coef": 0.0,
         "filter": True,
-        "rescale": True,
+        "rescale": "groups",
     }
 
 

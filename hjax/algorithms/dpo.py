@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 from hjax.algorithms.base import Algorithm, Batch
 from hjax.algorithms.calibration import Predictions
-from hjax.algorithms.pair_loss import PAIR_LOSSES, REFERRED, PairLoss
+from hjax.algorithms.pair_loss import NLL_OVER, PAIR_LOSSES, REFERRED, PairLoss
 from hjax.controller import join
 from hjax.errors import ConfigError
 from hjax.rules import Key, above, at_least, one_of
@@ -28,8 +28,8 @@ class DPO(Algorithm):
     keys = {
         "kind": Key(
             "sigmoid",
-            "loss of a pair: sigmoid (DPO, with smoothing cDPO), ipo, hinge, robust, odds (ORPO) "
-            "or margin (SimPO)",
+            "loss of a pair: sigmoid (DPO, with smoothing cDPO), ipo, ipo_sum, hinge, robust, odds "
+            "(ORPO) or margin (SimPO)",
             one_of(*PAIR_LOSSES),
         ),
         "beta": Key(0.1, "how strongly the policy is held to the reference", above(0)),
@@ -39,6 +39,12 @@ class DPO(Algorithm):
         "margin": Key(0.0, "by how much the chosen one is to be ahead (kind margin)", at_least(0)),
         "nll_coef": Key(
             0.0, "weight of the chosen responses' negative log-likelihood", at_least(0)
+        ),
+        "nll_over": Key(
+            "response",
+            "tokens over which that likelihood is a mean: each response's own, or those of the "
+            "whole batch (TRL)",
+            one_of(*NLL_OVER),
         ),
     }
 
@@ -73,7 +79,7 @@ class DPO(Algorithm):
     @classmethod
     def losses(cls, config: ConfigDict, max_response_length: int) -> dict[str, Any]:
         """The loss of pairs."""
-        names = ("kind", "beta", "smoothing", "margin", "nll_coef")
+        names = ("kind", "beta", "smoothing", "margin", "nll_coef", "nll_over")
         return {"actor": PairLoss(**{name: config[name] for name in names})}
 
     def collect(self, prompts: Batch) -> Any:
@@ -92,7 +98,8 @@ class DPO(Algorithm):
         """That the chosen response is preferred, by the implicit rewards (``pair_``)."""
         reference = self.reference.compute_ref_log_prob(batch)
         known = join(batch, reference, self.actor.compute_log_prob(batch))
-        _, stats = self.losses(self.config, 1)["actor"](known["old_logprobs"], None, known)
+        loss = self.losses(self.config, 1)["actor"]
+        _, stats = loss(known["old_logprobs"], None, known | loss.prepared(known))
         margin = np.asarray(stats["margin"])[::2, 0]
         return {"pair_": (margin, np.ones_like(margin))}
 

@@ -30,6 +30,8 @@ from hjax.controller import join
 from hjax.errors import ConfigError
 from hjax.rules import Key, above, at_least, one_of
 
+RESCALES = ("none", "groups", "rewarded")
+
 
 class GRPO(Resampling, Algorithm):
     """Rewards normalised within each prompt's samples; no critic; KL in the loss."""
@@ -55,8 +57,10 @@ class GRPO(Resampling, Algorithm):
             False, "shift and scale the advantages of a step to mean 0 and standard deviation 1"
         ),
         "rescale": Key(
-            False,
-            "multiply advantages by all groups over those whose rewards differ (GPG)",
+            "none",
+            "multiply advantages by all groups over those whose rewards differ (groups: GPG's "
+            "code), or by all responses over those whose reward is not 0 (rewarded: verl's GPG)",
+            one_of(*RESCALES),
         ),
         "ratio": Key(
             "token",
@@ -115,7 +119,7 @@ class GRPO(Resampling, Algorithm):
                 f"config.algorithm.kl_cumulated=False has no effect with config.algorithm.kl_in="
                 f"{config.kl_in!r}: leave it out, or use kl_in='reward'"
             )
-        if config.rescale and config.whiten:
+        if config.rescale != "none" and config.whiten:
             raise ConfigError(
                 "config.algorithm.rescale has no effect with config.algorithm.whiten, which "
                 "scales all advantages: use one of the two"
@@ -167,7 +171,9 @@ class GRPO(Resampling, Algorithm):
             kl_cumulated=config.kl_cumulated,
             whitened=config.whiten,
         )
-        scale = differ.size / max(int(differ.sum()), 1) if config.rescale else 1.0
+        said = {"none": np.ones(1), "groups": differ, "rewarded": np.nan_to_num(scores) != 0}
+        counted = said[config.rescale]
+        scale = counted.size / max(int(counted.sum()), 1)
         return batch | {
             "advantages": np.asarray(advantages) * np.float32(scale),
             "old_logprobs": old,

@@ -39,7 +39,11 @@ def masked_variance(x: jax.Array, mask: jax.Array, unbiased: bool = True) -> jax
 
 
 def whiten(
-    x: jax.Array, mask: jax.Array, shift_mean: bool = True, epsilon: float = 1e-8
+    x: jax.Array,
+    mask: jax.Array,
+    shift_mean: bool = True,
+    epsilon: float = 1e-8,
+    unbiased: bool = True,
 ) -> jax.Array:
     """Scale the selected entries of `x` to unit variance, over the whole array.
 
@@ -52,12 +56,14 @@ def whiten(
         mask: bool or 0/1, the shape of `x`.
         shift_mean: also subtract the mean; otherwise the mean is kept as it was.
         epsilon: added to the variance, in the squared unit of `x`.
+        unbiased: whether the variance is.
 
     Returns:
         float32, the shape of `x`, 0 outside the mask.
     """
     mean = masked_mean(x, mask)
-    whitened = (keep(x, mask) - mean) * jax.lax.rsqrt(masked_variance(x, mask) + epsilon)
+    variance = masked_variance(x, mask, unbiased)
+    whitened = (keep(x, mask) - mean) * jax.lax.rsqrt(variance + epsilon)
     return keep(whitened if shift_mean else whitened + mean, mask)
 
 

@@ -15,9 +15,10 @@ from hjax.algorithms.aggregation import Batch, Stats
 from hjax.algorithms.masks import keep
 from hjax.errors import ConfigError
 
-PAIR_LOSSES = ("sigmoid", "ipo", "hinge", "robust", "odds", "margin")
+PAIR_LOSSES = ("sigmoid", "ipo", "ipo_sum", "hinge", "robust", "odds", "margin")
+NLL_OVER = ("response", "batch")
 # Those that compare with a reference.
-REFERRED = ("sigmoid", "ipo", "hinge", "robust")
+REFERRED = ("sigmoid", "ipo", "ipo_sum", "hinge", "robust")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,7 @@ class PairLoss:
     "robust"      (-(1 - e) log s(b D) + e log s(-b D)) / (1 - 2 e): https://arxiv.org/abs/2403.00409
     "ipo"         (D' - 1 / (2 b))^2 with D' of means over tokens, as TRL has it "confirmed by the
                   authors" (https://arxiv.org/abs/2310.12036 writes sums)
+    "ipo_sum"     the same of D, as that paper's text
     "hinge"       max(0, 1 - b D): SLiC, https://arxiv.org/abs/2305.10425
     "odds"        NLL of the chosen, per token of it, - b log s(log odds of both), odds of means:
                   ORPO, https://arxiv.org/abs/2403.07691
@@ -48,6 +50,8 @@ class PairLoss:
         margin: of "margin", 0 or more.
         nll_coef: weight of the chosen responses' negative log-likelihood, per token of each
             (of "odds" it is a part: 1).
+        nll_over: tokens over which that likelihood is a mean: "response", each chosen response's
+            own; "batch", those of all of the step together, so that long ones weigh more (TRL).
 
     Example:
         >>> batch = {"response_mask": jnp.ones((2, 1), bool), "ref_logprobs": jnp.zeros((2, 1))}
@@ -59,11 +63,12 @@ class PairLoss:
     unit: ClassVar[int] = 2
     tempered: ClassVar[bool] = True
 
-    kind: Literal["sigmoid", "ipo", "hinge", "robust", "odds", "margin"] = "sigmoid"
+    kind: Literal["sigmoid", "ipo", "ipo_sum", "hinge", "robust", "odds", "margin"] = "sigmoid"
     beta: float = 0.1
     smoothing: float = 0.0
     margin: float = 0.0
     nll_coef: float = 0.0
+    nll_over: Literal["response", "batch"] = "response"
 
     def __post_init__(self) -> None:
         if self.kind not in PAIR_LOSSES:
@@ -85,6 +90,13 @@ class PairLoss:
             raise ConfigError(f"margin={self.margin} has no effect with kind={self.kind!r}")
         if not self.nll_coef >= 0:
             raise ConfigError(f"nll_coef={self.nll_coef} must be 0 or more")
+        if self.nll_over not in NLL_OVER:
+            raise ConfigError(f"nll_over={self.nll_over!r}: use {' or '.join(NLL_OVER)}")
+        if self.nll_over == "batch" and not (self.nll_coef or self.kind == "odds"):
+            raise ConfigError(
+                "nll_over='batch' has no effect without a likelihood of the chosen responses: "
+                "leave it out, or set nll_coef"
+            )
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -105,6 +117,12 @@ class PairLoss:
         pairs = kept.reshape(-1, 2).all(axis=1)
         return placed(pairs / jnp.maximum(pairs.sum(), 1), mask)
 
+    def prepared(self, batch: Batch) -> dict[str, jax.Array]:
+        """`chosen_tokens`, float32 scalar: tokens of a chosen response, a mean over the step."""
+        mask = jnp.asarray(batch["response_mask"], bool)
+        pairs = self.weights(batch)[::2, 0]
+        return {"chosen_tokens": jnp.sum(pairs * mask[::2].sum(axis=1))}
+
     def stat_weights(self, batch: Batch) -> jax.Array:
         """The same: statistics are means over pairs."""
         return self.weights(batch)
@@ -118,7 +136,7 @@ class PairLoss:
             logprobs: float [N, L], of the response tokens; row 2i is the chosen one of pair i,
                 row 2i + 1 the rejected one.
             entropy: not read.
-            batch: the keys of `needs`.
+            batch: the keys of `needs`, and with `nll_over="batch"` what `prepared` gave.
 
         Returns:
             (float32 [N, L], stats like it without gradient): `accuracy` (1 where the chosen one is
@@ -138,9 +156,12 @@ class PairLoss:
         else:
             score = mean
         chosen, rejected = score[::2], score[1::2]
-        loss = self._loss(chosen - rejected, mean)
+        shown = mean[::2]
+        if self.nll_over == "batch":
+            shown = total[::2] / jnp.maximum(batch["chosen_tokens"], 1.0)
+        loss = self._loss(chosen - rejected, mean, shown)
         if self.nll_coef:
-            loss = loss - self.nll_coef * mean[::2]
+            loss = loss - self.nll_coef * shown
         stats = {
             "accuracy": (chosen > rejected).astype(jnp.float32),
             "margin": self.beta * (chosen - rejected),
@@ -151,14 +172,15 @@ class PairLoss:
         stats = {name: placed(value, mask) for name, value in stats.items()}
         return placed(loss, mask), jax.lax.stop_gradient(stats)
 
-    def _loss(self, difference: jax.Array, mean: jax.Array) -> jax.Array:
+    def _loss(self, difference: jax.Array, mean: jax.Array, shown: jax.Array) -> jax.Array:
         """Of each pair.
 
         Args:
-          difference: float [pairs], of the scores; mean: float [N], of each row's log-probs.
+          difference: float [pairs], of the scores; mean: float [N], of each row's log-probs;
+            shown: float [pairs], the likelihood of the chosen ones.
         """
         logits, smoothing = self.beta * difference, self.smoothing
-        if self.kind == "ipo":
+        if self.kind in ("ipo", "ipo_sum"):
             return jnp.square(difference - 1.0 / (2.0 * self.beta))
         if self.kind == "hinge":
             return jax.nn.relu(1.0 - logits)
@@ -167,7 +189,7 @@ class PairLoss:
         if self.kind == "odds":
             # log(p / (1 - p)) of the geometric mean probability; it is below 1 but for rounding.
             odds = mean - jnp.log(-jnp.expm1(jnp.minimum(mean, -1e-6)))
-            return -mean[::2] - self.beta * jax.nn.log_sigmoid(odds[::2] - odds[1::2])
+            return -shown - self.beta * jax.nn.log_sigmoid(odds[::2] - odds[1::2])
         right, swapped = jax.nn.log_sigmoid(logits), jax.nn.log_sigmoid(-logits)
         if self.kind == "robust":
             return (-(1 - smoothing) * right + smoothing * swapped) / (1 - 2 * smoothing)

@@ -17,6 +17,7 @@ from hjax.algorithms.kl import kl_estimate
 from hjax.algorithms.losses import ValueLoss
 from hjax.algorithms.policy_loss import PolicyLoss
 from hjax.controller import join
+from hjax.errors import ConfigError
 from hjax.rules import Key, Rule, at_least, between, finite, one_of
 
 # The keys of PPO's that bound an update, for whoever has its policy loss.
@@ -92,6 +93,9 @@ class PPO(Algorithm):
         "whiten": Key(
             True, "shift and scale the advantages of a step to mean 0 and standard deviation 1"
         ),
+        "whiten_biased": Key(
+            False, "by the biased variance, over n (OpenRLHF) and not over n - 1"
+        ),
         "pretraining_coef": Key(
             0.0,
             "weight of the loss on demonstrations, a batch with each update (PPO-ptx); 0: none",
@@ -104,6 +108,11 @@ class PPO(Algorithm):
         """Switches of the loss that have no effect beside each other."""
         super().check(config)
         policy_loss(config, 1)
+        if config.whiten_biased and not config.whiten:
+            raise ConfigError(
+                "config.algorithm.whiten_biased has no effect without config.algorithm.whiten: "
+                "leave it out, or whiten"
+            )
 
     @classmethod
     def losses(cls, config: ConfigDict, max_response_length: int) -> dict[str, Any]:
@@ -148,6 +157,7 @@ class PPO(Algorithm):
             lam_alpha=config.lam_alpha,
             value_lam=config.value_lam,
             whitened=config.whiten,
+            biased=config.whiten_biased,
         )
         positive = batch["response_mask"] & (scores > 0)[:, None]
         return batch | {
@@ -201,7 +211,9 @@ def policy_loss(config: ConfigDict, max_response_length: int, **switches: Any) -
     return PolicyLoss(**options | switches)
 
 
-@functools.partial(jax.jit, static_argnames=("gamma", "lam", "lam_alpha", "value_lam", "whitened"))
+@functools.partial(
+    jax.jit, static_argnames=("gamma", "lam", "lam_alpha", "value_lam", "whitened", "biased")
+)
 def _advantages(
     rewards: jax.Array,
     values: jax.Array,
@@ -217,6 +229,7 @@ def _advantages(
     lam_alpha: float,
     value_lam: float,
     whitened: bool,
+    biased: bool,
 ) -> tuple[jax.Array, jax.Array]:
     kl = None if reference is None else kl_estimate(old, reference, "k1")
     per_token = token_rewards(rewards, mask, kl, kl_coef, dense=dense)
@@ -228,5 +241,5 @@ def _advantages(
         _, returns = gae(per_token, values, mask, gamma, value_lam)
     scored = mask & rows[:, None]
     if whitened:
-        advantages = whiten(advantages, scored)
+        advantages = whiten(advantages, scored, unbiased=not biased)
     return jnp.where(scored, advantages, 0.0), returns

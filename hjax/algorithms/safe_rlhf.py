@@ -95,6 +95,7 @@ class SafeRLHF(PPO):
             lam=config.lam,
             clip=config.score_clip or None,
             whitened=config.whiten,
+            biased=config.whiten_biased,
         )
         return batch | {
             "advantages": np.asarray(advantages),
@@ -144,7 +145,7 @@ class SafeRLHF(PPO):
         self.recent_costs.extend(state["recent_costs"])
 
 
-@functools.partial(jax.jit, static_argnames=("gamma", "lam", "clip", "whitened"))
+@functools.partial(jax.jit, static_argnames=("gamma", "lam", "clip", "whitened", "biased"))
 def _advantages(
     rewards: jax.Array,
     costs: jax.Array,
@@ -161,6 +162,7 @@ def _advantages(
     lam: float,
     clip: float | None,
     whitened: bool,
+    biased: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     kl = None if reference is None else kl_estimate(old, reference, "k1")
     gains = token_rewards(rewards, mask, kl, kl_coef, clip, dense)
@@ -171,5 +173,5 @@ def _advantages(
     scored = mask & ~jnp.isnan(rewards + costs)[:, None]
     advantages = lagrangian_advantages(gain, loss, multiplier)
     if whitened:
-        advantages = whiten(advantages, scored)
+        advantages = whiten(advantages, scored, unbiased=not biased)
     return jnp.where(scored, advantages, 0.0), returns, cost_returns
