@@ -73,6 +73,7 @@ CASES = (
     Case("qwen2.5-1.5b", "v5e:2x4", _FSDP, 8192, 32, before=20.7),
     Case("qwen2.5-1.5b", "v5e:2x4", _FSDP, 8192, 8),
     Case("qwen2.5-1.5b", "v5e:2x4", _FSDP, 32768, 8),
+    Case("qwen2.5-1.5b", "v5p:4x4x2", {"data": 1, "fsdp": 2, "context": 16}, 131072, 2),
     Case("llama-3-8b", "v5p:2x2x2", _TENSOR, 2048, 0),
     Case("llama-3-8b", "v5p:2x2x2", _TENSOR, 8192, 16),
     Case("qwen2.5-1.5b", "h100:1x8", _FSDP, 8192, 32),
