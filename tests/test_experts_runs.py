@@ -1,10 +1,14 @@
 """Runs of a model with experts: what a user combines gives one device's numbers, and resumes."""
 
+import numpy as np
 import pytest
-from families import model
+from families import logits, model
 from helpers import computed, trainer_of
+from references import peft
 from test_lora_runs import LORA, axes, close, slow
+from transformers import AutoModelForCausalLM
 
+import hjax
 from hjax.data.tasks import get_task
 
 BALANCED = {"actor.router_loss": 0.1}
@@ -89,3 +93,25 @@ def test_a_run_resumes_bit_for_bit(base, tmp_path, what, how):
     whole = rows_of(base, {**changes, "steps": 4}, tmp_path / "whole")
     rows_of(base, changes, tmp_path / "two")
     assert rows_of(base, {**changes, "steps": 4}, tmp_path / "two") == whole[2:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["experts' adapters", "experts' adapters, int8"])
+def test_what_a_run_learned_goes_out(base, tmp_path, what):
+    """As it is in the workdir, merged and as adapters, which PEFT loads."""
+    changes = {"actor.path": base, **WHAT[what], "checkpoint.every": 1, "steps": 2}
+    with trainer_of("GRPO", changes, tmp_path / "run") as trainer:
+        trainer.run()
+        trainer.export(tmp_path / "merged")
+        trainer.export(tmp_path / "adapter", adapter=True)
+    tokens = np.arange(3, 12)[None]
+    expected = np.asarray(hjax.load_model(tmp_path / "run").logits(tokens))
+    assert np.abs(expected - hjax.load_model(base).logits(tokens)).max() > 1e-3
+    found = hjax.load_model(tmp_path / "merged").logits(tokens)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    plain = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
+    theirs = logits(peft.PeftModel.from_pretrained(plain, tmp_path / "adapter").eval(), tokens)
+    # Beside the base as it was: of a quantized one, near.
+    np.testing.assert_allclose(theirs, expected, atol=0.1 if "int8" in what else 1e-4)
+    adapter = hjax.load_model(tmp_path / "adapter").logits(tokens)
+    np.testing.assert_allclose(adapter, theirs, atol=1e-4)
