@@ -30,6 +30,7 @@ from hjax.launch.stages import Stages, dry_run_stages, read_stages, run_stages
 from hjax.run.workdir import Workdir
 from hjax.settings.origins import origins
 from hjax.settings.reading import check_config, config_names, find_config, load_config
+from hjax.show.help_text import print_help
 
 HELP = """\
 usage: python -m hjax.launch --config=NAME.py [--workdir=DIR] [--overwrite] [--dry_run]
@@ -91,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if any(a in ("--help", "-help", "-h") for a in arguments):
         single = config_names()
         stages = sorted(set(config_names(stages=True)) - set(single))
-        print(HELP.format(configs=", ".join(single), stages=", ".join(stages)), end="")
+        print_help(HELP.format(configs=", ".join(single), stages=", ".join(stages)))
         return 0
     if any(a in ("--version", "-version") for a in arguments):
         print(versions())

@@ -10,6 +10,7 @@ from absl import flags
 from hjax.errors import exit_status
 from hjax.launch.command import parse_flags
 from hjax.launch.leaving import run_and_leave
+from hjax.show.help_text import print_help
 
 HELP = """\
 usage: python -m hjax.launch.compare WORKDIR WORKDIR ... [--output=PAGE.html]
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if any(a in ("--help", "-help", "-h") for a in arguments):
-        print(HELP, end="")
+        print_help(HELP)
         return 0
     return exit_status(lambda: _run(arguments))
 

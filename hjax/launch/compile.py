@@ -15,6 +15,7 @@ from hjax.launch.command import take_config
 from hjax.launch.leaving import run_and_leave
 from hjax.settings.reading import check_config, config_names, load_config
 from hjax.show.format import flop_count, size
+from hjax.show.help_text import print_help
 from hjax.show.tables import wide_console
 
 LEVELS = ("O0", "O1", "O2", "O3")
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if any(a in ("--help", "-help", "-h") for a in arguments):
         kinds = {"tpus": ", ".join(TPU_KINDS), "gpus": ", ".join(GPU_MEMORY)}
-        print(HELP.format(configs=", ".join(config_names()), **kinds), end="")
+        print_help(HELP.format(configs=", ".join(config_names()), **kinds))
         return 0
     prepare_environment()  # before JAX is imported
     return exit_status(lambda: _run(*parse(arguments)))

@@ -20,6 +20,7 @@ from hjax.launch.command import parse_flags, stopped_by_ctrl_c
 from hjax.launch.leaving import run_and_leave
 from hjax.launch.sampling_flags import ModelFront, existing_file, options_of
 from hjax.rules import above, at_least
+from hjax.show.help_text import print_help
 
 if TYPE_CHECKING:
     from hjax.data.dataset import Dataset
@@ -76,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         names = ", ".join(TASKS)
         shown = HELP.format(sampling=text, tasks=names, task_prompts=TASK_PROMPTS, length=LENGTH)
-        print(shown, end="")
+        print_help(shown)
         return 0
     return stopped_by_ctrl_c(lambda: exit_status(lambda: _run(arguments)))
 

@@ -11,6 +11,7 @@ from hjax.errors import ConfigError, exit_status
 from hjax.files import json_line
 from hjax.launch.command import parse_flags
 from hjax.launch.leaving import run_and_leave
+from hjax.show.help_text import print_help
 
 HELP = """\
 usage: python -m hjax.launch.export --model=DIR|WORKDIR --output=DIR [--adapter] [--json]
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if any(a in ("--help", "-help", "-h") for a in arguments):
-        print(HELP, end="")
+        print_help(HELP)
         return 0
     return exit_status(lambda: _run(arguments))
 

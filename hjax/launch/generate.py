@@ -15,6 +15,7 @@ from hjax.launch import sampling_flags
 from hjax.launch.command import parse_flags, stopped_by_ctrl_c
 from hjax.launch.leaving import run_and_leave
 from hjax.launch.sampling_flags import ModelFront, existing_file, options_of, token_ids
+from hjax.show.help_text import print_help
 
 if TYPE_CHECKING:
     from hjax.data.dataset import Dataset
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if any(a in ("--help", "-help", "-h") for a in arguments):
         text = sampling_flags.HELP.format(temperature="0 is greedy (1)", batch=BATCH)
-        print(HELP.format(sampling=text, length=LENGTH), end="")
+        print_help(HELP.format(sampling=text, length=LENGTH))
         return 0
     return stopped_by_ctrl_c(lambda: exit_status(lambda: _run(arguments)))
 

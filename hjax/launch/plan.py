@@ -19,6 +19,7 @@ from hjax.planning.result import describe_candidate, describe_result
 from hjax.planning.run_config import config_text
 from hjax.planning.search import SearchResult
 from hjax.planning.strategies import STRATEGIES, search_strategy
+from hjax.show.help_text import print_help
 from hjax.show.plan_page import plan_page
 from hjax.show.plan_tables import print_plan
 from hjax.show.tables import wide_console
@@ -82,9 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if any(a in ("--help", "-help", "-h") for a in arguments):
         names = ", ".join(DEVICES)
         algorithms = "ppo, grpo, remax, safe_rlhf"
-        print(
-            HELP.format(devices=names, strategies=", ".join(STRATEGIES), algorithms=algorithms),
-            end="",
+        print_help(
+            HELP.format(devices=names, strategies=", ".join(STRATEGIES), algorithms=algorithms)
         )
         return 0
     explained = [a.partition("=")[2] for a in arguments if re.match(r"--?explain=", a)]

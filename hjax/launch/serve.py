@@ -18,6 +18,7 @@ from hjax.launch.command import parse_flags, stopped_by_ctrl_c
 from hjax.launch.leaving import run_and_leave
 from hjax.launch.sampling_flags import ModelFront
 from hjax.rules import Rule, above, at_least, between
+from hjax.show.help_text import print_help
 
 if TYPE_CHECKING:
     from hjax.serving.limits import Limits
@@ -92,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if any(a in ("--help", "-help", "-h") for a in arguments):
         from hjax.serving.limits import Limits
 
-        print(HELP.format(**dataclasses.asdict(Limits())), end="")
+        print_help(HELP.format(**dataclasses.asdict(Limits())))
         return 0
     return stopped_by_ctrl_c(lambda: exit_status(lambda: _run(arguments)))
 

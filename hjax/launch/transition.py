@@ -17,6 +17,7 @@ from hjax.launch.command import parse_flags
 from hjax.launch.leaving import run_and_leave
 from hjax.machine import simulated_devices
 from hjax.show.format import size
+from hjax.show.help_text import print_help
 from hjax.show.tables import wide_console
 
 METHOD_NAMES = {
@@ -72,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if any(a in ("--help", "-help", "-h") for a in arguments):
-        print(HELP.format(compiled=COMPILED, most=MOST), end="")
+        print_help(HELP.format(compiled=COMPILED, most=MOST))
         return 0
     return exit_status(lambda: _run(parse(arguments)))
 
