@@ -6,7 +6,7 @@ import time
 import pytest
 
 from hjax.settings.reading import default_config
-from hjax.show.format import clock, count, one_line, size, spread_samples
+from hjax.show.format import clock, count, one_line, score_texts, size, spread_samples
 from hjax.show.live import Display, State, sample_texts
 from hjax.show.step_table import COLUMNS, IMPORTANCE, fitting_columns, row_cells, used_columns
 from hjax.show.tables import print_description
@@ -269,6 +269,12 @@ def test_columns_go_in_the_order_of_importance():
 
 def test_control_characters_cannot_reach_the_terminal():
     assert one_line("a\x1b[31mb\nc\td\u202e") == "a·[31mb⏎c d·"
+
+
+def test_a_score_that_rounds_to_zero_has_no_minus():
+    texts = score_texts({"reward": -0.001, "advantage": -0.0})
+    assert texts == ["reward +0.00", "advantage +0.00"]
+    assert score_texts({"reward": None, "advantage": -0.126}) == ["reward   – ", "advantage -0.13"]
 
 
 def test_samples_are_spread_over_the_rewards():

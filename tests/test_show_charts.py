@@ -160,6 +160,7 @@ def test_values_have_the_digits_that_tell_them_apart():
 def test_names_in_charts_are_escaped():
     svg = drawn("line_chart", line_chart([Series('"><b>', [(1, 1.0)])], ("<limit>", 2.0)))
     assert "<b>" not in svg and "<limit>" not in svg
+    assert svg.index("&lt;limit&gt;</text>") > svg.index("<polyline")  # above what may cross it
     assert "&lt;limit&gt;" in svg and json.dumps('"><b>') in html.unescape(svg)
 
 

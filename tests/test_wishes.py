@@ -172,6 +172,13 @@ NOTEBOOK = [
     ("hjax.get_config('ppo.py', {'lr': 1e-5})", "config.actor.learning_rate"),
     ("hjax.get_config('pppo.py')", "or one of base.py"),
     ("hjax.Trainer(hjax.get_config('base.py'))", "there is no data: set config.data.path=FILE"),
+    ("hjax.Trainer('ppo.py')", "not 'ppo.py': hjax.get_config(NAME, {KEY: VALUE, ...}) makes one"),
+    ("hjax.plan(None)", "a config is expected here, not None"),
+    ("hjax.get_config(None)", "it takes a config's name or file"),
+    ("hjax.get_config('ppo.py', 3)", "they stand in a dict"),
+    ("hjax.get_config('ppo.py', 'steps=3')", "they stand in a dict"),
+    ("hjax.get_config('ppo.py', rollout=3)", 'as get_config("ppo.py", {"steps": 100})'),
+    ("hjax.get_config('ppo.py', lr=1e-5)", "config.actor.learning_rate"),
 ]
 
 

@@ -78,6 +78,11 @@ def complete_config(config: ConfigDict | Mapping[str, Any]) -> Config:
     Raises:
       ConfigError: an unknown key, a wrong type, or an algorithm that cannot be found.
     """
+    if not isinstance(config, ConfigDict | Mapping):
+        raise ConfigError(
+            f"a config is expected here, not {written(config)}: "
+            "hjax.get_config(NAME, {KEY: VALUE, ...}) makes one"
+        )
     given = flatten(config)
     complete = default_config()
     complete.unlock()

@@ -19,7 +19,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from hjax.config import Config, UnknownKey, WrongType, convert, flatten, nearest_keys, wrong_type
-from hjax.errors import ConfigError
+from hjax.errors import ConfigError, written
 from hjax.given import given_path
 from hjax.settings.checking import (
     check_config,
@@ -55,9 +55,10 @@ _OVERRIDE = re.compile(r"^--?(no)?config\.([^=]+)(?:=(.*))?$", re.DOTALL)
 
 
 def load_config(
-    name_or_path: str,
+    name_or_path: str | os.PathLike[str],
     overrides: Sequence[str] | Mapping[str, Any] = (),
     flag_values: flags.FlagValues | None = None,
+    **unknown: object,
 ) -> Config:
     """The complete, checked config of a run.
 
@@ -72,6 +73,7 @@ def load_config(
         demonstrations.
       flag_values: flags that may stand between the arguments (a command's own); they are parsed
         along. None: overrides only.
+      unknown: there is no other argument; what people try is answered.
 
     Returns:
       a locked Config with all common keys and the algorithm's own. A
@@ -80,7 +82,23 @@ def load_config(
     Raises:
       ConfigError: whatever is wrong with the file, a key or a value, in one line.
     """
-    path, colon, argument = name_or_path.partition(":")
+    for name in unknown:
+        known = wish(name)
+        raise ConfigError(
+            f"get_config has no argument {name!r}: keys stand in a dict, as "
+            f'get_config("ppo.py", {{"steps": 100}})' + (f"; {known}" if known else "")
+        )
+    if not isinstance(name_or_path, str | os.PathLike):
+        raise ConfigError(
+            f"get_config was given {written(name_or_path)}; it takes a config's name or file, such "
+            'as "ppo.py"'
+        )
+    if not isinstance(overrides, Mapping | Sequence) or isinstance(overrides, str):
+        raise ConfigError(
+            f"get_config was given {written(overrides)} for keys with their values; they stand in "
+            'a dict, as get_config("ppo.py", {"steps": 100})'
+        )
+    path, colon, argument = str(name_or_path).partition(":")
     found = _call(find_config(path), "get_config", argument if colon else None)
     return load_given(_as_config(str(find_config(path)), found), overrides, flag_values)
 

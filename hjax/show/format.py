@@ -109,5 +109,7 @@ def score_texts(sample: Mapping[str, Any]) -> list[str]:
     texts = []
     for key in ("reward", "advantage"):
         value = sample.get(key)
-        texts.append(f"{key} {value:+.2f}" if value is not None else f"{key}   – ")
+        # Adding 0 turns a rounded -0.0 into 0.0.
+        shown = f"{round(value, 2) + 0.0:+.2f}" if value is not None else "  – "
+        texts.append(f"{key} {shown}")
     return texts

@@ -174,8 +174,7 @@ function draw(chart) {
     svg.append(node("text", { class: "tick x", x: xOf(tick.value), y: box.height - 9 }, tick.text));
   if (limit !== null) {
     const y = yOf(limit);
-    svg.append(node("line", { class: "limit", x1: left, x2: right, y1: y, y2: y }),
-      node("text", { class: "limit", x: right, y: y - 4 }, chart.data.limit[0]));
+    svg.append(node("line", { class: "limit", x1: left, x2: right, y1: y, y2: y }));
   }
   for (const { series, points } of drawn) {
     const color = " c" + series.color;
@@ -193,6 +192,8 @@ function draw(chart) {
       for (const p of points)
         svg.append(node("circle", { class: "dot" + color, cx: xOf(p.x), cy: yOf(p.y), r: 3 }));
   }
+  if (limit !== null)  // above the curves, which may cross it
+    svg.append(node("text", { class: "limit", x: right, y: yOf(limit) - 4 }, chart.data.limit[0]));
   chart.cursor = node("line", { class: "cursor", y1: FIELD.top, y2: bottom });
   svg.append(chart.cursor);
   chart.at = xs.map(x => ({ x: xOf(x), lines: hoverLines(drawn, x) }));
