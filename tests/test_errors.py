@@ -190,7 +190,8 @@ CASES = {
         {"actor.path": "model", "rollout.max_response_length": 60},
         "prompts of 5 and responses of 60 tokens exceed the model's 64 positions; lower",
     ),
-    "stop": ({"rollout.stop": "('12',)"}, "rollout.stop: '12' is 2 tokens; this version stops at"),
+    "stop": ({"rollout.stop": "('12z',)"}, "the character 'z' of '12z' is not in its vocabulary"),
+    "steps": ({"reward.steps": "token"}, "config.reward.steps='token': what scores each step is a"),
 }
 
 

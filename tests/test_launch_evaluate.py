@@ -295,6 +295,17 @@ def test_gsm8k_end_to_end(said, test_data, tmp_path):
     assert rows[0]["prompt"].startswith("Janet’s ducks lay 16 eggs") and rows[0]["answer"] is None
 
 
+@pytest.mark.slow
+def test_two_hundred_held_out_questions_of_gsm8k(said, test_data):
+    """All that is drawn, read and graded of 200 questions, greedily."""
+    found = said(
+        f"--model={test_data}/weights/stories260K-hf", f"--data={test_data}/gsm8k/test.jsonl",
+        "--limit=200", "--reward=math", "--max_new_tokens=64",
+    )  # fmt: skip
+    assert found["questions"] == 200 and 0 <= found["accuracy"]["mean"] < 0.1
+    assert found["accuracy"]["stderr"] is not None and found["unscored"] == 0
+
+
 def test_a_table_for_a_person(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     flags = ["--model=model", "--data=q.jsonl", "--reward=rewards.py:last_is_even"]

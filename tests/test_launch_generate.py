@@ -270,7 +270,7 @@ WRONG = {
     "top_p": ([TEXT, "--prompt=1", "--top_p=0"], "--top_p=0.0: above 0, at most 1"),
     "seed": ([TEXT, "--prompt=1", "--seed=-1"], "--seed=-1: must be from 0 to 4294967295"),
     "batch": ([TEXT, "--prompt=1", "--batch=0"], "--batch=0: must be 1 or more"),
-    "stop": ([TEXT, "--prompt=1", "--stop=12"], "--stop: '12' is 2 tokens"),
+    "stop": ([TEXT, "--prompt=1", "--stop="], "--stop= is empty; give the text"),
     "dtype": ([TEXT, "--prompt=1", "--dtype=int8"], "--dtype=int8: value should be one of"),
     "chat": ([TEXT, "--prompt=1", "--chat"], "--chat: text has no chat template"),
     "chat of ids": (["--model=ids", "--prompt=1", "--chat"], "--chat: ids has no tokenizer"),

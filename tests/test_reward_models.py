@@ -321,3 +321,61 @@ def test_every_family_is_exported_as_its_classifier(name, tmp_path):
 
     [theirs] = classifier_scores(tmp_path / "made", tokens.tolist())
     np.testing.assert_allclose(score(params), theirs, atol=5e-5)
+
+
+def test_a_process_reward_model_scores_each_step_of_an_answer(tmp_path):
+    """By its training's scores of the same places; their sum is the answer's."""
+    changes = SMALL | {"steps": 2, "eval.every": 0, "actor.learning_rate": 1e-2}
+    with trainer_of("ProcessRewardModel", changes, tmp_path / "judge") as trainer:
+        trainer.run()
+        batch = trainer.algorithm.collect({})
+        places = join(trainer.roles.groups["actor"].compute_scores(batch))["scores"]
+    tokenizer = get_task("sorting").tokenizer()
+    places, mask = np.asarray(places), np.asarray(batch["response_mask"])
+    answered = {
+        "prompts": batch["prompts"],
+        "prompt_mask": batch["prompt_mask"],
+        "responses": batch["responses"][:, :-1],
+        "response_mask": mask[:, 1:],
+    }
+    judge = {"reward.path": str(tmp_path / "judge"), "steps": 1}
+    for steps, how in (("token", {}), ("1", {}), ("token", {"data.packing": 24})):
+        keys = judge | how | {"reward.steps": steps}
+        with trainer_of("PPO", keys) as trainer:
+            rewards = trainer.roles.groups["reward"]
+            trainer.prepare()
+            made = join(rewards.compute_reward(answered))
+            [row] = trainer.run()
+            assert np.isfinite(row["actor/loss"]) and "token_rewards" in trainer.batch
+        expected = np.zeros_like(answered["responses"], np.float32)
+        for i, response in enumerate(answered["responses"]):
+            own = [int(t) for t in response[answered["response_mask"][i]]]
+            own = own[:-1] if own[-1] == tokenizer.eos_id else own
+            letters = [tokenizer.decode([t]) for t in own]
+            ends = {t for t, letter in enumerate(letters) if steps in ("token", letter)}
+            for t in ends | {len(own) - 1}:
+                expected[i, t] = places[i, t + 1]
+        assert np.abs(expected).sum() > 0
+        np.testing.assert_allclose(made["token_rewards"], expected, atol=1e-5)
+        np.testing.assert_allclose(made["rewards"], expected.sum(axis=1), atol=1e-5)
+
+
+def test_where_the_steps_of_a_text_end():
+    """By hand; the end token, which is no step, and an unfinished last step."""
+    from hjax.data.tokenizer import Tokenizer
+    from hjax.workers import WorkerContext
+    from hjax.workers.reward import step_ends
+
+    tokenizer = Tokenizer.characters("ab;")
+    end = tokenizer.eos_id
+
+    def ends(text, steps, tail=()):
+        context = WorkerContext("reward", tokenizer=tokenizer, steps=steps, stop=(end,))
+        prompt = tokenizer.encode("a;")
+        return step_ends(prompt, [*tokenizer.encode(text, add_special=False), *tail], context)
+
+    assert ends("ab;b;", ";") == [2, 4]
+    assert ends("ab;b;a", ";", [end]) == [2, 4, 5]
+    assert ends("ab", "token", [end]) == [0, 1]
+    assert ends("a;;b;;", ";;", [end]) == [2, 5]
+    assert ends("", ";", [end]) == []

@@ -2,7 +2,9 @@
 
 import random
 
+import numpy as np
 import pytest
+from helpers import trainer_of
 
 from hjax.errors import ConfigError
 from hjax.rollout.stopping import StopStrings
@@ -102,3 +104,39 @@ def test_with_no_strings_all_is_shown_at_once():
 def test_impossible_stop_strings_are_refused(strings, line):
     with pytest.raises(ConfigError, match=line):
         StopStrings(strings)
+
+
+STRINGS = tuple(a + b for a in "0246" for b in "13579")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        pytest.param(
+            {"rollout.slots": 8, "reward.while_generating": True, "placement": "disaggregate"},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_runs_responses_end_behind_a_string_of_several_tokens(changes):
+    """They are those of a run without it up to there, and what is behind counts for nothing."""
+    keys = {"steps": 1, "warm_start.steps": 0, "rollout.prompts": 16, "rollout.samples": 4}
+    made = {}
+    for stop in ((), STRINGS):
+        with trainer_of("GRPO", keys | changes | {"rollout.stop": stop}) as trainer:
+            metrics = trainer.step()
+            made[stop] = trainer.batch
+    assert metrics["rollout/token_prob_error"] == pytest.approx(1, abs=1e-4)
+    plain, cut = made[()], made[STRINGS]
+    ended = 0
+    for row, (text, whole) in enumerate(zip(cut["response_text"], plain["response_text"])):
+        ends = [whole.find(each) + 2 for each in STRINGS if each in whole]
+        assert text == whole[: min(ends)] if ends else text == whole
+        kept = int(cut["response_mask"][row].sum())
+        for key in ("responses", "logprobs"):
+            np.testing.assert_array_equal(cut[key][row, :kept], plain[key][row, :kept])
+            assert not cut[key][row, kept:].any()
+        assert cut["truncated"][row] == (plain["truncated"][row] and not ends)
+        ended += bool(ends)
+    assert 0 < ended < len(cut["responses"])

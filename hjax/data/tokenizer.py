@@ -178,15 +178,6 @@ class Tokenizer:
         [found] = self._backend.encode_batch_fast([text], add_special_tokens=False)
         return found.ids
 
-    def one_token(self, text: str, setting: str) -> int:
-        """The id of the one token that `text` is; ConfigError, naming `setting`, if it is more."""
-        ids = self.encode(text, add_special=False)
-        if len(ids) != 1:
-            raise ConfigError(
-                f"{setting}: {text!r} is {len(ids)} tokens; this version stops at single tokens"
-            )
-        return ids[0]
-
     def decode(self, tokens: Sequence[int], skip_special: bool = True) -> str:
         """Text of token ids (ints or an integer array); special tokens left out unless asked."""
         return self._backend.decode([int(t) for t in tokens], skip_special_tokens=skip_special)

@@ -24,8 +24,8 @@ HELP = """\
   --temperature=T       {temperature}
   --top_k=K, --top_p=P  draw among the K likeliest tokens, or the likeliest of probability P
   --seed=S              every draw follows from it (0)
-  --stop=TEXT           a token that ends a response, besides the model's own; may be given again
-                        (a model without tokenizer: its id)
+  --stop=TEXT           ends a response, besides the model's own tokens; may be given again
+                        (a model without tokenizer: a token's id)
   --chat                put every prompt that is text into the model's chat template
   --dtype=float32       of compute: float32 or bfloat16
   --cache_dtype=auto    of keys and values: that of compute, or int8
@@ -120,10 +120,12 @@ class ModelFront:
         own = self.config.vocab_size
         return own if self.tokenizer is None else min(own, self.tokenizer.vocab_size)
 
-    def stop_ids(self, texts: list[str]) -> tuple[int, ...]:
-        """Ids of --stop: texts of one token each, without a tokenizer the ids themselves."""
+    def stops(self, texts: list[str]) -> tuple[int | str, ...]:
+        """What --stop says: texts as they are, without a tokenizer ids of tokens."""
         if self.tokenizer is not None:
-            return tuple(self.tokenizer.one_token(text, "--stop") for text in texts)
+            if "" in texts:
+                raise ConfigError("--stop= is empty; give the text that ends a response")
+            return tuple(texts)
         for text in texts:
             if not re.fullmatch(r"\d+", text) or int(text) >= self.vocab_size:
                 raise ConfigError(
@@ -193,7 +195,7 @@ def options_of(own: Any, front: ModelFront, temperature: float) -> dict[str, Any
         sampling = Sampling(drawn, own.top_k, own.top_p)
     except ConfigError as error:
         raise ConfigError(f"--{error}") from error
-    return dataclasses.asdict(sampling) | {"stop": front.stop_ids(own.stop)}
+    return dataclasses.asdict(sampling) | {"stop": front.stops(own.stop)}
 
 
 def token_ids(text: str, vocab_size: int) -> list[int]:

@@ -53,7 +53,7 @@ class Builder:
             remat=NONE if config.model.remat == AUTO else config.model.remat,
             attention=config.model.attention,
         )
-        self.stop = stop_tokens(config, inputs)
+        self.stop, self.stop_strings = stops_of(config, inputs)
         self._functions: dict[str, RewardFunction] = {}
 
     def build(self, role: str) -> Build:
@@ -108,6 +108,7 @@ class Builder:
                 config.rollout.temperature, config.rollout.top_k, config.rollout.top_p
             ),
             stop=self.stop,
+            stop_strings=self.stop_strings,
             max_response_length=config.rollout.max_response_length,
             loss=self.losses.get(role),
             optimizer=self._optimizer(section) if entry.trained else None,
@@ -122,6 +123,7 @@ class Builder:
             in_parts=config.rollout.partial_tokens > 0,
             judges=self._judges() if entry.generates or entry.apart else {},
             packing=config.data.packing,
+            steps=config.reward.steps if role == "reward" else "",
             offload=section.get("offload", "none") if section is not None else "none",
             retokenize=retokenizes,
             transition_bucket_bytes=config.rollout.transition_bucket_bytes,
@@ -221,19 +223,25 @@ def role_path(config: ConfigDict, role: Role) -> str:
     return section.get("path", "") if section is not None else ""
 
 
-def stop_tokens(config: ConfigDict, inputs: Inputs) -> tuple[int, ...]:
-    """Ids that end a response: the model's end-of-sequence ids and ``rollout.stop``.
+def stops_of(config: ConfigDict, inputs: Inputs) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """What ends a response: ids, the model's end-of-sequence ids and those of ``rollout.stop``'s
+    texts that are a token; and its other texts.
 
     Raises:
-      ConfigError: a stop string that is not one token.
+      ConfigError: a text where there is no tokenizer.
+      DataError: one that the tokenizer cannot write.
     """
-    tokenizer = inputs.tokenizer
-    stop = [i for i in inputs.eos_ids if i < inputs.model.vocab_size]
+    ends = [i for i in inputs.eos_ids if i < inputs.model.vocab_size]
+    longer: list[str] = []
     for text in config.rollout.stop:
-        if tokenizer is None:
+        if inputs.tokenizer is None:
             raise ConfigError(f"rollout.stop: {text!r} is text, and there is no tokenizer")
-        stop.append(tokenizer.one_token(text, "rollout.stop"))
-    return tuple(dict.fromkeys(stop))
+        ids = inputs.tokenizer.encode(text, add_special=False)
+        if len(ids) == 1:
+            ends += ids
+        else:
+            longer.append(text)
+    return tuple(dict.fromkeys(ends)), tuple(longer)
 
 
 def adapted(model: ModelConfig, config: ConfigDict, role: Role) -> ModelConfig:

@@ -33,6 +33,15 @@ def check_surplus(config: ConfigDict) -> None:
         )
 
 
+def check_steps(config: ConfigDict) -> None:
+    """Raise ConfigError where steps are to be scored and there is no model that does."""
+    if config.reward.steps and not config.reward.path:
+        raise ConfigError(
+            f"config.reward.steps={config.reward.steps!r}: what scores each step is a process "
+            "reward model; name it by config.reward.path (a function returns a list instead)"
+        )
+
+
 def check_rollout(table: Mapping[str, Role], algorithm: type[Algorithm]) -> None:
     """Raise ConfigError where a rollout apart would not do as the actor does."""
     if not algorithm.generates:

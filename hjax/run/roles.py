@@ -30,6 +30,7 @@ from hjax.run.fitting import (
     check_batches,
     check_packing,
     check_rollout,
+    check_steps,
     check_surplus,
 )
 from hjax.run.inputs import Inputs, load_tokenizer
@@ -237,6 +238,7 @@ def describe_roles(
             train, generate = sizes[role]["train"], sizes[role].get("generate")
             layouts[role] = make_layouts(count, train, generate, what)
     check_surplus(config)
+    check_steps(config)
     check_batches(config, algorithm, table, layouts, plan)
     after = int(table["actor"].scalar)
     check_packing(config, inputs, layouts, after, algorithm.unit)

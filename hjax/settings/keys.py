@@ -294,6 +294,12 @@ KEYS: dict[str, Any] = {
     },
     "reward": {
         "path": Key("", "weights of a reward model; empty: the function"),
+        "steps": Key(
+            "",
+            "text behind which a step of a response ends, for a process reward model: its score of "
+            "each step stands at the step's last token (rewards by token); `token`: every token is "
+            "a step. Empty: one score, at the response's end",
+        ),
         "offload": _offload(trained=False),
         "function": Key("", "`path.py:name`; empty: the task's or dataset's verifier"),
         "max_unscored": Key(
@@ -405,7 +411,11 @@ KEYS: dict[str, Any] = {
             "the newest weights. 0: whole",
             at_least(0),
         ),
-        "stop": Key((), "strings that end a response, besides the end-of-sequence token"),
+        "stop": Key(
+            (),
+            "texts that end a response, besides the end-of-sequence token. Where one is several "
+            "tokens, a response is drawn to its end and then cut behind the first of them",
+        ),
         "transition_bucket_bytes": Key(
             2**24,
             "parameters that go to the generate layout at a time, bytes per device (at least one "

@@ -47,6 +47,7 @@ class WorkerContext:
       unit: rows that no micro-batch may cut apart.
       sampling: how responses are drawn; its temperature applies to all log-probs.
       stop: token ids that end a response.
+      stop_strings: texts of several tokens that end one.
       max_response_length: tokens.
       loss: the algorithm's loss for this role, or None.
       optimizer: settings of its updates, or None.
@@ -62,6 +63,8 @@ class WorkerContext:
       judges: reward functions, by role, that are called with a prompt's answers while others are
         generated.
       packing: places of the packs in which rows are computed; 0: they are padded.
+      steps: text behind which a step of a response ends that a reward model scores, ``token`` or
+        empty, see the key ``reward.steps``.
       offload: what waits in pinned host memory while it is idle: ``none``, ``optimizer`` (its
         state, but in updates) or ``all`` (the parameters too, but in the role's own calls).
       retokenize: the role's tokenizer differs from the actor's, so text is tokenised again.
@@ -82,6 +85,7 @@ class WorkerContext:
     unit: int = 1
     sampling: Sampling = Sampling()
     stop: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
     max_response_length: int = 0
     loss: Any = None
     optimizer: OptimizerConfig | None = None
@@ -96,6 +100,7 @@ class WorkerContext:
     in_parts: bool = False
     judges: Mapping[str, RewardFunction] = dataclasses.field(default_factory=dict)
     packing: int = 0
+    steps: str = ""
     offload: str = "none"
     retokenize: bool = False
     transition_bucket_bytes: int = BUCKET_BYTES

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from hjax.kernels.int8_cache import element_bytes
@@ -15,6 +16,7 @@ from hjax.models.parameters import Params
 from hjax.rewards.early import Answers, Judge, Verdict
 from hjax.rollout.generator import Generator, OnEnded, bucket_length
 from hjax.rollout.sampling import Sampling
+from hjax.rollout.texts import Stops
 from hjax.sharding.arrays import place, to_numpy
 from hjax.sharding.protocols import PROMPT_ID, protocol
 from hjax.workers.base import WorkerContext
@@ -35,6 +37,7 @@ class GeneratingWorker(ModelWorker):
         how = self.network.base, self.layouts.generate, context.compute
         self.generator = Generator(*how, cache_dtype=context.cache_dtype)
         self._asked = 0  # prompts so far, by which their rows know each other
+        self._stops = Stops(context.stop_strings, context.tokenizer)
         self._judges = {role: Judge(function) for role, function in context.judges.items()}
 
     @property
@@ -107,7 +110,7 @@ class GeneratingWorker(ModelWorker):
                 on_ended=self.judging(prompts, judged),
             )
             # This waits for the responses: the cache is gone before training's parameters return.
-            rollout = trim(rollout) if end is None else rollout
+            rollout = self.ended(rollout) if end is None else rollout
         rollout[PROMPT_ID] = np.repeat(ids, count)
         rollout["columns"] = {
             name: [value for value in values for _ in range(count)]
@@ -147,6 +150,7 @@ class GeneratingWorker(ModelWorker):
         if number % processes != index:
             return
         tokens = asked_tokens[number]
+        responses = [self._cut(tokens, response) for response in responses]
         count, tokenizer = len(responses), self.context.tokenizer
         asked: list[Any] = [tokens] * count
         answers: list[Any] = responses
@@ -158,6 +162,39 @@ class GeneratingWorker(ModelWorker):
         group = Answers(asked, answers, given, [tokens] * count, responses)
         for role, judge in self._judges.items():
             judged[role][number * count : (number + 1) * count] = judge.submit(group)
+
+    def ended(self, rollout: Mapping[str, Any]) -> dict[str, Any]:
+        """A rollout whose responses end with the first of the strings that end them, its arrays cut
+        to what is needed.
+
+        What was drawn behind such a string is padding then; a response that was cut is not
+        ``truncated``. Over several processes all of them ask.
+        """
+        if not self._stops.strings:
+            return trim(rollout)
+        prompts = ragged(rollout["prompts"], rollout["prompt_mask"])
+        responses = ragged(rollout["responses"], rollout["response_mask"])
+        tokenizer = self.context.tokenizer
+        pairs = list(zip(prompts, responses, strict=True))
+        cuts = [self._stops.cut(tokenizer, prompt, response) for prompt, response in pairs]
+        ends = zip(responses, cuts, strict=True)
+        kept = np.array([len(response if cut is None else cut[0]) for response, cut in ends])
+        shape = rollout["responses"].shape
+        split = self.layouts.generate.sharding("batch")
+        mask = place(np.arange(shape[1]) < kept[:, None], split)
+        whole = place(np.array([cut is None for cut in cuts]), split)
+        made = {
+            key: jnp.where(mask, x, jnp.zeros_like(x))
+            if getattr(x, "shape", None) == shape and key not in ("prompts", "prompt_mask")
+            else x
+            for key, x in rollout.items()
+        }
+        return trim(made | {"truncated": rollout["truncated"] & whole})
+
+    def _cut(self, prompt: list[int], response: list[int]) -> list[int]:
+        """A response up to the token that completes the first of the strings that end it."""
+        cut = self._stops.cut(self.context.tokenizer, prompt, response)
+        return response if cut is None else cut[0]
 
     def sequence(self, rows: int, first: int = 0) -> jax.Array:
         """int32 [rows]: the number by which each row draws its tokens.

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hjax.errors import RunError
+from hjax.data.response_text import ResponseText
+from hjax.errors import ConfigError, RunError
 from hjax.models.forward import read_responses, sequence_states
 from hjax.models.packed import KEY as PACKING
 from hjax.pieces import Added, Pieces
@@ -26,6 +27,8 @@ from hjax.xla.program import Program
 
 # What a reward model reads, and what a function is shown beside it.
 TEXT_KEYS = (*TOKEN_KEYS, "prompt_text", "response_text")
+# As ``steps``: every token is one.
+EACH_TOKEN = "token"
 JUDGED_KEYS = (*TEXT_KEYS, "columns", JUDGED)
 
 
@@ -117,6 +120,34 @@ class FunctionReward(Worker):
         return {"rewards": rewards, **parts}
 
 
+def step_ends(prompt: list[int], response: list[int], context: WorkerContext) -> list[int]:
+    """Places of a response's tokens that end a step.
+
+    A step ends with the token that completes ``context.steps`` in the text, and the last one with
+    the last token before an end token; an end token is no step. With ``token`` each token is one.
+
+    Args:
+      prompt, response: token ids.
+      context: with ``steps``, ``stop`` and the tokenizer.
+    """
+    own = len(response)
+    if response and response[-1] in context.stop:
+        own -= 1
+    if context.steps == EACH_TOKEN:
+        return list(range(own))
+    text, seen, ends = "", 0, []
+    source = ResponseText(context.tokenizer, prompt)
+    for at, token in enumerate(response[:own]):
+        text += source.feed(token)
+        if (count := text.count(context.steps)) > seen:
+            seen = count
+            ends.append(at)
+    rest = (text + source.close()).rpartition(context.steps)[2]
+    if own and rest.strip() and own - 1 not in ends:
+        ends.append(own - 1)
+    return ends
+
+
 def _lengths(batch: Mapping[str, Any]) -> list[int]:
     """Tokens of each response."""
     return to_numpy(batch["response_mask"]).sum(axis=1).tolist()
@@ -133,14 +164,31 @@ def cut(batch: Mapping[str, Any], rows: slice) -> dict[str, Any]:
 class ModelReward(ModelWorker):
     """Scores with a model: its head at the last token of prompt and response.
 
-    A model with another tokenizer than the actor's gets the text, tokenised again.
+    A model with another tokenizer than the actor's gets the text, tokenised again. With ``steps``
+    it is a process reward model, which scores each step of a response at its last token.
+
+    Raises:
+      ConfigError: steps of a model that reads other tokens than the actor's.
     """
 
     scalar = True
 
+    def __init__(self, context: WorkerContext):
+        if context.steps and context.retokenize:
+            raise ConfigError(
+                f"config.reward.steps={context.steps!r}: scores of steps stand at the actor's "
+                "tokens, and this model has another tokenizer; leave it out, or use a model with "
+                "the actor's"
+            )
+        super().__init__(context)
+
     @protocol("ALL_TO_ALL", reads=TEXT_KEYS)
     def compute_reward(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """``rewards`` float32 [rows]."""
+        """``rewards`` float32 [rows]; with ``steps`` also ``token_rewards`` float32 [rows, length],
+        0 but at the steps' last tokens, whose sums ``rewards`` are."""
+        if self.context.steps:
+            by_token = self.step_scores(batch)
+            return {"rewards": by_token.sum(axis=1), "token_rewards": by_token}
         return {"rewards": self.last_scores(batch)}
 
     @protocol("ALL_TO_ALL", reads=TEXT_KEYS)
@@ -151,6 +199,25 @@ class ModelReward(ModelWorker):
     def last_scores(self, batch: Mapping[str, Any]) -> np.ndarray:
         """float32 [rows] on the host, the head's value at each sequence's last token."""
         sequences = self._sequences(batch)
+        arrays = self._arrays(sequences, self._bucket(sequences), self.packer is not None)
+        scores = self.forward(self._last_score, self.params, arrays)
+        return to_numpy(scores)[: len(sequences)]
+
+    def step_scores(self, batch: Mapping[str, Any]) -> np.ndarray:
+        """float32 [rows, length] on the host: the head's value at the last token of each step of a
+        response, 0 elsewhere. Rows are padded, packs or not: every place is read."""
+        sequences = self._sequences(batch)
+        arrays = self._arrays(sequences, self._bucket(sequences), packed=False)
+        scores = to_numpy(self.forward(self._every_score, self.params, arrays))
+        prompts = to_numpy(batch["prompt_mask"]).sum(axis=1)
+        made = np.zeros(batch["responses"].shape, np.float32)
+        for row, (sequence, prompt) in enumerate(zip(sequences, prompts, strict=True)):
+            ends = step_ends(sequence[:prompt], sequence[prompt:], self.context)
+            made[row, ends] = scores[row, prompt + np.array(ends, int)]
+        return made
+
+    def _bucket(self, sequences: list[list[int]]) -> int:
+        """Places of padded rows that hold the sequences."""
         longest = max(map(len, sequences))
         limit = self.network.config.max_length
         if longest > limit:
@@ -159,11 +226,9 @@ class ModelReward(ModelWorker):
                 f"{limit} positions of {self.context.path or 'its model'}; lower "
                 "rollout.max_prompt_length or rollout.max_response_length"
             )
-        arrays = self._arrays(sequences, bucket_length(longest, limit))
-        scores = self.forward(self._last_score, self.params, arrays)
-        return to_numpy(scores)[: len(sequences)]
+        return bucket_length(longest, limit)
 
-    def _arrays(self, sequences: list[list[int]], length: int) -> dict[str, Any]:
+    def _arrays(self, sequences: list[list[int]], length: int, packed: bool) -> dict[str, Any]:
         """What a forward takes of sequences of at most so many tokens."""
         ways = self.layouts.train.ways("batch")
         rows = -(-len(sequences) // ways) * ways
@@ -171,11 +236,11 @@ class ModelReward(ModelWorker):
         mask = np.zeros((rows, length), bool)
         for row, sequence in enumerate(sequences):
             # Prompts end where their responses begin.
-            start = 0 if self.packer is None else length - len(sequence)
+            start = length - len(sequence) if packed else 0
             at = slice(start, start + len(sequence))
             tokens[row, at], mask[row, at] = sequence, True
         split = self.layouts.train.sharding("batch")
-        if self.packer is None:
+        if not packed or self.packer is None:
             return {"tokens": place(tokens, split), "mask": place(mask, split)}
         # A prompt each, of which a response's first token is to be predicted: the last state.
         masks = {"prompt_mask": mask, "response_mask": mask.any(axis=1, keepdims=True)}
@@ -185,6 +250,10 @@ class ModelReward(ModelWorker):
             "responses": place(np.zeros((rows, 1), np.int32), split),
             PACKING: self.packer(masks, 1, capacity),
         }
+
+    def _every_score(self, model: Any, batch: Any, share: int) -> jax.Array:
+        hidden = sequence_states(model.decoder, batch["tokens"], batch["mask"], self.compute)
+        return jnp.where(batch["mask"], model.score(hidden), 0.0)
 
     def _last_score(self, model: Any, batch: Any, share: int) -> jax.Array:
         if PACKING in batch:
@@ -205,14 +274,15 @@ class ModelReward(ModelWorker):
         def array(width: int, dtype: Any = np.int32) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((rows, width), dtype, sharding=split)
 
-        if self.packer is None:
+        if self.packer is None or self.context.steps:
             batch: dict[str, Any] = {"tokens": array(length), "mask": array(length, np.bool_)}
         else:
             packing = self.packer.abstract(rows, (length, 1), 1)
             batch = {"prompts": array(length), "responses": array(1), PACKING: packing}
         params = abstract(self.network.shapes, self.shardings)
         name = "compute_reward" if self.role == "reward" else "compute_cost"
-        yield Program(name, lambda: self._forward(self._last_score, False).trace(params, batch))
+        score = self._every_score if self.context.steps else self._last_score
+        yield Program(name, lambda: self._forward(score, False).trace(params, batch))
 
     def _sequences(self, batch: Mapping[str, Any]) -> list[list[int]]:
         if self.context.retokenize:

@@ -22,7 +22,6 @@ from hjax.workers.generation import (
     PROMPT_KEYS,
     GeneratingWorker,
     once_per_prompt,
-    trim,
 )
 
 
@@ -175,7 +174,7 @@ class Rollout(GeneratingWorker):
             versions = jnp.where(new, self._versions(new), before)
             rollout |= drawn | {"versions": versions} | ({JUDGED: judged} if judged else {})
         if last:
-            return self.with_text(trim(rollout))
+            return self.with_text(self.ended(rollout))
         return rollout | {"step": step, "first": first, "samples": samples}
 
     def _versions(self, mask: jax.Array) -> jax.Array:
