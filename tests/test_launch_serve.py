@@ -7,6 +7,7 @@ import os
 import pathlib
 import re
 import resource
+import shlex
 import signal
 import socket
 import subprocess
@@ -15,7 +16,7 @@ import time
 
 import openai
 import pytest
-from helpers import save_model
+from helpers import save_model, trainer_of
 from serving_double import EOS, HTTP, byte_tokenizer
 
 import hjax
@@ -25,12 +26,14 @@ KEY = {"HJAX_TEST_KEY": "sesame"}
 
 
 @contextlib.contextmanager
-def serving(model, *flags, environment=KEY):
+def serving(model, *flags, environment=KEY, command=None, folder=None):
     """A server's process, and its URL once it says that it answers; ended at the end."""
+    command = command or [
+        sys.executable, "-m", "hjax.launch.serve", f"--model={model}", "--protocol=openai"
+    ]  # fmt: skip
     process = subprocess.Popen(
-        [sys.executable, "-m", "hjax.launch.serve", f"--model={model}", "--protocol=openai",
-         "--port=0", *flags],
-        stdout=subprocess.PIPE, text=True, env=os.environ | environment,
+        [*command, "--port=0", *flags],
+        stdout=subprocess.PIPE, text=True, env=os.environ | environment, cwd=folder,
     )  # fmt: skip
     try:
         line = process.stdout.readline()
@@ -250,6 +253,23 @@ def test_trained_weights_tell_their_story(test_data):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_the_readmes_line_serves_a_run(tmp_path):
+    """As it stands there but for the port, and a public client asks what the run's model knows."""
+    readme = pathlib.Path(__file__).parent.parent / "README.md"
+    [line] = [x for x in readme.read_text().splitlines() if "--protocol=openai" in x]
+    python, *command = shlex.split(line, comments=True)
+    assert python == "python" and "--model=runs/first" in command
+    with trainer_of("GRPO", {"steps": 1}, tmp_path / "runs" / "first") as trainer:
+        trainer.run()
+    with serving("runs/first", command=[sys.executable, *command], folder=tmp_path) as (url, _):
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            [name] = [each.id for each in client.models.list()]
+            found = client.completions.create(model=name, prompt="31>", max_tokens=4, temperature=0)
+    [expected] = hjax.load_model(tmp_path / "runs" / "first").generate(["31>"], 4, temperature=0)
+    assert found.choices[0].text == expected.text
+
+
 def test_sigterm_lets_the_running_end(model):
     with serving(model) as (url, process):
         endless = {"prompt": "a", "max_tokens": 120, "logit_bias": {str(EOS): -100}, "n": 4}

@@ -117,6 +117,10 @@ STRINGS = tuple(a + b for a in "0246" for b in "13579")
             {"rollout.slots": 8, "reward.while_generating": True, "placement": "disaggregate"},
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            {"rollout.partial_tokens": 2, "rollout.max_staleness": 1, "placement": "disaggregate"},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_runs_responses_end_behind_a_string_of_several_tokens(changes):
