@@ -183,4 +183,4 @@ def test_two_hundred_strikes(seed, folder):
         return
     rows, expected = content(workdir)[0], content(folder / "whole")[0]
     for row, undisturbed in zip(rows, expected, strict=True):
-        assert row == pytest.approx(undisturbed, rel=1e-4, abs=1e-5)
+        assert row == pytest.approx(undisturbed, rel=1e-5, abs=1e-5)
