@@ -166,12 +166,15 @@ def test_knights_with_minimind(test_data):
 @pytest.mark.parametrize("rows, message", [
     (['{"prompt": "a"}', '{"prompt": '], r"data.jsonl:2: not valid JSON"),
     (['{"prompt": "a"}', "", "[1]"], r"data.jsonl:3: a JSON object is needed, found \[1\]"),
-    ([{"prompt": "a"}, {"text": "b", "n": 1}], r":2: there is no prompt; .*this one has text, n"),
+    ([{"prompt": "a"}, {"text": "b", "n": 1}], r"2: there is no prompt; .*has text, n; in a run data.columns=NAME"),
     ([{"prompt": None}], r":1: there is no prompt"),
     ([""], r"data.jsonl: the dataset is empty"),
     ([{"prompt": 3}], r":1: the prompt is 3; it must be text, a list of chat"),
     ([{"messages": "hi"}], r":1: messages must be a list of chat messages, each with a role"),
-    ([{"messages": [{"role": "user", "content": "a"}]}], r":1: .* no turn of the assistant's"),
+    (
+        [{"messages": [{"role": "user", "content": "a"}]}],
+        r":1: .* no turn of the assistant's.*data.columns=messages=prompt",
+    ),
     ([{"messages": [{"role": "assistant", "content": "a"}]}], r":1: messages begin with the assis"),
     (
         [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant"}]}],

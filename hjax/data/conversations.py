@@ -57,7 +57,10 @@ def _checked(messages: Any, where: str) -> list[dict[str, Any]]:
         raise DataError(f"{where}: messages must be a list of chat messages, each with a role")
     roles = [m["role"] for m in messages]
     if "assistant" not in roles:
-        raise DataError(f"{where}: messages have no turn of the assistant's to learn from")
+        raise DataError(
+            f"{where}: messages have no turn of the assistant's to learn from; where a run "
+            "is to answer them: data.columns=messages=prompt"
+        )
     if roles[0] == "assistant":
         raise DataError(f"{where}: messages begin with the assistant's, which answers nothing")
     for message in messages:

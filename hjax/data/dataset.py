@@ -360,7 +360,8 @@ def _prompt_of(
         raise DataError(
             f"{where}: there is no prompt; a row needs 'prompt' or 'question' (text, chat messages "
             "or token ids) or 'prompt_tokens', and this one has "
-            f"{', '.join(map(str, row)) or 'nothing'}"
+            f"{', '.join(map(str, row)) or 'nothing'}; in a run data.columns=NAME=prompt takes "
+            "another"
         )
     if isinstance(prompt, list) and prompt and all(_is_id(item) for item in prompt):
         return prompt, None
