@@ -98,13 +98,18 @@ def test_tensor_parallelism_waits_for_little_where_weights_travel():
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("remat", POLICIES)
-def test_an_updates_memory_is_near_its_estimate(remat):
+@pytest.mark.parametrize(
+    "tokens, micro_batch, rows, remat",
+    [*((2048, 32, 64, remat) for remat in POLICIES), (512, 0, 128, "none"), (512, 0, 128, "full")],
+)
+def test_an_updates_memory_is_near_its_estimate(tokens, micro_batch, rows, remat):
     pytest.importorskip("jax_cuda13_plugin")
     train = {"data": 1, "fsdp": -1}
-    case = Case("qwen2.5-1.5b", "h100:1x8", train, 2048, 32, remat)
+    # Sequences of 512 have their scores in memory.
+    case = Case("qwen2.5-1.5b", "h100:1x8", train, tokens, micro_batch, remat, rows)
     found = run(PUBLISHED, dataclasses.asdict(case))
-    assert 0.9 <= found["estimated_bytes"] / found["peak_bytes"] <= 1.15
+    # 0.98 to 1.01, and 1.11 of short ones of which nothing is kept, when this was written.
+    assert 0.95 <= found["estimated_bytes"] / found["peak_bytes"] <= 1.12
 
 
 @pytest.mark.slow

@@ -124,6 +124,16 @@ def test_what_is_kept_of_a_layer_by_hand():
     assert arithmetic.kept_elements(biased, "none") == (32 + 24 + 72, 32)
 
 
+def test_the_gradients_of_a_layer_by_hand():
+    # Of output and MLP's input 2 x 8; of gate, up and product 24 each, and the product again.
+    model = ModelConfig(32, 8, 24, 3, 4, 2, 2, 64)
+    assert arithmetic.gradient_elements(model) == (16 + 72 + 24, 16)
+    biased = dataclasses.replace(model, mlp_bias=True)  # its product is kept
+    assert arithmetic.gradient_elements(biased) == (16 + 72, 16)
+    plain = dataclasses.replace(model, gated_mlp=False)
+    assert arithmetic.gradient_elements(plain) == (16 + 48, 16)
+
+
 def test_rows_of_experts_count():
     """Of Qwen3-30B-A3B over v5p:4x4x4 its compiler refused an update that keeps all: 344.4 GiB,
     beside 9.2 GiB of other roles' (hjax.launch.compile, libtpu 0.0.42)."""

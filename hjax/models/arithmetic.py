@@ -118,6 +118,20 @@ def activation_elements(config: ModelConfig) -> tuple[int, int]:
     return whole + attention + mlp, whole
 
 
+def gradient_elements(config: ModelConfig) -> tuple[int, int]:
+    """As ``activation_elements``, what stands beside the activations of one layer while its
+    backward pass is at the MLP, where it needs most.
+
+    Whole: the gradients of the layer's output and of the MLP's input. Split: the gradients of the
+    MLP's parts, and the product of gate and up where that is made again.
+    """
+    whole = 2 * config.hidden_size
+    every, _ = activation_elements(config)
+    made_again = every - kept_elements(config, remat.NONE)[0]
+    inner = (3 if config.gated_mlp else 2) * config.mlp_size
+    return whole + inner * (config.experts_per_token if config.experts else 1) + made_again, whole
+
+
 def kept_elements(config: ModelConfig, policy: str) -> tuple[int, int]:
     """As ``activation_elements``, what a policy of ``hjax.models.remat`` keeps of a layer.
 

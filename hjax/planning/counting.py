@@ -12,6 +12,7 @@ def counts(config: ModelConfig, name: str = "", scalar: bool = False) -> ModelCo
     head = config.hidden_size * (1 if scalar else config.vocab_size)
     total = arithmetic.parameters(config, scalar)
     activations, whole = arithmetic.activation_elements(config)
+    gradients, whole_gradients = arithmetic.gradient_elements(config)
     return ModelCounts(
         name=name,
         layers=config.layers,
@@ -35,4 +36,6 @@ def counts(config: ModelConfig, name: str = "", scalar: bool = False) -> ModelCo
         frozen=total - arithmetic.learned_parameters(config, scalar),
         bytes_each=arithmetic.byte_parameters(config),
         remade=activations - arithmetic.kept_elements(config, remat.NONE)[0],
+        layer_gradients=gradients,
+        layer_gradients_whole=whole_gradients,
     )

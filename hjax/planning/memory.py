@@ -61,19 +61,32 @@ def kept_share(model: ModelCounts, tensor: int) -> int:
     return tensor if model.kv_heads % tensor == 0 else 1
 
 
-def rows_length(work: Workload, share: int) -> int:
-    """Places of a row of ``share`` responses beside one copy of their prompt."""
-    return work.prompt_length + share * work.response_length
-
-
-def score_bytes(
-    place: Place, model: ModelCounts, mesh: Mesh, tokens: float, length: float
-) -> float:
-    """float32 attention scores of one layer and their softmax, where no kernel keeps them from
-    memory: 8 * tokens * length * heads / tensor, of rows of at most ``whole_scores`` places."""
-    if length > place.numerics.whole_scores:
+def seen_pairs(place: Place, work: Workload, rows: float, share: int) -> float:
+    """Pairs of tokens whose attention scores stand in memory, of rows of which ``share`` have one
+    copy of their prompt: a prompt's with one another, a response's with its prompt and its own.
+    None of sequences longer than ``whole_scores``, whose scores a kernel keeps from memory."""
+    if work.length > place.numerics.whole_scores:
         return 0.0
-    return 8.0 * tokens * length * model.heads / mesh.tensor
+    prompt, response = work.prompt_length, work.response_length
+    return rows / share * prompt**2 + rows * response * (prompt + response)
+
+
+def score_bytes(model: ModelCounts, mesh: Mesh, pairs: float) -> float:
+    """float32 attention scores of one layer and their softmax, or gradients: 8 * pairs * heads /
+    tensor."""
+    return 8.0 * pairs * model.heads / mesh.tensor
+
+
+def kept_score_bytes(
+    place: Place, model: ModelCounts, mesh: Mesh, pairs: float, answered: float
+) -> float:
+    """What a backward pass reads of them: exponentials in float32 and as they were multiplied with
+    the values, and what that gave of responses before it was divided by their sums, float32."""
+    if not pairs:
+        return 0.0
+    compute = place.numerics.compute
+    each = 4.0 + (compute if compute < 4 else 0.0)
+    return (each * pairs * model.heads + 4.0 * answered * model.attention_width) / mesh.tensor
 
 
 def logit_bytes(place: Place, model: ModelCounts, mesh: Mesh, tokens: float) -> float:
@@ -126,11 +139,13 @@ def update_transient(
     remat: str,
 ) -> float:
     """Gradients (and their sum so far, of several micro-batches), a cast copy of the weights where
-    they are wider, activations, the head's states and logits (thrice).
+    they are wider, activations, and the larger of the head (states and logits, thrice) and the
+    layer that the backward pass is at, for the one is done when the other begins.
 
     Kept per layer and token: all that a backward pass reads (``none``), the layer's input and
-    attention's output (``attention``) or the input (``full``), and with these one layer whole. A
-    stage of a pipeline holds those of min(pipe, m) micro-batches.
+    attention's output (``attention``) or the input (``full``). The layer that the backward pass is
+    at has its gradients besides, and all that was not kept of it. A stage of a pipeline holds the
+    activations of min(pipe, m) micro-batches.
     """
     numerics = place.numerics
     micro_batches = math.ceil(math.ceil(rows / mesh.replicas) / micro_rows)
@@ -140,22 +155,25 @@ def update_transient(
     layers = model.layers / mesh.pipe * min(mesh.pipe, micro_batches)
     share = work.share(numerics.shared_prompt, micro_rows)
     tokens = micro_rows * work.row_tokens(numerics.shared_prompt, micro_rows) / mesh.context
-    every, whole = model.layer_activations, model.layer_activations_whole
-    one = layer_activations(place, model, mesh, tokens, (every, whole))
-    scores = score_bytes(place, model, mesh, tokens, rows_length(work, share))
+    answered = micro_rows * work.response_length / mesh.context
+    pairs = seen_pairs(place, work, micro_rows, share)
+    made_again = model.remade if numerics.own else 0
+    read = (model.layer_activations - made_again, model.layer_activations_whole)
+    whole_layer = layer_activations(place, model, mesh, tokens, read)
+    whole_layer += kept_score_bytes(place, model, mesh, pairs, answered)
+    gradients_of = (model.layer_gradients, model.layer_gradients_whole)
+    at_work = layer_activations(place, model, mesh, tokens, gradients_of)
+    at_work += score_bytes(model, mesh, pairs)
     if remat == NONE:
-        made_again = model.remade if numerics.own else 0
-        kept = layer_activations(place, model, mesh, tokens, (every - made_again, whole)) + scores
-        activations = layers * kept
+        kept = whole_layer
     else:
         outputs = model.attention_width if remat == ATTENTION else 0
         inputs = (model.hidden + outputs, model.hidden)
         kept = layer_activations(place, model, mesh, tokens, inputs)
-        activations = layers * kept + one + scores
-    answered = micro_rows * work.response_length / mesh.context
+        at_work += whole_layer
     head = 4.0 * answered * model.hidden + 3 * logit_bytes(place, model, mesh, answered)
     cast, gathered = _cast_copy(place, model, mesh), gathered_layer(place, model, mesh, tokens)
-    return gradients + cast + activations + head + gathered
+    return gradients + cast + layers * kept + max(head, at_work) + gathered
 
 
 def forward_transient(
@@ -168,18 +186,24 @@ def forward_transient(
     length = work.row_tokens(numerics.shared_prompt, micro_rows)
     micro = cost.forward_rows(place, rows, mesh, length, micro_rows)
     tokens = micro * work.row_tokens(numerics.shared_prompt, micro) / mesh.context
-    hidden = 2 * tokens * model.hidden * numerics.compute
-    mlp = 3 * model.mlp * max(1, model.experts_per_token)
-    split = model.layer_activations - model.layer_activations_whole
-    attention = tokens * (split - mlp) / mesh.tensor * numerics.compute
-    places = rows_length(work, work.share(numerics.shared_prompt, micro))
+    pairs = seen_pairs(place, work, micro, work.share(numerics.shared_prompt, micro))
     most = max(
-        attention + score_bytes(place, model, mesh, tokens, places),
-        tokens * mlp / mesh.tensor * numerics.compute,
+        _layer_forward(place, model, mesh, tokens, pairs),
         2 * logit_bytes(place, model, mesh, micro * work.response_length),
     )
+    hidden = 2 * tokens * model.hidden * numerics.compute
     cast = _cast_copy(place, model, mesh) if place.pool.shape else 0.0
     return hidden + cast + most + gathered_layer(place, model, mesh, tokens)
+
+
+def _layer_forward(
+    place: Place, model: ModelCounts, mesh: Mesh, tokens: float, pairs: float
+) -> float:
+    """The larger of a layer's attention and its MLP, of which only one is there at a time."""
+    mlp = 3 * model.mlp * max(1, model.experts_per_token)
+    attention = model.layer_activations - model.layer_activations_whole - mlp
+    each = tokens / mesh.tensor * place.numerics.compute
+    return max(attention * each + score_bytes(model, mesh, pairs), mlp * each)
 
 
 def _cast_copy(place: Place, model: ModelCounts, mesh: Mesh) -> float:
@@ -247,12 +271,11 @@ def _wave_bytes(
     rows = at_a_time.prompts * at_a_time.samples
     prompts = at_a_time.prompts if numerics.shared_prompt else rows
     cached = cache_bytes(place, model, mesh, prompts, work.prompt_length)
-    cached *= numerics.prompt_copies
     most = numerics.forward_tokens // work.prompt_length if numerics.forward_tokens else prompts
     prefill = _reading(place, model, layout, max(1, min(prompts, most)) * work.prompt_length, work)
     own = cache_bytes(place, model, mesh, rows, work.response_length)
     drawn = 2 * logit_bytes(place, model, layout, rows)
-    return cached + max(prefill, own + drawn)
+    return max(cached + prefill, numerics.prompt_copies * cached + own + drawn)
 
 
 def _slot_bytes(
@@ -276,7 +299,8 @@ def _slot_bytes(
 def _reading(
     place: Place, model: ModelCounts, layout: Mesh, tokens: float, work: Workload
 ) -> float:
-    """Of a forward over so many tokens of prompts."""
-    elements = model.layer_activations, model.layer_activations_whole
-    scores = score_bytes(place, model, layout, tokens, work.prompt_length)
-    return layer_activations(place, model, layout, tokens, elements) + scores
+    """Of a forward over so many tokens of prompts: the hidden states twice and a layer's part."""
+    alone = work.prompt_length <= place.numerics.whole_scores
+    pairs = tokens * work.prompt_length if alone else 0.0
+    hidden = 2 * tokens * model.hidden * place.numerics.compute
+    return hidden + _layer_forward(place, model, layout, tokens, pairs)

@@ -107,6 +107,8 @@ class ModelCounts:
         ``bytes_each``: those of them that are kept in one byte.
       remade: of ``layer_activations`` those that a backward pass makes again although nothing is
         rematerialised.
+      layer_gradients: elements per token beside the activations of the layer that a backward pass
+        is at; ``layer_gradients_whole``: of them those that no tensor axis splits.
     """
 
     name: str
@@ -130,6 +132,8 @@ class ModelCounts:
     frozen: int = 0
     bytes_each: int = 0
     remade: int = 0
+    layer_gradients: int = 0
+    layer_gradients_whole: int = 0
 
     @property
     def scalar(self) -> bool:

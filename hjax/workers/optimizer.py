@@ -208,12 +208,14 @@ class Updater:
         norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
 
-        def take(params: Params, state: Any) -> tuple[Params, Any]:
-            updates, new = self._optimizer.update(grads, state, params)
-            return optax.apply_updates(params, updates), new
-
         rate = self._rate(count)
-        learned, state = jax.lax.cond(finite, take, lambda p, s: (p, s), learned, state)
+        updates, new = self._optimizer.update(grads, state, learned)
+        taken = optax.apply_updates(learned, updates), new
+        # Element by element, in the arguments' place: of a conditional's two branches the GPU
+        # compiler keeps results of their own, a second copy of parameters and state.
+        learned, state = jax.tree.map(
+            lambda after, before: jnp.where(finite, after, before), taken, (learned, state)
+        )
         metrics = {
             "loss": loss,
             "grad_norm": norm,

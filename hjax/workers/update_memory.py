@@ -68,7 +68,7 @@ class Updates:
     def temporaries(self, policy: str) -> float:
         """Bytes of an update beside its state, under a policy of ``hjax.models.remat``."""
         layout, config, size = self.layout, self.network.config, self.dtype.itemsize
-        pieces, tokens, answered, length = self._in_packs() if self.packing else self._in_rows()
+        pieces, tokens, answered, pairs = self._in_packs() if self.packing else self._in_rows()
         split = layout.ways("heads")
         travels = self.travel and weight_ring.travels(layout, config, tokens)
 
@@ -79,10 +79,14 @@ class Updates:
         stages = layout.ways("layers")
         layers = config.layers / stages * (min(stages, pieces) if stages > 1 else 1)
         kept = of(arithmetic.kept_elements(config, policy))
-        one = of(arithmetic.activation_elements(config))
-        if length <= WHOLE:  # scores in one piece, and their softmax
-            scores = 2 * 4 * tokens * length * config.heads / split
+        one = of(arithmetic.kept_elements(config, remat.NONE))
+        at_work = of(arithmetic.gradient_elements(config))
+        if pairs:  # scores in one piece: read again with what they gave, undivided; and gradients
+            width = config.heads * config.head_dim
+            each = 4 + (size if size < 4 else 0)
+            scores = (each * pairs * config.heads + 4 * answered * width) / split
             kept, one = kept + (scores if policy == remat.NONE else 0), one + scores
+            at_work += 8 * pairs * config.heads / split
         if config.experts:
             chosen = tokens * size * config.experts_per_token
             own = 3 * config.mlp_size / layout.ways("mlp")
@@ -92,7 +96,9 @@ class Updates:
             rows = layout.ways("experts") * (own + 5 * config.hidden_size)
             experts = chosen * (rows - own)
             kept, one = kept + (experts if policy == remat.NONE else 0), one + experts
-        activations = layers * kept + (0 if policy == remat.NONE else one)
+        at_work += 0 if policy == remat.NONE else one
+        # The head's backward pass is done when that of the layers begins.
+        activations = layers * kept + max(self._head(answered), at_work)
         learned = sum(n for _, n in self._parts(self._learning))
         gradients = 4 * learned * (2 if pieces > 1 else 1)
         # What is frozen beside adapters may be kept in the compute dtype.
@@ -104,10 +110,11 @@ class Updates:
         if (lora := self.network.config.lora) is not None and lora.dora:
             # Of the matrix in use the sum with its adapter, for the norms.
             cast += 4 * arithmetic.layer_parameters(config) / split
-        return gradients + cast + activations + self._gathered(travels) + self._head(answered)
+        return gradients + cast + activations + self._gathered(travels)
 
-    def _in_rows(self) -> tuple[int, float, float, int]:
-        """Passes; of one on a device tokens and those answered; places of a padded row."""
+    def _in_rows(self) -> tuple[int, float, float, float]:
+        """Passes; of one on a device tokens, those answered, and pairs of tokens whose scores
+        stand in memory, as they do of short sequences."""
         layout = self.layout
         passes = Passes(layout, self.network.axes, self.micro_batch, self.samples)
         pieces = passes.pieces_of(self.rows)
@@ -115,9 +122,11 @@ class Updates:
         share = math.gcd(rows, self.samples)
         parts = layout.ways("length")
         tokens = (rows // share * self.prompt + rows * self.response) / parts
-        return pieces, tokens, rows * self.response / parts, self.prompt + share * self.response
+        answered, length = rows * self.response / parts, self.prompt + self.response
+        pairs = rows // share * self.prompt**2 + rows * self.response * length
+        return pieces, tokens, answered, pairs if length <= WHOLE else 0
 
-    def _in_packs(self) -> tuple[int, float, float, int]:
+    def _in_packs(self) -> tuple[int, float, float, float]:
         """The same of packs of sequences as long as they can be, each with its prompt where a
         kernel might want that."""
         packer = Packer(self.packing, self.layout, self.micro_batch)
@@ -126,7 +135,8 @@ class Updates:
         packs = packer.abstract(self.rows, widths, self.samples if shares else 1, self.unit)
         pieces = packs.source.shape[0] // self.layout.ways("batch")
         places, answers = math.prod(packs.source.shape[1:]), math.prod(packs.states.shape[1:])
-        return pieces, places, answers, packs.source.shape[2]
+        length = packs.source.shape[2]
+        return pieces, places, answers, places * length if length <= WHOLE else 0
 
     def _learning(self, tree: Any) -> Any:
         return self.network.partition.split(tree)[0]
