@@ -166,7 +166,7 @@ def test_knights_with_minimind(test_data):
 @pytest.mark.parametrize("rows, message", [
     (['{"prompt": "a"}', '{"prompt": '], r"data.jsonl:2: not valid JSON"),
     (['{"prompt": "a"}', "", "[1]"], r"data.jsonl:3: a JSON object is needed, found \[1\]"),
-    ([{"prompt": "a"}, {"text": "b"}], r":2: there is no prompt; .* has text; in a run data.columns"),
+    ([{"prompt": "a"}, {"text": "b"}], r":2: there is no prompt; .* has text; .* data.columns"),
     ([{"prompt": None}], r":1: there is no prompt"),
     ([""], r"data.jsonl: the dataset is empty"),
     ([{"prompt": 3}], r":1: the prompt is 3; it must be text, a list of chat"),
