@@ -1,5 +1,6 @@
 """The example in docs/models.md runs as it stands, and its tables are the code's."""
 
+import ast
 import pathlib
 import re
 
@@ -27,3 +28,23 @@ def test_the_rule_table_is_the_codes():
                 tuple(re.findall("`(.*?)`", generate)),
             )
     assert found == {name: (TRAIN_RULES[name], GENERATE_RULES[name]) for name in TRAIN_RULES}
+
+
+def bare(source):
+    """A class without docstrings and annotations, as its code is written."""
+    [found] = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+    for node in ast.walk(found):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node):
+            del node.body[0]
+        if isinstance(node, ast.FunctionDef):
+            node.returns = None
+        if isinstance(node, ast.arg):
+            node.annotation = None
+    return ast.unparse(found)
+
+
+def test_the_example_of_a_family_is_the_sources():
+    root = pathlib.Path(__file__).parent.parent
+    page = (root / "docs" / "families.md").read_text()
+    [block] = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    assert bare(block) == bare((root / "hjax/models/families/olmo2.py").read_text())
