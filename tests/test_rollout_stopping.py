@@ -113,6 +113,7 @@ STRINGS = tuple(a + b for a in "0246" for b in "13579")
     "changes",
     [
         {},
+        {"rollout.slots": 16},
         pytest.param(
             {"rollout.slots": 8, "reward.while_generating": True, "placement": "disaggregate"},
             marks=pytest.mark.slow,
@@ -144,3 +145,33 @@ def test_a_runs_responses_end_behind_a_string_of_several_tokens(changes):
         assert cut["truncated"][row] == (plain["truncated"][row] and not ends)
         ended += bool(ends)
     assert 0 < ended < len(cut["responses"])
+
+
+def test_by_slots_a_row_is_left_behind_once_its_text_has_ended():
+    """Of responses of up to 64 tokens the most end within a few; nothing behind is counted."""
+    keys = {"steps": 1, "warm_start.steps": 0, "rollout.prompts": 8, "rollout.slots": 8}
+    keys |= {"rollout.max_response_length": 64, "rollout.stop": STRINGS}
+    with trainer_of("GRPO", keys) as trainer:
+        trainer.step()
+        batch, worker = trainer.batch, trainer.roles.groups["actor"].worker
+        counts = worker.generator.counts
+    length = batch["response_mask"].sum(axis=1)
+    assert counts.tokens == length.sum()
+    # Computed are whole dispatches of whole states, but not 64 tokens for each of the rows.
+    assert length.max() < 64 and counts.computed < 64 * len(length) / 2
+
+
+@pytest.mark.slow
+def test_of_surplus_samples_those_are_kept_whose_texts_end_first():
+    keys = {"steps": 1, "warm_start.steps": 0, "rollout.prompts": 8, "rollout.stop": STRINGS}
+    keys |= {"rollout.slots": 16, "rollout.max_response_length": 32}
+    made = []
+    for changes in ({"rollout.samples": 4}, {"rollout.samples": 2, "rollout.surplus": 2}):
+        with trainer_of("GRPO", keys | changes) as trainer:
+            trainer.step()
+            made.append(trainer.batch)
+    every, kept = made
+    lengths = every["response_mask"].sum(axis=1).reshape(8, 4)
+    shortest = np.sort(np.argsort(lengths, axis=1, kind="stable")[:, :2], axis=1)
+    rows = (shortest + 4 * np.arange(8)[:, None]).ravel()
+    assert kept["response_text"] == [every["response_text"][row] for row in rows]

@@ -31,7 +31,7 @@ from hjax.rollout.sampling import Sampling, sequence_keys
 from hjax.rollout.scheduler import COLUMNS, Schedule
 from hjax.rollout.slots import How
 from hjax.rollout.staged import StagedEngine
-from hjax.rollout.work import Begun, Work, announced, tables
+from hjax.rollout.work import Begun, Ends, Work, announced, tables
 from hjax.sharding.arrays import place, to_numpy
 from hjax.sharding.layout import Layout
 from hjax.xla.program import Program
@@ -66,6 +66,7 @@ class _Ways:
     on_ended: OnEnded | None = None
     end: int | None = None
     begun: Begun | None = None
+    ends: Ends | None = None
 
 
 class Generator:
@@ -178,6 +179,7 @@ class Generator:
         lookup: int = 0,
         surplus: int = 0,
         on_ended: OnEnded | None = None,
+        ends: Ends | None = None,
     ) -> Rollout:
         """Sample responses.
 
@@ -201,6 +203,9 @@ class Generator:
             when ``samples`` have; the shortest are kept, in their order.
           on_ended: called with a prompt's number and its responses, token ids, as soon as the last
             of them has ended; others are decoded meanwhile.
+          ends: by slots, given a sequence's number among all that are drawn and its new tokens, how
+            many of these belong to it where its text ends among them, else None. In one program
+            every response is drawn to its end.
 
         Returns:
           ``prompts`` and ``prompt_mask`` once per row, ``responses`` int32
@@ -225,7 +230,7 @@ class Generator:
         params = self.as_read(params)
         shape = _Shape(samples, max_new_tokens, sampling, tuple(stop))
         inputs = prompts, prompt_mask, sequence, self._numbers(seed, step)
-        ways = _Ways(slots, lookup, surplus, on_ended, end)
+        ways = _Ways(slots, lookup, surplus, on_ended, end, None, ends)
         if self._ragged(shape, prompts.shape[0] * samples, ways):
             return self._by_slots(shape, ways, params, *inputs)
         return self._program(shape)(params, *inputs)
@@ -280,8 +285,9 @@ class Generator:
         parts = ways.end, ways.begun
         work = Work(*asked, keys, drawn, shape.max_new_tokens, ways.surplus, *parts)
         how = How(shape.sampling, shape.stop)
-        schedule = Schedule(self.engine_for(ways.lookup), how, work, ways.slots)
-        if (known := (how, ways.lookup, schedule.programs_met)) not in self._warm:
+        schedule = Schedule(self.engine_for(ways.lookup), how, work, ways.slots, ways.ends)
+        known = how, ways.lookup, ways.ends is None, schedule.programs_met
+        if known not in self._warm:
             schedule.warm(params)
             self._warm.add(known)
         told = schedule.run(params)

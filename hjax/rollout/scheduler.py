@@ -21,7 +21,7 @@ from hjax.models.parameters import Weights
 from hjax.rollout.beginnings import AT_ONCE, CHUNK, Beginnings
 from hjax.rollout.engine import STEPS, Engine
 from hjax.rollout.slots import Admission, Begun, Drawn, How, Size, State
-from hjax.rollout.work import NOBODY, Told, Work
+from hjax.rollout.work import NOBODY, Ends, Told, Work
 from hjax.xla.program import Program
 
 # Columns of a new state's cache; each further one has twice as many.
@@ -87,8 +87,12 @@ class Schedule:
       slots: sequences at a time; 0: all.
     """
 
-    def __init__(self, engine: Engine, how: How, work: Work, slots: int = 0):
+    def __init__(
+        self, engine: Engine, how: How, work: Work, slots: int = 0, ends: Ends | None = None
+    ):
         self.engine, self.how, self.work = engine, how, work
+        self._ends = ends
+        self._cut = np.zeros(work.rows, bool)  # sequences whose text has ended
         parts, samples = engine.parts, work.samples
         groups = work.prompts.shape[0] // parts
         if slots:
@@ -247,7 +251,7 @@ class Schedule:
             return engine.empty(self.size(rows, length))
 
         engine.decode(self.how, params, empty(), 0, self._most)
-        if self.work.surplus:
+        if self.work.surplus or self._ends is not None:
             engine.halt(empty(), np.zeros(engine.parts * rows, bool))
         if self.refills and not engine.by_row:
             engine.move(empty(), first=1)
@@ -330,6 +334,10 @@ class Schedule:
         state, entered = self._fill(params, state)
         yield from entered
         state = self._give_up(state)
+        while self._done.all() and self.beginnings.left:  # all gave up with their first token
+            state, entered = self._fill(params, state)
+            yield from entered
+            state = self._give_up(state)
         while not self._done.all():
             state = self._make_room(self._shrink(state))
             room = self._length - self._column - self.engine.spare
@@ -351,26 +359,46 @@ class Schedule:
           drawn: the tables.
           steps: that all slots took.
         """
+        drawn, over = self._cut_off(sequences, drawn)
         there = sequences != NOBODY
         before = np.where(there, self._drawn[sequences], 0)
         count = np.where(there, drawn.mask.sum(axis=1), 0)
         np.add.at(self._drawn, sequences[there], count[there])
-        ended = drawn.done & (count > 0)
+        ended = (drawn.done & (count > 0)) | over
         if self.work.end < self.work.limit:  # who has all its tokens but not a last one is left off
             last = drawn.tokens[np.arange(there.size), np.maximum(_last(drawn.mask), 0)]
             left_off = np.where(there, self._drawn[sequences], 0) == self.work.end
-            ended &= ~left_off | np.isin(last, self.how.stop)
+            ended &= ~left_off | np.isin(last, self.how.stop) | over
         np.add.at(self._ended, sequences[ended] // self.work.samples, 1)
         self.counts.dispatches += 1
         self.counts.tokens += int(count.sum())
         self.counts.computed += steps * drawn.done.size
         return Told(sequences, before, ended, drawn)
 
+    def _cut_off(self, sequences: np.ndarray, drawn: Drawn) -> tuple[Drawn, np.ndarray]:
+        """Tables without what is behind the end of a text, and whose ends there, bool [rows]."""
+        over = np.zeros(len(sequences), bool)
+        if self._ends is None:
+            return drawn, over
+        mask = np.array(drawn.mask)
+        for row in np.flatnonzero((sequences != NOBODY) & mask.any(axis=1)):
+            if self._cut[sequences[row]]:  # it entered with its last token
+                mask[row] = False
+                continue
+            at = np.flatnonzero(mask[row])
+            count = self._ends(int(sequences[row]), drawn.tokens[row, at].tolist())
+            if count is not None:
+                mask[row, at[count:]], over[row] = False, True
+        self._cut[sequences[over]] = True
+        return dataclasses.replace(drawn, mask=mask), over
+
     def _give_up(self, state: State) -> State:
-        """Draw no more of samples that nobody will keep."""
-        if not self.work.surplus:
+        """Draw no more of samples that nobody will keep, or whose text has ended."""
+        if not self.work.surplus and not self._cut.any():
             return state
-        enough = self._ended[self._row // self.work.samples] >= self.work.kept
+        enough = self._cut[self._row]
+        if self.work.surplus:
+            enough |= self._ended[self._row // self.work.samples] >= self.work.kept
         surplus = enough & (self._row != NOBODY) & ~self._done
         if surplus.any():
             state = self.engine.halt(state, surplus.ravel())

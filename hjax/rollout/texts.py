@@ -143,6 +143,36 @@ class Stops:
         return None
 
 
+class TextEnds:
+    """Which of several responses end with a string, told of their tokens as they come.
+
+    Args:
+      stops: the strings.
+      tokenizer: of the model.
+      prompts: token ids.
+      samples: responses to each prompt; number ``p * samples + s`` is sample s of prompt p.
+    """
+
+    def __init__(
+        self, stops: Stops, tokenizer: Tokenizer, prompts: Sequence[list[int]], samples: int
+    ):
+        self._stops, self._tokenizer = stops, tokenizer
+        self._prompts, self._samples = prompts, samples
+        self._watches: dict[int, Watch] = {}
+
+    def __call__(self, number: int, tokens: list[int]) -> int | None:
+        """How many of a response's next tokens belong to it where it ends, else None."""
+        if number not in self._watches:
+            text = ResponseText(self._tokenizer, self._prompts[number // self._samples])
+            self._watches[number] = Watch(self._stops, text)
+        watch = self._watches[number]
+        for count, token in enumerate(tokens, start=1):
+            watch.feed(token)
+            if watch.ended:
+                return count
+        return None
+
+
 class Watch:
     """The text of one response as it comes, until a string ends it.
 

@@ -10,6 +10,8 @@ import numpy as np
 from hjax.rollout.slots import Drawn
 
 NOBODY = -1  # in tables of who has which slot
+# Given a sequence and its new tokens: how many of these belong to it where its text ends, or None.
+Ends = Callable[[int, list[int]], int | None]
 
 
 @dataclasses.dataclass(frozen=True)

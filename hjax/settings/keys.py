@@ -413,8 +413,9 @@ KEYS: dict[str, Any] = {
         ),
         "stop": Key(
             (),
-            "texts that end a response, besides the end-of-sequence token. Where one is several "
-            "tokens, a response is drawn to its end and then cut behind the first of them",
+            "texts that end a response, besides the end-of-sequence token. One of several tokens "
+            "is looked for between dispatches where responses are drawn by slots; in one program, "
+            "or in parts, they are drawn to their end and then cut behind it",
         ),
         "transition_bucket_bytes": Key(
             2**24,

@@ -16,7 +16,7 @@ from hjax.models.parameters import Params
 from hjax.rewards.early import Answers, Judge, Verdict
 from hjax.rollout.generator import Generator, OnEnded, bucket_length
 from hjax.rollout.sampling import Sampling
-from hjax.rollout.texts import Stops
+from hjax.rollout.texts import Stops, TextEnds
 from hjax.sharding.arrays import place, to_numpy
 from hjax.sharding.protocols import PROMPT_ID, protocol
 from hjax.workers.base import WorkerContext
@@ -108,6 +108,7 @@ class GeneratingWorker(ModelWorker):
                 lookup=context.lookup,
                 surplus=surplus,
                 on_ended=self.judging(prompts, judged),
+                ends=self._text_ends(prompts, count + surplus) if end is None else None,
             )
             # This waits for the responses: the cache is gone before training's parameters return.
             rollout = self.ended(rollout) if end is None else rollout
@@ -190,6 +191,13 @@ class GeneratingWorker(ModelWorker):
             for key, x in rollout.items()
         }
         return trim(made | {"truncated": rollout["truncated"] & whole})
+
+    def _text_ends(self, prompts: Mapping[str, Any], samples: int) -> TextEnds | None:
+        """What ends responses to these prompts with a string; None: there are no such strings."""
+        if not self._stops.strings:
+            return None
+        tokens = ragged(prompts["prompts"], prompts["prompt_mask"])
+        return TextEnds(self._stops, self.context.tokenizer, tokens, samples)
 
     def _cut(self, prompt: list[int], response: list[int]) -> list[int]:
         """A response up to the token that completes the first of the strings that end it."""
