@@ -139,7 +139,7 @@ def update_transient(
     remat: str,
 ) -> float:
     """Gradients (and their sum so far, of several micro-batches), a cast copy of the weights where
-    they are wider, activations, and the larger of the head (states and logits, thrice) and the
+    they are wider, activations, and the larger of the head (states and logits, twice) and the
     layer that the backward pass is at, for the one is done when the other begins.
 
     Kept per layer and token: all that a backward pass reads (``none``), the layer's input and
@@ -171,7 +171,7 @@ def update_transient(
         inputs = (model.hidden + outputs, model.hidden)
         kept = layer_activations(place, model, mesh, tokens, inputs)
         at_work += whole_layer
-    head = 4.0 * answered * model.hidden + 3 * logit_bytes(place, model, mesh, answered)
+    head = 4.0 * answered * model.hidden + 2 * logit_bytes(place, model, mesh, answered)
     cast, gathered = _cast_copy(place, model, mesh), gathered_layer(place, model, mesh, tokens)
     return gradients + cast + layers * kept + max(head, at_work) + gathered
 

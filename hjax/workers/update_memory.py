@@ -157,13 +157,13 @@ class Updates:
         return 2 * layer * self.dtype.itemsize / (1 if travels else layout.ways("heads"))
 
     def _head(self, answered: float) -> float:
-        """A piece of logits, its softmax and gradient; the states' float32 gradient."""
+        """A piece of logits and the next, or its gradients; the states' float32 gradient."""
         config, layout = self.network.config, self.layout
         states = 4 * answered * config.hidden_size
         if self.scalar:
             return states
         logits = 4 * answered * config.vocab_size / layout.ways("vocab")
-        return states + 3 * min(logits, LOGIT_CHUNK_BYTES)
+        return states + 2 * min(logits, LOGIT_CHUNK_BYTES)
 
 
 def updates_of(worker: Any, rows: int, prompt: int) -> Updates:
