@@ -172,7 +172,7 @@ BROKEN = [
     (None, {"warm_start.batch": 7}, "warm_start.batch=7: sequences of pairs; use an even"),
     (None, {"actor.micro_batch": 1}, "actor.micro_batch=1: sequences of pairs; use an even"),
     (None, {"warm_start.batch": 8}, "8 data-parallel parts, 2 rows of a pair together, of actor"),
-    (None, {"data.packing": 12}, "a pack holds whole pairs, and of both sides prompts of 6 with"),
+    (None, {"data.packing": 12}, "a pack holds whole pairs, and of both sides prompts of 5 with"),
 ]
 
 
