@@ -105,3 +105,41 @@ def test_tiles_waste_little():
     assert grouped_tpu._cut(1536, 1024) == 768
     assert grouped_tpu._cut(100, 1024) == 128
     assert grouped_tpu._cut(4096, 1024) == 1024
+
+
+def walked(steps):
+    """Blocks that are fetched: those that do not stand where the one before stood."""
+    return sum(i == 0 or steps[i - 1] != at for i, at in enumerate(steps))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("tiling", [(128, 256, 128), (128, 128, 128), (128, 256, 384)])
+def test_bytes_are_those_of_a_walk_over_the_kernels_grid(tiling, transposed):
+    tile, inner_tile, outer_tile = tiling
+    groups, each, inner, outer = 3, 200, 256, 384  # no group ends where a tile does
+    visits = [
+        (group, at)
+        for group in range(groups)
+        for at in range(group * each // tile, -(-(group + 1) * each // tile))
+    ]
+    columns, summed = range(outer // outer_tile), range(inner // inner_tile)
+    rows = jax.ShapeDtypeStruct((groups * each, inner), jnp.bfloat16)
+    shape = (groups, outer, inner) if transposed else (groups, inner, outer)
+    weights = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    grid = [(n, group, m, k) for n in columns for group, m in visits for k in summed]
+    of_rows = walked([(m, k) for _, _, m, k in grid]) * tile * inner_tile
+    if len(summed) == 1:  # the last tile is not full
+        of_rows = len(columns) * groups * each * inner
+    of_weights = walked([(group, k, n) for n, group, _, k in grid]) * inner_tile * outer_tile
+    expected = 2 * (of_rows + of_weights + groups * each * outer)
+    assert grouped_tpu.product_bytes(rows, weights, tiling, 1.0, transposed) == expected
+
+    if not transposed:
+        grid = [(n, k, group, m) for n in columns for k in summed for group, m in visits]
+        assert walked([(group, k, n) for n, k, group, _ in grid]) == groups * len(columns) * len(
+            summed
+        )
+        passes = len(columns) * inner + len(summed) * outer
+        expected = 2 * groups * (each * passes + inner * outer)
+        assert grouped_tpu.gradient_bytes(rows, weights, tiling) == expected

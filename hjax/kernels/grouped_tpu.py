@@ -59,14 +59,10 @@ def _backward(tile: int, share: float, interpret: bool, kept: Any, given: jax.Ar
     if weights.dtype.itemsize == 1:
         return made, None, None
     inner, outer = weights.shape[1:]
-    with _told(rows, weights, tile, share):
+    tiling = tile, _cut(inner, _OUTER), _cut(outer, _OUTER)
+    with _told(rows, weights, tile, share, gradient_bytes(rows, weights, tiling, share)):
         gradient = tgmm(
-            rows.swapaxes(0, 1),
-            given,
-            sizes,
-            weights.dtype,
-            (tile, _cut(inner, _OUTER), _cut(outer, _OUTER)),
-            interpret=interpret,
+            rows.swapaxes(0, 1), given, sizes, weights.dtype, tiling, interpret=interpret
         )
     return made, gradient, None
 
@@ -83,16 +79,13 @@ def _times(
     interpret: bool,
     transposed: bool = False,
 ) -> jax.Array:
+    weights = weights.astype(rows.dtype)  # of one byte the kernel takes none
     inner, outer = weights.shape[1:][:: -1 if transposed else 1]
-    with _told(rows, weights, tile, share):
+    tiling = tile, _cut(inner, _INNER), _cut(outer, _OUTER)
+    moved = product_bytes(rows, weights, tiling, share, transposed)
+    with _told(rows, weights, tile, share, moved):
         return gmm(
-            rows,
-            weights.astype(rows.dtype),  # of one byte the kernel takes none
-            sizes,
-            rows.dtype,
-            (tile, _cut(inner, _INNER), _cut(outer, _OUTER)),
-            transpose_rhs=transposed,
-            interpret=interpret,
+            rows, weights, sizes, rows.dtype, tiling, transpose_rhs=transposed, interpret=interpret
         )
 
 
@@ -110,11 +103,53 @@ def _cut(size: int, most: int) -> int:
     return min(range(most, most // 2, -_LANES), key=lambda part: -(-size // part) * part)
 
 
-def _told(rows: jax.Array, weights: jax.Array, tile: int, share: float) -> Any:
-    """A scope with what a kernel does where groups are equally large: its tiles' products, each
-    weight once, the rows of groups."""
+def product_bytes(
+    rows: jax.Array,
+    weights: jax.Array,
+    tiling: tuple[int, int, int],
+    share: float = 1.0,
+    transposed: bool = False,
+) -> float:
+    """To and from main memory of ``gmm``, groups equally large.
+
+    The kernel goes over columns of the result, of each over the tiles of rows that a group has, of
+    each over the summed dimension; a block that stands where the one before stood is not read again
+    (a weight is, then, for each tile of rows, unless one tile has the whole summed dimension). The
+    kernel's own estimate reads it for each tile always.
+
+    Args:
+      rows: [rows, inner].
+      weights: [groups, inner, outer], ``transposed`` [groups, outer, inner].
+      tiling: of rows, inner, outer.
+      share: of the rows that stand in a group.
+    """
+    groups, (inner, outer) = weights.shape[0], weights.shape[1:][:: -1 if transposed else 1]
+    used = rows.shape[0] * share
+    visits = _visits(used, groups, tiling[0])
+    columns, whole = -(-outer // tiling[2]), inner <= tiling[1]
+    read = columns * inner * (used if whole else visits * tiling[0])
+    read += inner * outer * (groups if whole else visits)
+    return rows.dtype.itemsize * (read + used * outer)
+
+
+def gradient_bytes(
+    rows: jax.Array, weights: jax.Array, tiling: tuple[int, int, int], share: float = 1.0
+) -> float:
+    """To and from main memory of ``tgmm``, which makes the gradient of ``weights``; arguments as of
+    ``product_bytes``. Rows are read for each tile of the gradient's other dimension."""
     groups, inner, outer = weights.shape
     used = rows.shape[0] * share
-    visited = (math.ceil(used / tile) + groups - 1) * tile
-    moved = used * (inner + outer) * rows.dtype.itemsize + weights.size * weights.dtype.itemsize
-    return jax.named_scope(cost_label((("pallas_call", 2.0 * visited * inner * outer, moved),)))
+    read = used * (-(-outer // tiling[2]) * inner + -(-inner // tiling[1]) * outer)
+    return rows.dtype.itemsize * read + weights.size * weights.dtype.itemsize
+
+
+def _visits(used: float, groups: int, tile: int) -> int:
+    """Tiles of rows that are computed: one in which groups meet for each of them."""
+    return math.ceil(used / tile) + groups - 1
+
+
+def _told(rows: jax.Array, weights: jax.Array, tile: int, share: float, moved: float) -> Any:
+    """A scope with what a kernel does where groups are equally large."""
+    groups, inner, outer = weights.shape
+    flops = 2.0 * _visits(rows.shape[0] * share, groups, tile) * tile * inner * outer
+    return jax.named_scope(cost_label((("pallas_call", flops, moved),), part=True))
