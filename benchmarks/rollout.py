@@ -1,7 +1,8 @@
 """Tokens per second of generation: by slots, by one program for all rows, by transformers.
 
-Same weights and prompts, float32, this machine's CPU, in turns whose order rotates. The model is
-W1's (`step_hjax.py`) with weights from a seed, or that of `--model=DIR` (stories260K). Workloads:
+Same weights and prompts, float32, this machine's CPU, in turns whose order rotates. hjax has a
+simulated device per core, as its training command has (`--devices`). The model is W1's
+(`step_hjax.py`) with weights from a seed, or that of `--model=DIR` (stories260K). Workloads:
 
 - `fixed`: 64 prompts of 32 tokens, responses of 64 tokens.
 - `tail`: 256 prompts of up to 32 tokens, responses that end by themselves (a draw does with about
@@ -43,6 +44,7 @@ import jax
 import machine
 import numpy as np
 
+from hjax.launch.machine import prepare_devices
 from hjax.models.config import ModelConfig
 from hjax.models.export import export_weights
 from hjax.models.parameters import decoder_network
@@ -92,7 +94,7 @@ class Model:
 def model_of(path: str | None) -> Model:
     """W1's with weights from a seed, or a directory's."""
     config = W1 if path is None else read_config(path)
-    network, layout = decoder_network(config), make_layouts(jax.devices()[:1]).generate
+    network, layout = decoder_network(config), make_layouts(jax.devices()).generate
     params = network.create(0, layout) if path is None else load_params(path, network, layout)
     generator = Generator(network, layout, Compute(unroll_layers=True))
     if path is None:
@@ -339,7 +341,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contestant")
     parser.add_argument("--no_peer", action="store_true", help="without transformers")
     parser.add_argument("--model", help="a Hugging Face directory, instead of W1's model")
+    parser.add_argument("--devices", type=int, default=machine.cores(), help="that hjax simulates")
     args = parser.parse_args()
+    prepare_devices(args.devices)
     use = machine.CoreUse()
     model = model_of(args.model)
     figures = {}
@@ -360,6 +364,7 @@ def main() -> None:
         "model": args.model or "W1",
         **figures,
         "rounds": args.rounds,
+        "devices": args.devices,
         **use.read(),
         **machine.describe(),
         **machine.versions("jax", "jaxlib", "torch", "transformers"),
