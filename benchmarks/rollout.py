@@ -1,4 +1,4 @@
-"""Tokens per second of generation: by slots, by one program for all rows, by transformers.
+"""Tokens per second of generation: by slots, by one program for all rows, by other libraries.
 
 Same weights and prompts, float32, this machine's CPU, in turns whose order rotates. hjax has a
 simulated device per core, as its training command has (`--devices`). The model is W1's
@@ -6,7 +6,8 @@ simulated device per core, as its training command has (`--devices`). The model 
 
 - `fixed`: 64 prompts of 32 tokens, responses of 64 tokens.
 - `tail`: 256 prompts of up to 32 tokens, responses that end by themselves (a draw does with about
-  the chance of one in 51) and have at most 256 tokens. transformers gets 64 at a time, and all.
+  the chance of one in 51) and have at most 256 tokens. The others get 64 at a time, transformers
+  also all.
   What ends a response are ten tokens of W1's; of another model those of the rarest that it draws
   which together come as often.
 - `samples`: 8 prompts of 512 tokens (as far as the model has positions), 8 responses of 64 tokens
@@ -18,24 +19,29 @@ simulated device per core, as its training command has (`--devices`). The model 
 
 A rate counts the tokens that were drawn, up to each response's end. Contestants: `hjax`, what
 `Generator.generate` does; `static`, all rows in one program until the last has ended;
-`transformers`, its `generate` with torch. Prints one JSON line: by workload the median rates, and
-ratios of `hjax` to the others.
+`transformers`, its `generate` with torch; `tunix`, its sampler, where `--tunix_python` names an
+interpreter that has it (`rollout_tunix.py`). Prints one JSON line: by workload the median rates,
+and ratios of `hjax` to the others.
 
     python benchmarks/rollout.py [--only=tail] [--rounds=5] [--no_peer] [--model=DIR]
+        [--tunix_python=ENV/bin/python]
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
+import pathlib
 import statistics
+import subprocess
 import tempfile
 import threading
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # torch's threads, between its turns
@@ -179,6 +185,71 @@ def transformers_contestants(
     return {"transformers": run(BATCH), "transformers_at_once": run(len(tokens))}
 
 
+class Tunix:
+    """Its sampler, in a process of its own.
+
+    Args:
+      python: an interpreter that has it.
+      path: of the model's directory.
+    """
+
+    def __init__(self, python: str, path: str):
+        script = pathlib.Path(__file__).with_name("rollout_tunix.py")
+        self._process = subprocess.Popen(
+            [os.path.expanduser(python), str(script), path], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        )  # fmt: skip
+
+    def answers(
+        self, tokens: np.ndarray, mask: np.ndarray, limit: int, ends: Any, seed: int
+    ) -> list[list[int]]:
+        """Responses to prompts int32 [batch, length], padded on the left, each up to its end."""
+        prompts = [row[kept].tolist() for row, kept in zip(tokens, mask, strict=True)]
+        asked = {"prompts": prompts, "length": tokens.shape[1], "limit": limit, "seed": seed}
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(json.dumps(asked | {"ends": list(ends)}) + "\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith("ROLLOUT "):
+                found: list[list[int]] = json.loads(line.removeprefix("ROLLOUT "))
+                return found
+        raise RuntimeError(f"rollout_tunix.py ended with exit status {self._process.wait()}")
+
+    def close(self) -> None:
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait(60)
+
+
+@contextlib.contextmanager
+def tunix_of(python: str, path: str) -> Iterator[Tunix | None]:
+    """Tunix's sampler of a model's directory; None where no interpreter is named."""
+    if not python:
+        yield None
+        return
+    with contextlib.closing(Tunix(python, path)) as tunix:
+        yield tunix
+
+
+def tunix_contestant(
+    tunix: Tunix, model: Model, sizes: dict[str, Any]
+) -> dict[str, Callable[[int], int]]:
+    tokens, mask = (np.repeat(x, sizes["samples"], axis=0) for x in prompts_of(model, sizes))
+    ends = model.ends if sizes["ends"] else ()
+
+    def generate(seed: int) -> int:
+        count = 0
+        for first in range(0, len(tokens), BATCH):
+            part = slice(first, first + BATCH)
+            found = tunix.answers(
+                tokens[part], mask[part], sizes["limit"], ends, seed * len(tokens) + first
+            )
+            count += sum(map(len, found))
+        return count
+
+    return {"tunix": generate}
+
+
 def user_turns(model: Model) -> np.ndarray:
     """int [conversations, turns, tokens] of users; the first turn has what all begin with."""
     rng = np.random.default_rng(1)
@@ -192,9 +263,7 @@ def system_of(model: Model) -> list[int]:
     return tokens
 
 
-def together(
-    model: Model, answer: Callable[[np.ndarray, np.ndarray, int], list[list[int]]]
-) -> Any:
+def together(model: Model, answer: Callable[[np.ndarray, np.ndarray, int], list[list[int]]]) -> Any:
     """A function of a seed that has all conversations turn by turn.
 
     Args:
@@ -260,7 +329,9 @@ def served_talks(model: Model, service: Service) -> Callable[[int], int]:
     return run
 
 
-def talking_contestants(ours: Model, path: str | None) -> dict[str, Callable[[int], int]]:
+def talking_contestants(
+    ours: Model, path: str | None, tunix: Tunix | None
+) -> dict[str, Callable[[int], int]]:
     """Of `turns`; ``path`` is the model's for transformers, None: without."""
     generator, params, ends = ours.generator, ours.params, ours.ends
     model: Any = types.SimpleNamespace(
@@ -281,6 +352,12 @@ def talking_contestants(ours: Model, path: str | None) -> dict[str, Callable[[in
     service = Service(model, slots=TURNS["talks"])
     service.warm_up()
     made = {"hjax": served_talks(ours, service), "static": together(ours, by_program)}
+    if tunix is not None:
+
+        def by_tunix(tokens: np.ndarray, mask: np.ndarray, seed: int) -> list[list[int]]:
+            return tunix.answers(tokens, mask, TURNS["limit"], ends, seed)
+
+        made["tunix"] = together(ours, by_tunix)
     if path is None:
         return made
     import torch
@@ -341,23 +418,28 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contestant")
     parser.add_argument("--no_peer", action="store_true", help="without transformers")
     parser.add_argument("--model", help="a Hugging Face directory, instead of W1's model")
+    parser.add_argument("--tunix_python", default="", help="interpreter of Tunix's environment")
     parser.add_argument("--devices", type=int, default=machine.cores(), help="that hjax simulates")
     args = parser.parse_args()
     prepare_devices(args.devices)
     use = machine.CoreUse()
     model = model_of(args.model)
     figures = {}
-    with tempfile.TemporaryDirectory() as folder:
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
         path = args.model or str(export_weights(f"{folder}/model", W1, model.params))
+        tunix = stack.enter_context(tunix_of(args.tunix_python, path))
         for name in [args.only] if args.only else (*WORKLOADS, "turns"):
             if name == "turns":
                 peer = None if args.no_peer else path
-                talking = talking_contestants(model, peer)
+                talking = talking_contestants(model, peer, tunix)
                 figures[name] = measure(talking, args.rounds, warm=True)
                 continue
             contestants = hjax_contestants(model, WORKLOADS[name])
             if not args.no_peer:
                 contestants |= transformers_contestants(model, path, WORKLOADS[name])
+            if tunix is not None:
+                contestants |= tunix_contestant(tunix, model, WORKLOADS[name])
             figures[name] = measure(contestants, args.rounds)
     line = {
         "benchmark": "rollout",

@@ -25,7 +25,13 @@ SMALL = Case(
 # Of requests, on GPUs.
 SLOTS = dataclasses.replace(SMALL, topology="h100:1x4", slots=True)
 SMALL_INT8 = dataclasses.replace(SMALL, cache="int8")
-MEASURED = (SMALL, SLOTS, SMALL_INT8, *CASES)
+# Large weights beside a small cache, heads whole and split.
+WIDE = Case(
+    ModelConfig(1024, 1024, 4096, 2, heads=8, kv_heads=4, head_dim=128, max_length=2048),
+    "v5e:2x2", tensor=1, rows=64, samples=1, prompt=128, response=128, slots=True,
+)  # fmt: skip
+WIDE_SPLIT = dataclasses.replace(WIDE, tensor=2)
+MEASURED = (SMALL, SLOTS, SMALL_INT8, WIDE, WIDE_SPLIT, *CASES)
 
 
 def counted(case, form=""):
@@ -57,6 +63,14 @@ def test_a_token_copies_no_cache_and_reads_what_is_filled():
     # Half a block more is read than is filled, and a tile written.
     read = cache + token * 256 * (64 + 16)
     assert read <= found["bytes_per_token"] <= 1.05 * read + weights
+
+
+@pytest.mark.parametrize(
+    "case", [WIDE, pytest.param(WIDE_SPLIT, marks=pytest.mark.slow)], ids=["whole", "split"]
+)
+def test_weights_are_not_laid_out_anew_in_a_program(case):
+    """Gate and up alone would be 2 layers x 1024 x 8192 x 2 bytes."""
+    assert counted(case)["temporary_bytes"] < 2 * 1024 * 8192 * 2 / case.tensor / 8
 
 
 @pytest.mark.slow

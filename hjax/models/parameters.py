@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental import layout as memory
 
 from hjax.errors import ConfigError
 from hjax.models.balance import Tally
@@ -255,6 +256,69 @@ def by_layer(params: Params, shardings: Params, given_up: Params | None = None) 
     layers = (jax.tree.map(lambda _, each, i=i: each[i], stacked, parts) for i in range(count))
     rest = {name: part for name, part in params.items() if name != "layers"}
     return Layered(rest, tuple(layers))
+
+
+def decoding_orders(axes: Params, heads_split: bool) -> Params:
+    """In which order a TPU's compiler wants the dimensions of stacked weights in memory to decode.
+
+    Given them as they are declared, every program lays some out anew before its loop over tokens: a
+    dimension of two (gate and up, keys and values) is to stand outside of the one summed over, and
+    so are heads; where a device has a part of the heads, what is summed over comes last there.
+
+    Args:
+      axes: nested dict of logical axis names.
+      heads_split: whether heads are split over devices.
+
+    Returns:
+      nested dict like it, of tuples of dimensions, the one that varies most slowly first.
+    """
+
+    def order(names: tuple[str | None, ...]) -> tuple[int, ...]:
+        plain = tuple(range(len(names)))
+        if len(names) < 4 or "embed" not in names[:-1] or "experts" in names:
+            return plain
+        summed, last = names.index("embed"), len(names) - 1
+        outside = tuple(i for i in plain if i not in (summed, last))
+        swapped = heads_split and "head_dim" in names
+        return (*outside, last, summed) if swapped else (*outside, summed, last)
+
+    return jax.tree.map(order, axes, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def relaid(params: Params, orders: Params, given_up: Params | None = None) -> Params:
+    """Arrays whose dimensions lie in memory in these orders, made one after another.
+
+    Args:
+      params: jax.Array, or jax.ShapeDtypeStruct with shardings.
+      orders: as of ``decoding_orders``; an array that lies so already stays what it is.
+      given_up: as of ``by_layer``, which arrays are deleted as soon as they are laid out anew.
+    """
+    free = jax.tree.map(lambda _: False, params) if given_up is None else given_up
+
+    def lay(x: Any, order: tuple[int, ...], last: bool) -> Any:
+        if lies_in(x) == order:
+            return x
+        wanted = memory.Format(memory.Layout(order), x.sharding)
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=wanted)
+        laid = _laid(wanted)(x)
+        if last:
+            jax.block_until_ready(laid)
+            x.delete()
+        return laid
+
+    return jax.tree.map(lay, params, orders, free)
+
+
+def lies_in(x: Any) -> tuple[int, ...]:
+    """The order in which an array's dimensions lie in memory, of abstract ones too."""
+    found = x.format.layout
+    return tuple(range(len(x.shape))) if found is None else tuple(found.major_to_minor)
+
+
+@functools.lru_cache(maxsize=64)
+def _laid(wanted: memory.Format) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda x: x, out_shardings=wanted)
 
 
 def by_layer_abstract(params: Params) -> Layered:

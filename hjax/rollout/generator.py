@@ -23,7 +23,17 @@ from hjax.kernels.int8_cache import AUTO, CACHE_DTYPES, INT8
 from hjax.models.attention import Causal
 from hjax.models.decoding import Decode, KVCache
 from hjax.models.forward import positions_of
-from hjax.models.parameters import Layered, Network, Params, Weights, by_layer, by_layer_abstract
+from hjax.models.parameters import (
+    Layered,
+    Network,
+    Params,
+    Weights,
+    by_layer,
+    by_layer_abstract,
+    decoding_orders,
+    lies_in,
+    relaid,
+)
 from hjax.models.transformer import Compute
 from hjax.rollout import decode_state
 from hjax.rollout.engine import Engine
@@ -148,18 +158,44 @@ class Generator:
         GPU's compiler would copy each of them out of its stack in every program."""
         return self.compute.unroll_layers and self.cache_form in decode.ON_GPUS and not self._staged
 
+    @property
+    def relays(self) -> bool:
+        """Whether programs want weights laid out in memory otherwise than training: a TPU's
+        compiler would lay them out anew in every program."""
+        return self.cache_form == decode.KERNEL
+
     def as_read(self, params: Weights, given_up: Params | None = None) -> Any:
-        """Parameters as the programs read them fastest: by layer, or as they are.
+        """Parameters as the programs read them fastest: by layer, laid out anew, or as they are.
 
         Args:
           params: in the generate layout.
           given_up: as of ``hjax.models.parameters.by_layer``.
         """
-        if not self.reads_layers or isinstance(params, Layered):
+        if isinstance(params, Layered):
+            return params
+        if self.relays:
+            return relaid(params, self._orders, given_up)
+        if not self.reads_layers:
             return params
         if isinstance(jax.tree.leaves(params)[0], jax.ShapeDtypeStruct):
             return by_layer_abstract(params)
         return by_layer(params, self.network.shardings(self.layout), given_up)
+
+    def beside(self, params: Params, given_up: Params) -> list[jax.ShapeDtypeStruct]:
+        """Of abstract parameters, those that stay while ``as_read`` has others of them."""
+        if self.reads_layers:
+            params, given_up = params["layers"], given_up["layers"]
+            made = jax.tree.map(lambda _: True, params)
+        elif self.relays:
+            made = jax.tree.map(lambda x, order: lies_in(x) != order, params, self._orders)
+        else:
+            return []
+        each = zip(*map(jax.tree.leaves, (params, made, given_up)), strict=True)
+        return [x for x, anew, gone in each if anew and not gone]
+
+    @functools.cached_property
+    def _orders(self) -> Params:
+        return decoding_orders(self.network.axes, self.layout.ways("heads") > 1)
 
     def generate(
         self,

@@ -220,10 +220,7 @@ class Actor(TrainedWorker, GeneratingWorker):
             params = self.transition.standing(names.index(program))
         elif program.startswith("generate"):
             params = self.transition.kept()
-            if self.generator.reads_layers:
-                stacked, copies = self._generation_copy()["layers"], self.transition.copies()
-                each = zip(*map(jax.tree.leaves, (stacked, copies["layers"])), strict=True)
-                params += [x for x, is_copy in each if not is_copy]
+            params += self.generator.beside(self._generation_copy(), self.transition.copies())
         else:
             return super().beside(program)
         kept = {} if self.merge is None else {"adapters and their matrices": self.merge.kept()}
