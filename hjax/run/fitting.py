@@ -42,6 +42,15 @@ def check_steps(config: ConfigDict) -> None:
         )
 
 
+def check_rewards(config: ConfigDict, algorithm: type[Algorithm]) -> None:
+    """Raise ConfigError where an algorithm wants several rewards, and a model or a task gives one.
+
+    Of a user's function it is known once it has been called.
+    """
+    if algorithm.generates and (config.reward.path or not config.reward.function):
+        algorithm.check_rewards(config.algorithm, ())
+
+
 def check_rollout(table: Mapping[str, Role], algorithm: type[Algorithm]) -> None:
     """Raise ConfigError where a rollout apart would not do as the actor does."""
     if not algorithm.generates:

@@ -29,6 +29,7 @@ from hjax.run.fitting import (
     check_attention,
     check_batches,
     check_packing,
+    check_rewards,
     check_rollout,
     check_steps,
     check_surplus,
@@ -239,6 +240,7 @@ def describe_roles(
             layouts[role] = make_layouts(count, train, generate, what)
     check_surplus(config)
     check_steps(config)
+    check_rewards(config, algorithm)
     check_batches(config, algorithm, table, layouts, plan)
     after = int(table["actor"].scalar)
     check_packing(config, inputs, layouts, after, algorithm.unit)
