@@ -41,7 +41,7 @@ TOGETHER = [
     slow("GSPO", {**axes(context=2, fsdp=4), **SLOTS, "rollout.surplus": 1, **BFLOAT16}),
     slow("ReMax", {"placement": "disaggregate", **SLOTS, **LESS, "data.packing": 16}),
     slow("SafeRLHF", {**LORA, "critic.lora.rank": 2, "placement": "standalone", **SLOTS}),
-    slow("VAPO", {**FEW_HEADS, "algorithm.minibatch": 4, **SLOTS, "critic.lora.rank": 2}),
+    slow("VAPO", {**FEW_HEADS, **axes("critic", fsdp=2, tensor=4), **SLOTS}),
     slow("KTO", {**LORA, "actor.lora.rslora": True, **axes(fsdp=8), "data.packing": 16}),
     slow("OnlineDPO", {**PAIRS, **JUDGED, "rollout.slots": -1, "rollout.top_p": 0.9}),
     slow("SPIN", {"rollout.samples": 1, "rollout.prompts": 16, **LORA, **SLOTS}),
