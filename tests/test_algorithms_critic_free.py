@@ -398,7 +398,7 @@ def test_combinations_that_make_no_sense_are_refused(name, config, message):
 def test_gdpo_normalises_each_reward_then_the_sum():
     algorithm, batch = algorithm_of("GDPO", weights=(1.0, 0.5)), batch_of()
     other = np.random.default_rng(5).uniform(size=ROWS).astype(np.float32)
-    with pytest.raises(RunError, match="return a dict of lists by name, or use GRPO"):
+    with pytest.raises(RunError, match="returns a dict of lists by name, or use GRPO"):
         algorithm.compute_advantages(batch)
     batch["named_rewards"] = {"a": batch["rewards"], "b": other}
     rows = (grpo_rows(batch["rewards"]) + 0.5 * grpo_rows(other)).reshape(-1)

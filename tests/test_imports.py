@@ -115,6 +115,20 @@ def test_the_front_door_starts_no_backend():
     assert started == "False"
 
 
+def test_reading_off_what_an_algorithm_calls_starts_no_backend():
+    """A planner would take a machine's devices, or find that they do not start."""
+    started = in_new_process(
+        "import jax._src.xla_bridge as bridge\n"
+        "from hjax.algorithms import ALGORITHMS\n"
+        "from hjax.run.dataflow import step_calls\n"
+        "for each in ALGORITHMS.values():\n"
+        "    keys = each.default_config()\n"
+        "    if each.generates: step_calls(each, keys, 1, each.fewest_samples(keys))\n"
+        "print(bridge.backends_are_initialized())"
+    )
+    assert started == "False"
+
+
 @pytest.mark.parametrize("name", ["Trainer", "get_config", "load_model", "protocol"])
 def test_public_functions_and_classes(name):
     assert callable(getattr(hjax, name))

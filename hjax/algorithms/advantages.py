@@ -14,6 +14,7 @@ from typing import Any, Literal
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from hjax.algorithms.masks import keep, masked_mean, whiten
 from hjax.errors import ConfigError
@@ -292,16 +293,18 @@ def process_leave_one_out(
     return keep(made, places & scored[:, None] & (n >= 2))
 
 
-def rewards_differ(rewards: Any, samples: int) -> jax.Array:
+def rewards_differ(rewards: Any, samples: int) -> np.ndarray:
     """Whether a group says which response is better: bool [N / samples].
+
+    In numpy: a planner, which is to start no devices, reads a step's dataflow through it.
 
     Args:
         rewards: float [N], NaN where unscored; `samples`: as of `group_advantages`.
     """
-    groups = jnp.asarray(rewards, jnp.float32).reshape(-1, samples)
-    scored = ~jnp.isnan(groups)
-    largest = jnp.max(jnp.where(scored, groups, -jnp.inf), axis=1)
-    return largest > jnp.min(jnp.where(scored, groups, jnp.inf), axis=1)
+    groups = np.asarray(rewards, np.float32).reshape(-1, samples)
+    scored = ~np.isnan(groups)
+    largest = np.max(np.where(scored, groups, -np.inf), axis=1)
+    return largest > np.min(np.where(scored, groups, np.inf), axis=1)
 
 
 def overlong_penalty(lengths: jax.Array, limit: int, buffer: float) -> jax.Array:

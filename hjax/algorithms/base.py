@@ -8,7 +8,7 @@ names no device, mesh or sharding.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -241,6 +241,15 @@ class Algorithm:
           config: the section ``algorithm``, complete.
         """
         return 1
+
+    @classmethod
+    def check_rewards(cls, config: ConfigDict, names: Sequence[str]) -> None:
+        """Raise ConfigError where it cannot learn from rewards of such names.
+
+        Args:
+          config: the section ``algorithm``, complete.
+          names: of the rewards that the function returns; empty: one without a name.
+        """
 
     @classmethod
     def check(cls, config: ConfigDict) -> None:

@@ -5,6 +5,7 @@ docs/algorithms/critic_free.md has the formulas, same_name.md where implementati
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -183,6 +184,20 @@ class GDPO(GRPO):
             if not isinstance(weight, int | float):
                 raise ConfigError(f"config.algorithm.weights={config.weights}: must be numbers")
 
+    @classmethod
+    def check_rewards(cls, config: ConfigDict, names: Sequence[str]) -> None:
+        """Several rewards, and as many weights."""
+        if not names:
+            raise ConfigError(
+                "GDPO adds several rewards, and here is one: set config.reward.function to one "
+                "that returns a dict of lists by name, or use GRPO"
+            )
+        if config.weights and len(config.weights) != len(names):
+            raise ConfigError(
+                f"config.algorithm.weights has {len(config.weights)} numbers for the rewards "
+                f"{', '.join(names)}: give one each, or none"
+            )
+
     def _says_something(self, batch: Batch) -> np.ndarray:
         """Whether any of the rewards differs within the group, bool [prompts]."""
         named = batch.get("named_rewards") or {"": batch["rewards"]}
@@ -195,17 +210,11 @@ class GDPO(GRPO):
           RunError: the reward function gave one reward, or other names than there are weights.
         """
         named: dict[str, Any] = batch.get("named_rewards", {})
-        if not named:
-            raise RunError(
-                "GDPO adds several rewards, and the reward function gave one: return a dict of "
-                "lists by name, or use GRPO"
-            )
+        try:
+            self.check_rewards(self.config, tuple(named))
+        except ConfigError as error:  # of a later call than the first
+            raise RunError(str(error)) from None
         weights = self.config.weights or (1.0,) * len(named)
-        if len(weights) != len(named):
-            raise RunError(
-                f"config.algorithm.weights has {len(weights)} numbers for the rewards "
-                f"{', '.join(named)}: give one each, or none"
-            )
         epsilon = self.config.epsilon
         total = np.zeros(len(batch["rewards"]), np.float32)
         for weight, rewards in zip(weights, named.values(), strict=True):

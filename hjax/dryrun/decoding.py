@@ -26,7 +26,7 @@ from hjax.rollout.engine import STEPS
 from hjax.rollout.generator import Generator
 from hjax.rollout.sampling import Sampling
 from hjax.rollout.slots import How, Size
-from hjax.sharding.layout import check_shapes, make_layouts, without
+from hjax.sharding.layout import fitted, make_layouts
 from hjax.xla.program import Program
 
 
@@ -100,7 +100,7 @@ def decoding(
     model = published(case.model) if isinstance(case.model, str) else case.model
     sizes = {"fsdp": len(devices) // case.tensor, "tensor": case.tensor}
     layout = make_layouts(devices, sizes, {"tensor": -1}).generate
-    layout = without(layout, check_shapes(layout, model.dimensions, "generation"))
+    layout = fitted(layout, model.dimensions, "generation")
     network = decoder_network(model)
     dtype = jnp.bfloat16
     generator = Generator(network, layout, Compute(dtype=dtype), cache_form, case.cache)

@@ -120,10 +120,11 @@ def _first_calls(trainer: Any) -> dict[str, Any]:
 
     Raises:
       RunError: it fails, with its traceback.
+      ConfigError: the algorithm does not take rewards of these names.
     """
     if not trainer.algorithm_class.generates:
         return {}
     calls = first_calls(trainer.config, trainer.inputs, trainer.roles.judges)
     for call in calls:
-        call.check()
+        call.check(trainer.algorithm_class, trainer.config)
     return {call.role: call.record() for call in calls}

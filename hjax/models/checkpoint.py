@@ -321,6 +321,17 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def names_in(directory: Path, role: str) -> set[str]:
+    """The names at the top of a role's parameters in the newest checkpoint; reads no numbers.
+
+    Raises:
+      DataError: no complete checkpoint there, or a damaged one.
+    """
+    path = Path(directory).absolute() / str(newest_step(directory)) / f"{role}.params"
+    with _one_error(path), _orbax().StandardCheckpointer() as reader:
+        return set(reader.metadata(path).item_metadata.tree)
+
+
 def restore_params(
     directory: Path, role: str, kind: str = "params", step: int | None = None
 ) -> Any:

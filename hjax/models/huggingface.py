@@ -170,6 +170,11 @@ def check_files(path: str | os.PathLike) -> None:
     tensors.check(declared, config)
 
 
+def has_scores(path: str | os.PathLike) -> bool:
+    """Whether a directory's weights have the head of a sequence classifier; reads none."""
+    return SCORE in _Tensors(Path(path)).files
+
+
 def save_weights(
     path: str | os.PathLike,
     config: ModelConfig,

@@ -110,6 +110,22 @@ def check_weights(path: str | os.PathLike) -> None:
         raise ConfigError(f"{path}: no complete checkpoint there; train a step first")
 
 
+def has_scores(path: str | os.PathLike) -> bool:
+    """Whether the weights at a path have a scalar head, so that they score; reads none.
+
+    Raises:
+      ConfigError: missing or damaged files.
+      DataError: no complete checkpoint in the workdir, or a damaged one.
+    """
+    from hjax.models.checkpoint import names_in
+
+    if is_workdir(path):
+        return "decoder" in names_in(Path(path) / "checkpoints", "actor")
+    adapter = _adapter(path)
+    learned = adapter is not None and huggingface.SCORE in adapter.names
+    return learned or huggingface.has_scores(model_directory(path))
+
+
 def newest_checkpoint(path: str | os.PathLike) -> int | None:
     """Step of a workdir's newest checkpoint; None of another path.
 

@@ -39,7 +39,7 @@ from hjax.rollout.requests import Piece, Request
 from hjax.rollout.sampling import Sampling
 from hjax.rollout.service import Service
 from hjax.rollout.texts import Stops, Watch, row_of, rows_of
-from hjax.sharding.layout import Layout, check_shapes, make_layouts, without
+from hjax.sharding.layout import Layout, fitted, make_layouts
 from hjax.wishes import refuse_arguments
 
 
@@ -422,7 +422,7 @@ def local_layout(config: ModelConfig, tensor: int, copies: int = 1) -> Layout:
         )
     sizes = {"data": copies, "tensor": tensor}
     layout = make_layouts(devices[: tensor * copies], sizes, {"tensor": tensor}).generate
-    return without(layout, check_shapes(layout, config.dimensions, f"tensor={tensor}"))
+    return fitted(layout, config.dimensions, f"tensor={tensor}")
 
 
 def load_model(

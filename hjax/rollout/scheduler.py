@@ -94,7 +94,8 @@ class Schedule:
         self._ends = ends
         self._cut = np.zeros(work.rows, bool)  # sequences whose text has ended
         parts, samples = engine.parts, work.samples
-        groups = work.prompts.shape[0] // parts
+        # A mini-batch, of which the dry run describes an update, may have fewer prompts than parts.
+        groups = max(work.prompts.shape[0] // parts, 1)
         if slots:
             groups = min(groups, max(slots // (samples * parts), 1))
         self.refills = groups * parts < work.prompts.shape[0]

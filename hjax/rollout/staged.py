@@ -27,6 +27,7 @@ from hjax.rollout.engine import Engine
 from hjax.rollout.seats import Seats
 from hjax.rollout.slots import How, Size, State
 from hjax.sharding.layout import Layout
+from hjax.sharding.pipeline import summed
 
 AXIS = "pipe"
 _SPLIT, _WHOLE = PartitionSpec(AXIS), PartitionSpec()
@@ -146,7 +147,7 @@ class StagedEngine(Engine):
                 return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
 
             asked = jnp.where(stage == stages - 1, asked[stages - 1 :], 0)
-            return jax.lax.psum(asked, AXIS), jax.tree.map(mine, kept)
+            return summed(asked, AXIS), jax.tree.map(mine, kept)
 
         in_specs = (self._of_params, _WHOLE, _WHOLE)
         hidden, kept = self._map(body, in_specs, (_WHOLE, _SPLIT))(params, starts, given)
@@ -185,7 +186,7 @@ class StagedEngine(Engine):
                 stride=stages,
                 rotary=model.rotary(running.tokens + running.most),
             )
-            last = jax.lax.psum(jnp.where(stage == stages - 1, out, 0), AXIS)
+            last = summed(jnp.where(stage == stages - 1, out, 0), AXIS)
             return cache, self._pass_on(out)[None], last
 
         in_specs = (self._of_params, _SPLIT, _SPLIT, _WHOLE, _WHOLE)

@@ -15,7 +15,9 @@ from hjax.kernels import cudnn
 from hjax.kernels.attention import WHOLE
 from hjax.kernels.sets import AUTO, choose
 from hjax.models.config import ModelConfig
+from hjax.models.weights import has_scores
 from hjax.roles import ROLLOUT, Role
+from hjax.run.builder import role_path
 from hjax.run.inputs import Inputs
 from hjax.run.placement import Plan
 from hjax.sharding.layout import RoleLayouts, make_layouts
@@ -40,6 +42,27 @@ def check_steps(config: ConfigDict) -> None:
             f"config.reward.steps={config.reward.steps!r}: what scores each step is a process "
             "reward model; name it by config.reward.path (a function returns a list instead)"
         )
+
+
+def check_rewards(config: ConfigDict, algorithm: type[Algorithm]) -> None:
+    """Raise ConfigError where an algorithm wants several rewards, and a model or a task gives one.
+
+    Of a user's function it is known once it has been called.
+    """
+    if algorithm.generates and (config.reward.path or not config.reward.function):
+        algorithm.check_rewards(config.algorithm, ())
+
+
+def check_judges(config: ConfigDict, table: Mapping[str, Role]) -> None:
+    """Raise ConfigError where a model is to score that has no head for it, and learns none."""
+    for entry in table.values():
+        path = role_path(config, entry) if entry.scalar and not entry.trained else ""
+        if path and not has_scores(path):
+            raise ConfigError(
+                f"{entry.config_section}.path={path}: a language model, without the head that "
+                "makes scores; give a run of hjax's reward_model.py, cost_model.py or "
+                "process_reward_model.py, or a sequence classifier with one label"
+            )
 
 
 def check_rollout(table: Mapping[str, Role], algorithm: type[Algorithm]) -> None:

@@ -17,7 +17,7 @@ from hjax.algorithms import Algorithm
 from hjax.models import remat, weight_ring
 from hjax.models.parameters import decoder_network, scalar_network
 from hjax.roles import Role
-from hjax.sharding.layout import Layout, check_shapes, without
+from hjax.sharding.layout import Layout, fitted
 from hjax.show.format import size
 from hjax.workers import TrainedWorker, WorkerContext
 from hjax.workers.update_memory import Updates
@@ -111,7 +111,9 @@ class Chooser:
         self.contexts, self.prompt_length = contexts, prompt_length
         self.platform, self.usable = platform, int(USABLE * memory)
         self.layouts = {
-            role: _fitted(layouts[role], context, role) for role, context in contexts.items()
+            role: fitted(layouts[role], context.model.dimensions, f"layout.{role}.train")
+            for role, context in contexts.items()
+            if context.model is not None
         }
 
     def of(self, role: str, together: Sequence[str]) -> Chosen:
@@ -171,12 +173,6 @@ class Chooser:
             travel=self.platform in weight_ring.PLATFORMS,
             unit=context.unit,
         )
-
-
-def _fitted(layout: Layout, context: WorkerContext, role: str) -> Layout:
-    """The layout as the role's worker has it: with what is too small to split whole."""
-    assert context.model is not None
-    return without(layout, check_shapes(layout, context.model.dimensions, f"layout.{role}.train"))
 
 
 def trains(worker: Any) -> bool:

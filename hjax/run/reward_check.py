@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
+from hjax.algorithms import Algorithm
 from hjax.errors import RunError
 from hjax.rewards.function import RewardFunction, failure
 from hjax.rewards.judging import RewardResult
@@ -42,8 +43,17 @@ class FirstCall:
         """Whether the function raised, or returned what no reward is."""
         return any(self.result.outcomes[outcome] for outcome in _WRONG)
 
-    def check(self) -> None:
-        """Raises RunError, with the traceback, if the function failed."""
+    def check(self, algorithm: type[Algorithm], config: ConfigDict) -> None:
+        """Hold it against what learns from it.
+
+        Args:
+          algorithm: of the run.
+          config: of the run.
+
+        Raises:
+          RunError: the function failed; with its traceback.
+          ConfigError: the algorithm does not take rewards of these names.
+        """
         if self.failed:
             what, details = failure(self.result)
             raise RunError(
@@ -51,6 +61,8 @@ class FirstCall:
                 f"{self.answers}, before training{what}",
                 details=details,
             )
+        if self.role == "reward":
+            algorithm.check_rewards(config.algorithm, tuple(self.result.named))
 
     def record(self) -> dict[str, Any]:
         """For the dry run."""

@@ -28,7 +28,9 @@ from hjax.run.fitting import (
     check_ahead,
     check_attention,
     check_batches,
+    check_judges,
     check_packing,
+    check_rewards,
     check_rollout,
     check_steps,
     check_surplus,
@@ -239,6 +241,7 @@ def describe_roles(
             layouts[role] = make_layouts(count, train, generate, what)
     check_surplus(config)
     check_steps(config)
+    check_rewards(config, algorithm)
     check_batches(config, algorithm, table, layouts, plan)
     after = int(table["actor"].scalar)
     check_packing(config, inputs, layouts, after, algorithm.unit)
@@ -250,6 +253,8 @@ def describe_roles(
         fewer = tuple(n for n in range(most, 0, -1) if can_generate(config, sizes[ROLLOUT], n))
     builder = Builder(config, algorithm, inputs, table, sizes, default_dtype(platform), read)
     builds = {role: _as_planned(builder.build(role), plan) for role in table}
+    if read is read_model:  # others know shapes, perhaps of no weights
+        check_judges(config, table)
     models = {role: b.arguments[0].model for role, b in builds.items() if b.arguments[0].model}
     check_attention(config, models, layouts, platform, builder.compute.dtype)
     starts_from = {

@@ -26,7 +26,7 @@ from hjax.rollout.beginnings import READING, SHARED, SHORT
 from hjax.rollout.engine import STEPS
 from hjax.run.placement import Plan
 from hjax.run.rematerialise import USABLE
-from hjax.sharding.layout import Layout, RoleLayouts
+from hjax.sharding.layout import Layout, RoleLayouts, fitted
 from hjax.show.format import size
 from hjax.workers import WorkerContext
 from hjax.workers.update_memory import Updates
@@ -85,7 +85,8 @@ def kept(
     """Bytes of a device that a role keeps while another, or it itself, generates.
 
     Args:
-      context, scalar, trained, layout: of the role, the layout its train layout.
+      context, scalar, trained, layout: of the role, the layout its train layout, as the worker has
+        it.
       away: whether what is offloaded while it is idle is gone: it is another that generates.
     """
     assert context.model is not None
@@ -105,7 +106,7 @@ class Rollouts:
     Attributes:
       model, dtype: of which, and in which it computes.
       kept: dtype of keys and values; None: int8.
-      layout: the generate layout.
+      layout: the generate layout, as the worker has it.
       prompts, samples: how many, and answers to each.
       prompt, response: tokens of each, at most.
     """
@@ -149,7 +150,7 @@ class Rollouts:
     def _token(self) -> int:
         """Bytes of a device for a token's keys and values."""
         model = self.model
-        heads = -(-model.kv_heads // self.layout.ways("kv_heads"))
+        heads = model.kv_heads // self.layout.ways("kv_heads")
         layers = model.layers // self.layout.ways("layers")
         element = element_bytes(self.kept, model.head_dim)
         return round(2 * layers * heads * model.head_dim * element)
@@ -204,11 +205,13 @@ def room(
     (members,) = [members for members in plan.placement if generates in members]
     context = builds[generates].arguments[0]
     dtype = np.dtype(context.compute.dtype)
+    what = f"layout.{generates}.generate"
+    layout = fitted(layouts[generates].generate, context.model.dimensions, what)
     rollouts = Rollouts(
         context.model,
         dtype,
         None if context.cache_dtype == INT8 else dtype,
-        layouts[generates].generate,
+        layout,
         config.rollout.prompts,
         config.rollout.samples + config.rollout.surplus,
         prompt_length,
@@ -219,7 +222,8 @@ def room(
     for role in members:
         held = builds[role].arguments[0]
         if role != ROLLOUT and held.model is not None:
-            entry, train = table[role], layouts[role].train
+            entry, what = table[role], f"layout.{role}.train"
+            train = fitted(layouts[role].train, held.model.dimensions, what)
             away = role != generates
             beside += kept(held, entry.scalar, entry.trained, train, away)
     return rollouts.room(beside, memory)

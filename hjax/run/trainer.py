@@ -525,7 +525,7 @@ class Trainer(Recovering):
             judges = self.roles.judges
             chosen = {role: judges[role] for role in own if role in judges}
             for call in first_calls(self.config, self.inputs, chosen):
-                call.check()
+                call.check(self.algorithm_class, self.config)
 
     def _initialize(self) -> None:
         if self.restarts:

@@ -299,6 +299,18 @@ def check_shapes(layout: Layout, dimensions: Mapping[str, int], what: str) -> li
     return whole
 
 
+def fitted(layout: Layout, dimensions: Mapping[str, int], what: str) -> Layout:
+    """The layout as a model's worker has it: what is too small to split is whole.
+
+    Args:
+      layout, dimensions, what: as of ``check_shapes``.
+
+    Raises:
+      ConfigError: a dimension that does not divide.
+    """
+    return without(layout, check_shapes(layout, dimensions, what))
+
+
 def without(layout: Layout, whole: Sequence[str]) -> Layout:
     """The layout with these logical axes kept whole on every device."""
     if not whole:

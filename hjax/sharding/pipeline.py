@@ -224,11 +224,11 @@ class Pipeline:
         (_, _, _, (grads, result), d_starts), busy = jax.lax.scan(tick, zeros, ticks)
 
         grads = jax.tree.map(
-            lambda staged, grad: grad if staged else jax.lax.psum(grad, PIPE_AXES),
+            lambda staged, grad: grad if staged else summed(grad, PIPE_AXES),
             self._partition.split(self._staged)[0],
             grads,
         )
-        (loss, stats), d_starts = jax.lax.psum((result, d_starts), PIPE_AXES)
+        (loss, stats), d_starts = summed((result, d_starts), PIPE_AXES)
         return loss, stats, grads, d_starts, jax.lax.all_gather(busy, PIPE_AXES)
 
     def _forward(
@@ -260,7 +260,22 @@ class Pipeline:
 
         _, results = jax.lax.scan(tick, rest, jnp.arange(count + stages - 1))
         # Only the last stage's, from its first busy tick on, are not zero.
-        return jax.tree.map(lambda x: jax.lax.psum(x[stages - 1 :], PIPE_AXES), results)
+        return summed(jax.tree.map(lambda x: x[stages - 1 :], results), PIPE_AXES)
+
+
+def summed(tree: Tree, axes: str | tuple[str, ...]) -> Tree:
+    """Sums over axes of a region whose other axes are the compiler's.
+
+    bfloat16 is added in float32: on CPUs XLA ends the process over such a sum of bfloat16. Where
+    all stages but one have zeros it is the same number.
+    """
+
+    def one(x: jax.Array) -> jax.Array:
+        if x.dtype != jnp.bfloat16:
+            return jax.lax.psum(x, axes)
+        return jax.lax.psum(x.astype(jnp.float32), axes).astype(x.dtype)
+
+    return jax.tree.map(one, tree)
 
 
 def _pick(tree: Tree, index: jax.Array, count: int) -> Tree:

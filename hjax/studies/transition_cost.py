@@ -15,7 +15,7 @@ from hjax.errors import ConfigError
 from hjax.machine import device_memory, free_bytes
 from hjax.models.config import ModelConfig
 from hjax.models.parameters import decoder_network
-from hjax.sharding.layout import RoleLayouts, check_shapes, without
+from hjax.sharding.layout import RoleLayouts, fitted
 from hjax.sharding.live_memory import PeakWatch
 from hjax.sharding.transition import BUCKET_BYTES, Transition
 from hjax.studies.gather_and_cut import GatherAndCut
@@ -105,8 +105,8 @@ def set_up(case: Table2Case, method: str, devices: Sequence[jax.Device], leaves:
     split = [name for name in sizes if layouts.train.rules[name]]
     sizes = {name: sizes[name] for name in split}
     layouts = RoleLayouts(
-        without(layouts.train, check_shapes(layouts.train, sizes, "--train")),
-        without(layouts.generate, check_shapes(layouts.generate, sizes, "--generate")),
+        fitted(layouts.train, sizes, "--train"),
+        fitted(layouts.generate, sizes, "--generate"),
     )
     shapes = {name: x for name, (_, x) in leaves.items()}
     before, after = (

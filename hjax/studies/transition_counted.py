@@ -15,7 +15,7 @@ import numpy as np
 from hjax.errors import ConfigError
 from hjax.models.config import ModelConfig
 from hjax.sharding.buckets import Leaf, plan_leaf
-from hjax.sharding.layout import RoleLayouts, check_shapes, make_layouts, without
+from hjax.sharding.layout import RoleLayouts, fitted, make_layouts
 from hjax.studies.transition_cost import model_leaves
 from hjax.studies.transition_groups import Table2Case, table2
 
@@ -39,8 +39,8 @@ def describe_counted(
     lengths = {axis: n for axes, x in leaves.values() for axis, n in zip(axes, x.shape)}
     lengths = {axis: n for axis, n in lengths.items() if layouts.train.rules[axis]}
     layouts = RoleLayouts(
-        without(layouts.train, check_shapes(layouts.train, lengths, "--train")),
-        without(layouts.generate, check_shapes(layouts.generate, lengths, "--generate")),
+        fitted(layouts.train, lengths, "--train"),
+        fitted(layouts.generate, lengths, "--generate"),
     )
     cast = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
     counted: list[Leaf] = []
