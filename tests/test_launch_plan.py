@@ -25,8 +25,10 @@ from hjax.launch import plan_flags
 from hjax.planning import calibration, generation, memory
 from hjax.planning.constants import Constants
 from hjax.planning.dataflow import trace
+from hjax.planning.hardware import cluster as clusters
 from hjax.planning.profile import MadeOn, Profile
-from hjax.planning.records import Mesh
+from hjax.planning.records import Candidate, Mesh, PlannedSet
+from hjax.planning.result import only_compiles
 from hjax.planning.strategies import STRATEGIES
 from hjax.run.placement import make_plan
 from hjax.show.plan_page import plan_page
@@ -572,3 +574,34 @@ def test_auto_refuses_what_it_does_not_know(monkeypatch):
     monkeypatch.setattr("hjax.planning.auto.find_profile", None)  # nothing is measured before
     with pytest.raises(ConfigError, match="one model and no rollouts"):
         hjax.plan(tiny_config("SFT", {"placement": "auto"}))
+
+
+@pytest.mark.parametrize(
+    "cluster, expected",
+    [
+        # Four chips a host: two hosts a slice.
+        ("v5e:2x4", [["actor, reference on 4 of 8 devices of a slice of several hosts"], []]),
+        ("2xv5e:2x4", [["actor, reference on 2 slices"], []]),
+        ("v5e:2x2", [[], []]),  # one host, whose parts are boxes
+        ("4x8:h100", [[], []]),
+    ],
+)
+def test_sets_that_are_no_slice_are_compiled_and_not_run(cluster, expected):
+    (pool,) = clusters(cluster).pools
+    devices = {"v5e:2x4": 4, "2xv5e:2x4": 16}.get(cluster, 2)
+    part = PlannedSet(("actor", "reference"), pool, devices, ())
+    whole = PlannedSet(("actor",), pool, pool.domain, ())
+    assert [only_compiles(Candidate((s,))) for s in (part, whole)] == expected
+
+
+def test_a_plan_that_spans_slices_says_that_it_is_not_run(capsys):
+    large = ["--models=llama-70b", "--batch=64", "--prompt_length=128",
+             "--response_length=128", "--strategy=colocate"]  # fmt: skip
+    status, out, _ = run(*large, "--cluster=4xv5e:8x8", capsys=capsys)
+    assert status == 0
+    line = "hjax compiles this plan and does not run it: actor"
+    assert f"{line}, critic, reference, reward on " in " ".join(out.split())
+    found = planned(*large, "--cluster=4xv5e:8x8", capsys=capsys)
+    assert found["only_compiles"] and found["needs"] == []
+    assert line in plan_page(found)
+    assert planned(*SMALL, capsys=capsys)["only_compiles"] == []
