@@ -105,13 +105,15 @@ def rooms(
         )
     sizes = {value: sum(capacity[i] for i in chosen) for value, chosen in groups.items()}
     if key == SLICE:
-        whole = {value for value in groups if len(groups[value]) == 1 or sizes[value] == processes}
-        groups = {value: chosen for value, chosen in groups.items() if value in whole}
-        if not any(sizes[value] >= processes for value in whole):
-            have = ", ".join(f"{value}: {n}" for value, n in sorted(sizes.items()))
+        groups = {
+            value: chosen for value, chosen in groups.items()
+            if len(chosen) == 1 or sizes[value] == processes
+        }  # fmt: skip
+        if not any(sizes[value] >= processes for value in groups):
+            slices = ", ".join(f"{value}: {n}" for value, n in sorted(sizes.items()))
             raise ConfigError(
                 f"pool {pool} has {processes} processes; on TPUs it takes one slice, and of one of "
-                f"several hosts all, for libtpu makes one world of a slice; there are {have}"
+                f"several hosts all, for libtpu makes one world of a slice; there are {slices}"
             )
         sizes = {value: sizes[value] for value in groups}
     fitting = sorted((size, value) for value, size in sizes.items() if size >= processes)

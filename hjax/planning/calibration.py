@@ -72,7 +72,7 @@ def calibrate(devices: Sequence[Any], progress: Progress | None = None) -> Profi
         parts.begin(f"products in {dtype}")
         flops[dtype] = _matmul(devices, size, dtype)
     with contextlib.ExitStack() as ends:
-        wide = []
+        wide: list[_Probe] = []
         for mesh in meshes:
             parts.begin(f"updates over {_axes(mesh)}")
             weights = wide[0].actor.weights() if wide else None
