@@ -1,7 +1,7 @@
 """Auto-mapping: do printed plans compile, fit, and need as much memory as they say?
 
-    python benchmarks/plan_compiled.py --problems=0:40 [--candidates=5] [--results=FILE.jsonl]
-                                       [--only_kept]
+    python benchmarks/plan_compiled.py --problems=0:10,12,20:40 [--candidates=5]
+                                       [--results=FILE.jsonl] [--only_kept]
 
 Random problems (models, devices that are not there, work; hjax's own numerics) are planned; every
 candidate, turned into a run's config, is compiled by the devices' own compiler: the fastest of all
@@ -233,11 +233,20 @@ def read_rows(file: pathlib.Path | None) -> dict[str, dict[str, Any]]:
     return {row["identity"]: row for row in rows}
 
 
+def seeds_of(text: str) -> list[int]:
+    """``3``, ``0:3`` (the last left out), or several of them with commas."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition(":")
+        found += range(int(first), int(last or int(first) + 1))
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--problems", default="0:40", help="first:last of the random problems")
+    parser.add_argument("--problems", default="0:40", help="numbers of random problems, first:last")
     parser.add_argument("--candidates", type=int, default=5)
     parser.add_argument("--results", type=pathlib.Path, help="rows are kept in this file")
     parser.add_argument("--only_kept", action="store_true", help="compile nothing")
@@ -248,8 +257,7 @@ def main() -> None:
     from hjax.show.tables import wide_console
 
     console, kept = wide_console(), read_rows(args.results)
-    first, last = (int(n) for n in args.problems.split(":"))
-    planned = [candidates_of(seed, args.candidates) for seed in range(first, last)]
+    planned = [candidates_of(seed, args.candidates) for seed in seeds_of(args.problems)]
     every = [c for found in planned for c in found]
     sets: list[dict[str, Any]] = []
     for one in sorted(every, key=lambda c: (c.number, c.problem)):

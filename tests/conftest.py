@@ -156,7 +156,7 @@ def test_data() -> pathlib.Path:
 def calibrated(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """A cache (XDG_CACHE_HOME) with a profile for the suite's devices, for plans and runs.
 
-    Two of them are measured, once for all workers and with fewer repeats and runs than a user's;
+    Two of them are measured, once for all workers and with fewer repeats than a user's;
     ``two.json`` is that profile, ``shown.txt`` what `plan --calibrate --json` printed. The one for
     all of them has the same rates: no test asks how exact it is.
     """
@@ -172,10 +172,8 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
         if not (folder / "shown.txt").exists():
             patch.setenv("XDG_CACHE_HOME", str(folder))
-            patch.setattr(calibrate, "WARM_UP", 1)
-            patch.setattr(calibrate, "STEPS", 2)
             patch.setattr(calibrate, "LONG_RESPONSE", calibrate.RESPONSE)
-            patch.setattr(calibrate, "UPDATES", 3)
+            patch.setattr(calibrate, "ENOUGH", 0.0)
             patch.setattr(jax, "devices", lambda *platform: devices[:2])
             with contextlib.redirect_stdout(shown):
                 assert plan.main(["--calibrate", "--json"]) == 0

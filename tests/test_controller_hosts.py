@@ -37,8 +37,24 @@ def test_processes_on_cpus_take_a_host_each():
 
 
 def test_a_pool_on_tpus_stays_in_one_slice_the_smallest_first():
-    found = rooms(slices(a=4, b=2, c=1), "p", "tpu", 2, 4)
-    assert found == [Room("PACK", ((SLICE, "b"),)), Room("PACK", ((SLICE, "a"),))]
+    found = rooms(slices(a=4, b=2, c=1, d=2), "p", "tpu", 2, 4)
+    assert found == [Room("PACK", ((SLICE, "b"),)), Room("PACK", ((SLICE, "d"),))]
+    # A part of a host that is a slice: two processes of four of its eight chips.
+    both = [host("TPU", 8, **{SLICE: "a"}), *slices(b=2)]
+    found = rooms(both, "p", "tpu", 1, 4)
+    assert found == [Room("PACK", ((SLICE, "a"),))]
+    # `none` is no way to stand on two slices.
+    found = rooms(slices(a=2, b=2), "p", "tpu", 2, 4, "none")
+    assert [room.labels for room in found] == [((SLICE, "a"),), ((SLICE, "b"),)]
+    assert rooms([host("TPU", 4)] * 2, "p", "tpu", 2, 4, "none") == [Room("PACK")]  # none is named
+
+
+@pytest.mark.parametrize("processes", [1, 3, 6])
+@pytest.mark.parametrize("together", ["auto", "none"])
+def test_a_pool_that_spans_slices_or_takes_a_part_of_one_is_refused(processes, together):
+    said = rf"pool p has {processes} processes; on TPUs it takes one slice.*there are a: 4, b: 2$"
+    with pytest.raises(ConfigError, match=said):
+        rooms(slices(a=4, b=2), "p", "tpu", processes, 4, together)
 
 
 def test_functions_stand_anywhere():
@@ -52,8 +68,9 @@ def test_a_label_of_ones_own():
 
 
 def test_where_labels_do_not_fit_the_error_says_what_does():
-    with pytest.raises(ConfigError, match=r"pool p has 5 processes.* largest, a, takes 4.*=none"):
-        rooms(slices(a=4, b=2), "p", "tpu", 5, 4)
+    racks = [host("GPU", 4, rack=rack) for rack in ("a", "a", "b")]
+    with pytest.raises(ConfigError, match=r"pool p has 5 processes.* largest, a, takes 2.*=none"):
+        rooms(racks, "p", "gpu", 5, 4, "rack")
     with pytest.raises(ConfigError, match=r"together='rack': no host has this label.*tpu-slice"):
         rooms(slices(a=4), "p", "tpu", 1, 4, "rack")
     assert rooms([host("TPU", 4)] * 2, "p", "tpu", 2, 4) == [Room("PACK")]  # none is named

@@ -1,14 +1,17 @@
 """`python -m hjax.launch.plan`, the dataflow it reads off an algorithm, and `placement=auto`."""
 
 import contextlib
+import itertools
 import json
 import math
 import pathlib
 import subprocess
 import sys
+import types
 
 import jax
 import markupsafe
+import numpy as np
 import pytest
 from helpers import tiny_config
 
@@ -19,11 +22,13 @@ from hjax.dryrun import plan_programs as plan_compile
 from hjax.errors import ConfigError
 from hjax.launch import plan as command
 from hjax.launch import plan_flags
-from hjax.planning import generation, memory
+from hjax.planning import calibration, generation, memory
 from hjax.planning.constants import Constants
 from hjax.planning.dataflow import trace
+from hjax.planning.hardware import cluster as clusters
 from hjax.planning.profile import MadeOn, Profile
-from hjax.planning.records import Mesh
+from hjax.planning.records import Candidate, Mesh, PlannedSet
+from hjax.planning.result import only_compiles
 from hjax.planning.strategies import STRATEGIES
 from hjax.run.placement import make_plan
 from hjax.show.plan_page import plan_page
@@ -420,9 +425,49 @@ def auto_trainer(algorithm="PPO", changes=None, workdir=None):
 def test_calibration_says_how_far_it_has_come(calibrated):
     shown = (calibrated / "shown.txt").read_text().splitlines()
     lines = [line for line in shown if line.startswith("calibrating")]
-    # A dtype; runs on 1 and on 2 devices, with FSDP and a tensor axis; six parts more.
-    assert lines[0].startswith("calibrating  0/11   products in float32")
-    assert lines[-1].startswith("calibrating 11/11   done")
+    # A dtype; actors on 1 and on 2 devices, with FSDP and a tensor axis; seven parts more.
+    assert lines[0].startswith("calibrating  0/12   products in float32")
+    assert lines[-1].startswith("calibrating 12/12   done")
+
+
+def test_calls_are_repeated_until_their_medians_are_known(monkeypatch):
+    """Calls that take what is listed, second after second, of a clock that nothing else moves."""
+    clock, log = [0.0], []
+    monkeypatch.setattr(calibration.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(calibration, "ENOUGH", 100.0)
+
+    def call(name, seconds):
+        left = itertools.cycle(seconds)
+
+        def run():
+            log.append(name)
+            clock[0] += next(left)
+            return types.SimpleNamespace(result=lambda: None)
+
+        return run
+
+    # Always the same: three of each, in turn.
+    found = calibration._in_turn([call("a", [1.0]), call("b", [2.0])])
+    assert [taken.seconds for taken in found] == [1.0, 2.0]
+    assert log == ["a", "b"] * 3
+    # Middle halves of .9 to 1.1: known to 3 % after (.2 / .03)^2 = 44 of them at the earliest.
+    log.clear()
+    found = calibration._in_turn([call("a", [0.9, 1.1, 0.9, 1.1])])
+    assert 44 <= len(log) <= 50 and 0.9 <= found[0].seconds <= 1.1
+    # Never known: until the time is over.
+    log.clear()
+    calibration._in_turn([call("a", [1.0, 9.0])])
+    assert sum([1.0, 9.0][i % 2] for i in range(len(log))) <= 109
+
+
+def test_what_is_scored_and_learned_from_in_a_calibration_is_whole():
+    """Two full responses to each prompt, so that its shapes hang on nothing that was drawn."""
+    prompts = {"prompts": np.arange(6).reshape(3, 2), "prompt_mask": np.ones((3, 2), bool)}
+    batch = calibration._full_batch(prompts, 5, 7)
+    assert batch["prompts"].tolist() == [[0, 1], [0, 1], [2, 3], [2, 3], [4, 5], [4, 5]]
+    assert batch["prompt_id"].tolist() == [0, 0, 1, 1, 2, 2]
+    assert batch["response_mask"].shape == (6, 5) and batch["response_mask"].all()
+    assert 0 <= batch["responses"].min() and batch["responses"].max() < 7
 
 
 @pytest.mark.parametrize("display", [True, False])
@@ -529,3 +574,34 @@ def test_auto_refuses_what_it_does_not_know(monkeypatch):
     monkeypatch.setattr("hjax.planning.auto.find_profile", None)  # nothing is measured before
     with pytest.raises(ConfigError, match="one model and no rollouts"):
         hjax.plan(tiny_config("SFT", {"placement": "auto"}))
+
+
+@pytest.mark.parametrize(
+    "cluster, expected",
+    [
+        # Four chips a host: two hosts a slice.
+        ("v5e:2x4", [["actor, reference on 4 of 8 devices of a slice of several hosts"], []]),
+        ("2xv5e:2x4", [["actor, reference on 2 slices"], []]),
+        ("v5e:2x2", [[], []]),  # one host, whose parts are boxes
+        ("4x8:h100", [[], []]),
+    ],
+)
+def test_sets_that_are_no_slice_are_compiled_and_not_run(cluster, expected):
+    (pool,) = clusters(cluster).pools
+    devices = {"v5e:2x4": 4, "2xv5e:2x4": 16}.get(cluster, 2)
+    part = PlannedSet(("actor", "reference"), pool, devices, ())
+    whole = PlannedSet(("actor",), pool, pool.domain, ())
+    assert [only_compiles(Candidate((s,))) for s in (part, whole)] == expected
+
+
+def test_a_plan_that_spans_slices_says_that_it_is_not_run(capsys):
+    large = ["--models=llama-70b", "--batch=64", "--prompt_length=128",
+             "--response_length=128", "--strategy=colocate"]  # fmt: skip
+    status, out, _ = run(*large, "--cluster=4xv5e:8x8", capsys=capsys)
+    assert status == 0
+    line = "hjax compiles this plan and does not run it: actor"
+    assert f"{line}, critic, reference, reward on " in " ".join(out.split())
+    found = planned(*large, "--cluster=4xv5e:8x8", capsys=capsys)
+    assert found["only_compiles"] and found["needs"] == []
+    assert line in plan_page(found)
+    assert planned(*SMALL, capsys=capsys)["only_compiles"] == []

@@ -53,12 +53,13 @@ def rooms(
       platform: ``cpu``, ``gpu`` or ``tpu``.
       processes: of the pool.
       each: devices of a process; 0: it computes on the host.
-      together: a label that all of the pool's hosts must agree in; ``auto``: the slice on TPUs,
-        where hosts name one, else none; ``none``.
+      together: a label that all of the pool's hosts must agree in; ``auto``, ``none``: the slice
+        on TPUs, where hosts name one, else none. Of a slice of several hosts a pool takes all.
       labels: that each of its hosts must have.
 
     Raises:
-      ConfigError: no host has the labels, or none of the values enough hosts.
+      ConfigError: no host has the labels, none of the values enough hosts, or no slice just so
+        many.
     """
     alive = [node for node in nodes if node.get("Alive")]
     key = together_label(platform, together)
@@ -94,7 +95,7 @@ def rooms(
     for i, node in enumerate(alive):
         if value := (node.get("Labels") or {}).get(key):
             groups.setdefault(value, []).append(i)
-    if not groups and together == "auto":
+    if not groups and together in ("auto", "none"):
         return everywhere
     if not groups:
         known = sorted({label for node in alive for label in node.get("Labels") or {}})
@@ -103,6 +104,18 @@ def rooms(
             f"{', '.join(known) or 'none'}"
         )
     sizes = {value: sum(capacity[i] for i in chosen) for value, chosen in groups.items()}
+    if key == SLICE:
+        groups = {
+            value: chosen for value, chosen in groups.items()
+            if len(chosen) == 1 or sizes[value] == processes
+        }  # fmt: skip
+        if not any(sizes[value] >= processes for value in groups):
+            slices = ", ".join(f"{value}: {n}" for value, n in sorted(sizes.items()))
+            raise ConfigError(
+                f"pool {pool} has {processes} processes; on TPUs it takes one slice, and of one of "
+                f"several hosts all, for libtpu makes one world of a slice; there are {slices}"
+            )
+        sizes = {value: sizes[value] for value in groups}
     fitting = sorted((size, value) for value, size in sizes.items() if size >= processes)
     if not fitting:
         most = max(sizes, key=lambda value: sizes[value])
@@ -115,8 +128,13 @@ def rooms(
 
 
 def together_label(platform: str, together: str) -> str:
-    """The label that ``cluster.together`` stands for; empty: none."""
-    return {"auto": SLICE if platform == "tpu" else "", "none": ""}.get(together, together)
+    """The label that ``cluster.together`` stands for; empty: none.
+
+    A world of TPUs is one slice whatever is said: what joins slices is told to libtpu before JAX
+    starts, which hjax does not do.
+    """
+    usual = SLICE if platform == "tpu" else ""
+    return usual if together in ("auto", "none") else together
 
 
 def room_for(node: Mapping[str, Any], platform: str, each: int) -> int:

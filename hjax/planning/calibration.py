@@ -6,7 +6,6 @@ programs, layers and decode steps.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -23,12 +22,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from hjax.controller import Future
 from hjax.devices import Device
-from hjax.machine import device_memory
+from hjax.machine import available_cores, device_memory
 from hjax.models import arithmetic
 from hjax.models.config import ModelConfig
 from hjax.models.remat import NONE
-from hjax.planning import counting, probes
+from hjax.planning import counting
 from hjax.planning.constants import Constants
 from hjax.planning.cost import Place, update_seconds
 from hjax.planning.profile import MadeOn, Profile
@@ -37,10 +37,11 @@ from hjax.planning.records import FLOAT32, MASTERS, Mesh, Pool
 # Called with the parts that are over, how many there are, and what is done now (at the end: "").
 Progress = Callable[[int, int, str], None]
 
-# Of the small runs: steps, those left out because they compile, tokens of a prompt, a response, and
-# a response of the run with many attention scores; and updates that are timed.
-STEPS, WARM_UP, PROMPT, RESPONSE, LONG_RESPONSE = 7, 2, 32, 32, 96
-UPDATES = 5
+# Tokens of a prompt, a response, and a response where there are to be many attention scores.
+PROMPT, RESPONSE, LONG_RESPONSE = 32, 32, 96
+# Calls that take turns are repeated so many times at least, and then until the medians of their
+# seconds are known to this share, or so many seconds are gone.
+LEAST, SHARE, ENOUGH = 3, 0.03, 6.0
 # Numbers of simulated devices that are kept busy beside all of them.
 BUSY = (1, 2)
 
@@ -64,31 +65,33 @@ def calibrate(devices: Sequence[Any], progress: Progress | None = None) -> Profi
     rows = 8 * len(devices)
     meshes = [Mesh(data=n) for n in counts] + _split_meshes(len(devices))
     all_of_them = len(counts) - 1
-    # Beside a part per dtype and mesh: updates, all-reduces, copies, three small models.
-    parts = _Parts(len(dtypes) + len(meshes) + 6, progress)
+    # Beside a part per dtype and mesh: calls in turn, all-reduces, copies, four for small models.
+    parts = _Parts(len(dtypes) + len(meshes) + 7, progress)
     flops = {}
     for dtype in dtypes:
         parts.begin(f"products in {dtype}")
         flops[dtype] = _matmul(devices, size, dtype)
     with contextlib.ExitStack() as ends:
-        # One run whole; of the others only the update, which learns from the one's batch.
-        parts.begin(f"a run over {_axes(meshes[all_of_them])}")
-        whole = _start(ends, meshes[all_of_them], width=128, layers=2, rows=rows)
-        batch = {name: _at_hand(x) for name, x in whole.batch.items()}
-        wide = []
+        wide: list[_Probe] = []
         for mesh in meshes:
-            if mesh == meshes[all_of_them]:
-                wide.append(whole)
-                continue
             parts.begin(f"updates over {_axes(mesh)}")
-            wide.append(_start(ends, mesh, width=128, layers=2, rows=rows, steps=0))
-        parts.begin("updates of all runs in turn")
-        taken = _updates(wide, batch)
-        updates = dict(zip(counts, taken))
-        run = _calls(wide[all_of_them])
-        model = wide[0].roles.models["actor"]
-    busy = {n: 3 * run.flops * len(devices) / n / updates[n][0] for n in counts}
-    alone = ((n, busy[n] / busy[counts[-1]], updates[n][1]) for n in counts)
+            weights = wide[0].actor.weights() if wide else None
+            probe = _probe(ends, mesh, width=128, layers=2, rows=rows, weights=weights)
+            probe.actor.update_actor(probe.batch).result()  # compiles
+            wide.append(probe)
+        whole = wide[all_of_them]
+        whole.actor.compute_log_prob(whole.batch).result()
+        parts.begin("updates in turn")
+        taken = _in_turn(
+            [functools.partial(whole.actor.compute_log_prob, whole.batch)]
+            + [functools.partial(p.actor.update_actor, whole.batch) for p in wide]
+        )
+        forward, updates = taken[0].seconds, dict(zip(meshes, taken[1:]))
+        run = whole.account(forward=forward, update=updates[whole.mesh].seconds)
+        model = whole.model
+    spread = {n: updates[mesh] for n, mesh in zip(counts, meshes)}
+    busy = {n: 3 * run.flops * len(devices) / n / spread[n].seconds for n in counts}
+    alone = ((n, busy[n] / busy[counts[-1]], spread[n].cores) for n in counts)
     parts.begin("all-reduces")
     latency, link = _all_reduce(devices, (1 << 20) if cpu else (1 << 26))
     parts.begin("copies in memory")
@@ -111,7 +114,7 @@ def calibrate(devices: Sequence[Any], progress: Progress | None = None) -> Profi
     parts.end()
     place = Place(Pool(device, 1, len(devices)), len(devices), Constants().with_values(values))
     place = dataclasses.replace(place, numerics=FLOAT32 if cpu else MASTERS)
-    seconds = {mesh: s for mesh, (s, _) in zip(meshes, taken)}
+    seconds = {mesh: found.seconds for mesh, found in updates.items()}
     for mesh in _split_meshes(len(devices)):
         split = _split_cost(place, model, rows, run.length, seconds, mesh)
         values |= split
@@ -141,10 +144,6 @@ class _Parts:
 def _axes(mesh: Mesh) -> str:
     sizes = ", ".join(f"{axis} {n}" for axis, n in mesh.train_axes().items() if n > 1)
     return sizes or "one device"
-
-
-def _at_hand(x: Any) -> Any:
-    return np.asarray(x) if isinstance(x, jax.Array) else x
 
 
 def _split_meshes(devices: int) -> list[Mesh]:
@@ -185,6 +184,41 @@ def _split_cost(
 
 def _host_memory() -> float:
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Taken:
+    """What a call took, in the median: seconds, and its share of the cores' time meanwhile."""
+
+    seconds: float
+    cores: float
+
+
+def _in_turn(calls: Sequence[Callable[[], Future]]) -> list[_Taken]:
+    """What each of several calls takes, all of which were made before and so are compiled.
+
+    They take turns, so that whatever else the machine does falls on all of them alike.
+    """
+    cores, begun = available_cores(), time.perf_counter()
+    taken: list[list[tuple[float, float]]] = [[] for _ in calls]
+    while not all(_settled([seconds for seconds, _ in found]) for found in taken):
+        if len(taken[0]) >= LEAST and time.perf_counter() - begun > ENOUGH:
+            break
+        for call, found in zip(calls, taken):
+            start, used = time.perf_counter(), time.process_time()
+            call().result()
+            seconds = time.perf_counter() - start
+            found.append((seconds, min(1.0, (time.process_time() - used) / seconds / cores)))
+    return [_Taken(*(statistics.median(column) for column in zip(*found))) for found in taken]
+
+
+def _settled(taken: Sequence[float]) -> bool:
+    """Whether the median is known well enough: the standard error of a median of n numbers is about
+    the width of their middle half over sqrt(n)."""
+    if len(taken) < LEAST:
+        return False
+    low, middle, high = statistics.quantiles(taken, n=4)
+    return high - low <= SHARE * middle * math.sqrt(len(taken))
 
 
 def _seconds(run: Callable[[], Any], repeats: int = 5) -> float:
@@ -279,7 +313,7 @@ def _rising(
 
 
 def _small_model(devices: int, flops: float, wide: _Calls, parts: _Parts) -> dict[str, float]:
-    """Constants of what hjax's calls cost, from GRPO runs of four models.
+    """Constants of what hjax's calls cost, from calls on four models.
 
     Two tiny ones of 1 and 4 layers: a forward takes dispatch + layers * layer_pass, a rollout
     dispatch + rollout + layers * tokens * decode_layer. Two in which more is computed, mostly
@@ -292,14 +326,24 @@ def _small_model(devices: int, flops: float, wide: _Calls, parts: _Parts) -> dic
         tiny = []
         for layers in (1, 4):
             parts.begin(f"a tiny model, layers: {layers}")
-            rows = 2 * devices
-            tiny.append(_start(ends, mesh, width=32, layers=layers, rows=rows, learns=False))
+            probe = _probe(ends, mesh, width=32, layers=layers, rows=2 * devices)
+            probe.actor.generate_sequences(probe.prompts).result()  # compiles
+            probe.actor.compute_log_prob(probe.batch).result()
+            tiny.append(probe)
         parts.begin("longer responses")
-        long = _start(
-            ends, mesh, width=64, layers=2, rows=4 * devices, heads=8, response=LONG_RESPONSE,
-            learns=False,
-        )  # fmt: skip
-        one, four, scored = (_calls(trainer) for trainer in (*tiny, long))
+        long = _probe(
+            ends, mesh, width=64, layers=2, rows=4 * devices, heads=8, response=LONG_RESPONSE
+        )
+        long.actor.compute_log_prob(long.batch).result()
+        parts.begin("calls on small models in turn")
+        probes = (*tiny, long)
+        taken = _in_turn(
+            [functools.partial(p.actor.compute_log_prob, p.batch) for p in probes]
+            + [functools.partial(p.actor.generate_sequences, p.prompts) for p in tiny]
+        )
+        seconds = [found.seconds for found in taken]
+        one, four = (p.account(*seconds[i::3]) for i, p in enumerate(tiny))
+        scored = long.account(seconds[2])
     layer_pass = max(0.0, four.forward - one.forward) / 3
     dispatch = max(0.0, one.forward - layer_pass)
     decode_layer = max(0.0, four.generate - one.generate) / 3 / RESPONSE
@@ -328,18 +372,45 @@ def _small_model(devices: int, flops: float, wide: _Calls, parts: _Parts) -> dic
 
 @dataclasses.dataclass(frozen=True)
 class _Calls:
-    """Median seconds of the calls of a small run; FLOPs and attention scores (over all layers) of a
-    forward on each device; tokens of a sequence."""
+    """Seconds of the calls on a small model, 0 where one was not made; FLOPs and attention scores
+    (over all layers) of a forward on each device; tokens of a sequence."""
 
-    generate: float
     forward: float
+    generate: float
     update: float
     flops: float
     scores: float
     length: int
 
 
-def _start(
+@dataclasses.dataclass(frozen=True)
+class _Probe:
+    """An actor on its devices, and what it is called with.
+
+    Attributes:
+      mesh: that it stands on.
+      actor: its worker group.
+      model: its shape.
+      prompts: as ``generate_sequences`` takes them.
+      batch: full sequences to score and to learn from, as numpy arrays.
+    """
+
+    mesh: Mesh
+    actor: Any
+    model: ModelConfig
+    prompts: dict[str, Any]
+    batch: dict[str, np.ndarray]
+
+    def account(self, forward: float, generate: float = 0.0, update: float = 0.0) -> _Calls:
+        """Its calls, which took so many seconds."""
+        rows, response = self.batch["responses"].shape
+        rows, length = rows / self.mesh.devices, response + self.batch["prompts"].shape[1]
+        flops = rows * arithmetic.forward_flops(self.model, length)
+        scores = rows * self.model.heads * length**2 * self.model.layers
+        return _Calls(forward, generate, update, flops, scores, length)
+
+
+def _probe(
     ends: contextlib.ExitStack,
     mesh: Mesh,
     width: int,
@@ -347,21 +418,21 @@ def _start(
     rows: int,
     heads: int = 0,
     response: int = RESPONSE,
-    steps: int | None = None,
-    learns: bool = True,
-) -> Any:
-    """A GRPO run on ``rows`` sequences after its steps (None: all; 0: none, and it has no
-    reference); heads of 16 unless said otherwise; without ``learns`` it has no updates.
+    weights: Any = None,
+) -> _Probe:
+    """A run of GRPO on ``rows`` sequences that takes no step: its actor is called instead. Its
+    heads are of 16 unless said otherwise. ``weights`` of another one spare the program that draws
+    them.
 
     It is closed at the end of ``ends``, also after an error.
     """
+    from hjax.run.inputs import prompt_batch
     from hjax.run.trainer import Trainer
     from hjax.settings.checking import check_config
 
     heads = heads or width // 16
     changes = {
-        "algorithm.name": "GRPO" if learns else f"{probes.__file__}:Scored",
-        "algorithm.kl_coef": 0.01 if steps is None else 0.0, "data.task": "sorting", "steps": STEPS,
+        "algorithm.name": "GRPO", "algorithm.kl_coef": 0.0, "data.task": "sorting",
         "cluster.devices_per_process": mesh.devices, "placement": "colocate",
         "model.hidden_size": width, "model.mlp_size": 4 * width, "model.layers": layers,
         "model.heads": heads, "model.kv_heads": heads, "rollout.prompts": rows // 2,
@@ -372,43 +443,27 @@ def _start(
     }  # fmt: skip
     trainer = Trainer(check_config(changes))
     ends.callback(trainer.close)
-    trainer.prepare()
-    if steps is None:
-        trainer.run(STEPS)
-    return trainer
+    actor = trainer.roles.groups["actor"]
+    (actor.initialize() if weights is None else actor.take_weights(weights)).result()
+    drawn = trainer.inputs.train.rows(trainer.prompts.next())
+    prompts = prompt_batch(drawn, trainer.inputs.prompt_length, 1)
+    model = trainer.roles.models["actor"]
+    batch = _full_batch(prompts, response, model.vocab_size)
+    return _Probe(mesh, actor, model, prompts, batch)
 
 
-def _calls(trainer: Any) -> _Calls:
-    """What the calls of a run took."""
-    taken = collections.defaultdict(list)
-    for span in trainer.timeline.spans():
-        if span.step > WARM_UP:
-            taken[span.method].append(span.end - span.start)
-    config, model = trainer.config, trainer.roles.models["actor"]
-    length = trainer.inputs.prompt_length + config.rollout.max_response_length
-    devices = config.cluster.devices_per_process
-    rows = config.rollout.prompts * config.rollout.samples / devices
-    flops = rows * arithmetic.forward_flops(model, length)
-    scores = rows * model.heads * length**2 * model.layers
-    calls = ("generate_sequences", "compute_ref_log_prob", "update_actor")
-    generate, forward, update = (statistics.median(taken[name] or [0.0]) for name in calls)
-    return _Calls(generate, forward, update, flops, scores, length)
-
-
-def _updates(trainers: Sequence[Any], batch: Any) -> list[tuple[float, float]]:
-    """(seconds, share of the cores' time) of an update of each run, medians; they take turns."""
-    from hjax.controller import join
-    from hjax.machine import available_cores
-
-    cores = available_cores()
-    taken: list[list[tuple[float, float]]] = [[] for _ in trainers]
-    for trainer in trainers:  # a first one compiles
-        join(trainer.roles.groups["actor"].update_actor(batch))
-    for _ in range(UPDATES):
-        for trainer, found in zip(trainers, taken):
-            start, used = time.perf_counter(), time.process_time()
-            join(trainer.roles.groups["actor"].update_actor(batch))
-            seconds = time.perf_counter() - start
-            share = (time.process_time() - used) / seconds / cores
-            found.append((seconds, min(1.0, share)))
-    return [tuple(statistics.median(column) for column in zip(*found)) for found in taken]
+def _full_batch(prompts: Mapping[str, Any], response: int, vocabulary: int) -> dict[str, Any]:
+    """Two responses to each prompt, of random tokens and of full length, with all that a score or
+    an update reads: as a step's batch has it, of shapes that do not hang on what was drawn."""
+    rows, rng = 2 * len(prompts["prompts"]), np.random.default_rng(0)
+    floats = [rng.normal(size=(rows, response)).astype(np.float32) for _ in range(2)]
+    return {
+        "prompts": np.repeat(prompts["prompts"], 2, axis=0),
+        "prompt_mask": np.repeat(prompts["prompt_mask"], 2, axis=0),
+        "prompt_id": np.repeat(np.arange(rows // 2), 2),
+        "responses": rng.integers(0, vocabulary, (rows, response), dtype=np.int32),
+        "response_mask": np.ones((rows, response), bool),
+        "row_mask": np.ones(rows, bool),
+        "advantages": floats[0],
+        "old_logprobs": -np.abs(floats[1]),
+    }

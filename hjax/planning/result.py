@@ -93,6 +93,7 @@ def describe_result(result: SearchResult, problem: Problem, strategy: str) -> di
         "models": {role: model.name for role, model in result.problem.models.items()},
         "candidates": candidates,
         "needs": needs(best, result.problem, strategy),
+        "only_compiles": only_compiles(best),
         "slower": len(result.slower),
         "impossible": [[list(s) for s in p] for p in result.impossible],
         "origins": {
@@ -119,6 +120,20 @@ def needs(candidate: Candidate, problem: Problem, strategy: str) -> list[str]:
         even = batches_divide(calls, option.mesh, problem.work)
         if not even or (option.waves and not prompts_divide(option.mesh, problem.work)):
             found.append(f"batches that do not divide over the replicas of the {role}")
+    return found
+
+
+def only_compiles(candidate: Candidate) -> list[str]:
+    """Sets that hjax compiles and does not run, in words: a pool on TPUs is all hosts of one slice
+    (``hjax.controller.hosts.rooms``)."""
+    found = []
+    for group in candidate.sets:
+        pool, roles = group.pool, ", ".join(group.roles)
+        if pool.shape and group.devices > pool.domain:
+            found.append(f"{roles} on {group.devices // pool.domain} slices")
+        elif pool.shape and group.devices < pool.domain and pool.hosts > pool.slices:
+            part = f"{group.devices} of {pool.domain} devices of a slice of several hosts"
+            found.append(f"{roles} on {part}")
     return found
 
 

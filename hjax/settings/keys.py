@@ -474,7 +474,8 @@ KEYS: dict[str, Any] = {
         "together": Key(
             "auto",
             "label of Ray's nodes whose value is the same for all hosts of a pool; auto: the slice "
-            "on TPUs (ray.io/tpu-slice-name), none elsewhere; none: any hosts",
+            "on TPUs (ray.io/tpu-slice-name), none elsewhere; none: any hosts, on TPUs of one "
+            "slice",
         ),
         "heartbeat_seconds": Key(
             30.0, "a process that gives no sign of life for so long counts as lost", above(0)

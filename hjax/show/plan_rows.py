@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hjax.roles import STAGES
@@ -33,9 +33,22 @@ def needs_text(plan: PlanRecord) -> str:
     """One line: what hjax does not do of what the plan rests on; empty where it does it all."""
     if not plan["needs"]:
         return ""
-    *most, last = plan["needs"]
-    listed = f"{', '.join(most)} and {last}" if most else last
-    return f"This plan needs {listed}, which hjax does not do."
+    return f"This plan needs {_listed(plan['needs'])}, which hjax does not do."
+
+
+def only_compiles_text(plan: PlanRecord) -> str:
+    """One line: why hjax compiles the plan and does not run it; empty where it does."""
+    if not plan["only_compiles"]:
+        return ""
+    return (
+        f"hjax compiles this plan and does not run it: {_listed(plan['only_compiles'])}; a set's "
+        "processes take all hosts of one slice. --cluster=SLICE+SLICE keeps sets within slices."
+    )
+
+
+def _listed(texts: Sequence[str]) -> str:
+    *most, last = texts
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 def role_rows(plan: PlanRecord) -> list[list[str]]:

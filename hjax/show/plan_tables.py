@@ -16,6 +16,7 @@ from hjax.show.plan_rows import (
     candidate_rows,
     compiled_rows,
     needs_text,
+    only_compiles_text,
     role_rows,
     roles_of,
     spans,
@@ -40,8 +41,8 @@ def print_plan(plan: PlanRecord, console: Any, roofline: bool = False) -> None:
         f" a step takes {duration(taken['total'])}, {count(plan['tokens_per_second'])} tokens/s",
         sep=" ",
     )
-    if plan["needs"]:
-        console.print(Text(needs_text(plan), style="yellow"))
+    for line in filter(None, (needs_text(plan), only_compiles_text(plan))):
+        console.print(Text(line, style="yellow"))
     console.print(_table([*ROLE_TEXTS, *ROLE_FIGURES], role_rows(plan), right=ROLE_FIGURES))
     console.print(_gantt(plan))
     console.print(_memory(plan))
