@@ -378,6 +378,9 @@ def test_a_run_is_the_same_in_other_layouts_and_after_a_stop(name, tmp_path):
     with trainer_of(name, keys, tmp_path / "parts") as trainer:
         trainer.run()
     assert [computed(row) for row in read_rows(tmp_path / "parts")] == rows
+    told = [row[error] for row in rows if (error := "rollout/token_prob_error") in row]
+    assert told == pytest.approx([1] * len(told), abs=1e-4)
+    assert len(told) == 2 or name != "Distillation"
     changes = {"layout.actor.train.tensor": 4, "layout.actor.generate.tensor": 4}
     with trainer_of(name, keys | changes | {"actor.micro_batch": 4}) as trainer:
         made = [computed(row) for row in trainer.run()]

@@ -143,6 +143,7 @@ def _datasets(
     data, seed = config.data, config.seed
     if task is not None:
         if tokenizer is None:
+            read_config(config.actor.path)  # says so where there is no model at all
             raise ConfigError(
                 f"data.task={data.task} is text, but {config.actor.path} has no tokenizer.json; "
                 "set tokenizer.path"

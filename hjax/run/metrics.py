@@ -81,8 +81,10 @@ class StepRecorder:
             for key in dict.fromkeys(key for update in updates for key in update):
                 values = [update[key] for update in updates if key in update]
                 if key == "token_prob_error":
-                    # Only before the first update are the parameters those that generated.
-                    metrics["rollout/token_prob_error"] = values[0]
+                    # Only before the first update are the parameters those that generated; 0 where
+                    # no token of it counts.
+                    if values[0]:
+                        metrics["rollout/token_prob_error"] = values[0]
                 elif key != "skipped":
                     counted = [update[key] for update in taken if key in update]
                     metrics[f"{role}/{key}"] = float(np.mean(counted or values))

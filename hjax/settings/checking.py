@@ -173,7 +173,10 @@ def _check_ranges(config: ConfigDict) -> None:
     for text in config.rollout.stop:
         if not isinstance(text, str) or not text:
             said = written(text)
-            raise ConfigError(f"config.rollout.stop={said}: each must be a non-empty string")
+            raise ConfigError(
+                f"config.rollout.stop={said}: each must be a non-empty string; numbers need quotes "
+                "within quotes, \"'12','13'\""
+            )
 
 
 def _check_algorithm(config: ConfigDict) -> None:

@@ -68,11 +68,15 @@ class Actor(TrainedWorker, GeneratingWorker):
             return token_log_probs(model, states, tokens, temperature, layout=self.compute.layout)
 
         if of := getattr(loss, "of_tokens", None):
-            # Other tokens than the responses', of which packs know nothing.
+            # Other tokens than the responses', of which packs know nothing; these as the last.
             states = response_states(model, batch, share, self.compute)
-            return loss(*read(states, batch[of]), batch)
-        logprobs, entropy = read_responses(model, batch, share, self.compute, read)
-        token_loss, stats = loss(logprobs, entropy, batch)
+            tokens = jnp.concatenate([batch[of], batch["responses"][..., None]], axis=-1)
+            found, entropy = read(states, tokens)
+            token_loss, stats = loss(found[..., :-1], entropy, batch)
+            logprobs = found[..., -1]
+        else:
+            logprobs, entropy = read_responses(model, batch, share, self.compute, read)
+            token_loss, stats = loss(logprobs, entropy, batch)
         behaviour = batch.get("policy_logprobs", batch.get("logprobs"))
         if behaviour is not None:
             error = jnp.exp(jnp.abs(jax.lax.stop_gradient(logprobs) - behaviour))
