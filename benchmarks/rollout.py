@@ -334,9 +334,12 @@ def talking_contestants(
 ) -> dict[str, Callable[[int], int]]:
     """Of `turns`; ``path`` is the model's for transformers, None: without."""
     generator, params, ends = ours.generator, ours.params, ours.ends
+    one = make_layouts(jax.devices()[:1]).generate
+    serving = Generator(generator.network, one, generator.compute)
     model: Any = types.SimpleNamespace(
-        config=ours.config, params=params, tokenizer=None, engine_for=generator.engine_for
-    )
+        config=ours.config, params=generator.network.place(params, one), tokenizer=None,
+        engine_for=serving.engine_for,
+    )  # fmt: skip
     static = Generator(generator.network, generator.layout, generator.compute)
     static._ragged = lambda *_: False  # type: ignore[method-assign]
 
