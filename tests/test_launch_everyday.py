@@ -79,6 +79,11 @@ def test_what_won_over_what(tmp_path):
     own = load_config(name, {"algorithm.epochs": 3})
     row = next(r for r in origins(name, check_config(own)) if r["key"] == "algorithm.epochs")
     assert row["instead of"] == "1 (DAPO's default), 2 (dapo.py)"
+    idle = ["--config.critic.lora.rank=4", "--config.teacher.path=models/large"]
+    rows = origins(name, check_config(load_config(name, idle)))
+    said = {row["key"]: row["instead of"] for row in rows if row["set by"] == "the command"}
+    assert said["critic.lora.rank"] == "no effect: DAPO has no critic here"
+    assert said["teacher.path"] == "no effect: DAPO has no teacher here"
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 200])

@@ -7,6 +7,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from hjax.config import flatten
+from hjax.roles import ROLES
 from hjax.settings.checking import complete_config
 from hjax.settings.keys import OWNED_SECTIONS
 from hjax.settings.reading import load_config
@@ -22,8 +23,15 @@ def origins(name_or_path: str, config: ConfigDict) -> list[dict[str, Any]]:
     Returns:
       by key: ``key``, ``value``, ``set by`` (the command, the file's name, or the data, which
       decides sizes that are 0), and ``instead of``: the default of the algorithm's class, of the
-      task or of all runs, with the file's value where the command won over one.
+      task or of all runs, with the file's value where the command won over one, or that the
+      algorithm has no such role.
     """
+    from hjax.algorithms import get_algorithm
+
+    algorithm = get_algorithm(config.algorithm.name)
+    used = algorithm.role_table(config.algorithm).values()
+    idle = {role.config_section for role in ROLES.values()} - {"actor"}
+    idle -= {role.config_section for role in used}
     named = {key: flatten(config)[key] for key in OWNED_SECTIONS.values()}
     defaults = flatten(complete_config(named))
     file = name_or_path.partition(":")[0].rpartition("/")[2]
@@ -44,6 +52,9 @@ def origins(name_or_path: str, config: ConfigDict) -> list[dict[str, Any]]:
         instead = f"{default!r} ({whose})" if value != default else ""
         if value != in_file and in_file != default:
             instead += f"{', ' if instead else ''}{in_file!r} ({file})"
+        section = key.partition(".")[0]
+        if section in idle:
+            instead = f"no effect: {algorithm.__name__} has no {section} here"
         rows.append({"key": key, "value": repr(value), "set by": by, "instead of": instead})
     return rows
 
