@@ -5,6 +5,7 @@ implementation of the same arguments (``implementation="xla"``); that it is call
 backward pass, is read off programs compiled for H100s that are not there.
 """
 
+import dataclasses
 import functools
 import importlib.util
 import itertools
@@ -23,9 +24,9 @@ import hjax
 from hjax.algorithms import get_algorithm
 from hjax.dryrun.shape_inputs import read_shape, shape_inputs
 from hjax.errors import ConfigError
-from hjax.kernels import attention, cudnn
+from hjax.kernels import attention, blockwise, cudnn
 from hjax.kernels.attention import Scoring, Shared, Sight
-from hjax.kernels.sets import choose, kernels_of
+from hjax.kernels.sets import TRIED, choose, kernels_of
 from hjax.models.transformer import Compute
 from hjax.run.roles import describe_roles, placed
 
@@ -142,6 +143,70 @@ def test_it_is_chosen_by_name_and_for_gpus_alone():
         with pytest.raises(ConfigError, match=says):
             choose(platform, "cudnn")
     assert Compute().attention == "auto"
+
+
+# Whether it is used without being asked for
+
+
+def test_a_kernel_that_computes_what_it_should_is_found_to():
+    assert cudnn.disagreement(by_xla, jax.devices()[0]) == ""
+
+
+def without_padding(q, k, v, segments, *rest):
+    return by_xla(q, k, v, None, *rest)
+
+
+def without_windows(q, k, v, segments, sinks, scoring, sight):
+    return by_xla(q, k, v, segments, sinks, scoring, dataclasses.replace(sight, window=0))
+
+
+def without_gradients(q, k, v, *rest):
+    return by_xla(q, jax.lax.stop_gradient(k), v, *rest)
+
+
+def without_numbers(q, *rest):
+    return by_xla(q, *rest) * jnp.nan
+
+
+@pytest.mark.parametrize("kernel, says", [
+    (without_padding, "^values of rows with no responses are off by [0-9.]+ of the largest$"),
+    (without_windows, "^values of rows with a window of 100 are off"),
+    (without_gradients, "^of keys of rows with no responses are off by 1 of"),
+    (without_numbers, "^values of .* are off by nan"),
+])  # fmt: skip
+def test_one_that_does_not_is_found_out(kernel, says):
+    assert re.search(says, cudnn.disagreement(kernel, jax.devices()[0]))
+
+
+def test_where_it_fails_it_is_said_once_and_not_used(caplog):
+    """There is no cuDNN here."""
+    cudnn._agrees.cache_clear()
+    for _ in range(2):
+        assert not cudnn.trusted(jax.devices())
+    [record] = caplog.records
+    assert record.getMessage().startswith("cuDNN's attention is not used on ")
+    assert "model.attention=cudnn" in record.getMessage()
+    assert cudnn.trusted(["a device that programs are only compiled for"])
+
+
+def test_auto_tries_it_where_a_role_takes_it():
+    auto = {"model.attention": "auto"}
+
+    def kernels(**changes):
+        roles = described(**changes, **auto)
+        computes = [b.arguments[0].compute for r, b in roles.builds.items() if r in roles.models]
+        return {compute.attention for compute in computes}
+
+    assert kernels() == {TRIED}
+    assert kernels(platform="cpu") == kernels(platform="tpu") == {"auto"}
+    for name in set(NOT_FOR) - {"cpus", "a length that is split"}:
+        assert kernels(**NOT_FOR[name][0]) == {"auto"}, name
+    # Of each role by itself.
+    split, _ = NOT_FOR["a length that is split"]
+    assert kernels(**split) == {"auto", TRIED}
+    assert kernels_of(choose("cuda", "blocks")).attention is blockwise.attend
+    with pytest.raises(ConfigError, match="model.attention=blocks: TPUs have a kernel"):
+        choose("tpu", "blocks")
 
 
 # What a run takes

@@ -128,6 +128,14 @@ def test_new_tokens_see_their_row_and_no_column_before_it(window, softcap, sinks
     np.testing.assert_allclose(found[real], expected[real], atol=2e-6)
 
 
+def test_pieces_in_which_no_row_has_a_token_are_not_looked_at():
+    q = jnp.ones((2, 3, 2, 8))
+    k, v = np.ones((2, 2, 1, 21, 8), np.float32)
+    k[:, :, :10], v[:, :, :10] = np.nan, np.nan
+    found = continuing.attend(q, jnp.asarray(k), jnp.asarray(v), jnp.array([14, 11]), piece=5)
+    np.testing.assert_allclose(found, 1, rtol=1e-6)
+
+
 # Requests
 
 

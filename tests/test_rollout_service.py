@@ -140,9 +140,16 @@ class Spread:
         pytest.param(1000, {"data": 4, "tensor": 2}, marks=pytest.mark.slow),
     ],
 )
-def test_neighbours_change_nothing(count, sizes, model):
+def test_neighbours_change_nothing(count, sizes, model, monkeypatch):
     draw = random.Random(count)
     requests = [any_kind(draw) for _ in range(count)]
+    flat, prefill = [], model.engine.prefill
+
+    def read(how, params, new, *given):
+        flat.append(new.flat)
+        return prefill(how, params, new, *given)
+
+    monkeypatch.setattr(model.engine, "prefill", read)
     service = Service(Spread(model, sizes) if sizes else model, slots=8 if sizes else 4)
     single = Service(model, slots=1)
     try:
@@ -153,6 +160,7 @@ def test_neighbours_change_nothing(count, sizes, model):
         service.close(0)
     assert stats["running"] == stats["waiting"] == 0
     assert stats["prompt_tokens"] == sum(len(r.prompt) for r in requests)
+    assert sizes or any(flat)
 
 
 def test_log_probs_are_those_of_the_draw_and_of_the_policy(model, service):

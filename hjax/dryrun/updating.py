@@ -20,7 +20,7 @@ from hjax.dryrun.minimum import minimum
 from hjax.dryrun.programs import StepProgram
 from hjax.dryrun.topologies import find_topology
 from hjax.errors import ConfigError
-from hjax.kernels.sets import AUTO, CUDNN
+from hjax.kernels.sets import AUTO, BLOCKS, CUDNN
 from hjax.models.config import ModelConfig
 from hjax.models.published import published
 from hjax.models.transformer import Compute
@@ -76,8 +76,8 @@ CASES = (
     Case("qwen2.5-1.5b", "v5p:4x4x2", {"data": 1, "fsdp": 2, "context": 16}, 131072, 2),
     Case("llama-3-8b", "v5p:2x2x2", _TENSOR, 2048, 0),
     Case("llama-3-8b", "v5p:2x2x2", _TENSOR, 8192, 16),
-    Case("qwen2.5-1.5b", "h100:1x8", _FSDP, 8192, 32),
-    Case("qwen2.5-1.5b", "h100:1x8", _FSDP, 32768, 8),
+    Case("qwen2.5-1.5b", "h100:1x8", _FSDP, 8192, 32, attention=BLOCKS),
+    Case("qwen2.5-1.5b", "h100:1x8", _FSDP, 32768, 8, attention=BLOCKS),
     Case("qwen2.5-1.5b", "h100:1x8", _FSDP, 8192, 32, attention=CUDNN),
     Case("qwen2.5-1.5b", "h100:1x8", _FSDP, 32768, 8, attention=CUDNN),
     Case("qwen2.5-1.5b", "v5e:4x4", _FSDP, 8192, 64, rows=512, scores=True),

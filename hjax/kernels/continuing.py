@@ -1,18 +1,52 @@
 """Attention of some new tokens per row after those that are known: a prompt's next chunk, a turn.
 
 Keys and values of a row end in its last column, known ones first, the new ones after them. Scores
-are held for a piece of the columns at a time, so memory does not grow with what is known (the
-running softmax of Milakov & Gimelshein, arXiv 1805.02867). Forward alone.
+are held for a piece of the columns at a time, from the last on, so memory does not grow with what
+is known (the running softmax of Milakov & Gimelshein, arXiv 1805.02867); pieces in which no row has
+a token are not looked at. Forward alone.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from hjax.kernels.attention import MASKED, Scoring
 
-PIECE = 1024  # columns whose scores are held at a time
+PIECE = 256  # columns whose scores are held at a time
+
+Carry = TypeVar("Carry")
+
+
+def from_the_last(
+    columns: int,
+    begin: jax.Array,
+    piece: int,
+    step: Callable[[jax.Array | int, Carry], Carry],
+    carry: Carry,
+) -> Carry:
+    """``step(first, carry)`` of every piece of columns that a row has a token in, from the last
+    piece on.
+
+    Args:
+      columns: of all, at least a piece.
+      begin: int [rows], each row's first column.
+      piece: columns of one; what is left over is the beginning of a first piece that takes some of
+        the next one's along.
+      step: of columns ``first`` to ``first + piece``.
+      carry: of the first step.
+    """
+    if columns == piece:
+        return step(0, carry)
+
+    def one(i: jax.Array, carry: Carry) -> Carry:
+        return step(jnp.maximum(columns - (i + 1) * piece, 0), carry)
+
+    filled = columns - jnp.min(begin)
+    return jax.lax.fori_loop(0, (filled + piece - 1) // piece, one, carry)
 
 
 def attend(
@@ -41,11 +75,8 @@ def attend(
     wide = jnp.float32
     asked = (q * scoring.factor(dim)).reshape(rows, new, kv_heads, -1, dim)
     asked = asked.transpose(0, 2, 3, 1, 4)
-    pieces = -(-columns // piece)
-    if pieces > 1 and columns % piece:
-        sides = [(0, 0), (0, 0), (0, pieces * piece - columns), (0, 0)]
-        k, v = jnp.pad(k, sides), jnp.pad(v, sides)
-    size = columns if pieces == 1 else piece
+    size = min(piece, columns)
+    after = columns % size  # where the second piece begins, if the first one takes some of it along
 
     def scored(first: jax.Array | int) -> tuple[jax.Array, jax.Array]:
         keys, values = (jax.lax.dynamic_slice_in_dim(x, first, size, axis=2) for x in (k, v))
@@ -55,10 +86,11 @@ def attend(
         seen = before >= 0
         if scoring.window:
             seen &= before < scoring.window
+        seen &= (first > 0) | (at < (after or columns))
         seen = seen & (at >= begin[:, None])[:, None]
         return jnp.where(seen[:, None, None], scoring.bend(scores), MASKED), values
 
-    def step(carry: tuple, first: jax.Array | int) -> tuple[tuple, None]:
+    def step(first: jax.Array | int, carry: tuple) -> tuple:
         top, total, out = carry
         scores, values = scored(first)
         higher = jnp.maximum(top, scores.max(-1))
@@ -66,7 +98,7 @@ def attend(
         part = jnp.einsum(
             "rkgts,rksd->rkgtd", weights.astype(values.dtype), values, preferred_element_type=wide
         )
-        return (higher, total * less + weights.sum(-1), out * less[..., None] + part), None
+        return higher, total * less + weights.sum(-1), out * less[..., None] + part
 
     top = jnp.full(asked.shape[:-1], MASKED, wide)
     total = jnp.zeros_like(top)
@@ -74,10 +106,6 @@ def attend(
         sink = sinks.astype(wide).reshape(kv_heads, -1)[None, :, :, None]
         top, total = jnp.broadcast_to(sink, top.shape), jnp.ones_like(top)
     carry = top, total, jnp.zeros(asked.shape, wide)
-    if pieces == 1:
-        carry, _ = step(carry, 0)
-    else:
-        carry, _ = jax.lax.scan(step, carry, jnp.arange(pieces) * piece)
-    _, total, out = carry
+    _, total, out = from_the_last(columns, begin, size, step, carry)
     out = (out / total[..., None]).astype(q.dtype)
     return out.transpose(0, 3, 1, 2, 4).reshape(rows, new, heads, dim)

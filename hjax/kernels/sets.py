@@ -14,7 +14,10 @@ from hjax.kernels.attention import Kernel
 Tables = tuple[jax.Array, jax.Array]
 
 REFERENCE, BACKWARD, CPU, TPU = "reference", "backward", "cpu", "tpu"
-AUTO, CUDNN = "auto", "cudnn"  # of attention: the platform's, or cuDNN's
+# Of attention: the platform's, hjax's own by blocks, or cuDNN's. Once it is known that ``auto`` may
+# be cuDNN's: that, where it is found to compute what it should.
+AUTO, BLOCKS, CUDNN = "auto", "blocks", "cudnn"
+TRIED = "cudnn, tried"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,13 +47,15 @@ def choose(platform: str, attention: str = AUTO) -> str:
     Raises:
       ConfigError: attention that the platform does not have.
     """
-    if attention == AUTO:
-        return platform if platform in (CPU, TPU) else BACKWARD
-    if platform not in cudnn.PLATFORMS:
-        raise ConfigError(
-            f"model.attention={attention}: it is for NVIDIA GPUs, and these devices are {platform}"
-        )
-    return CUDNN
+    if attention == CUDNN:
+        if platform not in cudnn.PLATFORMS:
+            raise ConfigError(
+                f"model.attention={CUDNN}: it is for NVIDIA GPUs, and these devices are {platform}"
+            )
+        return CUDNN
+    if attention == BLOCKS and platform == TPU:
+        raise ConfigError(f"model.attention={BLOCKS}: TPUs have a kernel of their own; use {AUTO}")
+    return platform if platform in (CPU, TPU) else BACKWARD
 
 
 def kernels_of(name: str, whole: bool = False, unrolled: bool = False) -> Kernels:

@@ -7,7 +7,7 @@ is the attention strategy of tokens whose beginning is there.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -107,28 +107,58 @@ class Continue:
 
     def __call__(self, heads: Heads, cache: Blocks) -> tuple[jax.Array, Blocks, KeyValue | None]:
         layer, q, k, v, scoring, sinks = heads
-        past = cache.rows(layer, self.blocks)
-        columns, new = int8_cache.shape(past[0])[2], q.shape[1]
         tokens = self.known + jnp.sum(self.mask, axis=-1, dtype=jnp.int32)
-        at = jnp.arange(columns) - (columns - tokens)[:, None]  # in the row's sequence
-        from_past = jnp.clip(at, 0)[:, None, :, None]
-        is_past = (at < self.known[:, None])[:, None, :, None]
-
-        def joined(_: int, scaled: bool, past: jax.Array, x: jax.Array) -> jax.Array:
-            past = past.swapaxes(-1, -2) if scaled else past
-            x = x.transpose(0, 2, 1, 3)
-            if self.copies > 1:
-                x = jnp.repeat(x, self.copies, axis=1)
-            # New tokens are in the last columns as they are.
-            x = jnp.pad(x, [(0, 0), (0, 0), (columns - new, 0), (0, 0)])
-            x = jnp.where(is_past, jnp.take_along_axis(past, from_past, axis=2), x)
-            return x.swapaxes(-1, -2) if scaled else x
+        columns = self.blocks.shape[1] * BLOCK
+        begin = columns - tokens
+        keys, values = self._joined(layer, cache, (k, v), begin)
 
         def widened(held: Held) -> jax.Array:
             return held.widened(q.dtype) if isinstance(held, Quantized) else held
 
-        made = [int8_cache.like(p, x) for p, x in zip(past, (k, v))]
-        keys, values = (int8_cache.each(joined, *pair) for pair in zip(past, made))
         seen = widened(keys), widened(values)
-        out = continuing.attend(q, *seen, columns - tokens, scoring, sinks)
+        out = continuing.attend(q, *seen, begin, scoring, sinks)
         return out, cache, (keys, values)
+
+    def _joined(
+        self, layer: int | jax.Array, cache: Blocks, pair: KeyValue, begin: jax.Array
+    ) -> KeyValue:
+        """Keys and values [rows, heads, columns, head_dim] of rows that begin in columns ``begin``;
+        pieces of columns in which none has a token stay zero."""
+        columns, new = self.blocks.shape[1] * BLOCK, self.mask.shape[1]
+        size = min(continuing.PIECE, columns)
+        count = size // BLOCK + 1  # blocks that a piece may touch
+        of_layer = cache.rows(layer, self.blocks[:, :1])
+        made = [int8_cache.like(held, x) for held, x in zip(of_layer, pair)]
+
+        def piece(first: jax.Array | int, held: Any) -> Any:
+            at = first + jnp.arange(size) - begin[:, None]  # in the row's sequence
+            block = jnp.clip(at[:, :1], 0) // BLOCK
+            numbers = jnp.minimum(block + jnp.arange(count), self.blocks.shape[1] - 1)
+            past = cache.rows(layer, jnp.take_along_axis(self.blocks, numbers, axis=1))
+            from_past = jnp.clip(at - block * BLOCK, 0, count * BLOCK - 1)[:, None, :, None]
+            # New tokens are in the last columns as they are.
+            from_new = jnp.clip(first + jnp.arange(size) - (columns - new), 0)
+            is_past = (at < self.known[:, None])[:, None, :, None]
+
+            def joined(
+                axis: int, scaled: bool, held: jax.Array, past: jax.Array, x: jax.Array
+            ) -> jax.Array:
+                past = past.swapaxes(-1, -2) if scaled else past
+                x = x[:, from_new].transpose(0, 2, 1, 3)
+                if self.copies > 1:
+                    x = jnp.repeat(x, self.copies, axis=1)
+                x = jnp.where(is_past, jnp.take_along_axis(past, from_past, axis=2), x)
+                x = x.swapaxes(-1, -2) if scaled else x
+                return jax.lax.dynamic_update_slice_in_dim(held, x, first, axis % held.ndim)
+
+            pairs = zip(held, past, made)
+            return tuple(int8_cache.each(joined, *three) for three in pairs)
+
+        def room(axis: int, _: bool, x: jax.Array) -> jax.Array:
+            shape = list(x.shape)
+            shape[axis] = columns
+            return jnp.zeros(shape, x.dtype)
+
+        held = tuple(int8_cache.each(room, x) for x in of_layer)
+        found = continuing.from_the_last(columns, begin, size, piece, held)
+        return cast(KeyValue, found)

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from hjax.errors import ConfigError
-from hjax.kernels import quantized
+from hjax.kernels import cudnn, quantized
 from hjax.kernels.attention import Scoring
-from hjax.kernels.sets import AUTO, REFERENCE, Kernels, choose, kernels_of
+from hjax.kernels.sets import AUTO, BLOCKS, CUDNN, REFERENCE, TRIED, Kernels, choose, kernels_of
 from hjax.models import lora as low_rank
 from hjax.models import remat, weight_ring
 from hjax.models.architecture import (
@@ -88,8 +88,10 @@ class Compute:
         Raises:
           ConfigError: attention that they do not have.
         """
-        platform = layout.platform
-        kernel_set = choose(platform, self.attention)
+        platform, attention = layout.platform, self.attention
+        if attention == TRIED:
+            attention = CUDNN if cudnn.trusted(layout.mesh.devices.flat) else BLOCKS
+        kernel_set = choose(platform, attention)
         travel = platform in weight_ring.PLATFORMS
         return dataclasses.replace(self, kernel_set=kernel_set, home=layout, travel=travel)
 

@@ -25,6 +25,7 @@ from hjax.kernels.decode import Slots
 from hjax.models.attention import Attention, Causal, SharedPrompt
 from hjax.models.continuing import BLOCK, Blocks, Continue
 from hjax.models.decoding import KVCache, keys_and_values
+from hjax.models.flat import Flat
 from hjax.models.forward import positions_of
 from hjax.models.parameters import Network, Weights
 from hjax.models.transformer import Compute
@@ -134,6 +135,13 @@ class Engine:
         return self.by_kernel or self.lookup > 0
 
     @property
+    def reads_flat(self) -> bool:
+        """Whether prompts may be read without their padding: not where rotary positions depend on
+        a sequence's length."""
+        ropes = self.network.config.ropes
+        return all(rope.scaling is None or not rope.scaling.by_length for rope in ropes)
+
+    @property
     def kept_dtype(self) -> Any:
         """Of keys and values; None: int8."""
         return None if self.int8 else self.compute.dtype
@@ -190,12 +198,13 @@ class Engine:
         """
         split = self.layout.sharding("batch")
         asked = {f.name: getattr(new, f.name) for f in dataclasses.fields(new)}
-        del asked["groups"], asked["rows"]
+        del asked["groups"], asked["rows"], asked["flat"]
         asked["most"] = new.limit if new.most is None else new.most
         given = jax.tree.map(lambda x: place(x, split), asked)
         text = [given.pop(name) for name in ("prompts", "mask", "known")]
         begun = given["begun"]
-        prompts = self._prefill((samples, counted), params, *text, given["most"], blocks, begun)
+        how_many = samples, counted, new.flat
+        prompts = self._prefill(how_many, params, *text, given["most"], blocks, begun)
         rows, drawn = self._first(how, prompts.logits, prompts.tokens, prompts.counts, given)
         return prompts, rows, Drawn.of(drawn)
 
@@ -245,6 +254,7 @@ class Engine:
         steps: int,
         most: int = STEPS,
         allowed: np.ndarray | jax.Array | None = None,
+        until: int = 0,
     ) -> tuple[State, Drawn]:
         """Draw up to so many tokens for every row that is not done, fewer if all end.
 
@@ -253,10 +263,12 @@ class Engine:
           steps: tokens, at most ``most``, and at most the columns that are left.
           most: columns of the tables that come back.
           allowed: of each row, as of ``Admission``, for every token that is drawn.
+          until: it is enough when no part has more rows than so many that are not done; stages of
+            a pipeline, which is full, go on.
         """
-        number = place(np.int32(steps), self.layout.replicated)
+        numbers = place(np.array([steps, until], np.int32), self.layout.replicated)
         bits = None if allowed is None else place(allowed, self.layout.sharding("batch"))
-        state, drawn = self._decode(how, most, params, state, number, bits)
+        state, drawn = self._decode(how, most, params, state, numbers, bits)
         return state, Drawn.of(drawn)
 
     def share(
@@ -355,13 +367,13 @@ class Engine:
             )
             held, blocks = _with_shardings(shapes, split), self.chunks.abstract(count)
         given = params, tokens, mask, held, limit, blocks, None
-        traced = self._prefill.trace((samples, False), *given)
+        traced = self._prefill.trace((samples, False, 0), *given)
         return traced, cast(Prompts, _with_shardings(traced.out_info, self._shardings[1]))
 
     def trace_decode(self, how: How, params: Weights, size: Size, most: int) -> Any:
         """``decode`` of abstract parameters and states: its jax.stages.Traced."""
-        steps = jax.ShapeDtypeStruct((), jnp.int32, sharding=self.layout.replicated)
-        return self._decode.trace(how, most, params, self.abstract(size), steps, None)
+        numbers = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=self.layout.replicated)
+        return self._decode.trace(how, most, params, self.abstract(size), numbers, None)
 
     # Programs
 
@@ -410,7 +422,7 @@ class Engine:
 
     def _read_prompts(
         self,
-        rows: tuple[int, bool],
+        rows: tuple[int, bool, int],
         params: Weights,
         prompts: jax.Array,
         mask: jax.Array,
@@ -419,9 +431,10 @@ class Engine:
         blocks: Blocks | None,
         begun: Begun | None,
     ) -> Prompts:
-        """``rows``: of each prompt how many, and whether their tokens are counted."""
+        """``rows``: of each prompt how many, whether their tokens are counted, and room for the
+        prompts' without padding."""
         split = self.layout.constrain
-        samples, counted = rows
+        samples, counted, flat = rows
         prompts, mask = split(prompts, "batch"), split(mask, "batch")
         whole, there, copies, at, read = prompts, mask, self.copies, None, prompts
         attention: Any = Causal(mask, keep=True, form=self.compute.form, int8=self.int8)
@@ -436,6 +449,9 @@ class Engine:
             # The last token of each.
             first = prompts.shape[1] + begun.tokens.shape[1] * jnp.arange(samples)
             at = first + begun.count.reshape(-1, samples) - 1
+        if flat:
+            attention = Flat(attention, mask, flat, self.parts)
+            read = split(attention.of(read), "batch")
         tokens = jnp.sum(there, axis=-1, dtype=jnp.int32)
         lengths = jnp.max(most.reshape(-1, samples), axis=-1) + tokens
         hidden, kept = self.prefilled(params, read, mask, attention, lengths, blocks, at)
@@ -497,7 +513,8 @@ class Engine:
 
         Args:
           params: of the model.
-          tokens: int32 [groups, length], prompts, with the beginnings of responses after them.
+          tokens: int32 [groups, length], prompts, with the beginnings of responses after them; or
+            [parts, size] of a ``Flat``.
           mask: bool [groups, prompt], of the prompts.
           attention: what tokens see.
           lengths: int32 [groups], tokens that each sequence will have.
@@ -518,6 +535,8 @@ class Engine:
             layers=model.unstack() if self.compute.unroll_layers else None,
             rotary=model.rotary(lengths, tables=columns),
         )
+        if isinstance(attention, Flat):
+            return attention.last(hidden), kept
         if at is None:
             return hidden[:, -1:], kept
         return jnp.take_along_axis(hidden, at[:, :, None], axis=1), kept
@@ -527,6 +546,9 @@ class Engine:
         tokens: jax.Array, mask: jax.Array, attention: Attention
     ) -> tuple[jax.Array, int]:
         """Positions of ``tokens``, of ``prefilled``, and more than which they are not."""
+        if isinstance(attention, Flat):
+            positions, columns = Engine._positions(mask, mask, attention.inner)
+            return attention.of(positions), columns
         columns = tokens.shape[1]
         if isinstance(attention, Continue):
             return attention.positions, attention.blocks.shape[1] * BLOCK
@@ -548,9 +570,11 @@ class Engine:
         most: int,
         params: Weights,
         state: State,
-        steps: jax.Array,
+        numbers: jax.Array,
         allowed: jax.Array | None,
     ) -> tuple[State, decode_state.DecodeState]:
+        """``numbers``: int32 [2], ``steps`` and ``until`` of ``decode``."""
+        steps, until = numbers
         model, way = self.network.bind(params), self._pass(how, state)
         layers = model.unstack() if self.compute.unroll_layers else None
         most_tokens = state.rows.tokens + state.rows.most
@@ -571,7 +595,9 @@ class Engine:
 
         def unfinished(carry: Any) -> jax.Array:
             taken, state, _ = carry
-            return (taken < steps) & way.goes_on(state.rows, before, most)
+            live = jnp.sum(~state.rows.done.reshape(self.parts, -1), axis=1)
+            enough = jnp.max(live) > until
+            return (taken < steps) & way.goes_on(state.rows, before, most, enough)
 
         begin = jnp.int32(0), state, way.start(state.rows, most)
         taken, state, drawn = jax.lax.while_loop(unfinished, step, begin)

@@ -26,6 +26,8 @@ from hjax.xla.program import Program
 
 # Columns of a new state's cache; each further one has twice as many.
 COLUMNS = 64
+# Columns of prompts that are read together from which on programs without padding pay.
+FLAT = 512
 # Rows of all devices below which halving them saves nothing: weights are what is read.
 FEWEST = 8
 
@@ -172,7 +174,8 @@ class Schedule:
     @property
     def programs_met(self) -> Hashable:
         """What tells schedules apart, of one engine and one ``how``, that call other programs."""
-        reading = self.beginnings.active, self.work.prompts.shape[1], self._width
+        flat = self._rooms(self.entering)
+        reading = self.beginnings.active, self.work.prompts.shape[1], self._width, flat
         return bool(self.work.surplus), self.sizes, reading
 
     def _groups_of(self, rows: int) -> int:
@@ -269,10 +272,12 @@ class Schedule:
         for new in (0, *beginnings.new):
             for each in self._entries(new):
                 blank = self._blank([[] for _ in range(self.engine.parts)], each, new)
-                state = self._share(state)
-                state, _ = self.engine.admit(
-                    self.how, params, state, blank, blocks if new else None
-                )
+                for flat in self._rooms(each, new):
+                    entry = dataclasses.replace(blank, flat=flat)
+                    state = self._share(state)
+                    state, _ = self.engine.admit(
+                        self.how, params, state, entry, blocks if new else None
+                    )
 
     @staticmethod
     def _after(numbers: Sequence[int], number: int) -> int:
@@ -292,10 +297,19 @@ class Schedule:
         powers = {min(1 << i, self.entering) for i in range(self.entering.bit_length() + 1)}
         return sorted(powers)
 
+    def _rooms(self, each: int, new: int = 0) -> tuple[int, ...]:
+        """Rooms for tokens of so many prompts that are read without padding, growing; 0, the last:
+        with it. ``new``: as of ``Beginnings``."""
+        columns = each * (new or self.work.prompts.shape[1])
+        padded = self.work.mask.all() or self._width or not self.engine.reads_flat
+        return (0,) if padded or columns < FLAT else (columns // 2, columns * 3 // 4, 0)
+
     def _blank(self, taken: list[list[int]], each: int, new: int) -> Admission:
         """Prompts that enter, by part, and rows for nobody yet."""
         parts, samples = self.engine.parts, self.work.samples
         prompts, mask, known = self.beginnings.entering(taken, each, new)
+        total = int(mask.reshape(parts, -1).sum(axis=1).max())
+        flat = next(room for room in self._rooms(each, new) if not room or total <= room)
         rows = parts * each * samples
         return Admission(
             prompts,
@@ -308,6 +322,7 @@ class Schedule:
             text=self._texts(rows),
             most=np.ones(rows, np.int32),
             begun=self._left_off(rows),
+            flat=flat,
         )
 
     def _left_off(self, rows: int) -> Begun | None:
@@ -343,7 +358,10 @@ class Schedule:
             state = self._make_room(self._shrink(state))
             room = self._length - self._column - self.engine.spare
             steps = STEPS if self.engine.by_row else min(STEPS, room)
-            state, drawn = self.engine.decode(self.how, params, state, steps, self._most)
+            given = self.how, params, state, steps, self._most
+            fewer = self._fewer()
+            until = fewer if self._most_live() > fewer else 0
+            state, drawn = self.engine.decode(*given, until=until)
             self._decoding = True
             self._column += drawn.steps
             self._done = drawn.done.reshape(self._done.shape).copy()
@@ -533,17 +551,25 @@ class Schedule:
 
     # Making room
 
+    def _fewer(self) -> int:
+        """Rows of a part that the state may have once so many are left; 0: it stays as it is."""
+        rows = self._row.shape[1]
+        fewer = self._after(self.rows, rows)
+        if self.beginnings.left or fewer == rows or (fewer, self._length) not in self._pairs:
+            return 0
+        return fewer
+
+    def _most_live(self) -> int:
+        """Rows that are not done, of the part that has most of them."""
+        return int((~self._done).sum(axis=1).max())
+
     def _shrink(self, state: State) -> State:
         """Leave rows behind that have ended, once nobody waits for them."""
-        if self.beginnings.left:
-            return state
-        live = int((~self._done).sum(axis=1).max())
         while True:
-            rows = self._row.shape[1]
-            fewer = self._after(self.rows, rows)
-            if fewer == rows or live > fewer or (fewer, self._length) not in self._pairs:
+            fewer = self._fewer()
+            if not fewer or self._most_live() > fewer:
                 return state
-            moved_rows, moved_groups = self._kept(rows, fewer)
+            moved_rows, moved_groups = self._kept(self._row.shape[1], fewer)
             state = self.engine.move(state, moved_rows, moved_groups)
             self._take(moved_rows, moved_groups)
             state = self._share(state)

@@ -206,8 +206,8 @@ class Service:
             if self._asked:
                 raise RunError("warm_up comes before the first request")
 
-            def nobody(entries: int, columns: int, known: Known | None) -> Admission:
-                return self._admission([None] * entries, np.zeros(entries), columns, known)
+            def nobody(entries: int, room: tuple[int, int], known: Known | None) -> Admission:
+                return self._admission([None] * entries, np.zeros(entries), room, known)
 
             given = self._shapes, self._model.params, self._prefixes, self._scorer, nobody
             WarmUp(*given, self._every).run(told)
@@ -442,14 +442,19 @@ class Service:
         table.ready(longest, next(n for n in shapes.rows if room(n, each) >= count))
         assert table.state is not None
         entries, where = table.seat(entering, each)
-        known, blocks = None, None
+        known, blocks, columns = None, None, 0
         if self._prefixes is not None:
             asked = [() if t is None else t.request.prompt for t in entries]
             begun = [Beginning() if t is None else t.begun for t in entries]
             columns = known_columns_for(longest, self.max_tokens)
             known, blocks = known_of(asked, begun, columns), self._prefixes.blocks
-            longest = max(len(t.request.prompt) - t.begun.tokens for t in entering)
-        new = self._admission(entries, where, self._shapes.new(longest), known)
+        by_part = [entries[at : at + each] for at in range(0, len(entries), each)]
+        tokens = [
+            [len(t.request.prompt) - t.begun.tokens for t in some if t is not None]
+            for some in by_part
+        ]
+        room = shapes.room(tokens, each, columns)
+        new = self._admission(entries, where, room, known)
         params = self._model.params
         table.state, drawn = engine.admit(How(), params, table.state, new, blocks)
         with self._changed:
@@ -466,9 +471,15 @@ class Service:
         self._hand_on(entries, drawn)
 
     def _admission(
-        self, entries: list[Ticket | None], where: np.ndarray, columns: int, known: Known | None
+        self,
+        entries: list[Ticket | None],
+        where: np.ndarray,
+        room: tuple[int, int],
+        known: Known | None,
     ) -> Admission:
-        """What is not known of the prompts, and how they are answered."""
+        """What is not known of the prompts, and how they are answered; ``room``: columns of each
+        and of all without padding, as of ``Shapes``."""
+        columns, flat = room
         tokens = np.zeros((len(entries), columns), np.int32)
         mask = np.zeros(tokens.shape, bool)
         mask[:, -1] = True  # an entry that fills up has a token too
@@ -490,6 +501,7 @@ class Service:
             known,
             self._texts(entries),
             self._allowed(entries),
+            flat=flat,
         )
 
     def _texts(self, entries: list[Ticket | None]) -> np.ndarray | None:
@@ -506,6 +518,8 @@ class Service:
         engine, table, steps = self._engine, self._table, STEPS
         assert table.state is not None
         if not engine.by_kernel:
+            if not self._waiting:
+                table.narrow()
             table.make_room()
         if not engine.by_row:
             steps = min(STEPS, table.length - table.column)

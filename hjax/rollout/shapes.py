@@ -6,6 +6,7 @@ Lengths are rounded up to these, and so is how many prompts are read together.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -85,10 +86,53 @@ class Shapes:
         """Columns for so many new tokens of prompts."""
         return columns_for(tokens, self.limit, NEW)
 
+    def most_new(self, known: int) -> int:
+        """Columns for new tokens at most, beside ``known`` for the whole prompts; 0: nothing is
+        known of any."""
+        return min(known, self.new(CHUNK)) if known else self.news[-1]
+
+    def flat(self, each: int, new: int, known: int) -> list[int]:
+        """Rooms for the tokens of prompts that are read together without padding, growing; 0, the
+        last: with it.
+
+        Args:
+          each: prompts of a data-parallel part.
+          new: columns of each.
+          known: as of ``most_new``.
+        """
+        if not self.engine.reads_flat or each <= 2:
+            return [0]
+        rooms = [each * new // 2, each * new * 3 // 4]
+        # Else the columns of all are half of those of twice as long ones.
+        return [*rooms, 0] if new == self.most_new(known) else rooms
+
+    def room(self, tokens: Sequence[Sequence[int]], each: int, known: int) -> tuple[int, int]:
+        """Columns for new tokens of prompts, and room for them without padding.
+
+        Args:
+          tokens: that are new of each prompt, by data-parallel part.
+          each, known: as of ``flat``.
+        """
+        longest = max(max(part, default=1) for part in tokens)
+        # An entry that fills up has a token too.
+        total = max(sum(part) + each - len(part) for part in tokens)
+        return next(
+            (new, flat)
+            for new in self.news
+            if longest <= new
+            for flat in self.flat(each, new, known)
+            if total <= (flat or each * new)
+        )
+
     @property
     def news(self) -> list[int]:
         """All that ``new`` may say, growing."""
         return sorted({self.new(n) for n in range(1, self.limit + 1)})
+
+    def narrowed(self, state: State, kept: np.ndarray) -> State:
+        """A state with fewer slots, int [parts, rows] of each data-parallel part."""
+        numbers = kept.ravel().astype(np.int32)
+        return self.engine.move(state, numbers, numbers)
 
     def widened(self, state: State, rows: int) -> State:
         """A state with more slots, the old ones first in each data-parallel part."""

@@ -121,6 +121,9 @@ class Admission:
       most: int32 [groups * samples], as of ``Running``; None: the limits.
       begun: what there is of the responses, of sequences without options of their own; None:
         nothing.
+      flat: tokens of the prompts of a data-parallel part for which there is room, which are read
+        one after another without their padding, see ``hjax.models.flat``; 0: padded. None of what
+        had begun.
     """
 
     prompts: np.ndarray
@@ -135,6 +138,7 @@ class Admission:
     allowed: np.ndarray | jax.Array | None = None
     most: np.ndarray | None = None
     begun: Begun | None = None
+    flat: int = 0
 
 
 @jax.tree_util.register_dataclass

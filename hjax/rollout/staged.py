@@ -91,6 +91,10 @@ class StagedEngine(Engine):
             is_leaf=lambda x: isinstance(x, tuple),
         )
 
+    @property
+    def reads_flat(self) -> bool:
+        return False
+
     def trips(self, steps: Any) -> Any:
         """A turn of each micro-batch for every token, and those until the last one is out."""
         return steps * self.stages + self.stages - 1
@@ -160,9 +164,10 @@ class StagedEngine(Engine):
         most: int,
         params: Weights,
         state: State,
-        steps: jax.Array,
+        numbers: jax.Array,
         allowed: jax.Array | None,
     ) -> tuple[State, decode_state.DecodeState]:
+        steps = numbers[0]
         model, way, stages = self.network.bind(params), self._pass(how, state), self.stages
         slots = dataclasses.replace(state.slots, parts=self.layout.ways("batch"))
         slots, bits, before = self._cut_rows((slots, allowed, state.rows.drawn))
@@ -258,7 +263,8 @@ class StagedEngine(Engine):
         """
         groups, rows = prompts.shape[0], prompts.shape[0] * samples
         limits = jnp.full(rows, limit, jnp.int32)
-        read = self._read_prompts((samples, False), params, prompts, mask, None, limits, None, None)
+        how_many = samples, False, 0
+        read = self._read_prompts(how_many, params, prompts, mask, None, limits, None, None)
         given = dict.fromkeys(("text", "begun", "options", "allowed"))
         given |= {"limit": limits, "most": limits, "keys": keys}
         running, first = self._begun(how, read.logits, read.tokens, None, given)

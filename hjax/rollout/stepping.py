@@ -211,12 +211,15 @@ class Pass:
         """int32 []: guesses that count, as what may be drawn is known of one token."""
         return jnp.where(vocabulary.bans(allowed), 0, self.guesses)
 
-    def goes_on(self, running: Running, before: jax.Array, most: int) -> jax.Array:
+    def goes_on(
+        self, running: Running, before: jax.Array, most: int, live: jax.Array | None = None
+    ) -> jax.Array:
         """bool []: whether there is a row to be drawn, and room for one more pass.
 
-        Each needs room for all that are guessed, in the tables and in the cache.
+        Each needs room for all that are guessed, in the tables and in the cache. ``live``, bool []:
+        whether there is a row, if somebody has counted already.
         """
-        going = ~jnp.all(running.done)
+        going = ~jnp.all(running.done) if live is None else live
         if self.guesses:
             own = jnp.max(jnp.where(running.done, 0, self.own(running)))
             drawn = jnp.max(running.drawn - before)

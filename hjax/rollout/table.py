@@ -1,4 +1,4 @@
-"""Who has which row of an engine's state, and how many columns it has."""
+"""Who has which row of an engine's state, and how many rows and columns it has."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hjax.rollout.slots import State
 
 
 class Table:
-    """Rows of a state that grows with who comes, and shrinks when nobody is there.
+    """Rows of a state that grows with who comes, and shrinks with who goes.
 
     Args:
       engine: whose state it is.
@@ -109,6 +109,18 @@ class Table:
             to, of = (slice(part * n, part * n + old) for n in (here, len(self.rows) // parts))
             held[to], start[to] = self.rows[of], self.start[of]
         self.rows, self.start = held, start
+
+    def narrow(self) -> None:
+        """Leave slots behind that nobody has, where a state may have so few."""
+        parts, taken = self.engine.parts, int(self.taken().max())
+        rows = next(n for n in self.shapes.rows if n // parts >= taken)
+        if self.state is None or rows >= len(self.rows):
+            return
+        free = np.array([row is None for row in self.rows]).reshape(parts, -1)
+        kept = np.sort(np.argsort(free, axis=1, kind="stable")[:, : rows // parts], axis=1)
+        self.state = self.shapes.narrowed(self.state, kept)
+        at = (kept + np.arange(parts)[:, None] * free.shape[1]).ravel()
+        self.rows, self.start = [self.rows[i] for i in at], self.start[at]
 
     def _move(self, first: int, length: int) -> None:
         """Give up columns before ``first``, or put some there, and have so many."""

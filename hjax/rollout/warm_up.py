@@ -40,7 +40,8 @@ class WarmUp:
       params: of its model.
       prefixes: what it keeps; None: nothing.
       scorer: of prompts.
-      nobody: an admission of so many entries and columns, of which nobody is there.
+      nobody: an admission of so many entries and columns, each one's and those of all without
+        padding, of which nobody is there.
       every: that so many rows may draw every token, as of ``Admission``.
     """
 
@@ -48,7 +49,7 @@ class WarmUp:
     params: Weights
     prefixes: Prefixes | None
     scorer: Scorer
-    nobody: Callable[[int, int, Known | None], Admission]
+    nobody: Callable[[int, tuple[int, int], Known | None], Admission]
     every: Callable[[int], Any]
     _blocks: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
@@ -88,9 +89,10 @@ class WarmUp:
         for each in self.shapes.together:
             entries = each * self.shapes.engine.parts
             tasks: list[_Task] = [
-                (f"{entries} prompts, {new} tokens",
-                 functools.partial(self._read, entries, new, columns))
+                (f"{entries} prompts, {flat or new} tokens",
+                 functools.partial(self._read, entries, (new, flat), columns))
                 for new, columns in self._columns()
+                for flat in self.shapes.flat(each, new, columns)
             ]  # fmt: skip
             first += tasks[:1]
             others += tasks[1:]
@@ -103,21 +105,21 @@ class WarmUp:
             yield from ((new, 0) for new in shapes.news)
             return
         for columns in known_columns(shapes.limit):
-            most = min(columns, shapes.new(CHUNK))
+            most = shapes.most_new(columns)
             yield from ((new, columns) for new in shapes.news if new <= most)
 
     def _read(
-        self, entries: int, new: int, columns: int
+        self, entries: int, room: tuple[int, int], columns: int
     ) -> tuple[tuple[int, int], tuple[Prompts, Running]]:
         known = blocks = None
         if self.prefixes is not None:
             nothing = [Beginning()] * entries
             known = known_of([()] * entries, nothing, columns)
             blocks = self.prefixes.blocks
-        asked, engine = self.nobody(entries, new, known), self.shapes.engine
+        asked, engine = self.nobody(entries, room, known), self.shapes.engine
         given = How(), self.params, asked, 1, self.shapes.own.penalties, blocks
         prompts, rows, _ = engine.prefill(*given)
-        return (entries, columns or new), (prompts, rows)
+        return (entries, columns or room[0]), (prompts, rows)
 
     def _states(self, read: list[tuple[Prompts, Running]]) -> tuple[list[_Task], list[_Task]]:
         first: list[_Task] = []
@@ -151,10 +153,15 @@ class WarmUp:
             if 0 <= near < len(lengths):
                 state = engine.move(state, length=lengths[near])
                 state = engine.move(state, length=length)
-        for more in self.shapes.rows:
-            if more > rows:
-                self.shapes.widened(state, more)
-                state = engine.empty(self.shapes.size(rows, length), length)
+        for other in self.shapes.rows:
+            if other > rows:
+                self.shapes.widened(state, other)
+            elif other < rows:
+                kept = np.tile(np.arange(other // engine.parts), (engine.parts, 1))
+                self.shapes.narrowed(state, kept)
+            else:
+                continue
+            state = engine.empty(self.shapes.size(rows, length), length)
 
     def _rest(self) -> list[_Task]:
         """Log-probs of prompts, and chunks of long ones."""

@@ -13,7 +13,7 @@ from hjax.binding import worker_class
 from hjax.errors import ConfigError
 from hjax.kernels import cudnn
 from hjax.kernels.attention import WHOLE
-from hjax.kernels.sets import AUTO, choose
+from hjax.kernels.sets import AUTO, CUDNN, TRIED, choose
 from hjax.models.config import ModelConfig
 from hjax.models.weights import has_scores
 from hjax.roles import ROLLOUT, Role
@@ -234,19 +234,46 @@ def check_attention(
     if config.model.attention == AUTO:
         return
     choose(platform, config.model.attention)
-    asked = f"config.model.attention={config.model.attention}"
-    instead = f"use {AUTO}"
+    if config.model.attention != CUDNN:
+        return
+    asked = f"config.model.attention={CUDNN}"
     if config.data.packing > WHOLE:
         raise ConfigError(
             f"{asked} has no mask of several sequences in a row, and data.packing is "
             f"{config.data.packing}; use packing=0, or {AUTO}"
         )
     for role, model in models.items():
-        reason = cudnn.refusal(dtype, model.head_dim, model.attention_softcap, model.sinks)
-        if role in layouts and layouts[role].train.ways("length") > 1:
-            reason, instead = "it does not split a row's length", "use context=1, or auto"
-        if reason:
-            raise ConfigError(f"{asked} is not for {role}'s model: {reason}; {instead}")
+        if reason := _not_for_cudnn(model, layouts.get(role), dtype):
+            raise ConfigError(f"{asked} is not for {role}'s model: {reason}")
+
+
+def attention_of(
+    config: ConfigDict,
+    model: ModelConfig,
+    layouts: RoleLayouts | None,
+    platform: str,
+    dtype: Any,
+) -> str:
+    """What ``model.attention`` is of a role, as of ``hjax.models.transformer.Compute``.
+
+    Args:
+      config: of the run.
+      model, layouts: of the role.
+      platform: of the devices.
+      dtype: of compute.
+    """
+    asked: str = config.model.attention
+    if asked != AUTO or platform not in cudnn.PLATFORMS or config.data.packing > WHOLE:
+        return asked
+    return asked if _not_for_cudnn(model, layouts, dtype) else TRIED
+
+
+def _not_for_cudnn(model: ModelConfig, layouts: RoleLayouts | None, dtype: Any) -> str:
+    """Why a role cannot have cuDNN's attention, and what to use; empty: it can."""
+    reason = cudnn.refusal(dtype, model.head_dim, model.attention_softcap, model.sinks)
+    if layouts is not None and layouts.train.ways("length") > 1:
+        return "it does not split a row's length; use context=1, or auto"
+    return reason and f"{reason}; use {AUTO}"
 
 
 def can_generate(config: ConfigDict, sizes: Mapping[str, Any], devices: int) -> bool:

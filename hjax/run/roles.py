@@ -24,6 +24,7 @@ from hjax.roles import ROLES, ROLLOUT, Role, calls_of
 from hjax.run import slot_room
 from hjax.run.builder import Builder, adapted, role_path
 from hjax.run.fitting import (
+    attention_of,
     can_generate,
     check_ahead,
     check_attention,
@@ -256,7 +257,12 @@ def describe_roles(
     if read is read_model:  # others know shapes, perhaps of no weights
         check_judges(config, table)
     models = {role: b.arguments[0].model for role, b in builds.items() if b.arguments[0].model}
-    check_attention(config, models, layouts, platform, builder.compute.dtype)
+    dtype = builder.compute.dtype
+    check_attention(config, models, layouts, platform, dtype)
+    for role, model in models.items():
+        kernel = attention_of(config, model, layouts.get(role), platform, dtype)
+        compute = dataclasses.replace(builds[role].arguments[0].compute, attention=kernel)
+        builds[role] = _changed(builds[role], compute=compute)
     starts_from = {
         role: entry.starts_from
         for role, entry in table.items()

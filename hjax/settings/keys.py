@@ -207,10 +207,11 @@ KEYS: dict[str, Any] = {
         ),
         "attention": Key(
             "auto",
-            "who computes attention over sequences of more than 512 tokens: auto, hjax's kernel "
-            "for the platform; cudnn, NVIDIA's library on its GPUs, in bfloat16 (what it does not "
-            "take is refused: docs/models.md). It has not run on a GPU yet",
-            one_of("auto", "cudnn"),
+            "who computes attention over sequences of more than 512 tokens: blocks, hjax's own on "
+            "CPUs and GPUs; cudnn, NVIDIA's library on its GPUs, in bfloat16 (what it does not "
+            "take is refused: docs/models.md). auto: the platform's; on NVIDIA GPUs cudnn for "
+            "roles that it takes, once it has computed there what it should, else blocks",
+            one_of("auto", "blocks", "cudnn"),
         ),
     },
     "data": {
