@@ -143,3 +143,19 @@ def test_bytes_are_those_of_a_walk_over_the_kernels_grid(tiling, transposed):
         passes = len(columns) * inner + len(summed) * outer
         expected = 2 * groups * (each * passes + inner * outer)
         assert grouped_tpu.gradient_bytes(rows, weights, tiling) == expected
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_gradients_are_added_to_what_earlier_passes_summed(name):
+    groups = jnp.array([40, 0, 88], jnp.int32)  # also of a group that has no rows now
+    keys = jax.random.split(jax.random.key(0), 4)
+    rows, given = jax.random.normal(keys[0], (128, 64)), jax.random.normal(keys[1], (128, 136))
+    weights, before = (jax.random.normal(k, (3, 64, 136)) for k in keys[2:])
+
+    def gradients(before):
+        _, back = jax.vjp(lambda r, w: PRODUCTS[name](r, w, groups, 1.0, before), rows, weights)
+        return back(given)
+
+    (of_rows, alone), (same, summed) = gradients(None), gradients(before)
+    np.testing.assert_array_equal(same, of_rows)
+    np.testing.assert_allclose(summed, before + alone, atol=1e-5)

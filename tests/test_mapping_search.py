@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from mapping_cases import brute_force, groupings, packs, random_problem
 
+from hjax.devices import Device
 from hjax.planning import cost, hardware
 from hjax.planning.constants import Constants
 from hjax.planning.cost import Place
@@ -131,3 +132,15 @@ def test_a_set_lies_within_one_pool():
     result = search(dataclasses.replace(case, cluster=two), count=99)
     for plan in result.candidates:
         assert all(s.devices <= 2 for s in plan.sets) and plan.devices <= 4
+
+
+def test_simulated_devices_between_those_measured_do_together_what_lies_between():
+    alone = ((1, 4.0, 0.5), (2, 3.5, 0.81), (8, 1.0, 1.0))
+    device = Device("cpu", 1.0, {"float32": 1.0}, 1.0, 1.0, 1.0, 8, 0, "", alone=alone)
+    pool = Pool(device, 1, 8)
+    assert [pool.faster(n) for n in (1, 2, 8)] == pytest.approx([4.0, 3.5, 1.0])
+    # 2 do 7 together, 8 do 8, so 4 do the root of 56.
+    assert pool.faster(4) == pytest.approx(56**0.5 / 4)
+    assert [pool.load(n) for n in (1, 2, 4, 8)] == pytest.approx([0.5, 0.81, 0.9, 1.0])
+    plain = Pool(dataclasses.replace(device, alone=()), 1, 8)
+    assert (plain.faster(4), plain.load(4)) == (1.0, 0.0)

@@ -11,6 +11,7 @@ import pytest
 from hjax.kernels import reference
 from hjax.models import experts
 from hjax.models.quantized import quantized as in_bytes
+from hjax.sharding.layout import make_layouts
 
 TOKENS, WIDTH, MLP, EXPERTS, PER_TOKEN = 512, 8, 6, 8, 2
 PARTS = 4  # a device has two of the experts
@@ -87,6 +88,33 @@ def quantized(weights, form):
     return dataclasses.replace(weights, **made)
 
 
+@jax.custom_vjp
+def careless(rows, weights, sizes, share, before):
+    """A grouped product that leaves in rows after the groups what may be there, as a TPU's does."""
+    return nothing_known(reference.grouped(rows, weights, sizes, share, before), sizes)
+
+
+def nothing_known(rows, sizes):
+    return jnp.where((jnp.arange(rows.shape[0]) < jnp.sum(sizes))[:, None], rows, jnp.nan)
+
+
+def careless_backward(kept, given):
+    rows, weights, sizes, share, before = kept
+    cleared = (jnp.where(jnp.isnan(nothing_known(x, sizes)), 0, x) for x in (rows, given))
+    rows, given = cleared
+    _, back = jax.vjp(lambda r, w: reference.grouped(r, w, sizes, share, before), rows, weights)
+    of_rows, of_weights = back(given)
+    return nothing_known(of_rows, sizes), of_weights, None, None, None
+
+
+careless.defvjp(lambda *given: (careless(*given), given), careless_backward)
+
+
+def careless_product(rows, weights, sizes, share=1.0, before=None):
+    return careless(rows, weights, sizes, share, before)
+
+
+@pytest.mark.parametrize("grouped", [reference.grouped, careless_product])
 @pytest.mark.parametrize(
     ("load", "form"),
     [
@@ -98,7 +126,7 @@ def quantized(weights, form):
         ("even", "fp8"),
     ],
 )
-def test_in_pieces_and_at_once_are_a_plain_sum(load, form, monkeypatch):
+def test_in_pieces_and_at_once_are_a_plain_sum(load, form, grouped, monkeypatch):
     rows, shares, chosen, weights = given(load)
     if form:
         weights = added_to(weights)
@@ -116,7 +144,7 @@ def test_in_pieces_and_at_once_are_a_plain_sum(load, form, monkeypatch):
 
     def summed(rows, shares, weights):
         weights = dataclasses.replace(weights, **frozen)
-        return experts._summed(rows, shares, chosen, weights, routing, reference.grouped, PARTS)
+        return experts._summed(rows, shares, chosen, weights.joined(), routing, grouped, PARTS)
 
     def gradients(run):
         def value(*arguments):
@@ -136,3 +164,52 @@ def test_in_pieces_and_at_once_are_a_plain_sum(load, form, monkeypatch):
     for one, other, true in zip(in_pieces, at_once, expected, strict=True):
         np.testing.assert_allclose(one, true, rtol=2e-5, atol=2e-5)
         np.testing.assert_allclose(other, true, rtol=2e-5, atol=2e-5)
+
+
+LAYOUTS = [
+    {"data": 1, "expert": 8},
+    {"data": 1, "fsdp": 2, "expert": 4},
+    {"data": 2, "fsdp": 2, "expert": 2},
+    {"data": 1, "expert": 4, "tensor": 2},
+]
+
+
+@pytest.mark.parametrize("form", ["", "adapters", "int8"])
+@pytest.mark.parametrize("train", LAYOUTS, ids=str)
+def test_tokens_that_travel_get_what_gathered_ones_get(train, form):
+    """Values and gradients, beside all experts on one device."""
+    layout = make_layouts(jax.devices(), train).train
+    count, width, mlp = 16, 32, 16
+    keys = iter(jax.random.split(jax.random.key(0), 9))
+    shapes = {
+        "router": (width, count),
+        "gate_up": (count, width, 2, mlp),
+        "down": (count, mlp, width),
+        "gate_up_bias": (count, 2, mlp),
+        "down_bias": (count, width),
+    }
+    weights = experts.Weights(**{n: jax.random.normal(next(keys), s) / 4 for n, s in shapes.items()})
+    if form == "adapters":
+        parts = {"gate_up_a": (count, width, 2), "gate_up_b": (count, 2, 2, mlp)}
+        drawn = {n: jax.random.normal(next(keys), s) / 4 for n, s in parts.items()}
+        weights = dataclasses.replace(weights, **drawn)
+    if form == "int8":
+        weights = quantized(weights, form)
+    frozen = weights.frozen()
+    weights = dataclasses.replace(weights, **dict.fromkeys(frozen))
+    x, given = (jax.random.normal(next(keys), (8, 6, width)) for _ in range(2))
+    routing = experts.Routing(3, True, lambda gate, up: jax.nn.silu(gate) * up)
+
+    def found(*more, **travel):
+        def run(x, weights):
+            whole = dataclasses.replace(weights, **frozen)
+            return experts.mixture(x, whole, routing, *more, **travel)[0]
+
+        out, back = jax.jit(lambda: jax.vjp(run, x, weights))()
+        return jax.tree.leaves((out, jax.jit(back)(given)))
+
+    alone, gathered = found(), found(layout, careless_product)
+    travelled = found(layout, careless_product, travel=True)
+    for expected, *both in zip(alone, gathered, travelled, strict=True):
+        for one in both:
+            np.testing.assert_allclose(one, expected, atol=2e-5)

@@ -14,13 +14,22 @@ import jax
 import jax.numpy as jnp
 
 from hjax.kernels import checks
+from hjax.kernels.reference import sum_after
 
 _ROWS = (512, 256, 128, 64, 32, 16, 8)  # of a block, largest first
 
 
-def product(rows: jax.Array, weights: jax.Array, sizes: jax.Array, share: float = 1.0) -> jax.Array:
+def product(
+    rows: jax.Array,
+    weights: jax.Array,
+    sizes: jax.Array,
+    share: float = 1.0,
+    before: jax.Array | None = None,
+) -> jax.Array:
     """``hjax.kernels.reference.grouped``, whose arguments these are."""
     checks.check_grouped(rows, weights, sizes)
+    if before is not None:
+        weights = sum_after(weights, before)
     each = rows.shape[0] * share / weights.shape[0]
     block = next((rows for rows in _ROWS if each >= 2 * rows), _ROWS[-1])
     return _product(rows, weights, sizes, block, share)

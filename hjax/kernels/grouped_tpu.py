@@ -28,6 +28,7 @@ def product(
     weights: jax.Array,
     sizes: jax.Array,
     share: float = 1.0,
+    before: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """``hjax.kernels.reference.grouped``, whose arguments these are.
@@ -38,33 +39,43 @@ def product(
     tile = _tile_rows(rows.shape[0], weights.shape[0], share)
     short = -rows.shape[0] % tile
     padded = jnp.pad(rows, ((0, short), (0, 0))) if short else rows
-    out = _product(padded, weights, sizes, tile, share, interpret)
+    out = _product(padded, weights, sizes, before, tile, share, interpret)
     return out[: rows.shape[0]]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def _product(
-    rows: jax.Array, weights: jax.Array, sizes: jax.Array, tile: int, share: float, interpret: bool
+    rows: jax.Array,
+    weights: jax.Array,
+    sizes: jax.Array,
+    before: jax.Array | None,
+    tile: int,
+    share: float,
+    interpret: bool,
 ) -> jax.Array:
     return _times(rows, weights, sizes, tile, share, interpret)
 
 
 def _forward(*arguments: Any) -> tuple[jax.Array, Any]:
-    return _product(*arguments), arguments[:3]
+    return _product(*arguments), arguments[:4]
 
 
 def _backward(tile: int, share: float, interpret: bool, kept: Any, given: jax.Array) -> Any:
-    rows, weights, sizes = kept
+    rows, weights, sizes, before = kept
     made = _times(given, weights, sizes, tile, share, interpret, transposed=True)
     if weights.dtype.itemsize == 1:
-        return made, None, None
+        return made, None, None, None
     inner, outer = weights.shape[1:]
     tiling = tile, _cut(inner, _OUTER), _cut(outer, _OUTER)
-    with _told(rows, weights, tile, share, gradient_bytes(rows, weights, tiling, share)):
+    moved = gradient_bytes(rows, weights, tiling, share)
+    if before is not None:  # is read
+        moved += before.size * before.dtype.itemsize
+    with _told(rows, weights, tile, share, moved):
         gradient = tgmm(
-            rows.swapaxes(0, 1), given, sizes, weights.dtype, tiling, interpret=interpret
-        )
-    return made, gradient, None
+            rows.swapaxes(0, 1), given, sizes, weights.dtype, tiling, existing_out=before,
+            interpret=interpret,
+        )  # fmt: skip
+    return made, gradient, None, None
 
 
 _product.defvjp(_forward, _backward)

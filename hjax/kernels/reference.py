@@ -96,8 +96,23 @@ def largest(logits: jax.Array) -> jax.Array:
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
+@jax.custom_vjp
+def sum_after(weights: jax.Array, before: jax.Array) -> jax.Array:
+    """The weights, whose gradient is added to ``before``, what earlier passes have summed up."""
+    return weights
+
+
+sum_after.defvjp(
+    lambda weights, before: (weights, before), lambda before, given: (before + given, None)
+)
+
+
 def grouped(
-    rows: jax.Array, weights: jax.Array, sizes: jax.Array, share: float = 1.0
+    rows: jax.Array,
+    weights: jax.Array,
+    sizes: jax.Array,
+    share: float = 1.0,
+    before: jax.Array | None = None,
 ) -> jax.Array:
     """Each group of rows times its own matrix; [rows, outputs] in the dtype of the rows.
 
@@ -109,8 +124,11 @@ def grouped(
       sizes: int32 [groups], rows of each.
       share: of the rows, how many are expected to be in a group, 0 to 1; results don't depend on
         it.
+      before: like weights; their gradient is added to it, as of ``sum_after``. None: to nothing.
     """
     checks.check_grouped(rows, weights, sizes)
+    if before is not None:
+        weights = sum_after(weights, before)
     if weights.dtype.itemsize == 1:
         weights = jax.lax.stop_gradient(weights).astype(rows.dtype)
     return jax.lax.ragged_dot(rows, weights, sizes)

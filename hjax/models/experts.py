@@ -18,6 +18,8 @@ import jax.numpy as jnp
 
 from hjax.kernels import quantized, reference
 from hjax.models.balance import tallied
+from hjax.models.expert_ring import Ring, around, goes_round
+from hjax.models.weight_ring import LONGEST, whole
 from hjax.sharding.layout import Layout
 
 Grouped = Callable[..., jax.Array]
@@ -70,6 +72,16 @@ class Weights:
         kept = self.frozen()
         return dataclasses.replace(jax.tree.map(lambda w: w.astype(dtype), self), **kept)
 
+    def joined(self) -> Weights:
+        """With gate and up one after another in one dimension, as products read them."""
+
+        def joined(name: str) -> Any:
+            weight = getattr(self, name)
+            return None if weight is None else weight.reshape(*weight.shape[:-2], -1)
+
+        names = ("gate_up", "gate_up_b", "gate_up_bias", "gate_up_scale")
+        return dataclasses.replace(self, **{name: joined(name) for name in names})
+
     def frozen(self) -> dict[str, Any]:
         """Of which there are no gradients: quantized matrices and their scales."""
         if self.gate_up_scale is None:
@@ -106,6 +118,7 @@ def mixture(
     layout: Layout | None = None,
     grouped: Grouped = reference.grouped,
     counted: jax.Array | None = None,
+    travel: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """The experts' outputs, weighted and summed, and how tokens spread over experts.
 
@@ -115,9 +128,10 @@ def mixture(
       routing: how tokens choose.
       layout: over whose devices rows, length, experts and MLP are split. A device computes its
         experts for the tokens of all devices that differ from it in the ``expert`` axis alone:
-        they are gathered before, and sums are scattered after.
+        they are gathered before, and sums are scattered after; or they travel.
       grouped: the grouped product, ``hjax.kernels.reference.grouped`` or a platform's.
       counted: float32 [batch, length], see ``hjax.models.balance.tallied``; None: nobody asks.
+      travel: tokens go round the ``expert`` axis, see ``hjax.models.expert_ring``; not a long one.
 
     Returns:
       [batch, length, embed] in the dtype of x, and what ``tallied`` says of all devices' tokens, or
@@ -136,7 +150,7 @@ def mixture(
         there = {n: tuple(None if a == "embed" else a for a in axes) for n, axes in there.items()}
     split = Weights(**{name: layout.spec(axes) for name, axes in there.items()})
     return jax.shard_map(
-        functools.partial(_part, routing=routing, layout=layout, grouped=grouped),
+        functools.partial(_part, routing=routing, layout=layout, grouped=grouped, travel=travel),
         mesh=layout.mesh if inside.empty else inside,
         axis_names=free,
         in_specs=(tokens, split, tokens),
@@ -154,8 +168,8 @@ def _of_all(
 ) -> tuple[jax.Array, jax.Array | None]:
     shares, chosen, sums = _routed(x, weights, counted, routing)
     rows = x.reshape(-1, x.shape[-1])
-    out = _summed(rows, shares, chosen, weights, routing, grouped)
-    return out.astype(x.dtype).reshape(x.shape), sums
+    out = _summed(rows, shares, chosen, weights.joined(), routing, grouped)
+    return out.reshape(x.shape), sums
 
 
 def _routed(
@@ -178,32 +192,48 @@ def _part(
     routing: Routing,
     layout: Layout,
     grouped: Grouped,
+    travel: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
     """On one device: its tokens and its experts."""
-    weights = _gathered(weights, x.shape[-1], layout.axes("embed"))
+    weights = _gathered(weights, x.shape[-1], layout, travel).joined()
     shares, chosen, sums = _routed(x, weights, counted, routing)
     if sums is not None and (split := layout.axes("batch") + layout.axes("length")):
         sums = jax.lax.psum(sums, split)
     rows = x.reshape(-1, x.shape[-1])
     shares, chosen = (part.reshape(rows.shape[0], -1) for part in (shares, chosen))
-    experts, mlp = layout.axes("experts"), layout.axes("mlp")
-    first = 0
-    if experts:
-        rows, shares, chosen = (
-            jax.lax.all_gather(part, experts, axis=0, tiled=True) for part in (rows, shares, chosen)
-        )
-        first = jax.lax.axis_index(experts) * weights.down.shape[0]
+    experts, mlp, parts = layout.axes("experts"), layout.axes("mlp"), layout.ways("experts")
     if mlp and weights.down_bias is not None:  # of one of those whose sums are added
         bias = jnp.where(jax.lax.axis_index(mlp) == 0, weights.down_bias, 0)
         weights = dataclasses.replace(weights, down_bias=bias)
-    parts = layout.ways("experts")
-    out = _summed(rows, shares, chosen - first, weights, routing, grouped, parts)
-    out = out.astype(x.dtype)  # as sums over the tensor axis are
+
+    def made(
+        rows: jax.Array,
+        shares: jax.Array,
+        chosen: jax.Array,
+        weights: Weights,
+        before: Weights | None = None,
+    ) -> jax.Array:
+        first = jax.lax.axis_index(experts) * weights.down.shape[0] if experts else 0
+        if before is not None:
+            before = dataclasses.replace(before, **dict.fromkeys(weights.frozen()))
+        how = routing, grouped, parts, before
+        return _summed(rows, shares, chosen - first, weights, *how)
+
+    travel = travel and goes_round(parts)
+    if travel:
+        out = around(Ring(experts, parts, made), rows, shares, chosen, weights)
+    else:
+        if experts:
+            rows, shares, chosen = (
+                jax.lax.all_gather(part, experts, axis=0, tiled=True)
+                for part in (rows, shares, chosen)
+            )
+        out = made(rows, shares, chosen, weights)
     if mlp:
         out = jax.lax.psum(out, mlp)
-    if experts:
+    if experts and not travel:
         out = jax.lax.psum_scatter(out, experts, scatter_dimension=0, tiled=True)
-    return out.astype(x.dtype).reshape(x.shape), sums
+    return out.reshape(x.shape), sums
 
 
 def _summed(
@@ -214,17 +244,19 @@ def _summed(
     routing: Routing,
     grouped: Grouped,
     parts: int = 1,
+    before: Weights | None = None,
 ) -> jax.Array:
-    """float32 [tokens, embed]: of each token's experts those that are here.
+    """[tokens, embed]: the sum over those of each token's experts that are here.
 
     Args:
       rows: [tokens, embed].
       shares: float32 [tokens, per_token].
       chosen: int [tokens, per_token], counted from the first expert here; others are elsewhere.
-      weights: of the experts here.
+      weights: of the experts here, joined.
       routing: their activation.
       grouped: the grouped product.
       parts: of all experts one in so many is here.
+      before: what gradients of the weights are added to; None: to nothing.
     """
     experts = weights.down.shape[0]
     per_token = chosen.size // rows.shape[0]
@@ -236,64 +268,82 @@ def _summed(
     piece = -(-math.ceil(_ROOM * order.size / parts) // _TILE) * _TILE
     if parts > 1 and piece < order.size:
         every = functools.partial(_of_experts, routing=routing, grouped=grouped, share=1 / _ROOM)
-        return _in_pieces((every, piece, per_token), rows, shares, weights, order, sizes)
+        return _in_pieces((every, piece, per_token), rows, shares, weights, order, sizes, before)
     back = jnp.argsort(order)
+    # Rows of no group here: what a grouped product leaves there may be anything.
+    inside = (jnp.arange(order.size) < jnp.sum(sizes))[:, None] if parts > 1 else None
     out = _of_experts(
-        _sorted(rows, order, back), weights, sizes, routing=routing, grouped=grouped,
-        share=1 / parts,
+        _within(_sorted(rows, order, back), inside), shares[order], weights, sizes,
+        routing=routing, grouped=grouped, share=1 / parts, before=before,
     )  # fmt: skip
-    out = _unsorted(out, order, back).reshape(-1, per_token, rows.shape[-1])
-    kept = jnp.where(here, shares, 0.0).reshape(-1, per_token, 1)
-    return jnp.sum(out.astype(jnp.float32) * kept, axis=1)
+    out = _unsorted(_within(out, inside), order, back).reshape(-1, per_token, rows.shape[-1])
+    return jnp.sum(out.astype(jnp.float32), axis=1).astype(rows.dtype)
 
 
 def _of_experts(
     rows: jax.Array,
+    shares: jax.Array,
     weights: Weights,
     sizes: jax.Array,
     *,
     routing: Routing,
     grouped: Grouped,
     share: float,
+    before: Weights | None = None,
 ) -> jax.Array:
-    """[rows, embed]: each row, sorted by expert, through its own; 0 after the groups."""
+    """[rows, embed]: each row, sorted by expert, through its own, times its share.
+
+    After the groups anything stands, also in the gradient of those rows: a grouped product leaves
+    there what is. Gradients of weights, added to ``before``, and of shares know nothing of them.
+    """
+    if before is None:
+        before = Weights(*[None] * 3)
     experts = weights.down.shape[0]
     ends = jnp.cumsum(sizes)
     at = jnp.arange(rows.shape[0])
     inside = (at < ends[-1])[:, None] if share < 1 else None
-
-    def product(x: jax.Array, weight: jax.Array) -> jax.Array:
-        weight = weight.reshape(*weight.shape[:2], -1)
-        return _within(grouped(_within(x, inside), weight, sizes, share), inside)
-
+    shares = _within(shares[:, None], inside)
     own = jnp.minimum(jnp.searchsorted(ends, at, side="right"), experts - 1)  # a row's expert
 
     def through(x: jax.Array, name: str) -> jax.Array:
-        parts = (getattr(weights, f"{name}{end}") for end in ("", "_scale", "_a", "_b"))
-        weight, scale, a, b = parts
-        out = product(x, weight)
+        def product(x: jax.Array, end: str) -> jax.Array:
+            both = (getattr(w, f"{name}{end}") for w in (weights, before))
+            weight, sums = both
+            return grouped(x, weight, sizes, share, sums)
+
+        out = product(x, "")
+        scale, adapted = (getattr(weights, f"{name}{end}") for end in ("_scale", "_a"))
         if scale is not None:
-            out = quantized.scaled_rows(out, scale.reshape(experts, -1), own)
-        return out if a is None else out + product(product(x, a), b)
+            out = quantized.scaled_rows(out, scale, own)
+        return out if adapted is None else out + product(product(x, "_a"), "_b")
+
+    def bias(name: str) -> jax.Array:
+        one, sums = (getattr(w, f"{name}_bias") for w in (weights, before))
+        return _within((one if sums is None else reference.sum_after(one, sums))[own], inside)
 
     both = through(rows, "gate_up")
     if weights.gate_up_bias is not None:
-        both += _within(weights.gate_up_bias.reshape(experts, -1)[own], inside)
+        both += bias("gate_up")
     gate, up = jnp.split(both, 2, axis=-1)
-    out = through(routing.activation(gate, up), "down")
+    # A share of what goes down is one of what comes: there are fewer elements of it.
+    active = routing.activation(gate, up)
+    out = through((active.astype(jnp.float32) * shares).astype(active.dtype), "down")
     if weights.down_bias is not None:
-        out += _within(weights.down_bias[own], inside)
+        out += (bias("down").astype(jnp.float32) * shares).astype(out.dtype)
     return out
 
 
-def _gathered(weights: Weights, width: int, axes: tuple[str, ...]) -> Weights:
-    """Whole matrices of the experts here, of parts over these axes; backwards a reduce-scatter,
-    where the compiler would sum all and cut then."""
+def _gathered(weights: Weights, width: int, layout: Layout, travel: bool) -> Weights:
+    """Whole matrices of the experts here, of parts over the axes of ``embed``; backwards a
+    reduce-scatter, where the compiler would sum all and cut then. ``travel``: part by part."""
+    axes, ways = layout.axes("embed"), layout.ways("embed")
 
     def gather(name: str, dimension: int) -> Any:
         weight = getattr(weights, name)
         if weight is None or weight.shape[dimension] == width:
             return weight
+        if travel and ways <= LONGEST:
+            return whole(weight, dimension, axes, ways)
         return jax.lax.all_gather(weight, axes, axis=dimension, tiled=True)
 
     split = {"gate_up": 1, "down": 2, "gate_up_a": 1, "down_b": 2, "down_scale": 1}
@@ -313,10 +363,12 @@ def _in_pieces(
     weights: Weights,
     order: jax.Array,
     sizes: jax.Array,
+    before: Weights | None,
 ) -> jax.Array:
     """``_summed`` of rows [tokens, embed], shares [tokens * per_token], in ``order``.
 
-    ``how``: the experts, rows of a piece, per_token. The backward pass computes a piece again.
+    ``how``: the experts, rows of a piece, per_token. The backward pass computes a piece again. A
+    token's few rows are summed in their dtype, as transformers sums them.
     """
     every, piece, per_token = how
     at_piece = _pieces_of(order, sizes, piece, per_token, rows.shape[0])
@@ -324,11 +376,11 @@ def _in_pieces(
     def add(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         turn, out = state
         place, token, read, held = at_piece(turn)
-        made = _weighted(every, rows[read], shares, place, weights, held)
+        made = every(rows[read], shares[place], weights, held)
         return turn + 1, out.at[token].add(made, mode="drop")
 
     with _one_expected():
-        start = (jnp.int32(0), jnp.zeros(rows.shape, jnp.float32))
+        start = (jnp.int32(0), jnp.zeros_like(rows))
         return jax.lax.while_loop(_unfinished(sizes, piece), add, start)[1]
 
 
@@ -338,11 +390,13 @@ def _in_pieces_forward(how: Any, *given: Any) -> tuple[jax.Array, Any]:
 
 def _in_pieces_backward(how: Any, kept: Any, given: jax.Array) -> Any:
     every, piece, per_token = how
-    rows, shares, weights, order, sizes = kept
+    rows, shares, weights, order, sizes, before = kept
     at_piece = _pieces_of(order, sizes, piece, per_token, rows.shape[0])
     frozen = weights.frozen()
     none = dict.fromkeys(frozen)
     weights = dataclasses.replace(weights, **none)
+    before = jax.tree.map(jnp.zeros_like, weights) if before is None else before
+    before = dataclasses.replace(before, **none)
 
     def add(state: Any) -> Any:
         turn, of_rows, of_shares, of_weights = state
@@ -350,24 +404,22 @@ def _in_pieces_backward(how: Any, kept: Any, given: jax.Array) -> Any:
 
         def run(rows: jax.Array, shares: jax.Array, weights: Weights) -> jax.Array:
             whole = dataclasses.replace(weights, **frozen)
-            return _weighted(every, rows, shares, place, whole, held)
+            return every(rows, shares[place], whole, held, before=of_weights)
 
         _, backwards = jax.vjp(run, rows[read], shares, weights)
-        inside = (token < rows.shape[0])[:, None]
-        found = backwards(jnp.where(inside, given[read], 0.0))
-        of_rows = of_rows.at[token].add(found[0].astype(jnp.float32), mode="drop")
-        of_weights = jax.tree.map(jnp.add, of_weights, found[2])
-        return turn + 1, of_rows, of_shares + found[1], of_weights
+        found = backwards(given[read])
+        of_rows = of_rows.at[token].add(found[0], mode="drop")
+        return turn + 1, of_rows, of_shares + found[1], found[2]
 
     start = (
         jnp.int32(0),
-        jnp.zeros(rows.shape, jnp.float32),
+        jnp.zeros_like(rows),
         jnp.zeros_like(shares),
-        jax.tree.map(jnp.zeros_like, weights),
+        before,
     )
     with _one_expected():
         found = jax.lax.while_loop(_unfinished(sizes, piece), add, start)
-    return found[1].astype(rows.dtype), *found[2:], None, None
+    return *found[1:], None, None, None
 
 
 _in_pieces.defvjp(_in_pieces_forward, _in_pieces_backward)
@@ -403,20 +455,8 @@ def _pieces_of(
     return part
 
 
-def _weighted(
-    every: Callable[..., jax.Array],
-    rows: jax.Array,
-    shares: jax.Array,
-    place: jax.Array,
-    weights: Weights,
-    sizes: jax.Array,
-) -> jax.Array:
-    """float32 [piece, embed]: rows through their experts, times their share."""
-    return every(rows, weights, sizes).astype(jnp.float32) * shares[place][:, None]
-
-
 def _within(x: jax.Array, inside: jax.Array | None) -> jax.Array:
-    """0 in rows of no group, here and in the gradient: a grouped product leaves there what is."""
+    """0 in rows of no group, here and in the gradient."""
     return x if inside is None else jnp.where(inside, x, 0)
 
 

@@ -141,7 +141,7 @@ class WeightRing:
         return self._map(run, (places, self._specs(weights)), places)(x, weights)
 
     def _sent(self, tree: Any, by: int) -> Any:
-        return _sent(tree, by, self.axes, self._count)
+        return sent(tree, by, self.axes, self._count)
 
     def _padded(self, x: jax.Array) -> jax.Array:
         more = -x.shape[1] % self._count
@@ -173,10 +173,7 @@ class WeightRing:
         along = parameter.names.index("embed") - 1
         if count > LONGEST:
             return jax.lax.all_gather(x, axes, axis=along, tiled=True)
-        pieces = [x]
-        while len(pieces) < count:
-            pieces.append(_sent(pieces[-1], 1, axes, count))
-        return _joined(along, count, jax.lax.axis_index(axes), tuple(pieces))
+        return whole(x, along, axes, count, both=False)
 
     def _split(self, name: str) -> bool:
         return any(
@@ -195,12 +192,34 @@ class WeightRing:
         )
 
 
-def _sent(tree: Any, by: int, axes: tuple[str, ...], count: int) -> Any:
+def sent(tree: Any, by: int, axes: tuple[str, ...], count: int) -> Any:
     """Of every device of a ring to the one so many further on."""
     if by % count == 0:
         return tree
     pairs = [(i, (i + by) % count) for i in range(count)]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, axes, pairs), tree)
+
+
+def whole(
+    x: jax.Array, along: int, axes: tuple[str, ...], count: int, both: bool = True
+) -> jax.Array:
+    """An array of which each device of a ring has a part, from its neighbours' part by part.
+
+    Args:
+      x: the part.
+      along: dimension in which they stand one after another.
+      axes, count: of the ring.
+      both: parts come from both sides.
+    """
+    back = (count - 1) // 2 if both else 0
+    pieces, before = [x], [x]
+    while len(pieces) + back < count:
+        pieces.append(sent(pieces[-1], 1, axes, count))
+    while len(before) <= back:
+        before.append(sent(before[-1], -1, axes, count))
+    # The one of the device a step after stands last.
+    pieces += before[:0:-1]
+    return _joined(along, count, jax.lax.axis_index(axes), tuple(pieces))
 
 
 # Pieces of a dimension, one of each device: number ``step`` is that of the device ``step`` before.

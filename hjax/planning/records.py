@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 from hjax.devices import Device
@@ -15,6 +16,19 @@ from hjax.roles import STAGES
 
 # What of a role waits in the host's memory between its calls.
 Offload = Literal["none", "optimizer", "all"]
+
+
+def between(points: Sequence[tuple[int, float]], at: int) -> float:
+    """Of values above 0 at growing numbers the one at another, on logarithmic scales; before and
+    after all of them the first and the last; of none 0."""
+    below = [(n, value) for n, value in points if n <= at]
+    above = [(n, value) for n, value in points if n >= at]
+    if not (below and above):
+        return below[-1][1] if below else above[0][1] if above else 0.0
+    (low, first), (high, last) = below[-1], above[0]
+    if low == high or not first:
+        return last
+    return first * (last / first) ** (math.log(at / low) / math.log(high / low))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,12 +63,18 @@ class Pool:
         return bool(self.device.alone)
 
     def faster(self, devices: int) -> float:
-        """How many times faster each of so many devices is than with all of them busy."""
-        return max((f for n, f, _ in self.device.alone if n >= devices), default=1.0)
+        """How many times faster each of so many devices is than with all of them busy.
+
+        Of numbers between those measured, all together do what lies between, on logarithmic scales:
+        as many as there are cores keep these busy, and more of them share what they do.
+        """
+        together = [(n, n * f) for n, f, _ in self.device.alone]
+        least = min((n for n, _ in together), default=devices)
+        return between(together, devices) / max(devices, least) if together else 1.0
 
     def load(self, devices: int) -> float:
         """Share of the cores' time that so many busy devices take; 0 where none are shared."""
-        return min((c for n, _, c in self.device.alone if n >= devices), default=0.0)
+        return between([(n, c) for n, _, c in self.device.alone], devices)
 
     @property
     def domain(self) -> int:

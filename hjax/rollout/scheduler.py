@@ -358,10 +358,10 @@ class Schedule:
             state = self._make_room(self._shrink(state))
             room = self._length - self._column - self.engine.spare
             steps = STEPS if self.engine.by_row else min(STEPS, room)
-            given = self.how, params, state, steps, self._most
             fewer = self._fewer()
             until = fewer if self._most_live() > fewer else 0
-            state, drawn = self.engine.decode(*given, until=until)
+            given = self.how, params, state, steps, self._most, None, until
+            state, drawn = self.engine.decode(*given)
             self._decoding = True
             self._column += drawn.steps
             self._done = drawn.done.reshape(self._done.shape).copy()
