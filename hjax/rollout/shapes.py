@@ -49,12 +49,12 @@ class Shapes:
 
     @property
     def rows(self) -> list[int]:
-        """Slots that a state may have, growing: where a free one costs as much as another, few
-        requests have few, and one alone has its own."""
+        """Slots that a state may have, growing: where a free one costs as much as another, half as
+        many requests have half, few have few, and one alone has its own."""
         parts = self.engine.parts
         if self.engine.by_kernel:
             return [self.slots]
-        return sorted({parts, -(-self.slots // (8 * parts)) * parts, self.slots})
+        return sorted({parts, *(-(-self.slots // (n * parts)) * parts for n in (8, 2, 1))})
 
     @property
     def spare(self) -> int:
@@ -78,9 +78,16 @@ class Shapes:
             length += octave if length < 256 else octave // (4 if length < 1024 else 2)
         return [*made, most]
 
-    def longer(self, columns: int) -> int:
-        """Columns of a state in which so many are taken."""
-        return next(n for n in self.lengths if n >= columns + self.spare)
+    def lengths_of(self, rows: int) -> list[int]:
+        """Those of a state of so many slots: of less than half, powers of two and the last, as few
+        slots read few columns whatever there are."""
+        if rows >= self.slots / 2:
+            return self.lengths
+        return [n for n in self.lengths if n & (n - 1) == 0 or n == self.lengths[-1]]
+
+    def longer(self, columns: int, rows: int) -> int:
+        """Columns of a state of so many slots in which so many are taken."""
+        return next(n for n in self.lengths_of(rows) if n >= columns + self.spare)
 
     def new(self, tokens: int) -> int:
         """Columns for so many new tokens of prompts."""

@@ -87,7 +87,7 @@ class Table:
         if self.state is None:
             self.column = tokens
             # For the kernel all that a row may ever need.
-            self.length = shapes.longer(self.max_tokens if engine.by_kernel else tokens)
+            self.length = shapes.longer(self.max_tokens if engine.by_kernel else tokens, rows)
             self.state = engine.empty(shapes.size(rows, self.length), tokens)
             self._widen(rows, new=True)
             return
@@ -95,9 +95,9 @@ class Table:
             self.state = shapes.widened(self.state, rows)
             self._widen(rows)
         if engine.by_row and not engine.by_kernel:
-            self._move(0, max(self.length, shapes.longer(tokens)))
+            self._move(0, max(self.length, self._longer(tokens)))
         elif tokens > self.column and not engine.by_row:
-            self._move(self.column - tokens, max(self.length, shapes.longer(tokens)))
+            self._move(self.column - tokens, max(self.length, self._longer(tokens)))
 
     def _widen(self, rows: int, new: bool = False) -> None:
         """Who has which row, of a state of more rows, or of a new one, where nobody is."""
@@ -116,16 +116,22 @@ class Table:
         rows = next(n for n in self.shapes.rows if n // parts >= taken)
         if self.state is None or rows >= len(self.rows):
             return
+        length = next(n for n in self.shapes.lengths_of(rows) if n >= self.length)
+        if length > self.length:
+            self._move(0, length)
         free = np.array([row is None for row in self.rows]).reshape(parts, -1)
         kept = np.sort(np.argsort(free, axis=1, kind="stable")[:, : rows // parts], axis=1)
         self.state = self.shapes.narrowed(self.state, kept)
         at = (kept + np.arange(parts)[:, None] * free.shape[1]).ravel()
         self.rows, self.start = [self.rows[i] for i in at], self.start[at]
 
+    def _longer(self, columns: int) -> int:
+        return self.shapes.longer(columns, len(self.rows))
+
     def _move(self, first: int, length: int) -> None:
         """Give up columns before ``first``, or put some there, and have so many."""
         assert self.state is not None
-        lengths = self.shapes.lengths
+        lengths = self.shapes.lengths_of(len(self.rows))
         at, to = lengths.index(self.length), lengths.index(length)
         # From each to the next: as few programs as there are lengths.
         between = range(at + 1, to + 1) if to > at else range(at - 1, to - 1, -1)
@@ -143,7 +149,7 @@ class Table:
         if self.engine.by_row:
             most = max(len(row.request.prompt) + len(row.tokens) for _, row in live)
             if most + self.engine.lookup > self.length:
-                self._move(0, self.shapes.longer(most))
+                self._move(0, self._longer(most))
         elif self.column == self.length:
             first = int(min(self.start[at] for at, _ in live))
-            self._move(first, self.shapes.longer(self.column - first))
+            self._move(first, self._longer(self.column - first))

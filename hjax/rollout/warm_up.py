@@ -128,14 +128,14 @@ class WarmUp:
             tasks: list[_Task] = [
                 (f"{rows} slots of {length} tokens",
                  functools.partial(self._slots, rows, length, read))
-                for length in self.shapes.lengths
+                for length in self.shapes.lengths_of(rows)
             ]  # fmt: skip
             first += tasks[:1]
             others += tasks[1:]
         return first, others
 
     def _slots(self, rows: int, length: int, read: list[tuple[Prompts, Running]]) -> None:
-        engine, lengths = self.shapes.engine, self.shapes.lengths
+        engine, lengths = self.shapes.engine, self.shapes.lengths_of(rows)
         state = engine.empty(self.shapes.size(rows, length), length)
         for prompts, running in read:
             nowhere = np.full(running.drawn.shape, rows, np.int32)
@@ -154,6 +154,8 @@ class WarmUp:
                 state = engine.move(state, length=lengths[near])
                 state = engine.move(state, length=length)
         for other in self.shapes.rows:
+            if length not in self.shapes.lengths_of(other):
+                continue
             if other > rows:
                 self.shapes.widened(state, other)
             elif other < rows:
