@@ -12,4 +12,7 @@ from hjax.launch.configs import pairs
 
 def get_config() -> ConfigDict:
     """The config of `--config=orpo.py`."""
-    return pairs("ORPO")
+    config = pairs("ORPO")
+    # Its likelihood of the chosen ones is supervised training: it takes any policy.
+    config.warm_start.steps = 20
+    return config

@@ -15,4 +15,6 @@ LEARNS = (Measure("actor/margin", rise=0.5), Measure("eval/accuracy", rise=0.05)
 
 def get_config() -> ConfigDict:
     """The config of `--config=sim_po.py`."""
-    return pairs("SimPO")
+    config = pairs("SimPO")
+    config.warm_start.steps = 40
+    return config
