@@ -44,6 +44,8 @@ from hjax.rollout.warm_up import WarmUp
 from hjax.sharding.arrays import place, to_numpy
 
 SLOTS = 16
+# How often some are let in before the next tokens, at most: then it is looked who has left.
+ROUNDS = 4
 # Tokens that are kept for prompts to come, if nobody says how many.
 PREFIX_TOKENS = 16 * 1024
 
@@ -280,7 +282,9 @@ class Service:
                 if self._replacement is None:  # else those that run end first
                     self._score()
                     self._read()
-                    self._admit()
+                    for _ in range(ROUNDS):
+                        if not (self._admit() and self._crowded()):
+                            break
                 if self._table.busy:
                     self._decode()
         except BaseException as error:  # told to everybody who waits
@@ -424,7 +428,12 @@ class Service:
         self._waiting.extendleft(reversed(later))
         return entering
 
-    def _admit(self) -> None:
+    def _crowded(self) -> bool:
+        """Whether more wait than run: then they come before the next tokens of these."""
+        return len(self._waiting) > int(self._table.taken().sum())
+
+    def _admit(self) -> bool:
+        """Let in some of those who wait; False: nobody can enter."""
         engine, table, shapes = self._engine, self._table, self._shapes
         parts, taken = engine.parts, table.taken()
 
@@ -435,7 +444,7 @@ class Service:
         with self._changed:
             entering = self._next(room(self.slots, shapes.together[-1]))
         if not entering:
-            return
+            return False
         count = len(entering)
         each = next(n for n in shapes.together if room(self.slots, n) >= count)
         longest = max(len(ticket.request.prompt) for ticket in entering)
@@ -469,6 +478,7 @@ class Service:
             for ticket in entering:
                 self._forget(ticket)
         self._hand_on(entries, drawn)
+        return True
 
     def _admission(
         self,
