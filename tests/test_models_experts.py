@@ -158,7 +158,7 @@ def test_in_pieces_and_at_once_are_a_plain_sum(load, form, grouped, monkeypatch)
     in_pieces = gradients(summed)
     assert set(pieces) == {384}  # of 1024 rows: all on one expert take two
     pieces.clear()
-    monkeypatch.setattr(experts, "_ROOM", float(PARTS))
+    monkeypatch.setattr(experts, "ROOM", float(PARTS))
     at_once = gradients(summed)
     assert pieces == []
     for one, other, true in zip(in_pieces, at_once, expected, strict=True):

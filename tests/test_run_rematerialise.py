@@ -134,29 +134,33 @@ def test_the_gradients_of_a_layer_by_hand():
     assert arithmetic.gradient_elements(plain) == (16 + 48, 16)
 
 
-def test_rows_of_experts_count():
-    """Of Qwen3-30B-A3B over v5p:4x4x4 its compiler refused an update that keeps all: 344.4 GiB,
-    beside 9.2 GiB of other roles' (hjax.launch.compile, libtpu 0.0.42)."""
+def test_experts_keep_what_comes_in_and_make_a_piece_again():
+    """Of Qwen3-30B-A3B over v5p:4x4x4 its compiler takes an update of 256 rows of 2048 tokens, 4 of
+    each prompt of 512, in 34.5 GiB if all is kept, 15.4 of what ``attention`` keeps and 13.1
+    (hjax.dryrun.updating, libtpu 0.0.42.1)."""
     axes = {"train.fsdp": 8, "train.expert": 8, "train.data": 1}
-    roles = ("actor", "critic", "reference")
     config = hjax.get_config(
-        "ppo.py",
+        "grpo.py",
         {
-            **{f"{role}.path": "qwen3-30b-a3b" for role in ("actor", "critic")},
-            **{f"layout.{role}.{axis}": n for role in roles for axis, n in axes.items()},
+            "actor.path": "qwen3-30b-a3b",
+            **{f"layout.actor.{axis}": n for axis, n in axes.items()},
             "warm_start.steps": 0,
             "rollout.prompts": 64,
             "rollout.samples": 4,
-            "rollout.max_prompt_length": 1024,
-            "rollout.max_response_length": 1024,
+            "rollout.max_prompt_length": 512,
+            "rollout.max_response_length": 1536,
             "algorithm.minibatch": 256,
+            "algorithm.kl_coef": 0.0,
             "model.unroll_layers": False,
             "model.dtype": "bfloat16",
         },
     )
     algorithm = get_algorithm(config.algorithm.name)
     inputs, plan = shape_inputs(config), placed(config, algorithm, 64)
-    memory = int(95.7 * GIB)
-    found = describe_roles(config, algorithm, inputs, plan, "tpu", read_shape, memory).remat
-    assert found["actor"].policy != "none"
-    assert 0.9 < found["actor"].estimated_bytes["none"] / (344.4 * GIB) < 1.25
+    said = {"none": 34.5, "attention": 15.4, "full": 13.1}
+    for memory, policy in ((95.7, "none"), (30, "attention"), (19, "full")):
+        given = config, algorithm, inputs, plan, "tpu", read_shape, int(memory * GIB)
+        found = describe_roles(*given).remat["actor"]
+        assert found.policy == policy
+        for name, estimated in found.estimated_bytes.items():
+            assert 0.9 < estimated / (said[name] * GIB) < 1.25, name

@@ -108,11 +108,13 @@ def activation_elements(config: ModelConfig) -> tuple[int, int]:
     """(all, those that a tensor axis does not split): elements per token of one layer that its
     backward pass reads, attention scores never kept whole.
 
-    Whole: both norms' inputs and outputs. Split: queries, keys, values, attention's output; gate,
-    up and their product, of each expert in use.
+    Whole: both norms' inputs and outputs. Split: queries, keys, values, attention's output, queries
+    and keys before a norm of their own; gate, up and their product, of each expert in use.
     """
     whole = (8 if config.norms == "both" else 4) * config.hidden_size
     attention = config.head_dim * (2 * config.heads + 2 * config.kv_heads)
+    if config.query_key_norm:
+        attention += config.head_dim * (config.heads + config.kv_heads)
     inner = (3 if config.gated_mlp else 2) * config.mlp_size
     mlp = inner * (config.experts_per_token if config.experts else 1)
     return whole + attention + mlp, whole

@@ -265,9 +265,9 @@ def _summed(
     group = jnp.where(here, chosen, experts)
     order = jnp.argsort(group, stable=True)  # those elsewhere stand at the end, beyond all groups
     sizes = jnp.sum(group[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
-    piece = -(-math.ceil(_ROOM * order.size / parts) // _TILE) * _TILE
+    piece = -(-math.ceil(ROOM * order.size / parts) // _TILE) * _TILE
     if parts > 1 and piece < order.size:
-        every = functools.partial(_of_experts, routing=routing, grouped=grouped, share=1 / _ROOM)
+        every = functools.partial(_of_experts, routing=routing, grouped=grouped, share=1 / ROOM)
         return _in_pieces((every, piece, per_token), rows, shares, weights, order, sizes, before)
     back = jnp.argsort(order)
     # Rows of no group here: what a grouped product leaves there may be anything.
@@ -352,7 +352,7 @@ def _gathered(weights: Weights, width: int, layout: Layout, travel: bool) -> Wei
 
 # Where others have most experts, most rows are none of ours. Those that are go through them in
 # pieces of what an even load gives, with some room: mostly one, and as many as it takes.
-_ROOM, _TILE = 1.25, 128
+ROOM, _TILE = 1.25, 128
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -18,6 +18,8 @@ import numpy as np
 
 from hjax.kernels.attention import WHOLE
 from hjax.models import arithmetic, remat, weight_ring
+from hjax.models.expert_ring import goes_round
+from hjax.models.experts import ROOM
 from hjax.models.forward import LOGIT_CHUNK_BYTES
 from hjax.models.parameters import Network
 from hjax.sharding.layout import Layout
@@ -88,14 +90,9 @@ class Updates:
             kept, one = kept + (scores if policy == remat.NONE else 0), one + scores
             at_work += 8 * pairs * config.heads / split
         if config.experts:
-            chosen = tokens * size * config.experts_per_token
-            own = 3 * config.mlp_size / layout.ways("mlp")
-            # Of each token that any device of the expert axis has, for each of its experts, there
-            # is a row here, whether or not that expert is: what comes in and goes out (the latter
-            # in float32 too) and the MLP's parts. `of` counted the parts of this device's tokens.
-            rows = layout.ways("experts") * (own + 5 * config.hidden_size)
-            experts = chosen * (rows - own)
+            experts, piece = self._experts(tokens)
             kept, one = kept + (experts if policy == remat.NONE else 0), one + experts
+            at_work += piece
         at_work += 0 if policy == remat.NONE else one
         # The head's backward pass is done when that of the layers begins.
         activations = layers * kept + max(self._head(answered), at_work)
@@ -111,6 +108,23 @@ class Updates:
             # Of the matrix in use the sum with its adapter, for the norms.
             cast += 4 * arithmetic.layer_parameters(config) / split
         return gradients + cast + activations + self._gathered(travels)
+
+    def _experts(self, tokens: float) -> tuple[float, float]:
+        """What a layer's experts keep beside what is counted of an MLP, and what stands while a
+        piece of their tokens is at work."""
+        layout, config, size = self.layout, self.network.config, self.dtype.itemsize
+        chosen, ways = tokens * size * config.experts_per_token, layout.ways("experts")
+        own = 3 * config.mlp_size / layout.ways("mlp")
+        if ways == 1:  # a row of each token for each of its experts: what comes in and goes out
+            return chosen * 5 * config.hidden_size, 0.0
+        # In pieces of what an even load gives, which are made again. Kept are tokens, of all
+        # devices along the axis where they are gathered, and matrices where they are.
+        every = 1 if self.travel and goes_round(ways) else ways
+        kept = tokens * size * config.hidden_size * every if every > 1 else 0.0
+        if layout.ways("embed") > 1:
+            kept += size * arithmetic.expert_parameters(config) / ways / layout.ways("mlp")
+        piece = ROOM * every / ways * chosen * (2 * own + 4 * config.hidden_size)
+        return kept - chosen * own, piece
 
     def _in_rows(self) -> tuple[int, float, float, float]:
         """Passes; of one on a device tokens, those answered, and pairs of tokens whose scores
