@@ -188,7 +188,8 @@ def test_tokens_that_travel_get_what_gathered_ones_get(train, form):
         "gate_up_bias": (count, 2, mlp),
         "down_bias": (count, width),
     }
-    weights = experts.Weights(**{n: jax.random.normal(next(keys), s) / 4 for n, s in shapes.items()})
+    drawn = {n: jax.random.normal(next(keys), s) / 4 for n, s in shapes.items()}
+    weights = experts.Weights(**drawn)
     if form == "adapters":
         parts = {"gate_up_a": (count, width, 2), "gate_up_b": (count, 2, 2, mlp)}
         drawn = {n: jax.random.normal(next(keys), s) / 4 for n, s in parts.items()}

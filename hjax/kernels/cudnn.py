@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -216,42 +216,44 @@ def disagreement(kernel: Kernel, device: Any) -> str:
       device: that computes.
     """
     with jax.default_device(device):
-        for prompt, response, count, window in _CASES:
-            length = prompt + response * count
-            # Rows that begin late, that end early, and a whole one.
-            marks = np.ones((3, length), np.int32)
-            marks[0, :70] = 0
-            if not count:
-                marks[1, -90:] = 0
-            draw = np.random.default_rng(length)
-            q, *kv, weight = (
-                draw.normal(size=(3, length, heads, 64)) for heads in (4, 2, 2, 4)
-            )
-            weight *= marks[:, :, None, None]
-            sight, scoring = Sight(prompt, response) if count else Sight(), Scoring(window=window)
-            arrays = [jnp.asarray(x, jnp.bfloat16) for x in (q, *kv)]
+        for case in _CASES:
+            if reason := _off(kernel, *case):
+                return reason
+    return ""
 
-            def run(of: Any, *arrays: jax.Array) -> list[np.ndarray]:
-                def loss(*arrays: jax.Array) -> Any:
-                    out = of(*arrays).astype(jnp.float32) * weight
-                    return jnp.sum(out), out
 
-                (_, out), grads = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(
-                    *arrays
-                )
-                return [np.asarray(x, np.float32) for x in (out, *grads)]
+def _off(kernel: Kernel, prompt: int, response: int, count: int, window: int) -> str:
+    """What of a case is off; empty: nothing."""
+    length = prompt + response * count
+    # Rows that begin late, that end early, and a whole one.
+    marks = np.ones((3, length), np.int32)
+    marks[0, :70] = 0
+    if not count:
+        marks[1, -90:] = 0
+    draw = np.random.default_rng(length)
+    q, k, v, weight = (draw.normal(size=(3, length, heads, 64)) for heads in (4, 2, 2, 4))
+    weight *= marks[:, :, None, None]
+    scoring, segments = Scoring(window=window), jnp.asarray(marks)
+    sight = Sight(prompt, response) if count else Sight()
+    placed = dataclasses.replace(sight, window=window)
 
-            segments = jnp.asarray(marks)
-            placed = dataclasses.replace(sight, window=window)
-            found = run(lambda *x: kernel(*x, segments, None, scoring, placed), *arrays)
-            wide = [x.astype(jnp.float32) for x in arrays]
-            expected = run(lambda *x: reference(*x, segments, None, scoring, sight), *wide)
-            names = ("values", "gradients of queries", "of keys", "of values")
-            for name, one, exact in zip(names, found, expected, strict=True):
-                off = np.max(np.abs(one - exact)) / np.max(np.abs(exact))
-                if not off < _FAR:
-                    what = f"a window of {window}" if window else f"{count or 'no'} responses"
-                    return f"{name} of rows with {what} are off by {off:.2g} of the largest"
+    def run(of: Callable[..., jax.Array], dtype: Any, *rest: Any) -> list[np.ndarray]:
+        def loss(*arrays: jax.Array) -> Any:
+            out = of(*arrays, segments, None, scoring, *rest).astype(jnp.float32) * weight
+            return jnp.sum(out), out
+
+        # The same numbers, whatever they are computed in.
+        arrays = [jnp.asarray(x, jnp.bfloat16).astype(dtype) for x in (q, k, v)]
+        (_, out), grads = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(*arrays)
+        return [np.asarray(x, np.float32) for x in (out, *grads)]
+
+    found, expected = run(kernel, jnp.bfloat16, placed), run(reference, jnp.float32, sight)
+    names = ("values", "gradients of queries", "of keys", "of values")
+    for name, one, exact in zip(names, found, expected, strict=True):
+        off = np.max(np.abs(one - exact)) / np.max(np.abs(exact))
+        if not off < _FAR:  # also nan
+            what = f"a window of {window}" if window else f"{count or 'no'} responses"
+            return f"{name} of rows with {what} are off by {off:.2g} of the largest"
     return ""
 
 

@@ -120,7 +120,11 @@ class Continue:
         return out, cache, (keys, values)
 
     def _joined(
-        self, layer: int | jax.Array, cache: Blocks, pair: KeyValue, begin: jax.Array
+        self,
+        layer: int | jax.Array,
+        cache: Blocks,
+        pair: tuple[jax.Array, jax.Array],
+        begin: jax.Array,
     ) -> KeyValue:
         """Keys and values [rows, heads, columns, head_dim] of rows that begin in columns ``begin``;
         pieces of columns in which none has a token stay zero."""

@@ -25,14 +25,14 @@ class Ring(NamedTuple):
 
     Attributes:
       axes: of the mesh, along which experts are split.
-      count: of the devices.
+      ways: how many devices.
       made: (tokens' rows [tokens, embed], shares and experts [tokens, per_token], weights, and
         what gradients of weights are added to, or None) to [tokens, embed], the sum over the
         experts here.
     """
 
     axes: tuple[str, ...]
-    count: int
+    ways: int
     made: Callable[..., jax.Array]
 
 
@@ -53,7 +53,7 @@ def around(
       shares, chosen: float32 and int [tokens, per_token], of their experts.
       weights: of the experts here.
     """
-    out = []
+    out: list[Any] = []
     for tokens in _travelling(ring, (rows, shares, chosen)):
         made = ring.made(*tokens.here, weights, None)
         out = tokens.summed(out, made)
@@ -106,7 +106,7 @@ class _Tokens(NamedTuple):
 
 def _ways(ring: Ring) -> tuple[int, ...]:
     """Which way parts of the tokens go."""
-    return (1, -1) if ring.count > 2 else (1,)
+    return (1, -1) if ring.ways > 2 else (1,)
 
 
 def _halves(ring: Ring, tree: Any) -> list[Any]:
@@ -125,9 +125,9 @@ def _joined(parts: list[Any]) -> Any:
 def _travelling(ring: Ring, tokens: tuple[jax.Array, ...]) -> Any:
     """The tokens of this device, then those of its neighbours, and so on."""
     here = _halves(ring, tokens)
-    for step in range(ring.count):
+    for step in range(ring.ways):
         # What comes next is sent before anything is made of what is here.
-        last = step + 1 == ring.count
+        last = step + 1 == ring.ways
         ways = zip(here, _ways(ring), strict=True)
         coming = here if last else [sent(x, way, *ring[:2]) for x, way in ways]
         yield _Tokens(ring, _joined(here))

@@ -36,8 +36,8 @@ class Flat:
     parts: int = 1
 
     def __call__(self, heads: Heads, cache: Any) -> tuple[jax.Array, Any, KeyValue | None]:
-        rows = (self.rows(x) for x in (heads.q, heads.k, heads.v))
-        out, cache, kept = self.inner(Heads(heads.layer, *rows, heads.scoring, heads.sinks), cache)
+        q, k, v = (self.rows(x) for x in (heads.q, heads.k, heads.v))
+        out, cache, kept = self.inner(heads._replace(q=q, k=k, v=v), cache)
         return self.of(out), cache, kept
 
     def of(self, x: jax.Array) -> jax.Array:
@@ -58,7 +58,7 @@ class Flat:
 
     @property
     def _numbers(self) -> jax.Array:
-        """int32 [parts, rows * length]: where each token of a part's rows stands in its flat row."""
+        """int32 [parts, rows * length]: where each token of a part stands in its flat row."""
         there = self.mask.reshape(self.parts, -1)
         return jnp.maximum(jnp.cumsum(there, axis=1, dtype=jnp.int32) - 1, 0)
 

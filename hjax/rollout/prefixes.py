@@ -27,8 +27,8 @@ from hjax.sharding.arrays import place
 
 # Blocks that one program writes, few or many; as many calls as it takes.
 TOGETHER = (8, 64)
-# Columns for what is known of prompts with what is new of them: four times as many each. What is not
-# filled of them is not looked at.
+# Columns for what is known of prompts with what is new of them: four times as many each. Those that
+# are not filled are not looked at.
 COLUMNS = 512
 
 # Of the memory that is free: what is kept if nobody says how much.

@@ -462,8 +462,8 @@ class Service:
             [len(t.request.prompt) - t.begun.tokens for t in some if t is not None]
             for some in by_part
         ]
-        room = shapes.room(tokens, each, columns)
-        new = self._admission(entries, where, room, known)
+        sizes = shapes.room(tokens, each, columns)
+        new = self._admission(entries, where, sizes, known)
         params = self._model.params
         table.state, drawn = engine.admit(How(), params, table.state, new, blocks)
         with self._changed:
