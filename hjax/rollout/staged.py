@@ -167,7 +167,7 @@ class StagedEngine(Engine):
         numbers: jax.Array,
         allowed: jax.Array | None,
     ) -> tuple[State, decode_state.DecodeState]:
-        steps = numbers[0]
+        steps = numbers[0]  # a full pipeline goes on whoever has ended
         model, way, stages = self.network.bind(params), self._pass(how, state), self.stages
         slots = dataclasses.replace(state.slots, parts=self.layout.ways("batch"))
         slots, bits, before = self._cut_rows((slots, allowed, state.rows.drawn))
@@ -279,8 +279,8 @@ class StagedEngine(Engine):
             members = number.reshape(groups, samples)
             slots = dataclasses.replace(slots, members=members, place=number)
         state = State(cache, slots, running)
-        steps = jnp.int32(limit - 1)
-        state, drawn = self._decoded(how, max(limit - 1, 1), params, state, steps, None)
+        numbers = jnp.array([limit - 1, 0], jnp.int32)
+        state, drawn = self._decoded(how, max(limit - 1, 1), params, state, numbers, None)
         made = {}
         for name in ("tokens", "mask", "logprobs"):
             both = first[name], drawn[name]
