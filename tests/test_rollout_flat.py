@@ -6,8 +6,9 @@ import random
 import jax
 import numpy as np
 import pytest
+from test_rollout_prefixes import PLAIN
 
-from hjax.models.config import LayerKind, ModelConfig
+from hjax.models.config import LayerKind
 from hjax.models.parameters import decoder_network
 from hjax.models.rotary import Dynamic, Rope
 from hjax.rollout.generator import Generator
@@ -17,10 +18,6 @@ from hjax.rollout.shapes import Shapes
 from hjax.rollout.slots import Admission, How, Size
 from hjax.sharding.layout import make_layouts
 
-PLAIN = ModelConfig(
-    vocab_size=64, hidden_size=16, mlp_size=24, layers=2, heads=4, kv_heads=2, head_dim=8,
-    max_length=512,
-)  # fmt: skip
 ODD = dataclasses.replace(
     PLAIN,
     layer_kinds=(LayerKind(window=7, rope=0), LayerKind(window=None, rope=0)),

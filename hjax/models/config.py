@@ -153,6 +153,11 @@ class ModelConfig:
         return not self.ropes
 
     @property
+    def turns_by_length(self) -> bool:
+        """Whether a token's rotary positions depend on how long its sequence will be."""
+        return any(rope.scaling is not None and rope.scaling.by_length for rope in self.ropes)
+
+    @property
     def period(self) -> tuple[LayerKind, ...]:
         """The shortest run of kinds that layer after layer repeats, the last time maybe cut short.
 

@@ -15,6 +15,12 @@ import jax.numpy as jnp
 from hjax.models.attention import Attention, Heads, KeyValue
 
 
+def rooms(columns: int) -> tuple[int, int]:
+    """Sizes of flat rows for what takes so many columns with its padding, growing: few, as each is
+    a program."""
+    return columns // 2, columns * 3 // 4
+
+
 @dataclasses.dataclass(frozen=True)
 class Flat:
     """The attention strategy of tokens [parts, size] of rows that ``inner`` has as [rows, length].

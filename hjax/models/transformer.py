@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from hjax.errors import ConfigError
-from hjax.kernels import cudnn, quantized
+from hjax.kernels import cudnn_trial, quantized
 from hjax.kernels.attention import Scoring
 from hjax.kernels.sets import AUTO, BLOCKS, CUDNN, REFERENCE, TRIED, Kernels, choose, kernels_of
 from hjax.models import lora as low_rank
@@ -90,7 +90,7 @@ class Compute:
         """
         platform, attention = layout.platform, self.attention
         if attention == TRIED:
-            attention = CUDNN if cudnn.trusted(layout.mesh.devices.flat) else BLOCKS
+            attention = CUDNN if cudnn_trial.trusted(layout.mesh.devices.flat) else BLOCKS
         kernel_set = choose(platform, attention)
         travel = platform in weight_ring.PLATFORMS
         return dataclasses.replace(self, kernel_set=kernel_set, home=layout, travel=travel)
@@ -481,7 +481,7 @@ class Decoder(nnx.Module):
         Returns:
           a function of positions; None where they can be turned without it.
         """
-        if any(rope.scaling is not None and rope.scaling.by_length for rope in self.config.ropes):
+        if self.config.turns_by_length:
 
             def of_lengths(positions: jax.Array) -> Rotary:
                 each = jnp.repeat(lengths, positions.shape[0] // lengths.shape[0])

@@ -138,8 +138,7 @@ class Engine:
     def reads_flat(self) -> bool:
         """Whether prompts may be read without their padding: not where rotary positions depend on
         a sequence's length."""
-        ropes = self.network.config.ropes
-        return all(rope.scaling is None or not rope.scaling.by_length for rope in ropes)
+        return not self.network.config.turns_by_length
 
     @property
     def kept_dtype(self) -> Any:
@@ -596,8 +595,8 @@ class Engine:
         def unfinished(carry: Any) -> jax.Array:
             taken, state, _ = carry
             live = jnp.sum(~state.rows.done.reshape(self.parts, -1), axis=1)
-            enough = jnp.max(live) > until
-            return (taken < steps) & way.goes_on(state.rows, before, most, enough)
+            many = jnp.max(live) > until
+            return (taken < steps) & way.goes_on(state.rows, before, most, many)
 
         begin = jnp.int32(0), state, way.start(state.rows, most)
         taken, state, drawn = jax.lax.while_loop(unfinished, step, begin)

@@ -290,8 +290,7 @@ def why_never(engine: Engine) -> str:
     """Why an engine cannot keep beginnings, whoever asks; empty: it can."""
     if engine.layout.ways("layers") > 1:
         return "prompts pass pipeline stages whole"
-    ropes = engine.network.config.ropes
-    if any(rope.scaling is not None and rope.scaling.by_length for rope in ropes):
+    if engine.network.config.turns_by_length:
         return "this model's rotary positions depend on a sequence's length"
     return ""
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from hjax.models.flat import rooms
 from hjax.models.parameters import Weights
 from hjax.rollout.beginnings import AT_ONCE, CHUNK, Beginnings
 from hjax.rollout.engine import STEPS, Engine
@@ -302,7 +303,7 @@ class Schedule:
         with it. ``new``: as of ``Beginnings``."""
         columns = each * (new or self.work.prompts.shape[1])
         padded = self.work.mask.all() or self._width or not self.engine.reads_flat
-        return (0,) if padded or columns < FLAT else (columns // 2, columns * 3 // 4, 0)
+        return (0,) if padded or columns < FLAT else (*rooms(columns), 0)
 
     def _blank(self, taken: list[list[int]], each: int, new: int) -> Admission:
         """Prompts that enter, by part, and rows for nobody yet."""

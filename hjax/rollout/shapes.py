@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hjax.models.continuing import BLOCK
+from hjax.models.flat import rooms
 from hjax.rollout.engine import Engine
 from hjax.rollout.prefixes import columns_for
 from hjax.rollout.row_sampling import Sizes
@@ -109,9 +110,9 @@ class Shapes:
         """
         if not self.engine.reads_flat or each <= 2:
             return [0]
-        rooms = [each * new // 2, each * new * 3 // 4]
+        without = rooms(each * new)
         # Else the columns of all are half of those of twice as long ones.
-        return [*rooms, 0] if new == self.most_new(known) else rooms
+        return [*without, 0] if new == self.most_new(known) else [*without]
 
     def room(self, tokens: Sequence[Sequence[int]], each: int, known: int) -> tuple[int, int]:
         """Columns for new tokens of prompts, and room for them without padding.
