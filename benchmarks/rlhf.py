@@ -215,7 +215,8 @@ def cost_model(actor: str, folder: pathlib.Path, steps: int) -> list[dict[str, A
     """A model of which stories are sad, learned from the actor's, labelled by their words."""
     data = folder.with_name("sad.jsonl")
     if not data.is_file():
-        model, openings = hjax.load_model(actor), [r["prompt"] for r in read_rows(OPENINGS)]
+        model = hjax.load_model(actor)
+        openings = [json.loads(line)["prompt"] for line in OPENINGS.read_text().splitlines()]
         prompts = (openings * (SAD_TEXTS // len(openings) + 1))[:SAD_TEXTS]
         stories = model.generate(prompts, max_new_tokens=48, temperature=1.0, seed=0)
         lines = []
