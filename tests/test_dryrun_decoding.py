@@ -101,7 +101,7 @@ def test_a_gpu_s_token_reads_of_each_slot_what_is_filled_and_no_weight_is_cut_ou
 @pytest.mark.slow
 @pytest.mark.timeout(1600)
 def test_without_the_kernel_each_layer_is_cut_out_for_every_token():
-    assert counted(SMALL, decode.COLUMNS)["copies"] > 0
+    assert counted(SMALL, decode.TILES)["copies"] > 0
 
 
 @pytest.mark.slow

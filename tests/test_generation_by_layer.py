@@ -89,7 +89,7 @@ def test_layers_are_the_slices_of_their_stacks_and_what_is_given_up_is_freed():
     whole, part = layered.layers[0]["q"], layered.layers[0]["q"].addressable_shards[0].data
     assert whole.shape == (16, 4, 8) and part.shape == (16, 2, 8)
     # Others want them as they are: on CPUs, and with stages.
-    assert Generator(network, layout, Compute(), decode.COLUMNS).as_read(host) is host
+    assert Generator(network, layout, Compute(), decode.TILES).as_read(host) is host
 
 
 def test_a_model_reads_its_weights_by_layer_too(monkeypatch):

@@ -54,12 +54,12 @@ def test_rounding_is_off_by_half_a_step_at_most(dtype):
     assert (found[7] == 0).all() and np.abs(numbers).max() == 127
 
 
-def kept(x, columns=False):
+def kept(x, axis=-2):
     """Of the test's own making: [..., length, head_dim] as a cache has it."""
     step = np.abs(np.asarray(x, np.float32)).max(-1, keepdims=True) / np.float32(127)
     numbers = np.rint(rounded(x) / np.where(step, step, 1)).astype(np.int8)
-    numbers = numbers.swapaxes(-1, -2) if columns else numbers
-    return Quantized(jnp.asarray(numbers), jnp.asarray(step.swapaxes(-1, -2)))
+    numbers = int8_cache.laid(jnp.asarray(numbers), axis)
+    return Quantized(numbers, jnp.asarray(step.swapaxes(-1, -2)))
 
 
 NAMES = [name for name in by_hand.CASES if name not in by_hand.SLOW]
@@ -81,10 +81,14 @@ def case_of(name):
     return (q, k, v, *cut), seen, options, dtype, answer
 
 
-@pytest.mark.parametrize("form", ["rows", "columns", "kernel"])
+@pytest.mark.parametrize("form", ["rows", "columns", "tiles", "kernel"])
 @pytest.mark.parametrize("name", NAMES)
 def test_attention_is_that_over_what_was_rounded(name, form):
     (q, k, v, *cache), seen, options, dtype, answer = case_of(name)
+    axis = {"columns": -1, "tiles": int8_cache.TILE_AXIS}.get(form, -2)
+    if form == "tiles":
+        more = [(0, 0)] * 4 + [(0, -cache[3].shape[-2] % int8_cache.TILE), (0, 0)]
+        cache[2:] = [jnp.pad(x, more) for x in cache[2:]]
 
     @jax.jit
     def run(q, k, v, prompt_k, prompt_v, own_k, own_v):
@@ -95,21 +99,20 @@ def test_attention_is_that_over_what_was_rounded(name, form):
             lambda x: x[1], (prompt_k, prompt_v, own_k, own_v)
         )
 
-        def written(own, new, columns):
+        def written(own, new, axis):
             new = int8_cache.like(own, new)
             return int8_cache.each(
-                lambda axis, _, held, x: decode.write(held, x, seen.position, axis == -1),
-                own, new, columns=columns,
+                lambda axis, _, held, x: decode.write(held, x, seen.position, axis),
+                own, new, axis=axis,
             )  # fmt: skip
 
-        own_k = written(own_k, k, form == "columns")
-        own_v = written(own_v, v, False)
-        keys = "xksdu" if form == "columns" else "xksud"
-        out = decode.attend(q, prompt_k, prompt_v, own_k, own_v, seen, *options, keys)
+        own_k = written(own_k, k, axis)
+        own_v = written(own_v, v, -2)
+        out = decode.attend(q, prompt_k, prompt_v, own_k, own_v, seen, *options, axis=axis)
         return out, own_k, own_v
 
     prompt_k, prompt_v, own_k, own_v = cache
-    held = kept(prompt_k), kept(prompt_v), kept(own_k, form == "columns"), kept(own_v)
+    held = kept(prompt_k), kept(prompt_v), kept(own_k, axis), kept(own_v)
     out, made_k, made_v = run(q, k, v, *held)
     limit = 1e-5 if dtype == jnp.float32 else 2e-2
     np.testing.assert_allclose(by_hand.wide(out), answer, atol=limit)
@@ -117,8 +120,8 @@ def test_attention_is_that_over_what_was_rounded(name, form):
     position = np.asarray(seen.position)
     for made, own, new in ((made_k, own_k, k), (made_v, own_v, v)):
         numbers, scale = by_hand.wide(made.numbers), by_hand.wide(made.scale)
-        if form != "kernel" and made is made_k and form == "columns":
-            numbers = numbers.swapaxes(-1, -2)
+        if made is made_k:
+            numbers = int8_cache.by_rows(numbers, axis)
         found = numbers * scale.swapaxes(-1, -2)
         expected = by_hand.written(rounded(own), rounded(new), position)
         expected = expected if form == "kernel" else expected[1]

@@ -10,6 +10,7 @@ import pytest
 from hjax.kernels import decode, decode_gpu, decode_tpu
 from hjax.kernels.attention import Scoring
 from hjax.kernels.decode import Seen
+from hjax.kernels.int8_cache import TILE, TILE_AXIS, laid
 
 LAYERS = 2
 
@@ -126,18 +127,18 @@ def expected_of(given, seen, options):
     return by_hand(q, k, v, *(x[1] for x in cache), *where, *options)
 
 
-@pytest.mark.parametrize("columns", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize("axis", [-2, -1, TILE_AXIS], ids=["rows", "columns", "tiles"])
 @pytest.mark.parametrize("name", EACH)
-def test_the_reference_is_a_softmax_over_what_is_seen(name, columns):
+def test_the_reference_is_a_softmax_over_what_is_seen(name, axis):
     given, seen, options, dtype = case_of(name)
 
     @jax.jit
     def run(q, k, v, prompt_k, prompt_v, own_k, own_v):
-        own_k = own_k[1].swapaxes(3, 4) if columns else own_k[1]
-        own_k = decode.write(own_k, k, seen.position, columns)
-        own_v = decode.write(own_v[1], v, seen.position)
-        keys = "xksdu" if columns else "xksud"
-        return decode.attend(q, prompt_k[1], prompt_v[1], own_k, own_v, seen, *options, keys)
+        more = [(0, 0)] * 3 + [(0, -own_k.shape[-2] % TILE), (0, 0)]
+        own_k, own_v = (jnp.pad(x[1], more) for x in (own_k, own_v))
+        own_k = decode.write(laid(own_k, axis), k, seen.position, axis)
+        own_v = decode.write(own_v, v, seen.position)
+        return decode.attend(q, prompt_k[1], prompt_v[1], own_k, own_v, seen, *options, axis=axis)
 
     out = run(*given)
     limit = 2e-6 if dtype == jnp.float32 else 2e-2

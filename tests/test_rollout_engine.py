@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hjax.kernels import decode
+from hjax.kernels import decode, int8_cache
 from hjax.kernels.attention import Scoring
 from hjax.kernels.decode import Slots
 from hjax.models.config import LayerKind, ModelConfig
@@ -64,7 +64,7 @@ class Case:
     prompts: int = 16
     slots: int = 0
     sizes: tuple[tuple[str, int], ...] = (("data", 1),)
-    form: str = decode.COLUMNS
+    form: str = decode.TILES
     unroll: bool = False
     config: ModelConfig = PLAIN
     sampling: Sampling = Sampling()
@@ -127,7 +127,7 @@ def alone():
 
     def rollout(case):
         whole = {"slots": 0, "sizes": (("data", 1),), "lookup": 0, "cuts": ()}
-        case = dataclasses.replace(case, form=decode.COLUMNS, unroll=False, **whole)
+        case = dataclasses.replace(case, form=decode.TILES, unroll=False, **whole)
         if case not in known:
             generator, params, arguments, options = made_by(case)
             generator._ragged = lambda *_: False
@@ -365,7 +365,7 @@ def test_a_stage_has_its_own_layers_and_caches_are_written_in_place():
 @pytest.mark.parametrize(
     "form, unroll, samples, slots, kept",
     [
-        (decode.COLUMNS, False, 4, 0, "auto"),
+        (decode.TILES, False, 4, 0, "auto"),
         (decode.ROWS, True, 1, 0, "auto"),
         (decode.ROWS, True, 4, 8, "int8"),
         (decode.INTERPRETED, False, 4, 8, "auto"),
@@ -445,7 +445,7 @@ def by_hand(q, prompt_k, prompt_v, own_k, own_v, begin, end, start, column, prom
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("new", [1, 3])
 def test_rows_see_their_prompt_and_their_own_columns(window, softcap, sinks, shared, parts, new):
-    rows, groups, samples, kv_heads, per_kv, dim, prompt, length = 8, 4, 3, 2, 3, 8, 6, 10
+    rows, groups, samples, kv_heads, per_kv, dim, prompt, length = 8, 4, 3, 2, 3, 8, 6, 128
     groups = groups if shared else rows
     draw = np.random.default_rng(window)
     q = draw.normal(size=(rows, kv_heads, per_kv, new, dim))
@@ -481,9 +481,10 @@ def test_rows_see_their_prompt_and_their_own_columns(window, softcap, sinks, sha
     sink = None if sink is None else jnp.asarray(sink, jnp.float32)
     found = decode.attend_slots(*single, slots, scoring, sink)
     np.testing.assert_allclose(found, expected, atol=2e-6)
-    single[3] = single[3].swapaxes(2, 3)
-    found = decode.attend_slots(*single, slots, scoring, sink, "rkdu")
-    np.testing.assert_allclose(found, expected, atol=2e-6)
+    for axis in (-1, int8_cache.TILE_AXIS):
+        single[3] = int8_cache.laid(jnp.asarray(own_k, jnp.float32), axis)
+        found = decode.attend_slots(*single, slots, scoring, sink, axis=axis)
+        np.testing.assert_allclose(found, expected, atol=2e-6)
 
 
 def test_columns_and_rows_of_states():

@@ -63,7 +63,7 @@ def rollout_of(network, form, sizes, unroll=False, cut=None, cache="auto"):
 
 @pytest.fixture(scope="module")
 def expected(network):
-    return rollout_of(network, decode.COLUMNS, {"data": 1})
+    return rollout_of(network, decode.TILES, {"data": 1})
 
 
 # form, mesh, unrolled layers, tokens after which it is left off and resumed
@@ -79,7 +79,7 @@ CASES = [
     pytest.param(decode.ROWS, {"data": 2, "tensor": 4}, True, None, marks=pytest.mark.slow),
     pytest.param(decode.INTERPRETED, {"data": 8}, True, 4, marks=pytest.mark.slow),
     pytest.param(decode.INTERPRETED, {"fsdp": 4, "tensor": 2}, False, 4, marks=pytest.mark.slow),
-    pytest.param(decode.COLUMNS, {"fsdp": 2, "tensor": 4}, True, 4, marks=pytest.mark.slow),
+    pytest.param(decode.TILES, {"fsdp": 2, "tensor": 4}, True, 4, marks=pytest.mark.slow),
 ]
 
 
@@ -98,14 +98,14 @@ def test_tokens_and_log_probs_do_not_depend_on_the_form(
 
 @pytest.fixture(scope="module")
 def expected_in_int8(network):
-    return rollout_of(network, decode.COLUMNS, {"data": 1}, cache="int8")
+    return rollout_of(network, decode.TILES, {"data": 1}, cache="int8")
 
 
 # What is left off begins anew: a prompt and its response are read in one piece then.
 INT8 = [
     (decode.ROWS, {"data": 2, "tensor": 4}, True, 4),
     (decode.INTERPRETED, {"data": 8}, True, 4),
-    (decode.COLUMNS, {"data": 1}, False, 3),
+    (decode.TILES, {"data": 1}, False, 3),
     (decode.FILLED_INTERPRETED, {"data": 2, "tensor": 4}, True, 4),
     (decode.INTERPRETED, {"data": 2, "tensor": 4}, False, None),
 ]
@@ -155,13 +155,13 @@ def test_rows_have_positions_of_their_own_on_every_device(form):
         @jax.jit
         def run():
             empty = KVCache.create(prompt, samples, length, form, copies)
-            keys = put(empty.k, own[0], form == decode.COLUMNS)
+            keys = put(empty.k, own[0], form == decode.TILES)
             cache = dataclasses.replace(empty, k=keys, v=put(empty.v, own[1], False))
             return Decode(seen, layout)(Heads(1, q, k, v, scoring, sinks), cache)[0]
 
         return np.asarray(run())
 
-    expected = attend(decode.COLUMNS, 1, None)
+    expected = attend(decode.TILES, 1, None)
     copies = 1 if form == decode.ROWS else 2
     np.testing.assert_allclose(attend(form, copies, layout), expected, atol=1e-5)
     assert (expected[np.asarray(position).reshape(-1) < 0] == 0).all()

@@ -241,7 +241,7 @@ def shared_prompt(
     own_seen: jax.Array,
     scoring: Scoring = Scoring(),
     sinks: jax.Array | None = None,
-    keys: str = "xksud",
+    axis: int = -2,
 ) -> jax.Array:
     """Tokens of several samples against one copy of their prompt and each one's own, in one piece.
 
@@ -256,7 +256,7 @@ def shared_prompt(
       own_seen: bool [groups, samples, tokens, length], which of its own. Sizes of both but the
         last may be 1.
       scoring, sinks: as of ``attend``.
-      keys: dimensions of ``own_k``, u being the length's: ``xksud`` or ``xksdu``.
+      axis: along which tokens lie in ``own_k``, as of ``int8_cache.each``.
 
     Returns:
       like q, in its dtype.
@@ -272,7 +272,7 @@ def shared_prompt(
     together = q.reshape(groups, kv_heads, samples * per_kv * tokens, dim)
     past = int8_cache.scores("xkqd,xkpd->xkqp", together, prompt_k)
     past = hide(past.reshape(groups, kv_heads, samples, per_kv, tokens, prompt), prompt_seen)
-    own = int8_cache.scores(f"xksgtd,{keys}->xksgtu", q, own_k)
+    own = int8_cache.own_scores(q, own_k, axis)
     own = hide(own, own_seen)
     top = jax.lax.stop_gradient(jnp.maximum(past.max(-1), own.max(-1)))[..., None]
     if sinks is not None:

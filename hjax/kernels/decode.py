@@ -4,8 +4,8 @@ The plain reference, and which form of cache and kernel a platform takes; ``deco
 ``decode_gpu`` have the kernels. Shapes of a layer: queries [groups, kv_heads, samples, per_kv,
 head_dim], the heads of a key-value head together; the prompt's keys and values [groups, kv_heads,
 prompt, head_dim]; each row's own values [groups, kv_heads, samples, length, head_dim] and its keys
-like them, or with the last two dimensions exchanged. Where they are kept in int8 a ``Quantized``
-stands for an array of them.
+like them, or with tokens along another axis (``int8_cache.laid``). Where they are kept in int8 a
+``Quantized`` stands for an array of them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import jax.numpy as jnp
 
 from hjax.kernels import int8_cache
 from hjax.kernels.attention import MASKED, Scoring, shared_prompt
-from hjax.kernels.int8_cache import Held
+from hjax.kernels.int8_cache import TILE, Held
 
-# Keys [head_dim, length]: a product with a few queries runs along what lies together in memory,
-# faster on a CPU.
-COLUMNS = "columns"
+# Keys [tiles, head_dim, TILE], of a tile at most [head_dim, length]: a product with a few queries
+# runs along what lies together in memory; faster on a CPU.
+TILES = "tiles"
 # Keys [length, head_dim]: a token is written in one piece.
 ROWS = "rows"
 # As ROWS, of all layers in one array, by the kernel of decode_tpu.
@@ -43,7 +43,7 @@ NO_KERNEL = ("TPU v2", "TPU v3")  # their compiler refuses its products
 def choose(device: Any, head_dim: int) -> str:
     """The form that a jax.Device decodes heads of a size in."""
     if device.platform == "cpu" or device.device_kind in NO_KERNEL:
-        return COLUMNS
+        return TILES
     if device.platform == "tpu":
         return KERNEL
     # Of NVIDIA's GPUs a number; those before 8.0 multiply no bfloat16.
@@ -52,6 +52,14 @@ def choose(device: Any, head_dim: int) -> str:
     # JAX 0.12 says that it will give its Triton up; then XLA reads all columns again.
     there = importlib.util.find_spec("jax.experimental.pallas.triton") is not None
     return FILLED if known and there and filled_takes(head_dim) else ROWS
+
+
+def key_axis(form: str, length: int) -> int:
+    """Along which axis so many tokens lie in arrays of rows' keys, as of ``int8_cache.each``."""
+    if form != TILES:
+        return -2
+    # The compiler would copy an array to drop the dimension of a single tile.
+    return -1 if length % TILE or length == TILE else int8_cache.TILE_AXIS
 
 
 def filled_takes(head_dim: int) -> bool:
@@ -182,8 +190,8 @@ def attend_slots(
     slots: Slots,
     scoring: Scoring = Scoring(),
     sinks: jax.Array | None = None,
-    keys: str = "rkud",
     met: tuple[jax.Array, ...] | None = None,
+    axis: int = -2,
 ) -> jax.Array:
     """New tokens of each row, which are written already, as ``attend`` for ``Slots``.
 
@@ -194,13 +202,13 @@ def attend_slots(
       q: [rows, kv_heads, per_kv, new, head_dim].
       prompt_k, prompt_v: [groups, kv_heads, prompt, head_dim]; a prompt of 0: rows have their
         prompts among their own.
-      own_k, own_v: [rows, kv_heads, length, head_dim].
+      own_k, own_v: [rows, kv_heads, length, head_dim], keys as ``axis`` says.
       slots: where each row stands.
       scoring, sinks: as of ``attend``.
-      keys: dimensions of ``own_k``, u being the length's: ``rkud`` or ``rkdu``.
       met: what ``decode_gpu.filled`` gave of the own tokens, which are not looked at then: the
         largest score and the sum of exponentials below it, [rows, kv_heads, per_kv, new], and the
         sum of values.
+      axis: along which tokens lie in own_k, as of ``int8_cache.each``.
 
     Returns:
       like q, in its dtype.
@@ -209,7 +217,7 @@ def attend_slots(
     q = q * scoring.factor(q.shape[-1])
     per_kv, new = q.shape[2:4]
     if met is None:
-        own = int8_cache.scores(f"rkgtd,{keys}->rkgtu", q, own_k)
+        own = int8_cache.own_scores(q, own_k, axis)
         seen = slots.own(own.shape[-1], window, new)[:, None, None]
         own = jnp.where(seen, scoring.bend(own), MASKED)
     sink = None
@@ -267,8 +275,8 @@ def attend(
     seen: Seen,
     scoring: Scoring = Scoring(),
     sinks: jax.Array | None = None,
-    keys: str = "xksud",
     met: tuple[jax.Array, ...] | None = None,
+    axis: int = -2,
 ) -> jax.Array:
     """One token per row, which is written already.
 
@@ -276,8 +284,8 @@ def attend(
       q, prompt_k, prompt_v, own_k, own_v: of a layer.
       seen: where each row stands.
       scoring, sinks: of the layer, as ``hjax.models.attention.Attention`` says.
-      keys: as of ``hjax.kernels.attention.shared_prompt``.
       met: as of ``attend_slots``, [groups, kv_heads, samples, per_kv].
+      axis: as of ``attend_slots``.
 
     Returns:
       like q, in its dtype.
@@ -286,7 +294,7 @@ def attend(
     if met is None:
         own = seen.own(int8_cache.shape(own_v)[-2], scoring.window)[:, :, None]
         parts = prompt_k, prompt_v, own_k, own_v, past, own
-        out = shared_prompt(q[..., None, :], *parts, scoring, sinks, keys)[..., 0, :]
+        out = shared_prompt(q[..., None, :], *parts, scoring, sinks, axis)[..., 0, :]
     else:
         out = _beside_prompt(q, prompt_k, prompt_v, past[:, :, 0], met, scoring, sinks)
     if seen.position.ndim:
@@ -326,32 +334,34 @@ def _beside_prompt(
     return (out / total[..., None]).astype(q.dtype)
 
 
-def write(part: jax.Array, new: jax.Array, position: jax.Array, columns: bool = False) -> jax.Array:
+def write(part: jax.Array, new: jax.Array, position: jax.Array, axis: int = -2) -> jax.Array:
     """A layer's own keys or values with one token more per row.
 
     Args:
-      part: [groups, kv_heads, samples, length, head_dim]; with ``columns`` the last two exchanged.
-        With a position for all it may be without samples.
+      part: [groups, kv_heads, samples, length, head_dim], or as ``axis`` says. With a position for
+        all it may be without samples.
       new: [groups, kv_heads, samples, head_dim].
       position: as of ``Seen``; a row of -1 stays.
+      axis: along which tokens lie, as of ``int8_cache.each``.
     """
     if position.ndim == 0:
-        new, at = token_at(new, position, columns)
+        new, at = token_at(new, position, axis)
         return jax.lax.dynamic_update_slice(part, new.astype(part.dtype), at)
     groups, _, samples, _ = new.shape
     group, sample = jnp.arange(groups)[:, None], jnp.arange(samples)[None]
     new = new.swapaxes(1, 2).astype(part.dtype)
-    place = jnp.where(position < 0, part.shape[4 if columns else 3], position)
-    if columns:
-        return part.at[group, :, sample, :, place].set(new, mode="drop")
-    return part.at[group, :, sample, place].set(new, mode="drop")
+    place = jnp.where(position < 0, int8_cache.tokens_of(axis, part.shape), position)
+    where = group, slice(None), sample, *int8_cache.token_index(axis, place)
+    return part.at[where].set(new, mode="drop")
 
 
 def token_at(
-    new: jax.Array, position: jax.Array, columns: bool
+    new: jax.Array, position: jax.Array, axis: int
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     """A token's keys or values [..., head_dim] as a piece of a cache, and where that begins."""
     zeros = (0,) * (new.ndim - 1)
-    if columns:
+    if axis == int8_cache.TILE_AXIS:
+        return new[..., None, :, None], (*zeros, position // TILE, 0, position % TILE)
+    if axis == -1:
         return new[..., None], (*zeros, 0, position)
     return new[..., None, :], (*zeros, position, 0)

@@ -18,6 +18,9 @@ import jax.numpy as jnp
 
 LARGEST = 127.0  # the numbers are symmetric
 SCALE_BYTES = 4
+# The axis of tiles [tiles, head_dim, width], in which keys may lie, and tokens of a tile.
+TILE_AXIS = -3
+TILE = 64
 # What keys and values may be kept in: the dtype of compute, or int8.
 AUTO, INT8 = "auto", "int8"
 CACHE_DTYPES = (AUTO, INT8)
@@ -32,7 +35,7 @@ class Quantized:
 
     Attributes:
       numbers: int8, shaped as that array is.
-      scale: float32 [..., 1, length], whichever of length and head_dim is last in ``numbers``.
+      scale: float32 [..., 1, length], whether ``numbers`` have a length or tiles.
     """
 
     numbers: Any
@@ -77,16 +80,15 @@ def element_bytes(dtype: Any, head_dim: int) -> float:
     return jnp.dtype(dtype).itemsize if dtype is not None else 1 + SCALE_BYTES / head_dim
 
 
-def each(of: Callable[..., Any], held: Any, *others: Any, columns: bool = False) -> Any:
+def each(of: Callable[..., Any], held: Any, *others: Any, axis: int = -2) -> Any:
     """``of(axis, scaled, array, ...)`` for every array of a tree of keys or values.
 
     Args:
-      of: told along which axis tokens lie, -1 or -2, and whether the array is one of scales.
+      of: told along which axis tokens lie, and whether the array is one of scales.
       held: the tree, of arrays and ``Quantized``.
       others: like it; their arrays are given after its own.
-      columns: whether tokens lie last in it; scales always do.
+      axis: along which tokens lie in it, ``TILE_AXIS`` for tiles; in scales they lie last.
     """
-    axis = -1 if columns else -2
 
     def one(x: Any, *more: Any) -> Any:
         if not isinstance(x, Quantized):
@@ -107,11 +109,63 @@ def like(held: Any, x: jax.Array) -> Held:
 def scores(spec: str, q: jax.Array, k: Held) -> jax.Array:
     """float32 ``einsum(spec, q, k)``, tokens last; k [..., length, head_dim] or as ``spec`` says,
     an array or ``Quantized``."""
+    return _scored(lambda q, k: jnp.einsum(spec, q, k, preferred_element_type=jnp.float32), q, k)
+
+
+def own_scores(q: jax.Array, k: Held, axis: int) -> jax.Array:
+    """float32 [..., per_kv, new, length], scores of rows' queries [..., per_kv, new, head_dim] with
+    their own keys, which lie along an axis as ``each`` says."""
+    if axis != TILE_AXIS:
+        return scores(f"...gtd,...{'ud' if axis == -2 else 'du'}->...gtu", q, k)
+
+    def product(q: jax.Array, k: jax.Array) -> jax.Array:
+        *lead, per_kv, new, dim = q.shape
+        tiles, _, width = k.shape[-3:]
+        # Tiles are a dimension of the batch: so a small product reads a piece of memory.
+        together = jnp.broadcast_to(
+            q.reshape(*lead, 1, per_kv * new, dim), (*lead, tiles, per_kv * new, dim)
+        )
+        out = jnp.einsum("...qd,...du->...qu", together, k, preferred_element_type=jnp.float32)
+        return out.swapaxes(-2, -3).reshape(*lead, per_kv, new, tiles * width)
+
+    return _scored(product, q, k)
+
+
+def _scored(
+    product: Callable[[jax.Array, jax.Array], jax.Array], q: jax.Array, k: Held
+) -> jax.Array:
     if not isinstance(k, Quantized):
-        return jnp.einsum(spec, q, k, preferred_element_type=jnp.float32)
+        return product(q, k)
     q, numbers = _where_it_is_used(q, k.numbers)
-    out = jnp.einsum(spec, q, numbers.astype(q.dtype), preferred_element_type=jnp.float32)
+    out = product(q, numbers.astype(q.dtype))
     return out * _across(k.scale, out.ndim)
+
+
+def laid(x: jax.Array, axis: int) -> jax.Array:
+    """Keys [..., length, head_dim] with tokens along an axis; tiles, of which a product reads one
+    as it lies, are [..., tiles, head_dim, TILE]."""
+    *lead, length, dim = x.shape
+    if axis == TILE_AXIS:
+        x = x.reshape(*lead, length // TILE, TILE, dim)
+    return x if axis == -2 else x.swapaxes(-1, -2)
+
+
+def by_rows(x: jax.Array, axis: int) -> jax.Array:
+    """And back."""
+    x = x if axis == -2 else x.swapaxes(-1, -2)
+    return x if axis != TILE_AXIS else x.reshape(*x.shape[:-3], -1, x.shape[-1])
+
+
+def tokens_of(axis: int, shape: tuple[int, ...]) -> int:
+    """How many an array of a cache has room for, which lie in it along an axis."""
+    return shape[axis] * (TILE if axis == TILE_AXIS else 1)
+
+
+def token_index(axis: int, at: Any) -> tuple[Any, ...]:
+    """The last dimensions' indices of tokens ``at`` in an array of a cache."""
+    if axis == TILE_AXIS:
+        return at // TILE, slice(None), at % TILE
+    return (slice(None), at) if axis == -1 else (at,)
 
 
 def values(spec: str, weights: jax.Array, v: Held, dtype: Any) -> jax.Array:

@@ -19,10 +19,10 @@ from hjax.kernels import decode_tpu, int8_cache
 from hjax.kernels.attention import Scoring
 from hjax.kernels.decode import (
     BY_PARTS,
-    COLUMNS,
     FILLED_INTERPRETED,
     INTERPRETED,
     KERNELS,
+    TILES,
     Seen,
     Slots,
 )
@@ -67,7 +67,6 @@ class Decode:
             out, cache = self._by_kernel(layer, q, k, v, cache, scoring, sinks)
         else:
             cache = cache.write(layer, k, v, self.seen.position)
-            keys = "xksdu" if cache.form == COLUMNS else "xksud"
             prompt_k, prompt_v, own_k, own_v = cache.read(layer)
             parts = prompt_k, prompt_v, own_k, own_v
             met = None
@@ -79,7 +78,7 @@ class Decode:
                     x[..., 0] if x.ndim == 5 else x[..., 0, :]
                     for x in _filled((q[..., None, :], own_k, own_v), spans, *way)
                 )
-            out = kernels.attend(q, *parts, self.seen, scoring, sinks, keys=keys, met=met)
+            out = kernels.attend(q, *parts, self.seen, scoring, sinks, met, cache.key_axis)
         return out.transpose(0, 2, 1, 3, 4).reshape(rows, 1, -1, dim), cache, None
 
     def _by_kernel(
@@ -163,16 +162,14 @@ class DecodeSlots:
             cache = cache.write(layer, k[:, 0], v[:, 0], column)
         prompt_k, prompt_v, own_k, own_v = cache.read(layer)
         q = q.reshape(rows, new, kv_heads, -1, dim).transpose(0, 2, 3, 1, 4)
-        parts, keys, met = (prompt_k, prompt_v, own_k, own_v), "rkud", None
-        if cache.form == COLUMNS:
-            keys = "rkdu"
+        parts, met = (prompt_k, prompt_v, own_k, own_v), None
         if cache.form in BY_PARTS:
             one = jnp.broadcast_to(column, rows)
             spans = self.slots.start[:, None], one[:, None]
             way = self.layout, scoring, self.expected, cache.form
             held = jax.tree.map(lambda x: x[:, :, None], (q, own_k, own_v))
             met = tuple(x[:, :, 0] for x in _filled(held, spans, *way))
-        out = kernels.attend_slots(q, *parts, self.slots, scoring, sinks, keys, met)
+        out = kernels.attend_slots(q, *parts, self.slots, scoring, sinks, met, cache.key_axis)
         return out.transpose(0, 3, 1, 2, 4).reshape(rows, new, -1, dim), cache, None
 
 
@@ -214,10 +211,10 @@ class KVCache:
     Each field is one array with a leading layer dimension (scanned layers, and always for the
     kernel), or a tuple with one array per layer (unrolled layers): the prompt's of shape
     [groups, kv_heads, length, head_dim], the responses' values
-    [groups, kv_heads, samples, length, head_dim] and their keys like them, in the form ``COLUMNS``
-    [groups, kv_heads, samples, head_dim, length]. Where a prompt has one sample that dimension is
-    missing, but for the kernel: XLA would copy the cache to drop it. In int8 a ``Quantized`` stands
-    for an array, its scales [..., 1, length].
+    [groups, kv_heads, samples, length, head_dim] and their keys like them, with tokens along
+    ``key_axis``. Where a prompt has one sample that dimension is missing, but for the kernel: XLA
+    would copy the cache to drop it. In int8 a ``Quantized`` stands for an array, its scales
+    [..., 1, length].
 
     Attributes:
       form: of ``hjax.kernels.decode``. For the kernel lengths are filled up to whole blocks.
@@ -231,9 +228,15 @@ class KVCache:
     prompt_v: Any
     k: Any
     v: Any
-    form: str = dataclasses.field(default=COLUMNS, metadata={"static": True})
+    form: str = dataclasses.field(default=TILES, metadata={"static": True})
     copies: int = dataclasses.field(default=1, metadata={"static": True})
     own_prompts: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    @property
+    def key_axis(self) -> int:
+        """Along which axis tokens lie in ``k``, as of ``int8_cache.each``."""
+        length: int = jax.tree.leaves(self.v)[0].shape[-2]
+        return kernels.key_axis(self.form, length)
 
     def read(self, layer: int | jax.Array) -> tuple[Held, ...]:
         """Prompt keys and values and own keys and values of one layer."""
@@ -255,8 +258,8 @@ class KVCache:
           k, v: [groups, kv_heads, samples, head_dim], without the samples where the cache has none.
           position: as of ``Seen``; int32 [] without samples.
         """
-        new = (self.k, k, self.form == COLUMNS), (self.v, v, False)
-        written = [_write(part, layer, x, position, columns) for part, x, columns in new]
+        new = (self.k, k, self.key_axis), (self.v, v, -2)
+        written = [_write(part, layer, x, position, axis) for part, x, axis in new]
         return dataclasses.replace(self, k=written[0], v=written[1])
 
     def write_rows(
@@ -274,27 +277,27 @@ class KVCache:
 
         def put(lead: tuple[Any, ...]) -> Callable[..., jax.Array]:
             def of(axis: int, _: bool, held: jax.Array, x: jax.Array) -> jax.Array:
-                across = (slice(None),) * (2 if axis == -1 else 1)
-                return held.at[(*lead, row, *across, at)].set(x.astype(held.dtype), mode="drop")
+                where = *lead, row, slice(None), *int8_cache.token_index(axis, at)
+                return held.at[where].set(x.astype(held.dtype), mode="drop")
 
             return of
 
-        def written(part: Any, x: jax.Array, columns: bool) -> Any:
+        def written(part: Any, x: jax.Array, axis: int) -> Any:
             if isinstance(part, tuple):
                 assert isinstance(layer, int)
                 new = int8_cache.like(part[layer], x)
-                held = int8_cache.each(put(()), part[layer], new, columns=columns)
+                held = int8_cache.each(put(()), part[layer], new, axis=axis)
                 return (*part[:layer], held, *part[layer + 1 :])
             # The layer as an index too: nothing else of the array is touched.
             new = int8_cache.like(part, x)
-            return int8_cache.each(put((layer,)), part, new, columns=columns)
+            return int8_cache.each(put((layer,)), part, new, axis=axis)
 
-        k, v = written(self.k, k, self.form == COLUMNS), written(self.v, v, False)
+        k, v = written(self.k, k, self.key_axis), written(self.v, v, -2)
         return dataclasses.replace(self, k=k, v=v)
 
     @classmethod
     def create(
-        cls, prompt: Any, samples: int, length: int, form: str = COLUMNS, copies: int = 1
+        cls, prompt: Any, samples: int, length: int, form: str = TILES, copies: int = 1
     ) -> KVCache:
         """An empty response cache of ``length`` beside the prompt's kept keys and values.
 
@@ -306,22 +309,23 @@ class KVCache:
 
         several = (samples,) if _by_sample(form, samples) else ()
 
-        def empty(part: Any, columns: bool) -> Any:
+        def empty(part: Any, keys: bool) -> Any:
             room = _room(form, length, jax.tree.leaves(part)[0].dtype)
 
             def of(axis: int, scaled: bool, x: jax.Array) -> jax.Array:
                 dim = 1 if scaled else x.shape[-1]
-                last = (dim, room) if axis == -1 else (room, dim)
-                return jnp.zeros((*x.shape[:-2], *several, *last), x.dtype)
+                made = jnp.zeros((*x.shape[:-2], *several, room, dim), x.dtype)
+                return int8_cache.laid(made, axis)
 
-            return int8_cache.each(of, part, columns=columns)
+            axis = kernels.key_axis(form, room) if keys else -2
+            return int8_cache.each(of, part, axis=axis)
 
         pair = keys_and_values(prompt, form in KERNELS)
         prompt_k, prompt_v = (_prompt(x, form, copies) for x in pair)
         return cls(
             prompt_k,
             prompt_v,
-            empty(prompt_k, form == COLUMNS),
+            empty(prompt_k, True),
             empty(prompt_v, False),
             form,
             copies,
@@ -375,22 +379,22 @@ def _room(form: str, length: int, dtype: Any) -> int:
 
 
 def _write(
-    part: Any, layer: int | jax.Array, new: jax.Array, position: jax.Array, columns: bool
+    part: Any, layer: int | jax.Array, new: jax.Array, position: jax.Array, axis: int
 ) -> Any:
     def of_layer(axis: int, _: bool, held: jax.Array, new: jax.Array) -> jax.Array:
-        return kernels.write(held, new, position, axis == -1)
+        return kernels.write(held, new, position, axis)
 
     def of_all(axis: int, _: bool, held: jax.Array, new: jax.Array) -> jax.Array:
         if position.ndim == 0:
-            new, at = kernels.token_at(new, position, axis == -1)
+            new, at = kernels.token_at(new, position, axis)
             return jax.lax.dynamic_update_slice(held, new[None].astype(held.dtype), (layer, *at))
         one = jax.lax.dynamic_index_in_dim(held, layer, keepdims=False)
-        written = kernels.write(one, new, position, axis == -1)
+        written = kernels.write(one, new, position, axis)
         return jax.lax.dynamic_update_index_in_dim(held, written, layer, 0)
 
     if isinstance(part, tuple):
         assert isinstance(layer, int)
         pair = part[layer], int8_cache.like(part[layer], new)
-        written = int8_cache.each(of_layer, *pair, columns=columns)
+        written = int8_cache.each(of_layer, *pair, axis=axis)
         return (*part[:layer], written, *part[layer + 1 :])
-    return int8_cache.each(of_all, part, int8_cache.like(part, new), columns=columns)
+    return int8_cache.each(of_all, part, int8_cache.like(part, new), axis=axis)

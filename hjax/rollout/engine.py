@@ -227,12 +227,12 @@ class Engine:
         def entered(name: str, some: Any, where: jax.Array) -> Any:
             """Of an array at a time: one program for all layers, whatever else the state has."""
             rows = not name.startswith("prompt")
-            columns = name == "k" and self.form == decode.COLUMNS
+            axis = cache.key_axis if name == "k" else -2
 
             def one(axis: int, scaled: bool, old: jax.Array, x: jax.Array) -> jax.Array:
                 return self._enter((rows, axis, scaled, begun is not None), old, x, where, edges)
 
-            return int8_cache.each(one, getattr(cache, name), some, columns=columns)
+            return int8_cache.each(one, getattr(cache, name), some, axis=axis)
 
         of_prompts = {"k": prompts.k, "v": prompts.v}
         if not own:
@@ -307,21 +307,24 @@ class Engine:
         slots, running = self._select(state.slots, state.rows, of_rows, of_groups, at)
         parts = {"prompt_k": cache.prompt_k, "prompt_v": cache.prompt_v}
 
-        def of(held: Any, index: jax.Array | None, own: bool = False, columns: bool = False) -> Any:
+        def of(held: Any, index: jax.Array | None, own: bool = False, keys: bool = False) -> Any:
             """An array at a time, so that one of them at most is there twice."""
 
-            def one(axis: int, _: bool, x: jax.Array) -> jax.Array:
-                cut = ((axis, length), index, at) if own else ((0, 0), index, None)
+            def one(axis: int, scaled: bool, x: jax.Array) -> jax.Array:
+                to = -1 if scaled else after if keys else -2
+                cut = ((axis, to, length), index, at) if own else ((0, 0, 0), index, None)
                 made = self._part(x, *cut)
                 x.delete()
                 return made
 
-            return int8_cache.each(one, held, columns=columns)
+            return int8_cache.each(one, held, axis=cache.key_axis if keys else -2)
+
+        after = decode.key_axis(self.form, length or _size(cache.v))
 
         if groups is not None:
             parts = {name: of(held, of_groups) for name, held in parts.items()}
         if rows is not None or length or first:
-            parts["k"] = of(cache.k, of_rows, True, self.form == decode.COLUMNS)
+            parts["k"] = of(cache.k, of_rows, True, True)
             parts["v"] = of(cache.v, of_rows, True)
         return State(dataclasses.replace(cache, **parts), slots, running)
 

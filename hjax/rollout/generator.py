@@ -110,7 +110,7 @@ class Generator:
         self.int8 = cache_dtype == INT8
         device, head_dim = layout.mesh.devices.flat[0], network.config.head_dim
         self.cache_form = cache_form or decode.choose(device, head_dim)
-        if self._staged and self.cache_form != decode.COLUMNS:
+        if self._staged and self.cache_form != decode.TILES:
             self.cache_form = decode.ROWS  # without the kernels, which are split over all axes
         if self.cache_form == decode.FILLED and not self._heads_divide:
             self.cache_form = decode.ROWS  # which leaves it to the compiler who has which heads

@@ -17,7 +17,7 @@ import numpy as np
 
 from hjax import machine
 from hjax.errors import ConfigError
-from hjax.kernels import decode, int8_cache
+from hjax.kernels import int8_cache
 from hjax.models.continuing import BLOCK, Blocks
 from hjax.models.parameters import Weights
 from hjax.rollout.engine import Engine
@@ -132,16 +132,16 @@ class Prefixes:
         for table in tables:
             given = place(table, engine.layout.replicated)
 
-            def written(blocks: Any, own: Any, by_columns: bool, given: Any = given) -> Any:
+            def written(blocks: Any, own: Any, axis: int, given: Any = given) -> Any:
                 """An array at a time: one program for all layers."""
 
                 def one(axis: int, scaled: bool, x: Any, b: Any) -> Any:
-                    return self._keep((axis == -1, scaled), b, x, start, given)
+                    return self._keep((axis, scaled), b, x, start, given)
 
-                return int8_cache.each(one, own, blocks, columns=by_columns)
+                return int8_cache.each(one, own, blocks, axis=axis)
 
-            k = written(self.blocks.k, cache.k, engine.form == decode.COLUMNS)
-            self.blocks = Blocks(k, written(self.blocks.v, cache.v, False))
+            k = written(self.blocks.k, cache.k, cache.key_axis)
+            self.blocks = Blocks(k, written(self.blocks.v, cache.v, -2))
 
     def warm_up_keeping(self, state: State) -> None:
         """Compile what ``keep`` of such a state calls; nothing is kept."""
@@ -199,7 +199,7 @@ class Prefixes:
 
     def _kept(
         self,
-        way: tuple[bool, bool],
+        way: tuple[int, bool],
         blocks: jax.Array,
         own: jax.Array,
         start: jax.Array | None,
@@ -207,11 +207,11 @@ class Prefixes:
     ) -> jax.Array:
         """An array of blocks with some of an array of a state's cache.
 
-        ``way``: whether that has columns last, and whether it is one of scales. ``start``: int32
+        ``way``: along which axis that has tokens, and whether it is one of scales. ``start``: int32
         [rows], each one's first column; None: 0. ``pieces``: int32 [3, n]: of which row, from which
         of its tokens on, into which block.
         """
-        by_columns, scaled = way
+        axis, scaled = way
         row, first, where = pieces
         row = row[:, None]
         at = first[:, None] + jnp.arange(BLOCK) + (0 if start is None else start[row])
@@ -219,8 +219,8 @@ class Prefixes:
         def of(own: jax.Array) -> jax.Array:
             """[n, kv_heads, BLOCK, head_dim] of a layer."""
             sample = (0,) if self._engine.by_kernel else ()  # it has a dimension for samples
-            across = (slice(None),) * by_columns
-            found = own.at[(row, slice(None), *sample, *across, at)].get(mode="clip")
+            tokens = int8_cache.token_index(axis, at)
+            found = own.at[(row, slice(None), *sample, *tokens)].get(mode="clip")
             found = found.swapaxes(1, 2)
             return found.swapaxes(-1, -2) if scaled else found
 

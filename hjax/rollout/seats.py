@@ -13,7 +13,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from hjax.kernels import decode
+from hjax.kernels import decode, int8_cache
 from hjax.kernels.decode import Slots
 from hjax.rollout.slots import Running
 
@@ -86,22 +86,22 @@ class Seats:
         """
         rows, axis, scaled, begun = way
         x = x.swapaxes(-1, -2) if scaled else x
-        one = functools.partial(self._tokens_in_rows, axis == -1, begun, at, edges)
+        one = functools.partial(self._tokens_in_rows, axis, begun, at, edges)
         if not rows:
-            one = functools.partial(self._prompts_in_groups, axis == -1, at)
+            one = functools.partial(self._prompts_in_groups, scaled, at)
         return jax.vmap(one)(old, x) if self.stacked else one(old, x)
 
     def _prompts_in_groups(
-        self, by_columns: bool, at: jax.Array, old: jax.Array, x: jax.Array
+        self, scaled: bool, at: jax.Array, old: jax.Array, x: jax.Array
     ) -> jax.Array:
-        more = old.shape[-1 if by_columns else -2] - x.shape[-2]
+        more = old.shape[-1 if scaled else -2] - x.shape[-2]
         sides = (0, more) if self.by_kernel else (more, 0)
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [sides, (0, 0)])
-        return self.put(at, old, x.swapaxes(-1, -2) if by_columns else x)
+        return self.put(at, old, x.swapaxes(-1, -2) if scaled else x)
 
     def _tokens_in_rows(
         self,
-        by_columns: bool,
+        axis: int,
         begun: bool,
         at: jax.Array,
         edges: jax.Array,
@@ -110,10 +110,10 @@ class Seats:
     ) -> jax.Array:
         """Prompts, which end in the last column of ``x``, or responses, which begin in its first;
         whatever a row had is given up."""
-        axis = old.ndim - (1 if by_columns else 2)
-        read, size = x.shape[2], old.shape[axis]
+        read, size = x.shape[2], int8_cache.tokens_of(axis, old.shape)
+        width = int8_cache.TILE if axis == int8_cache.TILE_AXIS else 1
         if self.by_row:  # what follows them is not there yet
-            size = min(size, read)
+            size = min(size, -(-read // width) * width)
         if begun and self.by_kernel:  # by group, from column 0 on
             x = x.reshape(at.shape[0], -1, *x.shape[1:]).swapaxes(1, 2)[..., :size, :]
         else:
@@ -121,9 +121,10 @@ class Seats:
             x = jnp.take_along_axis(x, jnp.clip(column, 0, read - 1)[:, None, :, None], axis=2)
             if self.by_kernel:  # with a dimension for samples
                 x = x[:, :, None]
-        x = x.swapaxes(-1, -2) if by_columns else x
-        held = self.put(at, jax.lax.slice_in_dim(old, 0, size, axis=axis), x)
-        return jax.lax.dynamic_update_slice_in_dim(old, held, 0, axis)
+        here = axis % old.ndim
+        held = jax.lax.slice_in_dim(old, 0, size // width, axis=here)
+        held = self.put(at, held, int8_cache.laid(x, axis))
+        return jax.lax.dynamic_update_slice_in_dim(old, held, 0, here)
 
     def put(self, index: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
         """``old`` [many, ...] with ``new`` [some, ...] at numbers of its parts."""
@@ -158,22 +159,35 @@ class Seats:
     def cut(
         self,
         x: jax.Array,
-        columns: tuple[int, int],
+        columns: tuple[int, int, int],
         index: jax.Array | None,
         first: jax.Array | None,
     ) -> jax.Array:
-        """Rows of an array of the cache, with other columns: along which axis, and how many."""
-        axis, length = columns
+        """Rows of an array of the cache, with other columns: along which axis they are, along which
+        they will be, and how many; 0: as many."""
+        axis, after, length = columns
         if index is not None:
             some = functools.partial(decode.taken, index=index, parts=self.parts)
             x = jax.vmap(some)(x) if self.stacked else some(x)
-        if length > x.shape[axis]:
-            more = [(0, 0)] * x.ndim
-            more[axis] = (0, length - x.shape[axis])
-            x = jnp.pad(x, more)
-        if first is not None:
-            x = jnp.roll(x, -first, axis)
-        return jax.lax.slice_in_dim(x, 0, length or x.shape[axis], axis=axis)
+        if not length and first is None:
+            return x
+        if axis == after and axis != int8_cache.TILE_AXIS:
+            return _columns(x, axis, length or x.shape[axis], first)
+        length = length or int8_cache.tokens_of(axis, x.shape)
+        if axis == after and first is None:
+            return _columns(x, axis, length // int8_cache.TILE, None)
+        return int8_cache.laid(_columns(int8_cache.by_rows(x, axis), -2, length, first), after)
+
+
+def _columns(x: jax.Array, axis: int, length: int, first: jax.Array | None) -> jax.Array:
+    """So many along an axis, from ``first`` on."""
+    if length > x.shape[axis]:
+        more = [(0, 0)] * x.ndim
+        more[axis] = (0, length - x.shape[axis])
+        x = jnp.pad(x, more)
+    if first is not None:
+        x = jnp.roll(x, -first, axis)
+    return jax.lax.slice_in_dim(x, 0, length, axis=axis)
 
 
 def cut_answers(

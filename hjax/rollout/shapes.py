@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hjax.models.continuing import BLOCK
+from hjax.kernels.int8_cache import TILE
 from hjax.models.flat import rooms
 from hjax.rollout.engine import Engine
 from hjax.rollout.prefixes import columns_for
@@ -69,7 +69,7 @@ class Shapes:
         Where every column is read, up to 256 half of them may be too many, then a quarter, beyond
         1024 a third. The kernel reads what is filled: one length is enough.
         """
-        most = -(-(self.limit + self.spare) // BLOCK) * BLOCK
+        most = -(-(self.limit + self.spare) // TILE) * TILE
         if self.engine.by_kernel:
             return [most]
         made, length = [], 64

@@ -57,7 +57,7 @@ class _StagedSeats(Seats):
     def cut(
         self,
         x: jax.Array,
-        columns: tuple[int, int],
+        columns: tuple[int, int, int],
         index: jax.Array | None,
         first: jax.Array | None,
     ) -> jax.Array:
