@@ -20,7 +20,7 @@ from hjax.rollout.slots import Size, State
 # Tokens between two looks at who waits and who listens.
 STEPS = 8
 # Prompts that are read together: not more, so that others do not wait long for their next tokens.
-TOGETHER = (1, 2, 8)
+TOGETHER = (1, 4, 8)
 # Columns for what is new of prompts at least; others are powers of two times as many.
 NEW = 32
 # Tokens of a prompt that are read at a time, for the same reason; whole blocks.
@@ -108,7 +108,7 @@ class Shapes:
           new: columns of each.
           known: as of ``most_new``.
         """
-        if not self.engine.reads_flat or each <= 2:
+        if not self.engine.reads_flat or each == 1:
             return [0]
         without = rooms(each * new)
         # Else the columns of all are half of those of twice as long ones.

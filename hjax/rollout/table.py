@@ -6,7 +6,7 @@ import numpy as np
 
 from hjax.rollout.engine import Engine
 from hjax.rollout.requests import Ticket
-from hjax.rollout.shapes import Shapes
+from hjax.rollout.shapes import STEPS, Shapes
 from hjax.rollout.slots import State
 
 
@@ -97,7 +97,10 @@ class Table:
         if engine.by_row and not engine.by_kernel:
             self._move(0, max(self.length, self._longer(tokens)))
         elif tokens > self.column and not engine.by_row:
-            self._move(self.column - tokens, max(self.length, self._longer(tokens)))
+            length = max(self.length, self._longer(tokens))
+            # Further than is asked, as the next prompt is likely to be longer still.
+            further = min(2 * STEPS, length - shapes.spare - tokens)
+            self._move(self.column - tokens - further, length)
 
     def _widen(self, rows: int, new: bool = False) -> None:
         """Who has which row, of a state of more rows, or of a new one, where nobody is."""
