@@ -121,7 +121,7 @@ def test_an_update_s_memory_is_the_run_s_own_estimate(name, platform):
             theirs = Updates(
                 network, scalar, layout, np.dtype("bfloat16"), 64, work.samples,
                 work.prompt_length, work.response_length, rows * mesh.replicas, 0,
-                platform == "tpu",
+                platform == "tpu", apart=platform == "gpu" and mesh.context == 1,
             ).temporaries(remat)  # fmt: skip
             mine = memory.update_transient(
                 place, counts(model, name, scalar), mesh, 64, work, rows, remat

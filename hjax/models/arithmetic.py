@@ -134,6 +134,24 @@ def gradient_elements(config: ModelConfig) -> tuple[int, int]:
     return whole + inner * (config.experts_per_token if config.experts else 1) + made_again, whole
 
 
+def apart_elements(
+    tokens: float, places: float, attention_width: float, cache_elements: float
+) -> tuple[float, float]:
+    """Elements of a layer's attention where the kernel wants each sequence in a row of its own, as
+    cuDNN's does: what it keeps beside ``activation_elements``, and what stands while its backward
+    pass runs.
+
+    It keeps its own queries, keys, values and outputs; these go on as tokens once more.
+
+    Args:
+      tokens: with prompts that several responses share once.
+      places: with a prompt for each response.
+      attention_width, cache_elements: of queries, and of keys and values, per token.
+    """
+    each = 2 * attention_width + cache_elements
+    return (places - tokens) * each + tokens * attention_width, 2 * places * each
+
+
 def kept_elements(config: ModelConfig, policy: str) -> tuple[int, int]:
     """As ``activation_elements``, what a policy of ``hjax.models.remat`` keeps of a layer.
 

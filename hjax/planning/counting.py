@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hjax.kernels import cudnn
 from hjax.models import arithmetic, remat
 from hjax.models.config import ModelConfig
 from hjax.planning.records import ModelCounts
@@ -38,4 +39,7 @@ def counts(config: ModelConfig, name: str = "", scalar: bool = False) -> ModelCo
         remade=activations - arithmetic.kept_elements(config, remat.NONE)[0],
         layer_gradients=gradients,
         layer_gradients_whole=whole_gradients,
+        by_cudnn=not cudnn.refusal(
+            "bfloat16", config.head_dim, config.attention_softcap, config.sinks
+        ),
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from hjax.models import arithmetic
 from hjax.models.remat import ATTENTION, NONE
 from hjax.planning import cost
 from hjax.planning.cost import Place
@@ -129,6 +130,15 @@ def gathered_layer(place: Place, model: ModelCounts, mesh: Mesh, tokens: float) 
     return 2 * layer / (1 if travel else mesh.tensor)
 
 
+def stands_apart(place: Place, model: ModelCounts, mesh: Mesh, work: Workload) -> bool:
+    """Whether attention is cuDNN's, to which each sequence is a row of its own: on NVIDIA GPUs in
+    16 bits, of sequences longer than ``whole_scores``."""
+    numerics, pool = place.numerics, place.pool
+    on_gpus = numerics.own and not pool.shape and not pool.shares_cores and numerics.compute == 2
+    longer = work.length > numerics.whole_scores and mesh.context == 1
+    return on_gpus and longer and model.by_cudnn
+
+
 def update_transient(
     place: Place,
     model: ModelCounts,
@@ -140,7 +150,8 @@ def update_transient(
 ) -> float:
     """Gradients (and their sum so far, of several micro-batches), a cast copy of the weights where
     they are wider, activations, and the larger of the head (states and logits, twice) and the
-    layer that the backward pass is at, for the one is done when the other begins.
+    layer that the backward pass is at, with the layers' gradients, for the one is done when the
+    other begins.
 
     Kept per layer and token: all that a backward pass reads (``none``), the layer's input and
     attention's output (``attention``) or the input (``full``). The layer that the backward pass is
@@ -151,7 +162,8 @@ def update_transient(
     micro_batches = math.ceil(math.ceil(rows / mesh.replicas) / micro_rows)
     copies = 2 if micro_batches > 1 and numerics.adds_gradients else 1
     element = numerics.gradients * model.learning
-    gradients = copies * cost.weight_bytes(place, model, mesh, element) / mesh.fsdp
+    gradients = cost.weight_bytes(place, model, mesh, element) / mesh.fsdp
+    of_layers = gradients * model.layers * model.layer_parameters / model.parameters
     layers = model.layers / mesh.pipe * min(mesh.pipe, micro_batches)
     share = work.share(numerics.shared_prompt, micro_rows)
     tokens = micro_rows * work.row_tokens(numerics.shared_prompt, micro_rows) / mesh.context
@@ -164,6 +176,14 @@ def update_transient(
     gradients_of = (model.layer_gradients, model.layer_gradients_whole)
     at_work = layer_activations(place, model, mesh, tokens, gradients_of)
     at_work += score_bytes(model, mesh, pairs)
+    if stands_apart(place, model, mesh, work):
+        places = micro_rows * work.length
+        given = tokens, places, model.attention_width, model.cache_elements
+        more, meanwhile = (
+            n * numerics.compute / mesh.tensor for n in arithmetic.apart_elements(*given)
+        )
+        whole_layer += more
+        at_work = max(at_work, meanwhile)
     if remat == NONE:
         kept = whole_layer
     else:
@@ -173,37 +193,51 @@ def update_transient(
         at_work += whole_layer
     head = 4.0 * answered * model.hidden + 2 * logit_bytes(place, model, mesh, answered)
     cast, gathered = _cast_copy(place, model, mesh), gathered_layer(place, model, mesh, tokens)
-    return gradients + cast + layers * kept + max(head, at_work) + gathered
+    beside = copies * gradients - of_layers + cast + layers * kept + gathered
+    return beside + max(head, of_layers + at_work)
 
 
 def forward_transient(
     place: Place, model: ModelCounts, mesh: Mesh, rows: float, work: Workload, micro_rows: int = 0
 ) -> float:
     """The hidden states twice, a cast copy of the weights (on a TPU, whose compiler makes it before
-    the loop over layers), and the most of one layer's attention (scores where they are kept), its
-    MLP, and the logits."""
+    the loop over layers, of all; else of the layer in use), and the most of one layer's attention
+    (scores where they are kept), its MLP, and the logits."""
     numerics = place.numerics
     length = work.row_tokens(numerics.shared_prompt, micro_rows)
     micro = cost.forward_rows(place, rows, mesh, length, micro_rows)
     tokens = micro * work.row_tokens(numerics.shared_prompt, micro) / mesh.context
     pairs = seen_pairs(place, work, micro, work.share(numerics.shared_prompt, micro))
+    apart = stands_apart(place, model, mesh, work)
     most = max(
-        _layer_forward(place, model, mesh, tokens, pairs),
-        2 * logit_bytes(place, model, mesh, micro * work.response_length),
+        _layer_forward(place, model, mesh, tokens, pairs, micro * work.length if apart else 0.0),
+        logit_bytes(place, model, mesh, micro * work.response_length),
     )
     hidden = 2 * tokens * model.hidden * numerics.compute
-    cast = _cast_copy(place, model, mesh) if place.pool.shape else 0.0
+    cast = _cast_copy(place, model, mesh)
+    if not place.pool.shape:  # of layers that are gathered two are counted already
+        whole = mesh.fsdp == 1
+        cast *= model.layer_parameters / model.parameters * mesh.pipe if whole else 0.0
     return hidden + cast + most + gathered_layer(place, model, mesh, tokens)
 
 
 def _layer_forward(
-    place: Place, model: ModelCounts, mesh: Mesh, tokens: float, pairs: float
+    place: Place,
+    model: ModelCounts,
+    mesh: Mesh,
+    tokens: float,
+    pairs: float,
+    places: float = 0.0,
 ) -> float:
-    """The larger of a layer's attention and its MLP, of which only one is there at a time."""
+    """The larger of a layer's attention and its MLP, of which only one is there at a time.
+    ``places``: of rows of which attention has each for itself; 0: it does not."""
     mlp = 3 * model.mlp * max(1, model.experts_per_token)
-    attention = model.layer_activations - model.layer_activations_whole - mlp
-    each = tokens / mesh.tensor * place.numerics.compute
-    return max(attention * each + score_bytes(model, mesh, pairs), mlp * each)
+    attention = tokens * (model.layer_activations - model.layer_activations_whole - mlp)
+    if places:
+        widths = model.attention_width, model.cache_elements
+        attention += arithmetic.apart_elements(tokens, places, *widths)[0]
+    each = place.numerics.compute / mesh.tensor
+    return max(attention * each + score_bytes(model, mesh, pairs), mlp * tokens * each)
 
 
 def _cast_copy(place: Place, model: ModelCounts, mesh: Mesh) -> float:

@@ -127,6 +127,7 @@ class ModelCounts:
         ``bytes_each``: those of them that are kept in one byte.
       remade: of ``layer_activations`` those that a backward pass makes again although nothing is
         rematerialised.
+      by_cudnn: whether cuDNN's attention takes its layers, in 16 bits.
       layer_gradients: elements per token beside the activations of the layer that a backward pass
         is at; ``layer_gradients_whole``: of them those that no tensor axis splits.
     """
@@ -154,6 +155,7 @@ class ModelCounts:
     remade: int = 0
     layer_gradients: int = 0
     layer_gradients_whole: int = 0
+    by_cudnn: bool = False
 
     @property
     def scalar(self) -> bool:

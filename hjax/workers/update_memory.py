@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from hjax.kernels import cudnn
 from hjax.kernels.attention import WHOLE
 from hjax.models import arithmetic, remat, weight_ring
 from hjax.models.expert_ring import goes_round
@@ -41,6 +42,7 @@ class Updates:
       prompt, response: tokens of each row.
       micro_batch, packing, unit: as of ``WorkerContext``.
       travel: as of ``Compute``.
+      apart: attention's kernel wants each sequence in a row of its own, as cuDNN's does.
     """
 
     network: Network
@@ -55,6 +57,7 @@ class Updates:
     packing: int = 0
     travel: bool = False
     unit: int = 1
+    apart: bool = False
 
     def with_state(self, policy: str) -> float:
         """Bytes of an update: parameters, two moments of what learns, and its temporaries."""
@@ -89,15 +92,26 @@ class Updates:
             scores = (each * pairs * config.heads + 4 * answered * width) / split
             kept, one = kept + (scores if policy == remat.NONE else 0), one + scores
             at_work += 8 * pairs * config.heads / split
+        if self.apart and not pairs:
+            length = self.prompt + self.response
+            given = tokens, answered / self.response * length
+            widths = config.heads * config.head_dim, arithmetic.cache_elements(config)
+            more, meanwhile = (
+                n * size / split for n in arithmetic.apart_elements(*given, *widths)
+            )
+            kept, one = kept + (more if policy == remat.NONE else 0), one + more
+            at_work = max(at_work, meanwhile)
         if config.experts:
             experts, piece = self._experts(tokens)
             kept, one = kept + (experts if policy == remat.NONE else 0), one + experts
             at_work += piece
         at_work += 0 if policy == remat.NONE else one
+        gradients = 4.0 * sum(n for _, n in self._parts(self._learning))
+        of_layers = gradients * config.layers * arithmetic.layer_parameters(config)
+        of_layers /= arithmetic.parameters(config, self.scalar)
         # The head's backward pass is done when that of the layers begins.
-        activations = layers * kept + max(self._head(answered), at_work)
-        learned = sum(n for _, n in self._parts(self._learning))
-        gradients = 4 * learned * (2 if pieces > 1 else 1)
+        activations = layers * kept + max(self._head(answered) - of_layers, at_work)
+        gradients *= 2 if pieces > 1 else 1
         # What is frozen beside adapters may be kept in the compute dtype.
         wide = (n for x, n in self._parts(lambda tree: tree) if x.dtype.itemsize > size)
         cast: float = size * sum(wide)
@@ -196,4 +210,5 @@ def updates_of(worker: Any, rows: int, prompt: int) -> Updates:
         packing=context.packing,
         travel=worker.compute.travel,
         unit=context.unit,
+        apart=worker.compute.kernels.attention is cudnn.attend,
     )
