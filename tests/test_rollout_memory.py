@@ -42,13 +42,16 @@ def run(seed):
 
 
 run(0)  # compiled, and what libraries allocate once
-before = kilobytes("VmRSS")
-open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
-run(1)
+peaks = []
+for seed in (1, 2, 3):  # the largest: what came before may not have been given back yet
+    before = kilobytes("VmRSS")
+    open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
+    run(seed)
+    peaks.append(kilobytes("VmHWM") - before)
 abstract = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
 )
-peak = 1024 * (kilobytes("VmHWM") - before)
+peak = 1024 * max(peaks)
 prefill, decoding = generator.programs("generate", abstract, 128, length, **given)
 cache = shard_bytes(prefill.beside)
 read = prefill.trace().lower().compile().memory_analysis()
@@ -74,6 +77,6 @@ def test_a_rollouts_peak_is_the_cache_that_was_said_and_what_reading_takes(promp
     assert done.returncode == 0, done.stderr
     peak, cache, reading, weights = map(int, done.stdout.split())
     assert cache > 90e6
-    # The weights stand already. Of short prompts, 512 tokens at a time, reading is in the tenth.
-    said = cache + (reading if prompt > 8 else 0)
+    said = cache + reading
+    # The weights stand already.
     assert 0.8 * cache < peak < 1.1 * (said + weights) - weights, (peak, said, weights)
