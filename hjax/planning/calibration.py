@@ -41,7 +41,7 @@ Progress = Callable[[int, int, str], None]
 PROMPT, RESPONSE, LONG_RESPONSE = 32, 32, 96
 # Calls that take turns are repeated so many times at least, and then until the medians of their
 # seconds are known to this share, or so many seconds are gone.
-LEAST, SHARE, ENOUGH = 3, 0.03, 6.0
+LEAST, SHARE, ENOUGH = 3, 0.03, 5.0
 # Numbers of simulated devices that are kept busy beside all of them.
 BUSY = (1, 2)
 
@@ -62,7 +62,7 @@ def calibrate(devices: Sequence[Any], progress: Progress | None = None) -> Profi
     size = 512 if cpu else 8192
     counts = [n for n in BUSY if n < len(devices)] if cpu else []
     counts.append(len(devices))
-    rows = 8 * len(devices)
+    rows = 12 * len(devices)
     meshes = [Mesh(data=n) for n in counts] + _split_meshes(len(devices))
     all_of_them = len(counts) - 1
     # Beside a part per dtype and mesh: calls in turn, all-reduces, copies, four for small models.
@@ -319,7 +319,8 @@ def _small_model(devices: int, flops: float, wide: _Calls, parts: _Parts) -> dic
     dispatch + rollout + layers * tokens * decode_layer. Two in which more is computed, mostly
     products in the one and attention scores in the other: a forward takes beside that
     FLOPs / (``flops`` * matmul) + scores * score, an update of the first 1 + 2 * backward
-    forwards.
+    forwards. An update of the deeper tiny one says what it takes for each layer beside that:
+    layer_update.
     """
     mesh = Mesh(data=devices)
     with contextlib.ExitStack() as ends:
@@ -330,6 +331,8 @@ def _small_model(devices: int, flops: float, wide: _Calls, parts: _Parts) -> dic
             probe.actor.generate_sequences(probe.prompts).result()  # compiles
             probe.actor.compute_log_prob(probe.batch).result()
             tiny.append(probe)
+        deep = tiny[-1]
+        deep.actor.update_actor(deep.batch).result()
         parts.begin("longer responses")
         long = _probe(
             ends, mesh, width=64, layers=2, rows=4 * devices, heads=8, response=LONG_RESPONSE
@@ -340,14 +343,16 @@ def _small_model(devices: int, flops: float, wide: _Calls, parts: _Parts) -> dic
         taken = _in_turn(
             [functools.partial(p.actor.compute_log_prob, p.batch) for p in probes]
             + [functools.partial(p.actor.generate_sequences, p.prompts) for p in tiny]
+            + [functools.partial(deep.actor.update_actor, deep.batch)]
         )
         seconds = [found.seconds for found in taken]
-        one, four = (p.account(*seconds[i::3]) for i, p in enumerate(tiny))
-        scored = long.account(seconds[2])
+        one = tiny[0].account(seconds[0], seconds[3])
+        four, scored = deep.account(seconds[1], *seconds[4:]), long.account(seconds[2])
     layer_pass = max(0.0, four.forward - one.forward) / 3
     dispatch = max(0.0, one.forward - layer_pass)
     decode_layer = max(0.0, four.generate - one.generate) / 3 / RESPONSE
     rollout = max(0.0, one.generate - RESPONSE * decode_layer - dispatch)
+    backward, layer_update = _backward(wide, four, dispatch)
     runs = (wide, scored)
     forwards = [max(run.forward - dispatch, 1e-9) for run in runs]
     computed = [max(f - 2 * layer_pass, 0.1 * f) for f in forwards]
@@ -361,13 +366,29 @@ def _small_model(devices: int, flops: float, wide: _Calls, parts: _Parts) -> dic
     return {
         "matmul": 1 / inverse / flops,
         "score": score,
-        "backward": max(1.0, ((wide.update - dispatch) / forwards[0] - 1) / 2),
+        "backward": backward,
         "layer_pass": layer_pass,
+        "layer_update": layer_update,
         "dispatch": dispatch,
         "decode_step": 0.0,
         "decode_layer": decode_layer,
         "rollout": rollout,
     }
+
+
+def _backward(wide: _Calls, deep: _Calls, dispatch: float) -> tuple[float, float]:
+    """``backward`` and ``layer_update``: an update takes, beside ``dispatch``, 1 + 2 * backward
+    forwards and layers * layer_update; by a model of two layers in which much is computed and a
+    tiny one of four."""
+    forwards, updates = (
+        [max(x - dispatch, 1e-9) for x in pair]
+        for pair in ((wide.forward, deep.forward), (wide.update, deep.update))
+    )
+    # update = times * forward + layers * each, of 2 and 4 layers.
+    left = forwards[0] - forwards[1] / 2
+    times = (updates[0] - updates[1] / 2) / left if left > 0 else updates[0] / forwards[0]
+    times = max(3.0, times)
+    return (times - 1) / 2, max(0.0, updates[1] - times * forwards[1]) / 4
 
 
 @dataclasses.dataclass(frozen=True)

@@ -116,6 +116,9 @@ class Constants:
         0.0, "s per layer whose weights are gathered or scattered", "hidden by prefetching: assumed"
     )
     layer_pass: float = _value(0.0, "s per layer and pass", "kernels queued ahead: assumed")
+    layer_update: float = _value(
+        0.0, "s per layer and update beside its passes", "kernels queued ahead: assumed"
+    )
     dispatch: float = _value(0.0, "s per call on a model", "small beside seconds: assumed")
     rollout: float = _value(0.0, "s per rollout on the host", "small beside seconds: assumed")
     eager_matmul: float = _value(

@@ -295,7 +295,8 @@ def update_seconds(
     """One optimizer step on ``rows`` sequences.
 
     (m + pipe - 1) stage times for m = ceil(rows / replicas / micro_rows) micro-batches; then the
-    gradients' all-reduce, less what the last backward pass hides; then the optimizer.
+    gradients' all-reduce, less what the last backward pass hides; then the optimizer; and of each
+    layer ``layer_update``.
     """
     micro_batches = math.ceil(math.ceil(rows / mesh.replicas) / micro_rows)
     one = stage_seconds(place, model, mesh, micro_rows, length, True, remat)
@@ -306,6 +307,7 @@ def update_seconds(
         bubble(mesh.pipe, micro_batches) * one.total(overlap)
         + max(0.0, exchange - hidden)
         + optimizer_seconds(place, model, mesh)
+        + model.layers / mesh.pipe * place.constants.layer_update
     )
 
 
