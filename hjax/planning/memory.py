@@ -149,7 +149,8 @@ def update_transient(
     remat: str,
 ) -> float:
     """Gradients (and their sum so far, of several micro-batches), a cast copy of the weights where
-    they are wider, activations, and the larger of the head (states and logits, twice) and the
+    they are wider (where none are gathered and it is no TPU, of the layer in use and the head),
+    activations, and the larger of the head (states and logits, twice) and the
     layer that the backward pass is at, with the layers' gradients, for the one is done when the
     other begins.
 
@@ -193,6 +194,9 @@ def update_transient(
         at_work += whole_layer
     head = 4.0 * answered * model.hidden + 2 * logit_bytes(place, model, mesh, answered)
     cast, gathered = _cast_copy(place, model, mesh), gathered_layer(place, model, mesh, tokens)
+    if not place.pool.shape and numerics.own and mesh.fsdp * mesh.pipe == 1:
+        in_use = model.layer_parameters + model.head_parameters
+        cast = min(cast, in_use * numerics.compute / mesh.tensor)
     beside = copies * gradients - of_layers + cast + layers * kept + gathered
     return beside + max(head, of_layers + at_work)
 

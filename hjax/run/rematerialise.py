@@ -14,6 +14,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.algorithms import Algorithm
+from hjax.kernels.sets import CUDNN, TRIED
 from hjax.models import remat, weight_ring
 from hjax.models.parameters import decoder_network, scalar_network
 from hjax.roles import Role
@@ -172,6 +173,7 @@ class Chooser:
             packing=context.packing,
             travel=self.platform in weight_ring.PLATFORMS,
             unit=context.unit,
+            apart=context.compute.attention in (CUDNN, TRIED),
         )
 
 

@@ -115,6 +115,10 @@ class Updates:
         # What is frozen beside adapters may be kept in the compute dtype.
         wide = (n for x, n in self._parts(lambda tree: tree) if x.dtype.itemsize > size)
         cast: float = size * sum(wide)
+        if not self.travel and layout.ways("embed") * stages == 1:
+            # A TPU's compiler casts all before the loop over layers; others the one in use.
+            head = config.hidden_size * (1 if self.scalar else config.vocab_size)
+            cast = min(cast, size * (arithmetic.layer_parameters(config) + head) / split)
         # What is kept in a byte is cast in the layer that multiplies with it.
         narrow = (n for x, n in self._parts(lambda tree: tree) if x.dtype.itemsize < size)
         cast += size * sum(narrow) * stages / config.layers
