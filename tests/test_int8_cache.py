@@ -16,7 +16,7 @@ from helpers import computed, read_rows, tiny_config, trainer_of
 import hjax
 from hjax.dryrun.description import describe
 from hjax.errors import ConfigError
-from hjax.kernels import decode, decode_gpu, decode_tpu, int8_cache
+from hjax.kernels import cache_axis, decode, decode_gpu, decode_tpu, int8_cache
 from hjax.kernels.attention import Scoring
 from hjax.kernels.int8_cache import Quantized
 from hjax.models.attention import Causal
@@ -54,11 +54,11 @@ def test_rounding_is_off_by_half_a_step_at_most(dtype):
     assert (found[7] == 0).all() and np.abs(numbers).max() == 127
 
 
-def kept(x, axis=-2):
+def kept(x, axis=cache_axis.ROWS):
     """Of the test's own making: [..., length, head_dim] as a cache has it."""
     step = np.abs(np.asarray(x, np.float32)).max(-1, keepdims=True) / np.float32(127)
     numbers = np.rint(rounded(x) / np.where(step, step, 1)).astype(np.int8)
-    numbers = int8_cache.laid(jnp.asarray(numbers), axis)
+    numbers = cache_axis.laid(jnp.asarray(numbers), axis)
     return Quantized(numbers, jnp.asarray(step.swapaxes(-1, -2)))
 
 
@@ -85,9 +85,9 @@ def case_of(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_attention_is_that_over_what_was_rounded(name, form):
     (q, k, v, *cache), seen, options, dtype, answer = case_of(name)
-    axis = {"columns": -1, "tiles": int8_cache.TILE_AXIS}.get(form, -2)
+    axis = {"columns": cache_axis.COLUMNS, "tiles": cache_axis.TILES}.get(form, cache_axis.ROWS)
     if form == "tiles":
-        more = [(0, 0)] * 4 + [(0, -cache[3].shape[-2] % int8_cache.TILE), (0, 0)]
+        more = [(0, 0)] * 4 + [(0, -cache[3].shape[-2] % cache_axis.TILE), (0, 0)]
         cache[2:] = [jnp.pad(x, more) for x in cache[2:]]
 
     @jax.jit
@@ -107,7 +107,7 @@ def test_attention_is_that_over_what_was_rounded(name, form):
             )  # fmt: skip
 
         own_k = written(own_k, k, axis)
-        own_v = written(own_v, v, -2)
+        own_v = written(own_v, v, cache_axis.ROWS)
         out = decode.attend(q, prompt_k, prompt_v, own_k, own_v, seen, *options, axis=axis)
         return out, own_k, own_v
 
@@ -121,7 +121,7 @@ def test_attention_is_that_over_what_was_rounded(name, form):
     for made, own, new in ((made_k, own_k, k), (made_v, own_v, v)):
         numbers, scale = by_hand.wide(made.numbers), by_hand.wide(made.scale)
         if made is made_k:
-            numbers = int8_cache.by_rows(numbers, axis)
+            numbers = cache_axis.by_rows(numbers, axis)
         found = numbers * scale.swapaxes(-1, -2)
         expected = by_hand.written(rounded(own), rounded(new), position)
         expected = expected if form == "kernel" else expected[1]

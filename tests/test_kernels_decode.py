@@ -9,8 +9,8 @@ import pytest
 
 from hjax.kernels import decode, decode_gpu, decode_tpu
 from hjax.kernels.attention import Scoring
+from hjax.kernels.cache_axis import COLUMNS, ROWS, TILE, TILES, laid
 from hjax.kernels.decode import Seen
-from hjax.kernels.int8_cache import TILE, TILE_AXIS, laid
 
 LAYERS = 2
 
@@ -127,7 +127,7 @@ def expected_of(given, seen, options):
     return by_hand(q, k, v, *(x[1] for x in cache), *where, *options)
 
 
-@pytest.mark.parametrize("axis", [-2, -1, TILE_AXIS], ids=["rows", "columns", "tiles"])
+@pytest.mark.parametrize("axis", [ROWS, COLUMNS, TILES], ids=["rows", "columns", "tiles"])
 @pytest.mark.parametrize("name", EACH)
 def test_the_reference_is_a_softmax_over_what_is_seen(name, axis):
     given, seen, options, dtype = case_of(name)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hjax.kernels import decode, int8_cache
+from hjax.kernels import cache_axis, decode
 from hjax.kernels.attention import Scoring
 from hjax.kernels.decode import Slots
 from hjax.models.config import LayerKind, ModelConfig
@@ -481,8 +481,8 @@ def test_rows_see_their_prompt_and_their_own_columns(window, softcap, sinks, sha
     sink = None if sink is None else jnp.asarray(sink, jnp.float32)
     found = decode.attend_slots(*single, slots, scoring, sink)
     np.testing.assert_allclose(found, expected, atol=2e-6)
-    for axis in (-1, int8_cache.TILE_AXIS):
-        single[3] = int8_cache.laid(jnp.asarray(own_k, jnp.float32), axis)
+    for axis in (cache_axis.COLUMNS, cache_axis.TILES):
+        single[3] = cache_axis.laid(jnp.asarray(own_k, jnp.float32), axis)
         found = decode.attend_slots(*single, slots, scoring, sink, axis=axis)
         np.testing.assert_allclose(found, expected, atol=2e-6)
 

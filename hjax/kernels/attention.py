@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from hjax.kernels import int8_cache
+from hjax.kernels import cache_axis, int8_cache
 from hjax.kernels.int8_cache import Held
 from hjax.kernels.spread import Axes, Spread
 
@@ -241,7 +241,7 @@ def shared_prompt(
     own_seen: jax.Array,
     scoring: Scoring = Scoring(),
     sinks: jax.Array | None = None,
-    axis: int = -2,
+    axis: int = cache_axis.ROWS,
 ) -> jax.Array:
     """Tokens of several samples against one copy of their prompt and each one's own, in one piece.
 
@@ -256,7 +256,7 @@ def shared_prompt(
       own_seen: bool [groups, samples, tokens, length], which of its own. Sizes of both but the
         last may be 1.
       scoring, sinks: as of ``attend``.
-      axis: along which tokens lie in ``own_k``, as of ``int8_cache.each``.
+      axis: along which tokens lie in ``own_k``, see ``hjax.kernels.cache_axis``.
 
     Returns:
       like q, in its dtype.

@@ -4,7 +4,7 @@ The plain reference, and which form of cache and kernel a platform takes; ``deco
 ``decode_gpu`` have the kernels. Shapes of a layer: queries [groups, kv_heads, samples, per_kv,
 head_dim], the heads of a key-value head together; the prompt's keys and values [groups, kv_heads,
 prompt, head_dim]; each row's own values [groups, kv_heads, samples, length, head_dim] and its keys
-like them, or with tokens along another axis (``int8_cache.laid``). Where they are kept in int8 a
+like them, or with tokens along another axis (``cache_axis.laid``). Where they are kept in int8 a
 ``Quantized`` stands for an array of them.
 """
 
@@ -18,9 +18,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hjax.kernels import int8_cache
+from hjax.kernels import cache_axis, int8_cache
 from hjax.kernels.attention import MASKED, Scoring, shared_prompt
-from hjax.kernels.int8_cache import TILE, Held
+from hjax.kernels.cache_axis import COLUMNS, TILE
+from hjax.kernels.int8_cache import Held
 
 # Keys [tiles, head_dim, TILE], of a tile at most [head_dim, length]: a product with a few queries
 # runs along what lies together in memory; faster on a CPU.
@@ -55,11 +56,11 @@ def choose(device: Any, head_dim: int) -> str:
 
 
 def key_axis(form: str, length: int) -> int:
-    """Along which axis so many tokens lie in arrays of rows' keys, as of ``int8_cache.each``."""
+    """Along which axis (``hjax.kernels.cache_axis``) so many tokens lie in arrays of rows' keys."""
     if form != TILES:
-        return -2
+        return cache_axis.ROWS
     # The compiler would copy an array to drop the dimension of a single tile.
-    return -1 if length % TILE or length == TILE else int8_cache.TILE_AXIS
+    return COLUMNS if length % TILE or length == TILE else cache_axis.TILES
 
 
 def filled_takes(head_dim: int) -> bool:
@@ -191,7 +192,7 @@ def attend_slots(
     scoring: Scoring = Scoring(),
     sinks: jax.Array | None = None,
     met: tuple[jax.Array, ...] | None = None,
-    axis: int = -2,
+    axis: int = cache_axis.ROWS,
 ) -> jax.Array:
     """New tokens of each row, which are written already, as ``attend`` for ``Slots``.
 
@@ -208,7 +209,7 @@ def attend_slots(
       met: what ``decode_gpu.filled`` gave of the own tokens, which are not looked at then: the
         largest score and the sum of exponentials below it, [rows, kv_heads, per_kv, new], and the
         sum of values.
-      axis: along which tokens lie in own_k, as of ``int8_cache.each``.
+      axis: along which tokens lie in own_k, see ``hjax.kernels.cache_axis``.
 
     Returns:
       like q, in its dtype.
@@ -276,7 +277,7 @@ def attend(
     scoring: Scoring = Scoring(),
     sinks: jax.Array | None = None,
     met: tuple[jax.Array, ...] | None = None,
-    axis: int = -2,
+    axis: int = cache_axis.ROWS,
 ) -> jax.Array:
     """One token per row, which is written already.
 
@@ -334,7 +335,9 @@ def _beside_prompt(
     return (out / total[..., None]).astype(q.dtype)
 
 
-def write(part: jax.Array, new: jax.Array, position: jax.Array, axis: int = -2) -> jax.Array:
+def write(
+    part: jax.Array, new: jax.Array, position: jax.Array, axis: int = cache_axis.ROWS
+) -> jax.Array:
     """A layer's own keys or values with one token more per row.
 
     Args:
@@ -342,26 +345,14 @@ def write(part: jax.Array, new: jax.Array, position: jax.Array, axis: int = -2) 
         all it may be without samples.
       new: [groups, kv_heads, samples, head_dim].
       position: as of ``Seen``; a row of -1 stays.
-      axis: along which tokens lie, as of ``int8_cache.each``.
+      axis: along which tokens lie, see ``hjax.kernels.cache_axis``.
     """
     if position.ndim == 0:
-        new, at = token_at(new, position, axis)
+        new, at = cache_axis.token_at(new, position, axis)
         return jax.lax.dynamic_update_slice(part, new.astype(part.dtype), at)
     groups, _, samples, _ = new.shape
     group, sample = jnp.arange(groups)[:, None], jnp.arange(samples)[None]
     new = new.swapaxes(1, 2).astype(part.dtype)
-    place = jnp.where(position < 0, int8_cache.tokens_of(axis, part.shape), position)
-    where = group, slice(None), sample, *int8_cache.token_index(axis, place)
+    place = jnp.where(position < 0, cache_axis.tokens_of(axis, part.shape), position)
+    where = group, slice(None), sample, *cache_axis.token_index(axis, place)
     return part.at[where].set(new, mode="drop")
-
-
-def token_at(
-    new: jax.Array, position: jax.Array, axis: int
-) -> tuple[jax.Array, tuple[Any, ...]]:
-    """A token's keys or values [..., head_dim] as a piece of a cache, and where that begins."""
-    zeros = (0,) * (new.ndim - 1)
-    if axis == int8_cache.TILE_AXIS:
-        return new[..., None, :, None], (*zeros, position // TILE, 0, position % TILE)
-    if axis == -1:
-        return new[..., None], (*zeros, 0, position)
-    return new[..., None, :], (*zeros, position, 0)

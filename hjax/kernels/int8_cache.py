@@ -16,11 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from hjax.kernels.cache_axis import ROWS, TILES
+
 LARGEST = 127.0  # the numbers are symmetric
 SCALE_BYTES = 4
-# The axis of tiles [tiles, head_dim, width], in which keys may lie, and tokens of a tile.
-TILE_AXIS = -3
-TILE = 64
 # What keys and values may be kept in: the dtype of compute, or int8.
 AUTO, INT8 = "auto", "int8"
 CACHE_DTYPES = (AUTO, INT8)
@@ -80,14 +79,14 @@ def element_bytes(dtype: Any, head_dim: int) -> float:
     return jnp.dtype(dtype).itemsize if dtype is not None else 1 + SCALE_BYTES / head_dim
 
 
-def each(of: Callable[..., Any], held: Any, *others: Any, axis: int = -2) -> Any:
+def each(of: Callable[..., Any], held: Any, *others: Any, axis: int = ROWS) -> Any:
     """``of(axis, scaled, array, ...)`` for every array of a tree of keys or values.
 
     Args:
       of: told along which axis tokens lie, and whether the array is one of scales.
       held: the tree, of arrays and ``Quantized``.
       others: like it; their arrays are given after its own.
-      axis: along which tokens lie in it, ``TILE_AXIS`` for tiles; in scales they lie last.
+      axis: along which tokens lie in it, see ``hjax.kernels.cache_axis``; in scales they lie last.
     """
 
     def one(x: Any, *more: Any) -> Any:
@@ -115,8 +114,8 @@ def scores(spec: str, q: jax.Array, k: Held) -> jax.Array:
 def own_scores(q: jax.Array, k: Held, axis: int) -> jax.Array:
     """float32 [..., per_kv, new, length], scores of rows' queries [..., per_kv, new, head_dim] with
     their own keys, which lie along an axis as ``each`` says."""
-    if axis != TILE_AXIS:
-        return scores(f"...gtd,...{'ud' if axis == -2 else 'du'}->...gtu", q, k)
+    if axis != TILES:
+        return scores(f"...gtd,...{'ud' if axis == ROWS else 'du'}->...gtu", q, k)
 
     def product(q: jax.Array, k: jax.Array) -> jax.Array:
         *lead, per_kv, new, dim = q.shape
@@ -139,33 +138,6 @@ def _scored(
     q, numbers = _where_it_is_used(q, k.numbers)
     out = product(q, numbers.astype(q.dtype))
     return out * _across(k.scale, out.ndim)
-
-
-def laid(x: jax.Array, axis: int) -> jax.Array:
-    """Keys [..., length, head_dim] with tokens along an axis; tiles, of which a product reads one
-    as it lies, are [..., tiles, head_dim, TILE]."""
-    *lead, length, dim = x.shape
-    if axis == TILE_AXIS:
-        x = x.reshape(*lead, length // TILE, TILE, dim)
-    return x if axis == -2 else x.swapaxes(-1, -2)
-
-
-def by_rows(x: jax.Array, axis: int) -> jax.Array:
-    """And back."""
-    x = x if axis == -2 else x.swapaxes(-1, -2)
-    return x if axis != TILE_AXIS else x.reshape(*x.shape[:-3], -1, x.shape[-1])
-
-
-def tokens_of(axis: int, shape: tuple[int, ...]) -> int:
-    """How many an array of a cache has room for, which lie in it along an axis."""
-    return shape[axis] * (TILE if axis == TILE_AXIS else 1)
-
-
-def token_index(axis: int, at: Any) -> tuple[Any, ...]:
-    """The last dimensions' indices of tokens ``at`` in an array of a cache."""
-    if axis == TILE_AXIS:
-        return at // TILE, slice(None), at % TILE
-    return (slice(None), at) if axis == -1 else (at,)
 
 
 def values(spec: str, weights: jax.Array, v: Held, dtype: Any) -> jax.Array:

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from hjax.kernels import cache_axis, decode_tpu, int8_cache
 from hjax.kernels import decode as kernels
-from hjax.kernels import decode_tpu, int8_cache
 from hjax.kernels.attention import Scoring
 from hjax.kernels.decode import (
     BY_PARTS,
@@ -234,7 +234,7 @@ class KVCache:
 
     @property
     def key_axis(self) -> int:
-        """Along which axis tokens lie in ``k``, as of ``int8_cache.each``."""
+        """Along which axis tokens lie in ``k``, see ``hjax.kernels.cache_axis``."""
         length: int = jax.tree.leaves(self.v)[0].shape[-2]
         return kernels.key_axis(self.form, length)
 
@@ -277,7 +277,7 @@ class KVCache:
 
         def put(lead: tuple[Any, ...]) -> Callable[..., jax.Array]:
             def of(axis: int, _: bool, held: jax.Array, x: jax.Array) -> jax.Array:
-                where = *lead, row, slice(None), *int8_cache.token_index(axis, at)
+                where = *lead, row, slice(None), *cache_axis.token_index(axis, at)
                 return held.at[where].set(x.astype(held.dtype), mode="drop")
 
             return of
@@ -315,9 +315,9 @@ class KVCache:
             def of(axis: int, scaled: bool, x: jax.Array) -> jax.Array:
                 dim = 1 if scaled else x.shape[-1]
                 made = jnp.zeros((*x.shape[:-2], *several, room, dim), x.dtype)
-                return int8_cache.laid(made, axis)
+                return cache_axis.laid(made, axis)
 
-            axis = kernels.key_axis(form, room) if keys else -2
+            axis = kernels.key_axis(form, room) if keys else cache_axis.ROWS
             return int8_cache.each(of, part, axis=axis)
 
         pair = keys_and_values(prompt, form in KERNELS)
@@ -386,7 +386,7 @@ def _write(
 
     def of_all(axis: int, _: bool, held: jax.Array, new: jax.Array) -> jax.Array:
         if position.ndim == 0:
-            new, at = kernels.token_at(new, position, axis)
+            new, at = cache_axis.token_at(new, position, axis)
             return jax.lax.dynamic_update_slice(held, new[None].astype(held.dtype), (layer, *at))
         one = jax.lax.dynamic_index_in_dim(held, layer, keepdims=False)
         written = kernels.write(one, new, position, axis)

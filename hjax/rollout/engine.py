@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hjax.errors import ConfigError
-from hjax.kernels import decode, int8_cache
+from hjax.kernels import cache_axis, decode, int8_cache
 from hjax.kernels.decode import Slots
 from hjax.models.attention import Attention, Causal, SharedPrompt
 from hjax.models.continuing import BLOCK, Blocks, Continue
@@ -227,7 +227,7 @@ class Engine:
         def entered(name: str, some: Any, where: jax.Array) -> Any:
             """Of an array at a time: one program for all layers, whatever else the state has."""
             rows = not name.startswith("prompt")
-            axis = cache.key_axis if name == "k" else -2
+            axis = cache.key_axis if name == "k" else cache_axis.ROWS
 
             def one(axis: int, scaled: bool, old: jax.Array, x: jax.Array) -> jax.Array:
                 return self._enter((rows, axis, scaled, begun is not None), old, x, where, edges)
@@ -311,13 +311,13 @@ class Engine:
             """An array at a time, so that one of them at most is there twice."""
 
             def one(axis: int, scaled: bool, x: jax.Array) -> jax.Array:
-                to = -1 if scaled else after if keys else -2
+                to = axis if scaled or not keys else after
                 cut = ((axis, to, length), index, at) if own else ((0, 0, 0), index, None)
                 made = self._part(x, *cut)
                 x.delete()
                 return made
 
-            return int8_cache.each(one, held, axis=cache.key_axis if keys else -2)
+            return int8_cache.each(one, held, axis=cache.key_axis if keys else cache_axis.ROWS)
 
         after = decode.key_axis(self.form, length or _size(cache.v))
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from hjax import machine
 from hjax.errors import ConfigError
-from hjax.kernels import int8_cache
+from hjax.kernels import cache_axis, int8_cache
 from hjax.models.continuing import BLOCK, Blocks
 from hjax.models.parameters import Weights
 from hjax.rollout.engine import Engine
@@ -141,7 +141,7 @@ class Prefixes:
                 return int8_cache.each(one, own, blocks, axis=axis)
 
             k = written(self.blocks.k, cache.k, cache.key_axis)
-            self.blocks = Blocks(k, written(self.blocks.v, cache.v, -2))
+            self.blocks = Blocks(k, written(self.blocks.v, cache.v, cache_axis.ROWS))
 
     def warm_up_keeping(self, state: State) -> None:
         """Compile what ``keep`` of such a state calls; nothing is kept."""
@@ -219,7 +219,7 @@ class Prefixes:
         def of(own: jax.Array) -> jax.Array:
             """[n, kv_heads, BLOCK, head_dim] of a layer."""
             sample = (0,) if self._engine.by_kernel else ()  # it has a dimension for samples
-            tokens = int8_cache.token_index(axis, at)
+            tokens = cache_axis.token_index(axis, at)
             found = own.at[(row, slice(None), *sample, *tokens)].get(mode="clip")
             found = found.swapaxes(1, 2)
             return found.swapaxes(-1, -2) if scaled else found

@@ -13,7 +13,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from hjax.kernels import decode, int8_cache
+from hjax.kernels import cache_axis, decode
 from hjax.kernels.decode import Slots
 from hjax.rollout.slots import Running
 
@@ -110,8 +110,8 @@ class Seats:
     ) -> jax.Array:
         """Prompts, which end in the last column of ``x``, or responses, which begin in its first;
         whatever a row had is given up."""
-        read, size = x.shape[2], int8_cache.tokens_of(axis, old.shape)
-        width = int8_cache.TILE if axis == int8_cache.TILE_AXIS else 1
+        read, size = x.shape[2], cache_axis.tokens_of(axis, old.shape)
+        width = cache_axis.TILE if axis == cache_axis.TILES else 1
         if self.by_row:  # what follows them is not there yet
             size = min(size, -(-read // width) * width)
         if begun and self.by_kernel:  # by group, from column 0 on
@@ -123,7 +123,7 @@ class Seats:
                 x = x[:, :, None]
         here = axis % old.ndim
         held = jax.lax.slice_in_dim(old, 0, size // width, axis=here)
-        held = self.put(at, held, int8_cache.laid(x, axis))
+        held = self.put(at, held, cache_axis.laid(x, axis))
         return jax.lax.dynamic_update_slice_in_dim(old, held, 0, here)
 
     def put(self, index: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
@@ -171,12 +171,13 @@ class Seats:
             x = jax.vmap(some)(x) if self.stacked else some(x)
         if not length and first is None:
             return x
-        if axis == after and axis != int8_cache.TILE_AXIS:
+        if axis == after and axis != cache_axis.TILES:
             return _columns(x, axis, length or x.shape[axis], first)
-        length = length or int8_cache.tokens_of(axis, x.shape)
+        length = length or cache_axis.tokens_of(axis, x.shape)
         if axis == after and first is None:
-            return _columns(x, axis, length // int8_cache.TILE, None)
-        return int8_cache.laid(_columns(int8_cache.by_rows(x, axis), -2, length, first), after)
+            return _columns(x, axis, length // cache_axis.TILE, None)
+        x = _columns(cache_axis.by_rows(x, axis), cache_axis.ROWS, length, first)
+        return cache_axis.laid(x, after)
 
 
 def _columns(x: jax.Array, axis: int, length: int, first: jax.Array | None) -> jax.Array:

@@ -44,8 +44,6 @@ from hjax.rollout.warm_up import WarmUp
 from hjax.sharding.arrays import place, to_numpy
 
 SLOTS = 16
-# How often some are let in before the next tokens, at most: then it is looked who has left.
-ROUNDS = 4
 # Tokens that are kept for prompts to come, if nobody says how many.
 PREFIX_TOKENS = 16 * 1024
 
@@ -282,9 +280,7 @@ class Service:
                 if self._replacement is None:  # else those that run end first
                     self._score()
                     self._read()
-                    for _ in range(ROUNDS):
-                        if not (self._admit() and self._crowded()):
-                            break
+                    self._admit()
                 if self._table.busy:
                     self._decode()
         except BaseException as error:  # told to everybody who waits
@@ -428,12 +424,8 @@ class Service:
         self._waiting.extendleft(reversed(later))
         return entering
 
-    def _crowded(self) -> bool:
-        """Whether more wait than run: then they come before the next tokens of these."""
-        return len(self._waiting) > int(self._table.taken().sum())
-
-    def _admit(self) -> bool:
-        """Let in some of those who wait; False: nobody can enter."""
+    def _admit(self) -> None:
+        """Let in some of those who wait."""
         engine, table, shapes = self._engine, self._table, self._shapes
         parts, taken = engine.parts, table.taken()
 
@@ -444,7 +436,7 @@ class Service:
         with self._changed:
             entering = self._next(room(self.slots, shapes.together[-1]))
         if not entering:
-            return False
+            return
         count = len(entering)
         each = next(n for n in shapes.together if room(self.slots, n) >= count)
         longest = max(len(ticket.request.prompt) for ticket in entering)
@@ -478,7 +470,6 @@ class Service:
             for ticket in entering:
                 self._forget(ticket)
         self._hand_on(entries, drawn)
-        return True
 
     def _admission(
         self,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hjax.kernels.int8_cache import TILE
+from hjax.kernels.cache_axis import TILE
 from hjax.models.flat import rooms
 from hjax.rollout.engine import Engine
 from hjax.rollout.prefixes import columns_for

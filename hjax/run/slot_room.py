@@ -46,6 +46,7 @@ class SlotRoom:
       slots: as the key takes them; 0: all.
       sequences: of a step.
       cache_bytes: of a device's memory for the keys and values of as many; 0: not estimated.
+      reading_bytes: what reading prompts takes beside them meanwhile.
       usable_bytes: that generation may take beside what is kept.
       cache_dtype: what keys and values are kept in.
     """
@@ -53,6 +54,7 @@ class SlotRoom:
     slots: int
     sequences: int
     cache_bytes: int = 0
+    reading_bytes: int = 0
     usable_bytes: int = 0
     cache_dtype: str = AUTO_DTYPE
 
@@ -64,17 +66,19 @@ class SlotRoom:
         some = f"{self.slots} of the {self.sequences}" if self.slots else f"all {self.sequences}"
         kept = "" if self.cache_dtype == AUTO_DTYPE else f" in {self.cache_dtype}"
         taken = f"keys and values{kept} take {size(self.cache_bytes)} of a device"
+        taken += f", prompts {size(self.reading_bytes)} while they are read"
         found = f"{some} sequences of a step at a time, by estimate: {taken}"
         if self.cache_bytes > self.usable_bytes:
             return f"{found}, more than the {size(self.usable_bytes)} that there are"
         return found
 
     def record(self) -> dict[str, Any]:
-        """``slots``, ``why``, ``cache_bytes``, ``usable_bytes``."""
+        """``slots``, ``why``, ``cache_bytes``, ``reading_bytes``, ``usable_bytes``."""
         return {
             "slots": self.slots,
             "why": self.why,
             "cache_bytes": self.cache_bytes,
+            "reading_bytes": self.reading_bytes,
             "usable_bytes": self.usable_bytes,
         }
 
@@ -147,6 +151,17 @@ class Rollouts:
         return 0 if whole else (SHARED + 1) * self.prompt * self._token
 
     @property
+    def reading(self) -> float:
+        """What reads as many tokens of prompts as are read at a time takes of a device: a layer's
+        activations, and their keys and values before they are put beside the others."""
+        model, split = self.model, self.layout.ways("heads")
+        every, whole = arithmetic.activation_elements(model)
+        most = self.prompts // self.layout.ways("batch")
+        tokens = min(max(READING, self.prompt), most * self.prompt)
+        each = self.dtype.itemsize * ((every - whole) / split + whole)
+        return tokens * (each + self._token)
+
+    @property
     def _token(self) -> int:
         """Bytes of a device for a token's keys and values."""
         model = self.model
@@ -165,13 +180,9 @@ class Rollouts:
         parts, rows = self.layout.ways("batch"), self.prompts * self.samples
         if not memory:
             return SlotRoom(0, rows)
-        model, element, split = self.model, self.dtype.itemsize, self.layout.ways("heads")
-        every, whole = arithmetic.activation_elements(model)
         most = self.prompts // parts
-        tokens = min(max(READING, self.prompt), most * self.prompt)
-        reading = tokens * element * ((every - whole) / split + whole)
-        usable = USABLE * memory - beside - self.weights - reading - self.blocks
-        drawn = self.samples * _DRAWN * 4 * model.vocab_size / self.layout.ways("vocab")
+        usable = USABLE * memory - beside - self.weights - self.reading - self.blocks
+        drawn = self.samples * _DRAWN * 4 * self.model.vocab_size / self.layout.ways("vocab")
         groups = most
         if self.cache_bytes(most, False) + most * drawn > usable:
             # With stages as many for each of the micro-batches that take turns.
@@ -181,7 +192,7 @@ class Rollouts:
         taken = self.cache_bytes(groups, groups < most)
         slots = groups * self.samples * parts if groups < most else 0
         kept = AUTO_DTYPE if self.kept is not None else INT8
-        return SlotRoom(slots, rows, taken, max(round(usable), 0), kept)
+        return SlotRoom(slots, rows, taken, round(self.reading), max(round(usable), 0), kept)
 
 
 def room(
