@@ -72,7 +72,7 @@ def test_a_programs_memory_is_mapped_in_huge_pages(tmp_path):
     assert tunables is None
     assert without > 100_000
     tunables, pages, args, _ = run_program(tmp_path, "huge", "an argument with spaces")
-    assert tunables == "glibc.malloc.hugetlb=1"
+    assert tunables == huge_pages.TUNABLES
     assert args[1:] == ["huge", "an argument with spaces"]
     assert pages < without / 10
 

@@ -22,12 +22,14 @@ from hjax.dryrun import plan_programs as plan_compile
 from hjax.errors import ConfigError
 from hjax.launch import plan as command
 from hjax.launch import plan_flags
-from hjax.planning import calibration, generation, memory
+from hjax.models.config import ModelConfig
+from hjax.planning import calibration, counting, generation, memory
 from hjax.planning.constants import Constants
+from hjax.planning.cost import Place
 from hjax.planning.dataflow import trace
 from hjax.planning.hardware import cluster as clusters
 from hjax.planning.profile import MadeOn, Profile
-from hjax.planning.records import Candidate, Mesh, PlannedSet
+from hjax.planning.records import FLOAT32, Candidate, Mesh, PlannedSet, Pool
 from hjax.planning.result import only_compiles
 from hjax.planning.strategies import STRATEGIES
 from hjax.run.placement import make_plan
@@ -446,18 +448,50 @@ def test_calls_are_repeated_until_their_medians_are_known(monkeypatch):
 
         return run
 
-    # Always the same: three of each, in turn.
+    # Always the same: one that is not counted and three of each, in turn.
     found = calibration._in_turn([call("a", [1.0]), call("b", [2.0])])
     assert [taken.seconds for taken in found] == [1.0, 2.0]
-    assert log == ["a", "b"] * 3
-    # Middle halves of .9 to 1.1: known to 3 % after (.2 / .03)^2 = 44 of them at the earliest.
+    assert log == ["a", "b"] * 4
+    # Middle halves of .9 to 1.1: known to 3 % of 1.1 after (.2 / .033)^2 = 37 at the earliest.
     log.clear()
     found = calibration._in_turn([call("a", [0.9, 1.1, 0.9, 1.1])])
-    assert 44 <= len(log) <= 50 and 0.9 <= found[0].seconds <= 1.1
+    assert 38 <= len(log) <= 52 and 0.9 <= found[0].seconds <= 1.1
     # Never known: until the time is over.
     log.clear()
     calibration._in_turn([call("a", [1.0, 9.0])])
-    assert sum([1.0, 9.0][i % 2] for i in range(len(log))) <= 109
+    assert sum([1.0, 9.0][i % 2] for i in range(1, len(log))) <= 109
+
+
+CALIBRATED = ModelConfig(
+    vocab_size=16, hidden_size=32, mlp_size=64, layers=2, heads=2, kv_heads=2, head_dim=16,
+    max_length=64,
+)  # fmt: skip
+
+
+def test_a_calibration_counts_a_prompt_once_for_its_responses():
+    """Of 16 sequences on 8 devices, two to each prompt of 32, as the cost model does: 48 tokens."""
+    batch = {"responses": np.zeros((16, 32)), "prompts": np.zeros((16, 32))}
+    found = calibration._Probe(Mesh(data=8), None, CALIBRATED, {}, batch).account(forward=1.0)
+    layer = 4 * 32 * 32 + 3 * 32 * 64
+    products = 2 * (2 * layer + 16 * 32) * 2 * 48
+    assert found.flops == products + 2 * 32 * 2 * 2 * 48 * 48  # causal: half of the scores
+    assert found.scores == 2 * 2 * 48 * 48 * 2
+    assert found.length == 48
+
+
+def test_a_calibrated_rollout_takes_what_it_took():
+    """1 s to start, 8 s for each layer and token, the cache, and what is read of weights, which by
+    its bandwidth would be 4 s a token and is 10."""
+    counts = counting.counts(CALIBRATED)
+    read = 4 * (2 * counts.layer_parameters + counts.head_parameters)
+    device = Device("d", 1e9, {"float32": 1e30}, read / 4, 1.0, 1.0, 1, 0, "by hand")
+    values = {"memory": 1.0, "matmul": 1.0, "dispatch": 0.25, "rollout": 0.75,
+              "decode_layer": 8.0, "decode_step": 0.0, "decode_row": 0.0}  # fmt: skip
+    place = Place(Pool(device, 1, 1), 1, Constants().with_values(values), FLOAT32)
+    # Of 16 sequences half of a prompt of 32 and, in the middle, 16 of their own.
+    cache = 16 * (16 + 16) * 2 * (2 * 2 * 16 * 4) / device.bandwidth
+    taken = 1 + 32 * (2 * 8 + 10 + cache)
+    assert calibration._decode_cost(place, CALIBRATED, 16, taken) == pytest.approx(2.5)
 
 
 def test_what_is_scored_and_learned_from_in_a_calibration_is_whole():

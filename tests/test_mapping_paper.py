@@ -193,7 +193,7 @@ FROZEN = {
     "decode_step": (4e-3, "assumed"), "decode_layer": (0.0, "graphs"), "decode_row": (6e-5, "vLLM"),
     "backward": (1.0, "assumed"), "score": (0.0, "assumed"), "unsplit": (0.0, "assumed"),
     "gather": (0.0, "assumed"), "layer_pass": (0.0, "assumed"),
-    "layer_update": (0.0, "assumed"), "dispatch": (0.0, "assumed"),
+    "decode": (1.0, "assumed"), "layer_update": (0.0, "assumed"), "dispatch": (0.0, "assumed"),
     "rollout": (0.0, "assumed"), "eager_matmul": (0.33, "assumed"),
     "eager_layer": (4e-4, "assumed"), "native_decode": (20.6, "NeMo-Aligner on itself"),
 }  # fmt: skip

@@ -25,20 +25,21 @@ from jax.sharding import NamedSharding, PartitionSpec
 from hjax.controller import Future
 from hjax.devices import Device
 from hjax.machine import available_cores, device_memory
-from hjax.models import arithmetic
 from hjax.models.config import ModelConfig
 from hjax.models.remat import NONE
 from hjax.planning import counting
 from hjax.planning.constants import Constants
-from hjax.planning.cost import Place, update_seconds
+from hjax.planning.cost import Place, forward_flops, update_seconds
+from hjax.planning.generation import decoding, prefill_seconds
 from hjax.planning.profile import MadeOn, Profile
-from hjax.planning.records import FLOAT32, MASTERS, Mesh, Pool
+from hjax.planning.records import FLOAT32, MASTERS, Mesh, Pool, Workload
 
 # Called with the parts that are over, how many there are, and what is done now (at the end: "").
 Progress = Callable[[int, int, str], None]
 
-# Tokens of a prompt, a response, and a response where there are to be many attention scores.
-PROMPT, RESPONSE, LONG_RESPONSE = 32, 32, 96
+# Tokens of a prompt, a response, and a response where there are to be many attention scores;
+# responses to a prompt, which a pass computes once for them.
+PROMPT, RESPONSE, LONG_RESPONSE, SAMPLES = 32, 32, 96, 2
 # Calls that take turns are repeated so many times at least, and then until the medians of their
 # seconds are known to this share, or so many seconds are gone.
 LEAST, SHARE, ENOUGH = 3, 0.03, 5.0
@@ -81,13 +82,18 @@ def calibrate(devices: Sequence[Any], progress: Progress | None = None) -> Profi
             wide.append(probe)
         whole = wide[all_of_them]
         whole.actor.compute_log_prob(whole.batch).result()
+        whole.actor.generate_sequences(whole.prompts).result()
         parts.begin("updates in turn")
         taken = _in_turn(
-            [functools.partial(whole.actor.compute_log_prob, whole.batch)]
+            [
+                functools.partial(whole.actor.compute_log_prob, whole.batch),
+                functools.partial(whole.actor.generate_sequences, whole.prompts),
+            ]
             + [functools.partial(p.actor.update_actor, whole.batch) for p in wide]
         )
-        forward, updates = taken[0].seconds, dict(zip(meshes, taken[1:]))
-        run = whole.account(forward=forward, update=updates[whole.mesh].seconds)
+        updates = dict(zip(meshes, taken[2:]))
+        forward, generate = (found.seconds for found in taken[:2])
+        run = whole.account(forward, generate, updates[whole.mesh].seconds)
         model = whole.model
     spread = {n: updates[mesh] for n, mesh in zip(counts, meshes)}
     busy = {n: 3 * run.flops * len(devices) / n / spread[n].seconds for n in counts}
@@ -114,6 +120,8 @@ def calibrate(devices: Sequence[Any], progress: Progress | None = None) -> Profi
     parts.end()
     place = Place(Pool(device, 1, len(devices)), len(devices), Constants().with_values(values))
     place = dataclasses.replace(place, numerics=FLOAT32 if cpu else MASTERS)
+    values["decode"] = _decode_cost(place, model, rows, run.generate)
+    place = dataclasses.replace(place, constants=place.constants.with_values(values))
     seconds = {mesh: found.seconds for mesh, found in updates.items()}
     for mesh in _split_meshes(len(devices)):
         split = _split_cost(place, model, rows, run.length, seconds, mesh)
@@ -157,7 +165,7 @@ def _split_cost(
     place: Place,
     model: ModelConfig,
     rows: int,
-    length: int,
+    length: float,
     seconds: Mapping[Mesh, float],
     mesh: Mesh,
 ) -> dict[str, float]:
@@ -182,6 +190,22 @@ def _split_cost(
     return {name: min(1.0, max(0.0, value))}
 
 
+def _decode_cost(place: Place, model: ModelConfig, rows: int, seconds: float) -> float:
+    """The constant that explains what a rollout of ``rows`` sequences takes beside starting, its
+    prompts and what each layer of a token takes: ``decode``, in which the cost model is linear."""
+    counts = counting.counts(model, "actor", scalar=False)
+    mesh = Mesh(data=place.devices, generate_pipe=1, generate_tensor=1)
+    work = Workload(PROMPT, RESPONSE, rows, SAMPLES)
+
+    def taken(value: float) -> float:
+        here = dataclasses.replace(place, constants=place.constants.with_values({"decode": value}))
+        prompts = prefill_seconds(here, counts, mesh, rows, work)
+        return prompts + decoding(here, counts, mesh, rows, work).seconds(1)
+
+    started = place.constants.dispatch + place.constants.rollout
+    return max(0.0, (seconds - started - taken(0.0)) / (taken(1.0) - taken(0.0)))
+
+
 def _host_memory() -> float:
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
@@ -197,8 +221,11 @@ class _Taken:
 def _in_turn(calls: Sequence[Callable[[], Future]]) -> list[_Taken]:
     """What each of several calls takes, all of which were made before and so are compiled.
 
-    They take turns, so that whatever else the machine does falls on all of them alike.
+    They take turns, so that whatever else the machine does falls on all of them alike; the first
+    turn, in which they find memory, is not counted.
     """
+    for call in calls:
+        call().result()
     cores, begun = available_cores(), time.perf_counter()
     taken: list[list[tuple[float, float]]] = [[] for _ in calls]
     while not all(_settled([seconds for seconds, _ in found]) for found in taken):
@@ -394,14 +421,14 @@ def _backward(wide: _Calls, deep: _Calls, dispatch: float) -> tuple[float, float
 @dataclasses.dataclass(frozen=True)
 class _Calls:
     """Seconds of the calls on a small model, 0 where one was not made; FLOPs and attention scores
-    (over all layers) of a forward on each device; tokens of a sequence."""
+    (over all layers) of a forward on each device; tokens of a sequence that a pass computes."""
 
     forward: float
     generate: float
     update: float
     flops: float
     scores: float
-    length: int
+    length: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -425,9 +452,10 @@ class _Probe:
     def account(self, forward: float, generate: float = 0.0, update: float = 0.0) -> _Calls:
         """Its calls, which took so many seconds."""
         rows, response = self.batch["responses"].shape
-        rows, length = rows / self.mesh.devices, response + self.batch["prompts"].shape[1]
-        flops = rows * arithmetic.forward_flops(self.model, length)
-        scores = rows * self.model.heads * length**2 * self.model.layers
+        length = Workload(PROMPT, response, rows, SAMPLES).row_tokens(FLOAT32.shared_prompt)
+        counts = counting.counts(self.model, "actor", scalar=False)
+        flops = forward_flops(counts, rows, length) / self.mesh.devices
+        scores = rows / self.mesh.devices * self.model.heads * length**2 * self.model.layers
         return _Calls(forward, generate, update, flops, scores, length)
 
 
@@ -456,8 +484,8 @@ def _probe(
         "algorithm.name": "GRPO", "algorithm.kl_coef": 0.0, "data.task": "sorting",
         "cluster.devices_per_process": mesh.devices, "placement": "colocate",
         "model.hidden_size": width, "model.mlp_size": 4 * width, "model.layers": layers,
-        "model.heads": heads, "model.kv_heads": heads, "rollout.prompts": rows // 2,
-        "rollout.samples": 2, "rollout.max_response_length": response,
+        "model.heads": heads, "model.kv_heads": heads, "rollout.prompts": rows // SAMPLES,
+        "rollout.samples": SAMPLES, "rollout.max_response_length": response,
         "rollout.max_prompt_length": PROMPT, "warm_start.steps": 0, "eval.every": 0,
         "checkpoint.every": 0,
         **{f"layout.actor.train.{axis}": size for axis, size in mesh.train_axes().items()},
@@ -474,14 +502,15 @@ def _probe(
 
 
 def _full_batch(prompts: Mapping[str, Any], response: int, vocabulary: int) -> dict[str, Any]:
-    """Two responses to each prompt, of random tokens and of full length, with all that a score or
-    an update reads: as a step's batch has it, of shapes that do not hang on what was drawn."""
-    rows, rng = 2 * len(prompts["prompts"]), np.random.default_rng(0)
+    """``SAMPLES`` responses to each prompt, of random tokens and of full length, with all that a
+    score or an update reads: as a step's batch has it, of shapes that do not hang on what was
+    drawn."""
+    rows, rng = SAMPLES * len(prompts["prompts"]), np.random.default_rng(0)
     floats = [rng.normal(size=(rows, response)).astype(np.float32) for _ in range(2)]
     return {
-        "prompts": np.repeat(prompts["prompts"], 2, axis=0),
-        "prompt_mask": np.repeat(prompts["prompt_mask"], 2, axis=0),
-        "prompt_id": np.repeat(np.arange(rows // 2), 2),
+        "prompts": np.repeat(prompts["prompts"], SAMPLES, axis=0),
+        "prompt_mask": np.repeat(prompts["prompt_mask"], SAMPLES, axis=0),
+        "prompt_id": np.repeat(np.arange(rows // SAMPLES), SAMPLES),
         "responses": rng.integers(0, vocabulary, (rows, response), dtype=np.int32),
         "response_mask": np.ones((rows, response), bool),
         "row_mask": np.ones(rows, bool),

@@ -94,6 +94,11 @@ class Constants:
         1e-3,
         10e-3,
     )
+    decode: float = _value(
+        1.0,
+        "times reading or products of a decode step, the longer",
+        "as fast as bandwidth and rate allow: assumed",
+    )
     decode_layer: float = _value(0.0, "s per layer and decode step", "compiled or captured graphs")
     decode_row: float = _value(
         60e-6,

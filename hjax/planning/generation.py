@@ -46,6 +46,7 @@ class Decoding:
       per_row: seconds per sequence of a step: its cache read, its exchange's bytes, the host.
       products: seconds of matrix products per sequence; they overlap with reading.
       fixed: seconds per step whatever the batch.
+      longer: times the longer of reading and products takes.
       experts: share of the weights that is read only for the experts in use, and how likely one
         sequence uses one.
     """
@@ -56,17 +57,18 @@ class Decoding:
     per_row: float
     products: float
     fixed: float
+    longer: float = 1.0
     expert_share: float = 0.0
     expert_use: float = 0.0
 
     def seconds(self, waves: int) -> float:
-        """waves * steps * (max(weights read, products) + fixed + rows / waves * per row)."""
+        """waves * steps * (longer * max(weights, products) + fixed + rows / waves * per row)."""
         rows = math.ceil(self.rows / waves)
         read = self.weights
         if self.expert_share:
             used = 1 - (1 - self.expert_use) ** rows
             read *= 1 - self.expert_share * (1 - used)
-        step = max(read, rows * self.products) + self.fixed + rows * self.per_row
+        step = self.longer * max(read, rows * self.products) + self.fixed + rows * self.per_row
         return waves * self.steps * step
 
 
@@ -109,6 +111,7 @@ def decoding(place: Place, model: ModelCounts, mesh: Mesh, rows: float, work: Wo
         per_row,
         flops / tensor / pipe / place.flops,
         fixed,
+        constants.decode,
         experts / model.parameters,
         model.experts_per_token / model.experts if model.experts else 0.0,
     )

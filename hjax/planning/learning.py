@@ -27,8 +27,8 @@ PHASES = dict(zip(("generate", "prepare", "update"), STAGES, strict=True))
 RATES = ("matmul", "memory", "link", "network", "host")
 # Terms of runs that may be learned: those that a calibration measures.
 TERMS = (
-    "matmul", "score", "backward", "layer_pass", "layer_update", "dispatch", "decode_layer",
-    "rollout", "memory", "gather", "unsplit", "link", "link_latency",
+    "matmul", "score", "backward", "layer_pass", "layer_update", "dispatch", "decode",
+    "decode_layer", "rollout", "memory", "gather", "unsplit", "link", "link_latency",
 )  # fmt: skip
 WARM_UP = 2  # first steps of a run, which compile
 # How strongly a factor is held at 1, against an error of 100 % of a call; how far it may go.
