@@ -579,11 +579,11 @@ def test_a_resumed_auto_keeps_its_plan(calibrated, tmp_path, monkeypatch):
         assert again.step_number == 2
 
 
-def shared_cores(load):
+def shared_cores(load, faster=2.0):
     """8 simulated devices; a set on 4 of them takes ``load`` of the cores' time."""
     device = Device(
         "cpu", 2.0**40, {"float32": 1e10}, 1e10, 1e10, 1e10, 8, 0, "test",
-        alone=((4, 2.0, load), (8, 1.0, 1.0)),
+        alone=((4, faster, load), (8, 1.0, 1.0)),
     )  # fmt: skip
     values = {"decode_row": 0.0, "decode_step": 0.0, "link_latency": 0.0, "network_latency": 0.0}
     return Profile(device, Constants().with_values(values), {}, MadeOn.here(jax.devices()))
@@ -602,6 +602,19 @@ def test_auto_takes_the_simplest_of_equal_plans(load, sets, monkeypatch):
     assert len(found["placement"]) == sets and reasons[0] == "chosen"
     assert (seconds[0] > min(seconds)) == (sets == 1)
     assert any("within the model's error, but 2 sets" in r for r in reasons) == (sets == 1)
+
+
+@pytest.mark.parametrize("faster, devices", [(2.1, 8), (4.0, 4)])
+def test_auto_takes_all_devices_of_equal_plans(faster, devices, monkeypatch):
+    # Four busy devices do 5 % more than eight together, which is noise, or twice as much.
+    monkeypatch.setattr("hjax.planning.auto.find_profile", lambda *_: shared_cores(1.0, faster))
+    changes = {"algorithm.kl_coef": 0.0, "rollout.prompts": 32}
+    with auto_trainer(changes=changes) as trainer:
+        found = trainer.plan_record()
+    reasons = [c["reason"] for c in found["predicted"]["candidates"]]
+    assert found["allocation"] == [devices] and reasons[0] == "chosen"
+    on_few = any("within the model's error, but on 4 of 8 devices" in r for r in reasons)
+    assert on_few == (devices == 8)
 
 
 def test_auto_refuses_what_it_does_not_know(monkeypatch):

@@ -91,7 +91,7 @@ def test_another_policy_stands_as_it_is():
     assert roles.builds["actor"].arguments[0].compute.remat == "attention"
 
 
-@pytest.mark.parametrize("policy, packing", [("none", 0), ("full", 0), ("none", 1024)])
+@pytest.mark.parametrize("policy, packing", [("none", 0), ("mlp", 0), ("full", 0), ("none", 1024)])
 def test_an_updates_memory_is_near_its_estimate(policy, packing):
     model = ModelConfig(512, 128, 512, 12, 4, 2, 32, 2048)
     worker = Actor(
@@ -117,6 +117,7 @@ def test_what_is_kept_of_a_layer_by_hand():
     # gate and up 24 each, their product made again.
     model = ModelConfig(32, 8, 24, 3, 4, 2, 2, 64)
     assert arithmetic.kept_elements(model, "none") == (32 + 24 + 48, 32)
+    assert arithmetic.kept_elements(model, "mlp") == (8 + 8 + 48, 8)
     assert arithmetic.kept_elements(model, "attention") == (8 + 8, 8)
     assert arithmetic.kept_elements(model, "full") == (8, 8)
     assert arithmetic.kept_elements(model, "offload") == (0, 0)

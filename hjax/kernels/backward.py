@@ -12,8 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from hjax.kernels import checks
+from hjax.kernels.reference import GATES
 
 
 def product(spec: str, x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -62,7 +64,7 @@ def _gated_mlp(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
 
 
 def _gated_mlp_forward(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> tuple[jax.Array, Any]:
-    both = jnp.einsum("btd,dcm->btcm", x, gate_up.astype(x.dtype))
+    both = checkpoint_name(jnp.einsum("btd,dcm->btcm", x, gate_up.astype(x.dtype)), GATES)
     inner = jax.nn.silu(both[:, :, 0]) * both[:, :, 1]
     return _product("btm,md->btd", inner, down), (x, gate_up, down, both)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from hjax.kernels import backward, checks, reference
 
@@ -96,6 +97,7 @@ def _gated_mlp(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
 
 def _gated_mlp_forward(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> tuple[jax.Array, Any]:
     both = jnp.einsum("btd,dcm->btcm", x, gate_up.astype(x.dtype))
+    both = checkpoint_name(both, reference.GATES)
     inner = jax.nn.silu(both[:, :, 0]) * both[:, :, 1]
     return _product(inner, down), (x, gate_up, down, both)
 

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from hjax.kernels import checks
+
+GATES = "gate_up"  # name under which a rematerialisation policy keeps an MLP's first products
 
 
 def product(spec: str, x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -37,7 +40,7 @@ def gated_mlp(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
       down: [mlp, embed].
     """
     checks.check_gated_mlp(x, gate_up, down)
-    both = jnp.einsum("btd,dcm->btcm", x, gate_up.astype(x.dtype))
+    both = checkpoint_name(jnp.einsum("btd,dcm->btcm", x, gate_up.astype(x.dtype)), GATES)
     inner = jax.nn.silu(both[:, :, 0]) * both[:, :, 1]
     return jnp.einsum("btm,md->btd", inner, down.astype(x.dtype))
 

@@ -156,8 +156,9 @@ def kept_elements(config: ModelConfig, policy: str) -> tuple[int, int]:
     """As ``activation_elements``, what a policy of ``hjax.models.remat`` keeps of a layer.
 
     ``none``: all but the product of a gated SiLU MLP, whose written-out backward pass makes it
-    again; ``attention``: the layer's input and the outputs of long sequences' attention; ``full``:
-    the input; ``offload``: nothing on the device.
+    again; ``attention``: the layer's input and the outputs of long sequences' attention; ``mlp``:
+    these and what the MLP's first products give; ``full``: the input; ``offload``: nothing on the
+    device.
     """
     if policy == remat.NONE:
         every, whole = activation_elements(config)
@@ -165,5 +166,12 @@ def kept_elements(config: ModelConfig, policy: str) -> tuple[int, int]:
         return every - (config.mlp_size if written_out and not config.experts else 0), whole
     if policy == remat.OFFLOAD:
         return 0, 0
-    outputs = config.heads * config.head_dim if policy == remat.ATTENTION else 0
+    outputs = config.heads * config.head_dim if policy in (remat.ATTENTION, remat.MLP) else 0
+    outputs += gate_elements(config) if policy == remat.MLP else 0
     return config.hidden_size + outputs, config.hidden_size
+
+
+def gate_elements(config: ModelConfig) -> int:
+    """What a layer's MLP gives for a token by its first products, of all experts in use."""
+    each = (2 if config.gated_mlp else 1) * config.mlp_size
+    return each * (config.experts_per_token if config.experts else 1)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from hjax.kernels import quantized, reference
 from hjax.models.balance import tallied
 from hjax.models.expert_ring import Ring, around, goes_round
+from hjax.models.remat import first_products
 from hjax.models.weight_ring import LONGEST, whole
 from hjax.sharding.layout import Layout
 
@@ -324,7 +325,7 @@ def _of_experts(
     both = through(rows, "gate_up")
     if weights.gate_up_bias is not None:
         both += bias("gate_up")
-    gate, up = jnp.split(both, 2, axis=-1)
+    gate, up = jnp.split(first_products(both), 2, axis=-1)
     # A share of what goes down is one of what comes: there are fewer elements of it.
     active = routing.activation(gate, up)
     out = through((active.astype(jnp.float32) * shares).astype(active.dtype), "down")

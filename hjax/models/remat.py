@@ -13,9 +13,10 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from hjax.kernels.attention import KEPT
+from hjax.kernels.reference import GATES
 
-NONE, ATTENTION, FULL, OFFLOAD = "none", "attention", "full", "offload"
-POLICIES = (NONE, ATTENTION, FULL, OFFLOAD)
+NONE, MLP, ATTENTION, FULL, OFFLOAD = "none", "mlp", "attention", "full", "offload"
+POLICIES = (NONE, MLP, ATTENTION, FULL, OFFLOAD)  # of less and less on the device
 _INPUT = "layer_input"
 _CUDNN = "dot_product_attention_fwd"  # JAX's name of it, which has no place for names of ours
 
@@ -25,23 +26,33 @@ def layer_input(x: jax.Array) -> jax.Array:
     return checkpoint_name(x, _INPUT)
 
 
+def first_products(x: jax.Array) -> jax.Array:
+    """What an MLP's, or its experts', first products give, named for ``mlp``."""
+    return checkpoint_name(x, GATES)
+
+
 def recomputed(run: Callable[..., Any], policy: str, unrolled: bool) -> Callable[..., Any]:
     """One layer's function under a policy.
 
     Args:
       run: (number of the layer, parameters, x, cache) -> arrays.
       policy: ``none``: all activations are kept; ``attention``: the outputs of long sequences'
-        attention and their log-sums, so that attention is not computed again; ``full``: nothing;
+        attention and their log-sums, so that attention is not computed again; ``mlp``: beside
+        these what the MLP's first products give (gate and up; of experts too, unless they are
+        split over devices), so that of its products none is made again; ``full``: nothing;
         ``offload``: nothing on the device, the layer's input goes to the host's memory and back.
       unrolled: layers are called one after another, not in a scan.
     """
     if policy == NONE:
         return run
     policies = jax.checkpoint_policies
+
+    def named(*names: str) -> Callable[..., Any]:
+        return policies.save_from_both_policies(policies.save_only_these_names(*names), _of_cudnn)
+
     kept = {
-        ATTENTION: policies.save_from_both_policies(
-            policies.save_only_these_names(KEPT), _of_cudnn
-        ),
+        ATTENTION: named(KEPT),
+        MLP: named(KEPT, GATES),
         FULL: policies.nothing_saveable,
         OFFLOAD: policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],

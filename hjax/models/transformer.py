@@ -290,10 +290,11 @@ class Block(nnx.Module):
         if config.gated_mlp and config.activation == "silu" and plain:
             return compute.kernels.gated_mlp(x, self.gate_up[...], self.down[...])
         if config.gated_mlp:
-            gate, up = _pair(self._product("btd,dcm->btcm", x, "gate_up", compute))
-            inner = gated(config, gate, up)
+            both = remat.first_products(self._product("btd,dcm->btcm", x, "gate_up", compute))
+            inner = gated(config, *_pair(both))
         else:
-            inner = ACTIVATIONS[config.activation](self._product("btd,dm->btm", x, "up", compute))
+            up = remat.first_products(self._product("btd,dm->btm", x, "up", compute))
+            inner = ACTIVATIONS[config.activation](up)
         return self._product("btm,md->btd", inner, "down", compute)
 
 

@@ -165,7 +165,8 @@ def known_devices(hosts: Hosts) -> tuple[list[Device], Constants]:
 def auto_plan(problem: Problem) -> Plan:
     """The fastest plan of the cost model.
 
-    Where devices share cores, the one of fewest sets among those within ``TIE`` of it.
+    Where devices share cores, among those within ``TIE`` of it the one of fewest sets, on all
+    devices if there is such a one.
 
     Raises:
       ConfigError: it would not fit, with the bytes missing.
@@ -173,7 +174,7 @@ def auto_plan(problem: Problem) -> Plan:
     shared = any(pool.shares_cores for pool in problem.cluster.pools)
     found = search_strategy(problem, "auto", EVERY if shared else SHOWN)
     if shared and found.candidates:
-        found = _simplest_first(found)
+        found = _simplest_first(found, _on_all(problem))
     described = describe_result(found, problem, "auto")
     described["idle"] = _idle(found, problem)
     keys = (
@@ -198,13 +199,21 @@ def _idle(found: SearchResult, problem: Problem) -> str:
     left = f"{every - best.devices} of {every} devices are idle"
     if len(problem.cluster.pools) > 1:
         return f"{left}: a set of models stays within one kind of devices, one slice"
-    pool = dataclasses.replace(problem.cluster.pools[0], counts=(every,))
-    asked = dataclasses.replace(problem, cluster=Cluster((pool,)))
-    all_of_them = search_strategy(asked, "auto", 1)
-    if not all_of_them.candidates:
+    all_of_them = _on_all(problem)
+    if all_of_them is None:
         return f"{left}: no layout of these models and batches divides over all of them"
-    longer = all_of_them.fastest.total / best.total - 1
+    longer = all_of_them.total / best.total - 1
     return f"{left}: a step on all of them takes {100 * longer:.0f} % longer by the cost model"
+
+
+def _on_all(problem: Problem) -> Candidate | None:
+    """The fastest plan that has all models on all devices of the one pool; None: there is none."""
+    if len(problem.cluster.pools) > 1:
+        return None
+    pool = dataclasses.replace(problem.cluster.pools[0], counts=(problem.cluster.size,))
+    asked = dataclasses.replace(problem, cluster=Cluster((pool,)))
+    candidates = search_strategy(asked, "auto", 1).candidates
+    return candidates[0] if candidates else None
 
 
 def auto_lines(plan: Plan) -> list[str]:
@@ -240,12 +249,18 @@ def _check_generates(algorithm: type[Algorithm]) -> None:
         )
 
 
-def _simplest_first(found: SearchResult) -> SearchResult:
-    """The fastest of fewest sets among the candidates within ``TIE`` of the fastest comes first."""
+def _where(candidate: Candidate) -> tuple[Any, ...]:
+    return tuple((s.roles, s.devices) for s in candidate.sets)
+
+
+def _simplest_first(found: SearchResult, on_all: Candidate | None) -> SearchResult:
+    """The fastest of fewest sets among the candidates within ``TIE`` of the fastest comes first;
+    before it the one on all devices, if it is so near too."""
     fastest = found.fastest.total
-    equal = [c for c in found.candidates if c.total <= fastest * (1 + TIE)]
-    simplest = min(equal, key=lambda candidate: len(candidate.sets))
-    ordered = (simplest, *(c for c in found.candidates if c is not simplest))
+    near = [c for c in (on_all, *found.candidates) if c and c.total <= fastest * (1 + TIE)]
+    simplest = min(near, key=lambda c: (len(c.sets), -c.devices if c is on_all else 0))
+    alike = {_where(c): c for c in (*found.candidates, simplest)}  # the last of a placement
+    ordered = (simplest, *(c for c in alike.values() if c is not simplest))
     rest = tuple(tuple(s.roles for s in candidate.sets) for candidate in ordered[SHOWN:])
     return dataclasses.replace(found, candidates=ordered[:SHOWN], slower=found.slower + rest)
 

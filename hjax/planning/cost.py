@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 
-from hjax.models.remat import ATTENTION, NONE
+from hjax.models.remat import ATTENTION, MLP, NONE
 from hjax.planning.constants import Constants
 from hjax.planning.hardware import sharing
 from hjax.planning.records import Mesh, ModelCounts, Numerics, Pool
@@ -135,6 +135,12 @@ def attention_flops(model: ModelCounts, rows: float, length: float) -> float:
     return 2.0 * model.attention_width * model.layers * rows * length * length
 
 
+def mlp_flops(model: ModelCounts, rows: float, length: float) -> float:
+    """Of the MLP, or the experts in use, in a forward: 2 * parameters * layers * tokens."""
+    inner = model.layer_gates + model.mlp * max(1, model.experts_per_token)
+    return 2.0 * inner * model.hidden * model.layers * rows * length
+
+
 def weight_bytes(place: Place, model: ModelCounts, mesh: Mesh, element: float) -> float:
     """A device's share of the weights without FSDP: parameters / (pipe * tensor), experts also
     over the expert axis. In hjax a pipeline's stages have what is outside of layers each whole."""
@@ -217,8 +223,8 @@ def stage_seconds(
 
     FLOPs: forward 1, backward 2 more (times ``backward``; of what is frozen 1, for there are no
     gradients of it), rematerialisation, and in hjax a pipeline, 1 more (with ``attention`` without
-    attention's own, where its outputs are kept: of rows that are longer than ``whole_scores``)
-    times
+    attention's own, where its outputs are kept: of rows that are longer than ``whole_scores``; with
+    ``mlp`` without the MLP's besides, unless its experts are split) times
     ``forward_flops`` / (tensor * pipe * context), of which the share ``unsplit`` is not divided by
     tensor. Per layer and forward, ``layer_pass`` and ``score`` * rows * heads * length^2 /
     (tensor * context).
@@ -231,8 +237,11 @@ def stage_seconds(
     forwards = 1 + (1 + model.learning) * constants.backward * backward + again
     share = constants.unsplit + (1 - constants.unsplit) / mesh.tensor
     flops = forward_flops(model, rows, length)
-    if again and remat == ATTENTION and mesh.pipe == 1 and length > place.numerics.whole_scores:
-        flops -= attention_flops(model, rows, length) / forwards
+    if again and remat in (ATTENTION, MLP) and mesh.pipe == 1:
+        if length > place.numerics.whole_scores:
+            flops -= attention_flops(model, rows, length) / forwards
+        if remat == MLP and mesh.expert == 1:
+            flops -= mlp_flops(model, rows, length) / forwards
     products = share * flops / (mesh.pipe * mesh.context) / place.flops
     scores = rows * model.heads * length**2 / mesh.tensor / mesh.context
     scores *= constants.score / place.share

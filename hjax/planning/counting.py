@@ -37,6 +37,7 @@ def counts(config: ModelConfig, name: str = "", scalar: bool = False) -> ModelCo
         frozen=total - arithmetic.learned_parameters(config, scalar),
         bytes_each=arithmetic.byte_parameters(config),
         remade=activations - arithmetic.kept_elements(config, remat.NONE)[0],
+        layer_gates=arithmetic.gate_elements(config),
         layer_gradients=gradients,
         layer_gradients_whole=whole_gradients,
         by_cudnn=not cudnn.refusal(

@@ -10,7 +10,7 @@ import dataclasses
 import math
 
 from hjax.models import arithmetic
-from hjax.models.remat import ATTENTION, NONE
+from hjax.models.remat import ATTENTION, MLP, NONE
 from hjax.planning import cost
 from hjax.planning.cost import Place
 from hjax.planning.records import Mesh, ModelCounts, Offload, Workload
@@ -155,9 +155,9 @@ def update_transient(
     other begins.
 
     Kept per layer and token: all that a backward pass reads (``none``), the layer's input and
-    attention's output (``attention``) or the input (``full``). The layer that the backward pass is
-    at has its gradients besides, and all that was not kept of it. A stage of a pipeline holds the
-    activations of min(pipe, m) micro-batches.
+    attention's output (``attention``), besides gate and up (``mlp``), or the input (``full``). The
+    layer that the backward pass is at has its gradients besides, and all that was not kept of it. A
+    stage of a pipeline holds the activations of min(pipe, m) micro-batches.
     """
     numerics = place.numerics
     micro_batches = math.ceil(math.ceil(rows / mesh.replicas) / micro_rows)
@@ -188,7 +188,8 @@ def update_transient(
     if remat == NONE:
         kept = whole_layer
     else:
-        outputs = model.attention_width if remat == ATTENTION else 0
+        outputs = model.attention_width if remat in (ATTENTION, MLP) else 0
+        outputs += model.layer_gates if remat == MLP and mesh.expert == 1 else 0
         inputs = (model.hidden + outputs, model.hidden)
         kept = layer_activations(place, model, mesh, tokens, inputs)
         at_work += whole_layer

@@ -127,6 +127,7 @@ class ModelCounts:
         ``bytes_each``: those of them that are kept in one byte.
       remade: of ``layer_activations`` those that a backward pass makes again although nothing is
         rematerialised.
+      layer_gates: of them those that an MLP's first products give.
       by_cudnn: whether cuDNN's attention takes its layers, in 16 bits.
       layer_gradients: elements per token beside the activations of the layer that a backward pass
         is at; ``layer_gradients_whole``: of them those that no tensor axis splits.
@@ -153,6 +154,7 @@ class ModelCounts:
     frozen: int = 0
     bytes_each: int = 0
     remade: int = 0
+    layer_gates: int = 0
     layer_gradients: int = 0
     layer_gradients_whole: int = 0
     by_cudnn: bool = False

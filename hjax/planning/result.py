@@ -143,7 +143,10 @@ def reason(candidate: Candidate, best: Candidate) -> str:
         return "chosen"
     if candidate.total < best.total:
         faster = 100 * (1 - candidate.total / best.total)
-        return f"{faster:.1f} % faster, within the model's error, but {len(candidate.sets)} sets"
+        but = f"{len(candidate.sets)} sets"
+        if len(candidate.sets) == len(best.sets):
+            but = f"on {candidate.devices} of {best.devices} devices"
+        return f"{faster:.1f} % faster, within the model's error, but {but}"
     parts = []
     for name, mine, its in zip(STAGES, candidate.stages, best.stages):
         if abs(mine - its) > 5e-3 * best.total:

@@ -83,6 +83,8 @@ class Updates:
 
         stages = layout.ways("layers")
         layers = config.layers / stages * (min(stages, pieces) if stages > 1 else 1)
+        if config.experts and policy == remat.MLP and layout.ways("experts") > 1:
+            policy = remat.ATTENTION  # pieces of their tokens are made again
         kept = of(arithmetic.kept_elements(config, policy))
         one = of(arithmetic.kept_elements(config, remat.NONE))
         at_work = of(arithmetic.gradient_elements(config))
