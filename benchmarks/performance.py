@@ -1,6 +1,7 @@
 """What updates and decoding take on accelerators, by their compilers' own text: no device.
 
-    python benchmarks/performance.py [--only=updates|decoding] [--topology=v5e:2x4] [--table]
+    python benchmarks/performance.py [--only=updates|families|decoding] [--topology=v5e:2x4]
+                                     [--table]
 
 Published shapes are compiled for devices that are not there and their programs accounted for
 (hjax/dryrun/updating.py, hjax/dryrun/decoding.py), which takes minutes each; results are kept.
@@ -18,7 +19,7 @@ from hjax.dryrun.topologies import prepare_environment
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=("updates", "decoding"), default=None)
+    parser.add_argument("--only", choices=("updates", "families", "decoding"), default=None)
     parser.add_argument("--topology", default="", help="only the programs for this one")
     parser.add_argument("--table", action="store_true", help="Markdown")
     options = parser.parse_args()
@@ -30,15 +31,16 @@ def main() -> None:
     from hjax.dryrun import decoding, updating
     from hjax.files import cache_folder
 
-    kinds: dict[str, tuple[Any, Any]] = {
-        "updates": (updating, updating.updating),
-        "decoding": (decoding, decoding.decoding),
+    kinds: dict[str, tuple[Any, Any, Any]] = {
+        "updates": (updating, updating.CASES, updating.updating),
+        "families": (updating, updating.FAMILIES, updating.updating),
+        "decoding": (decoding, decoding.CASES, decoding.decoding),
     }
-    for kind, (module, count) in kinds.items():
+    for kind, (module, cases, count) in kinds.items():
         if options.only not in (None, kind):
             continue
         records = []
-        for case in module.CASES:
+        for case in cases:
             if options.topology in ("", case.topology):
                 records.append(count(case, cache_folder("compile")))
                 if not options.table:

@@ -105,6 +105,10 @@ def test_tiles_waste_little():
     assert grouped_tpu._cut(1536, 1024) == 768
     assert grouped_tpu._cut(100, 1024) == 128
     assert grouped_tpu._cut(4096, 1024) == 1024
+    assert grouped_tpu._product_tiles(128, 2048, 1536, 2) == (128, 2048, 768)
+    # All of 2880 where there is room: 2 * 2 * (128 * 2944 + 2944 * 640 + 128 * 640) bytes and sums.
+    assert grouped_tpu._product_tiles(128, 2880, 5760, 2) == (128, 2944, 640)
+    assert grouped_tpu._product_tiles(512, 14336, 4096, 2) == (512, 2048, 1024)
 
 
 def walked(steps):

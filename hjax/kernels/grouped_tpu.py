@@ -20,6 +20,7 @@ from hjax.kernels.attention import cost_label
 
 _ROWS = (512, 256, 128)  # of a tile, largest first
 _INNER, _OUTER = 2048, 1024  # of a tile of weights, at most
+_ON_CHIP = 1 << 24  # bytes of tiles
 _LANES = 128
 
 
@@ -92,12 +93,23 @@ def _times(
 ) -> jax.Array:
     weights = weights.astype(rows.dtype)  # of one byte the kernel takes none
     inner, outer = weights.shape[1:][:: -1 if transposed else 1]
-    tiling = tile, _cut(inner, _INNER), _cut(outer, _OUTER)
+    tiling = _product_tiles(tile, inner, outer, rows.dtype.itemsize)
     moved = product_bytes(rows, weights, tiling, share, transposed)
     with _told(rows, weights, tile, share, moved):
         return gmm(
             rows, weights, sizes, rows.dtype, tiling, transpose_rhs=transposed, interpret=interpret
         )
+
+
+def _product_tiles(tile: int, inner: int, outer: int, element: int) -> tuple[int, int, int]:
+    """Tiles of rows, inner, outer: of all of the summed dimension where that has room on the chip,
+    so that a weight is read once for its group, not for each tile of rows."""
+    tiles = tile, _cut(inner, max(_INNER, inner + _LANES)), _cut(outer, _OUTER)
+    given = tiles[0] * tiles[1] + tiles[1] * tiles[2] + tiles[0] * tiles[2]
+    # Each twice, as one is read while another is multiplied, and the sums in float32.
+    if inner <= _INNER or 2 * element * given + 4 * tiles[0] * tiles[2] <= _ON_CHIP:
+        return tiles
+    return tile, _cut(inner, _INNER), tiles[2]
 
 
 def _tile_rows(rows: int, groups: int, share: float) -> int:
