@@ -32,11 +32,11 @@ def main() -> None:
     from hjax.files import cache_folder
 
     kinds: dict[str, tuple[Any, Any, Any]] = {
-        "updates": (updating, updating.CASES, updating.updating),
-        "families": (updating, updating.FAMILIES, updating.updating),
-        "decoding": (decoding, decoding.CASES, decoding.decoding),
+        "updates": (updating.CASES, updating.updating, updating.table),
+        "families": (updating.FAMILIES, updating.updating, updating.family_table),
+        "decoding": (decoding.CASES, decoding.decoding, decoding.table),
     }
-    for kind, (module, cases, count) in kinds.items():
+    for kind, (cases, count, table) in kinds.items():
         if options.only not in (None, kind):
             continue
         records = []
@@ -46,7 +46,7 @@ def main() -> None:
                 if not options.table:
                     print(json.dumps({"benchmark": kind, **records[-1]}), flush=True)
         if options.table:
-            print(module.table(records), end="\n\n")
+            print(table(records), end="\n\n")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ import sys
 
 import pytest
 
-from hjax.dryrun.updating import Case, table
+from hjax.dryrun.updating import FAMILIES, Case, family_table, table
+from hjax.models import families
+from hjax.models.published import published
 from hjax.models.remat import POLICIES
 
 # Heavy in attention and in the head's table, light to compile.
@@ -134,3 +136,16 @@ def test_a_table_has_a_row_for_each_also_for_those_refused():
     assert len({line.count("|") for line in lines}) == 1
     assert "8k tokens a row over those of 2k" in said and "3.50." in said and "0.5 KiB" in said
     assert Case("qwen2.5-1.5b", "v5e:2x4", {}, 1024).prompt == 256
+
+
+def test_each_family_has_an_update_beside_its_least():
+    found = dict(seconds=3.0, minimum_seconds=2.0, flops_over_minimum=1.25, memory_seconds=0.25,
+                 waited_seconds=0.5, peak_bytes=2**30)  # fmt: skip
+    lines = family_table([{**dataclasses.asdict(case), **found} for case in FAMILIES]).splitlines()
+    assert len(lines) == 2 + len(FAMILIES)
+    assert lines[2] == (
+        "| llama-3-8b, 64 × 2k, v5p:2x2x2, fsdp 2 × tensor 4, remat mlp | 3.00 s | 2.00 s | 1.50 "
+        "| 1.25 | 0.25 s | 0.50 s | 1.0 GiB |"
+    )
+    assert "qwen2.5-1.5b, 64 × 8k, v5e:2x4, fsdp, micro_batch 32" in lines[3]
+    assert {published(str(case.model)).family for case in FAMILIES} == families.FAMILIES.keys()

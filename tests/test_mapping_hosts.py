@@ -194,12 +194,14 @@ def test_a_host_s_profile_is_taken_but_for_the_network(tmp_path, monkeypatch):
     [device], constants = known_devices(hosts)
     assert (device.link, device.network) == (4.0, DEVICES["h100"].network)
     assert constants.matmul == 1.0
-    # One of other versions is refused, and says of which.
+    # One of other versions is refused, and says of which; so is one of an older calibration.
     before = tuple((n, "0.1" if n == "jax" else v) for n, v in made_on.versions)
-    old = dataclasses.replace(made_on, versions=before)
-    write_profile(Profile(measured, constants, {}, old), path)
-    with pytest.raises(ConfigError, match=r"was measured elsewhere: jax 0.1, not .*--calibrate$"):
-        known_devices(hosts)
+    unnamed = tuple((n, v) for n, v in made_on.versions if n != "calibration")
+    for versions, said in ((before, "jax 0.1"), (unnamed, "calibration none")):
+        old = dataclasses.replace(made_on, versions=versions)
+        write_profile(Profile(measured, constants, {}, old), path)
+        with pytest.raises(ConfigError, match=rf"measured elsewhere: {said}, not .*--calibrate$"):
+            known_devices(hosts)
     write_profile(Profile(measured, constants, {}, made_on), path)
     # Beside others what one host measured says nothing of them.
     both, constants = known_devices(hosts_of([*H100, *A100], "gpu", 6, 8))

@@ -27,6 +27,7 @@ PUBLISHED = {
     "mistral-7b": 7.25, "smollm3-3b": 3.08, "olmo-2-7b": 7.30, "phi-3-mini-4k": 3.82,
     "gemma-2-2b": 2.61, "gemma-2-9b": 9.24, "gemma-2-27b": 27.2,
     "gemma-3-1b": 1.0, "gemma-3-4b": 3.88, "gemma-3-12b": 11.77, "gemma-3-27b": 27.0,
+    "gpt2": 0.124, "gpt2-large": 0.774,
     "gpt-oss-20b": 20.9, "gpt-oss-120b": 116.8,
 }  # fmt: skip
 ACTIVE = {"mixtral-8x7b": 12.9, "qwen3-30b-a3b": 3.35, "qwen3-235b-a22b": 22.2}

@@ -82,6 +82,24 @@ CASES = (
     Case("qwen2.5-1.5b", "h100:1x8", _FSDP, 32768, 8, attention=CUDNN),
     Case("qwen2.5-1.5b", "v5e:4x4", _FSDP, 8192, 64, rows=512, scores=True),
 )
+# Each family's update: a size that eight v5p hold, layouts and passes that are large enough to hide
+# what they receive; experts over 64 and 16.
+_EXPERTS = {"data": 1, "fsdp": 8, "expert": 8}
+FAMILIES = (
+    Case("llama-3-8b", "v5p:2x2x2", _TENSOR, 2048, remat="mlp"),
+    Case("qwen2.5-1.5b", "v5e:2x4", _FSDP, 8192, 32),
+    Case("qwen3-4b", "v5p:2x2x2", _FSDP, 2048, remat="mlp", rows=128),
+    Case("mistral-7b", "v5p:2x2x2", _FSDP, 2048, remat="mlp"),
+    Case("gemma-2-2b", "v5p:2x2x2", _FSDP, 2048, remat="mlp", rows=256),
+    Case("gemma-3-4b", "v5p:2x2x2", _FSDP, 2048, remat="mlp", rows=128),
+    Case("phi-3-mini-4k", "v5p:2x2x2", _FSDP, 2048, remat="mlp", rows=192),
+    Case("olmo-2-7b", "v5p:2x2x2", _TENSOR, 2048, remat="none"),
+    Case("smollm3-3b", "v5p:2x2x2", _FSDP, 2048, remat="mlp", rows=128),
+    Case("gpt2-large", "v5p:2x2x2", _FSDP, 1024, remat="mlp", rows=256),
+    Case("mixtral-8x7b", "v5p:4x4x4", _EXPERTS, 2048, remat="none", rows=512),
+    Case("qwen3-30b-a3b", "v5p:4x4x4", _EXPERTS, 2048, rows=1024, samples=4),
+    Case("gpt-oss-20b", "v5p:2x2x4", {"data": 1, "fsdp": 2, "expert": 8}, 2048, rows=256),
+)
 
 
 def updating(case: Case, cache: Path | None = None) -> dict[str, Any]:
@@ -95,7 +113,8 @@ def updating(case: Case, cache: Path | None = None) -> dict[str, Any]:
       the case; ``refused_bytes``, or per device and run: ``seconds`` by data sheet,
       ``minimum_seconds``, ``mfu``, ``flops_over_minimum`` (of matrix products),
       ``received_bytes``, ``minimum_received_bytes``, ``waited_share`` (of the received bytes,
-      those that nothing runs beside), ``waited_seconds``, ``peak_bytes``,
+      those that nothing runs beside), ``waited_seconds``, ``memory_seconds`` (of operations that
+      memory bounds), ``peak_bytes``,
       ``temporary_bytes``, ``output_bytes`` (not written over arguments), of updates
       ``estimated_bytes`` (of the peak, as ``model.remat=auto`` estimates it), ``bound``;
       ``versions``.
@@ -153,6 +172,7 @@ def updating(case: Case, cache: Path | None = None) -> dict[str, Any]:
         "minimum_received_bytes": least["received_bytes"],
         "waited_share": account["synchronous_bytes"] / received if received else 0.0,
         "waited_seconds": account["network_seconds"],
+        "memory_seconds": account["memory_seconds"],
         "peak_bytes": found["total_bytes"],
         "output_bytes": found["output_bytes"],
         "temporary_bytes": found["temporary_bytes"],
@@ -189,6 +209,28 @@ def table(records: Sequence[Mapping[str, Any]]) -> str:
             f"| {r['peak_bytes'] / 2**30:.1f} GiB |"
         )
     return "\n".join([*lines, "", *_together(records)])
+
+
+def family_table(records: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown of what ``updating`` counted of ``FAMILIES``, beside the least that each takes."""
+    lines = [
+        "| update | now | at least | ratio | products ÷ least | bound by memory | waited for "
+        "| memory |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for r in records:
+        split = " × ".join(f"{axis} {n}" for axis, n in r["train"].items() if n != 1)
+        split = split.replace(" -1", "")
+        passes = f", micro_batch {r['micro_batch']}" if r["micro_batch"] else ""
+        what = f"{r['model']}, {r['rows']} × {r['tokens'] // 1024}k, {r['topology']}, {split}"
+        products = r["flops_over_minimum"]
+        lines.append(
+            f"| {what}{passes}, remat {r['remat']} | {r['seconds']:.2f} s "
+            f"| {r['minimum_seconds']:.2f} s | {r['seconds'] / r['minimum_seconds']:.2f} "
+            f"| {products:.2f} | {r['memory_seconds']:.2f} s | {r['waited_seconds']:.2f} s "
+            f"| {r['peak_bytes'] / 2**30:.1f} GiB |"
+        )
+    return "\n".join(lines)
 
 
 def _together(records: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -87,6 +87,11 @@ def _of(
     return from_hf({"model_type": family, **sizes, **keys})
 
 
+def _gpt2(layers: int, hidden: int, heads: int) -> ModelConfig:
+    sizes = {"n_layer": layers, "n_embd": hidden, "n_head": heads, "n_positions": 1024}
+    return from_hf({"model_type": "gpt2", "vocab_size": 50257, **sizes})
+
+
 def _gemma3(
     layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int = 256, scalar: int = 256
 ) -> ModelConfig:
@@ -141,6 +146,8 @@ SHAPES: dict[str, ModelConfig] = {
     "gemma-3-27b": _gemma3(62, 5376, 32, 16, 128, 168),
     "gpt-oss-20b": _of("gpt_oss", 24, 2880, 2880, 64, 8, 201088, 131072, num_local_experts=32),
     "gpt-oss-120b": _of("gpt_oss", 36, 2880, 2880, 64, 8, 201088, 131072, num_local_experts=128),
+    "gpt2": _gpt2(12, 768, 12),
+    "gpt2-large": _gpt2(36, 1280, 20),
     "qwen3-30b-a3b": _qwen3_moe(48, 2048, 768, 32),
     "qwen3-235b-a22b": _qwen3_moe(94, 4096, 1536, 64),
 }

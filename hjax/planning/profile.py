@@ -24,6 +24,7 @@ from hjax.machine import available_cores
 from hjax.planning.constants import Constants
 
 MAKE = "python -m hjax.launch.plan --calibrate"
+METHOD = "2"  # of calibrations: raised where what they measure, or count it by, becomes another
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,7 @@ class MadeOn:
       devices: how many.
       cpu: model of the host's processor.
       cores: that the process may use.
-      versions: of jax, jaxlib and hjax.
+      versions: of jax, jaxlib, hjax and, ``calibration``, ``METHOD``.
     """
 
     kind: str
@@ -49,6 +50,7 @@ class MadeOn:
         """These devices of this process."""
         names = ("hjax", "jax", "jaxlib")
         versions = tuple((name, importlib.metadata.version(name)) for name in names)
+        versions = (("calibration", METHOD), *versions)
         kind = str(devices[0].device_kind)
         return cls(kind, len(devices), cpu_model(), available_cores(), versions)
 
@@ -58,8 +60,10 @@ class MadeOn:
         for field in dataclasses.fields(self):
             mine, its = getattr(self, field.name), getattr(other, field.name)
             if field.name == "versions":
-                theirs = dict(its)
-                found += [f"{n} {v}, not {theirs.get(n)}" for n, v in mine if theirs.get(n) != v]
+                ours, theirs = dict(mine), dict(its)
+                for name in ours | theirs:
+                    one, another = ours.get(name, "none"), theirs.get(name, "none")
+                    found += [f"{name} {one}, not {another}"] if one != another else []
             elif mine != its:
                 found.append(f"{field.name} {mine}, not {its}")
         return "; ".join(found)
