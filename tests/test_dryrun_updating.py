@@ -148,4 +148,7 @@ def test_each_family_has_an_update_beside_its_least():
         "| 1.25 | 0.25 s | 0.50 s | 1.0 GiB |"
     )
     assert "qwen2.5-1.5b, 64 × 8k, v5e:2x4, fsdp, micro_batch 32" in lines[3]
+    refused = family_table([{**dataclasses.asdict(FAMILIES[0]), "refused_bytes": 2**34}])
+    assert "remat mlp | refused: 16.0 GiB |" in refused
+    assert len({line.count("|") for line in refused.splitlines()}) == 1
     assert {published(str(case.model)).family for case in FAMILIES} == families.FAMILIES.keys()

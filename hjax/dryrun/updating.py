@@ -223,9 +223,13 @@ def family_table(records: Sequence[Mapping[str, Any]]) -> str:
         split = split.replace(" -1", "")
         passes = f", micro_batch {r['micro_batch']}" if r["micro_batch"] else ""
         what = f"{r['model']}, {r['rows']} × {r['tokens'] // 1024}k, {r['topology']}, {split}"
+        what += f"{passes}, remat {r['remat']}"
+        if "refused_bytes" in r:
+            lines.append(f"| {what} | refused: {r['refused_bytes'] / 2**30:.1f} GiB |" + " |" * 6)
+            continue
         products = r["flops_over_minimum"]
         lines.append(
-            f"| {what}{passes}, remat {r['remat']} | {r['seconds']:.2f} s "
+            f"| {what} | {r['seconds']:.2f} s "
             f"| {r['minimum_seconds']:.2f} s | {r['seconds'] / r['minimum_seconds']:.2f} "
             f"| {products:.2f} | {r['memory_seconds']:.2f} s | {r['waited_seconds']:.2f} s "
             f"| {r['peak_bytes'] / 2**30:.1f} GiB |"
