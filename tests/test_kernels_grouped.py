@@ -100,15 +100,26 @@ def test_of_weights_of_one_byte(name, dtype):
 
 
 def test_tiles_waste_little():
-    assert grouped_tpu._tile_rows(65536, 128, 1.0) == 128
-    assert grouped_tpu._tile_rows(65536, 8, 1.0) == 512
     assert grouped_tpu._cut(1536, 1024) == 768
     assert grouped_tpu._cut(100, 1024) == 128
     assert grouped_tpu._cut(4096, 1024) == 1024
-    assert grouped_tpu._product_tiles(128, 2048, 1536, 2) == (128, 2048, 768)
-    # All of 2880 where there is room: 2 * 2 * (128 * 2944 + 2944 * 640 + 128 * 640) bytes and sums.
-    assert grouped_tpu._product_tiles(128, 2880, 5760, 2) == (128, 2944, 640)
-    assert grouped_tpu._product_tiles(512, 14336, 4096, 2) == (512, 2048, 1024)
+    assert grouped_tpu._cut(2880, 2880) == 2944  # all of it
+
+
+@pytest.mark.parametrize(
+    ("given", "tiling"),
+    [
+        # Four tiles of a group, and one in which two meet.
+        ((16384, (32, 2048, 1536), 1.0), (128, 2048, 768)),
+        ((16384, (2, 2048, 1536), 1.0), (512, 2048, 768)),  # 33 instead of 32
+        ((2048, (1, 4096, 28672), 0.5), (512, 2048, 512)),  # of one group nothing is computed twice
+        ((16384, (4, 2880, 5760), 1.0), (256, 2944, 640)),
+    ],
+)
+def test_tilings_have_room_and_take_about_the_least(given, tiling):
+    rows, shape, share = given
+    given = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((rows, shape[1]), shape))
+    assert grouped_tpu._product_tiling(*given, share) == tiling
 
 
 def walked(steps):

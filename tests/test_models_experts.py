@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from hjax.kernels import reference
-from hjax.models import experts
+from hjax.models import expert_pieces, experts
+from hjax.models.expert_pieces import Pieces, in_pieces, sorted_tokens
 from hjax.models.quantized import quantized as in_bytes
 from hjax.sharding.layout import make_layouts
 
@@ -136,15 +137,16 @@ def test_in_pieces_and_at_once_are_a_plain_sum(load, form, grouped, monkeypatch)
     assert len(frozen) == (4 if form in ("int8", "fp8") else 0)
     weights = dataclasses.replace(weights, **dict.fromkeys(frozen))
     routing = experts.Routing(PER_TOKEN, True, lambda gate, up: jax.nn.silu(gate) * up)
-    pieces = []
-    real = experts._in_pieces
-    monkeypatch.setattr(
-        experts, "_in_pieces", lambda how, *rest: pieces.append(how[1]) or real(how, *rest)
-    )
+    made = experts._made(routing, grouped)
 
-    def summed(rows, shares, weights):
-        weights = dataclasses.replace(weights, **frozen)
-        return experts._summed(rows, shares, chosen, weights.joined(), routing, grouped, PARTS)
+    def summed(rows, shares, weights, keep=False):
+        weights = dataclasses.replace(weights, **frozen).joined()
+        pieces = Pieces(*made, (), PARTS, keep, tuple(frozen), experts._DOWN)
+        halves = zip(*(jnp.split(x, 2) for x in (rows, shares, chosen)), strict=True)
+        sets = [sorted_tokens(*half, EXPERTS) for half in halves]
+        tokens = jax.tree.map(lambda *x: jnp.concatenate(x), *sets)
+        assert pieces._cut(tokens, weights).size == size
+        return in_pieces(pieces, tokens, weights)
 
     def gradients(run):
         def value(*arguments):
@@ -155,15 +157,14 @@ def test_in_pieces_and_at_once_are_a_plain_sum(load, form, grouped, monkeypatch)
         return jax.tree.leaves((found, out))
 
     expected = gradients(functools.partial(plain, chosen=chosen, frozen=frozen))
-    in_pieces = gradients(summed)
-    assert set(pieces) == {384}  # of 1024 rows: all on one expert take two
-    pieces.clear()
-    monkeypatch.setattr(experts, "ROOM", float(PARTS))
-    at_once = gradients(summed)
-    assert pieces == []
-    for one, other, true in zip(in_pieces, at_once, expected, strict=True):
-        np.testing.assert_allclose(one, true, rtol=2e-5, atol=2e-5)
-        np.testing.assert_allclose(other, true, rtol=2e-5, atol=2e-5)
+    size = 384  # of 1024 rows: all on one expert take two
+    found = [gradients(summed), gradients(functools.partial(summed, keep=True))]
+    size = 1024  # at once
+    monkeypatch.setattr(expert_pieces, "ROOM", float(PARTS))
+    found += [gradients(summed), gradients(functools.partial(summed, keep=True))]
+    for several in zip(*found, expected, strict=True):
+        for one in several[:-1]:
+            np.testing.assert_allclose(one, several[-1], rtol=2e-5, atol=2e-5)
 
 
 LAYOUTS = [
@@ -209,8 +210,9 @@ def test_tokens_that_travel_get_what_gathered_ones_get(train, form):
         out, back = jax.jit(lambda: jax.vjp(run, x, weights))()
         return jax.tree.leaves((out, jax.jit(back)(given)))
 
-    alone, gathered = found(), found(layout, careless_product)
-    travelled = found(layout, careless_product, travel=True)
-    for expected, *both in zip(alone, gathered, travelled, strict=True):
-        for one in both:
+    alone = found()
+    ways = ({}, {"keep": True}, {"travel": True}, {"travel": True, "keep": True})
+    others = [found(layout, careless_product, **way) for way in ways]
+    for expected, *every in zip(alone, *others, strict=True):
+        for one in every:
             np.testing.assert_allclose(one, expected, atol=2e-5)

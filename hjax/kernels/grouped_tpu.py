@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,8 +20,9 @@ from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from hjax.kernels.attention import cost_label
 
 _ROWS = (512, 256, 128)  # of a tile, largest first
-_INNER, _OUTER = 2048, 1024  # of a tile of weights, at most
-_ON_CHIP = 1 << 24  # bytes of tiles
+_INNER, _OUTER = (2048, 1024, 512), (1024, 512, 256)  # of a tile of weights, at most
+_ON_CHIP = 15 << 20  # bytes of tiles; a kernel has 16 MiB
+_BALANCE = 240.0  # operations that a TPU does while it reads a byte: v5e 240, v5p 166, v6e 560
 _LANES = 128
 
 
@@ -37,7 +39,7 @@ def product(
     Args:
       interpret: runs on any platform, slowly.
     """
-    tile = _tile_rows(rows.shape[0], weights.shape[0], share)
+    tile = _product_tiling(rows, weights, share)[0]
     short = -rows.shape[0] % tile
     padded = jnp.pad(rows, ((0, short), (0, 0))) if short else rows
     out = _product(padded, weights, sizes, before, tile, share, interpret)
@@ -66,8 +68,7 @@ def _backward(tile: int, share: float, interpret: bool, kept: Any, given: jax.Ar
     made = _times(given, weights, sizes, tile, share, interpret, transposed=True)
     if weights.dtype.itemsize == 1:
         return made, None, None, None
-    inner, outer = weights.shape[1:]
-    tiling = tile, _cut(inner, _OUTER), _cut(outer, _OUTER)
+    tiling = _gradient_tiling(rows, weights, share, tile)
     moved = gradient_bytes(rows, weights, tiling, share)
     if before is not None:  # is read
         moved += before.size * before.dtype.itemsize
@@ -92,8 +93,7 @@ def _times(
     transposed: bool = False,
 ) -> jax.Array:
     weights = weights.astype(rows.dtype)  # of one byte the kernel takes none
-    inner, outer = weights.shape[1:][:: -1 if transposed else 1]
-    tiling = _product_tiles(tile, inner, outer, rows.dtype.itemsize)
+    tiling = _product_tiling(rows, weights, share, (tile,), transposed)
     moved = product_bytes(rows, weights, tiling, share, transposed)
     with _told(rows, weights, tile, share, moved):
         return gmm(
@@ -101,27 +101,78 @@ def _times(
         )
 
 
-def _product_tiles(tile: int, inner: int, outer: int, element: int) -> tuple[int, int, int]:
-    """Tiles of rows, inner, outer: of all of the summed dimension where that has room on the chip,
-    so that a weight is read once for its group, not for each tile of rows."""
-    tiles = tile, _cut(inner, max(_INNER, inner + _LANES)), _cut(outer, _OUTER)
-    given = tiles[0] * tiles[1] + tiles[1] * tiles[2] + tiles[0] * tiles[2]
-    # Each twice, as one is read while another is multiplied, and the sums in float32.
-    if inner <= _INNER or 2 * element * given + 4 * tiles[0] * tiles[2] <= _ON_CHIP:
-        return tiles
-    return tile, _cut(inner, _INNER), tiles[2]
+def _product_tiling(
+    rows: jax.Array,
+    weights: jax.Array,
+    share: float,
+    tiles: Sequence[int] = _ROWS,
+    transposed: bool = False,
+) -> tuple[int, int, int]:
+    """Tiles of rows, inner, outer that have room on the chip: of those that take about the least
+    the largest. One in which two groups meet is computed for both; for small ones weights are read
+    often, unless one has all of the summed dimension. Arguments as of ``product_bytes``."""
+    inner, outer = weights.shape[1:][:: -1 if transposed else 1]
+    element = rows.dtype.itemsize
+
+    def fits(tile: int, inner: int, outer: int) -> bool:
+        # Each twice, as one is read while another is multiplied, and the sums in float32.
+        given = tile * inner + inner * outer + tile * outer
+        return 2 * element * given + 4 * tile * outer <= _ON_CHIP
+
+    def cost(tiling: tuple[int, int, int]) -> float:
+        moved = product_bytes(rows, weights, tiling, share, transposed)
+        return max(_flops(rows, weights, tiling[0], share), _BALANCE * moved)
+
+    return _largest(cost, fits, tiles, (inner, *_INNER), inner, outer)
 
 
-def _tile_rows(rows: int, groups: int, share: float) -> int:
-    """Rows of a tile: one in which two groups meet is computed for both."""
-    each = rows * share / groups
-    return next((tile for tile in _ROWS if each >= 8 * tile), _ROWS[-1])
+def _gradient_tiling(
+    rows: jax.Array, weights: jax.Array, share: float, tile: int
+) -> tuple[int, int, int]:
+    """As ``_product_tiling``, of ``gradient_bytes``."""
+    element, made = rows.dtype.itemsize, weights.dtype.itemsize
+
+    def fits(tile: int, inner: int, outer: int) -> bool:
+        # What it is added to is read.
+        each = 2 * element * tile * (inner + outer) + (4 * made + 4) * inner * outer
+        return each <= _ON_CHIP
+
+    def cost(tiling: tuple[int, int, int]) -> float:
+        return gradient_bytes(rows, weights, tiling, share)
+
+    return _largest(cost, fits, (tile,), _OUTER, *weights.shape[1:])
+
+
+def _largest(
+    cost: Callable[[tuple[int, int, int]], float],
+    fits: Callable[[int, int, int], bool],
+    tiles: Sequence[int],
+    most: Sequence[int],
+    inner: int,
+    outer: int,
+) -> tuple[int, int, int]:
+    """The largest of the tilings that fit whose cost is at most a sixteenth above the least.
+
+    Args:
+      tiles: of rows, largest first.
+      most: inner dimensions of a tile, at most; largest first.
+      inner, outer: the dimensions that are cut.
+    """
+    costs = {
+        (tile, _cut(inner, i), _cut(outer, o)): 0.0
+        for tile in tiles
+        for i in most
+        for o in _OUTER
+        if fits(tile, _cut(inner, i), _cut(outer, o))
+    }
+    costs = {tiling: cost(tiling) for tiling in costs}
+    return next(x for x, found in costs.items() if found <= min(costs.values()) * 17 / 16)
 
 
 def _cut(size: int, most: int) -> int:
     """A multiple of the lanes, at most ``most``, of which ``size`` wastes least."""
     whole = -(-size // _LANES) * _LANES
-    if whole <= most:
+    if whole <= max(most, _LANES) or size == most:
         return whole
     return min(range(most, most // 2, -_LANES), key=lambda part: -(-size // part) * part)
 
@@ -173,6 +224,10 @@ def _visits(used: float, groups: int, tile: int) -> int:
 
 def _told(rows: jax.Array, weights: jax.Array, tile: int, share: float, moved: float) -> Any:
     """A scope with what a kernel does where groups are equally large."""
-    groups, inner, outer = weights.shape
-    flops = 2.0 * _visits(rows.shape[0] * share, groups, tile) * tile * inner * outer
+    flops = _flops(rows, weights, tile, share)
     return jax.named_scope(cost_label((("pallas_call", flops, moved),), part=True))
+
+
+def _flops(rows: jax.Array, weights: jax.Array, tile: int, share: float) -> float:
+    groups, inner, outer = weights.shape
+    return 2.0 * _visits(rows.shape[0] * share, groups, tile) * tile * inner * outer

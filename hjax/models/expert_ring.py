@@ -11,12 +11,14 @@ Everything is sent by permutations, which a TPU's compiler always starts early a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
+from hjax.models.expert_pieces import Pieces, sorted_tokens
 from hjax.models.weight_ring import LONGEST, sent
 
 
@@ -26,14 +28,12 @@ class Ring(NamedTuple):
     Attributes:
       axes: of the mesh, along which experts are split.
       ways: how many devices.
-      made: (tokens' rows [tokens, embed], shares and experts [tokens, per_token], weights, and
-        what gradients of weights are added to, or None) to [tokens, embed], the sum over the
-        experts here.
+      pieces: how tokens go through the experts of one.
     """
 
     axes: tuple[str, ...]
     ways: int
-    made: Callable[..., jax.Array]
+    pieces: Pieces
 
 
 def goes_round(ways: int) -> bool:
@@ -51,89 +51,81 @@ def around(
       ring: the devices.
       rows: [tokens, embed], of this device.
       shares, chosen: float32 and int [tokens, per_token], of their experts.
-      weights: of the experts here.
+      weights: of the experts here, joined.
     """
-    out: list[Any] = []
-    for tokens in _travelling(ring, (rows, shares, chosen)):
-        made = ring.made(*tokens.here, weights, None)
-        out = tokens.summed(out, made)
-    return _home(ring, out)
+    return _forward(ring, rows, shares, chosen, weights)[0]
 
 
-def _forward(ring: Ring, *given: Any) -> tuple[jax.Array, Any]:
-    return around(ring, *given), given
+def _forward(
+    ring: Ring, rows: jax.Array, shares: jax.Array, chosen: jax.Array, weights: Any
+) -> tuple[jax.Array, Any]:
+    halves: Any = _halves(ring, (_by_rows(rows), shares, chosen))
+    experts = ring.ways * weights.down.shape[0]
+    sets = [sorted_tokens(r, s, c, experts) for r, s, c in halves]
+    sums: Any = [jnp.zeros_like(half.rows) for half in sets]
+    kept: list[jax.Array | None] = []  # by whose tokens are here
+    for here in _travelling(ring, sets):
+        sums = sums if not kept else _sent(ring, sums)
+        sums, left = ring.pieces.forward(_joined(here), weights, _by_rows(sums))
+        kept.append(left)
+    return _joined(_sent(ring, sums)), (kept, sets, weights)
 
 
-def _backward(ring: Ring, kept: Any, d_out: jax.Array) -> tuple[Any, ...]:
-    rows, shares, chosen, weights = kept
-    d_tokens: list[Any] = []
-    d_weights: Any = None  # grows, from device to device's tokens
-    for tokens in _travelling(ring, (rows, shares, chosen, d_out)):
-        rows, shares, chosen, given = tokens.here
-
-        def made(
-            rows: jax.Array,
-            shares: jax.Array,
-            weights: Any,
-            chosen: jax.Array = chosen,
-            before: Any = d_weights,
-        ) -> jax.Array:
-            return ring.made(rows, shares, chosen, weights, before)
-
-        _, back = jax.vjp(made, rows, shares, weights)
-        d_rows, d_shares, d_weights = back(given)
-        d_tokens = tokens.summed(d_tokens, (d_rows, d_shares))
-    return *_home(ring, d_tokens), None, d_weights
+def _backward(ring: Ring, left: Any, d_out: jax.Array) -> tuple[Any, ...]:
+    kept, sets, weights = left
+    of_rows: Any = [jnp.zeros_like(half.rows) for half in sets]
+    of_shares: Any = [jnp.zeros_like(half.shares) for half in sets]
+    of_weights: Any = None  # grows, from device to device's tokens
+    tokens = list(zip(sets, _halves(ring, _by_rows(d_out)), strict=True))
+    for step, here in enumerate(_travelling(ring, tokens)):
+        if step:
+            of_rows, of_shares = (_sent(ring, sums) for sums in (of_rows, of_shares))
+        tokens, given = _joined(here)
+        of_rows, d_shares, of_weights = ring.pieces.backward(
+            kept[step], tokens, weights, of_weights, given, _by_rows(of_rows)
+        )
+        of_shares = [x + y for x, y in zip(of_shares, _halves(ring, d_shares), strict=True)]
+    d_rows, d_shares = (_joined(_sent(ring, sums)) for sums in (of_rows, of_shares))
+    return d_rows, d_shares.reshape(d_rows.shape[0], -1), None, of_weights
 
 
 around.defvjp(_forward, _backward)
 
 
-class _Tokens(NamedTuple):
-    """Those that are on this device in a step: ``here``, and how to add to what goes along."""
-
-    ring: Ring
-    here: tuple[jax.Array, ...]
-
-    def summed(self, before: list[Any], made: Any) -> list[Any]:
-        """What was summed of them before they came here, with what is made of them here."""
-        halves = _halves(self.ring, made)
-        if not before:
-            return halves
-        sums = [sent(x, way, *self.ring[:2]) for x, way in zip(before, _ways(self.ring))]
-        return [jax.tree.map(jnp.add, *pair) for pair in zip(sums, halves, strict=True)]
-
-
-def _ways(ring: Ring) -> tuple[int, ...]:
-    """Which way parts of the tokens go."""
-    return (1, -1) if ring.ways > 2 else (1,)
+def _by_rows(tree: Any) -> Any:
+    """Arrays whose rows lie one after another, as they are gathered and added to. The compiler
+    would have columns so where the width is no multiple of its tiles, and turn them each time."""
+    return jax.tree.map(lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim)))), tree)
 
 
 def _halves(ring: Ring, tree: Any) -> list[Any]:
     """Tokens by the way that they go."""
-    ways = len(_ways(ring))
-    cut = [jnp.array_split(x, ways) for x in jax.tree.leaves(tree)]
-    return [jax.tree.unflatten(jax.tree.structure(tree), part) for part in zip(*cut, strict=True)]
+    leaves, structure = jax.tree.flatten(tree)
+    ways = len(_ways(ring, leaves[0].shape[0]))
+    cut = [jnp.split(x, ways) for x in leaves]
+    return [jax.tree.unflatten(structure, part) for part in zip(*cut, strict=True)]
 
 
-def _joined(parts: list[Any]) -> Any:
+def _ways(ring: Ring, tokens: int) -> tuple[int, ...]:
+    """Which way parts of so many tokens go."""
+    return (1, -1) if ring.ways > 2 and tokens % 2 == 0 else (1,)
+
+
+def _joined(parts: Sequence[Any]) -> Any:
     if len(parts) == 1:
         return parts[0]
     return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
 
 
-def _travelling(ring: Ring, tokens: tuple[jax.Array, ...]) -> Any:
+def _sent(ring: Ring, parts: Sequence[Any]) -> list[Any]:
+    """Each part to the next device of its way."""
+    return [sent(x, way, ring.axes, ring.ways) for x, way in zip(parts, (1, -1))]
+
+
+def _travelling(ring: Ring, parts: Sequence[Any]) -> Iterator[Sequence[Any]]:
     """The tokens of this device, then those of its neighbours, and so on."""
-    here = _halves(ring, tokens)
     for step in range(ring.ways):
         # What comes next is sent before anything is made of what is here.
-        last = step + 1 == ring.ways
-        ways = zip(here, _ways(ring), strict=True)
-        coming = here if last else [sent(x, way, *ring[:2]) for x, way in ways]
-        yield _Tokens(ring, _joined(here))
-        here = coming
-
-
-def _home(ring: Ring, sums: list[Any]) -> Any:
-    """Sums that have been everywhere, at the device whose tokens they are of."""
-    return _joined([sent(x, way, *ring[:2]) for x, way in zip(sums, _ways(ring), strict=True)])
+        coming = parts if step + 1 == ring.ways else _sent(ring, parts)
+        yield parts
+        parts = coming

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 
 from hjax.kernels import quantized, reference
 from hjax.models.balance import tallied
+from hjax.models.expert_pieces import First, Pieces, Second, by_expert, in_pieces, sorted_tokens
 from hjax.models.expert_ring import Ring, around, goes_round
 from hjax.models.remat import first_products
 from hjax.models.weight_ring import LONGEST, whole
@@ -110,6 +110,7 @@ AXES = {
     "gate_up_scale": ("experts", None, "mlp"),
     "down_scale": ("experts", "embed"),
 }
+_DOWN = tuple(name for name in AXES if name.startswith("down"))  # of the second product
 
 
 def mixture(
@@ -120,6 +121,7 @@ def mixture(
     grouped: Grouped = reference.grouped,
     counted: jax.Array | None = None,
     travel: bool = False,
+    keep: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """The experts' outputs, weighted and summed, and how tokens spread over experts.
 
@@ -133,6 +135,8 @@ def mixture(
       grouped: the grouped product, ``hjax.kernels.reference.grouped`` or a platform's.
       counted: float32 [batch, length], see ``hjax.models.balance.tallied``; None: nobody asks.
       travel: tokens go round the ``expert`` axis, see ``hjax.models.expert_ring``; not a long one.
+      keep: what the experts' first products give is kept for the backward pass also where experts
+        are split, see ``hjax.models.expert_pieces``.
 
     Returns:
       [batch, length, embed] in the dtype of x, and what ``tallied`` says of all devices' tokens, or
@@ -151,7 +155,9 @@ def mixture(
         there = {n: tuple(None if a == "embed" else a for a in axes) for n, axes in there.items()}
     split = Weights(**{name: layout.spec(axes) for name, axes in there.items()})
     return jax.shard_map(
-        functools.partial(_part, routing=routing, layout=layout, grouped=grouped, travel=travel),
+        functools.partial(
+            _part, routing=routing, layout=layout, grouped=grouped, travel=travel, keep=keep
+        ),
         mesh=layout.mesh if inside.empty else inside,
         axis_names=free,
         in_specs=(tokens, split, tokens),
@@ -169,7 +175,7 @@ def _of_all(
 ) -> tuple[jax.Array, jax.Array | None]:
     shares, chosen, sums = _routed(x, weights, counted, routing)
     rows = x.reshape(-1, x.shape[-1])
-    out = _summed(rows, shares, chosen, weights.joined(), routing, grouped)
+    out = _summed(rows, shares, chosen, weights.joined(), *_made(routing, grouped))
     return out.reshape(x.shape), sums
 
 
@@ -185,6 +191,12 @@ def _routed(
     return shares, chosen, None if counted is None else tallied(probabilities, chosen, counted)
 
 
+def _made(routing: Routing, grouped: Grouped) -> tuple[First, Second]:
+    """What experts make of sorted rows."""
+    second = functools.partial(_second, grouped=grouped, activation=routing.activation)
+    return functools.partial(_first, grouped=grouped), second
+
+
 def _part(
     x: jax.Array,
     weights: Weights,
@@ -194,6 +206,7 @@ def _part(
     layout: Layout,
     grouped: Grouped,
     travel: bool,
+    keep: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
     """On one device: its tokens and its experts."""
     weights = _gathered(weights, x.shape[-1], layout, travel).joined()
@@ -207,29 +220,20 @@ def _part(
         bias = jnp.where(jax.lax.axis_index(mlp) == 0, weights.down_bias, 0)
         weights = dataclasses.replace(weights, down_bias=bias)
 
-    def made(
-        rows: jax.Array,
-        shares: jax.Array,
-        chosen: jax.Array,
-        weights: Weights,
-        before: Weights | None = None,
-    ) -> jax.Array:
-        first = jax.lax.axis_index(experts) * weights.down.shape[0] if experts else 0
-        if before is not None:
-            before = dataclasses.replace(before, **dict.fromkeys(weights.frozen()))
-        how = routing, grouped, parts, before
-        return _summed(rows, shares, chosen - first, weights, *how)
-
-    travel = travel and goes_round(parts)
-    if travel:
-        out = around(Ring(experts, parts, made), rows, shares, chosen, weights)
+    made = _made(routing, grouped)
+    if not experts:
+        out = _summed(rows, shares, chosen, weights, *made)
     else:
-        if experts:
-            rows, shares, chosen = (
-                jax.lax.all_gather(part, experts, axis=0, tiled=True)
-                for part in (rows, shares, chosen)
+        pieces = Pieces(*made, experts, parts, keep, tuple(weights.frozen()), _DOWN)
+        travel = travel and goes_round(parts)
+        if travel:
+            out = around(Ring(experts, parts, pieces), rows, shares, chosen, weights)
+        else:
+            tokens = sorted_tokens(rows, shares, chosen, parts * weights.down.shape[0])
+            tokens = jax.tree.map(
+                lambda part: jax.lax.all_gather(part, experts, axis=0, tiled=True), tokens
             )
-        out = made(rows, shares, chosen, weights)
+            out = in_pieces(pieces, tokens, weights)
     if mlp:
         out = jax.lax.psum(out, mlp)
     if experts and not travel:
@@ -242,96 +246,116 @@ def _summed(
     shares: jax.Array,
     chosen: jax.Array,
     weights: Weights,
-    routing: Routing,
-    grouped: Grouped,
-    parts: int = 1,
-    before: Weights | None = None,
+    first: First,
+    second: Second,
 ) -> jax.Array:
-    """[tokens, embed]: the sum over those of each token's experts that are here.
+    """[tokens, embed]: the sum over each token's experts, which are all here.
 
     Args:
       rows: [tokens, embed].
       shares: float32 [tokens, per_token].
-      chosen: int [tokens, per_token], counted from the first expert here; others are elsewhere.
-      weights: of the experts here, joined.
-      routing: their activation.
-      grouped: the grouped product.
-      parts: of all experts one in so many is here.
-      before: what gradients of the weights are added to; None: to nothing.
+      chosen: int [tokens, per_token].
+      weights: joined.
+      first, second: what experts make of rows.
     """
-    experts = weights.down.shape[0]
     per_token = chosen.size // rows.shape[0]
-    chosen, shares = chosen.reshape(-1), shares.reshape(-1)
-    here = (chosen >= 0) & (chosen < experts)
-    group = jnp.where(here, chosen, experts)
-    order = jnp.argsort(group, stable=True)  # those elsewhere stand at the end, beyond all groups
-    sizes = jnp.sum(group[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
-    piece = -(-math.ceil(ROOM * order.size / parts) // _TILE) * _TILE
-    if parts > 1 and piece < order.size:
-        every = functools.partial(_of_experts, routing=routing, grouped=grouped, share=1 / ROOM)
-        return _in_pieces((every, piece, per_token), rows, shares, weights, order, sizes, before)
+    order, sizes = by_expert(chosen, weights.down.shape[0])
     back = jnp.argsort(order)
-    # Rows of no group here: what a grouped product leaves there may be anything.
-    inside = (jnp.arange(order.size) < jnp.sum(sizes))[:, None] if parts > 1 else None
-    out = _of_experts(
-        _within(_sorted(rows, order, back), inside), shares[order], weights, sizes,
-        routing=routing, grouped=grouped, share=1 / parts, before=before,
-    )  # fmt: skip
-    out = _unsorted(_within(out, inside), order, back).reshape(-1, per_token, rows.shape[-1])
+    both = first(_sorted(rows, order, back), weights, sizes)
+    out = second(both, shares.reshape(-1)[order], weights, sizes)
+    out = _unsorted(out, order, back).reshape(-1, per_token, rows.shape[-1])
     return jnp.sum(out.astype(jnp.float32), axis=1).astype(rows.dtype)
 
 
-def _of_experts(
+def _first(
     rows: jax.Array,
+    weights: Weights,
+    sizes: jax.Array,
+    share: float = 1.0,
+    before: Weights | None = None,
+    *,
+    grouped: Grouped,
+) -> jax.Array:
+    """[rows, 2 * mlp]: gate and up of each row, sorted by expert, from its own.
+
+    Args:
+      rows: [rows, embed].
+      weights: joined.
+      sizes: int32 [experts], rows of each. After them anything stands, also in the gradient of
+        those rows: a grouped product leaves there what is. Gradients of weights know nothing of it.
+      share: of the rows, how many are expected to be of an expert.
+      before: what gradients of weights are added to; None: to nothing.
+      grouped: the grouped product.
+    """
+    how = _Rows(weights, before, sizes, share, rows.shape[0], grouped)
+    both = how.through(rows, "gate_up")
+    if weights.gate_up_bias is not None:
+        both += how.bias("gate_up")
+    return first_products(both)
+
+
+def _second(
+    both: jax.Array,
     shares: jax.Array,
     weights: Weights,
     sizes: jax.Array,
-    *,
-    routing: Routing,
-    grouped: Grouped,
-    share: float,
+    share: float = 1.0,
     before: Weights | None = None,
+    *,
+    grouped: Grouped,
+    activation: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
-    """[rows, embed]: each row, sorted by expert, through its own, times its share.
+    """[rows, embed]: what comes of ``_first``'s, times each row's share, float32 [rows]; nor do
+    gradients of shares know of rows of no expert."""
+    how = _Rows(weights, before, sizes, share, both.shape[0], grouped)
+    shares = _within(shares[:, None], how.inside)
+    gate, up = jnp.split(both, 2, axis=-1)
+    # A share of what goes down is one of what comes: there are fewer elements of it.
+    active = activation(gate, up)
+    out = how.through((active.astype(jnp.float32) * shares).astype(active.dtype), "down")
+    if weights.down_bias is not None:
+        out += (how.bias("down").astype(jnp.float32) * shares).astype(out.dtype)
+    return out
 
-    After the groups anything stands, also in the gradient of those rows: a grouped product leaves
-    there what is. Gradients of weights, added to ``before``, and of shares know nothing of them.
-    """
-    if before is None:
-        before = Weights(*[None] * 3)
-    experts = weights.down.shape[0]
-    ends = jnp.cumsum(sizes)
-    at = jnp.arange(rows.shape[0])
-    inside = (at < ends[-1])[:, None] if share < 1 else None
-    shares = _within(shares[:, None], inside)
-    own = jnp.minimum(jnp.searchsorted(ends, at, side="right"), experts - 1)  # a row's expert
 
-    def through(x: jax.Array, name: str) -> jax.Array:
+class _Rows:
+    """Rows that stand sorted by their expert; arguments as of ``_first``."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        before: Weights | None,
+        sizes: jax.Array,
+        share: float,
+        count: int,
+        grouped: Grouped,
+    ) -> None:
+        ends, at = jnp.cumsum(sizes), jnp.arange(count)
+        self.weights, self.sizes, self.share, self.grouped = weights, sizes, share, grouped
+        self.before = Weights(*[None] * 3) if before is None else before
+        self.inside = (at < ends[-1])[:, None] if share < 1 else None
+        last = weights.down.shape[0] - 1
+        self.own = jnp.minimum(jnp.sum(at[:, None] >= ends, axis=1), last)  # a row's expert
+
+    def through(self, x: jax.Array, name: str) -> jax.Array:
+        """The rows times their experts' matrix, with its scale and adapters."""
+
         def product(x: jax.Array, end: str) -> jax.Array:
-            both = (getattr(w, f"{name}{end}") for w in (weights, before))
-            weight, sums = both
-            return grouped(x, weight, sizes, share, sums)
+            weight, sums = (getattr(w, f"{name}{end}") for w in (self.weights, self.before))
+            return self.grouped(x, weight, self.sizes, self.share, sums)
 
         out = product(x, "")
-        scale, adapted = (getattr(weights, f"{name}{end}") for end in ("_scale", "_a"))
+        scale, adapted = (getattr(self.weights, f"{name}{end}") for end in ("_scale", "_a"))
         if scale is not None:
-            out = quantized.scaled_rows(out, scale, own)
+            out = quantized.scaled_rows(out, scale, self.own)
         return out if adapted is None else out + product(product(x, "_a"), "_b")
 
-    def bias(name: str) -> jax.Array:
-        one, sums = (getattr(w, f"{name}_bias") for w in (weights, before))
-        return _within((one if sums is None else reference.sum_after(one, sums))[own], inside)
-
-    both = through(rows, "gate_up")
-    if weights.gate_up_bias is not None:
-        both += bias("gate_up")
-    gate, up = jnp.split(first_products(both), 2, axis=-1)
-    # A share of what goes down is one of what comes: there are fewer elements of it.
-    active = routing.activation(gate, up)
-    out = through((active.astype(jnp.float32) * shares).astype(active.dtype), "down")
-    if weights.down_bias is not None:
-        out += (bias("down").astype(jnp.float32) * shares).astype(out.dtype)
-    return out
+    def bias(self, name: str) -> jax.Array:
+        """Each row's; a product, which the compiler adds where the one before ends."""
+        one, sums = (getattr(w, f"{name}_bias") for w in (self.weights, self.before))
+        one = one if sums is None else reference.sum_after(one, sums)
+        own = jax.nn.one_hot(self.own, one.shape[0], dtype=one.dtype)
+        return _within(jnp.einsum("re,eo->ro", own, one, precision="highest"), self.inside)
 
 
 def _gathered(weights: Weights, width: int, layout: Layout, travel: bool) -> Weights:
@@ -349,111 +373,6 @@ def _gathered(weights: Weights, width: int, layout: Layout, travel: bool) -> Wei
 
     split = {"gate_up": 1, "down": 2, "gate_up_a": 1, "down_b": 2, "down_scale": 1}
     return dataclasses.replace(weights, **{name: gather(name, at) for name, at in split.items()})
-
-
-# Where others have most experts, most rows are none of ours. Those that are go through them in
-# pieces of what an even load gives, with some room: mostly one, and as many as it takes.
-ROOM, _TILE = 1.25, 128
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _in_pieces(
-    how: tuple[Callable[..., jax.Array], int, int],
-    rows: jax.Array,
-    shares: jax.Array,
-    weights: Weights,
-    order: jax.Array,
-    sizes: jax.Array,
-    before: Weights | None,
-) -> jax.Array:
-    """``_summed`` of rows [tokens, embed], shares [tokens * per_token], in ``order``.
-
-    ``how``: the experts, rows of a piece, per_token. The backward pass computes a piece again. A
-    token's few rows are summed in their dtype, as transformers sums them.
-    """
-    every, piece, per_token = how
-    at_piece = _pieces_of(order, sizes, piece, per_token, rows.shape[0])
-
-    def add(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        turn, out = state
-        place, token, read, held = at_piece(turn)
-        made = every(rows[read], shares[place], weights, held)
-        return turn + 1, out.at[token].add(made, mode="drop")
-
-    with _one_expected():
-        start = (jnp.int32(0), jnp.zeros_like(rows))
-        return jax.lax.while_loop(_unfinished(sizes, piece), add, start)[1]
-
-
-def _in_pieces_forward(how: Any, *given: Any) -> tuple[jax.Array, Any]:
-    return _in_pieces(how, *given), given
-
-
-def _in_pieces_backward(how: Any, kept: Any, given: jax.Array) -> Any:
-    every, piece, per_token = how
-    rows, shares, weights, order, sizes, before = kept
-    at_piece = _pieces_of(order, sizes, piece, per_token, rows.shape[0])
-    frozen = weights.frozen()
-    none = dict.fromkeys(frozen)
-    weights = dataclasses.replace(weights, **none)
-    before = jax.tree.map(jnp.zeros_like, weights) if before is None else before
-    before = dataclasses.replace(before, **none)
-
-    def add(state: Any) -> Any:
-        turn, of_rows, of_shares, of_weights = state
-        place, token, read, held = at_piece(turn)
-
-        def run(rows: jax.Array, shares: jax.Array, weights: Weights) -> jax.Array:
-            whole = dataclasses.replace(weights, **frozen)
-            return every(rows, shares[place], whole, held, before=of_weights)
-
-        _, backwards = jax.vjp(run, rows[read], shares, weights)
-        found = backwards(given[read])
-        of_rows = of_rows.at[token].add(found[0], mode="drop")
-        return turn + 1, of_rows, of_shares + found[1], found[2]
-
-    start = (
-        jnp.int32(0),
-        jnp.zeros_like(rows),
-        jnp.zeros_like(shares),
-        before,
-    )
-    with _one_expected():
-        found = jax.lax.while_loop(_unfinished(sizes, piece), add, start)
-    return *found[1:], None, None, None
-
-
-_in_pieces.defvjp(_in_pieces_forward, _in_pieces_backward)
-
-
-def _one_expected() -> Any:
-    """A scope that tells ``hjax.xla`` how many pieces an even load takes."""
-    return jax.named_scope("trips:1")
-
-
-def _unfinished(sizes: jax.Array, piece: int) -> Callable[[Any], jax.Array]:
-    """Whether there are rows after so many pieces."""
-    return lambda state: state[0] * piece < jnp.sum(sizes)
-
-
-def _pieces_of(
-    order: jax.Array, sizes: jax.Array, piece: int, per_token: int, tokens: int
-) -> Callable[[jax.Array], tuple[jax.Array, ...]]:
-    """Of a piece, by number: int32 [piece], entries of ``shares``, tokens that get something
-    (``tokens`` where a row is none of ours), tokens to read; and [groups], its rows of each."""
-    ends = jnp.cumsum(sizes)
-    order = jnp.pad(order, (0, -order.size % piece))
-
-    def part(turn: jax.Array) -> tuple[jax.Array, ...]:
-        first = turn * piece
-        place = jax.lax.dynamic_slice_in_dim(order, first, piece)
-        inside = first + jnp.arange(piece) < ends[-1]
-        read = place // per_token
-        cut = jnp.clip(ends - first, 0, piece)
-        held = jnp.diff(cut, prepend=0).astype(jnp.int32)
-        return place, jnp.where(inside, read, tokens), read, held
-
-    return part
 
 
 def _within(x: jax.Array, inside: jax.Array | None) -> jax.Array:

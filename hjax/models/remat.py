@@ -38,9 +38,9 @@ def recomputed(run: Callable[..., Any], policy: str, unrolled: bool) -> Callable
       run: (number of the layer, parameters, x, cache) -> arrays.
       policy: ``none``: all activations are kept; ``attention``: the outputs of long sequences'
         attention and their log-sums, so that attention is not computed again; ``mlp``: beside
-        these what the MLP's first products give (gate and up; of experts too, unless they are
-        split over devices), so that of its products none is made again; ``full``: nothing;
-        ``offload``: nothing on the device, the layer's input goes to the host's memory and back.
+        these what the MLP's first products give (gate and up; of experts too), so that of its
+        products none is made again; ``full``: nothing; ``offload``: nothing on the device, the
+        layer's input goes to the host's memory and back.
       unrolled: layers are called one after another, not in a scan.
     """
     if policy == NONE:

@@ -281,7 +281,9 @@ class Block(nnx.Module):
                 read[name] = self.config.lora.scaling * read[name]
         weights = Weights(**read)
         routing, grouped = routing_of(self.config), compute.kernels.grouped
-        return mixture(x, weights, routing, compute.home, grouped, counted, compute.travel)
+        keep = compute.remat in (remat.NONE, remat.MLP)
+        how = routing, compute.home, grouped, counted, compute.travel, keep
+        return mixture(x, weights, *how)
 
     def _mlp(self, x: jax.Array, compute: Compute) -> jax.Array:
         config = self.config

@@ -224,10 +224,9 @@ def stage_seconds(
     FLOPs: forward 1, backward 2 more (times ``backward``; of what is frozen 1, for there are no
     gradients of it), rematerialisation, and in hjax a pipeline, 1 more (with ``attention`` without
     attention's own, where its outputs are kept: of rows that are longer than ``whole_scores``; with
-    ``mlp`` without the MLP's besides, unless its experts are split) times
-    ``forward_flops`` / (tensor * pipe * context), of which the share ``unsplit`` is not divided by
-    tensor. Per layer and forward, ``layer_pass`` and ``score`` * rows * heads * length^2 /
-    (tensor * context).
+    ``mlp`` without the MLP's besides) times ``forward_flops`` / (tensor * pipe * context), of which
+    the share ``unsplit`` is not divided by tensor. Per layer and forward, ``layer_pass`` and
+    ``score`` * rows * heads * length^2 / (tensor * context).
     Exchanges per layer: 2 forward, 2 backward, 2 rematerialised.
     FSDP: one gather of the weights forward, one more and a reduce-scatter of gradients backward,
     each layer by layer, with ``gather`` beside the ring's seconds.
@@ -240,7 +239,7 @@ def stage_seconds(
     if again and remat in (ATTENTION, MLP) and mesh.pipe == 1:
         if length > place.numerics.whole_scores:
             flops -= attention_flops(model, rows, length) / forwards
-        if remat == MLP and mesh.expert == 1:
+        if remat == MLP:
             flops -= mlp_flops(model, rows, length) / forwards
     products = share * flops / (mesh.pipe * mesh.context) / place.flops
     scores = rows * model.heads * length**2 / mesh.tensor / mesh.context

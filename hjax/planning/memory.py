@@ -10,6 +10,7 @@ import dataclasses
 import math
 
 from hjax.models import arithmetic
+from hjax.models.expert_pieces import ROOM
 from hjax.models.remat import ATTENTION, MLP, NONE
 from hjax.planning import cost
 from hjax.planning.cost import Place
@@ -188,8 +189,9 @@ def update_transient(
     if remat == NONE:
         kept = whole_layer
     else:
-        outputs = model.attention_width if remat in (ATTENTION, MLP) else 0
-        outputs += model.layer_gates if remat == MLP and mesh.expert == 1 else 0
+        outputs: float = model.attention_width if remat in (ATTENTION, MLP) else 0
+        room = ROOM if mesh.expert > 1 else 1.0
+        outputs += room * model.layer_gates if remat == MLP else 0
         inputs = (model.hidden + outputs, model.hidden)
         kept = layer_activations(place, model, mesh, tokens, inputs)
         at_work += whole_layer

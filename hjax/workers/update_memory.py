@@ -19,8 +19,8 @@ import numpy as np
 from hjax.kernels import cudnn
 from hjax.kernels.attention import WHOLE
 from hjax.models import arithmetic, remat, weight_ring
+from hjax.models.expert_pieces import ROOM
 from hjax.models.expert_ring import goes_round
-from hjax.models.experts import ROOM
 from hjax.models.forward import LOGIT_CHUNK_BYTES
 from hjax.models.parameters import Network
 from hjax.sharding.layout import Layout
@@ -83,8 +83,6 @@ class Updates:
 
         stages = layout.ways("layers")
         layers = config.layers / stages * (min(stages, pieces) if stages > 1 else 1)
-        if config.experts and policy == remat.MLP and layout.ways("experts") > 1:
-            policy = remat.ATTENTION  # pieces of their tokens are made again
         kept = of(arithmetic.kept_elements(config, policy))
         one = of(arithmetic.kept_elements(config, remat.NONE))
         at_work = of(arithmetic.gradient_elements(config))
@@ -98,14 +96,14 @@ class Updates:
             length = self.prompt + self.response
             given = tokens, answered / self.response * length
             widths = config.heads * config.head_dim, arithmetic.cache_elements(config)
-            more, meanwhile = (
-                n * size / split for n in arithmetic.apart_elements(*given, *widths)
-            )
+            more, meanwhile = (n * size / split for n in arithmetic.apart_elements(*given, *widths))
             kept, one = kept + (more if policy == remat.NONE else 0), one + more
             at_work = max(at_work, meanwhile)
         if config.experts:
-            experts, piece = self._experts(tokens)
-            kept, one = kept + (experts if policy == remat.NONE else 0), one + experts
+            experts, gates, piece = self._experts(tokens)
+            one += experts
+            if policy in (remat.NONE, remat.MLP):
+                kept += gates + (experts if policy == remat.NONE else 0)
             at_work += piece
         at_work += 0 if policy == remat.NONE else one
         gradients = 4.0 * sum(n for _, n in self._parts(self._learning))
@@ -129,22 +127,26 @@ class Updates:
             cast += 4 * arithmetic.layer_parameters(config) / split
         return gradients + cast + activations + self._gathered(travels)
 
-    def _experts(self, tokens: float) -> tuple[float, float]:
-        """What a layer's experts keep beside what is counted of an MLP, and what stands while a
-        piece of their tokens is at work."""
+    def _experts(self, tokens: float) -> tuple[float, float, float]:
+        """What a layer's experts keep beside what is counted of an MLP; beside what is counted of
+        its first products, where these are kept; and what stands while a piece of their tokens is
+        at work."""
         layout, config, size = self.layout, self.network.config, self.dtype.itemsize
         chosen, ways = tokens * size * config.experts_per_token, layout.ways("experts")
         own = 3 * config.mlp_size / layout.ways("mlp")
         if ways == 1:  # a row of each token for each of its experts: what comes in and goes out
-            return chosen * 5 * config.hidden_size, 0.0
-        # In pieces of what an even load gives, which are made again. Kept are tokens, of all
-        # devices along the axis where they are gathered, and matrices where they are.
+            return chosen * 5 * config.hidden_size, 0.0, 0.0
+        # In pieces of what an even load gives, of which no more than the first products is kept.
+        # Kept are tokens, of all devices along the axis where they are gathered, and matrices where
+        # they are.
         every = 1 if self.travel and goes_round(ways) else ways
         kept = tokens * size * config.hidden_size * every if every > 1 else 0.0
         if layout.ways("embed") > 1:
             kept += size * arithmetic.expert_parameters(config) / ways / layout.ways("mlp")
         piece = ROOM * every / ways * chosen * (2 * own + 4 * config.hidden_size)
-        return kept - chosen * own, piece
+        first = chosen * 2 * config.mlp_size / layout.ways("mlp")
+        kept += first - chosen * own
+        return kept, (ROOM - 1) * first, piece
 
     def _in_rows(self) -> tuple[int, float, float, float]:
         """Passes; of one on a device tokens, those answered, and pairs of tokens whose scores
