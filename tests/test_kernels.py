@@ -22,6 +22,7 @@ from hjax.kernels import (
     grouped_tpu,
     reference,
     splash,
+    tpu,
 )
 from hjax.kernels.sets import Kernels, choose, kernels_of
 from hjax.models.transformer import Compute
@@ -38,6 +39,7 @@ SETS = {
     "backward": kernels_of("backward"),
     "cpu, unrolled": kernels_of("cpu", unrolled=True),
     "cpu, whole": kernels_of("cpu", whole=True),
+    "tpu": kernels_of("tpu"),
 }
 # Sums of up to ten products in another order; a bfloat16 has 8 bits.
 TOLERANCE = {jnp.float32: 2e-6, jnp.bfloat16: 2e-2}
@@ -207,10 +209,8 @@ def test_accelerators_get_no_detours_of_cpus():
         attention=blockwise.attend,
     )
     # Of its packs each response has a prompt of its own: splash knows only equal segments.
-    on_tpu = dataclasses.replace(
-        found, grouped=grouped_tpu.product, attention=splash.attend, packs_share=False
-    )
-    assert kernels_of("tpu") == on_tpu
+    on_tpu = {"rotate": tpu.rotate, "grouped": grouped_tpu.product, "attention": splash.attend}
+    assert kernels_of("tpu") == dataclasses.replace(found, **on_tpu, packs_share=False)
 
 
 def test_joined_dimensions_are_for_devices_that_hold_them_whole():

@@ -118,8 +118,9 @@ def test_tiles_waste_little():
 )
 def test_tilings_have_room_and_take_about_the_least(given, tiling):
     rows, shape, share = given
-    given = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((rows, shape[1]), shape))
-    assert grouped_tpu._product_tiling(*given, share) == tiling
+    given = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((rows, shape[1]), shape)]
+    tile = grouped_tpu._tile_rows(*given, share)
+    assert grouped_tpu._product_tiling(*given, share, tile) == tiling
 
 
 def walked(steps):

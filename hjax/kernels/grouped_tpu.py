@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -21,9 +21,10 @@ from hjax.kernels.attention import cost_label
 
 _ROWS = (512, 256, 128)  # of a tile, largest first
 _INNER, _OUTER = (2048, 1024, 512), (1024, 512, 256)  # of a tile of weights, at most
-_ON_CHIP = 15 << 20  # bytes of tiles; a kernel has 16 MiB
+_ON_CHIP = 12 << 20, 15 << 20  # bytes of tiles, of a product and a gradient; a kernel has 16 MiB
 _BALANCE = 240.0  # operations that a TPU does while it reads a byte: v5e 240, v5p 166, v6e 560
 _LANES = 128
+_ABOUT = 17 / 16  # of the least, for larger tiles: a kernel has fewer steps
 
 
 def product(
@@ -39,7 +40,7 @@ def product(
     Args:
       interpret: runs on any platform, slowly.
     """
-    tile = _product_tiling(rows, weights, share)[0]
+    tile = _tile_rows(rows, weights, share)
     short = -rows.shape[0] % tile
     padded = jnp.pad(rows, ((0, short), (0, 0))) if short else rows
     out = _product(padded, weights, sizes, before, tile, share, interpret)
@@ -93,7 +94,7 @@ def _times(
     transposed: bool = False,
 ) -> jax.Array:
     weights = weights.astype(rows.dtype)  # of one byte the kernel takes none
-    tiling = _product_tiling(rows, weights, share, (tile,), transposed)
+    tiling = _product_tiling(rows, weights, share, tile, transposed)
     moved = product_bytes(rows, weights, tiling, share, transposed)
     with _told(rows, weights, tile, share, moved):
         return gmm(
@@ -101,29 +102,51 @@ def _times(
         )
 
 
+def _tile_rows(rows: jax.Array, weights: jax.Array, share: float) -> int:
+    """Rows of a tile: the most with which a product, forward and back, takes about the least. One
+    in which two groups meet is computed for both; of small ones weights are read often. Arguments
+    as of ``product_bytes``."""
+    given = jax.ShapeDtypeStruct((rows.shape[0], weights.shape[2]), rows.dtype)
+    costs = {
+        tile: sum(
+            _cost(x, weights, share, _product_tiling(x, weights, share, tile, back), back)
+            for x, back in ((rows, False), (given, True))
+        )
+        for tile in _ROWS
+    }
+    return next(tile for tile, cost in costs.items() if cost <= min(costs.values()) * _ABOUT)
+
+
 def _product_tiling(
-    rows: jax.Array,
-    weights: jax.Array,
-    share: float,
-    tiles: Sequence[int] = _ROWS,
-    transposed: bool = False,
+    rows: Any, weights: jax.Array, share: float, tile: int, transposed: bool = False
 ) -> tuple[int, int, int]:
     """Tiles of rows, inner, outer that have room on the chip: of those that take about the least
-    the largest. One in which two groups meet is computed for both; for small ones weights are read
-    often, unless one has all of the summed dimension. Arguments as of ``product_bytes``."""
+    the largest. A weight is read for each tile of rows, unless one tile has all of the summed
+    dimension. Arguments as of ``product_bytes``."""
     inner, outer = weights.shape[1:][:: -1 if transposed else 1]
     element = rows.dtype.itemsize
 
-    def fits(tile: int, inner: int, outer: int) -> bool:
+    def fits(inner: int, outer: int) -> bool:
         # Each twice, as one is read while another is multiplied, and the sums in float32.
         given = tile * inner + inner * outer + tile * outer
-        return 2 * element * given + 4 * tile * outer <= _ON_CHIP
+        return 2 * element * given + 4 * tile * outer <= _ON_CHIP[0]
 
-    def cost(tiling: tuple[int, int, int]) -> float:
-        moved = product_bytes(rows, weights, tiling, share, transposed)
-        return max(_flops(rows, weights, tiling[0], share), _BALANCE * moved)
+    def cost(inner: int, outer: int) -> float:
+        return _cost(rows, weights, share, (tile, inner, outer), transposed)
 
-    return _largest(cost, fits, tiles, (inner, *_INNER), inner, outer)
+    return tile, *_largest(
+        cost, fits, [(i, o) for i in (inner, *_INNER) for o in _OUTER], inner, outer
+    )
+
+
+def _cost(
+    rows: Any, weights: jax.Array, share: float, tiling: tuple[int, int, int], transposed: bool
+) -> float:
+    """Of a product, in operations."""
+    moved = product_bytes(rows, weights, tiling, share, transposed)
+    if rows.shape[0] % tiling[0]:  # rows are copied to be filled up, results to be cut
+        moved += 2 * rows.dtype.itemsize * rows.shape[0] * sum(weights.shape[1:])
+    return max(_flops(rows, weights, tiling[0], share), _BALANCE * moved)
 
 
 def _gradient_tiling(
@@ -132,41 +155,34 @@ def _gradient_tiling(
     """As ``_product_tiling``, of ``gradient_bytes``."""
     element, made = rows.dtype.itemsize, weights.dtype.itemsize
 
-    def fits(tile: int, inner: int, outer: int) -> bool:
+    def fits(inner: int, outer: int) -> bool:
         # What it is added to is read.
         each = 2 * element * tile * (inner + outer) + (4 * made + 4) * inner * outer
-        return each <= _ON_CHIP
+        return each <= _ON_CHIP[1]
 
-    def cost(tiling: tuple[int, int, int]) -> float:
-        return gradient_bytes(rows, weights, tiling, share)
+    def cost(inner: int, outer: int) -> float:
+        return gradient_bytes(rows, weights, (tile, inner, outer), share)
 
-    return _largest(cost, fits, (tile,), _OUTER, *weights.shape[1:])
+    every = [(i, o) for i in _OUTER for o in _OUTER]
+    return tile, *_largest(cost, fits, every, *weights.shape[1:])
 
 
 def _largest(
-    cost: Callable[[tuple[int, int, int]], float],
-    fits: Callable[[int, int, int], bool],
-    tiles: Sequence[int],
-    most: Sequence[int],
+    cost: Callable[[int, int], float],
+    fits: Callable[[int, int], bool],
+    most: Iterable[tuple[int, int]],
     inner: int,
     outer: int,
-) -> tuple[int, int, int]:
-    """The largest of the tilings that fit whose cost is at most a sixteenth above the least.
+) -> tuple[int, int]:
+    """The first that fits of which the cost is about the least.
 
     Args:
-      tiles: of rows, largest first.
-      most: inner dimensions of a tile, at most; largest first.
+      most: inner and outer dimension of a tile, at most; largest first.
       inner, outer: the dimensions that are cut.
     """
-    costs = {
-        (tile, _cut(inner, i), _cut(outer, o)): 0.0
-        for tile in tiles
-        for i in most
-        for o in _OUTER
-        if fits(tile, _cut(inner, i), _cut(outer, o))
-    }
-    costs = {tiling: cost(tiling) for tiling in costs}
-    return next(x for x, found in costs.items() if found <= min(costs.values()) * 17 / 16)
+    cut = dict.fromkeys((_cut(inner, i), _cut(outer, o)) for i, o in most)
+    costs = {tile: cost(*tile) for tile in cut if fits(*tile)}
+    return next(tile for tile, found in costs.items() if found <= min(costs.values()) * _ABOUT)
 
 
 def _cut(size: int, most: int) -> int:

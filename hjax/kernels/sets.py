@@ -86,10 +86,11 @@ def kernels_of(name: str, whole: bool = False, unrolled: bool = False) -> Kernel
         return dataclasses.replace(written_out, attention=cudnn.attend, packs_share=False)
     if name == TPU:
         # Pallas takes long to import, and only here it runs.
-        from hjax.kernels import grouped_tpu, splash
+        from hjax.kernels import grouped_tpu, splash, tpu
 
         return dataclasses.replace(
             written_out,
+            rotate=tpu.rotate,
             grouped=grouped_tpu.product,
             attention=splash.attend,
             packs_share=False,  # its segments are equal or not: not a response's and its prompt's

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-ROOM, _TILES = 1.25, (512, 128)  # of rows, as of grouped products
+ROOM, _TILES = 1.25, (512, 256, 128)  # of rows, as grouped products have them
 
 First = Callable[..., jax.Array]  # (rows, weights, sizes, share, before) to gate and up
 Second = Callable[..., jax.Array]  # (these, shares, weights, sizes, share, before) to rows
@@ -164,7 +164,7 @@ class Pieces:
         )
         starts = ends - sizes + entries * jnp.arange(sets)[:, None]
         size = math.ceil(ROOM * sets * entries / self.parts)
-        tile = _TILES[1 if size < 8 * _TILES[0] else 0]  # nothing is filled up
+        tile = next((t for t in _TILES if size >= 8 * t), _TILES[-1])
         size = min(-(-size // tile) * tile, sets * entries)
         share = sets * entries / self.parts / size
         return _Cut(tokens, sizes, starts, size, share)

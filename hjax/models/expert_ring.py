@@ -11,7 +11,7 @@ Everything is sent by permutations, which a TPU's compiler always starts early a
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -64,28 +64,30 @@ def _forward(
     sets = [sorted_tokens(r, s, c, experts) for r, s, c in halves]
     sums: Any = [jnp.zeros_like(half.rows) for half in sets]
     kept: list[jax.Array | None] = []  # by whose tokens are here
-    for here in _travelling(ring, sets):
-        sums = sums if not kept else _sent(ring, sums)
+    here: Any = sets
+    for step in range(ring.ways):
+        here, coming, sums = _step(ring, step, here, sums)
         sums, left = ring.pieces.forward(_joined(here), weights, _by_rows(sums))
         kept.append(left)
+        here = coming
     return _joined(_sent(ring, sums)), (kept, sets, weights)
 
 
 def _backward(ring: Ring, left: Any, d_out: jax.Array) -> tuple[Any, ...]:
     kept, sets, weights = left
-    of_rows: Any = [jnp.zeros_like(half.rows) for half in sets]
-    of_shares: Any = [jnp.zeros_like(half.shares) for half in sets]
+    sums: Any = [(jnp.zeros_like(half.rows), jnp.zeros_like(half.shares)) for half in sets]
     of_weights: Any = None  # grows, from device to device's tokens
-    tokens = list(zip(sets, _halves(ring, _by_rows(d_out)), strict=True))
-    for step, here in enumerate(_travelling(ring, tokens)):
-        if step:
-            of_rows, of_shares = (_sent(ring, sums) for sums in (of_rows, of_shares))
+    here: Any = list(zip(sets, _halves(ring, _by_rows(d_out)), strict=True))
+    for step in range(ring.ways):
+        here, coming, sums = _step(ring, step, here, sums)
+        before, of_shares = zip(*sums, strict=True)
         tokens, given = _joined(here)
-        of_rows, d_shares, of_weights = ring.pieces.backward(
-            kept[step], tokens, weights, of_weights, given, _by_rows(of_rows)
+        of_rows, made, of_weights = ring.pieces.backward(
+            kept[step], tokens, weights, of_weights, given, _by_rows(before)
         )
-        of_shares = [x + y for x, y in zip(of_shares, _halves(ring, d_shares), strict=True)]
-    d_rows, d_shares = (_joined(_sent(ring, sums)) for sums in (of_rows, of_shares))
+        added = [x + y for x, y in zip(of_shares, _halves(ring, made), strict=True)]
+        sums, here = list(zip(of_rows, added, strict=True)), coming
+    d_rows, d_shares = _joined(_sent(ring, sums))
     return d_rows, d_shares.reshape(d_rows.shape[0], -1), None, of_weights
 
 
@@ -122,10 +124,14 @@ def _sent(ring: Ring, parts: Sequence[Any]) -> list[Any]:
     return [sent(x, way, ring.axes, ring.ways) for x, way in zip(parts, (1, -1))]
 
 
-def _travelling(ring: Ring, parts: Sequence[Any]) -> Iterator[Sequence[Any]]:
-    """The tokens of this device, then those of its neighbours, and so on."""
-    for step in range(ring.ways):
-        # What comes next is sent before anything is made of what is here.
-        coming = parts if step + 1 == ring.ways else _sent(ring, parts)
-        yield parts
-        parts = coming
+def _step(ring: Ring, step: int, here: Any, sums: Any) -> tuple[Any, Any, Any]:
+    """By parts the tokens that are here, those that come next, and the sums that came along.
+
+    What comes next is sent before anything is made of what is here, and when the step before has
+    made its sums: else the compiler would send all tokens round before it multiplies any.
+    """
+    if step:
+        here, sums = jax.lax.optimization_barrier((here, sums))
+        sums = _sent(ring, sums)
+    coming = here if step + 1 == ring.ways else _sent(ring, here)
+    return here, coming, sums
