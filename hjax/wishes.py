@@ -44,7 +44,7 @@ _TENSOR = (
     "while it generates"
 )
 _FSDP = "config.layout.actor.train.fsdp: parameters and optimizer state split over devices"
-_REMAT = "config.model.remat: none, mlp, attention, full, offload or auto"
+_REMAT = "config.model.remat: none, products, attention, full, offload or auto"
 _ATTENTION = "config.model.attention: auto, by device and length, or cudnn (docs/models.md)"
 _ENGINE = (
     "there is no second engine: the model's own forward generates, on the actor's devices or by "

@@ -35,7 +35,7 @@ FORMS = {
     "unrolled": {**CPU, "unroll_layers": True},
     "recomputed": {**CPU, "remat": "full"},
     "recomputed but attention": {**CPU, "remat": "attention"},
-    "recomputed but attention and MLP": {**CPU, "remat": "mlp"},
+    "recomputed but products": {**CPU, "remat": "products"},
     "recomputed, inputs on the host": {**CPU, "remat": "offload"},
     "unrolled, recomputed": {**CPU, "unroll_layers": True, "remat": "full"},
     "whole on a device": {**CPU, "whole": True},

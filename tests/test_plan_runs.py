@@ -118,7 +118,7 @@ def test_an_update_s_memory_is_the_run_s_own_estimate(name, platform):
         layout = make_layouts(8, mesh.train_axes()).train
         layout = without(layout, check_shapes(layout, model.dimensions, ""))
         for rows, remat in (
-            (1, "none"), (2, "mlp"), (4, "attention"), (64 // mesh.replicas, "full"),
+            (1, "none"), (2, "products"), (4, "attention"), (64 // mesh.replicas, "full"),
         ):  # fmt: skip
             theirs = Updates(
                 network, scalar, layout, np.dtype("bfloat16"), 64, work.samples,

@@ -213,7 +213,7 @@ TOGETHER = {
     "unrolled": {"compute": Compute(unroll_layers=True)},
     "recomputed": {"compute": Compute(remat="full")},
     "recomputed but attention": {"compute": Compute(remat="attention")},
-    "recomputed but attention and experts": {"compute": Compute(remat="mlp")},
+    "recomputed but products": {"compute": Compute(remat="products")},
     "recomputed from the host's memory": {"compute": Compute(remat="offload")},
 }
 

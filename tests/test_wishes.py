@@ -67,7 +67,7 @@ TYPED = [
     ("--config.attn_implementation=flash_attention_2", "config.model.attention: auto"),
     ("--config.fsdp=full_shard", "config.layout.actor.train.fsdp"),
     ("--config.deepspeed=zero3.json", "config.layout.actor.train.fsdp"),
-    ("--config.model.remat=True", "must be one of auto, none, mlp, attention, full, offload"),
+    ("--config.model.remat=True", "must be one of auto, none, products, attention, full, offload"),
     ("--config.algorithm.name=ppo2", "PPO"),
     # verl
     ("actor_rollout_ref.rollout.n=8", "config.rollout.samples"),

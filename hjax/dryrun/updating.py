@@ -84,21 +84,32 @@ CASES = (
 )
 # Each family's update: a size that eight v5p hold, layouts and passes that are large enough to hide
 # what they receive; experts over 64 and 16.
-_EXPERTS = {"data": 1, "fsdp": 8, "expert": 8}
 FAMILIES = (
-    Case("llama-3-8b", "v5p:2x2x2", _TENSOR, 2048, remat="mlp"),
+    Case("llama-3-8b", "v5p:2x2x2", _TENSOR, 2048, remat="products"),
     Case("qwen2.5-1.5b", "v5e:2x4", _FSDP, 8192, 32),
-    Case("qwen3-4b", "v5p:2x2x2", _FSDP, 2048, remat="mlp", rows=128),
-    Case("mistral-7b", "v5p:2x2x2", _FSDP, 2048, remat="mlp"),
-    Case("gemma-2-2b", "v5p:2x2x2", _FSDP, 2048, remat="mlp", rows=256),
-    Case("gemma-3-4b", "v5p:2x2x2", _FSDP, 2048, remat="mlp", rows=128),
-    Case("phi-3-mini-4k", "v5p:2x2x2", _FSDP, 2048, remat="mlp", rows=192),
+    Case("qwen3-4b", "v5p:2x2x2", _FSDP, 2048, remat="products", rows=128),
+    Case("mistral-7b", "v5p:2x2x2", _FSDP, 2048, remat="products"),
+    Case("gemma-2-2b", "v5p:2x2x2", _FSDP, 2048, remat="products", rows=256),
+    Case("gemma-3-4b", "v5p:2x2x2", _FSDP, 2048, remat="products", rows=128),
+    Case("phi-3-mini-4k", "v5p:2x2x2", _FSDP, 2048, remat="products", rows=128),
     Case("olmo-2-7b", "v5p:2x2x2", _TENSOR, 2048, remat="none"),
-    Case("smollm3-3b", "v5p:2x2x2", _FSDP, 2048, remat="mlp", rows=128),
-    Case("gpt2-large", "v5p:2x2x2", _FSDP, 1024, remat="mlp", rows=256),
-    Case("mixtral-8x7b", "v5p:4x4x4", _EXPERTS, 2048, remat="none", rows=512),
-    Case("qwen3-30b-a3b", "v5p:4x4x4", _EXPERTS, 2048, rows=1024, samples=4),
-    Case("gpt-oss-20b", "v5p:2x2x4", {"data": 1, "fsdp": 2, "expert": 8}, 2048, rows=256),
+    Case("smollm3-3b", "v5p:2x2x2", _FSDP, 2048, remat="products", rows=128),
+    Case("gpt2-large", "v5p:2x2x2", _FSDP, 1024, remat="products", rows=512),
+    Case(
+        "mixtral-8x7b", "v5p:4x4x4", {"data": 1, "fsdp": 8, "expert": 8}, 2048, 0, "products", 512
+    ),
+    Case(
+        "qwen3-30b-a3b",
+        "v5p:4x4x4",
+        {"data": 2, "fsdp": 8, "expert": 4},
+        2048,
+        remat="products",
+        rows=1024,
+        samples=4,
+    ),
+    Case(
+        "gpt-oss-20b", "v5p:2x2x4", {"data": 1, "fsdp": 4, "expert": 4}, 2048, 128, "products", 256
+    ),
 )
 
 

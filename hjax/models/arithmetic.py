@@ -156,9 +156,9 @@ def kept_elements(config: ModelConfig, policy: str) -> tuple[int, int]:
     """As ``activation_elements``, what a policy of ``hjax.models.remat`` keeps of a layer.
 
     ``none``: all but the product of a gated SiLU MLP, whose written-out backward pass makes it
-    again; ``attention``: the layer's input and the outputs of long sequences' attention; ``mlp``:
-    these and what the MLP's first products give; ``full``: the input; ``offload``: nothing on the
-    device.
+    again; ``attention``: the layer's input and the outputs of long sequences' attention;
+    ``products``: these and what products with weights give; ``full``: the input; ``offload``:
+    nothing on the device.
     """
     if policy == remat.NONE:
         every, whole = activation_elements(config)
@@ -166,9 +166,19 @@ def kept_elements(config: ModelConfig, policy: str) -> tuple[int, int]:
         return every - (config.mlp_size if written_out and not config.experts else 0), whole
     if policy == remat.OFFLOAD:
         return 0, 0
-    outputs = config.heads * config.head_dim if policy in (remat.ATTENTION, remat.MLP) else 0
-    outputs += gate_elements(config) if policy == remat.MLP else 0
-    return config.hidden_size + outputs, config.hidden_size
+    named = policy in (remat.ATTENTION, remat.PRODUCTS)
+    every = config.hidden_size + (config.heads * config.head_dim if named else 0)
+    if policy != remat.PRODUCTS:
+        return every, config.hidden_size
+    products, whole = product_elements(config)
+    return every + gate_elements(config) + products, config.hidden_size + whole
+
+
+def product_elements(config: ModelConfig) -> tuple[int, int]:
+    """As ``activation_elements``, what a layer's products but the MLP's first give for a token:
+    queries, keys and values, what attention adds, and what the MLP does where that is normed."""
+    whole = config.hidden_size * (1 if config.norms == "before" else 2)
+    return config.heads * config.head_dim + cache_elements(config) + whole, whole
 
 
 def gate_elements(config: ModelConfig) -> int:

@@ -15,9 +15,9 @@ from jax.ad_checkpoint import checkpoint_name
 from hjax.kernels.attention import KEPT
 from hjax.kernels.reference import GATES
 
-NONE, MLP, ATTENTION, FULL, OFFLOAD = "none", "mlp", "attention", "full", "offload"
-POLICIES = (NONE, MLP, ATTENTION, FULL, OFFLOAD)  # of less and less on the device
-_INPUT = "layer_input"
+NONE, PRODUCTS, ATTENTION, FULL, OFFLOAD = "none", "products", "attention", "full", "offload"
+POLICIES = (NONE, PRODUCTS, ATTENTION, FULL, OFFLOAD)  # of less and less on the device
+_INPUT, _PRODUCT = "layer_input", "layer_product"
 _CUDNN = "dot_product_attention_fwd"  # JAX's name of it, which has no place for names of ours
 
 
@@ -27,8 +27,13 @@ def layer_input(x: jax.Array) -> jax.Array:
 
 
 def first_products(x: jax.Array) -> jax.Array:
-    """What an MLP's, or its experts', first products give, named for ``mlp``."""
+    """What an MLP's, or its experts', first products give, named for ``products``."""
     return checkpoint_name(x, GATES)
+
+
+def product(x: jax.Array) -> jax.Array:
+    """What another product of a layer gives, named for ``products``."""
+    return checkpoint_name(x, _PRODUCT)
 
 
 def recomputed(run: Callable[..., Any], policy: str, unrolled: bool) -> Callable[..., Any]:
@@ -37,9 +42,9 @@ def recomputed(run: Callable[..., Any], policy: str, unrolled: bool) -> Callable
     Args:
       run: (number of the layer, parameters, x, cache) -> arrays.
       policy: ``none``: all activations are kept; ``attention``: the outputs of long sequences'
-        attention and their log-sums, so that attention is not computed again; ``mlp``: beside
-        these what the MLP's first products give (gate and up; of experts too), so that of its
-        products none is made again; ``full``: nothing; ``offload``: nothing on the device, the
+        attention and their log-sums, so that attention is not computed again; ``products``:
+        beside these what products with weights give (of experts too), so that none of them is made
+        again; ``full``: nothing; ``offload``: nothing on the device, the
         layer's input goes to the host's memory and back.
       unrolled: layers are called one after another, not in a scan.
     """
@@ -52,7 +57,7 @@ def recomputed(run: Callable[..., Any], policy: str, unrolled: bool) -> Callable
 
     kept = {
         ATTENTION: named(KEPT),
-        MLP: named(KEPT, GATES),
+        PRODUCTS: named(KEPT, GATES, _PRODUCT),
         FULL: policies.nothing_saveable,
         OFFLOAD: policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],

@@ -198,6 +198,7 @@ class Block(nnx.Module):
         h = x if config.norms == "after" else self._norm("attention_norm", x, compute)
         run = functools.partial(weight_ring.along, ring, self)
         q, kv = run("to_heads", Block._queries_keys_values, h, compute, "q", "kv")
+        q, kv = remat.product(q), remat.product(kv)
         k, v = _pair(kv)
         if config.query_key_norm:
             q, k = self._norm_heads("q_norm", q, compute), self._norm_heads("k_norm", k, compute)
@@ -207,7 +208,7 @@ class Block(nnx.Module):
         scoring = Scoring(config.attention_scale, config.attention_softcap, kind.window or 0)
         sinks = self.sinks[...] if config.sinks else None
         out, cache, kept = attention(Heads(layer, q, k, v, scoring, sinks), cache)
-        out = run("from_heads", Block._attended, out, compute, "o")
+        out = remat.product(run("from_heads", Block._attended, out, compute, "o"))
         if config.norms != "before":
             out = self._norm("attention_out_norm", out, compute)
         x = x + out
@@ -217,6 +218,7 @@ class Block(nnx.Module):
             out, sums = self._experts(h, compute, counted)
         else:
             out = run("within", Block._mlp, h, compute, "gate_up", "up", "down")
+        out = remat.product(out)
         if config.norms != "before":
             out = self._norm("mlp_out_norm", out, compute)
         return x + out, cache, kept, sums
@@ -281,7 +283,7 @@ class Block(nnx.Module):
                 read[name] = self.config.lora.scaling * read[name]
         weights = Weights(**read)
         routing, grouped = routing_of(self.config), compute.kernels.grouped
-        keep = compute.remat in (remat.NONE, remat.MLP)
+        keep = compute.remat in (remat.NONE, remat.PRODUCTS)
         how = routing, compute.home, grouped, counted, compute.travel, keep
         return mixture(x, weights, *how)
 

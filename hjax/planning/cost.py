@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 
-from hjax.models.remat import ATTENTION, MLP, NONE
+from hjax.models.remat import ATTENTION, NONE, PRODUCTS
 from hjax.planning.constants import Constants
 from hjax.planning.hardware import sharing
 from hjax.planning.records import Mesh, ModelCounts, Numerics, Pool
@@ -135,12 +135,6 @@ def attention_flops(model: ModelCounts, rows: float, length: float) -> float:
     return 2.0 * model.attention_width * model.layers * rows * length * length
 
 
-def mlp_flops(model: ModelCounts, rows: float, length: float) -> float:
-    """Of the MLP, or the experts in use, in a forward: 2 * parameters * layers * tokens."""
-    inner = model.layer_gates + model.mlp * max(1, model.experts_per_token)
-    return 2.0 * inner * model.hidden * model.layers * rows * length
-
-
 def weight_bytes(place: Place, model: ModelCounts, mesh: Mesh, element: float) -> float:
     """A device's share of the weights without FSDP: parameters / (pipe * tensor), experts also
     over the expert axis. In hjax a pipeline's stages have what is outside of layers each whole."""
@@ -224,8 +218,8 @@ def stage_seconds(
     FLOPs: forward 1, backward 2 more (times ``backward``; of what is frozen 1, for there are no
     gradients of it), rematerialisation, and in hjax a pipeline, 1 more (with ``attention`` without
     attention's own, where its outputs are kept: of rows that are longer than ``whole_scores``; with
-    ``mlp`` without the MLP's besides) times ``forward_flops`` / (tensor * pipe * context), of which
-    the share ``unsplit`` is not divided by tensor. Per layer and forward, ``layer_pass`` and
+    ``products`` without all others besides) times ``forward_flops`` / (tensor * pipe * context), of
+    which the share ``unsplit`` is not divided by tensor. Per layer and forward, ``layer_pass`` and
     ``score`` * rows * heads * length^2 / (tensor * context).
     Exchanges per layer: 2 forward, 2 backward, 2 rematerialised.
     FSDP: one gather of the weights forward, one more and a reduce-scatter of gradients backward,
@@ -236,11 +230,12 @@ def stage_seconds(
     forwards = 1 + (1 + model.learning) * constants.backward * backward + again
     share = constants.unsplit + (1 - constants.unsplit) / mesh.tensor
     flops = forward_flops(model, rows, length)
-    if again and remat in (ATTENTION, MLP) and mesh.pipe == 1:
+    if again and remat in (ATTENTION, PRODUCTS) and mesh.pipe == 1:
+        scores = attention_flops(model, rows, length)
+        if remat == PRODUCTS:
+            flops -= (flops - scores) / forwards
         if length > place.numerics.whole_scores:
-            flops -= attention_flops(model, rows, length) / forwards
-        if remat == MLP:
-            flops -= mlp_flops(model, rows, length) / forwards
+            flops -= scores / forwards
     products = share * flops / (mesh.pipe * mesh.context) / place.flops
     scores = rows * model.heads * length**2 / mesh.tensor / mesh.context
     scores *= constants.score / place.share

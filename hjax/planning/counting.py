@@ -14,6 +14,7 @@ def counts(config: ModelConfig, name: str = "", scalar: bool = False) -> ModelCo
     total = arithmetic.parameters(config, scalar)
     activations, whole = arithmetic.activation_elements(config)
     gradients, whole_gradients = arithmetic.gradient_elements(config)
+    products, whole_products = arithmetic.product_elements(config)
     return ModelCounts(
         name=name,
         layers=config.layers,
@@ -38,6 +39,8 @@ def counts(config: ModelConfig, name: str = "", scalar: bool = False) -> ModelCo
         bytes_each=arithmetic.byte_parameters(config),
         remade=activations - arithmetic.kept_elements(config, remat.NONE)[0],
         layer_gates=arithmetic.gate_elements(config),
+        layer_products=products,
+        layer_products_whole=whole_products,
         layer_gradients=gradients,
         layer_gradients_whole=whole_gradients,
         by_cudnn=not cudnn.refusal(

@@ -11,7 +11,7 @@ import math
 
 from hjax.models import arithmetic
 from hjax.models.expert_pieces import ROOM
-from hjax.models.remat import ATTENTION, MLP, NONE
+from hjax.models.remat import ATTENTION, NONE, PRODUCTS
 from hjax.planning import cost
 from hjax.planning.cost import Place
 from hjax.planning.records import Mesh, ModelCounts, Offload, Workload
@@ -189,10 +189,13 @@ def update_transient(
     if remat == NONE:
         kept = whole_layer
     else:
-        outputs: float = model.attention_width if remat in (ATTENTION, MLP) else 0
-        room = ROOM if mesh.expert > 1 else 1.0
-        outputs += room * model.layer_gates if remat == MLP else 0
-        inputs = (model.hidden + outputs, model.hidden)
+        outputs: float = model.attention_width if remat in (ATTENTION, PRODUCTS) else 0
+        whole = model.hidden
+        if remat == PRODUCTS:
+            room = ROOM if mesh.expert > 1 else 1.0
+            outputs += room * model.layer_gates + model.layer_products
+            whole += model.layer_products_whole
+        inputs = (model.hidden + outputs, whole)
         kept = layer_activations(place, model, mesh, tokens, inputs)
         at_work += whole_layer
     head = 4.0 * answered * model.hidden + 2 * logit_bytes(place, model, mesh, answered)

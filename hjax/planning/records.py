@@ -128,6 +128,8 @@ class ModelCounts:
       remade: of ``layer_activations`` those that a backward pass makes again although nothing is
         rematerialised.
       layer_gates: of them those that an MLP's first products give.
+      layer_products, layer_products_whole: those of a layer's other products, of them those that
+        are not split over tensor.
       by_cudnn: whether cuDNN's attention takes its layers, in 16 bits.
       layer_gradients: elements per token beside the activations of the layer that a backward pass
         is at; ``layer_gradients_whole``: of them those that no tensor axis splits.
@@ -155,6 +157,8 @@ class ModelCounts:
     bytes_each: int = 0
     remade: int = 0
     layer_gates: int = 0
+    layer_products: int = 0
+    layer_products_whole: int = 0
     layer_gradients: int = 0
     layer_gradients_whole: int = 0
     by_cudnn: bool = False

@@ -197,14 +197,14 @@ KEYS: dict[str, Any] = {
         ),
         "remat": Key(
             "auto",
-            "activations that the backward pass computes again: none, all but attention's outputs "
-            "and the MLP's gate and up (mlp), all but attention's outputs (attention), all (full), "
-            "or all with each layer's input kept in the host's memory (offload): less memory, up "
-            "to a third more time; on a CPU of "
-            "scanned layers only, because XLA undoes it for unrolled ones. auto: by role the first "
-            "of these whose update fits into 0.9 of a device's memory by an estimate, which the "
-            "dry run shows; none on CPUs, which do not say how much they have",
-            one_of("auto", "none", "mlp", "attention", "full", "offload"),
+            "activations that the backward pass computes again: none, all but what products with "
+            "weights and attention give (products), all but attention's outputs (attention), all "
+            "(full), or all with each layer's input kept in the host's memory (offload): less "
+            "memory, up to a third more time; on a CPU of scanned layers only, because XLA undoes "
+            "it for unrolled ones. auto: by role the first of these whose update fits into 0.9 of "
+            "a device's memory by an estimate, which the dry run shows; none on CPUs, which do not "
+            "say how much they have",
+            one_of("auto", "none", "products", "attention", "full", "offload"),
         ),
         "attention": Key(
             "auto",

@@ -102,7 +102,7 @@ class Updates:
         if config.experts:
             experts, gates, piece = self._experts(tokens)
             one += experts
-            if policy in (remat.NONE, remat.MLP):
+            if policy in (remat.NONE, remat.PRODUCTS):
                 kept += gates + (experts if policy == remat.NONE else 0)
             at_work += piece
         at_work += 0 if policy == remat.NONE else one
