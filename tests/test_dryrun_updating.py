@@ -144,11 +144,11 @@ def test_each_family_has_an_update_beside_its_least():
     lines = family_table([{**dataclasses.asdict(case), **found} for case in FAMILIES]).splitlines()
     assert len(lines) == 2 + len(FAMILIES)
     assert lines[2] == (
-        "| llama-3-8b, 64 × 2k, v5p:2x2x2, fsdp 2 × tensor 4, remat mlp | 3.00 s | 2.00 s | 1.50 "
-        "| 1.25 | 0.25 s | 0.50 s | 1.0 GiB |"
+        "| llama-3-8b, 64 × 2k, v5p:2x2x2, fsdp 2 × tensor 4, remat products | 3.00 s | 2.00 s "
+        "| 1.50 | 1.25 | 0.25 s | 0.50 s | 1.0 GiB |"
     )
     assert "qwen2.5-1.5b, 64 × 8k, v5e:2x4, fsdp, micro_batch 32" in lines[3]
     refused = family_table([{**dataclasses.asdict(FAMILIES[0]), "refused_bytes": 2**34}])
-    assert "remat mlp | refused: 16.0 GiB |" in refused
+    assert "remat products | refused: 16.0 GiB |" in refused
     assert len({line.count("|") for line in refused.splitlines()}) == 1
     assert {published(str(case.model)).family for case in FAMILIES} == families.FAMILIES.keys()

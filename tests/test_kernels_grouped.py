@@ -111,9 +111,9 @@ def test_tiles_waste_little():
     [
         # Four tiles of a group, and one in which two meet.
         ((16384, (32, 2048, 1536), 1.0), (128, 2048, 768)),
-        ((16384, (2, 2048, 1536), 1.0), (512, 2048, 768)),  # 33 instead of 32
+        ((16384, (2, 2048, 1536), 1.0), (512, 2048, 512)),  # 33 instead of 32
         ((2048, (1, 4096, 28672), 0.5), (512, 2048, 512)),  # of one group nothing is computed twice
-        ((16384, (4, 2880, 5760), 1.0), (256, 2944, 640)),
+        ((16384, (4, 2880, 5760), 1.0), (512, 2944, 384)),
     ],
 )
 def test_tilings_have_room_and_take_about_the_least(given, tiling):
