@@ -5,7 +5,8 @@ scatter sums after is to wait for both. Here half of a device's tokens goes roun
 way, half the other, and the sums of what experts make of them go along, a step behind: while a
 device computes its experts of the tokens that it has, the next ones arrive and the last sums leave.
 
-Everything is sent by permutations, which a TPU's compiler always starts early and awaits late.
+Everything is sent by permutations, which a TPU's compiler runs beside other work; what has to be
+done before is said by barriers.
 """
 
 from __future__ import annotations
