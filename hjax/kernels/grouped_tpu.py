@@ -21,7 +21,8 @@ from hjax.kernels.attention import cost_label
 
 _ROWS = (512, 256, 128)  # of a tile, largest first
 _INNER, _OUTER = (2048, 1024, 512), (1024, 512, 256)  # of a tile of weights, at most
-_ON_CHIP = 12 << 20, 15 << 20  # bytes of tiles, of a product and a gradient; a kernel has 16 MiB
+# Bytes of tiles, of a product and of a gradient: a kernel has 16 MiB, with what it needs besides.
+_PRODUCT_ROOM, _GRADIENT_ROOM = 12 << 20, 15 << 20
 _BALANCE = 240.0  # operations that a TPU does while it reads a byte: v5e 240, v5p 166, v6e 560
 _LANES = 128
 _ABOUT = 17 / 16  # of the least, for larger tiles: a kernel has fewer steps
@@ -129,7 +130,7 @@ def _product_tiling(
     def fits(inner: int, outer: int) -> bool:
         # Each twice, as one is read while another is multiplied, and the sums in float32.
         given = tile * inner + inner * outer + tile * outer
-        return 2 * element * given + 4 * tile * outer <= _ON_CHIP[0]
+        return 2 * element * given + 4 * tile * outer <= _PRODUCT_ROOM
 
     def cost(inner: int, outer: int) -> float:
         return _cost(rows, weights, share, (tile, inner, outer), transposed)
@@ -158,7 +159,7 @@ def _gradient_tiling(
     def fits(inner: int, outer: int) -> bool:
         # What it is added to is read.
         each = 2 * element * tile * (inner + outer) + (4 * made + 4) * inner * outer
-        return each <= _ON_CHIP[1]
+        return each <= _GRADIENT_ROOM
 
     def cost(inner: int, outer: int) -> float:
         return gradient_bytes(rows, weights, (tile, inner, outer), share)

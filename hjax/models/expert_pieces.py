@@ -18,7 +18,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-ROOM, _TILES = 1.25, (512, 256, 128)  # of rows, as grouped products have them
+ROOM = 1.25
+# Rows of a tile of a TPU's grouped products, which would fill up a piece that they do not divide.
+_TILES = (512, 256, 128)
 
 First = Callable[..., jax.Array]  # (rows, weights, sizes, share, before) to gate and up
 Second = Callable[..., jax.Array]  # (these, shares, weights, sizes, share, before) to rows
