@@ -210,7 +210,9 @@ def test_accelerators_get_no_detours_of_cpus():
     )
     # Of its packs each response has a prompt of its own: splash knows only equal segments.
     on_tpu = {"rotate": tpu.rotate, "grouped": grouped_tpu.product, "attention": splash.attend}
-    assert kernels_of("tpu") == dataclasses.replace(found, **on_tpu, packs_share=False)
+    assert kernels_of("tpu") == dataclasses.replace(
+        found, **on_tpu, few_passes=True, packs_share=False
+    )
 
 
 def test_joined_dimensions_are_for_devices_that_hold_them_whole():

@@ -313,6 +313,16 @@ def test_no_array_has_two_length_dimensions():
     assert found == [2, 1]
 
 
+def test_the_tpus_blocks_divide_a_row_or_pad_it_by_little():
+    lengths = (512, 640, 768, 1152, 1500, 6400, 6656, 12800, 500)
+    found = [(splash._block(n), splash._keys(splash._block(n), n)) for n in lengths]
+    square = [(n, n) for n in (512, 640, 384, 384, 512)]
+    assert found == [*square, (640, 256), (512, 512), (512, 512), (512, 512)]
+    # 25 blocks of 256 keys: a block of 640 queries sees them up to its end.
+    pairs = Sight().blocks(6400, 640, 256)
+    assert len(pairs) == sum(-(-640 * (i + 1) // 256) for i in range(10))
+
+
 def test_recomputed_layers_keep_no_masks():
     sight, block = Sight(), 16
     x = jnp.ones((1, 256, 2, 8))

@@ -141,6 +141,31 @@ def test_packs_change_nothing(name, tmp_path, monkeypatch):
             np.testing.assert_allclose(found[order == row][0, :count], expected, atol=5e-5)
 
 
+EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss")
+DENSE = [n for n in MODELS if n in EVERY_DAY and MODELS[n][0] not in EXPERTS]
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_what_tpus_are_told_another_way_changes_nothing(name, tmp_path):
+    """Keys and values by products of their own, queries scaled by their weights, other rotations:
+    log-probs and gradients beside the reference set's."""
+    model(name).save_pretrained(tmp_path)
+    config, params = load_weights(tmp_path)
+    network = decoder_network(config)
+
+    def loss(params, kernel_set):
+        decoder, mask = network.bind(params), jnp.asarray(TOKENS > 0)
+        hidden = sequence_states(decoder, jnp.asarray(TOKENS), mask, Compute(kernel_set=kernel_set))
+        found = token_log_probs(decoder, hidden[:, :-1], TOKENS[:, 1:])[0]
+        return found.sum(), found
+
+    run = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=1)
+    (_, expected), gradients = run(params, "reference")
+    (_, found), others = run(params, "tpu")
+    np.testing.assert_allclose(found, expected, atol=2e-5)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 1e-5, 2e-4), others, gradients)
+
+
 def test_a_softcap_of_logits_holds_where_they_are_made_in_chunks(tmp_path, monkeypatch):
     model("gemma2").save_pretrained(tmp_path)
     whole = hjax.load_model(tmp_path).log_probs(TOKENS)

@@ -121,24 +121,26 @@ class Sight:
             own = np.where(inside, places + 1, own)
         return low, high, own, places + 1
 
-    def blocks(self, length: int, block: int) -> np.ndarray:
+    def blocks(self, length: int, block: int, keys: int = 0) -> np.ndarray:
         """int32 [pairs, 2]: blocks of queries and of keys of which something is seen.
 
         Args:
-          length: of a row, a multiple of ``block``.
+          length: of a row, a multiple of ``block`` and ``keys``.
+          block, keys: places of a block of queries, and of keys; 0: as many.
         """
+        size = keys or block
         low, high, own, after = (
             x.reshape(-1, block) for x in self.reach(np.arange(length))
         )
         pairs = []
         for i in range(length // block):
-            keys: set[int] = set()
+            seen: set[int] = set()
             for first, last in ((low[i], high[i]), (own[i], after[i])):
                 some = last > first
                 if some.any():
                     begin, end = first[some].min(), last[some].max()
-                    keys.update(range(begin // block, -(-end // block)))
-            pairs += [(i, j) for j in sorted(keys)]
+                    seen.update(range(begin // size, -(-end // size)))
+            pairs += [(i, j) for j in sorted(seen)]
         return np.asarray(pairs, np.int32)
 
     def seen(self, length: int) -> int:

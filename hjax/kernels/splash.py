@@ -25,7 +25,9 @@ from hjax.kernels.attention import KEPT, Scoring, Sight, cost_label
 from hjax.kernels.spread import Axes
 
 LANES = 128
-BLOCKS = (512, 256, 128)  # largest first; the first that pads a row by little
+WHOLE = (512, 640, 384)  # places of a block: the first that divides a row
+PADDED = (512, 256, 128)  # else the first that pads it by little
+_KEYS = 256  # of a block of 640 queries
 _BITS = 22  # of a place; a response's number stands above them
 
 
@@ -82,11 +84,10 @@ def attend(
       interpret: run the kernel's steps in plain JAX, for tests without a TPU.
     """
     batch, length, heads, dim = q.shape
-    total = length * around
-    block = _block(total // around)
+    block = _block(length)
     each = -(-length // block) * block
     if around > 1 and each != length:
-        block = next(b for b in BLOCKS if length % b == 0)
+        block = next(b for b in PADDED if length % b == 0)
         each = length
     short = each - length
 
@@ -114,22 +115,31 @@ def attend(
 
 
 def _block(length: int) -> int:
-    """Places of a block: the largest that pads a row by at most an eighth."""
-    return next((b for b in BLOCKS if -length % b <= length // 8), LANES)
+    """Queries of a block: one that divides the row, as what pads it and cuts it again passes
+    through memory for every array; else one that pads it by at most an eighth."""
+    whole = next((b for b in WHOLE if length % b == 0), 0)
+    return whole or next((b for b in PADDED if -length % b <= length // 8), LANES)
+
+
+def _keys(block: int, length: int) -> int:
+    """Keys of a block. Fewer than queries beside 640: short responses leave half as many that are
+    computed and not seen."""
+    return _KEYS if block == WHOLE[1] and length % _KEYS == 0 else block
 
 
 def _kernel(
     sight: Sight, length: int, heads: int, softcap: float, block: int, parts: int, interpret: bool
 ) -> Any:
+    keys = _keys(block, length // parts)
     sizes = splash.BlockSizes(
         block_q=block,
-        block_kv=block,
-        block_kv_compute=min(block, 512),
+        block_kv=keys,
+        block_kv_compute=keys,
         block_q_dkv=block,
-        block_kv_dkv=block,
-        block_kv_dkv_compute=min(block, 512),
+        block_kv_dkv=keys,
+        block_kv_dkv_compute=keys,
         block_q_dq=block,
-        block_kv_dq=block,
+        block_kv_dq=keys,
     )
     mask = masks.MultiHeadMask([SightMask(sight, length)] * heads)
     return splash.make_splash_mha(
@@ -175,11 +185,12 @@ def _costs(
     A block's products: scores and outputs in the forward pass; scores, the weights' gradients and
     the queries' in ``dq``; scores, weights' gradients, keys' and values' in ``dkv``.
     """
-    pairs = len(sight.blocks(length, block)) / parts
-    product = 2.0 * rows * pairs * block * block * dim
-    tile, own = 2.0 * block * dim, 2.0 * rows * length / parts * dim
+    keys = _keys(block, length // parts)
+    pairs = len(sight.blocks(length, block, keys)) / parts
+    product = 2.0 * rows * pairs * block * keys * dim
+    tiles, own = 2 * 2.0 * rows * pairs * dim, 2.0 * rows * length / parts * dim
     return (
-        ("_fwd", 2 * product, rows * pairs * 2 * tile + 2 * own),
-        ("_dq", 3 * product, rows * pairs * 2 * tile + 4 * own),
-        ("_dkv", 4 * product, rows * pairs * 2 * tile + 4 * own),
+        ("_fwd", 2 * product, tiles * keys + 2 * own),
+        ("_dq", 3 * product, tiles * keys + 4 * own),
+        ("_dkv", 4 * product, tiles * block + 4 * own),
     )

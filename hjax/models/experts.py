@@ -209,7 +209,7 @@ def _part(
     keep: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
     """On one device: its tokens and its experts."""
-    weights = _gathered(weights, x.shape[-1], layout, travel).joined()
+    weights = _gathered(weights.joined(), x.shape[-1], layout, travel)
     shares, chosen, sums = _routed(x, weights, counted, routing)
     if sums is not None and (split := layout.axes("batch") + layout.axes("length")):
         sums = jax.lax.psum(sums, split)

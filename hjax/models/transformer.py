@@ -197,15 +197,20 @@ class Block(nnx.Module):
         config, kernels, compute = self.config, compute.kernels, compute.in_layer(layer)
         h = x if config.norms == "after" else self._norm("attention_norm", x, compute)
         run = functools.partial(weight_ring.along, ring, self)
-        q, kv = run("to_heads", Block._queries_keys_values, h, compute, "q", "kv")
-        q, kv = remat.product(q), remat.product(kv)
-        k, v = _pair(kv)
-        if config.query_key_norm:
-            q, k = self._norm_heads("q_norm", q, compute), self._norm_heads("k_norm", k, compute)
+        scoring = Scoring(config.attention_scale, config.attention_softcap, kind.window or 0)
+        turn = None
         if kind.rope is not None and rotary:
             turn = functools.partial(_turn, kernels, *rotary[kind.rope])
+        times = None
+        if turn is None and not config.query_key_norm:  # nothing else passes over the queries
+            times = scoring.factor(config.head_dim)
+            scoring = dataclasses.replace(scoring, scale=1.0)
+        made = functools.partial(Block._queries_keys_values, times=times)
+        q, k, v = map(remat.product, run("to_heads", made, h, compute, "q", "kv"))
+        if config.query_key_norm:
+            q, k = self._norm_heads("q_norm", q, compute), self._norm_heads("k_norm", k, compute)
+        if turn is not None:
             q, k = turn(q), turn(k)
-        scoring = Scoring(config.attention_scale, config.attention_softcap, kind.window or 0)
         sinks = self.sinks[...] if config.sinks else None
         out, cache, kept = attention(Heads(layer, q, k, v, scoring, sinks), cache)
         out = remat.product(run("from_heads", Block._attended, out, compute, "o"))
@@ -223,9 +228,15 @@ class Block(nnx.Module):
             out = self._norm("mlp_out_norm", out, compute)
         return x + out, cache, kept, sums
 
-    def _product(self, spec: str, x: jax.Array, name: str, compute: Compute) -> jax.Array:
-        """A product with a weight, and its adapter and bias where it has them."""
+    def _product(
+        self, spec: str, x: jax.Array, name: str, compute: Compute, times: float | None = None
+    ) -> jax.Array:
+        """A product with a weight, and its adapter and bias where it has them; then ``times``."""
         weight, scale = getattr(self, name)[...], getattr(self, f"{name}_scale", None)
+        bias = self._bias(name)
+        if times is not None and self._alone(name, x, compute):
+            weight, bias = weight * times, None if bias is None else bias * times
+            times = None
         if scale is None:
             out = compute.kernels.product(spec, x, weight)
         else:
@@ -247,8 +258,30 @@ class Block(nnx.Module):
                 addition = low_rank.addition(spec, x, a, b, lora, places, compute.dropout)
                 out += low_rank.spread(addition, of)
                 out = out if norms is None else out * norms.astype(out.dtype)
+        out = out if bias is None else out + bias.astype(out.dtype)
+        return out if times is None else out * times
+
+    def _halves(
+        self, spec: str, x: jax.Array, name: str, compute: Compute
+    ) -> tuple[jax.Array, jax.Array]:
+        """Of a product [batch, length, 2, ...] (``c`` in ``spec``) both."""
+        if not self._alone(name, x, compute):
+            return _pair(self._product(spec, x, name, compute))
+        weight, bias, spec = getattr(self, name)[...], self._bias(name), spec.replace("c", "")
+        made = [compute.kernels.product(spec, x, weight[:, i]) for i in range(2)]
+        if bias is not None:
+            made = [y + bias[i].astype(y.dtype) for i, y in enumerate(made)]
+        return made[0], made[1]
+
+    def _bias(self, name: str) -> jax.Array | None:
         bias = getattr(self, f"{name}_bias", None)
-        return out if bias is None else out + bias[...].astype(out.dtype)
+        return None if bias is None else bias[...]
+
+    def _alone(self, name: str, x: jax.Array, compute: Compute) -> bool:
+        """Whether a product is of tokens and a plain weight, which may be changed before it to
+        save passes of its result through memory."""
+        plain = not self._adapted(name) and not hasattr(self, f"{name}_scale")
+        return compute.kernels.few_passes and plain and x.shape[1] > 1
 
     def _adapted(self, *names: str) -> bool:
         """Whether one of these weights has an adapter."""
@@ -266,9 +299,11 @@ class Block(nnx.Module):
         together = norm(self.config, compute, x.reshape(*x.shape[:2], -1), weight.reshape(-1))
         return together.reshape(x.shape)
 
-    def _queries_keys_values(self, x: jax.Array, compute: Compute) -> tuple[jax.Array, jax.Array]:
-        q = self._product("btd,dhe->bthe", x, "q", compute)
-        return q, self._product("btd,dcke->btcke", x, "kv", compute)
+    def _queries_keys_values(
+        self, x: jax.Array, compute: Compute, times: float | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        q = self._product("btd,dhe->bthe", x, "q", compute, times)
+        return q, *self._halves("btd,dcke->btcke", x, "kv", compute)
 
     def _attended(self, x: jax.Array, compute: Compute) -> jax.Array:
         return self._product("bthe,hed->btd", x, "o", compute)
