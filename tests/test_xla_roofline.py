@@ -293,6 +293,16 @@ def test_a_written_kernel_counts_what_it_says_of_itself():
     assert silent.opaque == ("y",) and silent.bytes == 2 * 16
 
 
+def test_an_array_with_nothing_in_it_yet_moves_nothing():
+    found = account(
+        "%x = f32[4]{0} parameter(0)",
+        '%new = f32[1000]{0} custom-call(), custom_call_target="AllocateBuffer"',
+        "%zero = s32[] constant(0)",
+        "ROOT %y = f32[1000]{0} dynamic-update-slice(%new, %x, %zero)",
+    )
+    assert found.bytes == 2 * 16 and not found.opaque
+
+
 def test_a_kernel_whose_words_go_over_several_lines_ends_no_computation():
     found = account(
         "%x = f32[4]{0} parameter(0)",

@@ -28,7 +28,7 @@ from hjax.xla.collectives import Collective, collectives
 from hjax.xla.flops import count_flops
 from hjax.xla.options import OPTIONS
 
-FORMAT = 9  # of the kept results; a change makes older ones be compiled again
+FORMAT = 10  # of the kept results; a change makes older ones be compiled again
 TPU_DUMP = {"xla_dump_hlo_as_text": True}
 
 

@@ -94,7 +94,7 @@ FAMILIES = (
     Case("phi-3-mini-4k", "v5p:2x2x2", _FSDP, 2048, remat="products", rows=128),
     Case("olmo-2-7b", "v5p:2x2x2", _TENSOR, 2048, remat="none"),
     Case("smollm3-3b", "v5p:2x2x2", _FSDP, 2048, remat="products", rows=128),
-    Case("gpt2-large", "v5p:2x2x2", _FSDP, 1024, remat="products", rows=512),
+    Case("gpt2-large", "v5p:2x2x2", {"data": 8}, 1024, remat="products", rows=512),
     Case(
         "mixtral-8x7b", "v5p:4x4x4", {"data": 1, "fsdp": 8, "expert": 8}, 2048, 0, "products", 512
     ),

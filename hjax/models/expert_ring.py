@@ -60,31 +60,39 @@ def around(
 def _forward(
     ring: Ring, rows: jax.Array, shares: jax.Array, chosen: jax.Array, weights: Any
 ) -> tuple[jax.Array, Any]:
-    halves: Any = _halves(ring, (_by_rows(rows), shares, chosen))
+    rows = _by_rows(rows)
     experts = ring.ways * weights.down.shape[0]
+    halves = _halves(ring, (rows, shares, chosen))
     sets = [sorted_tokens(r, s, c, experts) for r, s, c in halves]
     sums: Any = [jnp.zeros_like(half.rows) for half in sets]
     kept: list[jax.Array | None] = []  # by whose tokens are here
     here: Any = sets
     for step in range(ring.ways):
         here, coming, sums = _step(ring, step, here, sums)
-        sums, left = ring.pieces.forward(_joined(here), weights, _by_rows(sums))
+        tokens = _joined(here) if step else _joined(here)._replace(rows=rows)
+        sums, left = ring.pieces.forward(tokens, weights, sums)
         kept.append(left)
         here = coming
-    return _joined(_sent(ring, sums)), (kept, sets, weights)
+    none: Any = None
+    left_by = [half._replace(rows=none) for half in sets]
+    return _joined(_sent(ring, sums)), (kept, rows, left_by, weights)
 
 
 def _backward(ring: Ring, left: Any, d_out: jax.Array) -> tuple[Any, ...]:
-    kept, sets, weights = left
-    sums: Any = [(jnp.zeros_like(half.rows), jnp.zeros_like(half.shares)) for half in sets]
+    kept, rows, sets, weights = left
+    d_out = _by_rows(d_out)
+    halves = zip(sets, _halves(ring, (rows, d_out)), strict=True)
+    here: Any = [(half._replace(rows=own), given) for half, (own, given) in halves]
+    sums: Any = [(jnp.zeros_like(given), jnp.zeros_like(half.shares)) for half, given in here]
     of_weights: Any = None  # grows, from device to device's tokens
-    here: Any = list(zip(sets, _halves(ring, _by_rows(d_out)), strict=True))
     for step in range(ring.ways):
         here, coming, sums = _step(ring, step, here, sums)
         before, of_shares = zip(*sums, strict=True)
         tokens, given = _joined(here)
+        if not step:
+            tokens, given = tokens._replace(rows=rows), d_out
         of_rows, made, of_weights = ring.pieces.backward(
-            kept[step], tokens, weights, of_weights, given, _by_rows(before)
+            kept[step], tokens, weights, of_weights, given, before
         )
         added = [x + y for x, y in zip(of_shares, _halves(ring, made), strict=True)]
         sums, here = list(zip(of_rows, added, strict=True)), coming
@@ -97,7 +105,8 @@ around.defvjp(_forward, _backward)
 
 def _by_rows(tree: Any) -> Any:
     """Arrays whose rows lie one after another, as they are gathered and added to. The compiler
-    would have columns so where the width is no multiple of its tiles, and turn them each time."""
+    would have columns so where the width is no multiple of its tiles, and turn them each time that
+    they are sent."""
     return jax.tree.map(lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim)))), tree)
 
 
@@ -122,7 +131,8 @@ def _joined(parts: Sequence[Any]) -> Any:
 
 def _sent(ring: Ring, parts: Sequence[Any]) -> list[Any]:
     """Each part to the next device of its way."""
-    return [sent(x, way, ring.axes, ring.ways) for x, way in zip(parts, (1, -1))]
+    ways = zip(parts, (1, -1))
+    return [_by_rows(sent(_by_rows(x), way, ring.axes, ring.ways)) for x, way in ways]
 
 
 def _step(ring: Ring, step: int, here: Any, sums: Any) -> tuple[Any, Any, Any]:
