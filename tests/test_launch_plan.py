@@ -30,7 +30,7 @@ from hjax.planning.dataflow import trace
 from hjax.planning.hardware import cluster as clusters
 from hjax.planning.profile import MadeOn, Profile
 from hjax.planning.records import FLOAT32, Candidate, Mesh, PlannedSet, Pool
-from hjax.planning.result import only_compiles
+from hjax.planning.runnable import only_compiles
 from hjax.planning.strategies import STRATEGIES
 from hjax.run.placement import make_plan
 from hjax.show.plan_page import plan_page
@@ -138,12 +138,45 @@ def test_a_set_spans_slices_where_that_pays(capsys):
     flags = ["--models=qwen2.5-0.5b", "--prompt_length=64", "--response_length=128", "--batch=256"]
     joined = planned(*flags, "--cluster=2xv5e:2x2", capsys=capsys)
     apart = planned(*flags, "--cluster=v5e:2x2+v5e:2x2", capsys=capsys)
+    # A run's sets take one slice; that one over both is faster is said beside.
+    assert max(joined["allocation"]) == max(apart["allocation"]) == 4
+    assert joined["seconds"]["total"] == pytest.approx(apart["seconds"]["total"])
+    spans = [c for c in joined["candidates"] if max(c["allocation"]) == 8]
     # A small model's gradients cross between slices in less time than idle devices lose.
-    assert max(joined["allocation"]) == 8 and max(apart["allocation"]) == 4
-    assert joined["seconds"]["total"] < apart["seconds"]["total"]
+    assert spans and spans[0]["seconds"] < joined["seconds"]["total"]
+    assert spans[0]["reason"].endswith("% faster, but hjax only compiles it")
     # Of much slower a network nothing is left but the slices.
     slow = planned(*flags, "--cluster=2xv5e:2x2", "--constants=network=0.001", capsys=capsys)
-    assert max(slow["allocation"]) == 4
+    spans = [c for c in slow["candidates"] if max(c["allocation"]) == 8]
+    assert all("% slower, and hjax only compiles it" in c["reason"] for c in spans)
+
+
+def test_the_plan_on_top_is_one_that_runs(tmp_path, capsys):
+    """Of a slice of 16 hosts a set takes all; parts of it, faster by the model, only compile."""
+    flags = ["--models=qwen2.5-7b", "--cluster=v5p:4x4x4", "--batch=64", "--prompt_length=256",
+             "--response_length=256", f"--output={tmp_path}"]  # fmt: skip
+    found = planned(*flags, capsys=capsys)
+    assert found["allocation"] == [64] and found["only_compiles"] == []
+    beside = [c for c in found["candidates"] if max(c["allocation"]) < 64]
+    assert beside and all("hjax only compiles it" in c["reason"] for c in beside)
+    others = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("plan_*.json"))]
+    assert [bool(o["only_compiles"]) for o in others] == [True] * len(beside)
+
+
+def test_sets_on_different_devices_are_told_apart(tmp_path, capsys):
+    flags = ["--models=llama-7b", "--cluster=1x8:h100+1x8:a100-80g", "--batch=256"]
+    status, out, _ = run(*flags, f"--output={tmp_path}", capsys=capsys)
+    text = " ".join(out.split())
+    assert status == 0 and "8 of 1x8:h100" in text and "(8 of 1x8:a100-80g)" in text
+    assert "Sets stand on different devices: before this plan runs" in text
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    roles = [role for roles in plan["placement"] for role in roles]
+    with pytest.raises(ConfigError, match="different devices, 1x8:a100-80g and 1x8:h100; say in"):
+        make_plan(str(tmp_path / "plan.json"), roles, 16)
+    labels = {"1x8:h100": "H100", "1x8:a100-80g": "A100"}
+    plan["where"] = [{"ray.io/accelerator-type": labels[pool]} for pool in plan["pools"]]
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    assert make_plan(str(tmp_path / "plan.json"), roles, 16).where[0] == plan["where"][0]
 
 
 def test_what_is_offloaded_takes_no_memory_between_calls(capsys):

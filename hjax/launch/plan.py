@@ -17,8 +17,9 @@ from hjax.launch.plan_flags import Request, parse
 from hjax.launch.signals import started_as
 from hjax.planning.result import describe_candidate, describe_result
 from hjax.planning.run_config import config_text
+from hjax.planning.runnable import search_runnable
 from hjax.planning.search import SearchResult
-from hjax.planning.strategies import STRATEGIES, search_strategy
+from hjax.planning.strategies import STRATEGIES
 from hjax.show.help_text import print_help
 from hjax.show.plan_page import plan_page
 from hjax.show.plan_tables import print_plan
@@ -69,7 +70,8 @@ training and generation, such that a step is fastest and everything fits. Nothin
                         which term of the cost model was wrong
   --output=DIR          write plan.json and, of the runners-up, plan_2.json to plan_5.json (for
                         --config.placement), plan.html, and config.py, a run of plan.json; it
-                        runs as planned: python -m hjax.launch --config=DIR/config.py
+                        runs as planned: python -m hjax.launch --config=DIR/config.py (a plan that
+                        hjax compiles and does not run says so above the table)
   --json                print one line of JSON as the last line of the output
   --help                print this
 
@@ -98,7 +100,7 @@ def _run(arguments: Sequence[str]) -> int:
     if request is None:
         return _calibrate("--json" in arguments)
     console = wide_console()
-    found = search_strategy(request.problem, request.strategy, request.candidates)
+    found = search_runnable(request.problem, request.strategy, request.candidates)
     described: dict[str, Any] = describe_result(found, request.problem, request.strategy)
     if request.compile and request.config is not None:
         from hjax.dryrun.plan_programs import compile_plan

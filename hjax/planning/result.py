@@ -11,6 +11,7 @@ from hjax.planning import memory
 from hjax.planning.hardware import legal_counts
 from hjax.planning.options import batches_divide, prompts_divide, slots
 from hjax.planning.records import MASTERS, Candidate, Option
+from hjax.planning.runnable import only_compiles
 from hjax.planning.search import Problem, RoleFronts, SearchResult
 from hjax.planning.strategies import STRATEGIES
 from hjax.roles import STAGES
@@ -26,6 +27,7 @@ def describe_candidate(candidate: Candidate, problem: Problem) -> dict[str, Any]
         "placement": [list(s.roles) for s in candidate.sets],
         "allocation": [s.devices for s in candidate.sets],
         "pools": [s.pool.name for s in candidate.sets],
+        "only_compiles": only_compiles(candidate),
         "parallelism": {r: _triples(o.mesh) for r, _, o in roles},
         "layouts": {r: _axes(o.mesh) for r, _, o in roles},
         "settings": {r: role_settings(r, o, problem) for r, _, o in roles},
@@ -78,6 +80,7 @@ def describe_result(result: SearchResult, problem: Problem, strategy: str) -> di
         {
             "placement": [list(s.roles) for s in candidate.sets],
             "allocation": [s.devices for s in candidate.sets],
+            "pools": [s.pool.name for s in candidate.sets],
             "seconds": candidate.total,
             "reason": reason(candidate, best),
         }
@@ -93,7 +96,6 @@ def describe_result(result: SearchResult, problem: Problem, strategy: str) -> di
         "models": {role: model.name for role, model in result.problem.models.items()},
         "candidates": candidates,
         "needs": needs(best, result.problem, strategy),
-        "only_compiles": only_compiles(best),
         "slower": len(result.slower),
         "impossible": [[list(s) for s in p] for p in result.impossible],
         "origins": {
@@ -123,26 +125,15 @@ def needs(candidate: Candidate, problem: Problem, strategy: str) -> list[str]:
     return found
 
 
-def only_compiles(candidate: Candidate) -> list[str]:
-    """Sets that hjax compiles and does not run, in words: a pool on TPUs is all hosts of one slice
-    (``hjax.controller.hosts.rooms``)."""
-    found = []
-    for group in candidate.sets:
-        pool, roles = group.pool, ", ".join(group.roles)
-        if pool.shape and group.devices > pool.domain:
-            found.append(f"{roles} on {group.devices // pool.domain} slices")
-        elif pool.shape and group.devices < pool.domain and pool.hosts > pool.slices:
-            part = f"{group.devices} of {pool.domain} devices of a slice of several hosts"
-            found.append(f"{roles} on {part}")
-    return found
-
-
 def reason(candidate: Candidate, best: Candidate) -> str:
     """Why a plan lost to the best one: the stages in which it is slower."""
     if candidate is best:
         return "chosen"
+    compiled = only_compiles(candidate) and not only_compiles(best)
     if candidate.total < best.total:
         faster = 100 * (1 - candidate.total / best.total)
+        if compiled:
+            return f"{faster:.1f} % faster, but hjax only compiles it"
         but = f"{len(candidate.sets)} sets"
         if len(candidate.sets) == len(best.sets):
             but = f"on {candidate.devices} of {best.devices} devices"
@@ -152,6 +143,7 @@ def reason(candidate: Candidate, best: Candidate) -> str:
         if abs(mine - its) > 5e-3 * best.total:
             parts.append(f"{name} {mine - its:+.1f} s")
     slower = f"{100 * (candidate.total / best.total - 1):.1f} % slower"
+    slower += ", and hjax only compiles it" if compiled else ""
     return f"{slower}: {', '.join(parts)}" if parts else f"{slower} over all stages"
 
 

@@ -12,6 +12,7 @@ import jax
 
 from hjax.controller import ResourcePool, ThreadExecutor, Timeline, check_disjoint
 from hjax.controller.executors import ExecutorFactory
+from hjax.controller.hosts import KIND
 from hjax.errors import ConfigError
 from hjax.given import given_path, read_object
 from hjax.models.remat import POLICIES
@@ -135,6 +136,7 @@ def _read_plan(path: Path, roles: Sequence[str], devices: int) -> Plan:
         settings = {r: _settings(r, s) for r, s in content.get("settings", {}).items()}
         predicted = dict(content.get("predicted", known))
         where = [_labels(labels) for labels in content.get("where", [{}] * len(sets))]
+        pools = sorted(set(map(str, content.get("pools", ()))))
     except ConfigError as error:
         raise ConfigError(f"placement: {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -145,6 +147,12 @@ def _read_plan(path: Path, roles: Sequence[str], devices: int) -> Plan:
             "dict of labels per set; where it fixes more of a role `settings` "
             f"({type(error).__name__}: {error})"
         ) from error
+    if len(pools) > 1 and not any(where):
+        raise ConfigError(
+            f"placement={path}: its sets stand on different devices, {' and '.join(pools)}; say in "
+            "`where` which labels each set's hosts have, such as "
+            f'{{"{KIND}": "H100"}} for each of `placement`, or take placement=auto'
+        )
     # Roles that compute on the host (reward functions) need no place in a plan.
     apart = [role for s in sets for role in s if role in ROLES and ROLES[role].apart]
     roles = [*roles, *dict.fromkeys(apart)]

@@ -24,25 +24,51 @@ def roles_of(plan: PlanRecord) -> list[str]:
     return [role for roles in plan["placement"] for role in roles]
 
 
-def set_names(plan: PlanRecord) -> list[str]:
-    """`actor+reference (8)`, of a plan or a candidate: who shares how many devices."""
-    return [f"{'+'.join(roles)} ({n})" for roles, n in zip(plan["placement"], plan["allocation"])]
+def set_names(plan: PlanRecord, kinds: bool = False) -> list[str]:
+    """`actor+reference (8)`, of a plan or a candidate: who shares how many devices, and with
+    ``kinds`` of which."""
+    places = zip(plan["placement"], plan["allocation"], plan["pools"])
+    return [
+        f"{'+'.join(roles)} ({n}{f' of {pool}' if kinds else ''})" for roles, n, pool in places
+    ]
 
 
-def needs_text(plan: PlanRecord) -> str:
+def _several(plan: PlanRecord) -> bool:
+    """Whether the cluster has several pools of devices."""
+    return "+" in plan["cluster"]
+
+
+def remarks(plan: PlanRecord) -> list[str]:
+    """What stands above the tables: why a run does not take the plan as it is, a line each."""
+    lines = (_needs_text(plan), _only_compiles_text(plan), _kinds_text(plan))
+    return [line for line in lines if line]
+
+
+def _needs_text(plan: PlanRecord) -> str:
     """One line: what hjax does not do of what the plan rests on; empty where it does it all."""
     if not plan["needs"]:
         return ""
     return f"This plan needs {_listed(plan['needs'])}, which hjax does not do."
 
 
-def only_compiles_text(plan: PlanRecord) -> str:
+def _only_compiles_text(plan: PlanRecord) -> str:
     """One line: why hjax compiles the plan and does not run it; empty where it does."""
     if not plan["only_compiles"]:
         return ""
     return (
         f"hjax compiles this plan and does not run it: {_listed(plan['only_compiles'])}; a set's "
-        "processes take all hosts of one slice. --cluster=SLICE+SLICE keeps sets within slices."
+        "processes take all hosts of one slice, and no plan of such sets fits."
+    )
+
+
+def _kinds_text(plan: PlanRecord) -> str:
+    """One line: what a run must be told of sets on different devices; empty where all are alike."""
+    if len(set(plan["pools"])) == 1:
+        return ""
+    return (
+        "Sets stand on different devices: before this plan runs, its plan.json must say in `where` "
+        "which labels each set's hosts have (docs/cluster.md); placement=auto on the cluster "
+        "itself knows them."
     )
 
 
@@ -54,13 +80,14 @@ def _listed(texts: Sequence[str]) -> str:
 def role_rows(plan: PlanRecord) -> list[list[str]]:
     """A row per role under ``ROLE_TEXTS`` and ``ROLE_FIGURES``; devices with a set's first."""
     rows = []
-    for roles, devices in zip(plan["placement"], plan["allocation"]):
+    for roles, devices, pool in zip(plan["placement"], plan["allocation"], plan["pools"]):
+        where = f"{devices} of {pool}" if _several(plan) else str(devices)
         for role in roles:
             sizes, times = plan["parallelism"][role], plan["role_seconds"][role]
             axes = plan["layouts"][role]["train"]
             rows.append(
                 [
-                    str(devices) if role == roles[0] else "",
+                    where if role == roles[0] else "",
                     role,
                     plan["models"][role],
                     "-".join(map(str, sizes["train"])),
@@ -94,8 +121,10 @@ def settings_text(plan: PlanRecord, role: str) -> str:
 
 def candidate_rows(plan: PlanRecord) -> list[list[str]]:
     """A row per candidate under ``CANDIDATE_COLUMNS``."""
+    kinds = _several(plan)
     return [
-        [duration(c["seconds"]), " | ".join(set_names(c)), c["reason"]] for c in plan["candidates"]
+        [duration(c["seconds"]), " | ".join(set_names(c, kinds)), c["reason"]]
+        for c in plan["candidates"]
     ]
 
 

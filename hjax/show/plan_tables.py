@@ -15,8 +15,7 @@ from hjax.show.plan_rows import (
     PlanRecord,
     candidate_rows,
     compiled_rows,
-    needs_text,
-    only_compiles_text,
+    remarks,
     role_rows,
     roles_of,
     spans,
@@ -41,7 +40,7 @@ def print_plan(plan: PlanRecord, console: Any, roofline: bool = False) -> None:
         f" a step takes {duration(taken['total'])}, {count(plan['tokens_per_second'])} tokens/s",
         sep=" ",
     )
-    for line in filter(None, (needs_text(plan), only_compiles_text(plan))):
+    for line in remarks(plan):
         console.print(Text(line, style="yellow"))
     console.print(_table([*ROLE_TEXTS, *ROLE_FIGURES], role_rows(plan), right=ROLE_FIGURES))
     console.print(_gantt(plan))
