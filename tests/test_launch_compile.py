@@ -297,7 +297,8 @@ QUICK = (("sft.py", "h100:1x8"),)
         )
         for name in config_names()
         for topology, needs in NEEDS.items()
-    ],
+    ]
+    + [pytest.param("ppo.py", "v5e:4x4", marks=[needs_libtpu, pytest.mark.slow])],
 )
 @pytest.mark.timeout(3600)
 def test_every_shipped_config_compiles_as_it_stands(name, topology, tmp_path, request):
