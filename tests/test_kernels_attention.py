@@ -315,7 +315,7 @@ def test_no_array_has_two_length_dimensions():
 
 def test_the_tpus_blocks_divide_a_row_or_pad_it_by_little():
     lengths = (512, 640, 768, 1152, 1500, 6400, 6656, 12800, 500)
-    found = [(splash._block(n), splash._keys(splash._block(n), n)) for n in lengths]
+    found = [(b, splash._keys(b, n)) for n in lengths for b in [attention.tpu_block(n)]]
     square = [(n, n) for n in (512, 640, 384, 384, 512)]
     assert found == [*square, (640, 256), (512, 512), (512, 512), (512, 512)]
     # 25 blocks of 256 keys: a block of 640 queries sees them up to its end.

@@ -17,18 +17,18 @@ from helpers import tiny_config
 
 import hjax
 from hjax.algorithms import GRPO, PPO, ReMax, SafeRLHF, get_algorithm
-from hjax.devices import Device
+from hjax.devices import DEVICES, Device
 from hjax.dryrun import plan_programs as plan_compile
 from hjax.errors import ConfigError
 from hjax.launch import plan as command
 from hjax.launch import plan_flags
 from hjax.models.config import ModelConfig
-from hjax.planning import calibration, counting, generation, memory
+from hjax.planning import calibration, cost, counting, generation, memory
 from hjax.planning.constants import Constants
 from hjax.planning.cost import Place
 from hjax.planning.dataflow import trace
 from hjax.planning.hardware import cluster as clusters
-from hjax.planning.profile import MadeOn, Profile
+from hjax.planning.profile import METHOD, MadeOn, Profile, write_profile
 from hjax.planning.records import FLOAT32, Candidate, Mesh, PlannedSet, Pool
 from hjax.planning.runnable import only_compiles
 from hjax.planning.strategies import STRATEGIES
@@ -222,14 +222,15 @@ def test_with_the_run_s_numerics_what_has_no_room_waits_for_a_slot(capsys):
 
 
 def test_uneven_batches_and_other_systems_programs_are_said(capsys):
-    # 64 sequences in 8 updates of 8 rows, on 6 devices a host.
+    # 64 sequences in 2 updates of 32 rows, on 6 devices a host.
     odd = planned(*SMALL[:1], *SMALL[2:], "--cluster=1x6:h100", "--numerics=mixed",
-                  "--strategy=colocate", capsys=capsys)  # fmt: skip
+                  "--strategy=colocate", "--updates=2", capsys=capsys)  # fmt: skip
     uneven = [n for n in odd["needs"] if n.startswith("batches that do not divide")]
+    assert odd["allocation"] == [6]
     for role in ROLES[:4]:
         layout = odd["layouts"][role]["train"]
         replicas = math.prod(layout.get(axis, 1) for axis in ("data", "fsdp"))
-        rows = 8 if role in ("actor", "critic") else 64
+        rows = 32 if role in ("actor", "critic") else 64
         generating = 6 // math.prod(odd["parallelism"][role].get("generate", (6, 1)))
         divides = rows % replicas == 0 and 64 % generating == 0
         said = f"batches that do not divide over the replicas of the {role}"
@@ -407,8 +408,13 @@ def test_no_name_in_a_plan_becomes_markup(capsys):
         (["--constants=speed=2"], "no constant is named 'speed'"),
         (["--constants=matmul=5,usable=2"], "matmul=5: a share of peak FLOP/s, above 0 to 1"),
         (["--constants=usable=2"], "usable=2: a share of device memory, above 0 to 1"),
-        (["--cluster=3x5:h100", "--models=qwen2.5-7b"], "no layout divides batches of 8, 64 seq"),
+        (["--cluster=3x5:h100", "--models=qwen2.5-32b"], "no layout divides batches of 8, 64 seq"),
         (["--constants=link=no"], "'link=no' is not NAME=NUMBER"),
+        (["--constants=link_latency=inf"], "link_latency=inf: a number from 0 to 1e+15"),
+        (["--constants=matmul=1e400"], "matmul=inf: a number above 0 to 1e+15"),
+        (["--constants=decode=1e308"], "decode=1e+308: a number from 0 to 1e+15"),
+        (["--constants=decode=nan"], "decode=nan: a number from 0 to 1e+15"),
+        (["--constants=decode=-1"], "decode=-1: a number from 0 to"),
         (["--profile=nowhere.json"], "--profile=nowhere.json: No such file"),
         (["--prompt_length=40000"], "fewer than the 40128"),
         (["--models=llama-70b", "--cluster=1x8:a100-40g"], "GiB per device are missing"),
@@ -442,8 +448,70 @@ def test_calibration_stores_a_profile_that_plans_read(calibrated, capsys):
     assert set(measured["busy"]) == {"1", "2"}  # each number of devices that may be busy
     assert measured["device"]["per_host"] == 2
     assert all(rate > 0 for rate in measured["device"]["flops"].values())
-    found = planned(*SMALL, f"--profile={calibrated / 'two.json'}", capsys=capsys)
-    assert "measured: " in found["origins"]["seconds"]
+    assert measured["constants"]["decode_row"] == measured["constants"]["decode_step"] == 0
+    assert measured["origins"]["decode_row"] == "part of what is measured as decode"
+    # It is of simulated devices, of which there are no clusters to plan.
+    status, out, err = run(*SMALL, f"--profile={calibrated / 'two.json'}", capsys=capsys)
+    assert (status, out) == (2, "") and len(err.splitlines()) == 1
+    assert "two.json was measured on 2 x cpu (" in err and "not on h100; make one there" in err
+
+
+def stored(path, kind="NVIDIA H100 80GB HBM3", versions=None, **figures):
+    """A profile of 8 of these devices, made on a machine that is not this one."""
+    versions = versions or {"calibration": METHOD, "jax": "0.1"}
+    made_on = MadeOn(kind, 8, "another processor", 64, tuple(sorted(versions.items())))
+    rates = {"memory": 6e10, "flops": {"bfloat16": 5e14}, "bandwidth": 2.5e12, "link": 3e11}
+    device = Device("gpu", **(rates | figures), network=3e11, per_host=8, torus=0, source="")
+    constants = Constants().with_values({"matmul": 0.7, "link": 1.0, "memory": 1.0}, measured=True)
+    write_profile(Profile(device, constants, {}, made_on), path)
+    return f"--profile={path}"
+
+
+def test_a_profile_of_the_cluster_s_devices_says_what_it_was_made_on(tmp_path, capsys):
+    profile = stored(tmp_path / "h100.json")
+    _, out, _ = run(*SMALL, profile, capsys=capsys)
+    said = ("measured on 8 x NVIDIA H100 80GB HBM3 (another processor, cores: 64; "
+            f"calibration {METHOD}, jax 0.1)")  # fmt: skip
+    assert said in " ".join(out.split()) and "this machine" not in out
+    found = planned(*SMALL, profile, capsys=capsys)
+    assert found["origins"]["seconds"] == "measured: link, matmul, memory"
+    assert found["origins"]["hardware"] == [f"{said}; network: data sheet"]
+    assert found["cluster"] == "2x4:h100"
+
+
+def test_a_profile_s_shares_are_of_the_rates_that_it_measured(tmp_path):
+    read = stored(tmp_path / "h100.json")
+    problem = plan_flags.parse([*SMALL, read]).problem
+    place = problem.place(problem.cluster.pools[0], 4)
+    assert place.flops == pytest.approx(0.7 * 5e14) and place.bandwidth == 2.5e12
+    assert cost.ring_bandwidth(place, 4, 1) == 3e11
+    known = DEVICES["h100"]
+    assert problem.cluster.pools[0].device.network == known.network
+
+
+@pytest.mark.parametrize(
+    "cluster, changes, said",
+    [
+        ("2x8:a100", {}, "was measured on 8 x NVIDIA H100 80GB HBM3 (another processor), not on "
+         "a100-80g; make one there with python"),
+        ("2x8:h100+2x8:a100", {}, "not on a100-80g and h100"),
+        ("2x4:h100", {"kind": "NVIDIA H100 PCIe"}, "8 x NVIDIA H100 PCIe (another processor), not"),
+        ("2x4:h100", {"kind": "cpu"}, "8 x cpu (another processor), not on h100"),
+        ("2x4:h100", {"versions": {"calibration": "1"}}, f"is of calibration 1, not {METHOD}"),
+        ("2x4:h100", {"versions": {"jax": "1"}}, f"is of calibration none, not {METHOD}"),
+        ("2x4:h100", {"memory": "much"}, "not a profile (ValueError: could not convert"),
+    ],
+)  # fmt: skip
+def test_a_profile_of_other_devices_is_refused(cluster, changes, said, tmp_path, capsys):
+    profile = stored(tmp_path / "made.json", **changes)
+    status, out, err = run(*SMALL, f"--cluster={cluster}", profile, capsys=capsys)
+    assert (status, out) == (2, "")
+    assert len(err.splitlines()) == 1 and said in err and "made.json" in err
+
+
+def test_a_rack_s_models_take_a_power_of_two_of_its_devices(capsys):
+    found = planned("--models=llama-70b", "--cluster=1x72:gb200", "--batch=1024", capsys=capsys)
+    assert sum(found["allocation"]) == 64
 
 
 @contextlib.contextmanager

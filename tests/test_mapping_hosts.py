@@ -120,7 +120,7 @@ def test_sets_take_whole_processes_or_part_of_one():
     # 12 GPUs a host in processes of 4: 6 would be one and a half.
     groups = host_groups([host("A100", 12)] * 2, "gpu", 6, 4)
     (pool,) = cluster_of(groups, [DEVICES["a100-80g"]], 6, 4).pools
-    assert pool.counts == (1, 2, 3, 4, 12, 24)
+    assert pool.counts == (1, 2, 3, 4, 8, 12, 24)
 
 
 def test_cpus_are_shared_out_over_the_hosts():
@@ -151,7 +151,9 @@ def test_what_is_wrong_with_hosts_is_said():
         ("NVIDIA A100-SXM4-80GB", "a100-80g"), ("NVIDIA H100 80GB HBM3", "h100"), ("H200", "h200"),
         ("NVIDIA L40S", "l40s"), ("NVIDIA B200", "b200"), ("TPU v4", "v4"),
         ("TPU v5 lite", "v5e"), ("TPU v5", "v5p"), ("TPU v5p", "v5p"), ("TPU v6 lite", "v6e"),
-        ("NVIDIA A100-SXM4-40GB", "a100-40g"), ("NVIDIA A100 80GB PCIe", "a100-80g"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40g"), ("NVIDIA A100 80GB PCIe", "a100-80g-pcie"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40g-pcie"), ("NVIDIA H200 NVL", "h200-nvl"),
+        ("NVIDIA H200", "h200"), ("A100-80G", "a100-80g"), ("Tesla A100-SXM4-40GB", "a100-40g"),
         ("NVIDIA H100 PCIe", "h100-pcie"), ("NVIDIA H100 NVL", "h100-nvl"), ("TPU7x", "tpu7x"),
         ("NVIDIA GH200 480GB", "gh200"), ("NVIDIA GB200", "gb200"), ("TPU-V7X", "tpu7x"),
         ("TPU-V4", "v4"), ("TPU-V5P", "v5p"), ("TPU-V5LITEPOD", "v5e"), ("TPU-V6E", "v6e"),
@@ -163,13 +165,24 @@ def test_devices_by_the_names_that_jax_and_ray_have_for_them(kind, name):
 
 
 def test_a_device_that_nobody_knows_is_none():
-    for kind in ("GeForce-RTX-5090", "NVIDIA A10", "NVIDIA L40", "TPU v3", "TPU v4 lite", "cpu"):
-        assert device_of_kind(kind) is None
+    for kind in ("GeForce-RTX-5090", "NVIDIA A10", "NVIDIA L40", "TPU v3", "TPU v4 lite", "cpu",
+                 "NVIDIA RTX A1000", "NVIDIA A100X", "NVIDIA A100-SXM-64GB",
+                 "NVIDIA H100 96GB HBM3", "NVIDIA GH200 144G HBM3e", "NVIDIA H20",
+                 "NVIDIA GB200 NVL4"):  # fmt: skip
+        assert device_of_kind(kind) is None, kind
+
+
+def test_a_part_of_a_gpu_is_not_the_whole_one():
+    for kind in ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+                 "NVIDIA-H100-80GB-HBM3-MIG-3g.40gb", "NVIDIA L40S-48Q",
+                 "GRID A100-10C"):  # fmt: skip
+        assert device_of_kind(kind, 9.5 * 2.0**30) is None, kind
 
 
 def test_an_a100_s_memory_tells_its_size():
     assert device_of_kind("A100", 39 * 2.0**30).name == "a100-40g"
     assert device_of_kind("A100", 79 * 2.0**30).name == "a100-80g"
+    assert device_of_kind("NVIDIA A100 PCIe", 39 * 2.0**30).name == "a100-40g-pcie"
 
 
 def hosts_of(nodes, platform, processes, each, together="auto"):

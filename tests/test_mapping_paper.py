@@ -1,6 +1,8 @@
 """HybridFlow's own experiments under the cost model, and the page that shows them."""
 
+import collections
 import pathlib
+import re
 import statistics
 
 import pytest
@@ -88,12 +90,36 @@ def test_the_page_s_averages_and_counts_are_those_of_the_cells_it_shows():
     inside = [paper.RANGES[a, m][0] <= r <= paper.RANGES[a, m][1] for a, m, _, r in cells]
     assert f"{sum(inside)} of {len(cells)} ratios lie inside" in section
     assert section.split("Outside: ")[1].count(";") == inside.count(False) - 1
-    # What the page says of them in words.
+
+
+def test_the_page_s_words_count_the_cells_beyond_the_paper_s_ranges_by_system():
     text = PAGE.read_text()
-    by_system = {s: [r for a, _, x, r in cells if (a, x) == ("ppo", s)] for s in paper.PPO_AVERAGES}
-    low = min(paper.PPO_AVERAGES,
-              key=lambda s: statistics.mean(by_system[s]) / paper.PPO_AVERAGES[s])  # fmt: skip
-    assert low == "deepspeed_chat" and "Where the model is low, it is so for DeepSpeed-Chat" in text
+    section = dict(tables.sections(text))["speedups"]
+    cells = cells_of(section)
+    below = [x for x in cells if x[3] < paper.RANGES[x[0], x[1]][0]]
+    above = [x for x in cells if x[3] > paper.RANGES[x[0], x[1]][1]]
+    low, high = (collections.Counter(s for _, _, s, _ in found) for found in (below, above))
+    chat, open_, nemo = paper.PPO_AVERAGES
+    each = "deepspeed_chat {}, openrlhf {}, nemo_aligner {}"
+    for where, found, count in (("Below it lie", below, low), ("above it", above, high)):
+        by_system = each.format(*(count[s] for s in (chat, open_, nemo)))
+        assert f"{where} {len(found)} ({by_system})" in section
+    said = text.split("How the systems are posed")[1].split("### The transition")[0]
+    assert f"Of the {len(below)} ratios below the paper's ranges {low[chat]} are DeepSpeed" in said
+    assert f"{low[open_]} are OpenRLHF's, all at 70B, and {low[nemo]} is NeMo-Aligner's" in said
+    assert {m for _, m, s, _ in below if s != chat} == {"llama-70b"}
+    furthest = min(below, key=lambda x: x[3] / paper.RANGES[x[0], x[1]][0])
+    assert furthest[1:3] == ("llama-70b", chat) and "the furthest below at 70B" in said
+    assert f"Of the {len(above)} above {high[open_]} are OpenRLHF's, all of ReMax" in said
+    assert f"The other {high[nemo]} are NeMo-Aligner's at 7B" in said
+    assert {a for a, _, s, _ in above if s == open_} == {"remax"}
+    assert {m for _, m, s, _ in above if s == nemo} == {"llama-7b"}
+    shares = {s: statistics.mean(r for a, _, x, r in cells if (a, x) == ("ppo", s)) / wanted
+              for s, wanted in paper.PPO_AVERAGES.items()}  # fmt: skip
+    names = {chat: "the paper's speed-up over DeepSpeed-Chat", nemo: "that over NeMo-Aligner",
+             open_: "that over OpenRLHF"}  # fmt: skip
+    for system, words in names.items():
+        assert f"{shares[system]:.2f} of {words}" in said
 
 
 def test_the_sentence_says_which_cases_do_not_agree():
@@ -114,6 +140,12 @@ def test_standalone_on_128_gpus_gets_the_paper_s_allocation():
     best = search_strategy(posed, "standalone", 1).fastest
     devices = {s.roles[0]: s.devices for s in best.sets}
     assert devices == {"actor": 64, "critic": 32, "reference": 16, "reward": 16}
+    # The page says where it loses to split.
+    split = search_strategy(posed, "split", 1).fastest
+    mine, other = ([round(s) for s in found.stages] for found in (best, split))
+    assert "take {}, {} and {} s, split's {}, {} and {} s".format(*mine, *other) in PAGE.read_text()
+    assert 0.5 < split.stages[0] - best.stages[0] < 1.5
+    assert sum(best.stages[1:]) - sum(split.stages[1:]) > 22
 
 
 def test_best_generation_sizes_are_the_paper_s():
@@ -207,8 +239,44 @@ def test_the_constants_are_frozen_each_with_its_source():
         assert row["value"] == value and source in row["source"], name
         low, high = row["range"] or (value, value)
         assert low <= value <= high, name
-        # What is assumed and moves answers has a range, which the tables of the page try.
+        # What is assumed and moves answers has a range.
         assert row["range"] or value in (0, 1, 2.0**28), name
+
+
+def rows_of(section):
+    """The first cell and the others of a printed table's rows."""
+    lines = [line for line in section.splitlines() if line.startswith("|")][2:]
+    return {cells[0]: cells[1:] for cells in ([c.strip() for c in x.split("|")[1:-1]]
+                                              for x in lines)}  # fmt: skip
+
+
+def test_the_page_tries_both_ends_of_every_range():
+    found = dict(tables.sections(PAGE.read_text()))
+    placements, systems = rows_of(found["sensitivity"]), rows_of(found["systems"])
+    for row in describe(Constants()):
+        name = row["constant"]
+        tried = systems if name in tables.OTHERS else placements
+        for end in row["range"] or ():
+            assert end == row["value"] or f"`{name}` {end:g}" in tried, name
+
+
+def test_what_sources_say_of_constants_that_are_frozen_outside_of_it_changes_no_placement():
+    text = PAGE.read_text()
+    assert 230 / 300 > FROZEN["link"][0] and "230 to 250 of 300 GB/s are 0.77 to 0.83" in text
+    all_reduce = 2 * 3 * FROZEN["link_latency"][0]  # over 8 devices
+    assert all_reduce == pytest.approx(90e-6) and "6 `link_latency`, 90 µs" in text
+    assert "20 to 40 µs, if those are of all-reduces: 3.3 to 6.7 µs each" in text
+    found = dict(tables.sections(text))
+    placements, systems = rows_of(found["sensitivity"]), rows_of(found["systems"])
+    for label in ("`link` 0.8", "`link_latency` 5e-06"):
+        for usual, other in zip(placements["as they are"], placements[label], strict=True):
+            assert usual.split(", ")[0] == other.split(", ")[0]
+            seconds = [int(re.search(r"(\d+) s$", cell)[1]) for cell in (usual, other)]
+            assert 0 <= seconds[0] - seconds[1] <= 2
+        for usual, other in zip(systems["as they are"], systems[label], strict=True):
+            assert abs(float(usual) - float(other)) < 0.155
+    assert "their steps at most 2 s shorter" in text
+    assert "the other systems' ratios differ by at most 0.15" in text
 
 
 def test_cells_outside_the_paper_s_ranges_are_counted_and_listed():
@@ -224,7 +292,8 @@ def test_cells_outside_the_paper_s_ranges_are_counted_and_listed():
     said = tables._ranges_table([*rows, *others]).splitlines()
     assert said[2].endswith("| 1.50 to 9.00 | 1.68 to 8.63 | 2 of 4 |")
     assert said[-1].startswith("13 of 15 ratios lie inside the paper's range")
-    assert "in 11 of 12 ranges all" in said[-1]
+    assert "in 11 of 12 ranges all. Below it lie 1 (deepspeed_chat 1, openrlhf 0, nem" in said[-1]
+    assert "nemo_aligner 0), above it 1 (deepspeed_chat 0, openrlhf 1, nemo_aligner 0)" in said[-1]
     assert "ppo llama-7b on 8, deepspeed_chat: 1.50; ppo llama-7b on 16, openrlhf: 9.00" in said[-1]
 
 

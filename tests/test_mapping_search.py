@@ -91,7 +91,11 @@ def test_front_keeps_what_nothing_dominates():
 
 def test_legal_allocations():
     assert hardware.legal_counts(hardware.cluster("2x8:a100").pools[0]) == (1, 2, 4, 8, 16)
-    assert hardware.legal_counts(hardware.cluster("3x6:h100").pools[0]) == (1, 2, 3, 6, 12, 18)
+    assert hardware.legal_counts(hardware.cluster("3x6:h100").pools[0]) == (1, 2, 3, 4, 6, 12, 18)
+    (rack,) = hardware.cluster("2x72:gb200").pools
+    assert hardware.legal_counts(rack) == (
+        1, 2, 3, 4, 6, 8, 9, 12, 16, 18, 24, 32, 36, 40, 48, 56, 64, 72, 144
+    )  # fmt: skip
     assert hardware.legal_counts(hardware.cluster("v5p:2x4x4").pools[0]) == (1, 2, 4, 8, 16, 32)
     assert hardware.box(hardware.cluster("v5p:2x4x4").pools[0], 8) == (2, 2, 2)
     (pool,) = hardware.cluster("3xv5p:2x2x2").pools
@@ -116,12 +120,36 @@ def test_sets_below_a_host_share_hosts_as_they_really_fit():
     device = hardware.device("h100")
     rng = np.random.default_rng(1)
     for _ in range(300):
-        pool = Pool(device, int(rng.integers(1, 4)), int(rng.choice([4, 6, 8, 12])))
+        pool = Pool(device, int(rng.integers(1, 4)), int(rng.choice([4, 6, 8, 12, 72])))
         counts = tuple(sorted(int(n) for n in rng.choice(hardware.legal_counts(pool), 4)))
         hosts = pool.hosts - sum(n // pool.per_host for n in counts if n >= pool.per_host)
         parts = sorted((n for n in counts if n < pool.per_host), reverse=True)
         wanted = hosts >= 0 and packs(parts, [pool.per_host] * hosts)
         assert hardware.fit_together(pool, counts) == wanted
+
+
+@pytest.mark.parametrize("hosts, per_host", [(1, 12), (2, 12), (1, 24), (3, 6)])
+def test_sets_of_sizes_that_do_not_divide_one_another_equal_brute_force(hosts, per_host):
+    for seed in range(300_000, 300_020):
+        case = random_problem(seed, devices=8, models=3, wide=False)
+        device = dataclasses.replace(case.cluster.pools[0].device, alone=(), torus=0)
+        case = dataclasses.replace(case, cluster=Cluster((Pool(device, hosts, per_host),)))
+        assert best(case) == pytest.approx(brute_force(case), rel=1e-9), f"seed {seed}"
+
+
+def test_hosts_of_fewer_devices_have_the_network_of_these():
+    """A card of 50 GB/s for each H100 and in a rack each GB200, one of 25 for a host of A100s."""
+    plain = Constants(network=1.0)
+    for name, wanted in (
+        ("2x8:h100", 400), ("2x4:h100", 200), ("18x4:gb200", 200), ("2x72:gb200", 3600),
+        ("2x8:a100", 25), ("2x4:a100", 25), ("4x1:gh200", 50),
+    ):  # fmt: skip
+        (pool,) = hardware.cluster(name).pools
+        place = Place(pool, pool.size, plain)
+        # A ring over all hosts, and as many rings side by side as a host has devices.
+        assert pool.device.network_of(pool.per_host) == wanted * 1e9
+        across = cost.ring_bandwidth(place, pool.hosts, pool.per_host)
+        assert across == pytest.approx(wanted * 1e9 / pool.per_host)
 
 
 def test_a_set_lies_within_one_pool():

@@ -118,7 +118,7 @@ def test_a_profile_keeps_what_it_has_learned_and_says_so(tmp_path):
 def test_explain_shows_the_calls_side_by_side(tmp_path, capsys):
     truth = BELIEVED.with_values({"matmul": 0.25})
     said = learning.record(learning.lesson(account, BELIEVED, spans(truth), 6))
-    said |= {"constants": "measured", "runs_before": 0, "taught": True}
+    said |= {"constants": "measured", "runs_before": 0, "taught": True, "untaught": ""}
     (tmp_path / FILE).write_text(json.dumps(said))
     assert command.main([f"--explain={tmp_path}", "--json"]) == 0
     out = capsys.readouterr().out
@@ -127,6 +127,56 @@ def test_explain_shows_the_calls_side_by_side(tmp_path, capsys):
     assert command.main([f"--explain={pathlib.Path('nowhere')}"]) == 2
     err = capsys.readouterr().err
     assert f"it has no {FILE}" in err and err.count("\n") == 1
+
+
+SAID = {
+    "calls": [{"role": "actor", "stage": "learning", "methods": ["update_actor"],
+               "predicted": 1.0, "measured": 2.0, "ratio": 0.5}],
+    "factors": {"matmul": 2.0}, "explains_seconds": {"matmul": 1.0}, "wrong": "matmul",
+    "constants": "measured", "taught": True, "untaught": "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        {}, [1], None, 3, SAID | {"calls": [1]},
+        SAID | {"calls": [SAID["calls"][0] | {"ratio": "a"}]},
+        SAID | {"wrong": "memory"}, SAID | {"wrong": []}, SAID | {"factors": []},
+        SAID | {"calls": [SAID["calls"][0] | {"methods": [1]}]}, SAID | {"taught": None},
+        SAID | {"calls": [SAID["calls"][0] | {"predicted": float("inf")}]},
+        SAID | {"calls": [SAID["calls"][0] | {"predicted": 10**400}]},
+    ],
+)  # fmt: skip
+def test_a_record_that_no_run_wrote_is_refused_in_one_line(found, tmp_path, capsys):
+    (tmp_path / FILE).write_text(json.dumps(SAID))
+    assert command.main([f"--explain={tmp_path}"]) == 0
+    capsys.readouterr()
+    (tmp_path / FILE).write_text(json.dumps(found))
+    assert command.main([f"--explain={tmp_path}"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert f"--explain={tmp_path}: {FILE} is not what a run writes" in err
+
+
+def test_what_is_part_of_another_constant_is_not_said_to_be_measured(tmp_path):
+    """A calibration finds a step's and a sequence's own seconds in ``rollout`` and ``decode``."""
+    values = {"rollout": 0.05, "decode": 2.0, "decode_step": 0.0, "decode_row": 0.0}
+    constants = Constants().with_values(values, measured=True)
+    assert constants.measured == {"rollout", "decode"}
+    assert constants.origin("decode_row") == "part of decode"
+    made_on = MadeOn("cpu", 8, "a processor", 2, (("jax", "1"),))
+    profile = Profile(DEVICES["h100"], constants, {8: 1.0}, made_on)
+    write_profile(profile, tmp_path / "profile.json")
+    again = read_profile(tmp_path / "profile.json", made_on)
+    assert again.constants == constants and again.constants.decode_row == 0
+    said = again.origins()
+    assert said["decode_step"] == "part of what is measured as rollout"
+    assert said["decode_row"] == "part of what is measured as decode"
+    assert said["decode"].startswith("measured on")
+    # What somebody asks for instead is their own.
+    other = constants.asked({"decode_row": 1e-4})
+    assert other.origin("decode_row") == "assumed"
 
 
 @pytest.mark.slow
@@ -140,6 +190,11 @@ def test_a_run_teaches_the_profile_of_its_devices(tmp_path, monkeypatch):
         trainer.run()
         assert learn_from(trainer, tmp_path) is None  # no profile, nothing to compare with
         device = Device("cpu", 2.0**33, {"float32": 1e9}, 1e10, 1e9, 1e9, len(devices), 0, "test")
+        # Of the catalogue's devices the seconds stand side by side, and nothing is stored.
+        monkeypatch.setattr("hjax.planning.after_run.device_of_kind", lambda *_: device)
+        listed = learn_from(trainer, tmp_path)
+        assert listed["calls"] and not listed["taught"] and not profile_path(devices).exists()
+        assert "no profile is stored that could learn it" in listed["untaught"]
         write_profile(Profile(device, BELIEVED, {}, MadeOn.here(devices)), profile_path(devices))
         found = learn_from(trainer, tmp_path)
         again = learn_from(trainer, tmp_path)

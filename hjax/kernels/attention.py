@@ -30,7 +30,23 @@ from hjax.kernels.spread import Axes, Spread
 MASKED = -1e30  # in place of scores that must not be seen; finite, so that empty rows stay finite
 WHOLE = 512  # places of a sequence up to which scores [length, length] are held
 PART = 128  # of a split length each device has a multiple of so many places
+# Places of a block of a TPU's kernel: the first that divides a row, else the first that pads it by
+# little.
+TPU_WHOLE, TPU_PADDED = (512, 640, 384), (512, 256, 128)
 KEPT = "attention"  # name under which a rematerialisation policy keeps outputs and log-sums
+
+
+def tpu_block(length: int) -> int:
+    """Queries of a block of a TPU's kernel: one that divides the row, as what pads it and cuts it
+    again passes through memory for every array; else one that pads it by at most an eighth."""
+    whole = next((b for b in TPU_WHOLE if length % b == 0), 0)
+    return whole or next((b for b in TPU_PADDED if -length % b <= length // 8), TPU_PADDED[-1])
+
+
+def tpu_places(length: int) -> int:
+    """Places of a row in a TPU's kernel, whole blocks."""
+    block = tpu_block(length)
+    return -(-length // block) * block
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,13 +21,18 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_mask as masks,
 )
 
-from hjax.kernels.attention import KEPT, Scoring, Sight, cost_label
+from hjax.kernels.attention import (
+    KEPT,
+    TPU_PADDED,
+    Scoring,
+    Sight,
+    cost_label,
+    tpu_block,
+    tpu_places,
+)
 from hjax.kernels.spread import Axes
 
-LANES = 128
-WHOLE = (512, 640, 384)  # places of a block: the first that divides a row
-PADDED = (512, 256, 128)  # else the first that pads it by little
-_KEYS = 256  # of a block of 640 queries
+_KEYS = {640: 256}  # keys of a block, where they are not as many as queries
 _BITS = 22  # of a place; a response's number stands above them
 
 
@@ -84,10 +89,9 @@ def attend(
       interpret: run the kernel's steps in plain JAX, for tests without a TPU.
     """
     batch, length, heads, dim = q.shape
-    block = _block(length)
-    each = -(-length // block) * block
+    block, each = tpu_block(length), tpu_places(length)
     if around > 1 and each != length:
-        block = next(b for b in PADDED if length % b == 0)
+        block = next(b for b in TPU_PADDED if length % b == 0)
         each = length
     short = each - length
 
@@ -114,17 +118,11 @@ def attend(
     return out.transpose(0, 2, 1, 3)[:, :length].astype(q.dtype)
 
 
-def _block(length: int) -> int:
-    """Queries of a block: one that divides the row, as what pads it and cuts it again passes
-    through memory for every array; else one that pads it by at most an eighth."""
-    whole = next((b for b in WHOLE if length % b == 0), 0)
-    return whole or next((b for b in PADDED if -length % b <= length // 8), LANES)
-
-
 def _keys(block: int, length: int) -> int:
     """Keys of a block. Fewer than queries beside 640: short responses leave half as many that are
     computed and not seen."""
-    return _KEYS if block == WHOLE[1] and length % _KEYS == 0 else block
+    keys = _KEYS.get(block, block)
+    return keys if length % keys == 0 else block
 
 
 def _kernel(

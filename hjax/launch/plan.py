@@ -64,7 +64,7 @@ training and generation, such that a step is fastest and everything fits. Nothin
                         nothing; none: nothing at all. Without it: whatever is best
   --even                with --numerics=mixed too only layouts over which all batches divide
   --constants=a=1,b=2   replace constants of the cost model (docs/auto_mapping.md)
-  --profile=FILE        constants measured by --calibrate
+  --profile=FILE        rates and constants measured by --calibrate on devices of this kind
   --calibrate           measure this machine's devices and store a profile
   --explain=WORKDIR     predicted and measured seconds of each call of a run that has ended, and
                         which term of the cost model was wrong
@@ -130,9 +130,7 @@ def _explain(workdir: Path, as_json: bool) -> int:
     found = read_record(workdir)
     console = wide_console()
     console.print(seconds_table(found))
-    learned = "the profile has learned it"
-    if not found["taught"]:
-        learned = "the profile does not learn from sets that share cores"
+    learned = "the profile has learned it" if found["taught"] else found["untaught"]
     console.print(f"{summary(found)}; constants were {found['constants']}, {learned}")
     if as_json:
         sys.stdout.flush()

@@ -12,6 +12,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from hjax.algorithms import get_algorithm
+from hjax.devices import device_of_kind
 from hjax.errors import ConfigError
 from hjax.given import given_path
 from hjax.launch.command import parse_flags, take_config
@@ -123,7 +124,7 @@ def config_problem(own: Any, config: ConfigDict) -> Problem:
         if own[name].present:
             raise ConfigError(f"--{name}: with --config it comes from there; leave it out")
     algorithm = get_algorithm(config.algorithm.name)
-    cluster = _cluster(own)
+    cluster, constants = _measured(own, _cluster(own))
     platform = "tpu" if any(pool.shape for pool in cluster.pools) else "gpu"
     inputs = shape_inputs(config, algorithm.source)
     models = planned_models(config, algorithm, inputs, read_shape)
@@ -133,7 +134,7 @@ def config_problem(own: Any, config: ConfigDict) -> Problem:
         models,
         inputs.prompt_length,
         cluster,
-        _constants(own),
+        constants,
         is_float32(config, platform),
     )
 
@@ -159,7 +160,7 @@ def models_problem(own: Any) -> Problem:
             f"--batch={own.batch} does not divide into {own.updates} updates (--updates) of whole "
             f"groups of {own.samples} (--samples)"
         )
-    cluster = _cluster(own)
+    cluster, constants = _measured(own, _cluster(own))
     algorithm = find_algorithm(own.algorithm)
     settings = algorithm.default_config()
     return pose_problem(
@@ -169,7 +170,7 @@ def models_problem(own: Any) -> Problem:
         Workload(own.prompt_length, own.response_length, own.batch, own.samples),
         own.updates,
         cluster,
-        _constants(own),
+        constants,
         own.numerics,
         read_offload(own.offload) if own.offload else None,
         own.even,
@@ -217,12 +218,48 @@ def read_offload(text: str) -> dict[str, str]:
     return {role.strip(): what.strip() for role, _, what in parts}
 
 
-def _constants(own: Any) -> Constants:
-    constants = Constants()
-    if own.profile:
-        from hjax.planning.profile import read_profile
+def _measured(own: Any, cluster: Cluster) -> tuple[Cluster, Constants]:
+    """The cluster and the cost model's constants: with ``--profile`` its devices do what was
+    measured, by which the constants are counted; the network is the catalogue's.
 
-        constants = read_profile(Path(own.profile)).constants
+    Raises:
+      ConfigError: a profile of other devices, or constants that there are not.
+    """
+    if not own.profile:
+        return cluster, _asked(own, Constants())
+    from hjax.planning.profile import MAKE, METHOD, read_profile
+
+    profile = read_profile(Path(own.profile))
+    made_on, measured = profile.made_on, profile.device
+    assert made_on is not None, "a stored profile says what was measured"
+    listed = device_of_kind(made_on.kind, measured.memory)
+    names = sorted({pool.device.name for pool in cluster.pools})
+    if listed is None or names != [listed.name]:
+        raise ConfigError(
+            f"--profile={own.profile} was measured on {made_on.devices} x {made_on.kind} "
+            f"({made_on.cpu}), not on {' and '.join(names)}; make one there with {MAKE}, or leave "
+            "--profile out"
+        )
+    method = dict(made_on.versions).get("calibration", "none")
+    if method != METHOD:
+        raise ConfigError(
+            f"--profile={own.profile} is of calibration {method}, not {METHOD}, which this hjax "
+            f"counts by; make it again with {MAKE}"
+        )
+    device = dataclasses.replace(
+        cluster.pools[0].device,
+        memory=measured.memory,
+        flops={**listed.flops, **measured.flops},
+        bandwidth=measured.bandwidth,
+        link=measured.link,
+        source=f"measured on {made_on.words}; network: data sheet",
+    )
+    pools = tuple(dataclasses.replace(pool, device=device) for pool in cluster.pools)
+    return Cluster(pools), _asked(own, profile.constants)
+
+
+def _asked(own: Any, constants: Constants) -> Constants:
+    """Constants with those of ``--constants``."""
     values = {}
     for part in filter(None, own.constants.split(",")):
         name, _, value = part.partition("=")

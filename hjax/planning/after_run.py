@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
+from hjax.devices import device_of_kind
 from hjax.errors import ConfigError
 from hjax.files import json_line, replace_file
+from hjax.given import parse_json
+from hjax.machine import device_memory
 from hjax.planning.auto import predict, run_problem
 from hjax.planning.constants import Constants
 from hjax.planning.hosts import pools_at_hand
-from hjax.planning.learning import lesson, record, taught
-from hjax.planning.profile import MadeOn, Profile, profile_path, read_profile, write_profile
+from hjax.planning.learning import is_record, lesson, record, taught
+from hjax.planning.profile import (
+    MAKE,
+    MadeOn,
+    Profile,
+    profile_path,
+    read_profile,
+    write_profile,
+)
 from hjax.planning.records import Candidate
 from hjax.run.machines import local_devices
 from hjax.run.roles import is_float32
@@ -34,8 +43,9 @@ def learn_from(trainer: Any, workdir: Path | None = None) -> dict[str, Any] | No
       workdir: takes ``FILE``; None: nothing is written there.
 
     Returns:
-      what was written, of ``learning.record``, with ``constants`` (``measured`` or ``assumed``) and
-      ``taught``, whether the profile learned; None where no profile is stored for these devices.
+      what was written, of ``learning.record``, with ``constants`` (``measured`` or ``assumed``),
+      ``taught``, whether the profile learned, and ``untaught``, why not; None on a cluster, and
+      where these devices have no profile and are not in the catalogue.
 
     Raises:
       ConfigError: a run of which the cost model has no account, with the reason.
@@ -44,20 +54,27 @@ def learn_from(trainer: Any, workdir: Path | None = None) -> dict[str, Any] | No
     if on_cluster(config) or not trainer.algorithm_class.generates:
         return None
     devices = local_devices(config)
-    path = profile_path(devices)
-    if not path.is_file():
-        return None
-    profile = read_profile(path, MadeOn.here(devices))
+    path, untaught = profile_path(devices), ""
+    if path.is_file():
+        profile = read_profile(path, MadeOn.here(devices))
+        pool = pools_at_hand(profile.device, devices).pools[0]
+        if len(trainer.roles.plan.placement) > 1 and pool.shares_cores:
+            untaught = "the profile does not learn from sets that share cores"
+    else:
+        known = device_of_kind(str(devices[0].device_kind), device_memory(devices[0]))
+        if known is None:
+            return None
+        profile = Profile(known, Constants(), {})
+        untaught = f"no profile is stored that could learn it ({MAKE})"
     found = lesson_of(trainer, profile)
-    pool = pools_at_hand(profile.device, devices).pools[0]
-    alone = len(trainer.roles.plan.placement) == 1 or not pool.shares_cores
-    if alone:
+    if not untaught:
         write_profile(improved(profile, found), path)
     said = {
         **record(found),
         "constants": "measured" if profile.constants.measured else "assumed",
         "runs_before": profile.runs,
-        "taught": alone,
+        "taught": not untaught,
+        "untaught": untaught,
     }
     if workdir is not None:
         replace_file(workdir / FILE, json_line(said) + "\n")
@@ -108,15 +125,20 @@ def read_record(workdir: Path) -> dict[str, Any]:
     """What ``learn_from`` wrote.
 
     Raises:
-      ConfigError: there is none.
+      ConfigError: there is none, or it is not what a run writes.
     """
     try:
-        found: dict[str, Any] = json.loads((workdir / FILE).read_text())
+        data = (workdir / FILE).read_bytes()
     except OSError as error:
         raise ConfigError(
             f"--explain={workdir}: it has no {FILE}; a run writes it at its end where its devices "
             "have a profile (python -m hjax.launch.plan --calibrate, or placement=auto)"
         ) from error
-    except ValueError as error:
-        raise ConfigError(f"--explain={workdir}: {FILE} is not JSON ({error})") from error
+    found = parse_json(data, f"--explain={workdir}: {FILE}")
+    if not is_record(found):
+        raise ConfigError(
+            f"--explain={workdir}: {FILE} is not what a run writes at its end (calls, factors, "
+            "explains_seconds, wrong, constants, taught); run it again"
+        )
+    assert isinstance(found, dict)
     return found

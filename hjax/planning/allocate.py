@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hjax.planning.hardware import fit_together, is_chain, legal_counts
+from hjax.planning.hardware import adds_up, fit_together, legal_counts
 from hjax.planning.options import front
 from hjax.planning.records import Cluster, Pool
 
@@ -41,29 +41,34 @@ class Choices:
 
 
 class Usage:
-    """Devices in use as numbers that add up: per pool its devices, and where sizes below a host
-    do not divide one another, how many sets of each such size."""
+    """Devices in use as numbers that add up, a plan with no larger ones finding room wherever
+    another does.
+
+    Of a pool where all finds room that is not more than it has these are its devices; of others,
+    for each size up to a host, the sets that are at least so large, whole hosts each for one.
+    """
 
     def __init__(self, cluster: Cluster):
         self.pools = cluster.pools
-        self.columns: list[tuple[int, int]] = []  # pool, size of a part (0: anything else)
+        self.columns: list[tuple[int, int]] = []  # pool, least size that counts (0: devices)
+        weights: list[int] = []
         for number, pool in enumerate(self.pools):
-            self.columns.append((number, 0))
-            if not is_chain(pool):
-                self.columns += [(number, n) for n in legal_counts(pool) if n < pool.per_host]
-        self.weights = np.array([size or 1 for _, size in self.columns])
+            sizes = [n for n in legal_counts(pool) if n < pool.per_host]
+            sizes = [0] if adds_up(pool) else [*sizes, pool.per_host]
+            self.columns += [(number, n) for n in sizes]
+            weights += [1] if adds_up(pool) else [b - a for a, b in zip([0, *sizes], sizes)]
+        self.weights = np.array(weights)
 
     def of(self, where: np.ndarray) -> np.ndarray:
         """int [n, columns] of (pool, devices) pairs [n, 2]."""
         used = np.zeros((len(where), len(self.columns)), int)
-        for column, (pool, size) in enumerate(self.columns):
-            here = where[:, 0] == pool
+        for column, (number, size) in enumerate(self.columns):
+            here, devices = where[:, 0] == number, where[:, 1]
             if size:
-                used[:, column] = here & (where[:, 1] == size)
+                parts = np.maximum(devices // self.pools[number].per_host, devices >= size)
+                used[:, column] = np.where(here, parts, 0)
             else:
-                parts = [s for p, s in self.columns if p == pool and s]
-                rest = here & ~np.isin(where[:, 1], parts)
-                used[:, column] = np.where(rest, where[:, 1], 0)
+                used[:, column] = np.where(here, devices, 0)
         return used
 
     def fits(self, used: np.ndarray) -> np.ndarray:
@@ -79,9 +84,10 @@ class Usage:
         return good
 
     def _packs(self, pool: Pool, columns: list[int], used: np.ndarray) -> bool:
-        parts = [self.columns[c][1] for c in columns[1:] for _ in range(used[c])]
-        whole = int(used[columns[0]])
-        counts = (whole, *parts) if whole else tuple(parts)
+        *parts, whole = (int(used[c]) for c in columns)
+        counts = [whole * pool.per_host] if whole else []
+        for column, here, above in zip(columns, parts, [*parts[1:], whole]):
+            counts += [self.columns[column][1]] * (here - above)
         return fit_together(pool, tuple(sorted(counts)))
 
     def loads(self, chosen: Choices) -> np.ndarray:

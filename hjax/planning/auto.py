@@ -151,7 +151,9 @@ def known_devices(hosts: Hosts) -> tuple[list[Device], Constants]:
     if len(set(hosts.devices)) == 1 and path.is_file():
         measured = read_profile(path, MadeOn.here(host))
         if listed[0] is not None:
-            device = dataclasses.replace(measured.device, network=listed[0].network)
+            of_list = ("network", "own_network", "per_host")
+            wires = {name: getattr(listed[0], name) for name in of_list}
+            device = dataclasses.replace(measured.device, **wires)
             return [device] * len(listed), measured.constants
         if sum(len(group.processes) for group in hosts.groups) == 1:
             return [measured.device], measured.constants

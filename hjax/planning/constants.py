@@ -19,6 +19,9 @@ def _value(default: float, unit: str, source: str, low: float = 0, high: float =
 
 
 _RATES = ("matmul", "memory", "link", "network", "host", "usable")
+_MOST = 1e15  # of any unit; far above it seconds are no numbers
+# Constants that a calibration sets to 0, for what they stand for is in what it measures as another.
+_WITHIN = {"decode_step": "rollout", "decode_row": "decode"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +31,8 @@ class Constants:
     They are frozen: a test holds each value and where it is from, so that none moves unseen.
 
     Attributes:
-      measured: names of those that a calibration measured; the others are assumed.
+      measured: names of those that a calibration measured; the others are assumed, or 0 because
+        they are part of a measured one.
     """
 
     matmul: float = _value(
@@ -154,15 +158,18 @@ class Constants:
         """These constants with some replaced.
 
         Raises:
-          ConfigError: an unknown name, or a value that is not positive.
+          ConfigError: an unknown name, or a value that is negative or not finite.
         """
         known = [f.name for f in dataclasses.fields(self) if f.name != "measured"]
         for name, value in values.items():
             if name not in known:
                 raise ConfigError(f"no constant is named {name!r}; known: {', '.join(known)}")
-            if not value >= 0 or (value == 0 and name in _RATES):
-                raise ConfigError(f"constant {name}={value:g}: a number above 0")
-        names = self.measured | set(values) if measured else self.measured - set(values)
+            least = "above 0" if name in _RATES else "from 0"
+            if not 0 <= value <= _MOST or (value == 0 and name in _RATES):
+                raise ConfigError(f"constant {name}={value:g}: a number {least} to {_MOST:g}")
+        names = self.measured - set(values)
+        if measured:
+            names |= {name for name, value in values.items() if value or name not in _WITHIN}
         return dataclasses.replace(self, **values, measured=frozenset(names))
 
     def asked(self, values: Mapping[str, float]) -> Constants:
@@ -180,13 +187,26 @@ class Constants:
                 raise ConfigError(f"constant {name}={value:g}: a {unit}, {least} to 1")
         return found
 
+    def within(self, name: str) -> str:
+        """The measured constant of which one is a part, and so 0 itself; empty: of none."""
+        whole = _WITHIN.get(name, "")
+        return whole if whole in self.measured and getattr(self, name) == 0 else ""
+
+    def calibrated(self) -> dict[str, float]:
+        """Those that a calibration measured, and those that are part of them, by name."""
+        names = sorted({*self.measured, *filter(self.within, _WITHIN)})
+        return {name: getattr(self, name) for name in names}
+
     def origin(self, name: str) -> str:
-        """``measured`` or ``assumed``."""
+        """``measured``, ``part of`` another that is, or ``assumed``."""
+        if whole := self.within(name):
+            return f"part of {whole}"
         return "measured" if name in self.measured else "assumed"
 
 
 def describe(constants: Constants) -> list[dict[str, Any]]:
     """One row per constant: name, value, unit, range, origin and source."""
+    calibrated = constants.calibrated()
     return [
         {
             "constant": f.name,
@@ -194,7 +214,7 @@ def describe(constants: Constants) -> list[dict[str, Any]]:
             "unit": f.metadata["unit"],
             "range": f.metadata["range"],
             "origin": constants.origin(f.name),
-            "source": "this machine" if f.name in constants.measured else f.metadata["source"],
+            "source": "plan --calibrate" if f.name in calibrated else f.metadata["source"],
         }
         for f in dataclasses.fields(constants)
         if f.name != "measured"

@@ -60,8 +60,9 @@ def ring_bandwidth(place: Place, size: int, stride: int) -> float:
     """Bytes/s that each member of a ring of ``size`` devices, ``stride`` ranks apart, sends.
 
     Inside a domain of D devices: the link's. Across domains D / h rings share the network of its
-    hosts, where h = max(1, D // stride) members of a ring sit in one domain: network * hosts * h /
-    D. On a torus the link's over the steps that share the most used link (``hardware.sharing``).
+    hosts, where h = max(1, D // stride) members of a ring sit in one domain: ``network_of`` a host
+    * hosts * h / D. On a torus the link's over the steps that share the most used link
+    (``hardware.sharing``).
     """
     device, constants = place.pool.device, place.constants
     link = device.link * constants.link
@@ -69,7 +70,8 @@ def ring_bandwidth(place: Place, size: int, stride: int) -> float:
         return link / sharing(place.pool, place.devices, size, stride)
     inside = max(1, place.domain // stride)
     hosts = max(1, place.domain // place.pool.per_host)
-    return min(link, device.network * constants.network * hosts * inside / place.domain)
+    network = device.network_of(place.pool.per_host) * constants.network
+    return min(link, network * hosts * inside / place.domain)
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -113,7 +115,8 @@ def transfer(place: Place, model: ModelCounts) -> float:
     array = model.parameters * place.numerics.compute
     device, constants = place.pool.device, place.constants
     outside = place.devices >= place.pool.domain
-    wire = device.network * constants.network if outside else device.link * constants.link
+    network = device.network_of(place.pool.per_host) * constants.network
+    wire = network if outside else device.link * constants.link
     return array / wire + constants.network_latency
 
 

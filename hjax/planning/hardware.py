@@ -11,6 +11,8 @@ from hjax.errors import ConfigError
 from hjax.planning.records import Cluster, Pool
 from hjax.sharding.wires import ring_load, wraps
 
+_HOST = 8  # devices of most hosts
+
 
 def cluster(text: str) -> Cluster:
     """A cluster by name: ``16x8:a100-80g`` (hosts x devices), ``v5p:4x4x4`` or
@@ -64,15 +66,20 @@ def _slices(kind: Device, shape: tuple[int, ...], slices: int, text: str) -> Poo
 
 @functools.cache
 def legal_counts(pool: Pool) -> tuple[int, ...]:
-    """Numbers of devices that a set may take: those the pool names, else below a host a divisor of
-    its size, above it whole hosts; of a torus the boxes that come of halving its longest side again
-    and again, and whole slices."""
+    """Numbers of devices that a set may take: those the pool names, else below a host (or a rack
+    that NVLink joins) a divisor of its size, a power of two or a multiple of 8, above it whole
+    hosts; of a torus the boxes that come of halving its longest side again and again, and
+    whole slices."""
     if pool.counts:
         return pool.counts
     if pool.shape:
         boxes = tuple(2**i for i in range(int(math.log2(pool.domain)) + 1))
         return (*boxes, *(pool.domain * n for n in range(2, pool.slices + 1)))
-    below = [n for n in range(1, pool.per_host) if pool.per_host % n == 0]
+    below = [
+        n
+        for n in range(1, pool.per_host)
+        if pool.per_host % n == 0 or n & (n - 1) == 0 or n % _HOST == 0
+    ]
     return (*below, *(pool.per_host * hosts for hosts in range(1, pool.hosts + 1)))
 
 
@@ -103,17 +110,21 @@ def fit_together(pool: Pool, counts: tuple[int, ...]) -> bool:
     unless it takes them whole."""
     if sum(counts) > pool.size:
         return False
-    if pool.shape or is_chain(pool):
-        return True  # each size divides the next: packing from the largest leaves no gap
+    if adds_up(pool):
+        return True
     whole = sum(n // pool.per_host for n in counts if n >= pool.per_host)
     parts = tuple(sorted((n for n in counts if n < pool.per_host), reverse=True))
     return _pack(parts, (pool.per_host,) * min(pool.hosts - whole, len(parts)))
 
 
-def is_chain(pool: Pool) -> bool:
-    """Whether each legal size below a host divides the next one."""
+@functools.cache
+def adds_up(pool: Pool) -> bool:
+    """Whether sets of legal sizes find room wherever their sum is at most the pool's: there is one
+    host, or each size below a host divides the next one (packing from the largest leaves no gap).
+    """
     below = [n for n in legal_counts(pool) if n <= pool.per_host]
-    return all(b % a == 0 for a, b in zip(below, below[1:]))
+    chain = all(b % a == 0 for a, b in zip(below, below[1:]))
+    return bool(pool.shape) or pool.hosts == 1 or chain
 
 
 def _pack(parts: tuple[int, ...], room: tuple[int, ...]) -> bool:

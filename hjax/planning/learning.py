@@ -201,6 +201,33 @@ def record(found: Lesson) -> dict[str, Any]:
     }
 
 
+def is_record(found: Any) -> bool:
+    """Whether it is what ``record`` makes, with ``constants`` and ``taught``."""
+    if not _has(found, _RECORD) or not all(_has(call, _CALL) for call in found["calls"]):
+        return False
+    wrong = found["wrong"]
+    said = [found[key].get(wrong) for key in ("factors", "explains_seconds") if wrong]
+    methods = [name for call in found["calls"] for name in call["methods"]]
+    return all(map(_is_number, said)) and all(isinstance(name, str) for name in methods)
+
+
+_RECORD = {"calls": list, "factors": dict, "explains_seconds": dict, "wrong": str,
+           "constants": str, "taught": bool, "untaught": str}  # fmt: skip
+_CALL = {"role": str, "stage": str, "methods": list, "predicted": float, "measured": float,
+         "ratio": float}  # fmt: skip
+
+
+def _has(found: Any, kinds: Mapping[str, type]) -> bool:
+    return isinstance(found, dict) and all(
+        _is_number(found.get(name)) if kind is float else isinstance(found.get(name), kind)
+        for name, kind in kinds.items()
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and abs(value) < 1e15  # not infinite either
+
+
 def summary(found: Mapping[str, Any]) -> str:
     """One line: how near the plan was, and which term was wrong."""
     calls = found["calls"]

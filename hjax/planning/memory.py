@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from hjax.kernels.attention import tpu_places
 from hjax.models import arithmetic
 from hjax.models.expert_pieces import ROOM
 from hjax.models.remat import ATTENTION, NONE, PRODUCTS
@@ -98,6 +99,15 @@ def logit_bytes(place: Place, model: ModelCounts, mesh: Mesh, tokens: float) -> 
     return min(place.constants.logits, 4.0 * tokens * model.vocab / mesh.tensor)
 
 
+def _forward_logits(place: Place, model: ModelCounts, mesh: Mesh, tokens: float) -> float:
+    """``logit_bytes`` of a forward. A TPU's compiler writes out a loop of two turns, and has both
+    pieces at once."""
+    once = logit_bytes(place, model, mesh, tokens)
+    whole = 4.0 * tokens * model.vocab / mesh.tensor
+    written_out = place.pool.shape and place.numerics.own and once < whole <= 2 * once
+    return whole if written_out else once
+
+
 def layer_activations(
     place: Place, model: ModelCounts, mesh: Mesh, tokens: float, elements: tuple[float, float]
 ) -> float:
@@ -175,6 +185,11 @@ def update_transient(
     read = (model.layer_activations - made_again, model.layer_activations_whole)
     whole_layer = layer_activations(place, model, mesh, tokens, read)
     whole_layer += kept_score_bytes(place, model, mesh, pairs, answered)
+    if place.pool.shape and numerics.own and work.length > numerics.whole_scores:
+        heads = 2 * model.attention_width + model.cache_elements
+        row = work.prompt_length + share * work.response_length
+        filled = tokens * (tpu_places(row) / row - 1)  # its kernel fills blocks up
+        whole_layer += layer_activations(place, model, mesh, filled, (heads, 0))
     gradients_of = (model.layer_gradients, model.layer_gradients_whole)
     at_work = layer_activations(place, model, mesh, tokens, gradients_of)
     at_work += score_bytes(model, mesh, pairs)
@@ -203,7 +218,8 @@ def update_transient(
     if not place.pool.shape and numerics.own and mesh.fsdp * mesh.pipe == 1:
         in_use = model.layer_parameters + model.head_parameters
         cast = min(cast, in_use * numerics.compute / mesh.tensor)
-    beside = copies * gradients - of_layers + cast + layers * kept + gathered
+    summed = of_layers if model.scalar and numerics.own else gradients
+    beside = gradients + (copies - 1) * summed - of_layers + cast + layers * kept + gathered
     return beside + max(head, of_layers + at_work)
 
 
@@ -221,7 +237,7 @@ def forward_transient(
     apart = stands_apart(place, model, mesh, work)
     most = max(
         _layer_forward(place, model, mesh, tokens, pairs, micro * work.length if apart else 0.0),
-        logit_bytes(place, model, mesh, micro * work.response_length),
+        _forward_logits(place, model, mesh, micro * work.response_length),
     )
     hidden = 2 * tokens * model.hidden * numerics.compute
     cast = _cast_copy(place, model, mesh)

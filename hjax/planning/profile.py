@@ -24,6 +24,7 @@ from hjax.machine import available_cores
 from hjax.planning.constants import Constants
 
 MAKE = "python -m hjax.launch.plan --calibrate"
+_FIGURES = ("memory", "bandwidth", "link", "network")
 METHOD = "2"  # of calibrations: raised where what they measure, or count it by, becomes another
 
 
@@ -53,6 +54,12 @@ class MadeOn:
         versions = (("calibration", METHOD), *versions)
         kind = str(devices[0].device_kind)
         return cls(kind, len(devices), cpu_model(), available_cores(), versions)
+
+    @property
+    def words(self) -> str:
+        """All of it in one line."""
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions)
+        return f"{self.devices} x {self.kind} ({self.cpu}, cores: {self.cores}; {versions})"
 
     def differs(self, other: MadeOn) -> str:
         """In what the other is not the same, in words; empty: in nothing."""
@@ -98,6 +105,9 @@ class Profile:
         for name in sorted(self.constants.measured):
             moved = self.learned.get(name)
             found[name] = f"{at}, times {moved:.2f} by {self.runs} runs" if moved else at
+        for name in self.constants.calibrated():
+            if whole := self.constants.within(name):
+                found[name] = f"part of what is measured as {whole}"
         return found
 
 
@@ -130,42 +140,47 @@ def read_profile(path: Path, here: MadeOn | None = None) -> Profile:
     """
     try:
         content = read_object(path)
+        figures = dict(content["device"])
         alone = tuple(
-            (int(n), float(faster), float(cores))
-            for n, faster, cores in content["device"].pop("alone", ())
+            (int(n), float(faster), float(cores)) for n, faster, cores in figures.pop("alone", ())
         )
-        device = Device(**content["device"], alone=alone)
+        figures["flops"] = {name: float(rate) for name, rate in figures["flops"].items()}
+        figures |= {name: float(figures[name]) for name in _FIGURES}
+        device = Device(**figures, alone=alone)
         values = {key: float(value) for key, value in content["constants"].items()}
         busy = {int(n): float(rate) for n, rate in content["busy"].items()}
-        given = dict(content["made_on"])
-        versions = tuple(sorted((str(n), str(v)) for n, v in given.pop("versions").items()))
-        made_on = MadeOn(**given, versions=versions)
+        given = content["made_on"]
+        versions = tuple(sorted((str(n), str(v)) for n, v in given["versions"].items()))
+        kind, cpu = str(given["kind"]), str(given["cpu"])
+        made_on = MadeOn(kind, int(given["devices"]), cpu, int(given["cores"]), versions)
         runs = int(content.get("runs", 0))
         learned = {key: float(value) for key, value in content.get("learned", {}).items()}
     except DataError as error:
         raise ConfigError(f"--profile={error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"--profile={path}: not a profile ({type(error).__name__}: {error}); make one with "
-            f"{MAKE}"
-        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        why = f"not a profile ({type(error).__name__}: {error})"
+        raise ConfigError(f"--profile={path}: {why}; make one with {MAKE}") from error
     if here is not None and (other := made_on.differs(here)):
         raise ConfigError(
             f"the profile {path} was measured elsewhere: {other}; make one here with {MAKE}"
         )
-    constants = Constants().with_values(values, measured=True)
+    try:
+        constants = Constants().with_values(values, measured=True)
+    except ConfigError as error:
+        raise ConfigError(
+            f"--profile={path}: not a profile ({error}); make one with {MAKE}"
+        ) from error
     return Profile(device, constants, busy, made_on, runs, learned)
 
 
 def write_profile(profile: Profile, path: Path) -> dict[str, Any]:
     """Store a profile; returns what was written."""
     assert profile.made_on is not None, "a catalogue's entry is not stored"
-    constants = {name: getattr(profile.constants, name) for name in profile.constants.measured}
     made_on = dataclasses.asdict(profile.made_on)
     content = {
         "made_on": {**made_on, "versions": dict(profile.made_on.versions)},
         "device": dataclasses.asdict(profile.device),
-        "constants": dict(sorted(constants.items())),
+        "constants": profile.constants.calibrated(),
         "busy": profile.busy,
         "runs": profile.runs,
         "learned": profile.learned,

@@ -58,10 +58,11 @@ def print_plan(plan: PlanRecord, console: Any, roofline: bool = False) -> None:
             rows = stage_rows(plan)
             console.print(_table(STAGE_COLUMNS, rows, right=STAGE_COLUMNS[2:], title=title))
     measured = plan["origins"]["seconds"].startswith("measured")
-    origin = "measured on this machine" if measured else "assumed (docs/auto_mapping.md)"
+    origin = "measured" if measured else "assumed (docs/auto_mapping.md)"
+    where = [text for text in plan["origins"]["hardware"] if text.startswith("measured")]
     console.print(
-        f"seconds: from constants {origin}; bytes: {_bytes_origin(plan)}; hardware: data sheets. "
-        f"Searched in {plan['search_seconds']:.2f} s.",
+        f"seconds: from constants {origin}; bytes: {_bytes_origin(plan)}; hardware: "
+        f"{'; '.join(where) or 'data sheets'}. Searched in {plan['search_seconds']:.2f} s.",
         style="dim",
     )
 

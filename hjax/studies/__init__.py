@@ -12,7 +12,9 @@ Auto-mapping (the paper's sections 6 and 8):
 
 - `paper_experiments`: the paper's clusters, models and systems as problems for `hjax.planning`, and
   what it reports of them.
-- `paper_tables`: the tables and counted sentences of docs/auto_mapping.md.
+- `mesh_hops`: how far apart neighbours in a mesh stand on wires, the table of docs/meshes.md.
+- `paper_tables`: the tables and counted sentences of docs/auto_mapping.md; its command writes both
+  pages' tables.
 
 And `config_docs`: docs/config.md, from the definitions of the keys; `algorithm_docs`: what pages of
 docs/algorithms take from the source.

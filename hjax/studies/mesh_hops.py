@@ -1,19 +1,13 @@
 """The table of docs/meshes.md: how far apart neighbours in a mesh stand, before and after.
 
-python -m hjax.studies.mesh_hops [--write=docs/meshes.md]
-
-Places come from coordinates alone (``hjax.sharding.stand_ins``).
+`python -m hjax.studies.paper_tables hops [--write]` prints it, or writes it into the page. Places
+come from coordinates alone (``hjax.sharding.stand_ins``).
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from pathlib import Path
-
 import numpy as np
 
-from hjax.errors import ConfigError, exit_status
 from hjax.sharding.layout import make_layouts
 from hjax.sharding.placing import place_devices, ring_table
 from hjax.sharding.stand_ins import listed
@@ -38,7 +32,6 @@ CASES: tuple[tuple[str, dict[str, int], int], ...] = tuple(
     )
     for train, tensor in layouts
 )  # fmt: skip
-MARKS = "<!-- table: hops -->\n", "<!-- end -->"
 
 
 def rings(
@@ -81,25 +74,3 @@ def _hops(found: Rings) -> str:
         return "network"
     share = f" ({100 * found.network:.0f} % network)" if found.network else ""
     return f"{found.hops:.2f}{share}"
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table, or write it into the page."""
-    return exit_status(lambda: _run(list(sys.argv[1:] if arguments is None else arguments)))
-
-
-def _run(arguments: Sequence[str]) -> int:
-    pages = [a.partition("=")[2] for a in arguments if a.startswith("--write=")]
-    if len(pages) < len(arguments):
-        raise ConfigError("usage: python -m hjax.studies.mesh_hops [--write=docs/meshes.md]")
-    content = hops_table()
-    for page in pages:
-        before, start, rest = Path(page).read_text().partition(MARKS[0])
-        end = "".join(rest.partition(MARKS[1])[1:])
-        Path(page).write_text(f"{before}{start}{content}\n{end}")
-    print(content)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

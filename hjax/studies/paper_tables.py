@@ -1,7 +1,9 @@
-"""The tables of docs/auto_mapping.md, and the sentences that count what stands in them.
+"""The tables of docs/auto_mapping.md and docs/meshes.md, and the sentences that count what stands
+in those of the first.
 
-`python -m hjax.studies.paper_tables [--write=docs/auto_mapping.md] [NAME ...]` prints the tables,
-or writes them into the page between their markers. All of them take some minutes.
+`python -m hjax.studies.paper_tables [--write] [NAME ...]` prints the tables, with `--write` it also
+puts them into both pages, between their markers; `--write=PAGE` into one page alone. All of them
+take some minutes.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ from typing import Any
 from hjax.devices import DEVICES
 from hjax.errors import ConfigError, exit_status
 from hjax.planning.constants import Constants, describe
-from hjax.planning.records import Candidate
 from hjax.planning.search import partitions
 from hjax.planning.strategies import search_strategy
+from hjax.studies.mesh_hops import hops_table
 from hjax.studies.paper_experiments import (
     ASSUMED,
     MODELS,
@@ -45,6 +47,10 @@ from hjax.studies.paper_experiments import (
 # to 0.
 # ``network`` is again what is published; these are the values that were moved to or from.
 MOVED = {"network": 0.4, "overlap": 0.5}
+# What their sources say of two constants that are frozen outside of it: the middle of nccl-tests'
+# 230 to 250 of 300 GB/s, and of 20 to 40 us for an all-reduce over 8 devices, 2 * log2(8) of them.
+SOURCES_SAY = {"link": 0.8, "link_latency": 5e-6}
+PAGES = ("docs/auto_mapping.md", "docs/meshes.md")
 PLACEMENT_COUNT = len(list(partitions(NAMED["colocate"][0])))
 
 
@@ -193,11 +199,20 @@ def _ranges_table(found: Sequence[SpeedupRow]) -> str:
               "inside the paper's")  # fmt: skip
     listed = "; ".join(f"{a} {m} on {n}, {s}: {r:.2f}" for a, m, r, s, n in outside)
     whole = sum(inside.split(" of ")[0] == inside.split(" of ")[1] for *_, inside in rows)
+    below = [cell for cell in outside if cell[2] < RANGES[cell[0], cell[1]][0]]
+    above = [cell for cell in outside if cell[2] > RANGES[cell[0], cell[1]][1]]
     return (
         f"{table(titles, rows)}\n\n{cells - len(outside)} of {cells} ratios lie inside the "
         f"paper's range of their algorithm and models, in {whole} of {len(rows)} ranges all. "
+        f"Below it lie {_by_system(below)}, above it {_by_system(above)}. "
         f"Outside: {listed or 'none'}."
     )
+
+
+def _by_system(cells: Sequence[tuple[Any, ...]]) -> str:
+    """How many (algorithm, model, ratio, system, GPUs), and how many of them each system has."""
+    counts = {s: sum(cell[3] == s for cell in cells) for s in PPO_AVERAGES}
+    return f"{len(cells)} ({', '.join(f'{s} {count}' for s, count in counts.items())})"
 
 
 def _scaling_table(found: list[SpeedupRow]) -> str:
@@ -240,22 +255,28 @@ def transition_table() -> str:
 
 
 def uncertain() -> dict[str, tuple[float, ...]]:
-    """Values of the constants that have a range: its ends and the value between them."""
+    """Other values of the constants that have a range: its ends, and what their sources say."""
     found = {}
     for f in describe(ASSUMED):
         if f["range"]:
-            found[f["constant"]] = tuple(sorted({*f["range"], f["value"]}))
+            name = f["constant"]
+            said = [SOURCES_SAY[name]] if name in SOURCES_SAY else []
+            found[name] = tuple(sorted({*f["range"], *said} - {f["value"]}))
     return found
+
+
+# The constants of the other systems alone.
+OTHERS = ("eager_matmul", "eager_layer", "native_decode")
 
 
 def systems_table() -> str:
     """How the systems' ratios move with the constants, those of the systems themselves too."""
     cases = (("llama-7b", 16), ("llama-13b", 64), ("llama-70b", 96))
     tried = {"as they are": ASSUMED}
-    for name in ("eager_matmul", "eager_layer", "native_decode", "network", "overlap"):
-        for value in uncertain()[name]:
-            if value != getattr(ASSUMED, name):
-                tried[f"`{name}` {value:g}"] = ASSUMED.with_values({name: value})
+    values = {name: uncertain()[name] for name in (*OTHERS, "network", "overlap")}
+    for name, of in (values | {name: (value,) for name, value in SOURCES_SAY.items()}).items():
+        for value in of:
+            tried[f"`{name}` {value:g}"] = ASSUMED.with_values({name: value})
     rows = []
     for label, constants in tried.items():
         found = [speedup_row("ppo", model, gpus, constants) for model, gpus in cases]
@@ -268,31 +289,24 @@ def systems_table() -> str:
 
 def sensitivity_table() -> str:
     """Where the best placement flips as the uncertain constants move."""
-    names = ("network", "overlap", "matmul", "decode_row")
-    values = {name: uncertain()[name] for name in names}
+    values = {name: of for name, of in uncertain().items() if name not in OTHERS}
     values["network"] = tuple(sorted({*values["network"], MOVED["network"]}))
+    tried: dict[str, dict[str, float]] = {"as they are": {}}
+    tried |= {f"`{name}` {value:g}": {name: value} for name, of in values.items() for value in of}
     cases = (("13B", 64), ("13B", 96), ("13B", 128), ("34B", 128), ("13B, 70B", 128))
     answers: list[dict[str, str]] = [{} for _ in cases]
     rows = []
-    searched: dict[Any, Candidate] = {}
-    for name, tried in values.items():
-        for value in tried:
-            cells, constants = [], Constants().with_values({name: value})
-            for answer, (models, gpus) in zip(answers, cases):
-                key = constants, models, gpus
-                if key not in searched:
-                    posed = paper_problem("ppo", MODELS[models], gpus, constants)
-                    searched[key] = search_strategy(posed, "auto", 1).fastest
-                best = searched[key]
-                sizes = "+".join(str(s.devices) for s in best.sets)
-                chosen = f"{placement_name(best)} {sizes}"
-                answer[f"`{name}` {value:g}"] = chosen
-                cells.append(f"{chosen}, {best.total:.0f} s")
-            mark = " (default)" if value == getattr(ASSUMED, name) else ""
-            rows.append((f"`{name}` {value:g}{mark}", *cells))
+    for label, changed in tried.items():
+        cells, constants = [], Constants().with_values(changed)
+        for answer, (models, gpus) in zip(answers, cases):
+            posed = paper_problem("ppo", MODELS[models], gpus, constants)
+            best = search_strategy(posed, "auto", 1).fastest
+            sizes = "+".join(str(s.devices) for s in best.sets)
+            answer[label] = f"{placement_name(best)} {sizes}"
+            cells.append(f"{answer[label]}, {best.total:.0f} s")
+        rows.append((label, *cells))
     titles = ("constant", *(f"{models}: {gpus} GPUs" for models, gpus in cases))
-    default = f"`network` {ASSUMED.network:g}"
-    return f"{table(titles, rows)}\n\n{_moves(titles[1:], answers, default)}"
+    return f"{table(titles, rows)}\n\n{_moves(titles[1:], answers, 'as they are')}"
 
 
 def _moves(cases: Sequence[str], answers: Sequence[dict[str, str]], default: str) -> str:
@@ -321,6 +335,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "sweep": sweep_table,
     "systems": systems_table,
     "sensitivity": sensitivity_table,
+    "hops": hops_table,
 }
 
 
@@ -342,7 +357,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     names = [a for a in arguments if not a.startswith("--")] or list(TABLES)
-    pages = [a.partition("=")[2] for a in arguments if a.startswith("--write=")]
+    pages: list[str] = []
+    for flag in (a for a in arguments if a.startswith("--")):
+        name, _, page = flag.partition("=")
+        if name != "--write":
+            raise ConfigError(f"no flag is named {name}; known: --write, --write=PAGE")
+        pages += [page] if page else PAGES
     for name in names:
         if name not in TABLES:
             raise ConfigError(f"no table is named {name!r}; known: {', '.join(TABLES)}")
