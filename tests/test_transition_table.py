@@ -101,6 +101,42 @@ def test_received_bytes_are_the_formulas(sweep):
         assert row["back_bytes"] == 0
 
 
+def test_plain_resharding_receives_what_is_missing_at_least_and_the_formula_s_at_most(sweep):
+    """It knows no method; what a device lacks is by the shards that it holds before and after."""
+    for (p, t, *_), row in rows_of(sweep, "hybridflow", "vanilla"):
+        pairs = [(set(a), set(b)) for a, b in zip(*row["holdings"], strict=True)]
+        missing = max(len(after - before) for before, after in pairs) / (p * t)
+        outside = max(len(before - after) for before, after in pairs) / (p * t)
+        plain, formula = row["resharded"], row["analytic"]["communication"]
+        assert missing - 1e-9 <= plain["communication"] <= formula + 1e-9, row
+        assert plain["redundancy"] == pytest.approx(outside)
+        if row["method"] == "hybridflow":
+            assert missing == pytest.approx(formula) and outside == 0
+    for _, row in rows_of(sweep, "gather_all"):
+        for what, share in row["resharded"].items():
+            assert share <= row["analytic"][what] + 1e-9, row
+
+
+def test_the_document_says_which_programs_were_written_to_the_formula(sweep):
+    lines = sweep["text"].splitlines()
+    (head,) = (n for n, line in enumerate(lines) if line.startswith("| to the shards of | by |"))
+    rows = [[cell.strip() for cell in x.split("|")[1:-1]] for x in lines[head + 2 : head + 8]]
+    kinds = [("hybridflow", "hjax's transition", "no"), ("vanilla", "gather and cut", "yes"),
+             ("gather_all", "gather and cut", "yes")]  # fmt: skip
+    kinds += [(method, "plain resharding", "no") for method, *_ in kinds]
+    assert [tuple(row[:3]) for row in rows] == kinds
+    number = CASES[sweep["devices"]]
+    for (method, _, written), row in zip(kinds, rows, strict=True):
+        how = "resharded" if row[1] == "plain resharding" else "measured"
+        pairs = [(x[how]["communication"], x["analytic"]["communication"])
+                 for _, x in rows_of(sweep, method)]  # fmt: skip
+        same = sum(a == pytest.approx(b) for a, b in pairs)
+        less = sum(a < b - 1e-9 for a, b in pairs)
+        assert row[3:6] == [str(same), str(less), str(number - same - less)]
+        if written == "yes":
+            assert same == number
+
+
 def test_arrays_not_split_over_all_of_training_are_named_apart(sweep):
     for (_, t, *_), row in rows_of(sweep, "hybridflow", "vanilla"):
         assert list(row["unsharded"]) == (["norm"] if t > 1 else []), row
