@@ -130,7 +130,8 @@ def test_without_cudnn_one_line_says_so():
     """This machine has none, or its libraries without a GPU: what JAX raises while it traces or
     lowers is passed on as one line."""
     x = jnp.zeros((1, 16, 2, 64), jnp.bfloat16)
-    with pytest.raises(ConfigError, match="^model.attention=cudnn: .*(cuDNN|dot_product_attention)"):
+    says = "^model.attention=cudnn: .*(cuDNN|dot_product_attention)"
+    with pytest.raises(ConfigError, match=says):
         cudnn.attend(x, x, x, None, None, Scoring(), Sight())
 
 
