@@ -171,12 +171,17 @@ def test_sets_on_different_devices_are_told_apart(tmp_path, capsys):
     assert "Sets stand on different devices: before this plan runs" in text
     plan = json.loads((tmp_path / "plan.json").read_text())
     roles = [role for roles in plan["placement"] for role in roles]
-    with pytest.raises(ConfigError, match="different devices, 1x8:a100-80g and 1x8:h100; say in"):
+    with pytest.raises(ConfigError, match="different devices, a100-80g and h100; say in"):
         make_plan(str(tmp_path / "plan.json"), roles, 16)
-    labels = {"1x8:h100": "H100", "1x8:a100-80g": "A100"}
-    plan["where"] = [{"ray.io/accelerator-type": labels[pool]} for pool in plan["pools"]]
+    labels = {"h100": "H100", "a100-80g": "A100"}
+    plan["where"] = [{"ray.io/accelerator-type": labels[kind]} for kind in plan["kinds"]]
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     assert make_plan(str(tmp_path / "plan.json"), roles, 16).where[0] == plan["where"][0]
+    # Two groups of hosts with one kind of device are told apart, and need nothing said.
+    alike = ["--models=llama-7b", "--cluster=1x8:h100+1x4:h100", "--batch=256"]
+    status, out, _ = run(*alike, f"--output={tmp_path}", capsys=capsys)
+    assert status == 0 and "Sets stand on different devices" not in " ".join(out.split())
+    assert make_plan(str(tmp_path / "plan.json"), roles, 12).placement
 
 
 def test_what_is_offloaded_takes_no_memory_between_calls(capsys):

@@ -27,6 +27,7 @@ def describe_candidate(candidate: Candidate, problem: Problem) -> dict[str, Any]
         "placement": [list(s.roles) for s in candidate.sets],
         "allocation": [s.devices for s in candidate.sets],
         "pools": [s.pool.name for s in candidate.sets],
+        "kinds": [s.pool.device.name for s in candidate.sets],
         "only_compiles": only_compiles(candidate),
         "parallelism": {r: _triples(o.mesh) for r, _, o in roles},
         "layouts": {r: _axes(o.mesh) for r, _, o in roles},

@@ -136,7 +136,7 @@ def _read_plan(path: Path, roles: Sequence[str], devices: int) -> Plan:
         settings = {r: _settings(r, s) for r, s in content.get("settings", {}).items()}
         predicted = dict(content.get("predicted", known))
         where = [_labels(labels) for labels in content.get("where", [{}] * len(sets))]
-        pools = sorted(set(map(str, content.get("pools", ()))))
+        kinds = sorted(set(map(str, content.get("kinds", ()))))
     except ConfigError as error:
         raise ConfigError(f"placement: {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -147,9 +147,9 @@ def _read_plan(path: Path, roles: Sequence[str], devices: int) -> Plan:
             "dict of labels per set; where it fixes more of a role `settings` "
             f"({type(error).__name__}: {error})"
         ) from error
-    if len(pools) > 1 and not any(where):
+    if len(kinds) > 1 and not any(where):
         raise ConfigError(
-            f"placement={path}: its sets stand on different devices, {' and '.join(pools)}; say in "
+            f"placement={path}: its sets stand on different devices, {' and '.join(kinds)}; say in "
             "`where` which labels each set's hosts have, such as "
             f'{{"{KIND}": "H100"}} for each of `placement`, or take placement=auto'
         )

@@ -63,7 +63,7 @@ def _only_compiles_text(plan: PlanRecord) -> str:
 
 def _kinds_text(plan: PlanRecord) -> str:
     """One line: what a run must be told of sets on different devices; empty where all are alike."""
-    if len(set(plan["pools"])) == 1:
+    if len(set(plan["kinds"])) == 1:
         return ""
     return (
         "Sets stand on different devices: before this plan runs, its plan.json must say in `where` "
