@@ -19,6 +19,7 @@ from hjax.kernels import (
     blockwise,
     cpu,
     grouped_blocks,
+    grouped_gated_tpu,
     grouped_tpu,
     reference,
     splash,
@@ -206,12 +207,18 @@ def test_accelerators_get_no_detours_of_cpus():
         gated_mlp=backward.gated_mlp,
         rms_norm=backward.rms_norm,
         grouped=grouped_blocks.product,
+        grouped_gated=grouped_blocks.gated_product,
         attention=blockwise.attend,
     )
     # Of its packs each response has a prompt of its own: splash knows only equal segments.
-    on_tpu = {"rotate": tpu.rotate, "grouped": grouped_tpu.product, "attention": splash.attend}
     assert kernels_of("tpu") == dataclasses.replace(
-        found, **on_tpu, few_passes=True, packs_share=False
+        found,
+        rotate=tpu.rotate,
+        grouped=grouped_tpu.product,
+        grouped_gated=grouped_gated_tpu.product,
+        attention=splash.attend,
+        few_passes=True,
+        packs_share=False,
     )
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from hjax.kernels import reference
+from hjax.kernels.sets import Kernels
 from hjax.models import expert_pieces, experts
 from hjax.models.expert_pieces import Pieces, in_pieces, sorted_tokens
 from hjax.models.quantized import quantized as in_bytes
@@ -115,7 +116,27 @@ def careless_product(rows, weights, sizes, share=1.0, before=None):
     return careless(rows, weights, sizes, share, before)
 
 
-@pytest.mark.parametrize("grouped", [reference.grouped, careless_product])
+@jax.custom_vjp
+def careless_shares(shares, sizes):
+    return shares
+
+
+careless_shares.defvjp(
+    lambda shares, sizes: (shares, sizes),
+    lambda sizes, given: (nothing_known(given[:, None], sizes)[:, 0], None),
+)
+
+
+def careless_gated(both, shares, weights, sizes, *how):
+    """Nor are gradients of shares known there."""
+    shares = careless_shares(shares, sizes)
+    return reference.grouped_gated(both, shares, weights, sizes, *how, careless_product)
+
+
+CARELESS = Kernels(grouped=careless_product, grouped_gated=careless_gated)
+
+
+@pytest.mark.parametrize("kernels", [Kernels(), CARELESS], ids=["plain", "careless"])
 @pytest.mark.parametrize(
     ("load", "form"),
     [
@@ -127,7 +148,7 @@ def careless_product(rows, weights, sizes, share=1.0, before=None):
         ("even", "fp8"),
     ],
 )
-def test_in_pieces_and_at_once_are_a_plain_sum(load, form, grouped, monkeypatch):
+def test_in_pieces_and_at_once_are_a_plain_sum(load, form, kernels, monkeypatch):
     rows, shares, chosen, weights = given(load)
     if form:
         weights = added_to(weights)
@@ -137,7 +158,7 @@ def test_in_pieces_and_at_once_are_a_plain_sum(load, form, grouped, monkeypatch)
     assert len(frozen) == (4 if form in ("int8", "fp8") else 0)
     weights = dataclasses.replace(weights, **dict.fromkeys(frozen))
     routing = experts.Routing(PER_TOKEN, True, lambda gate, up: jax.nn.silu(gate) * up)
-    made = experts._made(routing, grouped)
+    made = experts._made(routing, kernels)
 
     def summed(rows, shares, weights, keep=False):
         weights = dataclasses.replace(weights, **frozen).joined()
@@ -212,7 +233,7 @@ def test_tokens_that_travel_get_what_gathered_ones_get(train, form):
 
     alone = found()
     ways = ({}, {"keep": True}, {"travel": True}, {"travel": True, "keep": True})
-    others = [found(layout, careless_product, **way) for way in ways]
+    others = [found(layout, CARELESS, **way) for way in ways]
     for expected, *every in zip(alone, *others, strict=True):
         for one in every:
             np.testing.assert_allclose(one, expected, atol=2e-5)

@@ -13,8 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hjax.kernels import checks
-from hjax.kernels.reference import sum_after
+from hjax.kernels import checks, reference
 
 _ROWS = (512, 256, 128, 64, 32, 16, 8)  # of a block, largest first
 
@@ -29,10 +28,24 @@ def product(
     """``hjax.kernels.reference.grouped``, whose arguments these are."""
     checks.check_grouped(rows, weights, sizes)
     if before is not None:
-        weights = sum_after(weights, before)
+        weights = reference.sum_after(weights, before)
     each = rows.shape[0] * share / weights.shape[0]
     block = next((rows for rows in _ROWS if each >= 2 * rows), _ROWS[-1])
     return _product(rows, weights, sizes, block, share)
+
+
+def gated_product(
+    both: jax.Array,
+    shares: jax.Array,
+    weights: jax.Array,
+    sizes: jax.Array,
+    activation: Callable[[jax.Array, jax.Array], jax.Array],
+    share: float = 1.0,
+    before: jax.Array | None = None,
+) -> jax.Array:
+    """``hjax.kernels.reference.grouped_gated``, whose arguments these are."""
+    how = sizes, activation, share, before, product
+    return reference.grouped_gated(both, shares, weights, *how)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))

@@ -25,7 +25,7 @@ _INNER, _OUTER = (2048, 1024, 512), (1024, 512, 256)  # of a tile of weights, at
 _PRODUCT_ROOM, _GRADIENT_ROOM = 12 << 20, 15 << 20
 _BALANCE = 240.0  # operations that a TPU does while it reads a byte: v5e 240, v5p 166, v6e 560
 _LANES = 128
-_ABOUT = 17 / 16  # of the least, for larger tiles: a kernel has fewer steps
+ABOUT = 17 / 16  # of the least, for larger tiles: a kernel has fewer steps
 
 
 def product(
@@ -70,19 +70,40 @@ def _backward(tile: int, share: float, interpret: bool, kept: Any, given: jax.Ar
     made = _times(given, weights, sizes, tile, share, interpret, transposed=True)
     if weights.dtype.itemsize == 1:
         return made, None, None, None
+    made_of = rows, given, weights, sizes, before
+    return made, gradient(*made_of, share, tile, interpret), None, None
+
+
+_product.defvjp(_forward, _backward)
+
+
+def gradient(
+    rows: jax.Array,
+    given: jax.Array,
+    weights: jax.Array,
+    sizes: jax.Array,
+    before: jax.Array | None,
+    share: float,
+    tile: int,
+    interpret: bool,
+) -> jax.Array:
+    """Of a product's weights, like them.
+
+    Args:
+      rows, weights, sizes, share, before: of the product.
+      given: like its result, the gradient of that.
+      tile: rows of a tile.
+      interpret: runs on any platform, slowly.
+    """
     tiling = _gradient_tiling(rows, weights, share, tile)
     moved = gradient_bytes(rows, weights, tiling, share)
     if before is not None:  # is read
         moved += before.size * before.dtype.itemsize
-    with _told(rows, weights, tile, share, moved):
-        gradient = tgmm(
+    with told(rows, weights, tile, share, moved):
+        return tgmm(
             rows.swapaxes(0, 1), given, sizes, weights.dtype, tiling, existing_out=before,
             interpret=interpret,
         )  # fmt: skip
-    return made, gradient, None, None
-
-
-_product.defvjp(_forward, _backward)
 
 
 def _times(
@@ -97,7 +118,7 @@ def _times(
     weights = weights.astype(rows.dtype)  # of one byte the kernel takes none
     tiling = _product_tiling(rows, weights, share, tile, transposed)
     moved = product_bytes(rows, weights, tiling, share, transposed)
-    with _told(rows, weights, tile, share, moved):
+    with told(rows, weights, tile, share, moved):
         return gmm(
             rows, weights, sizes, rows.dtype, tiling, transpose_rhs=transposed, interpret=interpret
         )
@@ -115,7 +136,7 @@ def _tile_rows(rows: jax.Array, weights: jax.Array, share: float) -> int:
         )
         for tile in _ROWS
     }
-    return next(tile for tile, cost in costs.items() if cost <= min(costs.values()) * _ABOUT)
+    return next(tile for tile, cost in costs.items() if cost <= min(costs.values()) * ABOUT)
 
 
 def _product_tiling(
@@ -147,7 +168,7 @@ def _cost(
     moved = product_bytes(rows, weights, tiling, share, transposed)
     if rows.shape[0] % tiling[0]:  # rows are copied to be filled up, results to be cut
         moved += 2 * rows.dtype.itemsize * rows.shape[0] * sum(weights.shape[1:])
-    return max(_flops(rows, weights, tiling[0], share), _BALANCE * moved)
+    return max(flops(rows, weights, tiling[0], share), _BALANCE * moved)
 
 
 def _gradient_tiling(
@@ -183,7 +204,7 @@ def _largest(
     """
     cut = dict.fromkeys((_cut(inner, i), _cut(outer, o)) for i, o in most)
     costs = {tile: cost(*tile) for tile in cut if fits(*tile)}
-    return next(tile for tile, found in costs.items() if found <= min(costs.values()) * _ABOUT)
+    return next(tile for tile, found in costs.items() if found <= min(costs.values()) * ABOUT)
 
 
 def _cut(size: int, most: int) -> int:
@@ -216,10 +237,10 @@ def product_bytes(
     """
     groups, (inner, outer) = weights.shape[0], weights.shape[1:][:: -1 if transposed else 1]
     used = rows.shape[0] * share
-    visits = _visits(used, groups, tiling[0])
+    computed = visits(used, groups, tiling[0])
     columns, whole = -(-outer // tiling[2]), inner <= tiling[1]
-    read = columns * inner * (used if whole else visits * tiling[0])
-    read += inner * outer * (groups if whole else visits)
+    read = columns * inner * (used if whole else computed * tiling[0])
+    read += inner * outer * (groups if whole else computed)
     return rows.dtype.itemsize * (read + used * outer)
 
 
@@ -234,17 +255,18 @@ def gradient_bytes(
     return rows.dtype.itemsize * read + weights.size * weights.dtype.itemsize
 
 
-def _visits(used: float, groups: int, tile: int) -> int:
+def visits(used: float, groups: int, tile: int) -> int:
     """Tiles of rows that are computed: one in which groups meet for each of them."""
     return math.ceil(used / tile) + groups - 1
 
 
-def _told(rows: jax.Array, weights: jax.Array, tile: int, share: float, moved: float) -> Any:
-    """A scope with what a kernel does where groups are equally large."""
-    flops = _flops(rows, weights, tile, share)
-    return jax.named_scope(cost_label((("pallas_call", flops, moved),), part=True))
+def told(rows: jax.Array, weights: jax.Array, tile: int, share: float, moved: float) -> Any:
+    """A scope with what a kernel does where groups are equally large, and so many bytes move."""
+    costs = (("pallas_call", flops(rows, weights, tile, share), moved),)
+    return jax.named_scope(cost_label(costs, part=True))
 
 
-def _flops(rows: jax.Array, weights: jax.Array, tile: int, share: float) -> float:
+def flops(rows: jax.Array, weights: jax.Array, tile: int, share: float) -> float:
+    """Of a product, tiles in which groups meet for each of them."""
     groups, inner, outer = weights.shape
-    return 2.0 * _visits(rows.shape[0] * share, groups, tile) * tile * inner * outer
+    return 2.0 * visits(rows.shape[0] * share, groups, tile) * tile * inner * outer

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from hjax.kernels import quantized, reference
+from hjax.kernels.sets import Kernels
 from hjax.models.balance import tallied
 from hjax.models.expert_pieces import First, Pieces, Second, by_expert, in_pieces, sorted_tokens
 from hjax.models.expert_ring import Ring, around, goes_round
@@ -23,7 +24,7 @@ from hjax.models.remat import first_products
 from hjax.models.weight_ring import LONGEST, whole
 from hjax.sharding.layout import Layout
 
-Grouped = Callable[..., jax.Array]
+_PLAIN = Kernels()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +119,7 @@ def mixture(
     weights: Weights,
     routing: Routing,
     layout: Layout | None = None,
-    grouped: Grouped = reference.grouped,
+    kernels: Kernels = _PLAIN,
     counted: jax.Array | None = None,
     travel: bool = False,
     keep: bool = False,
@@ -132,7 +133,7 @@ def mixture(
       layout: over whose devices rows, length, experts and MLP are split. A device computes its
         experts for the tokens of all devices that differ from it in the ``expert`` axis alone:
         they are gathered before, and sums are scattered after; or they travel.
-      grouped: the grouped product, ``hjax.kernels.reference.grouped`` or a platform's.
+      kernels: of which the grouped products are taken.
       counted: float32 [batch, length], see ``hjax.models.balance.tallied``; None: nobody asks.
       travel: tokens go round the ``expert`` axis, see ``hjax.models.expert_ring``; not a long one.
       keep: what the experts' first products give is kept for the backward pass also where experts
@@ -144,7 +145,7 @@ def mixture(
     """
     weights = weights.computed(x.dtype)
     if layout is None or layout.mesh.size == 1:
-        return _of_all(x, weights, counted, routing, grouped)
+        return _of_all(x, weights, counted, routing, kernels)
     inside = jax.sharding.get_abstract_mesh()
     # In a stage of a pipeline its axes are taken.
     taken = () if inside.empty else inside.manual_axes
@@ -156,7 +157,7 @@ def mixture(
     split = Weights(**{name: layout.spec(axes) for name, axes in there.items()})
     return jax.shard_map(
         functools.partial(
-            _part, routing=routing, layout=layout, grouped=grouped, travel=travel, keep=keep
+            _part, routing=routing, layout=layout, kernels=kernels, travel=travel, keep=keep
         ),
         mesh=layout.mesh if inside.empty else inside,
         axis_names=free,
@@ -171,11 +172,11 @@ def _of_all(
     weights: Weights,
     counted: jax.Array | None,
     routing: Routing,
-    grouped: Grouped,
+    kernels: Kernels,
 ) -> tuple[jax.Array, jax.Array | None]:
     shares, chosen, sums = _routed(x, weights, counted, routing)
     rows = x.reshape(-1, x.shape[-1])
-    out = _summed(rows, shares, chosen, weights.joined(), *_made(routing, grouped))
+    out = _summed(rows, shares, chosen, weights.joined(), *_made(routing, kernels))
     return out.reshape(x.shape), sums
 
 
@@ -191,10 +192,10 @@ def _routed(
     return shares, chosen, None if counted is None else tallied(probabilities, chosen, counted)
 
 
-def _made(routing: Routing, grouped: Grouped) -> tuple[First, Second]:
+def _made(routing: Routing, kernels: Kernels) -> tuple[First, Second]:
     """What experts make of sorted rows."""
-    second = functools.partial(_second, grouped=grouped, activation=routing.activation)
-    return functools.partial(_first, grouped=grouped), second
+    second = functools.partial(_second, kernels=kernels, activation=routing.activation)
+    return functools.partial(_first, kernels=kernels), second
 
 
 def _part(
@@ -204,7 +205,7 @@ def _part(
     *,
     routing: Routing,
     layout: Layout,
-    grouped: Grouped,
+    kernels: Kernels,
     travel: bool,
     keep: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -220,7 +221,7 @@ def _part(
         bias = jnp.where(jax.lax.axis_index(mlp) == 0, weights.down_bias, 0)
         weights = dataclasses.replace(weights, down_bias=bias)
 
-    made = _made(routing, grouped)
+    made = _made(routing, kernels)
     if not experts:
         out = _summed(rows, shares, chosen, weights, *made)
     else:
@@ -274,7 +275,7 @@ def _first(
     share: float = 1.0,
     before: Weights | None = None,
     *,
-    grouped: Grouped,
+    kernels: Kernels,
 ) -> jax.Array:
     """[rows, 2 * mlp]: gate and up of each row, sorted by expert, from its own.
 
@@ -285,9 +286,9 @@ def _first(
         those rows: a grouped product leaves there what is. Gradients of weights know nothing of it.
       share: of the rows, how many are expected to be of an expert.
       before: what gradients of weights are added to; None: to nothing.
-      grouped: the grouped product.
+      kernels: of which the grouped products are taken.
     """
-    how = _Rows(weights, before, sizes, share, rows.shape[0], grouped)
+    how = _Rows(weights, before, sizes, share, rows.shape[0], kernels)
     both = how.through(rows, "gate_up")
     if weights.gate_up_bias is not None:
         both += how.bias("gate_up")
@@ -302,17 +303,14 @@ def _second(
     share: float = 1.0,
     before: Weights | None = None,
     *,
-    grouped: Grouped,
+    kernels: Kernels,
     activation: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
     """[rows, embed]: what comes of ``_first``'s, times each row's share, float32 [rows]; nor do
     gradients of shares know of rows of no expert."""
-    how = _Rows(weights, before, sizes, share, both.shape[0], grouped)
+    how = _Rows(weights, before, sizes, share, both.shape[0], kernels)
     shares = _within(shares[:, None], how.inside)
-    gate, up = jnp.split(both, 2, axis=-1)
-    # A share of what goes down is one of what comes: there are fewer elements of it.
-    active = activation(gate, up)
-    out = how.through((active.astype(jnp.float32) * shares).astype(active.dtype), "down")
+    out = how.through_gated(both, shares[:, 0], activation)
     if weights.down_bias is not None:
         out += (how.bias("down").astype(jnp.float32) * shares).astype(out.dtype)
     return out
@@ -328,10 +326,10 @@ class _Rows:
         sizes: jax.Array,
         share: float,
         count: int,
-        grouped: Grouped,
+        kernels: Kernels,
     ) -> None:
         ends, at = jnp.cumsum(sizes), jnp.arange(count)
-        self.weights, self.sizes, self.share, self.grouped = weights, sizes, share, grouped
+        self.weights, self.sizes, self.share, self.kernels = weights, sizes, share, kernels
         self.before = Weights(*[None] * 3) if before is None else before
         self.inside = (at < ends[-1])[:, None] if share < 1 else None
         last = weights.down.shape[0] - 1
@@ -342,13 +340,23 @@ class _Rows:
 
         def product(x: jax.Array, end: str) -> jax.Array:
             weight, sums = (getattr(w, f"{name}{end}") for w in (self.weights, self.before))
-            return self.grouped(x, weight, self.sizes, self.share, sums)
+            return self.kernels.grouped(x, weight, self.sizes, self.share, sums)
 
         out = product(x, "")
         scale, adapted = (getattr(self.weights, f"{name}{end}") for end in ("_scale", "_a"))
         if scale is not None:
             out = quantized.scaled_rows(out, scale, self.own)
         return out if adapted is None else out + product(product(x, "_a"), "_b")
+
+    def through_gated(
+        self, both: jax.Array, shares: jax.Array, activation: Callable[..., jax.Array]
+    ) -> jax.Array:
+        """As ``through`` with the matrix down of what gate and up make active, times shares."""
+        weights = self.weights
+        if weights.down_scale is not None or weights.down_a is not None:
+            return self.through(reference.gated_rows(both, shares, activation), "down")
+        how = weights.down, self.sizes, activation, self.share, self.before.down
+        return self.kernels.grouped_gated(both, shares, *how)
 
     def bias(self, name: str) -> jax.Array:
         """Each row's; a product, which the compiler adds where the one before ends."""

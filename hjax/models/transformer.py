@@ -317,10 +317,9 @@ class Block(nnx.Module):
                 assert self.config.lora is not None
                 read[name] = self.config.lora.scaling * read[name]
         weights = Weights(**read)
-        routing, grouped = routing_of(self.config), compute.kernels.grouped
         keep = compute.remat in (remat.NONE, remat.PRODUCTS)
-        how = routing, compute.home, grouped, counted, compute.travel, keep
-        return mixture(x, weights, *how)
+        how = compute.home, compute.kernels, counted, compute.travel, keep
+        return mixture(x, weights, routing_of(self.config), *how)
 
     def _mlp(self, x: jax.Array, compute: Compute) -> jax.Array:
         config = self.config

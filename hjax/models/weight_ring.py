@@ -235,7 +235,7 @@ def _joined(along: int, count: int, own: jax.Array, pieces: tuple[jax.Array, ...
     shape = list(pieces[0].shape)
     size = shape[along]
     shape[along] *= count
-    out = jnp.zeros(shape, pieces[0].dtype)
+    out = jax.lax.empty(tuple(shape), pieces[0].dtype)  # the pieces fill it
     for step, piece in enumerate(pieces):
         start = _place(own, step, count, size)
         out = jax.lax.dynamic_update_slice_in_dim(out, piece, start, along)
