@@ -25,7 +25,8 @@ _ROWS = (512, 256, 128)  # of a tile, largest first
 _WIDTHS = (2048, 1024, 512)  # columns of a tile of the product; of the summed dimension, backwards
 _ROOM = 40 << 20  # bytes on the chip of a kernel's tiles and what it makes of them
 _LIMIT = 56 << 20  # that a kernel may have
-_LANES = 64
+_LANES = 64  # a half is a multiple of so many wide
+_PART = 128
 
 
 def product(
@@ -70,15 +71,19 @@ def _product(
 ) -> jax.Array:
     activation, rows, share, interpret = how
     inner, outer = weights.shape[1:]
-    width = _width(outer, lambda width: _forward_bytes(rows, inner, width, both.dtype.itemsize))
+    width = _width(rows, weights, _forward_room)
 
     def kernel(
-        offsets: Any, groups: Any, tiles: Any, both: Any, shares: Any, weights: Any, out: Any
-    ) -> None:
+        offsets: Any, groups: Any, tiles: Any, both: Any, shares: Any, weights: Any, out: Any,
+        active: Any,
+    ) -> None:  # fmt: skip
         visit = pl.program_id(1)
-        active = _active(both[...], _column(shares[0]), activation).astype(weights.dtype)
-        made = _dot(active, weights[...], ((1,), (0,)))
-        inside = _inside(offsets, groups, tiles, visit, (rows, 1))
+        for at in _parts(rows):
+            gate, up = _halves(both[at, :])
+            here = activation(gate, up) * _column(shares[0, :, at])
+            active[at, :] = here.astype(active.dtype)
+        made = _dot(active[...], weights[...], ((1,), (0,)))
+        inside = _inside(offsets, groups, tiles, visit, rows, slice(0, rows))
         out[...] = jnp.where(inside, made, out[...].astype(jnp.float32)).astype(out.dtype)
 
     def of_rows(column: Any, visit: Any, offsets: Any, groups: Any, tiles: Any) -> Any:
@@ -95,8 +100,7 @@ def _product(
 
     columns = pl.cdiv(outer, width)
     visits, metadata = _visits(sizes, both.shape[0], rows)
-    used, element = both.shape[0] * share, both.dtype.itemsize
-    moved = used * (columns * 2 * inner + outer) * element + weights.size * element
+    moved = _forward_bytes(both, weights, share, rows, width)
     with grouped_tpu.told(both, weights, rows, share, moved):
         return pl.pallas_call(
             kernel,
@@ -110,6 +114,7 @@ def _product(
                 ],
                 out_specs=pl.BlockSpec((rows, width), of_out),
                 grid=(columns, visits),
+                scratch_shapes=[pltpu.VMEM((rows, inner), both.dtype)],
             ),
             compiler_params=_params("parallel", "arbitrary"),
             cost_estimate=_estimate(both, weights, rows, share, moved),
@@ -126,8 +131,7 @@ def _backward(how: tuple[Activation, int, float, bool], kept: Any, given: jax.Ar
     activation, rows, share, interpret = how
     both, shares, weights, sizes, before = kept
     inner, outer = weights.shape[1:]
-    element = both.dtype.itemsize
-    width = _width(outer, lambda width: _backward_bytes(rows, inner, width, element))
+    width = _width(rows, weights, _backward_room)
     steps, left = pl.cdiv(outer, width), outer % width
 
     def kernel(
@@ -149,22 +153,23 @@ def _backward(how: tuple[Activation, int, float, bool], kept: Any, given: jax.Ar
                 finish()
 
         def finish() -> None:
-            column, made = _column(shares[0]), sums[...]
-            halves = _halves(both[...])
-            plain, back = jax.vjp(activation, *halves)
-            whole = jnp.concatenate(back(made * column), axis=1)
-            inside = _inside(offsets, groups, tiles, visit, (rows, 1))
-
-            def put(out: Any, new: jax.Array) -> None:
-                out[...] = jnp.where(inside, new, out[...].astype(jnp.float32)).astype(out.dtype)
-
-            put(d_both, whole)
-            put(active, plain * column)
-            # Sums over a row's columns, one after another in a register: by a product.
-            ones = jnp.ones((8, inner), jnp.float32)
-            across = _dot(ones, made * plain, ((1,), (1,)), jax.lax.Precision.HIGHEST)[:1]
-            inside = _inside(offsets, groups, tiles, visit, (1, rows))
-            d_shares[0] = jnp.where(inside, across, d_shares[0])
+            for at in _parts(rows):
+                made, column = sums[at, :], _column(shares[0, :, at])
+                plain, back = jax.vjp(activation, *_halves(both[at, :]))
+                of_gate, of_up = back(made * column)
+                inside = _inside(offsets, groups, tiles, visit, rows, at)
+                for out, columns, new in (
+                    (d_both, slice(0, inner), of_gate),
+                    (d_both, slice(inner, 2 * inner), of_up),
+                    (active, slice(0, inner), plain * column),
+                ):
+                    held = out[at, columns].astype(jnp.float32)
+                    out[at, columns] = jnp.where(inside, new, held).astype(out.dtype)
+                # Sums over a row's columns, one after another in a register: by a product.
+                ones = jnp.ones((8, inner), jnp.float32)
+                across = _dot(ones, made * plain, ((1,), (1,)), jax.lax.Precision.HIGHEST)[:1]
+                inside = _inside(offsets, groups, tiles, visit, rows, at, along=1)
+                d_shares[0, :, at] = jnp.where(inside, across, d_shares[0, :, at])
 
         jax.lax.cond(step == steps - 1, lambda: add(True), lambda: add(False))
 
@@ -182,10 +187,7 @@ def _backward(how: tuple[Activation, int, float, bool], kept: Any, given: jax.Ar
 
     count = both.shape[0]
     visits, metadata = _visits(sizes, count, rows)
-    used = count * share
-    times = len(sizes) if steps == 1 else grouped_tpu.visits(used, len(sizes), rows)
-    read = times * inner * outer
-    moved = (used * (5 * inner + outer) + read) * element
+    moved = _backward_bytes(both, weights, share, rows, width)
     with grouped_tpu.told(both, weights, rows, share, moved):
         d_both, active, d_shares = pl.pallas_call(
             kernel,
@@ -230,8 +232,9 @@ def _halves(both: jax.Array) -> tuple[jax.Array, jax.Array]:
     return gate, up
 
 
-def _active(both: jax.Array, column: jax.Array, activation: Activation) -> jax.Array:
-    return activation(*_halves(both)) * column
+def _parts(rows: int) -> list[slice]:
+    """Of a tile, as many rows as are made active at a time: what is between has little room."""
+    return [slice(at, at + _PART) for at in range(0, rows, _PART)]
 
 
 def _column(row: jax.Array) -> jax.Array:
@@ -252,12 +255,14 @@ def _cut(x: jax.Array, width: int) -> jax.Array:
 
 
 def _inside(
-    offsets: Any, groups: Any, tiles: Any, visit: Any, shape: tuple[int, int]
+    offsets: Any, groups: Any, tiles: Any, visit: Any, rows: int, at: slice, along: int = 0
 ) -> jax.Array:
-    """Which rows of a tile are of the visit's group, along the longer dimension."""
-    group, rows = groups[visit], max(shape)
-    at = jax.lax.broadcasted_iota(jnp.int32, shape, shape.index(rows)) + tiles[visit] * rows
-    return (at >= offsets[group]) & (at < offsets[group + 1])
+    """Which of these rows of a tile of so many are of the visit's group, in this dimension of two.
+    """
+    count, group = at.stop - at.start, groups[visit]
+    shape = (count, 1) if along == 0 else (1, count)
+    row = jax.lax.broadcasted_iota(jnp.int32, shape, along) + tiles[visit] * rows + at.start
+    return (row >= offsets[group]) & (row < offsets[group + 1])
 
 
 # Before it
@@ -289,35 +294,57 @@ def _estimate(both: Any, weights: Any, rows: int, share: float, moved: float) ->
 
 
 def _tile_rows(both: jax.Array, weights: jax.Array, share: float) -> int:
-    """Rows of a tile: the most with which products take about the least, see
-    ``grouped_tpu.flops``; 0: none has room."""
-    inner, element = weights.shape[1], both.dtype.itemsize
+    """Rows of a tile: the most with which a product, forward and back, takes about the least; 0:
+    none has room. Of small ones weights are read often, of large ones two groups meet in more."""
+    inner, outer = weights.shape[1:]
     if inner % _LANES or weights.dtype.itemsize == 1:
         return 0
-    least = inner, _WIDTHS[-1], element
-    costs = {
-        rows: grouped_tpu.flops(both, weights, rows, share)
-        for rows in _ROWS
-        if max(_forward_bytes(rows, *least), _backward_bytes(rows, *least)) <= _ROOM
-    }
-    return next(
-        (rows for rows, cost in costs.items() if cost <= min(costs.values()) * grouped_tpu.ABOUT), 0
-    )
+    costs = {}
+    for rows in _ROWS:
+        widths = [_width(rows, weights, bytes_of) for bytes_of in (_forward_room, _backward_room)]
+        if all(widths):
+            moved = _forward_bytes(both, weights, share, rows, widths[0])
+            back = _backward_bytes(both, weights, share, rows, widths[1])
+            flops = grouped_tpu.flops(both, weights, rows, share)
+            costs[rows] = sum(max(flops, grouped_tpu.BALANCE * m) for m in (moved, back))
+    least = min(costs.values(), default=0.0) * grouped_tpu.ABOUT
+    return next((rows for rows, cost in costs.items() if cost <= least), 0)
 
 
-def _width(outer: int, bytes_of: Callable[[int], int]) -> int:
-    """Columns of a tile: all of them, or the most that have room."""
-    whole = [outer] if outer <= _WIDTHS[0] else []
-    return next(w for w in (*whole, *(w for w in _WIDTHS if w < outer)) if bytes_of(w) <= _ROOM)
+def _width(rows: int, weights: jax.Array, room: Callable[[int, int, int, int], int]) -> int:
+    """Columns of a tile: all of them, or the most that have room; 0: none have."""
+    inner, outer = weights.shape[1:]
+    every = (outer, *(w for w in _WIDTHS if w < outer))
+    return next((w for w in every if room(rows, inner, w, weights.dtype.itemsize) <= _ROOM), 0)
 
 
-def _forward_bytes(rows: int, inner: int, width: int, element: int) -> int:
-    """Tiles twice, as one is read while another is multiplied; gate, up and active in float32, and
-    the product."""
+def _forward_room(rows: int, inner: int, width: int, element: int) -> int:
+    """Bytes on the chip: tiles twice, as one is read while another is multiplied; what is between
+    of a part of the rows, active rows, and the product."""
     tiles = rows * 2 * inner + inner * width + rows * width
-    return 2 * element * tiles + 4 * rows * (4 * inner + width)
+    return 2 * element * tiles + 4 * 8 * _PART * inner + element * rows * inner + 4 * rows * width
 
 
-def _backward_bytes(rows: int, inner: int, width: int, element: int) -> int:
+def _backward_room(rows: int, inner: int, width: int, element: int) -> int:
+    """The same; with sums of a tile."""
     tiles = rows * width + inner * width + rows * 5 * inner
-    return 2 * element * tiles + 4 * rows * 8 * inner
+    return 2 * element * tiles + 4 * 8 * _PART * inner + 4 * rows * inner
+
+
+def _forward_bytes(
+    both: jax.Array, weights: jax.Array, share: float, rows: int, width: int
+) -> float:
+    """To and from main memory, groups equally large: gate and up are read for each tile of columns,
+    weights once."""
+    used, (inner, outer) = both.shape[0] * share, weights.shape[1:]
+    moved = used * (pl.cdiv(outer, width) * 2 * inner + outer) + weights.size
+    return moved * weights.dtype.itemsize
+
+
+def _backward_bytes(
+    both: jax.Array, weights: jax.Array, share: float, rows: int, width: int
+) -> float:
+    """Weights are read for each tile of rows, unless one has all columns."""
+    used, (groups, inner, outer) = both.shape[0] * share, weights.shape
+    read = groups if width >= outer else grouped_tpu.visits(used, groups, rows)
+    return (used * (5 * inner + outer) + read * inner * outer) * weights.dtype.itemsize

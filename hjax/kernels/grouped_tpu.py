@@ -23,7 +23,7 @@ _ROWS = (512, 256, 128)  # of a tile, largest first
 _INNER, _OUTER = (2048, 1024, 512), (1024, 512, 256)  # of a tile of weights, at most
 # Bytes of tiles, of a product and of a gradient: a kernel has 16 MiB, with what it needs besides.
 _PRODUCT_ROOM, _GRADIENT_ROOM = 12 << 20, 15 << 20
-_BALANCE = 240.0  # operations that a TPU does while it reads a byte: v5e 240, v5p 166, v6e 560
+BALANCE = 240.0  # operations that a TPU does while it reads a byte: v5e 240, v5p 166, v6e 560
 _LANES = 128
 ABOUT = 17 / 16  # of the least, for larger tiles: a kernel has fewer steps
 
@@ -168,7 +168,7 @@ def _cost(
     moved = product_bytes(rows, weights, tiling, share, transposed)
     if rows.shape[0] % tiling[0]:  # rows are copied to be filled up, results to be cut
         moved += 2 * rows.dtype.itemsize * rows.shape[0] * sum(weights.shape[1:])
-    return max(flops(rows, weights, tiling[0], share), _BALANCE * moved)
+    return max(flops(rows, weights, tiling[0], share), BALANCE * moved)
 
 
 def _gradient_tiling(

@@ -127,9 +127,6 @@ class Pieces:
         fixed = {name: getattr(weights, name) for name in self.frozen}
         none = dict.fromkeys(self.frozen)
         learning = dataclasses.replace(weights, **none)
-        if before is None:
-            before = jax.tree.map(jnp.zeros_like, learning)
-
         def add(turn: Any, state: Any, kept: jax.Array | None = None) -> Any:
             of_rows, of_shares, of_weights = state
             piece = cut.piece(turn)
@@ -154,8 +151,8 @@ class Pieces:
             of_shares = of_shares.at[piece.entry].add(d_shares)
             return piece.added(of_rows, d_rows), of_shares, d_weights
 
-        state = tuple(sums), jnp.zeros_like(tokens.shares), dataclasses.replace(before, **none)
-        return cut.others(add, add(0, state, kept))
+        before = None if before is None else dataclasses.replace(before, **none)
+        return cut.others(add, add(0, (tuple(sums), jnp.zeros_like(tokens.shares), before), kept))
 
     def _cut(self, tokens: Sorted, weights: Any) -> _Cut:
         here, (sets, entries) = weights.down.shape[0], tokens.order.shape

@@ -69,7 +69,8 @@ class Constants:
     link_latency: float = _value(
         15e-6,
         "s per collective and doubling",
-        "nccl-tests, small messages: 20 to 40 us on 8 A100",
+        "nccl-tests, small messages: 20 to 40 us on 8 A100; an all-reduce of NCCL's own model: 10, "
+        "37 or 56 us by protocol (NVIDIA/nccl, src/graph/tuning.cc at 01afd20)",
         7e-6,
         15e-6,
     )
