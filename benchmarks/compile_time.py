@@ -18,8 +18,8 @@ import jax
 import machine
 
 from hjax.algorithms.losses import PolicyLoss
+from hjax.models.compute import Compute
 from hjax.models.config import ModelConfig
-from hjax.models.transformer import Compute
 from hjax.sharding.layout import make_layouts
 from hjax.workers import Actor, OptimizerConfig, WorkerContext
 

@@ -51,10 +51,10 @@ import machine
 import numpy as np
 
 from hjax.launch.machine import prepare_devices
+from hjax.models.compute import Compute
 from hjax.models.config import ModelConfig
 from hjax.models.export import export_weights
 from hjax.models.parameters import decoder_network
-from hjax.models.transformer import Compute
 from hjax.models.weights import load_params, read_config
 from hjax.rollout.generator import Generator
 from hjax.rollout.options import Options

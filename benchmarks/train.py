@@ -96,7 +96,7 @@ def hjax_update(model: str, batch: dict[str, np.ndarray], folder: str, packing: 
 
     from hjax.algorithms.losses import PolicyLoss
     from hjax.controller import ResourcePool, WorkerGroup
-    from hjax.models.transformer import Compute
+    from hjax.models.compute import Compute
     from hjax.models.weights import read_config
     from hjax.sharding.layout import make_layouts
     from hjax.workers import Actor, OptimizerConfig, WorkerContext

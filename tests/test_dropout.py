@@ -17,11 +17,11 @@ from test_quantized import dequantize, quantized_network
 
 from hjax.errors import ConfigError
 from hjax.models.attention import Causal
+from hjax.models.compute import Compute
 from hjax.models.declaration import parts
 from hjax.models.dropout import Dropout, row_keys, token_keys
 from hjax.models.lora import TARGETS, Lora
 from hjax.models.peft_files import CONFIG, save_adapter
-from hjax.models.transformer import Compute
 from hjax.models.weights import load_params
 
 RATE = 0.4

@@ -7,9 +7,9 @@ import pytest
 from helpers import computed, trainer_of
 
 from hjax.kernels import decode
+from hjax.models.compute import Compute
 from hjax.models.config import ModelConfig
 from hjax.models.parameters import Layered, decoder_network
-from hjax.models.transformer import Compute
 from hjax.rollout import generator as module
 from hjax.rollout.generator import Generator
 from hjax.rollout.language_model import LanguageModel

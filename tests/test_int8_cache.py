@@ -20,10 +20,10 @@ from hjax.kernels import cache_axis, decode, decode_gpu, decode_tpu, int8_cache
 from hjax.kernels.attention import Scoring
 from hjax.kernels.int8_cache import Quantized
 from hjax.models.attention import Causal
+from hjax.models.compute import Compute
 from hjax.models.config import LayerKind, ModelConfig
 from hjax.models.forward import positions_of
 from hjax.models.parameters import decoder_network
-from hjax.models.transformer import Compute
 from hjax.rollout.generator import Generator
 from hjax.rollout.sampling import Sampling
 from hjax.sharding.layout import make_layouts

@@ -26,7 +26,7 @@ from hjax.kernels import (
     tpu,
 )
 from hjax.kernels.sets import Kernels, choose, kernels_of
-from hjax.models.transformer import Compute
+from hjax.models.compute import Compute
 from hjax.sharding.layout import make_layouts
 
 BATCH, LENGTH, HEADS, HEAD_DIM, EMBED, MLP = 2, 5, 3, 4, 6, 7

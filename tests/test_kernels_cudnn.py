@@ -27,7 +27,7 @@ from hjax.errors import ConfigError
 from hjax.kernels import attention, blockwise, cudnn, cudnn_trial
 from hjax.kernels.attention import Scoring, Shared, Sight
 from hjax.kernels.sets import TRIED, choose, kernels_of
-from hjax.models.transformer import Compute
+from hjax.models.compute import Compute
 from hjax.run.roles import describe_roles, placed
 
 by_xla = functools.partial(cudnn.attend, implementation="xla")

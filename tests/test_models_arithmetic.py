@@ -10,10 +10,10 @@ import pytest
 from hjax.errors import ConfigError
 from hjax.models import arithmetic
 from hjax.models.attention import Causal
+from hjax.models.compute import Compute
 from hjax.models.config import LayerKind, ModelConfig
 from hjax.models.parameters import decoder_network, scalar_network
 from hjax.models.published import planning_shape, published
-from hjax.models.transformer import Compute
 from hjax.planning.counting import counts
 from hjax.xla.flops import count_flops
 

@@ -14,13 +14,13 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 import hjax
 from hjax.errors import ConfigError
 from hjax.models import arithmetic, forward
+from hjax.models.compute import Compute
 from hjax.models.families import FAMILIES, from_hf, to_hf
 from hjax.models.forward import sequence_states, token_log_probs
 from hjax.models.huggingface import load_weights, save_weights
 from hjax.models.packed import arranged
 from hjax.models.parameters import decoder_network
 from hjax.models.published import published
-from hjax.models.transformer import Compute
 from hjax.rollout.options import Options
 from hjax.rollout.requests import Request
 from hjax.rollout.service import Service

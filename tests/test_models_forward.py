@@ -13,6 +13,7 @@ from references import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hjax.models import forward
+from hjax.models.compute import Compute
 from hjax.models.config import ModelConfig
 from hjax.models.forward import (
     response_states,
@@ -22,7 +23,6 @@ from hjax.models.forward import (
 )
 from hjax.models.huggingface import load_weights
 from hjax.models.parameters import decoder_network
-from hjax.models.transformer import Compute
 from hjax.sharding.layout import make_layouts
 from hjax.sharding.pipeline import plain
 

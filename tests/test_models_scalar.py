@@ -8,9 +8,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from hjax.errors import ConfigError
 from hjax.models import arithmetic
+from hjax.models.compute import Compute
 from hjax.models.forward import sequence_states
 from hjax.models.parameters import scalar_network
-from hjax.models.transformer import Compute
 from hjax.models.weights import load_params, read_config
 from hjax.sharding.layout import make_layouts
 

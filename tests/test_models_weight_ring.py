@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from hjax.models import weight_ring
+from hjax.models.compute import Compute
 from hjax.models.config import LayerKind, ModelConfig
 from hjax.models.forward import response_states, token_log_probs
 from hjax.models.lora import Lora
 from hjax.models.parameters import decoder_network
 from hjax.models.quantized import quantized_params
-from hjax.models.transformer import Compute
 from hjax.sharding.layout import make_layouts, without
 
 LLAMA = ModelConfig(48, 32, 40, 2, 8, 4, 4, 64)

@@ -22,11 +22,11 @@ from hjax.dryrun.description import describe
 from hjax.errors import ConfigError
 from hjax.models import huggingface
 from hjax.models.attention import Causal
+from hjax.models.compute import Compute
 from hjax.models.lora import Lora, merged
 from hjax.models.parameters import decoder_network
 from hjax.models.peft_files import Adapter
 from hjax.models.quantized import quantized
-from hjax.models.transformer import Compute
 from hjax.models.weights import load_params
 from hjax.planning.counting import counts
 from hjax.sharding.layout import make_layouts

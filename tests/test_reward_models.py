@@ -21,10 +21,10 @@ from hjax.data.dataset import Dataset
 from hjax.data.tasks import TASKS, get_task
 from hjax.errors import ConfigError, DataError
 from hjax.launch.export import main as export
+from hjax.models.compute import Compute
 from hjax.models.forward import sequence_states
 from hjax.models.huggingface import save_weights
 from hjax.models.parameters import scalar_network, to_host
-from hjax.models.transformer import Compute
 from hjax.models.weights import read_config
 from hjax.sharding.layout import make_layouts
 from hjax.show.report import write_report

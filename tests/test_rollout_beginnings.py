@@ -12,9 +12,9 @@ from helpers import computed, trainer_of
 from test_rollout_engine import ODD, PLAIN, Case, drawn_by, on_host
 
 from hjax.kernels import decode
+from hjax.models.compute import Compute
 from hjax.models.continuing import BLOCK
 from hjax.models.parameters import decoder_network
-from hjax.models.transformer import Compute
 from hjax.rollout import beginnings
 from hjax.rollout.beginnings import Beginnings, shared
 from hjax.rollout.generator import Generator

@@ -11,9 +11,9 @@ import pytest
 from hjax.kernels import cache_axis, decode
 from hjax.kernels.attention import Scoring
 from hjax.kernels.decode import Slots
+from hjax.models.compute import Compute
 from hjax.models.config import LayerKind, ModelConfig
 from hjax.models.parameters import decoder_network
-from hjax.models.transformer import Compute
 from hjax.rollout import beginnings, scheduler
 from hjax.rollout.engine import STEPS
 from hjax.rollout.generator import Generator

@@ -10,10 +10,10 @@ import pytest
 from hjax.kernels import decode
 from hjax.kernels.attention import Scoring
 from hjax.models.attention import Heads
+from hjax.models.compute import Compute
 from hjax.models.config import ModelConfig
 from hjax.models.decoding import Decode, KVCache
 from hjax.models.parameters import decoder_network
-from hjax.models.transformer import Compute
 from hjax.rollout.generator import Generator
 from hjax.rollout.sampling import Sampling
 from hjax.sharding.layout import make_layouts, without

@@ -6,10 +6,10 @@ import pytest
 from references import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hjax.models.compute import Compute
 from hjax.models.forward import response_states, token_log_probs
 from hjax.models.huggingface import load_weights
 from hjax.models.parameters import decoder_network
-from hjax.models.transformer import Compute
 from hjax.rollout.generator import Generator, bucket_length
 from hjax.rollout.sampling import Sampling
 from hjax.sharding.layout import make_layouts

@@ -16,7 +16,7 @@ import numpy as np
 
 from hjax.models.config import ModelConfig
 from hjax.models.parameters import decoder_network
-from hjax.models.transformer import Compute
+from hjax.models.compute import Compute
 from hjax.rollout.generator import Generator
 from hjax.rollout.sampling import Sampling
 from hjax.run.slot_room import Rollouts

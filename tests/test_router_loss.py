@@ -21,10 +21,10 @@ from hjax.algorithms.losses import PolicyLoss, SupervisedLoss, ValueLoss
 from hjax.data.tasks import get_task
 from hjax.errors import ConfigError
 from hjax.models.balance import Routed, balance_loss, balance_metrics
+from hjax.models.compute import Compute
 from hjax.models.huggingface import load_weights
 from hjax.models.lora import Lora
 from hjax.models.parameters import to_host
-from hjax.models.transformer import Compute
 from hjax.models.weights import read_config
 from hjax.sharding.layout import make_layouts
 from hjax.workers import Actor, Critic, OptimizerConfig, WorkerContext

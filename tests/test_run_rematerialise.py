@@ -11,8 +11,8 @@ from hjax.algorithms.losses import PolicyLoss
 from hjax.dryrun.programs import memory_of
 from hjax.dryrun.shape_inputs import read_shape, shape_inputs
 from hjax.models import arithmetic
+from hjax.models.compute import Compute
 from hjax.models.config import ModelConfig
-from hjax.models.transformer import Compute
 from hjax.run.rematerialise import choose
 from hjax.run.roles import describe_roles, placed
 from hjax.sharding.layout import make_layouts

@@ -9,10 +9,10 @@ from jax.sharding import Mesh, PartitionSpec
 
 from hjax.kernels import blockwise, splash
 from hjax.kernels.attention import attend, cost_label
+from hjax.models.compute import Compute
 from hjax.models.config import ModelConfig
 from hjax.models.forward import sequence_states, token_log_probs
 from hjax.models.parameters import decoder_network
-from hjax.models.transformer import Compute
 from hjax.xla.flops import Flops, count_flops
 from hjax.xla.hlo import parse
 from hjax.xla.products import told_cost

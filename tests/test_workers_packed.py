@@ -13,9 +13,9 @@ import pytest
 from hjax.algorithms.losses import PolicyLoss, SupervisedLoss, ValueLoss
 from hjax.algorithms.pair_loss import PairLoss
 from hjax.algorithms.score_losses import ScoreLoss, with_end
+from hjax.models.compute import Compute
 from hjax.models.config import ModelConfig
 from hjax.models.parameters import to_host
-from hjax.models.transformer import Compute
 from hjax.sharding.layout import make_layouts
 from hjax.workers import Actor, Critic, ModelReward, OptimizerConfig, Reference, WorkerContext
 from hjax.workers.scorer import Scorer

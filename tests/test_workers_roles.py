@@ -13,9 +13,9 @@ from hjax.algorithms.losses import PolicyLoss, SupervisedLoss, ValueLoss
 from hjax.controller import ResourcePool, WorkerGroup
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, RunError
+from hjax.models.compute import Compute
 from hjax.models.config import ModelConfig
 from hjax.models.parameters import to_host
-from hjax.models.transformer import Compute
 from hjax.models.weights import read_config
 from hjax.pieces import Pieces
 from hjax.rewards.function import RewardFunction

@@ -25,8 +25,8 @@ def update_on(devices, train):
     import jax.numpy as jnp
 
     from hjax.algorithms.losses import ValueLoss
+    from hjax.models.compute import Compute
     from hjax.models.config import ModelConfig
-    from hjax.models.transformer import Compute
     from hjax.sharding.layout import make_layouts
     from hjax.workers import Critic, OptimizerConfig, WorkerContext
 

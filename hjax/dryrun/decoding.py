@@ -18,10 +18,10 @@ from hjax.dryrun.minimum import Tokens, decoding_bytes
 from hjax.dryrun.programs import StepProgram
 from hjax.dryrun.topologies import find_topology
 from hjax.kernels.int8_cache import AUTO, INT8, element_bytes
+from hjax.models.compute import Compute
 from hjax.models.config import ModelConfig
 from hjax.models.parameters import decoder_network
 from hjax.models.published import published
-from hjax.models.transformer import Compute
 from hjax.rollout.engine import STEPS
 from hjax.rollout.generator import Generator
 from hjax.rollout.sampling import Sampling

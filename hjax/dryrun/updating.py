@@ -21,9 +21,9 @@ from hjax.dryrun.programs import StepProgram
 from hjax.dryrun.topologies import find_topology
 from hjax.errors import ConfigError
 from hjax.kernels.sets import AUTO, BLOCKS, CUDNN
+from hjax.models.compute import Compute
 from hjax.models.config import ModelConfig
 from hjax.models.published import published
-from hjax.models.transformer import Compute
 from hjax.sharding.layout import make_layouts
 from hjax.workers import Actor, OptimizerConfig, Reference, WorkerContext
 from hjax.workers.update_memory import updates_of

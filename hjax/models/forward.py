@@ -19,10 +19,10 @@ from hjax.kernels.attention import PART
 from hjax.kernels.log_prob_head import Head, token_scores, top_scores
 from hjax.kernels.spread import Spread
 from hjax.models.attention import Causal, SharedPrompt
+from hjax.models.compute import Compute
 from hjax.models.dropout import KEY as DROPOUT
 from hjax.models.dropout import Dropout, token_keys
 from hjax.models.packed import KEY, read_packs
-from hjax.models.transformer import Compute
 from hjax.sharding.layout import Layout
 from hjax.sharding.pipeline import plain
 

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from hjax.models.attention import Packed
+from hjax.models.compute import Compute
 from hjax.models.dropout import KEY as DROPOUT
 from hjax.models.dropout import Dropout, token_keys
-from hjax.models.transformer import Compute
 
 KEY = "packing"  # a batch's entry
 

@@ -23,12 +23,12 @@ from hjax.errors import ConfigError
 from hjax.kernels import cache_axis, decode, int8_cache
 from hjax.kernels.decode import Slots
 from hjax.models.attention import Attention, Causal, SharedPrompt
+from hjax.models.compute import Compute
 from hjax.models.continuing import BLOCK, Blocks, Continue
 from hjax.models.decoding import KVCache, keys_and_values
 from hjax.models.flat import Flat
 from hjax.models.forward import positions_of
 from hjax.models.parameters import Network, Weights
-from hjax.models.transformer import Compute
 from hjax.rollout import decode_state
 from hjax.rollout.chunks import Chunks
 from hjax.rollout.counts import Counts

@@ -21,6 +21,7 @@ from hjax.errors import ConfigError
 from hjax.kernels import decode
 from hjax.kernels.int8_cache import AUTO, CACHE_DTYPES, INT8
 from hjax.models.attention import Causal
+from hjax.models.compute import Compute
 from hjax.models.decoding import Decode, KVCache
 from hjax.models.forward import positions_of
 from hjax.models.parameters import (
@@ -34,7 +35,6 @@ from hjax.models.parameters import (
     lies_in,
     relaid,
 )
-from hjax.models.transformer import Compute
 from hjax.rollout import decode_state
 from hjax.rollout.engine import Engine
 from hjax.rollout.sampling import Sampling, sequence_keys

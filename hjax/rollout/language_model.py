@@ -18,10 +18,10 @@ from hjax.data.response_text import ResponseText
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, RunError
 from hjax.kernels.int8_cache import AUTO
+from hjax.models.compute import Compute
 from hjax.models.config import ModelConfig
 from hjax.models.forward import sequence_states, token_log_probs
 from hjax.models.parameters import decoder_network
-from hjax.models.transformer import Compute
 from hjax.models.weights import (
     load_params,
     model_directory,

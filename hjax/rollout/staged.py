@@ -18,10 +18,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from hjax.models.attention import Attention
+from hjax.models.compute import Compute
 from hjax.models.continuing import Blocks
 from hjax.models.decoding import KVCache
 from hjax.models.parameters import Network, Weights
-from hjax.models.transformer import Compute
 from hjax.rollout import decode_state
 from hjax.rollout.engine import Engine
 from hjax.rollout.seats import Seats

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from hjax.kernels.decode import Seen, Slots
 from hjax.models.attention import Attention
+from hjax.models.compute import Compute
 from hjax.models.decoding import Decode, DecodeSlots
-from hjax.models.transformer import Compute
 from hjax.rollout import decode_state, lookup, vocabulary
 from hjax.rollout.counts import Counts, counted
 from hjax.rollout.decode_state import DecodeState

@@ -15,12 +15,12 @@ from hjax.binding import worker_class
 from hjax.controller import Build
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError
+from hjax.models.compute import Compute
 from hjax.models.config import ModelConfig
 from hjax.models.lora import Lora
 from hjax.models.quantized import FLOAT
 from hjax.models.remat import NONE
 from hjax.models.rotary import Dynamic, LongRope
-from hjax.models.transformer import Compute
 from hjax.rewards.function import RewardFunction
 from hjax.roles import Role
 from hjax.rollout.sampling import Sampling

@@ -254,7 +254,7 @@ def attention_of(
     platform: str,
     dtype: Any,
 ) -> str:
-    """What ``model.attention`` is of a role, as of ``hjax.models.transformer.Compute``.
+    """What ``model.attention`` is of a role, as of ``hjax.models.compute.Compute``.
 
     Args:
       config: of the run.

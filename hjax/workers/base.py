@@ -13,8 +13,8 @@ import jax
 from hjax.errors import DataError
 from hjax.kernels.int8_cache import AUTO
 from hjax.models.checkpoint import read_state, saved_items, write_state
+from hjax.models.compute import Compute
 from hjax.models.config import ModelConfig
-from hjax.models.transformer import Compute
 from hjax.rewards.function import RewardFunction
 from hjax.rollout.sampling import Sampling
 from hjax.sharding.arrays import is_array
