@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -119,6 +120,8 @@ def _sizes(flag: str, text: str, form: str, example: str) -> tuple[int, ...]:
 
 
 def _run(command: TransitionCommand) -> int:
+    # Of a plain program's detours the compiler warns; the table has their bytes.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     from hjax.dryrun.shape_inputs import read_shape
     from hjax.studies.transition_cost import built_in, describe
     from hjax.studies.transition_groups import Table2Case
