@@ -272,7 +272,7 @@ def test_what_cudnn_is_asked_changes_nothing(name, directory, batch, one_device,
         asked.append(arguments)
         return dataclasses.replace(kernels_of(*arguments, **how), attention=attend)
 
-    monkeypatch.setattr("hjax.models.transformer.kernels_of", kernels)
+    monkeypatch.setattr("hjax.models.compute.kernels_of", kernels)
     monkeypatch.setattr("hjax.models.attention.WHOLE", 0)
     metrics, gradient, drawn = one_step(directory, batch, *LAYOUTS[name])
     expected_metrics, expected, expected_drawn = one_device
