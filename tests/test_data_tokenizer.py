@@ -136,6 +136,18 @@ def test_chat_template_from_a_file(tmp_path):
     assert Tokenizer.load(tmp_path / "copy").chat(messages) == tokenizer.chat(messages)
 
 
+def test_null_is_a_missing_key_in_chats(tmp_path):
+    """As transformers has it: of OpenAI's tool calls content is null."""
+    Tokenizer.characters("abc").save(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content if 'content' in m else '-' }}{% endfor %}"
+    )
+    turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": None}]
+    assert Tokenizer.load(tmp_path).chat(turns) == "1-"
+    with pytest.raises(DataError, match="continue_final_message is not supported"):
+        Tokenizer.load(tmp_path).chat(turns, continue_final_message=True)
+
+
 def test_chat_without_a_template():
     with pytest.raises(DataError, match="has no chat template"):
         Tokenizer.characters("ab").chat([{"role": "user", "content": "a"}])

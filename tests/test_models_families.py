@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from families import GPT2, MODELS, SIZES, logits, model
+from families import GPT2, MODELS, SIZES, logits, model, scaled
 from safetensors.numpy import load_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -283,6 +283,22 @@ REFUSED = [
     ("olmo2", {"mlp_bias": True}, "a olmo2 model with mlp_bias=True is not supported"),
     ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers \[1\] is not supported"),
     ("mistral", {"sliding_window": "wide"}, "sliding_window is 'wide'"),
+    ("llama", {"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000; a whole"),
+    ("llama", {"num_hidden_layers": 10**6}, "num_hidden_layers is 1000000; at most 10000"),
+    ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; a finite number"),
+    ("llama", {"eos_token_id": "</s>"}, "eos_token_id is '</s>'; a token id"),
+    ("llama", {"rope_parameters": {"rope_theta": -1}}, "rope_theta is -1; a finite number above 1"),
+    ("qwen3", {"rope_parameters": {"rope_theta": "1e4"}}, "rope_theta is '1e4'"),
+    ("mixtral", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; 1 for this family"),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 0}}, "rope factor is 0"),
+    ("llama", scaled("yarn", factor=2.0, beta_slow=0), "rope beta_slow is 0; finite and above 0"),
+    (
+        "phi3",
+        {"original_max_position_embeddings": 16}
+        | scaled("longrope", short_factor=[1.0], long_factor=[1.0, 2.0, 3.0, 4.0]),
+        "rope short_factor has 1 numbers for 4",
+    ),
+    ("gemma3_text", {"attn_logit_softcapping": 2.0}, "attn_logit_softcapping 2.0 is not supported"),
 ]
 
 
@@ -292,3 +308,68 @@ def test_what_a_family_does_not_have_is_refused_by_name(family, changes, line):
     with pytest.raises(ConfigError, match=line) as caught:
         from_hf(content | changes)
     assert "\n" not in str(caught.value)
+
+
+def test_what_config_json_leaves_out_is_transformers_default():
+    """And null is another thing than nothing, where transformers tells them apart."""
+    content = CONFIG_MAPPING["olmo2"](**SIZES).to_dict()
+    del content["rms_norm_eps"]
+    assert from_hf(content).norm_epsilon == CONFIG_MAPPING["olmo2"]().rms_norm_eps
+    content = CONFIG_MAPPING["mistral"](**SIZES).to_dict()
+    windows = {}
+    for how in ("null", "missing"):
+        content["sliding_window"] = None
+        if how == "missing":
+            del content["sliding_window"]
+        windows[how] = {kind.window for kind in from_hf(content).layer_kinds}
+    assert windows == {"null": set(), "missing": {CONFIG_MAPPING["mistral"]().sliding_window}}
+    content = CONFIG_MAPPING["smollm3"](**SIZES).to_dict() | {"num_key_value_heads": None}
+    theirs = CONFIG_MAPPING["smollm3"](**SIZES | {"num_key_value_heads": None})
+    assert from_hf(content).kv_heads == theirs.num_key_value_heads == 4
+
+
+def test_an_untied_output_table_stands_for_no_embedding(tmp_path):
+    from safetensors.numpy import save_file
+
+    model("qwen2").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.embed_tokens.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match="tensor 'model.embed_tokens.weight' is missing"):
+        hjax.load_model(tmp_path)
+
+
+def test_the_index_says_what_is_read(tmp_path):
+    """Names beside it alone, and every tensor of it is there; without one model.safetensors is all,
+    whatever else stands beside it."""
+    import json
+
+    from safetensors.numpy import save_file
+
+    theirs = model("qwen2")
+    theirs.save_pretrained(tmp_path)
+    save_file({"layers.0.wq": np.zeros(2, np.float32)}, tmp_path / "consolidated.safetensors")
+    np.testing.assert_allclose(
+        hjax.load_model(tmp_path).logits(TOKENS), logits(theirs, TOKENS), rtol=2e-5, atol=2e-5
+    )
+    names = list(load_file(tmp_path / "model.safetensors"))
+    index = tmp_path / "model.safetensors.index.json"
+    for weight_map, line in (
+        ({"a": 3}, "shard 3; the name of a file beside the index"),
+        ({names[0]: "../model.safetensors"}, "shard '../model.safetensors'; the name of a file"),
+        (dict.fromkeys([*names, "b"], "model.safetensors"), "tensor 'b' of the index is not in"),
+    ):
+        index.write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(ConfigError, match=line):
+            hjax.load_model(tmp_path)
+
+
+def test_learned_positions_have_an_end(tmp_path):
+    from hjax.errors import DataError
+
+    model("gpt2").save_pretrained(tmp_path)
+    loaded = hjax.load_model(tmp_path)
+    assert loaded.logits(np.zeros((1, 64), int)).shape[1] == 64
+    for program in (loaded.logits, loaded.log_probs):
+        with pytest.raises(DataError, match="65 tokens; this model has learned 64 positions"):
+            program(np.zeros((1, 65), int))

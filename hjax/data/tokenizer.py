@@ -217,6 +217,13 @@ class Tokenizer:
                 f"tokenizer {self.name} has no chat template; give prompts as strings, or put a "
                 "chat_template.jinja beside its tokenizer.json"
             )
+        if variables.get("continue_final_message"):
+            raise DataError(
+                f"tokenizer {self.name}: continue_final_message is not supported; render the turns "
+                "before it with add_generation_prompt, and add the beginning of the last"
+            )
+        # As transformers does: templates have cases for keys that are missing, not for null.
+        messages = [{k: v for k, v in each.items() if v is not None} for each in messages]
         special = {
             key: text for key in self._config
             if key.endswith("_token") and (text := _content(self._config[key])) is not None
@@ -243,6 +250,14 @@ class Tokenizer:
         tokens = {i: token for token, i in spelled.items() if i not in special}
         decoder = json.loads(self._backend.to_str())["decoder"]
         return TokenBytes.of(decoder, tokens, self.name)
+
+    def check_fits(self, vocab_size: int, what: str | Path) -> None:
+        """Raises ConfigError if a model of so many embedding rows lacks some of the ids."""
+        if self.vocab_size > vocab_size:
+            raise ConfigError(
+                f"{what}: its tokenizer has ids up to {self.vocab_size - 1}, its embedding "
+                f"{vocab_size} rows; give the tokenizer of these weights"
+            )
 
     def save(self, directory: str | Path) -> None:
         """Writes tokenizer.json, tokenizer_config.json and, if there is one, the template."""

@@ -13,14 +13,16 @@ from typing import Any
 import jax
 import numpy as np
 
+from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError
 from hjax.given import given_path
 from hjax.models.config import ModelConfig
-from hjax.models.huggingface import save_weights
+from hjax.models.huggingface import has_scores, read_config, save_weights
 from hjax.models.parameters import Network, Params
 from hjax.models.peft_files import save_adapter
 from hjax.models.weights import (
     actor_path,
+    base_of,
     is_workdir,
     load_learned,
     load_trained,
@@ -158,8 +160,16 @@ def export_model(
     """
     check_output(output)
     if not adapter:
+        directory = model_directory(source)
+        if not is_workdir(source) and has_scores(directory):
+            raise ConfigError(
+                f"{source}: its weights have a sequence classifier's head (score.weight), which a "
+                "language model's export would leave out"
+            )
+        if (directory / "tokenizer.json").is_file():
+            Tokenizer.load(directory).check_fits(read_config(directory).vocab_size, directory)
         config, params = load_trained(source)
-        export_weights(output, config, params, model_directory(source))
+        export_weights(output, config, params, directory)
         return config
     if not is_workdir(source):
         raise ConfigError(f"{source}: adapters are exported of a workdir, which this is not")
@@ -171,6 +181,8 @@ def export_model(
         )
     if network.config.lora is None:
         raise ConfigError(f"{source}: its run trains all weights (actor.lora.rank=0), no adapters")
-    base = "" if own is not None else actor_path(source)
+    base = ""
+    if own is None:
+        base, own = base_of(actor_path(source))
     export_adapters(output, network, learned, base, own, model_directory(source))
     return network.config

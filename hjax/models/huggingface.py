@@ -36,7 +36,7 @@ from hjax.progress import tell
 # What files hold beside parameters: buffers, and a scalar head that is read apart.
 SCORE = "score.weight"
 _BESIDE = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", SCORE)
-INDEX = "model.safetensors.index.json"
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
 OUTPUT = "lm_head.weight"
 
@@ -368,9 +368,15 @@ class _Tensors:
         self.path, self._adapter = path, adapter
         self.files: dict[str, TensorFile] = {}
         self._read: set[str] = set()
+        self._listing: dict[str, str] = {}
         for file in self._listed():
             reader = TensorFile(file)
             self.files |= dict.fromkeys(reader.shapes, reader)
+        if lost := sorted(set(self._listing) - set(self.files)):
+            raise ConfigError(
+                f"{path}: tensor {lost[0]!r} of the index is not in shard "
+                f"{self._listing[lost[0]]!r}"
+            )
         if not self.files:
             raise ConfigError(
                 f"{path}: no *.safetensors files there; this version reads only those"
@@ -378,13 +384,18 @@ class _Tensors:
 
     def _listed(self) -> list[Path]:
         """The files that the index names, or all there are."""
-        index = self.path / INDEX
+        index, single = self.path / INDEX, self.path / WHOLE
         if not index.is_file():
-            return sorted(self.path.glob("*.safetensors"))
+            # Beside it some publish the same weights under their own names.
+            return [single] if single.is_file() else sorted(self.path.glob("*.safetensors"))
         try:
-            names = sorted(set(read_object(index)["weight_map"].values()))
-        except (KeyError, AttributeError, TypeError) as error:
+            self._listing = dict(read_object(index)["weight_map"])
+        except (KeyError, AttributeError, TypeError, ValueError) as error:
             raise ConfigError(f"{index}: not a readable index of shards ({error!r})") from error
+        for name in self._listing.values():
+            if not isinstance(name, str) or Path(name).name != name:
+                raise ConfigError(f"{index}: shard {name!r}; the name of a file beside the index")
+        names = sorted(set(self._listing.values()))
         missing = [name for name in names if not (self.path / name).is_file()]
         if missing:
             raise ConfigError(f"{self.path}: shard {missing[0]!r} of its index is missing")

@@ -105,7 +105,8 @@ def targets_of(names: tuple[str, ...], experts: bool) -> tuple[str, ...]:
       ConfigError: an unknown name.
     """
     attention = ("q", "k", "v", "o")
-    short = {name.removesuffix("_proj") for name in names}
+    # A command line gives several as one text.
+    short = {part.strip().removesuffix("_proj") for name in names for part in name.split(",")}
     if ALL in short:
         short |= set(attention if experts else TARGETS)
         short.discard(ALL)

@@ -188,6 +188,21 @@ class Rope:
     scaling: Scaling | None = None
     share: float = 1.0
 
+    def check(self, head_dim: int, what: str) -> None:
+        """Raise ConfigError where factors of LongRoPE are not one for each pair that turns.
+
+        Args:
+          head_dim: of the model.
+          what: names the file.
+        """
+        if not isinstance(self.scaling, LongRope):
+            return
+        pairs = self.turning(head_dim) // 2
+        for name in ("short", "long"):
+            count = len(getattr(self.scaling, name))
+            if count != pairs:
+                raise ConfigError(f"{what}: rope {name}_factor has {count} numbers for {pairs}")
+
     def turning(self, head_dim: int) -> int:
         """Elements of a head that turn; the rest stays as it is."""
         return int(head_dim * self.share)
@@ -286,17 +301,27 @@ def read_scaling(given: Mapping[str, Any], max_length: int, what: str) -> Scalin
     return form(**values)
 
 
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number, and neither true nor false."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def _value(value: Any, kind: str, what: str) -> Any:
-    try:
-        if kind.startswith("tuple"):
-            return tuple(float(x) for x in value)
-        if kind.startswith("bool"):
-            return bool(value)
-        if kind.startswith("int"):
-            return int(value)
-        return float(value)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{what} is {value!r}; a {kind.split(' ')[0]}") from error
+    if kind.startswith("bool"):
+        if not isinstance(value, bool):
+            raise ConfigError(f"{what} is {value!r}; true or false")
+        return value
+    every = value if kind.startswith("tuple") and isinstance(value, list | tuple) else [value]
+    least = "0 or more" if "mscale" in what else "above 0"
+    if not all(is_number(x) and (x > 0 or (x == 0 and "mscale" in what)) for x in every):
+        raise ConfigError(f"{what} is {value!r}; finite and {least}")
+    if kind.startswith("tuple"):
+        return tuple(float(x) for x in every)
+    if kind.startswith("int"):
+        if value != int(value):
+            raise ConfigError(f"{what} is {value!r}; a whole number")
+        return int(value)
+    return float(value)
 
 
 def write_scaling(scaling: Scaling | None) -> dict[str, Any]:

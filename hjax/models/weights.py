@@ -259,11 +259,14 @@ def _restored(path: str | os.PathLike, checkpoint: int | None = None) -> Params:
     if network.config.lora is None:
         return learned
     if base is None:
-        base = load_decoder(actor_path(path))[1]
-        if "decoder" in learned:
-            base.pop("unembedding", None)
-            base = {"decoder": base}
-        base = quantized_params(base, network.bare.declared)
+        found, declared = load_trained(actor_path(path))[1], network.bare.declared
+        if "decoder" not in learned:
+            _check_generates(found, actor_path(path))
+            base = quantized_params(found, declared)
+        else:  # whose base may have had a head of its own
+            found = found.get("decoder", found)
+            found.pop("unembedding", None)
+            base = {"decoder": quantized_params(found, declared["decoder"])}
     return merged(network.partition.join(learned, base), network)
 
 
@@ -300,6 +303,14 @@ def actor_path(path: str | os.PathLike) -> str:
     """Where the model of a workdir's actor is, without adapters; empty: it began from scratch."""
     start = str(_settings(path)["path"])
     return base_path(start) if start else ""
+
+
+def base_of(path: str | os.PathLike) -> tuple[str, Params | None]:
+    """What other tools find of the base that adapters are for: its path, whole; or, of a workdir,
+    which only hjax reads, none and its decoder's parameters."""
+    if is_workdir(path):
+        return "", load_decoder(path)[1]
+    return str(Path(path).resolve() if Path(path).is_dir() else path), None
 
 
 def base_path(path: str | os.PathLike) -> str:

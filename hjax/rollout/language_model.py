@@ -16,7 +16,7 @@ import numpy as np
 
 from hjax.data.response_text import ResponseText
 from hjax.data.tokenizer import Tokenizer
-from hjax.errors import ConfigError, RunError
+from hjax.errors import ConfigError, DataError, RunError
 from hjax.kernels.int8_cache import AUTO
 from hjax.models.compute import Compute
 from hjax.models.config import ModelConfig
@@ -188,6 +188,10 @@ class LanguageModel:
 
     def _scored(self, program: str, tokens: Any) -> jax.Array:
         rows, lengths = rows_of(tokens, self.tokenizer, self.config.vocab_size)
+        if self.config.learned_positions and rows.shape[1] > self.config.max_length:
+            raise DataError(
+                f"{rows.shape[1]} tokens; this model has learned {self.config.max_length} positions"
+            )
         more = -len(rows) % self._copies  # as many for each copy
         filled = np.concatenate([rows, np.zeros((more, rows.shape[1]), np.int32)])
         found = self._programs[program](self.params, filled)[: len(rows)]
@@ -454,11 +458,7 @@ def load_model(
     tokenizer = None
     if (directory / "tokenizer.json").is_file():
         tokenizer = Tokenizer.load(directory)
-        if tokenizer.vocab_size > config.vocab_size:
-            raise ConfigError(
-                f"{directory}: its tokenizer has ids up to {tokenizer.vocab_size - 1}, its "
-                f"embedding {config.vocab_size} rows; give the tokenizer of these weights"
-            )
+        tokenizer.check_fits(config.vocab_size, directory)
     eos = tokenizer.eos_ids if tokenizer is not None else read_eos_ids(directory)
     eos = [i for i in eos if i < config.vocab_size]
     how = dtype, eos, path, tensor, copies, cache_dtype

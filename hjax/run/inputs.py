@@ -204,7 +204,10 @@ def prompt_order(config: ConfigDict, train: Dataset) -> PromptSampler | MixedSam
 def _vocabulary(config: ConfigDict, tokenizer: Tokenizer | None) -> int:
     """How many tokens the actor knows."""
     if config.actor.path:
-        return read_config(config.actor.path).vocab_size
+        known = read_config(config.actor.path).vocab_size
+        if tokenizer is not None:
+            tokenizer.check_fits(known, config.actor.path)
+        return known
     vocab = config.model.vocab_size
     if not vocab:
         if tokenizer is None:
@@ -222,6 +225,7 @@ def _vocabulary(config: ConfigDict, tokenizer: Tokenizer | None) -> int:
 
 def _model(config: ConfigDict, tokenizer: Tokenizer | None, prompt_length: int) -> ModelConfig:
     if config.actor.path:
+        _vocabulary(config, tokenizer)
         return read_config(config.actor.path)
     shape, vocab = config.model, _vocabulary(config, tokenizer)
     if shape.hidden_size % shape.heads:

@@ -23,7 +23,7 @@ from hjax.machine import device_memory
 from hjax.models.checkpoint import Checkpoints, damaged
 from hjax.models.export import check_output, export_adapters, export_weights
 from hjax.models.parameters import decoder_network
-from hjax.models.weights import base_path, model_directory
+from hjax.models.weights import base_of, base_path, model_directory
 from hjax.progress import shown
 from hjax.run.ahead import Ahead, Schedule
 from hjax.run.dataflow import absent_roles
@@ -442,8 +442,7 @@ class Trainer(Recovering):
                 "its weights; leave adapter out"
             )
         network = decoder_network(self.roles.models["actor"])
-        base = base_path(path) if path else ""
-        own = None if path else actor.base_weights().result()
+        base, own = base_of(base_path(path)) if path else ("", actor.base_weights().result())
         learned = actor.learned_weights().result()
         return export_adapters(directory, network, learned, base, own, *beside)
 

@@ -16,6 +16,7 @@ from hjax.models.declaration import Stored
 from hjax.models.rotary import (
     Rope,
     Scaling,
+    is_number,
     original_length,
     reach,
     read_scaling,
@@ -43,6 +44,10 @@ HARMLESS = frozenset(
 )
 
 
+_MOST = 2**31 - 1  # of a size
+_LAYERS = 10_000  # a model has fewer
+
+
 class Given:
     """The content of a config.json while a family reads it.
 
@@ -63,16 +68,20 @@ class Given:
         value = self.content.get(key)
         return self._defaults.get(key, default) if value is None else value
 
+    def null(self, key: str) -> bool:
+        """Whether a key is there and null, which some classes tell from a missing one."""
+        return key in self.content and self.content[key] is None
+
     def size(self, key: str, default: int | None = None) -> int:
         """A whole number of 1 or more.
 
         Raises:
-          ConfigError: another value, or none without a default.
+          ConfigError: another value, one of more than 31 bits, or none without a default.
         """
         value = self.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MOST:
             problem = "is missing" if value is None else f"is {value!r}"
-            raise self.error(f"{key} {problem}; a whole number of 1 or more")
+            raise self.error(f"{key} {problem}; a whole number of 1 to {_MOST}")
         return value
 
     def number(self, key: str, default: float) -> float:
@@ -82,8 +91,8 @@ class Given:
           ConfigError: something else.
         """
         value = self.get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise self.error(f"{key} is {value!r}; a number")
+        if not is_number(value):
+            raise self.error(f"{key} is {value!r}; a finite number")
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
@@ -169,6 +178,10 @@ class Family:
                 "quantized weights are not supported; give the float32, float16 or bfloat16 ones"
             )
         ids = {key: given.get(key) for key in TOKEN_IDS}
+        for key, value in ids.items():
+            every = value if isinstance(value, list) else [] if value is None else [value]
+            if not all(isinstance(i, int) and not isinstance(i, bool) for i in every):
+                raise given.error(f"{key} is {value!r}; a token id, or a list of them")
         fields = self.fields(given)
         given.finish()
         fields["token_ids"] = tuple(
@@ -181,15 +194,21 @@ class Family:
     def fields(self, given: Given) -> dict[str, Any]:
         """Fields of ``ModelConfig``; a subclass adds its own to these."""
         fields: dict[str, Any] = {name: given.size(key) for name, key in self.keys.items()}
+        if fields["layers"] > _LAYERS:
+            raise given.error(f"{self.keys['layers']} is {fields['layers']}; at most {_LAYERS}")
         heads = fields["heads"]
         fields["family"] = self.model_type
         fields["kv_heads"] = given.size("num_key_value_heads", heads)
+        if "num_key_value_heads" in given.content and given.null("num_key_value_heads"):
+            fields["kv_heads"] = heads
         fields["head_dim"] = given.size("head_dim", max(fields["hidden_size"] // heads, 1))
         fields["max_length"] = given.size("max_position_embeddings", 2048)
         fields["norm_epsilon"] = given.number("rms_norm_eps", 1e-6)
         fields["tie_embeddings"] = given.flag("tie_word_embeddings")
         fields["dtype"] = read_dtype(given)
         fields["ropes"] = self.ropes(given, fields["max_length"])
+        for rope in fields["ropes"]:
+            rope.check(fields["head_dim"], given.what)
         fields["max_length"] = reach(fields["ropes"], fields["max_length"])
         self.activation(given, fields)
         return fields
@@ -224,7 +243,7 @@ class Family:
         """The tensors of every parameter, by its name; in ``layers``: ``layers.<name>``."""
         q, k, v = (f"{LAYER}self_attn.{x}_proj" for x in "qkv")
         tensors = {
-            "embedding": one("model.embed_tokens.weight", "vocab embed", other=HEAD),
+            "embedding": one("model.embed_tokens.weight", "vocab embed", other=tied_to(config)),
             "unembedding": one(HEAD, "vocab embed"),
             "final_norm": one("model.norm.weight", "embed"),
             "layers.q": one(f"{q}.weight", "(heads head_dim) embed"),
@@ -258,6 +277,11 @@ class Family:
             "attention_norm": "input_layernorm",
             "mlp_norm": "post_attention_layernorm",
         }
+
+
+def tied_to(config: ModelConfig) -> str:
+    """Under what name else files may have the embedding: of a tied table some have only that."""
+    return HEAD if config.tie_embeddings else ""
 
 
 LAYER = "model.layers.{layer}."
@@ -311,12 +335,27 @@ def read_rope(given: Given, max_length: int, theta: float = 10000.0) -> Rope:
 
 
 def rope_of(
-    parameters: Mapping[str, Any], given: Given, max_length: int, theta: float, share: float = 1.0
+    parameters: Mapping[str, Any],
+    given: Given,
+    max_length: int,
+    theta: float,
+    share: float = 1.0,
+    partial: bool = False,
 ) -> Rope:
-    """Of one dict of parameters; the base and the share are those given where it lacks them."""
+    """Of one dict of parameters; the base and the share are those given where it lacks them.
+
+    Args:
+      partial: transformers' class of this family turns a share of a head; the others' have no use
+        for the key.
+    """
     left = dict(parameters)
     theta = left.pop("rope_theta", None) or theta
     share = left.pop("partial_rotary_factor", None) or share
+    if not is_number(theta) or theta <= 1:
+        raise given.error(f"rope_theta is {theta!r}; a finite number above 1")
+    if not is_number(share) or not 0 < share <= 1 or (share != 1 and not partial):
+        allowed = "a number above 0, at most 1" if partial else "1 for this family"
+        raise given.error(f"partial_rotary_factor is {share!r}; {allowed}")
     return Rope(float(theta), read_scaling(left, max_length, given.what), float(share))
 
 

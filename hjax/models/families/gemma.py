@@ -110,6 +110,13 @@ class Gemma3(Gemma2):
     every = 6
     softcaps = (0.0, 0.0)
 
+    def softcap(self, given: Given, key: str, default: float) -> float:
+        """Attention's scores are never capped: transformers keeps the key and reads it nowhere."""
+        if key == "attn_logit_softcapping":
+            given.only(key, None)
+            return 0.0
+        return super().softcap(given, key, default)
+
     def fields(self, given: Given) -> dict[str, Any]:
         """Layers with a window use the second rotary positions."""
         return super().fields(given) | {"query_key_norm": "head"}

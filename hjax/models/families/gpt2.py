@@ -6,7 +6,7 @@ from typing import Any
 
 from hjax.models.config import ModelConfig
 from hjax.models.declaration import Stored
-from hjax.models.families.base import Family, Given, Tensors, one, read_dtype
+from hjax.models.families.base import Family, Given, Tensors, one, read_dtype, tied_to
 
 LAYER = "transformer.h.{layer}."
 
@@ -90,7 +90,7 @@ class GPT2(Family):
             layers[ours] = (f"{theirs}.weight", "embed", None)
             layers[f"{ours}_bias"] = (f"{theirs}.bias", "embed", None)
         return {
-            "embedding": one("transformer.wte.weight", "vocab embed", other="lm_head.weight"),
+            "embedding": one("transformer.wte.weight", "vocab embed", other=tied_to(config)),
             "unembedding": one("lm_head.weight", "vocab embed"),
             "positions": one("transformer.wpe.weight", "positions embed"),
             "final_norm": one("transformer.ln_f.weight", "embed"),

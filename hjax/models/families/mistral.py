@@ -16,8 +16,10 @@ class Mistral(Family):
     defaults = {"max_position_embeddings": 131072, "num_key_value_heads": 8}
 
     def fields(self, given: Given) -> dict[str, Any]:
-        """A window of null is none."""
+        """A window of null is none; where nothing is said there is transformers' default."""
         fields = super().fields(given)
+        if "sliding_window" not in given.content:
+            return fields | {"layer_kinds": (LayerKind(4096),) * fields["layers"]}
         return fields | {"layer_kinds": read_one_window(given, fields["layers"])}
 
     def write(self, config: ModelConfig) -> dict[str, Any]:

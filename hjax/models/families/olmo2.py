@@ -13,6 +13,7 @@ class Olmo2(Family):
 
     model_type = "olmo2"
     architecture = "Olmo2ForCausalLM"
+    defaults = {"rms_norm_eps": 1e-5}
 
     def fields(self, given: Given) -> dict[str, Any]:
         """``attention_bias`` is of all four products of attention."""

@@ -40,7 +40,7 @@ class Phi3(Mistral):
             raise given.error(f"rope_type {kind!r} is not supported; supported: default, longrope")
         both["rope_type"] = kind
         share = given.number("partial_rotary_factor", 1.0)
-        return (rope_of(both, given, max_length, given.number("rope_theta", 10000.0), share),)
+        return (rope_of(both, given, max_length, given.number("rope_theta", 10000.0), share, True),)
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
         """With the original length."""
