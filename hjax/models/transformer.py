@@ -152,7 +152,8 @@ class Decoder(nnx.Module):
 
     def embed(self, tokens: jax.Array, compute: Compute, positions: jax.Array) -> jax.Array:
         """[..., length, embed] of int tokens and their positions [..., length]."""
-        x = self.embedding[...].astype(compute.dtype)[tokens]
+        table = self.embedding[...].astype(compute.dtype)
+        x = compute.hold_rows(table[compute.hold_rows(tokens)])
         if self.config.embedding_scale != 1:
             x *= jnp.asarray(self.config.embedding_scale, compute.dtype)
         if self.config.learned_positions:
