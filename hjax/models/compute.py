@@ -100,9 +100,3 @@ class Compute:
     def hold(self, x: jax.Array, *logical_axes: str | None) -> jax.Array:
         """Inside jit: keep activations split as the layout says."""
         return x if self.layout is None else self.layout.constrain(x, *logical_axes)
-
-    def hold_rows(self, x: jax.Array) -> jax.Array:
-        """Inside jit: [batch, length, embed] looked up in a table, or [batch, length] of where,
-        before they are split as activations are. So no device needs more of the table, or of the
-        gradient of it, than its own columns; only rows change places."""
-        return x if self.layout is None else self.layout.constrain_rows(x)

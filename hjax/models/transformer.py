@@ -152,8 +152,7 @@ class Decoder(nnx.Module):
 
     def embed(self, tokens: jax.Array, compute: Compute, positions: jax.Array) -> jax.Array:
         """[..., length, embed] of int tokens and their positions [..., length]."""
-        table = self.embedding[...].astype(compute.dtype)
-        x = compute.hold_rows(table[compute.hold_rows(tokens)])
+        x = self.embedding[...].astype(compute.dtype)[tokens]
         if self.config.embedding_scale != 1:
             x *= jnp.asarray(self.config.embedding_scale, compute.dtype)
         if self.config.learned_positions:

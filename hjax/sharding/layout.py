@@ -103,21 +103,11 @@ class Layout:
 
         Inside a ``shard_map`` over some of the axes it speaks of the others.
         """
-        return self._constrain(x, self.spec(logical_axes))
-
-    def constrain_rows(self, x: jax.Array) -> jax.Array:
-        """Inside jit: keep rows [batch, length, embed] of a table split as the table's columns are,
-        each device with those of all rows of the devices that differ from it there alone."""
-        columns = self.axes("embed")
-        batch = tuple(axis for axis in self.axes("batch") if axis not in columns)
-        spec = [part or None for part in (batch, self.axes("length"), columns)]
-        return self._constrain(x, PartitionSpec(*spec[: x.ndim]))
-
-    def _constrain(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
         if self.mesh.size == 1:
             return x
         inside = jax.sharding.get_abstract_mesh()
         mesh = self.mesh if inside.empty else inside
+        spec = self.spec(logical_axes)
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
     def cut(self, x: jax.Array, pieces: int) -> jax.Array:
