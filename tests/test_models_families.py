@@ -373,3 +373,32 @@ def test_learned_positions_have_an_end(tmp_path):
     for program in (loaded.logits, loaded.log_probs):
         with pytest.raises(DataError, match="65 tokens; this model has learned 64 positions"):
             program(np.zeros((1, 65), int))
+
+
+def test_exports_and_runs_refuse_what_they_would_make_unusable(tmp_path, capsys):
+    """A tokenizer with more ids than rows; a classifier's head, which no language model has."""
+    from safetensors.numpy import save_file
+
+    from hjax.data.tokenizer import Tokenizer
+    from hjax.launch.export import main as export
+
+    wide, judge = tmp_path / "wide", tmp_path / "judge"
+    for path in (wide, judge):
+        model("qwen2 tied").save_pretrained(path)
+    Tokenizer.characters("".join(map(chr, range(33, 111)))).save(wide)
+    tensors = load_file(judge / "model.safetensors")
+    tensors["score.weight"] = np.zeros((1, 32), np.float32)
+    save_file(tensors, judge / "model.safetensors")
+    capsys.readouterr()
+    for path, line in (
+        (wide, "its tokenizer has ids up to"),
+        (judge, "a sequence classifier's head"),
+    ):
+        assert export([f"--model={path}", f"--output={tmp_path / 'out'}"]) == 2
+        said = capsys.readouterr().err.strip()
+        assert line in said and "\n" not in said and not (tmp_path / "out").exists()
+    changes = {"actor.path": str(wide), "tokenizer.path": str(wide), "data.task": ""}
+    changes |= {"data.path": str(tmp_path / "asked.jsonl")}
+    (tmp_path / "asked.jsonl").write_text('{"prompt": "A", "answer": "B"}\n' * 64)
+    with pytest.raises(ConfigError, match="its tokenizer has ids up to 80, its embedding 47 rows"):
+        hjax.Trainer(hjax.get_config("base.py", changes))
