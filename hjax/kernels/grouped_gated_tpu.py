@@ -296,8 +296,7 @@ def _estimate(both: Any, weights: Any, rows: int, share: float, moved: float) ->
 def _tile_rows(both: jax.Array, weights: jax.Array, share: float) -> int:
     """Rows of a tile: the most with which a product, forward and back, takes about the least; 0:
     none has room. Of small ones weights are read often, of large ones two groups meet in more."""
-    inner, outer = weights.shape[1:]
-    if inner % _LANES or weights.dtype.itemsize == 1:
+    if weights.shape[1] % _LANES or weights.dtype.itemsize == 1:
         return 0
     costs = {}
     for rows in _ROWS:
