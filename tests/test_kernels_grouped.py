@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hjax.kernels import grouped_blocks, grouped_gated_tpu, grouped_tpu, reference
+from hjax.kernels.reference import Fill
 
 SIZES = {
     "some of a tile": ((3, 70, 55), 128),
@@ -53,7 +54,7 @@ def test_values_and_gradients_are_those_of_each_group(name, case, width):
     def by(product):
         def run(rows, weights):
             # What stands after the groups may be anything.
-            return product(rows, weights, groups, 0.5)[:used]
+            return product(rows, weights, groups, Fill(0.5))[:used]
 
         out, backwards = jax.vjp(run, rows, weights)
         of_rows, of_weights = backwards(given[:used])
@@ -140,7 +141,7 @@ def test_gated_values_and_gradients_are_those_of_each_group(name, case, widths, 
     starts = np.cumsum([0, *sizes])
 
     def found(both, shares, weights):
-        return GATED[name](both, shares, weights, groups, clamped, 0.5, before)[:used]
+        return GATED[name](both, shares, weights, groups, clamped, Fill(0.5), before)[:used]
 
     def expected(both, shares, weights):
         active = clamped(both[:, :inner], both[:, inner:]) * shares[:, None]
@@ -162,12 +163,13 @@ def test_gated_values_and_gradients_are_those_of_each_group(name, case, widths, 
 def test_gated_tiles_have_room():
     """As large a tile as the chip holds; none of an MLP whose gate and up alone fill it."""
 
-    def rows(count, *shape):
+    def rows(count, *shape, fill=Fill(0.8)):
         given = jax.ShapeDtypeStruct((count, 2 * shape[1]), jnp.bfloat16)
-        return grouped_gated_tpu._tile_rows(given, jax.ShapeDtypeStruct(shape, jnp.bfloat16), 0.8)
+        return grouped_gated_tpu._tile_rows(given, jax.ShapeDtypeStruct(shape, jnp.bfloat16), fill)
 
     assert rows(131072, 4, 768, 2048) == 512
     assert rows(131072, 64, 768, 2048) == 128  # groups of 1638
+    assert rows(131072, 64, 768, 2048, fill=Fill(0.8, 256)) == 256  # none in which two meet
     assert rows(131072, 8, 2880, 2880) == 256  # of 128 weights are read too often
     assert rows(131072, 8, 14336, 4096) == 0
     assert rows(131072, 8, 100, 2048) == 0  # no whole registers
@@ -193,8 +195,8 @@ def test_tiles_waste_little():
 def test_tilings_have_room_and_take_about_the_least(given, tiling):
     rows, shape, share = given
     given = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((rows, shape[1]), shape)]
-    tile = grouped_tpu._tile_rows(*given, share)
-    assert grouped_tpu._product_tiling(*given, share, tile) == tiling
+    tile = grouped_tpu._tile_rows(*given, Fill(share))
+    assert grouped_tpu._product_tiling(*given, Fill(share), tile) == tiling
 
 
 def walked(steps):
@@ -223,7 +225,7 @@ def test_bytes_are_those_of_a_walk_over_the_kernels_grid(tiling, transposed):
         of_rows = len(columns) * groups * each * inner
     of_weights = walked([(group, k, n) for n, group, _, k in grid]) * inner_tile * outer_tile
     expected = 2 * (of_rows + of_weights + groups * each * outer)
-    assert grouped_tpu.product_bytes(rows, weights, tiling, 1.0, transposed) == expected
+    assert grouped_tpu.product_bytes(rows, weights, tiling, Fill(), transposed) == expected
 
     if not transposed:
         grid = [(n, k, group, m) for n in columns for k in summed for group, m in visits]
@@ -243,7 +245,7 @@ def test_gradients_are_added_to_what_earlier_passes_summed(name):
     weights, before = (jax.random.normal(k, (3, 64, 136)) for k in keys[2:])
 
     def gradients(before):
-        _, back = jax.vjp(lambda r, w: PRODUCTS[name](r, w, groups, 1.0, before), rows, weights)
+        _, back = jax.vjp(lambda r, w: PRODUCTS[name](r, w, groups, Fill(), before), rows, weights)
         return back(given)
 
     (of_rows, alone), (same, summed) = gradients(None), gradients(before)

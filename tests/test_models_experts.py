@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from hjax.kernels import reference
+from hjax.kernels.reference import Fill
 from hjax.kernels.sets import Kernels
 from hjax.models import expert_pieces, experts
 from hjax.models.expert_pieces import Pieces, in_pieces, sorted_tokens
@@ -91,9 +92,9 @@ def quantized(weights, form):
 
 
 @jax.custom_vjp
-def careless(rows, weights, sizes, share, before):
+def careless(rows, weights, sizes, fill, before):
     """A grouped product that leaves in rows after the groups what may be there, as a TPU's does."""
-    return nothing_known(reference.grouped(rows, weights, sizes, share, before), sizes)
+    return nothing_known(reference.grouped(rows, weights, sizes, fill, before), sizes)
 
 
 def nothing_known(rows, sizes):
@@ -101,10 +102,10 @@ def nothing_known(rows, sizes):
 
 
 def careless_backward(kept, given):
-    rows, weights, sizes, share, before = kept
+    rows, weights, sizes, fill, before = kept
     cleared = (jnp.where(jnp.isnan(nothing_known(x, sizes)), 0, x) for x in (rows, given))
     rows, given = cleared
-    _, back = jax.vjp(lambda r, w: reference.grouped(r, w, sizes, share, before), rows, weights)
+    _, back = jax.vjp(lambda r, w: reference.grouped(r, w, sizes, fill, before), rows, weights)
     of_rows, of_weights = back(given)
     return nothing_known(of_rows, sizes), of_weights, None, None, None
 
@@ -112,8 +113,8 @@ def careless_backward(kept, given):
 careless.defvjp(lambda *given: (careless(*given), given), careless_backward)
 
 
-def careless_product(rows, weights, sizes, share=1.0, before=None):
-    return careless(rows, weights, sizes, share, before)
+def careless_product(rows, weights, sizes, fill=Fill(), before=None):
+    return careless(rows, weights, sizes, fill, before)
 
 
 @jax.custom_vjp
@@ -134,9 +135,24 @@ def careless_gated(both, shares, weights, sizes, *how):
 
 
 CARELESS = Kernels(grouped=careless_product, grouped_gated=careless_gated)
+MULTIPLE = 16
 
 
-@pytest.mark.parametrize("kernels", [Kernels(), CARELESS], ids=["plain", "careless"])
+def product_of_filled(rows, weights, sizes, fill=Fill(), before=None):
+    """One that takes no groups but those that were promised."""
+    out = careless_product(rows, weights, sizes, fill, before)
+    kept = jnp.all(sizes % MULTIPLE == 0) & (fill.multiple == MULTIPLE)
+    return jnp.where(kept, out, jnp.nan)
+
+
+FILLED = dataclasses.replace(
+    CARELESS, grouped=product_of_filled, multiple=lambda count, weights, share: MULTIPLE
+)
+
+
+@pytest.mark.parametrize(
+    "kernels", [Kernels(), CARELESS, FILLED], ids=["plain", "careless", "filled"]
+)
 @pytest.mark.parametrize(
     ("load", "form"),
     [
@@ -162,7 +178,7 @@ def test_in_pieces_and_at_once_are_a_plain_sum(load, form, kernels, monkeypatch)
 
     def summed(rows, shares, weights, keep=False):
         weights = dataclasses.replace(weights, **frozen).joined()
-        pieces = Pieces(*made, (), PARTS, keep, tuple(frozen), experts._DOWN)
+        pieces = Pieces(*made, kernels.multiple, (), PARTS, keep, tuple(frozen), experts._DOWN)
         halves = zip(*(jnp.split(x, 2) for x in (rows, shares, chosen)), strict=True)
         sets = [sorted_tokens(*half, EXPERTS) for half in halves]
         tokens = jax.tree.map(lambda *x: jnp.concatenate(x), *sets)

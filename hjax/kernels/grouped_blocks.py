@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from hjax.kernels import checks, reference
+from hjax.kernels.reference import Fill
 
 _ROWS = (512, 256, 128, 64, 32, 16, 8)  # of a block, largest first
 
@@ -22,16 +23,16 @@ def product(
     rows: jax.Array,
     weights: jax.Array,
     sizes: jax.Array,
-    share: float = 1.0,
+    fill: Fill = Fill(),
     before: jax.Array | None = None,
 ) -> jax.Array:
     """``hjax.kernels.reference.grouped``, whose arguments these are."""
     checks.check_grouped(rows, weights, sizes)
     if before is not None:
         weights = reference.sum_after(weights, before)
-    each = rows.shape[0] * share / weights.shape[0]
+    each = rows.shape[0] * fill.share / weights.shape[0]
     block = next((rows for rows in _ROWS if each >= 2 * rows), _ROWS[-1])
-    return _product(rows, weights, sizes, block, share)
+    return _product(rows, weights, sizes, block, fill)
 
 
 def gated_product(
@@ -40,28 +41,28 @@ def gated_product(
     weights: jax.Array,
     sizes: jax.Array,
     activation: Callable[[jax.Array, jax.Array], jax.Array],
-    share: float = 1.0,
+    fill: Fill = Fill(),
     before: jax.Array | None = None,
 ) -> jax.Array:
     """``hjax.kernels.reference.grouped_gated``, whose arguments these are."""
-    how = sizes, activation, share, before, product
+    how = sizes, activation, fill, before, product
     return reference.grouped_gated(both, shares, weights, *how)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _product(
-    rows: jax.Array, weights: jax.Array, sizes: jax.Array, block: int, share: float
+    rows: jax.Array, weights: jax.Array, sizes: jax.Array, block: int, fill: Fill
 ) -> jax.Array:
-    return _times(rows, weights, sizes, block, share, transposed=False)
+    return _times(rows, weights, sizes, block, fill, transposed=False)
 
 
 def _forward(*arguments: Any) -> tuple[jax.Array, Any]:
     return _product(*arguments), arguments[:3]
 
 
-def _backward(block: int, share: float, kept: Any, given: jax.Array) -> Any:
+def _backward(block: int, fill: Fill, kept: Any, given: jax.Array) -> Any:
     rows, weights, sizes = kept
-    made = _times(given, weights, sizes, block, share, transposed=True)
+    made = _times(given, weights, sizes, block, fill, transposed=True)
     if weights.dtype.itemsize == 1:
         return made, None, None
     x, g = (jnp.pad(part, ((0, block), (0, 0))) for part in (rows, given))
@@ -75,7 +76,7 @@ def _backward(block: int, share: float, kept: Any, given: jax.Array) -> Any:
         held = jax.lax.dynamic_index_in_dim(sums, group, keepdims=False)
         return jax.lax.dynamic_update_index_in_dim(sums, held + made, group, 0)
 
-    sums = _each_block(add, jnp.zeros(weights.shape, jnp.float32), sizes, rows, block, share)
+    sums = _each_block(add, jnp.zeros(weights.shape, jnp.float32), sizes, rows, block, fill)
     return made, sums.astype(weights.dtype), None
 
 
@@ -87,7 +88,7 @@ def _times(
     weights: jax.Array,
     sizes: jax.Array,
     block: int,
-    share: float,
+    fill: Fill,
     transposed: bool,
 ) -> jax.Array:
     padded = jnp.pad(rows, ((0, block), (0, 0)))
@@ -102,7 +103,7 @@ def _times(
 
     width = weights.shape[1 if transposed else 2]
     out = jnp.zeros((padded.shape[0], width), rows.dtype)
-    return _each_block(put, out, sizes, rows, block, share)[: rows.shape[0]]
+    return _each_block(put, out, sizes, rows, block, fill)[: rows.shape[0]]
 
 
 def _each_block(
@@ -111,7 +112,7 @@ def _each_block(
     sizes: jax.Array,
     rows: jax.Array,
     block: int,
-    share: float,
+    fill: Fill,
 ) -> jax.Array:
     """``state`` after ``run(group, first row, rows of the group from there on, state)`` of every
     block, in the order of the rows; a group's last one may reach beyond it."""
@@ -125,6 +126,7 @@ def _each_block(
         return number + 1, run(group, start, ends[group] - start, state)
 
     # With groups of different sizes half a block of each is empty.
-    expected = round(rows.shape[0] * share / block + sizes.shape[0] / 2) or 1
+    empty = 0 if fill.multiple % block == 0 else sizes.shape[0] / 2
+    expected = round(rows.shape[0] * fill.share / block + empty) or 1
     with jax.named_scope(f"trips:{expected}"):
         return jax.lax.while_loop(lambda c: c[0] < until[-1], turn, (jnp.int32(0), state))[1]

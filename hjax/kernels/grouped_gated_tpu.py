@@ -18,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.megablox.gmm import make_group_metadata
 
 from hjax.kernels import checks, grouped_tpu, reference
+from hjax.kernels.reference import Fill
 
 Activation = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -35,7 +36,7 @@ def product(
     weights: jax.Array,
     sizes: jax.Array,
     activation: Activation,
-    share: float = 1.0,
+    fill: Fill = Fill(),
     before: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -46,16 +47,16 @@ def product(
       interpret: runs on any platform, slowly.
     """
     checks.check_grouped_gated(both, shares, weights, sizes)
-    rows = _tile_rows(both, weights, share)
+    rows = _tile_rows(both, weights, fill)
     if not rows:
         plain = functools.partial(grouped_tpu.product, interpret=interpret)
         return reference.grouped_gated(
-            both, shares, weights, sizes, activation, share, before, plain
+            both, shares, weights, sizes, activation, fill, before, plain
         )
     short = -both.shape[0] % rows
     if short:
         both, shares = jnp.pad(both, ((0, short), (0, 0))), jnp.pad(shares, (0, short))
-    how = activation, rows, share, interpret
+    how = activation, rows, fill, interpret
     out = _product(both, shares, weights, sizes, before, how)
     return out[: out.shape[0] - short] if short else out
 
@@ -67,9 +68,9 @@ def _product(
     weights: jax.Array,
     sizes: jax.Array,
     before: jax.Array | None,
-    how: tuple[Activation, int, float, bool],
+    how: tuple[Activation, int, Fill, bool],
 ) -> jax.Array:
-    activation, rows, share, interpret = how
+    activation, rows, fill, interpret = how
     inner, outer = weights.shape[1:]
     width = _width(rows, weights, _forward_room)
 
@@ -100,8 +101,8 @@ def _product(
 
     columns = pl.cdiv(outer, width)
     visits, metadata = _visits(sizes, both.shape[0], rows)
-    moved = _forward_bytes(both, weights, share, rows, width)
-    with grouped_tpu.told(both, weights, rows, share, moved):
+    moved = _forward_bytes(both, weights, fill, rows, width)
+    with grouped_tpu.told(both, weights, rows, fill, moved):
         return pl.pallas_call(
             kernel,
             out_shape=jax.ShapeDtypeStruct((both.shape[0], outer), both.dtype),
@@ -117,7 +118,7 @@ def _product(
                 scratch_shapes=[pltpu.VMEM((rows, inner), both.dtype)],
             ),
             compiler_params=_params("parallel", "arbitrary"),
-            cost_estimate=_estimate(both, weights, rows, share, moved),
+            cost_estimate=_estimate(both, weights, rows, fill, moved),
             interpret=interpret,
         )(*metadata, both, shares.reshape(-1, 1, rows), weights)
 
@@ -127,8 +128,8 @@ def _forward(both: Any, shares: Any, weights: Any, sizes: Any, before: Any, how:
     return out, (both, shares, weights, sizes, before)
 
 
-def _backward(how: tuple[Activation, int, float, bool], kept: Any, given: jax.Array) -> Any:
-    activation, rows, share, interpret = how
+def _backward(how: tuple[Activation, int, Fill, bool], kept: Any, given: jax.Array) -> Any:
+    activation, rows, fill, interpret = how
     both, shares, weights, sizes, before = kept
     inner, outer = weights.shape[1:]
     width = _width(rows, weights, _backward_room)
@@ -187,8 +188,8 @@ def _backward(how: tuple[Activation, int, float, bool], kept: Any, given: jax.Ar
 
     count = both.shape[0]
     visits, metadata = _visits(sizes, count, rows)
-    moved = _backward_bytes(both, weights, share, rows, width)
-    with grouped_tpu.told(both, weights, rows, share, moved):
+    moved = _backward_bytes(both, weights, fill, rows, width)
+    with grouped_tpu.told(both, weights, rows, fill, moved):
         d_both, active, d_shares = pl.pallas_call(
             kernel,
             out_shape=(
@@ -213,10 +214,10 @@ def _backward(how: tuple[Activation, int, float, bool], kept: Any, given: jax.Ar
                 scratch_shapes=[pltpu.VMEM((rows, inner), jnp.float32)],
             ),
             compiler_params=_params("arbitrary", "arbitrary"),
-            cost_estimate=_estimate(both, weights, rows, share, moved),
+            cost_estimate=_estimate(both, weights, rows, fill, moved),
             interpret=interpret,
         )(*metadata, given, weights, both, shares.reshape(-1, 1, rows))
-    gradient = grouped_tpu.gradient(active, given, weights, sizes, before, share, rows, interpret)
+    gradient = grouped_tpu.gradient(active, given, weights, sizes, before, fill, rows, interpret)
     return d_both, d_shares.reshape(-1), gradient, None, None
 
 
@@ -285,29 +286,28 @@ def _params(*dimensions: Any) -> Any:
     return pltpu.CompilerParams(dimension_semantics=dimensions, vmem_limit_bytes=_LIMIT)
 
 
-def _estimate(both: Any, weights: Any, rows: int, share: float, moved: float) -> Any:
+def _estimate(both: Any, weights: Any, rows: int, fill: Fill, moved: float) -> Any:
     return pl.CostEstimate(
-        flops=round(grouped_tpu.flops(both, weights, rows, share)),
+        flops=round(grouped_tpu.flops(both, weights, rows, fill)),
         bytes_accessed=round(moved),
-        transcendentals=round(both.size * share / 2),
+        transcendentals=round(both.size * fill.share / 2),
     )
 
 
-def _tile_rows(both: jax.Array, weights: jax.Array, share: float) -> int:
-    """Rows of a tile: the most with which a product, forward and back, takes about the least; 0:
-    none has room. Of small ones weights are read often, of large ones two groups meet in more."""
+def _tile_rows(both: jax.Array, weights: jax.Array, fill: Fill) -> int:
+    """Rows of a tile, as ``grouped_tpu`` chooses them; 0: none has room. Of small ones weights are
+    read often, of large ones two groups meet in more."""
     if weights.shape[1] % _LANES or weights.dtype.itemsize == 1:
         return 0
     costs = {}
     for rows in _ROWS:
         widths = [_width(rows, weights, bytes_of) for bytes_of in (_forward_room, _backward_room)]
         if all(widths):
-            moved = _forward_bytes(both, weights, share, rows, widths[0])
-            back = _backward_bytes(both, weights, share, rows, widths[1])
-            flops = grouped_tpu.flops(both, weights, rows, share)
+            moved = _forward_bytes(both, weights, fill, rows, widths[0])
+            back = _backward_bytes(both, weights, fill, rows, widths[1])
+            flops = grouped_tpu.flops(both, weights, rows, fill)
             costs[rows] = sum(max(flops, grouped_tpu.BALANCE * m) for m in (moved, back))
-    least = min(costs.values(), default=0.0) * grouped_tpu.ABOUT
-    return next((rows for rows, cost in costs.items() if cost <= least), 0)
+    return grouped_tpu.about_least(costs, fill) if costs else 0
 
 
 def _width(rows: int, weights: jax.Array, room: Callable[[int, int, int, int], int]) -> int:
@@ -330,20 +330,18 @@ def _backward_room(rows: int, inner: int, width: int, element: int) -> int:
     return 2 * element * tiles + 4 * 8 * _PART * inner + 4 * rows * inner
 
 
-def _forward_bytes(
-    both: jax.Array, weights: jax.Array, share: float, rows: int, width: int
-) -> float:
+def _forward_bytes(both: jax.Array, weights: jax.Array, fill: Fill, rows: int, width: int) -> float:
     """To and from main memory, groups equally large: gate and up are read for each tile of columns,
     weights once."""
-    used, (inner, outer) = both.shape[0] * share, weights.shape[1:]
+    used, (inner, outer) = both.shape[0] * fill.share, weights.shape[1:]
     moved = used * (pl.cdiv(outer, width) * 2 * inner + outer) + weights.size
     return moved * weights.dtype.itemsize
 
 
 def _backward_bytes(
-    both: jax.Array, weights: jax.Array, share: float, rows: int, width: int
+    both: jax.Array, weights: jax.Array, fill: Fill, rows: int, width: int
 ) -> float:
     """Weights are read for each tile of rows, unless one has all columns."""
-    used, (groups, inner, outer) = both.shape[0] * share, weights.shape
-    read = groups if width >= outer else grouped_tpu.visits(used, groups, rows)
+    used, (groups, inner, outer) = both.shape[0] * fill.share, weights.shape
+    read = groups if width >= outer else grouped_tpu.visits(both.shape[0], groups, rows, fill)
     return (used * (5 * inner + outer) + read * inner * outer) * weights.dtype.itemsize

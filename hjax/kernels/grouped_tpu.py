@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
 from hjax.kernels.attention import cost_label
+from hjax.kernels.reference import Fill, filled
 
 _ROWS = (512, 256, 128)  # of a tile, largest first
 _INNER, _OUTER = (2048, 1024, 512), (1024, 512, 256)  # of a tile of weights, at most
@@ -32,7 +33,7 @@ def product(
     rows: jax.Array,
     weights: jax.Array,
     sizes: jax.Array,
-    share: float = 1.0,
+    fill: Fill = Fill(),
     before: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -41,10 +42,10 @@ def product(
     Args:
       interpret: runs on any platform, slowly.
     """
-    tile = _tile_rows(rows, weights, share)
+    tile = _tile_rows(rows, weights, fill)
     short = -rows.shape[0] % tile
     padded = jnp.pad(rows, ((0, short), (0, 0))) if short else rows
-    out = _product(padded, weights, sizes, before, tile, share, interpret)
+    out = _product(padded, weights, sizes, before, tile, fill, interpret)
     return out[: rows.shape[0]]
 
 
@@ -55,23 +56,23 @@ def _product(
     sizes: jax.Array,
     before: jax.Array | None,
     tile: int,
-    share: float,
+    fill: Fill,
     interpret: bool,
 ) -> jax.Array:
-    return _times(rows, weights, sizes, tile, share, interpret)
+    return _times(rows, weights, sizes, tile, fill, interpret)
 
 
 def _forward(*arguments: Any) -> tuple[jax.Array, Any]:
     return _product(*arguments), arguments[:4]
 
 
-def _backward(tile: int, share: float, interpret: bool, kept: Any, given: jax.Array) -> Any:
+def _backward(tile: int, fill: Fill, interpret: bool, kept: Any, given: jax.Array) -> Any:
     rows, weights, sizes, before = kept
-    made = _times(given, weights, sizes, tile, share, interpret, transposed=True)
+    made = _times(given, weights, sizes, tile, fill, interpret, transposed=True)
     if weights.dtype.itemsize == 1:
         return made, None, None, None
     made_of = rows, given, weights, sizes, before
-    return made, gradient(*made_of, share, tile, interpret), None, None
+    return made, gradient(*made_of, fill, tile, interpret), None, None
 
 
 _product.defvjp(_forward, _backward)
@@ -83,23 +84,23 @@ def gradient(
     weights: jax.Array,
     sizes: jax.Array,
     before: jax.Array | None,
-    share: float,
+    fill: Fill,
     tile: int,
     interpret: bool,
 ) -> jax.Array:
     """Of a product's weights, like them.
 
     Args:
-      rows, weights, sizes, share, before: of the product.
+      rows, weights, sizes, fill, before: of the product.
       given: like its result, the gradient of that.
       tile: rows of a tile.
       interpret: runs on any platform, slowly.
     """
-    tiling = _gradient_tiling(rows, weights, share, tile)
-    moved = gradient_bytes(rows, weights, tiling, share)
+    tiling = _gradient_tiling(rows, weights, fill, tile)
+    moved = gradient_bytes(rows, weights, tiling, fill)
     if before is not None:  # is read
         moved += before.size * before.dtype.itemsize
-    with told(rows, weights, tile, share, moved):
+    with told(rows, weights, tile, fill, moved):
         return tgmm(
             rows.swapaxes(0, 1), given, sizes, weights.dtype, tiling, existing_out=before,
             interpret=interpret,
@@ -111,36 +112,60 @@ def _times(
     weights: jax.Array,
     sizes: jax.Array,
     tile: int,
-    share: float,
+    fill: Fill,
     interpret: bool,
     transposed: bool = False,
 ) -> jax.Array:
     weights = weights.astype(rows.dtype)  # of one byte the kernel takes none
-    tiling = _product_tiling(rows, weights, share, tile, transposed)
-    moved = product_bytes(rows, weights, tiling, share, transposed)
-    with told(rows, weights, tile, share, moved):
+    tiling = _product_tiling(rows, weights, fill, tile, transposed)
+    moved = product_bytes(rows, weights, tiling, fill, transposed)
+    with told(rows, weights, tile, fill, moved):
         return gmm(
             rows, weights, sizes, rows.dtype, tiling, transpose_rhs=transposed, interpret=interpret
         )
 
 
-def _tile_rows(rows: jax.Array, weights: jax.Array, share: float) -> int:
-    """Rows of a tile: the most with which a product, forward and back, takes about the least. One
-    in which two groups meet is computed for both; of small ones weights are read often. Arguments
-    as of ``product_bytes``."""
+def multiple(count: int, weights: jax.Array, share: float) -> int:
+    """``hjax.kernels.reference.multiple``: of those with which a product, forward and back, takes
+    about the least the one that multiplies least. No two groups meet in a tile of so many rows, and
+    half a tile of each is empty."""
+    rows = jax.ShapeDtypeStruct((count, weights.shape[1]), weights.dtype)
+    costs, products = {}, {}
+    for each in (1, *_ROWS):
+        fill = filled(count, weights.shape[0], share, each)
+        tile = _tile_rows(rows, weights, fill)
+        costs[each] = _both_ways(rows, weights, fill, tile)
+        products[each] = flops(rows, weights, tile, fill)
+    least = min(costs.values()) * ABOUT
+    return min((each for each in costs if costs[each] <= least), key=lambda each: products[each])
+
+
+def _both_ways(rows: Any, weights: jax.Array, fill: Fill, tile: int) -> float:
+    """What a product with a tile of so many rows takes, forward and back, in operations."""
     given = jax.ShapeDtypeStruct((rows.shape[0], weights.shape[2]), rows.dtype)
-    costs = {
-        tile: sum(
-            _cost(x, weights, share, _product_tiling(x, weights, share, tile, back), back)
-            for x, back in ((rows, False), (given, True))
-        )
-        for tile in _ROWS
-    }
-    return next(tile for tile, cost in costs.items() if cost <= min(costs.values()) * ABOUT)
+    return sum(
+        _cost(x, weights, fill, _product_tiling(x, weights, fill, tile, back), back)
+        for x, back in ((rows, False), (given, True))
+    )
+
+
+def _tile_rows(rows: jax.Array, weights: jax.Array, fill: Fill) -> int:
+    """Rows of a tile: as many as groups are multiples of, or the most, with which a product,
+    forward and back, takes about the least. One in which two groups meet is computed for both; of
+    small ones weights are read often. Arguments as of ``product_bytes``."""
+    return about_least({tile: _both_ways(rows, weights, fill, tile) for tile in _ROWS}, fill)
+
+
+def about_least(costs: dict[int, float], fill: Fill) -> int:
+    """Of tiles by their rows, largest first, the one that groups are multiples of, or the first, of
+    which the cost is about the least."""
+    least = min(costs.values()) * ABOUT
+    order = sorted(costs, key=lambda tile: tile != fill.multiple)
+    return next(tile for tile in order if costs[tile] <= least)
 
 
 def _product_tiling(
-    rows: Any, weights: jax.Array, share: float, tile: int, transposed: bool = False
+    rows: Any, weights: jax.Array, fill: Fill, tile: int, transposed: bool = False
 ) -> tuple[int, int, int]:
     """Tiles of rows, inner, outer that have room on the chip: of those that take about the least
     the largest. A weight is read for each tile of rows, unless one tile has all of the summed
@@ -154,7 +179,7 @@ def _product_tiling(
         return 2 * element * given + 4 * tile * outer <= _PRODUCT_ROOM
 
     def cost(inner: int, outer: int) -> float:
-        return _cost(rows, weights, share, (tile, inner, outer), transposed)
+        return _cost(rows, weights, fill, (tile, inner, outer), transposed)
 
     return tile, *_largest(
         cost, fits, [(i, o) for i in (inner, *_INNER) for o in _OUTER], inner, outer
@@ -162,17 +187,17 @@ def _product_tiling(
 
 
 def _cost(
-    rows: Any, weights: jax.Array, share: float, tiling: tuple[int, int, int], transposed: bool
+    rows: Any, weights: jax.Array, fill: Fill, tiling: tuple[int, int, int], transposed: bool
 ) -> float:
     """Of a product, in operations."""
-    moved = product_bytes(rows, weights, tiling, share, transposed)
+    moved = product_bytes(rows, weights, tiling, fill, transposed)
     if rows.shape[0] % tiling[0]:  # rows are copied to be filled up, results to be cut
         moved += 2 * rows.dtype.itemsize * rows.shape[0] * sum(weights.shape[1:])
-    return max(flops(rows, weights, tiling[0], share), BALANCE * moved)
+    return max(flops(rows, weights, tiling[0], fill), BALANCE * moved)
 
 
 def _gradient_tiling(
-    rows: jax.Array, weights: jax.Array, share: float, tile: int
+    rows: jax.Array, weights: jax.Array, fill: Fill, tile: int
 ) -> tuple[int, int, int]:
     """As ``_product_tiling``, of ``gradient_bytes``."""
     element, made = rows.dtype.itemsize, weights.dtype.itemsize
@@ -183,7 +208,7 @@ def _gradient_tiling(
         return each <= _GRADIENT_ROOM
 
     def cost(inner: int, outer: int) -> float:
-        return gradient_bytes(rows, weights, (tile, inner, outer), share)
+        return gradient_bytes(rows, weights, (tile, inner, outer), fill)
 
     every = [(i, o) for i in _OUTER for o in _OUTER]
     return tile, *_largest(cost, fits, every, *weights.shape[1:])
@@ -219,7 +244,7 @@ def product_bytes(
     rows: jax.Array,
     weights: jax.Array,
     tiling: tuple[int, int, int],
-    share: float = 1.0,
+    fill: Fill = Fill(),
     transposed: bool = False,
 ) -> float:
     """To and from main memory of ``gmm``, groups equally large.
@@ -233,11 +258,11 @@ def product_bytes(
       rows: [rows, inner].
       weights: [groups, inner, outer], ``transposed`` [groups, outer, inner].
       tiling: of rows, inner, outer.
-      share: of the rows that stand in a group.
+      fill: see ``hjax.kernels.reference.Fill``.
     """
     groups, (inner, outer) = weights.shape[0], weights.shape[1:][:: -1 if transposed else 1]
-    used = rows.shape[0] * share
-    computed = visits(used, groups, tiling[0])
+    used = rows.shape[0] * fill.share
+    computed = visits(rows.shape[0], groups, tiling[0], fill)
     columns, whole = -(-outer // tiling[2]), inner <= tiling[1]
     read = columns * inner * (used if whole else computed * tiling[0])
     read += inner * outer * (groups if whole else computed)
@@ -245,28 +270,30 @@ def product_bytes(
 
 
 def gradient_bytes(
-    rows: jax.Array, weights: jax.Array, tiling: tuple[int, int, int], share: float = 1.0
+    rows: jax.Array, weights: jax.Array, tiling: tuple[int, int, int], fill: Fill = Fill()
 ) -> float:
     """To and from main memory of ``tgmm``, which makes the gradient of ``weights``; arguments as of
     ``product_bytes``. Rows are read for each tile of the gradient's other dimension."""
     groups, inner, outer = weights.shape
-    used = rows.shape[0] * share
+    used = rows.shape[0] * fill.share
     read = used * (-(-outer // tiling[2]) * inner + -(-inner // tiling[1]) * outer)
     return rows.dtype.itemsize * read + weights.size * weights.dtype.itemsize
 
 
-def visits(used: float, groups: int, tile: int) -> int:
-    """Tiles of rows that are computed: one in which groups meet for each of them."""
-    return math.ceil(used / tile) + groups - 1
+def visits(count: int, groups: int, tile: int, fill: Fill) -> int:
+    """Tiles of so many rows that are computed: one in which groups meet for each of them. Groups
+    that are multiples of a part of a tile meet in as many fewer, of a whole one in none."""
+    meet = 1 - min(fill.multiple, tile) / tile if fill.multiple > 1 else 1
+    return math.ceil(count * fill.share / tile + (groups - 1) * meet)
 
 
-def told(rows: jax.Array, weights: jax.Array, tile: int, share: float, moved: float) -> Any:
+def told(rows: jax.Array, weights: jax.Array, tile: int, fill: Fill, moved: float) -> Any:
     """A scope with what a kernel does where groups are equally large, and so many bytes move."""
-    costs = (("pallas_call", flops(rows, weights, tile, share), moved),)
+    costs = (("pallas_call", flops(rows, weights, tile, fill), moved),)
     return jax.named_scope(cost_label(costs, part=True))
 
 
-def flops(rows: jax.Array, weights: jax.Array, tile: int, share: float) -> float:
+def flops(rows: jax.Array, weights: jax.Array, tile: int, fill: Fill) -> float:
     """Of a product, tiles in which groups meet for each of them."""
     groups, inner, outer = weights.shape
-    return 2.0 * visits(rows.shape[0] * share, groups, tile) * tile * inner * outer
+    return 2.0 * visits(rows.shape[0], groups, tile, fill) * tile * inner * outer

@@ -7,6 +7,7 @@ sets of kernels compute the same faster and are tested against these.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -112,11 +113,41 @@ sum_after.defvjp(
 )
 
 
+class Fill(NamedTuple):
+    """What is known of rows in groups before they are counted; results don't depend on it.
+
+    Attributes:
+      share: of the rows, how many are expected to be in a group, 0 to 1.
+      multiple: every group has a multiple of so many rows.
+    """
+
+    share: float = 1.0
+    multiple: int = 1
+
+
+def multiple(count: int, weights: jax.Array, share: float) -> int:
+    """Rows that groups of ``grouped`` had better be filled up to a multiple of; 1: none.
+
+    Args:
+      count: of rows.
+      weights: [groups, inputs, outputs], of their products.
+      share: of the rows, how many are expected to be in a group before it is filled up.
+    """
+    return 1
+
+
+def filled(count: int, groups: int, share: float, multiple: int) -> Fill:
+    """Of ``count`` rows with ``share`` of them in groups, each of which is filled up to a multiple:
+    by half of one, as groups go."""
+    more = groups * multiple / 2 if multiple > 1 else 0
+    return Fill(min(share + more / count, 1.0), multiple)
+
+
 def grouped(
     rows: jax.Array,
     weights: jax.Array,
     sizes: jax.Array,
-    share: float = 1.0,
+    fill: Fill = Fill(),
     before: jax.Array | None = None,
 ) -> jax.Array:
     """Each group of rows times its own matrix; [rows, outputs] in the dtype of the rows.
@@ -127,8 +158,7 @@ def grouped(
       weights: [groups, inputs, outputs], in the dtype of the rows; or int8 or float8_e4m3fn, of
         which there are no gradients.
       sizes: int32 [groups], rows of each.
-      share: of the rows, how many are expected to be in a group, 0 to 1; results don't depend on
-        it.
+      fill: what is known of them.
       before: like weights; their gradient is added to it, as of ``sum_after``. None: to nothing.
     """
     checks.check_grouped(rows, weights, sizes)
@@ -145,7 +175,7 @@ def grouped_gated(
     weights: jax.Array,
     sizes: jax.Array,
     activation: Callable[[jax.Array, jax.Array], jax.Array],
-    share: float = 1.0,
+    fill: Fill = Fill(),
     before: jax.Array | None = None,
     grouped: Callable[..., jax.Array] = grouped,
 ) -> jax.Array:
@@ -155,12 +185,12 @@ def grouped_gated(
       both: [rows, 2 * inputs], gate and up of each row, in groups as of ``grouped``.
       shares: float32 [rows], by which a row's result is weighted.
       activation: elementwise (gate, up) to what is multiplied.
-      weights, sizes, share, before: as of ``grouped``.
+      weights, sizes, fill, before: as of ``grouped``.
       grouped: the plain product.
     """
     checks.check_grouped_gated(both, shares, weights, sizes)
     rows = gated_rows(both, shares, activation)
-    return grouped(rows, weights, sizes, share, before)
+    return grouped(rows, weights, sizes, fill, before)
 
 
 def gated_rows(

@@ -35,6 +35,7 @@ class Kernels:
     largest: Callable[[jax.Array], jax.Array] = reference.largest
     grouped: Callable[..., jax.Array] = reference.grouped
     grouped_gated: Callable[..., jax.Array] = reference.grouped_gated
+    multiple: Callable[[int, jax.Array, float], int] = reference.multiple  # of ``grouped``'s rows
     attention: Kernel | None = None  # of long sequences; None: as of short ones, in one piece
     few_passes: bool = False  # what passes through memory once more costs more than a product
     packs_share: bool = True  # whether it knows prompts that stand once in a pack
@@ -97,6 +98,7 @@ def kernels_of(name: str, whole: bool = False, unrolled: bool = False) -> Kernel
             few_passes=True,
             grouped=grouped_tpu.product,
             grouped_gated=grouped_gated_tpu.product,
+            multiple=grouped_tpu.multiple,
             attention=splash.attend,
             packs_share=False,  # its segments are equal or not: not a response's and its prompt's
         )

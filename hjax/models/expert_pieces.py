@@ -18,12 +18,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from hjax.kernels.reference import Fill, filled
+
 ROOM = 1.25
 # Rows of a tile of a TPU's grouped products, which would fill up a piece that they do not divide.
 _TILES = (512, 256, 128)
 
-First = Callable[..., jax.Array]  # (rows, weights, sizes, share, before) to gate and up
-Second = Callable[..., jax.Array]  # (these, shares, weights, sizes, share, before) to rows
+First = Callable[..., jax.Array]  # (rows, weights, sizes, fill, before) to gate and up
+Second = Callable[..., jax.Array]  # (these, shares, weights, sizes, fill, before) to rows
 Arrays = Sequence[jax.Array]
 
 
@@ -68,6 +70,8 @@ class Pieces:
 
     Attributes:
       first, second: what experts make of sorted rows, see ``hjax.models.experts``.
+      multiple: rows that an expert's had better be filled up to a multiple of, of how many there
+        are, the weights of first products and the share of the rows that are the experts'.
       axes: of the mesh, along which experts are split; (): the first ones are here.
       parts: of all experts one in so many is here.
       keep: what the first products give is kept for the backward pass, which makes it again
@@ -78,6 +82,7 @@ class Pieces:
 
     first: First
     second: Second
+    multiple: Callable[[int, jax.Array, float], int]
     axes: tuple[str, ...]
     parts: int
     keep: bool
@@ -98,9 +103,9 @@ class Pieces:
 
         def add(turn: Any, sums: Arrays) -> tuple[jax.Array, Arrays]:
             piece = cut.piece(turn)
-            both = self.first(tokens.rows[piece.token], weights, piece.sizes, cut.share)
-            shares = tokens.shares[piece.entry]
-            made = self.second(both, shares, weights, piece.sizes, cut.share)
+            both = self.first(tokens.rows[piece.token], weights, piece.sizes, cut.fill)
+            shares = piece.shares(tokens.shares)
+            made = self.second(both, shares, weights, piece.sizes, cut.fill)
             return both, piece.added(sums, made)
 
         both, sums = add(0, tuple(sums))
@@ -127,28 +132,28 @@ class Pieces:
         fixed = {name: getattr(weights, name) for name in self.frozen}
         none = dict.fromkeys(self.frozen)
         learning = dataclasses.replace(weights, **none)
+
         def add(turn: Any, state: Any, kept: jax.Array | None = None) -> Any:
             of_rows, of_shares, of_weights = state
             piece = cut.piece(turn)
 
             def first(rows: jax.Array, weights: Any) -> jax.Array:
                 whole = dataclasses.replace(weights, **fixed)
-                return self.first(rows, whole, piece.sizes, cut.share, of_weights)
+                return self.first(rows, whole, piece.sizes, cut.fill, of_weights)
 
             def second(both: jax.Array, shares: jax.Array, weights: Any) -> jax.Array:
                 whole = dataclasses.replace(weights, **fixed)
-                return self.second(both, shares, whole, piece.sizes, cut.share, of_weights)
+                return self.second(both, shares, whole, piece.sizes, cut.fill, of_weights)
 
             both, back_first = jax.vjp(first, tokens.rows[piece.token], learning)
             both = both if kept is None else kept
-            _, back_second = jax.vjp(second, both, tokens.shares[piece.entry], learning)
+            _, back_second = jax.vjp(second, both, piece.shares(tokens.shares), learning)
             d_both, d_shares, d_second = back_second(given[piece.token])
             d_rows, d_weights = back_first(d_both)
             d_weights = dataclasses.replace(
                 d_weights, **{name: getattr(d_second, name) for name in self.of_second}
             )
-            # Of rows of none of the experts here it is 0.
-            of_shares = of_shares.at[piece.entry].add(d_shares)
+            of_shares = of_shares.at[piece.entry].add(jnp.where(piece.inside, d_shares, 0))
             return piece.added(of_rows, d_rows), of_shares, d_weights
 
         before = None if before is None else dataclasses.replace(before, **none)
@@ -164,9 +169,13 @@ class Pieces:
         starts = ends - sizes + entries * jnp.arange(sets)[:, None]
         size = math.ceil(ROOM * sets * entries / self.parts)
         tile = next((t for t in _TILES if size >= 8 * t), _TILES[-1])
-        size = min(-(-size // tile) * tile, sets * entries)
-        share = sets * entries / self.parts / size
-        return _Cut(tokens, sizes, starts, size, share)
+        whole = -(-size // tile) * tile
+        share = sets * entries / self.parts / whole
+        multiple = self.multiple(whole, weights.gate_up, share)
+        most = sets * entries + here * (multiple - 1)
+        size = min(-(-rows // multiple) * multiple for rows in (whole, most))
+        fill = filled(size, here, share * whole / size, multiple)
+        return _Cut(tokens, sizes, starts, size, fill)
 
 
 class _Cut(NamedTuple):
@@ -177,38 +186,50 @@ class _Cut(NamedTuple):
       sizes, starts: int32 [sets, experts], of each expert here its rows, and where they begin among
         the entries of all sets.
       size: rows of a piece.
-      share: of these, how many an even load fills.
+      fill: what is known of them: how many an even load fills.
     """
 
     tokens: Sorted
     sizes: jax.Array
     starts: jax.Array
     size: int
-    share: float
+    fill: Fill
 
     def piece(self, turn: Any) -> _Piece:
         """By number."""
         sets, entries = self.tokens.order.shape
-        # An expert's rows are those of every set.
-        sizes, starts = self.sizes.T.reshape(-1), self.starts.T.reshape(-1)
+        # An expert's rows are those of every set, and after them what fills it up.
+        filling = self.totals() - jnp.sum(self.sizes, axis=0)
+        sizes, starts = (
+            jnp.concatenate([x, y[None]]).T.reshape(-1)
+            for x, y in ((self.sizes, filling), (self.starts, jnp.zeros_like(filling)))
+        )
         ends = jnp.cumsum(sizes)
         shifts = starts - (ends - sizes)
+        real = jnp.tile(jnp.arange(sets + 1) < sets, filling.shape[0]).astype(jnp.int32)
         begin = turn * self.size
         at = begin + jnp.arange(self.size)
-        further = jnp.where(at[:, None] >= ends[:-1], jnp.diff(shifts), 0)
-        place = at + shifts[0] + jnp.sum(further, axis=1)
+        passed = at[:, None] >= ends[:-1]
+        place = at + shifts[0] + jnp.sum(jnp.where(passed, jnp.diff(shifts), 0), axis=1)
+        inside = real[0] + jnp.sum(jnp.where(passed, jnp.diff(real), 0), axis=1) > 0
         place = jnp.clip(place, 0, sets * entries - 1)
         entry = self.tokens.order.reshape(-1)[place] + place // entries * entries
         per_token = sets * entries // self.tokens.rows.shape[0]
-        of_experts = jnp.cumsum(jnp.sum(self.sizes, axis=0))
+        of_experts = jnp.cumsum(self.totals())
         held = jnp.diff(jnp.clip(of_experts - begin, 0, self.size), prepend=0).astype(jnp.int32)
-        return _Piece(entry, entry // per_token, at < ends[-1], held)
+        return _Piece(entry, entry // per_token, inside, held)
+
+    def totals(self) -> jax.Array:
+        """int32 [experts], rows of each, filled up."""
+        multiple = self.fill.multiple
+        return -(-jnp.sum(self.sizes, axis=0) // multiple) * multiple
 
     def others(self, add: Callable[[jax.Array, Any], Any], state: Any) -> Any:
         """The state after all pieces but the first."""
-        if self.size >= self.tokens.order.size:
+        most = self.tokens.order.size + self.sizes.shape[1] * (self.fill.multiple - 1)
+        if self.size >= most:
             return state
-        every = jnp.sum(self.sizes)
+        every = jnp.sum(self.totals())
 
         def run(state: Any) -> Any:
             with jax.named_scope("trips:0"):  # tells ``hjax.xla`` how many an even load takes
@@ -226,16 +247,20 @@ class _Piece(NamedTuple):
     """Rows, sorted by expert.
 
     Attributes:
-      entry, token: int32 [rows], of ``Sorted.shares`` and ``Sorted.rows``; anything after the
-        experts' rows.
+      entry, token: int32 [rows], of ``Sorted.shares`` and ``Sorted.rows``; anything where an
+        expert's are filled up, and after all of them.
       inside: bool [rows], not so.
-      sizes: int32 [experts], rows of each.
+      sizes: int32 [experts], rows of each, filled up.
     """
 
     entry: jax.Array
     token: jax.Array
     inside: jax.Array
     sizes: jax.Array
+
+    def shares(self, shares: jax.Array) -> jax.Array:
+        """Of the rows; 0 where there is none."""
+        return jnp.where(self.inside, shares[self.entry], 0)
 
     def added(self, sums: Arrays, made: jax.Array) -> Arrays:
         """Sums of equal parts of the tokens with what is made of these rows; a token's few are

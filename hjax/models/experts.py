@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from hjax.kernels import quantized, reference
+from hjax.kernels.reference import Fill
 from hjax.kernels.sets import Kernels
 from hjax.models.balance import tallied
 from hjax.models.expert_pieces import First, Pieces, Second, by_expert, in_pieces, sorted_tokens
@@ -225,7 +226,9 @@ def _part(
     if not experts:
         out = _summed(rows, shares, chosen, weights, *made)
     else:
-        pieces = Pieces(*made, experts, parts, keep, tuple(weights.frozen()), _DOWN)
+        pieces = Pieces(
+            *made, kernels.multiple, experts, parts, keep, tuple(weights.frozen()), _DOWN
+        )
         travel = travel and goes_round(parts)
         if travel:
             out = around(Ring(experts, parts, pieces), rows, shares, chosen, weights)
@@ -272,7 +275,7 @@ def _first(
     rows: jax.Array,
     weights: Weights,
     sizes: jax.Array,
-    share: float = 1.0,
+    fill: Fill = Fill(),
     before: Weights | None = None,
     *,
     kernels: Kernels,
@@ -284,11 +287,11 @@ def _first(
       weights: joined.
       sizes: int32 [experts], rows of each. After them anything stands, also in the gradient of
         those rows: a grouped product leaves there what is. Gradients of weights know nothing of it.
-      share: of the rows, how many are expected to be of an expert.
+      fill: what is known of the rows before they are counted.
       before: what gradients of weights are added to; None: to nothing.
       kernels: of which the grouped products are taken.
     """
-    how = _Rows(weights, before, sizes, share, rows.shape[0], kernels)
+    how = _Rows(weights, before, sizes, fill, rows.shape[0], kernels)
     both = how.through(rows, "gate_up")
     if weights.gate_up_bias is not None:
         both += how.bias("gate_up")
@@ -300,7 +303,7 @@ def _second(
     shares: jax.Array,
     weights: Weights,
     sizes: jax.Array,
-    share: float = 1.0,
+    fill: Fill = Fill(),
     before: Weights | None = None,
     *,
     kernels: Kernels,
@@ -308,7 +311,7 @@ def _second(
 ) -> jax.Array:
     """[rows, embed]: what comes of ``_first``'s, times each row's share, float32 [rows]; nor do
     gradients of shares know of rows of no expert."""
-    how = _Rows(weights, before, sizes, share, both.shape[0], kernels)
+    how = _Rows(weights, before, sizes, fill, both.shape[0], kernels)
     shares = _within(shares[:, None], how.inside)
     out = how.through_gated(both, shares[:, 0], activation)
     if weights.down_bias is not None:
@@ -324,14 +327,14 @@ class _Rows:
         weights: Weights,
         before: Weights | None,
         sizes: jax.Array,
-        share: float,
+        fill: Fill,
         count: int,
         kernels: Kernels,
     ) -> None:
         ends, at = jnp.cumsum(sizes), jnp.arange(count)
-        self.weights, self.sizes, self.share, self.kernels = weights, sizes, share, kernels
+        self.weights, self.sizes, self.fill, self.kernels = weights, sizes, fill, kernels
         self.before = Weights(*[None] * 3) if before is None else before
-        self.inside = (at < ends[-1])[:, None] if share < 1 else None
+        self.inside = (at < ends[-1])[:, None] if fill.share < 1 else None
         last = weights.down.shape[0] - 1
         self.own = jnp.minimum(jnp.sum(at[:, None] >= ends, axis=1), last)  # a row's expert
 
@@ -340,7 +343,7 @@ class _Rows:
 
         def product(x: jax.Array, end: str) -> jax.Array:
             weight, sums = (getattr(w, f"{name}{end}") for w in (self.weights, self.before))
-            return self.kernels.grouped(x, weight, self.sizes, self.share, sums)
+            return self.kernels.grouped(x, weight, self.sizes, self.fill, sums)
 
         out = product(x, "")
         scale, adapted = (getattr(self.weights, f"{name}{end}") for end in ("_scale", "_a"))
@@ -355,7 +358,7 @@ class _Rows:
         weights = self.weights
         if weights.down_scale is not None or weights.down_a is not None:
             return self.through(reference.gated_rows(both, shares, activation), "down")
-        how = weights.down, self.sizes, activation, self.share, self.before.down
+        how = weights.down, self.sizes, activation, self.fill, self.before.down
         return self.kernels.grouped_gated(both, shares, *how)
 
     def bias(self, name: str) -> jax.Array:
