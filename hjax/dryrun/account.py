@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from hjax.devices import DEVICES
 from hjax.dryrun.programs import Rehearsal, StepProgram, phase_of
 from hjax.dryrun.topologies import Topology, parse_topology
+from hjax.sharding.wires import wires_of
+from hjax.xla.links import Torus
 from hjax.xla.roofline import Limits, Operation, Turn, roofline
 
 COSTLIEST = 10  # source lines that are kept of a program
@@ -15,10 +18,14 @@ COSTLIEST = 10  # source lines that are kept of a program
 _WRAPS = {"v5e": 16, "v6e": 16}
 
 
-def limits_of(topology: Topology) -> Limits | None:
+def limits_of(topology: Topology, placed: Sequence[Any] = ()) -> Limits | None:
     """Peaks and bandwidths of a topology's devices; None for kinds without a data sheet here.
 
-    Of a torus one axis counts, both ways round where its links do.
+    Of a torus collectives along different axes run at the same time, each by the links of one axis.
+
+    Args:
+      placed: devices in the order by which a program numbers them; empty: it is not known, so that
+        all collectives wait for one another.
     """
     kind, sizes, slices = parse_topology(topology.name)
     device = DEVICES.get(kind)
@@ -30,17 +37,28 @@ def limits_of(topology: Topology) -> Limits | None:
         return Limits(
             device.flops, device.bandwidth, device.link, network=network, domain=per_host
         )
-    round_trip = max(sizes) >= _WRAPS.get(kind, 4)
-    link = device.link if round_trip else device.link / 2
-    found = Limits(device.flops, device.bandwidth, link, default_float32=False)
+    wires = wires_of(placed) if len(placed) > 1 else None
+    torus, link = None, device.link
+    if wires is not None:
+        places = tuple(tuple(place) for place in wires.places.tolist())
+        torus = Torus(places, wires.sides, wires.wraps)
+    elif max(sizes) < _WRAPS.get(kind, 4):
+        link /= 2  # no side closes to a ring
+    found = Limits(device.flops, device.bandwidth, link, default_float32=False, torus=torus)
     if slices == 1:
         return found
     domain = len(topology.devices) // slices
     return dataclasses.replace(found, network=network, domain=domain)
 
 
-def account(text: str, topology: Topology, loop_trips: int | None) -> dict[str, Any] | None:
+def account(
+    text: str, topology: Topology, loop_trips: int | None, placed: Sequence[Any] = ()
+) -> dict[str, Any] | None:
     """What ``roofline`` says of a program, as JSON; None where the devices are not known.
+
+    Args:
+      text, loop_trips: of the program.
+      topology, placed: as of ``limits_of``.
 
     Returns:
       ``seconds``, ``bytes``, ``flops``, ``received_bytes``, ``synchronous_bytes``, per device and
@@ -51,7 +69,7 @@ def account(text: str, topology: Topology, loop_trips: int | None) -> dict[str, 
       ``seconds``, ``bytes``, ``received_bytes`` and ``copies``, the arrays of the size of a weight
       or cache that each turn copies, with ``source``, ``name``, ``bytes``.
     """
-    limits = limits_of(topology)
+    limits = limits_of(topology, placed)
     if limits is None:
         return None
     found = roofline(text, limits, loop_trips)

@@ -28,7 +28,7 @@ from hjax.xla.collectives import Collective, collectives
 from hjax.xla.flops import count_flops
 from hjax.xla.options import OPTIONS
 
-FORMAT = 10  # of the kept results; a change makes older ones be compiled again
+FORMAT = 11  # of the kept results; a change makes older ones be compiled again
 TPU_DUMP = {"xla_dump_hlo_as_text": True}
 
 
@@ -48,7 +48,8 @@ def compile_program(
       devices: of the program's pool.
       level: of optimisation, as it is set in ``jax_optimization_level``.
       cache: directory of kept results; None neither reads nor writes any.
-      placed: the devices in the order of the program's mesh; empty: how far bytes go is not said.
+      placed: the devices in the order of the program's mesh; empty: how far bytes go is
+        not said, and all collectives wait for one another.
 
     Returns:
       ``role``, ``program``, ``rows``, ``runs`` (per step), ``flops`` and ``received_bytes`` (per
@@ -133,7 +134,7 @@ def _compile(
         "received_bytes": sum(kind["received_bytes"] for kind in by_kind.values()),
         "collectives": by_kind,
         **_ways(exchanged, placed),
-        "roofline": account(text, topology, program.program.loop_trips),
+        "roofline": account(text, topology, program.program.loop_trips, placed),
         "seconds": seconds,
     }
 

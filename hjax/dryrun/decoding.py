@@ -124,7 +124,8 @@ def decoding(
 
     generate = Program("generate", trace, STEPS if case.slots else case.response - 1)
     program = StepProgram("actor", 0, case.rows, 1, generate)
-    found = compile_program(program, topology, len(devices), "", cache)
+    order = list(layout.mesh.devices.ravel())
+    found = compile_program(program, topology, len(devices), "", cache, order)
     turn = found["roofline"]["turn"]
     # Filled to every length alike, slots hold half of what they have room for.
     drawn, before = (room, 0) if case.slots else (case.response, case.prompt)

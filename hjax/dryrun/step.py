@@ -81,7 +81,8 @@ def compile_step(asked: CompileRequest, console: Any) -> dict[str, Any]:
             order = placed_of(rehearsal, program.role)
             record = compile_program(program, topology, count, asked.level, asked.cache, order)
         if record.get("roofline") and limits is not None:
-            least = minimum(program, rehearsal.workers[program.role], inputs.prompt_length, limits)
+            within = limits_of(topology, order) or limits
+            least = minimum(program, rehearsal.workers[program.role], inputs.prompt_length, within)
             record |= {"minimum": least} | speeds(record, program, rehearsal, least, limits)
         records.append(add_held(record, program, rehearsal))
         console.print(f"{number:>3}/{len(programs)} {name:<28} {_how(record)}")

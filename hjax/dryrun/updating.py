@@ -136,9 +136,6 @@ def updating(case: Case, cache: Path | None = None) -> dict[str, Any]:
       RunError: it does not compile for another reason than memory.
     """
     topology = find_topology(case.topology)
-    limits = limits_of(topology)
-    if limits is None:
-        raise ConfigError(f"{case.topology}: no data sheet of its devices here")
     model = published(case.model) if isinstance(case.model, str) else case.model
     role, kind = ("reference", Reference) if case.scores else ("actor", Actor)
     worker: Any = kind(
@@ -154,11 +151,15 @@ def updating(case: Case, cache: Path | None = None) -> dict[str, Any]:
             micro_batch=case.micro_batch,
         )
     )
+    placed = list(worker.layouts.train.mesh.devices.ravel())
+    limits = limits_of(topology, placed)
+    if limits is None:
+        raise ConfigError(f"{case.topology}: no data sheet of its devices here")
     programs = worker.programs(case.rows, case.prompt)
     name = "compute_ref_log_prob" if case.scores else "update"
     (wanted,) = [each for each in programs if each.name == name]
     program = StepProgram(role, 0, case.rows, 1, wanted)
-    found = compile_program(program, topology, len(topology.devices), "", cache)
+    found = compile_program(program, topology, len(placed), "", cache, placed)
     described = {
         **dataclasses.asdict(case),
         "model": case.model if isinstance(case.model, str) else "",

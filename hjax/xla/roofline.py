@@ -2,8 +2,9 @@
 
 Each operation takes as long as the slower of what it moves to and from main memory and what it
 multiplies; transfers that the program starts early are hidden behind what runs meanwhile, as far as
-that leaves their wire or the memory free. So it is a bound by bandwidths and peaks (a roofline,
-Williams et al. 2009): what kernels lose within themselves, launches and contention are not in it.
+that leaves their wires (``hjax.xla.links``) or the memory free. So it is a bound by bandwidths and
+peaks (a roofline, Williams et al. 2009): what kernels lose within themselves, launches and
+contention are not in it.
 
 Counted are loops by their trips, tiles that are filled up, slices (of what is cut out of an array,
 not all of it), updates in place (what is written), and memory on the chip (nothing).
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from hjax.xla.collectives import (
     KINDS,
@@ -24,6 +26,7 @@ from hjax.xla.collectives import (
     kind_in,
 )
 from hjax.xla.hlo import ArrayShape, Computation, Instruction, Module, arrays_of, parse
+from hjax.xla.links import LINK, NETWORK, Torus, Wire
 from hjax.xla.loops import Copy, copies, written_over
 from hjax.xla.products import (
     convolution_flops,
@@ -44,6 +47,20 @@ _NEW_ARRAY = 'custom_call_target="AllocateBuffer"'
 _SAME_ELEMENTS = frozenset("bitcast reshape copy transpose convert bitcast-convert reverse".split())
 
 
+class Way(NamedTuple):
+    """How bytes come to a device.
+
+    Attributes:
+      received: how many.
+      wires: that they occupy.
+      seconds: for so long.
+    """
+
+    received: float
+    wires: frozenset[Wire]
+    seconds: float
+
+
 @dataclasses.dataclass(frozen=True)
 class Limits:
     """A device's.
@@ -52,9 +69,11 @@ class Limits:
       flops: operations per second of matrix products, by the type of their operands; ``float32``
         those of the fullest precision.
       bandwidth: bytes per second of main memory.
-      link: bytes per second that a device receives from others of its domain.
+      link: bytes per second that a device receives from others of its domain; on a torus over both
+        links of one axis.
       network: the same from beyond it; None: as ``link``.
       domain: devices that reach each other over links, numbered one after another; 0: all.
+      torus: where the devices of a domain stand; None: all collectives wait for one another.
       default_float32: whether products of float32 arrays run at ``float32``'s rate unless the
         program asks for less (a TPU takes bfloat16's, unless it asks for more).
     """
@@ -65,14 +84,27 @@ class Limits:
     default_float32: bool = True
     network: float | None = None
     domain: int = 0
+    torus: Torus | None = None
 
-    def seconds(self, collective: Collective) -> float:
-        """That a collective takes alone."""
+    def way(self, collective: Collective) -> Way:
+        """How a collective goes alone."""
+        received = collective.received_bytes
+        if not received:
+            return _NO_WAY
         apart = self.domain and any(
             len({member // self.domain for member in group}) > 1 for group in collective.groups
         )
-        rate = self.network if apart and self.network is not None else self.link
-        return collective.received_bytes / rate
+        if apart and self.network is not None:
+            return Way(received, frozenset([NETWORK]), received / self.network)
+        if self.torus is None:
+            return Way(received, frozenset([LINK]), received / self.link)
+        wires, passes = self.torus.way(collective)
+        return Way(received, wires, passes * received / self.link)
+
+    def somewhere(self, received: float) -> Way:
+        """How bytes go of which it is not known where."""
+        wires = frozenset([LINK]) if self.torus is None else self.torus.every
+        return Way(received, wires, received / self.link)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,13 +243,24 @@ class _Step:
 
     Attributes:
       seconds: it takes.
-      wire, memory: of these, in which the wire to other devices and main memory are idle, and not
-        yet used by a transfer beside it.
+      used: of these, in which each wire to other devices is used, by it or by a transfer beside it.
+      memory: of these, in which main memory is idle, and not yet used by a transfer beside it.
     """
 
     seconds: float
-    wire: float
+    used: dict[Wire, float]
     memory: float
+
+    def beside(self, wires: frozenset[Wire], most: float) -> float:
+        """So many seconds, at most, of a transfer over these wires, or within the device, which are
+        then used."""
+        idle = min((self.seconds - self.used.get(w, 0.0) for w in wires), default=self.memory)
+        found = min(most, max(idle, 0.0))
+        for wire in wires:
+            self.used[wire] = self.used.get(wire, 0.0) + found
+        if not wires:
+            self.memory -= found
+        return found
 
 
 @dataclasses.dataclass
@@ -229,22 +272,23 @@ class _Total:
     product: float = 0.0
     exposed: float = 0.0
     synchronous: float = 0.0
-    wire_idle: float = 0.0
     memory_idle: float = 0.0
+    used: dict[Wire, float] = dataclasses.field(default_factory=dict)
     operations: list[Operation] = dataclasses.field(default_factory=list)
 
     def times(self, n: float) -> _Total:
         numbers = {
             f.name: getattr(self, f.name) * n
             for f in dataclasses.fields(self)
-            if f.name != "operations"
+            if f.name not in ("operations", "used")
         }
         scaled = ("times", "bytes", "flops", "received", "seconds")
         operations = [
             dataclasses.replace(o, **{name: getattr(o, name) * n for name in scaled})
             for o in self.operations
         ]
-        return _Total(**numbers, operations=operations)
+        used = {wire: seconds * n for wire, seconds in self.used.items()}
+        return _Total(**numbers, used=used, operations=operations)
 
 
 @dataclasses.dataclass
@@ -253,17 +297,18 @@ class _Transfer:
 
     Attributes:
       instruction: that began it.
-      seconds: that it takes alone.
+      way: how it goes; of a copy within the device over no wire.
       begun: number of the steps before it.
       bytes: to and from main memory.
-      received: from other devices; 0 of a copy within the device.
     """
 
     instruction: Instruction
-    seconds: float
+    way: Way
     begun: int
     bytes: float
-    received: float
+
+
+_NO_WAY = Way(0.0, frozenset(), 0.0)
 
 
 class _Account:
@@ -318,7 +363,7 @@ class _Account:
                 for name in ("seconds", "memory", "product", "exposed", "synchronous"):
                     setattr(total, name, getattr(total, name) + getattr(inner, name))
                 total.operations += inner.operations
-                steps.append(_Step(inner.seconds, inner.wire_idle, inner.memory_idle))
+                steps.append(_Step(inner.seconds, dict(inner.used), inner.memory_idle))
                 continue
             transfer = self._transfer(computation, instruction, len(steps))
             if transfer is not None:
@@ -330,19 +375,16 @@ class _Account:
                 continue
             for channel in chains.begins.get(instruction.name, ()):
                 found = chains.collectives[channel]
-                under_way[channel] = _Transfer(
-                    instruction,
-                    self.limits.seconds(found),
-                    len(steps),
-                    0.0,
-                    found.received_bytes,
-                )
+                way = self.limits.way(found)
+                under_way[channel] = _Transfer(instruction, way, len(steps), 0.0)
             self._compute(computation, instruction, steps, total)
             for channel in chains.ends.get(instruction.name, ()):
                 self._arrive(under_way.pop(channel), steps, total)
         for left in under_way.values():
             self._arrive(left, steps, total)
-        total.wire_idle = sum(step.wire for step in steps)
+        for step in steps:
+            for wire, seconds in step.used.items():
+                total.used[wire] = total.used.get(wire, 0.0) + seconds
         total.memory_idle = sum(step.memory for step in steps)
         return total
 
@@ -385,31 +427,30 @@ class _Account:
         kind = opcode.removesuffix("-start")
         if opcode.endswith("-start") and kind in KINDS:
             found = self._collective_of(computation, instruction, kind)
-            size = found.received_bytes
-            return _Transfer(instruction, limits.seconds(found), steps, 0.0, size)
+            return _Transfer(instruction, limits.way(found), steps, 0.0)
         if opcode == "copy-start":
             read = arrays_of(computation.instructions[instruction.operands[0]].shape)
             written = arrays_of(instruction.shape)[:1]
             moved = _main(read) + _main(written)
-            return _Transfer(instruction, moved / limits.bandwidth, steps, moved, 0.0)
+            within = Way(0.0, frozenset(), moved / limits.bandwidth)
+            return _Transfer(instruction, within, steps, moved)
         if opcode == "async-start":
-            moved = received = 0.0
-            for name in instruction.called("calls"):
-                inner = self.of(self.module.computations[name])
-                moved += sum(o.bytes for o in inner.operations)
-                received += sum(o.received for o in inner.operations)
-            seconds = max(moved / limits.bandwidth, received / limits.link)
-            return _Transfer(instruction, seconds, steps, moved, received)
+            [name] = instruction.called("calls")
+            inner = self.of(self.module.computations[name])
+            moved = sum(o.bytes for o in inner.operations)
+            seconds = max(moved / limits.bandwidth, *inner.used.values(), 0.0)
+            received = sum(o.received for o in inner.operations)
+            way = Way(received, frozenset(inner.used), seconds)
+            return _Transfer(instruction, way, steps, moved)
         if opcode == "recv":
             between = between_slices(instruction, self.module.devices)
             if between is not None:
-                size = between.received_bytes
-                return _Transfer(instruction, limits.seconds(between), steps, 0.0, size)
+                return _Transfer(instruction, limits.way(between), steps, 0.0)
         if opcode == "send" and "_xla_megascale" in instruction.attributes:
-            return _Transfer(instruction, 0.0, steps, 0.0, 0.0)  # its recv has all of it
+            return _Transfer(instruction, _NO_WAY, steps, 0.0)  # its recv has all of it
         if opcode in ("send", "recv"):
             sent = sum(a.bytes for a in arrays_of(instruction.shape)[:1])
-            return _Transfer(instruction, sent / limits.link, steps, 0.0, sent)
+            return _Transfer(instruction, limits.somewhere(sent), steps, 0.0)
         return None
 
     def _chains(self, computation: Computation) -> _Chains:
@@ -453,11 +494,11 @@ class _Account:
         total: _Total,
     ) -> None:
         found = self._collective_of(computation, instruction, kind)
-        received, seconds = found.received_bytes, self.limits.seconds(found)
+        received, wires, seconds = self.limits.way(found)
         total.seconds += seconds
         total.exposed += seconds
         total.synchronous += received
-        steps.append(_Step(seconds, 0.0, seconds))
+        steps.append(_Step(seconds, dict.fromkeys(wires, seconds), seconds))
         self._note(instruction, 0.0, 0.0, received, seconds, total)
 
     def _compute(
@@ -479,27 +520,23 @@ class _Account:
             total.product += seconds
         else:
             total.memory += seconds
-        steps.append(_Step(seconds, seconds, seconds - reading))
+        steps.append(_Step(seconds, {}, seconds - reading))
         self._note(instruction, moved, flops, 0.0, seconds, total)
 
     def _arrive(self, transfer: _Transfer, steps: list[_Step], total: _Total) -> None:
         """What of a transfer nothing ran beside adds to the time."""
-        left = transfer.seconds
-        which = "wire" if transfer.received else "memory"
+        received, wires, seconds = transfer.way
+        left = seconds
         for step in steps[transfer.begun :]:
-            used = min(left, getattr(step, which))
-            setattr(step, which, getattr(step, which) - used)
-            left -= used
+            left -= step.beside(wires, left)
         if left > 0:
             total.seconds += left
-            total.exposed += left if transfer.received else 0.0
-            total.memory += 0.0 if transfer.received else left
-            steps.append(_Step(left, 0.0 if transfer.received else left, 0.0))
-        if transfer.received and transfer.seconds:
-            total.synchronous += transfer.received * left / transfer.seconds
-        self._note(
-            transfer.instruction, transfer.bytes, 0.0, transfer.received, max(left, 0.0), total
-        )
+            total.exposed += left if received else 0.0
+            total.memory += 0.0 if received else left
+            steps.append(_Step(left, dict.fromkeys(wires, left), 0.0))
+        if received and seconds:
+            total.synchronous += received * left / seconds
+        self._note(transfer.instruction, transfer.bytes, 0.0, received, max(left, 0.0), total)
 
     def _note(
         self,
