@@ -149,7 +149,7 @@ def _both_ways(rows: Any, weights: jax.Array, fill: Fill, tile: int) -> float:
     )
 
 
-def _tile_rows(rows: jax.Array, weights: jax.Array, fill: Fill) -> int:
+def _tile_rows(rows: Any, weights: jax.Array, fill: Fill) -> int:
     """Rows of a tile: as many as groups are multiples of, or the most, with which a product,
     forward and back, takes about the least. One in which two groups meet is computed for both; of
     small ones weights are read often. Arguments as of ``product_bytes``."""
@@ -293,7 +293,7 @@ def told(rows: jax.Array, weights: jax.Array, tile: int, fill: Fill, moved: floa
     return jax.named_scope(cost_label(costs, part=True))
 
 
-def flops(rows: jax.Array, weights: jax.Array, tile: int, fill: Fill) -> float:
+def flops(rows: Any, weights: jax.Array, tile: int, fill: Fill) -> float:
     """Of a product, tiles in which groups meet for each of them."""
     groups, inner, outer = weights.shape
     return 2.0 * visits(rows.shape[0], groups, tile, fill) * tile * inner * outer
