@@ -42,6 +42,35 @@ def test_a_directory_comes_back_tensor_for_tensor_in_its_dtype(tmp_path, capsys)
     assert again.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("said", ["dtype", "torch_dtype", None])
+@pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16", "mixed"])
+@pytest.mark.parametrize("name", ["qwen2 tied", "phi3"])
+def test_every_tensor_keeps_the_dtype_of_its_file_whatever_config_json_says(
+    name, stored, said, tmp_path
+):
+    from safetensors.torch import load_file, save_file
+
+    model(name).save_pretrained(tmp_path / "theirs")
+    file, config = (tmp_path / "theirs" / n for n in ("model.safetensors", "config.json"))
+    content = {k: x for k, x in json.loads(config.read_text()).items() if k != "dtype"}
+    config.write_text(json.dumps(content | ({said: "bfloat16"} if said else {})))
+    every = ["float32", "bfloat16", "float16"] if stored == "mixed" else [stored]
+    before = {
+        n: x.to(getattr(torch, every[i % len(every)]))
+        for i, (n, x) in enumerate(load_file(file).items())
+    }
+    save_file(before, file)
+    assert main([f"--model={tmp_path}/theirs", f"--output={tmp_path}/ours"]) == 0
+    after = load_file(tmp_path / "ours" / "model.safetensors")
+    assert before.keys() == after.keys()
+    for n, tensor in before.items():
+        assert after[n].dtype == tensor.dtype and torch.equal(after[n], tensor)
+    # As transformers reads it by dtype="auto"; where nothing is said, what holds every value.
+    expected = "bfloat16" if said else "float32" if stored == "mixed" else stored
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype="auto")
+    assert again.dtype == getattr(torch, expected)
+
+
 def test_files_of_a_size(tmp_path, monkeypatch):
     theirs = model("mixtral")
     theirs.save_pretrained(tmp_path / "theirs")

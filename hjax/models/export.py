@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError
 from hjax.given import given_path
 from hjax.models.config import ModelConfig
-from hjax.models.huggingface import has_scores, read_config, save_weights
+from hjax.models.huggingface import has_scores, read_config, save_weights, stored_dtypes
 from hjax.models.parameters import Network, Params
 from hjax.models.peft_files import save_adapter
 from hjax.models.weights import (
@@ -63,21 +63,23 @@ def export_weights(
     params: Params,
     beside: Path | None = None,
     tokenizer: Any = None,
+    dtypes: Mapping[str, str] | None = None,
 ) -> Path:
     """Write a directory that transformers loads; it appears once all of it is there.
 
     Args:
       output: the directory, new or empty.
-      config: shapes; its dtype is the files'.
+      config: shapes; its dtype is the files' where ``dtypes`` says no other.
       params: of the decoder: jax.Array, numpy arrays or ``Pieces``.
       beside: where the tokenizer's files are; None: they are made of ``tokenizer``, if any.
       tokenizer: of the model.
+      dtypes: of tensors, as of ``hjax.models.huggingface.save_weights``.
 
     Raises:
       ConfigError: the directory is not empty.
     """
     with _appearing(output) as made:
-        _write_model(made, config, params, beside, tokenizer)
+        _write_model(made, config, params, beside, tokenizer, dtypes)
     return Path(output).expanduser()
 
 
@@ -133,9 +135,14 @@ def _appearing(output: str | os.PathLike) -> Iterator[Path]:
 
 
 def _write_model(
-    made: Path, config: ModelConfig, params: Params, beside: Path | None, tokenizer: Any
+    made: Path,
+    config: ModelConfig,
+    params: Params,
+    beside: Path | None,
+    tokenizer: Any,
+    dtypes: Mapping[str, str] | None = None,
 ) -> None:
-    save_weights(made, config, params, tokenizer)
+    save_weights(made, config, params, tokenizer, dtypes=dtypes)
     if beside is None and tokenizer is not None:
         tokenizer.save(made)
     for name in FILES:
@@ -145,14 +152,18 @@ def _write_model(
 
 def export_model(
     source: str | os.PathLike, output: str | os.PathLike, adapter: bool = False
-) -> ModelConfig:
-    """Write the model at a path: a workdir's newest checkpoint, or another directory's.
+) -> tuple[ModelConfig, set[str]]:
+    """Write the model at a path: a workdir's newest checkpoint, or another directory's, whose
+    tensors keep their dtypes.
 
     Args:
       source: of the model.
       output: the directory, new or empty.
       adapter: write what a workdir's run learned, as a PEFT directory; else adapters are added to
         their matrices.
+
+    Returns:
+      the model, and the dtypes of the tensors written.
 
     Raises:
       ConfigError: nothing to read there, or the output is not empty.
@@ -169,8 +180,9 @@ def export_model(
         if (directory / "tokenizer.json").is_file():
             Tokenizer.load(directory).check_fits(read_config(directory).vocab_size, directory)
         config, params = load_trained(source)
-        export_weights(output, config, params, directory)
-        return config
+        dtypes = {} if is_workdir(source) else stored_dtypes(directory, config)
+        export_weights(output, config, params, directory, dtypes=dtypes)
+        return config, set(dtypes.values()) or {config.dtype}
     if not is_workdir(source):
         raise ConfigError(f"{source}: adapters are exported of a workdir, which this is not")
     network, learned, own = load_learned(source)
@@ -185,4 +197,4 @@ def export_model(
     if own is None:
         base, own = base_of(actor_path(source))
     export_adapters(output, network, learned, base, own, model_directory(source))
-    return network.config
+    return network.config, {"float32"}

@@ -340,7 +340,8 @@ def save_adapter(
     if scalar:
         shapes[f"{_PREFIX}score.weight"] = (1, params["head"].shape[0])
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = create_file(directory / WEIGHTS, shapes, "float32")
+    wanted = {name: (shape, "float32") for name, shape in shapes.items()}
+    tensors = create_file(directory / WEIGHTS, wanted)
     for module, pieces in modules.items():
         into, out = tensors[f"{_PREFIX}{module}{_A}"], tensors[f"{_PREFIX}{module}{_B}"]
         for number, (a, first, b, second) in enumerate(pieces):

@@ -26,6 +26,7 @@ from hjax.models.rotary import (
 Tensors = dict[str, tuple[Stored, ...]]
 
 DTYPES = ("float32", "float16", "bfloat16")
+DTYPE_KEYS = ("dtype", "torch_dtype")  # config.json's, the second as it was once spelled
 FULL, SLIDING = "full_attention", "sliding_attention"  # layer_types
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -207,9 +208,9 @@ def expert_tensors(names: Mapping[str, str]) -> Tensors:
 
 
 def read_dtype(given: Given) -> str:
-    """The dtype of the files: ``dtype``, or as it was once spelled ``torch_dtype``."""
-    older = given.get("torch_dtype")
-    name = str(given.get("dtype", older) or "float32").removeprefix("torch.")
+    """The dtype of the files."""
+    said = (given.get(key) for key in DTYPE_KEYS)
+    name = str(next(filter(None, list(said)), "float32")).removeprefix("torch.")
     if name not in DTYPES:
         raise given.error(f"dtype {name!r} is not supported; supported: {', '.join(DTYPES)}")
     return name
