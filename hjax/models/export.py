@@ -16,6 +16,7 @@ import numpy as np
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError
 from hjax.given import given_path
+from hjax.models.bases import recorded_step
 from hjax.models.config import ModelConfig
 from hjax.models.huggingface import has_scores, read_config, save_weights, stored_dtypes
 from hjax.models.parameters import Network, Params
@@ -195,6 +196,7 @@ def export_model(
         raise ConfigError(f"{source}: its run trains all weights (actor.lora.rank=0), no adapters")
     base = ""
     if own is None:
-        base, own = base_of(actor_path(source))
+        start = actor_path(source)
+        base, own = base_of(start, recorded_step(source, start))
     export_adapters(output, network, learned, base, own, model_directory(source))
     return network.config, {"float32"}

@@ -15,12 +15,14 @@ from hjax.binding import worker_class
 from hjax.controller import Build
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError
+from hjax.models.bases import Base, newest_base
 from hjax.models.compute import Compute
 from hjax.models.config import ModelConfig
 from hjax.models.lora import Lora
 from hjax.models.quantized import FLOAT
 from hjax.models.remat import NONE
 from hjax.models.rotary import Dynamic, LongRope
+from hjax.models.weights import is_workdir
 from hjax.rewards.function import RewardFunction
 from hjax.roles import Role
 from hjax.rollout.sampling import Sampling
@@ -41,6 +43,7 @@ class Builder:
         sizes: Mapping[str, Any],
         auto_dtype: Any,
         read: Callable[[str], tuple[ModelConfig, Tokenizer | None]],
+        bases: Mapping[str, Base],
     ):
         self.config, self.algorithm, self.inputs = config, algorithm, inputs
         self.table, self.sizes, self.read = table, sizes, read
@@ -55,6 +58,7 @@ class Builder:
         )
         self.stop, self.stop_strings = stops_of(config, inputs)
         self._functions: dict[str, RewardFunction] = {}
+        self._bases: dict[str, Base | None] = dict(bases)
 
     def build(self, role: str) -> Build:
         """The message that makes a role's worker."""
@@ -101,6 +105,7 @@ class Builder:
             tokenizer=tokenizer,
             model=model,
             path=path,
+            base=self._base(path) if model is not None else None,
             compute=self.compute,
             samples=config.rollout.samples if self.algorithm.generates else 1,
             unit=self.algorithm.unit,
@@ -129,6 +134,12 @@ class Builder:
             transition_bucket_bytes=config.rollout.transition_bucket_bytes,
             options=config,
         )
+
+    def _base(self, path: str) -> Base | None:
+        """The checkpoint of another run that a path means, the same one to every role."""
+        if path not in self._bases:
+            self._bases[path] = newest_base(path) if path and is_workdir(path) else None
+        return self._bases[path]
 
     def _model(self, role: str, path: str) -> tuple[ModelConfig | None, Tokenizer | None]:
         entry = self.table[role]
