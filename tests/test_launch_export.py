@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hjax
 from hjax.data.tasks import get_task
+from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError
 from hjax.launch.export import main
 from hjax.models import huggingface
@@ -106,6 +107,33 @@ def test_a_run_is_exported_by_command_and_by_its_trainer(tmp_path):
         np.testing.assert_allclose(logits(theirs, TOKENS), trained.logits(TOKENS), atol=2e-5)
         ids = AutoTokenizer.from_pretrained(tmp_path / name).encode("312>")
         assert ids == tokenizer.encode("312>")
+
+
+NAMED = {"default": "{{ messages }}", "tool_use": "{{ tools }}", "a.b": "{{ documents }}"}
+
+
+@pytest.mark.parametrize("files", [True, False])
+@pytest.mark.parametrize("names", [list(NAMED), ["default"], ["tool_use", "a.b"]])
+def test_every_chat_template_comes_along(names, files, tmp_path):
+    """As files, or as a list in tokenizer_config.json, in both of which transformers keeps them."""
+    save_model(tmp_path / "start", tokenizer=get_task("sorting").tokenizer())
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "start")
+    templates = {name: NAMED[name] for name in names}
+    theirs.chat_template = templates if len(names) > 1 else NAMED["default"]
+    theirs.save_pretrained(tmp_path / "start", save_jinja_files=files)
+    assert (tmp_path / "start" / "additional_chat_templates").is_dir() == (files and len(names) > 1)
+    expected = AutoTokenizer.from_pretrained(tmp_path / "start").chat_template
+    assert expected == theirs.chat_template
+    workdir = tmp_path / "run"
+    with trainer_of("GRPO", {"actor.path": str(tmp_path / "start")}, workdir) as trainer:
+        trainer.export(tmp_path / "trainer")
+        trainer.run(1)
+    for source in ("start", "run"):
+        assert main([f"--model={tmp_path / source}", f"--output={tmp_path / 'of'}-{source}"]) == 0
+    for exported in ("trainer", "of-start", "of-run"):
+        assert AutoTokenizer.from_pretrained(tmp_path / exported).chat_template == expected
+        ours = Tokenizer.load(tmp_path / exported)
+        assert ours.chat_template == templates.get("default")
 
 
 @pytest.mark.parametrize(

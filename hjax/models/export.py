@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from hjax.data.tokenizer import Tokenizer
+from hjax.data.tokenizer import MORE_TEMPLATES, TEMPLATE, Tokenizer
 from hjax.errors import ConfigError
 from hjax.given import given_path
 from hjax.models.bases import recorded_step
@@ -31,7 +31,7 @@ from hjax.models.weights import (
 )
 from hjax.pieces import Pieces
 
-# What may stand beside weights and config, copied as it is.
+# What may stand beside weights and config, copied as it is, with further chat templates.
 FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -40,7 +40,7 @@ FILES = (
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
-    "chat_template.jinja",
+    TEMPLATE,
     "generation_config.json",
 )
 
@@ -146,9 +146,14 @@ def _write_model(
     save_weights(made, config, params, tokenizer, dtypes=dtypes)
     if beside is None and tokenizer is not None:
         tokenizer.save(made)
-    for name in FILES:
-        if beside is not None and (beside / name).is_file():
-            shutil.copyfile(beside / name, made / name)
+    if beside is None:
+        return
+    for file in (beside / name for name in FILES):
+        if file.is_file():
+            shutil.copyfile(file, made / file.name)
+    for file in sorted((beside / MORE_TEMPLATES).glob("*.jinja")):
+        (made / MORE_TEMPLATES).mkdir(exist_ok=True)
+        shutil.copyfile(file, made / MORE_TEMPLATES / file.name)
 
 
 def export_model(
