@@ -263,27 +263,20 @@ def adapted(model: ModelConfig, config: ConfigDict, role: Role) -> ModelConfig:
     """
     if not role.trained or not role.model:
         return model
-    settings = config[role.config_section].lora
-    lora = Lora.of(settings, bool(model.experts))
-    quantized = "" if settings.base == FLOAT else settings.base
-    if quantized:
-        asked = f"config.{role.config_section}.lora.base={quantized}"
-        if lora is None:
-            raise ConfigError(
-                f"{asked} is for weights that are frozen beside adapters; set "
-                f"{role.config_section}.lora.rank to 1 or more as well, or leave it out"
-            )
-        if not (role_path(config, role) or config.actor.path):
-            raise ConfigError(
-                f"{asked} quantizes weights as they are read; give {role.config_section}.path, or "
-                f"use {FLOAT}"
-            )
-    if lora is None:
+    settings, key = config[role.config_section].lora, f"config.{role.config_section}.lora"
+    if (lora := Lora.of(settings, bool(model.experts), key)) is None:
         return model
-    if lora.dora and not (role_path(config, role) or config.actor.path):
+    quantized = "" if settings.base == FLOAT else settings.base
+    from_path = role_path(config, role) or config.actor.path
+    if quantized and not from_path:
         raise ConfigError(
-            f"config.{role.config_section}.lora.dora=True starts from the norms of weights that "
-            f"are read; give {role.config_section}.path, or use dora=false"
+            f"{key}.base={quantized} quantizes weights as they are read; give "
+            f"{role.config_section}.path, or use {FLOAT}"
+        )
+    if lora.dora and not from_path:
+        raise ConfigError(
+            f"{key}.dora=True starts from the norms of weights that are read; give "
+            f"{role.config_section}.path, or use dora=false"
         )
     return dataclasses.replace(model, lora=lora, quantized=quantized)
 
