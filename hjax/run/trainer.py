@@ -450,7 +450,8 @@ class Trainer(Recovering):
         network = decoder_network(self.roles.models["actor"])
         if path:
             began = self.roles.bases.get(path)
-            base, own = base_of(base_path(path), began and began.check(path))
+            step = None if began is None else began.check(path)
+            base, own = base_of(base_path(path), step)
         else:
             base, own = "", actor.base_weights().result()
         learned = actor.learned_weights().result()
