@@ -36,6 +36,10 @@ _TEMPLATE = (
 )
 _WORKDIR = "--workdir=DIR, where the run is kept; the same command goes on from there"
 _LORA = "config.actor.lora.rank above 0 trains adapters (LoRA)"
+_JUDGES_LORA = (
+    "what judges learns nothing here; a run of reward_model.py, cost_model.py or "
+    "process_reward_model.py trains one, with config.actor.lora.rank above 0 by adapters"
+)
 _CLIP = "config.algorithm.clip_low and config.algorithm.clip_high"
 _KL = "config.algorithm.kl_coef (0 needs no reference)"
 _ENTROPY = "config.algorithm.entropy_coef"
@@ -258,6 +262,9 @@ WISHES: Mapping[str, str] = {
     "lora_dropout": "config.actor.lora.dropout",
     "lora_target_modules": "config.actor.lora.targets: all, or some of q, k, v, o, gate, up, down",
     "target_modules": "config.actor.lora.targets: all, or some of q, k, v, o, gate, up, down",
+    "reference.lora": "a reference learns nothing: it is the actor with its adapters left off",
+    "reward.lora": _JUDGES_LORA,
+    "cost.lora": _JUDGES_LORA,
     "load_in_8bit": _QUANTIZED,
     "load_in_4bit": f"4 bits are not built; {_QUANTIZED}",
     "quantization": _QUANTIZED,

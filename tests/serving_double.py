@@ -47,7 +47,8 @@ def byte_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<|im_start|>", END])
     config = {"eos_token": END, "add_bos_token": False}
-    return Tokenizer(backend, config, name="bytes", chat_template=template)
+    templates = {} if template is None else {"default": template}
+    return Tokenizer(backend, config, name="bytes", chat_templates=templates)
 
 
 # One client for all tests, as each takes long to make; no connection outlives its request.

@@ -151,6 +151,23 @@ def test_special_tokens_that_are_no_text(key, value, tmp_path):
     one_line(lambda: Tokenizer.load(tmp_path), f"{key} is ")
 
 
+@pytest.mark.parametrize(
+    "value, line",
+    [
+        (5, "chat_template is 5; text, or a list of named ones"),
+        ({"default": "{{ messages }}"}, "chat_template is {'default'"),
+        (["{{ messages }}"], r"text, or a list of named ones"),
+        ([{"name": "default"}], "text, or a list of named ones"),
+        ([{"name": "", "template": ""}], "text, or a list of named ones"),
+        ([{"name": "../../config", "template": ""}], "is named '../../config'; a name without /"),
+    ],
+)
+def test_chat_templates_that_are_none(value, line, tmp_path):
+    Tokenizer.characters("ab").save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))
+    one_line(lambda: Tokenizer.load(tmp_path), line)
+
+
 @pytest.mark.parametrize("value", ["2", 2.5, [None], [[2]], True, -1, {}])
 def test_ends_that_are_no_ids(value, tmp_path):
     Tokenizer.characters("ab").save(tmp_path)

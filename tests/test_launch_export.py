@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hjax
 from hjax.data.tasks import get_task
+from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError
 from hjax.launch.export import main
 from hjax.models import huggingface
@@ -40,6 +41,35 @@ def test_a_directory_comes_back_tensor_for_tensor_in_its_dtype(tmp_path, capsys)
     assert (tmp_path / "ours" / "chat_template.jinja").read_text() == "{{ messages }}"
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype="auto")
     assert again.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("said", ["dtype", "torch_dtype", None])
+@pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16", "mixed"])
+@pytest.mark.parametrize("name", ["qwen2 tied", "phi3"])
+def test_every_tensor_keeps_the_dtype_of_its_file_whatever_config_json_says(
+    name, stored, said, tmp_path
+):
+    from safetensors.torch import load_file, save_file
+
+    model(name).save_pretrained(tmp_path / "theirs")
+    file, config = (tmp_path / "theirs" / n for n in ("model.safetensors", "config.json"))
+    content = {k: x for k, x in json.loads(config.read_text()).items() if k != "dtype"}
+    config.write_text(json.dumps(content | ({said: "bfloat16"} if said else {})))
+    every = ["float32", "bfloat16", "float16"] if stored == "mixed" else [stored]
+    before = {
+        n: x.to(getattr(torch, every[i % len(every)]))
+        for i, (n, x) in enumerate(load_file(file).items())
+    }
+    save_file(before, file)
+    assert main([f"--model={tmp_path}/theirs", f"--output={tmp_path}/ours"]) == 0
+    after = load_file(tmp_path / "ours" / "model.safetensors")
+    assert before.keys() == after.keys()
+    for n, tensor in before.items():
+        assert after[n].dtype == tensor.dtype and torch.equal(after[n], tensor)
+    # As transformers reads it by dtype="auto"; where nothing is said, what holds every value.
+    expected = "bfloat16" if said else "float32" if stored == "mixed" else stored
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype="auto")
+    assert again.dtype == getattr(torch, expected)
 
 
 def test_files_of_a_size(tmp_path, monkeypatch):
@@ -77,6 +107,33 @@ def test_a_run_is_exported_by_command_and_by_its_trainer(tmp_path):
         np.testing.assert_allclose(logits(theirs, TOKENS), trained.logits(TOKENS), atol=2e-5)
         ids = AutoTokenizer.from_pretrained(tmp_path / name).encode("312>")
         assert ids == tokenizer.encode("312>")
+
+
+NAMED = {"default": "{{ messages }}", "tool_use": "{{ tools }}", "a.b": "{{ documents }}"}
+
+
+@pytest.mark.parametrize("files", [True, False])
+@pytest.mark.parametrize("names", [list(NAMED), ["default"], ["tool_use", "a.b"]])
+def test_every_chat_template_comes_along(names, files, tmp_path):
+    """As files, or as a list in tokenizer_config.json, in both of which transformers keeps them."""
+    save_model(tmp_path / "start", tokenizer=get_task("sorting").tokenizer())
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "start")
+    templates = {name: NAMED[name] for name in names}
+    theirs.chat_template = templates if len(names) > 1 else NAMED["default"]
+    theirs.save_pretrained(tmp_path / "start", save_jinja_files=files)
+    assert (tmp_path / "start" / "additional_chat_templates").is_dir() == (files and len(names) > 1)
+    expected = AutoTokenizer.from_pretrained(tmp_path / "start").chat_template
+    assert expected == theirs.chat_template
+    workdir = tmp_path / "run"
+    with trainer_of("GRPO", {"actor.path": str(tmp_path / "start")}, workdir) as trainer:
+        trainer.export(tmp_path / "trainer")
+        trainer.run(1)
+    for source in ("start", "run"):
+        assert main([f"--model={tmp_path / source}", f"--output={tmp_path / 'of'}-{source}"]) == 0
+    for exported in ("trainer", "of-start", "of-run"):
+        assert AutoTokenizer.from_pretrained(tmp_path / exported).chat_template == expected
+        ours = Tokenizer.load(tmp_path / exported)
+        assert ours.chat_template == templates.get("default")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from families import MODELS, logits, model
+from helpers import trainer_of
 from references import peft, torch
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -219,6 +220,30 @@ def test_names_of_targets():
         with pytest.raises(ConfigError) as error:
             targets_of(names, experts=False)
         assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"actor.lora.dropout": 0.1}, "config.actor.lora.dropout=0.1 is for adapters, of which "),
+        ({"critic.lora.targets": ("q",)}, "config.critic.lora.targets=('q',) is for adapters"),
+        ({"critic.lora.alpha": 64.0}, "config.critic.lora.rank=0 makes none; set the rank to 1"),
+        ({"teacher.lora.rslora": True}, "config.teacher.lora.rslora=True is for adapters"),
+        ({"actor.lora.dora": True}, "config.actor.lora.dora=True is for adapters"),
+        (
+            {"critic.lora.rank": 2, "critic.lora.targets": ("query",)},
+            "config.critic.lora.targets=query: all, or some of q, k, v, o, gate, up, down",
+        ),
+        (
+            {"actor.lora.rank": 2, "actor.lora.targets": ("",)},
+            "config.actor.lora.targets=(): all, or some of",
+        ),
+    ],
+)
+def test_settings_without_adapters_and_wrong_ones_are_named_by_their_whole_key(changes, said):
+    with pytest.raises(ConfigError) as error, trainer_of("PPO", changes):
+        pass
+    assert said in str(error.value) and "\n" not in str(error.value)
 
 
 def changed(**keys):

@@ -2,15 +2,18 @@
 
 import json
 import os
+import re
+import shutil
 
 import numpy as np
 import peft
 import pytest
-from helpers import trainer_of
+from helpers import computed, trainer_of
 from references import torch
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import hjax
+from hjax.errors import DataError
 from hjax.launch.export import main as export
 from hjax.models.weights import load_trained
 
@@ -76,3 +79,90 @@ def test_the_base_of_exported_adapters_is_found_from_anywhere(start, tmp_path, m
         trainer.export(tmp_path / "adapters", adapter=True)
     content = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
     assert os.path.isabs(content["base_model_name_or_path"])
+
+
+def taught(path, steps, start="", seed=0, algorithm="GRPO", **changes):
+    """Rows of a run's steps, of which each is kept; it starts, or goes on."""
+    keys = {"checkpoint.every": 1, "checkpoint.keep": 9, "actor.learning_rate": 0.01, "seed": seed}
+    keys |= {"steps": steps, "actor.path": str(start)} | changes
+    with trainer_of(algorithm, keys, path) as trainer:
+        return [computed(row) for row in trainer.run()]
+
+
+def test_adapters_stand_on_the_checkpoint_that_they_began_on(tmp_path):
+    base, run, twin = (tmp_path / name for name in ("base", "run", "twin"))
+    taught(base, 1)
+    whole = {"actor.lora.rank": 2}
+    undisturbed = taught(twin, 2, base, **whole)[1:]
+    taught(run, 1, base, **whole)
+    said = json.loads((run / "bases.json").read_text())
+    assert said.keys() == {str(base)} and said[str(base)]["step"] == 1
+    summed = json.loads((base / "checkpoints" / "1" / "checksums.json").read_text())["items"]
+    assert said[str(base)]["sums"] == {"actor.params": summed["actor.params"]}
+    before = hjax.load_model(run).logits(TOKENS)
+    began = hjax.load_model(base).logits(TOKENS)
+
+    taught(base, 3)
+    assert np.abs(hjax.load_model(base).logits(TOKENS) - began).max() > 1e-3
+    np.testing.assert_array_equal(hjax.load_model(run).logits(TOKENS), before)
+    for flags in ([], ["--adapter"]):
+        out = tmp_path / f"exported{len(flags)}"
+        assert export([f"--model={run}", f"--output={out}", *flags]) == 0
+        kind = peft.AutoPeftModelForCausalLM if flags else AutoModelForCausalLM
+        with torch.no_grad():
+            found = kind.from_pretrained(out).eval()(torch.tensor(TOKENS)).logits
+        np.testing.assert_allclose(found, before, atol=2e-5)
+    assert taught(run, 2, base, **whole) == undisturbed
+
+
+def test_a_base_that_is_not_there_any_more_is_refused(tmp_path, capsys):
+    base, run = tmp_path / "base", tmp_path / "run"
+    taught(base, 1)
+    taught(run, 1, base, **{"actor.lora.rank": 2})
+    taught(base, 2)
+    begun = f"{base}: checkpoint 1, beside which this run's adapters learned,"
+
+    def refused(line):
+        with pytest.raises(DataError, match=re.escape(line)):
+            hjax.load_model(run)
+        with pytest.raises(DataError, match=re.escape(line)):
+            taught(run, 2, base, **{"actor.lora.rank": 2})
+        for flags in ([], ["--adapter"]):
+            assert export([f"--model={run}", f"--output={tmp_path / 'out'}", *flags]) == 2
+            said = capsys.readouterr().err
+            assert line in said and said.count("\n") == 1 and not (tmp_path / "out").exists()
+
+    shutil.rmtree(base / "checkpoints" / "1")
+    refused(f"{begun} is gone (there: 2)")
+    taught(tmp_path / "other", 1, seed=1)
+    shutil.copytree(tmp_path / "other/checkpoints/1", base / "checkpoints/1")
+    refused(f"{begun} is another one now: its checksum differs")
+    (base / "checkpoints/1/checksums.json").write_text("[]")
+    refused(f"{base}/checkpoints/1: this checkpoint cannot be read (checksums.json is damaged)")
+
+
+@pytest.mark.slow
+def test_a_critics_base_is_recorded_and_a_run_without_a_checkpoint_begins_anew(tmp_path):
+    base, run = tmp_path / "base", tmp_path / "run"
+    batch = {"warm_start.batch": 16}
+    taught(base, 1, algorithm="RewardModel", **batch)
+    critic = {"critic.path": str(base), "critic.lora.rank": 2}
+    undisturbed = taught(tmp_path / "twin", 2, algorithm="PPO", **critic)[1:]
+    taught(run, 1, algorithm="PPO", **critic)
+    taught(base, 2, algorithm="RewardModel", **batch)
+    assert taught(run, 2, algorithm="PPO", **critic) == undisturbed
+    shutil.rmtree(run / "checkpoints")
+    taught(run, 2, algorithm="PPO", **critic)
+    assert json.loads((run / "bases.json").read_text())[str(base)]["step"] == 2
+
+
+def test_a_run_of_an_earlier_hjax_has_its_base_recorded_as_it_goes_on(tmp_path, monkeypatch):
+    base, run = tmp_path / "base", tmp_path / "run"
+    taught(base, 1)
+    taught(run, 1, base, **{"actor.lora.rank": 2})
+    (run / "bases.json").unlink()
+    said = []
+    monkeypatch.setattr(hjax.Trainer, "_message", lambda self, text: said.append(text))
+    taught(run, 2, base, **{"actor.lora.rank": 2})
+    assert any(f"{base}: checkpoint 1, its newest" in line for line in said)
+    assert (run / "bases.json").exists()

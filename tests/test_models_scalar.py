@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 from references import torch
+from safetensors.numpy import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from hjax.errors import ConfigError
@@ -72,6 +73,20 @@ def test_a_language_model_gets_a_head_of_zeros(tmp_path):
     assert not np.any(params["head"]) and params["head"].shape == (32,)
     expected = jax.tree.map(lambda x: x.shape, scalar_network(config).shapes)
     assert jax.tree.map(lambda x: x.shape, params) == expected
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_output_table_stands_for_a_missing_embedding_only_where_they_are_tied(tied, tmp_path):
+    theirs = saved(LlamaForCausalLM, tmp_path, tie_word_embeddings=tied)
+    stored = load_file(tmp_path / "model.safetensors")
+    embedding = stored.pop("model.embed_tokens.weight")
+    save_file({**stored, "lm_head.weight": embedding + (not tied)}, tmp_path / "model.safetensors")
+    if tied:
+        found = load_scalar(tmp_path)[1]["decoder"]["embedding"]
+        np.testing.assert_array_equal(found, theirs.model.embed_tokens.weight.detach().numpy())
+    else:
+        with pytest.raises(ConfigError, match="tensor 'model.embed_tokens.weight' is missing"):
+            load_scalar(tmp_path)
 
 
 def test_a_classifier_of_several_classes_is_refused(tmp_path):

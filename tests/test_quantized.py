@@ -285,8 +285,8 @@ def test_a_matrix_takes_a_byte_per_element(base):  # noqa: F811
         ({"actor.lora.base": "int4"}, "actor.lora.base='int4'"),
         ({"actor.lora.base": "int8"}, "config.actor.lora.base=int8 quantizes weights as they are"),
         (
-            {"actor.lora.base": "int8", "actor.lora.rank": 0},
-            "config.actor.lora.base=int8 is for weights that are frozen beside adapters; set",
+            {"actor.lora.base": "int8", "actor.lora.rank": 0, "actor.lora.alpha": 32.0},
+            "config.actor.lora.base='int8' is for adapters, of which config.actor.lora.rank=0",
         ),
     ],
 )

@@ -31,6 +31,12 @@ def ppo(critic):
     return describe("PPO", changes | {"critic.path": str(critic[0])})
 
 
+def test_there_is_a_cache_only_where_something_generates(ppo):
+    assert ppo[0]["cache"]["actor"]["bytes_per_token"] == 2 * 4 * 8 * 4  # keys, values; float32
+    told, _ = describe("RewardModel", {"warm_start.batch": 16})
+    assert "cache" not in told and told["memory"]
+
+
 def test_batch_arithmetic(ppo):
     batch = ppo[0]["batch"]
     assert batch["prompts_per_step"] == 8 and batch["samples_per_prompt"] == 2

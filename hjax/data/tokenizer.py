@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,9 @@ _CUSTOMARY = {
     "pad_token": ("<pad>", "[PAD]"),
 }
 
+# Where files have chat templates beside the default one's, each NAME.jinja.
+TEMPLATE, MORE_TEMPLATES, DEFAULT = "chat_template.jinja", "additional_chat_templates", "default"
+
 # Characters of a text that takes long enough for other threads to be let run.
 LONG = 4096
 
@@ -38,7 +41,8 @@ class Tokenizer:
       bos_id, eos_id, pad_id: ids, or None where the tokenizer has no such token.
       eos_ids: every id that ends a sequence, `eos_id` first: the tokenizer's and those that
         `generation_config.json` or `config.json` beside it add.
-      chat_template: Jinja source, or None.
+      chat_template: Jinja source of the default one, which `chat` renders, or None.
+      chat_templates: of others by name, which are kept and saved.
     """
 
     def __init__(
@@ -47,13 +51,14 @@ class Tokenizer:
         config: dict[str, Any],
         *,
         name: str,
-        chat_template: str | None = None,
+        chat_templates: Mapping[str, str] = {},
         extra_eos_ids: Sequence[int] = (),
     ):
         self._backend = backend
         self._config = config
         self.name = name
-        self.chat_template = chat_template
+        self.chat_template = chat_templates.get(DEFAULT)
+        self.chat_templates = {k: v for k, v in chat_templates.items() if k != DEFAULT}
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         self.bos_id = self._special_id("bos_token")
         self.eos_id = self._special_id("eos_token")
@@ -67,8 +72,9 @@ class Tokenizer:
         """Reads a directory with a tokenizer.json, or the json file itself.
 
         Beside it are read, where present: tokenizer_config.json, special_tokens_map.json,
-        chat_template.jinja (which wins over the config's template), generation_config.json and
-        config.json (end-of-sequence ids). Raises DataError when there is no usable tokenizer.
+        chat_template.jinja and additional_chat_templates/*.jinja (which win over the config's
+        templates), generation_config.json and config.json (end-of-sequence ids). Raises DataError
+        when there is no usable tokenizer.
         """
         import tokenizers
 
@@ -95,11 +101,7 @@ class Tokenizer:
             **_read_json(folder / "special_tokens_map.json"),
             **_read_json(folder / "tokenizer_config.json"),
         }
-        template_file = folder / "chat_template.jinja"
-        if template_file.is_file():
-            template: str | None = read_text(template_file)
-        else:
-            template = _default_template(config.get("chat_template"))
+        templates = _templates(folder, config.get("chat_template"))
         extra: list[int] = []
         for neighbour in ("generation_config.json", "config.json"):
             ids = _read_json(folder / neighbour).get("eos_token_id")
@@ -112,7 +114,7 @@ class Tokenizer:
                     )
             extra += several
         name = folder.resolve().name if file.name == "tokenizer.json" else file.stem
-        return cls(backend, config, name=name, chat_template=template, extra_eos_ids=extra)
+        return cls(backend, config, name=name, chat_templates=templates, extra_eos_ids=extra)
 
     @classmethod
     def characters(cls, alphabet: str) -> Tokenizer:
@@ -260,7 +262,7 @@ class Tokenizer:
             )
 
     def save(self, directory: str | Path) -> None:
-        """Writes tokenizer.json, tokenizer_config.json and, if there is one, the template."""
+        """Writes tokenizer.json, tokenizer_config.json and, if there are any, the templates."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         replace_file(directory / "tokenizer.json", self._backend.to_str(pretty=True))
@@ -268,7 +270,10 @@ class Tokenizer:
         text = json.dumps(config, indent=1, ensure_ascii=False)
         replace_file(directory / "tokenizer_config.json", text + "\n")
         if self.chat_template:
-            replace_file(directory / "chat_template.jinja", self.chat_template)
+            replace_file(directory / TEMPLATE, self.chat_template)
+        for name, template in self.chat_templates.items():
+            (directory / MORE_TEMPLATES).mkdir(exist_ok=True)
+            replace_file(directory / MORE_TEMPLATES / f"{name}.jinja", template)
 
     def same_as(self, other: Tokenizer) -> bool:
         """Whether every token has the same id in both, so that ids need no re-tokenising."""
@@ -311,17 +316,35 @@ def _read_json(file: Path) -> dict[str, Any]:
     return read_object(file) if file.is_file() else {}
 
 
-def _default_template(template: Any) -> str | None:
+def _templates(folder: Path, written: Any) -> dict[str, str]:
+    """Chat templates by name: those that stand in files, or else in tokenizer_config.json."""
+    files = {DEFAULT: folder / TEMPLATE}
+    for file in sorted((folder / MORE_TEMPLATES).glob("*.jinja")):
+        files[file.name.removesuffix(".jinja")] = file
+    found = {name: read_text(file) for name, file in files.items() if file.is_file()}
+    return found or _written_templates(written)
+
+
+def _written_templates(written: Any) -> dict[str, str]:
     """tokenizer_config.json holds one template, or a list of named ones."""
-    if isinstance(template, list):
-        entries = [entry for entry in template if isinstance(entry, dict)]
-        template = next((x.get("template") for x in entries if x.get("name") == "default"), None)
-    if template is not None and not isinstance(template, str):
-        raise DataError(
-            f"tokenizer_config.json: chat_template is {_short(template)}; text, or a list of named "
-            "ones"
-        )
-    return template
+    if written is None:
+        return {}
+    entries = written if isinstance(written, list) else [{"name": DEFAULT, "template": written}]
+    named: dict[str, str] = {}
+    for entry in entries:
+        of = entry if isinstance(entry, dict) else {}
+        name, template = of.get("name"), of.get("template")
+        if not isinstance(name, str) or not isinstance(template, str) or not name:
+            raise DataError(
+                f"tokenizer_config.json: chat_template is {_short(written)}; text, or a list of "
+                "named ones"
+            )
+        if Path(name).name != name:  # a file is called so where it is saved
+            raise DataError(
+                f"tokenizer_config.json: a chat_template is named {_short(name)}; a name without /"
+            )
+        named[name] = template
+    return named
 
 
 def _content(token: Any) -> Any:

@@ -108,7 +108,7 @@ def describe(trainer: Any) -> dict[str, Any]:
         "resident_bytes": {r: sum(x.values()) for r, x in resident_bytes(rehearsal).items()},
         "device_memory_bytes": min(filter(None, map(device_memory, devices)), default=None),
         **({"remat": {r: c.record() for r, c in roles.remat.items()}} if roles.remat else {}),
-        "cache": cache_records(rehearsal),
+        **({"cache": cache} if (cache := cache_records(rehearsal)) else {}),
         **({"slots": roles.slots.record()} if roles.slots is not None else {}),
         **({"offload": offload_savings(records)} if any_offloaded(records) else {}),
         "memory": records,

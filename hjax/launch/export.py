@@ -17,7 +17,8 @@ HELP = """\
 usage: python -m hjax.launch.export --model=DIR|WORKDIR --output=DIR [--adapter] [--json]
 
 Write a model as a Hugging Face directory that transformers loads: config.json, safetensors in the
-dtype of the weights that the run started from, and the tokenizer's files with its chat template.
+dtype of the weights that the run started from (of a directory each tensor in its own), and the
+tokenizer's files with its chat templates.
 
   --model=DIR|WORKDIR   a workdir (its actor's newest checkpoint), a Hugging Face directory or name
   --output=DIR          the directory to write; it must be new or empty
@@ -53,9 +54,8 @@ def _run(arguments: Sequence[str]) -> int:
     from hjax.models import arithmetic
     from hjax.models.export import export_model
 
-    config = export_model(own.model, own.output, own.adapter)
-    count = arithmetic.learned_parameters(config)
-    dtype = "float32" if own.adapter else config.dtype
+    config, dtypes = export_model(own.model, own.output, own.adapter)
+    count, dtype = arithmetic.learned_parameters(config), " and ".join(sorted(dtypes))
     what = f"adapters of a {config.family} model" if own.adapter else config.family
     print(f"{own.output}: {what}, {count:,} parameters in {dtype}")
     if own.json:

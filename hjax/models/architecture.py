@@ -52,8 +52,10 @@ def scalar_parameters(config: ModelConfig) -> Declared:
     stored = (Stored("score.weight", "1 embed"),)
     # Zero: a new critic predicts 0 everywhere, so the first advantages are the rewards.
     width = (("embed", config.hidden_size),)
+    # Only a table that is tied to the embedding may stand for it.
+    embedding = decoder_parameters(config)["embedding"]
     return {
-        "decoder": decoder_parameters(without_output_table(config)),
+        "decoder": {**decoder_parameters(without_output_table(config)), "embedding": embedding},
         "head": Parameter(width, Kind.HEAD, stored=stored, optional=True),
         "bias": Parameter((), Kind.HEAD),
     }

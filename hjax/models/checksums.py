@@ -43,15 +43,9 @@ def check_sums(folder: Path, names: Iterable[str] | None = None) -> bool:
       DataError: it is of another step, or an item is missing or not what was saved.
       OSError: it cannot be read.
     """
-    content = read_json(folder / CHECKSUMS)
-    if content is None:
+    saved = saved_sums(folder)
+    if not saved:
         return False
-    try:
-        step, saved = content["step"], dict(content["items"])
-    except (TypeError, KeyError, ValueError) as error:
-        raise DataError(f"{CHECKSUMS} is damaged") from error
-    if str(step) != folder.name:
-        raise DataError(f"it was saved as step {step}")
     names = list(saved) if names is None else list(names)
     for name in names:
         if name not in saved:
@@ -62,6 +56,25 @@ def check_sums(folder: Path, names: Iterable[str] | None = None) -> bool:
         if found != saved[name]:
             raise DataError(f"{name} is not what was saved: its checksum differs")
     return True
+
+
+def saved_sums(folder: Path) -> dict[str, dict[str, Any]]:
+    """What the checksums of a checkpoint say, by item; empty: it has none.
+
+    Raises:
+      DataError: they are damaged, or of another step.
+      OSError: they cannot be read.
+    """
+    content = read_json(folder / CHECKSUMS)
+    if content is None:
+        return {}
+    try:
+        step, saved = content["step"], dict(content["items"])
+    except (TypeError, KeyError, ValueError) as error:
+        raise DataError(f"{CHECKSUMS} is damaged") from error
+    if str(step) != folder.name:
+        raise DataError(f"it was saved as step {step}")
+    return saved
 
 
 def _sums(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:

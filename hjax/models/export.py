@@ -6,18 +6,19 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from hjax.data.tokenizer import Tokenizer
+from hjax.data.tokenizer import MORE_TEMPLATES, TEMPLATE, Tokenizer
 from hjax.errors import ConfigError
 from hjax.given import given_path
+from hjax.models.bases import recorded_step
 from hjax.models.config import ModelConfig
-from hjax.models.huggingface import has_scores, read_config, save_weights
+from hjax.models.huggingface import has_scores, read_config, save_weights, stored_dtypes
 from hjax.models.parameters import Network, Params
 from hjax.models.peft_files import save_adapter
 from hjax.models.weights import (
@@ -30,7 +31,7 @@ from hjax.models.weights import (
 )
 from hjax.pieces import Pieces
 
-# What may stand beside weights and config, copied as it is.
+# What may stand beside weights and config, copied as it is, with further chat templates.
 FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -39,7 +40,7 @@ FILES = (
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
-    "chat_template.jinja",
+    TEMPLATE,
     "generation_config.json",
 )
 
@@ -63,21 +64,23 @@ def export_weights(
     params: Params,
     beside: Path | None = None,
     tokenizer: Any = None,
+    dtypes: Mapping[str, str] | None = None,
 ) -> Path:
     """Write a directory that transformers loads; it appears once all of it is there.
 
     Args:
       output: the directory, new or empty.
-      config: shapes; its dtype is the files'.
+      config: shapes; its dtype is the files' where ``dtypes`` says no other.
       params: of the decoder: jax.Array, numpy arrays or ``Pieces``.
       beside: where the tokenizer's files are; None: they are made of ``tokenizer``, if any.
       tokenizer: of the model.
+      dtypes: of tensors, as of ``hjax.models.huggingface.save_weights``.
 
     Raises:
       ConfigError: the directory is not empty.
     """
     with _appearing(output) as made:
-        _write_model(made, config, params, beside, tokenizer)
+        _write_model(made, config, params, beside, tokenizer, dtypes)
     return Path(output).expanduser()
 
 
@@ -133,26 +136,40 @@ def _appearing(output: str | os.PathLike) -> Iterator[Path]:
 
 
 def _write_model(
-    made: Path, config: ModelConfig, params: Params, beside: Path | None, tokenizer: Any
+    made: Path,
+    config: ModelConfig,
+    params: Params,
+    beside: Path | None,
+    tokenizer: Any,
+    dtypes: Mapping[str, str] | None = None,
 ) -> None:
-    save_weights(made, config, params, tokenizer)
+    save_weights(made, config, params, tokenizer, dtypes=dtypes)
     if beside is None and tokenizer is not None:
         tokenizer.save(made)
-    for name in FILES:
-        if beside is not None and (beside / name).is_file():
-            shutil.copyfile(beside / name, made / name)
+    if beside is None:
+        return
+    for file in (beside / name for name in FILES):
+        if file.is_file():
+            shutil.copyfile(file, made / file.name)
+    for file in sorted((beside / MORE_TEMPLATES).glob("*.jinja")):
+        (made / MORE_TEMPLATES).mkdir(exist_ok=True)
+        shutil.copyfile(file, made / MORE_TEMPLATES / file.name)
 
 
 def export_model(
     source: str | os.PathLike, output: str | os.PathLike, adapter: bool = False
-) -> ModelConfig:
-    """Write the model at a path: a workdir's newest checkpoint, or another directory's.
+) -> tuple[ModelConfig, set[str]]:
+    """Write the model at a path: a workdir's newest checkpoint, or another directory's, whose
+    tensors keep their dtypes.
 
     Args:
       source: of the model.
       output: the directory, new or empty.
       adapter: write what a workdir's run learned, as a PEFT directory; else adapters are added to
         their matrices.
+
+    Returns:
+      the model, and the dtypes of the tensors written.
 
     Raises:
       ConfigError: nothing to read there, or the output is not empty.
@@ -169,8 +186,9 @@ def export_model(
         if (directory / "tokenizer.json").is_file():
             Tokenizer.load(directory).check_fits(read_config(directory).vocab_size, directory)
         config, params = load_trained(source)
-        export_weights(output, config, params, directory)
-        return config
+        dtypes = {} if is_workdir(source) else stored_dtypes(directory, config)
+        export_weights(output, config, params, directory, dtypes=dtypes)
+        return config, set(dtypes.values()) or {config.dtype}
     if not is_workdir(source):
         raise ConfigError(f"{source}: adapters are exported of a workdir, which this is not")
     network, learned, own = load_learned(source)
@@ -183,6 +201,7 @@ def export_model(
         raise ConfigError(f"{source}: its run trains all weights (actor.lora.rank=0), no adapters")
     base = ""
     if own is None:
-        base, own = base_of(actor_path(source))
+        start = actor_path(source)
+        base, own = base_of(start, recorded_step(source, start))
     export_adapters(output, network, learned, base, own, model_directory(source))
-    return network.config
+    return network.config, {"float32"}

@@ -5,8 +5,6 @@ Which tensor holds which parameter stands in the parameters' declarations.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import gc
 import json
 import math
@@ -26,11 +24,13 @@ from hjax.models.architecture import decoder_parameters, scalar_parameters
 from hjax.models.config import ModelConfig
 from hjax.models.declaration import Parameter, Part, parts
 from hjax.models.families import from_hf, to_hf
+from hjax.models.families.base import DTYPE_KEYS
 from hjax.models.parameters import Params
 from hjax.models.peft_files import Adapter
 from hjax.models.quantized import inputs_of, quantized
+from hjax.models.shards import Shards, cut_of
 from hjax.models.tensor_files import DTYPES, TensorFile, create_file
-from hjax.pieces import Pieces, Region, extent, region_of
+from hjax.pieces import Pieces, Region, extent
 from hjax.progress import tell
 
 # What files hold beside parameters: buffers, and a scalar head that is read apart.
@@ -42,12 +42,40 @@ OUTPUT = "lm_head.weight"
 
 
 def read_config(path: str | os.PathLike) -> ModelConfig:
-    """The shapes in a directory's config.json.
+    """The shapes in a directory's config.json, and where it names no dtype that of the files:
+    float32 where they differ in it.
 
     Raises:
       ConfigError: no such file, or a model this version does not support.
     """
-    return from_hf(read_content(path), str(Path(path) / "config.json"))
+    content = read_content(path)
+    if not any(map(content.get, DTYPE_KEYS)):
+        content |= {DTYPE_KEYS[0]: _dtype_of_files(Path(path))}
+    return from_hf(content, str(Path(path) / "config.json"))
+
+
+def _dtype_of_files(path: Path) -> str:
+    """The one dtype of a directory's weights; float32 where there are several, or no weights."""
+    if not (path / INDEX).is_file() and not any(path.glob("*.safetensors")):
+        return "float32"
+    files = _Tensors(path).files
+    found = {file.dtypes[name] for name, file in files.items() if not name.endswith(_BESIDE)}
+    return DTYPES.get(found.pop(), "float32") if len(found) == 1 else "float32"
+
+
+def stored_dtypes(path: str | os.PathLike, config: ModelConfig) -> dict[str, str]:
+    """The dtypes of a directory's tensors, by their names in ``save_weights``; reads no tensor.
+
+    Args:
+      path: the directory.
+      config: of the language model there.
+    """
+    tensors, found = _Tensors(Path(path)), {}
+    for parameter, _ in _pairs(decoder_parameters(config)):
+        for part in parts(parameter):
+            if (name := tensors.name(part)) is not None:
+                found[part.name] = tensors.files[name].dtype(name).name
+    return found
 
 
 def read_content(path: str | os.PathLike) -> dict[str, Any]:
@@ -181,32 +209,34 @@ def save_weights(
     params: Params,
     tokenizer: Any = None,
     shard_bytes: int = SHARD_BYTES,
+    dtypes: Mapping[str, str] | None = None,
 ) -> None:
     """Write ``config.json`` and the safetensors files that transformers loads.
 
     Args:
       path: the directory; made if need be.
-      config: shapes; tensors are written in its ``dtype``.
+      config: shapes; tensors are written in its ``dtype`` where ``dtypes`` says no other.
       params: of the decoder, or of a decoder with a scalar head: jax.Array, numpy arrays or
         ``Pieces``, brought here one at a time.
       tokenizer: its special ids go into config.json where the config has none; its own files are
         for it to save.
       shard_bytes: of a file at most, unless one tensor has more.
+      dtypes: of tensors by name, as of ``stored_dtypes``.
     """
     scalar = "decoder" in params
     write_config(path, config, tokenizer, scalar)
     declared = scalar_parameters(config) if scalar else decoder_parameters(config)
     every = (part for parameter, _ in _pairs(declared) for part in parts(parameter))
-    shapes = {part.name: part.shape for part in every}
-    element = jnp.dtype(config.dtype).itemsize
+    own = dtypes or {}
+    wanted = {part.name: (part.shape, own.get(part.name, config.dtype)) for part in every}
+    sizes = {n: math.prod(x) * jnp.dtype(dtype).itemsize for n, (x, dtype) in wanted.items()}
     tensors: dict[str, np.ndarray] = {}
     index: dict[str, str] = {}
-    for file, names in _files(shapes, shard_bytes // element).items():
-        tensors |= create_file(Path(path) / file, {n: shapes[n] for n in names}, config.dtype)
+    for file, names in _files(sizes, shard_bytes).items():
+        tensors |= create_file(Path(path) / file, {n: wanted[n] for n in names})
         index |= dict.fromkeys(names, file)
     if len(set(index.values())) > 1:
-        total = sum(math.prod(shape) for shape in shapes.values()) * element
-        about = {"metadata": {"total_size": total}, "weight_map": index}
+        about = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": index}
         (Path(path) / INDEX).write_text(json.dumps(about, indent=1) + "\n")
     for parameter, values in _pairs(declared, params):
         here = values.whole() if isinstance(values, Pieces) else np.asarray(values)
@@ -224,15 +254,14 @@ def _pairs(declared: Mapping[str, Any], params: Params | None = None) -> Iterato
             yield from _pairs(parameter, values)
 
 
-def _files(shapes: Mapping[str, tuple[int, ...]], elements: int) -> dict[str, list[str]]:
-    """The tensors of each file, of so many elements at most, by file name."""
+def _files(sizes: Mapping[str, int], most: int) -> dict[str, list[str]]:
+    """The tensors of each file, of so many bytes at most, by file name."""
     shards: list[list[str]] = [[]]
-    left = elements
-    for name, shape in shapes.items():
-        size = math.prod(shape)
+    left = most
+    for name, size in sizes.items():
         if shards[-1] and size > left:
             shards.append([])
-            left = elements
+            left = most
         shards[-1].append(name)
         left -= size
     if len(shards) == 1:
@@ -259,99 +288,6 @@ def write_config(
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     replace_file(path / "config.json", json.dumps(content, indent=1) + "\n")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Cut:
-    """Of a part what lies in a region of its parameter, and where it begins there."""
-
-    of: tuple[slice, ...]
-    lacks: tuple[int, ...]  # dimensions of the parameter that the part's values do not have
-    start: tuple[int, ...]
-
-
-def _cut(at: tuple[Any, ...], region: Region) -> _Cut | None:
-    """Of the values of a parameter ``at`` what lies in a region of it; None: nothing does."""
-    of, begins = [], []
-    for index, (start, stop) in zip(at, region, strict=True):
-        if isinstance(index, slice):
-            of.append(slice(start, stop))
-            begins.append(0)
-        elif start <= index < stop:
-            begins.append(index - start)
-        else:
-            return None
-    lacks = tuple(i for i, index in enumerate(at) if not isinstance(index, slice))
-    return _Cut(tuple(of), lacks, tuple(begins))
-
-
-@functools.partial(jax.jit, donate_argnums=0, static_argnums=(3, 4))
-def _write(
-    x: jax.Array,
-    piece: jax.Array,
-    start: tuple[int, ...],
-    lacks: tuple[int, ...],
-    part: Part | None,
-) -> jax.Array:
-    """``x`` with a piece at ``start``, in the same memory.
-
-    Args:
-      x: a device's part of a parameter.
-      piece: values without some of the parameter's dimensions; where ``part`` is given its tensor
-        as it is stored.
-      start, lacks: of the ``_Cut``.
-      part: see ``piece``.
-    """
-    values = piece if part is None else part.of(piece)
-    values = jnp.expand_dims(values, lacks)
-    return jax.lax.dynamic_update_slice(x, values.astype(x.dtype), start)
-
-
-class _Shards:
-    """The parts that this process's devices have of a parameter, while tensors are written into
-    them."""
-
-    def __init__(self, parameter: Parameter, sharding: Any, dtype: Any):
-        self._shape, self._sharding = parameter.shape, sharding
-        where = sharding.addressable_devices_indices_map(parameter.shape)
-        self._regions = {d: region_of(index, parameter.shape) for d, index in where.items()}
-        self._arrays = {
-            device: jnp.full(extent(region), parameter.fill, dtype, device=device)
-            for device, region in self._regions.items()
-        }
-
-    def cuts(self, at: tuple[Any, ...]) -> dict[jax.Device, _Cut]:
-        """By device that has some of the parameter's values ``at``, which of them."""
-        cuts = {device: _cut(at, region) for device, region in self._regions.items()}
-        return {device: cut for device, cut in cuts.items() if cut is not None}
-
-    def write(
-        self,
-        values: np.ndarray,
-        cuts: Mapping[jax.Device, _Cut],
-        part: Part | None = None,
-        tensor: np.ndarray | None = None,
-    ) -> None:
-        """Write values of the parameter where they belong.
-
-        Args:
-          values: without dimensions of which they are at one index.
-          cuts: of them.
-          part, tensor: those that the values are a view of, if they are one.
-        """
-        for device, cut in cuts.items():
-            # A whole tensor is turned there: here that would take as much memory again.
-            own = values[cut.of]
-            whole = tensor is not None and own.size == tensor.size
-            piece = jax.device_put(tensor if whole else own, device, may_alias=False)
-            how = part.formless if whole and part is not None else None
-            written = _write(self._arrays[device], piece, cut.start, cut.lacks, how)
-            self._arrays[device] = jax.block_until_ready(written)
-
-    def whole(self) -> jax.Array:
-        """The parameter, laid out."""
-        arrays = list(self._arrays.values())
-        return jax.make_array_from_single_device_arrays(self._shape, self._sharding, arrays)
 
 
 def _finite(tensor: np.ndarray) -> bool:
@@ -409,7 +345,7 @@ class _Tensors:
         """
         if self._adapter is not None and part.name in self._adapter.names:  # a scalar head
             return self._adapter.tensor(part.name)
-        name = self._name(part)
+        name = self.name(part)
         assert name is not None, part.name
         self._check_form(name, part)
         tensor = self.files[name].rows(name)
@@ -432,7 +368,7 @@ class _Tensors:
                 f"{part.shape}"
             )
 
-    def _name(self, part: Part) -> str | None:
+    def name(self, part: Part) -> str | None:
         """The name under which the files have it; some leave the first component away."""
         names = (part.name, part.name.partition(".")[2], part.other)
         return next((name for name in names if name in self.files), None)
@@ -443,7 +379,7 @@ class _Tensors:
         if parameter.optional and not self._any(parameter):
             return read
         for part in parts(parameter):
-            if (cut := _cut(part.at, region)) is not None:
+            if (cut := cut_of(part.at, region)) is not None:
                 piece = np.expand_dims(part.of(self.read(part))[cut.of], cut.lacks)
                 here = zip(cut.start, piece.shape, strict=True)
                 read[tuple(slice(i, i + n) for i, n in here)] = piece
@@ -452,7 +388,7 @@ class _Tensors:
     def on_devices(self, parameter: Parameter, sharding: Any, dtype: Any) -> jax.Array:
         """A parameter on the devices of a sharding, each tensor read once and written where it
         belongs: the host holds one tensor at a time, not the layers' stack."""
-        shards = _Shards(parameter, sharding, dtype)
+        shards = Shards(parameter, sharding, dtype)
         if not parameter.optional or self._any(parameter):
             for part in parts(parameter):
                 if cuts := shards.cuts(part.at):
@@ -467,8 +403,8 @@ class _Tensors:
     ) -> tuple[jax.Array, jax.Array]:
         """A matrix of one byte per element and its scales on the devices of their shardings, each
         tensor quantized as it is read."""
-        matrix = _Shards(parameter, sharding, parameter.dtype)
-        scales = _Shards(scale, scale_sharding, scale.dtype)
+        matrix = Shards(parameter, sharding, parameter.dtype)
+        scales = Shards(scale, scale_sharding, scale.dtype)
         inputs = inputs_of(parameter)
         for part in parts(parameter):
             at = tuple(index for i, index in enumerate(part.at) if i not in inputs)
@@ -490,7 +426,7 @@ class _Tensors:
     def _any(self, parameter: Parameter) -> bool:
         """Whether a tensor of a parameter is there."""
         beside = () if self._adapter is None else self._adapter.names
-        return any(self._name(p) or p.name in beside for p in parts(parameter))
+        return any(self.name(p) or p.name in beside for p in parts(parameter))
 
     def check(self, declared: Mapping[str, Any], config: ModelConfig) -> None:
         """Whether the files hold what this model has and nothing else, as their headers say.
@@ -501,7 +437,7 @@ class _Tensors:
         ours = {OUTPUT}  # of a language model that is read without it; see also ``check_tied``
         for parameter, _ in _pairs(declared):
             for part in parts(parameter):
-                name = self._name(part)
+                name = self.name(part)
                 if name is not None:
                     self._check_form(name, part)
                     ours.add(name)

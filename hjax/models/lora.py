@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -50,6 +50,7 @@ class Lora:
       dropout: share of an adapter's inputs that updates drop, see ``hjax.models.dropout``.
       dora: each output's weights, adapter included, are scaled to a norm that learns, its
         magnitude (DoRA; Liu et al. 2024, arXiv 2402.09353).
+      key: of the config's section that asks for them, which errors name.
     """
 
     rank: int
@@ -58,34 +59,35 @@ class Lora:
     rslora: bool = False
     dropout: float = 0.0
     dora: bool = False
+    key: str = dataclasses.field(default="lora", compare=False)
 
     def __post_init__(self) -> None:
         if self.rank < 1:
-            raise ConfigError(f"lora.rank={self.rank}: 1 or more (0 in a config: no adapters)")
+            raise ConfigError(
+                f"{self.key}.rank={self.rank}: 1 or more (0 in a config: no adapters)"
+            )
         unknown = sorted(set(self.targets) - set(TARGETS))
         if unknown or not self.targets:
-            raise ConfigError(
-                f"lora.targets={unknown[0] if unknown else '()'}: {ALL}, or some of "
-                f"{', '.join(TARGETS)}"
-            )
+            raise _no_targets(self.key, unknown)
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any], experts: bool) -> Lora | None:
+    def of(cls, settings: Mapping[str, Any], experts: bool, key: str = "lora") -> Lora | None:
         """What a config's section ``lora`` asks for; None: no adapters.
 
         Args:
           settings: the section.
           experts: the model's MLPs are experts.
+          key: of the section.
 
         Raises:
           ConfigError: targets that there are not.
         """
         if not settings["rank"]:
             return None
-        targets = targets_of(tuple(settings["targets"]), experts)
+        targets = targets_of(tuple(settings["targets"]), experts, key)
         rate = settings.get("dropout", 0.0)  # of an older workdir
         of = settings["rank"], settings["alpha"], targets, settings["rslora"], rate
-        return cls(*of, settings.get("dora", False))
+        return cls(*of, settings.get("dora", False), key)
 
     @property
     def scaling(self) -> float:
@@ -93,13 +95,14 @@ class Lora:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
-def targets_of(names: tuple[str, ...], experts: bool) -> tuple[str, ...]:
+def targets_of(names: tuple[str, ...], experts: bool, key: str = "lora") -> tuple[str, ...]:
     """Targets in their order, of names as people write them: ``all``, ``q`` or ``q_proj``.
 
     Args:
       names: see above; ``all`` is every matrix, but for those of experts.
       experts: the model's MLPs are experts; every one of them has adapters of its own, which are
         many, so that they are named.
+      key: of the config's section that they are of.
 
     Raises:
       ConfigError: an unknown name.
@@ -112,10 +115,13 @@ def targets_of(names: tuple[str, ...], experts: bool) -> tuple[str, ...]:
         short.discard(ALL)
     unknown = sorted(short - set(TARGETS))
     if unknown or not short:
-        raise ConfigError(
-            f"lora.targets={','.join(unknown) or '()'}: {ALL}, or some of {', '.join(TARGETS)}"
-        )
+        raise _no_targets(key, unknown)
     return tuple(name for name in TARGETS if name in short)
+
+
+def _no_targets(key: str, unknown: Sequence[str]) -> ConfigError:
+    said = ",".join(unknown) or "()"
+    return ConfigError(f"{key}.targets={said}: {ALL}, or some of {', '.join(TARGETS)}")
 
 
 def halves(lora: Lora, name: str, parameter: Parameter) -> tuple[int | None, ...]:
@@ -151,11 +157,11 @@ def adapter_parameters(layers: Mapping[str, Parameter], lora: Lora) -> dict[str,
             a, b = _both(parameter, lora, of)
             declared[f"{name}_a"], declared[f"{name}_b"] = a, b
             if lora.dora:
-                declared[f"{name}_m"] = _magnitude(parameter, b)
+                declared[f"{name}_m"] = _magnitude(parameter, b, lora)
     if not declared:
         raise ConfigError(
-            f"lora.targets={','.join(lora.targets)}: this model has no such matrix in a layer of "
-            f"{', '.join(layers)}"
+            f"{lora.key}.targets={','.join(lora.targets)}: this model has no such matrix in a "
+            f"layer of {', '.join(layers)}"
         )
     return declared
 
@@ -164,14 +170,14 @@ def _check_of_experts(lora: Lora) -> None:
     """Raise ConfigError where PEFT has no adapters of experts' matrices like these."""
     if len({"gate", "up"} & set(lora.targets)) == 1:
         raise ConfigError(
-            f"lora.targets={','.join(lora.targets)}: an expert's gate and up have one adapter, as "
-            "PEFT gives the array of both; name both or neither"
+            f"{lora.key}.targets={','.join(lora.targets)}: an expert's gate and up have one "
+            "adapter, as PEFT gives the array of both; name both or neither"
         )
     for name, value in (("dropout", lora.dropout), ("dora", lora.dora)):
         if value:
             raise ConfigError(
-                f"lora.{name}={value}: adapters of experts' matrices have no {name}, in PEFT "
-                "neither; leave gate, up and down out of lora.targets, or leave it off"
+                f"{lora.key}.{name}={value}: adapters of experts' matrices have no {name}, in PEFT "
+                f"neither; leave gate, up and down out of {lora.key}.targets, or leave it off"
             )
 
 
@@ -228,13 +234,13 @@ def _stored_of_experts(parameter: Parameter, lora: Lora) -> tuple[Stored, Stored
 INNER, NESTED = "gate_up_proj", ".base_layer"
 
 
-def _magnitude(parameter: Parameter, b: Parameter) -> Parameter:
+def _magnitude(parameter: Parameter, b: Parameter, lora: Lora) -> Parameter:
     """Of what ``b`` is a part of."""
     for stored in parameter.stored:
         if stored.part is not None or (stored.pair is None and "pair" in parameter.names):
             raise ConfigError(
-                f"lora.dora: files of this family have several matrices in {stored.name!r}, of "
-                "which PEFT keeps one vector of magnitudes; use dora=false"
+                f"{lora.key}.dora: files of this family have several matrices in {stored.name!r}, "
+                "of which PEFT keeps one vector of magnitudes; use dora=false"
             )
     axes = tuple(axis for axis in b.axes if axis[0] != "rank")
     kept = tuple(

@@ -230,20 +230,21 @@ class Adapter:
         for part in parts(parameter):
             if part.name not in self.names:
                 raise ConfigError(
-                    f"{self.path}: {part.name!r} is missing; lora.targets must name what the "
-                    "adapters are of"
+                    f"{self.path}: {part.name!r} is missing; {lora.key}.targets must name what "
+                    "the adapters are of"
                 )
             tensor = self.tensor(part.name)
             if tensor.shape != part.shape:
                 raise ConfigError(
-                    f"{self.path}: {part.name} has shape {tensor.shape}; lora.rank={lora.rank} "
-                    f"and the base imply {part.shape}"
+                    f"{self.path}: {part.name} has shape {tensor.shape}; "
+                    f"{lora.key}.rank={lora.rank} and the base imply {part.shape}"
                 )
             module = part.stacked or part.name.rpartition(".lora_")[0]
             if not math.isclose(scaling := self.scaling(module, lora.rank), lora.scaling):
                 raise ConfigError(
-                    f"{self.path}: its adapters are scaled by {scaling:g}, lora.alpha="
-                    f"{lora.alpha:g} with rank {lora.rank} by {lora.scaling:g}; set lora.alpha"
+                    f"{self.path}: its adapters are scaled by {scaling:g}, {lora.key}.alpha="
+                    f"{lora.alpha:g} with rank {lora.rank} by {lora.scaling:g}; set "
+                    f"{lora.key}.alpha"
                 )
             read[part.at] = part.of(tensor)
         return read
@@ -257,14 +258,14 @@ class Adapter:
         """
         if self.dora != lora.dora:
             raise ConfigError(
-                f"{self.path}: its adapters have use_dora={self.dora}, lora.dora is {lora.dora}; "
-                f"set lora.dora={str(self.dora).lower()}"
+                f"{self.path}: its adapters have use_dora={self.dora}, {lora.key}.dora is "
+                f"{lora.dora}; set {lora.key}.dora={str(self.dora).lower()}"
             )
         rate = float(self._config.get("lora_dropout") or 0.0)
         if rate != lora.dropout:
             raise ConfigError(
-                f"{self.path}: its adapters learned with lora_dropout={rate:g}, lora.dropout is "
-                f"{lora.dropout:g}; set lora.dropout={rate:g}, or change it in {CONFIG}"
+                f"{self.path}: its adapters learned with lora_dropout={rate:g}, {lora.key}.dropout "
+                f"is {lora.dropout:g}; set {lora.key}.dropout={rate:g}, or change it in {CONFIG}"
             )
         ours: dict[str, list[Part]] = {}
         for parameter in layers_of(declared).values():
@@ -274,12 +275,13 @@ class Adapter:
         if left and re.search(r"\.experts\.\d+\.", left[0]):
             raise ConfigError(
                 f"{self.path}: {left[0]!r} is of one expert, as beside transformers 4; such "
-                "adapters are read merged (lora.rank=0), those that learn on are of the arrays of "
-                "all experts (target_parameters)"
+                f"adapters are read merged ({lora.key}.rank=0), those that learn on are of the "
+                "arrays of all experts (target_parameters)"
             )
         if left:
             raise ConfigError(
-                f"{self.path}: {left[0]!r} is not among lora.targets; name its matrix there too"
+                f"{self.path}: {left[0]!r} is not among {lora.key}.targets; name its matrix there "
+                "too"
             )
         for name, own in ours.items():
             if own[0].part is None or name not in self.names:
@@ -291,7 +293,7 @@ class Adapter:
                 if rest.any():
                     raise ConfigError(
                         f"{self.path}: {name!r} is of matrices too that are not among "
-                        "lora.targets; name them there"
+                        f"{lora.key}.targets; name them there"
                     )
 
 
@@ -340,7 +342,8 @@ def save_adapter(
     if scalar:
         shapes[f"{_PREFIX}score.weight"] = (1, params["head"].shape[0])
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = create_file(directory / WEIGHTS, shapes, "float32")
+    wanted = {name: (shape, "float32") for name, shape in shapes.items()}
+    tensors = create_file(directory / WEIGHTS, wanted)
     for module, pieces in modules.items():
         into, out = tensors[f"{_PREFIX}{module}{_A}"], tensors[f"{_PREFIX}{module}{_B}"]
         for number, (a, first, b, second) in enumerate(pieces):

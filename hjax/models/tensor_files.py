@@ -88,30 +88,30 @@ class TensorFile:
 
 
 def create_file(
-    path: Path, tensors: Mapping[str, tuple[int, ...]], dtype: str
+    path: Path, tensors: Mapping[str, tuple[tuple[int, ...], str]]
 ) -> dict[str, np.ndarray]:
     """A file of these tensors, and by name arrays on the disk to write their values into.
 
     Args:
       path: of the file, which is not there yet.
-      tensors: shapes by name.
-      dtype: of all of them.
+      tensors: shapes and dtypes by name.
     """
-    numbers = jnp.dtype(dtype)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, shape in tensors.items():
-        start, end = end, end + math.prod(shape) * numbers.itemsize
+    # The widest first, so that each begins at a multiple of its elements' bytes.
+    for name in sorted(tensors, key=lambda name: -jnp.dtype(tensors[name][1]).itemsize):
+        shape, dtype = tensors[name]
+        start, end = end, end + math.prod(shape) * jnp.dtype(dtype).itemsize
         header[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)
-    where = 8 + len(text)
-    return {
-        name: np.memmap(
-            path, numbers, "r+", offset=where + header[name]["data_offsets"][0], shape=shape
-        )
-        for name, shape in tensors.items()
-    }
+
+    def array(name: str) -> np.ndarray:
+        shape, dtype = tensors[name]
+        at = 8 + len(text) + header[name]["data_offsets"][0]
+        return np.memmap(path, jnp.dtype(dtype), "r+", offset=at, shape=shape)
+
+    return {name: array(name) for name in tensors}

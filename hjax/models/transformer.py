@@ -8,7 +8,7 @@ of alternating kinds at a time; unrolled on request.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -40,6 +40,7 @@ class Decoder(nnx.Module):
     Args:
       config: its shapes.
       key: PRNG key of the initial parameters.
+      declared: its parameters; None: the language model's.
     """
 
     # How a forward without a cache runs the layers; a pipeline puts its own here.
@@ -53,11 +54,13 @@ class Decoder(nnx.Module):
     positions: nnx.Param
     final_norm: nnx.Param
 
-    def __init__(self, config: ModelConfig, key: jax.Array):
+    def __init__(
+        self, config: ModelConfig, key: jax.Array, declared: Mapping[str, Any] | None = None
+    ):
         self.config = config
         keys = jax.random.split(key, 3)
         self.layers = Block(config, keys[1])
-        declared = dict(decoder_parameters(config))
+        declared = dict(decoder_parameters(config) if declared is None else declared)
         del declared["layers"]
         of = {"embedding": keys[0], "unembedding": keys[2]}
         for name, parameter in declared.items():
@@ -374,8 +377,8 @@ class ScalarDecoder(nnx.Module):
 
     def __init__(self, config: ModelConfig, key: jax.Array):
         self.config = config
-        self.decoder = Decoder(without_output_table(config), key)
         declared = scalar_parameters(config)
+        self.decoder = Decoder(without_output_table(config), key, declared["decoder"])
         self.head, self.bias = declared["head"].create(), declared["bias"].create()
 
     def __call__(

@@ -16,6 +16,7 @@ from hjax.errors import ConfigError
 from hjax.files import read_json, saved_steps
 from hjax.given import given_path, read_object
 from hjax.models import huggingface
+from hjax.models.bases import recorded_step
 from hjax.models.config import ModelConfig
 from hjax.models.lora import Lora, layers_of, magnitudes, merged, with_layers
 from hjax.models.parameters import Network, Params, decoder_network, scalar_network
@@ -221,27 +222,32 @@ def _read_adapters(
     return made
 
 
-def load_decoder(path: str | os.PathLike) -> tuple[ModelConfig, Params]:
+def load_decoder(
+    path: str | os.PathLike, checkpoint: int | None = None
+) -> tuple[ModelConfig, Params]:
     """Shapes and float32 numpy parameters of the language model at a path.
 
     Args:
       path: a Hugging Face directory or name, or an hjax workdir.
+      checkpoint: of a workdir, by its step; None: the newest.
 
     Raises:
       ConfigError: missing or unfit files, by name, or a model that generates nothing.
       DataError: no complete checkpoint in the workdir, or a damaged one.
     """
-    config, params = load_trained(path)
+    config, params = load_trained(path, checkpoint)
     _check_generates(params, path)
     return config, params
 
 
-def load_trained(path: str | os.PathLike) -> tuple[ModelConfig, Params]:
+def load_trained(
+    path: str | os.PathLike, checkpoint: int | None = None
+) -> tuple[ModelConfig, Params]:
     """``load_decoder``, or of a workdir that trained a model with a scalar head that model."""
     directory = model_directory(path)
     if not is_workdir(path):
         return huggingface.load_weights(directory, _adapter(path))
-    return huggingface.read_config(directory), _restored(path)
+    return huggingface.read_config(directory), _restored(path, checkpoint)
 
 
 def _check_generates(params: Params, path: str | os.PathLike) -> None:
@@ -259,9 +265,10 @@ def _restored(path: str | os.PathLike, checkpoint: int | None = None) -> Params:
     if network.config.lora is None:
         return learned
     if base is None:
-        found, declared = load_trained(actor_path(path))[1], network.bare.declared
+        start, declared = actor_path(path), network.bare.declared
+        _, found = load_trained(start, recorded_step(path, start))
         if "decoder" not in learned:
-            _check_generates(found, actor_path(path))
+            _check_generates(found, start)
             base = quantized_params(found, declared)
         else:  # whose base may have had a head of its own
             found = found.get("decoder", found)
@@ -305,11 +312,11 @@ def actor_path(path: str | os.PathLike) -> str:
     return base_path(start) if start else ""
 
 
-def base_of(path: str | os.PathLike) -> tuple[str, Params | None]:
+def base_of(path: str | os.PathLike, checkpoint: int | None = None) -> tuple[str, Params | None]:
     """What other tools find of the base that adapters are for: its path, whole; or, of a workdir,
-    which only hjax reads, none and its decoder's parameters."""
+    which only hjax reads, none and the parameters of its decoder in a checkpoint."""
     if is_workdir(path):
-        return "", load_decoder(path)[1]
+        return "", load_decoder(path, checkpoint)[1]
     return str(Path(path).resolve() if Path(path).is_dir() else path), None
 
 

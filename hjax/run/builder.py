@@ -15,12 +15,14 @@ from hjax.binding import worker_class
 from hjax.controller import Build
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError
+from hjax.models.bases import Base, newest_base
 from hjax.models.compute import Compute
 from hjax.models.config import ModelConfig
 from hjax.models.lora import Lora
 from hjax.models.quantized import FLOAT
 from hjax.models.remat import NONE
 from hjax.models.rotary import Dynamic, LongRope
+from hjax.models.weights import is_workdir
 from hjax.rewards.function import RewardFunction
 from hjax.roles import Role
 from hjax.rollout.sampling import Sampling
@@ -41,6 +43,7 @@ class Builder:
         sizes: Mapping[str, Any],
         auto_dtype: Any,
         read: Callable[[str], tuple[ModelConfig, Tokenizer | None]],
+        bases: Mapping[str, Base],
     ):
         self.config, self.algorithm, self.inputs = config, algorithm, inputs
         self.table, self.sizes, self.read = table, sizes, read
@@ -55,6 +58,7 @@ class Builder:
         )
         self.stop, self.stop_strings = stops_of(config, inputs)
         self._functions: dict[str, RewardFunction] = {}
+        self._bases: dict[str, Base | None] = dict(bases)
 
     def build(self, role: str) -> Build:
         """The message that makes a role's worker."""
@@ -101,6 +105,7 @@ class Builder:
             tokenizer=tokenizer,
             model=model,
             path=path,
+            base=self._base(path) if model is not None else None,
             compute=self.compute,
             samples=config.rollout.samples if self.algorithm.generates else 1,
             unit=self.algorithm.unit,
@@ -129,6 +134,12 @@ class Builder:
             transition_bucket_bytes=config.rollout.transition_bucket_bytes,
             options=config,
         )
+
+    def _base(self, path: str) -> Base | None:
+        """The checkpoint of another run that a path means, the same one to every role."""
+        if path not in self._bases:
+            self._bases[path] = newest_base(path) if path and is_workdir(path) else None
+        return self._bases[path]
 
     def _model(self, role: str, path: str) -> tuple[ModelConfig | None, Tokenizer | None]:
         entry = self.table[role]
@@ -252,27 +263,20 @@ def adapted(model: ModelConfig, config: ConfigDict, role: Role) -> ModelConfig:
     """
     if not role.trained or not role.model:
         return model
-    settings = config[role.config_section].lora
-    lora = Lora.of(settings, bool(model.experts))
-    quantized = "" if settings.base == FLOAT else settings.base
-    if quantized:
-        asked = f"config.{role.config_section}.lora.base={quantized}"
-        if lora is None:
-            raise ConfigError(
-                f"{asked} is for weights that are frozen beside adapters; set "
-                f"{role.config_section}.lora.rank to 1 or more as well, or leave it out"
-            )
-        if not (role_path(config, role) or config.actor.path):
-            raise ConfigError(
-                f"{asked} quantizes weights as they are read; give {role.config_section}.path, or "
-                f"use {FLOAT}"
-            )
-    if lora is None:
+    settings, key = config[role.config_section].lora, f"config.{role.config_section}.lora"
+    if (lora := Lora.of(settings, bool(model.experts), key)) is None:
         return model
-    if lora.dora and not (role_path(config, role) or config.actor.path):
+    quantized = "" if settings.base == FLOAT else settings.base
+    from_path = role_path(config, role) or config.actor.path
+    if quantized and not from_path:
         raise ConfigError(
-            f"config.{role.config_section}.lora.dora=True starts from the norms of weights that "
-            f"are read; give {role.config_section}.path, or use dora=false"
+            f"{key}.base={quantized} quantizes weights as they are read; give "
+            f"{role.config_section}.path, or use {FLOAT}"
+        )
+    if lora.dora and not from_path:
+        raise ConfigError(
+            f"{key}.dora=True starts from the norms of weights that are read; give "
+            f"{role.config_section}.path, or use dora=false"
         )
     return dataclasses.replace(model, lora=lora, quantized=quantized)
 

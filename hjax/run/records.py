@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hjax.files import replacing
+from hjax.files import replacing, saved_steps
+from hjax.models.bases import RECORD, Base, read_bases
 from hjax.models.huggingface import write_config
 from hjax.models.weights import MODEL_DIRECTORY
 from hjax.run.inputs import Inputs
 from hjax.run.placement import train_sizes
 from hjax.run.roles import Roles
+from hjax.run.workdir import Workdir
 
 
 def plan_record(roles: Roles) -> dict[str, Any]:
@@ -68,6 +71,27 @@ def write_model_files(workdir: Path, inputs: Inputs, scalar: bool = False) -> No
     write_config(directory, inputs.model, inputs.tokenizer, scalar)
     if inputs.tokenizer is not None:
         inputs.tokenizer.save(directory)
+
+
+def record_bases(workdir: Workdir, bases: Mapping[str, Base]) -> list[str]:
+    """Keep which checkpoints of other runs a run's models were read from.
+
+    Args:
+      workdir: of the run, opened.
+      bases: the checkpoints by path.
+
+    Returns:
+      a line on each that a run which goes on did not have in its record.
+    """
+    if not bases:
+        return []
+    unknown = bases.keys() - read_bases(workdir.path) if saved_steps(workdir.checkpoints) else set()
+    workdir.write_json(RECORD, {path: dataclasses.asdict(base) for path, base in bases.items()})
+    return [
+        f"{path}: checkpoint {bases[path].step}, its newest, is what this run's adapters stand on "
+        "from now on (an earlier hjax did not record which one they began on)"
+        for path in sorted(unknown)
+    ]
 
 
 def keep_for_inspection(workdir: Path, step: int, batch: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ from hjax.controller import Build, ResourcePool, WorkerGroup
 from hjax.controller.executors import ExecutorFactory
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError
+from hjax.models.bases import Base
 from hjax.models.config import ModelConfig
 from hjax.models.weights import check_weights, read_config
 from hjax.rewards.function import RewardFunction
@@ -143,6 +144,13 @@ class Roles:
         return bool(room) and any(executor.processes < n <= room for n in self._counts())
 
     @property
+    def bases(self) -> dict[str, Base]:
+        """The checkpoints of other runs beside which adapters learn, by path."""
+        contexts = (build.arguments[0] for build in self.builds.values())
+        beside = (c for c in contexts if c.model is not None and c.model.lora is not None)
+        return {context.path: context.base for context in beside if context.base is not None}
+
+    @property
     def generates(self) -> str:
         """The role that answers prompts: the rollout where it stands apart, else the actor."""
         return ROLLOUT if ROLLOUT in self.layouts else "actor"
@@ -189,6 +197,7 @@ def describe_roles(
     platform: str,
     read: Callable[[str], tuple[ModelConfig, Tokenizer | None]] = read_model,
     memory: int = 0,
+    bases: Mapping[str, Base] = {},
 ) -> Roles:
     """Check everything that can be checked without devices, and describe the workers.
 
@@ -200,6 +209,8 @@ def describe_roles(
       platform: of the devices; it decides what ``model.dtype=auto`` means.
       read: gives shapes and tokenizer of a role's path.
       memory: bytes of a device that programs may use, for ``model.remat=auto``; 0: not known.
+      bases: checkpoints of other runs, by path, that this run has read before; of a path that it
+        has not, the newest.
 
     Raises:
       ConfigError: shapes, batches, layouts or paths that do not fit, by name.
@@ -252,7 +263,8 @@ def describe_roles(
         sizes[ROLLOUT]["train"] = sizes[ROLLOUT]["train"] | {"data": -1}
         most = plan.allocation[[ROLLOUT in s for s in plan.placement].index(True)]
         fewer = tuple(n for n in range(most, 0, -1) if can_generate(config, sizes[ROLLOUT], n))
-    builder = Builder(config, algorithm, inputs, table, sizes, default_dtype(platform), read)
+    of = config, algorithm, inputs, table, sizes, default_dtype(platform), read
+    builder = Builder(*of, bases)
     builds = {role: _as_planned(builder.build(role), plan) for role in table}
     if read is read_model:  # others know shapes, perhaps of no weights
         check_judges(config, table)

@@ -20,6 +20,7 @@ from hjax.controller.executors import ExecutorFactory
 from hjax.errors import ConfigError, RunError
 from hjax.files import CALIBRATION, HISTOGRAMS, METRICS, SAMPLES, STARTS, WARM_START
 from hjax.machine import device_memory
+from hjax.models.bases import Base
 from hjax.models.checkpoint import Checkpoints, damaged
 from hjax.models.export import check_output, export_adapters, export_weights
 from hjax.models.parameters import decoder_network
@@ -41,6 +42,7 @@ from hjax.run.records import (
     keep_for_inspection,
     offloaded_bytes,
     plan_record,
+    record_bases,
     write_model_files,
 )
 from hjax.run.recovery import Recovering
@@ -114,6 +116,9 @@ class Trainer(Recovering):
             devices, platform = self.machines.devices, self.machines.platform
             if plan is None:
                 plan = placed(config, self.algorithm_class, len(devices))
+            recorded: dict[str, Base] = {}
+            if workdir is not None:
+                recorded = Workdir(workdir, overwrite=overwrite).bases(config)
             self.roles = describe_roles(
                 config,
                 self.algorithm_class,
@@ -121,6 +126,7 @@ class Trainer(Recovering):
                 plan,
                 platform,
                 memory=min(map(device_memory, devices)),
+                bases=recorded,
             )
             if workdir is not None:  # else there may be nothing to run but a description
                 self._check_room()
@@ -442,7 +448,12 @@ class Trainer(Recovering):
                 "its weights; leave adapter out"
             )
         network = decoder_network(self.roles.models["actor"])
-        base, own = base_of(base_path(path)) if path else ("", actor.base_weights().result())
+        if path:
+            began = self.roles.bases.get(path)
+            step = None if began is None else began.check(path)
+            base, own = base_of(base_path(path), step)
+        else:
+            base, own = "", actor.base_weights().result()
         learned = actor.learned_weights().result()
         return export_adapters(directory, network, learned, base, own, *beside)
 
@@ -472,6 +483,8 @@ class Trainer(Recovering):
             with self.workdir.writing("model"):
                 write_model_files(self.workdir.path, self.inputs, scalar)
             self.workdir.write_json("plan.json", self.plan_record())
+            for remark in record_bases(self.workdir, self.roles.bases):
+                self._message(remark)
         for remark in (*self.inputs.remarks, *self._first_remarks()):
             self._message(remark)
         for role, chosen in self.roles.remat.items():

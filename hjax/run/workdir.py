@@ -32,12 +32,14 @@ from hjax.files import (
     saved_steps,
     to_json,
 )
+from hjax.models.bases import RECORD as BASES
+from hjax.models.bases import Base, read_bases
 from hjax.run.loggers import Logger, Loggers
 
 # What a run writes; `.lock` stays, and `logs`, which its processes have open.
 MODEL, TENSORBOARD, LOCK = "model", "tensorboard", ".lock"
 WRITTEN = (
-    "config.json", "plan.json", "timeline.json", "report.html", METRICS, WARM_START, SAMPLES,
+    "config.json", "plan.json", BASES, "timeline.json", "report.html", METRICS, WARM_START, SAMPLES,
     CALIBRATION, HISTOGRAMS, STARTS,
     "checkpoints", MODEL, TENSORBOARD, "skipped",
 )  # fmt: skip
@@ -108,6 +110,17 @@ class Workdir:
                 raise
             return False
         return True
+
+    def bases(self, config: Mapping[str, Any]) -> dict[str, Base]:
+        """By path, the checkpoints of other runs that a run began from that is here to go on with;
+        empty where it has none of its own yet, and begins again.
+
+        Raises:
+          ConfigError: as of ``check``.
+          DataError: the record is damaged.
+        """
+        goes_on = self.check(config) and self.checkpoints.is_dir()
+        return read_bases(self.path) if goes_on and saved_steps(self.checkpoints) else {}
 
     def stepped(self) -> bool:
         """Whether the run here, if there is one, took a step."""

@@ -69,6 +69,7 @@ def checked(config: ConfigDict | Mapping[str, Any]) -> Config:
     _check_placement(complete)
     _check_model(complete)
     _check_batches(complete)
+    _check_adapters(complete)
     return complete
 
 
@@ -214,6 +215,20 @@ def _check_model(config: ConfigDict) -> None:
             f"config.model.kv_heads={model.kv_heads} does not divide config.model.heads="
             f"{model.heads}; it may be {divisors(model.heads)}"
         )
+
+
+def _check_adapters(config: ConfigDict) -> None:
+    """Raise ConfigError where something is said of adapters that there are none of."""
+    for role, section in default_config().items():
+        if not isinstance(section, ConfigDict) or "lora" not in section or config[role].lora.rank:
+            continue
+        for name, default in section.lora.items():
+            if (value := config[role].lora[name]) != default:
+                raise ConfigError(
+                    f"config.{role}.lora.{name}={written(value)} is for adapters, of which "
+                    f"config.{role}.lora.rank=0 makes none; set the rank to 1 or more as well, or "
+                    f"leave {name} out"
+                )
 
 
 def _check_batches(config: ConfigDict) -> None:

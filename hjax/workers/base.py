@@ -12,6 +12,7 @@ import jax
 
 from hjax.errors import DataError
 from hjax.kernels.int8_cache import AUTO
+from hjax.models.bases import Base
 from hjax.models.checkpoint import read_state, saved_items, write_state
 from hjax.models.compute import Compute
 from hjax.models.config import ModelConfig
@@ -42,6 +43,7 @@ class WorkerContext:
       tokenizer: of the role's model, or None.
       model: shapes of the role's model.
       path: where its weights are read; empty: from scratch, or taken from the role it starts from.
+      base: the checkpoint that ``path`` means where that is a workdir; else None.
       compute: dtype and loop form.
       samples: rows of a batch that share a prompt.
       unit: rows that no micro-batch may cut apart.
@@ -80,6 +82,7 @@ class WorkerContext:
     tokenizer: Any = None
     model: ModelConfig | None = None
     path: str = ""
+    base: Base | None = None
     compute: Compute = Compute()
     samples: int = 1
     unit: int = 1

@@ -87,7 +87,9 @@ class ModelWorker(Worker):
         assert model is not None
         if read_config(path) != model.base:
             raise ConfigError(f"{path}: its shapes changed since the run was set up")
-        return load_params(path, self.network, self.layouts.train, self.context.seed)
+        base = self.context.base
+        step = None if base is None else base.check(path)
+        return load_params(path, self.network, self.layouts.train, self.context.seed, step)
 
     @control
     def landing(self) -> Landing:

@@ -11,12 +11,12 @@ from hjax.models.families.base import (
     FULL,
     SLIDING,
     Family,
-    Given,
     read_windows,
     rope_of,
     write_rope,
     write_windows,
 )
+from hjax.models.families.given import Given
 from hjax.models.rotary import Rope, write_scaling
 
 

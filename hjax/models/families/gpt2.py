@@ -6,7 +6,8 @@ from typing import Any
 
 from hjax.models.config import ModelConfig
 from hjax.models.declaration import Stored
-from hjax.models.families.base import Family, Given, Tensors, one, read_dtype, tied_to
+from hjax.models.families.base import Family, Tensors, one, read_dtype, tied_to
+from hjax.models.families.given import Given
 
 LAYER = "transformer.h.{layer}."
 

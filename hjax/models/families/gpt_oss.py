@@ -11,12 +11,12 @@ from hjax.models.families.base import (
     LAYER,
     SLIDING,
     Family,
-    Given,
     Tensors,
     one,
     read_windows,
     write_windows,
 )
+from hjax.models.families.given import Given
 from hjax.models.rotary import Rope, Yarn, write_scaling
 
 YARN = Yarn(factor=32.0, original_max_length=4096, truncate=False)

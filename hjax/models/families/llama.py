@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from hjax.models.config import ModelConfig
-from hjax.models.families.base import Family, Given
+from hjax.models.families.base import Family
+from hjax.models.families.given import Given
 
 
 class Llama(Family):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from hjax.models.config import ModelConfig
-from hjax.models.families.base import LAYER, Given, Tensors, one, rope_of
+from hjax.models.families.base import LAYER, Tensors, one, rope_of
+from hjax.models.families.given import Given
 from hjax.models.families.mistral import Mistral
 from hjax.models.rotary import LongRope, Rope
 

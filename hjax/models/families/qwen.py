@@ -10,13 +10,13 @@ from hjax.models.families.base import (
     LAYER,
     SLIDING,
     Family,
-    Given,
     Tensors,
     expert_tensors,
     one,
     read_switched_windows,
     write_windows,
 )
+from hjax.models.families.given import Given
 from hjax.models.families.mistral import read_one_window
 
 

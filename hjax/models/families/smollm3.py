@@ -9,10 +9,10 @@ from hjax.models.families.base import (
     FULL,
     SLIDING,
     Family,
-    Given,
     read_switched_windows,
     write_windows,
 )
+from hjax.models.families.given import Given
 
 
 class SmolLM3(Family):
