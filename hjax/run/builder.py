@@ -48,8 +48,9 @@ class Builder:
         dtype = {"auto": auto_dtype, "float32": jnp.float32, "bfloat16": jnp.bfloat16}
         self.compute = Compute(
             dtype=dtype[config.model.dtype],
-            unroll_layers=config.model.unroll_layers,
-            # What auto means for a role is known once all of its set are.
+            # What auto means for a role is known with its model and, of remat, once all of its set
+            # are.
+            unroll_layers=config.model.unroll_layers == "true",
             remat=NONE if config.model.remat == AUTO else config.model.remat,
             attention=config.model.attention,
         )

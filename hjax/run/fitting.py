@@ -20,6 +20,7 @@ from hjax.roles import ROLLOUT, Role
 from hjax.run.builder import role_path
 from hjax.run.inputs import Inputs
 from hjax.run.placement import Plan
+from hjax.settings.keys import SHALLOW
 from hjax.sharding.layout import RoleLayouts, make_layouts
 from hjax.sharding.offload import check_offload
 from hjax.workers import GeneratingWorker
@@ -266,6 +267,14 @@ def attention_of(
     if asked != AUTO or platform not in cudnn.PLATFORMS or config.data.packing > WHOLE:
         return asked
     return asked if _not_for_cudnn(model, layouts, dtype) else TRIED
+
+
+def unrolls(config: ConfigDict, model: ModelConfig, platform: str) -> bool:
+    """Whether ``model.unroll_layers`` unrolls a role's model on the devices of a platform."""
+    asked: str = config.model.unroll_layers
+    if asked != AUTO:
+        return asked == "true"
+    return platform == "cpu" and model.layers <= SHALLOW
 
 
 def _not_for_cudnn(model: ModelConfig, layouts: RoleLayouts | None, dtype: Any) -> str:

@@ -47,6 +47,7 @@ CHANGEABLE = (
     "steps",
     "placement",
     "layout.",
+    "model.unroll_layers",
     "cluster.",
     "display.",
     "checkpoint.",

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hjax.config import Config
+from hjax.config import SWITCH, Config
 from hjax.data.reading import OVERLONG
 from hjax.machine import MOST_DEVICES
 from hjax.roles import ROLES
@@ -43,6 +43,9 @@ def _offload(trained: bool) -> Key:
         one_of("none", "all"),
     )
 
+
+# Layers of the deepest model that model.unroll_layers=auto unrolls.
+SHALLOW = 8
 
 # Of a response, where neither the config nor a built-in task says how many.
 RESPONSE_TOKENS = 256
@@ -185,9 +188,11 @@ KEYS: dict[str, Any] = {
             0, "positions, prompt and response together; 0: as long as the run needs", at_least(0)
         ),
         "unroll_layers": Key(
-            False,
-            "compile each layer by itself instead of scanning over them: faster for shallow "
-            "models on a CPU, longer to compile",
+            "auto",
+            "true: each layer is compiled by itself, faster for shallow models on a CPU, longer to "
+            "compile; false: a loop over them is. auto: by role, true on CPUs for a model of at "
+            f"most {SHALLOW} layers; may change on resume",
+            one_of(*SWITCH),
         ),
         "dtype": Key(
             "auto",
