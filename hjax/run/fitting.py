@@ -208,12 +208,37 @@ def check_packing(
             f"responses of {config.rollout.max_response_length}{behind} are {longest} tokens; use "
             f"{longest} or more, or 0 for none"
         )
+    _check_whole_rows(asked, "packs do", "data.packing=0", layouts)
+
+
+def check_buckets(config: ConfigDict, layouts: Mapping[str, RoleLayouts]) -> None:
+    """Raise ConfigError where passes are to be cut by length and cannot."""
+    if config.data.length_buckets <= 1:
+        return
+    asked = f"config.data.length_buckets={config.data.length_buckets}"
+    if config.data.packing:
+        raise ConfigError(
+            f"{asked}: packs (data.packing={config.data.packing}) have no padding to cut; use "
+            "data.length_buckets=0, or data.packing=0"
+        )
+    _check_whole_rows(asked, "passes of several widths do", "data.length_buckets=0", layouts)
+
+
+def _check_whole_rows(
+    asked: str, what: str, instead: str, layouts: Mapping[str, RoleLayouts]
+) -> None:
+    """Raise ConfigError where a layout has stages, or splits a row's length.
+
+    Args:
+      asked: the setting that does not go with these; what: of it; instead: the way without it.
+      layouts: by role.
+    """
     for role, layout in layouts.items():
         for name, axis in (("layers", "pipe"), ("length", "context")):
             if role != ROLLOUT and layout.train.ways(name) > 1:
                 raise ConfigError(
-                    f"{asked}: packs do not go with layout.{role}.train.{axis}="
-                    f"{layout.train.ways(name)}; use {axis}=1 there, or data.packing=0"
+                    f"{asked}: {what} not go with layout.{role}.train.{axis}="
+                    f"{layout.train.ways(name)}; use {axis}=1 there, or {instead}"
                 )
 
 

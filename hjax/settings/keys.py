@@ -262,6 +262,13 @@ KEYS: dict[str, Any] = {
             0.1, "share of data.path held out where data.eval_path is empty", between(0, 0.9)
         ),
         "eval_size": Key(128, "at most this many held-out prompts are kept; 0: all", at_least(0)),
+        "length_buckets": Key(
+            0,
+            "widths to which a pass of updates and scores over padded rows may be cut: rows are "
+            "put in order of length, and each pass (micro_batch) is the narrowest of so many equal "
+            "steps that holds its rows, with the same result (docs/models.md). 0 or 1: none is cut",
+            between(0, 64),
+        ),
         "packing": Key(
             0,
             "tokens of a pack: in updates and scores sequences stand one after another in rows of "
