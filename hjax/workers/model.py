@@ -281,8 +281,8 @@ class ModelWorker(Worker):
           unit: consecutive rows that are never cut apart.
         """
         if self.sorter is not None:
-            masks = [to_numpy(batch[key]) for key in ("prompt_mask", "response_mask")]
-            return {**batch, WIDTHS: self.widths(*masks, grouped, unit)}
+            prompts, responses = (to_numpy(batch[f"{of}_mask"]) for of in ("prompt", "response"))
+            return {**batch, WIDTHS: self.widths(prompts, responses, grouped, unit)}
         if self.packer is None:
             return dict(batch)
         packing = self.packer(batch, self._in_packs(grouped, unit), unit=unit)
@@ -296,8 +296,9 @@ class ModelWorker(Worker):
         rows = len(responses)
         passes = self.passes.pieces_of(rows)
         share = self.share(rows // passes) if grouped else 1
-        given = prompts.sum(axis=1), responses.sum(axis=1), (prompts.shape[1], responses.shape[1])
-        return self.sorter(*given, passes, math.lcm(share, unit), share)
+        tokens = prompts.sum(axis=1), responses.sum(axis=1)
+        widths = prompts.shape[1], responses.shape[1]
+        return self.sorter(*tokens, widths, passes, math.lcm(share, unit), share)
 
     def _in_packs(self, grouped: bool, unit: int = 1) -> int:
         """Consecutive rows whose prompt stands in a pack once."""

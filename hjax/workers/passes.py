@@ -73,7 +73,7 @@ class Passes:
         def of_part(part: Batch) -> Any:
             return value_and_grad(learned, part)
 
-        run = of_part if widths is None else widths.cutting(of_part)
+        run: Callable[[Any], Any] = of_part if widths is None else widths.cutting(of_part)
         if self.pipeline is None and pieces == 1:
             return run(batch if widths is None else (batch, widths.chosen[0]))
         parts = jax.tree.map(lambda x: self.layout.cut(x, pieces), batch)
@@ -115,8 +115,9 @@ class Passes:
         def of_part(part: Batch) -> Any:
             return compute(params, part, plain)
 
-        run = of_part if widths is None else widths.cutting(of_part, widen=True)
-        batch = batch if widths is None else widths.ordered(batch)
+        run: Callable[[Any], Any] = of_part
+        if widths is not None:
+            run, batch = widths.cutting(of_part, widen=True), widths.ordered(batch)
         if self.pipeline is None and pieces == 1:
             return run(batch if widths is None else (batch, widths.chosen[0]))
         parts = jax.tree.map(lambda x: self.layout.cut(x, pieces), batch)
