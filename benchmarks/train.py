@@ -4,7 +4,8 @@ Same weights, same tokens, same loss (PPO's clipped one), AdamW, float32, on thi
 Models: that of workload W1 (`step_hjax.py`) and one of 98 million parameters. Lengths: `full`, all
 responses as long as the longest; `long_tailed`, lognormal ones, of which the longest is some four
 times the mean. hjax runs on padded rows (`hjax`), with a group's prompt once for all its responses,
-and on packs (`hjax_packed`); torch on padded rows, each with its prompt, logits of responses alone.
+on rows in order of length in passes of a few widths (`hjax_buckets`), and on packs
+(`hjax_packed`); torch on padded rows, each with its prompt, logits of responses alone.
 
 Every contestant is a process of its own that waits while the others take their updates, one after
 another in an order that rotates. Prints one JSON line: by workload the median seconds of an update,
@@ -12,6 +13,7 @@ tokens (of prompts and responses, padding not counted) per second, the share of 
 the first update, and ratios of tokens per second. `other_cores`: what others used meanwhile.
 
     python benchmarks/train.py [--models=w1,100m] [--lengths=full,long_tailed] [--rounds=5]
+        [--contestants=hjax,hjax_buckets,hjax_packed,torch]
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from typing import Any
 import machine
 import numpy as np
 
-CONTESTANTS = ("hjax", "hjax_packed", "torch")
+CONTESTANTS = ("hjax", "hjax_buckets", "hjax_packed", "torch")
+BUCKETS = 4  # widths, and passes of an update
 # Shapes, prompts, samples, tokens of a prompt, of the longest response.
 MODELS: dict[str, dict[str, Any]] = {
     "w1": {
@@ -88,7 +91,9 @@ def write_weights(model: str, folder: str) -> None:
     save_weights(folder, config, to_host(decoder_network(config).create(0, layout)), None)
 
 
-def hjax_update(model: str, batch: dict[str, np.ndarray], folder: str, packing: int) -> Any:
+def hjax_update(
+    model: str, batch: dict[str, np.ndarray], folder: str, packing: int, buckets: int
+) -> Any:
     """A function that takes one update and returns its loss."""
     import jax
 
@@ -112,6 +117,8 @@ def hjax_update(model: str, batch: dict[str, np.ndarray], folder: str, packing: 
         loss=PolicyLoss(clip_low=CLIP, clip_high=CLIP),
         optimizer=OptimizerConfig(RATE, weight_decay=0.01),
         packing=packing,
+        length_buckets=buckets,
+        micro_batch=len(batch["responses"]) // buckets if buckets else 0,
         compute=Compute(unroll_layers=True),
     )
     group = WorkerGroup(ResourcePool("all", jax.devices()), Actor, context, role="actor")
@@ -174,7 +181,8 @@ def contestant(name: str, model: str, lengths: str, folder: str, packing: int) -
     if name == "torch":
         update = torch_update(model, batch, folder)
     else:
-        update = hjax_update(model, batch, folder, packing)
+        buckets = BUCKETS if name == "hjax_buckets" else 0
+        update = hjax_update(model, batch, folder, packing, buckets)
     for _ in sys.stdin:
         use, start = machine.CoreUse(), time.perf_counter()
         metrics = update()
@@ -213,11 +221,11 @@ class Process:
         self._process.wait(60)
 
 
-def orders(rounds: int) -> Iterator[tuple[str, ...]]:
+def orders(names: list[str], rounds: int) -> Iterator[list[str]]:
     """Who comes when, round by round."""
     for turn in range(rounds):
-        first = turn % len(CONTESTANTS)
-        yield CONTESTANTS[first:] + CONTESTANTS[:first]
+        first = turn % len(names)
+        yield names[first:] + names[:first]
 
 
 def workload(model: str, lengths: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -227,13 +235,14 @@ def workload(model: str, lengths: str, args: argparse.Namespace) -> dict[str, An
     packing = args.packing or -(-(sizes["prompt"] + sizes[lengths]) // 32) * 32
     with tempfile.TemporaryDirectory() as folder:
         write_weights(model, folder)
-        found = {name: Process(name, model, lengths, folder, packing) for name in CONTESTANTS}
+        names = args.contestants.split(",")
+        found = {name: Process(name, model, lengths, folder, packing) for name in names}
         firsts: dict[str, dict[str, Any]] = {}
-        rows: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTESTANTS}
+        rows: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
         for name, process in found.items():  # loading and compiling
             print(f"{model}, {lengths}: {name} starts", file=sys.stderr)
             firsts[name] = process.update()
-        for order in orders(args.rounds):
+        for order in orders(names, args.rounds):
             for name in order:
                 rows[name].append(found[name].update())
                 print(f"{name}: {rows[name][-1]['seconds']:.2f} s", file=sys.stderr)
@@ -247,7 +256,7 @@ def workload(model: str, lengths: str, args: argparse.Namespace) -> dict[str, An
         "tokens": tokens,
         "rows_padded_by": round(batch["response_mask"].size / batch["response_mask"].sum(), 3),
         "pack": packing,
-        "loss": round(losses["torch"], 6),
+        "loss": round(next(iter(losses.values())), 6),
     }
     speed = {}
     for name, taken in rows.items():
@@ -260,10 +269,10 @@ def workload(model: str, lengths: str, args: argparse.Namespace) -> dict[str, An
             "other_cores": statistics.median(row["other_cores"] or 0.0 for row in taken),
             "padding": round(taken[0]["padding"], 4) if "padding" in taken[0] else None,
         }
-    result["times_torch"] = {
-        name: round(speed[name] / speed["torch"], 3) for name in ("hjax", "hjax_packed")
-    }
-    result["packed_by_padded"] = round(speed["hjax_packed"] / speed["hjax"], 3)
+    for base, ratios in (("torch", "times_torch"), ("hjax", "times_padded")):
+        others = [name for name in names if name.startswith("hjax") and name != base]
+        if base in speed:
+            result[ratios] = {name: round(speed[name] / speed[base], 3) for name in others}
     return result
 
 
@@ -276,6 +285,7 @@ def main() -> None:
     flag("--lengths", default="full,long_tailed", help="of full, long_tailed")
     flag("--rounds", type=int, default=5, help="updates of each, after one to warm up")
     flag("--packing", type=int, default=0, help="tokens of a pack; 0: the longest sequence")
+    flag("--contestants", default=",".join(CONTESTANTS), help="of " + ", ".join(CONTESTANTS))
     flag("--contestant", default="", help=argparse.SUPPRESS)
     flag("--folder", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()

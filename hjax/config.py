@@ -17,6 +17,9 @@ from ml_collections import ConfigDict, FieldReference, FrozenConfigDict
 from hjax.errors import ConfigError, written
 from hjax.wishes import wish
 
+# What a switch may be that hjax sets where nobody does.
+SWITCH = ("auto", "true", "false")
+
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Dotted key to value of a nested (or already flat) mapping; an empty section has none."""
@@ -32,8 +35,8 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def convert(key: str, value: Any, default: Any) -> Any:
     """``value`` as the type of ``default``.
 
-    An int is taken for a float, a list for a tuple and the reverse, and NumPy's numbers for
-    Python's.
+    An int is taken for a float, a list for a tuple and the reverse, NumPy's numbers for Python's,
+    and Python's True and False for the words of a ``SWITCH``.
 
     Args:
       key: dotted, without `config.`; for the message.
@@ -46,6 +49,8 @@ def convert(key: str, value: Any, default: Any) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
     expected = type(default)
+    if default in SWITCH and (type(value) is bool or value in ("True", "False")):
+        return str(value).lower()
     if default is None or type(value) is expected:
         return value
     if expected is float and type(value) is int and abs(value) <= sys.float_info.max:

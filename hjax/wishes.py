@@ -102,6 +102,7 @@ WISHES: Mapping[str, str] = {
     "ppo_max_token_len_per_gpu": "config.data.packing, tokens of a pack",
     "packing_samples": "config.data.packing, tokens of a pack",
     "use_remove_padding": "config.data.packing, tokens of a pack",
+    "group_by_length": "config.data.length_buckets, widths that passes are cut to",
     # Steps.
     "num_epochs": _STEPS,
     "num_train_epochs": _STEPS,

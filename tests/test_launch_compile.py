@@ -377,8 +377,7 @@ def test_what_crosses_between_slices_is_counted_at_the_network_s_rate():
 def test_a_small_step_compiles_for_a_small_topology(tmp_path):
     arguments = (
         "--config=ppo.py", "--topology=v5e:2x2", "--optimization=O0", "--json", "--roofline",
-        "--config.model.unroll_layers=False", "--config.model.layers=1",
-        "--config.model.dtype=float32",
+        "--config.model.layers=1", "--config.model.dtype=float32",
     )  # fmt: skip
     done = command(*arguments, cache=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -64,7 +64,8 @@ def test_overrides_have_the_type_of_the_key(config_file):
             "--config.steps=7",
             "--config.rollout.temperature=2",
             "--config.rollout.stop=('a', 'b')",
-            "--config.model.unroll_layers",
+            "--config.model.unroll_layers=True",
+            "--config.data.chat",
             "--noconfig.model.tie_embeddings",
             "--config.algorithm.lam=1",
             "--config.data.task_options.length=3",
@@ -75,7 +76,8 @@ def test_overrides_have_the_type_of_the_key(config_file):
     assert config.steps == 7
     assert config.rollout.temperature == 2.0 and type(config.rollout.temperature) is float
     assert config.rollout.stop == ("a", "b")
-    assert config.model.unroll_layers and not config.model.tie_embeddings
+    assert config.model.unroll_layers == "true"
+    assert config.data.chat and not config.model.tie_embeddings
     assert config.algorithm.gamma == 0.9 and config.algorithm.lam == 1.0
     assert config.data.task_options.length == 3
     assert config.layout.actor.train.tensor == 2
@@ -208,7 +210,8 @@ def test_wrong_values_are_named(overrides, says):
         ("--config.rollout=3", "is a section"),
         ("--config.steps=abc", "config.steps='abc': expected a whole number"),
         ("--config.steps=1.5", "config.steps='1.5': expected a whole number"),
-        ("--config.model.unroll_layers=maybe", "expected true or false"),
+        ("--config.data.chat=maybe", "expected true or false"),
+        ("--config.model.unroll_layers=maybe", "must be one of auto, true, false"),
         ("--config.model.remat=True", "must be one of auto, none, products, attention, full, "),
         ("--config.rollout.temperature=hot", "expected a number"),
         ("--config.steps", "missing value"),

@@ -87,6 +87,19 @@ def test_other_keys_may_not_change(tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["seed"] == 0
 
 
+def test_an_older_run_goes_on(tmp_path):
+    """It was written when unroll_layers was a bool, and before there was data.length_buckets."""
+    Workdir(tmp_path).open(default_config())
+    old = json.loads((tmp_path / "config.json").read_text())
+    old["model"]["unroll_layers"] = True
+    del old["data"]["length_buckets"]
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    (tmp_path / METRICS).write_text('{"step": 1}\n')
+    assert Workdir(tmp_path).check(default_config())
+    with pytest.raises(ConfigError, match="config.data.length_buckets=0, now 4"):
+        Workdir(tmp_path).check(config_with(data__length_buckets=4))
+
+
 def test_a_file_is_no_workdir(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="not a directory"):

@@ -69,6 +69,26 @@ def test_it_is_what_the_worker_gets_and_says_why():
     assert chosen(memory=48 * GIB).remat == roles.remat
 
 
+def test_shallow_models_are_unrolled_on_cpus():
+    def unrolled(platform="cpu", **more):
+        roles = chosen(platform, **{"actor.path": "", "model.layers": 8, **more})
+        got = {role: b.arguments[0].compute.unroll_layers for role, b in roles.builds.items()}
+        assert roles.unrolled == ({} if "model.unroll_layers" in more else roles.unrolled)
+        assert {role: got[role] for role in roles.unrolled} == roles.unrolled
+        return got["actor"], got["critic"], got["reference"]
+
+    assert unrolled() == (True, True, True)
+    assert unrolled("tpu") == unrolled("gpu") == (False, False, False)
+    assert unrolled(**{"model.layers": 9}) == (False, False, False)
+    # Of 32 layers, whatever the config says of models from scratch.
+    deep = {"actor.path": "llama-7b", "model.layers": 2}
+    assert unrolled(**deep) == (False, False, False)
+    assert unrolled(**deep, **{"model.unroll_layers": True}) == (True, True, True)
+    assert unrolled(**{"model.unroll_layers": "false"}) == (False, False, False)
+    # Each role by its own.
+    assert unrolled(**{"critic.path": "llama-7b"}) == (True, False, True)
+
+
 @pytest.mark.parametrize("more", [{}, {"model.unroll_layers": True}])
 def test_nothing_is_computed_again_on_a_cpu(more):
     roles = chosen("cpu", **more)
@@ -153,7 +173,6 @@ def test_what_updates_of_experts_keep_under_each_policy():
             "rollout.max_response_length": 1536,
             "algorithm.minibatch": 256,
             "algorithm.kl_coef": 0.0,
-            "model.unroll_layers": False,
             "model.dtype": "bfloat16",
         },
     )

@@ -32,7 +32,8 @@ def describe(trainer: Any) -> dict[str, Any]:
       ``placement``, ``parameters`` (by role), ``memory`` (of each program what
       ``programs.add_held`` says, bytes per device), ``resident_bytes`` (by role, kept between
       calls), ``device_memory_bytes``, with ``model.remat=auto`` ``remat`` (by role, of
-      ``Chosen.record``), ``cache`` (by role that generates, ``dtype`` and ``bytes_per_token`` of
+      ``Chosen.record``), with ``model.unroll_layers=auto`` ``unroll_layers`` (by role, whether
+      they are), ``cache`` (by role that generates, ``dtype`` and ``bytes_per_token`` of
       its keys and values, over all devices that share the heads), with ``rollout.slots=-1``
       ``slots`` (of ``SlotRoom.record``) and where something is offloaded ``offload`` (of
       ``programs.offload_savings``).
@@ -108,6 +109,7 @@ def describe(trainer: Any) -> dict[str, Any]:
         "resident_bytes": {r: sum(x.values()) for r, x in resident_bytes(rehearsal).items()},
         "device_memory_bytes": min(filter(None, map(device_memory, devices)), default=None),
         **({"remat": {r: c.record() for r, c in roles.remat.items()}} if roles.remat else {}),
+        **({"unroll_layers": roles.unrolled} if roles.unrolled else {}),
         **({"cache": cache} if (cache := cache_records(rehearsal)) else {}),
         **({"slots": roles.slots.record()} if roles.slots is not None else {}),
         **({"offload": offload_savings(records)} if any_offloaded(records) else {}),

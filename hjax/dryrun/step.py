@@ -102,6 +102,7 @@ def compile_step(asked: CompileRequest, console: Any) -> dict[str, Any]:
         "optimization": asked.level or "default",
         "placement": [list(members) for members in plan.placement],
         **({"remat": {r: c.record() for r, c in roles.remat.items()}} if roles.remat else {}),
+        **({"unroll_layers": roles.unrolled} if roles.unrolled else {}),
         **({"cache": cache} if (cache := cache_records(rehearsal)) else {}),
         **({"slots": roles.slots.record()} if roles.slots is not None else {}),
         "resident_bytes": resident,

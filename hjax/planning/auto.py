@@ -356,7 +356,8 @@ def run_problem(
         waves=_waves(rollout.slots, rows),
         remat=_remat(config, cluster),
     )
-    if config.data.packing:  # packs go through no pipeline, and their length is not split
+    if config.data.packing or config.data.length_buckets > 1:
+        # Neither goes through a pipeline, and their length is not split.
         space = dataclasses.replace(space, pipes=(1,), contexts=(1,))
     return Problem(
         flow,

@@ -30,6 +30,12 @@ from hjax.run.inputs import Inputs
 from hjax.run.rematerialise import AUTO
 from hjax.workers import OptimizerConfig, WorkerContext
 
+# Keys of how rows are computed, and what rotary positions of a row's length would change there.
+_REARRANGED = {
+    "packing": "in a pack would change its neighbours'",
+    "length_buckets": "in a narrower pass are others",
+}
+
 
 class Builder:
     """Describes each role's worker."""
@@ -51,8 +57,9 @@ class Builder:
         dtype = {"auto": auto_dtype, "float32": jnp.float32, "bfloat16": jnp.bfloat16}
         self.compute = Compute(
             dtype=dtype[config.model.dtype],
-            unroll_layers=config.model.unroll_layers,
-            # What auto means for a role is known once all of its set are.
+            # What auto means for a role is known with its model and, of remat, once all of its set
+            # are.
+            unroll_layers=config.model.unroll_layers == "true",
             remat=NONE if config.model.remat == AUTO else config.model.remat,
             attention=config.model.attention,
         )
@@ -96,8 +103,9 @@ class Builder:
             path = path or config.actor.path
         speaks = role == "actor" and not entry.scalar
         retokenizes = self._retokenizes(role, tokenizer)
-        if config.data.packing:
-            self._check_rotary(role, model, retokenizes)
+        for name, changed in _REARRANGED.items():
+            if config.data[name] > 1:
+                self._check_rotary(name, changed, role, model, retokenizes)
         return WorkerContext(
             role=role,
             sizes=self.sizes.get(role),
@@ -127,6 +135,7 @@ class Builder:
             surplus=config.rollout.surplus,
             in_parts=config.rollout.partial_tokens > 0,
             judges=self._judges() if entry.generates or entry.apart else {},
+            length_buckets=config.data.length_buckets,
             packing=config.data.packing,
             steps=config.reward.steps if role == "reward" else "",
             offload=section.get("offload", "none") if section is not None else "none",
@@ -175,19 +184,28 @@ class Builder:
         layers = section.layers or self.inputs.model.layers
         return dataclasses.replace(self.inputs.model, layers=layers)
 
-    def _check_rotary(self, role: str, model: ModelConfig | None, retokenizes: bool) -> None:
-        """Raise ConfigError where rotary positions depend on a sequence's length in packs."""
+    def _check_rotary(
+        self, key: str, changed: str, role: str, model: ModelConfig | None, retokenizes: bool
+    ) -> None:
+        """Raise ConfigError where rotary positions depend on a sequence's length, which rows do not
+        keep.
+
+        Args:
+          key: of ``data``, by which they do not.
+          changed: what that does to the positions.
+          role, model: whose.
+          retokenizes: the role reads other tokens than the actor's.
+        """
         longest = self.inputs.prompt_length + self.config.rollout.max_response_length
         if retokenizes and model is not None:
             longest = model.max_length
         for scaling in (rope.scaling for rope in model.ropes) if model is not None else ():
             if isinstance(scaling, Dynamic | LongRope) and longest > scaling.original_max_length:
                 raise ConfigError(
-                    f"config.data.packing={self.config.data.packing}: the rotary positions "
+                    f"config.data.{key}={self.config.data[key]}: the rotary positions "
                     f"({scaling.kind}) of {role}'s model change for sequences longer than "
-                    f"{scaling.original_max_length} tokens, which in a pack would change its "
-                    f"neighbours'; prompts and responses here are up to {longest}: use packing=0, "
-                    "or shorter ones"
+                    f"{scaling.original_max_length} tokens, which {changed}; prompts and responses "
+                    f"here are up to {longest}: use {key}=0, or shorter ones"
                 )
 
     def _check_length(self, role: str, model: ModelConfig) -> None:

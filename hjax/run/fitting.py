@@ -20,6 +20,7 @@ from hjax.roles import ROLLOUT, Role
 from hjax.run.builder import role_path
 from hjax.run.inputs import Inputs
 from hjax.run.placement import Plan
+from hjax.settings.keys import SHALLOW
 from hjax.sharding.layout import RoleLayouts, make_layouts
 from hjax.sharding.offload import check_offload
 from hjax.workers import GeneratingWorker
@@ -207,12 +208,37 @@ def check_packing(
             f"responses of {config.rollout.max_response_length}{behind} are {longest} tokens; use "
             f"{longest} or more, or 0 for none"
         )
+    _check_whole_rows(asked, "packs do", "data.packing=0", layouts)
+
+
+def check_buckets(config: ConfigDict, layouts: Mapping[str, RoleLayouts]) -> None:
+    """Raise ConfigError where passes are to be cut by length and cannot."""
+    if config.data.length_buckets <= 1:
+        return
+    asked = f"config.data.length_buckets={config.data.length_buckets}"
+    if config.data.packing:
+        raise ConfigError(
+            f"{asked}: packs (data.packing={config.data.packing}) have no padding to cut; use "
+            "data.length_buckets=0, or data.packing=0"
+        )
+    _check_whole_rows(asked, "passes of several widths do", "data.length_buckets=0", layouts)
+
+
+def _check_whole_rows(
+    asked: str, what: str, instead: str, layouts: Mapping[str, RoleLayouts]
+) -> None:
+    """Raise ConfigError where a layout has stages, or splits a row's length.
+
+    Args:
+      asked: the setting that does not go with these; what: of it; instead: the way without it.
+      layouts: by role.
+    """
     for role, layout in layouts.items():
         for name, axis in (("layers", "pipe"), ("length", "context")):
             if role != ROLLOUT and layout.train.ways(name) > 1:
                 raise ConfigError(
-                    f"{asked}: packs do not go with layout.{role}.train.{axis}="
-                    f"{layout.train.ways(name)}; use {axis}=1 there, or data.packing=0"
+                    f"{asked}: {what} not go with layout.{role}.train.{axis}="
+                    f"{layout.train.ways(name)}; use {axis}=1 there, or {instead}"
                 )
 
 
@@ -266,6 +292,14 @@ def attention_of(
     if asked != AUTO or platform not in cudnn.PLATFORMS or config.data.packing > WHOLE:
         return asked
     return asked if _not_for_cudnn(model, layouts, dtype) else TRIED
+
+
+def unrolls(config: ConfigDict, model: ModelConfig, platform: str) -> bool:
+    """Whether ``model.unroll_layers`` unrolls a role's model on the devices of a platform."""
+    asked: str = config.model.unroll_layers
+    if asked != AUTO:
+        return asked == "true"
+    return platform == "cpu" and model.layers <= SHALLOW
 
 
 def _not_for_cudnn(model: ModelConfig, layouts: RoleLayouts | None, dtype: Any) -> str:

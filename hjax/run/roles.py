@@ -30,12 +30,14 @@ from hjax.run.fitting import (
     check_ahead,
     check_attention,
     check_batches,
+    check_buckets,
     check_judges,
     check_packing,
     check_rewards,
     check_rollout,
     check_steps,
     check_surplus,
+    unrolls,
 )
 from hjax.run.inputs import Inputs, load_tokenizer
 from hjax.run.placement import HOST_POOL, Plan, layout_sizes, make_plan, make_pools
@@ -57,6 +59,7 @@ class Roles:
       starts_from: by role that takes another's weights, whose.
       served: by role that another's worker answers for, whose.
       remat: with ``model.remat=auto`` what was chosen for each trained role, and why.
+      unrolled: with ``model.unroll_layers=auto`` by role with a model whether its layers are.
       slots: with ``rollout.slots=-1`` how many sequences are generated at a time, and why.
       fewer: numbers of devices, falling, on which a rollout apart can do what it does; the first
         is that of the plan.
@@ -72,6 +75,7 @@ class Roles:
     starts_from: dict[str, str]
     served: dict[str, str] = dataclasses.field(default_factory=dict)
     remat: dict[str, Chosen] = dataclasses.field(default_factory=dict)
+    unrolled: dict[str, bool] = dataclasses.field(default_factory=dict)
     fewer: tuple[int, ...] = ()
     slots: slot_room.SlotRoom | None = None
     pools: dict[str, ResourcePool] = dataclasses.field(default_factory=dict)
@@ -257,6 +261,7 @@ def describe_roles(
     check_batches(config, algorithm, table, layouts, plan)
     after = int(table["actor"].scalar)
     check_packing(config, inputs, layouts, after, algorithm.unit)
+    check_buckets(config, layouts)
     fewer: tuple[int, ...] = ()
     if ROLLOUT in layouts:
         # What stands on fewer devices has fewer data-parallel parts.
@@ -271,9 +276,13 @@ def describe_roles(
     models = {role: b.arguments[0].model for role, b in builds.items() if b.arguments[0].model}
     dtype = builder.compute.dtype
     check_attention(config, models, layouts, platform, dtype)
+    unrolled = {role: unrolls(config, model, platform) for role, model in models.items()}
     for role, model in models.items():
-        kernel = attention_of(config, model, layouts.get(role), platform, dtype)
-        compute = dataclasses.replace(builds[role].arguments[0].compute, attention=kernel)
+        compute = dataclasses.replace(
+            builds[role].arguments[0].compute,
+            attention=attention_of(config, model, layouts.get(role), platform, dtype),
+            unroll_layers=unrolled[role],
+        )
         builds[role] = _changed(builds[role], compute=compute)
     starts_from = {
         role: entry.starts_from
@@ -302,7 +311,10 @@ def describe_roles(
         for role in (r for r in builds if r in layouts):
             builds[role] = _changed(builds[role], slots=slots.slots)
     ordered = _in_order(starts_from)
-    return Roles(table, builds, plan, layouts, models, ordered, served, remat, fewer, slots)
+    if config.model.unroll_layers != AUTO:
+        unrolled = {}
+    by_role = table, builds, plan, layouts, models, ordered, served, remat, unrolled
+    return Roles(*by_role, fewer, slots)
 
 
 def _as_planned(build: Build, plan: Plan) -> Build:

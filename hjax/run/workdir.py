@@ -35,6 +35,7 @@ from hjax.files import (
 from hjax.models.bases import RECORD as BASES
 from hjax.models.bases import Base, read_bases
 from hjax.run.loggers import Logger, Loggers
+from hjax.settings.keys import default_config
 
 # What a run writes; `.lock` stays, and `logs`, which its processes have open.
 MODEL, TENSORBOARD, LOCK = "model", "tensorboard", ".lock"
@@ -49,6 +50,7 @@ CHANGEABLE = (
     "steps",
     "placement",
     "layout.",
+    "model.unroll_layers",
     "cluster.",
     "display.",
     "checkpoint.",
@@ -307,7 +309,8 @@ class Workdir:
         return found
 
     def _check_same(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-        before, now = flatten(old), flatten(new)
+        # A key that is younger than the run was at its default.
+        before, now = flatten(to_json(default_config())) | flatten(old), flatten(new)
         for key in sorted(before.keys() | now.keys()):
             changeable = any(key.startswith(c) if c.endswith(".") else key == c for c in CHANGEABLE)
             if changeable or (key in before and key in now and before[key] == now[key]):

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hjax.config import Config
+from hjax.config import SWITCH, Config
 from hjax.data.reading import OVERLONG
 from hjax.machine import MOST_DEVICES
 from hjax.roles import ROLES
@@ -43,6 +43,9 @@ def _offload(trained: bool) -> Key:
         one_of("none", "all"),
     )
 
+
+# Layers of the deepest model that model.unroll_layers=auto unrolls.
+SHALLOW = 8
 
 # Of a response, where neither the config nor a built-in task says how many.
 RESPONSE_TOKENS = 256
@@ -185,9 +188,11 @@ KEYS: dict[str, Any] = {
             0, "positions, prompt and response together; 0: as long as the run needs", at_least(0)
         ),
         "unroll_layers": Key(
-            False,
-            "compile each layer by itself instead of scanning over them: faster for shallow "
-            "models on a CPU, longer to compile",
+            "auto",
+            "true: each layer is compiled by itself, faster for shallow models on a CPU, longer to "
+            "compile; false: a loop over them is. auto: by role, true on CPUs for a model of at "
+            f"most {SHALLOW} layers; may change on resume",
+            one_of(*SWITCH),
         ),
         "dtype": Key(
             "auto",
@@ -257,6 +262,13 @@ KEYS: dict[str, Any] = {
             0.1, "share of data.path held out where data.eval_path is empty", between(0, 0.9)
         ),
         "eval_size": Key(128, "at most this many held-out prompts are kept; 0: all", at_least(0)),
+        "length_buckets": Key(
+            0,
+            "widths to which a pass of updates and scores over padded rows may be cut: rows are "
+            "put in order of length, and each pass (micro_batch) is the narrowest of so many equal "
+            "steps that holds its rows, with the same result (docs/models.md). 0 or 1: none is cut",
+            between(0, 64),
+        ),
         "packing": Key(
             0,
             "tokens of a pack: in updates and scores sequences stand one after another in rows of "

@@ -156,7 +156,7 @@ class Actor(TrainedWorker, GeneratingWorker):
         if pretrain is None:
             return self.update(batch)
         keys = (*TOKEN_KEYS, "coefficient")
-        more = self.packed({key: pretrain[key] for key in keys}, grouped=False)
+        more = self.laid_out({key: pretrain[key] for key in keys}, grouped=False)
         return self.update(batch, pretrain=more)
 
     def pretraining(self, network: Network) -> tuple[Objective, Prepare] | None:

@@ -18,6 +18,7 @@ from hjax.models.parameters import Network, Params, decoder_network, placed, sca
 from hjax.models.weights import load_params, read_config
 from hjax.pieces import Pieces
 from hjax.sharding.across import Arrival, PoolTransition, lend
+from hjax.sharding.arrays import to_numpy
 from hjax.sharding.crossing import Landing, crossing_to, landing_of
 from hjax.sharding.layout import RoleLayouts, check_shapes, shard_bytes, without
 from hjax.sharding.manifest import Manifest, check, manifest_of, named_leaves
@@ -28,6 +29,8 @@ from hjax.workers.adapters import Merge
 from hjax.workers.base import TOKEN_KEYS, Worker, WorkerContext
 from hjax.workers.packs import Packer
 from hjax.workers.passes import Passes, rows_of
+from hjax.workers.widths import KEY as WIDTHS
+from hjax.workers.widths import Sorter, Widths
 from hjax.xla.options import compiler_options
 from hjax.xla.program import Program
 
@@ -62,6 +65,8 @@ class ModelWorker(Worker):
         self.passes = self._passes(self.network)
         packing, micro_batch = context.packing, context.micro_batch
         self.packer = Packer(packing, train, micro_batch) if packing else None
+        buckets = context.length_buckets
+        self.sorter = Sorter(buckets, train) if buckets > 1 else None
         self.params: Params = {}  # until initialize, take_weights or restore
         self.version: int | None = None  # of the weights taken; None: they came without
         self.fetched_bytes = 0  # by this process, of the weights last taken in pieces
@@ -268,18 +273,34 @@ class ModelWorker(Worker):
         batch = self.token_shapes(rows, prompt_length)
         return self._forward(compute, True, base).trace(params, batch)
 
-    def packed(self, batch: Mapping[str, Any], grouped: bool, unit: int = 1) -> dict[str, Any]:
-        """A batch of prompts and responses with its packs beside them, where the run packs.
+    def laid_out(self, batch: Mapping[str, Any], grouped: bool, unit: int = 1) -> dict[str, Any]:
+        """A batch of prompts and responses with its packs or widths beside them, where the run has
+        such.
 
         Args:
           batch: arrays, masks among them; masks on devices are waited for.
           grouped: rows come in groups of one prompt (``self.grouped``).
-          unit: consecutive rows that no pack cuts apart.
+          unit: consecutive rows that are never cut apart.
         """
+        if self.sorter is not None:
+            prompts, responses = (to_numpy(batch[f"{of}_mask"]) for of in ("prompt", "response"))
+            return {**batch, WIDTHS: self.widths(prompts, responses, grouped, unit)}
         if self.packer is None:
             return dict(batch)
         packing = self.packer(batch, self._in_packs(grouped, unit), unit=unit)
         return {**batch, PACKING: packing}
+
+    def widths(
+        self, prompts: np.ndarray, responses: np.ndarray, grouped: bool, unit: int = 1
+    ) -> Widths:
+        """The widths of rows with these masks; as of ``laid_out``."""
+        assert self.sorter is not None
+        rows = len(responses)
+        passes = self.passes.pieces_of(rows)
+        share = self.share(rows // passes) if grouped else 1
+        tokens = prompts.sum(axis=1), responses.sum(axis=1)
+        widths = prompts.shape[1], responses.shape[1]
+        return self.sorter(*tokens, widths, passes, math.lcm(share, unit), share)
 
     def _in_packs(self, grouped: bool, unit: int = 1) -> int:
         """Consecutive rows whose prompt stands in a pack once."""
@@ -320,7 +341,7 @@ class ModelWorker(Worker):
           base: with the model's adapters left off.
         """
         grouped = self.grouped(batch)
-        tokens = self.packed({key: batch[key] for key in TOKEN_KEYS}, grouped)
+        tokens = self.laid_out({key: batch[key] for key in TOKEN_KEYS}, grouped)
         params = self.network.bare_of(self.params) if base else self.params
         return self.forward(compute, params, tokens, grouped, base)
 
@@ -380,6 +401,9 @@ class ModelWorker(Worker):
             widths = prompt_length, length
             unit = self.context.unit
             shapes[PACKING] = self.packer.abstract(rows, widths, self._in_packs(True, unit), unit)
+        if self.sorter is not None:
+            passes = self.passes.pieces_of(rows)
+            shapes[WIDTHS] = self.sorter.abstract(rows, (prompt_length, length), passes)
         return shapes
 
 

@@ -1,7 +1,7 @@
 """Passes over a batch: whole, in micro-batches, or through a pipeline of stages.
 
-A batch with a packing goes through them in its packs' slots, and what is made of its rows comes
-back in their order.
+A batch with a packing goes through them in its packs' slots, one with widths in order of length,
+and what is made of its rows comes back in their order.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from hjax.models.parameters import Params
 from hjax.partition import Partition
 from hjax.sharding.layout import Layout
 from hjax.sharding.pipeline import Pipeline, Stack, plain
+from hjax.workers.widths import KEY as WIDTHS
+from hjax.workers.widths import Widths
 
-Batch = dict[str, Any]  # of arrays, and the packing
+Batch = dict[str, Any]  # of arrays, and the packing or the widths
 # (params, micro-batch, stack) -> (weighted loss sum, weighted sums of statistics)
 Objective = Callable[[Params, Batch, Stack], tuple[jax.Array, dict[str, jax.Array]]]
 
@@ -59,23 +61,30 @@ class Passes:
     def gradients(self, objective: Objective, params: Params, batch: Batch) -> Any:
         """((loss, statistics), gradients of what learns), summed over micro-batches; inside jit."""
         pieces = self.pieces(batch)
-        batch = arranged(batch)
+        widths: Widths | None = batch.get(WIDTHS)
+        batch = arranged(batch) if widths is None else widths.ordered(batch)
         learned, frozen = self.partition.split(params)
 
         def loss(learned: Params, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
             return objective(self.partition.join(learned, frozen), batch, plain)
 
         value_and_grad = jax.value_and_grad(loss, has_aux=True)
+
+        def of_part(part: Batch) -> Any:
+            return value_and_grad(learned, part)
+
+        run: Callable[[Any], Any] = of_part if widths is None else widths.cutting(of_part)
         if self.pipeline is None and pieces == 1:
-            return value_and_grad(learned, batch)
+            return run(batch if widths is None else (batch, widths.chosen[0]))
         parts = jax.tree.map(lambda x: self.layout.cut(x, pieces), batch)
         if self.pipeline is not None:
             return self.pipeline.gradients(objective, params, parts)
+        parts = parts if widths is None else (parts, widths.chosen)
 
-        def add(total: Any, part: Batch) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, value_and_grad(learned, part)), None
+        def add(total: Any, part: Any) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, run(part)), None
 
-        shapes = jax.eval_shape(value_and_grad, learned, jax.tree.map(lambda x: x[0], parts))
+        shapes = jax.eval_shape(run, jax.tree.map(lambda x: x[0], parts))
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         return jax.lax.scan(add, zeros, parts)[0]
 
@@ -83,11 +92,16 @@ class Passes:
         self, compute: Callable[[Params, Batch, Stack], Any], params: Params, batch: Batch
     ) -> Any:
         """``compute``'s arrays, one row of each per row of the batch; inside jit."""
-        if KEY in batch:
-            made = self._forward(compute, params, arranged(batch), self.pieces(batch))
-            made = restored(made, batch[KEY].order, rows_of(batch))
-            return jax.tree.map(lambda x: self.layout.constrain(x, "batch"), made)
-        return self._forward(compute, params, batch, self.pieces(batch))
+        pieces, widths = self.pieces(batch), batch.get(WIDTHS)
+        if widths is not None:
+            made, order = self._forward(compute, params, batch, pieces), widths.order
+        elif KEY in batch:
+            made = self._forward(compute, params, arranged(batch), pieces)
+            order = batch[KEY].order
+        else:
+            return self._forward(compute, params, batch, pieces)
+        made = restored(made, order, rows_of(batch))
+        return jax.tree.map(lambda x: self.layout.constrain(x, "batch"), made)
 
     def _forward(
         self,
@@ -96,13 +110,21 @@ class Passes:
         batch: Batch,
         pieces: int,
     ) -> Any:
+        widths: Widths | None = batch.get(WIDTHS)
+
+        def of_part(part: Batch) -> Any:
+            return compute(params, part, plain)
+
+        run: Callable[[Any], Any] = of_part
+        if widths is not None:
+            run, batch = widths.cutting(of_part, widen=True), widths.ordered(batch)
         if self.pipeline is None and pieces == 1:
-            return compute(params, batch, plain)
+            return run(batch if widths is None else (batch, widths.chosen[0]))
         parts = jax.tree.map(lambda x: self.layout.cut(x, pieces), batch)
         if self.pipeline is not None:
             made = self.pipeline.forward(compute, params, parts)
         else:
-            made = jax.lax.map(lambda part: compute(params, part, plain), parts)
+            made = jax.lax.map(run, parts if widths is None else (parts, widths.chosen))
         return jax.tree.map(self.layout.join, made)
 
     def pieces(self, batch: Batch) -> int:
@@ -133,4 +155,4 @@ class Passes:
 
 def rows_of(batch: Batch) -> int:
     """Rows of a batch of arrays."""
-    return next(x.shape[0] for key, x in batch.items() if key != KEY and x.ndim)
+    return next(x.shape[0] for key, x in batch.items() if key not in (KEY, WIDTHS) and x.ndim)

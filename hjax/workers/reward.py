@@ -23,6 +23,7 @@ from hjax.sharding.protocols import protocol
 from hjax.workers.base import TOKEN_KEYS, Worker, WorkerContext
 from hjax.workers.generation import JUDGED, ragged
 from hjax.workers.model import ModelWorker, abstract
+from hjax.workers.widths import KEY as WIDTHS
 from hjax.xla.program import Program
 
 # What a reward model reads, and what a function is shown beside it.
@@ -241,7 +242,10 @@ class ModelReward(ModelWorker):
             tokens[row, at], mask[row, at] = sequence, True
         split = self.layouts.train.sharding("batch")
         if not packed or self.packer is None:
-            return {"tokens": place(tokens, split), "mask": place(mask, split)}
+            arrays = {"tokens": place(tokens, split), "mask": place(mask, split)}
+            if self.sorter is None:
+                return arrays
+            return {**arrays, WIDTHS: self.widths(mask[:, :0], mask, grouped=False)}
         # A prompt each, of which a response's first token is to be predicted: the last state.
         masks = {"prompt_mask": mask, "response_mask": mask.any(axis=1, keepdims=True)}
         capacity = max(self.packer.capacity, length)  # for text that was tokenised again
@@ -276,6 +280,9 @@ class ModelReward(ModelWorker):
 
         if self.packer is None or self.context.steps:
             batch: dict[str, Any] = {"tokens": array(length), "mask": array(length, np.bool_)}
+            if self.sorter is not None:
+                passes = self.passes.pieces_of(rows)
+                batch[WIDTHS] = self.sorter.abstract(rows, (0, length), passes)
         else:
             packing = self.packer.abstract(rows, (length, 1), 1)
             batch = {"prompts": array(length), "responses": array(1), PACKING: packing}

@@ -22,6 +22,7 @@ from hjax.workers.model import ModelWorker
 from hjax.workers.optimizer import UPDATE, Prepare, Updater
 from hjax.workers.packs import padding
 from hjax.workers.passes import Batch, Objective
+from hjax.workers.widths import KEY as WIDTHS
 from hjax.xla.program import Program
 
 # What a trained worker learns: the algorithm's objective, or the warm start's.
@@ -196,7 +197,7 @@ class TrainedWorker(ModelWorker):
         needs = update_keys(self.context, *self.extra_keys)
         arrays = {key: batch[key] for key in needs if batch.get(key) is not None} | more
         grouped = self.grouped(batch)
-        arrays = self.packed(arrays, grouped, self.context.unit)
+        arrays = self.laid_out(arrays, grouped, self.context.unit)
         params, self.optimizer_state, metrics = self._updater(self.stage, grouped)(
             self._learning(), self.optimizer_state, arrays
         )
@@ -204,6 +205,8 @@ class TrainedWorker(ModelWorker):
             learned, _ = self.network.partition.split(self.params)
             params = self.network.partition.join(learned, params)
         self.params = params
+        if WIDTHS in arrays:
+            return metrics | {"padding": arrays[WIDTHS].padding}
         return metrics | ({"padding": padding(arrays[PACKING])} if PACKING in arrays else {})
 
     # What an update reads beside prompts, responses and what the losses need.

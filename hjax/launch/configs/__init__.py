@@ -106,7 +106,6 @@ def sorting(algorithm: str, steps: int = 450) -> Config:
     config.model.heads = 4
     config.model.kv_heads = 4
     config.model.mlp_size = 384
-    config.model.unroll_layers = True
 
     config.warm_start.steps = 20
 

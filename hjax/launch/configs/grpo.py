@@ -24,7 +24,6 @@ def get_config() -> ConfigDict:
     config.model.heads = 4
     config.model.kv_heads = 4
     config.model.mlp_size = 384
-    config.model.unroll_layers = True
 
     config.warm_start.steps = 20
 

@@ -23,14 +23,12 @@ def get_config() -> ConfigDict:
     # prompts right, would learn from little.
     config.data.task_options.partial = 0.5
 
-    # Shallow and narrow: on a CPU the time goes into the number of operations, not their size,
-    # and unrolled layers save a loop.
+    # Shallow and narrow: on a CPU the time goes into the number of operations, not their size.
     config.model.hidden_size = 128
     config.model.layers = 2
     config.model.heads = 4
     config.model.kv_heads = 4
     config.model.mlp_size = 384
-    config.model.unroll_layers = True
 
     config.warm_start.steps = 20
     config.warm_start.batch = 64

@@ -28,7 +28,6 @@ def get_config() -> ConfigDict:
     config.model.heads = 4
     config.model.kv_heads = 4
     config.model.mlp_size = 384
-    config.model.unroll_layers = True
 
     # The demonstrations copy poisonous digits as often as others: the start is unsafe.
     config.warm_start.steps = 150

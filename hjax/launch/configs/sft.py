@@ -25,7 +25,6 @@ def get_config() -> ConfigDict:
     config.model.heads = 4
     config.model.kv_heads = 4
     config.model.mlp_size = 384
-    config.model.unroll_layers = True
 
     # Demonstrations (sequences) per update.
     config.warm_start.batch = 64

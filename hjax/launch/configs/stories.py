@@ -35,8 +35,6 @@ def get_config() -> ConfigDict:
     rewards = Path(hjax.rewards.__file__).parent
     config.reward.function = f"{rewards / 'happy_stories.py'}:reward"
 
-    config.model.unroll_layers = True
-
     # Long enough for a feeling to be told, short enough for a CPU.
     config.rollout.max_response_length = 48
     config.rollout.prompts = 16

@@ -118,7 +118,6 @@ def _common(algorithm: str, steps: int) -> ConfigDict:
     config = hjax.default_config()
     config.algorithm.name = algorithm
     config.steps = steps
-    config.model.unroll_layers = True
     config.data.eval_size = 0
     config.eval.prompts = 0
     config.actor.schedule = "cosine"
