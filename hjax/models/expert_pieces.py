@@ -95,15 +95,15 @@ class Pieces:
         """``sums`` with what the experts here make of the tokens, and what ``backward`` is given.
 
         Args:
-          tokens: [tokens, embed], or wider: of what is beyond nothing is read.
+          tokens: [tokens, embed].
           weights: of the experts here, joined.
-          sums: [part of the tokens, embed], or wider, of equal parts one after another.
+          sums: [part of the tokens, embed], of equal parts one after another.
         """
-        cut, width = self._cut(tokens, weights), weights.down.shape[-1]
+        cut = self._cut(tokens, weights)
 
         def add(turn: Any, sums: Arrays) -> tuple[jax.Array, Arrays]:
             piece = cut.piece(turn)
-            both = self.first(tokens.rows[piece.token, :width], weights, piece.sizes, cut.fill)
+            both = self.first(tokens.rows[piece.token], weights, piece.sizes, cut.fill)
             shares = piece.shares(tokens.shares)
             made = self.second(both, shares, weights, piece.sizes, cut.fill)
             return both, piece.added(sums, made)
@@ -126,9 +126,9 @@ class Pieces:
 
         Args:
           kept: of ``forward``, whose ``tokens``, ``weights`` and ``sums`` these are.
-          given: like tokens, the gradient of what it gives.
+          given: [tokens, embed], the gradient of what it gives.
         """
-        cut, width = self._cut(tokens, weights), weights.down.shape[-1]
+        cut = self._cut(tokens, weights)
         fixed = {name: getattr(weights, name) for name in self.frozen}
         none = dict.fromkeys(self.frozen)
         learning = dataclasses.replace(weights, **none)
@@ -145,10 +145,10 @@ class Pieces:
                 whole = dataclasses.replace(weights, **fixed)
                 return self.second(both, shares, whole, piece.sizes, cut.fill, of_weights)
 
-            both, back_first = jax.vjp(first, tokens.rows[piece.token, :width], learning)
+            both, back_first = jax.vjp(first, tokens.rows[piece.token], learning)
             both = both if kept is None else kept
             _, back_second = jax.vjp(second, both, piece.shares(tokens.shares), learning)
-            d_both, d_shares, d_second = back_second(given[piece.token, :width])
+            d_both, d_shares, d_second = back_second(given[piece.token])
             d_rows, d_weights = back_first(d_both)
             d_weights = dataclasses.replace(
                 d_weights, **{name: getattr(d_second, name) for name in self.of_second}
@@ -270,7 +270,7 @@ class _Piece(NamedTuple):
         for number, x in enumerate(sums):
             at = self.token - number * part
             at = jnp.where(self.inside & (at >= 0), at, part)
-            found.append(x.at[at, : made.shape[1]].add(made, mode="drop"))
+            found.append(x.at[at].add(made, mode="drop"))
         return tuple(found)
 
 

@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from hjax.models.expert_pieces import Pieces, sorted_tokens
 from hjax.models.weight_ring import LONGEST, sent
-
-_LANES = 128  # of a TPU's register
 
 
 class Ring(NamedTuple):
@@ -61,7 +60,7 @@ def around(
 def _forward(
     ring: Ring, rows: jax.Array, shares: jax.Array, chosen: jax.Array, weights: Any
 ) -> tuple[jax.Array, Any]:
-    width, rows = rows.shape[1], _whole_lanes(rows)
+    rows = _by_rows(rows)
     experts = ring.ways * weights.down.shape[0]
     halves = _halves(ring, (rows, shares, chosen))
     sets = [sorted_tokens(r, s, c, experts) for r, s, c in halves]
@@ -76,12 +75,12 @@ def _forward(
         here = coming
     none: Any = None
     left_by = [half._replace(rows=none) for half in sets]
-    return _joined(_sent(ring, sums))[:, :width], (kept, rows, left_by, weights)
+    return _joined(_sent(ring, sums)), (kept, rows, left_by, weights)
 
 
 def _backward(ring: Ring, left: Any, d_out: jax.Array) -> tuple[Any, ...]:
     kept, rows, sets, weights = left
-    width, d_out = d_out.shape[1], _whole_lanes(d_out)
+    d_out = _by_rows(d_out)
     halves = zip(sets, _halves(ring, (rows, d_out)), strict=True)
     here: Any = [(half._replace(rows=own), given) for half, (own, given) in halves]
     sums: Any = [(jnp.zeros_like(given), jnp.zeros_like(half.shares)) for half, given in here]
@@ -98,17 +97,17 @@ def _backward(ring: Ring, left: Any, d_out: jax.Array) -> tuple[Any, ...]:
         added = [x + y for x, y in zip(of_shares, _halves(ring, made), strict=True)]
         sums, here = list(zip(of_rows, added, strict=True)), coming
     d_rows, d_shares = _joined(_sent(ring, sums))
-    return d_rows[:, :width], d_shares.reshape(d_rows.shape[0], -1), None, of_weights
+    return d_rows, d_shares.reshape(d_rows.shape[0], -1), None, of_weights
 
 
 around.defvjp(_forward, _backward)
 
 
-def _whole_lanes(rows: jax.Array) -> jax.Array:
-    """As wide as whole registers: others the compiler would send column by column, and turn them
-    each time."""
-    short = -rows.shape[1] % _LANES
-    return jnp.pad(rows, ((0, 0), (0, short))) if short else rows
+def _by_rows(tree: Any) -> Any:
+    """Arrays whose rows lie one after another, as they are gathered and added to. The compiler
+    would have columns so where the width is no multiple of its tiles, and turn them each time that
+    they are sent."""
+    return jax.tree.map(lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim)))), tree)
 
 
 def _halves(ring: Ring, tree: Any) -> list[Any]:
@@ -133,7 +132,7 @@ def _joined(parts: Sequence[Any]) -> Any:
 def _sent(ring: Ring, parts: Sequence[Any]) -> list[Any]:
     """Each part to the next device of its way."""
     ways = zip(parts, (1, -1))
-    return [sent(x, way, ring.axes, ring.ways) for x, way in ways]
+    return [_by_rows(sent(_by_rows(x), way, ring.axes, ring.ways)) for x, way in ways]
 
 
 def _step(ring: Ring, step: int, here: Any, sums: Any) -> tuple[Any, Any, Any]:
