@@ -10,6 +10,7 @@ import pytest
 from families import GPT2, MODELS, SIZES, logits, model, scaled
 from safetensors.numpy import load_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.models.llama import modeling_llama
 
 import hjax
 from hjax.errors import ConfigError
@@ -21,6 +22,7 @@ from hjax.models.huggingface import load_weights, save_weights
 from hjax.models.packed import arranged
 from hjax.models.parameters import decoder_network
 from hjax.models.published import published
+from hjax.models.rotary import Rope
 from hjax.rollout.options import Options
 from hjax.rollout.requests import Request
 from hjax.rollout.service import Service
@@ -189,6 +191,18 @@ def test_a_program_of_alternating_layers_does_not_grow_with_depth():
         return len(jax.jit(jax.grad(loss)).lower(network.shapes, tokens).as_text().splitlines())
 
     assert lines(6) == lines(24)
+
+
+@pytest.mark.parametrize("size", [12, 80, 96, 128])
+@pytest.mark.parametrize("theta", [1e4, 5e5])
+def test_frequencies_are_transformers_to_an_ulp(size, theta):
+    """A relative error e is 700 e radians at the 700th token; sizes of no power of two are what XLA
+    divides by inexactly."""
+    config = CONFIG_MAPPING["llama"](**SIZES, head_dim=size, **scaled("default", theta))
+    expected = modeling_llama.LlamaRotaryEmbedding(config).inv_freq.numpy()
+    rope = Rope(theta)
+    found, _ = jax.jit(lambda at: rope.tables(size, at, lambda f, _: (f, f)))(jnp.arange(700))
+    np.testing.assert_allclose(found, expected, rtol=1.2e-7)
 
 
 def test_every_family_is_here():

@@ -84,8 +84,9 @@ def test_what_cannot_be_packed_is_named(changes, says):
     assert says in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_rotary_positions_that_depend_on_the_length_are_named(tmp_path):
-    """Their frequencies would be those of a pack's longest sequence."""
+@pytest.mark.parametrize("key, value", [("packing", 24), ("length_buckets", 2)])
+def test_rotary_positions_that_depend_on_the_length_are_named(key, value, tmp_path):
+    """Their frequencies would be those of a pack's longest sequence, or of a cut pass's length."""
     from references import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -104,7 +105,7 @@ def test_rotary_positions_that_depend_on_the_length_are_named(tmp_path):
     )  # fmt: skip
     model.save_pretrained(tmp_path)
     tokenizer.save(tmp_path)
-    changes = CHANGES | {"actor.path": str(tmp_path), "data.packing": 24}
-    with pytest.raises(ConfigError, match="longrope.* of actor's model .*10 tokens.*up to 13"):
+    changes = CHANGES | {"data.packing": 0, "actor.path": str(tmp_path), f"data.{key}": value}
+    with pytest.raises(ConfigError, match=f"{key}={value}: .*longrope.*'s model .*10 .*up to 13"):
         hjax.Trainer(tiny_config("PPO", changes))
     hjax.Trainer(tiny_config("PPO", changes | {"rollout.max_response_length": 5})).close()

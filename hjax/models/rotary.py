@@ -14,10 +14,22 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from hjax.errors import ConfigError
 
 Tables = tuple[jax.Array, jax.Array]
+
+
+def plain_frequencies(theta: float, size: int) -> np.ndarray:
+    """float32 [size / 2], ``theta ** -(2 i / size)``, within an ulp of what transformers has.
+
+    Exponents are rounded to float32 as there, and powers are exact, in NumPy: XLA multiplies by
+    1 / size where that is no power of two, and what a frequency is off by, the angle is off by as
+    many times as the position says.
+    """
+    exponents = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
+    return np.float32(1) / (theta ** exponents.astype(np.float64)).astype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,8 +236,7 @@ class Rope:
             position.
         """
         size = self.turning(head_dim)
-        exponent = jnp.arange(0, size, 2, dtype=jnp.float32) / size
-        plain = 1.0 / self.theta**exponent
+        plain = jnp.asarray(plain_frequencies(self.theta, size))
         if self.scaling is None:
             return make(plain, positions)
         if lengths is None:
