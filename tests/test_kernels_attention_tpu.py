@@ -26,6 +26,7 @@ from hjax.kernels.attention_visits import (
     strip_of,
     visits,
 )
+from hjax.models.remat import recomputed
 
 # sight, length, block
 LISTED = {
@@ -172,6 +173,22 @@ def test_rows_without_room_are_splashs():
 
     assert "attention_forward" in names(1024, 128) and "splash" not in names(1024, 128)
     assert "splash" in names(8192, 1024) and "attention_forward" not in names(8192, 1024)
+
+
+def test_what_is_kept_is_not_computed_again():
+    q, k = (jax.ShapeDtypeStruct((1, 1024, n, 128), jnp.bfloat16) for n in (2, 1))
+
+    def forwards(policy):
+        def layer(_, q, k):
+            out = attention.attend(attention_tpu.attend, q * 2, k, k)
+            return jnp.sum(out.astype(jnp.float32) ** 2)
+
+        run = functools.partial(recomputed(layer, policy, True), 0)
+        program = str(jax.make_jaxpr(jax.grad(run))(q, k))
+        assert program.count("name=attention_backward") == 1
+        return program.count("name=attention_forward")
+
+    assert [forwards(p) for p in ("none", "products", "attention", "full")] == [1, 1, 1, 2]
 
 
 needs_libtpu = pytest.mark.skipif(

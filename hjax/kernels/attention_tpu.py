@@ -82,6 +82,9 @@ def _back(how: How, kept: Any, d_out: jax.Array) -> Any:
 _attend.defvjp(_keep, _back)
 
 
+# A program of its own: a kernel whose results nobody reads stays, a program goes. So where outputs
+# are kept it is not run again.
+@functools.partial(jax.jit, static_argnums=0)
 def _forward(
     how: How, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, sinks: Any
 ) -> tuple[jax.Array, jax.Array]:
