@@ -210,7 +210,7 @@ def test_accelerators_get_no_detours_of_cpus():
         grouped_gated=grouped_blocks.gated_product,
         attention=blockwise.attend,
     )
-    # Of its packs each response has a prompt of its own: a TPU's attention knows only equal segments.
+    # Of its packs each response has a prompt of its own: its attention knows only equal segments.
     assert kernels_of("tpu") == dataclasses.replace(
         found,
         rotate=tpu.rotate,

@@ -21,7 +21,7 @@ from hjax.kernels.attention_visits import (
     FIRST_KEYS,
     LAST,
     LAST_KEYS,
-    STRIP,
+    STEP,
     WHOLE,
     strip_of,
     visits,
@@ -51,17 +51,25 @@ def test_all_that_is_seen_is_computed_once(sight, length, block):
             continue
         assert not table[q : q + block, k : k + block].all()
         begin = found.first[pair]
-        for entry in found.strips[begin : begin + found.count[pair]]:
-            strip, step, steps = strip_of(int(entry))
-            assert steps in found.lengths
-            rows = slice(q + strip * STRIP, q + (strip + 1) * STRIP)
-            computed[rows, k + step * STRIP : k + (step + steps) * STRIP] += 1
+        entries = found.strips[begin : begin + found.count[pair]].tolist()
+        runs = found.patterns[begin]
+        assert [strip_of(entry) for entry in entries] == [run[:3] for run in runs]
+        for run in runs:
+            assert run.steps in found.lengths
+            rows = slice(q + run.strip * STEP, q + (run.strip + 1) * STEP)
+            first, end = k + run.begin * STEP, k + (run.begin + run.steps) * STEP
+            computed[rows, first:end] += 1
+            # Between its ends nothing is hidden; at them something is, or here and there between.
+            assert table[rows, first + run.head * STEP : end - run.tail * STEP].all()
+            hidden = ~table[rows, first:end].reshape(STEP, run.steps, STEP).all((0, 2))
+            outer = [*range(run.head), *range(run.steps - run.tail, run.steps)]
+            assert hidden[outer].all() or (run.head == run.steps and hidden.any())
     assert computed.max() == 1 and (computed >= table).all()
     assert computed.sum() == found.computed
     # Of each strip of queries no more than from its first seen key to its last one, in prompt and
     # response each.
-    tiles = table.reshape(length // STRIP, STRIP, length // STRIP, STRIP).any((1, 3))
-    assert found.computed <= (tiles.sum() + 2 * len(tiles)) * STRIP**2
+    tiles = table.reshape(length // STEP, STEP, length // STEP, STEP).any((1, 3))
+    assert found.computed <= (tiles.sum() + 2 * len(tiles)) * STEP**2
 
 
 @pytest.mark.parametrize("sight,length,block", LISTED.values(), ids=LISTED)
@@ -91,7 +99,7 @@ def test_a_diagonal_costs_what_is_seen_of_it():
     assert by_blocks == pytest.approx(37 / 30.5, rel=2e-3)
     assert visits(sight, length, 512).computed / sight.seen(length) < 1.06
     # A window of 128: two steps of each strip instead of 1024 keys.
-    assert visits(Sight(window=128), 12800, 512).computed == (2 * 100 - 1) * STRIP**2
+    assert visits(Sight(window=128), 12800, 512).computed == (2 * 100 - 1) * STEP**2
 
 
 # sight, scoring, length, heads, kv_heads, head_dim, sinks, segments of a row
@@ -227,8 +235,8 @@ SHAPES = [
     (64, 8, 64, 12800, (), 128, 0.0, True),
     (12, 2, 128, 8192, (512, 960), 0, 0.0, False),
     (8, 4, 256, 8192, (), 4096, 50.0, False),
-    (2, 1, 128, 46592, (), 0, 0.0, False),
-    (2, 1, 256, 20480, (), 0, 50.0, False),
+    (2, 1, 128, 47104, (), 0, 0.0, False),
+    (2, 1, 256, 22528, (), 0, 50.0, False),
 ]
 
 

@@ -16,11 +16,21 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from hjax.kernels.attention_block_tpu import LIMIT, Given, How, Specs, Step, dot, lanes, params
+from hjax.kernels.attention_block_tpu import (
+    LIMIT,
+    Given,
+    Hide,
+    How,
+    Specs,
+    Step,
+    dot,
+    lanes,
+    params,
+)
 from hjax.kernels.attention_visits import FIRST, FIRST_KEYS, LAST, LAST_KEYS
 
-_TILES = 8  # blocks [length, head_dim] read and written in a step: five and three
-_BETWEEN = 6  # arrays [keys, queries] between the products, float32
+_TILES = 7  # blocks [places, head_dim] read and written in a step: four and three
+_BETWEEN = 8  # arrays [keys, queries] between the products, float32
 
 
 def has_room(length: int, block: int, dim: int, element: int) -> bool:
@@ -34,19 +44,20 @@ def has_room(length: int, block: int, dim: int, element: int) -> bool:
 def backward(
     how: How,
     arrays: tuple[jax.Array, jax.Array, jax.Array],
-    out: jax.Array,
     log_total: jax.Array,
     d_out: jax.Array,
+    meant: jax.Array,
     segments: jax.Array | None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Gradients of queries, keys and values, in their dtypes; and ``sum(out * d_out)`` over a
-    head's elements, float32 [batch, heads, length].
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of queries, keys and values, in their dtypes.
 
     Args:
       arrays: queries [batch, heads, length, head_dim], times the scale; keys, values [batch,
         kv_heads, length, head_dim].
-      out, d_out: like queries; what attention gave, and its gradient.
       log_total: float32 [batch, heads, length], logarithm of what weights were divided by.
+      d_out: like queries, the gradient of what attention gave.
+      meant: float32 [batch, heads, length], the sum over a head's elements of ``d_out`` times what
+        attention gave.
       segments: int32 [batch, length].
     """
     batch, heads, length, dim = arrays[0].shape
@@ -58,32 +69,27 @@ def backward(
 
     def kernel(*refs: Any) -> None:
         step = Step(how, refs[:numbers], refs[numbers + 6 : numbers + 6 + rows])
-        q, k, v, out, d_out, log_total = refs[numbers : numbers + 6]
-        d_q, d_k, d_v, meant, sum_q, sum_k, sum_v = refs[numbers + 6 + rows :]
+        q, k, v, d_out, log_total, meant = refs[numbers : numbers + 6]
+        d_q, d_k, d_v, sum_q, sum_k, sum_v = refs[numbers + 6 + rows :]
         member, own = pl.program_id(2), pl.ds(step.place, block)
 
         @step.on(FIRST)
         def _() -> None:
             sum_q[...] = jnp.zeros_like(sum_q)
-            # Sums over a row's elements, one after another along the register: by a product.
-            both = out[...].astype(jnp.float32) * d_out[...].astype(jnp.float32)
-            ones = jnp.ones((8, dim), jnp.float32)
-            meant[...] = dot(ones, both, 1, 1, jax.lax.Precision.HIGHEST)[:1]
 
         @step.on(FIRST_KEYS, member == 0)
         def _() -> None:
             for total in (sum_k, sum_v):
                 total[own, :] = jnp.zeros((block, dim), jnp.float32)
 
-        def add(queries: Any, keys: Any, masked: bool) -> None:
+        def add(queries: Any, keys: Any, hide: Hide) -> None:
             here = pl.ds(step.place + keys.start, keys.size)
             part_q, part_k, given = q[queries, :], k[keys, :], d_out[queries, :]
             scores = dot(part_k, part_q, 1, 1)
             if how.softcap:
                 bent = jnp.tanh(scores / how.softcap)
                 scores = how.softcap * bent
-            if masked:
-                scores = step.hidden(scores, queries, keys)
+            scores = hide(scores)
             weights = jnp.exp(scores - log_total[:, queries])
             sum_v[here, :] += dot(weights.astype(given.dtype), given, 1, 0)
             d_scores = (dot(v[keys, :], given, 1, 1) - meant[:, queries]) * weights
@@ -110,19 +116,17 @@ def backward(
         return row, kv, lists[5][jnp.where(member == each - 1, visit, 0)], 0
 
     of_totals = pl.BlockSpec((None, None, block, dim), totals)
-    d_q, d_k, d_v, meant = pl.pallas_call(
+    lines = log_total[:, :, None], meant[:, :, None]
+    return pl.pallas_call(
         kernel,
-        out_shape=(
-            *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays),
-            jax.ShapeDtypeStruct((batch, heads, 1, length), jnp.float32),
-        ),
+        out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=numbers,
             in_specs=[
-                specs.queries, specs.keys, specs.keys, specs.queries, specs.queries, specs.line,
+                specs.queries, specs.keys, specs.keys, specs.queries, specs.line, specs.line,
                 *specs.rows,
             ],
-            out_specs=(specs.queries, of_totals, of_totals, specs.line),
+            out_specs=(specs.queries, of_totals, of_totals),
             grid=(batch, kv_heads, each, len(how.visits.queries)),
             scratch_shapes=[
                 pltpu.VMEM((rows, dim), jnp.float32) for rows in (block, length, length)
@@ -132,16 +136,15 @@ def backward(
         cost_estimate=_estimate(how, *arrays[:2]),
         interpret=how.interpret,
         name="attention_backward",
-    )(*beside.numbers, *arrays, out, d_out, log_total[:, :, None], *beside.rows)  # fmt: skip
-    return d_q, d_k, d_v, meant[:, :, 0]
+    )(*beside.numbers, *arrays, d_out, *lines, *beside.rows)  # fmt: skip
 
 
 def _estimate(how: How, q: jax.Array, k: jax.Array) -> Any:
-    """Five products of what is computed; queries, outputs and both's gradients once, keys and
+    """Five products of what is computed; queries, their gradients and outputs' once, keys and
     values as often as their blocks change, their gradients once."""
     batch, heads, length, dim = q.shape
     found = how.visits
-    moved = batch * heads * (4 * length + 2 * found.reads * how.block) * dim + 2 * k.size
+    moved = batch * heads * (3 * length + 2 * found.reads * how.block) * dim + 2 * k.size
     return pl.CostEstimate(
         flops=5 * 2 * batch * heads * found.computed * dim,
         bytes_accessed=moved * q.dtype.itemsize + 2 * 4 * batch * heads * length,

@@ -8,6 +8,7 @@ width of a register.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,9 +19,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from hjax.kernels.attention import MASKED, Sight
-from hjax.kernels.attention_visits import STRIP, WHOLE, Visits, strip_of, visits
+from hjax.kernels.attention_visits import STEP, WHOLE, Run, Visits, strip_of, visits
+
+Hide = Callable[[jax.Array], jax.Array]  # of scores [keys, queries]: what is not seen is ``MASKED``
 
 LIMIT = 56 << 20  # bytes on the chip that a kernel may have
+_FEW = 3  # patterns of which each has instructions of its own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,53 +125,92 @@ class Step:
         self._queries, self._keys, kinds, self._first, self._count, _, self._strips = numbers[:7]
         self._visit = pl.program_id(3)
         self._kind = kinds[self._visit]
-        self.place = pl.multiple_of(self._keys[self._visit] * how.block, STRIP)  # of the first key
+        self.place = pl.multiple_of(self._keys[self._visit] * how.block, STEP)  # of the first key
 
     def on(self, kind: int, also: Any = True) -> Callable[[Callable[[], None]], None]:
         """Run a function where the visit is of this kind."""
         return pl.when((self._kind & kind > 0) & also)
 
-    def compute(self, add: Callable[[Any, Any, bool], None]) -> None:
-        """Call ``add`` (queries, keys, masked) for the parts of a block that are computed: all of
-        it where every query sees every key, else strip by strip, and nothing where no segment of
-        its queries can be one of its keys."""
-        how = self._how
-        every, met = self._kind & WHOLE > 0, jnp.bool_(True)
+    def compute(self, add: Callable[[Any, Any, Hide], None]) -> None:
+        """Call ``add`` (queries, keys, hide) for the parts of a block that are computed.
+
+        Where all its queries and keys are of one segment: all of it without a mask if every query
+        sees every key; else strips one after another in one piece, which a compiler interleaves, if
+        few patterns of them are there; masks only where they are needed. Else strips are a loop,
+        about half as fast, and masked. Nothing where no segment of its queries is one of its keys.
+        """
+        found = self._how.visits
+        whole, met, one = self._kind & WHOLE > 0, jnp.bool_(True), jnp.bool_(True)
         if self._bounds:
             low, high = self._bounds
-            first = pl.program_id(0) * (how.length // how.block)
+            first = pl.program_id(0) * (self._how.length // self._how.block)
             q, k = first + self._queries[self._visit], first + self._keys[self._visit]
             met = (low[q] <= high[k]) & (low[k] <= high[q])
-            every &= (low[q] == high[q]) & (low[k] == high[k])
+            one = (low[q] == high[q]) & (low[k] == high[k])
+        every = pl.ds(0, self._how.block)
+        if found.whole.any():
+            pl.when(met & whole & one)(lambda: add(every, every, lambda scores: scores))
+            if self._bounds:
+                mixed = functools.partial(self._hide_others, every, every)
+                pl.when(met & whole & ~one)(lambda: add(every, every, mixed))
+        partly, few = met & ~whole, len(found.patterns) <= _FEW
+        if few:
+            for first, runs in found.patterns.items():
+                here = partly & one & (self._first[self._visit] == first)
+                pl.when(here)(functools.partial(self._pattern, runs, add))
+            partly &= ~one
+        if found.patterns and (self._bounds or not few):
+            pl.when(partly)(lambda: self._loop(add))
 
+    def _pattern(self, runs: tuple[Run, ...], add: Callable[[Any, Any, Hide], None]) -> None:
+        for run in runs:
+            queries = pl.ds(run.strip * STEP, STEP)
+            keys = pl.ds(run.begin * STEP, run.steps * STEP)
+            add(queries, keys, functools.partial(self._hide_ends, run, queries, keys))
+
+    def _loop(self, add: Callable[[Any, Any, Hide], None]) -> None:
         def strip(entry: Any, carry: Any) -> Any:
             number, begin, steps = strip_of(self._strips[entry])
-            queries = pl.ds(pl.multiple_of(number * STRIP, STRIP), STRIP)
-            for length in how.visits.lengths:
-                keys = pl.ds(pl.multiple_of(begin * STRIP, STRIP), length * STRIP)
-                pl.when(steps == length)(lambda keys=keys: add(queries, keys, True))
+            queries = pl.ds(pl.multiple_of(number * STEP, STEP), STEP)
+            for length in self._how.visits.lengths:
+                keys = pl.ds(pl.multiple_of(begin * STEP, STEP), length * STEP)
+
+                def hide(scores: jax.Array, keys: Any = keys) -> jax.Array:
+                    scores = self._hide_unseen(queries, keys, scores)
+                    return self._hide_others(queries, keys, scores) if self._bounds else scores
+
+                pl.when(steps == length)(functools.partial(add, queries, keys, hide))
             return carry
 
-        @pl.when(met & ~every)
-        def _() -> None:
-            first = self._first[self._visit]
-            jax.lax.fori_loop(first, first + self._count[self._visit], strip, 0)
+        first = self._first[self._visit]
+        jax.lax.fori_loop(first, first + self._count[self._visit], strip, 0)
 
-        if how.visits.any_whole:
-            whole = pl.ds(0, how.block)
-            pl.when(met & every)(lambda: add(whole, whole, False))
+    def _hide_ends(self, run: Run, queries: Any, keys: Any, scores: jax.Array) -> jax.Array:
+        head, tail = run.head * STEP, keys.size - run.tail * STEP
+        parts = []
+        for begin, end, hidden in ((0, head, True), (head, tail, False), (tail, keys.size, True)):
+            part = scores[begin:end]
+            if hidden and end > begin:
+                part = self._hide_unseen(queries, pl.ds(keys.start + begin, end - begin), part)
+            parts += [part] if end > begin else []
+        return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
-    def hidden(self, scores: jax.Array, queries: Any, keys: Any) -> jax.Array:
-        """Scores [keys, queries] of these parts of the block, ``MASKED`` where nothing is seen."""
-        starts, *marks = self._rows
-        place = self._queries[self._visit] * self._how.block + queries.start
-        query = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1) + place
-        key = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 0) + self.place + keys.start
-        seen = self._how.sight.sees(query, starts[:, queries], key)
-        if marks:
-            own, other = marks[0][:, queries], marks[1][:, keys]
-            seen &= jnp.broadcast_to(other, (8, keys.size)).T[:, :1] == own
+    def _hide_unseen(self, queries: Any, keys: Any, scores: jax.Array) -> jax.Array:
+        """Of these parts of the block what ``Sight`` hides."""
+        sight, first = self._how.sight, self.place + keys.start
+        # Places count from the first key on: what is added is so of queries alone, a row of them.
+        query = self._queries[self._visit] * self._how.block + queries.start - first
+        query += jax.lax.broadcasted_iota(jnp.int32, (1, queries.size), 1)
+        key = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 0)
+        sight = dataclasses.replace(sight, prompt=sight.prompt - first)
+        seen = sight.sees(query, self._rows[0][:, queries] - first, key)
         return jnp.where(seen, scores, MASKED)
+
+    def _hide_others(self, queries: Any, keys: Any, scores: jax.Array) -> jax.Array:
+        """Of these parts of the block what is of another segment."""
+        own, other = self._rows[1][:, queries], self._rows[2][:, keys]
+        same = jnp.broadcast_to(other, (8, keys.size)).T[:, :1] == own
+        return jnp.where(same, scores, MASKED)
 
 
 def dot(
@@ -188,4 +231,4 @@ def params() -> Any:
 
 def lanes(dim: int) -> int:
     """Elements that a row of a head takes on the chip."""
-    return -(-dim // STRIP) * STRIP
+    return -(-dim // STEP) * STEP

@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from hjax.kernels import splash
 from hjax.kernels.attention import KEPT, MASKED, Scoring, Sight, tpu_block, tpu_places
 from hjax.kernels.attention_backward_tpu import backward, has_room
-from hjax.kernels.attention_block_tpu import Given, How, Specs, Step, dot, params
+from hjax.kernels.attention_block_tpu import Given, Hide, How, Specs, Step, dot, params
 from hjax.kernels.attention_visits import FIRST, LAST
 from hjax.kernels.spread import Axes
 
@@ -71,7 +71,9 @@ def _keep(how: How, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, sin
 
 def _back(how: How, kept: Any, d_out: jax.Array) -> Any:
     q, k, v, segments, sinks, out, log_total = kept
-    *gradients, meant = backward(how, (q, k, v), out, log_total, d_out, segments)
+    # Beside the kernel: what is kept of a layer is read where it lies among all layers'.
+    meant = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(-1)
+    gradients = backward(how, (q, k, v), log_total, d_out, meant, segments)
     d_sinks = None
     if sinks is not None:
         weights = jnp.exp(sinks.astype(jnp.float32)[:, None] - log_total)
@@ -113,12 +115,11 @@ def _forward(
             total[...] = jnp.full_like(total, 0.0 if sinks is None else 1.0)
             made[...] = jnp.zeros_like(made)
 
-        def add(queries: Any, keys: Any, masked: bool) -> None:
+        def add(queries: Any, keys: Any, hide: Hide) -> None:
             scores = dot(k[keys, :], q[queries, :], 1, 1)
             if how.softcap:
                 scores = how.softcap * jnp.tanh(scores / how.softcap)
-            if masked:
-                scores = step.hidden(scores, queries, keys)
+            scores = hide(scores)
             old = top[:, queries]
             new = jnp.maximum(old, scores.max(0, keepdims=True))
             weights, before = jnp.exp(scores - new), jnp.exp(old - new)
