@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hjax.kernels import attention, attention_tpu
+from hjax.kernels import attention, attention_backward_tpu, attention_tpu
 from hjax.kernels.attention import Scoring, Sight
 from hjax.kernels.attention_backward_tpu import has_room
+from hjax.kernels.attention_block_tpu import How
 from hjax.kernels.attention_visits import (
     FIRST,
     FIRST_KEYS,
@@ -164,6 +165,19 @@ def test_values_and_gradients_are_the_plain_forms(case, dtype):
     for one, other in zip(expected, found, strict=True):
         error = float(jnp.abs(one - other.astype(jnp.float32)).max())
         assert error <= aim * float(jnp.abs(one).max())
+
+
+def test_a_kernel_tells_what_it_reads_and_writes():
+    how = How(Sight(), 1024, 512, 0.0, False)
+    q, k = (jax.ShapeDtypeStruct((3, n, 1024, 128), jnp.bfloat16) for n in (4, 2))
+    row, rows, kv_rows = 128 * 2, 3 * 4 * 1024, 3 * 2 * 1024
+    # Blocks of keys in turn: 0, 0, 1; the second is there already.
+    keys = 3 * 4 * 2 * 512
+    forward, back = attention_tpu._estimate(how, q), attention_backward_tpu._estimate(how, q, k)
+    assert forward.bytes_accessed == (2 * rows + 2 * keys) * row + 4 * rows
+    assert back.bytes_accessed == (3 * rows + 2 * keys + 2 * kv_rows) * row + 2 * 4 * rows
+    # A whole block of 16 steps, two diagonals of 10.
+    assert back.flops == 5 * 2 * 3 * 4 * 36 * 128**3
 
 
 def test_rows_without_room_are_splashs():

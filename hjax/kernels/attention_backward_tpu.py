@@ -140,8 +140,9 @@ def backward(
 
 
 def _estimate(how: How, q: jax.Array, k: jax.Array) -> Any:
-    """Five products of what is computed; queries, their gradients and outputs' once, keys and
-    values as often as their blocks change, their gradients once."""
+    """Five products of what is computed, were no blocks kept apart by segments; queries, their
+    gradients and outputs' once, keys and values as often as their blocks change, their gradients
+    once."""
     batch, heads, length, dim = q.shape
     found = how.visits
     moved = batch * heads * (3 * length + 2 * found.reads * how.block) * dim + 2 * k.size

@@ -155,8 +155,8 @@ class Step:
                 pl.when(met & whole & ~one)(lambda: add(every, every, mixed))
         partly, few = met & ~whole, len(found.patterns) <= _FEW
         if few:
-            for first, runs in found.patterns.items():
-                here = partly & one & (self._first[self._visit] == first)
+            for place, runs in found.patterns.items():
+                here = partly & one & (self._first[self._visit] == place)
                 pl.when(here)(functools.partial(self._pattern, runs, add))
             partly &= ~one
         if found.patterns and (self._bounds or not few):

@@ -157,8 +157,8 @@ def _forward(
 
 
 def _estimate(how: How, q: jax.Array) -> Any:
-    """Two products of what is computed; queries and outputs once, keys and values as often as their
-    blocks change."""
+    """Two products of what is computed, were no blocks kept apart by segments; queries and outputs
+    once, keys and values as often as their blocks change."""
     batch, heads, length, dim = q.shape
     found = how.visits
     moved = batch * heads * (2 * length + 2 * found.reads * how.block) * dim

@@ -102,9 +102,10 @@ def visits(sight: Sight, length: int, block: int) -> Visits:
     each = length // block, strips, length // block, strips
     seen, full = (x.reshape(each) for x in _steps(sight, length))
     queries, keys = np.argwhere(seen.any((1, 3))).astype(np.int32).T
-    whole = full.all((1, 3))[queries, keys]
+    whole = np.asarray(full.all((1, 3)))[queries, keys]
     places: dict[tuple[Run, ...], int] = {}
-    first, count, entries = np.zeros_like(queries), np.zeros_like(queries), []
+    entries: list[int] = []
+    first, count = np.zeros_like(queries), np.zeros_like(queries)
     for number in np.flatnonzero(~whole):
         at = queries[number], slice(None), keys[number]
         runs = _runs(seen[at], full[at])
