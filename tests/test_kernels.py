@@ -15,6 +15,7 @@ from transformers import LlamaConfig
 
 from hjax.errors import ConfigError
 from hjax.kernels import (
+    attention_tpu,
     backward,
     blockwise,
     cpu,
@@ -22,7 +23,6 @@ from hjax.kernels import (
     grouped_gated_tpu,
     grouped_tpu,
     reference,
-    splash,
     tpu,
 )
 from hjax.kernels.sets import Kernels, choose, kernels_of
@@ -210,13 +210,13 @@ def test_accelerators_get_no_detours_of_cpus():
         grouped_gated=grouped_blocks.gated_product,
         attention=blockwise.attend,
     )
-    # Of its packs each response has a prompt of its own: splash knows only equal segments.
+    # Of its packs each response has a prompt of its own: its attention knows only equal segments.
     assert kernels_of("tpu") == dataclasses.replace(
         found,
         rotate=tpu.rotate,
         grouped=grouped_tpu.product,
         grouped_gated=grouped_gated_tpu.product,
-        attention=splash.attend,
+        attention=attention_tpu.attend,
         few_passes=True,
         packs_share=False,
     )

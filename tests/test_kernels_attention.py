@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
-from hjax.kernels import attention, blockwise, splash
+from hjax.kernels import attention, attention_tpu, blockwise, splash
 from hjax.kernels.attention import Scoring, Sight
 from hjax.kernels.spread import Spread
 
@@ -20,6 +20,7 @@ ROWS = {"one sequence": (57, 0, 0), "shared prompt": (13, 11, 3), "long prompt":
 WINDOWS = (0, 5, 20)
 KERNELS = {
     "blockwise": functools.partial(blockwise.attend, block=8),
+    "tpu": functools.partial(attention_tpu.attend, interpret=True),
     "splash": functools.partial(splash.attend, interpret=True),
 }
 # Of the largest value; a bfloat16 has 8 bits, the plain form in it is as far from float32.
@@ -121,7 +122,8 @@ CASES = {
     "softcap": ("long prompt", Scoring(softcap=2.0), False, False, jnp.float32),
     "sinks": ("one sequence", Scoring(), True, True, jnp.float32),
 }
-SLOW = {("splash", case) for case in CASES} - {("splash", "shared prompt")}
+QUICK = "shared prompt"
+SLOW = {(kernel, case) for kernel in ("tpu", "splash") for case in CASES if case != QUICK}
 
 
 @pytest.mark.parametrize(
@@ -189,7 +191,8 @@ PACKS = {
         ("blockwise", "own prompts", 6),
         ("blockwise", "shared", 0),
         ("blockwise", "shared", 6),
-        ("splash", "own prompts", 6),
+        ("tpu", "own prompts", 6),
+        pytest.param("splash", "own prompts", 6, marks=pytest.mark.slow),
     ],
 )
 def test_packs_see_their_own_sequence(kernel, packs, window):
@@ -246,7 +249,7 @@ EVERYDAY = {("blockwise", "everything"), ("blockwise", "everything, whole keys")
     "kernel,split",
     [
         pytest.param(*pair, marks=[] if pair in EVERYDAY else [pytest.mark.slow])
-        for pair in itertools.product(KERNELS, MESHES)
+        for pair in itertools.product(("blockwise", "tpu"), MESHES)
     ],
 )
 def test_split_over_devices_it_is_the_same(kernel, split):

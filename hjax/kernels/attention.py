@@ -3,7 +3,7 @@
 One function, ``attend``, for training and prefill: causal, sliding windows, capped scores, sinks,
 padding, packed sequences, and prompts shared by their responses. ``reference`` computes it as its
 mathematics reads, with scores [length, length]; ``hjax.kernels.blockwise`` (any platform) and
-``hjax.kernels.splash`` (TPU) hold no array with two length dimensions, forward or backward
+``hjax.kernels.attention_tpu`` (TPU) hold no array with two length dimensions, forward or backward
 (FlashAttention; Dao et al. 2022, arXiv 2205.14135).
 
 Shapes: queries [batch, length, heads, head_dim]; keys and values [batch, length, kv_heads,
@@ -324,7 +324,7 @@ def attend(
     Differentiable once, in reverse mode.
 
     Args:
-      kernel: ``blockwise.attend`` or ``splash.attend``.
+      kernel: ``blockwise.attend`` or ``attention_tpu.attend``.
       q: [batch, length, heads, head_dim], of any float dtype; products are made in it.
       k, v: [batch, length, kv_heads, head_dim].
       segments: int32 [batch, length]: a token sees tokens of its own number only (packed

@@ -90,7 +90,7 @@ def kernels_of(name: str, whole: bool = False, unrolled: bool = False) -> Kernel
         return dataclasses.replace(written_out, attention=cudnn.attend, packs_share=False)
     if name == TPU:
         # Pallas takes long to import, and only here it runs.
-        from hjax.kernels import grouped_gated_tpu, grouped_tpu, splash, tpu
+        from hjax.kernels import attention_tpu, grouped_gated_tpu, grouped_tpu, tpu
 
         return dataclasses.replace(
             written_out,
@@ -99,7 +99,7 @@ def kernels_of(name: str, whole: bool = False, unrolled: bool = False) -> Kernel
             grouped=grouped_tpu.product,
             grouped_gated=grouped_gated_tpu.product,
             multiple=grouped_tpu.multiple,
-            attention=splash.attend,
+            attention=attention_tpu.attend,
             packs_share=False,  # its segments are equal or not: not a response's and its prompt's
         )
     if name != CPU:

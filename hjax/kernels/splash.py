@@ -1,4 +1,5 @@
-"""Attention on TPUs: JAX's splash attention kernel, told what our rows look like.
+"""Attention on TPUs where ``attention_tpu`` has no kernel: JAX's splash attention, told what our
+rows look like.
 
 A library's kernel (``jax.experimental.pallas.ops.tpu.splash_attention``), which reads and computes
 only the blocks that a static mask leaves; here are the mask of prompts shared by their responses,
