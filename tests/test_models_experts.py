@@ -214,8 +214,9 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("form", ["", "adapters", "int8"])
 @pytest.mark.parametrize("train", LAYOUTS, ids=str)
-def test_tokens_that_travel_get_what_gathered_ones_get(train, form):
+def test_tokens_that_travel_get_what_gathered_ones_get(train, form, monkeypatch):
     """Values and gradients, beside all experts on one device."""
+    monkeypatch.setattr(experts, "pays", lambda rows, weights: True)
     layout = make_layouts(jax.devices(), train).train
     count, width, mlp = 16, 32, 16
     keys = iter(jax.random.split(jax.random.key(0), 9))
@@ -253,3 +254,23 @@ def test_tokens_that_travel_get_what_gathered_ones_get(train, form):
     for expected, *every in zip(alone, *others, strict=True):
         for one in every:
             np.testing.assert_allclose(one, expected, atol=2e-5)
+
+
+@pytest.mark.parametrize(("length", "travels"), [(24, True), (1, False)])
+def test_a_few_tokens_are_gathered(length, travels):
+    """A device reads its experts once for all tokens of a decoding loop's step, not once for each
+    device's."""
+    layout = make_layouts(jax.devices(), {"data": 1, "expert": 8}).train
+    width, mlp, count = 32, 16, 16
+    weights = experts.Weights(
+        router=jnp.ones((width, count)),
+        gate_up=jnp.ones((count, width, 2, mlp)),
+        down=jnp.ones((count, mlp, width)),
+    )
+    routing = experts.Routing(3, True, lambda gate, up: gate * up)
+
+    def run(x):
+        return experts.mixture(x, weights, routing, layout, travel=True)[0]
+
+    text = str(jax.make_jaxpr(run)(jnp.ones((8, length, width))))
+    assert ("ppermute" in text, "all_gather" in text) == (travels, not travels)

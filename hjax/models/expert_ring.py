@@ -22,6 +22,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from hjax.models.expert_pieces import Pieces, sorted_tokens
 from hjax.models.weight_ring import LONGEST, sent
 
+_LINK = 12.0  # bytes that a TPU reads while it receives one: v5e and v6e 9, v5p 15
+
 
 class Ring(NamedTuple):
     """Devices that have a part of the experts each; hashable.
@@ -40,6 +42,19 @@ class Ring(NamedTuple):
 def goes_round(ways: int) -> bool:
     """Whether tokens may travel over so many devices."""
     return 1 < ways <= LONGEST
+
+
+def pays(rows: jax.Array, weights: Any) -> bool:
+    """Whether tokens had better travel than be gathered. A device reads its experts' weights again
+    for each device's tokens; gathered ones, and their sums, it waits for. Of a few tokens, such as
+    a decoding loop has, weights are much more.
+
+    Args:
+      rows: [tokens, embed], of this device.
+      weights: of the experts here, joined.
+    """
+    read = sum(w.size * w.dtype.itemsize for w in (weights.gate_up, weights.down))
+    return read <= _LINK * 2 * rows.size * rows.dtype.itemsize
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -20,7 +20,7 @@ from hjax.kernels.reference import Fill
 from hjax.kernels.sets import Kernels
 from hjax.models.balance import tallied
 from hjax.models.expert_pieces import First, Pieces, Second, by_expert, in_pieces, sorted_tokens
-from hjax.models.expert_ring import Ring, around, goes_round
+from hjax.models.expert_ring import Ring, around, goes_round, pays
 from hjax.models.remat import first_products
 from hjax.models.weight_ring import LONGEST, whole
 from hjax.sharding.layout import Layout
@@ -136,7 +136,8 @@ def mixture(
         they are gathered before, and sums are scattered after; or they travel.
       kernels: of which the grouped products are taken.
       counted: float32 [batch, length], see ``hjax.models.balance.tallied``; None: nobody asks.
-      travel: tokens go round the ``expert`` axis, see ``hjax.models.expert_ring``; not a long one.
+      travel: tokens go round the ``expert`` axis where that pays, see ``hjax.models.expert_ring``;
+        not a long one.
       keep: what the experts' first products give is kept for the backward pass also where experts
         are split, see ``hjax.models.expert_pieces``.
 
@@ -229,7 +230,7 @@ def _part(
         pieces = Pieces(
             *made, kernels.multiple, experts, parts, keep, tuple(weights.frozen()), _DOWN
         )
-        travel = travel and goes_round(parts)
+        travel = travel and goes_round(parts) and pays(rows, weights)
         if travel:
             out = around(Ring(experts, parts, pieces), rows, shares, chosen, weights)
         else:
