@@ -108,7 +108,23 @@ FAMILIES = (
         samples=4,
     ),
     Case(
-        "gpt-oss-20b", "v5p:2x2x4", {"data": 1, "fsdp": 4, "expert": 4}, 2048, 128, "products", 256
+        "qwen3-30b-a3b",
+        "v5p:4x4x4",
+        {"data": 2, "fsdp": 8, "expert": 4},
+        16384,
+        remat="products",
+        samples=1,
+    ),
+    Case(
+        "gpt-oss-20b", "v5p:4x4x4", {"data": 4, "fsdp": 4, "expert": 4}, 2048, 512, "products", 1024
+    ),
+    Case(
+        "gpt-oss-20b",
+        "v5p:4x4x4",
+        {"data": 4, "fsdp": 4, "expert": 4},
+        16384,
+        remat="products",
+        samples=1,
     ),
 )
 
