@@ -136,8 +136,9 @@ class Step:
 
         Where all its queries and keys are of one segment: all of it without a mask if every query
         sees every key; else strips one after another in one piece, which a compiler interleaves, if
-        few patterns of them are there; masks only where they are needed. Else strips are a loop,
-        about half as fast, and masked. Nothing where no segment of its queries is one of its keys.
+        few patterns of them are there; masks only where they are needed. Else strips are a loop, of
+        1.6 times as many instructions, and masked. Nothing where no segment of its queries is one
+        of its keys.
         """
         found = self._how.visits
         whole, met, one = self._kind & WHOLE > 0, jnp.bool_(True), jnp.bool_(True)
