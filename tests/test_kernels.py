@@ -216,6 +216,7 @@ def test_accelerators_get_no_detours_of_cpus():
         rotate=tpu.rotate,
         grouped=grouped_tpu.product,
         grouped_gated=grouped_gated_tpu.product,
+        multiple=grouped_tpu.multiple,
         attention=attention_tpu.attend,
         few_passes=True,
         packs_share=False,
