@@ -10,7 +10,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from hjax.xla.collectives import Collective, collectives, device_groups, received_bytes
 from hjax.xla.hlo import shape_bytes
-from hjax.xla.roofline import Limits, roofline
+from hjax.xla.limits import Limits
+from hjax.xla.roofline import roofline
 
 
 def module(body, more="", devices=8):

@@ -5,8 +5,9 @@ import itertools
 import pytest
 
 from hjax.xla.collectives import Collective
+from hjax.xla.limits import Limits
 from hjax.xla.links import Torus
-from hjax.xla.roofline import Limits, roofline
+from hjax.xla.roofline import roofline
 
 
 def torus(*sides, wraps=True):

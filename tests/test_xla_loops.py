@@ -3,8 +3,9 @@
 import pytest
 
 from hjax.xla.hlo import parse
+from hjax.xla.limits import Limits
 from hjax.xla.loops import copies
-from hjax.xla.roofline import Limits, roofline
+from hjax.xla.roofline import roofline
 
 # Carried: a counter, weights of 4 layers and a cache of 2, both of a megabyte a layer.
 CARRIED = "(s32[], bf16[4,512,1024]{2,1,0}, f32[2,64,4096]{2,1,0})"

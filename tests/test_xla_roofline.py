@@ -7,7 +7,8 @@ import pytest
 
 from hjax.xla.collectives import received_bytes
 from hjax.xla.hlo import arrays_of, parse
-from hjax.xla.roofline import Limits, roofline
+from hjax.xla.limits import Limits
+from hjax.xla.roofline import roofline
 
 # A second moves 100 bytes, multiplies 1000 times and receives 10 bytes.
 LIMITS = Limits({"bfloat16": 1000.0, "float32": 500.0}, 100.0, 10.0)

@@ -10,8 +10,9 @@ from hjax.devices import DEVICES
 from hjax.dryrun.programs import Rehearsal, StepProgram, phase_of
 from hjax.dryrun.topologies import Topology, parse_topology
 from hjax.sharding.wires import wires_of
+from hjax.xla.limits import Limits
 from hjax.xla.links import Torus
-from hjax.xla.roofline import Limits, Operation, Turn, roofline
+from hjax.xla.roofline import Operation, Turn, roofline
 
 COSTLIEST = 10  # source lines that are kept of a program
 # Sides of a torus from which on its links go round.

@@ -18,7 +18,7 @@ from hjax.models import arithmetic
 from hjax.models.config import ModelConfig
 from hjax.models.weight_ring import travels
 from hjax.sharding.layout import Layout, shard_bytes
-from hjax.xla.roofline import Limits
+from hjax.xla.limits import Limits
 
 
 def minimum(

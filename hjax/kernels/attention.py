@@ -49,6 +49,11 @@ def tpu_places(length: int) -> int:
     return -(-length // block) * block
 
 
+def lengthened(x: jax.Array, more: int) -> jax.Array:
+    """[batch, length, ...] with so many places more, of zeros."""
+    return jnp.pad(x, ((0, 0), (0, more), *[(0, 0)] * (x.ndim - 2))) if more else x
+
+
 @dataclasses.dataclass(frozen=True)
 class Scoring:
     """How scores are made; static when traced.

@@ -18,7 +18,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from hjax.kernels import splash
-from hjax.kernels.attention import KEPT, MASKED, Scoring, Sight, tpu_block, tpu_places
+from hjax.kernels.attention import (
+    KEPT,
+    MASKED,
+    Scoring,
+    Sight,
+    lengthened,
+    tpu_block,
+    tpu_places,
+)
 from hjax.kernels.attention_backward_tpu import backward, has_room
 from hjax.kernels.attention_block_tpu import Given, Hide, How, Specs, Step, dot, params
 from hjax.kernels.attention_visits import FIRST, LAST
@@ -48,9 +56,7 @@ def attend(
     how = How(sight, places, block, scoring.softcap, interpret)
     short = places - length
 
-    def padded(x: jax.Array) -> jax.Array:
-        return jnp.pad(x, ((0, 0), (0, short), *[(0, 0)] * (x.ndim - 2))) if short else x
-
+    padded = functools.partial(lengthened, more=short)
     q, k, v = (padded(x).transpose(0, 2, 1, 3) for x in (q * scoring.factor(dim), k, v))
     out = _attend(how, q, k, v, None if segments is None else padded(segments), sinks)
     return out.transpose(0, 2, 1, 3)[:, :length]

@@ -18,7 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from hjax.kernels.attention import KEPT, MASKED, Scoring, Shared, Sight, meeting, within
+from hjax.kernels.attention import (
+    KEPT,
+    MASKED,
+    Scoring,
+    Shared,
+    Sight,
+    lengthened,
+    meeting,
+    within,
+)
 from hjax.kernels.spread import Axes
 
 BLOCK = 512  # the largest; halved until a device's scores of a block are small enough
@@ -83,9 +92,7 @@ def attend(
     travels = around > 1 and not gather
     plan = _Plan(scoring, sight, block, length + short, keys, axes, around, travels)
 
-    def padded(x: jax.Array) -> jax.Array:
-        return jnp.pad(x, ((0, 0), (0, short), *[(0, 0)] * (x.ndim - 2))) if short else x
-
+    padded = functools.partial(lengthened, more=short)
     q, k, v = padded(q), padded(k), padded(v)
     marks = None if segments is None else jax.tree.map(padded, (segments, shared))
     held = k, v, marks

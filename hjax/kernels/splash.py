@@ -28,6 +28,7 @@ from hjax.kernels.attention import (
     Scoring,
     Sight,
     cost_label,
+    lengthened,
     tpu_block,
     tpu_places,
 )
@@ -96,9 +97,7 @@ def attend(
         each = length
     short = each - length
 
-    def padded(x: jax.Array) -> jax.Array:
-        return jnp.pad(x, ((0, 0), (0, short), *[(0, 0)] * (x.ndim - 2))) if short else x
-
+    padded = functools.partial(lengthened, more=short)
     q, k, v = padded(q * scoring.factor(dim)), padded(k), padded(v)
     marks = jnp.zeros(q.shape[:2], jnp.int32) if segments is None else padded(segments)
     key_marks = marks

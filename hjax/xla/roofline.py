@@ -13,8 +13,7 @@ not all of it), updates in place (what is written), and memory on the chip (noth
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Iterable
 
 from hjax.xla.collectives import (
     KINDS,
@@ -26,7 +25,8 @@ from hjax.xla.collectives import (
     kind_in,
 )
 from hjax.xla.hlo import ArrayShape, Computation, Instruction, Module, arrays_of, parse
-from hjax.xla.links import LINK, NETWORK, Torus, Wire
+from hjax.xla.limits import NO_WAY, Limits, Way
+from hjax.xla.links import Wire
 from hjax.xla.loops import Copy, copies, written_over
 from hjax.xla.products import (
     convolution_flops,
@@ -45,66 +45,6 @@ _FREE = frozenset(
 _NEW_ARRAY = 'custom_call_target="AllocateBuffer"'
 # Elements of the result need as many of the operand.
 _SAME_ELEMENTS = frozenset("bitcast reshape copy transpose convert bitcast-convert reverse".split())
-
-
-class Way(NamedTuple):
-    """How bytes come to a device.
-
-    Attributes:
-      received: how many.
-      wires: that they occupy.
-      seconds: for so long.
-    """
-
-    received: float
-    wires: frozenset[Wire]
-    seconds: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """A device's.
-
-    Attributes:
-      flops: operations per second of matrix products, by the type of their operands; ``float32``
-        those of the fullest precision.
-      bandwidth: bytes per second of main memory.
-      link: bytes per second that a device receives from others of its domain; on a torus over both
-        links of one axis.
-      network: the same from beyond it; None: as ``link``.
-      domain: devices that reach each other over links, numbered one after another; 0: all.
-      torus: where the devices of a domain stand; None: all collectives wait for one another.
-      default_float32: whether products of float32 arrays run at ``float32``'s rate unless the
-        program asks for less (a TPU takes bfloat16's, unless it asks for more).
-    """
-
-    flops: Mapping[str, float]
-    bandwidth: float
-    link: float
-    default_float32: bool = True
-    network: float | None = None
-    domain: int = 0
-    torus: Torus | None = None
-
-    def way(self, collective: Collective) -> Way:
-        """How a collective goes alone."""
-        received = collective.received_bytes
-        if not received:
-            return _NO_WAY
-        apart = self.domain and any(
-            len({member // self.domain for member in group}) > 1 for group in collective.groups
-        )
-        if apart and self.network is not None:
-            return Way(received, frozenset([NETWORK]), received / self.network)
-        if self.torus is None:
-            return Way(received, frozenset([LINK]), received / self.link)
-        wires, passes = self.torus.way(collective)
-        return Way(received, wires, passes * received / self.link)
-
-    def somewhere(self, received: float) -> Way:
-        """How bytes go of which it is not known where."""
-        wires = frozenset([LINK]) if self.torus is None else self.torus.every
-        return Way(received, wires, received / self.link)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,9 +248,6 @@ class _Transfer:
     bytes: float
 
 
-_NO_WAY = Way(0.0, frozenset(), 0.0)
-
-
 class _Account:
     def __init__(self, module: Module, limits: Limits, loop_trips: int | None):
         self.module, self.limits, self.loop_trips = module, limits, loop_trips
@@ -447,7 +384,7 @@ class _Account:
             if between is not None:
                 return _Transfer(instruction, limits.way(between), steps, 0.0)
         if opcode == "send" and "_xla_megascale" in instruction.attributes:
-            return _Transfer(instruction, _NO_WAY, steps, 0.0)  # its recv has all of it
+            return _Transfer(instruction, NO_WAY, steps, 0.0)  # its recv has all of it
         if opcode in ("send", "recv"):
             sent = sum(a.bytes for a in arrays_of(instruction.shape)[:1])
             return _Transfer(instruction, limits.somewhere(sent), steps, 0.0)
