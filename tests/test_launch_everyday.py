@@ -10,7 +10,7 @@ from helpers import TINY, command, read_rows, save_model, write_config
 import hjax
 from hjax.launch.__main__ import main
 from hjax.progress import shown
-from hjax.settings.origins import origins
+from hjax.settings.origins import origins, without_effect
 from hjax.settings.reading import check_config, default_config, load_config
 from hjax.show.live import Display
 from hjax.show.memory_table import LEAVE, memory_table
@@ -84,6 +84,17 @@ def test_what_won_over_what(tmp_path):
     said = {row["key"]: row["instead of"] for row in rows if row["set by"] == "the command"}
     assert said["critic.lora.rank"] == "no effect: DAPO has no critic here"
     assert said["teacher.path"] == "no effect: DAPO has no teacher here"
+    assert without_effect(name, check_config(load_config(name, given))) == []
+
+
+def test_a_run_says_which_settings_have_no_effect(tmp_path, capsys):
+    config = write_config(tmp_path / "small.py", TINY | {"steps": 1, "display.enabled": True})
+    given = ["--config.algorithm.name=GRPO", "--config.critic.learning_rate=0.002"]
+    given += ["--config.actor.learning_rate=0.001"]
+    assert main([f"--config={config}", f"--workdir={tmp_path / 'run'}", *given]) == 0
+    said = capsys.readouterr().out
+    assert "--config.critic.learning_rate=0.002 has no effect: GRPO has no critic here" in said
+    assert "actor.learning_rate" not in said
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 200])

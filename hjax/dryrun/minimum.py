@@ -109,7 +109,7 @@ def decoding_bytes(
     model: ModelConfig, layout: Layout, tokens: Tokens, element: int, cache_element: float
 ) -> float:
     """What a device reads to decode all tokens of a rollout: for each the weights that multiply it
-    (of the embedding, where it is no output table, only rows), and what is filled of the cache.
+    (of the embedding, where it is no output table, only rows), and what it sees of the cache.
 
     Args:
       model, layout: of generation.
@@ -119,7 +119,7 @@ def decoding_bytes(
     """
     looked_up = 0 if model.tie_embeddings else model.vocab_size * model.hidden_size
     weights = _held(arithmetic.parameters(model) - looked_up, model, layout) * element
-    cache = arithmetic.cache_bytes(model, cache_element) * tokens.read_while_decoding
+    cache = arithmetic.cache_elements(model) * cache_element * tokens.read_while_decoding(model)
     return tokens.response * weights + cache / layout.mesh.size
 
 
@@ -149,17 +149,23 @@ class Tokens:
         """Tokens that pass the layers."""
         return self.groups * self.prompt + self.rows * self.response
 
-    @property
-    def read_while_decoding(self) -> float:
-        """Tokens whose keys and values are read, over all steps: each prompt's once a step for all
-        its samples, of each response those before."""
-        return self.response * (self.groups * self.prompt + self.rows * self.response / 2)
+    def read_while_decoding(self, model: ModelConfig) -> float:
+        """Tokens whose keys and values are read, over all steps and layers: each prompt's once a
+        step for all its samples, of each response those before; of a layer with a window those
+        within it."""
+        own = arithmetic.attended(model, self.response)
+        return self.groups * (self._responding(model) - own) + self.rows * own
+
+    def _responding(self, model: ModelConfig) -> float:
+        """Pairs of a response's token and one that it attends to, in all layers."""
+        whole = arithmetic.attended(model, self.prompt + self.response)
+        return whole - arithmetic.attended(model, self.prompt)
 
     def forward_flops(self, model: ModelConfig, scalar: bool) -> float:
         """Matrix products of a forward pass; the head's of the responses alone."""
         layers = 2.0 * model.layers * arithmetic.active_layer_parameters(model) * self.all
         head = 2.0 * model.hidden_size * (1 if scalar else model.vocab_size)
-        pairs = self.groups * self.prompt**2 / 2
-        pairs += self.rows * self.response * (self.prompt + self.response / 2)
-        attention = 4.0 * model.heads * model.head_dim * model.layers * pairs
+        pairs = self.groups * arithmetic.attended(model, self.prompt)
+        pairs += self.rows * self._responding(model)
+        attention = 4.0 * model.heads * model.head_dim * pairs
         return math.fsum([layers, head * self.rows * self.response, attention])

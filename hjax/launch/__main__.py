@@ -28,7 +28,7 @@ from hjax.launch.leaving import run_and_leave
 from hjax.launch.machine import prepare_jax
 from hjax.launch.stages import Stages, dry_run_stages, read_stages, run_stages
 from hjax.run.workdir import Workdir
-from hjax.settings.origins import origins
+from hjax.settings.origins import origins, without_effect
 from hjax.settings.reading import check_config, config_names, find_config, load_config
 from hjax.show.help_text import print_help
 
@@ -213,6 +213,9 @@ def _run(command: TrainCommand, signals: Signals) -> int:
             display.start(f"{command.name}  {config.algorithm.name}  {path}")
             if remark:
                 display.message(remark)
+            if command.whole is None:  # a stage's come from a file of several
+                for line in without_effect(command.name, config):
+                    display.message(line)
             trainer.run()
             seconds = None if signals.received else _compare_seconds(trainer, path)
         finally:

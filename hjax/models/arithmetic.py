@@ -5,6 +5,7 @@ One place for dry runs, MFU and the cost model of the auto-mapping (hjax.plannin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -82,13 +83,18 @@ def forward_flops(
     if context is not None:
         pairs = config.layers * length * context
     else:
-        windows = [kind.window for kind in config.layer_kinds] or [None] * config.layers
-        pairs = sum(_pairs(length, window) for window in windows)
+        pairs = attended(config, length)
     return products + 4.0 * config.heads * config.head_dim * pairs
 
 
+def attended(config: ModelConfig, length: int) -> float:
+    """Pairs of a token and one it attends to in a sequence of ``length``, in all layers: causal,
+    half of all, or what a layer's window leaves of it."""
+    windows = [kind.window for kind in config.layer_kinds] or [None] * config.layers
+    return math.fsum(_pairs(length, window) for window in windows)
+
+
 def _pairs(length: int, window: int | None) -> float:
-    """Of a token and one it attends to, in a causal layer."""
     if window is None or window >= length:
         return length * (length / 2)
     return window * (window + 1) / 2 + (length - window) * window

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from hjax.kernels import cache_axis, decode_tpu, int8_cache
+from hjax.kernels import cache_axis, int8_cache
 from hjax.kernels import decode as kernels
 from hjax.kernels.attention import Scoring
 from hjax.kernels.decode import (
@@ -92,6 +92,7 @@ class Decode:
         sinks: jax.Array | None,
     ) -> tuple[jax.Array, KVCache]:
         """On every device its rows and heads."""
+        from hjax.kernels import decode_tpu  # Pallas takes long to import, and only here it runs
 
         def attend(numbers: Any, new: Any, prompt: Any, own: Any) -> Any:
             layer, seen, sinks = numbers
@@ -354,6 +355,8 @@ def _prompt(x: Any, form: str, copies: int) -> Any:
     first = jax.tree.leaves(x)[0]
     missing = 0
     if form in KERNELS:
+        from hjax.kernels import decode_tpu
+
         there = first.shape[-2]
         missing = decode_tpu.padded(there, decode_tpu.PROMPT_BLOCK, first.dtype) - there
 
@@ -374,6 +377,8 @@ def _copied(x: jax.Array, copies: int, axis: int) -> jax.Array:
 def _room(form: str, length: int, dtype: Any) -> int:
     """Tokens of a row's own cache."""
     if form in KERNELS:
+        from hjax.kernels import decode_tpu
+
         return decode_tpu.padded(length, decode_tpu.OWN_BLOCK, dtype)
     return length
 

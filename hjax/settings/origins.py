@@ -59,6 +59,15 @@ def origins(name_or_path: str, config: ConfigDict) -> list[dict[str, Any]]:
     return rows
 
 
+def without_effect(name_or_path: str, config: ConfigDict) -> list[str]:
+    """A line for each setting of the command's that is of a role which the algorithm has not."""
+    return [
+        f"--config.{row['key']}={row['value']} has {row['instead of']}"
+        for row in origins(name_or_path, config)
+        if row["set by"] == "the command" and row["instead of"].startswith("no effect")
+    ]
+
+
 def _whose(key: str, config: ConfigDict) -> str:
     for section, selector in OWNED_SECTIONS.items():
         if key.startswith(f"{section}.") and key != selector:
