@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -142,18 +143,24 @@ def test_files_with_adapters_of_each_expert_are_read_merged(tmp_path, name):
         loaded(tmp_path, Lora(3, 7.0, ("gate", "up", "down")))
 
 
-def test_each_device_has_its_experts_adapters(tmp_path):
+@pytest.mark.parametrize(
+    "sizes, fsdp",
+    [
+        # Four experts over four devices, or their width where that is not to be.
+        ({"expert": 2, "fsdp": 2}, {"gate_up_a": (3, 1, 32, 3), "down_b": (3, 1, 3, 32)}),
+        ({"expert": 2, "fsdp": 4}, {"gate_up_a": (3, 2, 8, 3), "down_b": (3, 2, 3, 8)}),
+    ],
+    ids=["experts", "width"],
+)
+def test_each_device_has_its_experts_adapters(tmp_path, sizes, fsdp):
     with_experts("gpt-oss one expert", tmp_path)
-    layout = make_layouts(jax.devices()[:4], {"expert": 2, "fsdp": 2}).train
+    layout = make_layouts(jax.devices()[: math.prod(sizes.values())], sizes).train
     network, here = loaded(tmp_path, Lora(3, 7.0, ALL))
     _, there = loaded(tmp_path, Lora(3, 7.0, ALL), layout)
     jax.tree.map(np.testing.assert_array_equal, here, there)
     layers = there["layers"]
     local = {n: x.sharding.shard_shape(x.shape) for n, x in layers.items()}
-    expected = {
-        "gate_up_a": (3, 2, 16, 3), "gate_up_b": (3, 2, 3, 2, 40),
-        "down_a": (3, 2, 40, 3), "down_b": (3, 2, 3, 16),
-    }  # fmt: skip
+    expected = {"gate_up_b": (3, 2, 3, 2, 40), "down_a": (3, 2, 40, 3), **fsdp}
     assert {name: local[name] for name in expected} == expected
     config = network.config
     each = (32 * 3 + 3 * 2 * 40) + (40 * 3 + 3 * 32)

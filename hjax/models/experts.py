@@ -22,7 +22,6 @@ from hjax.models.balance import tallied
 from hjax.models.expert_pieces import First, Pieces, Second, by_expert, in_pieces, sorted_tokens
 from hjax.models.expert_ring import Ring, around, goes_round, pays
 from hjax.models.remat import first_products
-from hjax.models.weight_ring import LONGEST, whole
 from hjax.sharding.layout import Layout
 
 _PLAIN = Kernels()
@@ -115,6 +114,23 @@ AXES = {
 _DOWN = tuple(name for name in AXES if name.startswith("down"))  # of the second product
 
 
+def fsdp_axes(
+    names: tuple[str | None, ...], experts: int, layout: Layout
+) -> tuple[str | None, ...]:
+    """Logical axes of a parameter as a layout splits it: where all of its devices can have as many
+    experts, FSDP splits those, and their width otherwise. Whole experts are gathered and their
+    gradients scattered as they lie, whatever the width.
+
+    Args:
+      names: as declared, or of ``AXES``.
+      experts: how many a layer has; 0: none.
+    """
+    each = "experts" in names[:-1] and "embed" in names  # not a router
+    if not each or experts % layout.ways("whole_experts"):
+        return names
+    return tuple({"experts": "whole_experts", "embed": None}.get(a or "", a) for a in names)
+
+
 def mixture(
     x: jax.Array,
     weights: Weights,
@@ -154,6 +170,8 @@ def mixture(
     free = set(layout.mesh.axis_names) - set(taken)
     tokens = layout.spec(("batch", "length"))
     there = {name: axes for name, axes in AXES.items() if getattr(weights, name) is not None}
+    experts = weights.router.shape[-1]
+    there = {name: fsdp_axes(axes, experts, layout) for name, axes in there.items()}
     if x.shape[-1] % layout.ways("embed"):  # then the compiler gathers them
         there = {n: tuple(None if a == "embed" else a for a in axes) for n, axes in there.items()}
     split = Weights(**{name: layout.spec(axes) for name, axes in there.items()})
@@ -212,7 +230,7 @@ def _part(
     keep: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
     """On one device: its tokens and its experts."""
-    weights = _gathered(weights.joined(), x.shape[-1], layout, travel)
+    weights = _gathered(weights.joined(), x.shape[-1], layout)
     shares, chosen, sums = _routed(x, weights, counted, routing)
     if sums is not None and (split := layout.axes("batch") + layout.axes("length")):
         sums = jax.lax.psum(sums, split)
@@ -370,21 +388,20 @@ class _Rows:
         return _within(jnp.einsum("re,eo->ro", own, one, precision="highest"), self.inside)
 
 
-def _gathered(weights: Weights, width: int, layout: Layout, travel: bool) -> Weights:
-    """Whole matrices of the experts here, of parts over the axes of ``embed``; backwards a
-    reduce-scatter, where the compiler would sum all and cut then. ``travel``: part by part."""
-    axes, ways = layout.axes("embed"), layout.ways("embed")
+def _gathered(weights: Weights, width: int, layout: Layout) -> Weights:
+    """Whole matrices of the experts here, of parts over FSDP's axes; backwards a reduce-scatter,
+    where the compiler would sum all and cut then."""
+    axes, here = layout.axes("embed"), weights.router.shape[-1] // layout.ways("experts")
+    by_width = {"gate_up": 1, "down": 2, "gate_up_a": 1, "down_b": 2, "down_scale": 1}
 
-    def gather(name: str, dimension: int) -> Any:
+    def gather(name: str) -> Any:
         weight = getattr(weights, name)
-        if weight is None or weight.shape[dimension] == width:
-            return weight
-        if travel and ways <= LONGEST:
-            return whole(weight, dimension, axes, ways)
-        return jax.lax.all_gather(weight, axes, axis=dimension, tiled=True)
+        for dimension, size in ((0, here), (by_width[name], width)):
+            if weight is not None and weight.shape[dimension] != size:
+                return jax.lax.all_gather(weight, axes, axis=dimension, tiled=True)
+        return weight
 
-    split = {"gate_up": 1, "down": 2, "gate_up_a": 1, "down_b": 2, "down_scale": 1}
-    return dataclasses.replace(weights, **{name: gather(name, at) for name, at in split.items()})
+    return dataclasses.replace(weights, **{name: gather(name) for name in by_width})
 
 
 def _within(x: jax.Array, inside: jax.Array | None) -> jax.Array:

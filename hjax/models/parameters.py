@@ -21,6 +21,7 @@ from hjax.errors import ConfigError
 from hjax.models.balance import Tally
 from hjax.models.config import ModelConfig
 from hjax.models.declaration import Parameter
+from hjax.models.experts import fsdp_axes
 from hjax.models.transformer import Decoder, ScalarDecoder
 from hjax.partition import Partition
 from hjax.sharding.arrays import place
@@ -105,8 +106,11 @@ class Network:
 
     def shardings(self, layout: Layout) -> Params:
         """NamedSharding of every parameter under a layout."""
+        experts = self.config.experts
         return jax.tree.map(
-            lambda axes: layout.sharding(*axes), self.axes, is_leaf=lambda x: isinstance(x, tuple)
+            lambda axes: layout.sharding(*fsdp_axes(axes, experts, layout)),
+            self.axes,
+            is_leaf=lambda x: isinstance(x, tuple),
         )
 
     def read_dtypes(self, dtype: Any) -> Params:

@@ -167,13 +167,10 @@ class WeightRing:
         parameter = self.declared[name]
         if parameter.kind.cast and not parameter.quantized:
             x = x.astype(self.dtype)
-        axes, count = self.layout.axes("embed"), self.layout.ways("embed")
-        if count == 1 or "embed" not in parameter.names:
+        axes = self.layout.axes("embed")
+        if not axes or "embed" not in parameter.names:
             return x
-        along = parameter.names.index("embed") - 1
-        if count > LONGEST:
-            return jax.lax.all_gather(x, axes, axis=along, tiled=True)
-        return whole(x, along, axes, count, both=False)
+        return jax.lax.all_gather(x, axes, axis=parameter.names.index("embed") - 1, tiled=True)
 
     def _split(self, name: str) -> bool:
         return any(
@@ -198,28 +195,6 @@ def sent(tree: Any, by: int, axes: tuple[str, ...], count: int) -> Any:
         return tree
     pairs = [(i, (i + by) % count) for i in range(count)]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, axes, pairs), tree)
-
-
-def whole(
-    x: jax.Array, along: int, axes: tuple[str, ...], count: int, both: bool = True
-) -> jax.Array:
-    """An array of which each device of a ring has a part, from its neighbours' part by part.
-
-    Args:
-      x: the part.
-      along: dimension in which they stand one after another.
-      axes, count: of the ring.
-      both: parts come from both sides.
-    """
-    back = (count - 1) // 2 if both else 0
-    pieces, before = [x], [x]
-    while len(pieces) + back < count:
-        pieces.append(sent(pieces[-1], 1, axes, count))
-    while len(before) <= back:
-        before.append(sent(before[-1], -1, axes, count))
-    # The one of the device a step after stands last.
-    pieces += before[:0:-1]
-    return _joined(along, count, jax.lax.axis_index(axes), tuple(pieces))
 
 
 # Pieces of a dimension, one of each device: number ``step`` is that of the device ``step`` before.

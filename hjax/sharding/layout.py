@@ -21,6 +21,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from hjax.errors import ConfigError
 from hjax.kernels.spread import Spread
 from hjax.sharding.placing import place_devices
+from hjax.xla.options import compiler_options
 
 # Major to minor: the paper's rank (d * p + P) * t + T, with the micro axes consecutive ranks.
 MESH_AXES = (
@@ -41,6 +42,7 @@ TRAIN_RULES: Rules = {
     "length": ("context",),
     "layers": ("pipe", "pipe_micro"),
     "experts": ("expert",),
+    "whole_experts": ("expert", "fsdp"),
     "pair": (),
     "embed": ("fsdp",),
     "heads": ("tensor", "tensor_micro"),
@@ -56,6 +58,7 @@ GENERATE_RULES: Rules = {
     "batch": ("data", "fsdp", "expert", "context", "pipe_micro", "tensor_micro"),
     "length": (),
     "layers": ("pipe",),
+    "whole_experts": ("expert",),
     "embed": (),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
@@ -149,6 +152,12 @@ class Layout:
     def platform(self) -> str:
         """Of its devices, as JAX names it: ``cpu``, ``tpu``, ``gpu``, ..."""
         return self.mesh.devices.flat[0].platform
+
+    @property
+    def compiler_options(self) -> dict[str, Any] | None:
+        """Of programs that run in it, for ``jax.jit``."""
+        device = self.mesh.devices.flat[0]
+        return compiler_options(device.platform, device.device_kind, self.ways("heads") > 1)
 
     def describe(self) -> dict[str, int]:
         """The mesh axes larger than one."""

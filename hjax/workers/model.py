@@ -31,7 +31,6 @@ from hjax.workers.packs import Packer
 from hjax.workers.passes import Passes, rows_of
 from hjax.workers.widths import KEY as WIDTHS
 from hjax.workers.widths import Sorter, Widths
-from hjax.xla.options import compiler_options
 from hjax.xla.program import Program
 
 
@@ -359,8 +358,7 @@ class ModelWorker(Worker):
                 return passes.forward(part, params, batch)
 
             run.__name__ = f"{self.role}_{compute.__name__.strip('_')}"
-            train = self.layouts.train
-            options = compiler_options(train.platform, train.ways("heads") > 1)
+            options = self.layouts.train.compiler_options
             self._forwards[key] = jax.jit(run, compiler_options=options)
         return self._forwards[key]
 

@@ -18,7 +18,6 @@ import optax
 from hjax.errors import ConfigError
 from hjax.models.parameters import Network, Params
 from hjax.workers.passes import Batch, Objective, Passes
-from hjax.xla.options import compiler_options
 
 # In a batch whose update drops something: updates made before.
 UPDATE = "update"
@@ -141,9 +140,7 @@ class Updater:
             step,
             donate_argnums=(0, 2),
             out_shardings=placed,
-            compiler_options=compiler_options(
-                passes.layout.platform, passes.layout.ways("heads") > 1
-            ),
+            compiler_options=passes.layout.compiler_options,
         )
 
     def init(self, params: Params) -> Any:
