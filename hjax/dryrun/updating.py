@@ -68,6 +68,8 @@ class Case:
 
 _FSDP = {"data": 1, "fsdp": -1}
 _TENSOR = {"data": 1, "fsdp": 2, "tensor": 4}
+_PAIRS = {"data": 2, "fsdp": 16, "expert": 2}
+_FOURS = {"data": 1, "fsdp": 16, "expert": 4}
 CASES = (
     Case("qwen2.5-1.5b", "v5e:2x4", _FSDP, 2048, 0, before=2.62),
     Case("qwen2.5-1.5b", "v5e:2x4", _FSDP, 8192, 32, before=20.7),
@@ -95,37 +97,11 @@ FAMILIES = (
     Case("olmo-2-7b", "v5p:2x2x2", _TENSOR, 2048, remat="none"),
     Case("smollm3-3b", "v5p:2x2x2", _FSDP, 2048, remat="products", rows=128),
     Case("gpt2-large", "v5p:2x2x2", {"data": 8}, 1024, remat="products", rows=512),
-    Case(
-        "mixtral-8x7b", "v5p:4x4x4", {"data": 1, "fsdp": 8, "expert": 8}, 2048, 0, "products", 512
-    ),
-    Case(
-        "qwen3-30b-a3b",
-        "v5p:4x4x4",
-        {"data": 2, "fsdp": 8, "expert": 4},
-        2048,
-        remat="products",
-        rows=1024,
-        samples=4,
-    ),
-    Case(
-        "qwen3-30b-a3b",
-        "v5p:4x4x4",
-        {"data": 2, "fsdp": 8, "expert": 4},
-        16384,
-        remat="products",
-        samples=1,
-    ),
-    Case(
-        "gpt-oss-20b", "v5p:4x4x4", {"data": 4, "fsdp": 4, "expert": 4}, 2048, 512, "products", 1024
-    ),
-    Case(
-        "gpt-oss-20b",
-        "v5p:4x4x4",
-        {"data": 4, "fsdp": 4, "expert": 4},
-        16384,
-        remat="products",
-        samples=1,
-    ),
+    Case("mixtral-8x7b", "v5p:4x4x4", _FOURS, 2048, 0, "products", 512),
+    Case("qwen3-30b-a3b", "v5p:4x4x4", _PAIRS, 2048, remat="products", rows=1024, samples=4),
+    Case("qwen3-30b-a3b", "v5p:4x4x4", _PAIRS, 16384, remat="products", samples=1),
+    Case("gpt-oss-20b", "v5p:4x4x4", _PAIRS, 2048, 0, "products", 1024),
+    Case("gpt-oss-20b", "v5p:4x4x4", _PAIRS, 16384, remat="products", samples=1),
 )
 
 

@@ -396,12 +396,30 @@ def _gathered(weights: Weights, width: int, layout: Layout) -> Weights:
 
     def gather(name: str) -> Any:
         weight = getattr(weights, name)
-        for dimension, size in ((0, here), (by_width[name], width)):
-            if weight is not None and weight.shape[dimension] != size:
-                return jax.lax.all_gather(weight, axes, axis=dimension, tiled=True)
+        if weight is None:
+            return None
+        if weight.shape[0] != here:
+            return _every(axes, weight)
+        if weight.shape[by_width[name]] != width:
+            return jax.lax.all_gather(weight, axes, axis=by_width[name], tiled=True)
         return weight
 
     return dataclasses.replace(weights, **{name: gather(name) for name in by_width})
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _every(axes: tuple[str, ...], weight: jax.Array) -> jax.Array:
+    """[experts of all these devices, ...] of each device's own."""
+    return jax.lax.all_gather(weight, axes, axis=0, tiled=True)
+
+
+def _every_backward(axes: tuple[str, ...], own: tuple[int, ...], given: jax.Array) -> Any:
+    # As rows: of more dimensions a TPU's compiler sums some sizes whole.
+    rows = given.reshape(-1, given.shape[-1])
+    return (jax.lax.psum_scatter(rows, axes, scatter_dimension=0, tiled=True).reshape(own),)
+
+
+_every.defvjp(lambda axes, weight: (_every(axes, weight), weight.shape), _every_backward)
 
 
 def _within(x: jax.Array, inside: jax.Array | None) -> jax.Array:
