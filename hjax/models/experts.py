@@ -111,6 +111,7 @@ AXES = {
     "gate_up_scale": ("experts", None, "mlp"),
     "down_scale": ("experts", "embed"),
 }
+_TILE, _LONG = 128, 32  # columns of a TPU's tile; tiles
 _DOWN = tuple(name for name in AXES if name.startswith("down"))  # of the second product
 
 
@@ -414,9 +415,16 @@ def _every(axes: tuple[str, ...], weight: jax.Array) -> jax.Array:
 
 
 def _every_backward(axes: tuple[str, ...], own: tuple[int, ...], given: jax.Array) -> Any:
-    # As rows: of more dimensions a TPU's compiler sums some sizes whole.
+    # As rows: of more dimensions a TPU's compiler sums some sizes whole. Nor does it send sums of
+    # gpt-oss's 5760 columns, an odd number of tiles, to SparseCores; both parts of them it does.
     rows = given.reshape(-1, given.shape[-1])
-    return (jax.lax.psum_scatter(rows, axes, scatter_dimension=0, tiled=True).reshape(own),)
+    tiles = rows.shape[1] // _TILE
+    cut = [tiles // 2 * _TILE] if tiles > _LONG and tiles % 2 else []
+    parts = [
+        jax.lax.psum_scatter(part, axes, scatter_dimension=0, tiled=True)
+        for part in jnp.split(rows, cut, axis=1)
+    ]
+    return (jnp.concatenate(parts, axis=1).reshape(own),)
 
 
 _every.defvjp(lambda axes, weight: (_every(axes, weight), weight.shape), _every_backward)

@@ -157,7 +157,7 @@ class Layout:
         """Of programs that run in it, for ``jax.jit``.
 
         Args:
-          experts: whether the model has some.
+          experts: whether the model has some, and its width is split into whole tiles.
         """
         device = self.mesh.devices.flat[0]
         heads_split = self.ways("heads") > 1

@@ -24,7 +24,8 @@ class Option:
       gain: what was measured with and without it.
       unless_heads_split: only for layouts without a tensor axis.
       kinds: of ``hjax.devices``, which alone are given it; (): all.
-      with_experts: only for models that have some.
+      with_experts: only for models that have some, and whose width is split into whole tiles; of
+        others this compiler may end in a failed check of its own (gpt-oss over fsdp 16).
     """
 
     value: Any
@@ -108,7 +109,7 @@ def compiler_options(
       platform: of the devices, as JAX names it.
       kind: of one, as JAX names it.
       heads_split: whether a tensor axis splits the program's layers.
-      experts: whether the model has some.
+      experts: whether the model has some, and its width is split into whole tiles.
     """
     device = device_of_kind(kind)
     found = {
