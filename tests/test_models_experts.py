@@ -213,6 +213,22 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("experts_", "width", "split"),
+    [
+        (16, 512, ("experts", "embed", "mlp")),  # two tiles a device
+        (16, 320, ("whole_experts", None, "mlp")),
+        (12, 320, ("experts", "embed", "mlp")),  # 12 experts are none over 8 devices
+    ],
+)
+def test_fsdp_splits_experts_where_their_width_is_no_whole_tiles(experts_, width, split):
+    layout = make_layouts(jax.devices(), {"data": 1, "fsdp": 2, "expert": 4}).train
+    names = "experts", "embed", "mlp"
+    assert experts.fsdp_axes(names, experts_, width, layout) == split
+    for router in (("embed", "experts"), ("embed", "mlp")):
+        assert experts.fsdp_axes(router, experts_, width, layout) == router
+
+
 @pytest.mark.parametrize("form", ["", "adapters", "int8"])
 @pytest.mark.parametrize(("train", "count"), LAYOUTS, ids=str)
 def test_tokens_that_travel_get_what_gathered_ones_get(train, count, form, monkeypatch):

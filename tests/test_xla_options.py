@@ -8,24 +8,22 @@ WINDOWS = "xla_tpu_enable_windowed_einsum_for_all_gather"
 GATHERS = "xla_tpu_enable_sparse_core_collective_offload_all_gather"
 
 
-SMALL = "xla_tpu_sparse_core_all_gather_offload_min_size_in_bytes"
 
 
 def test_a_cpu_gets_none_and_a_tpu_those_that_suit_its_layout():
-    assert compiler_options("cpu", "cpu", False, True) is None
-    assert compiler_options("gpu", "NVIDIA H100 80GB HBM3", True, False) is None
-    assert compiler_options("tpu", "TPU v5 lite", False, True) == {WINDOWS: False}
-    assert compiler_options("tpu", "TPU v5 lite", True, True) is None
+    assert compiler_options("cpu", "cpu", False) is None
+    assert compiler_options("gpu", "NVIDIA H100 80GB HBM3", True) is None
+    assert compiler_options("tpu", "TPU v5 lite", False) == {WINDOWS: False}
+    assert compiler_options("tpu", "TPU v5 lite", True) is None
 
 
 @pytest.mark.parametrize("kind", ["TPU v5", "TPU v6 lite", "TPU7x"])
 def test_sparse_cores_send_and_sum_where_there_are_some(kind):
-    apart, split = (compiler_options("tpu", kind, heads, False) for heads in (False, True))
+    apart, split = (compiler_options("tpu", kind, heads) for heads in (False, True))
     assert apart[GATHERS] is split[GATHERS] is True
     assert WINDOWS in apart and WINDOWS not in split
-    assert SMALL in compiler_options("tpu", kind, False, True) and SMALL not in apart
-    assert GATHERS not in compiler_options("tpu", "TPU v4", False, False)
-    assert GATHERS not in compiler_options("tpu", "TPU v9", False, False)
+    assert GATHERS not in compiler_options("tpu", "TPU v4", False)
+    assert GATHERS not in compiler_options("tpu", "TPU v9", False)
 
 
 def test_each_says_what_it_gained():

@@ -116,18 +116,21 @@ _DOWN = tuple(name for name in AXES if name.startswith("down"))  # of the second
 
 
 def fsdp_axes(
-    names: tuple[str | None, ...], experts: int, layout: Layout
+    names: tuple[str | None, ...], experts: int, width: int, layout: Layout
 ) -> tuple[str | None, ...]:
-    """Logical axes of a parameter as a layout splits it: where all of its devices can have as many
-    experts, FSDP splits those, and their width otherwise. Whole experts are gathered and their
-    gradients scattered as they lie, whatever the width.
+    """Logical axes of a parameter as a layout splits it. FSDP splits matrices' width; that of
+    experts' only into whole tiles of a TPU, and the experts themselves where its parts would be
+    none and all devices can have as many: what is gathered then lies as it is read.
 
     Args:
       names: as declared, or of ``AXES``.
       experts: how many a layer has; 0: none.
+      width: of ``embed``.
     """
     each = "experts" in names[:-1] and "embed" in names  # not a router
-    if not each or experts % layout.ways("whole_experts"):
+    if not each or width % (_TILE * layout.ways("embed")) == 0:
+        return names
+    if experts % layout.ways("whole_experts"):
         return names
     return tuple({"experts": "whole_experts", "embed": None}.get(a or "", a) for a in names)
 
@@ -172,7 +175,7 @@ def mixture(
     tokens = layout.spec(("batch", "length"))
     there = {name: axes for name, axes in AXES.items() if getattr(weights, name) is not None}
     experts = weights.router.shape[-1]
-    there = {name: fsdp_axes(axes, experts, layout) for name, axes in there.items()}
+    there = {n: fsdp_axes(axes, experts, x.shape[-1], layout) for n, axes in there.items()}
     if x.shape[-1] % layout.ways("embed"):  # then the compiler gathers them
         there = {n: tuple(None if a == "embed" else a for a in axes) for n, axes in there.items()}
     split = Weights(**{name: layout.spec(axes) for name, axes in there.items()})

@@ -29,7 +29,6 @@ from hjax.sharding.layout import Layout
 from hjax.sharding.pipeline import Stack, plain
 
 Params = dict[str, Any]
-_TILE = 128  # columns of a tile of a TPU
 
 
 @jax.tree_util.register_dataclass
@@ -107,17 +106,12 @@ class Network:
 
     def shardings(self, layout: Layout) -> Params:
         """NamedSharding of every parameter under a layout."""
-        experts = self.config.experts
+        sizes = self.config.experts, self.config.hidden_size
         return jax.tree.map(
-            lambda axes: layout.sharding(*fsdp_axes(axes, experts, layout)),
+            lambda axes: layout.sharding(*fsdp_axes(axes, *sizes, layout)),
             self.axes,
             is_leaf=lambda x: isinstance(x, tuple),
         )
-
-    def compiler_options(self, layout: Layout) -> dict[str, Any] | None:
-        """Of programs that run in a layout, for ``jax.jit``."""
-        tiled = self.config.hidden_size % (_TILE * layout.ways("embed")) == 0
-        return layout.compiler_options(self.config.experts > 0 and tiled)
 
     def read_dtypes(self, dtype: Any) -> Params:
         """Dtype in which a forward of compute ``dtype`` reads every parameter.

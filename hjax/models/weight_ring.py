@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from hjax.kernels.attention import lengthened
 from hjax.models import arithmetic
 from hjax.models.architecture import decoder_parameters
 from hjax.models.config import ModelConfig
@@ -144,8 +145,7 @@ class WeightRing:
         return sent(tree, by, self.axes, self._count)
 
     def _padded(self, x: jax.Array) -> jax.Array:
-        more = -x.shape[1] % self._count
-        return jnp.pad(x, ((0, 0), (0, more), *[(0, 0)] * (x.ndim - 2))) if more else x
+        return lengthened(x, -x.shape[1] % self._count)
 
     @property
     def _count(self) -> int:

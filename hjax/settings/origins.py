@@ -26,12 +26,7 @@ def origins(name_or_path: str, config: ConfigDict) -> list[dict[str, Any]]:
       task or of all runs, with the file's value where the command won over one, or that the
       algorithm has no such role.
     """
-    from hjax.algorithms import get_algorithm
-
-    algorithm = get_algorithm(config.algorithm.name)
-    used = algorithm.role_table(config.algorithm).values()
-    idle = {role.config_section for role in ROLES.values()} - {"actor"}
-    idle -= {role.config_section for role in used}
+    unused = _unused(config)
     named = {key: flatten(config)[key] for key in OWNED_SECTIONS.values()}
     defaults = flatten(complete_config(named))
     file = name_or_path.partition(":")[0].rpartition("/")[2]
@@ -52,20 +47,29 @@ def origins(name_or_path: str, config: ConfigDict) -> list[dict[str, Any]]:
         instead = f"{default!r} ({whose})" if value != default else ""
         if value != in_file and in_file != default:
             instead += f"{', ' if instead else ''}{in_file!r} ({file})"
-        section = key.partition(".")[0]
-        if section in idle:
-            instead = f"no effect: {algorithm.__name__} has no {section} here"
+        instead = unused.get(key.partition(".")[0], instead)
         rows.append({"key": key, "value": repr(value), "set by": by, "instead of": instead})
     return rows
 
 
 def without_effect(name_or_path: str, config: ConfigDict) -> list[str]:
     """A line for each setting of the command's that is of a role which the algorithm has not."""
+    unused = _unused(config)
     return [
         f"--config.{row['key']}={row['value']} has {row['instead of']}"
         for row in origins(name_or_path, config)
-        if row["set by"] == "the command" and row["instead of"].startswith("no effect")
+        if row["set by"] == "the command" and row["key"].partition(".")[0] in unused
     ]
+
+
+def _unused(config: ConfigDict) -> dict[str, str]:
+    """Sections of roles that the algorithm has not, and what to say of their settings."""
+    from hjax.algorithms import get_algorithm
+
+    algorithm = get_algorithm(config.algorithm.name)
+    sections = {role.config_section for role in ROLES.values()} - {"actor"}
+    sections -= {role.config_section for role in algorithm.role_table(config.algorithm).values()}
+    return {name: f"no effect: {algorithm.__name__} has no {name} here" for name in sections}
 
 
 def _whose(key: str, config: ConfigDict) -> str:

@@ -153,15 +153,11 @@ class Layout:
         """Of its devices, as JAX names it: ``cpu``, ``tpu``, ``gpu``, ..."""
         return self.mesh.devices.flat[0].platform
 
-    def compiler_options(self, experts: bool) -> dict[str, Any] | None:
-        """Of programs that run in it, for ``jax.jit``.
-
-        Args:
-          experts: whether the model has some, and its width is split into whole tiles.
-        """
+    @property
+    def compiler_options(self) -> dict[str, Any] | None:
+        """Of programs that run in it, for ``jax.jit``."""
         device = self.mesh.devices.flat[0]
-        heads_split = self.ways("heads") > 1
-        return compiler_options(device.platform, device.device_kind, heads_split, experts)
+        return compiler_options(device.platform, device.device_kind, self.ways("heads") > 1)
 
     def describe(self) -> dict[str, int]:
         """The mesh axes larger than one."""

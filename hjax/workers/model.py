@@ -358,7 +358,7 @@ class ModelWorker(Worker):
                 return passes.forward(part, params, batch)
 
             run.__name__ = f"{self.role}_{compute.__name__.strip('_')}"
-            options = network.compiler_options(self.layouts.train)
+            options = self.layouts.train.compiler_options
             self._forwards[key] = jax.jit(run, compiler_options=options)
         return self._forwards[key]
 

@@ -140,7 +140,7 @@ class Updater:
             step,
             donate_argnums=(0, 2),
             out_shardings=placed,
-            compiler_options=network.compiler_options(passes.layout),
+            compiler_options=passes.layout.compiler_options,
         )
 
     def init(self, params: Params) -> Any:

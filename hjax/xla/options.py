@@ -24,15 +24,12 @@ class Option:
       gain: what was measured with and without it.
       unless_heads_split: only for layouts without a tensor axis.
       kinds: of ``hjax.devices``, which alone are given it; (): all.
-      with_experts: only for models that have some, and whose width is split into whole tiles; of
-        others this compiler may end in a failed check of its own (gpt-oss over fsdp 16).
     """
 
     value: Any
     gain: str
     unless_heads_split: bool = False
     kinds: tuple[str, ...] = ()
-    with_experts: bool = False
 
 
 OPTIONS: dict[str, dict[str, Option]] = {
@@ -82,41 +79,23 @@ OPTIONS: dict[str, dict[str, Option]] = {
             "had to start: of Qwen3-30B-A3B's 1.87 s -> 1.81 s",
             kinds=OFFLOADING,
         ),
-        "xla_tpu_sparse_core_all_gather_offload_min_size_in_bytes": Option(
-            64 * 2**20,
-            "attention's weights, small beside experts', are not before these in SparseCores' "
-            "queue. With the option that follows, and whole experts split by FSDP: Qwen3-30B-A3B "
-            "as above, 1.84 s -> 1.77 s",
-            kinds=OFFLOADING,
-            with_experts=True,
-        ),
-        "xla_tpu_sparse_core_reduce_scatter_offload_min_size_in_bytes": Option(
-            8 * 2**20,
-            "as of gathers, by a device's part: the same 1.84 s -> 1.77 s",
-            kinds=OFFLOADING,
-            with_experts=True,
-        ),
     },
 }
 
 
-def compiler_options(
-    platform: str, kind: str, heads_split: bool, experts: bool
-) -> dict[str, Any] | None:
+def compiler_options(platform: str, kind: str, heads_split: bool) -> dict[str, Any] | None:
     """For ``jax.jit``; None: nothing.
 
     Args:
       platform: of the devices, as JAX names it.
       kind: of one, as JAX names it.
       heads_split: whether a tensor axis splits the program's layers.
-      experts: whether the model has some, and its width is split into whole tiles.
     """
     device = device_of_kind(kind)
     found = {
         name: option.value
         for name, option in OPTIONS.get(platform, {}).items()
         if not (option.unless_heads_split and heads_split)
-        and not (option.with_experts and not experts)
         and (not option.kinds or (device is not None and device.name in option.kinds))
     }
     return found or None
