@@ -53,7 +53,8 @@ jax.config.update("jax_enable_compilation_cache", False)
 from hjax.dryrun.updating import Case, updating
 from hjax.models.config import ModelConfig
 model = ModelConfig(4096, 2048, 8192, 2, 16, 8, 128, 8192)
-case = Case(model, "v5e:2x2", {"data": 1, "tensor": 4}, 2048, rows=16)
+topology, train = json.loads(sys.argv[1])
+case = Case(model, topology, train, 2048, rows=16)
 print(json.dumps({k: v for k, v in updating(case).items() if k != "model"}))
 """
 
@@ -90,12 +91,22 @@ def test_an_update_receives_what_fsdp_must_and_multiplies_little_twice():
 @pytest.mark.timeout(900)
 def test_tensor_parallelism_waits_for_little_where_weights_travel():
     pytest.importorskip("libtpu")
-    found = run(TRAVELLING, 2048)
+    found = run(TRAVELLING, ("v5e:2x2", {"data": 1, "tensor": 4}))
     # 1.92, 53 % and 2.23 when this was written. Beside only two layers the table and the head make
     # half of what is received; activations that are summed would be waited for, all of them.
     assert 0.95 <= found["received_bytes"] / found["minimum_received_bytes"] <= 2.0
     assert found["waited_share"] <= 0.6
     assert found["seconds"] <= 2.4 * found["minimum_seconds"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_sparse_cores_leave_little_to_wait_for():
+    pytest.importorskip("libtpu")
+    train = {"data": 1, "fsdp": 4}
+    with_them, without = (run(TRAVELLING, (kind, train)) for kind in ("v5p:2x2x1", "v5e:2x2"))
+    print({k: (with_them[k], without[k]) for k in ("waited_share", "waited_seconds", "seconds")})
+    assert with_them["waited_share"] <= 0.5 * without["waited_share"]
 
 
 @pytest.mark.slow
