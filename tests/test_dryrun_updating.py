@@ -105,7 +105,7 @@ def test_sparse_cores_leave_little_to_wait_for():
     pytest.importorskip("libtpu")
     train = {"data": 1, "fsdp": 4}
     with_them, without = (run(TRAVELLING, (kind, train)) for kind in ("v5p:2x2x1", "v5e:2x2"))
-    print({k: (with_them[k], without[k]) for k in ("waited_share", "waited_seconds", "seconds")})
+    # .02 and .32 when this was written.
     assert with_them["waited_share"] <= 0.5 * without["waited_share"]
 
 
