@@ -77,6 +77,8 @@ def faults(tree: ast.AST) -> Iterator[tuple[str, ast.expr, ast.expr]]:
             if other := swaps.get(type(node.ops[0])):
                 yield "off by one", node, ast.Compare(node.left, [other()], node.comparators)
         elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
+            if not isinstance(node.ctx, ast.Load):
+                continue
             lower = node.slice.lower
             if isinstance(lower, ast.Constant) and isinstance(lower.value, int):
                 moved = ast.Slice(ast.Constant(lower.value + 1), node.slice.upper, node.slice.step)
