@@ -102,6 +102,12 @@ def few_programs() -> Iterator[None]:
         gc.collect()
 
 
+def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
+    """The folder `extended` is not even imported where none of its tests is asked for."""
+    left_out = collection_path.name == "extended" and "not extended" in config.option.markexpr
+    return True if left_out else None
+
+
 # Fixtures that take long and that several tests share.
 LONG = {"calibrated", "sweep", "quickstart"}
 

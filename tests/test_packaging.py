@@ -291,7 +291,7 @@ def test_ci_takes_the_newest_python_that_runs(tmp_path):
     ]  # fmt: skip
     assert sorted(calls[5:]) == [  # side by side
         "3.11.7 -m mypy",
-        "3.11.7 -m pytest -q -n 0 -m jetstream tests/test_serving_jetstream.py",
+        "3.11.7 -m pytest -q -n 0 -m jetstream tests/extended/test_serving_jetstream.py",
         "3.11.7 -m ruff check",
     ]
 

@@ -3,7 +3,7 @@
 Per device, in bytes. Of what stands in a program beside parameters and optimizer state only what is
 large: gradients, weights in the compute dtype, layers that are gathered, activations by policy, the
 log-prob head's pieces. Held to what compilers say by ``tests/test_run_rematerialise.py`` and
-``tests/test_dryrun_updating.py``.
+``tests/extended/test_dryrun_updating.py``.
 """
 
 from __future__ import annotations

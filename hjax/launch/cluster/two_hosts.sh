@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Two machines of a cluster on this one: loopback addresses 127.0.0.2 and 127.0.0.3, on CPUs.
-# Run as tests/test_cluster_files.py does (slow). Linux only: elsewhere 127.0.0.3 needs an alias.
+# Run as tests/extended/test_cluster_files.py does (slow). Linux only: elsewhere 127.0.0.3 needs an alias.
 #
 #   two_hosts.sh COMMAND ...     starts both, runs the command, stops what it started
 set -euo pipefail

@@ -9,7 +9,7 @@ from hjax.sharding.placing import WEIGHTS
 from hjax.studies import paper_tables as tables
 from hjax.studies.mesh_hops import hops_table, rings
 
-DOCS = pathlib.Path(__file__).parent.parent / "docs"
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
 
 
 def test_the_page_s_table_is_what_the_command_makes():

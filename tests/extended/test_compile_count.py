@@ -17,7 +17,7 @@ STEPS = 6
     ["GRPO", *(pytest.param(n, marks=pytest.mark.slow) for n in ("PPO", "ReMax", "SafeRLHF"))],
 )
 def test_nothing_is_compiled_after_the_second_step(algorithm, tmp_path):
-    # With mini-batches and a pretraining loss: tests/test_resume.py.
+    # With mini-batches and a pretraining loss: tests/extended/test_resume.py.
     changes = {"steps": STEPS, "eval.every": 2, "checkpoint.every": 2}
     with trainer_of(algorithm, changes, workdir=tmp_path / "run") as trainer:
         counts = [row["compile/count"] for row in trainer.run()]

@@ -15,7 +15,7 @@ from hjax.controller.pickled import ObjectStore, PicklingExecutor, StoredFuture
 from hjax.errors import ConfigError, RunError
 from hjax.run.ahead import Queue, Schedule, Ticket
 
-EVENS = pathlib.Path(__file__).parent / "evens_reward.py"
+EVENS = pathlib.Path(__file__).parents[1] / "evens_reward.py"
 AHEAD = {
     "reward.function": f"{EVENS}:evens",
     "placement": "disaggregate",

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "auto_mapping.md").read_text()
 RESULTS = (ROOT / "benchmarks" / "RESULTS.md").read_text()
 COMPILED = ROOT / "benchmarks" / "plans_compiled.jsonl"

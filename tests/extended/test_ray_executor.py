@@ -264,7 +264,7 @@ def test_reward_functions_share_their_prompts_over_processes(small, tmp_path):
 def test_an_object_store_that_runs_full_goes_on_disk(tmp_path):
     """More than twice what the store holds is on its way between two pools."""
     program = (
-        "import sys; sys.path[:0] = ['tests']\n"
+        "import sys; sys.path[:0] = ['tests', 'tests/extended']\n"
         "import pathlib\n"
         "from test_ray_executor import Small\n"
         "from hjax.controller import ray_calls\n"

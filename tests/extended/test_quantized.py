@@ -35,7 +35,7 @@ from hjax.workers.update_memory import updates_of
 LARGEST = {"int8": 127, "float8_e4m3fn": 448}
 INT8 = {**LORA, "actor.lora.base": "int8"}
 EVENS = {
-    "reward.function": f"{pathlib.Path(__file__).with_name('evens_reward.py')}:evens",
+    "reward.function": f"{pathlib.Path(__file__).parents[1] / 'evens_reward.py'}:evens",
     "rollout.samples": 8,
     "actor.learning_rate": 0.02,
 }

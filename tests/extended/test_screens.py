@@ -1,7 +1,7 @@
 """What stands on the screen: a run in a terminal of 80, 120 and 200 columns, as a person sees it.
 
 The command runs in a pseudo-terminal, and pyte draws what it writes. With HJAX_SCREENS=FOLDER the
-screens are kept there to be looked at (those of the pages as well, tests/test_browser.py).
+screens are kept there to be looked at (those of the pages as well, tests/extended/test_browser.py).
 """
 
 import fcntl

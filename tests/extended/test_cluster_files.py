@@ -21,7 +21,7 @@ from test_packaging import names, setup_cfg
 
 import hjax
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 CLUSTER = ROOT / "hjax" / "launch" / "cluster"
 PAGE = (ROOT / "docs" / "cluster.md").read_text()
 FILES = sorted(path for path in CLUSTER.iterdir() if path.is_file())

@@ -14,7 +14,7 @@ import pytest
 from helpers import TINY, command, computed, launch, read_rows, write_config
 from struck import MOMENTS
 
-STRUCK = pathlib.Path(__file__).parent / "struck.py"
+STRUCK = pathlib.Path(__file__).parents[1] / "struck.py"
 RUN = TINY | {
     "algorithm.name": "GRPO",
     "steps": 4,

@@ -12,7 +12,7 @@ from hjax.errors import ConfigError
 from hjax.launch.configs import LEARNS, Measure
 from hjax.settings.reading import config_names, load_config
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 import learning  # noqa: E402
 

@@ -13,7 +13,7 @@ from hjax.planning.strategies import search_strategy
 from hjax.studies import paper_experiments as paper
 from hjax.studies import paper_tables as tables
 
-PAGE = pathlib.Path(__file__).parent.parent / "docs" / "auto_mapping.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "auto_mapping.md"
 # Where the model's fastest of the four placements is not the paper's, and by how much the paper's
 # is slower than the best of all at most (docs/auto_mapping.md says why).
 DISAGREES = {

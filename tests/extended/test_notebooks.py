@@ -12,7 +12,7 @@ from references import peft, torch
 # It trains; with other work on the cores that takes a while.
 pytestmark = pytest.mark.timeout(600)
 
-NOTEBOOKS = pathlib.Path(__file__).parent.parent / "notebooks"
+NOTEBOOKS = pathlib.Path(__file__).parents[2] / "notebooks"
 
 # A cell of the test's own at the end: what was drawn, and what the run wrote, as JSON.
 LOOK = """

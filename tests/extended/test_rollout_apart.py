@@ -15,7 +15,7 @@ from hjax.controller import join
 from hjax.controller.pickled import ObjectStore, PicklingExecutor
 from hjax.errors import ConfigError, RunError
 
-EVENS = pathlib.Path(__file__).parent / "evens_reward.py"
+EVENS = pathlib.Path(__file__).parents[1] / "evens_reward.py"
 APART = {"placement": "disaggregate"}
 LEARNING = {"steps": 4, "warm_start.steps": 4, "actor.learning_rate": 1e-3, "eval.every": 2}
 MINIBATCHES = {"algorithm.minibatch": 8, "algorithm.epochs": 2}

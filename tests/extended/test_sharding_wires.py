@@ -250,7 +250,7 @@ import jax, numpy as np
 jax.config.update("jax_platforms", "cpu"); jax.config.update("jax_num_cpu_devices", 8)
 import hjax
 from hjax.sharding import layout
-from tests.test_sharding_wires import mixed_up
+from tests.extended.test_sharding_wires import mixed_up
 if sys.argv[1] == "mixed":
     layout.place_devices = mixed_up
 from hjax.settings.checking import check_config

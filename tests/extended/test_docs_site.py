@@ -18,7 +18,7 @@ from hjax.launch.stages import read_stages
 from hjax.settings.reading import STAGES
 from hjax.studies.dictionary import dictionary_markdown
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 REPOSITORY = "https://github.com/an-owner/a-name"
 PAGES = sorted(path for path in DOCS.rglob("*.md"))
