@@ -1,7 +1,6 @@
 """Tiny models of every family with odd settings, made by transformers."""
 
-from references import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from references import CONFIG_MAPPING, AutoModelForCausalLM, torch
 
 SIZES = {
     "vocab_size": 47,
@@ -132,13 +131,18 @@ MODELS = {
     "gpt2 narrow": ("gpt2", {"n_inner": 24, "layer_norm_epsilon": 1e-3}),
     "gpt2 one head": ("gpt2", {"n_head": 1, "tie_word_embeddings": False}),
 }
-def model(name, **more):
-    """A tiny model of transformers, all of whose parameters are random."""
+def config(name, **more):
+    """transformers' configuration of a tiny model, as an instance of it has it."""
     family, changes = MODELS[name]
     sizes = GPT2 if family == "gpt2" else SIZES
+    return CONFIG_MAPPING[family](**(sizes | changes | more))
+
+
+def model(name, **more):
+    """A tiny model of transformers, all of whose parameters are random."""
     torch.manual_seed(0)
-    config = CONFIG_MAPPING[family](**(sizes | changes | more))
-    made = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    asked = config(name, **more)
+    made = AutoModelForCausalLM.from_config(asked, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             noise = torch.randn(parameter.shape)

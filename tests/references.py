@@ -1,37 +1,60 @@
-"""torch and peft, independent references: without them a test that compares with one is skipped.
+"""Independent references: torch, peft, and what transformers has under a name.
 
-setup.cfg says on which Pythons the test extra brings them.
+`from references import torch, LlamaForCausalLM` imports nothing yet: they take seconds to load,
+which only tests that compare with them spend. Without one, or where one of transformers' needs
+torch and there is none, such a test is skipped. setup.cfg says which Pythons' test extra has them.
 """
 
 import importlib
+import importlib.util
 from typing import Any
 
 import pytest
 
 
-class _Absent:
-    def __init__(self, name: str):
-        self._name = name
+class _Reference:
+    """A module, or what a module has under a name, loaded when something of it is used."""
+
+    def __init__(self, module: str, name: str = ""):
+        self._module, self._name = module, name
+
+    def _loaded(self, name: str = "") -> Any:
+        """The module, or what it has under a name."""
+        try:
+            found = importlib.import_module(self._module)
+            for each in filter(None, (self._name, name)):
+                found = getattr(found, each)
+        except ModuleNotFoundError as error:
+            found, missing = None, error.name or "torch"
+        else:  # transformers has a dummy that says what it needs
+            missing = next((b for b in getattr(found, "_backends", ()) if not _there(b)), None)
+        if missing:
+            pytest.skip(f"compares with {missing}, which is not installed: pip install {missing}")
+        return found
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("_") or name in ("pytestmark", "place_as"):  # pytest asks each object
             raise AttributeError(name)
-        there = f"{self._name}, which is not installed: pip install {self._name}"
-        pytest.skip(f"compares with {there}")
+        return self._loaded(name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._loaded()(*args, **kwargs)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._loaded()[key]
 
 
-def _reference(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError:
-        return _Absent(name)
+def _there(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
 
 
-torch = _reference("torch")
-peft = _reference("peft")
+torch = _Reference("torch")
+peft = _Reference("peft")
+modeling_auto = _Reference("transformers.models.auto.modeling_auto")
+modeling_llama = _Reference("transformers.models.llama.modeling_llama")
 
 
-def llama_layers() -> Any:
-    """transformers' module of Llama's layers, which imports torch; without it a skip."""
-    assert torch.nn
-    return importlib.import_module("transformers.models.llama.modeling_llama")
+def __getattr__(name: str) -> _Reference:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _Reference("transformers", name)

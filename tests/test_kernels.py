@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.test_util import check_grads
-from references import llama_layers, torch
-from transformers import LlamaConfig
+from references import LlamaConfig, modeling_llama, torch
 
 from hjax.errors import ConfigError
 from hjax.kernels import (
@@ -86,7 +85,7 @@ def test_products_are_torchs_einsum():
 
 def test_gated_mlp_and_its_gradients_are_transformers():
     sizes = {"hidden_size": EMBED, "intermediate_size": MLP, "num_attention_heads": 1}
-    theirs = llama_layers().LlamaMLP(LlamaConfig(**sizes))
+    theirs = modeling_llama.LlamaMLP(LlamaConfig(**sizes))
     run, (x, gate_up, down) = arguments("gated_mlp")
     with torch.no_grad():
         theirs.gate_proj.weight.copy_(torch.tensor(gate_up[:, 0].T))
@@ -106,7 +105,7 @@ def test_gated_mlp_and_its_gradients_are_transformers():
 
 
 def test_rms_norm_and_its_gradients_are_transformers():
-    theirs = llama_layers().LlamaRMSNorm(EMBED, eps=1e-5)
+    theirs = modeling_llama.LlamaRMSNorm(EMBED, eps=1e-5)
     run, (x, weight) = arguments("rms_norm")
     with torch.no_grad():
         theirs.weight.copy_(torch.tensor(weight))
@@ -125,7 +124,7 @@ def test_rotation_is_transformers():
     # transformers has heads before the length, and tables of both halves.
     whole = [torch.tensor(np.tile(np.asarray(t)[:, :, 0], 2)) for t in (cos, sin)]
     heads_first = torch.tensor(np.asarray(x)).transpose(1, 2)
-    expected, _ = llama_layers().apply_rotary_pos_emb(heads_first, heads_first, *whole)
+    expected, _ = modeling_llama.apply_rotary_pos_emb(heads_first, heads_first, *whole)
     np.testing.assert_allclose(run(Kernels(), x, cos, sin), expected.transpose(1, 2), atol=1e-6)
 
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from families import logits, model
 from helpers import save_model, trainer_of
-from references import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from references import AutoModelForCausalLM, AutoTokenizer, torch
 
 import hjax
 from hjax.data.tasks import get_task

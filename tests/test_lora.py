@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from families import MODELS, logits, model
 from helpers import trainer_of
-from references import peft, torch
+from references import AutoModelForCausalLM, AutoModelForSequenceClassification, peft, torch
 from safetensors.numpy import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import hjax
 from hjax.errors import ConfigError

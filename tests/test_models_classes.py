@@ -1,30 +1,33 @@
 """The classes that a config.json names: transformers' own tables say which are a family's."""
 
 import pytest
-from families import MODELS, model
-from transformers.models.auto import modeling_auto
+from families import MODELS, config
+from references import modeling_auto
 
 from hjax.errors import ConfigError
 from hjax.models.families import FAMILIES, from_hf, to_hf
 
-TABLES = [
-    getattr(modeling_auto, f"MODEL_{part}MAPPING_NAMES")
-    for part in (
-        "",
-        "FOR_CAUSAL_LM_",
-        "FOR_SEQUENCE_CLASSIFICATION_",
-        "FOR_TOKEN_CLASSIFICATION_",
-        "FOR_QUESTION_ANSWERING_",
-    )
-]
+PARTS = (
+    "",
+    "FOR_CAUSAL_LM_",
+    "FOR_SEQUENCE_CLASSIFICATION_",
+    "FOR_TOKEN_CLASSIFICATION_",
+    "FOR_QUESTION_ANSWERING_",
+)
 
 
+@pytest.fixture(scope="module")
+def tables():
+    return [getattr(modeling_auto, f"MODEL_{part}MAPPING_NAMES") for part in PARTS]
+
+
+@pytest.fixture(scope="module")
 def contents():
     """A sound config.json of each family."""
     first = {}
     for name, (family, _) in MODELS.items():
         first.setdefault(family, name)
-    return {family: to_hf(from_hf(model(name).config.to_dict())) for family, name in first.items()}
+    return {family: to_hf(from_hf(config(name).to_dict())) for family, name in first.items()}
 
 
 def classes(table, model_type):
@@ -32,17 +35,14 @@ def classes(table, model_type):
     return {found} if isinstance(found, str) else set(found)
 
 
-CONTENTS = contents()
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-def test_classes_of_the_family_are_read_and_all_others_refused(family):
-    content, read = CONTENTS[family], from_hf(CONTENTS[family])
-    own = set().union(*(classes(table, family) for table in TABLES))
+def test_classes_of_the_family_are_read_and_all_others_refused(family, contents, tables):
+    content, read = contents[family], from_hf(contents[family])
+    own = set().union(*(classes(table, family) for table in tables))
     assert len(own) > 2
     for name in own:
         assert from_hf({**content, "architectures": [name]}) == read
-    others = {name for table in TABLES for kind in table for name in classes(table, kind)} - own
+    others = {name for table in tables for kind in table for name in classes(table, kind)} - own
     assert len(others) > 300
     taken = []
     for name in others:
@@ -68,14 +68,14 @@ def test_classes_of_the_family_are_read_and_all_others_refused(family):
         ("qwen2", {"auto_map": {"AutoConfig": "a--b.QwenConfig"}}, "'a--b.QwenConfig', code"),
     ],
 )
-def test_what_is_refused_is_named(family, changes, line):
+def test_what_is_refused_is_named(family, changes, line, contents):
     with pytest.raises(ConfigError, match=line):
-        from_hf(CONTENTS[family] | changes, "here/config.json")
+        from_hf(contents[family] | changes, "here/config.json")
 
 
-def test_what_has_the_familys_name_is_read(family="phi3"):
+def test_what_has_the_familys_name_is_read(contents, family="phi3"):
     """As Phi-3's own files have it, whose code transformers leaves aside unless told otherwise."""
-    content, read = CONTENTS[family], from_hf(CONTENTS[family])
+    content, read = contents[family], from_hf(contents[family])
     for changes in (
         {"architectures": None, "auto_map": None, "is_encoder_decoder": False},
         {"architectures": []},

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from families import GPT2, MODELS, SIZES, logits, model, scaled
+from references import CONFIG_MAPPING, AutoModelForCausalLM, modeling_llama
 from safetensors.numpy import load_file
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-from transformers.models.llama import modeling_llama
 
 import hjax
 from hjax.errors import ConfigError

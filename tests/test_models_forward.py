@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from references import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from references import LlamaConfig, LlamaForCausalLM, torch
 
 from hjax.models import forward
 from hjax.models.compute import Compute

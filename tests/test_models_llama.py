@@ -8,8 +8,7 @@ import tracemalloc
 import jax
 import numpy as np
 import pytest
-from references import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from references import LlamaConfig, LlamaForCausalLM, torch
 
 import hjax
 from hjax.data.tokenizer import Tokenizer

@@ -3,9 +3,8 @@
 import jax
 import numpy as np
 import pytest
-from references import torch
+from references import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, torch
 from safetensors.numpy import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from hjax.errors import ConfigError
 from hjax.models import arithmetic

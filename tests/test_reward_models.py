@@ -9,8 +9,7 @@ import optax
 import pytest
 from families import MODELS, model
 from helpers import COSTLY, computed, read_rows, trainer_of
-from references import torch
-from transformers import AutoModelForSequenceClassification
+from references import AutoModelForSequenceClassification, torch
 
 import hjax
 from hjax.algorithms import ALGORITHMS

@@ -3,8 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from references import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from references import LlamaConfig, LlamaForCausalLM, torch
 
 from hjax.models.compute import Compute
 from hjax.models.forward import response_states, token_log_probs

@@ -8,9 +8,7 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from references import torch
-from scipy.stats import chi2
-from transformers import (
+from references import (
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
@@ -20,7 +18,9 @@ from transformers import (
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    torch,
 )
+from scipy.stats import chi2
 
 from hjax.errors import ConfigError
 from hjax.kernels.sets import kernels_of

@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from references import torch
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from references import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, torch
 
 from hjax.errors import ConfigError
 from hjax.rollout.sampling import Sampling, draw, sequence_keys, truncate

@@ -6,8 +6,7 @@ import jax
 import numpy as np
 import openai
 import pytest
-import transformers
-from references import torch
+from references import AutoModelForCausalLM, torch
 from serving_double import HTTP, byte_tokenizer, served, wait_until
 
 import hjax
@@ -39,7 +38,7 @@ def stories(test_data):
 def exact(test_data):
     """float32 [length, vocab], log-probs of what follows each token."""
     folder = test_data / "weights" / "stories260K-hf"
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
     def of(tokens):
         with torch.no_grad():

@@ -29,8 +29,8 @@ def models(tmp_path_factory):
 def transformers_scores(directory, rows):
     """What transformers makes of a reward model: the head at the last token, one row at a time."""
     no_grad = torch.no_grad()  # without torch this skips, so before what imports it
+    from references import LlamaModel
     from safetensors.torch import load_file
-    from transformers import LlamaModel
 
     model = LlamaModel.from_pretrained(directory)
     head = load_file(directory / "model.safetensors")["score.weight"]

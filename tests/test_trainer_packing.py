@@ -87,8 +87,7 @@ def test_what_cannot_be_packed_is_named(changes, says):
 @pytest.mark.parametrize("key, value", [("packing", 24), ("length_buckets", 2)])
 def test_rotary_positions_that_depend_on_the_length_are_named(key, value, tmp_path):
     """Their frequencies would be those of a pack's longest sequence, or of a cut pass's length."""
-    from references import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from references import LlamaConfig, LlamaForCausalLM, torch
 
     from hjax.data.tasks import get_task
 

@@ -10,8 +10,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from references import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from references import LlamaConfig, LlamaForCausalLM, torch
 
 from hjax.algorithms.losses import PolicyLoss
 from hjax.controller import ResourcePool, WorkerGroup

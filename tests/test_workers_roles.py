@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from references import torch
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from references import LlamaConfig, LlamaForSequenceClassification, torch
 
 from hjax.algorithms.losses import PolicyLoss, SupervisedLoss, ValueLoss
 from hjax.controller import ResourcePool, WorkerGroup

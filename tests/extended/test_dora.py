@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 from families import MODELS, logits, model
 from helpers import computed, tiny_config, trainer_of
-from references import peft, torch
+from references import AutoModelForCausalLM, peft, torch
 from safetensors.numpy import load_file
 from test_lora import BROKEN, FIRST, TOKENS, adapted, network_with, one_device, run
 from test_lora import tensors as rewritten
 from test_lora_runs import BOTH, CRITIC, LORA, axes, base, close, rows_of, slow  # noqa: F401
 from test_quantized import dequantize, quantized_network
-from transformers import AutoModelForCausalLM
 
 import hjax
 from hjax.errors import ConfigError

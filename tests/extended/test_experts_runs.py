@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 from families import logits, model
 from helpers import computed, trainer_of
-from references import peft
+from references import AutoModelForCausalLM, peft
 from test_lora_runs import LORA, axes, close, slow
-from transformers import AutoModelForCausalLM
 
 import hjax
 from hjax.data.tasks import get_task

@@ -6,11 +6,9 @@ import re
 import shutil
 
 import numpy as np
-import peft
 import pytest
 from helpers import computed, trainer_of
-from references import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from references import AutoModelForCausalLM, AutoModelForSequenceClassification, peft, torch
 
 import hjax
 from hjax.errors import DataError

@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from families import MODELS, logits, model
-from references import peft, torch
+from references import AutoModelForCausalLM, peft, torch
 from safetensors.numpy import load_file, save_file
 from test_lora import TOKENS, adapted, network_with, one_device, run
 from test_lora_runs import slow
-from transformers import AutoModelForCausalLM
 
 import hjax
 from hjax.errors import ConfigError

@@ -15,7 +15,6 @@ from test_lora import ASKED, TOKENS, adapted, network_with, one_device, run
 from test_lora_experts import ALL as EXPERTS
 from test_lora_experts import FAMILIES, with_experts
 from test_lora_runs import AHEAD, BOTH, CRITIC, LORA, axes, base, close, rows_of, slow  # noqa: F401
-from transformers.pytorch_utils import Conv1D
 
 import hjax
 from hjax.dryrun.description import describe
@@ -67,6 +66,8 @@ def test_rounding_is_by_half_a_step_at_most(dtype, over):
 
 def dequantize(module, form):
     """Round a torch model's layers' matrices as ``form`` holds them, in torch."""
+    from transformers.pytorch_utils import Conv1D
+
     for each in module.model.layers if hasattr(module, "model") else module.transformer.h:
         for part in each.modules():
             if isinstance(part, torch.nn.Linear | Conv1D):
