@@ -1,6 +1,7 @@
 """What importing hjax costs, and which room may import from which."""
 
 import ast
+import functools
 import pathlib
 import pkgutil
 import subprocess
@@ -61,6 +62,7 @@ def in_new_process(code: str) -> str:
     return done.stdout.strip()
 
 
+@functools.cache
 def imports_of(file: pathlib.Path) -> set[str]:
     """Dotted names of the modules that a file imports anywhere in it."""
     found = set()

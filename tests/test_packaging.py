@@ -267,10 +267,9 @@ def run_ci(folder: pathlib.Path, pythons: dict[str, str | None], status: int = 0
     return done.returncode, done.stdout, [call for call in calls if call not in before], before
 
 
-def selection() -> dict[str, list[str]]:
+def selection() -> list[str]:
     lines = (ROOT / ".ci" / "selection").read_text().splitlines()
-    pairs = [line.partition(":") for line in lines if not line.startswith("#")]
-    return {room: files.split() for room, _, files in pairs}
+    return [line for line in lines if not line.startswith("#")]
 
 
 def test_ci_takes_the_newest_python_that_runs(tmp_path):
@@ -280,16 +279,17 @@ def test_ci_takes_the_newest_python_that_runs(tmp_path):
     assert [(call.split()[0], pathlib.Path(call).stem) for call in before] == [
         ("3.12.1", "newest"), ("3.11.7", "jetstream")
     ]  # fmt: skip
-    assert "the whole suite on Python 3.11.7, python3\n" in output
-    assert f"the selection on Python 3.12.1, {tmp_path}/bin/python3.12\n" in output
-    tests = "-m pytest -q -n auto --dist worksteal -m not slow"
-    assert calls[:5] == [
-        "3.11.7 -m pip install -q -e .[test]", f"3.11.7 {tests}",
-        "3.12.1 -m pip install -q -e .[test]",
-        f"3.12.1 {tests} " + " ".join(file for files in selection().values() for file in files),
+    assert "the test line on Python 3.11.7, python3\n" in output
+    assert f"the test line on Python 3.12.1, {tmp_path}/bin/python3.12\n" in output
+    tests = "-m pytest -q -n auto --dist worksteal"
+    assert calls[:7] == [
+        "3.11.7 -m pip install -q -e .[test]", f"3.11.7 {tests} -m not slow and not extended",
+        f"3.11.7 {tests} -m extended and not slow",
+        "3.12.1 -m pip install -q -e .[test]", f"3.12.1 {tests} -m not slow and not extended",
+        f"3.12.1 {tests} " + " ".join(selection()),
         "3.11.7 -m pip install -q -e .[jetstream] pytest-timeout pytest-xdist",
     ]  # fmt: skip
-    assert sorted(calls[5:]) == [  # side by side
+    assert sorted(calls[7:]) == [  # side by side
         "3.11.7 -m mypy",
         "3.11.7 -m pytest -q -n 0 -m jetstream tests/extended/test_serving_jetstream.py",
         "3.11.7 -m ruff check",
@@ -300,13 +300,13 @@ def test_ci_says_where_there_is_no_newer_python(tmp_path):
     (tmp_path / "a").mkdir()
     pythons = {"python3": "3.11.7", "python3.13": None, "python3.12": None}
     status, output, calls, before = run_ci(tmp_path / "a", pythons)
-    assert status == 0 and len(calls) == 6 and len(before) == 1
-    assert "no selection on a newer Python: none of python3.13 python3.12 runs here" in output
+    assert status == 0 and len(calls) == 7 and len(before) == 1
+    assert "not run on a newer Python: none of python3.13 python3.12 runs here" in output
     (tmp_path / "b").mkdir()
     pythons = {"python3": "3.11.7", "python3.13": "3.13.0"}
     status, output, calls, _ = run_ci(tmp_path / "b", pythons, PYTHON="python3.13")
-    assert "the whole suite on Python 3.13.0, python3.13\n" in output and len(calls) == 6
-    assert "no selection on a newer Python: python3.13 is as new as" in output
+    assert "the test line on Python 3.13.0, python3.13\n" in output and len(calls) == 7
+    assert "not run on a newer Python: python3.13 is as new as" in output
 
 
 def test_ci_fails_where_something_failed_but_runs_it_all(tmp_path):
@@ -314,18 +314,29 @@ def test_ci_fails_where_something_failed_but_runs_it_all(tmp_path):
     status, output, calls, _ = run_ci(tmp_path, pythons, status=1)
     # The tests of an installation that failed are not run, the other steps are.
     assert status == 1
-    assert [call.split()[2] for call in calls] == ["pip", "pip", "pip", "ruff", "mypy"]
+    assert [call.split()[2] for call in calls] == [
+        "pip", "pytest", "pip", "pytest", "pip", "ruff", "mypy"
+    ]  # fmt: skip
     assert "not run: the tests of JetStream: its extra does not install here" in output
 
 
-def test_cis_selection_tests_every_room():
+def test_cis_selection_is_of_extended_tests():
+    for named in selection():
+        file, _, test = named.partition("::")
+        assert file.startswith("tests/extended/") and f"def {test}" in (ROOT / file).read_text()
+
+
+def test_the_test_line_has_every_room_and_every_command():
+    texts = "\n".join(file.read_text() for file in (ROOT / "tests").glob("test_*.py"))
     rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    assert set(selection()) == rooms
-    for room, files in selection().items():
-        names = [file.partition("::") for file in files]
-        texts = [(ROOT / file).read_text() for file, _, _ in names]
-        assert all(test in text for (_, _, test), text in zip(names, texts, strict=True)), room
-        assert any(f"hjax.{room}" in text for text in texts), room
+    assert {room for room in rooms if f"hjax.{room}" not in texts} == set()
+    commands = {
+        path.stem
+        for path in (PACKAGE / "launch").glob("[a-z]*.py")
+        if "\ndef main(" in path.read_text()
+    }
+    named = r"hjax\.launch\.({0})\b|from hjax\.launch import .*\b({0})\b"
+    assert {each for each in commands if not re.search(named.format(each), texts)} == set()
 
 
 def test_what_the_test_extra_names_is_installed():
