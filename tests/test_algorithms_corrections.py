@@ -125,6 +125,7 @@ def test_what_means_nothing_is_refused(options, message):
 
 
 @pytest.mark.parametrize("algorithm", ["PPO", pytest.param("ReMax", marks=pytest.mark.slow)])
+@pytest.mark.extended
 def test_an_algorithm_has_the_actor_score_its_rollouts_first(algorithm):
     changes = {"steps": 1, "algorithm.correction": "truncated", "rollout.top_k": 6}
     with trainer_of(algorithm, changes) as trainer:

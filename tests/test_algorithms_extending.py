@@ -55,6 +55,7 @@ def test_another_loss_and_a_metric_more(examples):
     assert rows[-1]["reward/best_of_group"] == pytest.approx(best)
 
 
+@pytest.mark.extended
 def test_advantages_where_the_batch_is(examples):
     keys = {"algorithm.minibatch": 8, "algorithm.epochs": 2}
     _, rows, trainer = run(examples, "near.py:Near", **keys)
@@ -78,6 +79,7 @@ def test_rloo_by_one_method(examples):
             np.testing.assert_allclose(batch["advantages"][4 * i + j], expected, atol=1e-6)
 
 
+@pytest.mark.extended
 def test_dynamic_sampling_by_hand(examples):
     keys = {"data.task_options.partial": 0.0, "warm_start.steps": 40}
     batch, _, trainer = run(examples, "dynamic.py:Dynamic", **keys)
@@ -151,6 +153,7 @@ def test_an_earlier_batch_is_learned_from_again(examples):
 
 
 @pytest.mark.parametrize("name", ["again.py:Again", "varied.py:Varied"])
+@pytest.mark.extended
 def test_a_dataflow_of_ones_own_runs_ahead(examples, name):
     keys = {"placement": "disaggregate", "rollout.max_staleness": 1, "steps": 3}
     batch, rows, _ = run(examples, name, **keys)

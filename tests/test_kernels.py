@@ -140,6 +140,7 @@ def test_rotary_tables_by_numpy():
 
 
 @pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.extended
 def test_the_reference_has_derivatives_in_both_modes_and_of_second_order(name):
     run, arrays = arguments(name)
     kernel = jax.jit(lambda *a: run(Kernels(), *a))

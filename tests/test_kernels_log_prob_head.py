@@ -72,6 +72,7 @@ def most_probable(hidden, table, count, **options):
 
 @pytest.mark.parametrize("columns", [VOCAB, 20, 1])
 @pytest.mark.parametrize("count", [1, 5, VOCAB])
+@pytest.mark.extended
 def test_the_most_probable_come_in_the_same_pass(columns, count):
     hidden, table, tokens, _ = several(inputs())
     options = {"softcap": 2.0, "temperature": 3}
@@ -145,6 +146,7 @@ def placed(layout, hidden, table, tokens, weights):
 
 @pytest.mark.parametrize("length", [LENGTH, 5])  # 5: context 2 does not divide it
 @pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.extended
 def test_it_is_the_reference_on_every_layout(name, length):
     layout = make_layouts(jax.devices(), LAYOUTS[name], None, name).train
     head = Head(0.7, chunk_bytes=1000, spread=layout.spread)

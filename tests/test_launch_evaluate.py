@@ -105,6 +105,7 @@ def test_greedy_rewards_are_those_of_the_answers(said, folder):
     assert not {"accuracy", "pass@1", "maj@1"} & found.keys()  # there is no right and wrong
 
 
+@pytest.mark.extended
 def test_several_devices_find_what_one_finds(said):
     """A last batch and a question's samples that do not divide over the copies, too."""
     asked = ["--model=model", "--data=q.jsonl", "--reward=rewards.py:last_is_even", "--samples=3",

@@ -113,6 +113,7 @@ NAMED = {"default": "{{ messages }}", "tool_use": "{{ tools }}", "a.b": "{{ docu
 
 @pytest.mark.parametrize("files", [True, False])
 @pytest.mark.parametrize("names", [list(NAMED), ["default"], ["tool_use", "a.b"]])
+@pytest.mark.extended
 def test_every_chat_template_comes_along(names, files, tmp_path):
     """As files, or as a list in tokenizer_config.json, in both of which transformers keeps them."""
     save_model(tmp_path / "start", tokenizer=get_task("sorting").tokenizer())
@@ -144,6 +145,7 @@ def test_every_chat_template_comes_along(names, files, tmp_path):
         (["--model=nowhere", "--output=there", "--dtype=int8"], "Unknown command line flag"),
     ],
 )
+@pytest.mark.extended
 def test_wrong_input_is_one_line_and_nothing_is_written(flags, line, tmp_path):
     command = [sys.executable, "-m", "hjax.launch.export", *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)

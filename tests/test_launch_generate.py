@@ -53,6 +53,7 @@ def test_a_prompt_is_answered_as_the_model_answers_it(models, capsys):
     assert found["temperature"] == 0.7 and found["seed"] == 3 and found["max_new_tokens"] == 6
 
 
+@pytest.mark.extended
 def test_responses_are_held_to_a_format(models, capsys, tmp_path):
     schema = {"type": "integer", "minimum": 20, "maximum": 29}
     (tmp_path / "s.json").write_text(json.dumps(schema))
@@ -82,6 +83,7 @@ def test_rows_of_a_file_come_back_with_their_other_keys(models, capsys, tmp_path
     assert [row["id"] for row in found] == ["a", None, 7] and found[2]["prompt_tokens"] == [4]
 
 
+@pytest.mark.extended
 def test_batches_draw_each_their_own(models, capsys, tmp_path):
     (tmp_path / "p.txt").write_text("1+\n" * 5)
     flags = f"--model={models}/text", f"--prompts={tmp_path}/p.txt", "--max_new_tokens=8"

@@ -67,6 +67,7 @@ def run_program(folder: pathlib.Path, *args: str, **variables: str) -> list:
 
 
 @pytest.mark.skipif(not offered(), reason="huge pages are not for programs to ask for here")
+@pytest.mark.extended
 def test_a_programs_memory_is_mapped_in_huge_pages(tmp_path):
     tunables, without, _, _ = run_program(tmp_path, "small")
     assert tunables is None
@@ -97,6 +98,7 @@ def test_other_flags_are_kept_beside_the_level(tmp_path):
     ("devices", "own", "expected"),
     [(64, {}, 256), (64, {"PJRT_NPROC": "65"}, 65), (1, {}, hjax.machine.available_cores())],
 )
+@pytest.mark.extended
 def test_simulated_devices_have_threads_to_wait_in(devices, own, expected):
     program = (
         "import pathlib, sys; from hjax.machine import simulated_devices\n"

@@ -270,6 +270,7 @@ def test_the_readmes_line_serves_a_run(tmp_path):
     assert found.choices[0].text == expected.text
 
 
+@pytest.mark.extended
 def test_sigterm_lets_the_running_end(model):
     with serving(model) as (url, process):
         endless = {"prompt": "a", "max_tokens": 120, "logit_bias": {str(EOS): -100}, "n": 4}

@@ -121,6 +121,7 @@ def test_they_go_to_peft_and_back_bit_for_bit(tmp_path, rslora):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "phi3"])
+@pytest.mark.extended
 def test_matrices_in_one_tensor_go_to_peft_as_blocks(tmp_path, name):
     adapted(name, tmp_path)
     network = network_with(tmp_path, Lora(2, 3.0))
@@ -157,6 +158,7 @@ def test_a_scalar_head_is_the_adapters(tmp_path):
         np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
+@pytest.mark.extended
 def test_gradients_are_the_matrices_times_the_other_part(tmp_path):
     """d loss / dA = scaling dW B^T and d loss / dB = scaling A^T dW, of the merged model's dW."""
     model("qwen3").save_pretrained(tmp_path / "base")

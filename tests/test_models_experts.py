@@ -164,6 +164,7 @@ FILLED = dataclasses.replace(
         ("even", "fp8"),
     ],
 )
+@pytest.mark.extended
 def test_in_pieces_and_at_once_are_a_plain_sum(load, form, kernels, monkeypatch):
     rows, shares, chosen, weights = given(load)
     if form:
@@ -231,6 +232,7 @@ def test_fsdp_splits_experts_where_their_width_is_no_whole_tiles(experts_, width
 
 @pytest.mark.parametrize("form", ["", "adapters", "int8"])
 @pytest.mark.parametrize(("train", "count"), LAYOUTS, ids=str)
+@pytest.mark.extended
 def test_tokens_that_travel_get_what_gathered_ones_get(train, count, form, monkeypatch):
     """Values and gradients, beside all experts on one device."""
     monkeypatch.setattr(experts, "pays", lambda rows, weights: True)

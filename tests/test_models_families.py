@@ -54,6 +54,7 @@ def test_logits_are_transformers_and_files_go_both_ways(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.extended
 def test_padding_and_the_cache_change_nothing(name, tmp_path):
     """Log-probs padded on either side, and of greedy decoding, are those of the row alone."""
     theirs = model(name)
@@ -147,6 +148,7 @@ DENSE = [n for n in MODELS if n in EVERY_DAY and MODELS[n][0] not in EXPERTS]
 
 
 @pytest.mark.parametrize("name", DENSE)
+@pytest.mark.extended
 def test_what_tpus_are_told_another_way_changes_nothing(name, tmp_path):
     """Keys and values by products of their own, queries scaled by their weights, other rotations:
     log-probs and gradients beside the reference set's."""
@@ -175,6 +177,7 @@ def test_a_softcap_of_logits_holds_where_they_are_made_in_chunks(tmp_path, monke
     np.testing.assert_allclose(chunked, whole, atol=1e-5)
 
 
+@pytest.mark.extended
 def test_a_program_of_alternating_layers_does_not_grow_with_depth():
     shape = published("gemma-3-1b")
 

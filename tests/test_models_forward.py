@@ -133,6 +133,7 @@ def close(gradient, expected):
 
 
 @pytest.mark.parametrize("form, samples", [("scanned", 1), *((form, SAMPLES) for form in FORMS)])
+@pytest.mark.extended
 def test_log_probs_and_gradient_equal_torch(form, samples, truth, batch):
     network, params, logprobs, gradient = truth
     run = jax.jit(

@@ -18,6 +18,7 @@ WIDE = {"hidden_size": 512, "intermediate_size": 3072, "num_hidden_layers": 6, "
 
 @pytest.mark.parametrize("name", ["qwen3 tied", "gpt2", "phi3", "mixtral"])
 @pytest.mark.parametrize("sizes", [{"data": 1}, {"fsdp": 2, "tensor": 2}, {"pipe": 3, "data": 1}])
+@pytest.mark.extended
 def test_every_device_gets_its_part_of_what_the_files_hold(tmp_path, name, sizes):
     even = {} if name == "gpt2" else {"num_key_value_heads": 2}
     vocab = {"vocab_size": 48} | ({"bos_token_id": 0, "eos_token_id": 0} if name == "gpt2" else {})
@@ -32,6 +33,7 @@ def test_every_device_gets_its_part_of_what_the_files_hold(tmp_path, name, sizes
 
 
 @pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.extended
 def test_the_host_holds_one_tensor_at_a_time(tmp_path, devices):
     model("qwen3 tied", **WIDE).save_pretrained(tmp_path)
     largest = max(x.nbytes for x in load_file(tmp_path / "model.safetensors").values())

@@ -214,6 +214,7 @@ def test_built_in_tasks_make_wrong_answers():
 SMALL = {"steps": 4, "warm_start.batch": 16, "warm_start.steps": 2, "checkpoint.every": 2}
 
 
+@pytest.mark.extended
 def test_a_run_is_the_same_in_micro_batches_on_devices_and_after_a_stop(tmp_path):
     with trainer_of("DPO", SMALL, tmp_path / "whole") as trainer:
         rows = [computed(row) for row in trainer.run()]

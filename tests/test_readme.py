@@ -70,6 +70,7 @@ def files(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.extended
 def test_a_reward_and_an_algorithm_of_ones_own_as_they_stand(files):
     """With the README's own flags, in a run cut to size."""
     commands = [line for block in blocks("sh") for line in block.splitlines()]

@@ -229,6 +229,7 @@ def classifier_scores(path, sequences):
         return [theirs(torch.tensor([tokens])).logits.item() for tokens in sequences]
 
 
+@pytest.mark.extended
 def test_a_reward_model_is_trained_resumed_exported_and_used(tmp_path):
     changes = SMALL | {"eval.every": 4, "algorithm.centring": 0.01, "actor.learning_rate": 1e-2}
     changes |= {"model.tie_embeddings": False}
@@ -287,6 +288,7 @@ def test_a_reward_model_is_trained_resumed_exported_and_used(tmp_path):
         hjax.load_model(tmp_path / "whole")
 
 
+@pytest.mark.extended
 def test_cost_and_process_models_and_pairs_of_dpo_are_evaluated():
     for name, changes, keys in (
         ("CostModel", COSTLY, {"eval/accuracy", "eval/label_accuracy"}),
@@ -322,6 +324,7 @@ def test_every_family_is_exported_as_its_classifier(name, tmp_path):
     np.testing.assert_allclose(score(params), theirs, atol=5e-5)
 
 
+@pytest.mark.extended
 def test_a_process_reward_model_scores_each_step_of_an_answer(tmp_path):
     """By its training's scores of the same places; their sum is the answer's."""
     changes = SMALL | {"steps": 2, "eval.every": 0, "actor.learning_rate": 1e-2}

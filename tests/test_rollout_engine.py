@@ -243,6 +243,7 @@ SLOW = {
     [*CASES.values(), *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW.values())],
     ids=[*CASES, *SLOW],
 )
+@pytest.mark.extended
 def test_slots_change_nothing(case, alone):
     generator, params, arguments, options = made_by(case)
     rollout, tokens = drawn_by(generator, params, arguments, case, options)
@@ -267,6 +268,7 @@ def test_slots_change_nothing(case, alone):
             np.testing.assert_array_equal(rollout[key], value)
 
 
+@pytest.mark.extended
 def test_prompts_that_do_not_fit_together_are_read_in_parts(alone, monkeypatch):
     monkeypatch.setattr(beginnings, "READING", 3 * LENGTH)
     case = Case()
@@ -320,6 +322,7 @@ def test_surplus_samples_are_given_up_and_the_shortest_kept(name, alone):
 
 
 @pytest.mark.parametrize("name", ["all at once", pytest.param("guesses", marks=pytest.mark.slow)])
+@pytest.mark.extended
 def test_groups_are_told_once_in_the_part_in_which_they_end(name, alone):
     case = dataclasses.replace(SURPLUS[name], cuts=(10, 40, 66))
     generator, params, arguments, options = made_by(case)
@@ -372,6 +375,7 @@ def test_a_stage_has_its_own_layers_and_caches_are_written_in_place():
         (decode.INTERPRETED, False, 4, 8, "int8"),
     ],
 )
+@pytest.mark.extended
 def test_programs_take_the_cache_that_is_said(form, unroll, samples, slots, kept):
     """By hand: keys and values of every prompt and of every row, and some numbers of each row."""
     generator, params, _, options = made_by(Case(form=form, unroll=unroll, cache=kept))
@@ -403,6 +407,7 @@ def test_programs_take_the_cache_that_is_said(form, unroll, samples, slots, kept
     (("data", 1),),
     pytest.param((("pipe", 2), ("tensor", 2)), marks=pytest.mark.slow),
 ])  # fmt: skip
+@pytest.mark.extended
 def test_nothing_is_compiled_for_other_lengths(sizes):
     case = Case(samples=2, prompts=6, slots=8, cuts=(20, 70), sizes=sizes)
     generator, params, (prompts, mask, sequence), options = made_by(case)

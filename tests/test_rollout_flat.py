@@ -67,6 +67,7 @@ def check_same(engine, params, asked, flat, blocks=None):
 
 @pytest.mark.parametrize("config", [PLAIN, ODD])
 @pytest.mark.parametrize("parts, flat", [(1, LENGTHS.sum()), (1, 100), (2, 40)])
+@pytest.mark.extended
 def test_prompts_are_read_without_padding_as_with_it(config, parts, flat):
     engine, params = engine_of(config, parts)
     check_same(engine, params, entering(LENGTHS, 16), int(flat))

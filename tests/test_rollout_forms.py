@@ -84,6 +84,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("form, sizes, unroll, cut", CASES)
+@pytest.mark.extended
 def test_tokens_and_log_probs_do_not_depend_on_the_form(
     network, expected, form, sizes, unroll, cut
 ):
@@ -115,6 +116,7 @@ INT8 = [
     "form, sizes, unroll, cut",
     [INT8[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in INT8[1:])],
 )
+@pytest.mark.extended
 def test_nor_do_they_in_int8(network, expected, expected_in_int8, form, sizes, unroll, cut):
     found = rollout_of(network, form, sizes, unroll, cut, cache="int8")
     for key, value in expected_in_int8.items():

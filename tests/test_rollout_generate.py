@@ -84,6 +84,7 @@ def generate_in_parts(generators, cuts, prompts=PROMPTS, devices=1, **options):
 
 
 @pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.extended
 def test_parts_are_the_whole_with_the_same_parameters(generators, devices):
     prompts = [PROMPTS[i % 4] for i in range(8)]
     options = {"samples": 2, "stop": (4, 31), "sampling": Sampling(temperature=0.8)}

@@ -142,6 +142,7 @@ def test_a_prompt_may_fill_the_models_positions(model):
 
 
 @pytest.mark.parametrize("devices", [{"tensor": 2}, {"copies": 2}, {"tensor": 2, "copies": 3}])
+@pytest.mark.extended
 def test_several_devices_draw_as_one(devices, model, directory):
     """Also where a call's rows do not divide over the copies."""
     several, prompts = hjax.load_model(directory, **devices), ["hello", "a longer one", "three"]
@@ -236,6 +237,7 @@ def test_a_chat_is_what_its_template_makes_of_it(directory, tmp_path):
     np.testing.assert_allclose(model.log_probs([asked, said]), model.log_probs(plain), atol=1e-6)
 
 
+@pytest.mark.extended
 def test_strings_end_a_response(model):
     whole = generate(model, ["hello"], seed=5)[0]
     string = whole.text[3:5]  # two tokens of this tokenizer

@@ -60,6 +60,7 @@ def model():
 
 
 @pytest.mark.parametrize("count", [6, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.extended
 def test_requests_of_all_kinds_get_the_same_with_guesses(count, model):
     draw = random.Random(count)
 
@@ -93,6 +94,7 @@ def test_requests_of_all_kinds_get_the_same_with_guesses(count, model):
         plain.close(0)
 
 
+@pytest.mark.extended
 def test_a_text_that_repeats_itself_takes_fewer_steps(model, monkeypatch):
     service = Service(model, slots=1, lookup=4)
     steps, decode = [], service._engine.decode
@@ -113,6 +115,7 @@ def test_a_text_that_repeats_itself_takes_fewer_steps(model, monkeypatch):
         service.close(0)
 
 
+@pytest.mark.extended
 def test_draws_with_guesses_have_the_exact_frequencies(model):
     """Chi-squared of the tokens that follow a first one, the last of which may have been guessed,
     against the model's own probabilities."""

@@ -203,6 +203,7 @@ SLOW = ("windows", "filled columns", "int8, the kernel", "int8, windows, filled 
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in CASES]
 )
+@pytest.mark.extended
 def test_a_conversation_is_answered_as_if_nothing_were_kept(name, monkeypatch):
     config, form, cache = CASES[name]
     model = language_model(config, form, cache)
@@ -238,6 +239,7 @@ def test_a_conversation_is_answered_as_if_nothing_were_kept(name, monkeypatch):
         forgets.close(0)
 
 
+@pytest.mark.extended
 def test_others_go_on_while_a_long_prompt_is_read(model, monkeypatch):
     monkeypatch.setattr(services, "CHUNK", BLOCK)
     service = Service(model, slots=2)

@@ -138,6 +138,7 @@ def until(true):
         time.sleep(0.002)
 
 
+@pytest.mark.extended
 def test_what_was_kept_of_the_old_weights_is_forgotten_and_nothing_compiled(
     service, weights, greedy
 ):
@@ -161,6 +162,7 @@ def test_what_was_kept_of_the_old_weights_is_forgotten_and_nothing_compiled(
     assert programs() == before and before[-3] > 0
 
 
+@pytest.mark.extended
 def test_who_runs_ends_first_and_who_waits_or_is_half_read_begins_anew(
     model, service, weights, greedy, monkeypatch
 ):
@@ -190,6 +192,7 @@ def test_who_runs_ends_first_and_who_waits_or_is_half_read_begins_anew(
 @pytest.mark.parametrize(
     "form", ["", pytest.param(decode.FILLED_INTERPRETED, marks=pytest.mark.slow)]
 )
+@pytest.mark.extended
 def test_several_devices_answer_as_one(form, weights, greedy, monkeypatch):
     tensor = 4  # more than key-value heads
     if form:
@@ -229,6 +232,7 @@ def test_other_names_shapes_and_dtypes_are_refused(model, service, weights, gree
     assert Asked(service, TWIN).whole() == greedy[1, TWIN]
 
 
+@pytest.mark.extended
 def test_the_old_weights_go_on_where_requests_do_not_end_in_time_or_it_closes(
     model, service, weights, greedy, monkeypatch
 ):

@@ -324,6 +324,7 @@ SPLIT = {
 
 
 @pytest.mark.parametrize("asked", SPLIT)
+@pytest.mark.extended
 def test_parts_of_the_vocabulary_draw_the_same_tokens_for_a_few_numbers_per_row(asked):
     rows, vocab = 16, 4096
     source = np.random.default_rng(4)
@@ -532,6 +533,7 @@ def test_a_token_is_left_to_draw():
 
 
 @pytest.mark.parametrize("vocab", [8, 200, 264])
+@pytest.mark.extended
 def test_bits_of_a_part_that_begins_within_a_word(vocab):
     source, rows = np.random.default_rng(1), 4
     allowed = source.random((rows, vocab)) < 0.5

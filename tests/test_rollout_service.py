@@ -140,6 +140,7 @@ class Spread:
         pytest.param(1000, {"data": 4, "tensor": 2}, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.extended
 def test_neighbours_change_nothing(count, sizes, model, monkeypatch):
     draw = random.Random(count)
     requests = [any_kind(draw) for _ in range(count)]
@@ -279,6 +280,7 @@ def test_an_engine_that_fails_tells_everybody(model, monkeypatch):
     pytest.param(96, {"data": 4, "tensor": 2}, {}, marks=pytest.mark.slow),
     pytest.param(1100, None, {}, marks=pytest.mark.slow),
 ])  # fmt: skip
+@pytest.mark.extended
 def test_after_the_warm_up_nothing_is_compiled_whatever_comes(limit, sizes, options):
     config = dataclasses.replace(CONFIG, max_length=limit)
     layout = make_layouts(jax.devices()[:1]).generate

@@ -124,6 +124,7 @@ STRINGS = tuple(a + b for a in "0246" for b in "13579")
         ),
     ],
 )
+@pytest.mark.extended
 def test_a_runs_responses_end_behind_a_string_of_several_tokens(changes):
     """They are those of a run without it up to there, and what is behind counts for nothing."""
     keys = {"steps": 1, "warm_start.steps": 0, "rollout.prompts": 16, "rollout.samples": 4}
@@ -147,6 +148,7 @@ def test_a_runs_responses_end_behind_a_string_of_several_tokens(changes):
     assert 0 < ended < len(cut["responses"])
 
 
+@pytest.mark.extended
 def test_by_slots_a_row_is_left_behind_once_its_text_has_ended():
     """Of responses of up to 64 tokens the most end within a few; nothing behind is counted."""
     keys = {"steps": 1, "warm_start.steps": 0, "rollout.prompts": 8, "rollout.slots": 8}

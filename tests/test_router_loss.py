@@ -118,6 +118,7 @@ def aux_loss(theirs, batch):
 
 
 @pytest.mark.parametrize("row", FAMILIES)
+@pytest.mark.extended
 def test_loss_and_gradient_are_those_of_transformers(row, tmp_path, saved):
     theirs = model(row)
     loss = aux_loss(theirs, batch_of())
@@ -222,12 +223,14 @@ TOGETHER = {
     "name",
     [n if n == "packs" else pytest.param(n, marks=pytest.mark.slow) for n in TOGETHER],
 )
+@pytest.mark.extended
 def test_the_loss_is_the_same(name, saved):
     path, batch = saved("qwen3 experts"), batch_of(advantages=1.0)
     found = update(path, batch, **TOGETHER[name])
     same(found, update(path, batch), more={"padding"})
 
 
+@pytest.mark.extended
 def test_a_step_is_the_sum_of_its_micro_batches_by_share_of_tokens(saved):
     """Of two passes each has a loss of its own, weighted by the tokens that it counts."""
     path, batch = saved("mixtral"), batch_of()
@@ -310,6 +313,7 @@ def test_a_model_without_experts_is_refused(saved):
         update(saved("qwen3"), batch_of())
 
 
+@pytest.mark.extended
 def test_a_run_takes_the_weight_of_its_key_or_of_config_json(tmp_path):
     ours = get_task("sorting").tokenizer()
     folders = {}

@@ -114,6 +114,7 @@ def test_another_policy_stands_as_it_is():
 @pytest.mark.parametrize(
     ("policy", "packing"), [("none", 0), ("products", 0), ("full", 0), ("none", 1024)]
 )
+@pytest.mark.extended
 def test_an_updates_memory_is_near_its_estimate(policy, packing):
     model = ModelConfig(512, 128, 512, 12, 4, 2, 32, 2048)
     worker = Actor(

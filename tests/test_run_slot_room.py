@@ -65,6 +65,7 @@ def test_the_workers_get_it_and_it_says_why():
     assert chosen(memory=64 * GIB).slots is None  # nobody asked
 
 
+@pytest.mark.extended
 def test_the_programs_of_so_many_fit(monkeypatch):
     """By the compiler: what the dry run counts of every program, beside what is kept."""
     keys = {

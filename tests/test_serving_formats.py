@@ -56,6 +56,7 @@ def complete(client, regex, **fields):
     return client.completions.create(model="bytes", prompt="ab", extra_body=body, **fields)
 
 
+@pytest.mark.extended
 def test_every_answer_is_what_the_schema_allows(client):
     found = chat(client, response_format=FORMAT, n=6, seed=1)
     answers = [choice.message.content for choice in found.choices]
