@@ -183,7 +183,10 @@ def paste(line: str, shell: str, folder: pathlib.Path, venv: str | None, broken:
         ("the run line", ["pip install -q -e .", "hjax.launch --config=ppo.py"]),
         (
             "the test line",
-            ["pip install -q -e .[test]", "pytest -q -n auto --dist worksteal -m not slow"],
+            [
+                "pip install -q -e .[test]",
+                "pytest -q -n auto --dist worksteal -m not slow and not extended",
+            ],
         ),
     ],
 )

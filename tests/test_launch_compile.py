@@ -111,6 +111,7 @@ def test_help(capsys):
     assert "--topology=KIND:SIZES" in out and "ppo_llama_7b.py" in out and "exit status" in out
 
 
+@pytest.mark.extended
 def test_the_compiler_says_how_much_memory_is_missing():
     text = (
         "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory "
@@ -163,6 +164,7 @@ def programs_of(algorithm, changes=None):
         return {(p.role, p.name): p for p in found}, rehearsal
 
 
+@pytest.mark.extended
 def test_a_users_own_call_brings_its_program(tmp_path):
     (tmp_path / "mine.py").write_text(
         "import hjax\n"
@@ -183,6 +185,7 @@ def test_a_users_own_call_brings_its_program(tmp_path):
     }
 
 
+@pytest.mark.extended
 def test_every_program_of_a_step_is_listed():
     ppo, _ = programs_of("PPO", {"algorithm.minibatch": 8, "algorithm.epochs": 3})
     names = set(ppo)
@@ -219,6 +222,7 @@ def test_what_stays_beside_a_program():
     assert record["sum_bytes"] == 1000 + sum(update.values())
 
 
+@pytest.mark.extended
 def test_an_fsdp_update_moves_parameters_and_gradients_not_activations():
     changes = {
         "layout.actor.train.data": 1, "layout.actor.train.fsdp": 8, "model.remat": "full",
@@ -301,6 +305,7 @@ QUICK = (("sft.py", "h100:1x8"),)
     + [pytest.param("ppo.py", "v5e:4x4", marks=[needs_libtpu, pytest.mark.slow])],
 )
 @pytest.mark.timeout(3600)
+@pytest.mark.extended
 def test_every_shipped_config_compiles_as_it_stands(name, topology, tmp_path, request):
     if name == "stories.py":
         request.getfixturevalue("test_data")  # its weights
@@ -357,6 +362,7 @@ print(json.dumps({
 
 
 @needs_libtpu
+@pytest.mark.extended
 def test_what_crosses_between_slices_is_counted_at_the_network_s_rate():
     done = subprocess.run(
         [sys.executable, "-c", TWO_SLICES], capture_output=True, text=True, timeout=300
@@ -426,6 +432,7 @@ def test_a_small_step_compiles_for_a_small_topology(tmp_path):
 
 
 @needs_libtpu
+@pytest.mark.extended
 def test_a_vocabulary_that_does_not_fit_is_refused_with_the_bytes_missing(tmp_path):
     keys = {"layers": 1, "hidden_size": 2048, "vocab_size": 1 << 20}
     changes = [f"--config.model.{key}={value}" for key, value in keys.items()]
@@ -469,6 +476,7 @@ def test_a_model_that_does_not_fit_is_refused_with_the_bytes_missing(tmp_path):
 
 
 @needs_libtpu
+@pytest.mark.extended
 def test_a_topology_that_the_compiler_does_not_know(tmp_path):
     done = command("--config=ppo.py", "--topology=v5e:3x3", cache=tmp_path)
     assert done.returncode == 2
@@ -476,6 +484,7 @@ def test_a_topology_that_the_compiler_does_not_know(tmp_path):
 
 
 @needs_libtpu
+@pytest.mark.extended
 def test_with_libtpu_and_without_a_tpu_the_cpu_is_taken_quietly(tmp_path):
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "TPU_"))}
     done = subprocess.run(
