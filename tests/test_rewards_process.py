@@ -338,7 +338,7 @@ def test_a_reward_function_travels_without_its_process(made):
     again = read(write(function))
     assert judge(again).rewards.tolist() == [1.0] * 3  # a process of its own
     again.close()
-    with pytest.raises(Exception, match="hjax_user|pickle"):
+    with pytest.raises(Exception, match="hjax_user|pickle|local object"):
         pickle.dumps(RewardFunction(lambda p, r, **c: []))
 
 
