@@ -123,8 +123,8 @@ def _run(command: TransitionCommand) -> int:
     # Of a plain program's detours the compiler warns; the table has their bytes.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     from hjax.dryrun.shape_inputs import read_shape
-    from hjax.studies.transition_cost import built_in, describe
-    from hjax.studies.transition_groups import Table2Case
+    from hjax.dryrun.transition_cost import built_in, describe
+    from hjax.dryrun.transition_groups import Table2Case
 
     case = Table2Case(*command.train, *command.generate)
     rings = _rings(case, command.topology) if command.topology else {}
@@ -132,7 +132,7 @@ def _run(command: TransitionCommand) -> int:
     name = command.model or "built-in"
     console = wide_console()
     if case.devices > COMPILED:
-        from hjax.studies.transition_counted import describe_counted
+        from hjax.dryrun.transition_counted import describe_counted
 
         found = describe_counted(case, command.method, model, name, command.dtype)
         show_counted(found, str(case), console)
@@ -193,8 +193,8 @@ def show(found: Mapping[str, Any], case: str, platform: str, console: Any) -> No
     from rich.table import Table
     from rich.text import Text
 
+    from hjax.dryrun.transition_groups import describe_groups
     from hjax.show.transition_table import picture
-    from hjax.studies.transition_groups import describe_groups
 
     total = found["model_bytes"]
     console.print(Text(f"{case}   {METHOD_NAMES[found['method']]}", style="bold"))

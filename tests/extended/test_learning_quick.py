@@ -5,6 +5,7 @@ import pathlib
 import sys
 import xml.etree.ElementTree as ElementTree
 
+import learning
 import pytest
 from helpers import trainer_of
 
@@ -13,8 +14,6 @@ from hjax.launch.configs import LEARNS, Measure
 from hjax.settings.reading import config_names, load_config
 
 ROOT = pathlib.Path(__file__).parents[2]
-sys.path.append(str(ROOT / "benchmarks"))
-import learning  # noqa: E402
 
 EVENS = f"{ROOT / 'tests' / 'evens_reward.py'}:evens"
 # Algorithm -> keys, the metric, and by how much it is to rise.

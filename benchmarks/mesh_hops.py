@@ -1,6 +1,6 @@
 """The table of docs/meshes.md: how far apart neighbours in a mesh stand, before and after.
 
-`python -m hjax.studies.paper_tables hops [--write]` prints it, or writes it into the page. Places
+`python benchmarks/paper_tables.py hops [--write]` prints it, or writes it into the page. Places
 come from coordinates alone (``hjax.sharding.stand_ins``).
 """
 

@@ -12,12 +12,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from hjax.dryrun.transition_cost import model_leaves
+from hjax.dryrun.transition_groups import Table2Case, table2
 from hjax.errors import ConfigError
 from hjax.models.config import ModelConfig
 from hjax.sharding.buckets import Leaf, plan_leaf
 from hjax.sharding.layout import RoleLayouts, fitted, make_layouts
-from hjax.studies.transition_cost import model_leaves
-from hjax.studies.transition_groups import Table2Case, table2
 
 
 def describe_counted(

@@ -11,15 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from hjax.errors import ConfigError
-from hjax.machine import device_memory, free_bytes
-from hjax.models.config import ModelConfig
-from hjax.models.parameters import decoder_network
-from hjax.sharding.layout import RoleLayouts, fitted
-from hjax.sharding.live_memory import PeakWatch
-from hjax.sharding.transition import BUCKET_BYTES, Transition
-from hjax.studies.gather_and_cut import GatherAndCut
-from hjax.studies.transition_groups import (
+from hjax.dryrun.gather_and_cut import GatherAndCut
+from hjax.dryrun.transition_groups import (
     Table2Case,
     case_layouts,
     holdings,
@@ -27,6 +20,13 @@ from hjax.studies.transition_groups import (
     table2,
     zero_sharding,
 )
+from hjax.errors import ConfigError
+from hjax.machine import device_memory, free_bytes
+from hjax.models.config import ModelConfig
+from hjax.models.parameters import decoder_network
+from hjax.sharding.layout import RoleLayouts, fitted
+from hjax.sharding.live_memory import PeakWatch
+from hjax.sharding.transition import BUCKET_BYTES, Transition
 from hjax.xla.collectives import received_bytes
 
 # Divides for every p, t, p_g, t_g up to 16, and over 16 devices.
