@@ -157,7 +157,7 @@ def transition_markdown(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _pictures(example: dict[str, dict[str, Any]]) -> str:
-    from hjax.show.transition_table import LEGEND, marks
+    from hjax.dryrun.transition_groups import LEGEND, marks
 
     lines = ["```", "rank  training  hybridflow  vanilla"]
     for rank in range(EXAMPLE.devices):

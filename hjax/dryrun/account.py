@@ -10,8 +10,7 @@ from hjax.devices import DEVICES
 from hjax.dryrun.programs import Rehearsal, StepProgram, phase_of
 from hjax.dryrun.topologies import Topology, parse_topology
 from hjax.sharding.wires import wires_of
-from hjax.xla.limits import Limits
-from hjax.xla.links import Torus
+from hjax.xla.limits import Limits, Torus
 from hjax.xla.roofline import Operation, Turn, roofline
 
 COSTLIEST = 10  # source lines that are kept of a program

@@ -28,8 +28,14 @@ from hjax.launch.leaving import run_and_leave
 from hjax.launch.machine import prepare_jax
 from hjax.launch.stages import Stages, dry_run_stages, read_stages, run_stages
 from hjax.run.workdir import Workdir
-from hjax.settings.origins import origins, without_effect
-from hjax.settings.reading import check_config, config_names, find_config, load_config
+from hjax.settings.reading import (
+    check_config,
+    config_names,
+    find_config,
+    load_config,
+    origins,
+    without_effect,
+)
 from hjax.show.help_text import print_help
 
 HELP = """\

@@ -116,7 +116,7 @@ def show(description: dict[str, Any], console: Any) -> None:
     console.print(memory_table(description["programs"], topology["memory_bytes"], console.width))
     console.print(work_table(description["programs"]))
     if rings := description.get("rings"):
-        from hjax.show.ring_table import ring_table
+        from hjax.show.memory_table import ring_table
 
         console.print(ring_table(rings))
     if moved := description.get("transition"):
@@ -142,7 +142,7 @@ def show(description: dict[str, Any], console: Any) -> None:
 def show_roofline(description: dict[str, Any], console: Any) -> None:
     """Print how long the programs take by data sheet, and where."""
     from hjax.show.format import seconds
-    from hjax.show.roofline_table import costliest_table, roofline_table
+    from hjax.show.memory_table import costliest_table, roofline_table
 
     records = [record for record in description["programs"] if record.get("roofline")]
     if not records:

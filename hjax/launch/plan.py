@@ -17,9 +17,8 @@ from hjax.launch.plan_flags import Request, parse
 from hjax.launch.signals import started_as
 from hjax.planning.result import describe_candidate, describe_result
 from hjax.planning.run_config import config_text
-from hjax.planning.runnable import search_runnable
 from hjax.planning.search import SearchResult
-from hjax.planning.strategies import STRATEGIES
+from hjax.planning.strategies import STRATEGIES, search_runnable
 from hjax.show.help_text import print_help
 from hjax.show.plan_page import plan_page
 from hjax.show.plan_tables import print_plan
@@ -125,7 +124,7 @@ def _explain(workdir: Path, as_json: bool) -> int:
     """Show what a run's end says of its plan."""
     from hjax.planning.after_run import read_record
     from hjax.planning.learning import summary
-    from hjax.show.seconds_table import seconds_table
+    from hjax.show.plan_tables import seconds_table
 
     found = read_record(workdir)
     console = wide_console()

@@ -18,8 +18,7 @@ from hjax.given import given_path
 from hjax.launch.command import parse_flags, take_config
 from hjax.planning import hardware
 from hjax.planning.constants import Constants
-from hjax.planning.dataflow import find_algorithm
-from hjax.planning.problems import NUMERICS, fill_in, pose_problem
+from hjax.planning.problems import NUMERICS, fill_in, find_algorithm, pose_problem
 from hjax.planning.records import Cluster, Workload
 from hjax.planning.run_config import keys_of_config, keys_of_models
 from hjax.planning.search import Problem

@@ -123,7 +123,7 @@ def _run(command: TransitionCommand) -> int:
     # Of a plain program's detours the compiler warns; the table has their bytes.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     from hjax.dryrun.shape_inputs import read_shape
-    from hjax.dryrun.transition_cost import built_in, describe
+    from hjax.dryrun.transition_cost import built_in, describe, describe_counted
     from hjax.dryrun.transition_groups import Table2Case
 
     case = Table2Case(*command.train, *command.generate)
@@ -132,8 +132,6 @@ def _run(command: TransitionCommand) -> int:
     name = command.model or "built-in"
     console = wide_console()
     if case.devices > COMPILED:
-        from hjax.dryrun.transition_counted import describe_counted
-
         found = describe_counted(case, command.method, model, name, command.dtype)
         show_counted(found, str(case), console)
     else:
@@ -142,7 +140,7 @@ def _run(command: TransitionCommand) -> int:
             found = describe(case, command.method, devices, model, name, command.dtype)
         show(found, str(case), devices[0].platform, console)
     if rings:
-        from hjax.show.ring_table import ring_table
+        from hjax.show.memory_table import ring_table
 
         found["rings"] = rings
         console.print(ring_table({command.topology: rings}))
@@ -154,9 +152,9 @@ def _run(command: TransitionCommand) -> int:
 
 def _rings(case: Any, topology: str) -> dict[str, dict[str, float]]:
     """How far apart the devices of each mesh axis stand on hardware that is not here."""
+    from hjax.dryrun.topologies import listed
     from hjax.sharding.layout import make_layouts
     from hjax.sharding.placing import place_devices, ring_table
-    from hjax.sharding.stand_ins import listed
 
     devices = listed(topology)
     if len(devices) != case.devices:
@@ -193,8 +191,7 @@ def show(found: Mapping[str, Any], case: str, platform: str, console: Any) -> No
     from rich.table import Table
     from rich.text import Text
 
-    from hjax.dryrun.transition_groups import describe_groups
-    from hjax.show.transition_table import picture
+    from hjax.dryrun.transition_groups import describe_groups, picture
 
     total = found["model_bytes"]
     console.print(Text(f"{case}   {METHOD_NAMES[found['method']]}", style="bold"))

@@ -11,9 +11,8 @@ from hjax.planning import memory
 from hjax.planning.hardware import legal_counts
 from hjax.planning.options import batches_divide, prompts_divide, slots
 from hjax.planning.records import MASTERS, Candidate, Option
-from hjax.planning.runnable import only_compiles
 from hjax.planning.search import Problem, RoleFronts, SearchResult
-from hjax.planning.strategies import STRATEGIES
+from hjax.planning.strategies import STRATEGIES, only_compiles
 from hjax.roles import STAGES
 from hjax.show.format import size
 

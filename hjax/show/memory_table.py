@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from hjax.show.format import flop_count, size
+from hjax.show.format import flop_count, seconds, size
 
 # Figures of a program itself, by their column.
 _FIGURES = {
@@ -176,3 +177,120 @@ def verdict(records: Sequence[Mapping[str, Any]], memory_bytes: int) -> str:
         f"most is held during {name_of([most])}: {size(most['sum_bytes'])} per device of "
         f"{size(memory_bytes)}, {end} ({parts})"
     )
+
+
+def roofline_table(records: Sequence[Mapping[str, Any]]) -> Any:
+    """A row per program: how long it takes by data sheet, what bounds it, beside its minimum.
+
+    Args:
+      records: of ``compile_program``, those with a ``roofline``.
+    """
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    table.add_column("program")
+    for column in ("predicted", "minimum", "bound", "MFU", "tokens/s", "memory", "FLOPs",
+                   "received", "of it waited for"):  # fmt: skip
+        table.add_column(column, justify="right")
+    for group in grouped(records):
+        found = [record["roofline"] for record in group]
+        total = {key: sum(each[key] for each in found) for key in SUMMED}
+        least = [record["minimum"] for record in group if record.get("minimum")]
+        mfu, rate = group[0].get("mfu"), group[0].get("tokens_per_second")
+        received = total["received_bytes"]
+        waited = f"{total['synchronous_bytes'] / received:.0%}" if received else ""
+        table.add_row(
+            Text(name_of(group)),
+            seconds(total["seconds"]),
+            seconds(sum(each["seconds"] for each in least)) if least else "",
+            max(found, key=lambda each: each["seconds"])["bound"],
+            f"{mfu:.1%}" if mfu else "",
+            f"{rate:,.0f}" if rate else "",
+            _of(total["bytes"], least, "bytes", size),
+            _of(total["flops"], least, "flops", flop_count),
+            _of(received, least, "received_bytes", size) if received else "",
+            waited,
+        )
+    return table
+
+
+SUMMED = ("seconds", "bytes", "flops", "received_bytes", "synchronous_bytes")
+
+
+def _of(found: float, least: Sequence[Mapping[str, float]], key: str, told: Any) -> str:
+    """An amount, and how many times its minimum that is."""
+    floor = sum(each[key] for each in least)
+    return f"{told(found)} ({found / floor:.2f}×)" if floor else told(found)
+
+
+def costliest_table(record: Mapping[str, Any]) -> Any:
+    """The lines of source on which a program spends most of its time."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(
+        box=box.SIMPLE_HEAD, padding=(0, 1), title=name_of([record]), title_justify="left"
+    )
+    table.add_column("line")
+    for column in ("seconds", "share", "runs", "memory", "FLOPs", "received"):
+        table.add_column(column, justify="right")
+    total = record["roofline"]["seconds"] or 1.0
+    for line in record["roofline"]["costliest"]:
+        table.add_row(
+            Text(short(line["source"]) or line["name"]),
+            seconds(line["seconds"]),
+            f"{line['seconds'] / total:.0%}",
+            f"{line['times']:,.0f}",
+            size(line["bytes"]) if line["bytes"] else "",
+            flop_count(line["flops"]) if line["flops"] else "",
+            size(line["received_bytes"]) if line["received_bytes"] else "",
+        )
+    return table
+
+
+def short(source: str) -> str:
+    """A place as people know it: from the package's folder on, else the file alone."""
+    path, _, line = source.rpartition(":")
+    parts = Path(path).parts
+    if "hjax" in parts:
+        at = len(parts) - 1 - parts[::-1].index("hjax")
+        return f"{'/'.join(parts[at:])}:{line}"
+    return f"{Path(path).name}:{line}" if path else source
+
+
+def ring_rows(rings: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[tuple[str, ...]]:
+    """Rows of roles, mesh axis, mean hops, share of the steps over the network, and how many steps
+    use the busiest link; roles whose meshes have the same rings share rows.
+
+    Args:
+      rings: by role and axis ``hops``, ``network`` and ``busiest``.
+    """
+    roles: dict[Any, list[str]] = {}
+    for role, axes in rings.items():
+        key = tuple((axis, *sorted(found.items())) for axis, found in axes.items())
+        roles.setdefault(key, []).append(role)
+    rows: list[tuple[str, ...]] = []
+    for names in roles.values():
+        for number, (axis, found) in enumerate(rings[names[0]].items()):
+            network = f"{100 * found['network']:.0f} %" if found["network"] else ""
+            hops = f"{found['hops']:.2f}" if found["network"] < 1 else ""
+            label = ", ".join(names) if number == 0 else ""
+            rows.append((label, axis, hops, network, str(found["busiest"])))
+    return rows
+
+
+def ring_table(rings: Mapping[str, Mapping[str, Mapping[str, float]]], title: str = "") -> Any:
+    """A rich table of ``ring_rows``."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), title=title or None, title_justify="left")
+    for name in ("roles", "mesh axis", "hops in its rings", "over the network", "busiest link"):
+        table.add_column(name, justify="left" if name in ("roles", "mesh axis") else "right")
+    for row in ring_rows(rings):
+        table.add_row(*map(Text, row))
+    return table

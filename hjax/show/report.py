@@ -26,11 +26,18 @@ from hjax.files import (
 from hjax.settings.checking import owned_defaults
 from hjax.settings.keys import OWNED_SECTIONS, default_config
 from hjax.show.charts import stacked_bar, timeline, value_text
-from hjax.show.curves import Row, calibration_cards, compiling_steps, curve_cards, points_of
-from hjax.show.format import clock, count, duration
-from hjax.show.origins import start_row
+from hjax.show.curves import (
+    OTHER,
+    PHASE_COLORS,
+    ROLE_COLORS,
+    Row,
+    calibration_cards,
+    compiling_steps,
+    curve_cards,
+    points_of,
+)
+from hjax.show.format import clock, count, duration, start_row
 from hjax.show.pages import from_files, render
-from hjax.show.palette import OTHER, PHASE_COLORS, ROLE_COLORS
 from hjax.show.samples import browsed, held_out_table, histogram_bars, training_samples
 
 _TIMELINE_STEPS = 3
