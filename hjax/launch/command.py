@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 
 from hjax.errors import ConfigError, exit_status
 from hjax.settings.reading import check_config, config_names, load_config
+from hjax.show.help_text import print_help
 
 
 def take_config(arguments: Sequence[str]) -> tuple[str, list[str]]:
@@ -38,6 +39,27 @@ def take_config(arguments: Sequence[str]) -> tuple[str, list[str]]:
     return name, rest
 
 
+_DEFINE: dict[type, Callable[..., object]] = {
+    bool: flags.DEFINE_bool,
+    float: flags.DEFINE_float,
+    int: flags.DEFINE_integer,
+    str: flags.DEFINE_string,
+}
+
+
+def define(own: flags.FlagValues | None = None, **defaults: object) -> flags.FlagValues:
+    """A command's flags, with those of ``own``.
+
+    Args:
+      defaults: by name; a type is one of that type that is None where it is not given.
+    """
+    own = flags.FlagValues() if own is None else own
+    for name, default in defaults.items():
+        kind, value = (default, None) if isinstance(default, type) else (type(default), default)
+        _DEFINE[kind](name, value, "see --help", flag_values=own)
+    return own
+
+
 def parse_flags(own: flags.FlagValues, arguments: Sequence[str]) -> None:
     """Give a command's flags their values.
 
@@ -61,6 +83,21 @@ def stopped_by_ctrl_c(run: Callable[[], int]) -> int:
         return 130
 
 
+def answered(
+    arguments: Sequence[str] | None, text: Callable[[], str], run: Callable[[list[str]], int]
+) -> int:
+    """The exit status of a command: it prints ``text`` for ``--help``, else it runs.
+
+    Args:
+      arguments: None: those of this process.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if any(a in ("--help", "-help", "-h") for a in arguments):
+        print_help(text())
+        return 0
+    return exit_status(lambda: run(arguments))
+
+
 def run_with_config(run: Callable[[ConfigDict], None], text: str) -> NoReturn:
     """The whole of a command that only takes a config: reads it, runs, exits with the status.
 
@@ -68,13 +105,9 @@ def run_with_config(run: Callable[[ConfigDict], None], text: str) -> NoReturn:
       run: what it does with the config.
       text: what ``--help`` prints.
     """
-    arguments = sys.argv[1:]
-    if any(a in ("--help", "-help", "-h") for a in arguments):
-        print(text)
-        sys.exit(0)
 
-    def whole() -> int:
+    def whole(arguments: list[str]) -> int:
         run(check_config(load_config(*take_config(arguments))))
         return 0
 
-    sys.exit(exit_status(whole))
+    sys.exit(answered(None, lambda: text, whole))

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
-from hjax.errors import ConfigError, exit_status
+from hjax.errors import ConfigError
 from hjax.files import json_line
 from hjax.launch import sampling_flags
-from hjax.launch.command import parse_flags, stopped_by_ctrl_c
+from hjax.launch.command import answered, define, parse_flags, stopped_by_ctrl_c
 from hjax.launch.leaving import run_and_leave
 from hjax.launch.sampling_flags import ModelFront, existing_file, options_of, token_ids
 from hjax.show.answers import say, say_pieces, say_response
-from hjax.show.help_text import print_help
 from hjax.show.tables import wide_console
 
 if TYPE_CHECKING:
@@ -60,12 +59,9 @@ FIELDS = ("text", "tokens", "logprobs", "finish_reason")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if any(a in ("--help", "-help", "-h") for a in arguments):
-        text = sampling_flags.HELP.format(temperature="0 is greedy (1)", batch=BATCH)
-        print_help(HELP.format(sampling=text, length=LENGTH))
-        return 0
-    return stopped_by_ctrl_c(lambda: exit_status(lambda: _run(arguments)))
+    sampling = sampling_flags.HELP.format(temperature="0 is greedy (1)", batch=BATCH)
+    text = HELP.format(sampling=sampling, length=LENGTH)
+    return stopped_by_ctrl_c(lambda: answered(arguments, lambda: text, _run))
 
 
 def parse(arguments: Sequence[str]) -> flags.FlagValues:
@@ -76,11 +72,7 @@ def parse(arguments: Sequence[str]) -> flags.FlagValues:
     """
     own = flags.FlagValues()
     sampling_flags.define(own, batch=BATCH)
-    flags.DEFINE_string("prompt", None, "see --help", flag_values=own)
-    flags.DEFINE_string("prompts", None, "see --help", flag_values=own)
-    flags.DEFINE_string("regex", None, "see --help", flag_values=own)
-    flags.DEFINE_string("json_schema", None, "see --help", flag_values=own)
-    flags.DEFINE_string("grammar", None, "see --help", flag_values=own)
+    define(own, prompt=str, prompts=str, regex=str, json_schema=str, grammar=str)
     flags.DEFINE_multi_string("choice", None, "see --help", flag_values=own)
     parse_flags(own, arguments)
     sampling_flags.settle(own)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hjax.show.format import flop_count, seconds, size
+from hjax.show.tables import rows_table
 
 # Figures of a program itself, by their column.
 _FIGURES = {
@@ -134,25 +135,20 @@ def _bar(record: Mapping[str, Any], held: int, scale: int, memory_bytes: int | N
 
 def work_table(records: Sequence[Mapping[str, Any]]) -> Any:
     """FLOPs and bytes received, per device and run of each program."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
-    table.add_column("program")
-    for column in ("rows", "FLOPs per device", "received per device"):
-        table.add_column(column, justify="right")
-    table.add_column("collectives: how many, bytes received per device")
+    figures = ("rows", "FLOPs per device", "received per device")
+    columns = ("program", *figures, "collectives: how many, bytes received per device")
+    rows = []
     for group in grouped(records):
         received = [r["received_bytes"] for r in group if "received_bytes" in r]
-        table.add_row(
-            Text(name_of(group)),
+        row = (
+            name_of(group),
             f"{group[0]['rows']:,}" if group[0]["flops"] else "",  # a transition has none
             flop_count(sum(record["flops"] for record in group)),
             size(sum(received)) if received else "",
-            Text(_kinds(group) or "–"),
+            _kinds(group) or "–",
         )
-    return table
+        rows.append(row)
+    return rows_table(columns, rows, right=figures)
 
 
 def _kinds(group: Sequence[Mapping[str, Any]]) -> str:
@@ -185,15 +181,9 @@ def roofline_table(records: Sequence[Mapping[str, Any]]) -> Any:
     Args:
       records: of ``compile_program``, those with a ``roofline``.
     """
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
-    table.add_column("program")
-    for column in ("predicted", "minimum", "bound", "MFU", "tokens/s", "memory", "FLOPs",
-                   "received", "of it waited for"):  # fmt: skip
-        table.add_column(column, justify="right")
+    figures = ("predicted", "minimum", "bound", "MFU", "tokens/s", "memory", "FLOPs", "received",
+               "of it waited for")  # fmt: skip
+    rows = []
     for group in grouped(records):
         found = [record["roofline"] for record in group]
         total = {key: sum(each[key] for each in found) for key in SUMMED}
@@ -201,8 +191,8 @@ def roofline_table(records: Sequence[Mapping[str, Any]]) -> Any:
         mfu, rate = group[0].get("mfu"), group[0].get("tokens_per_second")
         received = total["received_bytes"]
         waited = f"{total['synchronous_bytes'] / received:.0%}" if received else ""
-        table.add_row(
-            Text(name_of(group)),
+        row = (
+            name_of(group),
             seconds(total["seconds"]),
             seconds(sum(each["seconds"] for each in least)) if least else "",
             max(found, key=lambda each: each["seconds"])["bound"],
@@ -213,7 +203,8 @@ def roofline_table(records: Sequence[Mapping[str, Any]]) -> Any:
             _of(received, least, "received_bytes", size) if received else "",
             waited,
         )
-    return table
+        rows.append(row)
+    return rows_table(("program", *figures), rows, right=figures)
 
 
 SUMMED = ("seconds", "bytes", "flops", "received_bytes", "synchronous_bytes")
@@ -227,20 +218,12 @@ def _of(found: float, least: Sequence[Mapping[str, float]], key: str, told: Any)
 
 def costliest_table(record: Mapping[str, Any]) -> Any:
     """The lines of source on which a program spends most of its time."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(
-        box=box.SIMPLE_HEAD, padding=(0, 1), title=name_of([record]), title_justify="left"
-    )
-    table.add_column("line")
-    for column in ("seconds", "share", "runs", "memory", "FLOPs", "received"):
-        table.add_column(column, justify="right")
+    figures = ("seconds", "share", "runs", "memory", "FLOPs", "received")
+    rows = []
     total = record["roofline"]["seconds"] or 1.0
     for line in record["roofline"]["costliest"]:
-        table.add_row(
-            Text(short(line["source"]) or line["name"]),
+        row = (
+            short(line["source"]) or line["name"],
             seconds(line["seconds"]),
             f"{line['seconds'] / total:.0%}",
             f"{line['times']:,.0f}",
@@ -248,7 +231,8 @@ def costliest_table(record: Mapping[str, Any]) -> Any:
             flop_count(line["flops"]) if line["flops"] else "",
             size(line["received_bytes"]) if line["received_bytes"] else "",
         )
-    return table
+        rows.append(row)
+    return rows_table(("line", *figures), rows, right=figures, title=name_of([record]))
 
 
 def short(source: str) -> str:
@@ -284,13 +268,5 @@ def ring_rows(rings: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[tu
 
 def ring_table(rings: Mapping[str, Mapping[str, Mapping[str, float]]], title: str = "") -> Any:
     """A rich table of ``ring_rows``."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), title=title or None, title_justify="left")
-    for name in ("roles", "mesh axis", "hops in its rings", "over the network", "busiest link"):
-        table.add_column(name, justify="left" if name in ("roles", "mesh axis") else "right")
-    for row in ring_rows(rings):
-        table.add_row(*map(Text, row))
-    return table
+    figures = ("hops in its rings", "over the network", "busiest link")
+    return rows_table(("roles", "mesh axis", *figures), ring_rows(rings), figures, title)

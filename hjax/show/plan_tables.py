@@ -21,6 +21,7 @@ from hjax.show.plan_rows import (
     spans,
     stage_rows,
 )
+from hjax.show.tables import rows_table
 
 COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red", "white")
 _GANTT_WIDTH = 72  # characters
@@ -42,21 +43,21 @@ def print_plan(plan: PlanRecord, console: Any, roofline: bool = False) -> None:
     )
     for line in remarks(plan):
         console.print(Text(line, style="yellow"))
-    console.print(_table([*ROLE_TEXTS, *ROLE_FIGURES], role_rows(plan), right=ROLE_FIGURES))
+    console.print(rows_table([*ROLE_TEXTS, *ROLE_FIGURES], role_rows(plan), right=ROLE_FIGURES))
     console.print(_gantt(plan))
     console.print(_memory(plan))
     left = f"{plan['slower']} slower, {len(plan['impossible'])} do not fit"
     rows = [*candidate_rows(plan), ["", f"other placements: {left}", ""]]
-    console.print(_table(CANDIDATE_COLUMNS, rows, right=("step",), title="candidates"))
+    console.print(rows_table(CANDIDATE_COLUMNS, rows, right=("step",), title="candidates"))
     if "compiled" in plan:
         memory = size(plan["compiled"]["memory_bytes"])
         title = f"compiled for {plan['compiled']['topology']}, devices of {memory}"
         rows = compiled_rows(plan)
-        console.print(_table(COMPILED_COLUMNS, rows, right=COMPILED_COLUMNS[1:], title=title))
+        console.print(rows_table(COMPILED_COLUMNS, rows, right=COMPILED_COLUMNS[1:], title=title))
         if roofline:
             title = "a step's stages: the plan's seconds, and those that the programs say"
             rows = stage_rows(plan)
-            console.print(_table(STAGE_COLUMNS, rows, right=STAGE_COLUMNS[2:], title=title))
+            console.print(rows_table(STAGE_COLUMNS, rows, right=STAGE_COLUMNS[2:], title=title))
     measured = plan["origins"]["seconds"].startswith("measured")
     origin = "measured" if measured else "assumed (docs/auto_mapping.md)"
     where = [text for text in plan["origins"]["hardware"] if text.startswith("measured")]
@@ -65,21 +66,6 @@ def print_plan(plan: PlanRecord, console: Any, roofline: bool = False) -> None:
         f"{'; '.join(where) or 'data sheets'}. Searched in {plan['search_seconds']:.2f} s.",
         style="dim",
     )
-
-
-def _table(
-    columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str], title: str = ""
-) -> Any:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), title=title or None, title_justify="left")
-    for name in columns:
-        table.add_column(name, justify="right" if name in right else "left")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    return table
 
 
 def _gantt(plan: PlanRecord) -> Any:
@@ -146,15 +132,10 @@ def seconds_table(found: Mapping[str, Any]) -> Any:
     Args:
       found: of ``hjax.planning.learning.record``.
     """
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
-    for name in ("role", "stage", "calls", "predicted", "measured", "ratio"):
-        table.add_column(name, justify="left" if name in ("role", "stage", "calls") else "right")
+    columns = ("role", "stage", "calls", "predicted", "measured", "ratio")
+    rows = []
     for call in found["calls"]:
         seconds = [duration(call[key]) for key in ("predicted", "measured")]
         row = call["role"], call["stage"], ", ".join(call["methods"]), *seconds
-        table.add_row(*map(Text, (*row, f"{call['ratio']:.2f}")))
-    return table
+        rows.append((*row, f"{call['ratio']:.2f}"))
+    return rows_table(columns, rows, right=columns[3:])
