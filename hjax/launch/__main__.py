@@ -22,7 +22,7 @@ import hjax
 from hjax.errors import ConfigError, exit_status
 from hjax.files import METRICS, json_line
 from hjax.given import given_path
-from hjax.launch.command import define, parse_flags, take_config
+from hjax.launch.command import define, parse_flags, print_help, take_config
 from hjax.launch.leaving import run_and_leave
 from hjax.launch.machine import prepare_jax
 from hjax.launch.stages import Stages, dry_run_stages, read_stages, run_stages
@@ -35,7 +35,6 @@ from hjax.settings.reading import (
     origins,
     without_effect,
 )
-from hjax.show.help_text import print_help
 
 HELP = """\
 usage: python -m hjax.launch --config=NAME.py [--workdir=DIR] [--overwrite] [--dry_run]
@@ -270,8 +269,7 @@ def _measure(command: TrainCommand) -> int:
 def _compare_seconds(trainer: Any, workdir: Path) -> str:
     """Have the plan learn from the run; returns a line on how near it was, empty without a
     profile."""
-    from hjax.planning.after_run import learn_from
-    from hjax.planning.learning import summary
+    from hjax.planning.learning import learn_from, summary
 
     try:
         found = learn_from(trainer, workdir)

@@ -21,7 +21,7 @@ from hjax.planning.run_config import config_text
 from hjax.planning.search import SearchResult
 from hjax.planning.strategies import STRATEGIES, search_runnable
 from hjax.show.plan_page import plan_page
-from hjax.show.plan_tables import print_plan
+from hjax.show.plan_rows import print_plan
 from hjax.show.tables import wide_console
 
 HELP = """\
@@ -116,9 +116,8 @@ def _run(arguments: Sequence[str]) -> int:
 
 def _explain(workdir: Path, as_json: bool) -> int:
     """Show what a run's end says of its plan."""
-    from hjax.planning.after_run import read_record
-    from hjax.planning.learning import summary
-    from hjax.show.plan_tables import seconds_table
+    from hjax.planning.learning import read_record, summary
+    from hjax.show.plan_rows import seconds_table
 
     found = read_record(workdir)
     console = wide_console()

@@ -275,7 +275,7 @@ import json, jax, jax.numpy as jnp
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_enable_compilation_cache", False)
 from jax.sharding import NamedSharding, PartitionSpec
-from hjax.dryrun.account import account
+from hjax.dryrun.compilation import account
 from hjax.kernels import cudnn
 from hjax.kernels.attention import Scoring, Sight, attend
 from hjax.models.remat import recomputed

@@ -334,8 +334,8 @@ from hjax.dryrun.topologies import find_topology, prepare_environment
 prepare_environment()
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from hjax.dryrun.account import limits_of
-from hjax.dryrun.wiring import way
+from hjax.dryrun.compilation import limits_of
+from hjax.dryrun.compilation import way
 from hjax.sharding.placing import place_devices
 from hjax.xla.collectives import collectives
 topology = find_topology("2xv5e:2x2")
