@@ -16,8 +16,7 @@ from hjax.launch.huge_pages import use_huge_pages
 from hjax.launch.leaving import run_and_leave
 from hjax.launch.plan_flags import Request, parse
 from hjax.launch.signals import started_as
-from hjax.planning.result import describe_candidate, describe_result
-from hjax.planning.run_config import config_text
+from hjax.planning.result import config_text, describe_candidate, describe_result
 from hjax.planning.search import SearchResult
 from hjax.planning.strategies import STRATEGIES, search_runnable
 from hjax.show.plan_page import plan_page

@@ -20,7 +20,7 @@ from hjax.planning import hardware
 from hjax.planning.constants import Constants
 from hjax.planning.problems import NUMERICS, fill_in, find_algorithm, pose_problem
 from hjax.planning.records import Cluster, Workload
-from hjax.planning.run_config import keys_of_config, keys_of_models
+from hjax.planning.result import keys_of_config, keys_of_models
 from hjax.planning.search import Problem
 from hjax.planning.strategies import STRATEGIES
 from hjax.settings.reading import check_config, load_config
