@@ -24,7 +24,7 @@ class DPO(Algorithm):
     needed_data = "preference pairs"
     data_hint = "give it the columns `chosen` and `rejected`"
     # Where pairs are read, sequences per update, two of each pair, are ``warm_start.batch``.
-    shared_keys = ("max_skipped",)
+    shared_keys: ClassVar[tuple[str, ...] | None] = ("max_skipped",)
 
     keys = {
         "kind": Key(
