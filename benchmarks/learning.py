@@ -4,11 +4,11 @@
         [--pages=docs/algorithms]
 
 A run that has ended is kept and not run again as long as it would be told the same; one that was
-interrupted goes on from its last checkpoint. Configs are those in hjax/launch/configs that say by
-what they learn (`LEARNS`). After every run, RESULTS.md and the curves in `--pages` are written of
-all runs that the workdir has; without `--pages` nothing is. `--pages` keeps what its tables need of
-each run in runs.jsonl, so that one machine goes on where another was left: a run that stands there
-counts as one of the workdir's.
+interrupted goes on from its last checkpoint. Configs are those in hjax/launch/configs that have
+something to learn by (`LEARNS`). After every run, RESULTS.md and the curves in `--pages` are
+written of all runs that the workdir has; without `--pages` nothing is. `--pages` keeps what its
+tables need of each run in runs.jsonl, so that one machine goes on where another was left: a run
+that stands there counts as one of the workdir's.
 
 Prints one JSON line: for every config and seed where its measures start and end, and the seconds of
 the whole command (start and compilation included) and of the processor. Exit status 1: some run
@@ -34,12 +34,10 @@ import machine
 
 from hjax.config import flatten
 from hjax.files import read_json, read_rows, replace_file, to_json
-from hjax.launch.configs import LEARNS, Measure
-from hjax.settings.reading import check_config, config_names, find_config, load_config
+from hjax.settings.reading import check_config, config_names, load_config
 from hjax.show.charts import Series
 from hjax.show.curves import points_of
 from hjax.show.drawing import svg_file
-from hjax.user_files import import_file
 
 DONE, KEPT = "learning.json", "runs.jsonl"
 
@@ -55,10 +53,56 @@ class Run:
 Runs = dict[str, dict[int, Run]]
 
 
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """A metric by which a run shows that it learns.
+
+    Args:
+      metric: of the rows of metrics.jsonl. One of an evaluation counts at the start (before the
+        first update) and at the end; another counts in the first step, whose rollouts and losses
+        are those of the start, and by its mean over the last ten.
+      rise: least difference of end and start; below 0: it is to fall.
+      below: what the end is to stay below; None: anything.
+      start: what counts as the start; None: what was measured.
+    """
+
+    metric: str
+    rise: float = 0.2
+    below: float | None = None
+    start: float | None = None
+
+    def change(self, rows: Sequence[Mapping[str, float]]) -> tuple[float, float]:
+        """Start and end of a run, of its rows of metrics.jsonl."""
+        values = [row[self.metric] for row in rows if row.get(self.metric) is not None]
+        last = values[-1:] if self.metric.startswith("eval/") else values[-10:]
+        first = values[0] if self.start is None else self.start
+        return first, sum(last) / len(last)
+
+    def met(self, start: float, end: float) -> bool:
+        """Whether a run that went from start to end shows it."""
+        far = end - start >= self.rise if self.rise >= 0 else end - start <= self.rise
+        return far and (self.below is None or end < self.below)
+
+
+HELD_OUT = (Measure("eval/accuracy"),)
+# Of pairs: which of the two the policy has made more likely than its reference has. At first it is
+# the reference: chance. Its answers are to get better too.
+PREFERS = (Measure("actor/accuracy", start=0.5), Measure("eval/accuracy", rise=0.05))
+# By what each config's runs show that they learn; those that are not here: by held-out accuracy.
+LEARNS: dict[str, tuple[Measure, ...]] = {
+    "base": (),  # nobody's task
+    "ppo_llama_7b": (),  # needs weights from outside and a pod
+    "stories": (),  # needs weights and a task of files from outside
+    **dict.fromkeys(("dpo", "ipo", "cdpo", "hinge_dpo", "robust_dpo"), PREFERS),
+    # Without a reference the chosen ones are preferred from the start: by more, in the end.
+    "sim_po": (Measure("actor/margin", rise=0.5), Measure("eval/accuracy", rise=0.05)),
+    "safe_rlhf": (Measure("eval/reward", rise=0.05), Measure("cost/mean", rise=-0.3, below=0.1)),
+}
+
+
 def measures(config: str) -> tuple[Measure, ...]:
     """By what a config's runs show that they learn; () where they need what hjax does not have."""
-    module = import_file(find_config(config), f"--config={config}")
-    return getattr(module, "LEARNS", LEARNS)
+    return LEARNS.get(config, HELD_OUT)
 
 
 def settings(config: str, seed: int) -> dict[str, Any]:

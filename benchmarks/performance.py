@@ -4,7 +4,7 @@
                                      [--table]
 
 Published shapes are compiled for devices that are not there and their programs accounted for
-(hjax/dryrun/updating.py, hjax/dryrun/decoding.py), which takes minutes each; results are kept.
+(updating.py, decoding.py), which takes minutes each; results are kept.
 Prints a JSON line for each; with ``--table`` the tables of docs/performance.md.
 """
 
@@ -28,7 +28,9 @@ def main() -> None:
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)  # see hjax/dryrun/compilation.py
-    from hjax.dryrun import decoding, updating
+    import decoding
+    import updating
+
     from hjax.files import cache_folder
 
     kinds: dict[str, tuple[Any, Any, Any]] = {

@@ -25,13 +25,12 @@ SIZES = ((2, 128), (3, 128), (4, 64), (4, 128), (4, 256), (4, 512), (4, 1024), (
 def search_times(sizes: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
     """Seconds of the search by models and GPUs."""
     from hjax.models.published import published
-    from hjax.planning.counting import counts
     from hjax.planning.hardware import cluster
+    from hjax.planning.problems import PAPER_WORK, counts
     from hjax.planning.records import MASTERS, Dataflow, PlannedCall
     from hjax.planning.search import Problem
     from hjax.planning.space import SearchSpace
     from hjax.planning.strategies import search_strategy
-    from hjax.studies.paper_experiments import WORK
 
     rows = []
     for models, gpus in sizes:
@@ -45,7 +44,7 @@ def search_times(sizes: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
         problem = Problem(
             Dataflow("ppo", roles, tuple(calls)),
             {r: counts(shape, r, scalar=r not in ("actor", "reference")) for r in roles},
-            WORK,
+            PAPER_WORK,
             cluster(f"{gpus // 8}x8:a100-80g"),
             numerics=MASTERS,
             space=SearchSpace(even=True),

@@ -141,7 +141,7 @@ def compiled(planned: Planned, console: Any) -> dict[str, Any]:
     from hjax.dryrun.step import CompileRequest, compile_step
     from hjax.files import cache_folder
     from hjax.planning.hardware import cluster
-    from hjax.planning.run_config import config_text
+    from hjax.planning.result import config_text
     from hjax.settings.reading import load_config
 
     flags_of(problem(planned.problem))  # publishes this problem's shapes

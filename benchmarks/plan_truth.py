@@ -119,8 +119,8 @@ def times(steps: int = 6, calibrations: int = 2) -> dict[str, Any]:
     """Predicted and measured seconds of a step, by each of several calibrations: as they are, and
     after they have learned from one run that is none of the cases."""
     devices = simulate()
-    from hjax.planning.after_run import account, improved, lesson_of
     from hjax.planning.calibration import calibrate
+    from hjax.planning.learning import account, improved, lesson_of
     from hjax.settings.reading import check_config
 
     profiles: dict[str, Any] = {}
@@ -189,8 +189,8 @@ def one_memory(name: str) -> dict[str, Any]:
 
     import hjax
     from hjax.devices import DEVICES as CATALOGUE
-    from hjax.planning.after_run import account
     from hjax.planning.constants import Constants
+    from hjax.planning.learning import account
     from hjax.planning.profile import Profile
     from hjax.settings.reading import check_config
 

@@ -100,12 +100,12 @@ def contestants(narrow: bool) -> tuple[dict[str, Contestant], dict[str, Any]]:
     import jax
     import jax.numpy as jnp
 
+    from hjax.dryrun.gather_and_cut import GatherAndCut
+    from hjax.dryrun.transition_groups import Table2Case, case_layouts, zero_sharding
     from hjax.models import arithmetic
     from hjax.models.config import ModelConfig
     from hjax.models.parameters import decoder_network
     from hjax.sharding.transition import BUCKET_BYTES, Transition
-    from hjax.studies.gather_and_cut import GatherAndCut
-    from hjax.studies.transition_groups import Table2Case, case_layouts, zero_sharding
 
     model = ModelConfig(
         vocab_size=8192, hidden_size=1024, mlp_size=2816, layers=8, heads=16, kv_heads=16,

@@ -37,6 +37,10 @@ os.environ["XLA_FLAGS"] = re.sub(
     r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", "")
 ).strip()
 
+# What the benchmarks and the generators of pages compute is tested too; they are no packages.
+ROOT = pathlib.Path(__file__).parent.parent
+sys.path += [str(ROOT / "benchmarks"), str(ROOT / "docs" / "generate")]
+
 # Under `nohup` a signal is ignored that tests send to processes of their own.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 

@@ -6,12 +6,12 @@ import re
 import shlex
 
 import pytest
+from algorithm_pages import configs, sections, source, written
 
 import hjax.algorithms
 from hjax.algorithms import ALGORITHMS, Algorithm
 from hjax.errors import ConfigError
 from hjax.settings.reading import config_names, load_config
-from hjax.studies.algorithm_docs import configs, sections, source, written
 
 FOLDER = pathlib.Path(__file__).parent.parent / "docs" / "algorithms"
 PAGES = {path.name: path.read_text() for path in sorted(FOLDER.glob("*.md"))}
@@ -19,7 +19,7 @@ PAGES = {path.name: path.read_text() for path in sorted(FOLDER.glob("*.md"))}
 
 def test_pages_have_what_the_source_has():
     stale = [name for name, text in PAGES.items() if written(text, FOLDER) != text]
-    assert not stale, "run: python -m hjax.launch.algorithm_docs"
+    assert not stale, "run: python docs/generate/algorithm_pages.py"
 
 
 def test_every_algorithm_and_config_is_explained():

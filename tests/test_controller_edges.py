@@ -8,10 +8,10 @@ import jax
 import numpy as np
 import pytest
 from helpers import tiny_config, trainer_of
+from pickling import ObjectStore, PicklingExecutor
 
 import hjax
 from hjax.controller import ResourcePool, WorkerGroup
-from hjax.controller.pickled import ObjectStore, PicklingExecutor
 from hjax.errors import ConfigError, DataError, RunError
 from hjax.models.checkpoint import Checkpoints
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from hjax.show.help_text import WRITTEN, folded
+from hjax.launch.command import WRITTEN, folded
 
 COMMANDS = (
     "__main__", "compare", "compile", "evaluate", "export", "generate", "plan", "serve",

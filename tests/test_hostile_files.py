@@ -14,7 +14,7 @@ from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, exit_status
 from hjax.files import read_json, read_rows
 from hjax.given import given_path
-from hjax.launch.program_cache import drop_torn
+from hjax.launch.machine import drop_torn
 from hjax.models.families import from_hf
 from hjax.models.huggingface import read_config
 from hjax.models.peft_files import Adapter

@@ -29,7 +29,6 @@ FLOORS = [
     "run",
     "planning",
     "dryrun",
-    "studies",
     "serving",
     "launch",
 ]

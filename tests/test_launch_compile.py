@@ -15,17 +15,18 @@ from rich.console import Console
 
 import hjax
 from hjax.data.tasks import get_task
-from hjax.dryrun import gpus
+from hjax.dryrun import topologies
 from hjax.dryrun.description import describe
-from hjax.dryrun.gpus import GPUS, target_config
 from hjax.dryrun.programs import add_held, held_beside, rehearse, step_programs
 from hjax.dryrun.shape_inputs import is_published, read_shape, shape_inputs
 from hjax.dryrun.topologies import (
     GIB,
     GPU_MEMORY,
+    GPUS,
     find_topology,
     parse_memory_error,
     parse_topology,
+    target_config,
 )
 from hjax.errors import ConfigError
 from hjax.launch.compile import main, parse
@@ -40,7 +41,7 @@ needs_libtpu = pytest.mark.skipif(
     reason="libtpu, the TPU compiler, is not installed: pip install 'jax[tpu]'",
 )
 needs_plugin = pytest.mark.skipif(
-    not gpus.plugin_installed(),
+    not topologies.plugin_installed(),
     reason="JAX's CUDA plugin, the GPU compiler, is not installed: pip install 'jax[cuda13-local]'",
 )
 # Parameters of a 7B Llama: embedding and output table, and per layer q, k, v, o, gate, up, down
@@ -279,7 +280,7 @@ def test_gpus_are_described():
 
 
 def test_a_missing_compiler_is_named(monkeypatch):
-    monkeypatch.setattr(gpus, "plugin_installed", lambda: False)
+    monkeypatch.setattr(topologies, "plugin_installed", lambda: False)
     with pytest.raises(ConfigError, match=r"not installed; pip install 'jax\[cuda13-local\]'"):
         find_topology("h100:2x8")
 
@@ -338,8 +339,8 @@ from hjax.dryrun.topologies import find_topology, prepare_environment
 prepare_environment()
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from hjax.dryrun.account import limits_of
-from hjax.dryrun.wiring import way
+from hjax.dryrun.compilation import limits_of
+from hjax.dryrun.compilation import way
 from hjax.sharding.placing import place_devices
 from hjax.xla.collectives import collectives
 topology = find_topology("2xv5e:2x2")

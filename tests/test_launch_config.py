@@ -7,11 +7,11 @@ import subprocess
 import sys
 
 import pytest
+from config_page import config_markdown
 from ml_collections import ConfigDict
 
 from hjax.errors import ConfigError
 from hjax.launch.__main__ import main, parse
-from hjax.launch.config_docs import config_markdown
 from hjax.launch.machine import dividing_devices
 from hjax.machine import available_cores
 from hjax.models.remat import POLICIES
@@ -292,7 +292,8 @@ def test_check_config_names_a_wrong_type_from_python():
 
 def test_config_docs_are_current():
     committed = (ROOT / "docs" / "config.md").read_text()
-    assert committed == config_markdown(), "run: python -m hjax.launch.config_docs > docs/config.md"
+    again = "run: python docs/generate/config_page.py > docs/config.md"
+    assert committed == config_markdown(), again
 
 
 def test_every_key_has_a_meaning():

@@ -10,8 +10,7 @@ from helpers import TINY, command, read_rows, save_model, write_config
 import hjax
 from hjax.launch.__main__ import main
 from hjax.progress import shown
-from hjax.settings.origins import origins, without_effect
-from hjax.settings.reading import check_config, default_config, load_config
+from hjax.settings.reading import check_config, default_config, load_config, origins, without_effect
 from hjax.show.live import Display
 from hjax.show.memory_table import LEAVE, memory_table
 from hjax.show.notebook import in_notebook, svg_curve

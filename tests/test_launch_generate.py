@@ -14,7 +14,7 @@ from helpers import save_model
 import hjax
 from hjax.data.tokenizer import Tokenizer
 from hjax.launch import generate
-from hjax.launch.chat import Chat
+from hjax.launch.generate import Chat
 from hjax.rollout.language_model import Completion
 
 TOKENIZER = Tokenizer.characters("0123456789+=>")

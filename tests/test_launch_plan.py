@@ -23,15 +23,14 @@ from hjax.errors import ConfigError
 from hjax.launch import plan as command
 from hjax.launch import plan_flags
 from hjax.models.config import ModelConfig
-from hjax.planning import calibration, cost, counting, generation, memory
+from hjax.planning import calibration, cost, generation, memory, problems
 from hjax.planning.constants import Constants
 from hjax.planning.cost import Place
-from hjax.planning.dataflow import trace
 from hjax.planning.hardware import cluster as clusters
+from hjax.planning.problems import trace
 from hjax.planning.profile import METHOD, MadeOn, Profile, write_profile
 from hjax.planning.records import FLOAT32, Candidate, Mesh, PlannedSet, Pool
-from hjax.planning.runnable import only_compiles
-from hjax.planning.strategies import STRATEGIES
+from hjax.planning.strategies import STRATEGIES, only_compiles
 from hjax.run.placement import make_plan
 from hjax.show.plan_page import plan_page
 
@@ -588,7 +587,7 @@ def test_a_calibration_counts_a_prompt_once_for_its_responses():
 def test_a_calibrated_rollout_takes_what_it_took():
     """1 s to start, 8 s for each layer and token, the cache, and what is read of weights, which by
     its bandwidth would be 4 s a token and is 10."""
-    counts = counting.counts(CALIBRATED)
+    counts = problems.counts(CALIBRATED)
     read = 4 * (2 * counts.layer_parameters + counts.head_parameters)
     device = Device("d", 1e9, {"float32": 1e30}, read / 4, 1.0, 1.0, 1, 0, "by hand")
     values = {"memory": 1.0, "matmul": 1.0, "dispatch": 0.25, "rollout": 0.75,

@@ -105,7 +105,7 @@ def test_a_new_role_is_placed_run_and_planned(changed):
 def test_a_new_key_has_its_default_its_check_and_its_docs(changed):
     code = "import hjax; print(hjax.default_config().pause_seconds)"
     assert run(changed, "-c", code)[1] == "0.0\n"
-    docs = run(changed, "-m", "hjax.launch.config_docs")[1]
+    docs = run(changed, PACKAGE.parent / "docs" / "generate" / "config_page.py")[1]
     assert "| `pause_seconds` | float | `0.0` | wait before each step | from 0 to 60 |" in docs
     status, _, err = run(
         changed, "-m", "hjax.launch", "--config=ppo.py", "--config.pause_seconds=61", "--dry_run"

@@ -160,7 +160,7 @@ def test_the_gradients_of_a_layer_by_hand():
 
 def test_what_updates_of_experts_keep_under_each_policy():
     """What the compiler of v5p:4x4x4 takes for an update of Qwen3-30B-A3B, 256 rows of 2048 tokens,
-    4 of each prompt of 512, under each policy (hjax.dryrun.updating, libtpu 0.0.42.1)."""
+    4 of each prompt of 512, under each policy (updating, libtpu 0.0.42.1)."""
     axes = {"train.fsdp": 8, "train.expert": 8, "train.data": 1}
     config = hjax.get_config(
         "grpo.py",

@@ -81,6 +81,11 @@ class Algorithm:
     source: ClassVar[str] = "prompts"
     # Rows that no micro-batch cuts apart: 2 of a pair.
     unit: ClassVar[int] = 1
+    # What it cannot learn without, beside prompts, and how data may have it.
+    needed_data: ClassVar[str] = ""
+    data_hint: ClassVar[str] = ""
+    # Of the keys that all algorithms share those that are read; None: all of them.
+    shared_keys: ClassVar[tuple[str, ...] | None] = None
 
     def __init__(
         self,
@@ -101,6 +106,11 @@ class Algorithm:
         if config.get("pretraining_coef") and demonstrations is None:
             raise ConfigError(
                 "algorithm.pretraining_coef needs demonstrations; this data has none: set it to 0"
+            )
+        if self.needed_data and demonstrations is None:
+            hint = f": {self.data_hint}" if self.data_hint else ""
+            raise ConfigError(
+                f"{type(self).__name__} needs {self.needed_data}; this data has none{hint}"
             )
         self.step_number = 0
         for role in dict.fromkeys((*self.roles, *self.workers)):
@@ -207,7 +217,8 @@ class Algorithm:
 
     @classmethod
     def all_keys(cls) -> dict[str, Key]:
-        """The keys of the class and its bases, each with the default of the class that is nearest.
+        """The keys of the class and its bases, each with the default of the class that is nearest;
+        of those that all algorithms share only ``shared_keys``.
 
         Raises:
           ConfigError: ``defaults`` names a key that no base has, or a value of another type.
@@ -222,6 +233,9 @@ class Algorithm:
                     )
                 value = convert(f"algorithm.{name}", value, found[name].default)
                 found[name] = dataclasses.replace(found[name], default=value)
+        if cls.shared_keys is not None:
+            for name in Algorithm.keys.keys() - set(cls.shared_keys):
+                found.pop(name, None)
         return found
 
     @classmethod
@@ -272,9 +286,9 @@ class Algorithm:
 
     @classmethod
     def needed_roles(cls, config: ConfigDict) -> tuple[str, ...]:
-        """The roles that a configuration uses: without a KL there is no reference."""
+        """The roles that a configuration uses: with a KL of coefficient 0 there is no reference."""
         roles = tuple(dict.fromkeys((*cls.roles, *cls.workers)))
-        return roles if config.kl_coef else tuple(r for r in roles if r != "reference")
+        return roles if config.get("kl_coef", 1.0) else tuple(r for r in roles if r != "reference")
 
     @classmethod
     def role_table(cls, config: ConfigDict) -> dict[str, Role]:

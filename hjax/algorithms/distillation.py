@@ -20,6 +20,8 @@ class Distillation(Algorithm):
     """The student's own responses, the teacher's distribution in the place of each token."""
 
     roles = ("actor", "teacher")
+    # There is no reward and no KL.
+    shared_keys = ("minibatch", "epochs", "aggregation", "max_skipped")
 
     keys = {
         "divergence": Key(
@@ -54,17 +56,6 @@ class Distillation(Algorithm):
                 f"config.algorithm.teacher_updates={self.config.teacher_updates} needs "
                 "demonstrations; this data has none: give it a `response` column, or a teacher.path"
             )
-
-    @classmethod
-    def all_keys(cls) -> dict[str, Key]:
-        """Of the keys that all algorithms share those of updates: there is no reward and no KL."""
-        shared = Algorithm.keys.keys() - {"minibatch", "epochs", "aggregation", "max_skipped"}
-        return {name: key for name, key in super().all_keys().items() if name not in shared}
-
-    @classmethod
-    def needed_roles(cls, config: ConfigDict) -> tuple[str, ...]:
-        """Student and teacher."""
-        return tuple(dict.fromkeys((*cls.roles, *cls.workers)))
 
     @classmethod
     def role_table(cls, config: ConfigDict) -> dict[str, Role]:

@@ -11,7 +11,6 @@ from hjax.algorithms.base import Algorithm, Batch
 from hjax.algorithms.calibration import Predictions
 from hjax.algorithms.pair_loss import NLL_OVER, PAIR_LOSSES, REFERRED, PairLoss
 from hjax.controller import join
-from hjax.errors import ConfigError
 from hjax.rules import Key, above, at_least, one_of
 
 
@@ -22,8 +21,10 @@ class DPO(Algorithm):
     generates = False
     source = "pairs"
     unit = 2
-    # Of the keys that all algorithms share those that are read.
-    shared_keys: ClassVar[tuple[str, ...]] = ("max_skipped",)
+    needed_data = "preference pairs"
+    data_hint = "give it the columns `chosen` and `rejected`"
+    # Where pairs are read, sequences per update, two of each pair, are ``warm_start.batch``.
+    shared_keys: ClassVar[tuple[str, ...] | None] = ("max_skipped",)
 
     keys = {
         "kind": Key(
@@ -47,23 +48,6 @@ class DPO(Algorithm):
             one_of(*NLL_OVER),
         ),
     }
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        if self.source == "pairs" and self.demonstrations is None:
-            raise ConfigError(
-                f"{type(self).__name__} needs preference pairs; this data has none: give it the "
-                "columns `chosen` and `rejected`"
-            )
-
-    @classmethod
-    def all_keys(cls) -> dict[str, Key]:
-        """Of the keys that all algorithms share only ``shared_keys``.
-
-        Where pairs are read, sequences per update, two of each pair, are ``warm_start.batch``.
-        """
-        shared = Algorithm.keys.keys() - set(cls.shared_keys)
-        return {name: key for name, key in super().all_keys().items() if name not in shared}
 
     @classmethod
     def needed_roles(cls, config: ConfigDict) -> tuple[str, ...]:

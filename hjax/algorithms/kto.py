@@ -20,33 +20,16 @@ class KTO(Algorithm):
     roles = ("actor", "reference")
     generates = False
     source = "verdicts"
+    needed_data = "verdicts"
+    data_hint = "give it the columns `response` and `label`"
+    # Sequences per update are ``warm_start.batch``.
+    shared_keys = ("max_skipped",)
 
     keys = {
         "beta": Key(0.1, "how strongly the policy is held to the reference", above(0)),
         "desirable": Key(1.0, "weight of responses with a true label", at_least(0)),
         "undesirable": Key(1.0, "weight of responses with a false label", at_least(0)),
     }
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        if self.demonstrations is None:
-            raise ConfigError(
-                "KTO needs verdicts; this data has none: give it the columns `response` and `label`"
-            )
-
-    @classmethod
-    def all_keys(cls) -> dict[str, Key]:
-        """Of the keys that all algorithms share only what stops a run.
-
-        Sequences per update are ``warm_start.batch``.
-        """
-        shared = Algorithm.keys.keys() - {"max_skipped"}
-        return {name: key for name, key in super().all_keys().items() if name not in shared}
-
-    @classmethod
-    def needed_roles(cls, config: ConfigDict) -> tuple[str, ...]:
-        """Always with a reference."""
-        return tuple(dict.fromkeys((*cls.roles, *cls.workers)))
 
     @classmethod
     def check(cls, config: ConfigDict) -> None:

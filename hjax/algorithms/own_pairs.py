@@ -23,6 +23,7 @@ class OnlineDPO(DPO):
     roles = ("actor", "reference", "reward")
     generates = True
     source = "prompts"
+    needed_data = ""
     shared_keys = (
         "minibatch",
         "epochs",
@@ -99,14 +100,11 @@ class SPIN(DPO):
     roles = ("actor",)
     generates = True
     source = "demonstrations"
+    needed_data, data_hint = "demonstrations", "give it a `response` column"
     shared_keys = ("epochs", "max_skipped")
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        if self.demonstrations is None:
-            raise ConfigError(
-                "SPIN needs demonstrations; this data has none: give it a `response` column"
-            )
         if self.samples != 1:
             raise ConfigError(
                 f"rollout.samples={self.samples}: SPIN sets one answer beside each demonstration; "

@@ -12,7 +12,6 @@ from hjax.algorithms.base import Algorithm, Batch
 from hjax.algorithms.calibration import Predictions
 from hjax.algorithms.score_losses import ScoreLoss, StepLoss, at_end, with_end
 from hjax.controller import join
-from hjax.errors import ConfigError
 from hjax.roles import SCORER
 from hjax.rules import Key, at_least
 
@@ -23,26 +22,8 @@ class Scored(Algorithm):
     roles = ("actor",)
     workers = {"actor": SCORER}
     generates = False
-    needed_data: ClassVar[str] = ""
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        if self.demonstrations is None:
-            raise ConfigError(f"{type(self).__name__} needs {self.needed_data}; this data has none")
-
-    @classmethod
-    def all_keys(cls) -> dict[str, Key]:
-        """Of the keys that all algorithms share only what stops a run.
-
-        Sequences per update are ``warm_start.batch``.
-        """
-        shared = Algorithm.keys.keys() - {"max_skipped"}
-        return {name: key for name, key in super().all_keys().items() if name not in shared}
-
-    @classmethod
-    def needed_roles(cls, config: ConfigDict) -> tuple[str, ...]:
-        """The actor alone."""
-        return (*cls.roles, *(role for role in cls.workers if role not in cls.roles))
+    # Sequences per update are ``warm_start.batch``.
+    shared_keys = ("max_skipped",)
 
     @classmethod
     def check(cls, config: ConfigDict) -> None:

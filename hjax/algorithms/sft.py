@@ -8,8 +8,6 @@ from ml_collections import ConfigDict
 
 from hjax.algorithms.base import Algorithm, Batch
 from hjax.algorithms.losses import SupervisedLoss
-from hjax.errors import ConfigError
-from hjax.rules import Key
 
 
 class SFT(Algorithm):
@@ -18,29 +16,10 @@ class SFT(Algorithm):
     roles = ("actor",)
     generates = False
     source = "demonstrations"
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        if self.demonstrations is None:
-            raise ConfigError(
-                "SFT needs demonstrations; this data has none: give it a column `response`, or "
-                "conversations in `messages`"
-            )
-
-    @classmethod
-    def all_keys(cls) -> dict[str, Key]:
-        """Of the keys that all algorithms share only those that supervised training reads.
-
-        Sequences per update are ``warm_start.batch``.
-        """
-        read = ("aggregation", "max_skipped")
-        shared = Algorithm.keys.keys() - read
-        return {name: key for name, key in super().all_keys().items() if name not in shared}
-
-    @classmethod
-    def needed_roles(cls, config: ConfigDict) -> tuple[str, ...]:
-        """The actor alone."""
-        return (*cls.roles, *cls.workers)
+    needed_data = "demonstrations"
+    data_hint = "give it a column `response`, or conversations in `messages`"
+    # Sequences per update are ``warm_start.batch``.
+    shared_keys = ("aggregation", "max_skipped")
 
     @classmethod
     def losses(cls, config: ConfigDict, max_response_length: int) -> dict[str, Any]:

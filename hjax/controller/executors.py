@@ -1,7 +1,7 @@
 """Executors: where a pool's messages are carried out.
 
-A pool has one. ``ThreadExecutor`` is this process's; ``hjax.controller.pickled`` has one whose
-workers share nothing with the controller.
+A pool has one. ``ThreadExecutor`` is this process's; ``tests/pickling.py`` has one whose workers
+share nothing with the controller.
 """
 
 from __future__ import annotations

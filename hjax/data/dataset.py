@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from hjax.data.conversations import assistant_turns
+from hjax.data.conversations import assistant_turns, with_prompt
 from hjax.data.labels import labelled_pairs
-from hjax.data.pairs import with_prompt
 from hjax.data.reading import Reading
 from hjax.data.sources import SUFFIXES, files_of, hub_rows, parts
 from hjax.data.tasks import Task

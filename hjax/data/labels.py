@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hjax.data.pairs import SIDES
+from hjax.data.conversations import SIDES
 from hjax.errors import DataError
 
 # Where a row without a pair has its text.

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from hjax.data.conversations import RESPONSE_COLUMNS
+from hjax.data.conversations import RESPONSE_COLUMNS, answer_text
 from hjax.data.dataset import Dataset
-from hjax.data.pairs import answer_text
 from hjax.data.tasks import Task
 from hjax.errors import DataError
 

@@ -2,11 +2,15 @@
 
 JAX's own persistent cache cannot read back what was compiled for devices that are not there, so
 the figures are kept as JSON, by the program's text and everything that decides what becomes of it.
+
+Beside them stand how far a step's bytes go (the links that mesh axes and compiled collectives use)
+and how long a topology's devices need for a program by data sheet (``--roofline``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -17,16 +21,20 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
-from hjax.dryrun.account import account
-from hjax.dryrun.programs import StepProgram, memory_of
-from hjax.dryrun.topologies import Topology, parse_memory_error
-from hjax.dryrun.wiring import way
+from hjax.devices import DEVICES
+from hjax.dryrun.programs import Rehearsal, StepProgram, memory_of, phase_of
+from hjax.dryrun.topologies import Topology, parse_memory_error, parse_topology
 from hjax.errors import DataError, RunError
 from hjax.given import read_object
+from hjax.sharding.placing import ring_table
+from hjax.sharding.wires import Wires, wires_of
 from hjax.xla.collectives import Collective, collectives
 from hjax.xla.flops import count_flops
+from hjax.xla.limits import Limits, Torus
 from hjax.xla.options import OPTIONS
+from hjax.xla.roofline import Operation, Turn, roofline
 
 FORMAT = 11  # of the kept results; a change makes older ones be compiled again
 TPU_DUMP = {"xla_dump_hlo_as_text": True}
@@ -54,7 +62,7 @@ def compile_program(
     Returns:
       ``role``, ``program``, ``rows``, ``runs`` (per step), ``flops`` and ``received_bytes`` (per
       device and run), the bytes of ``programs.memory_of``, ``collectives`` (by kind: ``count`` and
-      ``received_bytes``), with ``placed`` ``hop_bytes`` and ``network_bytes`` (of ``wiring.way``)
+      ``received_bytes``), with ``placed`` ``hop_bytes`` and ``network_bytes`` (of ``way``)
       and ``listed_hop_bytes`` and ``listed_network_bytes``, those of devices in the order in which
       JAX lists them, ``roofline`` (of ``account``), ``seconds`` it took to compile, ``kept`` (read
       back, not compiled). Of a program that the compiler refuses ``refused_bytes``, what it would
@@ -155,3 +163,189 @@ def _text(compiled: Any, folder: Path) -> str:
     """
     printed = sorted(folder.glob("*.after_optimizations.txt"))
     return printed[-1].read_text() if printed else compiled.as_text()
+
+
+def placed_of(rehearsal: Rehearsal, role: str) -> list[Any]:
+    """A role's devices in the order of its mesh, by which its programs number them: those of
+    several TPU slices slice by slice."""
+    devices = list(rehearsal.workers[role].layouts.train.mesh.devices.ravel())
+    if devices[0].platform != "tpu":
+        return devices
+    return sorted(devices, key=lambda device: getattr(device, "slice_index", 0) or 0)
+
+
+def axis_rings(rehearsal: Rehearsal) -> dict[str, dict[str, dict[str, float]]]:
+    """By role and mesh axis what its rings cost: ``hops``, ``network`` and ``busiest`` of
+    ``hjax.sharding.wires.Rings``; empty where devices do not say where they stand."""
+    found = {}
+    for role, worker in rehearsal.workers.items():
+        mesh = worker.layouts.train.mesh
+        table = ring_table(dict(mesh.shape), mesh.devices)
+        if table:
+            found[role] = {axis: dataclasses.asdict(rings) for axis, rings in table.items()}
+    return found
+
+
+def way(found: Sequence[Collective], devices: Sequence[Any]) -> dict[str, float]:
+    """What a program's collectives carry over links, per device.
+
+    Args:
+      found: its collectives.
+      devices: in the order by which the program numbers them.
+
+    Returns:
+      ``hop_bytes``: received bytes times the links they come over, if each group is a ring in the
+      order that the program names (a pair of a collective-permute goes straight); and
+      ``network_bytes``: those that come over the network between slices and hosts. Nothing where
+      the devices do not say where they stand.
+    """
+    wires = wires_of(devices) if len(devices) > 1 else None
+    if wires is None:
+        return {}
+    known: dict[Any, tuple[float, float]] = {}
+    hop_bytes = network_bytes = 0.0
+    for one in found:
+        if one.total_bytes:
+            key = one.kind == "collective-permute", one.groups
+            if key not in known:
+                known[key] = _mean_way(one, wires)
+            hops, network = known[key]
+            hop_bytes += one.total_bytes * hops
+            network_bytes += one.total_bytes * network
+    return {"hop_bytes": hop_bytes, "network_bytes": network_bytes}
+
+
+def _mean_way(one: Collective, wires: Wires) -> tuple[float, float]:
+    """(links, share over the network) of a step, means over all groups."""
+    steps = [_steps(np.array(group), one.kind) for group in one.groups if len(group) > 1]
+    start, end = (np.concatenate([step[i] for step in steps]) for i in (0, 1))
+    hops = wires.hops(start, end)
+    crosses = wires.domains[start] != wires.domains[end]
+    return float(hops.mean()), float(crosses.mean())
+
+
+def _steps(group: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    if kind == "collective-permute":
+        return group[:1], group[1:]
+    return group, np.roll(group, -1)
+
+
+COSTLIEST = 10  # source lines that are kept of a program
+# Sides of a torus from which on its links go round.
+_WRAPS = {"v5e": 16, "v6e": 16}
+
+
+def limits_of(topology: Topology, placed: Sequence[Any] = ()) -> Limits | None:
+    """Peaks and bandwidths of a topology's devices; None for kinds without a data sheet here.
+
+    Of a torus collectives along different axes run at the same time, each by the links of one axis.
+
+    Args:
+      placed: devices in the order by which a program numbers them; empty: it is not known, so that
+        all collectives wait for one another.
+    """
+    kind, sizes, slices = parse_topology(topology.name)
+    device = DEVICES.get(kind)
+    if device is None:
+        return None
+    network = device.network / device.per_host
+    if not device.torus:
+        per_host = sizes[1]
+        return Limits(
+            device.flops, device.bandwidth, device.link, network=network, domain=per_host
+        )
+    wires = wires_of(placed) if len(placed) > 1 else None
+    torus, link = None, device.link
+    if wires is not None:
+        places = tuple(tuple(place) for place in wires.places.tolist())
+        torus = Torus(places, wires.sides, wires.wraps)
+    elif max(sizes) < _WRAPS.get(kind, 4):
+        link /= 2  # no side closes to a ring
+    found = Limits(device.flops, device.bandwidth, link, default_float32=False, torus=torus)
+    if slices == 1:
+        return found
+    domain = len(topology.devices) // slices
+    return dataclasses.replace(found, network=network, domain=domain)
+
+
+def account(
+    text: str, topology: Topology, loop_trips: int | None, placed: Sequence[Any] = ()
+) -> dict[str, Any] | None:
+    """What ``roofline`` says of a program, as JSON; None where the devices are not known.
+
+    Args:
+      text, loop_trips: of the program.
+      topology, placed: as of ``limits_of``.
+
+    Returns:
+      ``seconds``, ``bytes``, ``flops``, ``received_bytes``, ``synchronous_bytes``, per device and
+      run; ``memory_seconds``, ``compute_seconds``, ``network_seconds``, which make up the first;
+      ``bound``; ``costliest``: the lines of source that take longest, each with ``source``,
+      ``name``, ``times``, ``seconds``, ``bytes``, ``flops``, ``received_bytes``; ``opaque``:
+      kernels that do not say what they multiply; ``turn``, of the longest loop, None without one:
+      ``seconds``, ``bytes``, ``received_bytes`` and ``copies``, the arrays of the size of a weight
+      or cache that each turn copies, with ``source``, ``name``, ``bytes``.
+    """
+    limits = limits_of(topology, placed)
+    if limits is None:
+        return None
+    found = roofline(text, limits, loop_trips)
+    return {
+        "seconds": found.seconds,
+        "bytes": found.bytes,
+        "flops": found.flops,
+        "received_bytes": found.received,
+        "synchronous_bytes": found.synchronous,
+        "memory_seconds": found.memory_seconds,
+        "compute_seconds": found.product_seconds,
+        "network_seconds": found.exposed_seconds,
+        "bound": found.bound,
+        "costliest": [_line(operation) for operation in found.by_source()[:COSTLIEST]],
+        "opaque": list(found.opaque),
+        "turn": _turn(found.turn),
+    }
+
+
+def speeds(
+    record: dict[str, Any],
+    program: StepProgram,
+    rehearsal: Rehearsal,
+    least: dict[str, float] | None,
+    limits: Limits,
+) -> dict[str, float]:
+    """``mfu``: the least products at the peak's rate, over the predicted time; of generation and
+    updates ``tokens_per_second``, of responses over all devices."""
+    seconds = record["roofline"]["seconds"]
+    if least is None or not seconds:
+        return {}
+    found = {"mfu": least["flops"] / limits.flops["bfloat16"] / seconds}
+    if phase_of(program.name) != "prepare":
+        length = rehearsal.workers[program.role].context.max_response_length
+        tokens = program.program.tokens
+        tokens = program.rows * length if tokens is None else tokens
+        if tokens:
+            found["tokens_per_second"] = tokens / seconds
+    return found
+
+
+def _turn(turn: Turn | None) -> dict[str, Any] | None:
+    if turn is None:
+        return None
+    return {
+        "seconds": turn.seconds,
+        "bytes": turn.bytes,
+        "received_bytes": turn.received,
+        "copies": [dataclasses.asdict(copy) for copy in turn.copies],
+    }
+
+
+def _line(operation: Operation) -> dict[str, Any]:
+    return {
+        "source": operation.source,
+        "name": operation.name,
+        "times": operation.times,
+        "seconds": operation.seconds,
+        "bytes": operation.bytes,
+        "flops": operation.flops,
+        "received_bytes": operation.received,
+    }

@@ -10,8 +10,7 @@ import jax
 from ml_collections import ConfigDict
 
 from hjax.algorithms import get_algorithm
-from hjax.dryrun.account import limits_of, speeds
-from hjax.dryrun.compilation import compile_program
+from hjax.dryrun.compilation import axis_rings, compile_program, limits_of, placed_of, speeds
 from hjax.dryrun.minimum import minimum
 from hjax.dryrun.programs import (
     Rehearsal,
@@ -26,7 +25,6 @@ from hjax.dryrun.programs import (
 )
 from hjax.dryrun.shape_inputs import read_shape, shape_inputs
 from hjax.dryrun.topologies import find_topology
-from hjax.dryrun.wiring import axis_rings, placed_of
 from hjax.run.roles import describe_roles, placed
 from hjax.show.format import duration, size
 from hjax.show.memory_table import largest, verdict

@@ -16,21 +16,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from absl import flags
 from ml_collections import ConfigDict
 
 import hjax
 from hjax.errors import ConfigError, exit_status
 from hjax.files import METRICS, json_line
 from hjax.given import given_path
-from hjax.launch.command import parse_flags, take_config
+from hjax.launch.command import define, parse_flags, print_help, take_config
 from hjax.launch.leaving import run_and_leave
 from hjax.launch.machine import prepare_jax
 from hjax.launch.stages import Stages, dry_run_stages, read_stages, run_stages
 from hjax.run.workdir import Workdir
-from hjax.settings.origins import origins, without_effect
-from hjax.settings.reading import check_config, config_names, find_config, load_config
-from hjax.show.help_text import print_help
+from hjax.settings.reading import (
+    check_config,
+    config_names,
+    find_config,
+    load_config,
+    origins,
+    without_effect,
+)
 
 HELP = """\
 usage: python -m hjax.launch --config=NAME.py [--workdir=DIR] [--overwrite] [--dry_run]
@@ -110,13 +114,7 @@ def parse(arguments: Sequence[str]) -> TrainCommand:
       ConfigError: a wrong flag, file, key or value.
     """
     name, rest = take_config(arguments)
-    own = flags.FlagValues()
-    flags.DEFINE_string("workdir", None, "where the run is kept", flag_values=own)
-    flags.DEFINE_bool("dry_run", False, "only say what would be done", flag_values=own)
-    flags.DEFINE_bool("overwrite", False, "start anew", flag_values=own)
-    flags.DEFINE_string("debug", "", "role whose calls stop in a debugger", flag_values=own)
-    flags.DEFINE_bool("json", False, "one line of JSON", flag_values=own)
-    flags.DEFINE_bool("repair", False, "go on from a sound checkpoint", flag_values=own)
+    own = define(workdir=str, dry_run=False, overwrite=False, debug="", json=False, repair=False)
     stages, rest = read_stages(name, rest)
     config = None
     if stages is None:
@@ -229,8 +227,15 @@ def _run(command: TrainCommand, signals: Signals) -> int:
 
 
 def _measure(command: TrainCommand) -> int:
-    """Answer the held-out prompts, and stop."""
-    from hjax.launch.measure import measure
+    """Answer the held-out prompts, and stop: nothing is trained or written.
+
+    The actor is the config's, or the newest checkpoint of the workdir's run.
+
+    Raises:
+      ConfigError: there are no held-out prompts.
+    """
+    from hjax.planning.auto import plan_run
+    from hjax.run.trainer import Trainer
     from hjax.show.format import number
     from hjax.show.live import Display
 
@@ -239,7 +244,19 @@ def _measure(command: TrainCommand) -> int:
     display = Display(config, 0)
     display.start(f"{command.name}  {config.algorithm.name}  evaluation only")
     try:
-        found = measure(config, command.workdir, display)
+        if command.workdir is not None and Workdir(command.workdir).stepped():
+            config = ConfigDict(config).copy_and_resolve_references()
+            config.actor.path = str(command.workdir)
+        trainer = Trainer(config, display=display, plan=plan_run(config, None))
+        try:
+            found = trainer.evaluate()
+        finally:
+            trainer.close()
+        if not found:
+            raise ConfigError(
+                "config.steps=0 only evaluates, and there are no held-out prompts; set "
+                "data.eval_path, or data.eval_fraction and eval.every above 0"
+            )
     finally:
         display.close()
     if command.json:
@@ -252,8 +269,7 @@ def _measure(command: TrainCommand) -> int:
 def _compare_seconds(trainer: Any, workdir: Path) -> str:
     """Have the plan learn from the run; returns a line on how near it was, empty without a
     profile."""
-    from hjax.planning.after_run import learn_from
-    from hjax.planning.learning import summary
+    from hjax.planning.learning import learn_from, summary
 
     try:
         found = learn_from(trainer, workdir)

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
-from absl import flags
-
-from hjax.errors import exit_status
-from hjax.launch.command import parse_flags
+from hjax.launch.command import answered, define, parse_flags
 from hjax.launch.leaving import run_and_leave
-from hjax.show.help_text import print_help
 
 HELP = """\
 usage: python -m hjax.launch.compare WORKDIR WORKDIR ... [--output=PAGE.html]
@@ -28,16 +23,11 @@ Exit status: 0 written; 1 failed; 2 wrong input, nothing written.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if any(a in ("--help", "-help", "-h") for a in arguments):
-        print_help(HELP)
-        return 0
-    return exit_status(lambda: _run(arguments))
+    return answered(arguments, lambda: HELP, _run)
 
 
 def _run(arguments: Sequence[str]) -> int:
-    own = flags.FlagValues()
-    flags.DEFINE_string("output", "compare.html", "the page", flag_values=own)
+    own = define(output="compare.html")
     workdirs = [a for a in arguments if not a.startswith("-")]
     parse_flags(own, [a for a in arguments if a.startswith("-")])
 

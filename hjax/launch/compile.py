@@ -6,16 +6,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from absl import flags
-
 from hjax.dryrun.topologies import GPU_MEMORY, TPU_KINDS, prepare_environment
-from hjax.errors import ConfigError, exit_status
+from hjax.errors import ConfigError
 from hjax.files import cache_folder, json_line
-from hjax.launch.command import take_config
+from hjax.launch.command import answered, define, take_config
 from hjax.launch.leaving import run_and_leave
 from hjax.settings.reading import check_config, config_names, load_config
 from hjax.show.format import flop_count, size
-from hjax.show.help_text import print_help
 from hjax.show.tables import wide_console
 
 LEVELS = ("O0", "O1", "O2", "O3")
@@ -49,13 +46,13 @@ exit status: 0 it compiles and fits; 1 failed while compiling; 2 wrong input, or
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if any(a in ("--help", "-help", "-h") for a in arguments):
-        kinds = {"tpus": ", ".join(TPU_KINDS), "gpus": ", ".join(GPU_MEMORY)}
-        print_help(HELP.format(configs=", ".join(config_names()), **kinds))
-        return 0
-    prepare_environment()  # before JAX is imported
-    return exit_status(lambda: _run(*parse(arguments)))
+
+    def run(given: list[str]) -> int:
+        prepare_environment()  # before JAX is imported
+        return _run(*parse(given))
+
+    kinds = {"tpus": ", ".join(TPU_KINDS), "gpus": ", ".join(GPU_MEMORY)}
+    return answered(arguments, lambda: HELP.format(configs=", ".join(config_names()), **kinds), run)
 
 
 def parse(arguments: Sequence[str]) -> tuple[Any, bool, bool]:
@@ -65,12 +62,7 @@ def parse(arguments: Sequence[str]) -> tuple[Any, bool, bool]:
       ConfigError: a wrong flag, file, key or value.
     """
     name, rest = take_config(arguments)
-    own = flags.FlagValues()
-    flags.DEFINE_string("topology", "", "devices to compile for", flag_values=own)
-    flags.DEFINE_string("optimization", "", "level", flag_values=own)
-    flags.DEFINE_bool("cache", True, "keep results", flag_values=own)
-    flags.DEFINE_bool("roofline", False, "predicted times", flag_values=own)
-    flags.DEFINE_bool("json", False, "one line of JSON", flag_values=own)
+    own = define(topology="", optimization="", cache=True, roofline=False, json=False)
     config = check_config(load_config(name, rest, own))
     if not own.topology:
         raise ConfigError("--topology= is missing; such as v5p:4x4x4, v5e:2x2 or h100:2x8")
@@ -116,7 +108,7 @@ def show(description: dict[str, Any], console: Any) -> None:
     console.print(memory_table(description["programs"], topology["memory_bytes"], console.width))
     console.print(work_table(description["programs"]))
     if rings := description.get("rings"):
-        from hjax.show.ring_table import ring_table
+        from hjax.show.memory_table import ring_table
 
         console.print(ring_table(rings))
     if moved := description.get("transition"):
@@ -142,7 +134,7 @@ def show(description: dict[str, Any], console: Any) -> None:
 def show_roofline(description: dict[str, Any], console: Any) -> None:
     """Print how long the programs take by data sheet, and where."""
     from hjax.show.format import seconds
-    from hjax.show.roofline_table import costliest_table, roofline_table
+    from hjax.show.memory_table import costliest_table, roofline_table
 
     records = [record for record in description["programs"] if record.get("roofline")]
     if not records:

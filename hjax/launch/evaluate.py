@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
-from hjax.errors import ConfigError, RunError, exit_status
+from hjax.errors import ConfigError, RunError
 from hjax.files import json_line, read_json
 from hjax.given import given_path
 from hjax.launch import sampling_flags
-from hjax.launch.command import parse_flags, stopped_by_ctrl_c
+from hjax.launch.command import answered, define, parse_flags, stopped_by_ctrl_c
 from hjax.launch.leaving import run_and_leave
 from hjax.launch.sampling_flags import ModelFront, existing_file, options_of
 from hjax.rules import above, at_least
-from hjax.show.help_text import print_help
 
 if TYPE_CHECKING:
     from hjax.data.dataset import Dataset
@@ -68,18 +67,16 @@ TASK_PROMPTS = 128
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if any(a in ("--help", "-help", "-h") for a in arguments):
+
+    def text() -> str:
         from hjax.data.tasks import TASKS
 
-        text = sampling_flags.HELP.format(
-            temperature="0 is greedy (0; 1 with several samples)", batch=BATCH
-        )
+        greedy = "0 is greedy (0; 1 with several samples)"
+        sampling = sampling_flags.HELP.format(temperature=greedy, batch=BATCH)
         names = ", ".join(TASKS)
-        shown = HELP.format(sampling=text, tasks=names, task_prompts=TASK_PROMPTS, length=LENGTH)
-        print_help(shown)
-        return 0
-    return stopped_by_ctrl_c(lambda: exit_status(lambda: _run(arguments)))
+        return HELP.format(sampling=sampling, tasks=names, task_prompts=TASK_PROMPTS, length=LENGTH)
+
+    return stopped_by_ctrl_c(lambda: answered(arguments, text, _run))
 
 
 def parse(arguments: Sequence[str]) -> flags.FlagValues:
@@ -90,11 +87,8 @@ def parse(arguments: Sequence[str]) -> flags.FlagValues:
     """
     own = flags.FlagValues()
     sampling_flags.define(own, batch=BATCH)
-    for name in ("data", "reward", "task", "instruction", "output"):
-        flags.DEFINE_string(name, "", "see --help", flag_values=own)
-    flags.DEFINE_integer("samples", 1, "see --help", flag_values=own)
-    flags.DEFINE_integer("limit", 0, "see --help", flag_values=own)
-    flags.DEFINE_float("timeout_seconds", 60.0, "see --help", flag_values=own)
+    define(own, data="", reward="", task="", instruction="", output="")
+    define(own, samples=1, limit=0, timeout_seconds=60.0)
     parse_flags(own, arguments)
     rules = {"samples": at_least(1), "limit": at_least(0), "timeout_seconds": above(0)}
     sampling_flags.settle(own, **rules)

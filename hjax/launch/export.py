@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
-from absl import flags
-
-from hjax.errors import ConfigError, exit_status
+from hjax.errors import ConfigError
 from hjax.files import json_line
-from hjax.launch.command import parse_flags
+from hjax.launch.command import answered, define, parse_flags
 from hjax.launch.leaving import run_and_leave
-from hjax.show.help_text import print_help
 
 HELP = """\
 usage: python -m hjax.launch.export --model=DIR|WORKDIR --output=DIR [--adapter] [--json]
@@ -33,19 +29,11 @@ Exit status: 0 written; 1 failed; 2 wrong input, nothing written.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if any(a in ("--help", "-help", "-h") for a in arguments):
-        print_help(HELP)
-        return 0
-    return exit_status(lambda: _run(arguments))
+    return answered(arguments, lambda: HELP, _run)
 
 
 def _run(arguments: Sequence[str]) -> int:
-    own = flags.FlagValues()
-    flags.DEFINE_string("model", "", "what", flag_values=own)
-    flags.DEFINE_string("output", "", "where to", flag_values=own)
-    flags.DEFINE_bool("adapter", False, "adapters alone", flag_values=own)
-    flags.DEFINE_bool("json", False, "one line of JSON", flag_values=own)
+    own = define(model="", output="", adapter=False, json=False)
     parse_flags(own, arguments)
     for flag in ("model", "output"):
         if not own[flag].value:

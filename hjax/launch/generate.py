@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Sequence
@@ -9,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
-from hjax.errors import ConfigError, exit_status
+from hjax.errors import ConfigError
 from hjax.files import json_line
 from hjax.launch import sampling_flags
-from hjax.launch.command import parse_flags, stopped_by_ctrl_c
+from hjax.launch.command import answered, define, parse_flags, stopped_by_ctrl_c
 from hjax.launch.leaving import run_and_leave
 from hjax.launch.sampling_flags import ModelFront, existing_file, options_of, token_ids
-from hjax.show.help_text import print_help
+from hjax.show.answers import say, say_pieces, say_response
+from hjax.show.tables import wide_console
 
 if TYPE_CHECKING:
     from hjax.data.dataset import Dataset
@@ -57,12 +59,9 @@ FIELDS = ("text", "tokens", "logprobs", "finish_reason")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if any(a in ("--help", "-help", "-h") for a in arguments):
-        text = sampling_flags.HELP.format(temperature="0 is greedy (1)", batch=BATCH)
-        print_help(HELP.format(sampling=text, length=LENGTH))
-        return 0
-    return stopped_by_ctrl_c(lambda: exit_status(lambda: _run(arguments)))
+    sampling = sampling_flags.HELP.format(temperature="0 is greedy (1)", batch=BATCH)
+    text = HELP.format(sampling=sampling, length=LENGTH)
+    return stopped_by_ctrl_c(lambda: answered(arguments, lambda: text, _run))
 
 
 def parse(arguments: Sequence[str]) -> flags.FlagValues:
@@ -73,11 +72,7 @@ def parse(arguments: Sequence[str]) -> flags.FlagValues:
     """
     own = flags.FlagValues()
     sampling_flags.define(own, batch=BATCH)
-    flags.DEFINE_string("prompt", None, "see --help", flag_values=own)
-    flags.DEFINE_string("prompts", None, "see --help", flag_values=own)
-    flags.DEFINE_string("regex", None, "see --help", flag_values=own)
-    flags.DEFINE_string("json_schema", None, "see --help", flag_values=own)
-    flags.DEFINE_string("grammar", None, "see --help", flag_values=own)
+    define(own, prompt=str, prompts=str, regex=str, json_schema=str, grammar=str)
     flags.DEFINE_multi_string("choice", None, "see --help", flag_values=own)
     parse_flags(own, arguments)
     sampling_flags.settle(own)
@@ -102,8 +97,6 @@ def _run(arguments: Sequence[str]) -> int:
     if own.prompt is None and own.prompts is None:
         if own.chat:
             front.check_chat()
-        from hjax.launch.chat import Chat
-
         limit = own.max_new_tokens or LENGTH
         return Chat(front.load(own, own.tensor, own.copies), own.seed, limit, options).run()
     prompts = _prompts(own, front)
@@ -196,9 +189,6 @@ def _complete(
 
 def _stream(model: LanguageModel, prompts: Dataset, seed: int, options: dict[str, Any]) -> None:
     """Print a prompt and what follows it, as it comes."""
-    from hjax.show.answers import say, say_pieces
-    from hjax.show.tables import wide_console
-
     console = wide_console()
     [tokens] = prompts.prompt_tokens
     text = prompts.prompt_text
@@ -230,9 +220,6 @@ def _described(
 
 def _show(prompts: Dataset, completions: Sequence[Completion]) -> None:
     """Print each prompt and what follows it."""
-    from hjax.show.answers import say, say_response
-    from hjax.show.tables import wide_console
-
     console = wide_console()
     asked = prompts.prompt_text or prompts.prompt_tokens
     for i, (prompt, completion) in enumerate(zip(asked, completions, strict=True)):
@@ -246,6 +233,85 @@ def _show(prompts: Dataset, completions: Sequence[Completion]) -> None:
         say_response(console, response, len(completion.tokens), truncated)
         if i + 1 < len(prompts):
             say(console, "\n")
+
+
+# As long as it is, a line is a command.
+_NEW, _END = "/new", "/exit"
+
+
+class Chat:
+    """A conversation with a model, by its chat template; without one every line stands alone.
+
+    Args:
+      model: with or without a tokenizer.
+      seed: of the first answer; those of others follow from it.
+      limit: tokens of an answer at most; fewer where the model's positions leave fewer.
+      options: of ``model.generate``.
+    """
+
+    def __init__(self, model: LanguageModel, seed: int, limit: int, options: dict[str, Any]):
+        self.model = model
+        self.seed = seed
+        self.limit = limit
+        self.options = options
+        self.turns = 0
+        self.messages: list[dict[str, str]] = []
+        tokenizer = model.tokenizer
+        self._templated = tokenizer is not None and bool(tokenizer.chat_template)
+        self._console = wide_console(sys.stdout)
+
+    def run(self) -> int:
+        """Until the input ends; the command's exit status."""
+        if self.model.tokenizer is None:
+            how = "no tokenizer: a line is token ids, as 3,4,5"
+        elif self._templated:
+            how = "by its chat template"
+        else:
+            how = "no chat template: it goes on with each line by itself"
+        with contextlib.suppress(ImportError):  # lines can then be edited
+            import readline  # noqa: F401
+        say(self._console, f"{how}; {_NEW} begins anew, Ctrl-D ends\n", "dim")
+        while True:
+            try:
+                line = input("> ")
+            except EOFError:
+                say(self._console, "\n")
+                return 0
+            if line.strip() == _END:
+                return 0
+            if line.strip() == _NEW:
+                self.messages.clear()
+            elif line.strip():
+                try:
+                    self.answer(line)
+                except ConfigError as error:  # of this line; the next may do
+                    say(self._console, f"{error}\n", "red")
+
+    def answer(self, line: str) -> None:
+        """Answer a line and print the answer.
+
+        Raises:
+          ConfigError: a line that the model cannot take; what was said before stays.
+        """
+        from hjax.run.completions import call_seed
+
+        messages = [*self.messages, {"role": "user", "content": line}]
+        seed = call_seed(self.seed, self.turns)
+        prompt = self._prompt(line, messages)
+        limit = max(min(self.limit, self.model.config.max_length - len(prompt)), 1)
+        pieces = self.model.stream(prompt, seed=seed, max_new_tokens=limit, **self.options)
+        text = say_pieces(self._console, pieces)
+        self.turns += 1
+        if self._templated:
+            self.messages = [*messages, {"role": "assistant", "content": text}]
+
+    def _prompt(self, line: str, messages: list[dict[str, str]]) -> list[int]:
+        tokenizer = self.model.tokenizer
+        if tokenizer is None:
+            return token_ids(line, self.model.config.vocab_size)
+        if not self._templated:
+            return tokenizer.encode(line)
+        return tokenizer.encode(tokenizer.chat(messages), add_special=False)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,21 @@
 """What must be set before JAX starts a backend: the number of CPU devices, the program cache.
 
 Only the command does this; a `Trainer` uses the devices it finds.
+
+Of the kept programs what a kill or a full disk has torn is dropped: JAX writes an entry of its
+cache in place, warns of one that it cannot read in every run, compiles the program anew, and never
+replaces it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import math
 import os
+import time
+import zlib
+from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -14,7 +23,6 @@ from ml_collections import ConfigDict
 from hjax.config import flatten
 from hjax.errors import ConfigError
 from hjax.files import cache_folder
-from hjax.launch.program_cache import drop_torn
 from hjax.machine import (
     MOST_DEVICES,
     available_cores,
@@ -129,3 +137,47 @@ def _keep_compiled_programs(options: Any) -> None:
         options.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     if "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES" not in os.environ:
         options.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+# The time of this file says up to when entries have been looked at.
+_CHECKED = ".hjax-checked"
+# An entry that was written to so shortly before is looked at again: it may not have been whole.
+_WRITING_SECONDS = 600.0
+_ZSTANDARD = b"\x28\xb5\x2f\xfd"
+
+
+def drop_torn(folder: Path) -> int:
+    """Delete torn entries of JAX's cache among those written since the last look; how many."""
+    marker, now = folder / _CHECKED, time.time()
+    try:
+        checked = marker.stat().st_mtime
+    except OSError:
+        checked = 0.0
+    dropped = 0
+    with contextlib.suppress(OSError):  # there is none yet, or it is not ours to clean
+        for entry in os.scandir(folder):
+            if not entry.name.endswith("-cache") or entry.stat().st_mtime < checked:
+                continue
+            if not _whole(Path(entry.path).read_bytes()):
+                Path(entry.path).unlink(missing_ok=True)
+                dropped += 1
+        marker.touch()
+        os.utime(marker, (now - _WRITING_SECONDS,) * 2)
+    return dropped
+
+
+def _whole(data: bytes) -> bool:
+    """Whether an entry, compressed, can be read to its end."""
+    if not data.startswith(_ZSTANDARD):
+        try:
+            return len(zlib.decompress(data)) > 0
+        except zlib.error:
+            return False
+    try:
+        zstandard = importlib.import_module("zstandard")
+    except ImportError:  # then JAX cannot read it either, and says so
+        return True
+    try:
+        return len(zstandard.ZstdDecompressor().decompress(data)) > 0
+    except zstandard.ZstdError:
+        return False

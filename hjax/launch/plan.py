@@ -9,20 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from hjax.devices import DEVICES
-from hjax.errors import ConfigError, exit_status
+from hjax.errors import ConfigError
 from hjax.files import json_line, replace_file
+from hjax.launch.command import answered
 from hjax.launch.huge_pages import use_huge_pages
 from hjax.launch.leaving import run_and_leave
 from hjax.launch.plan_flags import Request, parse
 from hjax.launch.signals import started_as
-from hjax.planning.result import describe_candidate, describe_result
-from hjax.planning.run_config import config_text
-from hjax.planning.runnable import search_runnable
+from hjax.planning.result import config_text, describe_candidate, describe_result
 from hjax.planning.search import SearchResult
-from hjax.planning.strategies import STRATEGIES
-from hjax.show.help_text import print_help
+from hjax.planning.strategies import STRATEGIES, search_runnable
 from hjax.show.plan_page import plan_page
-from hjax.show.plan_tables import print_plan
+from hjax.show.plan_rows import print_plan
 from hjax.show.tables import wide_console
 
 HELP = """\
@@ -81,21 +79,15 @@ exit status: 0 done; 1 failed; 2 wrong input, or the models do not fit
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if any(a in ("--help", "-help", "-h") for a in arguments):
-        names = ", ".join(DEVICES)
-        algorithms = "ppo, grpo, remax, safe_rlhf"
-        print_help(
-            HELP.format(devices=names, strategies=", ".join(STRATEGIES), algorithms=algorithms)
-        )
-        return 0
-    explained = [a.partition("=")[2] for a in arguments if re.match(r"--?explain=", a)]
-    if explained:
-        return exit_status(lambda: _explain(Path(explained[-1]), "--json" in arguments))
-    return exit_status(lambda: _run(arguments))
+    names = {"devices": ", ".join(DEVICES), "strategies": ", ".join(STRATEGIES)}
+    text = HELP.format(**names, algorithms="ppo, grpo, remax, safe_rlhf")
+    return answered(arguments, lambda: text, _run)
 
 
 def _run(arguments: Sequence[str]) -> int:
+    explained = [a.partition("=")[2] for a in arguments if re.match(r"--?explain=", a)]
+    if explained:
+        return _explain(Path(explained[-1]), "--json" in arguments)
     request = parse(arguments)
     if request is None:
         return _calibrate("--json" in arguments)
@@ -123,9 +115,8 @@ def _run(arguments: Sequence[str]) -> int:
 
 def _explain(workdir: Path, as_json: bool) -> int:
     """Show what a run's end says of its plan."""
-    from hjax.planning.after_run import read_record
-    from hjax.planning.learning import summary
-    from hjax.show.seconds_table import seconds_table
+    from hjax.planning.learning import read_record, summary
+    from hjax.show.plan_rows import seconds_table
 
     found = read_record(workdir)
     console = wide_console()

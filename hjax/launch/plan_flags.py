@@ -15,13 +15,12 @@ from hjax.algorithms import get_algorithm
 from hjax.devices import device_of_kind
 from hjax.errors import ConfigError
 from hjax.given import given_path
-from hjax.launch.command import parse_flags, take_config
+from hjax.launch.command import define, parse_flags, take_config
 from hjax.planning import hardware
 from hjax.planning.constants import Constants
-from hjax.planning.dataflow import find_algorithm
-from hjax.planning.problems import NUMERICS, fill_in, pose_problem
+from hjax.planning.problems import NUMERICS, fill_in, find_algorithm, pose_problem
 from hjax.planning.records import Cluster, Workload
-from hjax.planning.run_config import keys_of_config, keys_of_models
+from hjax.planning.result import keys_of_config, keys_of_models
 from hjax.planning.search import Problem
 from hjax.planning.strategies import STRATEGIES
 from hjax.settings.reading import check_config, load_config
@@ -52,23 +51,13 @@ class Request:
     keys: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def define() -> flags.FlagValues:
+def plan_flags() -> flags.FlagValues:
     """The command's flags."""
-    own = flags.FlagValues()
-    for name, default in (
-        ("algorithm", "ppo"), ("models", ""), ("cluster", ""), ("strategy", "auto"),
-        ("numerics", "masters"), ("constants", ""), ("profile", ""), ("output", ""),
-        ("offload", ""),
-    ):  # fmt: skip
-        flags.DEFINE_string(name, default, "see --help", flag_values=own)
-    for name, number in (
-        ("prompt_length", 1024), ("response_length", 1024), ("batch", 1024), ("samples", 1),
-        ("updates", 8), ("candidates", 5),
-    ):  # fmt: skip
-        flags.DEFINE_integer(name, number, "see --help", flag_values=own)
-    for name in ("json", "calibrate", "even", "compile", "roofline"):
-        flags.DEFINE_bool(name, False, "see --help", flag_values=own)
-    return own
+    own = define(algorithm="ppo", models="", cluster="", strategy="auto", numerics="masters")
+    define(own, constants="", profile="", output="", offload="")
+    define(own, prompt_length=1024, response_length=1024, batch=1024, samples=1)
+    define(own, updates=8, candidates=5)
+    return define(own, json=False, calibrate=False, even=False, compile=False, roofline=False)
 
 
 def parse(arguments: Sequence[str]) -> Request | None:
@@ -77,7 +66,7 @@ def parse(arguments: Sequence[str]) -> Request | None:
     Raises:
       ConfigError: a wrong flag or value.
     """
-    own = define()
+    own = plan_flags()
     config, name = None, ""
     if any(re.match(r"--?config\b", a) for a in arguments):
         name, rest = take_config(arguments)

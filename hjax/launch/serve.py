@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
-from hjax.errors import ConfigError, exit_status
+from hjax.errors import ConfigError
 from hjax.given import given_path
-from hjax.launch.command import parse_flags, stopped_by_ctrl_c
+from hjax.launch.command import answered, parse_flags, stopped_by_ctrl_c
 from hjax.launch.leaving import run_and_leave
 from hjax.launch.sampling_flags import ModelFront
 from hjax.rules import Rule, above, at_least, between
-from hjax.show.help_text import print_help
 
 if TYPE_CHECKING:
     from hjax.serving.limits import Limits
@@ -89,13 +88,13 @@ _RULES: dict[str, Rule] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if any(a in ("--help", "-help", "-h") for a in arguments):
+
+    def text() -> str:
         from hjax.serving.limits import Limits
 
-        print_help(HELP.format(**dataclasses.asdict(Limits())))
-        return 0
-    return stopped_by_ctrl_c(lambda: exit_status(lambda: _run(arguments)))
+        return HELP.format(**dataclasses.asdict(Limits()))
+
+    return stopped_by_ctrl_c(lambda: answered(arguments, text, _run))
 
 
 def parse(arguments: Sequence[str]) -> flags.FlagValues:

@@ -127,7 +127,7 @@ def run_stages(
       run: takes a title, a config and a workdir; gives an exit status.
       as_json: print one line of JSON at the end.
     """
-    from hjax.show.stages import write_stages
+    from hjax.show.report import write_stages
 
     configs = stages.configs(workdir)
     for stage, config in configs.items():

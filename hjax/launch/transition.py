@@ -10,16 +10,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from absl import flags
-
-from hjax.errors import ConfigError, exit_status
+from hjax.errors import ConfigError
 from hjax.files import json_line
-from hjax.launch.command import parse_flags
+from hjax.launch.command import answered, define, parse_flags
 from hjax.launch.leaving import run_and_leave
 from hjax.machine import simulated_devices
 from hjax.show.format import size
-from hjax.show.help_text import print_help
-from hjax.show.tables import wide_console
+from hjax.show.tables import rows_table, wide_console
 
 METHOD_NAMES = {
     "hybridflow": "HybridFlow: zero-redundancy grouping",
@@ -72,11 +69,8 @@ class TransitionCommand:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if any(a in ("--help", "-help", "-h") for a in arguments):
-        print_help(HELP.format(compiled=COMPILED, most=MOST))
-        return 0
-    return exit_status(lambda: _run(parse(arguments)))
+    text = HELP.format(compiled=COMPILED, most=MOST)
+    return answered(arguments, lambda: text, lambda given: _run(parse(given)))
 
 
 def parse(arguments: Sequence[str]) -> TransitionCommand:
@@ -85,14 +79,8 @@ def parse(arguments: Sequence[str]) -> TransitionCommand:
     Raises:
       ConfigError: a wrong flag or value.
     """
-    own = flags.FlagValues()
-    flags.DEFINE_string("train", "", "sizes", flag_values=own)
-    flags.DEFINE_string("generate", "", "sizes", flag_values=own)
-    flags.DEFINE_string("method", "hybridflow", "how", flag_values=own)
-    flags.DEFINE_string("model", "", "what", flag_values=own)
-    flags.DEFINE_string("dtype", "float32", "of the copy", flag_values=own)
-    flags.DEFINE_string("topology", "", "where", flag_values=own)
-    flags.DEFINE_bool("json", False, "one line of JSON", flag_values=own)
+    own = define(train="", generate="", method="hybridflow", model="", json=False)
+    define(own, dtype="float32", topology="")
     parse_flags(own, arguments)
     if own.dtype not in DTYPES:
         raise ConfigError(f"--dtype={own.dtype}: one of {', '.join(DTYPES)}")
@@ -123,8 +111,8 @@ def _run(command: TransitionCommand) -> int:
     # Of a plain program's detours the compiler warns; the table has their bytes.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     from hjax.dryrun.shape_inputs import read_shape
-    from hjax.studies.transition_cost import built_in, describe
-    from hjax.studies.transition_groups import Table2Case
+    from hjax.dryrun.transition_cost import built_in, describe, describe_counted
+    from hjax.dryrun.transition_groups import Table2Case
 
     case = Table2Case(*command.train, *command.generate)
     rings = _rings(case, command.topology) if command.topology else {}
@@ -132,8 +120,6 @@ def _run(command: TransitionCommand) -> int:
     name = command.model or "built-in"
     console = wide_console()
     if case.devices > COMPILED:
-        from hjax.studies.transition_counted import describe_counted
-
         found = describe_counted(case, command.method, model, name, command.dtype)
         show_counted(found, str(case), console)
     else:
@@ -142,7 +128,7 @@ def _run(command: TransitionCommand) -> int:
             found = describe(case, command.method, devices, model, name, command.dtype)
         show(found, str(case), devices[0].platform, console)
     if rings:
-        from hjax.show.ring_table import ring_table
+        from hjax.show.memory_table import ring_table
 
         found["rings"] = rings
         console.print(ring_table({command.topology: rings}))
@@ -154,9 +140,9 @@ def _run(command: TransitionCommand) -> int:
 
 def _rings(case: Any, topology: str) -> dict[str, dict[str, float]]:
     """How far apart the devices of each mesh axis stand on hardware that is not here."""
+    from hjax.dryrun.topologies import listed
     from hjax.sharding.layout import make_layouts
     from hjax.sharding.placing import place_devices, ring_table
-    from hjax.sharding.stand_ins import listed
 
     devices = listed(topology)
     if len(devices) != case.devices:
@@ -189,12 +175,9 @@ def show_counted(found: Mapping[str, Any], case: str, console: Any) -> None:
 
 def show(found: Mapping[str, Any], case: str, platform: str, console: Any) -> None:
     """Print the description as tables and a picture."""
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
-    from hjax.show.transition_table import picture
-    from hjax.studies.transition_groups import describe_groups
+    from hjax.dryrun.transition_groups import describe_groups, picture
 
     total = found["model_bytes"]
     console.print(Text(f"{case}   {METHOD_NAMES[found['method']]}", style="bold"))
@@ -202,11 +185,7 @@ def show(found: Mapping[str, Any], case: str, platform: str, console: Any) -> No
         f"{found['devices']} devices ({platform}), model {found['model']}: {size(total)} float32 "
         f"split over all training shards; all figures per device"
     )
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
-    table.add_column("share of the model")
-    for column in ("formula", "measured", "bytes"):
-        table.add_column(column, justify="right")
-    table.add_column("")
+    rows = []
     notes = {
         "communication": "received, read off the compiled programs",
         "peak": f"parameters; the largest bucket has {size(found['bucket_bytes'])}, and programs "
@@ -215,16 +194,17 @@ def show(found: Mapping[str, Any], case: str, platform: str, console: Any) -> No
     }
     for key, note in notes.items():
         formula, measured = found["analytic"][key], found["measured"][key]
-        table.add_row(key, f"{formula:.4f}", f"{measured:.4f}", size(measured * total), note)
+        rows.append((key, f"{formula:.4f}", f"{measured:.4f}", size(measured * total), note))
     if found["masters_bytes"]:
         beside = f"float32 masters beside the {found['dtype']} copy: optimizer state, never moved"
         share = found["masters_bytes"] / total
-        table.add_row("masters", "", f"{share:.4f}", size(found["masters_bytes"]), beside)
+        rows.append(("masters", "", f"{share:.4f}", size(found["masters_bytes"]), beside))
     for key, value in found.get("resharded", {}).items():
         note = "by a plain program: the compiler's own way between the same shards"
-        table.add_row(f"  {key}", "", f"{value:.4f}", size(value * total), note)
-    table.add_row("way back", "0.0000", f"{found['back_bytes'] / total:.4f}", "", "received")
-    console.print(table)
+        rows.append((f"  {key}", "", f"{value:.4f}", size(value * total), note))
+    rows.append(("way back", "0.0000", f"{found['back_bytes'] / total:.4f}", "", "received"))
+    figures = ("formula", "measured", "bytes")
+    console.print(rows_table(("share of the model", *figures, ""), rows, right=figures))
     if not found["executed"]:
         console.print("compiled, not run: too large for this machine; peak follows from shapes")
     if found["unsharded"]:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hjax.kernels import cudnn_trial
+from hjax.kernels import cudnn
 from hjax.kernels.sets import AUTO, BLOCKS, CUDNN, REFERENCE, TRIED, Kernels, choose, kernels_of
 from hjax.models import remat, weight_ring
 from hjax.models.attention import Form
@@ -64,7 +64,7 @@ class Compute:
         """
         platform, attention = layout.platform, self.attention
         if attention == TRIED:
-            attention = CUDNN if cudnn_trial.trusted(layout.mesh.devices.flat) else BLOCKS
+            attention = CUDNN if cudnn.trusted(layout.mesh.devices.flat) else BLOCKS
         kernel_set = choose(platform, attention)
         travel = platform in weight_ring.PLATFORMS
         return dataclasses.replace(self, kernel_set=kernel_set, home=layout, travel=travel)

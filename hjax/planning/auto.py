@@ -20,10 +20,9 @@ from hjax.models.config import ModelConfig
 from hjax.models.remat import NONE
 from hjax.planning.calibration import Progress, calibrate
 from hjax.planning.constants import Constants
-from hjax.planning.counting import counts
-from hjax.planning.dataflow import trace
 from hjax.planning.hosts import cluster_of, pools_at_hand
 from hjax.planning.options import role_options
+from hjax.planning.problems import counts, trace
 from hjax.planning.profile import MadeOn, Profile, profile_path, read_profile, write_profile
 from hjax.planning.records import (
     FLOAT32,

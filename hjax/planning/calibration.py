@@ -27,7 +27,7 @@ from hjax.devices import Device
 from hjax.machine import available_cores, device_memory
 from hjax.models.config import ModelConfig
 from hjax.models.remat import NONE
-from hjax.planning import counting
+from hjax.planning import problems
 from hjax.planning.constants import Constants
 from hjax.planning.cost import Place, forward_flops, update_seconds
 from hjax.planning.generation import decoding, prefill_seconds
@@ -173,7 +173,7 @@ def _split_cost(
     data axis: ``gather`` of FSDP, whose collectives wait for the slowest device, ``unsplit`` of a
     tensor axis. The cost model is linear in either."""
     data = Mesh(data=place.devices)
-    counts = counting.counts(model, "actor", scalar=False)
+    counts = problems.counts(model, "actor", scalar=False)
 
     def extra(value: float) -> float:
         constants = place.constants.with_values({name: value})
@@ -193,7 +193,7 @@ def _split_cost(
 def _decode_cost(place: Place, model: ModelConfig, rows: int, seconds: float) -> float:
     """The constant that explains what a rollout of ``rows`` sequences takes beside starting, its
     prompts and what each layer of a token takes: ``decode``, in which the cost model is linear."""
-    counts = counting.counts(model, "actor", scalar=False)
+    counts = problems.counts(model, "actor", scalar=False)
     mesh = Mesh(data=place.devices, generate_pipe=1, generate_tensor=1)
     work = Workload(PROMPT, RESPONSE, rows, SAMPLES)
 
@@ -453,7 +453,7 @@ class _Probe:
         """Its calls, which took so many seconds."""
         rows, response = self.batch["responses"].shape
         length = Workload(PROMPT, response, rows, SAMPLES).row_tokens(FLOAT32.shared_prompt)
-        counts = counting.counts(self.model, "actor", scalar=False)
+        counts = problems.counts(self.model, "actor", scalar=False)
         flops = forward_flops(counts, rows, length) / self.mesh.devices
         scores = rows / self.mesh.devices * self.model.heads * length**2 * self.model.layers
         return _Calls(forward, generate, update, flops, scores, length)

@@ -6,22 +6,125 @@ A run's own problem comes from its config instead (``hjax.planning.auto.run_prob
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
 
-from hjax.algorithms import Algorithm
+from hjax.algorithms import Algorithm, get_algorithm
 from hjax.errors import ConfigError
+from hjax.kernels import cudnn
+from hjax.models import arithmetic, remat
+from hjax.models.config import ModelConfig
 from hjax.models.published import planning_shape
 from hjax.models.remat import FULL, NONE
 from hjax.planning.constants import Constants
-from hjax.planning.counting import counts
-from hjax.planning.dataflow import trace
-from hjax.planning.records import FLOAT32, MASTERS, MIXED, Cluster, Dataflow, Workload
+from hjax.planning.hardware import cluster as find_cluster
+from hjax.planning.records import (
+    FLOAT32,
+    MASTERS,
+    MIXED,
+    Cluster,
+    Dataflow,
+    ModelCounts,
+    PlannedCall,
+    Workload,
+)
 from hjax.planning.search import Problem
 from hjax.planning.space import OFFLOADS, SearchSpace
 from hjax.roles import Role
+from hjax.run.dataflow import step_calls
+
+
+def counts(config: ModelConfig, name: str = "", scalar: bool = False) -> ModelCounts:
+    """The record that the auto-mapping takes."""
+    head = config.hidden_size * (1 if scalar else config.vocab_size)
+    total = arithmetic.parameters(config, scalar)
+    activations, whole = arithmetic.activation_elements(config)
+    gradients, whole_gradients = arithmetic.gradient_elements(config)
+    products, whole_products = arithmetic.product_elements(config)
+    return ModelCounts(
+        name=name,
+        layers=config.layers,
+        hidden=config.hidden_size,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        mlp=config.mlp_size,
+        vocab=config.vocab_size,
+        experts=config.experts,
+        experts_per_token=config.experts_per_token,
+        # What is counted is split over devices; a scalar head's bias, one number, is not.
+        parameters=total - int(scalar),
+        layer_parameters=arithmetic.layer_parameters(config),
+        layer_active=arithmetic.active_layer_parameters(config),
+        layer_expert=arithmetic.expert_parameters(config),
+        head_parameters=head,
+        attention_width=config.heads * config.head_dim,
+        cache_elements=arithmetic.cache_elements(config),
+        layer_activations=activations,
+        layer_activations_whole=whole,
+        frozen=total - arithmetic.learned_parameters(config, scalar),
+        bytes_each=arithmetic.byte_parameters(config),
+        remade=activations - arithmetic.kept_elements(config, remat.NONE)[0],
+        layer_gates=arithmetic.gate_elements(config),
+        layer_products=products,
+        layer_products_whole=whole_products,
+        layer_gradients=gradients,
+        layer_gradients_whole=whole_gradients,
+        by_cudnn=not cudnn.refusal(
+            "bfloat16", config.head_dim, config.attention_softcap, config.sinks
+        ),
+    )
+
+
+_KINDS: dict[str, Any] = {"generate": "generate", "prepare": "forward", "update": "update"}
+
+
+def trace(
+    algorithm: type[Algorithm],
+    config: ConfigDict,
+    updates: int,
+    samples: int,
+    roles: Collection[str],
+    absent: Collection[str] = (),
+    served: Mapping[str, str] = {},
+) -> Dataflow:
+    """The calls of one step on the roles that have devices.
+
+    Args:
+      config: the section ``algorithm``.
+      updates: mini-batches that the step's sequences are cut into, for each epoch.
+      samples: responses per prompt.
+      roles: those with a model; calls on others (reward functions) take no devices.
+      absent: roles left out of the step altogether.
+      served: as of ``step_calls``.
+
+    Raises:
+      ConfigError: the calls cannot be read off, or one belongs to no phase that can be planned.
+    """
+    calls = step_calls(algorithm, config, updates, samples, absent, served)
+    table = algorithm.role_table(config)
+    called = {call.role for call in calls}
+    placed = tuple(name for name in table if name in roles and name in called)
+    found = []
+    for call in calls:
+        if call.phase not in _KINDS:
+            raise ConfigError(
+                f"{call.role}.{call.method} is of the phase {call.phase!r}; a plan knows "
+                f"{', '.join(_KINDS)}"
+            )
+        if call.role in placed:
+            found.append(PlannedCall(call.role, call.method, _KINDS[call.phase], call.rows))
+    return Dataflow(algorithm.__name__, placed, tuple(found))
+
+
+def find_algorithm(name: str) -> type[Algorithm]:
+    """An algorithm with a dataflow to place, as ``get_algorithm`` finds it."""
+    found = get_algorithm(name)
+    if not found.generates:
+        raise ConfigError(f"--algorithm={name}: supervised training has no dataflow to place")
+    return found
+
 
 NUMERICS = {"masters": MASTERS, "float32": FLOAT32, "mixed": MIXED}
 # What the paper's systems can do: layouts within a machine of 8, everything or nothing of a layer
@@ -29,6 +132,9 @@ NUMERICS = {"masters": MASTERS, "float32": FLOAT32, "mixed": MIXED}
 PAPER_SPACE = SearchSpace(
     pipes=(1, 2, 4, 8, 16), tensors=(1, 2, 4, 8), contexts=(1,), remat=(NONE, FULL)
 )
+# A step of its experiments (arXiv 2409.19256, section 8), and the updates it is cut into.
+PAPER_WORK = Workload(prompt_length=1024, response_length=1024, sequences=1024)
+PAPER_UPDATES = 8
 
 
 def pose_problem(
@@ -84,6 +190,32 @@ def pose_problem(
         space,
         waits,
     )
+
+
+def paper_problem(
+    algorithm: str,
+    models: str | Mapping[str, str],
+    gpus: int,
+    constants: Constants | None = None,
+) -> Problem:
+    """One of the HybridFlow paper's experiments, on machines of 8 A100-80GB.
+
+    Its Safe-RLHF has one critic.
+
+    Args:
+      models: a published name for all roles, or by role.
+    """
+    found = find_algorithm(algorithm)
+    settings = found.default_config()
+    if algorithm == "safe_rlhf":
+        settings.pretraining_coef = 1.0
+    roles = found.needed_roles(settings)
+    names = dict.fromkeys(roles, models) if isinstance(models, str) else dict(models)
+    if "cost_critic" in roles:
+        names["cost_critic"] = "none"
+    machines = find_cluster(f"{max(1, gpus // 8)}x{min(gpus, 8)}:a100-80g")
+    work = PAPER_WORK, PAPER_UPDATES
+    return pose_problem(found, settings, names, *work, machines, constants, "mixed")
 
 
 def _offloads(flow: Dataflow, asked: Mapping[str, Any] | None, usual: Any) -> dict[str, Any]:

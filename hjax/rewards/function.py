@@ -17,8 +17,8 @@ from typing import Any
 from hjax.apart import Apart, Died, Failed, Late
 from hjax.errors import ConfigError, RunError
 from hjax.rewards import shipping
-from hjax.rewards.calling import called, late
 from hjax.rewards.judging import RewardResult, whole
+from hjax.rewards.shipping import called, late
 from hjax.user_files import load_object
 
 # Where a function may run.

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from hjax.data.conversations import RESPONSE_COLUMNS
+from hjax.data.conversations import RESPONSE_COLUMNS, SIDES, answer_text
 from hjax.data.dataset import Dataset, PromptSampler, pad_left, pad_right, split_held_out
 from hjax.data.labels import labelled_steps
 from hjax.data.mixing import MixedSampler
-from hjax.data.pairs import SIDES, answer_text
 from hjax.data.reading import Reading, weights_of
 from hjax.data.tasks import TASKS, Task, get_task
 from hjax.data.tokenizer import Tokenizer

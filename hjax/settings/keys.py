@@ -1,7 +1,7 @@
 """Every key that all algorithms' configs share: its default, its meaning and what it may be.
 
 This table is the one source: `default_config` builds the config from it, `check_config` takes
-types and ranges from it, and docs/config.md is its printout (`python -m hjax.launch.config_docs`).
+types and ranges from it, and docs/config.md is its printout (docs/generate/config_page.py).
 An algorithm's own keys live under `config.algorithm` and come from its `keys`, a task's under
 `config.data.task_options`.
 

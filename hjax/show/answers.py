@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from hjax.show.format import printable
+from hjax.show.tables import rows_table
 
 if TYPE_CHECKING:
     from hjax.rewards.estimators import Estimate
@@ -58,16 +59,8 @@ def _say_length(console: Any, tokens: int, truncated: bool) -> None:
 
 def print_measures(console: Any, measures: Mapping[str, Estimate]) -> None:
     """A table: a measure, its mean, its standard error."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
-    table.add_column("")
-    for column in ("mean", "stderr"):
-        table.add_column(column, justify="right")
-    for name, estimate in measures.items():
-        table.add_row(name, _figure(estimate.mean), _figure(estimate.stderr))
-    console.print(table)
+    rows = [(name, _figure(found.mean), _figure(found.stderr)) for name, found in measures.items()]
+    console.print(rows_table(("", "mean", "stderr"), rows, right=("mean", "stderr")))
 
 
 def _figure(value: float) -> str:

@@ -13,11 +13,9 @@ from hjax.config import flatten
 from hjax.errors import ConfigError
 from hjax.files import METRICS, SAMPLES, STARTS, read_json, read_rows, replace_file
 from hjax.show.charts import Series, value_text
-from hjax.show.curves import CURVES, Card, Row, card, compiling_steps, points_of, seconds_of
-from hjax.show.format import clock
-from hjax.show.origins import start_row
+from hjax.show.curves import CURVES, OTHER, Card, Row, card, compiling_steps, points_of, seconds_of
+from hjax.show.format import clock, start_row
 from hjax.show.pages import COLORS, from_files, render
-from hjax.show.palette import OTHER
 from hjax.show.samples import answer
 
 # Colours that runs may have; grey would look like a run that is switched off.

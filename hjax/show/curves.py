@@ -8,9 +8,25 @@ from typing import Any
 
 from hjax.roles import ROLES
 from hjax.show.charts import LineChart, Series, line_chart, value_text
-from hjax.show.palette import metric_color
 
 Row = Mapping[str, Any]
+
+# Who has which colour, in every chart: numbers of the classes `c0` ... `c12` of the pages.
+OTHER = 7  # what is nobody's
+HELD_OUT = 11
+ROLE_COLORS = {name: number for number, name in enumerate(ROLES)}
+PHASE_COLORS = {"generate": 8, "transition": 12, "prepare": 10, "update": 9}
+
+
+def metric_color(key: str, usual: int = OTHER) -> int:
+    """The colour of a metric's curve: its role's, its phase's, or ``usual``."""
+    section, _, name = key.partition("/")
+    if section == "eval":
+        return HELD_OUT
+    if section == "time":
+        return PHASE_COLORS.get(name, usual)
+    return ROLE_COLORS.get(section, usual)
+
 
 # Title, what it says, metrics drawn together; shown where the run has the first of them.
 CURVES: tuple[tuple[str, str, tuple[str, ...]], ...] = (

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from hjax.show.format import flop_count, size
+from hjax.show.format import flop_count, seconds, size
+from hjax.show.tables import rows_table
 
 # Figures of a program itself, by their column.
 _FIGURES = {
@@ -133,25 +135,20 @@ def _bar(record: Mapping[str, Any], held: int, scale: int, memory_bytes: int | N
 
 def work_table(records: Sequence[Mapping[str, Any]]) -> Any:
     """FLOPs and bytes received, per device and run of each program."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
-    table.add_column("program")
-    for column in ("rows", "FLOPs per device", "received per device"):
-        table.add_column(column, justify="right")
-    table.add_column("collectives: how many, bytes received per device")
+    figures = ("rows", "FLOPs per device", "received per device")
+    columns = ("program", *figures, "collectives: how many, bytes received per device")
+    rows = []
     for group in grouped(records):
         received = [r["received_bytes"] for r in group if "received_bytes" in r]
-        table.add_row(
-            Text(name_of(group)),
+        row = (
+            name_of(group),
             f"{group[0]['rows']:,}" if group[0]["flops"] else "",  # a transition has none
             flop_count(sum(record["flops"] for record in group)),
             size(sum(received)) if received else "",
-            Text(_kinds(group) or "–"),
+            _kinds(group) or "–",
         )
-    return table
+        rows.append(row)
+    return rows_table(columns, rows, right=figures)
 
 
 def _kinds(group: Sequence[Mapping[str, Any]]) -> str:
@@ -176,3 +173,100 @@ def verdict(records: Sequence[Mapping[str, Any]], memory_bytes: int) -> str:
         f"most is held during {name_of([most])}: {size(most['sum_bytes'])} per device of "
         f"{size(memory_bytes)}, {end} ({parts})"
     )
+
+
+def roofline_table(records: Sequence[Mapping[str, Any]]) -> Any:
+    """A row per program: how long it takes by data sheet, what bounds it, beside its minimum.
+
+    Args:
+      records: of ``compile_program``, those with a ``roofline``.
+    """
+    figures = ("predicted", "minimum", "bound", "MFU", "tokens/s", "memory", "FLOPs", "received",
+               "of it waited for")  # fmt: skip
+    rows = []
+    for group in grouped(records):
+        found = [record["roofline"] for record in group]
+        total = {key: sum(each[key] for each in found) for key in SUMMED}
+        least = [record["minimum"] for record in group if record.get("minimum")]
+        mfu, rate = group[0].get("mfu"), group[0].get("tokens_per_second")
+        received = total["received_bytes"]
+        waited = f"{total['synchronous_bytes'] / received:.0%}" if received else ""
+        row = (
+            name_of(group),
+            seconds(total["seconds"]),
+            seconds(sum(each["seconds"] for each in least)) if least else "",
+            max(found, key=lambda each: each["seconds"])["bound"],
+            f"{mfu:.1%}" if mfu else "",
+            f"{rate:,.0f}" if rate else "",
+            _of(total["bytes"], least, "bytes", size),
+            _of(total["flops"], least, "flops", flop_count),
+            _of(received, least, "received_bytes", size) if received else "",
+            waited,
+        )
+        rows.append(row)
+    return rows_table(("program", *figures), rows, right=figures)
+
+
+SUMMED = ("seconds", "bytes", "flops", "received_bytes", "synchronous_bytes")
+
+
+def _of(found: float, least: Sequence[Mapping[str, float]], key: str, told: Any) -> str:
+    """An amount, and how many times its minimum that is."""
+    floor = sum(each[key] for each in least)
+    return f"{told(found)} ({found / floor:.2f}×)" if floor else told(found)
+
+
+def costliest_table(record: Mapping[str, Any]) -> Any:
+    """The lines of source on which a program spends most of its time."""
+    figures = ("seconds", "share", "runs", "memory", "FLOPs", "received")
+    rows = []
+    total = record["roofline"]["seconds"] or 1.0
+    for line in record["roofline"]["costliest"]:
+        row = (
+            short(line["source"]) or line["name"],
+            seconds(line["seconds"]),
+            f"{line['seconds'] / total:.0%}",
+            f"{line['times']:,.0f}",
+            size(line["bytes"]) if line["bytes"] else "",
+            flop_count(line["flops"]) if line["flops"] else "",
+            size(line["received_bytes"]) if line["received_bytes"] else "",
+        )
+        rows.append(row)
+    return rows_table(("line", *figures), rows, right=figures, title=name_of([record]))
+
+
+def short(source: str) -> str:
+    """A place as people know it: from the package's folder on, else the file alone."""
+    path, _, line = source.rpartition(":")
+    parts = Path(path).parts
+    if "hjax" in parts:
+        at = len(parts) - 1 - parts[::-1].index("hjax")
+        return f"{'/'.join(parts[at:])}:{line}"
+    return f"{Path(path).name}:{line}" if path else source
+
+
+def ring_rows(rings: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[tuple[str, ...]]:
+    """Rows of roles, mesh axis, mean hops, share of the steps over the network, and how many steps
+    use the busiest link; roles whose meshes have the same rings share rows.
+
+    Args:
+      rings: by role and axis ``hops``, ``network`` and ``busiest``.
+    """
+    roles: dict[Any, list[str]] = {}
+    for role, axes in rings.items():
+        key = tuple((axis, *sorted(found.items())) for axis, found in axes.items())
+        roles.setdefault(key, []).append(role)
+    rows: list[tuple[str, ...]] = []
+    for names in roles.values():
+        for number, (axis, found) in enumerate(rings[names[0]].items()):
+            network = f"{100 * found['network']:.0f} %" if found["network"] else ""
+            hops = f"{found['hops']:.2f}" if found["network"] < 1 else ""
+            label = ", ".join(names) if number == 0 else ""
+            rows.append((label, axis, hops, network, str(found["busiest"])))
+    return rows
+
+
+def ring_table(rings: Mapping[str, Mapping[str, Mapping[str, float]]], title: str = "") -> Any:
+    """A rich table of ``ring_rows``."""
+    figures = ("hops in its rings", "over the network", "busiest link")
+    return rows_table(("roles", "mesh axis", *figures), ring_rows(rings), figures, title)

@@ -15,6 +15,7 @@ from typing import Any
 import jinja2
 
 from hjax.errors import ConfigError, DataError
+from hjax.show.format import printable
 
 COLORS = 13  # of the classes c0 ... c12
 
@@ -41,11 +42,6 @@ def _environment() -> jinja2.Environment:
     )
     environment.globals["COLORS"] = COLORS
     return environment
-
-
-def printable(text: str) -> str:
-    """A text with dots for control characters other than line breaks and tabs."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)
 
 
 def _escapable(value: Any) -> Any:

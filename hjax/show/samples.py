@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hjax.show.charts import value_text
-from hjax.show.pages import printable
+from hjax.show.format import printable
 
 Row = Mapping[str, Any]
 # Prompts shown.

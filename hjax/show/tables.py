@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
 from hjax.show.format import count, size
@@ -43,6 +43,25 @@ def print_memory(
     console = wide_console(stream)
     console.print("\n[bold]memory per device[/bold]")
     console.print(memory_table(records, memory_bytes, console.width))
+
+
+def rows_table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    right: Sequence[str] = (),
+    title: str = "",
+) -> Any:
+    """A rich table of texts; of its columns those in ``right`` are set to the right."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), title=title or None, title_justify="left")
+    for name in columns:
+        table.add_column(name, justify="right" if name in right else "left")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
 
 
 def wide_console(stream: TextIO | None = None) -> Any:

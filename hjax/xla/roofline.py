@@ -2,7 +2,7 @@
 
 Each operation takes as long as the slower of what it moves to and from main memory and what it
 multiplies; transfers that the program starts early are hidden behind what runs meanwhile, as far as
-that leaves their wires (``hjax.xla.links``) or the memory free. So it is a bound by bandwidths and
+that leaves their wires (``hjax.xla.limits``) or the memory free. So it is a bound by bandwidths and
 peaks (a roofline, Williams et al. 2009): what kernels lose within themselves, launches and
 contention are not in it.
 
@@ -25,8 +25,7 @@ from hjax.xla.collectives import (
     kind_in,
 )
 from hjax.xla.hlo import ArrayShape, Computation, Instruction, Module, arrays_of, parse
-from hjax.xla.limits import NO_WAY, Limits, Way
-from hjax.xla.links import Wire
+from hjax.xla.limits import NO_WAY, Limits, Way, Wire
 from hjax.xla.loops import Copy, copies, written_over
 from hjax.xla.products import (
     convolution_flops,

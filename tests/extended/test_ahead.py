@@ -9,9 +9,9 @@ import time
 import numpy as np
 import pytest
 from helpers import computed, read_rows, tiny_config, trainer_of
+from pickling import ObjectStore, PicklingExecutor, StoredFuture
 
 import hjax
-from hjax.controller.pickled import ObjectStore, PicklingExecutor, StoredFuture
 from hjax.errors import ConfigError, RunError
 from hjax.run.ahead import Queue, Schedule, Ticket
 

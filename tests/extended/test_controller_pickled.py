@@ -7,11 +7,11 @@ import jax
 import numpy as np
 import pytest
 from helpers import computed, tiny_config
+from pickling import ObjectStore, PicklingExecutor
 
 import hjax
 from hjax.controller import ResourcePool, WorkerGroup, join
 from hjax.controller.messages import Build, Call, from_bytes, to_bytes
-from hjax.controller.pickled import ObjectStore, PicklingExecutor
 from hjax.errors import ConfigError, RunError
 from hjax.settings.reading import config_names
 

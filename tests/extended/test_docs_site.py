@@ -11,12 +11,12 @@ import types
 import urllib.parse
 
 import pytest
+from dictionary_page import dictionary_markdown
 
 import hjax
 from hjax.config import flatten
 from hjax.launch.stages import read_stages
 from hjax.settings.reading import STAGES
-from hjax.studies.dictionary import dictionary_markdown
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"

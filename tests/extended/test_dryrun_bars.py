@@ -8,13 +8,14 @@ compiled by slow tests and ``benchmarks/performance.py``; decoding's small cases
 import dataclasses
 import importlib.util
 import json
+import os
 import pathlib
 import subprocess
 import sys
 
 import pytest
+from updating import Case
 
-from hjax.dryrun.updating import Case
 from hjax.models.config import ModelConfig
 
 pytestmark = pytest.mark.skipif(
@@ -39,7 +40,8 @@ CASES = {
 def counted(*names):
     """``updating`` of each, in one process that loads the compiler."""
     command = [sys.executable, str(pathlib.Path(__file__)), *names]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -84,7 +86,7 @@ def main(names):
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)
-    from hjax.dryrun.updating import updating
+    from updating import updating
 
     for name in names:
         found = updating(CASES[name])

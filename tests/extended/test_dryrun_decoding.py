@@ -9,8 +9,8 @@ import subprocess
 import sys
 
 import pytest
+from decoding import CASES, Case, table
 
-from hjax.dryrun.decoding import CASES, Case, table
 from hjax.kernels import decode
 from hjax.models.config import ModelConfig
 
@@ -41,6 +41,7 @@ def counted(case, form=""):
     if not importlib.util.find_spec(package) or not importlib.util.find_spec(compiler):
         pytest.skip(f"{compiler}, the compiler of {case.topology}, is not installed")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     done = subprocess.run(
         [sys.executable, str(pathlib.Path(__file__)), str(MEASURED.index(case)), form],
         env=environment,
@@ -130,8 +131,7 @@ def main(number, form):
 
     prepare_environment()
     import jax
-
-    from hjax.dryrun.decoding import decoding
+    from decoding import decoding
 
     jax.config.update("jax_enable_compilation_cache", False)
     print(json.dumps(decoding(MEASURED[int(number)], cache_form=form or None)))

@@ -8,8 +8,8 @@ import subprocess
 import sys
 
 import pytest
+from updating import FAMILIES, Case, family_table, table
 
-from hjax.dryrun.updating import FAMILIES, Case, family_table, table
 from hjax.models import families
 from hjax.models.published import published
 from hjax.models.remat import POLICIES
@@ -22,7 +22,7 @@ prepare_environment()
 import json, jax
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_enable_compilation_cache", False)
-from hjax.dryrun.updating import Case, updating
+from updating import Case, updating
 from hjax.models.config import ModelConfig
 model = ModelConfig(4096, 512, 1024, 2, 4, 2, 128, 8192)
 train = {"data": 1, "fsdp": -1}
@@ -38,7 +38,7 @@ prepare_environment()
 import json, jax
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_enable_compilation_cache", False)
-from hjax.dryrun.updating import Case, updating
+from updating import Case, updating
 print(json.dumps(updating(Case(**json.loads(sys.argv[1])))))
 """
 
@@ -50,7 +50,7 @@ prepare_environment()
 import json, jax
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_enable_compilation_cache", False)
-from hjax.dryrun.updating import Case, updating
+from updating import Case, updating
 from hjax.models.config import ModelConfig
 model = ModelConfig(4096, 2048, 8192, 2, 16, 8, 128, 8192)
 topology, train = json.loads(sys.argv[1])
@@ -67,7 +67,8 @@ def record(tokens):
 
 def run(program, argument):
     command = [sys.executable, "-c", program, json.dumps(argument)]
-    done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
 

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hjax.kernels import attention, attention_backward_tpu, attention_tpu
+from hjax.kernels import attention, attention_tpu
 from hjax.kernels.attention import Scoring, Sight
-from hjax.kernels.attention_backward_tpu import has_room
 from hjax.kernels.attention_block_tpu import How
+from hjax.kernels.attention_tpu import has_room
 from hjax.kernels.attention_visits import (
     FIRST,
     FIRST_KEYS,
@@ -173,7 +173,7 @@ def test_a_kernel_tells_what_it_reads_and_writes():
     row, rows, kv_rows = 128 * 2, 3 * 4 * 1024, 3 * 2 * 1024
     # Blocks of keys in turn: 0, 0, 1; the second is there already.
     keys = 3 * 4 * 2 * 512
-    forward, back = attention_tpu._estimate(how, q), attention_backward_tpu._estimate(how, q, k)
+    forward, back = attention_tpu._estimate(how, q), attention_tpu._backward_estimate(how, q, k)
     assert forward.bytes_accessed == (2 * rows + 2 * keys) * row + 4 * rows
     assert back.bytes_accessed == (3 * rows + 2 * keys + 2 * kv_rows) * row + 2 * 4 * rows
     # A whole block of 16 steps, two diagonals of 10.

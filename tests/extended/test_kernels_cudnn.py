@@ -24,7 +24,7 @@ import hjax
 from hjax.algorithms import get_algorithm
 from hjax.dryrun.shape_inputs import read_shape, shape_inputs
 from hjax.errors import ConfigError
-from hjax.kernels import attention, blockwise, cudnn, cudnn_trial
+from hjax.kernels import attention, blockwise, cudnn
 from hjax.kernels.attention import Scoring, Shared, Sight
 from hjax.kernels.sets import TRIED, choose, kernels_of
 from hjax.models.compute import Compute
@@ -151,7 +151,7 @@ def test_it_is_chosen_by_name_and_for_gpus_alone():
 
 
 def test_a_kernel_that_computes_what_it_should_is_found_to():
-    assert cudnn_trial.disagreement(by_xla, jax.devices()[0]) == ""
+    assert cudnn.disagreement(by_xla, jax.devices()[0]) == ""
 
 
 def without_padding(q, k, v, segments, *rest):
@@ -177,18 +177,18 @@ def without_numbers(q, *rest):
     (without_numbers, "^values of .* are off by nan"),
 ])  # fmt: skip
 def test_one_that_does_not_is_found_out(kernel, says):
-    assert re.search(says, cudnn_trial.disagreement(kernel, jax.devices()[0]))
+    assert re.search(says, cudnn.disagreement(kernel, jax.devices()[0]))
 
 
 def test_where_it_fails_it_is_said_once_and_not_used(caplog):
     """There is no cuDNN here."""
-    cudnn_trial._agrees.cache_clear()
+    cudnn._agrees.cache_clear()
     for _ in range(2):
-        assert not cudnn_trial.trusted(jax.devices())
+        assert not cudnn.trusted(jax.devices())
     [record] = caplog.records
     assert record.getMessage().startswith("cuDNN's attention is not used on ")
     assert "model.attention=cudnn" in record.getMessage()
-    assert cudnn_trial.trusted(["a device that programs are only compiled for"])
+    assert cudnn.trusted(["a device that programs are only compiled for"])
 
 
 def test_auto_tries_it_where_a_role_takes_it():
@@ -275,7 +275,7 @@ import json, jax, jax.numpy as jnp
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_enable_compilation_cache", False)
 from jax.sharding import NamedSharding, PartitionSpec
-from hjax.dryrun.account import account
+from hjax.dryrun.compilation import account
 from hjax.kernels import cudnn
 from hjax.kernels.attention import Scoring, Sight, attend
 from hjax.models.remat import recomputed

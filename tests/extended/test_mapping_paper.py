@@ -5,13 +5,13 @@ import pathlib
 import re
 import statistics
 
+import paper_experiments as paper
+import paper_tables as tables
 import pytest
 
 from hjax.planning.constants import Constants, describe
 from hjax.planning.records import MIXED
 from hjax.planning.strategies import search_strategy
-from hjax.studies import paper_experiments as paper
-from hjax.studies import paper_tables as tables
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "auto_mapping.md"
 # Where the model's fastest of the four placements is not the paper's, and by how much the paper's

@@ -3,11 +3,11 @@
 import pathlib
 import shutil
 
+import paper_tables as tables
 import pytest
+from mesh_hops import hops_table, rings
 
 from hjax.sharding.placing import WEIGHTS
-from hjax.studies import paper_tables as tables
-from hjax.studies.mesh_hops import hops_table, rings
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 

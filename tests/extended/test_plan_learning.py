@@ -14,8 +14,8 @@ from hjax.devices import DEVICES, Device
 from hjax.errors import ConfigError
 from hjax.launch import plan as command
 from hjax.planning import learning
-from hjax.planning.after_run import FILE, improved, learn_from
 from hjax.planning.constants import Constants
+from hjax.planning.learning import FILE, improved, learn_from
 from hjax.planning.profile import MadeOn, Profile, profile_path, read_profile, write_profile
 from hjax.roles import STAGES
 
@@ -191,7 +191,7 @@ def test_a_run_teaches_the_profile_of_its_devices(tmp_path, monkeypatch):
         assert learn_from(trainer, tmp_path) is None  # no profile, nothing to compare with
         device = Device("cpu", 2.0**33, {"float32": 1e9}, 1e10, 1e9, 1e9, len(devices), 0, "test")
         # Of the catalogue's devices the seconds stand side by side, and nothing is stored.
-        monkeypatch.setattr("hjax.planning.after_run.device_of_kind", lambda *_: device)
+        monkeypatch.setattr("hjax.planning.learning.device_of_kind", lambda *_: device)
         listed = learn_from(trainer, tmp_path)
         assert listed["calls"] and not listed["taught"] and not profile_path(devices).exists()
         assert "no profile is stored that could learn it" in listed["untaught"]

@@ -22,8 +22,8 @@ from hjax.planning import memory
 from hjax.planning.auto import run_problem
 from hjax.planning.constants import Constants
 from hjax.planning.cost import Place
-from hjax.planning.counting import counts
 from hjax.planning.memory import Decoded
+from hjax.planning.problems import counts
 from hjax.planning.records import MASTERS, Cluster, Mesh, Pool, Workload
 from hjax.planning.result import describe_candidate
 from hjax.planning.search import search

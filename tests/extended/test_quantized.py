@@ -27,7 +27,7 @@ from hjax.models.parameters import decoder_network
 from hjax.models.peft_files import Adapter
 from hjax.models.quantized import quantized
 from hjax.models.weights import load_params
-from hjax.planning.counting import counts
+from hjax.planning.problems import counts
 from hjax.sharding.layout import make_layouts
 from hjax.workers.update_memory import updates_of
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import computed, read_rows, tiny_config, trainer_of
+from pickling import ObjectStore, PicklingExecutor
 
 import hjax
 from hjax.controller import join
-from hjax.controller.pickled import ObjectStore, PicklingExecutor
 from hjax.errors import ConfigError, RunError
 
 EVENS = pathlib.Path(__file__).parents[1] / "evens_reward.py"

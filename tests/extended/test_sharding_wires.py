@@ -18,13 +18,13 @@ import jax
 import numpy as np
 import pytest
 
+from hjax.dryrun.topologies import listed
+from hjax.dryrun.transition_cost import measure, set_up
+from hjax.dryrun.transition_groups import Table2Case
 from hjax.sharding import layout
 from hjax.sharding.layout import MESH_AXES
 from hjax.sharding.placing import place_devices, ring_table
-from hjax.sharding.stand_ins import listed
 from hjax.sharding.wires import cut, domain_of, ring_load, wires_of
-from hjax.studies.transition_cost import measure, set_up
-from hjax.studies.transition_groups import Table2Case
 
 
 def shape_of(**axes):

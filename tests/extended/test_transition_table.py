@@ -4,6 +4,7 @@ Everyday runs take the cases of up to 8 devices, slow ones all.
 """
 
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -14,7 +15,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 SWEEP = """
 import gc, json
 from hjax.machine import simulated_devices
-from hjax.studies.transition_docs import measured_rows, transition_markdown
+from transition_page import measured_rows, transition_markdown
 gc.freeze()  # each case collects; what was imported need not be looked through every time
 rows = list(measured_rows(simulated_devices(DEVICES)))
 print(json.dumps({"rows": rows, "text": transition_markdown(rows)}))
@@ -31,8 +32,9 @@ def sweep(request):
     """All rows and the text of docs/transition.md, from a process with so many devices."""
     code = SWEEP.replace("DEVICES", str(request.param))
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=1100, cwd=ROOT
-    )
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=1100, cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout) | {"devices": request.param}
 
@@ -211,7 +213,7 @@ def test_a_generation_shard_contains_the_training_shard(sweep):
 
 def test_the_document_is_up_to_date(sweep):
     written = (ROOT / "docs" / "transition.md").read_text()
-    again = "run python -m hjax.studies.transition_docs > docs/transition.md"
+    again = "run python docs/generate/transition_page.py > docs/transition.md"
     if sweep["devices"] == 16:
         assert written == sweep["text"], again
     cases = {line for line in sweep["text"].splitlines() if line.startswith("| ") and " → " in line}

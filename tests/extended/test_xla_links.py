@@ -5,8 +5,7 @@ import itertools
 import pytest
 
 from hjax.xla.collectives import Collective
-from hjax.xla.limits import Limits
-from hjax.xla.links import Torus
+from hjax.xla.limits import Limits, Torus
 from hjax.xla.roofline import roofline
 
 

@@ -1,52 +1,11 @@
 """Shipped configs, one `get_config()` per file; `--config=ppo.py` finds them by name.
 
-Beside it a file may say by what its runs show that they learn (`LEARNS`, a tuple of measures; none:
-by held-out accuracy). `benchmarks/learning.py` runs all configs and looks at that.
+`benchmarks/learning.py` runs all of them and looks at whether they learn.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
-
 from hjax.config import Config
-
-
-@dataclasses.dataclass(frozen=True)
-class Measure:
-    """A metric by which a run shows that it learns.
-
-    Args:
-      metric: of the rows of metrics.jsonl. One of an evaluation counts at the start (before the
-        first update) and at the end; another counts in the first step, whose rollouts and losses
-        are those of the start, and by its mean over the last ten.
-      rise: least difference of end and start; below 0: it is to fall.
-      below: what the end is to stay below; None: anything.
-      start: what counts as the start; None: what was measured.
-    """
-
-    metric: str
-    rise: float = 0.2
-    below: float | None = None
-    start: float | None = None
-
-    def change(self, rows: Sequence[Mapping[str, float]]) -> tuple[float, float]:
-        """Start and end of a run, of its rows of metrics.jsonl."""
-        values = [row[self.metric] for row in rows if row.get(self.metric) is not None]
-        last = values[-1:] if self.metric.startswith("eval/") else values[-10:]
-        first = values[0] if self.start is None else self.start
-        return first, sum(last) / len(last)
-
-    def met(self, start: float, end: float) -> bool:
-        """Whether a run that went from start to end shows it."""
-        far = end - start >= self.rise if self.rise >= 0 else end - start <= self.rise
-        return far and (self.below is None or end < self.below)
-
-
-LEARNS = (Measure("eval/accuracy"),)
-# Of pairs: which of the two the policy has made more likely than its reference has. At first it is
-# the reference: chance. Its answers are to get better too.
-PREFERS = (Measure("actor/accuracy", start=0.5), Measure("eval/accuracy", rise=0.05))
 
 
 def pairs(algorithm: str) -> Config:

@@ -11,8 +11,6 @@ from ml_collections import ConfigDict
 
 import hjax
 
-LEARNS = ()  # nobody's task
-
 
 def get_config() -> ConfigDict:
     """The config of `--config=base.py`."""

@@ -10,9 +10,7 @@ pairs, text or chat messages, with a column `prompt` or without (hh-rlhf);
 
 from ml_collections import ConfigDict
 
-from hjax.launch.configs import PREFERS, pairs
-
-LEARNS = PREFERS
+from hjax.launch.configs import pairs
 
 
 def get_config() -> ConfigDict:

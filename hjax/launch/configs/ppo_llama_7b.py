@@ -15,8 +15,6 @@ from hjax.launch.configs import base
 
 SHAPE = "llama-7b"
 
-LEARNS = ()  # needs weights from outside and a pod
-
 
 def get_config() -> ConfigDict:
     """The config of `--config=ppo_llama_7b.py`."""

@@ -7,9 +7,7 @@ On the pairs of dpo.py; docs/algorithms has the formula.
 
 from ml_collections import ConfigDict
 
-from hjax.launch.configs import PREFERS, pairs
-
-LEARNS = PREFERS
+from hjax.launch.configs import pairs
 
 
 def get_config() -> ConfigDict:

@@ -9,9 +9,7 @@ is above the limit and weighs the cost against the reward; report.html draws its
 
 from ml_collections import ConfigDict
 
-from hjax.launch.configs import Measure, base
-
-LEARNS = (Measure("eval/reward", rise=0.05), Measure("cost/mean", rise=-0.3, below=0.1))
+from hjax.launch.configs import base
 
 
 def get_config() -> ConfigDict:

@@ -7,10 +7,7 @@ On the pairs of dpo.py; docs/algorithms has the formula.
 
 from ml_collections import ConfigDict
 
-from hjax.launch.configs import Measure, pairs
-
-# Without a reference the chosen ones are preferred from the start: by more, in the end.
-LEARNS = (Measure("actor/margin", rise=0.5), Measure("eval/accuracy", rise=0.05))
+from hjax.launch.configs import pairs
 
 
 def get_config() -> ConfigDict:

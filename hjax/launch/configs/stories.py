@@ -18,8 +18,6 @@ from hjax.launch.configs import base
 
 WEIGHTS = "stories260K-hf"
 
-LEARNS = ()  # needs weights and a task of files from outside
-
 
 def get_config() -> ConfigDict:
     """The config of `--config=stories.py`."""

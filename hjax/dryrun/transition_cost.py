@@ -1,4 +1,9 @@
-"""The row of the paper's Table 2 for one case: analytic, and counted on the compiled programs."""
+"""The row of the paper's Table 2 for one case: analytic, and counted on the compiled programs.
+
+Of more devices than can be simulated it is counted, not compiled: layouts on a mesh of numbers are
+enough for the moves, and the moves for their bytes; of the ways that hjax does not take itself
+there are the paper's formulas alone.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +16,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from hjax.errors import ConfigError
-from hjax.machine import device_memory, free_bytes
-from hjax.models.config import ModelConfig
-from hjax.models.parameters import decoder_network
-from hjax.sharding.layout import RoleLayouts, fitted
-from hjax.sharding.live_memory import PeakWatch
-from hjax.sharding.transition import BUCKET_BYTES, Transition
-from hjax.studies.gather_and_cut import GatherAndCut
-from hjax.studies.transition_groups import (
+from hjax.dryrun.gather_and_cut import GatherAndCut
+from hjax.dryrun.transition_groups import (
     Table2Case,
     case_layouts,
     holdings,
@@ -27,6 +25,14 @@ from hjax.studies.transition_groups import (
     table2,
     zero_sharding,
 )
+from hjax.errors import ConfigError
+from hjax.machine import device_memory, free_bytes
+from hjax.models.config import ModelConfig
+from hjax.models.parameters import decoder_network
+from hjax.sharding.buckets import Leaf, plan_leaf
+from hjax.sharding.layout import RoleLayouts, fitted, make_layouts
+from hjax.sharding.live_memory import PeakWatch
+from hjax.sharding.transition import BUCKET_BYTES, Transition
 from hjax.xla.collectives import received_bytes
 
 # Divides for every p, t, p_g, t_g up to 16, and over 16 devices.
@@ -100,14 +106,7 @@ def set_up(case: Table2Case, method: str, devices: Sequence[jax.Device], leaves:
     Raises:
       ConfigError: sizes that do not divide the parameters', by name.
     """
-    layouts = case_layouts(devices, case, method)
-    sizes = {name: n for axes, x in leaves.values() for name, n in zip(axes, x.shape)}
-    split = [name for name in sizes if layouts.train.rules[name]]
-    sizes = {name: sizes[name] for name in split}
-    layouts = RoleLayouts(
-        fitted(layouts.train, sizes, "--train"),
-        fitted(layouts.generate, sizes, "--generate"),
-    )
+    layouts = _fitted(case_layouts(devices, case, method), leaves)
     shapes = {name: x for name, (_, x) in leaves.items()}
     before, after = (
         {name: layout.sharding(*axes) for name, (axes, _) in leaves.items()}
@@ -130,6 +129,16 @@ def set_up(case: Table2Case, method: str, devices: Sequence[jax.Device], leaves:
         shapes=only(shapes, True),
         others=(only(before, False), only(after, False), only(shapes, False)),
         layouts=layouts,
+    )
+
+
+def _fitted(layouts: RoleLayouts, leaves: Leaves) -> RoleLayouts:
+    """Layouts that divide the lengths of the arrays' axes, as ``layout.fitted``."""
+    sizes = {name: n for axes, x in leaves.values() for name, n in zip(axes, x.shape)}
+    sizes = {name: n for name, n in sizes.items() if layouts.train.rules[name]}
+    return RoleLayouts(
+        fitted(layouts.train, sizes, "--train"),
+        fitted(layouts.generate, sizes, "--generate"),
     )
 
 
@@ -177,19 +186,12 @@ def measure(
     # Masters are optimizer state: they stand beside whatever generation has.
     peak, redundant = peak - executed * cost.masters, redundant - executed * cost.masters
     found = stage_groups(setup.layouts)
-    share = narrow.itemsize / np.dtype("float32").itemsize
     return {
-        "method": method,
-        "dtype": dtype,
+        **_row(case, method, dtype, total),
         "compiled": True,
         "masters_bytes": cost.masters,
-        "train": [case.pipe, case.tensor, case.data],
-        "generate": [case.generate_pipe, case.generate_tensor],
-        "devices": case.devices,
-        "model_bytes": total,
         "groups": found["generate"],
         "train_groups": found["train"],
-        "analytic": {key: value * share for key, value in table2(case, method).items()},
         "measured": {
             "communication": cost.received / total,
             "peak": peak / total,
@@ -207,6 +209,20 @@ def measure(
             [sorted(parts) for parts in holdings(layout.sharding("layers", "heads"), case)]
             for layout in (setup.layouts.train, setup.layouts.generate)
         ],
+    }
+
+
+def _row(case: Table2Case, method: str, dtype: str, model_bytes: int) -> dict[str, Any]:
+    """What every description begins with."""
+    share = np.dtype(jax.dtypes.canonicalize_dtype(dtype)).itemsize / np.dtype("float32").itemsize
+    return {
+        "method": method,
+        "dtype": dtype,
+        "train": [case.pipe, case.tensor, case.data],
+        "generate": [case.generate_pipe, case.generate_tensor],
+        "devices": case.devices,
+        "model_bytes": model_bytes,
+        "analytic": {key: value * share for key, value in table2(case, method).items()},
     }
 
 
@@ -322,3 +338,51 @@ def fits(devices: Sequence[jax.Device], bytes_: int) -> bool:
     if devices[0].platform != "cpu":
         return bytes_ / len(devices) < 0.8 * min(map(device_memory, devices))
     return bytes_ < (free_bytes(devices[0]) or 2**32) / 2
+
+
+def describe_counted(
+    case: Table2Case, method: str, model: ModelConfig, name: str, dtype: str = "float32"
+) -> dict[str, Any]:
+    """What ``describe`` says, as far as layouts say it: of devices too many to simulate.
+
+    Returns:
+      ``measured`` is None where the method is not hjax's own; else its ``communication`` is that of
+      the planned moves and ``peak`` what stands when all have arrived. There are no groups.
+
+    Raises:
+      ConfigError: sizes that do not divide the parameters', by name.
+    """
+    sizes = {"pipe": case.pipe, "tensor": case.tensor, "data": case.data}
+    generate = {"pipe": case.generate_pipe, "tensor": case.generate_tensor}
+    layouts = make_layouts(case.devices, sizes, generate)
+    leaves = model_leaves(model)
+    layouts = _fitted(layouts, leaves)
+    cast = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
+    counted: list[Leaf] = []
+    others: dict[str, int] = {}
+    for leaf, (axes, x) in leaves.items():
+        before, after = (way.sharding(*axes) for way in (layouts.train, layouts.generate))
+        planned = plan_leaf(leaf, x.shape, np.dtype(x.dtype), cast, before, after)
+        whole = math.prod(x.shape) * np.dtype(x.dtype).itemsize
+        if whole == planned.source_bytes * case.shards:
+            counted.append(planned)
+        else:
+            others[leaf] = whole
+    if not counted:
+        raise ConfigError(f"no parameter of this model divides over {case.shards} training shards")
+    total = sum(leaf.source_bytes for leaf in counted) * case.shards
+    measured = None
+    if method == "hybridflow":
+        measured = {
+            "communication": sum(leaf.received_bytes or 0 for leaf in counted) / total,
+            "peak": sum(leaf.target_bytes for leaf in counted) / total,
+            "redundancy": 0.0,
+        }
+    return {
+        "model": name,
+        **_row(case, method, dtype, total),
+        "measured": measured,
+        "compiled": False,
+        "executed": False,
+        "unsharded": others,
+    }

@@ -1,6 +1,6 @@
 """What pages of docs/algorithms take from the source: dataflows, functions, keys, the index.
 
-    python -m hjax.launch.algorithm_docs
+    python docs/generate/algorithm_pages.py
 
 writes it anew into every page, between a comment that asks for it and `<!-- end -->`:
 
@@ -162,3 +162,9 @@ def _sets(cls: type[Algorithm]) -> list[str]:
 def _listed(values: Any) -> str:
     texts = [f"`{name}={value!r}`" for name, value in values.items()]
     return " and ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
+
+
+if __name__ == "__main__":
+    pages = Path(__file__).parents[1] / "algorithms"
+    for path in sorted(pages.glob("*.md")):
+        path.write_text(written(path.read_text(), pages))

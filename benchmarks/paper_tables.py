@@ -1,7 +1,7 @@
 """The tables of docs/auto_mapping.md and docs/meshes.md, and the sentences that count what stands
 in those of the first.
 
-`python -m hjax.studies.paper_tables [--write] [NAME ...]` prints the tables, with `--write` it also
+`python benchmarks/paper_tables.py [--write] [NAME ...]` prints the tables, with `--write` it also
 puts them into both pages, between their markers; `--write=PAGE` into one page alone. All of them
 take some minutes.
 """
@@ -15,13 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hjax.devices import DEVICES
-from hjax.errors import ConfigError, exit_status
-from hjax.planning.constants import Constants, describe
-from hjax.planning.search import partitions
-from hjax.planning.strategies import search_strategy
-from hjax.studies.mesh_hops import hops_table
-from hjax.studies.paper_experiments import (
+from mesh_hops import hops_table
+from paper_experiments import (
     ASSUMED,
     MODELS,
     NAMED,
@@ -42,6 +37,12 @@ from hjax.studies.paper_experiments import (
     strong_scaling,
     transition_rows,
 )
+
+from hjax.devices import DEVICES
+from hjax.errors import ConfigError, exit_status
+from hjax.planning.constants import Constants, describe
+from hjax.planning.search import partitions
+from hjax.planning.strategies import search_strategy
 
 # Constants that were moved while the paper's figures were looked at, from 0.85 to 0.4 and from 0.5
 # to 0.

@@ -14,8 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from hjax.algorithms.losses import PolicyLoss
-from hjax.dryrun.account import limits_of
-from hjax.dryrun.compilation import compile_program
+from hjax.dryrun.compilation import compile_program, limits_of
 from hjax.dryrun.minimum import minimum
 from hjax.dryrun.programs import StepProgram
 from hjax.dryrun.topologies import find_topology

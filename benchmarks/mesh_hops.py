@@ -1,16 +1,16 @@
 """The table of docs/meshes.md: how far apart neighbours in a mesh stand, before and after.
 
-`python -m hjax.studies.paper_tables hops [--write]` prints it, or writes it into the page. Places
-come from coordinates alone (``hjax.sharding.stand_ins``).
+`python benchmarks/paper_tables.py hops [--write]` prints it, or writes it into the page. Places
+come from coordinates alone (``hjax.dryrun.topologies``).
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from hjax.dryrun.topologies import listed
 from hjax.sharding.layout import make_layouts
 from hjax.sharding.placing import place_devices, ring_table
-from hjax.sharding.stand_ins import listed
 from hjax.sharding.wires import Rings
 
 # Topology, layout of training, tensor size of generation.

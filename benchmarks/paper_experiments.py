@@ -15,16 +15,12 @@ from typing import Any
 
 from hjax.planning import cost, generation, memory
 from hjax.planning.constants import Constants
-from hjax.planning.dataflow import find_algorithm
-from hjax.planning.hardware import cluster
 from hjax.planning.options import role_options
-from hjax.planning.problems import PAPER_SPACE, pose_problem
-from hjax.planning.records import Candidate, Mesh, Workload
-from hjax.planning.search import Placement, Problem, search
+from hjax.planning.problems import PAPER_SPACE, PAPER_WORK, paper_problem
+from hjax.planning.records import Candidate, Mesh
+from hjax.planning.search import Placement, search
 from hjax.planning.strategies import search_strategy
 
-WORK = Workload(prompt_length=1024, response_length=1024, sequences=1024)
-UPDATES = 8
 ASSUMED = Constants()
 
 # Numbers of GPUs, from the fewest on which the four models of a size fit.
@@ -82,29 +78,6 @@ BEST_PLACEMENTS = {
     "34B": {32: "colocate", 64: "colocate", 96: "split", 128: "split"},
     "13B, 70B": {32: "colocate", 64: "colocate", 96: "split", 128: "critic apart"},
 }
-
-
-def paper_problem(
-    algorithm: str,
-    models: str | Mapping[str, str],
-    gpus: int,
-    constants: Constants = ASSUMED,
-) -> Problem:
-    """One of the paper's experiments. Its Safe-RLHF has one critic.
-
-    Args:
-      models: a published name for all roles, or by role.
-    """
-    found = find_algorithm(algorithm)
-    settings = found.default_config()
-    if algorithm == "safe_rlhf":
-        settings.pretraining_coef = 1.0
-    roles = found.needed_roles(settings)
-    names = dict.fromkeys(roles, models) if isinstance(models, str) else dict(models)
-    if "cost_critic" in roles:
-        names["cost_critic"] = "none"
-    machines = cluster(f"{max(1, gpus // 8)}x{min(gpus, 8)}:a100-80g")
-    return pose_problem(found, settings, names, WORK, UPDATES, machines, constants, "mixed")
 
 
 def placement_name(candidate: Candidate) -> str:
@@ -275,7 +248,7 @@ def generation_sweep(model: str, constants: Constants = ASSUMED) -> dict[int, fl
     space = dataclasses.replace(PAPER_SPACE, pipes=(1,), shardings=("data",))
 
     def options(role: str) -> list[Any]:
-        arguments = (place, posed.models[role], posed.dataflow, role, WORK, space)
+        arguments = (place, posed.models[role], posed.dataflow, role, PAPER_WORK, space)
         return [o for o in role_options(*arguments, every=True) if o.mesh.tensor == 8]
 
     others = sum(
