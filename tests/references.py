@@ -18,12 +18,10 @@ class _Reference:
     def __init__(self, module: str, name: str = ""):
         self._module, self._name = module, name
 
-    def _loaded(self, name: str = "") -> Any:
-        """The module, or what it has under a name."""
+    def _loaded(self) -> Any:
         try:
-            found = importlib.import_module(self._module)
-            for each in filter(None, (self._name, name)):
-                found = getattr(found, each)
+            module = importlib.import_module(self._module)
+            found = getattr(module, self._name) if self._name else module
         except ModuleNotFoundError as error:
             found, missing = None, error.name or "torch"
         else:  # transformers has a dummy that says what it needs
@@ -35,7 +33,10 @@ class _Reference:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name in ("pytestmark", "place_as"):  # pytest asks each object
             raise AttributeError(name)
-        return self._loaded(name)
+        try:
+            return getattr(self._loaded(), name)
+        except ModuleNotFoundError:  # a module of transformers' that asks for torch only now
+            return pytest.skip(f"{self._module}.{name} needs torch: pip install torch")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._loaded()(*args, **kwargs)
@@ -50,6 +51,7 @@ def _there(name: str) -> bool:
 
 torch = _Reference("torch")
 peft = _Reference("peft")
+safetensors_torch = _Reference("safetensors.torch")
 modeling_auto = _Reference("transformers.models.auto.modeling_auto")
 modeling_llama = _Reference("transformers.models.llama.modeling_llama")
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from families import logits, model
 from helpers import save_model, trainer_of
-from references import AutoModelForCausalLM, AutoTokenizer, torch
+from references import AutoModelForCausalLM, AutoTokenizer, safetensors_torch, torch
 
 import hjax
 from hjax.data.tasks import get_task
@@ -22,8 +22,6 @@ TOKENS = np.array([[3, 4, 5, 6, 7, 8, 9]])
 
 def test_a_directory_comes_back_tensor_for_tensor_in_its_dtype(tmp_path, capsys):
     theirs = model("qwen3 tied").to(torch.bfloat16)
-    from safetensors.torch import load_file
-
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
     (tmp_path / "theirs" / "chat_template.jinja").write_text("{{ messages }}")
     flags = [f"--model={tmp_path}/theirs", f"--output={tmp_path}/ours", "--json"]
@@ -32,8 +30,8 @@ def test_a_directory_comes_back_tensor_for_tensor_in_its_dtype(tmp_path, capsys)
     assert said["parameters"] == theirs.num_parameters() and said["dtype"] == "bfloat16"
     before = {}
     for file in (tmp_path / "theirs").glob("*.safetensors"):
-        before |= load_file(file)
-    after = load_file(tmp_path / "ours" / "model.safetensors")
+        before |= safetensors_torch.load_file(file)
+    after = safetensors_torch.load_file(tmp_path / "ours" / "model.safetensors")
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert after[name].dtype == torch.bfloat16 and torch.equal(after[name], tensor)
@@ -48,8 +46,6 @@ def test_a_directory_comes_back_tensor_for_tensor_in_its_dtype(tmp_path, capsys)
 def test_every_tensor_keeps_the_dtype_of_its_file_whatever_config_json_says(
     name, stored, said, tmp_path
 ):
-    from safetensors.torch import load_file, save_file
-
     model(name).save_pretrained(tmp_path / "theirs")
     file, config = (tmp_path / "theirs" / n for n in ("model.safetensors", "config.json"))
     content = {k: x for k, x in json.loads(config.read_text()).items() if k != "dtype"}
@@ -57,11 +53,11 @@ def test_every_tensor_keeps_the_dtype_of_its_file_whatever_config_json_says(
     every = ["float32", "bfloat16", "float16"] if stored == "mixed" else [stored]
     before = {
         n: x.to(getattr(torch, every[i % len(every)]))
-        for i, (n, x) in enumerate(load_file(file).items())
+        for i, (n, x) in enumerate(safetensors_torch.load_file(file).items())
     }
-    save_file(before, file)
+    safetensors_torch.save_file(before, file)
     assert main([f"--model={tmp_path}/theirs", f"--output={tmp_path}/ours"]) == 0
-    after = load_file(tmp_path / "ours" / "model.safetensors")
+    after = safetensors_torch.load_file(tmp_path / "ours" / "model.safetensors")
     assert before.keys() == after.keys()
     for n, tensor in before.items():
         assert after[n].dtype == tensor.dtype and torch.equal(after[n], tensor)

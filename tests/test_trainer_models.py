@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from families import model
 from helpers import save_model, tiny_config, trainer_of
-from references import torch
+from references import safetensors_torch, torch
 
 import hjax
 from hjax.data.tasks import get_task
@@ -30,10 +30,8 @@ def transformers_scores(directory, rows):
     """What transformers makes of a reward model: the head at the last token, one row at a time."""
     no_grad = torch.no_grad()  # without torch this skips, so before what imports it
     from references import LlamaModel
-    from safetensors.torch import load_file
-
     model = LlamaModel.from_pretrained(directory)
-    head = load_file(directory / "model.safetensors")["score.weight"]
+    head = safetensors_torch.load_file(directory / "model.safetensors")["score.weight"]
     with no_grad:
         return [
             (model(torch.tensor([row])).last_hidden_state[0, -1] @ head.T).item() for row in rows
@@ -59,8 +57,6 @@ def test_ppo_with_a_larger_critic_and_a_reward_model_of_another_tokenizer(models
 @pytest.mark.slow
 def test_a_qwen_learns_adapters_from_a_gemma_that_judges_its_text(tmp_path):
     """Two families and two vocabularies: the text is tokenised again for the judge."""
-    from safetensors.torch import load_file, save_file
-
     ours = get_task("sorting").tokenizer()
     model("qwen2", vocab_size=ours.vocab_size).save_pretrained(tmp_path / "qwen")
     ours.save(tmp_path / "qwen")
@@ -68,8 +64,9 @@ def test_a_qwen_learns_adapters_from_a_gemma_that_judges_its_text(tmp_path):
     judge.save_pretrained(tmp_path / "gemma")
     FOREIGN.save(tmp_path / "gemma")
     head = torch.randn(1, judge.config.hidden_size)
-    tensors = load_file(tmp_path / "gemma" / "model.safetensors") | {"score.weight": head}
-    save_file(tensors, tmp_path / "gemma" / "model.safetensors", metadata={"format": "pt"})
+    file = tmp_path / "gemma" / "model.safetensors"
+    tensors = safetensors_torch.load_file(file) | {"score.weight": head}
+    safetensors_torch.save_file(tensors, file, metadata={"format": "pt"})
     changes = {"actor.path": f"{tmp_path}/qwen", "reward.path": f"{tmp_path}/gemma", "steps": 2}
     with trainer_of("GRPO", {**changes, "actor.lora.rank": 2}) as trainer:
         rows = trainer.run()
