@@ -202,6 +202,8 @@ def test_templates_of_real_models(test_data):
         file.stem: call_form(file.read_text())
         for file in (test_data / "chat_templates").glob("*.jinja")
     }
-    assert found == {
-        "qwen2_5": TAGGED, "qwen3": TAGGED, "llama3_1": BARE, "llama3_2": BARE, "gemma3": None
-    }  # fmt: skip
+    tagged = ["qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_training"]
+    known = dict.fromkeys(tagged, TAGGED) | {"llama3_1": BARE, "llama3_2": BARE}
+    # Others ask for calls in forms of their own, or for none.
+    assert found == dict.fromkeys(found, None) | {n: f for n, f in known.items() if n in found}
+    assert {"qwen2_5", "llama3_1"} <= found.keys()
