@@ -327,7 +327,8 @@ def _dry_run(trainer: Any, command: TrainCommand) -> int:
     if command.whole is None:  # a stage's come from a file of several
         description["settings"] = origins(command.name, trainer.config)
     if not command.json:
-        from hjax.show.tables import print_description, print_memory
+        from hjax.show.memory_table import print_memory
+        from hjax.show.tables import print_description
 
         memory = description.pop("memory")
         print_description(description, title=f"dry run of {command.name}")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from hjax.show.format import flop_count, seconds, size
-from hjax.show.tables import rows_table
+from hjax.show.tables import rows_table, wide_console
 
 # Figures of a program itself, by their column.
 _FIGURES = {
@@ -78,6 +78,17 @@ def memory_table(
     for row in zip(*columns.values(), strict=True):
         table.add_row(*row)
     return table
+
+
+def print_memory(
+    records: Sequence[Mapping[str, Any]],
+    memory_bytes: int | None,
+    stream: TextIO | None = None,
+) -> None:
+    """Print what a device holds during each program, see ``memory_table``."""
+    console = wide_console(stream)
+    console.print("\n[bold]memory per device[/bold]")
+    console.print(memory_table(records, memory_bytes, console.width))
 
 
 def _size(value: int | None) -> str:

@@ -32,19 +32,6 @@ def print_description(
             console.print(_section(section, name))
 
 
-def print_memory(
-    records: Sequence[Mapping[str, Any]],
-    memory_bytes: int | None,
-    stream: TextIO | None = None,
-) -> None:
-    """Print what a device holds during each program, see ``memory_table.memory_table``."""
-    from hjax.show.memory_table import memory_table
-
-    console = wide_console(stream)
-    console.print("\n[bold]memory per device[/bold]")
-    console.print(memory_table(records, memory_bytes, console.width))
-
-
 def rows_table(
     columns: Sequence[str],
     rows: Iterable[Sequence[str]],
