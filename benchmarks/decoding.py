@@ -24,8 +24,8 @@ from hjax.models.parameters import decoder_network
 from hjax.models.published import published
 from hjax.rollout.engine import STEPS
 from hjax.rollout.generator import Generator
-from hjax.rollout.sampling import Sampling
-from hjax.rollout.slots import How, Size
+from hjax.rollout.options import Sampling
+from hjax.rollout.slots import Size
 from hjax.sharding.layout import fitted, make_layouts
 from hjax.xla.program import Program
 
@@ -117,9 +117,9 @@ def decoding(
     def trace() -> Any:
         if case.slots:
             size = Size(case.rows, case.rows, 1, 0, room)
-            return generator.engine.trace_decode(How(Sampling(), (1,)), params, size, STEPS)
+            return generator.engine.trace_decode(Sampling(stop=(1,)), params, size, STEPS)
         options = {"samples": case.samples, "max_new_tokens": case.response}
-        sampling = {"sampling": Sampling(), "stop": (1,)}
+        sampling = {"sampling": Sampling(stop=(1,))}
         return generator.trace(params, prompts, case.prompt, **options, **sampling)
 
     generate = Program("generate", trace, STEPS if case.slots else case.response - 1)

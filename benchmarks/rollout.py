@@ -57,9 +57,8 @@ from hjax.models.export import export_weights
 from hjax.models.parameters import decoder_network
 from hjax.models.weights import load_params, read_config
 from hjax.rollout.generator import Generator
-from hjax.rollout.options import Options
+from hjax.rollout.options import Sampling
 from hjax.rollout.requests import Piece, Request
-from hjax.rollout.sampling import Sampling
 from hjax.rollout.service import Service
 from hjax.sharding.layout import make_layouts
 
@@ -140,7 +139,7 @@ def hjax_contestants(model: Model, sizes: dict[str, Any]) -> dict[str, Callable[
         def generate(seed: int) -> int:
             rollout = which.generate(
                 model.params, tokens, mask, sequence, seed=seed, samples=sizes["samples"],
-                max_new_tokens=sizes["limit"], sampling=Sampling(), stop=ends,
+                max_new_tokens=sizes["limit"], sampling=Sampling(stop=ends),
             )  # fmt: skip
             return int(np.asarray(rollout["response_mask"]).sum())
 
@@ -297,7 +296,7 @@ def served_talks(model: Model, service: Service) -> Callable[[int], int]:
     """A function of a seed that has the conversations by a service, each at its own pace."""
 
     def run(seed: int) -> int:
-        users, options = user_turns(model), Options(stop=model.ends)
+        users, options = user_turns(model), Sampling(stop=model.ends)
         talks = [system_of(model) for _ in users]
         left, drawn, failed = threading.Semaphore(0), [0] * len(users), []
 
@@ -346,7 +345,7 @@ def talking_contestants(
     def by_program(tokens: np.ndarray, mask: np.ndarray, seed: int) -> list[list[int]]:
         rollout = static.generate(
             params, tokens, mask, np.arange(len(tokens), dtype=np.int32), seed=seed,
-            max_new_tokens=TURNS["limit"], stop=ends,
+            max_new_tokens=TURNS["limit"], sampling=Sampling(stop=ends),
         )  # fmt: skip
         kept = np.asarray(rollout["response_mask"])
         rows = zip(np.asarray(rollout["responses"]), kept, strict=True)

@@ -44,11 +44,16 @@ def fields(completion):
 
 
 def test_a_prompt_is_answered_as_the_model_answers_it(models, capsys):
-    flags = ["--max_new_tokens=6", "--temperature=0.7", "--top_k=5", "--top_p=0.9", "--seed=3"]
+    flags = ["--max_new_tokens=6", "--temperature=0.7", "--top_k=5", "--top_p=0.9", "--seed=3",
+             "--min_p=0.05", "--repetition_penalty=1.2", "--frequency_penalty=-0.5",
+             "--presence_penalty=0.5", "--logit_bias=4:-100,6:1.5", "--min_tokens=2"]
+    options = {"top_k": 5, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.2,
+               "frequency_penalty": -0.5, "presence_penalty": 0.5,
+               "logit_bias": {4: -100, 6: 1.5}, "min_tokens": 2}  # fmt: skip
     found = said(capsys, f"--model={models}/text", "--prompt=1+2=", *flags, "--stop=7")
     model = hjax.load_model(models / "text")
     stop = TOKENIZER.encode("7", add_special=False)
-    [expected] = model.generate(["1+2="], 6, 0.7, 3, top_k=5, top_p=0.9, stop=stop)
+    [expected] = model.generate(["1+2="], 6, 0.7, 3, stop=stop, **options)
     assert found["completions"] == [{"prompt": "1+2="} | fields(expected)]
     assert found["temperature"] == 0.7 and found["seed"] == 3 and found["max_new_tokens"] == 6
 

@@ -22,7 +22,7 @@ from hjax.models.packed import arranged
 from hjax.models.parameters import decoder_network
 from hjax.models.published import published
 from hjax.models.rotary import Rope
-from hjax.rollout.options import Options
+from hjax.rollout.options import Sampling
 from hjax.rollout.requests import Request
 from hjax.rollout.service import Service
 from hjax.workers.packs import make_packing
@@ -91,7 +91,7 @@ def test_greedy_requests_get_what_transformers_generates(name, tmp_path):
     found = [[] for _ in prompts]
     service = Service(ours, slots=2)
     for prompt, pieces in zip(prompts, found, strict=True):
-        service.submit(Request(prompt, 8, Options(temperature=0.0)), pieces.append)
+        service.submit(Request(prompt, 8, Sampling(temperature=0.0)), pieces.append)
     service.close(300)
     for prompt, pieces in zip(prompts, found, strict=True):
         tokens = [token for piece in pieces for token in piece.tokens]

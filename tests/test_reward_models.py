@@ -25,6 +25,7 @@ from hjax.models.forward import sequence_states
 from hjax.models.huggingface import save_weights
 from hjax.models.parameters import scalar_network, to_host
 from hjax.models.weights import read_config
+from hjax.rollout.options import Sampling
 from hjax.sharding.layout import make_layouts
 from hjax.show.report import write_report
 
@@ -372,7 +373,8 @@ def test_where_the_steps_of_a_text_end():
     end = tokenizer.eos_id
 
     def ends(text, steps, tail=()):
-        context = WorkerContext("reward", tokenizer=tokenizer, steps=steps, stop=(end,))
+        ended = {"sampling": Sampling(stop=(end,))}
+        context = WorkerContext("reward", tokenizer=tokenizer, steps=steps, **ended)
         prompt = tokenizer.encode("a;")
         return step_ends(prompt, [*tokenizer.encode(text, add_special=False), *tail], context)
 

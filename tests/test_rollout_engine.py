@@ -17,7 +17,7 @@ from hjax.models.parameters import decoder_network
 from hjax.rollout import beginnings, scheduler
 from hjax.rollout.engine import STEPS
 from hjax.rollout.generator import Generator
-from hjax.rollout.sampling import Sampling
+from hjax.rollout.options import Sampling
 from hjax.sharding.layout import make_layouts, shard_bytes, without
 
 PLAIN = ModelConfig(
@@ -95,8 +95,7 @@ def made_by(case):
         "step": 2,
         "samples": case.samples,
         "max_new_tokens": NEW,
-        "sampling": case.sampling,
-        "stop": tuple(range(case.ends)),
+        "sampling": dataclasses.replace(case.sampling, stop=tuple(range(case.ends))),
     }
     return generator, network.create(1, layout), (prompts, mask, sequence), options
 
@@ -139,7 +138,12 @@ def alone():
     return rollout
 
 
+PENALISED = Sampling(
+    0.9, min_p=0.01, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.1,
+    logit_bias={5: 2.0, 9: -100}, min_tokens=8,
+)  # fmt: skip
 CASES = {
+    "in parts, penalties": Case(sampling=PENALISED, samples=2, slots=8, cuts=(20, 66)),
     "a long tail": Case(prompts=4),
     "slots are filled again, devices": Case(
         samples=2, slots=8, sizes=(("data", 2), ("tensor", 4))),
@@ -206,6 +210,9 @@ SLOW = {
     "in parts, kernel of filled columns": Case(
         form=decode.FILLED_INTERPRETED, slots=16, unroll=True, cuts=(20, 66)),
     "in parts, truncated": Case(sampling=Sampling(0.8, 20, 0.9), slots=16, cuts=(33,)),
+    "devices, penalties": Case(sizes=(("data", 2), ("tensor", 4)), sampling=PENALISED, slots=16),
+    "stages, penalties": Case(sizes=(("pipe", 2),), sampling=PENALISED, slots=16),
+    "guesses, penalties": Case(sampling=PENALISED, lookup=3),
     "a sample each, windows": Case(
         samples=1, prompts=16, slots=8, form=decode.ROWS, config=ODD),
     "guesses, windows, slots": Case(prompts=6, slots=8, config=ODD, lookup=3),

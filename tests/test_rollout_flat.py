@@ -12,10 +12,11 @@ from hjax.models.config import LayerKind
 from hjax.models.parameters import decoder_network
 from hjax.models.rotary import Dynamic, Rope
 from hjax.rollout.generator import Generator
+from hjax.rollout.options import Sampling
 from hjax.rollout.prefixes import Beginning, Prefixes, known_of
 from hjax.rollout.sampling import sequence_keys
 from hjax.rollout.shapes import Shapes
-from hjax.rollout.slots import Admission, How, Size
+from hjax.rollout.slots import Admission, Size
 from hjax.sharding.layout import make_layouts
 
 ODD = dataclasses.replace(
@@ -49,9 +50,9 @@ def entering(lengths, columns, **more):
 
 def check_same(engine, params, asked, flat, blocks=None):
     """Read padded and without padding."""
-    padded, _, drawn = engine.prefill(How(), params, asked, blocks=blocks)
+    padded, _, drawn = engine.prefill(Sampling(), params, asked, blocks=blocks)
     without = dataclasses.replace(asked, flat=flat)
-    found, _, same = engine.prefill(How(), params, without, blocks=blocks)
+    found, _, same = engine.prefill(Sampling(), params, without, blocks=blocks)
     np.testing.assert_allclose(found.logits, padded.logits, atol=2e-6)
     np.testing.assert_array_equal(same.tokens, drawn.tokens)
     np.testing.assert_array_equal(found.tokens, padded.tokens)
@@ -83,7 +84,7 @@ def test_what_is_known_of_them_stays_in_rows():
     prefixes, draw = Prefixes(engine, 4096), np.random.default_rng(1)
     first = entering([80, 33, 50], 80)
     state = engine.empty(Size(3, 3, 1, 0, 128), 80)
-    state, _ = engine.admit(How(), params, state, first)
+    state, _ = engine.admit(Sampling(), params, state, first)
     texts = [row[mask].tolist() for row, mask in zip(first.prompts, first.mask, strict=True)]
     prefixes.keep(state, list(enumerate(texts)))
     new = [draw.integers(0, 64, n).tolist() for n in (5, 16, 1, 9)]

@@ -10,7 +10,7 @@ from hjax.models.forward import response_states, token_log_probs
 from hjax.models.huggingface import load_weights
 from hjax.models.parameters import decoder_network
 from hjax.rollout.generator import Generator, bucket_length
-from hjax.rollout.sampling import Sampling
+from hjax.rollout.options import Sampling
 from hjax.sharding.layout import make_layouts
 
 PROMPTS = [[5, 9, 2], [40, 3, 17, 22, 1], [7], [11, 12, 13, 14]]
@@ -87,7 +87,7 @@ def generate_in_parts(generators, cuts, prompts=PROMPTS, devices=1, **options):
 @pytest.mark.extended
 def test_parts_are_the_whole_with_the_same_parameters(generators, devices):
     prompts = [PROMPTS[i % 4] for i in range(8)]
-    options = {"samples": 2, "stop": (4, 31), "sampling": Sampling(temperature=0.8)}
+    options = {"samples": 2, "sampling": Sampling(temperature=0.8, stop=(4, 31))}
     whole = generate(generators, prompts, devices, **options)
     parts = generate_in_parts(generators, (3, 4, 8), prompts, devices, **options)
     assert 0 < whole["truncated"].sum() < 16  # some end in an early part, some never
@@ -119,13 +119,74 @@ def test_greedy_tokens_equal_transformers_generate(torch_model, generators):
         assert row.tolist() == theirs[0, len(prompt) :].tolist()
 
 
+@pytest.mark.parametrize(
+    "options, theirs",
+    [
+        ({"repetition_penalty": 1.6}, {"repetition_penalty": 1.6}),
+        ({"logit_bias": {8: 2.0, 31: -1.0}}, {"sequence_bias": {(8,): 2.0, (31,): -1.0}}),
+        ({"logit_bias": {25: -100, 38: -100}}, {"bad_words_ids": [[25], [38]]}),
+        ({"stop": range(47), "min_tokens": 3}, {"eos_token_id": 5, "min_new_tokens": 3}),
+    ],
+    ids=lambda each: next(iter(each)),
+)
+def test_greedy_tokens_with_options_equal_transformers_generate(
+    options, theirs, torch_model, generators
+):
+    if "stop" in options:  # the token that would be the second, were it allowed
+        plain = generate(generators, sampling=Sampling(temperature=0.0))["responses"]
+        options = options | {"stop": [int(plain[0, 1])]}
+        theirs = theirs | {"eos_token_id": int(plain[0, 1]), "pad_token_id": 0}
+    ours = generate(generators, sampling=Sampling(temperature=0.0, **options))
+    plain = generate(generators, sampling=Sampling(temperature=0.0))["responses"]
+    assert (ours["responses"] != plain).any()
+    for row, kept, prompt in zip(ours["responses"], ours["response_mask"], PROMPTS, strict=True):
+        asked = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None} | theirs
+        found = torch_model.generate(torch.tensor([prompt]), **asked)
+        assert row[kept].tolist() == found[0, len(prompt) :].tolist()
+
+
+def test_penalties_are_in_the_log_probs_sampled_and_not_in_the_policys(generators):
+    sampling = Sampling(0.8, repetition_penalty=1.5, frequency_penalty=0.5, presence_penalty=0.2)
+    penalised = generate(generators, samples=2, sampling=sampling)
+    assert (penalised["logprobs"] != penalised["policy_logprobs"]).any()
+    generator, params = generators[1]
+    model = generator.network.bind(params)
+    for row in range(8):
+        tokens = [*PROMPTS[row // 2], *penalised["responses"][row].tolist()]
+        begin = len(PROMPTS[row // 2])
+        rows = np.asarray([tokens])
+        hidden = response_states(
+            model,
+            {
+                "prompts": rows[:, :begin],
+                "prompt_mask": np.ones((1, begin), bool),
+                "responses": rows[:, begin:],
+                "response_mask": np.ones((1, NEW), bool),
+            },
+            1,
+            Compute(),
+        )
+        logits = np.asarray(model.logits(hidden), np.float64)[0]
+        for at, plain in enumerate(logits):
+            said = tokens[begin : begin + at]
+            altered = plain.copy()
+            for token in set(tokens[: begin + at]):
+                altered[token] = plain[token] * (1.5 if plain[token] < 0 else 1 / 1.5)
+            for token in set(said):
+                altered[token] -= 0.5 * said.count(token) + 0.2
+            for name, whole in (("logprobs", altered / 0.8), ("policy_logprobs", plain / 0.8)):
+                whole = whole - whole.max()
+                expected = whole[tokens[begin + at]] - np.log(np.exp(whole).sum())
+                np.testing.assert_allclose(penalised[name][row, at], expected, atol=1e-5)
+
+
 @pytest.mark.parametrize("compute", [Compute(), Compute(unroll_layers=True)], ids=str)
 def test_reported_log_probs_are_those_of_training(compute, network_and_params):
     network, params = network_and_params
     layout = make_layouts(jax.devices()[:1]).generate
     made = {1: (Generator(network, layout, compute), network.place(params, layout))}
-    sampling = Sampling(temperature=0.8, top_k=20, top_p=0.9)
-    batch = generate(made, samples=3, sampling=sampling, stop=(4, 8, 15))
+    sampling = Sampling(temperature=0.8, top_k=20, top_p=0.9, stop=(4, 8, 15))
+    batch = generate(made, samples=3, sampling=sampling)
 
     @jax.jit
     def training(params):
@@ -152,12 +213,15 @@ def test_reported_log_probs_are_those_of_training(compute, network_and_params):
         (Sampling(temperature=0.0), ()),
         (Sampling(temperature=0.5), ("untempered_logprobs",)),
         (Sampling(top_k=3), ("policy_logprobs", "untempered_logprobs")),
+        (Sampling(logit_bias={1: 2.0}), ("policy_logprobs", "untempered_logprobs")),
+        (Sampling(min_p=0.1), ("policy_logprobs", "untempered_logprobs")),
+        (Sampling(stop=(1,)), ()),
     ],
     ids=str,
 )
 def test_further_log_probs_are_kept_only_where_they_differ(sampling, keys, generators):
     generator, params = generators[1]
-    shape = {"samples": 1, "max_new_tokens": NEW, "sampling": sampling, "stop": ()}
+    shape = {"samples": 1, "max_new_tokens": NEW, "sampling": sampling}
     out = generator.trace(params, 4, LENGTH, **shape).out_info
     always = {"prompts", "prompt_mask", "responses", "response_mask", "logprobs", "truncated"}
     assert set(out) == always.union(keys)
@@ -196,7 +260,7 @@ def test_seed_step_and_sequence_each_change_the_draws(generators):
 def test_a_response_ends_with_its_stop_token(generators):
     free = generate(generators, samples=2)["responses"]
     stop = tuple({int(free[0, 3]), int(free[5, NEW - 1])})
-    ended = generate(generators, samples=2, stop=stop)
+    ended = generate(generators, samples=2, sampling=Sampling(stop=stop))
     for row, tokens in enumerate(free.tolist()):
         end = next((t + 1 for t, token in enumerate(tokens) if token in stop), NEW)
         assert ended["responses"][row].tolist() == tokens[:end] + [0] * (NEW - end)

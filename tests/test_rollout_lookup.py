@@ -11,7 +11,7 @@ from hjax.models.config import ModelConfig
 from hjax.models.parameters import decoder_network
 from hjax.rollout import lookup
 from hjax.rollout.language_model import LanguageModel
-from hjax.rollout.options import Options
+from hjax.rollout.options import Sampling
 from hjax.rollout.requests import Request
 from hjax.rollout.service import Service
 from hjax.sharding.layout import make_layouts
@@ -65,7 +65,7 @@ def test_requests_of_all_kinds_get_the_same_with_guesses(count, model):
     draw = random.Random(count)
 
     def options():
-        return Options(
+        return Sampling(
             temperature=draw.choice([0, 0.3, 1.0]), top_k=draw.choice([0, 3]),
             repetition_penalty=draw.choice([1.0, 1.2]), frequency_penalty=draw.choice([0, 0.4]),
             stop=tuple(draw.sample(range(8), draw.choice([0, 1]))), min_tokens=draw.choice([0, 9]),
@@ -107,7 +107,7 @@ def test_a_text_that_repeats_itself_takes_fewer_steps(model, monkeypatch):
     monkeypatch.setattr(service._engine, "decode", counted)
     try:
         # A bias that leaves one token to draw: after two of them all guesses are right.
-        request = Request((1, 2), 101, Options(temperature=0, logit_bias={5: 100.0}))
+        request = Request((1, 2), 101, Sampling(temperature=0, logit_bias={5: 100.0}))
         tokens, _, _ = answers(service, [request])
         assert tokens == [[5] * 101]
         assert 20 <= sum(steps) <= 23  # of 100 tokens, five at a time
@@ -132,7 +132,7 @@ def test_draws_with_guesses_have_the_exact_frequencies(model):
     exact = np.einsum("i,ij,ijk->jk", one, two, three.reshape(8, 8, 8)).ravel()
     service = Service(model, slots=16, lookup=2)
     try:
-        requests = [Request(prompt, 3, Options(temperature=temperature), s) for s in range(count)]
+        requests = [Request(prompt, 3, Sampling(temperature=temperature), s) for s in range(count)]
         tokens, _, _ = answers(service, requests)
         assert service.stats()["right_tokens"] > count / 16
     finally:

@@ -18,7 +18,7 @@ from hjax.models.config import ModelConfig
 from hjax.models.parameters import decoder_network
 from hjax.models.compute import Compute
 from hjax.rollout.generator import Generator
-from hjax.rollout.sampling import Sampling
+from hjax.rollout.options import Sampling
 from hjax.run.slot_room import Rollouts
 from hjax.sharding.layout import make_layouts, shard_bytes
 
@@ -28,7 +28,7 @@ params = network.create(0, layout)
 generator = Generator(network, layout, Compute(unroll_layers=True))
 length = int(sys.argv[1])
 prompts = np.random.default_rng(0).integers(1, 512, (128, length)).astype(np.int32)
-given = {"samples": 1, "max_new_tokens": 192, "sampling": Sampling(), "stop": (), "slots": 64}
+given = {"samples": 1, "max_new_tokens": 192, "sampling": Sampling(), "slots": 64}
 
 
 def kilobytes(name):

@@ -19,7 +19,7 @@ from hjax.models.parameters import decoder_network
 from hjax.models.rotary import Dynamic, Rope
 from hjax.rollout import service as services
 from hjax.rollout.language_model import LanguageModel
-from hjax.rollout.options import Options
+from hjax.rollout.options import Sampling
 from hjax.rollout.prefix_tree import PrefixTree
 from hjax.rollout.requests import Request
 from hjax.rollout.service import Service
@@ -216,7 +216,7 @@ def test_a_conversation_is_answered_as_if_nothing_were_kept(name, monkeypatch):
     try:
         for turn in range(3):
             requests = [
-                Request(prompt, 20, Options(temperature=draw.choice([0, 1])), seed=i)
+                Request(prompt, 20, Sampling(temperature=draw.choice([0, 1])), seed=i)
                 for i, prompt in enumerate(prompts)
             ]
             found = answers(keeps, requests)

@@ -16,7 +16,7 @@ from hjax.models.continuing import BLOCK
 from hjax.models.parameters import decoder_network
 from hjax.rollout import service as services
 from hjax.rollout.language_model import LanguageModel
-from hjax.rollout.options import Options
+from hjax.rollout.options import Sampling
 from hjax.rollout.requests import Request
 from hjax.rollout.service import Service
 from hjax.sharding.layout import make_layouts
@@ -70,7 +70,7 @@ class Asked:
     def __init__(self, service, prompt):
         self.tokens, self.finish = [], ""
         self.begun, self.ended = threading.Event(), threading.Event()
-        options = Options(temperature=0)
+        options = Sampling(temperature=0)
         self.ticket = service.submit(Request(prompt, TOKENS, options), self._hear)
 
     def _hear(self, piece):

@@ -26,9 +26,9 @@ from hjax.errors import ConfigError
 from hjax.kernels.sets import kernels_of
 from hjax.rollout import vocabulary
 from hjax.rollout.counts import Counts, counted
-from hjax.rollout.options import Options
-from hjax.rollout.row_sampling import RowSampling, Sizes, draw_rows
-from hjax.rollout.sampling import Sampling, draw, sequence_keys
+from hjax.rollout.options import Sampling
+from hjax.rollout.row_sampling import RowSampling, Sizes
+from hjax.rollout.sampling import draw, sequence_keys
 from hjax.sharding.layout import make_layouts
 from hjax.xla.collectives import received_bytes
 
@@ -77,7 +77,7 @@ def expected(logits, options, prompt=(), response=()):
 
 @functools.cache
 def program():
-    return jax.jit(draw_rows)
+    return jax.jit(draw)
 
 
 def bits_of(tokens, words):
@@ -96,21 +96,21 @@ DRAWS = 20000
 SIZES = Sizes(vocab=LOGITS.size, penalties=True)
 
 CASES = {
-    "plain": Options(),
-    "temperature": Options(temperature=0.7),
-    "top-k": Options(top_k=4),
-    "top-p": Options(top_p=0.8),
-    "min-p": Options(min_p=0.3),
-    "repetition": Options(repetition_penalty=1.5),
-    "repetition-wanted": Options(repetition_penalty=0.6),
-    "presence": Options(presence_penalty=1.1),
-    "frequency": Options(frequency_penalty=0.7),
-    "frequency-wanted": Options(frequency_penalty=-0.5),
-    "bias": Options(logit_bias={4: 3.0, 0: -2.0, 9: -100}),
-    "bad": Options(bad=(0, 3)),
-    "min-tokens": Options(stop=(0, 6), min_tokens=6),
-    "min-tokens-reached": Options(stop=(0, 6), min_tokens=5),
-    "all": Options(
+    "plain": Sampling(),
+    "temperature": Sampling(temperature=0.7),
+    "top-k": Sampling(top_k=4),
+    "top-p": Sampling(top_p=0.8),
+    "min-p": Sampling(min_p=0.3),
+    "repetition": Sampling(repetition_penalty=1.5),
+    "repetition-wanted": Sampling(repetition_penalty=0.6),
+    "presence": Sampling(presence_penalty=1.1),
+    "frequency": Sampling(frequency_penalty=0.7),
+    "frequency-wanted": Sampling(frequency_penalty=-0.5),
+    "bias": Sampling(logit_bias={4: 3.0, 0: -2.0, 9: -100}),
+    "bad": Sampling(bad=(0, 3)),
+    "min-tokens": Sampling(stop=(0, 6), min_tokens=6),
+    "min-tokens-reached": Sampling(stop=(0, 6), min_tokens=5),
+    "all": Sampling(
         temperature=1.3,
         top_k=7,
         top_p=0.9,
@@ -188,7 +188,7 @@ def random_options(source, vocab):
     def tokens(most):
         return tuple(source.choice(vocab, source.integers(1, most), replace=False).tolist())
 
-    return Options(
+    return Sampling(
         temperature=maybe(source.uniform(0.3, 2), 1.0),
         top_k=maybe(int(source.integers(1, vocab)), 0),
         top_p=maybe(source.uniform(0.2, 1), 1.0),
@@ -259,11 +259,11 @@ SAMPLINGS = [
     Sampling(top_p=0.05),
     Sampling(temperature=0.7, top_k=9, top_p=0.8),
     Sampling(temperature=1.7, top_p=0.9),
+    Sampling(min_p=0.2),
+    Sampling(stop=(7,), min_tokens=4),
+    Sampling(logit_bias={9: 8.0, 300: -100}, top_k=20),
+    Sampling(0.8, repetition_penalty=1.7, presence_penalty=1.0, frequency_penalty=-0.5),
 ]
-
-
-def options_of(sampling):
-    return Options(**dataclasses.asdict(sampling))
 
 
 @pytest.mark.parametrize("kernels", [pytest.param("reference", marks=pytest.mark.slow), "cpu"])
@@ -272,15 +272,23 @@ def test_a_row_of_a_mixed_batch_draws_what_a_program_of_its_sampling_does(kernel
     logits = np.random.default_rng(2).normal(size=(each, vocab)).astype(np.float32) * 2
     logits[:3, [7, 300]] = 12.0  # equals
     keys, positions = keys_of(each), jnp.arange(each) % 7
-    wanted = [draw(logits, keys, positions, sampling, kernels) for sampling in SAMPLINGS]
+    begun = np.random.default_rng(3).integers(0, 5000, (each, 6))
+    counts = Counts.of(begun[:, :3], begun[:, :3] >= 0, vocab, begun[:, 3:], begun[:, 3:] >= 0)
+    wanted = [
+        draw(
+            logits, keys, positions, sampling, counts if sampling.penalised else None, kernels
+        )
+        for sampling in SAMPLINGS
+    ]  # fmt: skip
 
     many = len(SAMPLINGS)
-    mixed = [options_of(sampling) for sampling in SAMPLINGS for _ in range(each)]
-    drawn = jax.jit(functools.partial(draw_rows, kernels=kernels))(
+    mixed = [sampling for sampling in SAMPLINGS for _ in range(each)]
+    drawn = jax.jit(functools.partial(draw, kernels=kernels))(
         np.tile(logits, (many, 1)),
         jnp.tile(keys, many),
         jnp.tile(positions, many),
-        RowSampling.of(mixed, Sizes(vocab)),
+        RowSampling.of(mixed, Sizes(vocab, penalties=True)),
+        counts.take(np.tile(np.arange(each), many)),
     )
     names = ("token", *LOG_PROBS)
     whole = {name: np.concatenate([getattr(one, name) for one in wanted]) for name in names}
@@ -299,9 +307,9 @@ def subprograms(jaxpr):
 
 
 def test_work_that_no_row_asks_for_stands_under_a_condition():
-    rows = RowSampling.of([Options()], SIZES)
+    rows = RowSampling.of([Sampling()], SIZES)
     counts = Counts.of(np.zeros((1, 1), int), np.ones((1, 1), bool), LOGITS.size)
-    traced = jax.make_jaxpr(draw_rows)(LOGITS[None], keys_of(1), jnp.int32(0), rows, counts)
+    traced = jax.make_jaxpr(draw)(LOGITS[None], keys_of(1), jnp.int32(0), rows, counts)
     parts = subprograms(traced.jaxpr)
     always = {equation.primitive.name for part in parts for equation in part.eqns}
     assert "cond" in always
@@ -310,15 +318,15 @@ def test_work_that_no_row_asks_for_stands_under_a_condition():
 
 
 SPLIT = {
-    "greedy": [Options(temperature=0.0)],
-    "plain": [Options(), Options(temperature=0.7)],
-    "truncating": [Options(top_k=9, top_p=0.8), Options(min_p=0.2), Options()],
-    "constrained": [Options(), Options(temperature=0.0), Options(top_p=0.9, bad=(40,))],
+    "greedy": [Sampling(temperature=0.0)],
+    "plain": [Sampling(), Sampling(temperature=0.7)],
+    "truncating": [Sampling(top_k=9, top_p=0.8), Sampling(min_p=0.2), Sampling()],
+    "constrained": [Sampling(), Sampling(temperature=0.0), Sampling(top_p=0.9, bad=(40,))],
     "altering": [
-        Options(logit_bias={0: 3.0, 1023: -100, 1024: 40.0}, stop=(7,), min_tokens=9),
-        Options(temperature=0.0, presence_penalty=2.0, frequency_penalty=1.0, bad=(4000, 2)),
-        Options(forced=(1, 2, 3, 4, 4095)),
-        Options(temperature=1.4, top_p=0.9, repetition_penalty=1.5),
+        Sampling(logit_bias={0: 3.0, 1023: -100, 1024: 40.0}, stop=(7,), min_tokens=9),
+        Sampling(temperature=0.0, presence_penalty=2.0, frequency_penalty=1.0, bad=(4000, 2)),
+        Sampling(forced=(1, 2, 3, 4, 4095)),
+        Sampling(temperature=1.4, top_p=0.9, repetition_penalty=1.5),
     ],
 }
 
@@ -354,7 +362,7 @@ def test_parts_of_the_vocabulary_draw_the_same_tokens_for_a_few_numbers_per_row(
     jax.tree.map(np.testing.assert_array_equal, parted, counts)
     parted = jax.device_put(parted, layout.sharding("batch", "vocab"))
     sampling = jax.device_put(sampling, layout.sharding("batch"))
-    split = jax.jit(functools.partial(draw_rows, layout=layout))
+    split = jax.jit(functools.partial(draw, layout=layout))
     parts = split(placed, keys, position, sampling, parted, **bits)
     np.testing.assert_array_equal(parts.token, whole.token)
     for name in LOG_PROBS:
@@ -371,11 +379,11 @@ def test_parts_of_the_vocabulary_draw_the_same_tokens_for_a_few_numbers_per_row(
 
 def test_the_smallest_and_largest_of_options_leave_a_distribution():
     asked = [
-        Options(temperature=1e-5),
-        Options(temperature=1e5, bad=(2,)),
-        Options(top_p=1e-300),
-        Options(min_p=1e-300, logit_bias={0: -100}),
-        Options(repetition_penalty=1e5, presence_penalty=2, frequency_penalty=2, bad=(0, 1)),
+        Sampling(temperature=1e-5),
+        Sampling(temperature=1e5, bad=(2,)),
+        Sampling(top_p=1e-300),
+        Sampling(min_p=1e-300, logit_bias={0: -100}),
+        Sampling(repetition_penalty=1e5, presence_penalty=2, frequency_penalty=2, bad=(0, 1)),
     ]
     rows = len(asked)
     counts = Counts.of(np.tile([0, 2], (rows, 1)), np.ones((rows, 2), bool), 4)
@@ -390,11 +398,11 @@ def test_the_smallest_and_largest_of_options_leave_a_distribution():
 def test_greedy_takes_the_likeliest_token_of_the_altered_logits_and_reports_it_untempered():
     logits = np.array([[0.0, 1.0, 3.0]] * 3, np.float32)
     asked = [
-        Options(temperature=0.0, top_k=1),
-        Options(temperature=0.0, logit_bias={2: -2.5}),
-        Options(temperature=0.0, bad=(2,)),
+        Sampling(temperature=0.0, top_k=1),
+        Sampling(temperature=0.0, logit_bias={2: -2.5}),
+        Sampling(temperature=0.0, bad=(2,)),
     ]
-    drawn = draw_rows(logits, keys_of(3), jnp.int32(0), RowSampling.of(asked, Sizes(3)))
+    drawn = draw(logits, keys_of(3), jnp.int32(0), RowSampling.of(asked, Sizes(3)))
     assert drawn.token.tolist() == [2, 1, 1]
     plain = 3 - np.log(1 + np.e + np.e**3)
     sampled = [plain, 1 - np.log(1 + np.e + np.e**0.5), 1 - np.log(1 + np.e)]
@@ -406,7 +414,7 @@ def test_greedy_takes_the_likeliest_token_of_the_altered_logits_and_reports_it_u
 def test_forced_tokens_come_first_then_stop_tokens_wait_until_they_may():
     # Token 3 would end at once, were it allowed to.
     logits = np.tile(np.array([0.0, 1.0, -1.0, 9.0], np.float32), (2, 1))
-    asked = Options(temperature=0.0, forced=(2, 0), stop=(3,), min_tokens=4), None
+    asked = Sampling(temperature=0.0, forced=(2, 0), stop=(3,), min_tokens=4), None
     rows = RowSampling.of(asked, Sizes(4))
     drawn = [program()(logits, keys_of(2), jnp.int32(at), rows) for at in range(6)]
     tokens = jnp.stack([each.token for each in drawn])
@@ -434,18 +442,18 @@ def test_counts_follow_what_live_rows_draw():
 
 
 def test_rows_are_taken_and_put():
-    asked = [Options(temperature=t, stop=(i,), presence_penalty=t) for i, t in enumerate((0.5, 1))]
+    asked = [Sampling(temperature=t, stop=(i,), presence_penalty=t) for i, t in enumerate((0.5, 1))]
     rows = RowSampling.of([*asked, None], SIZES)
     jax.tree.map(
         np.testing.assert_array_equal,
         rows.take(np.array([1, 1, 0])),
         RowSampling.of([asked[1], asked[1], asked[0]], SIZES),
     )
-    other = RowSampling.of([Options(top_k=3), Options(top_k=4)], SIZES)
+    other = RowSampling.of([Sampling(top_k=3), Sampling(top_k=4)], SIZES)
     jax.tree.map(
         np.testing.assert_array_equal,
         rows.put(np.array([2, 3]), other),  # there is no row 3
-        RowSampling.of([*asked, Options(top_k=3)], SIZES),
+        RowSampling.of([*asked, Sampling(top_k=3)], SIZES),
     )
     counts = Counts.of(np.array([[1], [2], [3]]), np.ones((3, 1), bool), 5)
     moved = counts.put(jnp.array([0]), counts.take(jnp.array([2])))
@@ -453,19 +461,19 @@ def test_rows_are_taken_and_put():
 
 
 def test_only_penalties_need_the_tokens_so_far():
-    assert not Options(temperature=0.3, logit_bias={1: 2.0}, bad=(3,), min_tokens=2).penalised
+    assert not Sampling(temperature=0.3, logit_bias={1: 2.0}, bad=(3,), min_tokens=2).penalised
     for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
-        assert Options(**{name: 0.5}).penalised
-    rows = RowSampling.of([Options()], SIZES)
+        assert Sampling(**{name: 0.5}).penalised
+    rows = RowSampling.of([Sampling()], SIZES)
     with pytest.raises(ValueError, match="counts are missing"):
-        draw_rows(LOGITS[None], keys_of(1), jnp.int32(0), rows)
+        draw(LOGITS[None], keys_of(1), jnp.int32(0), rows)
     counts = Counts.of(np.zeros((1, 1), int), np.ones((1, 1), bool), LOGITS.size)
     with pytest.raises(ValueError, match="counts are given"):
-        draw_rows(
+        draw(
             LOGITS[None],
             keys_of(1),
             jnp.int32(0),
-            RowSampling.of([Options()], Sizes(LOGITS.size)),
+            RowSampling.of([Sampling()], Sizes(LOGITS.size)),
             counts,
         )
 
@@ -473,12 +481,12 @@ def test_only_penalties_need_the_tokens_so_far():
 @pytest.mark.parametrize(
     "asked, line",
     [
-        ({"temperature": -1.0}, "temperature=-1.0: 0 .greedy. or more"),
+        ({"temperature": -1.0}, "temperature=-1.0: 0 .greedy., or"),
         ({"temperature": "hot"}, "temperature='hot': a number"),
         ({"top_k": -1}, "top_k=-1: 0 .all tokens. or more"),
         ({"top_k": 2.5}, "top_k=2.5: a whole number"),
         ({"top_k": True}, "top_k=True: a whole number"),
-        ({"top_p": 0.0}, "top_p=0.0: above 0, at most 1"),
+        ({"top_p": 0.0}, "top_p=0.0: above 0 and at most 1"),
         ({"top_p": None}, "top_p=None: a number"),
         ({"min_p": 1.5}, "min_p=1.5: 0 .all tokens. to 1"),
         ({"min_p": float("nan")}, "min_p=nan"),
@@ -504,7 +512,7 @@ def test_only_penalties_need_the_tokens_so_far():
 )
 def test_impossible_options_are_refused(asked, line):
     with pytest.raises(ConfigError, match=line):
-        Options(**asked)
+        Sampling(**asked)
 
 
 @pytest.mark.parametrize(
@@ -522,11 +530,11 @@ def test_impossible_options_are_refused(asked, line):
 )
 def test_options_that_rows_have_no_room_for_are_refused(asked, line):
     with pytest.raises(ConfigError, match=line):
-        RowSampling.of([None, Options(**asked)], Sizes(vocab=10, biases=3, stops=2, forced=2))
+        RowSampling.of([None, Sampling(**asked)], Sizes(vocab=10, biases=3, stops=2, forced=2))
 
 
 def test_a_token_is_left_to_draw():
-    one_left = Options(bad=(0, 1), stop=(2,))
+    one_left = Sampling(bad=(0, 1), stop=(2,))
     RowSampling.of([one_left], Sizes(vocab=3))
     with pytest.raises(ConfigError, match="all 3 tokens are banned: leave one to draw"):
         RowSampling.of([dataclasses.replace(one_left, min_tokens=1)], Sizes(vocab=3))

@@ -1,13 +1,23 @@
 """The distribution that is drawn from, and the draws: transformers' warpers are the truth."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from references import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, torch
+from helpers import trainer_of
+from references import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    torch,
+)
 
 from hjax.errors import ConfigError
-from hjax.rollout.sampling import Sampling, draw, sequence_keys, truncate
+from hjax.rollout.options import Sampling
+from hjax.rollout.sampling import draw, gumbel, sequence_keys
 from hjax.sharding.layout import make_layouts
 from hjax.xla.collectives import received_bytes
 
@@ -22,11 +32,13 @@ SETTINGS = [
     Sampling(top_p=0.05),  # less than any token's probability: one stays
     Sampling(temperature=0.7, top_k=9, top_p=0.8),
     Sampling(temperature=2.0, top_k=3, top_p=0.5),
+    Sampling(min_p=0.1),
+    Sampling(temperature=1.5, top_k=30, top_p=0.95, min_p=0.2),
 ]
 
 
 def warped(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
-    """Probabilities as transformers' generate makes them: temperature, top-k, top-p."""
+    """Probabilities as transformers' generate makes them: temperature, top-k, top-p, min-p."""
     scores = torch.tensor(logits)
     if sampling.temperature != 1:
         scores = TemperatureLogitsWarper(sampling.temperature)(None, scores)
@@ -34,16 +46,24 @@ def warped(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
         scores = TopKLogitsWarper(sampling.top_k)(None, scores)
     if sampling.top_p < 1:
         scores = TopPLogitsWarper(sampling.top_p)(None, scores)
+    if sampling.min_p:
+        scores = MinPLogitsWarper(sampling.min_p)(None, scores)
     return torch.softmax(scores, -1).numpy()
 
 
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
-def test_filtered_distribution_equals_transformers(sampling):
+def test_the_same_noise_draws_the_same_tokens_of_transformers_distribution(sampling):
     logits = np.random.default_rng(0).normal(size=(200, 40)).astype(np.float32) * 2
-    ours = jax.nn.softmax(truncate(logits / sampling.temperature, sampling))
+    keys = sequence_keys(jnp.uint32(3), jnp.uint32(1), jnp.arange(200))
+    drawn = draw(logits, keys, jnp.int32(4), dataclasses.replace(sampling, top=20))
     expected = warped(logits, sampling)
-    np.testing.assert_array_equal(np.asarray(ours) > 0, expected > 0)
-    np.testing.assert_allclose(ours, expected, atol=1e-6)
+    with np.errstate(divide="ignore"):
+        scores = np.log(expected) + gumbel(keys, jnp.int32(4), 40)
+    np.testing.assert_array_equal(drawn.token, np.argmax(scores, axis=-1))
+    # Of each row the 20 likeliest tokens, or as many as are left.
+    np.testing.assert_allclose(np.exp(drawn.top), -np.sort(-expected)[:, :20], atol=1e-6)
+    left = np.minimum((expected > 0).sum(axis=-1), 20)
+    np.testing.assert_array_equal((np.asarray(drawn.top) > -np.inf).sum(axis=-1), left)
 
 
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
@@ -147,14 +167,43 @@ def test_neighbouring_draws_are_independent():
 @pytest.mark.parametrize(
     "options, line",
     [
-        ({"temperature": -1.0}, "temperature=-1.0: 0 .greedy. or more"),
+        ({"temperature": -1.0}, "temperature=-1.0: 0 .greedy., or 1e-05 to 100000"),
         ({"temperature": float("nan")}, "temperature=nan"),
         ({"temperature": float("inf")}, "temperature=inf"),
         ({"top_k": -1}, "top_k=-1: 0 .all tokens. or more"),
-        ({"top_p": 0.0}, "top_p=0.0: above 0, at most 1"),
+        ({"top_p": 0.0}, "top_p=0.0: above 0 and at most 1"),
         ({"top_p": 1.1}, "top_p=1.1"),
     ],
 )
 def test_impossible_settings_are_refused(options, line):
     with pytest.raises(ConfigError, match=line):
         Sampling(**options)
+
+
+def test_a_run_draws_with_the_options_of_its_config():
+    keys = {"steps": 1, "warm_start.steps": 0, "rollout.prompts": 16, "rollout.samples": 4}
+    options = {"min_p": 0.02, "repetition_penalty": 1.3, "logit_bias": "5:-100", "min_tokens": 3}
+    keys |= {f"rollout.{name}": value for name, value in options.items()}
+    with trainer_of("GRPO", keys) as trainer:
+        metrics, batch = trainer.step(), trainer.batch
+    mask = np.asarray(batch["response_mask"])
+    assert mask.sum(axis=1).min() >= 3 and mask.sum(axis=1).max() > 3
+    tokens = np.asarray(batch["responses"])[mask]
+    assert 5 not in tokens and {4, 6} <= set(tokens.tolist())
+    # What is learned from is compared with the policy's log-probs, which know no options.
+    assert metrics["rollout/token_prob_error"] == pytest.approx(1, abs=1e-4)
+    both = (np.asarray(batch[name])[mask] for name in ("logprobs", "policy_logprobs"))
+    assert np.abs(np.subtract(*both)).max() > 0.1
+
+
+@pytest.mark.parametrize(
+    "name, value, line",
+    [
+        ("min_p", 2.0, "config.rollout.min_p=2.0: must be 0 .all tokens. to 1"),
+        ("logit_bias", "5", "config.rollout.logit_bias='5': must be up to 300 token ids"),
+        ("logit_bias", "99:1", "config.rollout.logit_bias token 99: the model's are 0 to"),
+    ],
+)
+def test_a_runs_impossible_options_are_refused_by_key(name, value, line):
+    with pytest.raises(ConfigError, match=line), trainer_of("GRPO", {f"rollout.{name}": value}):
+        pass

@@ -14,7 +14,7 @@ from hjax.models.config import ModelConfig
 from hjax.models.parameters import decoder_network
 from hjax.rollout.generator import Generator
 from hjax.rollout.language_model import LanguageModel
-from hjax.rollout.options import Options
+from hjax.rollout.options import OPTIONS, Sampling
 from hjax.rollout.requests import Piece, QueueFull, Request, Ticket
 from hjax.rollout.service import Service
 from hjax.sharding.layout import make_layouts
@@ -61,8 +61,8 @@ class Answer:
 
 
 def plain(draw):
-    """A request that ``LanguageModel.generate`` knows too."""
-    options = Options(
+    """A request with few options."""
+    options = Sampling(
         temperature=draw.choice([0, 0.7, 1.0, 1.3]),
         top_k=draw.choice([0, 0, 5]),
         top_p=draw.choice([1.0, 0.8]),
@@ -106,14 +106,16 @@ def test_each_request_gets_what_generate_gives(count, model, service):
     def alone(request):
         asked = request.options
         [answer] = model.generate(
-            [list(request.prompt)], request.max_tokens, asked.temperature, request.seed,
-            top_k=asked.top_k, top_p=asked.top_p, stop=asked.stop,
+            [list(request.prompt)], request.max_tokens, seed=request.seed, stop=asked.stop,
+            **{name: getattr(asked, name) for name in OPTIONS},
         )  # fmt: skip
         return answer.tokens, answer.logprobs, answer.finish_reason
 
     draw = random.Random(count)
     # Few programs of the other side: it compiles one for each of these.
-    kinds = [plain(draw) for _ in range(4)]
+    kinds = [plain(draw) for _ in range(2)] + [
+        dataclasses.replace(any_kind(draw), choice=0) for _ in range(2)
+    ]
     requests = [
         dataclasses.replace(draw.choice(kinds), prompt=plain(draw).prompt, seed=i)
         for i in range(count)
@@ -165,7 +167,7 @@ def test_neighbours_change_nothing(count, sizes, model, monkeypatch):
 
 
 def test_log_probs_are_those_of_the_draw_and_of_the_policy(model, service):
-    options = Options(temperature=0.7, top_k=5, min_p=0.05, presence_penalty=0.4)
+    options = Sampling(temperature=0.7, top_k=5, min_p=0.05, presence_penalty=0.4)
     answer = Answer(service, Request((5, 9, 2), 30, options, seed=4))
     tokens, sampled, _ = answer.whole()
     policy = [x for piece in answer.pieces for x in piece.policy_logprobs]
@@ -228,9 +230,9 @@ def test_a_listener_that_fails_is_dropped_and_logged_and_no_other(service, caplo
         (Request((), 5), "prompt is empty"),
         (Request((64,), 5), "token 64 is outside the vocabulary, 0 to 63"),
         (Request((1,), 0), "max_tokens=0: 1 or more"),
-        (Request((1,) * 200, 57), "prompt of 200 and max_tokens=57 exceed the model's 256"),
+        (Request((1,) * 200, 57), "prompt of 200 and max_tokens=57 exceed the 256 tokens"),
         (Request((1,), 5, seed=2**32), "seeds are 0 to"),
-        (Request((1,), 5, Options(bad=(99,))), "99"),
+        (Request((1,), 5, Sampling(bad=(99,))), "99"),
     ],
 )
 def test_what_can_never_be_answered_is_refused(request_, message, service):

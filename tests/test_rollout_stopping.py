@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from helpers import trainer_of
 
+from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError
 from hjax.rollout.stopping import StopStrings
+from hjax.rollout.texts import Stops
 
 
 def searched(text: str, strings: list[str]) -> tuple[str, str | None]:
@@ -146,6 +148,16 @@ def test_a_runs_responses_end_behind_a_string_of_several_tokens(changes):
         assert cut["truncated"][row] == (plain["truncated"][row] and not ends)
         ended += bool(ends)
     assert 0 < ended < len(cut["responses"])
+
+
+def test_a_string_ends_a_response_from_min_tokens_on():
+    tokenizer = Tokenizer.characters("ab")
+    tokens = tokenizer.encode("ababab", add_special=False)
+    for least, text in ((0, "ab"), (1, "abab"), (2, "abab"), (3, "ababab"), (4, "ababab")):
+        stops = Stops(["ab"], tokenizer, min_tokens=least)
+        kept, found = stops.cut(tokenizer, [], tokens)
+        assert (found, len(kept)) == (text, len(text))
+    assert Stops(["ab"], tokenizer, min_tokens=5).cut(tokenizer, [], tokens) is None
 
 
 @pytest.mark.extended

@@ -14,7 +14,7 @@ from hjax.models.config import ModelConfig
 from hjax.models.parameters import decoder_network
 from hjax.rollout.engine import Engine
 from hjax.rollout.language_model import LanguageModel
-from hjax.rollout.options import MOST_TOP, Options
+from hjax.rollout.options import MOST_TOP, Sampling
 from hjax.rollout.requests import Request
 from hjax.rollout.scoring import Scorer
 from hjax.rollout.service import Service
@@ -207,7 +207,7 @@ def test_who_does_not_ask_is_told_nothing_and_no_program_is_made_for_who_does(st
     heard = {}
 
     def ask(name, **options):
-        request = Request((1, 5, 9), 12, Options(**options), seed=4)
+        request = Request((1, 5, 9), 12, Sampling(**options), seed=4)
         heard[name] = []
         service.submit(request, heard[name].append)
 

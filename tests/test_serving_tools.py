@@ -14,7 +14,7 @@ from hjax.models.config import ModelConfig
 from hjax.models.parameters import decoder_network
 from hjax.rollout.language_model import LanguageModel
 from hjax.rollout.matching import Matchers
-from hjax.rollout.options import Options
+from hjax.rollout.options import Sampling
 from hjax.rollout.service import Service
 from hjax.serving.fields import Fields
 from hjax.serving.tool_calls import BARE, TAGGED
@@ -183,7 +183,7 @@ def test_strict_functions_hold_calls_and_leave_text(text, several, whole):
             if text.startswith("So: ") or "\n" in said:
                 continue  # where there is but one call, and nothing before it
         constraint = read_tools(Fields(given)).format(form).constraint
-        options = Options(stop=(EOS,))
+        options = Sampling(stop=(EOS,))
         matcher = Matchers(byte_tokenizer(), 260).begin(constraint, options, (65,))
 
         def may(token, matcher=matcher):

@@ -18,7 +18,7 @@ from hjax.models.parameters import to_host
 from hjax.models.weights import read_config
 from hjax.pieces import Pieces
 from hjax.rewards.function import RewardFunction
-from hjax.rollout.sampling import Sampling
+from hjax.rollout.options import Sampling
 from hjax.sharding.layout import make_layouts
 from hjax.sharding.manifest import manifest_of
 from hjax.workers import (
@@ -38,6 +38,7 @@ SCALE = 1e3
 CHARACTERS = Tokenizer.characters("abcdefgh ")
 MODEL = ModelConfig(CHARACTERS.vocab_size, 16, 24, 1, 2, 1, 8, 32, tie_embeddings=False)
 SAMPLES = 4
+ENDS = (CHARACTERS.eos_id,)
 
 
 def context(role, devices=1, **changes):
@@ -48,7 +49,7 @@ def context(role, devices=1, **changes):
         "max_response_length": 6,
         "optimizer": DESCENT,
         "tokenizer": CHARACTERS,
-        "stop": (CHARACTERS.eos_id,),
+        "sampling": Sampling(stop=ENDS),
         "compute": Compute(unroll_layers=True),
     }
     return WorkerContext(role=role, **(options | changes))
@@ -101,7 +102,7 @@ def actor():
         Actor,
         "actor",
         loss=PolicyLoss(),
-        sampling=Sampling(temperature=0.7),
+        sampling=Sampling(temperature=0.7, stop=ENDS),
     )
 
 
@@ -248,7 +249,7 @@ def test_abstract_state_is_the_state():
 
 
 def test_the_reference_is_a_copy_that_does_not_change(actor, batch):
-    reference = Reference(context("reference", sampling=Sampling(temperature=0.7)))
+    reference = Reference(context("reference", sampling=Sampling(temperature=0.7, stop=ENDS)))
     worker = start(Actor, "actor", loss=PolicyLoss())
     worker.take_weights(actor.params)
     reference.take_weights(worker.params)

@@ -18,7 +18,7 @@ from hjax.given import given_path
 from hjax.launch import sampling_flags
 from hjax.launch.command import answered, define, parse_flags, stopped_by_ctrl_c
 from hjax.launch.leaving import run_and_leave
-from hjax.launch.sampling_flags import ModelFront, existing_file, options_of
+from hjax.launch.sampling_flags import ModelFront, described, existing_file, options_of
 from hjax.rules import above, at_least
 
 if TYPE_CHECKING:
@@ -71,8 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def text() -> str:
         from hjax.data.tasks import TASKS
 
-        greedy = "0 is greedy (0; 1 with several samples)"
-        sampling = sampling_flags.HELP.format(temperature=greedy, batch=BATCH)
+        about = "logits are divided by it; 0 is greedy (0; 1 with several samples)"
+        shown = sampling_flags.options_help(about)
+        sampling = sampling_flags.HELP.format(options=shown, batch=BATCH)
         names = ", ".join(TASKS)
         return HELP.format(sampling=sampling, tasks=names, task_prompts=TASK_PROMPTS, length=LENGTH)
 
@@ -261,7 +262,8 @@ def _report(
             **asked,
             "questions": questions,
             "samples": own.samples,
-            **{key: options[key] for key in ("temperature", "top_k", "top_p", "max_new_tokens")},
+            **described(options),
+            "max_new_tokens": options["max_new_tokens"],
             "seed": own.seed,
             **describe(found),
             "unscored": unscored,

@@ -15,7 +15,13 @@ from hjax.files import json_line
 from hjax.launch import sampling_flags
 from hjax.launch.command import answered, define, parse_flags, stopped_by_ctrl_c
 from hjax.launch.leaving import run_and_leave
-from hjax.launch.sampling_flags import ModelFront, existing_file, options_of, token_ids
+from hjax.launch.sampling_flags import (
+    ModelFront,
+    described,
+    existing_file,
+    options_of,
+    token_ids,
+)
 from hjax.show.answers import say, say_pieces, say_response
 from hjax.show.tables import wide_console
 
@@ -59,7 +65,8 @@ FIELDS = ("text", "tokens", "logprobs", "finish_reason")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    sampling = sampling_flags.HELP.format(temperature="0 is greedy (1)", batch=BATCH)
+    shown = sampling_flags.options_help("logits are divided by it; 0 is greedy (1)")
+    sampling = sampling_flags.HELP.format(options=shown, batch=BATCH)
     text = HELP.format(sampling=sampling, length=LENGTH)
     return stopped_by_ctrl_c(lambda: answered(arguments, lambda: text, _run))
 
@@ -121,7 +128,7 @@ def _constraint(own: Any, front: ModelFront) -> Constraint | None:
     """What a response must match, by the flags; checked before the weights are read."""
     from hjax.rollout.constraint import Constraint
     from hjax.rollout.matching import Matchers
-    from hjax.rollout.options import Options
+    from hjax.rollout.options import Sampling
 
     names = "regex", "json_schema", "grammar", "choice"
     given = [name for name in names if getattr(own, name) is not None]
@@ -138,7 +145,7 @@ def _constraint(own: Any, front: ModelFront) -> Constraint | None:
         else:
             text = existing_file(name, getattr(own, name)).read_text(encoding="utf-8")
             found = Constraint(**{name: text})
-        Matchers(front.tokenizer, front.vocab_size).begin(found, Options(), ())
+        Matchers(front.tokenizer, front.vocab_size).begin(found, Sampling(), ())
     except (ConfigError, UnicodeDecodeError) as error:
         said = str(error)
         raise ConfigError(said if said.startswith("--") else f"--{given[0]}: {said}") from error
@@ -208,7 +215,8 @@ def _described(
     rows = [dict(zip(prompts.columns, values)) for values in zip(*prompts.columns.values())]
     return {
         "model": own.model,
-        **{key: options[key] for key in ("max_new_tokens", "temperature", "top_k", "top_p")},
+        "max_new_tokens": options["max_new_tokens"],
+        **described(options),
         "seed": own.seed,
         "completions": [
             row | {field: getattr(completion, field) for field in FIELDS}

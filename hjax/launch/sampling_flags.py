@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from absl import flags
 
 from hjax.errors import ConfigError
 from hjax.given import given_path
+from hjax.rollout.options import OPTIONS, Sampling
 from hjax.rules import Rule, at_least, between
 
 if TYPE_CHECKING:
@@ -21,8 +23,7 @@ if TYPE_CHECKING:
     from hjax.rollout.language_model import LanguageModel
 
 HELP = """\
-  --temperature=T       {temperature}
-  --top_k=K, --top_p=P  draw among the K likeliest tokens, or the likeliest of probability P
+{options}\
   --seed=S              every draw follows from it (0)
   --stop=TEXT           ends a response, besides the model's own tokens; may be given again
                         (a model without tokenizer: a token's id)
@@ -47,9 +48,7 @@ def define(own: flags.FlagValues, batch: int) -> None:
     """Add the flags; a length or temperature that is not given is None."""
     flags.DEFINE_string("model", "", "see --help", flag_values=own)
     flags.DEFINE_integer("max_new_tokens", None, "see --help", flag_values=own)
-    flags.DEFINE_float("temperature", None, "see --help", flag_values=own)
-    flags.DEFINE_integer("top_k", 0, "see --help", flag_values=own)
-    flags.DEFINE_float("top_p", 1.0, "see --help", flag_values=own)
+    define_options(own)
     flags.DEFINE_integer("seed", 0, "see --help", flag_values=own)
     flags.DEFINE_multi_string("stop", [], "see --help", flag_values=own)
     flags.DEFINE_bool("chat", False, "see --help", flag_values=own)
@@ -59,6 +58,59 @@ def define(own: flags.FlagValues, batch: int) -> None:
     flags.DEFINE_integer("tensor", 1, "see --help", flag_values=own)
     flags.DEFINE_integer("copies", 1, "see --help", flag_values=own)
     flags.DEFINE_bool("json", False, "see --help", flag_values=own)
+
+
+def define_options(own: flags.FlagValues) -> None:
+    """Add a flag for each of ``OPTIONS``; one that is not given is None."""
+    kinds = {float: flags.DEFINE_float, int: flags.DEFINE_integer, str: flags.DEFINE_string}
+    for name, key in OPTIONS.items():
+        kinds[type(key.default)](name, None, "see --help", flag_values=own)
+
+
+def options_help(temperature: str) -> str:
+    """Lines of a command's help for ``OPTIONS``.
+
+    Args:
+      temperature: what is said of it.
+    """
+    lines = []
+    for name, key in OPTIONS.items():
+        said = temperature if name == "temperature" else key.doc
+        head, indent = f"  --{name}={key.default}".removesuffix(".0").ljust(22), " " * 24
+        if name == "temperature":
+            head = f"  --{name}=T".ljust(22)
+        body = textwrap.wrap(said, 100, initial_indent=indent, subsequent_indent=indent)
+        if len(head) > 22:
+            lines.append(head)
+        else:
+            body[0] = head + body[0][22:]
+        lines += body
+    return "".join(line + "\n" for line in lines)
+
+
+def sampling_of(own: Any, vocab_size: int, temperature: float) -> dict[str, Any]:
+    """Options that the flags give, by name, checked.
+
+    Args:
+      own: the flags.
+      vocab_size: tokens of the model.
+      temperature: where the flag is not given.
+
+    Raises:
+      ConfigError: a value out of range, its flag named.
+    """
+    given = {name: own[name].value for name in OPTIONS if own[name].value is not None}
+    given = {"temperature": temperature} | given
+    try:
+        Sampling(**given).check_vocabulary(vocab_size)
+    except ConfigError as error:
+        raise ConfigError(f"--{error}") from error
+    return given
+
+
+def described(options: Mapping[str, Any]) -> dict[str, Any]:
+    """For the JSON that a command prints: every option, given or not."""
+    return {name: options.get(name, key.default) for name, key in OPTIONS.items()}
 
 
 def settle(own: flags.FlagValues, **rules: Rule) -> None:
@@ -188,14 +240,8 @@ def options_of(own: Any, front: ModelFront, temperature: float) -> dict[str, Any
     Raises:
       ConfigError: a value out of range.
     """
-    from hjax.rollout.sampling import Sampling
-
-    drawn = temperature if own.temperature is None else own.temperature
-    try:
-        sampling = Sampling(drawn, own.top_k, own.top_p)
-    except ConfigError as error:
-        raise ConfigError(f"--{error}") from error
-    return dataclasses.asdict(sampling) | {"stop": front.stops(own.stop)}
+    given = sampling_of(own, front.config.vocab_size, temperature)
+    return given | {"stop": front.stops(own.stop)}
 
 
 def token_ids(text: str, vocab_size: int) -> list[int]:

@@ -16,10 +16,13 @@ from hjax.errors import ConfigError
 from hjax.given import given_path
 from hjax.launch.command import answered, parse_flags, stopped_by_ctrl_c
 from hjax.launch.leaving import run_and_leave
-from hjax.launch.sampling_flags import ModelFront
+from hjax.launch.sampling_flags import ModelFront, define_options, options_help, sampling_of
+from hjax.rollout.options import OPTIONS, Sampling
 from hjax.rules import Rule, above, at_least, between
 
 if TYPE_CHECKING:
+    from hjax.rollout.language_model import LanguageModel
+    from hjax.rollout.service import Service
     from hjax.serving.limits import Limits
 
 HELP = """\
@@ -41,13 +44,16 @@ jetstream `grpc://`.
   --tensor=1            devices of this machine that share the model, split by heads
   --max_queue=1024      responses that wait for a slot at most; more are told to come again
   --max_body_bytes=N    of a request ({body_bytes})
-
-with openai:
   --prefix_tokens=-1    whose keys and values are kept for prompts that begin with them: a system
                         prompt, earlier turns (-1: chosen; 0: none)
   --lookup=0            tokens guessed at a time from what a text said before; answers are the same
                         (0: none)
+  --context=0           tokens of a prompt and its response at most (0: the model's; with jetstream
+                        2048 at most)
   --warm_up             compile for all lengths before it answers, not while it does: minutes
+                        (with jetstream unless --nowarm_up)
+
+with openai:
   --admin               POST /admin/reload reads the model's weights again, and answers go on with
                         the new ones
   --max_connections=N   at a time ({connections})
@@ -56,9 +62,7 @@ with openai:
                         answered ({idle_seconds:g})
 
 with jetstream, whose requests do not say these:
-  --context=0           tokens of a prompt and its response at most (0: the model's, 2048 at most)
-  --temperature=0       0 is greedy
-  --top_k=K, --top_p=P  draw among the K likeliest tokens, or the likeliest of probability P
+{options}\
   --seed=S              the n-th prompt's draws follow from it and n (left out: from chance)
 
   --help                print this
@@ -67,9 +71,10 @@ exit status: 0 ended by SIGTERM, requests answered; 1 failed; 2 wrong input, not
 130 ended by Ctrl-C
 """
 # Flags that one protocol alone has, and what they are where they are not given.
-_OPENAI = {"prefix_tokens": -1, "lookup": 0, "warm_up": False, "admin": False,
-           "max_connections": None, "header_seconds": None, "idle_seconds": None}  # fmt: skip
-_JETSTREAM = {"context": 0, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": None}
+_OPENAI = {"admin": False, "max_connections": None, "header_seconds": None, "idle_seconds": None}
+_JETSTREAM = {"seed": None, **{name: None for name in OPTIONS}}
+# Tokens of a prompt and its response, if nobody says how many.
+_JETSTREAM_CONTEXT = 2048
 _RULES: dict[str, Rule] = {
     "port": between(0, 65535),
     "slots": at_least(0),
@@ -92,7 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def text() -> str:
         from hjax.serving.limits import Limits
 
-        return HELP.format(**dataclasses.asdict(Limits()))
+        options = options_help("logits are divided by it; 0 is greedy (0)")
+        return HELP.format(options=options, **dataclasses.asdict(Limits()))
 
     return stopped_by_ctrl_c(lambda: answered(arguments, text, _run))
 
@@ -119,8 +125,8 @@ def parse(arguments: Sequence[str]) -> flags.FlagValues:
     flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "see --help", flag_values=own)
     flags.DEFINE_enum("cache_dtype", "auto", ["auto", "int8"], "see --help", flag_values=own)
     flags.DEFINE_integer("slots", 0, "see --help", flag_values=own)
-    flags.DEFINE_integer("prefix_tokens", None, "see --help", flag_values=own)
-    flags.DEFINE_integer("lookup", None, "see --help", flag_values=own)
+    flags.DEFINE_integer("prefix_tokens", -1, "see --help", flag_values=own)
+    flags.DEFINE_integer("lookup", 0, "see --help", flag_values=own)
     flags.DEFINE_bool("warm_up", None, "see --help", flag_values=own)
     flags.DEFINE_integer("tensor", 1, "see --help", flag_values=own)
     flags.DEFINE_bool("admin", None, "see --help", flag_values=own)
@@ -129,10 +135,8 @@ def parse(arguments: Sequence[str]) -> flags.FlagValues:
     flags.DEFINE_integer("max_connections", None, "see --help", flag_values=own)
     flags.DEFINE_float("header_seconds", None, "see --help", flag_values=own)
     flags.DEFINE_float("idle_seconds", None, "see --help", flag_values=own)
-    flags.DEFINE_integer("context", None, "see --help", flag_values=own)
-    flags.DEFINE_float("temperature", None, "see --help", flag_values=own)
-    flags.DEFINE_integer("top_k", None, "see --help", flag_values=own)
-    flags.DEFINE_float("top_p", None, "see --help", flag_values=own)
+    flags.DEFINE_integer("context", 0, "see --help", flag_values=own)
+    define_options(own)
     flags.DEFINE_integer("seed", None, "see --help", flag_values=own)
     parse_flags(own, arguments)
     if not own["model"].value:
@@ -145,8 +149,9 @@ def parse(arguments: Sequence[str]) -> flags.FlagValues:
     for name in other:
         if own[name].value is not None:
             says = "its requests say it" if protocol == "openai" else "only openai has it"
-            says = "only jetstream has it" if name == "context" else says
             raise ConfigError(f"--{name}: not with --protocol={protocol}; {says}, see --help")
+    if own["warm_up"].value is None:
+        own["warm_up"].value = protocol == "jetstream"
     for name, value in usually.items():
         if own[name].value is None:
             own[name].value = value
@@ -173,15 +178,10 @@ def _openai(own: Any, key: str, front: ModelFront) -> int:
     from hjax.serving.descriptors import allow_connections
 
     allow_connections(own.max_connections)
-    from hjax.rollout.service import Service
     from hjax.serving.served import Served
 
     with _bind(own, key) as bound:
-        model = front.load(own, own.tensor)
-        prefix_tokens = None if own.prefix_tokens < 0 else own.prefix_tokens
-        service = Service(model, own.slots, own.max_queue, prefix_tokens, own.lookup)
-        if own.warm_up:
-            service.warm_up(lambda what: print(f"compiling: {what}", file=sys.stderr, flush=True))
+        model, service = _service(own, front)
         reload = Reload(model, service) if own.admin else None
         about = model.tokenizer, model.config.vocab_size, model.eos_ids
         served, limits = Served(own.model, service, *about), _limits(own)
@@ -190,30 +190,38 @@ def _openai(own: Any, key: str, front: ModelFront) -> int:
 
 
 def _jetstream(own: Any, key: str, front: ModelFront) -> int:
-    from hjax.rollout.sampling import Sampling
-
+    options = sampling_of(own, front.config.vocab_size, temperature=0.0)
+    own["context"].value = own.context or min(front.config.max_length, _JETSTREAM_CONTEXT)
     try:
-        sampling = Sampling(own.temperature, own.top_k, own.top_p)
-    except ConfigError as error:
-        raise ConfigError(f"--{error}") from error
-    try:
-        from hjax.serving.jetstream_engine import Engine
         from hjax.serving.jetstream_server import run
     except ModuleNotFoundError as error:
         raise _missing(error, "jetstream") from error
     bound = _bind(own, key)
     from hjax.serving.address import address_of
 
-    model = front.load(own, own.tensor)
-    try:
-        engine = Engine(model, own.slots, own.context, sampling, own.seed)
-    except ConfigError as error:
-        raise ConfigError(f"--{error}") from error
+    model, service = _service(own, front)
     started = _started(own, "grpc", bound)
-    engine.warm_up()
     address = address_of(bound)
     bound.close()  # gRPC binds by itself
-    return run(engine, address, _limits(own), own.max_queue, key, started)
+    drawn = Sampling(**options), own.seed
+    return run(model, service, *drawn, address, _limits(own), key, started)
+
+
+def _service(own: Any, front: ModelFront) -> tuple[LanguageModel, Service]:
+    """The model, read, and what answers with it."""
+    from hjax.rollout.service import Service
+
+    model = front.load(own, own.tensor)
+    prefix_tokens = None if own.prefix_tokens < 0 else own.prefix_tokens
+    try:
+        service = Service(
+            model, own.slots, own.max_queue, prefix_tokens, own.lookup, own.context
+        )
+    except ConfigError as error:
+        raise ConfigError(f"--{error}") from error
+    if own.warm_up:
+        service.warm_up(lambda what: print(f"compiling: {what}", file=sys.stderr, flush=True))
+    return model, service
 
 
 def _missing(error: ModuleNotFoundError, extra: str) -> ConfigError:

@@ -21,10 +21,11 @@ from hjax.models.parameters import Weights
 from hjax.rollout.engine import Engine
 from hjax.rollout.prefixes import (
     Beginning,
-    blocks_of,
+    Piece,
     known_columns,
     known_columns_for,
     known_of,
+    read_pieces,
     why_never,
 )
 from hjax.rollout.slots import Known
@@ -201,7 +202,8 @@ class Beginnings:
             step = self._chunk // BLOCK
             for at in range(known, len(piece.path), step):
                 end = min(at + step, len(piece.path))
-                some = piece.tokens[at * BLOCK : end * BLOCK], piece.path[:at], piece.path[at:end]
+                tokens = piece.tokens[at * BLOCK : end * BLOCK]
+                some = Piece(tokens, piece.path[:at], piece.path[at:end])
                 self._read_chunk(params, [some] * self._engine.parts)
 
     def warm(self, params: Weights) -> None:
@@ -257,14 +259,14 @@ class Beginnings:
                 if self._by_chunks(following, True):
                     self._reading[part] = following
                     self._next += 1
-        some: list[tuple | None] = [None] * len(self._reading)
+        some: list[Piece | None] = [None] * len(self._reading)
         for part, number in enumerate(self._reading):
             if number != NOBODY and self._rest(number) > CHUNK:
                 path, tokens = self._path[number], self._tokens(number)
                 at = len(path) * BLOCK
                 first = self._room + at // BLOCK
                 where = tuple(range(first, first + CHUNK // BLOCK))
-                some[part] = tokens[at : at + CHUNK], path, where
+                some[part] = Piece(tokens[at : at + CHUNK], path, where)
                 self._path[number] = (*path, *where)
         if not any(some):
             return False
@@ -331,27 +333,11 @@ class Beginnings:
         yield from (n for n in known_columns(self._limit) if n >= self._chunk)
 
     def _read_chunk(
-        self, params: Weights, some: Sequence[tuple | None], columns: int = 0
+        self, params: Weights, some: Sequence[Piece | None], columns: int = 0
     ) -> None:
-        """Read tokens after a path into blocks, in each part; None: nothing.
-
-        ``columns``: for what is known with them; 0: as many as it takes.
-        """
+        """Read a piece in each part. ``columns``: as of ``read_pieces``; 0: as many as it takes."""
         assert self.blocks is not None
-        tokens = np.zeros((len(some), self._chunk), np.int32)
-        mask = np.zeros(tokens.shape, bool)
-        mask[:, -1] = True
-        where = np.full((len(some), self._chunk // BLOCK), self.count, np.int32)
-        found = [Beginning()] * len(some)
-        most = self._chunk
-        for part, piece in enumerate(some):
-            if piece is not None:
-                new, path, into = piece
-                tokens[part, -len(new) :], mask[part, -len(new) :] = new, True
-                where[part, -len(into) :] = into
-                found[part] = Beginning(path)
-                most = max(most, found[part].tokens + len(new))
-        known = blocks_of(found, columns or known_columns_for(most, self._limit))
-        chunks = self._engine.chunks
-        self.blocks = chunks.read(params, self.blocks, tokens, mask, known, where)
-
+        most = (len(each.path) * BLOCK + len(each.tokens) for each in some if each is not None)
+        columns = columns or known_columns_for(max(self._chunk, *most), self._limit)
+        given = self._engine, params, self.blocks, some
+        self.blocks = read_pieces(*given, chunk=self._chunk, columns=columns)

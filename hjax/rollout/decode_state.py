@@ -7,10 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hjax.kernels.sets import Kernels
-from hjax.rollout.row_sampling import no_tops
-from hjax.rollout.sampling import Draw, Sampling, draw
-from hjax.sharding.layout import Layout
+from hjax.rollout.options import Sampling
+from hjax.rollout.sampling import Draw, no_tops
 
 DecodeState = dict[str, Any]
 
@@ -29,32 +27,6 @@ def start(rows: int, length: int, sampling: Sampling | None) -> DecodeState:
         "mask": jnp.zeros((rows, length), bool),
         "logprobs": {name: jnp.zeros((rows, length), jnp.float32) for name in _reported(sampling)},
     } | ({"top": no_tops((rows, length))} if sampling is None else {})
-
-
-def advance(
-    state: DecodeState,
-    logits: jax.Array,
-    keys: jax.Array,
-    at: jax.Array,
-    sampling: Sampling,
-    stop: jax.Array,
-    kernels: Kernels,
-    layout: Layout,
-) -> DecodeState:
-    """Draw every row's token at position ``at`` of its response.
-
-    Args:
-      state: of ``start``.
-      logits: float32 [rows, vocab].
-      keys: PRNG keys [rows], of ``sequence_keys``.
-      at: int32 [].
-      sampling: how tokens are drawn.
-      stop: int32 [stop tokens]; a row that draws one is done.
-      kernels: of the platform.
-      layout: over whose axes the rows and the logits' vocabulary are split.
-    """
-    drawn = draw(logits, keys, at, sampling, kernels, layout)
-    return entered(state, drawn, jnp.any(drawn.token[:, None] == stop, axis=-1), at)
 
 
 def entered(state: DecodeState, drawn: Draw, ends: jax.Array, at: int | jax.Array) -> DecodeState:
@@ -114,6 +86,6 @@ def _reported(sampling: Sampling | None) -> list[str]:
     """Which log-probs a rollout carries."""
     if sampling is None:
         return ["logprobs", "policy_logprobs"]
-    tempered = sampling.tempered or sampling.truncates
-    asked = (True, sampling.truncates, tempered)
+    changed = sampling.truncates or sampling.alters
+    asked = (True, changed, changed or sampling.tempered)
     return [name for name, wanted in zip(_FIELDS, asked, strict=True) if wanted]

@@ -32,13 +32,13 @@ from hjax.models.parameters import Network, Weights
 from hjax.rollout import decode_state
 from hjax.rollout.chunks import Chunks
 from hjax.rollout.counts import Counts
+from hjax.rollout.options import Sampling
 from hjax.rollout.row_sampling import RowSampling
 from hjax.rollout.seats import Seats, cut_answers
 from hjax.rollout.slots import (
     Admission,
     Begun,
     Drawn,
-    How,
     Known,
     Prompts,
     Running,
@@ -153,7 +153,7 @@ class Engine:
 
     def admit(
         self,
-        how: How,
+        sampling: Sampling,
         params: Weights,
         state: State,
         new: Admission,
@@ -162,7 +162,7 @@ class Engine:
         """Prefill prompts, put them into free slots and draw each sequence's first token.
 
         Args:
-          how: sequences are drawn.
+          sampling: of sequences without options of their own.
           params: in the generate layout.
           state: donated.
           new: what enters.
@@ -173,12 +173,12 @@ class Engine:
         """
         samples = new.rows.size // new.groups.size
         counted = state.rows.counts is not None
-        prompts, rows, drawn = self.prefill(how, params, new, samples, counted, blocks)
+        prompts, rows, drawn = self.prefill(sampling, params, new, samples, counted, blocks)
         return self.insert(state, prompts, rows, new.groups, new.rows), drawn
 
     def prefill(
         self,
-        how: How,
+        sampling: Sampling,
         params: Weights,
         new: Admission,
         samples: int = 1,
@@ -188,7 +188,7 @@ class Engine:
         """The first half of ``admit``, which needs no state: others may be decoded meanwhile.
 
         Args:
-          how, params, new, blocks: as of ``admit``; where sequences go is not looked at.
+          sampling, params, new, blocks: as of ``admit``; where sequences go is not looked at.
           samples: sequences of each prompt.
           counted: whether the state counts tokens.
 
@@ -204,7 +204,7 @@ class Engine:
         begun = given["begun"]
         how_many = samples, counted, new.flat
         prompts = self._prefill(how_many, params, *text, given["most"], blocks, begun)
-        rows, drawn = self._first(how, prompts.logits, prompts.tokens, prompts.counts, given)
+        rows, drawn = self._first(sampling, prompts.logits, prompts.tokens, prompts.counts, given)
         return prompts, rows, Drawn.of(drawn)
 
     def insert(
@@ -247,7 +247,7 @@ class Engine:
 
     def decode(
         self,
-        how: How,
+        sampling: Sampling,
         params: Weights,
         state: State,
         steps: int,
@@ -258,7 +258,7 @@ class Engine:
         """Draw up to so many tokens for every row that is not done, fewer if all end.
 
         Args:
-          how, params, state: as of ``admit``.
+          sampling, params, state: as of ``admit``.
           steps: tokens, at most ``most``, and at most the columns that are left.
           most: columns of the tables that come back.
           allowed: of each row, as of ``Admission``, for every token that is drawn.
@@ -267,7 +267,7 @@ class Engine:
         """
         numbers = place(np.array([steps, until], np.int32), self.layout.replicated)
         bits = None if allowed is None else place(allowed, self.layout.sharding("batch"))
-        state, drawn = self._decode(how, most, params, state, numbers, bits)
+        state, drawn = self._decode(sampling, most, params, state, numbers, bits)
         return state, Drawn.of(drawn)
 
     def share(
@@ -372,10 +372,10 @@ class Engine:
         traced = self._prefill.trace((samples, False, 0), *given)
         return traced, cast(Prompts, _with_shardings(traced.out_info, self._shardings[1]))
 
-    def trace_decode(self, how: How, params: Weights, size: Size, most: int) -> Any:
+    def trace_decode(self, sampling: Sampling, params: Weights, size: Size, most: int) -> Any:
         """``decode`` of abstract parameters and states: its jax.stages.Traced."""
         numbers = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=self.layout.replicated)
-        return self._decode.trace(how, most, params, self.abstract(size), numbers, None)
+        return self._decode.trace(sampling, most, params, self.abstract(size), numbers, None)
 
     # Programs
 
@@ -414,7 +414,7 @@ class Engine:
         options = counts = None
         if size.own is not None:
             options = jax.tree.map(jnp.asarray, RowSampling.of([None] * size.rows, size.own))
-        if size.own is not None and size.own.penalties:
+        if size.counted:
             table = jnp.zeros((size.rows, config.vocab_size), jnp.int32)
             counts = Counts(table > 0, table)
         text = jnp.zeros((size.rows, size.text), jnp.int32) if size.text else None
@@ -469,14 +469,19 @@ class Engine:
         if counted:
             whole, there = (jnp.repeat(x, samples, axis=0) for x in (whole, there))
             vocab = self.network.config.vocab_size
-            counts = Counts.of(whole, there, vocab, layout=self.layout)
+            more: dict[str, Any] = {"layout": self.layout}
+            if begun is not None:
+                columns = jnp.arange(begun.tokens.shape[1])
+                more["responses"] = begun.tokens
+                more["response_mask"] = columns < begun.count[:, None]
+            counts = Counts.of(whole, there, vocab, **more)
         model = self.network.bind(params)
         logits = split(model.logits(hidden.reshape(-1, hidden.shape[-1])), "batch", "vocab")
         return Prompts(k, v, tokens, logits, counts, cast(Any, own))
 
     def _begun(
         self,
-        how: How,
+        sampling: Sampling,
         logits: jax.Array,
         tokens: jax.Array,
         counts: Counts | None,
@@ -488,7 +493,7 @@ class Engine:
         entering = limit.shape[0]
         logits = jnp.repeat(logits, entering // logits.shape[0], axis=0)
         logits = self.layout.constrain(logits, "batch", "vocab")
-        drawing = self._drawing(how)
+        drawing = self._drawing(sampling)
         nothing = drawing.empty(entering, 1, options)
         before = jnp.zeros(entering, jnp.int32) if begun is None else begun.count
         way = options, counts, keys, before
@@ -559,16 +564,16 @@ class Engine:
             return attention.positions(length), columns
         return positions_of(mask), columns
 
-    def _drawing(self, how: How) -> Drawing:
-        return Drawing(how, self.compute, self.layout)
+    def _drawing(self, sampling: Sampling) -> Drawing:
+        return Drawing(sampling, self.compute, self.layout)
 
-    def _pass(self, how: How, state: State) -> Pass:
+    def _pass(self, sampling: Sampling, state: State) -> Pass:
         length, own = _size(state.cache.v), state.cache.own_prompts
-        return Pass(self._drawing(how), self.lookup, self.by_kernel, own, length)
+        return Pass(self._drawing(sampling), self.lookup, self.by_kernel, own, length)
 
     def _decoded(
         self,
-        how: How,
+        sampling: Sampling,
         most: int,
         params: Weights,
         state: State,
@@ -577,7 +582,7 @@ class Engine:
     ) -> tuple[State, decode_state.DecodeState]:
         """``numbers``: int32 [2], ``steps`` and ``until`` of ``decode``."""
         steps, until = numbers
-        model, way = self.network.bind(params), self._pass(how, state)
+        model, way = self.network.bind(params), self._pass(sampling, state)
         layers = model.unstack() if self.compute.unroll_layers else None
         most_tokens = state.rows.tokens + state.rows.most
         tables = _size(state.cache.prompt_k) + way.length

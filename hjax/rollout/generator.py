@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -36,11 +36,13 @@ from hjax.models.parameters import (
     relaid,
 )
 from hjax.rollout import decode_state
+from hjax.rollout.counts import Counts
 from hjax.rollout.engine import Engine
-from hjax.rollout.sampling import Sampling, sequence_keys
+from hjax.rollout.options import Sampling
+from hjax.rollout.sampling import sequence_keys
 from hjax.rollout.scheduler import COLUMNS, Schedule
-from hjax.rollout.slots import How
 from hjax.rollout.staged import StagedEngine
+from hjax.rollout.stepping import Drawing
 from hjax.rollout.work import Begun, Ends, Work, announced, tables
 from hjax.sharding.arrays import place, to_numpy
 from hjax.sharding.layout import Layout
@@ -63,7 +65,6 @@ class _Shape:
     samples: int
     max_new_tokens: int
     sampling: Sampling
-    stop: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,7 +210,6 @@ class Generator:
         samples: int = 1,
         max_new_tokens: int,
         sampling: Sampling = Sampling(),
-        stop: Sequence[int] = (),
         end: int | None = None,
         slots: int = 0,
         lookup: int = 0,
@@ -228,8 +228,7 @@ class Generator:
           step: folded into the seed.
           samples: responses per prompt; row ``p * samples + s`` is sample s of prompt p.
           max_new_tokens: length limit of a response, in tokens.
-          sampling: how tokens are drawn.
-          stop: token ids that end a response (and are part of it).
+          sampling: how tokens are drawn, and which end a response.
           end: tokens after which to leave off, for ``resume``; ``truncated`` where a response has
             not ended. None: ``max_new_tokens``.
           slots: rows that are decoded at a time, others following as these end; 0: all.
@@ -247,11 +246,11 @@ class Generator:
           ``prompts`` and ``prompt_mask`` once per row, ``responses`` int32
           [rows, max_new_tokens] (0 after the end), ``response_mask`` bool, ``logprobs`` float32
           of the distribution sampled, ``truncated`` bool [rows]; where they
-          differ from ``logprobs`` also ``policy_logprobs`` (tempered, not truncated to top-k or
-          top-p) and ``untempered_logprobs``; with ``lookup`` also ``guessed`` and
-          ``guessed_right``, int32 [rows], tokens of each and those of them that were drawn; by
-          slots, where prompts may be long (``hjax.rollout.beginnings``), also ``prompt_known``,
-          int32 [rows], tokens of the prompt that were read for another one.
+          differ from ``logprobs`` also ``policy_logprobs`` (tempered, no other option applied)
+          and ``untempered_logprobs``; with ``lookup`` also ``guessed`` and ``guessed_right``, int32
+          [rows], tokens of each and those of them that were drawn; by slots, where prompts may be
+          long (``hjax.rollout.beginnings``), also ``prompt_known``, int32 [rows], tokens of the
+          prompt that were read for another one.
 
         Raises:
           ConfigError: a seed that does not fit 32 bits.
@@ -264,7 +263,7 @@ class Generator:
                 f"use a multiple of {self.multiple}"
             )
         params = self.as_read(params)
-        shape = _Shape(samples, max_new_tokens, sampling, tuple(stop))
+        shape = _Shape(samples, max_new_tokens, sampling)
         inputs = prompts, prompt_mask, sequence, self._numbers(seed, step)
         ways = _Ways(slots, lookup, surplus, on_ended, end, None, ends)
         if self._ragged(shape, prompts.shape[0] * samples, ways):
@@ -277,7 +276,7 @@ class Generator:
         That is the quickest where all are equally long, or short, and on TPUs, whose kernel reads
         what is filled.
         """
-        ends = bool(shape.stop) and shape.max_new_tokens > COLUMNS
+        ends = bool(shape.sampling.stop) and shape.max_new_tokens > COLUMNS
         asked = ways.on_ended is not None or ways.lookup > 0 or ways.surplus > 0
         asked = asked or ways.end is not None
         return asked or 0 < ways.slots < rows or (ends and not self.engine.by_kernel)
@@ -320,9 +319,9 @@ class Generator:
         drawn = samples + ways.surplus
         parts = ways.end, ways.begun
         work = Work(*asked, keys, drawn, shape.max_new_tokens, ways.surplus, *parts)
-        how = How(shape.sampling, shape.stop)
-        schedule = Schedule(self.engine_for(ways.lookup), how, work, ways.slots, ways.ends)
-        known = how, ways.lookup, ways.ends is None, schedule.programs_met
+        sampling, engine = shape.sampling, self.engine_for(ways.lookup)
+        schedule = Schedule(engine, sampling, work, ways.slots, ways.ends)
+        known = sampling, ways.lookup, ways.ends is None, schedule.programs_met
         if known not in self._warm:
             schedule.warm(params)
             self._warm.add(known)
@@ -334,7 +333,7 @@ class Generator:
         # Who has not drawn one of the tokens that end a response was cut off.
         length = made["response_mask"].sum(axis=1)
         last = made["responses"][np.arange(len(length)), length - 1]
-        made["truncated"] = ~np.isin(last, shape.stop)
+        made["truncated"] = ~np.isin(last, sampling.stop)
         if schedule.beginnings.active:
             made["prompt_known"] = np.repeat(schedule.beginnings.known, samples)
         made["prompts"], made["prompt_mask"] = (np.repeat(x, samples, axis=0) for x in asked)
@@ -352,7 +351,6 @@ class Generator:
         start: int,
         end: int | None = None,
         sampling: Sampling = Sampling(),
-        stop: Sequence[int] = (),
         slots: int = 0,
         lookup: int = 0,
         on_ended: OnEnded | None = None,
@@ -364,7 +362,7 @@ class Generator:
         one call.
 
         Args:
-          params, sequence, seed, step, samples, sampling, stop, slots, lookup: as of ``generate``.
+          params, sequence, seed, step, samples, sampling, slots, lookup: as of ``generate``.
           rollout: what it gave, with an ``end``; rows whose ``truncated`` is false stay.
           start: tokens after which it left off, at least 1.
           end: tokens after which to leave off now; None: the length of ``responses``.
@@ -379,7 +377,7 @@ class Generator:
         if start < 1 or (begun.lengths[~begun.ended] != start).any():
             raise ConfigError(f"start={start}: responses were not left off after so many tokens")
         limit = rollout["responses"].shape[1]
-        shape = _Shape(samples, limit, sampling, tuple(stop))
+        shape = _Shape(samples, limit, sampling)
         ways = _Ways(slots, lookup, 0, on_ended, end, begun)
         numbers = self._numbers(seed, step)
         return self._by_slots(shape, ways, self.as_read(params), prompts, mask, sequence, numbers)
@@ -397,7 +395,6 @@ class Generator:
         samples: int,
         max_new_tokens: int,
         sampling: Sampling,
-        stop: tuple[int, ...],
         slots: int = 0,
         lookup: int = 0,
         surplus: int = 0,
@@ -410,18 +407,16 @@ class Generator:
           params: jax.ShapeDtypeStruct with shardings, in the generate layout.
           prompts: how many.
           prompt_length: tokens of each.
-          samples, max_new_tokens, sampling, stop, slots, lookup, surplus: as of
-            ``generate``.
+          samples, max_new_tokens, sampling, slots, lookup, surplus: as of ``generate``.
           in_parts: whether responses are left off and resumed.
         """
         params = self.as_read(params)
-        shape = _Shape(samples, max_new_tokens, sampling, stop)
+        shape = _Shape(samples, max_new_tokens, sampling)
         ways = _Ways(slots, lookup, surplus)
         if not in_parts and not self._ragged(shape, prompts * samples, ways):
-            options = dataclasses.asdict(shape) | {"sampling": sampling}
             # The first token is drawn from the prompt, before the loop.
             trips = self.engine.trips(max_new_tokens - 1)
-            trace = functools.partial(self.trace, params, prompts, prompt_length, **options)
+            trace = functools.partial(self.trace, params, prompts, prompt_length, **vars(shape))
             yield Program(call, trace, trips)
             return
         tokens = np.zeros((prompts, prompt_length), np.int32)
@@ -429,8 +424,8 @@ class Generator:
         keys = np.zeros((prompts * drawn, 2), np.uint32)
         until = max_new_tokens if in_parts else None
         work = Work(tokens, tokens > 0, keys, drawn, max_new_tokens, surplus, until)
-        how = How(sampling, stop)
-        yield from Schedule(self.engine_for(lookup), how, work, slots).programs(call, params)
+        schedule = Schedule(self.engine_for(lookup), sampling, work, slots)
+        yield from schedule.programs(call, params)
 
     def trace(self, params: Any, prompts: int, prompt_length: int, **options: Any) -> Any:
         """The program traced for abstract ``params``, to count what it costs without running it."""
@@ -466,11 +461,11 @@ class Generator:
     ) -> Rollout:
         inputs = prompts, prompt_mask, sequence, seed_and_step
         if self._staged:
-            engine, how = self.engine, How(shape.sampling, shape.stop)
+            engine = self.engine
             assert isinstance(engine, StagedEngine)
             keys = jax.random.key_data(sequence_keys(seed_and_step[0], seed_and_step[1], sequence))
             size = shape.samples, shape.max_new_tokens
-            made = engine.whole(how, params, prompts, prompt_mask, keys, *size)
+            made = engine.whole(shape.sampling, params, prompts, prompt_mask, keys, *size)
             drawn = decode_state.responses(made)
         else:
             drawn = self._run_whole(shape, params, *inputs)
@@ -515,14 +510,19 @@ class Generator:
         cache = jax.tree.map(lambda x: split(x, *lead, "batch", heads), cache)
         begins, ends = decode.bounds(prompt_mask)
         keys = sequence_keys(seed_and_step[0], seed_and_step[1], split(sequence, "batch"))
-        stop = jnp.asarray(shape.stop, jnp.int32)
+        keys = jax.random.key_data(keys)
+        drawing = Drawing(shape.sampling, self.compute, self.layout)
+        counts = None
+        if shape.sampling.penalised:
+            given = (jnp.repeat(x, shape.samples, axis=0) for x in (prompts, prompt_mask))
+            counts = Counts.of(*given, self.network.config.vocab_size, layout=self.layout)
 
         def draw(state: dict[str, Any], logits: jax.Array) -> dict[str, Any]:
             # As they are made: otherwise XLA gathers the output table, for every token.
             at, logits = state["position"], split(logits, "batch", "vocab")
-            how = shape.sampling, stop, self.compute.kernels, self.layout
-            drawn = decode_state.advance(state["drawn"], logits, keys, at, *how)
-            return {"cache": state["cache"], "position": at + 1, "drawn": drawn}
+            given = state["drawn"], logits, None, state["counts"]
+            drawn, counts = drawing.token(*given, keys, position=at, at=at, allowed=None)
+            return state | {"position": at + 1, "drawn": drawn, "counts": counts}
 
         def one_token(state: dict[str, Any]) -> dict[str, Any]:
             at = state["position"] - 1
@@ -539,11 +539,11 @@ class Generator:
 
         def unfinished(state: dict[str, Any]) -> jax.Array:
             more = state["position"] < length
-            return more & ~jnp.all(state["drawn"]["done"]) if shape.stop else more
+            return more & ~jnp.all(state["drawn"]["done"]) if shape.sampling.stop else more
 
         before = decode_state.start(rows, length, shape.sampling)
         drawn = jax.tree.map(lambda x: split(x, "batch"), before)
-        state = {"cache": cache, "position": jnp.int32(0), "drawn": drawn}
+        state = {"cache": cache, "position": jnp.int32(0), "drawn": drawn, "counts": counts}
         logits = model.logits(hidden[:, -1])
         state = draw(state, jnp.repeat(logits, shape.samples, axis=0))
         return decode_state.responses(jax.lax.while_loop(unfinished, one_token, state)["drawn"])

@@ -32,11 +32,10 @@ from hjax.models.weights import (
 from hjax.rollout.constraint import Constraint
 from hjax.rollout.engine import Engine
 from hjax.rollout.generator import Generator, bucket_length
-from hjax.rollout.options import Options
+from hjax.rollout.options import OPTIONS, Sampling, takes_options
 from hjax.rollout.prefixes import why_not
 from hjax.rollout.replacement import check_alike
 from hjax.rollout.requests import Piece, Request
-from hjax.rollout.sampling import Sampling
 from hjax.rollout.service import Service
 from hjax.rollout.texts import Stops, Watch, row_of, rows_of
 from hjax.sharding.layout import Layout, fitted, make_layouts
@@ -202,6 +201,7 @@ class LanguageModel:
         beyond = beyond[:, rows.shape[1] - found.shape[1] :]
         return jnp.where(beyond.reshape(beyond.shape + (1,) * (found.ndim - 2)), jnp.nan, found)
 
+    @takes_options
     def generate(
         self,
         prompts: Sequence[Any],
@@ -209,11 +209,9 @@ class LanguageModel:
         temperature: float = 1.0,
         seed: int = 0,
         *,
-        top_k: int = 0,
-        top_p: float = 1.0,
         stop: Sequence[int | str] | str = (),
         constraint: Constraint | None = None,
-        **unknown: Any,
+        **options: Any,
     ) -> list[Completion]:
         """Sample one response per prompt.
 
@@ -223,33 +221,34 @@ class LanguageModel:
           max_new_tokens: length limit of a response, in tokens.
           temperature: 0 is greedy; its log-probs are untempered.
           seed: a prompt's draws follow from it and the prompt's index in the list.
-          top_k: sample among the k likeliest tokens; 0: all.
-          top_p: sample among the likeliest tokens of this total probability.
           stop: token ids, and strings, that end a response, besides the model's own; the
             response ends with them.
           constraint: that each response's text must match; one that is cut at its length is the
             beginning of one that does.
+          **options: of ``hjax.rollout.options.OPTIONS`` (docs/sampling.md), which change nothing
+            unless they are given: ``top_k``, sample among the k likeliest tokens, 0: all;
+            ``top_p``, sample among the likeliest tokens of this total probability; ``min_p``,
+            ``repetition_penalty``, ``presence_penalty``, ``frequency_penalty``, ``min_tokens``;
+            ``logit_bias``, a dict of biases by token id.
 
         Raises:
           ConfigError: text without a tokenizer, an empty prompt, ids outside the vocabulary, more
-            tokens than the model has positions, or a constraint that cannot be met.
+            tokens than the model has positions, a constraint that cannot be met, or an option out
+            of its range.
           RunError: a response after which no token may come though it does not match.
         """
-        refuse_arguments("generate", unknown)
         if isinstance(prompts, str):
             raise ConfigError("prompts is one string; give a list of prompts")
-        stops = Stops(stop, self.tokenizer)
+        stops, sampling = self._drawn("generate", stop, options, temperature)
         rows = self._rows(prompts, max_new_tokens)
         if not rows:
             return []
         longest = max(map(len, rows))
         room = self.config.max_length - max_new_tokens
-        sampling, ends = Sampling(temperature, top_k, top_p), (*self.eos_ids, *stops.ids)
         if constraint is not None:
-            options = Options(**dataclasses.asdict(sampling), stop=ends)
             found = self._constrained(
                 [
-                    Request(tuple(row), max_new_tokens, options, seed, i, constraint)
+                    Request(tuple(row), max_new_tokens, sampling, seed, i, constraint)
                     for i, row in enumerate(rows)
                 ]
             )
@@ -269,11 +268,22 @@ class LanguageModel:
             seed=seed,
             max_new_tokens=max_new_tokens,
             sampling=sampling,
-            stop=ends,
         )
         host = {key: np.asarray(value) for key, value in rollout.items()}
         done = [self._completion(row, host, i) for i, row in enumerate(rows)]
         return [self._ended(row, stops, one) for row, one in zip(rows, done)]
+
+    def _drawn(
+        self, function: str, stop: Any, options: dict[str, Any], temperature: float
+    ) -> tuple[Stops, Sampling]:
+        """What ends a response, and how it is drawn, by the arguments of a function."""
+        unknown = {name: value for name, value in options.items() if name not in OPTIONS}
+        refuse_arguments(function, unknown)
+        stops = Stops(stop, self.tokenizer, options.get("min_tokens", 0))
+        ends = *self.eos_ids, *stops.ids
+        sampling = Sampling(temperature=temperature, **options, stop=ends)
+        sampling.check_vocabulary(self.config.vocab_size)
+        return stops, sampling
 
     def _ended(self, prompt: list[int], stops: Stops, found: Completion) -> Completion:
         """A response up to the first of the strings that end it."""
@@ -283,6 +293,7 @@ class LanguageModel:
         tokens, text = cut
         return Completion(tokens, text, found.logprobs[: len(tokens)], "stop")
 
+    @takes_options
     def stream(
         self,
         prompt: Any,
@@ -290,11 +301,9 @@ class LanguageModel:
         temperature: float = 1.0,
         seed: int = 0,
         *,
-        top_k: int = 0,
-        top_p: float = 1.0,
         stop: Sequence[int | str] | str = (),
         constraint: Constraint | None = None,
-        **unknown: Any,
+        **options: Any,
     ) -> Iterator[Completion]:
         """The response that ``generate`` gives to one prompt, in pieces, as it is drawn.
 
@@ -303,20 +312,19 @@ class LanguageModel:
 
         Args:
           prompt: a string, a chat, or token ids used as given.
-          max_new_tokens, temperature, seed, top_k, top_p, stop, constraint: as of ``generate``.
+          max_new_tokens, temperature, seed, stop, constraint, **options: as of ``generate``.
 
         Yields:
           pieces: ``tokens``, ``text`` and ``logprobs`` that have come, ``finish_reason`` empty but
-          for the last. A text waits for whole characters.
+          for the last. A text waits for whole characters and, where a string that ends it may have
+          begun, for what follows.
 
         Raises:
           ConfigError, RunError: as ``generate``.
         """
-        refuse_arguments("stream", unknown)
+        stops, sampling = self._drawn("stream", stop, options, temperature)
         (row,) = self._rows([prompt], max_new_tokens)
-        stops = Stops(stop, self.tokenizer)
-        options = Options(temperature, top_k, top_p, stop=(*self.eos_ids, *stops.ids))
-        request = Request(tuple(row), max_new_tokens, options, seed, 0, constraint)
+        request = Request(tuple(row), max_new_tokens, sampling, seed, 0, constraint)
         text = None if self.tokenizer is None else Watch(stops, ResponseText(self.tokenizer, row))
         arrived: queue.SimpleQueue[Piece] = queue.SimpleQueue()
         ticket = self._talk.submit(request, arrived.put)

@@ -21,7 +21,7 @@ from hjax.data.token_bytes import TokenBytes
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError
 from hjax.rollout.constraint import Constraint
-from hjax.rollout.options import Options
+from hjax.rollout.options import Sampling
 
 # How a matcher's finish begins where nothing may follow and the text does not match.
 FAILED = "constraint: "
@@ -51,7 +51,7 @@ class Matchers:
         self._tokens: Any = None  # llguidance's, made when it is first asked for
         self._lock = threading.Lock()
 
-    def begin(self, constraint: Constraint, options: Options, prompt: Sequence[int]) -> Matcher:
+    def begin(self, constraint: Constraint, options: Sampling, prompt: Sequence[int]) -> Matcher:
         """The matcher of a response: compiled, which takes a moment (on GPT-2's vocabulary 1 to 30
         ms), without the interpreter's lock.
 
@@ -120,7 +120,7 @@ class Matcher:
         next one.
     """
 
-    def __init__(self, grammar: Any, vocab: int, options: Options):
+    def __init__(self, grammar: Any, vocab: int, options: Sampling):
         self._grammar, self._vocab = grammar, vocab
         self._there = _bits(slice(vocab), vocab)
         self._stops = _bits(list(options.stop), vocab)

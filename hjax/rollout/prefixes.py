@@ -49,6 +49,53 @@ def columns_for(tokens: int, limit: int, fewest: int = BLOCK, factor: int = 2) -
 
 
 @dataclasses.dataclass(frozen=True)
+class Piece:
+    """A chunk of a prompt that is read into blocks.
+
+    Attributes:
+      tokens: whole blocks of them.
+      path: blocks of what comes before.
+      where: numbers of the blocks that it goes into.
+    """
+
+    tokens: Sequence[int]
+    path: tuple[int, ...]
+    where: Sequence[int]
+
+
+def read_pieces(
+    engine: Engine,
+    params: Weights,
+    blocks: Blocks,
+    pieces: Sequence[Piece | None],
+    chunk: int,
+    columns: int,
+) -> Blocks:
+    """Blocks with chunks of prompts, one of each data-parallel part.
+
+    Args:
+      engine: that reads them.
+      params: in the generate layout.
+      blocks: donated.
+      pieces: by part; None: nothing is read there.
+      chunk: tokens of the longest, whole blocks.
+      columns: for each with what comes before it.
+    """
+    tokens = np.zeros((len(pieces), chunk), np.int32)
+    mask = np.zeros(tokens.shape, bool)
+    mask[:, -1] = True
+    # What is beyond all blocks is dropped.
+    where = np.full((len(pieces), chunk // BLOCK), np.iinfo(np.int32).max, np.int32)
+    for part, piece in enumerate(pieces):
+        if piece is not None:
+            size = len(piece.tokens)
+            tokens[part, -size:], mask[part, -size:] = piece.tokens, True
+            where[part, -len(piece.where) :] = piece.where
+    known = [Beginning() if piece is None else Beginning(piece.path) for piece in pieces]
+    return engine.chunks.read(params, blocks, tokens, mask, blocks_of(known, columns), where)
+
+
+@dataclasses.dataclass(frozen=True)
 class Beginning:
     """What is known of a prompt.
 
@@ -151,10 +198,11 @@ class Prefixes:
 
     def warm_up_reading(self, params: Weights, chunk: int, limit: int) -> None:
         """Compile what ``read`` calls, with the same arguments; nothing is kept."""
-        nowhere = [self._tree.blocks] * (chunk // BLOCK)
         for columns in known_columns(limit):
             if columns >= chunk:
-                self._read_new(params, [0] * chunk, Beginning(), columns, nowhere)
+                self.blocks = read_pieces(
+                    self._engine, params, self.blocks, [None], chunk, columns
+                )
 
     def read(self, params: Weights, prompt: Sequence[int], chunk: int, limit: int) -> bool:
         """Read the next chunk of a prompt, and keep it.
@@ -177,23 +225,12 @@ class Prefixes:
             self._tree.drop(new)
             return False
         whole = prompt[: begun.tokens + chunk]
+        piece = Piece(whole[begun.tokens :], begun.path, new)
         columns = known_columns_for(len(whole), limit)
-        self._read_new(params, whole[begun.tokens :], begun, columns, new)
+        self.blocks = read_pieces(self._engine, params, self.blocks, [piece], chunk, columns)
         self._tree.release(path)
         self.release(begun)
         return True
-
-    def _read_new(
-        self,
-        params: Weights,
-        tokens: Sequence[int],
-        begun: Beginning,
-        columns: int,
-        where: Sequence[int],
-    ) -> None:
-        new, known = np.asarray([tokens], np.int32), blocks_of([begun], columns)
-        given = new, np.ones(new.shape, bool), known, np.asarray([where], np.int32)
-        self.blocks = self._engine.chunks.read(params, self.blocks, *given)
 
     # Programs
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from hjax.errors import RunError
 from hjax.rollout.constraint import Constraint
 from hjax.rollout.matching import Matcher
-from hjax.rollout.options import Options
+from hjax.rollout.options import Sampling
 from hjax.rollout.prefixes import Beginning
 from hjax.rollout.scoring import Scores, Top
 
@@ -36,7 +36,7 @@ class Request:
 
     prompt: tuple[int, ...]
     max_tokens: int
-    options: Options = Options()
+    options: Sampling = Sampling()
     seed: int = 0
     choice: int = 0
     constraint: Constraint | None = None
@@ -55,7 +55,7 @@ class Piece:
         nothing may follow), ``length``, ``cancelled``, ``error: ...``, or ``constraint: ...`` where
         nothing may follow though the text does not match.
       top: for each token the most probable ones of its place, of the distribution sampled, as many
-        as ``Options.top`` or as there are.
+        as ``Sampling.top`` or as there are.
       prompt: the prompt's scores, in the first piece, if they were asked for.
     """
 

@@ -1,59 +1,35 @@
-"""Drawing tokens: temperature, top-k, top-p, and log-probs of the distribution drawn from.
+"""Drawing tokens: the options applied, and log-probs of the distribution drawn from.
 
 A draw is the argmax of logits plus Gumbel noise whose key is folded from (seed, step, sequence,
 position), so a sequence's tokens do not depend on the slot, batch or device it runs on.
+
+Options are those of all rows, for which a program is compiled, or arrays with each row's own: then
+one program draws for whatever requests stand together, and work that none of them asks for is
+skipped as the program runs.
+
+Order, as ``generate`` of transformers applies its processors and warpers: biases, repetition
+penalty, bans; then temperature, top-k, top-p, min-p. Frequency and presence penalty, which it does
+not have, follow the repetition penalty as in vLLM. (vLLM takes min-p before top-p.)
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from hjax.errors import ConfigError
 from hjax.kernels.sets import Kernels
 from hjax.rollout import vocabulary
+from hjax.rollout.counts import Counts
+from hjax.rollout.options import MOST_TOP, Sampling
+from hjax.rollout.row_sampling import RowSampling
 from hjax.sharding.layout import Layout
 
-
-@dataclasses.dataclass(frozen=True)
-class Sampling:
-    """How tokens are drawn.
-
-    Attributes:
-      temperature: logits are divided by it; 0 is greedy.
-      top_k: keep only the k most likely tokens; 0 keeps all.
-      top_p: keep the smallest set of most likely tokens whose probability reaches it; 1 keeps all.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise ConfigError(f"temperature={self.temperature}: 0 (greedy) or more, and finite")
-        if self.top_k < 0:
-            raise ConfigError(f"top_k={self.top_k}: 0 (all tokens) or more")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p={self.top_p}: above 0, at most 1")
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the most likely token is taken."""
-        return self.temperature == 0
-
-    @property
-    def truncates(self) -> bool:
-        """Whether top-k or top-p cut the distribution."""
-        return not self.greedy and (self.top_k > 0 or self.top_p < 1)
-
-    @property
-    def tempered(self) -> bool:
-        """Whether the temperature changes the distribution."""
-        return not self.greedy and self.temperature != 1
+T = TypeVar("T")
 
 
 @jax.tree_util.register_dataclass
@@ -63,8 +39,9 @@ class Draw:
 
     Attributes:
       token: int32 [rows].
-      sampled: under the distribution drawn from (greedy: untempered).
-      policy: tempered but not truncated: what training computes.
+      sampled: under the distribution drawn from, all options applied (of a greedy row biases, bans
+        and penalties alone: untempered, nothing cut; of a forced token 0).
+      policy: tempered and nothing else: what training computes.
       untempered: of the plain softmax.
       top_tokens, top: the most probable tokens, int32 [rows, n], and their log-probs under the
         distribution drawn from, falling; -inf where there are no more. None: nobody asks.
@@ -95,79 +72,296 @@ def draw(
     logits: jax.Array,
     keys: jax.Array,
     position: jax.Array,
-    sampling: Sampling,
+    options: Sampling | RowSampling,
+    counts: Counts | None = None,
     kernels: Kernels = Kernels(),
     layout: Layout | None = None,
+    allowed: jax.Array | None = None,
 ) -> Draw:
-    """Draw the token at ``position``.
+    """Draw each row's token at its ``position``.
+
+    A row draws the same whether its options are its own or those of all rows, by the same noise and
+    arithmetic (equal up to float32's rounding), whatever the other rows ask for. ``top`` are made
+    if a row asks for them, and then of all rows.
 
     Args:
       logits: float32 [rows, vocab].
       keys: one per row, of ``sequence_keys``.
       position: int [] or [rows], the token's index in its response.
-      sampling: how it is drawn.
+      options: of all rows, or of each its own.
+      counts: the tokens before, where rows may have penalties.
       kernels: of the platform.
       layout: over whose axes rows and vocabulary are split. Each device then draws from its part
         of the vocabulary, and a few numbers per row are exchanged, never logits.
+      allowed: as of ``vocabulary.only``: other tokens are banned, forced ones apart; at least one
+        of a row is allowed if anybody reads it. None: all are.
+
+    Raises:
+      ValueError: counts without penalties, or penalties without counts.
     """
-    noise = None
-    if not sampling.greedy:
-        noise = gumbel(keys, position, logits.shape[-1])
-    axes = vocabulary.axes_of(layout)
-    if layout is None or not axes:
-        return _draw(logits, noise, sampling, kernels, ())
-    split, rows = layout.spec(["batch", "vocab"]), layout.spec(["batch"])
-    over = jax.shard_map(
-        lambda logits, noise: _draw(logits, noise, sampling, kernels, axes),
-        mesh=layout.mesh,
-        in_specs=(split, split),
-        out_specs=rows,
-        check_vma=False,
+    rows = (
+        RowSampling.uniform(options, logits.shape[-1])
+        if isinstance(options, Sampling)
+        else options
     )
-    # Held as it is drawn from, so that every device makes its own part.
-    return over(logits, None if noise is None else layout.constrain(noise, "batch", "vocab"))
+    shared = rows.static and len(rows.temperature) == 1
+    if (counts is None) != (rows.repetition_penalty is None):
+        raise ValueError(
+            "rows with penalties are drawn with Counts, rows without them with none; "
+            f"counts are {'missing' if counts is None else 'given'}"
+        )
+    logits, position = jnp.asarray(logits), jnp.broadcast_to(position, keys.shape)
+    axes = vocabulary.axes_of(layout)
+    asked = _asked(rows, position, allowed)
+    part = _Part(kernels, axes)
+
+    def noise() -> jax.Array:
+        return gumbel(keys, position, logits.shape[-1])
+
+    if layout is None or not axes:
+        return part.draw(logits, noise, position, rows, counts, allowed, asked)
+
+    def constrained(noise: jax.Array) -> jax.Array:
+        # Held as it is drawn from, so that every device makes its own part.
+        return layout.constrain(noise, "batch", "vocab")
+
+    known = {name: wanted for name, wanted in asked.items() if isinstance(wanted, np.bool_)}
+    told = {name: wanted for name, wanted in asked.items() if name not in known}
+    made = None
+    if known.get("samples", True):
+        silence = jnp.zeros(logits.shape, jnp.float32)
+        made = _when(asked["samples"], lambda: constrained(noise()), lambda: constrained(silence))
+        made = constrained(made)
+
+    def of_part(logits: jax.Array, made: Any, position: jax.Array, own: Any, *more: Any) -> Draw:
+        counts, allowed, told = more
+        of_rows = rows if shared else own
+        given = position, of_rows, counts, allowed, known | told
+        return part.draw(logits, lambda: made, *given)
+
+    split, whole = layout.spec(["batch", "vocab"]), layout.spec(["batch"])
+    return jax.shard_map(
+        of_part,
+        mesh=layout.mesh,
+        in_specs=(split, split, whole, whole, split, whole, jax.sharding.PartitionSpec()),
+        out_specs=whole,
+        check_vma=False,
+    )(logits, made, position, None if shared else rows, counts, allowed, told)
 
 
-def _draw(
-    logits: jax.Array,
-    noise: jax.Array | None,
-    sampling: Sampling,
-    kernels: Kernels,
-    axes: tuple[str, ...],
-) -> Draw:
-    """``draw`` of a part of the vocabulary, the whole being split over ``axes``."""
-    plain = vocabulary.log_softmax(logits, axes)
-    if noise is None:
-        token = vocabulary.largest(logits, kernels.largest, axes)
-        [logprob] = vocabulary.pick([plain], token, axes)
-        return Draw(token, logprob, logprob, logprob)
-    policy = plain
-    if sampling.tempered:
-        policy = vocabulary.log_softmax(logits / sampling.temperature, axes)
-    sampled = policy
-    if sampling.truncates:
-        sampled = vocabulary.log_softmax(truncate(policy, sampling, axes), axes)
-    token = vocabulary.largest(sampled + noise, kernels.largest, axes)
-    return Draw(token, *vocabulary.pick([sampled, policy, plain], token, axes))
+def _asked(
+    rows: RowSampling, position: jax.Array, allowed: jax.Array | None
+) -> dict[str, jax.Array]:
+    """bool [] each: what some row asks for; numpy's where that is known while tracing.
 
-
-def truncate(
-    logits: jax.Array, sampling: Sampling, axes: tuple[str, ...] = ()
-) -> jax.Array:
-    """``logits`` [..., vocab] with the tokens that top-k or top-p leave out at -inf.
-
-    Top-k first, top-p on what it leaves, as in transformers; ties with the last kept logit stay.
-
-    Args:
-      logits: float32.
-      sampling: says what is left out.
-      axes: of a mesh, over which the vocabulary is split; inside ``shard_map``.
+    Asked of all rows on all devices: one that skips an exchange must not leave another waiting.
     """
-    order = vocabulary.ordered(logits)
-    if sampling.top_k > 0:
-        edge = vocabulary.top_k_edge(order, sampling.top_k, axes)
-        logits = jnp.where(order >= edge, logits, -jnp.inf)
-    if sampling.top_p < 1:
-        edge = vocabulary.top_p_edge(order, logits, sampling.top_p, axes)
-        logits = jnp.where(order >= edge, logits, -jnp.inf)
-    return logits
+    alters = rows.alters(position).any()
+    return {
+        "samples": (~rows.greedy).any(),
+        "alters": alters if allowed is None else alters | vocabulary.bans(allowed),
+        "tempered": rows.tempered.any(),
+        "truncates": rows.truncates.any(),
+        "top_k": (rows.truncates & (rows.top_k > 0)).any(),
+        "top_p": (rows.truncates & (rows.top_p < 1)).any(),
+        "min_p": (rows.truncates & (rows.min_p > 0)).any(),
+        "top": (rows.top > 0).any(),
+    }
+
+
+def _when(asked: Any, wanted: Callable[[], T], otherwise: Callable[[], T]) -> T:
+    """One of two: as the program runs, or while it is traced if that is known."""
+    if isinstance(asked, np.bool_):
+        return wanted() if asked else otherwise()
+    return jax.lax.cond(asked, wanted, otherwise)
+
+
+def no_tops(shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """The most probable tokens of so many places of which there are none, as of ``Draw``."""
+    shape = (*shape, MOST_TOP)
+    return jnp.zeros(shape, jnp.int32), jnp.full(shape, -jnp.inf, jnp.float32)
+
+
+# What a softmax's logits [rows, vocab] are lessened by, each [rows, 1]: the largest of them, then
+# the logarithm of the sum of what exp makes of the rest.
+_Norm = tuple[jax.Array, jax.Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    """What is left of a distribution that top-k, top-p or min-p cut.
+
+    Attributes:
+      edge: uint32 [rows, 1], of ``vocabulary.ordered`` logits those at or above it.
+      norm: of these.
+    """
+
+    edge: jax.Array
+    norm: _Norm
+
+    @classmethod
+    def all_of(cls, logits: jax.Array) -> _Kept:
+        """Everything, of rows that nothing cuts."""
+        zeros = jnp.zeros((logits.shape[0], 1), jnp.float32)
+        return cls(zeros.astype(jnp.uint32), (zeros, zeros))
+
+    def of(self, logits: jax.Array, tempered: jax.Array) -> jax.Array:
+        """Log-probs [rows, vocab]; ``tempered``: those before anything was cut."""
+        kept = vocabulary.ordered(logits) >= self.edge
+        return jnp.where(kept, _normed(tempered, self.norm), -jnp.inf)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """``draw`` of a part of the vocabulary, the whole being split over ``axes``."""
+
+    kernels: Kernels
+    axes: tuple[str, ...]
+
+    def draw(
+        self,
+        logits: jax.Array,
+        noise: Callable[[], jax.Array],
+        position: jax.Array,
+        rows: RowSampling,
+        counts: Counts | None,
+        allowed: jax.Array | None,
+        asked: dict[str, jax.Array],
+    ) -> Draw:
+        # Not divided by the temperature: XLA makes this of a division by a constant.
+        scale = np.float32(1.0) / rows.temperatures
+        policy = self.norm(logits * scale)
+        plain = _when(asked["tempered"], lambda: self.norm(logits), lambda: policy)
+        forced = rows.forced_at(position)
+
+        def drawn(altered: jax.Array, norm: _Norm) -> Draw:
+            # Computed in each branch, so that it is not written for branches that are not taken.
+            def tempered() -> jax.Array:
+                return _normed(altered * scale, norm)
+
+            cuts = asked["truncates"]
+            whole = None if isinstance(cuts, np.bool_) else _Kept.all_of(altered)
+            kept = _when(cuts, lambda: self.cut(altered, tempered(), rows, asked), lambda: whole)
+
+            def final() -> jax.Array:
+                return tempered() if kept is None else kept.of(altered, tempered())
+
+            def perturbed() -> jax.Array:
+                return jnp.where(rows.greedy[:, None], altered, final() + noise())
+
+            # What a branch gives lies in memory: looking for the largest never computes it twice,
+            # in two orders of rounding.
+            scores = _when(asked["samples"], perturbed, lambda: altered)
+            token = vocabulary.largest(scores, self.kernels.largest, self.axes)
+            token = jnp.where(forced >= 0, forced, token)
+            tables = [logits] if altered is logits else [logits, altered]
+            picked = [x[:, None] for x in vocabulary.pick(tables, token, self.axes)]
+            raw, own = picked[0], picked[-1]
+            sampled = _normed(own * scale, norm)
+            if kept is not None:
+                sampled = _normed(sampled, kept.norm)
+            tells = asked["top"]
+            nothing = (None, None) if isinstance(tells, np.bool_) else no_tops(token.shape)
+            tops = _when(
+                tells,
+                lambda: vocabulary.likeliest(final(), MOST_TOP, self.axes),
+                lambda: nothing,
+            )
+            return Draw(
+                token,
+                jnp.where(forced >= 0, 0.0, sampled[:, 0]),
+                _normed(raw * scale, policy)[:, 0],
+                _normed(raw, plain)[:, 0],
+                *tops,
+            )
+
+        def drawn_altered() -> Draw:
+            altered = self.alter(logits, position, rows, counts, allowed)
+            return drawn(altered, self.norm(altered * scale))
+
+        return _when(asked["alters"], drawn_altered, lambda: drawn(logits, policy))
+
+    def alter(
+        self,
+        logits: jax.Array,
+        position: jax.Array,
+        rows: RowSampling,
+        counts: Counts | None,
+        allowed: jax.Array | None,
+    ) -> jax.Array:
+        """Biases, penalties, then what is not allowed and the stop tokens' bans: whatever is banned
+        stays so.
+
+        A scatter comes last, whose result lies in memory: what is compared with an edge must not be
+        computed twice, in two orders of rounding.
+        """
+        altered = vocabulary.add(logits, rows.bias_tokens, rows.bias, self.axes)
+        if counts is not None:
+            repetition, presence, frequency = (
+                x[:, None]
+                for x in (rows.repetition_penalty, rows.presence_penalty, rows.frequency_penalty)
+                if x is not None
+            )
+            in_response = counts.response > 0
+            weaker = jnp.where(altered < 0, altered * repetition, altered / repetition)
+            altered = jnp.where(counts.prompt | in_response, weaker, altered)
+            altered = altered - frequency * counts.response - presence * in_response
+        if allowed is not None:
+            altered = vocabulary.only(altered, allowed, self.axes)
+        return vocabulary.add(altered, rows.held(position), jnp.float32(-jnp.inf), self.axes)
+
+    def cut(
+        self,
+        altered: jax.Array,
+        tempered: jax.Array,
+        rows: RowSampling,
+        asked: dict[str, jax.Array],
+    ) -> _Kept:
+        """What is left of the altered logits.
+
+        Top-k, top-p and min-p each keep tokens at or above some logit, so the highest edge counts;
+        only top-p depends on what another has left out, top-k before it.
+        """
+        order = vocabulary.ordered(altered)
+        whole = _Kept.all_of(tempered)
+        truncates = rows.truncates[:, None]
+        top_k, top_p, min_p = rows.top_k[:, None], rows.top_p[:, None], rows.min_p[:, None]
+
+        def by_top_k() -> jax.Array:
+            reached = vocabulary.top_k_edge(order, top_k, self.axes)
+            return jnp.where(top_k > 0, reached, whole.edge)
+
+        edge = _when(asked["top_k"], by_top_k, lambda: whole.edge)
+        left = jnp.where(order >= edge, tempered, -jnp.inf)
+
+        def by_top_p() -> jax.Array:
+            reached = vocabulary.top_p_edge(order, left, top_p, self.axes)
+            return jnp.where(top_p < 1, reached, whole.edge)
+
+        def by_min_p() -> jax.Array:
+            top = vocabulary.over(jnp.max(altered, -1, keepdims=True), jax.lax.pmax, self.axes)
+            return vocabulary.ordered(top + rows.temperatures * jnp.log(min_p))
+
+        edge = jnp.maximum(edge, _when(asked["top_p"], by_top_p, lambda: whole.edge))
+        edge = jnp.maximum(edge, _when(asked["min_p"], by_min_p, lambda: whole.edge))
+        edge = jnp.where(truncates, edge, whole.edge)
+        shift, log_sum = self.norm(jnp.where(order >= edge, tempered, -jnp.inf))
+        return _Kept(
+            edge,
+            (
+                jnp.where(truncates, shift, whole.norm[0]),
+                jnp.where(truncates, log_sum, whole.norm[1]),
+            ),
+        )
+
+    def norm(self, logits: jax.Array) -> _Norm:
+        """What turns logits [rows, vocab] into log-probs, each [rows, 1]."""
+        shift = vocabulary.over(jnp.max(logits, -1, keepdims=True), jax.lax.pmax, self.axes)
+        total = jnp.sum(jnp.exp(logits - shift), -1, keepdims=True)
+        return shift, jnp.log(vocabulary.over(total, jax.lax.psum, self.axes))
+
+
+def _normed(logits: jax.Array, norm: _Norm) -> jax.Array:
+    shift, log_sum = norm
+    return logits - shift - log_sum

@@ -21,7 +21,8 @@ from hjax.models.flat import rooms
 from hjax.models.parameters import Weights
 from hjax.rollout.beginnings import AT_ONCE, CHUNK, Beginnings
 from hjax.rollout.engine import STEPS, Engine
-from hjax.rollout.slots import Admission, Begun, Drawn, How, Size, State
+from hjax.rollout.options import Sampling
+from hjax.rollout.slots import Admission, Begun, Drawn, Size, State
 from hjax.rollout.work import NOBODY, Ends, Told, Work
 from hjax.xla.program import Program
 
@@ -85,15 +86,16 @@ class Schedule:
 
     Args:
       engine: whose slots it fills.
-      how: sequences are drawn.
+      sampling: of all sequences.
       work: prompts divide over the engine's data-parallel parts.
       slots: sequences at a time; 0: all.
     """
 
     def __init__(
-        self, engine: Engine, how: How, work: Work, slots: int = 0, ends: Ends | None = None
-    ):
-        self.engine, self.how, self.work = engine, how, work
+        self, engine: Engine, sampling: Sampling, work: Work, slots: int = 0,
+        ends: Ends | None = None,
+    ):  # fmt: skip
+        self.engine, self.sampling, self.work = engine, sampling, work
         self._ends = ends
         self._cut = np.zeros(work.rows, bool)  # sequences whose text has ended
         parts, samples = engine.parts, work.samples
@@ -141,7 +143,10 @@ class Schedule:
         parts, samples = self.engine.parts, self.work.samples if self._shared(rows) else 1
         text = self.work.prompts.shape[1] + self.work.limit if self.engine.lookup else 0
         prompt = self.beginnings.columns
-        return Size(parts * rows, parts * self._groups_of(rows), samples, prompt, length, text)
+        return Size(
+            parts * rows, parts * self._groups_of(rows), samples, prompt, length, text,
+            counted=self.sampling.penalised,
+        )  # fmt: skip
 
     def _shared(self, rows: int) -> bool:
         """Whether prompts stand once for their samples; few rows have each its own."""
@@ -174,7 +179,7 @@ class Schedule:
 
     @property
     def programs_met(self) -> Hashable:
-        """What tells schedules apart, of one engine and one ``how``, that call other programs."""
+        """What tells schedules of one engine and sampling apart that call other programs."""
         flat = self._rooms(self.entering)
         reading = self.beginnings.active, self.work.prompts.shape[1], self._width, flat
         return bool(self.work.surplus), self.sizes, reading
@@ -203,7 +208,7 @@ class Schedule:
         dispatches = -(-max(work.limit - 1, 1) // STEPS)
         yield Program(
             f"{call}.decode",
-            lambda: engine.trace_decode(self.how, params, most, self._most),
+            lambda: engine.trace_decode(self.sampling, params, most, self._most),
             engine.trips(STEPS),
             runs=turns * dispatches,
             beside=blocks,
@@ -255,7 +260,7 @@ class Schedule:
         def empty() -> State:
             return engine.empty(self.size(rows, length))
 
-        engine.decode(self.how, params, empty(), 0, self._most)
+        engine.decode(self.sampling, params, empty(), 0, self._most)
         if self.work.surplus or self._ends is not None:
             engine.halt(empty(), np.zeros(engine.parts * rows, bool))
         if self.refills and not engine.by_row:
@@ -277,7 +282,7 @@ class Schedule:
                     entry = dataclasses.replace(blank, flat=flat)
                     state = self._share(state)
                     state, _ = self.engine.admit(
-                        self.how, params, state, entry, blocks if new else None
+                        self.sampling, params, state, entry, blocks if new else None
                     )
 
     @staticmethod
@@ -361,7 +366,7 @@ class Schedule:
             steps = STEPS if self.engine.by_row else min(STEPS, room)
             fewer = self._fewer()
             until = fewer if self._most_live() > fewer else 0
-            given = self.how, params, state, steps, self._most, None, until
+            given = self.sampling, params, state, steps, self._most, None, until
             state, drawn = self.engine.decode(*given)
             self._decoding = True
             self._column += drawn.steps
@@ -388,7 +393,7 @@ class Schedule:
         if self.work.end < self.work.limit:  # who has all its tokens but not a last one is left off
             last = drawn.tokens[np.arange(there.size), np.maximum(_last(drawn.mask), 0)]
             left_off = np.where(there, self._drawn[sequences], 0) == self.work.end
-            ended &= ~left_off | np.isin(last, self.how.stop) | over
+            ended &= ~left_off | np.isin(last, self.sampling.stop) | over
         np.add.at(self._ended, sequences[ended] // self.work.samples, 1)
         self.counts.dispatches += 1
         self.counts.tokens += int(count.sum())
@@ -491,7 +496,7 @@ class Schedule:
                 self._start[part, open_rows] = self._column - self._before
         state = self._share(state)
         blocks = beginnings.blocks if new else None
-        state, drawn = self.engine.admit(self.how, params, state, entry, blocks)
+        state, drawn = self.engine.admit(self.sampling, params, state, entry, blocks)
         ended, there = drawn.done.reshape(rows.shape), entered != NOBODY
         for part, i in zip(*np.nonzero(there.any(axis=2)), strict=True):
             own = there[part, i]

@@ -25,6 +25,7 @@ from hjax.models.continuing import BLOCK
 from hjax.rollout import vocabulary
 from hjax.rollout.engine import Engine
 from hjax.rollout.matching import Matcher, Matchers
+from hjax.rollout.options import Sampling
 from hjax.rollout.prefixes import (
     Beginning,
     Prefixes,
@@ -38,7 +39,7 @@ from hjax.rollout.requests import Piece, QueueFull, Request, Ticket
 from hjax.rollout.row_sampling import RowSampling, Sizes
 from hjax.rollout.scoring import Scorer, Scores, Top, tops
 from hjax.rollout.shapes import CHUNK, STEPS, Shapes
-from hjax.rollout.slots import Admission, Drawn, How, Known
+from hjax.rollout.slots import Admission, Drawn, Known
 from hjax.rollout.table import Table
 from hjax.rollout.warm_up import WarmUp
 from hjax.sharding.arrays import place, to_numpy
@@ -72,6 +73,10 @@ class Service:
         far as a quarter of the free memory holds them, where the model allows it; see ``stats``.
       lookup: tokens that are guessed at a time from what a text said before, see
         ``hjax.rollout.lookup``; answers are the same.
+      context: tokens of a prompt and its response at most; 0: the model's positions.
+
+    Raises:
+      ConfigError: a number out of its range.
 
     Attributes:
       max_tokens: of a prompt and its response together.
@@ -85,17 +90,21 @@ class Service:
         max_queue: int = 1024,
         prefix_tokens: int | None = None,
         lookup: int = 0,
+        context: int = 0,
     ):
         if min(slots, max_queue, prefix_tokens or 0, lookup) < 0:
             raise ConfigError(
                 f"slots={slots}, max_queue={max_queue}, prefix_tokens={prefix_tokens}, "
                 f"lookup={lookup}: 0 or more"
             )
+        most = model.config.max_length
+        if not 0 <= context <= most or context == 1:
+            raise ConfigError(f"context={context}: 2 to {most}, or 0 for {most}")
         self._model, self._engine = model, model.engine_for(lookup)
         self.slots = slots or SLOTS
         parts = self._engine.parts
         self.slots = -(-self.slots // parts) * parts
-        self.max_queue, self.max_tokens = max_queue, model.config.max_length
+        self.max_queue, self.max_tokens = max_queue, context or most
         if prefix_tokens is None:
             most = max(PREFIX_TOKENS, self.max_tokens)
             prefix_tokens = 0 if why_not(self._engine) else room_for(self._engine, most)
@@ -263,7 +272,7 @@ class Service:
         if total > self.max_tokens:
             raise ConfigError(
                 f"a prompt of {len(request.prompt)} and max_tokens={request.max_tokens} exceed "
-                f"the model's {self.max_tokens} positions"
+                f"the {self.max_tokens} tokens that there is room for"
             )
         if not (0 <= request.seed < 2**32 and 0 <= request.choice < 2**31):
             raise ConfigError(
@@ -457,7 +466,7 @@ class Service:
         sizes = shapes.room(tokens, each, columns)
         new = self._admission(entries, where, sizes, known)
         params = self._model.params
-        table.state, drawn = engine.admit(How(), params, table.state, new, blocks)
+        table.state, drawn = engine.admit(Sampling(), params, table.state, new, blocks)
         with self._changed:
             for ticket in entering:
                 ticket.cached = max(ticket.begun.tokens - ticket.read, 0)
@@ -527,7 +536,7 @@ class Service:
         most = STEPS + engine.lookup
         # What a matcher allows is known for one token ahead.
         steps = 1 if any(row is not None and row.matcher for row in table.rows) else steps
-        given = How(), self._model.params, table.state, steps, most
+        given = Sampling(), self._model.params, table.state, steps, most
         table.state, drawn = engine.decode(*given, self._allowed(table.rows))
         table.column += drawn.steps
         with self._changed:

@@ -151,4 +151,4 @@ class Shapes:
     def size(self, rows: int, length: int) -> Size:
         """Of a state of so many slots and columns."""
         text = self.limit if self.engine.lookup else 0
-        return Size(rows, rows, 1, 0, length, text, self.own)
+        return Size(rows, rows, 1, 0, length, text, self.own, self.own.penalties)

@@ -13,7 +13,6 @@ from hjax.models.decoding import KVCache
 from hjax.rollout.counts import Counts
 from hjax.rollout.decode_state import DecodeState
 from hjax.rollout.row_sampling import RowSampling, Sizes
-from hjax.rollout.sampling import Sampling
 from hjax.sharding.arrays import to_numpy
 
 
@@ -29,6 +28,7 @@ class Size:
       length: columns, in which the tokens of all rows lie, or of each row its own.
       text: tokens of a row, prompt and response, where guesses are looked up in them.
       own: room for options of each sequence's own; None: all are drawn as a program says.
+      counted: whether the tokens of each are counted, for penalties.
     """
 
     rows: int
@@ -38,19 +38,7 @@ class Size:
     length: int
     text: int = 0
     own: Sizes | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class How:
-    """How all sequences of a state are drawn that have no options of their own.
-
-    Attributes:
-      sampling: of its tokens.
-      stop: token ids that end it.
-    """
-
-    sampling: Sampling = Sampling()
-    stop: tuple[int, ...] = ()
+    counted: bool = False
 
 
 @jax.tree_util.register_dataclass

@@ -24,8 +24,9 @@ from hjax.models.decoding import KVCache
 from hjax.models.parameters import Network, Weights
 from hjax.rollout import decode_state
 from hjax.rollout.engine import Engine
+from hjax.rollout.options import Sampling
 from hjax.rollout.seats import Seats
-from hjax.rollout.slots import How, Size, State
+from hjax.rollout.slots import Size, State
 from hjax.sharding.layout import Layout
 from hjax.sharding.pipeline import summed
 
@@ -160,7 +161,7 @@ class StagedEngine(Engine):
 
     def _decoded(
         self,
-        how: How,
+        sampling: Sampling,
         most: int,
         params: Weights,
         state: State,
@@ -168,7 +169,7 @@ class StagedEngine(Engine):
         allowed: jax.Array | None,
     ) -> tuple[State, decode_state.DecodeState]:
         steps = numbers[0]  # a full pipeline goes on whoever has ended
-        model, way, stages = self.network.bind(params), self._pass(how, state), self.stages
+        model, way, stages = self.network.bind(params), self._pass(sampling, state), self.stages
         slots = dataclasses.replace(state.slots, parts=self.layout.ways("batch"))
         slots, bits, before = self._cut_rows((slots, allowed, state.rows.drawn))
 
@@ -242,7 +243,7 @@ class StagedEngine(Engine):
 
     def whole(
         self,
-        how: How,
+        sampling: Sampling,
         params: Weights,
         prompts: jax.Array,
         mask: jax.Array,
@@ -253,7 +254,7 @@ class StagedEngine(Engine):
         """Inside jit: so many samples of each prompt, all together, in one program.
 
         Args:
-          how, params: as of ``admit``.
+          sampling, params: as of ``admit``.
           prompts, mask: as of ``Admission``.
           keys: uint32 [prompts * samples, n].
           samples, limit: of each prompt, and tokens of each.
@@ -263,11 +264,11 @@ class StagedEngine(Engine):
         """
         groups, rows = prompts.shape[0], prompts.shape[0] * samples
         limits = jnp.full(rows, limit, jnp.int32)
-        how_many = samples, False, 0
+        how_many = samples, sampling.penalised, 0
         read = self._read_prompts(how_many, params, prompts, mask, None, limits, None, None)
         given = dict.fromkeys(("text", "begun", "options", "allowed"))
         given |= {"limit": limits, "most": limits, "keys": keys}
-        running, first = self._begun(how, read.logits, read.tokens, None, given)
+        running, first = self._begun(sampling, read.logits, read.tokens, read.counts, given)
         size = Size(rows, groups, samples, prompts.shape[1], limit)
         state = self._zeros(size, jnp.int32(0))
         prompt_k, prompt_v = (jax.tree.map(self._by_turn, x) for x in (read.k, read.v))
@@ -280,12 +281,12 @@ class StagedEngine(Engine):
             slots = dataclasses.replace(slots, members=members, place=number)
         state = State(cache, slots, running)
         numbers = jnp.array([limit - 1, 0], jnp.int32)
-        state, drawn = self._decoded(how, max(limit - 1, 1), params, state, numbers, None)
+        state, drawn = self._decoded(sampling, max(limit - 1, 1), params, state, numbers, None)
         made = {}
         for name in ("tokens", "mask", "logprobs"):
             both = first[name], drawn[name]
             made[name] = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1)[:, :limit], *both)
-        stop = jnp.asarray(how.stop, jnp.int32)
+        stop = jnp.asarray(sampling.stop, jnp.int32)
         return made | {"done": jnp.any(state.rows.last[:, None] == stop, axis=-1)}
 
     def _cut_rows(self, tree: Any) -> Any:

@@ -18,9 +18,10 @@ from hjax.models.decoding import Decode, DecodeSlots
 from hjax.rollout import decode_state, lookup, vocabulary
 from hjax.rollout.counts import Counts, counted
 from hjax.rollout.decode_state import DecodeState
-from hjax.rollout.row_sampling import RowSampling, draw_rows
+from hjax.rollout.options import Sampling
+from hjax.rollout.row_sampling import RowSampling
 from hjax.rollout.sampling import draw
-from hjax.rollout.slots import How, Running
+from hjax.rollout.slots import Running
 from hjax.sharding.layout import Layout
 
 
@@ -29,18 +30,18 @@ class Drawing:
     """How rows draw a token.
 
     Attributes:
-      how: rows without options of their own are drawn.
+      sampling: of rows without options of their own.
       compute: whose kernels draw.
       layout: the generate layout.
     """
 
-    how: How
+    sampling: Sampling
     compute: Compute
     layout: Layout
 
     def empty(self, rows: int, most: int, options: RowSampling | None) -> DecodeState:
         """Tables of so many columns, with nothing drawn."""
-        return decode_state.start(rows, most, self.how.sampling if options is None else None)
+        return decode_state.start(rows, most, self.sampling if options is None else None)
 
     def token(
         self,
@@ -54,19 +55,22 @@ class Drawing:
         allowed: jax.Array | None,
     ) -> tuple[DecodeState, Counts | None]:
         """Each row's token at ``position``, in column ``at`` of the tables."""
-        numbers, kernels = jax.random.wrap_key_data(keys), self.compute.kernels
         if options is None:
-            how = self.how
-            new = draw(logits, numbers, position, how.sampling, kernels, self.layout)
-            ends = jnp.any(new.token[:, None] == jnp.asarray(how.stop, jnp.int32), axis=-1)
-        else:
-            # Of rows that have ended nobody asks for more.
-            asked = jnp.where(drawn["done"], 0, options.top)
-            way = dataclasses.replace(options, top=asked), counts, kernels, self.layout, allowed
-            new = draw_rows(logits, numbers, position, *way)
-            ends = options.ends(new.token)
-            counts = counted(counts, new.token, ~drawn["done"], self.layout)
-        return decode_state.entered(drawn, new, ends, at), counts
+            rows = RowSampling.uniform(self.sampling, logits.shape[-1])
+        else:  # of rows that have ended nobody asks for more
+            rows = dataclasses.replace(options, top=jnp.where(drawn["done"], 0, options.top))
+        new = draw(
+            logits,
+            jax.random.wrap_key_data(keys),
+            position,
+            rows,
+            counts=counts,
+            kernels=self.compute.kernels,
+            layout=self.layout,
+            allowed=allowed,
+        )
+        counts = counted(counts, new.token, ~drawn["done"], self.layout)
+        return decode_state.entered(drawn, new, rows.ends(new.token), at), counts
 
 
 @dataclasses.dataclass(frozen=True)

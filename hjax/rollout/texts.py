@@ -11,6 +11,7 @@ import numpy as np
 from hjax.data.response_text import ResponseText
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, DataError
+from hjax.rollout.stopping import StopStrings
 
 
 def row_of(prompt: Any, what: str, tokenizer: Tokenizer | None, vocab_size: int) -> list[int]:
@@ -100,6 +101,7 @@ class Stops:
     Args:
       given: of either, or one string.
       tokenizer: for strings.
+      min_tokens: tokens of a response before which no string ends it.
 
     Attributes:
       ids: of the tokens, those of one-token strings among them.
@@ -109,7 +111,13 @@ class Stops:
       ConfigError: an empty string, or one without a tokenizer.
     """
 
-    def __init__(self, given: Sequence[int | str] | str, tokenizer: Tokenizer | None):
+    def __init__(
+        self,
+        given: Sequence[int | str] | str,
+        tokenizer: Tokenizer | None,
+        min_tokens: int = 0,
+    ):
+        self.min_tokens = min_tokens
         given = [given] if isinstance(given, str) else list(given)
         self.strings = tuple(stop for stop in given if isinstance(stop, str))
         self.ids = tuple(stop for stop in given if not isinstance(stop, str))
@@ -182,26 +190,26 @@ class Watch:
     """
 
     def __init__(self, stops: Stops, source: ResponseText):
-        self._strings, self._source = stops.strings, source
-        self.text, self.ended = "", False
+        self._source, self._min_tokens = source, stops.min_tokens
+        self._stop = StopStrings(stops.strings)
+        self.text, self._count = "", 0
+
+    @property
+    def ended(self) -> bool:
+        return self._stop.found is not None
 
     def feed(self, token: int) -> str:
-        """The text that a token adds, as of ``ResponseText``."""
+        """The text that a token adds, as of ``ResponseText``, but for what may be the beginning of
+        a string that ends it."""
+        self._count += 1
         return self._take(self._source.feed(token))
 
     def close(self) -> str:
         """What is left when no more tokens come."""
-        return "" if self.ended else self._take(self._source.close())
+        return "" if self.ended else self._take(self._source.close()) + self._stop.close()
 
     def _take(self, more: str) -> str:
-        before, whole = len(self.text), self.text + more
-        ends = []
-        for string in self._strings:
-            # It may have begun in what came before.
-            at = whole.find(string, max(0, before - len(string) + 1))
-            if at >= 0:
-                ends.append(at + len(string))
-        if ends:
-            self.ended, whole = True, whole[: min(ends)]
-        self.text = whole
-        return whole[before:]
+        if self._count > self._min_tokens:
+            more = self._stop.feed(more) + (self._stop.found or "")
+        self.text += more
+        return more

@@ -89,7 +89,8 @@ def likeliest(
 def add(
     table: jax.Array, tokens: jax.Array, values: jax.Array, axes: tuple[str, ...] = ()
 ) -> jax.Array:
-    """``table`` [rows, vocab] with ``values``, [rows, n] or [], added at ``tokens`` [rows, n].
+    """``table`` [rows, vocab] with ``values``, [rows, n] or [], added at ``tokens`` [rows, n]; of
+    one row, to every row of the table.
 
     A negative token is none; so is one of another device's part.
     """

@@ -20,10 +20,11 @@ import numpy as np
 
 from hjax import machine
 from hjax.models.parameters import Weights
+from hjax.rollout.options import Sampling
 from hjax.rollout.prefixes import Beginning, Prefixes, known_columns, known_of
 from hjax.rollout.scoring import Scorer
 from hjax.rollout.shapes import CHUNK, STEPS, Shapes
-from hjax.rollout.slots import Admission, How, Known, Prompts, Running
+from hjax.rollout.slots import Admission, Known, Prompts, Running
 
 # Of the memory that is free: what the states that are made at a time may take.
 SHARE = 0.25
@@ -117,7 +118,7 @@ class WarmUp:
             known = known_of([()] * entries, nothing, columns)
             blocks = self.prefixes.blocks
         asked, engine = self.nobody(entries, room, known), self.shapes.engine
-        given = How(), self.params, asked, 1, self.shapes.own.penalties, blocks
+        given = Sampling(), self.params, asked, 1, self.shapes.own.penalties, blocks
         prompts, rows, _ = engine.prefill(*given)
         return (entries, columns or room[0]), (prompts, rows)
 
@@ -141,7 +142,7 @@ class WarmUp:
             nowhere = np.full(running.drawn.shape, rows, np.int32)
             state = engine.insert(state, prompts, running, nowhere, nowhere)
         given = state, 0, STEPS + engine.lookup, self.every(rows)
-        state, _ = engine.decode(How(), self.params, *given)
+        state, _ = engine.decode(Sampling(), self.params, *given)
         state = engine.halt(state, np.zeros(rows, bool))
         if self.prefixes is not None:
             with self._blocks:

@@ -25,7 +25,7 @@ from hjax.models.rotary import Dynamic, LongRope
 from hjax.models.weights import is_workdir
 from hjax.rewards.function import RewardFunction
 from hjax.roles import Role
-from hjax.rollout.sampling import Sampling
+from hjax.rollout.options import OPTIONS, Sampling
 from hjax.run.inputs import Inputs
 from hjax.run.rematerialise import AUTO
 from hjax.workers import OptimizerConfig, WorkerContext
@@ -63,7 +63,8 @@ class Builder:
             remat=NONE if config.model.remat == AUTO else config.model.remat,
             attention=config.model.attention,
         )
-        self.stop, self.stop_strings = stops_of(config, inputs)
+        stop, self.stop_strings = stops_of(config, inputs)
+        self.sampling = sampling_of(config, stop, inputs.model.vocab_size)
         self._functions: dict[str, RewardFunction] = {}
         self._bases: dict[str, Base | None] = dict(bases)
 
@@ -117,10 +118,7 @@ class Builder:
             compute=self.compute,
             samples=config.rollout.samples if self.algorithm.generates else 1,
             unit=self.algorithm.unit,
-            sampling=Sampling(
-                config.rollout.temperature, config.rollout.top_k, config.rollout.top_p
-            ),
-            stop=self.stop,
+            sampling=self.sampling,
             stop_strings=self.stop_strings,
             max_response_length=config.rollout.max_response_length,
             loss=self.losses.get(role),
@@ -271,6 +269,20 @@ def stops_of(config: ConfigDict, inputs: Inputs) -> tuple[tuple[int, ...], tuple
         else:
             longer.append(text)
     return tuple(dict.fromkeys(ends)), tuple(longer)
+
+
+def sampling_of(config: ConfigDict, stop: tuple[int, ...], vocab_size: int) -> Sampling:
+    """How responses are drawn, by the keys of ``rollout``.
+
+    Raises:
+      ConfigError: a bias of a token that the model does not have, or none left to draw.
+    """
+    try:
+        made = Sampling(**{name: config.rollout[name] for name in OPTIONS}, stop=stop)
+        made.check_vocabulary(vocab_size)
+    except ConfigError as error:
+        raise ConfigError(f"config.rollout.{error}") from error
+    return made
 
 
 def adapted(model: ModelConfig, config: ConfigDict, role: Role) -> ModelConfig:

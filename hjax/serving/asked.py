@@ -11,7 +11,7 @@ from typing import Any
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, DataError
 from hjax.rollout.matching import Matcher
-from hjax.rollout.options import MOST_TOP, Options
+from hjax.rollout.options import MOST_TOP, OPTIONS, Sampling
 from hjax.rollout.requests import Request
 from hjax.serving.fields import Fields
 from hjax.serving.formats import Format, read_format, read_structured
@@ -79,7 +79,7 @@ class Asked:
 
     prompts: tuple[Prompt, ...]
     n: int
-    options: Options
+    options: Sampling
     seed: int
     stop: tuple[str, ...]
     stream: bool
@@ -250,20 +250,11 @@ def _common(fields: Fields, served: Served, limits: Limits) -> dict[str, Any]:
     }
 
 
-def _options(fields: Fields, served: Served) -> Options:
+def _options(fields: Fields, served: Served) -> Sampling:
     given = {
         name: value
-        for name in (
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "repetition_penalty",
-            "presence_penalty",
-            "frequency_penalty",
-            "min_tokens",
-        )
-        if (value := fields.take(name)) is not None
+        for name in OPTIONS
+        if name != "logit_bias" and (value := fields.take(name)) is not None
     }
     if given.get("top_k") == -1:  # vLLM's word for all
         given["top_k"] = 0
@@ -276,7 +267,7 @@ def _options(fields: Fields, served: Served) -> Options:
             raise fields.wrong("logit_bias", key, f"a token id, 0 to {served.vocab_size - 1}")
         bias[token] = value
     try:
-        return Options(**given, logit_bias=bias, stop=tuple({*served.eos_ids, *stop}))
+        return Sampling(**given, logit_bias=bias, stop=tuple({*served.eos_ids, *stop}))
     except ConfigError as error:
         raise Refused.of(error) from None
 

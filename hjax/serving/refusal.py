@@ -9,10 +9,10 @@ from typing import Any
 from starlette.responses import JSONResponse
 
 from hjax.errors import ConfigError
-from hjax.rollout.options import Options
+from hjax.rollout.options import Sampling
 
 # Options by their names in requests.
-_FIELDS = {field.name: field.name for field in dataclasses.fields(Options)}
+_FIELDS = {field.name: field.name for field in dataclasses.fields(Sampling)}
 _FIELDS |= {"stop": "stop_token_ids", "max_tokens": "max_tokens"}
 
 

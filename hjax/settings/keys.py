@@ -18,6 +18,7 @@ from hjax.config import SWITCH, Config
 from hjax.data.reading import OVERLONG
 from hjax.machine import MOST_DEVICES
 from hjax.roles import ROLES
+from hjax.rollout.options import OPTIONS
 from hjax.rules import Key, Rule, above, at_least, below_one, between, one_of
 
 # Sizes that sums and lists are made of before memory is asked: of a model's dimension or a batch's,
@@ -358,13 +359,8 @@ KEYS: dict[str, Any] = {
             f"answer, {RESPONSE_TOKENS} with data of your own",
             between(0, LONGEST),
         ),
+        **OPTIONS,
         "temperature": Key(1.0, "of sampling; evaluation is greedy", above(0)),
-        "top_k": Key(0, "sample among the k likeliest tokens; 0: all", at_least(0)),
-        "top_p": Key(
-            1.0,
-            "sample among the likeliest tokens of this total probability",
-            Rule("above 0 and at most 1", lambda x: 0 < x <= 1),
-        ),
         "slots": Key(
             0,
             "sequences that are generated at a time, others following as these end, so that less "

@@ -17,7 +17,7 @@ from hjax.models.checkpoint import read_state, saved_items, write_state
 from hjax.models.compute import Compute
 from hjax.models.config import ModelConfig
 from hjax.rewards.function import RewardFunction
-from hjax.rollout.sampling import Sampling
+from hjax.rollout.options import Sampling
 from hjax.sharding.arrays import is_array
 from hjax.sharding.layout import RoleLayouts, make_layouts
 from hjax.sharding.protocols import PROMPT_ID, control, control_in_background, protocol
@@ -47,8 +47,8 @@ class WorkerContext:
       compute: dtype and loop form.
       samples: rows of a batch that share a prompt.
       unit: rows that no micro-batch may cut apart.
-      sampling: how responses are drawn; its temperature applies to all log-probs.
-      stop: token ids that end a response.
+      sampling: how responses are drawn, and which tokens end one; its temperature applies to all
+        log-probs.
       stop_strings: texts of several tokens that end one.
       max_response_length: tokens.
       loss: the algorithm's loss for this role, or None.
@@ -88,7 +88,6 @@ class WorkerContext:
     samples: int = 1
     unit: int = 1
     sampling: Sampling = Sampling()
-    stop: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     max_response_length: int = 0
     loss: Any = None

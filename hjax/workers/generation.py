@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,7 +16,7 @@ from hjax.kernels.int8_cache import element_bytes
 from hjax.models.parameters import Params
 from hjax.rewards.early import Answers, Judge, Verdict
 from hjax.rollout.generator import Generator, OnEnded, bucket_length
-from hjax.rollout.sampling import Sampling
+from hjax.rollout.options import Sampling
 from hjax.rollout.texts import Stops, TextEnds
 from hjax.sharding.arrays import place, to_numpy
 from hjax.sharding.protocols import PROMPT_ID, protocol
@@ -37,8 +38,14 @@ class GeneratingWorker(ModelWorker):
         how = self.network.base, self.layouts.generate, context.compute
         self.generator = Generator(*how, cache_dtype=context.cache_dtype)
         self._asked = 0  # prompts so far, by which their rows know each other
-        self._stops = Stops(context.stop_strings, context.tokenizer)
+        self._stops = Stops(
+            context.stop_strings, context.tokenizer, context.sampling.min_tokens
+        )
         self._judges = {role: Judge(function) for role, function in context.judges.items()}
+
+    @property
+    def _greedy(self) -> Sampling:
+        return dataclasses.replace(self.context.sampling, temperature=0.0)
 
     @property
     def cache_element(self) -> float:
@@ -101,8 +108,7 @@ class GeneratingWorker(ModelWorker):
                 step=prompts.get("step", 0),
                 samples=count,
                 max_new_tokens=context.max_response_length,
-                sampling=Sampling(temperature=0.0) if greedy else context.sampling,
-                stop=context.stop,
+                sampling=self._greedy if greedy else context.sampling,
                 end=end,
                 slots=context.slots,
                 lookup=context.lookup,
@@ -233,7 +239,7 @@ class GeneratingWorker(ModelWorker):
         context = self.context
         asked = rows // context.samples, prompt_length
         ways = {"generate": (context.samples, context.sampling)}
-        ways["generate_greedy"] = 1, Sampling(temperature=0.0)
+        ways["generate_greedy"] = 1, self._greedy
         for call, (samples, sampling) in ways.items():
             yield from self.generator.programs(
                 call,
@@ -242,7 +248,6 @@ class GeneratingWorker(ModelWorker):
                 samples=samples,
                 max_new_tokens=context.max_response_length,
                 sampling=sampling,
-                stop=context.stop,
                 slots=context.slots,
                 lookup=context.lookup,
                 surplus=0 if call.endswith("greedy") else context.surplus,

@@ -129,10 +129,10 @@ def step_ends(prompt: list[int], response: list[int], context: WorkerContext) ->
 
     Args:
       prompt, response: token ids.
-      context: with ``steps``, ``stop`` and the tokenizer.
+      context: with ``steps``, the stop tokens of ``sampling`` and the tokenizer.
     """
     own = len(response)
-    if response and response[-1] in context.stop:
+    if response and response[-1] in context.sampling.stop:
         own -= 1
     if context.steps == EACH_TOKEN:
         return list(range(own))

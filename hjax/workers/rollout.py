@@ -165,7 +165,6 @@ class Rollout(GeneratingWorker):
                     start=start,
                     end=None if last else start + tokens,
                     sampling=context.sampling,
-                    stop=context.stop,
                     slots=context.slots,
                     lookup=context.lookup,
                     on_ended=self.judging(once_per_prompt(rollout, each), judged),

@@ -68,7 +68,8 @@ def test_a_new_length_bucket_is_compiled_once_and_named(tmp_path):
         for step in range(1, 7):
             every_token, none = tuple(range(16)), ()
             stop = every_token if step in (3, 4) else none
-            worker.context = dataclasses.replace(worker.context, stop=stop)
+            sampling = dataclasses.replace(worker.context.sampling, stop=stop)
+            worker.context = dataclasses.replace(worker.context, sampling=sampling)
             counts.append(trainer.step()["compile/count"])
             lengths.append(trainer.batch["responses"].shape[1])
         # Without a KL there is no reference, and nothing to measure against.

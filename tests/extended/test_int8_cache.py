@@ -25,7 +25,7 @@ from hjax.models.config import LayerKind, ModelConfig
 from hjax.models.forward import positions_of
 from hjax.models.parameters import decoder_network
 from hjax.rollout.generator import Generator
-from hjax.rollout.sampling import Sampling
+from hjax.rollout.options import Sampling
 from hjax.sharding.layout import make_layouts
 
 

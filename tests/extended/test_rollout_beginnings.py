@@ -18,6 +18,7 @@ from hjax.models.parameters import decoder_network
 from hjax.rollout import beginnings
 from hjax.rollout.beginnings import Beginnings, shared
 from hjax.rollout.generator import Generator
+from hjax.rollout.options import Sampling
 from hjax.rollout.work import Begun, Work
 from hjax.sharding.layout import make_layouts, shard_bytes, without
 
@@ -56,7 +57,7 @@ def made_by(case):
     generator = Generator(network, layout, compute, case.form, case.cache)
     options = {
         "seed": 3, "step": 1, "samples": case.samples, "max_new_tokens": NEW,
-        "sampling": case.sampling, "stop": (0, 1),
+        "sampling": dataclasses.replace(case.sampling, stop=(0, 1)),
     }  # fmt: skip
     return generator, network.create(1, layout), options
 
@@ -201,7 +202,7 @@ def test_what_is_shared_is_found_and_pays():
 def test_decoding_waits_for_few_chunks():
     case, length = Case(samples=1, prompts=8, slots=4), 500
     generator, params, options = made_by(case)
-    options["stop"] = (0,)
+    options["sampling"] = Sampling(stop=(0,))
     engine, said = generator.engine, []
 
     def watch(owner, name):

@@ -27,7 +27,7 @@ from hjax.models.parameters import decoder_network
 from hjax.rollout.constraint import LARGEST, Constraint
 from hjax.rollout.language_model import LanguageModel
 from hjax.rollout.matching import Matchers
-from hjax.rollout.options import Options
+from hjax.rollout.options import Sampling
 from hjax.rollout.requests import Request
 from hjax.rollout.service import Service
 from hjax.sharding.layout import make_layouts
@@ -205,7 +205,7 @@ def test_at_every_beginning_the_tokens_that_go_on_to_a_match(pattern, prompt):
         matching = kept | {b" " + text for text in matching}
     check_every_beginning(
         Matchers(tokenizer, len(WORDS)),
-        Constraint(regex=pattern), Options(stop=(EOS,)), prompt, table, matching,
+        Constraint(regex=pattern), Sampling(stop=(EOS,)), prompt, table, matching,
     )  # fmt: skip
 
 
@@ -223,7 +223,7 @@ def test_at_every_beginning_the_bytes_that_go_on_to_json_that_the_schema_allows(
     matching = {json.dumps(value, ensure_ascii=False).encode() for value in values}
     check_every_beginning(
         Matchers(byte_tokenizer(), 260),
-        Constraint.of_json(schema), Options(stop=(257,)), (65,), table, matching,
+        Constraint.of_json(schema), Sampling(stop=(257,)), (65,), table, matching,
     )  # fmt: skip
 
 
@@ -235,7 +235,7 @@ def test_at_every_beginning_the_tokens_that_go_on_by_a_grammar(prompt):
     if prompt == (BOS,):  # the first space is not in the text
         matching |= {b" " + text for text in matching}
     check_every_beginning(
-        Matchers(tokenizer, len(WORDS)), Constraint(grammar=grammar), Options(stop=(EOS,)), prompt,
+        Matchers(tokenizer, len(WORDS)), Constraint(grammar=grammar), Sampling(stop=(EOS,)), prompt,
         tokenizer.token_bytes().tokens, matching,
     )  # fmt: skip
 
@@ -245,7 +245,7 @@ def test_a_first_space_that_a_grammar_asks_for_is_one_of_the_text():
     space = WORDS.index("▁")
 
     def takes(tokens, prompt):
-        matcher = matchers.begin(Constraint(grammar='start: " "? "a"'), Options(), prompt)
+        matcher = matchers.begin(Constraint(grammar='start: " "? "a"'), Sampling(), prompt)
         return all(t in tokens_of(matcher.allowed) and matcher.take([t]) != "no" for t in tokens)
 
     a, with_space = WORDS.index("a"), WORDS.index("▁a")
@@ -260,7 +260,7 @@ CHOICE = ["a.b", "a|b", "(é)", "^b$", "a b", "\\d+", "[a-b]", "a\nb&&~#-{2}", "
 def test_a_choice_is_word_for_word():
     matching = {text.encode() for text in CHOICE}
     check_every_beginning(
-        Matchers(byte_tokenizer(), 260), Constraint.of_choice(CHOICE), Options(stop=(257,)), (65,),
+        Matchers(byte_tokenizer(), 260), Constraint.of_choice(CHOICE), Sampling(stop=(257,)), (65,),
         byte_tokenizer().token_bytes().tokens, matching,
     )  # fmt: skip
 
@@ -269,7 +269,7 @@ def test_every_response_follows_its_grammar(byte_model):
     grammar = 'start: "a" start "b" | "(" start ")" | /[éü]{1,2}/ | %json {"enum": [1, "x"]}'
     texts = {
         byte_model.tokenizer.decode_response(request.prompt, tokens)
-        for request in [Request((65,), 40, Options(stop=(257,)))]
+        for request in [Request((65,), 40, Sampling(stop=(257,)))]
         for tokens, _, finish in asked(
             byte_model,
             [dataclasses.replace(request, seed=i, constraint=Constraint(grammar=grammar))
@@ -289,7 +289,7 @@ def test_what_options_forbid_is_not_allowed_and_ends_where_nothing_is_left():
     constraint = Constraint(regex="(ab){1,2}")
 
     def after(tokens, **options):
-        matcher = matchers.begin(constraint, Options(**options), (BOS, 3))
+        matcher = matchers.begin(constraint, Sampling(**options), (BOS, 3))
         return matcher.take(tokens), tokens_of(matcher.allowed)
 
     a, b, ab, byte = (WORDS.index(word) for word in ("a", "b", "ab", "<0x61>"))
@@ -335,7 +335,7 @@ def test_what_options_forbid_is_not_allowed_and_ends_where_nothing_is_left():
 def test_what_cannot_be_met_is_refused_in_a_line(constraint, options, line):
     matchers = Matchers(small_tokenizer(), len(WORDS))
     with pytest.raises(ConfigError, match=line) as caught:
-        matchers.begin(constraint, Options(**options), (3,))
+        matchers.begin(constraint, Sampling(**options), (3,))
     assert "\n" not in str(caught.value)
 
 
@@ -366,7 +366,7 @@ def test_what_is_no_constraint_is_refused(made, line):
 
 def test_without_tokenizer_or_llguidance_it_is_said(monkeypatch):
     with pytest.raises(ConfigError, match="this model has no tokenizer"):
-        Matchers(None, 9).begin(Constraint(regex="a"), Options(), ())
+        Matchers(None, 9).begin(Constraint(regex="a"), Sampling(), ())
     plain = builtins.__import__
 
     def without(name, *rest, **more):
@@ -376,7 +376,7 @@ def test_without_tokenizer_or_llguidance_it_is_said(monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ConfigError, match=r"pip install 'hjax\[constraints\]'"):
-        Matchers(small_tokenizer(), len(WORDS)).begin(Constraint(regex="a"), Options(), ())
+        Matchers(small_tokenizer(), len(WORDS)).begin(Constraint(regex="a"), Sampling(), ())
 
 
 HEAVY = [
@@ -394,7 +394,7 @@ def test_a_heavy_pattern_holds_nobody_up(pattern):
 
     def tried():
         try:
-            matcher = matchers.begin(Constraint(regex=pattern), Options(), (3,))
+            matcher = matchers.begin(Constraint(regex=pattern), Sampling(), (3,))
         except ConfigError as error:
             return str(error)
         source, drawn, finish = random.Random(0), [], ""
@@ -460,7 +460,7 @@ def sequences(model, prompt, constraint, options):
 )
 def test_draws_follow_the_exact_renormalised_probabilities(settings, model):
     constraint, prompt = Constraint(regex="(ab|é)b?a?"), (BOS, 3)
-    options = Options(stop=(EOS,), **settings)
+    options = Sampling(stop=(EOS,), **settings)
     expected = sequences(model, prompt, constraint, options)
     assert sum(expected.values()) == pytest.approx(1)
     draws = 2000
@@ -503,8 +503,9 @@ MATCHED = [
 
 
 def check_regex(model, pattern, prompts, each):
+    options = Sampling(stop=model.eos_ids)
     requests = [
-        Request(tuple(prompt), 150, Options(stop=model.eos_ids), seed, 0, Constraint(regex=pattern))
+        Request(tuple(prompt), 150, options, seed, 0, Constraint(regex=pattern))
         for prompt in prompts
         for seed in range(each)
     ]
@@ -532,7 +533,7 @@ def test_every_response_of_trained_weights_matches(pattern, stories):
 def check_json(model, schema, count):
     constraint, whole = Constraint.of_json(schema), 0
     requests = [
-        Request((66, 65), 220, Options(stop=model.eos_ids), seed, 0, constraint)
+        Request((66, 65), 220, Sampling(stop=model.eos_ids), seed, 0, constraint)
         for seed in range(count)
     ]
     for tokens, _, finish in asked(model, requests):
@@ -564,7 +565,7 @@ def test_constrained_rows_and_others_stand_together_and_change_nothing(count, by
         Request(
             tuple(source.choices(range(256), k=source.randint(1, 40))),
             source.randint(1, 60),
-            Options(
+            Sampling(
                 temperature=source.choice([0, 0.7, 1.0]), top_p=source.choice([1.0, 0.9]),
                 presence_penalty=source.choice([0, 0.5]), stop=source.choice([(), (257,)]),
                 min_tokens=source.choice([0, 4]),
@@ -593,7 +594,7 @@ def test_no_program_is_compiled_for_a_constraint(byte_model):
         counts = []
         for pattern in (None, "[a-c]{9}", "[0-9]{9}", "é{9}"):
             constraint = None if pattern is None else Constraint(regex=pattern)
-            answers(service, [Request((65,), 9, Options(), 0, 0, constraint)])
+            answers(service, [Request((65,), 9, Sampling(), 0, 0, constraint)])
             programs = byte_model.engine._decode, byte_model.engine._first
             counts.append([program._cache_size() for program in programs])
         assert counts == counts[:1] * 4

@@ -1,16 +1,15 @@
 """`--protocol=jetstream`: the real google-jetstream, a real gRPC client."""
 
+import asyncio
 import concurrent.futures
 import contextlib
 import importlib.util
-import logging
 import os
 import signal
 import subprocess
 import sys
 import time
 
-import numpy as np
 import pytest
 from helpers import save_model
 
@@ -59,7 +58,7 @@ def greedy(model):
 def serving(model, *flags):
     process = subprocess.Popen(
         [sys.executable, "-m", "hjax.launch.serve", f"--model={model}", "--protocol=jetstream",
-         "--port=0", *flags],
+         "--port=0", "--nowarm_up", *flags],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | KEY,
     )  # fmt: skip
     try:
@@ -80,25 +79,29 @@ def address(model):
         yield address
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=20)
-        # Neither JetStream's steps nor TensorFlow's greetings.
         assert (process.returncode, out, err) == (0, "", "")
 
 
-def ask(address, prompt, max_tokens, metadata=BEARER, **fields):
-    """Each response's token ids and text."""
-    import grpc
-    from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
+def request_of(prompt, max_tokens, **fields):
+    from jetstream.core.proto import jetstream_pb2
 
     request = jetstream_pb2.DecodeRequest
     if isinstance(prompt, str):
         content = {"text_content": request.TextContent(text=prompt)}
     else:
         content = {"token_content": request.TokenContent(token_ids=prompt)}
+    return request(max_tokens=max_tokens, **content, **fields)
+
+
+def ask(address, prompt, max_tokens, metadata=BEARER, **fields):
+    """Each response's token ids and text."""
+    import grpc
+    from jetstream.core.proto import jetstream_pb2_grpc
+
     with grpc.insecure_channel(address) as channel:
         stub = jetstream_pb2_grpc.OrchestratorStub(channel)
-        for response in stub.Decode(
-            request(max_tokens=max_tokens, **content, **fields), metadata=metadata, timeout=60
-        ):
+        request = request_of(prompt, max_tokens, **fields)
+        for response in stub.Decode(request, metadata=metadata, timeout=300):
             [sample] = response.stream_content.samples
             yield list(sample.token_ids), sample.text
 
@@ -207,7 +210,6 @@ def test_sampling_by_seed_and_sigterm(model):
 
 
 def test_over_several_devices_many_clients_get_what_one_device_gives(tmp_path):
-    """Threads prefill, insert and generate at once: programs whose collectives met would hang."""
     save_model(tmp_path, tokenizer=TOKENIZER, vocab_size=24, max_length=LENGTH, layers=2)
     prompts = [[3 + n, 4, 5 + n % 3] * (1 + n) for n in range(12)]
     counts = [40 - 3 * n for n in range(12)]
@@ -222,61 +224,44 @@ def test_over_several_devices_many_clients_get_what_one_device_gives(tmp_path):
         assert (process.returncode, out, err) == (0, "", "")
 
 
-def test_what_nobody_waits_for_is_drawn_no_further(model, answers):
-    from hjax.serving.jetstream_engine import STEPS, Engine, Length
-
-    engine, prompt, gone = Engine(hjax.load_model(model), slots=2), [3, 4], []
-    expected = answers(prompt, 3 * STEPS)
-    assert len(expected) == 3 * STEPS
-    params, decoding = engine.load_params(), engine.init_decode_state()
-    for slot, cancelled in enumerate((lambda: bool(gone), lambda: False)):
-        prefix = engine.prefill(
-            params=params,
-            padded_tokens=np.array([*prompt, *[0] * 14]),
-            true_length=Length(2, 3 * STEPS, cancelled),
-        )
-        decoding = engine.insert(prefix, decoding, slot)
-    for step in range(4):
-        decoding, found = engine.generate(params, decoding)
-        first, second = (found.get_result_at_slot(slot) for slot in range(2))
-        assert first.valid.all() == (step == 0) and second.valid.all() == (step < 3)
-        if step < 3:
-            assert second.tokens[0].tolist() == expected[STEPS * step :][:STEPS]
-        assert second.lengths.tolist() == [min(step + 1, 3) * STEPS]
-        gone.append(True)
-    assert not first.valid.any() and not second.valid.any()
-
-
-def test_importing_starts_no_backend_and_leaves_the_root_logger_alone():
-    code = (
-        "import logging, hjax.serving.jetstream_server, jax._src.xla_bridge as bridge\n"
-        "root = logging.getLogger()\n"
-        "print(bridge.backends_are_initialized(), root.handlers, root.level)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert (done.stdout, done.stderr) == (f"False [] {logging.WARNING}\n", "")
-
-
-def test_nothing_is_compiled_after_the_warm_up(model):
+def test_nothing_is_compiled_after_the_warm_up_and_a_prompt_that_goes_on_is_read_from_there(model):
     import jax
 
-    from hjax.serving.jetstream_engine import Engine, Length
+    from hjax.launch import serve
+    from hjax.rollout.options import Sampling
+    from hjax.serving.jetstream_server import Orchestrator
 
-    engine = Engine(hjax.load_model(model), slots=2, context=96)
-    engine.warm_up()
+    flags = [f"--model={model}", "--protocol=jetstream", "--slots=2", "--context=96"]
+    own = serve.parse(flags)
+    loaded, service = serve._service(own, serve.ModelFront.read(own.model))
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
     )
-    params, decoding = engine.load_params(), engine.init_decode_state()
-    for slot, length in enumerate((1, 20, 40, 90, 17, 5)):
-        tokens = np.full(128, 4)
-        prefix = engine.prefill(
-            params=params, padded_tokens=tokens, true_length=Length(length, 96, lambda: False)
-        )
-        decoding = engine.insert(prefix, decoding, slot % 2)
-        for _ in range(12):
-            decoding, _ = engine.generate(params, decoding)
+    orchestrator = Orchestrator(loaded, service, Sampling(temperature=0.0), 0, compiled.append)
+
+    async def answered(tokens, count):
+        found = []
+        async for each in orchestrator.Decode(request_of(tokens, count), None):
+            found += each.stream_content.samples[0].token_ids
+        return found
+
+    said = asyncio.run(answered([4] * 40, 20))
+    begun = service.stats()["cached_tokens"]
+    assert asyncio.run(answered([4] * 40 + said, 5)) is not None
+    assert service.stats()["cached_tokens"] - begun >= 32
+    for length in (1, 20, 90, 17, 5):
+        asyncio.run(answered([4] * length, 96 - length))
     assert compiled == []
     jax.jit(lambda x: x + 1)(1)  # what is compiled is heard of
     assert len(compiled) == 1
+    service.close(0)
+
+
+def test_importing_starts_no_backend():
+    code = (
+        "import hjax.serving.jetstream_server, jax._src.xla_bridge as bridge\n"
+        "print(bridge.backends_are_initialized())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("False\n", "")
