@@ -164,8 +164,10 @@ def plainly():
     return of
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize(
+    "name, layout",
+    [*((name, "fsdp and tensor") for name in PLAIN), ("adafactor", "fsdp"), ("muon", "fsdp")],
+)
 def test_updates_are_optax_s_on_every_mesh(name, layout, plainly):
     network, train, params, state = update_all(name, layout)
     jax.tree.map(
