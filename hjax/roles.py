@@ -15,6 +15,9 @@ from hjax.errors import ConfigError
 # The parts of a step, in their order, as plans call them (HybridFlow, arXiv 2409.19256, figure 1).
 STAGES = ("generation", "preparation", "learning")
 
+# What a trained role's may be called, as optax has them (hjax.workers.optimizer).
+OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "adafactor", "muon")
+
 
 @dataclasses.dataclass(frozen=True)
 class Role:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from hjax.errors import ConfigError
 
+_OPTIMIZER = "config.actor.optimizer (adamw, …); roles that learn have one each"
 _RATE = "config.actor.learning_rate; roles that learn have one each"
 _PROMPTS = "config.rollout.prompts, prompts per step, each answered config.rollout.samples times"
 _MINIBATCH = "config.algorithm.minibatch, sequences per optimizer update (not prompts)"
@@ -152,9 +153,9 @@ WISHES: Mapping[str, str] = {
     "actor_learning_rate": _RATE,
     "critic_learning_rate": "config.critic.learning_rate",
     "critic_lr": "config.critic.learning_rate",
-    "optim": "the optimizer is AdamW; config.actor.beta1, beta2 and weight_decay are its keys",
-    "optimizer": "the optimizer is AdamW; config.actor.beta1, beta2 and weight_decay are its keys",
-    "actor_optimizer": f"the optimizer is AdamW; {_RATE}",
+    "optim": _OPTIMIZER,
+    "optimizer": _OPTIMIZER,
+    "actor_optimizer": _OPTIMIZER,
     "lr_scheduler_type": "config.actor.schedule: constant, cosine or linear",
     "lr_scheduler": "config.actor.schedule: constant, cosine or linear",
     "warmup_style": "config.actor.schedule: constant, cosine or linear",

@@ -377,7 +377,7 @@ USER = {"role": "user", "content": "a"}
 @pytest.mark.parametrize(
     "fields, param",
     [
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.name"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_object", "x": 1}}, "response_format.x"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
@@ -402,7 +402,7 @@ USER = {"role": "user", "content": "a"}
          "not": {}}}}], "tool_choice": "required"}, "tools[1].function.parameters"),
         ({"tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {
          "type": "array"}}}]}, "tools[0].function.parameters"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"functions": []}, "functions"),
         ({"reasoning_effort": "low"}, "reasoning_effort"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
@@ -415,7 +415,10 @@ USER = {"role": "user", "content": "a"}
          "messages[0].content"),
         ({"messages": [USER | {"tool_calls": []}]}, "messages[0].tool_calls"),
         ({"messages": [{"role": "assistant", "tool_calls": [
-            {"function": {"name": "f", "arguments": "["}}]}]}, "messages[0].tool_calls[0]"),
+            {"function": {"name": "f", "arguments": "["}}]}]},
+         "messages[0].tool_calls[0].function.arguments"),
+        ({"response_format": {"type": "text", "json_schema": {"name": "a", "schema": {}}}},
+         "response_format.json_schema"),
         ({"prompt": "a"}, "prompt"),
     ],
 )  # fmt: skip

@@ -16,7 +16,6 @@ from hjax.rollout.language_model import LanguageModel
 from hjax.rollout.matching import Matchers
 from hjax.rollout.options import Sampling
 from hjax.rollout.service import Service
-from hjax.serving.fields import Fields
 from hjax.serving.tool_calls import BARE, TAGGED
 from hjax.serving.tool_choice import read_tools
 from hjax.sharding.layout import make_layouts
@@ -182,7 +181,7 @@ def test_strict_functions_hold_calls_and_leave_text(text, several, whole):
             said = said.replace("\n</tool_call>", "")
             if text.startswith("So: ") or "\n" in said:
                 continue  # where there is but one call, and nothing before it
-        constraint = read_tools(Fields(given)).format(form).constraint
+        constraint = read_tools(given).format(form).constraint
         options = Sampling(stop=(EOS,))
         matcher = Matchers(byte_tokenizer(), 260).begin(constraint, options, (65,))
 
@@ -194,8 +193,8 @@ def test_strict_functions_hold_calls_and_leave_text(text, several, whole):
 
 
 def test_tools_of_the_models_own_choice_are_held_to_nothing():
-    plain = read_tools(Fields({"tools": STRICT[1:]}))
+    plain = read_tools({"tools": STRICT[1:]})
     assert plain.format(TAGGED) is None and not plain.calls(TAGGED, "m").held
-    assert read_tools(Fields({"tools": STRICT, "tool_choice": "none"})).functions == ()
-    one = read_tools(Fields({"tools": STRICT[1:], "parallel_tool_calls": False}))
+    assert read_tools({"tools": STRICT, "tool_choice": "none"}).functions == ()
+    one = read_tools({"tools": STRICT[1:], "parallel_tool_calls": False})
     assert one.format(BARE) is None and one.format(TAGGED) is not None

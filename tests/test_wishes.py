@@ -36,7 +36,7 @@ TYPED = [
     ("--config.critic.lr=1e-5", "config.critic.learning_rate"),
     ("--config.lr_scheduler_type=cosine", "config.actor.schedule"),
     ("--config.warmup_ratio=0.1", "config.actor.warmup_steps"),
-    ("--config.optim=adamw", "the optimizer is AdamW"),
+    ("--config.optim=adamw", "config.actor.optimizer"),
     ("--config.batch_size=8", "config.rollout.prompts"),
     ("--config.per_device_train_batch_size=8", "config.actor.micro_batch"),
     ("--config.gradient_accumulation_steps=4", "config.actor.micro_batch"),
@@ -120,7 +120,7 @@ TYPED = [
     # Tunix
     ("--config.max_tokens_to_generate=768", "config.rollout.max_response_length"),
     ("--config.kv_cache_size=1024", "the cache is as large as"),
-    ("--config.actor_optimizer=adamw", "the optimizer is AdamW"),
+    ("--config.actor_optimizer=adamw", "config.actor.optimizer"),
     ("--config.eval_every_n_steps=10", "config.eval.every"),
     ("--config.train_micro_batch_size=4", "config.actor.micro_batch"),
     ("--config.role_to_mesh=x", "config.placement"),

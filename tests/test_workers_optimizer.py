@@ -238,7 +238,7 @@ def test_stacked_biases_are_neither_decayed_nor_cast():
     assert network.kinds == {"weight": Kind.MATRIX, "bias": Kind.VECTOR}
     assert network.read_dtypes(jnp.bfloat16) == {"weight": jnp.bfloat16, "bias": jnp.float32}
     # Without a gradient AdamW takes rate * decay of what is decayed, and nothing else.
-    optimizer = OptimizerConfig(0.5, weight_decay=0.1, max_grad_norm=0.0).build(network.kinds)
+    optimizer = OptimizerConfig(0.5, weight_decay=0.1, max_grad_norm=0.0).build(network.declared)
     params = jax.tree.map(lambda x: jnp.ones(x.shape), network.shapes)
     still = jax.tree.map(jnp.zeros_like, params)
     updates, _ = optimizer.update(still, optimizer.init(params), params)

@@ -175,7 +175,7 @@ def _openai(own: Any, key: str, front: ModelFront) -> int:
         from hjax.serving.server import Server, run
     except ModuleNotFoundError as error:
         raise _missing(error, "serve") from error
-    from hjax.serving.descriptors import allow_connections
+    from hjax.serving.limits import allow_connections
 
     allow_connections(own.max_connections)
     from hjax.serving.served import Served

@@ -16,7 +16,9 @@ from hjax.devices import Device, device_of_kind
 from hjax.errors import ConfigError
 from hjax.kernels.int8_cache import INT8, element_bytes
 from hjax.machine import device_memory
+from hjax.models import arithmetic
 from hjax.models.config import ModelConfig
+from hjax.models.parameters import decoder_network, scalar_network
 from hjax.models.remat import NONE
 from hjax.planning.calibration import Progress, calibrate
 from hjax.planning.constants import Constants
@@ -55,6 +57,7 @@ from hjax.run.workdir import Workdir
 from hjax.settings.checking import check_config, on_cluster
 from hjax.show.format import duration
 from hjax.show.parts_display import PartsDisplay
+from hjax.workers.optimizer import OptimizerConfig, load_optimizer
 
 # Plans whose seconds differ by less than this share are equal to the model where simulated devices
 # share cores: no placement has more of them than another, and what is left is their noise.
@@ -364,7 +367,9 @@ def run_problem(
         Workload(prompt_length, rollout.max_response_length, rows, rollout.samples),
         cluster,
         constants,
-        _numerics(config, models, float32),
+        dataclasses.replace(
+            _numerics(config, models, float32), optimizer=_optimizer_bytes(config, table, models)
+        ),
         space,
         {role: _offload(config, table[role]) for role in models},
     )
@@ -379,6 +384,22 @@ def _numerics(config: ConfigDict, models: Mapping[str, ModelConfig], float32: bo
     if rollout.cache_dtype != INT8:
         return usual
     return dataclasses.replace(usual, cache=element_bytes(None, models["actor"].head_dim))
+
+
+def _optimizer_bytes(
+    config: ConfigDict, table: Mapping[str, Role], models: Mapping[str, ModelConfig]
+) -> float:
+    """Per parameter that learns, what an optimizer keeps; of the role whose keeps most."""
+    most = 0.0
+    for role, model in models.items():
+        entry = table[role]
+        if entry.trained:
+            section = entry.config_section
+            chosen = load_optimizer(config[section].optimizer, f"{section}.optimizer")
+            network = (scalar_network if entry.scalar else decoder_network)(model)
+            kept = OptimizerConfig(0.0, optimizer=chosen).state_bytes(network)
+            most = max(most, kept / arithmetic.learned_parameters(model, entry.scalar))
+    return most
 
 
 def _waves(slots: int, rows: int) -> tuple[int, ...]:

@@ -29,6 +29,7 @@ from hjax.rollout.options import OPTIONS, Sampling
 from hjax.run.inputs import Inputs
 from hjax.run.rematerialise import AUTO
 from hjax.workers import OptimizerConfig, WorkerContext
+from hjax.workers.optimizer import load_optimizer
 
 # Keys of how rows are computed, and what rotary positions of a row's length would change there.
 _REARRANGED = {
@@ -122,7 +123,7 @@ class Builder:
             stop_strings=self.stop_strings,
             max_response_length=config.rollout.max_response_length,
             loss=self.losses.get(role),
-            optimizer=self._optimizer(section) if entry.trained else None,
+            optimizer=self._optimizer(entry.config_section) if entry.trained else None,
             supervised_loss=SupervisedLoss() if speaks else None,
             warm_start=self._warm_start() if speaks else None,
             router_loss=router_loss(config, entry, model) if entry.trained else 0.0,
@@ -220,8 +221,8 @@ class Builder:
             return False
         return not ours.same_as(tokenizer)
 
-    def _optimizer(self, section: ConfigDict) -> OptimizerConfig:
-        config = self.config
+    def _optimizer(self, name: str) -> OptimizerConfig:
+        config, section = self.config, self.config[name]
         rows = config.rollout.prompts * config.rollout.samples
         minibatch = config.algorithm.get("minibatch", 0) or rows
         per_step = config.algorithm.get("epochs", 1) * max(rows // minibatch, 1)
@@ -235,6 +236,7 @@ class Builder:
             beta1=section.beta1,
             beta2=section.beta2,
             max_grad_norm=section.max_grad_norm,
+            optimizer=load_optimizer(section.optimizer, f"{name}.optimizer"),
         )
 
     def _warm_start(self) -> OptimizerConfig:

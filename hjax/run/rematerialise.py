@@ -136,8 +136,8 @@ class Chooser:
         return choose(needed, self.usable)
 
     def _kept(self, role: str, updated: str) -> float:
-        """Bytes of parameters and moments, float32, while a role is updated: trained roles take
-        turns and stay until all are done."""
+        """Bytes of parameters and optimizer state while a role is updated: trained roles take turns
+        and stay until all are done."""
         trained, offload = self.table[role].trained, self.contexts[role].offload
         if not trained and offload == "all" and role != updated:
             return 0.0
@@ -174,6 +174,7 @@ class Chooser:
             travel=self.platform in weight_ring.PLATFORMS,
             unit=context.unit,
             apart=context.compute.attention in (CUDNN, TRIED),
+            optimizer=context.optimizer,
         )
 
 

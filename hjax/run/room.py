@@ -69,7 +69,9 @@ def _weights(roles: Roles, role: str) -> float:
     whole = arithmetic.parameters(context.model, entry.scalar)
     learned = arithmetic.learned_parameters(context.model, entry.scalar) if entry.trained else 0
     frozen = 1 if context.model.quantized else np.dtype(context.compute.dtype).itemsize
-    each = 12 if context.offload == "none" else 4
+    each = 4
+    if context.offload == "none" and entry.trained:
+        each += context.optimizer.least_bytes
     replicas = roles.layouts[role].train.mesh.shape.get("data", 1)
     return float(replicas * (each * learned + frozen * (whole - learned)))
 

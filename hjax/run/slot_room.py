@@ -99,7 +99,9 @@ def kept(
     network = (scalar_network if scalar else decoder_network)(context.model)
     dtype = np.dtype(context.compute.dtype)
     network = network.frozen_in(dtype) if context.path else network
-    held = Updates(network, scalar, layout, dtype, 1, 1, 1, 1)
+    held = Updates(
+        network, scalar, layout, dtype, 1, 1, 1, 1, optimizer=context.optimizer
+    )
     return held.kept(trained and context.offload == "none")
 
 

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
+from pydantic import Field
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from hjax.serving.asked import Asked, read_chat, read_completion
 from hjax.serving.choice import Delta
-from hjax.serving.clients import ClientGone, read_body, while_there
+from hjax.serving.clients import read_body, while_there
 from hjax.serving.door import GONE, Door
-from hjax.serving.fields import Fields, read_object
+from hjax.serving.fields import Fields, read_fields, read_object
 from hjax.serving.limits import Limits
 from hjax.serving.metrics import CONTENT_TYPE, Metrics
 from hjax.serving.refusal import Refused
@@ -70,15 +70,18 @@ def make_app(
         routes=routes,
         middleware=[Middleware(Door, metrics=metrics, paths=counted, key=key)],
         exception_handlers={
-            Refused: _refused,
             HTTPException: _unrouted,
-            ClientGone: _gone,
+            ClientDisconnect: _gone,
             Exception: _failed,
         },
     )
     app.state.draining = False
     app.state.running = paths.watch.running
     return app
+
+
+class _Reload(Fields):
+    seconds: int | None = Field(None, ge=0, le=DAY)
 
 
 class _Paths:
@@ -132,10 +135,8 @@ class _Paths:
     async def reload(self, request: Request) -> Response:
         assert self._reload is not None
         body = await self._body(request)
-        fields = Fields(read_object(body) if body else {})
-        seconds = fields.whole("seconds", 0, DAY)
-        fields.end()
-        said = await asyncio.to_thread(self._reload, seconds)
+        asked = read_fields(_Reload, read_object(body) if body else {})
+        said = await asyncio.to_thread(self._reload, asked.seconds)
         self._metrics.reloads.inc()
         return JSONResponse(said)
 
@@ -173,54 +174,40 @@ async def _whole(running: Running, answer: Form) -> Response:
     return JSONResponse(answer.whole(joined, running.usage()))
 
 
-class _EventStream(Response):
-    """An answer as server-sent events, while it is drawn."""
-
-    media_type = "text/event-stream"
+class _EventStream(StreamingResponse):
+    """An answer as server-sent events, while it is drawn; it ends when the client goes away."""
 
     def __init__(self, running: Running, answer: Form):
-        self.status_code = 200
-        self.background = None
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        events = _events(running, answer)
+        super().__init__(events, headers=headers, media_type="text/event-stream")
         self._running = running
-        self._answer = answer
-        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with contextlib.suppress(ClientGone):
-                await while_there(receive, self._send(send))
+            await super().__call__(scope, receive, send)
         finally:
             self._running.cancel()
 
-    async def _send(self, send: Send) -> None:
-        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        await send(start)
-        try:
-            async for chunk in self._chunks():
-                await send(_event(json.dumps(chunk, ensure_ascii=False)))
-        except Refused as refused:  # the status is out; what is left is to say so
-            await send(_event(json.dumps(refused.body(), ensure_ascii=False)))
-        await send(_event("[DONE]") | {"more_body": False})
 
-    async def _chunks(self) -> AsyncIterator[dict[str, Any]]:
-        begun = set[int]()
-        async for index, delta in self._running.deltas():
-            first = index not in begun
-            if delta != Delta() or (first and self._answer.opens):
-                begun.add(index)
-                yield self._answer.chunk(index, delta, first)
-        if self._running.asked.include_usage:
-            yield self._answer.usage_chunk(self._running.usage())
+async def _events(running: Running, answer: Form) -> AsyncIterator[str]:
+    try:
+        async for chunk in _chunks(running, answer):
+            yield f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
+    except Refused as refused:  # the status is out; what is left is to say so
+        yield f"data: {json.dumps(refused.body(), ensure_ascii=False)}\n\n"
+    yield "data: [DONE]\n\n"
 
 
-def _event(data: str) -> dict[str, Any]:
-    body = f"data: {data}\n\n".encode()
-    return {"type": "http.response.body", "body": body, "more_body": True}
-
-
-async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Refused)
-    return error.response()
+async def _chunks(running: Running, answer: Form) -> AsyncIterator[dict[str, Any]]:
+    begun = set[int]()
+    async for index, delta in running.deltas():
+        first = index not in begun
+        if delta != Delta() or (first and answer.opens):
+            begun.add(index)
+            yield answer.chunk(index, delta, first)
+    if running.asked.include_usage:
+        yield answer.usage_chunk(running.usage())
 
 
 async def _unrouted(request: Request, error: Exception) -> Response:

@@ -6,21 +6,23 @@ import dataclasses
 import re
 import secrets
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, TypeVar
+
+from pydantic import Field
 
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, DataError
 from hjax.rollout.matching import Matcher
 from hjax.rollout.options import MOST_TOP, OPTIONS, Sampling
 from hjax.rollout.requests import Request
-from hjax.serving.fields import Fields
-from hjax.serving.formats import Format, read_format, read_structured
+from hjax.serving.fields import Fields, read_fields, wrong
+from hjax.serving.formats import Format, ResponseFormat, Structured
 from hjax.serving.limits import Limits
-from hjax.serving.messages import read_messages
+from hjax.serving.messages import Messages, for_template
 from hjax.serving.refusal import Refused
 from hjax.serving.served import Served
 from hjax.serving.tool_calls import Calls
-from hjax.serving.tool_choice import read_tools
+from hjax.serving.tool_choice import TOOL_FIELDS, read_tools
 
 SEEDS = 2**32
 _LARGEST = 2**31 - 1
@@ -30,6 +32,8 @@ MAX_TOKENS = 16
 MOST_TOP_COMPLETIONS = 5
 # Characters of a text that are read first, for each token that there is room for.
 BEGINNING = 16
+# What ``Sampling`` checks.
+SAMPLING = tuple(name for name in OPTIONS if name != "logit_bias")
 # These say who asks or how it is billed: they do not change the answer.
 _REMARKS = (
     "user",
@@ -117,26 +121,64 @@ class Asked:
         ]
 
 
+class _StreamOptions(Fields):
+    include_usage: bool = False
+    include_obfuscation: bool = False  # padding against eavesdroppers; there is none
+
+
+class _Common(Fields):
+    """What both forms have, beside ``SAMPLING`` and ``_REMARKS``."""
+
+    model: str = ""
+    n: int = Field(1, ge=1)
+    seed: int | None = Field(None, ge=0, lt=SEEDS)
+    stop: Any = []
+    stop_token_ids: list[Any] = []
+    logit_bias: dict[str, Any] = {}
+    structured_outputs: Structured = Structured()
+    stream: bool = False
+    stream_options: _StreamOptions = _StreamOptions()
+    return_token_ids: bool = False
+
+
+_Form = TypeVar("_Form", bound=_Common)
+
+
+class _Completion(_Common):
+    prompt: Any = None
+    max_tokens: int = Field(MAX_TOKENS, ge=0, le=_LARGEST)
+    logprobs: int | None = Field(None, ge=0, le=MOST_TOP_COMPLETIONS)
+    echo: bool = False
+    best_of: int | None = None
+    suffix: Literal[""] = ""
+
+
+class _Chat(_Common):
+    messages: Messages
+    max_completion_tokens: int | None = Field(None, ge=1, le=_LARGEST)
+    max_tokens: int | None = Field(None, ge=1, le=_LARGEST)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
+    response_format: ResponseFormat = ResponseFormat()
+    chat_template_kwargs: dict[str, Any] = {}
+    modalities: list[Literal["text"]] = ["text"]
+    store: Literal[False] = False
+
+
 def read_completion(body: Mapping[str, Any], served: Served, limits: Limits) -> Asked:
     """What the body of a /v1/completions request asks for.
 
     Raises:
       Refused: a field that is wrong, or not supported.
     """
-    fields = Fields(body)
-    common = _common(fields, served, limits)
-    echo = fields.flag("echo")
-    max_tokens = fields.take("max_tokens", MAX_TOKENS)
-    if type(max_tokens) is not int or not (0 if echo else 1) <= max_tokens <= _LARGEST:
-        raise fields.wrong("max_tokens", max_tokens, "a whole number, 1 or more; 0 with echo")
-    prompts = _prompts(fields, served, max_tokens)
-    logprobs = fields.whole("logprobs", 0, MOST_TOP_COMPLETIONS)
-    best_of = fields.take("best_of", common["n"])
-    if best_of != common["n"]:
-        raise fields.wrong("best_of", best_of, "not supported here; leave it out, or n")
-    fields.only("suffix", "")
-    form = {"logprobs": logprobs, "echo": echo}
-    return _asked(fields, common, served, limits, prompts, **form)
+    fields = _read(_Completion, body, served)
+    if not fields.max_tokens and not fields.echo:
+        raise wrong("max_tokens", 0, "a whole number, 1 or more; 0 with echo")
+    if fields.best_of not in (None, fields.n):
+        raise wrong("best_of", fields.best_of, "not supported here; leave it out, or n")
+    asked = _asked(fields, body, served, limits, fields.logprobs)
+    prompts = _prompts(fields.prompt, served, fields.max_tokens)
+    return _whole(asked, served, limits, prompts=prompts, echo=fields.echo)
 
 
 def read_chat(body: Mapping[str, Any], served: Served, limits: Limits) -> Asked:
@@ -145,152 +187,129 @@ def read_chat(body: Mapping[str, Any], served: Served, limits: Limits) -> Asked:
     Raises:
       Refused: a field that is wrong, or not supported; a model without chat template.
     """
-    fields = Fields(body)
-    common = _common(fields, served, limits)
-    most = fields.whole("max_completion_tokens", 1, _LARGEST)
-    older = fields.whole("max_tokens", 1, _LARGEST, most)
+    fields = _read(_Chat, body, served, *TOOL_FIELDS)
+    most = fields.max_completion_tokens
+    older = most if fields.max_tokens is None else fields.max_tokens
     if most is not None and older != most:
         raise Refused(
             f"max_tokens={older} and max_completion_tokens={most}: give one of them",
             param="max_tokens",
         )
-    wanted, logprobs = fields.flag("logprobs"), fields.whole("top_logprobs", 0, MOST_TOP)
-    if logprobs is not None and not wanted:
+    if fields.top_logprobs is not None and not fields.logprobs:
         raise Refused("top_logprobs: only with logprobs=true", param="top_logprobs")
-    logprobs = logprobs or 0 if wanted else None
-    tools = read_tools(fields)
-    common["format"] = _one_format(read_format(fields), common["format"])
-    if common["format"] is not None and tools.functions:
+    logprobs = fields.top_logprobs or 0 if fields.logprobs else None
+    asked, tools = _asked(fields, body, served, limits, logprobs), read_tools(body)
+    format = fields.response_format.format()
+    if format is not None and asked.format is not None:
+        raise Refused(
+            "response_format and structured_outputs: give one of them", param="response_format"
+        )
+    format = format or asked.format
+    if format is not None and tools.functions:
         raise Refused(
             'tools with a format of the answer: no call would match it; tool_choice "none", or '
             "leave one of them out",
             param="tools",
         )
-    fields.only("modalities", ["text"])
-    fields.only("store", False)
     text, tokens = _render(fields, served, list(tools.given))
     calls = tools.calls(served.call_form, served.name)
     if calls is not None and calls.held:
-        common["format"] = tools.format(calls.form)
+        format = tools.format(calls.form)
     prompts = (_prompt(served, tokens, older, text),)
-    return _asked(fields, common, served, limits, prompts, logprobs=logprobs, calls=calls)
+    return _whole(asked, served, limits, prompts=prompts, calls=calls, format=format)
+
+
+def _read(kind: type[_Form], body: Mapping[str, Any], served: Served, *beside: str) -> _Form:
+    """The fields of a form, without those that are read ``beside`` them or not at all."""
+    others = {*SAMPLING, *_REMARKS, *beside}
+    fields = read_fields(kind, {name: body[name] for name in body if name not in others})
+    served.check_name(fields.model)
+    if fields.stream_options.include_usage and not fields.stream:
+        raise Refused("stream_options: only with stream=true", param="stream_options")
+    return fields
 
 
 def _asked(
-    fields: Fields,
-    common: dict[str, Any],
-    served: Served,
-    limits: Limits,
-    prompts: tuple[Prompt, ...],
-    **form: Any,
+    fields: _Common, body: Mapping[str, Any], served: Served, limits: Limits, logprobs: int | None
 ) -> Asked:
-    fields.end()
-    if len(prompts) * common["n"] > limits.choices:
-        raise Refused(
-            f"{len(prompts)} prompts with n={common['n']}: at most {limits.choices} responses",
-            param="n",
-        )
-    given: dict[str, Any] = {"prompts": prompts, "echo": False, "calls": None} | common | form
-    given["options"] = dataclasses.replace(common["options"], top=form["logprobs"] or 0)
-    asked = Asked(**given)
+    """What both forms have, without prompts."""
+    return Asked(
+        prompts=(),
+        n=fields.n,
+        options=_options(fields, body, served, logprobs or 0),
+        seed=secrets.randbelow(SEEDS) if fields.seed is None else fields.seed,
+        stop=_stop(fields.stop, served, limits),
+        stream=fields.stream,
+        include_usage=fields.stream_options.include_usage,
+        logprobs=logprobs,
+        echo=False,
+        token_ids=fields.return_token_ids,
+        calls=None,
+        format=fields.structured_outputs.format(),
+    )
+
+
+def _whole(asked: Asked, served: Served, limits: Limits, **rest: Any) -> Asked:
+    asked = dataclasses.replace(asked, **rest)
+    if (count := len(asked.prompts)) * asked.n > limits.choices:
+        said = f"{count} prompts with n={asked.n}: at most {limits.choices} responses"
+        raise Refused(said, param="n")
     if asked.format is None:
         return asked
     return dataclasses.replace(asked, matchers=_matchers(asked, asked.format, served))
 
 
 def _matchers(asked: Asked, format: Format, served: Served) -> tuple[Matcher | None, ...]:
-    """Made here, where nobody waits for this thread."""
+    """Made here, where nobody waits for this thread. Of several constraints that were made into one
+    it is said which does not do."""
     requests = asked.requests()
     try:
         return tuple(map(served.service.prepare, requests))
     except ConfigError as error:
-        for name, part in format.parts:
-            _check_part(name, dataclasses.replace(requests[0], constraint=part), served)
-        raise Refused(f"{format.field}: {error}", param=format.field) from None
+        refused = Refused(f"{format.field}: {error}", param=format.field)
+    for name, part in format.parts:
+        try:
+            served.service.prepare(dataclasses.replace(requests[0], constraint=part))
+        except ConfigError as error:
+            raise Refused(f"{name}: {error}", param=name) from None
+    raise refused
 
 
-def _check_part(name: str, request: Request, served: Served) -> None:
-    """Of several constraints that were made into one say which does not do."""
-    try:
-        served.service.prepare(request)
-    except ConfigError as error:
-        raise Refused(f"{name}: {error}", param=name) from None
-
-
-def _one_format(format: Format | None, structured: Format | None) -> Format | None:
-    if format is not None and structured is not None:
-        raise Refused(
-            "response_format and structured_outputs: give one of them", param="response_format"
-        )
-    return format or structured
-
-
-def _common(fields: Fields, served: Served, limits: Limits) -> dict[str, Any]:
-    """What both forms have."""
-    served.check_name(fields.text("model"))
-    for name in _REMARKS:
-        fields.take(name)
-    stream = fields.flag("stream")
-    stream_options = Fields(fields.object("stream_options"), "stream_options")
-    include_usage = stream_options.flag("include_usage")
-    stream_options.flag("include_obfuscation")  # padding against eavesdroppers; there is none
-    stream_options.end()
-    if include_usage and not stream:
-        raise Refused("stream_options: only with stream=true", param="stream_options")
-    seed = fields.whole("seed", 0, SEEDS - 1)
-    return {
-        "n": fields.whole("n", 1, limits.choices, 1),
-        "options": _options(fields, served),
-        "seed": secrets.randbelow(SEEDS) if seed is None else seed,
-        "stop": _stop(fields, served, limits),
-        "stream": stream,
-        "include_usage": include_usage,
-        "token_ids": fields.flag("return_token_ids"),
-        "format": read_structured(fields),
-    }
-
-
-def _options(fields: Fields, served: Served) -> Sampling:
-    given = {
-        name: value
-        for name in OPTIONS
-        if name != "logit_bias" and (value := fields.take(name)) is not None
-    }
+def _options(fields: _Common, body: Mapping[str, Any], served: Served, top: int) -> Sampling:
+    given = {name: value for name in SAMPLING if (value := body.get(name)) is not None}
     if given.get("top_k") == -1:  # vLLM's word for all
         given["top_k"] = 0
-    stop = fields.list("stop_token_ids")
+    stop = fields.stop_token_ids
     served.check_ids("stop_token_ids", stop)
     bias: dict[int, float] = {}
-    for key, value in fields.object("logit_bias").items():
+    for key, value in fields.logit_bias.items():
         token = int(key) if re.fullmatch(r"[0-9]{1,10}", key) else -1
         if token not in range(served.vocab_size):
-            raise fields.wrong("logit_bias", key, f"a token id, 0 to {served.vocab_size - 1}")
+            raise wrong("logit_bias", key, f"a token id, 0 to {served.vocab_size - 1}")
         bias[token] = value
     try:
-        return Sampling(**given, logit_bias=bias, stop=tuple({*served.eos_ids, *stop}))
+        return Sampling(**given, logit_bias=bias, stop=tuple({*served.eos_ids, *stop}), top=top)
     except ConfigError as error:
         raise Refused.of(error) from None
 
 
-def _stop(fields: Fields, served: Served, limits: Limits) -> tuple[str, ...]:
-    given = fields.take("stop", [])
+def _stop(given: Any, served: Served, limits: Limits) -> tuple[str, ...]:
     strings = [given] if isinstance(given, str) else given
     text = isinstance(strings, list) and all(isinstance(each, str) and each for each in strings)
     if not text or len(strings) > limits.stops:
-        raise fields.wrong("stop", given, f"a string, or up to {limits.stops}, none empty")
+        raise wrong("stop", given, f"a string, or up to {limits.stops}, none empty")
     if strings:
         served.text_tokenizer("stop")
     return tuple(strings)
 
 
-def _prompts(fields: Fields, served: Served, max_tokens: int) -> tuple[Prompt, ...]:
-    given = fields.take("prompt")
+def _prompts(given: Any, served: Served, max_tokens: int) -> tuple[Prompt, ...]:
     each = given if isinstance(given, list) else [given]
     if each and all(type(token) is int for token in each):
         each = [each]
     texts = all(isinstance(prompt, str) for prompt in each)
     if not each or not (texts or all(isinstance(prompt, list) for prompt in each)):
-        raise fields.wrong(
+        raise wrong(
             "prompt", given, "a string, strings, token ids, or lists of token ids; none empty"
         )
     if not texts:
@@ -306,18 +325,17 @@ def _prompts(fields: Fields, served: Served, max_tokens: int) -> tuple[Prompt, .
         raise Refused(f"prompt: {error}", param="prompt") from None
 
 
-def _render(fields: Fields, served: Served, tools: list[dict[str, Any]]) -> tuple[str, list[int]]:
+def _render(fields: _Chat, served: Served, tools: list[dict[str, Any]]) -> tuple[str, list[int]]:
     """The chat's text by the template, and its tokens."""
     tokenizer = served.text_tokenizer("messages")
     if not tokenizer.chat_template:
         raise Refused(
             f"messages: {served.name} has no chat template; ask /v1/completions", param="messages"
         )
-    messages = read_messages(fields.list("messages"))
-    variables = fields.object("chat_template_kwargs")
+    messages, variables = for_template(fields.messages), fields.chat_template_kwargs
     taken = {"messages", "tools", "add_generation_prompt", "self"} & variables.keys()
     if taken:
-        raise fields.wrong("chat_template_kwargs", variables, f"without {', '.join(sorted(taken))}")
+        raise wrong("chat_template_kwargs", variables, f"without {', '.join(sorted(taken))}")
     if tools and not re.search(r"\btools\b", tokenizer.chat_template):
         raise Refused(
             f"tools: the chat template of {served.name} has no place for them", param="tools"

@@ -15,16 +15,12 @@ from hjax.serving.refusal import Refused
 T = TypeVar("T")
 
 
-class ClientGone(Exception):
-    """The client closed its connection before the answer."""
-
-
 async def read_body(request: Request, limits: Limits) -> bytes:
     """The body of a request.
 
     Raises:
       Refused: too large, or too late.
-      ClientGone: the client did not finish it.
+      ClientDisconnect: the client did not finish it.
     """
     large = Refused(f"the body is larger than {limits.body_bytes} bytes, the server's limit", 413)
     said = request.headers.get("content-length", "0")
@@ -39,8 +35,6 @@ async def read_body(request: Request, limits: Limits) -> bytes:
                     raise large
     except TimeoutError:
         raise Refused(f"the body was not there after {limits.body_seconds:g} s", 408) from None
-    except ClientDisconnect:
-        raise ClientGone from None
     return bytes(body)
 
 
@@ -51,14 +45,14 @@ async def while_there(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
       receive: of ASGI; the request's body has been read.
 
     Raises:
-      ClientGone: it went away first.
+      ClientDisconnect: it went away first.
     """
     doing = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait({doing, watching}, return_when=asyncio.FIRST_COMPLETED)
         if not doing.done():
-            raise ClientGone
+            raise ClientDisconnect
         return doing.result()
     finally:
         doing.cancel()

@@ -1,10 +1,12 @@
-"""The fields of a request's JSON object, taken one by one; what nobody took is refused."""
+"""A request's JSON: read, and checked against what each object may have."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any
+import re
+from typing import Any, TypeVar
+
+import pydantic
 
 from hjax.serving.refusal import Refused
 
@@ -39,77 +41,58 @@ def _check_characters(value: Any) -> None:
         raise Refused(f"the body is no text: {error.reason}") from None
 
 
-class Fields:
-    """A JSON object that is read; a field that is null counts as not given.
+class Fields(pydantic.BaseModel):
+    """An object of a request, whose fields a subclass has; one that is null is not given."""
 
-    Args:
-      given: the object.
-      within: what it stands in, for messages; "" is the request itself.
-    """
+    model_config = pydantic.ConfigDict(strict=True, extra="forbid")
 
-    def __init__(self, given: Mapping[str, Any], within: str = ""):
-        self._left = {name: value for name, value in given.items() if value is not None}
-        self._within = f"{within}." if within else ""
-
-    def take(self, name: str, default: Any = None) -> Any:
-        """The value as it is; ``default`` where it is not given."""
-        return self._left.pop(name, default)
-
-    def whole(self, name: str, low: int, high: int, default: int | None = None) -> int | None:
-        """A whole number from ``low`` to ``high``."""
-        value = self.take(name, default)
-        if value is not default and (type(value) is not int or not low <= value <= high):
-            raise self.wrong(name, value, f"a whole number, {low} to {high}")
-        return value
-
-    def flag(self, name: str, default: bool = False) -> bool:
-        """true or false."""
-        value = self.take(name, default)
-        if not isinstance(value, bool):
-            raise self.wrong(name, value, "true or false")
-        return value
-
-    def text(self, name: str, default: str = "") -> str:
-        """A string."""
-        value = self.take(name, default)
-        if not isinstance(value, str):
-            raise self.wrong(name, value, "a string")
-        return value
-
-    def object(self, name: str) -> dict[str, Any]:
-        """An object; empty where it is not given."""
-        value = self.take(name, {})
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _given(cls, value: Any) -> Any:
         if not isinstance(value, dict):
-            raise self.wrong(name, value, "an object")
-        return value
+            return value
+        given = {name: each for name, each in value.items() if each is not None}
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        # Of those that there are not one is enough to be refused by.
+        for name in [name for name in given if name not in known][1:]:
+            del given[name]
+        return given
 
-    def list(self, name: str) -> list[Any]:
-        """An array; empty where it is not given."""
-        value = self.take(name, [])
-        if not isinstance(value, list):
-            raise self.wrong(name, value, "an array")
-        return value
 
-    def only(self, name: str, *allowed: Any) -> None:
-        """A field of which nothing but these values is supported; they change nothing."""
-        value = self.take(name, allowed[0])
-        if not any(type(value) is type(each) and value == each for each in allowed):
-            said = " or ".join(json.dumps(each) for each in allowed)
-            raise self.wrong(name, value, f"not supported here; leave it out, or {said}")
+Of = TypeVar("Of", bound=Fields)
+_WANTED = {
+    "model_type": "an object",
+    "int_type": "a whole number",
+    "bool_type": "true or false",
+    "string_type": "a string",
+    "list_type": "an array",
+    "dict_type": "an object",
+}
 
-    def end(self) -> None:
-        """Refuse what was not taken."""
-        for name in self._left:
-            raise Refused(
-                f"{self._within}{name}: not supported here; leave it out (docs/serving.md has what "
-                "is)",
-                param=self._within + name,
-            )
 
-    def wrong(self, name: str, value: Any, wanted: str) -> Refused:
-        """The refusal of a value."""
-        name = self._within + name
-        return Refused(f"{name}={shown(value)}: {wanted}", param=name)
+def read_fields(kind: type[Of], given: Any) -> Of:
+    """A request's object, its fields checked.
+
+    Raises:
+      Refused: the first that is wrong, or that the kind has not.
+    """
+    try:
+        return kind.model_validate(given)
+    except pydantic.ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+    name = "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in first["loc"])[1:]
+    if first["type"] == "extra_forbidden":
+        said = "not supported here; leave it out (docs/serving.md has what is)"
+        raise Refused(f"{name}: {said}", param=name)
+    if first["type"] == "missing":
+        raise Refused(f"{name} is missing", param=name)
+    plain = re.sub("^(Input should be|Value error,) ", "", first["msg"])
+    raise wrong(name, first["input"], _WANTED.get(first["type"], plain))
+
+
+def wrong(name: str, value: Any, wanted: str) -> Refused:
+    """The refusal of a field's value."""
+    return Refused(f"{name}={shown(value)}: {wanted}", param=name)
 
 
 def shown(value: Any, limit: int = 60) -> str:

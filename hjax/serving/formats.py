@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import Field
 
 from hjax.errors import ConfigError
 from hjax.rollout.constraint import Constraint
-from hjax.serving.fields import Fields, shown
+from hjax.serving.fields import Fields, wrong
 from hjax.serving.refusal import Refused
-
-_FORMATS = ("text", "json_object", "json_schema")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,60 +29,58 @@ class Format:
     parts: tuple[tuple[str, Constraint], ...] = ()
 
 
-def read_format(fields: Fields) -> Format | None:
-    """What ``response_format`` asks for; None: any text.
-
-    Raises:
-      Refused: something else than OpenAI's text, json_object and json_schema.
-    """
-    name = "response_format"
-    format = Fields(fields.object(name), name)
-    kind = format.take("type", "text")
-    if kind not in _FORMATS:
-        raise format.wrong("type", kind, ", ".join(_FORMATS))
-    found = None
-    if kind == "json_object":
-        found = _of_schema(name, {"type": "object"})
-    if kind == "json_schema":
-        within = f"{name}.json_schema"
-        schema = Fields(format.object("json_schema"), within)
-        if not schema.text("name"):
-            raise Refused(f"{within}.name is missing", param=f"{within}.name")
-        schema.text("description")
-        schema.flag("strict")  # kept to in any case
-        found = _of_schema(f"{within}.schema", schema.take("schema"))
-        schema.end()
-    format.end()
-    return found
+class _Schema(Fields):
+    name: str = Field(min_length=1)
+    description: str = ""
+    strict: bool = False  # kept to in any case
+    wanted: Any = Field(None, alias="schema")
 
 
-def read_structured(fields: Fields) -> Format | None:
-    """What ``structured_outputs`` asks for; None: any text.
+class ResponseFormat(Fields):
+    """OpenAI's ``response_format``."""
 
-    Raises:
-      Refused: something else than one of regex, json, choice and grammar.
-    """
-    name = "structured_outputs"
-    given = Fields(fields.object(name), name)
-    texts = {kind: text for kind in ("regex", "grammar") if (text := given.text(kind))}
-    schema, choice = given.take("json"), given.list("choice")
-    given.end()
-    kinds = [*texts, *(["json"] if schema is not None else []), *(["choice"] if choice else [])]
-    if len(kinds) > 1:
-        raise Refused(f"{name}: {' and '.join(kinds)}; give one of them", param=name)
-    if texts:
-        [kind] = texts
-        return _made(f"{name}.{kind}", lambda: Constraint(**texts))
-    if choice:
-        return _made(f"{name}.choice", lambda: Constraint.of_choice(choice))
-    return None if schema is None else _of_schema(f"{name}.json", schema)
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: _Schema | None = None
+
+    def format(self) -> Format | None:
+        """None: any text. Raises Refused: no JSON schema."""
+        name = "response_format"
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            field = f"{name}.json_schema"
+            raise Refused(f"{field}: with type json_schema, and only then", param=field)
+        if self.json_schema is not None:
+            return _of_schema(f"{name}.json_schema.schema", self.json_schema.wanted)
+        return _of_schema(name, {"type": "object"}) if self.type == "json_object" else None
+
+
+class Structured(Fields):
+    """vLLM's ``structured_outputs``."""
+
+    regex: str = ""
+    grammar: str = ""
+    wanted: Any = Field(None, alias="json")
+    choice: list[Any] = []
+
+    def format(self) -> Format | None:
+        """None: any text. Raises Refused: several of them, or one that is none."""
+        name = "structured_outputs"
+        texts = {kind: text for kind in ("regex", "grammar") if (text := getattr(self, kind))}
+        kinds = [*texts, *(["json"] if self.wanted is not None else [])]
+        kinds += ["choice"] if self.choice else []
+        if len(kinds) > 1:
+            raise Refused(f"{name}: {' and '.join(kinds)}; give one of them", param=name)
+        if texts:
+            return _made(f"{name}.{kinds[0]}", lambda: Constraint(**texts))
+        if self.choice:
+            return _made(f"{name}.choice", lambda: Constraint.of_choice(self.choice))
+        return None if self.wanted is None else _of_schema(f"{name}.json", self.wanted)
 
 
 def _of_schema(name: str, schema: Any) -> Format:
     if isinstance(schema, str):  # vLLM takes its text too
         return _made(name, lambda: Constraint(json_schema=schema))
     if not isinstance(schema, dict):
-        raise Refused(f"{name}={shown(schema)}: a JSON schema, an object", param=name)
+        raise wrong(name, schema, "a JSON schema, an object")
     return _made(name, lambda: Constraint.of_json(schema))
 
 

@@ -3,80 +3,85 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, FailFast, Field
 
 from hjax.serving.fields import Fields, shown
 from hjax.serving.refusal import Refused
 
-# Of OpenAI's roles; templates know `developer` under its older name.
-_ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
+
+def _text(content: Any) -> Any:
+    """Of parts their text."""
+    if not isinstance(content, list):
+        return content
+    for part in content:
+        match part:
+            case {"type": "text", "text": str()}:
+                continue
+        raise ValueError(f"has {shown(part)}: only parts of text are supported")
+    return "".join(part["text"] for part in content)
 
 
-def read_messages(given: Sequence[Any]) -> list[dict[str, Any]]:
-    """The messages.
+def _object(arguments: Any) -> Any:
+    """Templates write the arguments out as JSON, so they want the object, not its text."""
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        raise ValueError("JSON text of an object") from None
+
+
+class _Function(Fields, extra="ignore"):
+    name: str
+    arguments: Annotated[dict[str, Any], BeforeValidator(_object)] = {}
+
+
+class _Call(Fields, extra="ignore"):
+    function: _Function
+    id: str = ""
+
+
+class Message(Fields):
+    """A message of a request."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str | None, BeforeValidator(_text)] = None
+    tool_calls: list[_Call] = []
+    name: str = ""
+    tool_call_id: str = ""
+    reasoning_content: str = ""
+    refusal: Literal[""] = ""
+    annotations: list[Any] = Field([], max_length=0)
+
+
+Messages = Annotated[list[Message], Field(min_length=1), FailFast()]
+
+
+def for_template(messages: list[Message]) -> list[dict[str, Any]]:
+    """The messages as a chat template takes them.
 
     Raises:
-      Refused: none, or one that is no message of text.
+      Refused: one without content, or calls of tools that are not the assistant's.
     """
-    if not given:
-        raise Refused("messages: give at least one", param="messages")
-    return [_message(f"messages[{i}]", each) for i, each in enumerate(given)]
+    return [_written(f"messages[{i}]", message) for i, message in enumerate(messages)]
 
 
-def _message(name: str, given: Any) -> dict[str, Any]:
-    if not isinstance(given, dict):
-        raise Refused(f"{name}={shown(given)}: an object with role and content", param=name)
-    fields = Fields(given, name)
-    role = fields.text("role")
-    if role not in _ROLES:
-        raise Refused(f"{name}.role={role!r}: {', '.join(_ROLES)}", param=f"{name}.role")
-    message: dict[str, Any] = {"role": _ROLES[role]}
-    calls = fields.list("tool_calls") if role == "assistant" else []
-    content = fields.take("content")
-    if content is None and not calls:
+def _written(name: str, message: Message) -> dict[str, Any]:
+    if "tool_calls" in message.model_fields_set and message.role != "assistant":
+        field = f"{name}.tool_calls"
+        raise Refused(f"{field}: of the assistant's messages alone; leave it out", param=field)
+    if message.content is None and not message.tool_calls:
         raise Refused(f"{name}.content is missing", param=f"{name}.content")
-    message["content"] = _content(f"{name}.content", content)
-    if calls:
-        message["tool_calls"] = [
-            _call(f"{name}.tool_calls[{i}]", each) for i, each in enumerate(calls)
+    # Templates know `developer` under its older name.
+    role = "system" if message.role == "developer" else message.role
+    written: dict[str, Any] = {"role": role, "content": message.content or ""}
+    if message.tool_calls:
+        written["tool_calls"] = [
+            {"type": "function", "function": call.function.model_dump()}
+            | ({"id": call.id} if call.id else {})
+            for call in message.tool_calls
         ]
     for key in ("name", "tool_call_id", "reasoning_content"):
-        if value := fields.text(key):
-            message[key] = value
-    fields.only("refusal", "")
-    fields.only("annotations", [])
-    fields.end()
-    return message
-
-
-def _content(name: str, given: Any) -> str:
-    if given is None:
-        return ""
-    if isinstance(given, str):
-        return given
-    if not isinstance(given, list):
-        raise Refused(f"{name}={shown(given)}: a string, or an array of text parts", param=name)
-    for part in given:
-        text = part.get("text") if isinstance(part, dict) else None
-        if not isinstance(text, str) or part.get("type") != "text":
-            raise Refused(f"{name} has {shown(part)}: only parts of text are supported", param=name)
-    return "".join(part["text"] for part in given)
-
-
-def _call(name: str, given: Any) -> dict[str, Any]:
-    """Templates write the arguments out as JSON, so they want the object, not its text."""
-    function = given.get("function") if isinstance(given, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise Refused(f"{name}={shown(given)}: an object with a function's name", param=name)
-    arguments = function.get("arguments", "{}")
-    try:
-        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        parsed = None
-    if not isinstance(parsed, dict):
-        raise Refused(
-            f"{name}.function.arguments={shown(arguments)}: JSON text of an object", param=name
-        )
-    call = {"type": "function", "function": {"name": function["name"], "arguments": parsed}}
-    return call | ({"id": given["id"]} if isinstance(given.get("id"), str) else {})
+        if value := getattr(message, key):
+            written[key] = value
+    return written

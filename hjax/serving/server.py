@@ -15,9 +15,8 @@ import uvicorn
 from hjax.errors import RunError
 from hjax.serving.app import make_app
 from hjax.serving.connection import connection_class
-from hjax.serving.descriptors import BACKLOG
 from hjax.serving.leaving import GONE, leave_after
-from hjax.serving.limits import Limits
+from hjax.serving.limits import BACKLOG, Limits
 from hjax.serving.reload import Reload
 from hjax.serving.served import Served
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import FailFast
 
 from hjax.errors import ConfigError
 from hjax.rollout.constraint import Constraint
 from hjax.rollout.matching import SPACES
-from hjax.serving.fields import Fields, shown
+from hjax.serving.fields import Fields, read_fields, wrong
 from hjax.serving.formats import Format
 from hjax.serving.refusal import Refused
 from hjax.serving.tool_calls import CallForm, Calls
@@ -167,50 +169,50 @@ def _quoted(text: str) -> str:
     return f'"{text}"'
 
 
-def read_tools(fields: Fields) -> Tools:
-    """What ``tools``, ``tool_choice`` and ``parallel_tool_calls`` ask for.
+class _Function(Fields, extra="ignore"):
+    name: str
+    parameters: dict[str, Any] = {}
+    strict: bool = False
+
+
+class _Tool(Fields, extra="ignore"):
+    type: Literal["function"] = "function"
+    function: _Function
+
+
+class _Fields(Fields, extra="ignore"):
+    tools: Annotated[list[_Tool], FailFast()] = []
+    tool_choice: Any = _AUTO
+    parallel_tool_calls: bool = True
+
+
+TOOL_FIELDS = tuple(_Fields.model_fields)
+
+
+def read_tools(body: Mapping[str, Any]) -> Tools:
+    """What ``tools``, ``tool_choice`` and ``parallel_tool_calls`` of a request ask for.
 
     Raises:
       Refused: a tool that is no function, a choice of one that is not there.
     """
-    given = fields.list("tools")
-    functions = [_function(f"tools[{i}]", each) for i, each in enumerate(given)]
-    several = fields.flag("parallel_tool_calls", True)
-    choice = fields.take("tool_choice", _AUTO)
-    if isinstance(choice, dict):
-        name = _chosen(fields, choice)
-        functions = [function for function in functions if function.name == name]
-        if not functions:
-            raise fields.wrong("tool_choice", choice, "the name of one of the tools")
-        return Tools(tuple(given), tuple(functions[:1]), "function", False)
-    if choice not in (_AUTO, _NONE, _REQUIRED):
-        wanted = '"auto", "none", "required", or {"type": "function", "function": {"name": ...}}'
-        raise fields.wrong("tool_choice", choice, wanted)
-    if choice == _NONE:
-        return Tools((), (), choice, several)
-    if choice == _REQUIRED and not functions:
-        raise Refused("tool_choice: required, and there are no tools", param="tool_choice")
-    return Tools(tuple(given), tuple(functions), choice, several)
-
-
-def _chosen(fields: Fields, choice: dict[str, Any]) -> str:
-    function = choice.get("function")
-    name = function.get("name") if isinstance(function, dict) else None
-    if choice.get("type") != "function" or not isinstance(name, str):
-        wanted = '{"type": "function", "function": {"name": ...}}'
-        raise fields.wrong("tool_choice", choice, wanted)
-    return name
-
-
-def _function(name: str, given: Any) -> Function:
-    function = given.get("function") if isinstance(given, dict) else None
-    named = isinstance(function, dict) and isinstance(function.get("name"), str)
-    if not isinstance(function, dict) or not named or given.get("type", "function") != "function":
-        raise Refused(
-            f'{name}={shown(given)}: {{"type": "function", "function": {{"name": ...}}}}',
-            param=name,
-        )
-    field = f"{name}.function"
-    own = Fields(function, field)
-    parameters = own.object("parameters") or _NO_ARGUMENTS
-    return Function(function["name"], parameters, own.flag("strict"), field)
+    fields = read_fields(_Fields, body)
+    given = tuple(body.get("tools") or ())  # as they came, to the template
+    functions = tuple(
+        Function(f.name, f.parameters or _NO_ARGUMENTS, f.strict, f"tools[{i}].function")
+        for i, f in enumerate(tool.function for tool in fields.tools)
+    )
+    several, choice = fields.parallel_tool_calls, fields.tool_choice
+    match choice:
+        case "none":
+            return Tools((), (), choice, several)
+        case "auto" | "required":
+            if choice == _REQUIRED and not functions:
+                raise Refused("tool_choice: required, and there are no tools", param="tool_choice")
+            return Tools(given, functions, choice, several)
+        case {"type": "function", "function": {"name": str(name)}}:
+            chosen = tuple(function for function in functions if function.name == name)[:1]
+            if not chosen:
+                raise wrong("tool_choice", choice, "the name of one of the tools")
+            return Tools(given, chosen, "function", False)
+    wanted = '"auto", "none", "required", or {"type": "function", "function": {"name": ...}}'
+    raise wrong("tool_choice", choice, wanted)

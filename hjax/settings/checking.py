@@ -70,6 +70,7 @@ def checked(config: ConfigDict | Mapping[str, Any]) -> Config:
     _check_model(complete)
     _check_batches(complete)
     _check_adapters(complete)
+    _check_decay(complete)
     return complete
 
 
@@ -229,6 +230,17 @@ def _check_adapters(config: ConfigDict) -> None:
                     f"config.{role}.lora.rank=0 makes none; set the rank to 1 or more as well, or "
                     f"leave {name} out"
                 )
+
+
+def _check_decay(config: ConfigDict) -> None:
+    """Raise ConfigError for weight decay of an optimizer that has none."""
+    for role, section in config.items():
+        named = section.get("optimizer", "") if isinstance(section, ConfigDict) else ""
+        if (named == "adam" or ":" in named) and section.weight_decay:
+            raise ConfigError(
+                f"config.{role}.weight_decay={section.weight_decay:g}: {named} takes none; use 0, "
+                f"or config.{role}.optimizer=adamw"
+            )
 
 
 def _check_batches(config: ConfigDict) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from hjax.config import SWITCH, Config
 from hjax.data.reading import OVERLONG
 from hjax.machine import MOST_DEVICES
-from hjax.roles import ROLES
+from hjax.roles import OPTIMIZERS, ROLES
 from hjax.rollout.options import OPTIONS
 from hjax.rules import Key, Rule, above, at_least, below_one, between, one_of
 
@@ -56,7 +56,18 @@ PLACEMENTS = ("colocate", "split", "standalone", "disaggregate", "auto")
 
 def _optimizer(role: str, learning_rate: float) -> dict[str, Key]:
     return {
-        "learning_rate": Key(learning_rate, f"peak AdamW learning rate of the {role}", at_least(0)),
+        "optimizer": Key(
+            "adamw",
+            "adamw, adam, sgd (without momentum), lion, adafactor (its rate is relative to each "
+            "parameter's root mean square), muon (of matrices, with updates as large as AdamW's; "
+            "Adam of all else), or `path.py:function` of yours, which makes an optax "
+            "transformation of the learning rate (docs/extending.md)",
+            Rule(
+                f"one of {', '.join(OPTIMIZERS)}, or path.py:function of yours",
+                lambda x: x in OPTIMIZERS or ".py:" in x,
+            ),
+        ),
+        "learning_rate": Key(learning_rate, f"peak learning rate of the {role}", at_least(0)),
         "schedule": Key(
             "constant",
             "learning rate after warm-up: constant, or cosine or linear decay to 0 over `steps`",
@@ -71,9 +82,18 @@ def _optimizer(role: str, learning_rate: float) -> dict[str, Key]:
         "warmup_steps": Key(
             0, "optimizer updates over which the learning rate rises from 0", at_least(0)
         ),
-        "weight_decay": Key(0.0, "AdamW's decoupled weight decay", at_least(0)),
-        "beta1": Key(0.9, "AdamW's decay of the gradient's mean", below_one()),
-        "beta2": Key(0.99, "AdamW's decay of the gradient's mean square", below_one()),
+        "weight_decay": Key(
+            0.0,
+            "decoupled weight decay of matrices and embeddings; adam and an optimizer of yours "
+            "have none",
+            at_least(0),
+        ),
+        "beta1": Key(0.9, "decay of the gradient's mean: AdamW's, Adam's, Lion's", below_one()),
+        "beta2": Key(
+            0.99,
+            "decay of AdamW's and Adam's mean square of the gradient, and of Lion's mean",
+            below_one(),
+        ),
         "max_grad_norm": Key(
             1.0, "clip the gradient's global L2 norm to this; 0: no clipping", at_least(0)
         ),

@@ -8,7 +8,9 @@ whatever the micro-batches or the mesh.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,29 +18,44 @@ import jax.numpy as jnp
 import optax
 
 from hjax.errors import ConfigError
+from hjax.models.declaration import Kind, Parameter
 from hjax.models.parameters import Network, Params
+from hjax.roles import OPTIMIZERS
+from hjax.sharding.layout import Layout
+from hjax.user_files import error_line, load_object
 from hjax.workers.passes import Batch, Objective, Passes
 
 # In a batch whose update drops something: updates made before.
 UPDATE = "update"
 
+# Root mean square of Muon's updates: AdamW's, whose rates and weight decay fit then
+# (Liu et al. 2025, arXiv 2502.16982, section 2.2).
+MUON_RMS = 0.2
+
 Metrics = dict[str, jax.Array]
 Prepare = Callable[[Batch], Batch]
+OwnOptimizer = Callable[[optax.Schedule], optax.GradientTransformation]
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with warm-up, a schedule and clipping.
+    """An optimizer of optax's with warm-up, a schedule and clipping.
 
     Attributes:
-      learning_rate: peak, per optimizer update.
+      learning_rate: peak, per optimizer update; Adafactor's is relative to each parameter's root
+        mean square.
       schedule: ``constant``, ``linear`` or ``cosine`` (both fall to 0 at ``total_updates``).
       frozen_updates: updates at the beginning that change nothing: the rate is 0.
       warmup_updates: updates over which the rate then rises linearly from 0.
       total_updates: length of the schedule in updates.
       weight_decay: decoupled, on matrices and embeddings; vectors (norm weights, biases, scalar
         heads) are left alone.
+      beta1, beta2, epsilon: of AdamW, Adam and of Muon's Adam; Lion takes the first two.
       max_grad_norm: gradients are scaled down to this global norm; 0 leaves them.
+      optimizer: one of ``OPTIMIZERS``, or a function that makes an optax.GradientTransformation of
+        the rate by number of updates, with whatever weight decay it wants. SGD is without momentum.
+        Muon updates matrices, each layer's and expert's by itself, with momentum 0.95 and a root
+        mean square of 0.2; Adam everything else.
     """
 
     learning_rate: float
@@ -51,6 +68,7 @@ class OptimizerConfig:
     beta2: float = 0.999
     epsilon: float = 1e-8
     max_grad_norm: float = 1.0
+    optimizer: str | OwnOptimizer = "adamw"
 
     def rate(self) -> optax.Schedule:
         """Learning rate by number of updates made."""
@@ -75,19 +93,165 @@ class OptimizerConfig:
             return after
         return optax.join_schedules([optax.constant_schedule(0.0), after], [frozen])
 
-    def build(self, kinds: Params) -> optax.GradientTransformation:
-        """The optax transformation of parameters of these kinds (nested dict of ``Kind``)."""
-        adamw = optax.adamw(
-            self.rate(),
-            b1=self.beta1,
-            b2=self.beta2,
-            eps=self.epsilon,
-            weight_decay=self.weight_decay,
-            mask=jax.tree.map(lambda kind: kind.decayed, kinds),
-        )
+    def build(self, declared: Params) -> optax.GradientTransformation:
+        """The optax transformation of parameters so declared (nested dict of ``Parameter``)."""
+        if callable(self.optimizer):
+            # The second counts updates, whatever the first keeps.
+            made = optax.chain(self.optimizer(self.rate()), optax.scale_by_schedule(lambda _: 1.0))
+        else:
+            made = optax.chain(
+                self._direction(declared),
+                optax.add_decayed_weights(
+                    self.weight_decay, jax.tree.map(lambda p: p.kind.decayed, declared)
+                ),
+                optax.scale_by_learning_rate(self.rate()),
+            )
         if not self.max_grad_norm:
-            return adamw
-        return optax.chain(optax.clip_by_global_norm(self.max_grad_norm), adamw)
+            return made
+        return optax.chain(optax.clip_by_global_norm(self.max_grad_norm), made)
+
+    def _direction(self, declared: Params) -> optax.GradientTransformation:
+        """What makes of gradients the updates at a rate of 1, without weight decay."""
+        match self.optimizer:
+            case "adamw" | "adam":
+                return optax.scale_by_adam(b1=self.beta1, b2=self.beta2, eps=self.epsilon)
+            case "sgd":
+                return optax.identity()
+            case "lion":
+                return optax.scale_by_lion(b1=self.beta1, b2=self.beta2)
+            case "adafactor":
+                return optax.chain(optax.adafactor(), optax.scale(-1.0))  # it points downwards
+            case "muon":
+                return optax.contrib.muon(
+                    -1.0,  # as above
+                    eps=self.epsilon,
+                    adam_b1=self.beta1,
+                    adam_b2=self.beta2,
+                    muon_weight_dimension_numbers=jax.tree.map(_matrix_dimensions, declared),
+                    consistent_rms=MUON_RMS,
+                )
+        raise ConfigError(
+            f"optimizer={self.optimizer!r} is unknown; allowed: {', '.join(OPTIMIZERS)}"
+        )
+
+    @property
+    def least_bytes(self) -> int:
+        """Bytes of what is kept beside each parameter of a large matrix, at the least."""
+        return {"adamw": 8, "adam": 8, "lion": 4, "muon": 4}.get(str(self.optimizer), 0)
+
+    def state_bytes(self, network: Network, layout: Layout | None = None) -> int:
+        """Bytes of what is kept beside the parameters that learn, on each device.
+
+        Args:
+          network: whose parameters.
+          layout: by which they are split; None: not at all.
+        """
+        declared, _ = network.partition.split(network.declared)
+        learned, _ = network.partition.split(network.shapes)
+        optimizer = self.build(declared)
+        if layout is None:
+            state = jax.eval_shape(optimizer.init, learned)
+        else:
+            shardings, _ = network.partition.split(network.shardings(layout))
+            state = abstract_state(optimizer, learned, shardings, layout.replicated)
+        owners = {path for path, _ in jax.tree.leaves_with_path(learned)}
+        return sum(
+            x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape) if layout else x.shape)
+            for path, x in jax.tree.leaves_with_path(state)
+            if _owner(path, owners) is not None
+        )
+
+
+def _owner(path: tuple[Any, ...], owners: Collection[tuple[Any, ...]]) -> tuple[Any, ...] | None:
+    """The parameter under whose path an array of the state stands; None: there is none."""
+    return next((path[i:] for i in range(len(path)) if path[i:] in owners), None)
+
+
+def _matrix_dimensions(parameter: Parameter) -> optax.contrib.MuonDimensionNumbers | None:
+    """Which dimensions of a parameter are a matrix's inputs and outputs; the others count matrices.
+    None: it is no matrix."""
+    names = parameter.names
+    low_rank = parameter.kind is Kind.ADAPTER and "rank" in names
+    if parameter.kind is not Kind.MATRIX and not low_rank:
+        return None
+    inputs = ("rank",) if low_rank else parameter.inputs
+    last = len(names) - 1
+    counted = {"layers", "pair", "experts"} - {names[last]}  # a router's outputs are the experts
+    outputs = [i for i, name in enumerate(names) if name not in counted and name not in inputs]
+    return optax.contrib.MuonDimensionNumbers(
+        tuple(names.index(name) for name in inputs), tuple(outputs)
+    )
+
+
+def load_optimizer(name: str, key: str) -> str | OwnOptimizer:
+    """What ``OptimizerConfig`` takes as its optimizer.
+
+    Args:
+      name: one of ``OPTIMIZERS``, or ``path.py:function``.
+      key: that names it, for messages.
+
+    Raises:
+      ConfigError: no such file or function, or it makes no optax.GradientTransformation of a rate.
+    """
+    if name in OPTIMIZERS:
+        return name
+    function: OwnOptimizer = load_object(name, key)
+    try:
+        made = function(optax.constant_schedule(0.0))
+    except Exception as error:
+        path = Path(name.rpartition(":")[0])
+        raise ConfigError(f"{key}={name!r}: {error_line(path, error)}") from error
+    if not isinstance(made, optax.GradientTransformation):
+        raise ConfigError(
+            f"{key}={name!r}: it returned {type(made).__name__}; it must make an "
+            "optax.GradientTransformation of the learning rate (an optax.Schedule)"
+        )
+    return function
+
+
+def abstract_state(
+    optimizer: optax.GradientTransformation, learned: Params, shardings: Params, replicated: Any
+) -> Any:
+    """The optimizer's state as jax.ShapeDtypeStruct with shardings.
+
+    An array that stands under a parameter's name is split as the parameter is, or as its dimensions
+    are that the array has left (Adafactor's means); all else stands whole on every device.
+
+    Args:
+      optimizer: whose.
+      learned: nested dict of the parameters, jax.Array or jax.ShapeDtypeStruct.
+      shardings: nested dict like it.
+      replicated: the sharding of all else.
+    """
+    owners = {
+        path: (x.shape, sharding)
+        for (path, x), sharding in zip(
+            jax.tree.leaves_with_path(learned), jax.tree.leaves(shardings), strict=True
+        )
+    }
+
+    def placed(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        owner = _owner(path, owners)
+        sharding = replicated if owner is None else _left(x.shape, *owners[owner]) or replicated
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree.map_with_path(placed, jax.eval_shape(optimizer.init, learned))
+
+
+def _left(shape: tuple[int, ...], whole: tuple[int, ...], sharding: Any) -> Any:
+    """The sharding of an array with the dimensions that are left of a parameter's; None: it has
+    others."""
+    if shape == whole:
+        return sharding
+    spec = (*sharding.spec, *(None,) * (len(whole) - len(sharding.spec)))
+    dimensions, left = zip(whole, spec, strict=True), []
+    for size in shape:
+        # Of two of the same size either will do.
+        axes = next(([axes] for n, axes in dimensions if n == size), None)
+        if axes is None:
+            return None
+        left += axes
+    return jax.NamedSharding(sharding.mesh, jax.P(*left))
 
 
 class Updater:
@@ -125,8 +289,8 @@ class Updater:
         self._passes = passes
         self._partition = network.partition
         self._shardings, _ = self._partition.split(network.shardings(passes.layout))
-        kinds, _ = self._partition.split(network.kinds)
-        self._optimizer = optimizer.build(kinds)
+        declared, _ = self._partition.split(network.declared)
+        self._optimizer = optimizer.build(declared)
         self._rate = optimizer.rate()
         self._drops = network.config.lora is not None and network.config.lora.dropout > 0
 
@@ -152,17 +316,8 @@ class Updater:
     def abstract_state(self, params: Params) -> Any:
         """The optimizer state as jax.ShapeDtypeStruct with shardings; ``params`` may be so too."""
         learned, _ = self._partition.split(params)
-        state = jax.eval_shape(self._optimizer.init, learned)
-        placed = optax.tree.map_params(
-            self._optimizer,
-            lambda _, sharding: sharding,
-            state,
-            self._shardings,
-            transform_non_params=lambda _: self._passes.layout.replicated,
-        )
-        return jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, placed
-        )
+        replicated = self._passes.layout.replicated
+        return abstract_state(self._optimizer, learned, self._shardings, replicated)
 
     def __call__(
         self, params: Params, state: Any, batch: dict[str, jax.Array]
@@ -187,8 +342,8 @@ class Updater:
     ) -> tuple[Params, Any, Metrics]:
         batch, params = dict(batch), self._partition.join(learned, frozen)
         pretrain: Batch | None = batch.pop("pretrain", None)
-        # Adam and the schedule count alike.
-        (_, count), *_ = optax.tree.get_all_with_path(state, "count")
+        # The last counts the updates; what stands before it counts alike, or what it wants.
+        *_, (_, count) = optax.tree.get_all_with_path(state, "count")
         if self._drops:
             batch[UPDATE] = count
             pretrain = None if pretrain is None else pretrain | {UPDATE: count}

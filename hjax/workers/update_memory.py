@@ -24,6 +24,7 @@ from hjax.models.expert_ring import goes_round
 from hjax.models.forward import LOGIT_CHUNK_BYTES
 from hjax.models.parameters import Network
 from hjax.sharding.layout import Layout
+from hjax.workers.optimizer import OptimizerConfig
 from hjax.workers.packs import Packer
 from hjax.workers.passes import Passes
 
@@ -43,6 +44,7 @@ class Updates:
       micro_batch, packing, unit: as of ``WorkerContext``.
       travel: as of ``Compute``.
       apart: attention's kernel wants each sequence in a row of its own, as cuDNN's does.
+      optimizer: of a trained role.
     """
 
     network: Network
@@ -58,17 +60,18 @@ class Updates:
     travel: bool = False
     unit: int = 1
     apart: bool = False
+    optimizer: OptimizerConfig | None = None
 
     def with_state(self, policy: str) -> float:
-        """Bytes of an update: parameters, two moments of what learns, and its temporaries."""
+        """Bytes of an update: parameters, the optimizer's state, and its temporaries."""
         return self.kept(trained=True) + self.temporaries(policy)
 
     def kept(self, trained: bool) -> float:
-        """Bytes of the parameters, where ``trained`` with what the optimizer keeps: two moments,
-        float32, of those that learn."""
+        """Bytes of the parameters, where ``trained`` with what the optimizer keeps."""
         weights = sum(x.dtype.itemsize * n for x, n in self._parts(lambda tree: tree))
-        learned = sum(n for _, n in self._parts(self._learning))
-        return weights + (8 * learned if trained else 0)
+        if not trained or self.optimizer is None:
+            return weights
+        return weights + self.optimizer.state_bytes(self.network, self.layout)
 
     def temporaries(self, policy: str) -> float:
         """Bytes of an update beside its state, under a policy of ``hjax.models.remat``."""
@@ -219,4 +222,5 @@ def updates_of(worker: Any, rows: int, prompt: int) -> Updates:
         travel=worker.compute.travel,
         unit=context.unit,
         apart=worker.compute.kernels.attention is cudnn.attend,
+        optimizer=context.optimizer,
     )
