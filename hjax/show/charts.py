@@ -242,8 +242,16 @@ def stacked_bar(parts: Sequence[tuple[str, float, int]]) -> list[BarPart]:
     drawn, x = [], 0.0
     for name, seconds, color in parts:
         width = 1000 * seconds / total
-        texts = f"{value_text(seconds)} s", f"{100 * seconds / total:.0f} %"
-        drawn.append(BarPart(name, *texts, round(x, 2), round(width, 2), color))
+        drawn.append(
+            BarPart(
+                name=name,
+                seconds=f"{value_text(seconds)} s",
+                percent=f"{100 * seconds / total:.0f} %",
+                x=round(x, 2),
+                width=round(width, 2),
+                color=color,
+            )
+        )
         x += width
     return drawn
 
