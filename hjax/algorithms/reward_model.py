@@ -24,6 +24,7 @@ from hjax.algorithms.calibration import Predictions
 from hjax.algorithms.masks import keep
 from hjax.algorithms.pair_loss import PairLoss, placed
 from hjax.controller import join
+from hjax.errors import ConfigError
 from hjax.roles import SCORER
 from hjax.rules import Key, at_least
 
