@@ -13,8 +13,7 @@ from hjax.models.families.gemma import Gemma2, Gemma3
 from hjax.models.families.gpt2 import GPT2
 from hjax.models.families.gpt_oss import GptOss
 from hjax.models.families.llama import Llama
-from hjax.models.families.mistral import Mistral
-from hjax.models.families.mixtral import Mixtral
+from hjax.models.families.mistral import Mistral, Mixtral
 from hjax.models.families.olmo2 import Olmo2
 from hjax.models.families.phi3 import Phi3
 from hjax.models.families.qwen import Qwen2, Qwen3, Qwen3Moe
