@@ -150,15 +150,14 @@ def step(s: Shape, scoring: Scoring, tile: int, dtype: Any, *refs: Any) -> None:
     """One block of the prompt or of own tokens."""
     i, h, j = (pl.program_id(axis) for axis in range(3))
     at = _Refs(*refs)
-    sums, tiles = _Sums(s, scoring, dtype, at), _Tiles(s, tile, at, i, h, j - s.prompt_blocks)
+    sums, block = _Sums(s, scoring, dtype, at), j - s.prompt_blocks
+    tiles = _Tiles(s, tile, at, i=i, h=h, block=block)
     pl.when(j == 0)(sums.begin)
 
     @pl.when((j >= at.reach[4 * i]) & (j <= at.reach[4 * i + 1]))
     def prompt() -> None:
         k, v = (sums.block_of(ref, s.prompt_block) for ref in (at.prompt_k, at.prompt_v))
         sums.add(s.samples, k, v, first=j * s.prompt_block, low=sums.span(0), high=sums.span(1))
-
-    block = j - s.prompt_blocks
 
     @pl.when((block >= at.reach[4 * i + 2]) & (block <= at.reach[4 * i + 3]))
     def own() -> None:

@@ -134,8 +134,7 @@ def _kernel(
     # Of the dtype of keys, as XLA multiplies; float32 exactly, not in TF32.
     dtype = q_ref.dtype if int8 else k_ref.dtype
     precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
-    q = triton.load(q_ref.at[query[:, None], across], mask=there[:, None], other=0.0)
-    q = q.astype(dtype)
+    q = triton.load(q_ref.at[query[:, None], across], mask=there[:, None], other=0.0).astype(dtype)
     first, last = span_ref[0], span_ref[1]
     low = jnp.maximum(first, last + 1 - scoring.window) if scoring.window else first
     high = jnp.minimum(last + new, length)
@@ -150,7 +149,8 @@ def _kernel(
         top, total, out = carry
         column = low + i * block + jnp.arange(block)
         held = (column < high)[:, None]
-        (k, k_scale), (v, v_scale) = (_read(x, column, held, dtype) for x in (k_ref, v_ref))
+        k, k_scale = _read(k_ref, column, across, held=held, dtype=dtype)
+        v, v_scale = _read(v_ref, column, across, held=held, dtype=dtype)
         scores = jnp.dot(q, k.T, precision=precision, preferred_element_type=jnp.float32)
         scores = scoring.bend(scores * k_scale if int8 else scores)
         seen = (column[None] <= own[:, None]) & held.T
@@ -175,13 +175,14 @@ def _kernel(
     triton.store(out_ref.at[query[:, None], across], out, mask=there[:, None])
 
 
-def _read(ref: Any, column: jax.Array, held: jax.Array, dtype: Any) -> tuple[jax.Array, Any]:
+def _read(
+    ref: Any, column: jax.Array, across: jax.Array, held: jax.Array, dtype: Any
+) -> tuple[jax.Array, Any]:
     """Keys or values of these columns, int8 ones in ``dtype``, and of those their scales [1,
-    columns]; 0 beyond those that are ``held`` bool [columns, 1]."""
+    columns]; 0 beyond those that are ``held`` bool [columns, 1]. ``across``: 0 to head_dim."""
     int8 = isinstance(ref, Quantized)
     numbers = ref.numbers if int8 else ref
-    place = column[:, None], jnp.arange(numbers.shape[-1])[None]
-    x = triton.load(numbers.at[place], mask=held, other=0)
+    x = triton.load(numbers.at[column[:, None], across], mask=held, other=0)
     if not int8:
         return x, None
     scale = triton.load(ref.scale.at[0, column], mask=held[:, 0], other=0.0)[None]
