@@ -299,6 +299,7 @@ def _scanned(
       carry: x and the cache.
       numbered: the layers' numbers and their stacked parameters.
     """
+    kept: Any = None
     if len(runs) == 1:
 
         def step(carry: tuple, item: tuple) -> tuple:
@@ -332,7 +333,6 @@ def _scanned(
         )
         return layer, parameters
 
-    kept: Any = None
     if whole and carry[1] is not None:
         # In a loop over tokens each layer is read where it lies: a period that the scan cuts out,
         # to be cut again, would be copied. (A backward pass wants it cut out.)
