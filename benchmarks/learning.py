@@ -35,9 +35,8 @@ import machine
 from hjax.config import flatten
 from hjax.files import read_json, read_rows, replace_file, to_json
 from hjax.settings.reading import check_config, config_names, load_config
-from hjax.show.charts import Series
+from hjax.show.charts import Series, svg_file
 from hjax.show.curves import points_of
-from hjax.show.drawing import svg_file
 
 DONE, KEPT = "learning.json", "runs.jsonl"
 

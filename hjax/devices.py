@@ -77,9 +77,18 @@ def _gpu(
     flops = {"bfloat16": bf16 * 1e12, "float32": fp32 * 1e12}
     if fp8:
         flops["float8"] = fp8 * 1e12
-    wires = link * _GB, network * _GB, per_host, 0
-    each = source.startswith(_EACH)
-    return Device(name, memory * _GIB, flops, bandwidth * _GB, *wires, source, own_network=each)
+    return Device(
+        name=name,
+        memory=memory * _GIB,
+        flops=flops,
+        bandwidth=bandwidth * _GB,
+        link=link * _GB,
+        network=network * _GB,
+        per_host=per_host,
+        torus=0,
+        source=source,
+        own_network=source.startswith(_EACH),
+    )
 
 
 def _tpu(
@@ -94,8 +103,18 @@ def _tpu(
 ) -> Device:
     # float32 products take six bfloat16 passes; DCN: 25 GB/s per host and direction.
     flops = {"bfloat16": bf16 * 1e12, "float32": bf16 * 1e12 / 6}
-    wires = link * _GB, 25 * _GB, host, torus
-    return Device(name, memory * _GIB, flops, bandwidth * _GB, *wires, _TPU, cores=cores)
+    return Device(
+        name=name,
+        memory=memory * _GIB,
+        flops=flops,
+        bandwidth=bandwidth * _GB,
+        link=link * _GB,
+        network=25 * _GB,
+        per_host=host,
+        torus=torus,
+        source=_TPU,
+        cores=cores,
+    )
 
 
 DEVICES: dict[str, Device] = {

@@ -143,12 +143,12 @@ def _work(requests: socket.socket, entry: str) -> None:
     while (request := _next(requests)) is not None:
         put(requests, BEGUN)
         try:
-            frame = DONE, answer(request)
+            kind, content = DONE, answer(request)
         except BaseException as error:
-            frame = FAILED, _text(error)
+            kind, content = FAILED, _text(error)
         if os.getpid() != me:  # it has forked, and its copy has come here too
             os._exit(0)
-        put(requests, *frame)
+        put(requests, kind, content)
 
 
 def _next(requests: socket.socket) -> bytes | None:

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from hjax.algorithms import ALGORITHMS
-from hjax.algorithms.covariance import chosen_tokens, covariances
-from hjax.algorithms.entropy import AdaptiveEntropy
+from hjax.algorithms.kl import AdaptiveEntropy
 from hjax.algorithms.policy_loss import PolicyLoss
+from hjax.algorithms.surrogates import chosen_tokens, covariances
 from hjax.errors import ConfigError
 
 MASK = np.array([[1, 1, 1, 0], [1, 1, 1, 1]], bool)

@@ -36,7 +36,6 @@ BESIDE = ["data", "rewards"]
 # Files that stand beside the rooms, below them all.
 GROUND = [
     "apart",
-    "binding",
     "config",
     "devices",
     "errors",

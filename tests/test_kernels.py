@@ -22,7 +22,6 @@ from hjax.kernels import (
     grouped_gated_tpu,
     grouped_tpu,
     reference,
-    tpu,
 )
 from hjax.kernels.sets import Kernels, choose, kernels_of
 from hjax.models.compute import Compute
@@ -213,7 +212,7 @@ def test_accelerators_get_no_detours_of_cpus():
     # Of its packs each response has a prompt of its own: its attention knows only equal segments.
     assert kernels_of("tpu") == dataclasses.replace(
         found,
-        rotate=tpu.rotate,
+        rotate=backward.rotate,
         grouped=grouped_tpu.product,
         grouped_gated=grouped_gated_tpu.product,
         multiple=grouped_tpu.multiple,

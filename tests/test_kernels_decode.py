@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hjax.kernels import decode, decode_gpu, decode_tpu
+from hjax.kernels import decode, decode_block_tpu, decode_gpu, decode_tpu
 from hjax.kernels.attention import Scoring
 from hjax.kernels.cache_axis import COLUMNS, ROWS, TILE, TILES, laid
 from hjax.kernels.decode import Seen
@@ -52,8 +52,8 @@ def arrays(shape, prompt, length, dtype, seed=0):
     def normal(*sizes):
         return jnp.asarray(draw.normal(size=sizes), dtype)
 
-    prompt = decode_tpu.padded(prompt, decode_tpu.PROMPT_BLOCK, dtype)
-    length = decode_tpu.padded(length, decode_tpu.OWN_BLOCK, dtype)
+    prompt = decode_block_tpu.padded(prompt, decode_block_tpu.PROMPT_BLOCK, dtype)
+    length = decode_block_tpu.padded(length, decode_block_tpu.OWN_BLOCK, dtype)
     token = groups, kv_heads, samples, dim
     shared, own = (LAYERS, groups, kv_heads), (LAYERS, groups, kv_heads, samples)
     return (
@@ -209,7 +209,7 @@ def test_the_estimate_is_what_is_read_on_average():
     shape = (2, 1, 1, 8, 128)
     sizes = shape, (1, 2, 1, 512, 128), (1, 2, 1, 1, 1024, 128)
     q, prompt_k, own_k = (jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in sizes)
-    estimate = decode_tpu._estimate(decode_tpu._Shape.of(q, prompt_k, own_k), 2, None)
+    estimate = decode_tpu._estimate(decode_block_tpu.Shape.of(q, prompt_k, own_k), 2, None)
     positions = np.arange(1024)
     read = 2 * 512 + 2 * np.mean((positions // 128 + 1) * 128)
     tiles, queries = 2 * 16, 2 * 2 * 8 * 128 * 4

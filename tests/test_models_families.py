@@ -2,22 +2,25 @@
 
 import dataclasses
 import functools
+import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from families import GPT2, MODELS, SIZES, logits, model, scaled
+from helpers import tiny_config
 from references import CONFIG_MAPPING, AutoModelForCausalLM, modeling_llama
 from safetensors.numpy import load_file
 
 import hjax
 from hjax.errors import ConfigError
-from hjax.models import arithmetic, forward
+from hjax.models import arithmetic, families, forward
 from hjax.models.compute import Compute
 from hjax.models.families import FAMILIES, from_hf, to_hf
 from hjax.models.forward import sequence_states, token_log_probs
-from hjax.models.huggingface import load_weights, save_weights
+from hjax.models.huggingface import load_weights, read_config, save_weights
 from hjax.models.packed import arranged
 from hjax.models.parameters import decoder_network
 from hjax.models.published import published
@@ -418,3 +421,62 @@ def test_exports_and_runs_refuse_what_they_would_make_unusable(tmp_path, capsys)
     (tmp_path / "asked.jsonl").write_text('{"prompt": "A", "answer": "B"}\n' * 64)
     with pytest.raises(ConfigError, match="its tokenizer has ids up to 80, its embedding 47 rows"):
         hjax.Trainer(hjax.get_config("base.py", changes))
+
+
+OWN = (pathlib.Path(hjax.__file__).parent / "models/families/olmo2.py").read_text()
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A file with OLMo 2's family under another name, and a model of transformers' that has it."""
+    monkeypatch.setattr(families, "_own", {})
+    file = tmp_path / "mine.py"
+    text = OWN.replace("class Olmo2", "class Mine").replace('"olmo2"', '"mine"')
+    file.write_text(text.replace("Olmo2ForCausalLM", "MineForCausalLM"))
+    theirs = model("olmo2")
+    theirs.save_pretrained(tmp_path / "model")
+    path = tmp_path / "model/config.json"
+    content = json.loads(path.read_text())
+    path.write_text(
+        json.dumps(content | {"model_type": "mine", "architectures": ["MineForCausalLM"]})
+    )
+    return f"{file}:Mine", tmp_path / "model", theirs
+
+
+def test_a_family_in_a_file_of_ones_own_loads(mine, tmp_path, monkeypatch):
+    spec, path, theirs = mine
+    with pytest.raises(ConfigError, match="'mine' is not supported.*model.family=path.py:Class"):
+        hjax.load_model(path)
+    ours = hjax.load_model(path, family=spec)
+    np.testing.assert_allclose(ours.logits(TOKENS), logits(theirs, TOKENS), rtol=2e-5, atol=5e-5)
+    config, params = load_weights(path)
+    save_weights(tmp_path / "ours", config, params)
+    assert json.loads((tmp_path / "ours/config.json").read_text())["model_type"] == "mine"
+    # In another process, which has the model's shapes alone.
+    monkeypatch.setattr(families, "_own", {})
+    assert families.family_of(ours.config).model_type == "mine"
+    assert read_config(tmp_path / "ours") == ours.config
+
+
+def test_a_run_trains_one_from_scratch(mine):
+    spec, _, _ = mine
+    changes = {"model.family": spec, "model.kv_heads": 2, "warm_start.steps": 0}
+    trainer = hjax.Trainer(tiny_config("GRPO", changes))
+    shape = trainer.roles.models["actor"]
+    assert (shape.norms, shape.query_key_norm, shape.kv_heads) == ("after", "all", 2)
+    assert np.isfinite(trainer.step()["actor/loss"])
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("class Mine: pass", "is no subclass of hjax.models.families.base.Family"),
+        ("from hjax.models.families.llama import Llama as Mine", "its model_type is 'llama'"),
+        ("Other = 1", "has no Mine"),
+    ],
+)
+def test_what_is_no_family_is_refused(text, says, tmp_path, monkeypatch):
+    monkeypatch.setattr(families, "_own", {})
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(ConfigError, match=f"config.model.family=.*{says}"):
+        tiny_config("PPO", {"model.family": f"{tmp_path}/mine.py:Mine"})

@@ -11,7 +11,7 @@ from helpers import computed, read_rows, save_model, trainer_of
 
 from hjax.algorithms import ALGORITHMS
 from hjax.algorithms.advantages import process_leave_one_out
-from hjax.algorithms.distillation_loss import DistillationLoss
+from hjax.algorithms.distillation import DistillationLoss
 from hjax.algorithms.kto import mismatched
 from hjax.algorithms.own_pairs import in_turn
 from hjax.algorithms.verdict_loss import ImplicitRewardLoss, VerdictLoss

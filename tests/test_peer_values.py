@@ -17,7 +17,7 @@ from hjax.algorithms.advantages import (
     remax_advantages,
     whiten,
 )
-from hjax.algorithms.distillation_loss import DistillationLoss
+from hjax.algorithms.distillation import DistillationLoss
 from hjax.algorithms.kl import kl_estimate
 from hjax.algorithms.losses import ValueLoss
 from hjax.algorithms.pair_loss import PairLoss

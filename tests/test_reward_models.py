@@ -14,7 +14,7 @@ from references import AutoModelForSequenceClassification, torch
 import hjax
 from hjax.algorithms import ALGORITHMS
 from hjax.algorithms.calibration import calibration_bins, prediction_metrics
-from hjax.algorithms.score_losses import StepLoss, at_end, with_end
+from hjax.algorithms.reward_model import StepLoss, at_end, with_end
 from hjax.controller import join
 from hjax.data.dataset import Dataset
 from hjax.data.tasks import TASKS, get_task

@@ -8,8 +8,8 @@ import math
 import pytest
 
 from hjax.show.charts import Series, line_chart, stacked_bar, timeline, value_text
+from hjax.show.format import ticks
 from hjax.show.pages import render
-from hjax.show.ticks import ticks
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from hjax.algorithms.losses import PolicyLoss, SupervisedLoss, ValueLoss
 from hjax.algorithms.pair_loss import PairLoss
-from hjax.algorithms.score_losses import ScoreLoss, with_end
+from hjax.algorithms.reward_model import ScoreLoss, with_end
 from hjax.models.compute import Compute
 from hjax.models.config import ModelConfig
 from hjax.models.parameters import to_host

@@ -22,9 +22,9 @@ from test_workers_packed import (
 )
 
 import hjax
-from hjax.algorithms.distillation_loss import DistillationLoss
+from hjax.algorithms.distillation import DistillationLoss
 from hjax.algorithms.losses import ValueLoss
-from hjax.algorithms.score_losses import with_end
+from hjax.algorithms.reward_model import with_end
 from hjax.errors import ConfigError
 from hjax.models.compute import Compute
 from hjax.workers import Actor, Critic, ModelReward, Reference

@@ -1,19 +1,148 @@
-"""On-policy distillation: a teacher scores what the student draws (GKD, arXiv 2306.13649)."""
+r"""On-policy distillation: a teacher scores what the student draws (GKD, arXiv 2306.13649).
+
+First its loss: of a student that learns what a teacher would have drawn in each token's place.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
 from ml_collections import ConfigDict
 
+from hjax.algorithms.aggregation import Stats, TokenLoss
 from hjax.algorithms.base import Algorithm, Batch
-from hjax.algorithms.distillation_loss import DIVERGENCES, DistillationLoss
 from hjax.algorithms.losses import SupervisedLoss
+from hjax.algorithms.masks import keep
 from hjax.controller import join
 from hjax.errors import ConfigError
 from hjax.roles import Role
 from hjax.rules import Key, Rule, at_least, one_of
+
+DIVERGENCES = ("reverse", "forward", "jensen_shannon")
+# Less probability than this is float32's rounding.
+_LEAST = 1e-7
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationLoss(TokenLoss):
+    r"""The divergence between a student p and a teacher q in each place, over the vocabulary.
+
+    ==================  ========================================================================
+    kind                loss of a token
+    ==================  ========================================================================
+    "reverse"           :math:`KL(p\|q) = \sum p (\log p - \log q)`: the student keeps to what the
+                        teacher finds likely
+    "forward"           :math:`KL(q\|p)`: the student covers all that the teacher finds likely
+    "jensen_shannon"    :math:`b\,KL(q\|m) + (1-b)\,KL(p\|m)`, m = b q + (1 - b) p
+    ==================  ========================================================================
+
+    Agarwal et al. 2024 (GKD, https://arxiv.org/abs/2306.13649), as in TRL's `generalized_jsd_loss`
+    (there beta 0 is forward and beta 1 reverse). Of the teacher's k most probable tokens the rest
+    of the vocabulary counts as one token, so that it is a divergence for every k.
+
+    Attributes:
+        kind: see above.
+        mixture: b, above 0 and below 1.
+        top_k: tokens of a place that the teacher gives; 0: all of the vocabulary.
+
+    Example:
+        >>> q, p = jnp.log(jnp.array([[[0.75, 0.25]]])), jnp.log(jnp.array([[[0.5, 0.5]]]))
+        >>> batch = {"response_mask": jnp.ones((1, 1), bool), "teacher_logprobs": q}
+        >>> DistillationLoss(kind="reverse")(p, None, batch)[0]      # log(2 / sqrt 3)
+        Array([[0.1438411]], dtype=float32)
+    """
+
+    # Whose log-probs it takes in place of the responses' own: int [N, L, k] of the batch.
+    of_tokens: ClassVar[str] = "teacher_tokens"
+
+    kind: str = "reverse"
+    mixture: float = 0.5
+    top_k: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kind not in DIVERGENCES:
+            raise ConfigError(f"kind={self.kind!r} is not built: use {', '.join(DIVERGENCES)}")
+        if not 0 < self.mixture < 1:
+            raise ConfigError(f"mixture={self.mixture} must be above 0 and below 1")
+        if self.mixture != 0.5 and self.kind != "jensen_shannon":
+            raise ConfigError(
+                f"mixture={self.mixture} has no effect with kind={self.kind!r}: leave it out, or "
+                "use kind='jensen_shannon'"
+            )
+        if self.top_k < 0:
+            raise ConfigError(f"top_k={self.top_k} must be 0 (all) or more")
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Keys that the call reads from the batch, and that of the tokens it is given."""
+        return ("response_mask", "teacher_logprobs", self.of_tokens)
+
+    @property
+    def needs_entropy(self) -> bool:
+        """False: the loss has no entropy term."""
+        return False
+
+    def shapes(self, vocabulary: int) -> dict[str, tuple[tuple[int, ...], Any]]:
+        """Of those of `needs` that are no float [N, L] what follows N and L, and the dtype."""
+        count = min(self.top_k or vocabulary, vocabulary)
+        floats, ids = np.dtype(np.float32), np.dtype(np.int32)
+        return {"teacher_logprobs": ((count,), floats), self.of_tokens: ((count,), ids)}
+
+    def __call__(
+        self, logprobs: jax.Array, entropy: jax.Array | None, batch: Mapping[str, Any]
+    ) -> tuple[jax.Array, Stats]:
+        """Token losses (nats) and statistics.
+
+        Args:
+            logprobs: float [N, L, k], the student's of the tokens in `of_tokens`.
+            entropy: float [N, L] or None.
+            batch: `response_mask` bool [N, L], `teacher_logprobs` float [N, L, k], falling.
+
+        Returns:
+            (float32 [N, L], stats like it without gradient): `agreement` (1 where both find the
+            same token likeliest, among the k), `teacher_mass` (the teacher's probability of the
+            k), and `entropy` if it is given.
+        """
+        mask = jnp.asarray(batch["response_mask"], bool)
+        chex.assert_equal_shape([logprobs, batch["teacher_logprobs"]])
+        chex.assert_shape(mask, logprobs.shape[:2])
+        student, teacher = (
+            _with_rest(keep(x, mask[..., None])) for x in (logprobs, batch["teacher_logprobs"])
+        )
+        if self.kind == "reverse":
+            loss = _kl(student, teacher)
+        elif self.kind == "forward":
+            loss = _kl(teacher, student)
+        else:
+            b = self.mixture
+            middle = jnp.logaddexp(teacher + np.log(b), student + np.log1p(-b))
+            loss = b * _kl(teacher, middle) + (1 - b) * _kl(student, middle)
+        stats = {
+            "agreement": jnp.argmax(logprobs, axis=-1) == 0,
+            "teacher_mass": jnp.sum(jnp.exp(batch["teacher_logprobs"]), axis=-1),
+        }
+        stats |= {} if entropy is None else {"entropy": entropy}
+        stats = {name: keep(value, mask) for name, value in stats.items()}
+        return keep(loss, mask), jax.lax.stop_gradient(stats)
+
+
+def _with_rest(logprobs: jax.Array) -> jax.Array:
+    """float [N, L, k + 1]: the log-probs, and that of every other token together."""
+    rest = 1.0 - jnp.sum(jnp.exp(logprobs), axis=-1, keepdims=True)
+    return jnp.concatenate([logprobs, jnp.log(jnp.maximum(rest, _LEAST))], axis=-1)
+
+
+def _kl(p: jax.Array, q: jax.Array) -> jax.Array:
+    """KL(p || q) over the last axis of log-probs."""
+    return jnp.sum(jnp.exp(p) * (p - q), axis=-1)
 
 
 class Distillation(Algorithm):

@@ -9,10 +9,20 @@ import jax.numpy as jnp
 
 from hjax.algorithms.aggregation import Batch, Stats, TokenLoss
 from hjax.algorithms.corrections import bounds_of, correction_weights
-from hjax.algorithms.covariance import COVARIANCES, chosen_tokens, covariances
 from hjax.algorithms.kl import check_kl_kind, kl_estimate
 from hjax.algorithms.masks import keep
-from hjax.algorithms.surrogates import DPPO_CAP, MAX_LOG_RATIO, cispo, clipped, dppo, of_level, sapo
+from hjax.algorithms.surrogates import (
+    COVARIANCES,
+    DPPO_CAP,
+    MAX_LOG_RATIO,
+    chosen_tokens,
+    cispo,
+    clipped,
+    covariances,
+    dppo,
+    of_level,
+    sapo,
+)
 from hjax.errors import ConfigError
 
 RATIOS = ("token", "sequence", "sequence_token", "sequence_sum", "none")
@@ -45,7 +55,7 @@ class PolicyLoss(TokenLoss):
         ratio_cap: largest weight of "dppo" and "dppo_kl" (None: 20); of "clip" the largest ratio
             before the clip, for either sign of A (TRL's `delta`; None: none).
         covariance: what becomes of tokens whose covariance of log-prob and advantage is large, see
-            `hjax.algorithms.covariance`: "clip": a few of them leave the loss (clip-cov); "kl":
+            `hjax.algorithms.surrogates`: "clip": a few of them leave the loss (clip-cov); "kl":
             those with the largest pay `covariance_coef` times \|l - l_old\| (kl-cov); "none".
         covariance_share: of the step's tokens.
         covariance_low, covariance_high: bounds of those that "clip" draws from.
@@ -59,7 +69,7 @@ class PolicyLoss(TokenLoss):
         kl_estimator: k2, k3, k1+ or k3+; k1 is refused, its gradient has mean zero.
         kl_input_clamp, kl_output_clamp: see `kl_estimate`; None: off.
         entropy_coef: c, of the entropy bonus.
-        entropy_adaptive: c moves from step to step (`hjax.algorithms.entropy.AdaptiveEntropy`): it
+        entropy_adaptive: c moves from step to step (`hjax.algorithms.kl.AdaptiveEntropy`): it
             is the batch's entry `entropy_coef`, a float32 scalar.
         correction: what weighs the surrogate (neither the KL nor the entropy), see
             `hjax.algorithms.corrections`; "none": nothing, ratios are taken against what the batch
@@ -325,20 +335,25 @@ class PolicyLoss(TokenLoss):
     ) -> tuple[jax.Array, Stats]:
         """The surrogate at each token; arguments are 0 off the mask."""
         level = of_level(log_ratio, mask, self.ratio)
-        bounds = self.clip_low, self.clip_high
+        low, high = self.clip_low, self.clip_high
         if self.surrogate == "cispo":
-            return cispo(level, advantages, logprobs, mask, *bounds)
+            return cispo(level, advantages, logprobs, mask, low=low, high=high)
         if self.surrogate == "sapo":
             return sapo(level, advantages, self.gate_positive, self.gate_negative)
         if self.surrogate in ("dppo", "dppo_kl"):
-            assert self.clip_low is not None and self.clip_high is not None
-            own = self.clip_low, self.clip_high, self.ratio_cap or DPPO_CAP
-            by_kl = self.surrogate == "dppo_kl"
-            return dppo(level, advantages, logprobs, mask, *own, by_kl=by_kl)
-        return clipped(level, advantages, mask, *bounds, self.dual_clip, self.ratio_cap)
+            assert low is not None and high is not None
+            cap, by_kl = self.ratio_cap or DPPO_CAP, self.surrogate == "dppo_kl"
+            return dppo(
+                level, advantages, logprobs, mask, low=low, high=high, cap=cap, by_kl=by_kl
+            )
+        return clipped(
+            level, advantages, mask, low=low, high=high, dual=self.dual_clip, cap=self.ratio_cap
+        )
 
     def _correction(self, batch: Batch, mask: jax.Array) -> tuple[jax.Array, Stats]:
         """The policy that learning starts from over the sampler."""
         sampler = batch.get("policy_logprobs", batch["logprobs"])
-        bounds = bounds_of(self.correction, self.correction_low, self.correction_cap)
-        return correction_weights(batch["old_logprobs"], sampler, mask, self.correction, *bounds)
+        low, high = bounds_of(self.correction, self.correction_low, self.correction_cap)
+        return correction_weights(
+            batch["old_logprobs"], sampler, mask, kind=self.correction, low=low, high=high
+        )

@@ -12,10 +12,10 @@ from ml_collections import ConfigDict
 
 from hjax.algorithms.advantages import gae, length_adaptive_lambda, token_rewards, whiten
 from hjax.algorithms.base import Algorithm, Batch, old_logprobs
-from hjax.algorithms.covariance import COVARIANCES
 from hjax.algorithms.kl import kl_estimate
 from hjax.algorithms.losses import ValueLoss
 from hjax.algorithms.policy_loss import PolicyLoss
+from hjax.algorithms.surrogates import COVARIANCES
 from hjax.controller import join
 from hjax.errors import ConfigError
 from hjax.rules import Key, Rule, at_least, between, finite, one_of

@@ -1,19 +1,186 @@
-"""Models that judge: rewards and costs of pairs (Bradley-Terry), process rewards of steps."""
+r"""Models that judge: rewards and costs of pairs (Bradley-Terry), process rewards of steps.
+
+First their losses, of models with a scalar head: reward, cost and process reward models. A score
+s_t is the head's after the prompt and the first t tokens of a response, so a response of T tokens
+has T + 1 places; the last of them scores the whole (`with_end`). What a loss knows of a place
+stands in the batch's `labels`: 1 good, 0 bad, NaN nothing.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
+from hjax.algorithms.aggregation import Stats
 from hjax.algorithms.base import Algorithm, Batch
 from hjax.algorithms.calibration import Predictions
-from hjax.algorithms.score_losses import ScoreLoss, StepLoss, at_end, with_end
+from hjax.algorithms.masks import keep
+from hjax.algorithms.pair_loss import PairLoss, placed
 from hjax.controller import join
+from hjax.errors import ConfigError
 from hjax.roles import SCORER
 from hjax.rules import Key, at_least
+
+
+def with_end(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """A batch with a place after each response's last token, to be scored there.
+
+    Args:
+      batch: `responses`, `response_mask` [N, L], and what else it has.
+
+    Returns:
+      the same with `responses` and `response_mask` [N, L + 1]: places before which 0 to T tokens
+      of the response stand.
+    """
+    responses, mask = np.asarray(batch["responses"]), np.asarray(batch["response_mask"], bool)
+    wider = ((0, 0), (0, 1))
+    first = np.ones((len(mask), 1), bool)
+    return {
+        **batch,
+        "responses": np.pad(responses, wider),
+        "response_mask": np.concatenate([first, mask], axis=1),
+    }
+
+
+def at_end(scores: jax.Array, mask: jax.Array) -> jax.Array:
+    """float32 [N]: the scores [N, L + 1] at each row's last place of the mask [N, L + 1]."""
+    places = jnp.arange(mask.shape[1])
+    last = places == jnp.sum(mask, axis=1, keepdims=True) - 1
+    return jnp.sum(jnp.where(last, scores, 0.0), axis=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreLoss:
+    r"""Bradley-Terry on pairs, with a margin, centring and a term of labels.
+
+    With :math:`z = \pm s`, the score of a whole response (of a cost its negative), a pair's loss is
+
+    .. math:: -\log\sigma(z_w - z_l - m) + c (z_w + z_l)^2
+              - \lambda \sum_{i \in \{w, l\}} \log\sigma(y_i z_i)
+
+    - m = `margin` times the pair's entry of `margins` (Llama 2, https://arxiv.org/abs/2307.09288);
+    - c = `centring` (TRL's `center_rewards_coefficient`, https://arxiv.org/abs/2312.09244): the
+      pairs' differences say nothing of where 0 is;
+    - λ = `label_coef`: y = 1 where the label is 1, -1 where it is 0. Of a cost model that is
+      Safe-RLHF's term of safe and unsafe responses (https://arxiv.org/abs/2310.12773, from memory).
+
+    Attributes:
+        sign: 1 for rewards, -1 for costs, which are lower for the chosen response.
+        margin, centring, label_coef: 0 or more.
+    """
+
+    # Rows that no micro-batch cuts apart.
+    unit: ClassVar[int] = 2
+    needs: ClassVar[tuple[str, ...]] = ("response_mask", "labels", "margins")
+    needs_entropy: ClassVar[bool] = False
+
+    sign: int = 1
+    margin: float = 0.0
+    centring: float = 0.0
+    label_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.sign not in (1, -1):
+            raise ConfigError(f"sign={self.sign} must be 1 (rewards) or -1 (costs)")
+        for name in ("margin", "centring", "label_coef"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must be 0 or more")
+
+    weights = PairLoss.weights
+    stat_weights = PairLoss.stat_weights
+
+    def __call__(self, scores: jax.Array, batch: Mapping[str, Any]) -> tuple[jax.Array, Stats]:
+        """Losses and statistics of pairs, each at the first place of its chosen row.
+
+        Args:
+            scores: float [N, L + 1]; row 2i is the chosen one of pair i, row 2i + 1 the rejected.
+            batch: `response_mask` bool, `labels` and `margins` float [N, L + 1], see `with_end`;
+                margins of a pair stand in its chosen row, 0 elsewhere.
+
+        Returns:
+            (float32 [N, L + 1], stats like it without gradient): `accuracy` (1 where the chosen one
+            scores better), `difference` (of the two, better is higher), `chosen_score`,
+            `rejected_score` and, with a term of labels, `label_accuracy`.
+        """
+        mask = jnp.asarray(batch["response_mask"], bool)
+        chex.assert_equal_shape([scores, mask, batch["labels"], batch["margins"]])
+        score = at_end(keep(scores, mask), mask)
+        better = self.sign * score
+        chosen, rejected = better[::2], better[1::2]
+        margins = jnp.sum(keep(batch["margins"], mask), axis=1)[::2]
+        loss = -jax.nn.log_sigmoid(chosen - rejected - self.margin * margins)
+        stats = {
+            "accuracy": (chosen > rejected).astype(jnp.float32),
+            "difference": chosen - rejected,
+            "chosen_score": score[::2],
+            "rejected_score": score[1::2],
+        }
+        if self.centring:
+            loss = loss + self.centring * jnp.square(chosen + rejected)
+        if self.label_coef:
+            labels = batch["labels"]
+            known = mask & ~jnp.isnan(labels)
+            signed = self.sign * keep(scores, known) * (2.0 * keep(labels, known) - 1.0)
+            terms = keep(-jax.nn.log_sigmoid(signed), known)
+            loss = loss + self.label_coef * jnp.sum(terms, axis=1).reshape(-1, 2).sum(axis=1)
+            right = jnp.sum(keep((signed > 0).astype(jnp.float32), known), axis=1)
+            count = jnp.sum(known, axis=1).reshape(-1, 2).sum(axis=1)
+            stats["label_accuracy"] = right.reshape(-1, 2).sum(axis=1) / jnp.maximum(count, 1)
+        stats = {name: placed(value, mask) for name, value in stats.items()}
+        return placed(loss, mask), jax.lax.stop_gradient(stats)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLoss:
+    r"""Binary cross-entropy of process rewards, a mean over all labelled steps.
+
+    .. math:: -\frac{1}{|S|}\sum_{t \in S} \log\sigma(y_t s_t)
+
+    S are the places after the last token of a step, y = 1 of right steps and -1 of wrong ones
+    (https://arxiv.org/abs/2305.20050; as two classes of a token classifier in TRL's PRMTrainer).
+    """
+
+    needs: ClassVar[tuple[str, ...]] = ("response_mask", "labels")
+    needs_entropy: ClassVar[bool] = False
+
+    def weights(self, batch: Mapping[str, Any]) -> jax.Array:
+        """float32 [N, L + 1], 1 / labelled steps at each of them, for a whole step of updates."""
+        known = jnp.asarray(batch["response_mask"], bool) & ~jnp.isnan(batch["labels"])
+        return known / jnp.maximum(jnp.sum(known), 1).astype(jnp.float32)
+
+    def stat_weights(self, batch: Mapping[str, Any]) -> jax.Array:
+        """The same: statistics are means over steps."""
+        return self.weights(batch)
+
+    def __call__(self, scores: jax.Array, batch: Mapping[str, Any]) -> tuple[jax.Array, Stats]:
+        """Losses and statistics of steps, where they end.
+
+        Args:
+            scores: float [N, L + 1].
+            batch: `response_mask` bool, `labels` float [N, L + 1], see `with_end`.
+
+        Returns:
+            (float32 [N, L + 1], stats like it without gradient): `accuracy`, `score` and
+            `right_share` (of the labels).
+        """
+        mask = jnp.asarray(batch["response_mask"], bool)
+        chex.assert_equal_shape([scores, mask, batch["labels"]])
+        known = mask & ~jnp.isnan(batch["labels"])
+        labels, scores = keep(batch["labels"], known), keep(scores, known)
+        signed = scores * (2.0 * labels - 1.0)
+        stats = {
+            "accuracy": keep((signed > 0).astype(jnp.float32), known),
+            "score": scores,
+            "right_share": labels,
+        }
+        return keep(-jax.nn.log_sigmoid(signed), known), jax.lax.stop_gradient(stats)
 
 
 class Scored(Algorithm):

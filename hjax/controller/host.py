@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 
-from hjax.binding import binding
 from hjax.controller.messages import Build, Call, select
 from hjax.errors import RunError
+from hjax.roles import binding
 from hjax.sharding.arrays import taken_apart
 
 

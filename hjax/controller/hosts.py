@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -65,57 +65,30 @@ def rooms(
     key = together_label(platform, together)
     if not each:
         key, platform = "", "cpu"
-    wanted = tuple(sorted(labels.items()))
-    there = [node for node in alive if labels.items() <= (node.get("Labels") or {}).items()]
-    if not there and wanted:
-        have = {
-            f"{name}={node['Labels'][name]}"
-            for node in alive for name in labels if name in (node.get("Labels") or {})
-        }  # fmt: skip
-        raise ConfigError(
-            f"pool {pool} is to stand on hosts with "
-            f"{', '.join(f'{name}={value}' for name, value in wanted)}, which none has; of these "
-            f"labels there are {', '.join(sorted(have)) or 'none'}"
-        )
-    alive = there
+    alive = _labelled(alive, pool, labels)
     capacity = [room_for(node, platform, each) for node in alive]
 
     def near(chosen: Sequence[int], more: tuple[tuple[str, str], ...] = ()) -> list[Room]:
-        needed = tuple(sorted({*wanted, *more}))
+        needed = tuple(sorted({*labels.items(), *more}))
         if platform == "cpu":
             several = len(chosen) > 1 and processes > 1
             return [Room("SPREAD" if several else "PACK", needed)]
         one = processes > 1 and any(capacity[i] >= processes for i in chosen)
         return [Room(way, needed) for way in (("STRICT_PACK", "PACK") if one else ("PACK",))]
 
-    everywhere = near(range(len(alive)))
-    if not key:
-        return everywhere
-    groups: dict[str, list[int]] = {}
-    for i, node in enumerate(alive):
-        if value := (node.get("Labels") or {}).get(key):
-            groups.setdefault(value, []).append(i)
-    if not groups and together in ("auto", "none"):
-        return everywhere
-    if not groups:
+    groups = _by_value(alive, key) if key else {}
+    if not groups and together not in ("auto", "none") and key:
         known = sorted({label for node in alive for label in node.get("Labels") or {}})
         raise ConfigError(
             f"cluster.together={together!r}: no host has this label; they have "
             f"{', '.join(known) or 'none'}"
         )
+    if not groups:
+        return near(range(len(alive)))
     sizes = {value: sum(capacity[i] for i in chosen) for value, chosen in groups.items()}
     if key == SLICE:
-        groups = {
-            value: chosen for value, chosen in groups.items()
-            if len(chosen) == 1 or sizes[value] == processes
-        }  # fmt: skip
-        if not any(sizes[value] >= processes for value in groups):
-            slices = ", ".join(f"{value}: {n}" for value, n in sorted(sizes.items()))
-            raise ConfigError(
-                f"pool {pool} has {processes} processes; on TPUs it takes one slice, and of one of "
-                f"several hosts all, for libtpu makes one world of a slice; there are {slices}"
-            )
-        sizes = {value: sizes[value] for value in groups}
+        one_host = {value for value, chosen in groups.items() if len(chosen) == 1}
+        sizes = _whole_slices(sizes, one_host, pool, processes)
     fitting = sorted((size, value) for value, size in sizes.items() if size >= processes)
     if not fitting:
         most = max(sizes, key=lambda value: sizes[value])
@@ -125,6 +98,48 @@ def rooms(
             "smaller pools, or cluster.together=none"
         )
     return [room for _, value in fitting for room in near(groups[value], ((key, value),))]
+
+
+def _labelled(
+    alive: list[Mapping[str, Any]], pool: str, labels: Mapping[str, str]
+) -> list[Mapping[str, Any]]:
+    """The hosts that have all of a pool's labels."""
+    there = [node for node in alive if labels.items() <= (node.get("Labels") or {}).items()]
+    if there or not labels:
+        return there
+    have = {
+        f"{name}={node['Labels'][name]}"
+        for node in alive for name in labels if name in (node.get("Labels") or {})
+    }  # fmt: skip
+    raise ConfigError(
+        f"pool {pool} is to stand on hosts with "
+        f"{', '.join(f'{name}={value}' for name, value in sorted(labels.items()))}, which none "
+        f"has; of these labels there are {', '.join(sorted(have)) or 'none'}"
+    )
+
+
+def _by_value(alive: Sequence[Mapping[str, Any]], key: str) -> dict[str, list[int]]:
+    """Numbers of the hosts by their value of a label; those without it are left out."""
+    groups: dict[str, list[int]] = {}
+    for i, node in enumerate(alive):
+        if value := (node.get("Labels") or {}).get(key):
+            groups.setdefault(value, []).append(i)
+    return groups
+
+
+def _whole_slices(
+    sizes: Mapping[str, int], one_host: Collection[str], pool: str, processes: int
+) -> dict[str, int]:
+    """The TPU slices that a pool can take, by the processes they take: those of ``one_host``, and
+    those of several that it fills."""
+    usable = {v: size for v, size in sizes.items() if v in one_host or size == processes}
+    if not any(size >= processes for size in usable.values()):
+        slices = ", ".join(f"{value}: {n}" for value, n in sorted(sizes.items()))
+        raise ConfigError(
+            f"pool {pool} has {processes} processes; on TPUs it takes one slice, and of one of "
+            f"several hosts all, for libtpu makes one world of a slice; there are {slices}"
+        )
+    return usable
 
 
 def together_label(platform: str, together: str) -> str:

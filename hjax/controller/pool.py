@@ -13,12 +13,12 @@ from typing import Any
 
 import jax
 
-from hjax.binding import bound_methods
 from hjax.controller.executors import Executor, ExecutorFactory, ThreadExecutor
 from hjax.controller.futures import Future
 from hjax.controller.messages import Build, Call, select
 from hjax.controller.timeline import Timeline
 from hjax.errors import ConfigError, RunError
+from hjax.roles import bound_methods
 
 
 class ResourcePool:

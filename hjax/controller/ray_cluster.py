@@ -24,6 +24,7 @@ from hjax.controller import ray_calls
 from hjax.controller.futures import DEADLINE_SECONDS
 from hjax.controller.hosts import devices_of_a_host
 from hjax.controller.process import Setup, Written, versions, write
+from hjax.controller.ray_calls import Servers
 from hjax.controller.ray_executor import RayExecutor
 from hjax.controller.ray_pool import (
     START_SECONDS,
@@ -32,7 +33,6 @@ from hjax.controller.ray_pool import (
     ProcessPool,
     again,
 )
-from hjax.controller.ray_servers import Servers
 from hjax.controller.timeline import Timeline
 from hjax.errors import ConfigError, ProcessLost, RunError
 from hjax.machine import available_cores

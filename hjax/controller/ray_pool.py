@@ -209,10 +209,16 @@ class ProcessPool:
         time that is looked.
         """
         cluster = self._cluster
-        labels = cluster.labels_of(self.name)
-        arguments = self.name, cluster.platform, processes, self.devices, cluster.together, labels
         try:
-            return rooms(ray_calls.nodes(), *arguments)
+            return rooms(
+                ray_calls.nodes(),
+                pool=self.name,
+                platform=cluster.platform,
+                processes=processes,
+                each=self.devices,
+                together=cluster.together,
+                labels=cluster.labels_of(self.name),
+            )
         except ConfigError:
             if processes == least and (self.starts == 1 or last):
                 raise

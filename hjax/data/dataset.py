@@ -12,11 +12,10 @@ import numpy as np
 from hjax.data.conversations import assistant_turns, with_prompt
 from hjax.data.labels import labelled_pairs
 from hjax.data.reading import Reading
-from hjax.data.sources import SUFFIXES, files_of, hub_rows, parts
+from hjax.data.sources import read_all, short
 from hjax.data.tasks import Task
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, DataError
-from hjax.given import parse_json
 
 # Arguments of a reward function that a column would hide.
 _RESERVED = ("prompts", "responses")
@@ -114,20 +113,7 @@ class Dataset:
         Raises DataError, one line with the file and the line (jsonl) or row (parquet, from 1).
         """
         reading = reading or Reading()
-        read = _read_all(path)
-        for old, new in reading.columns.items():
-            if read and not any(old in row for _, row in read):
-                raise DataError(
-                    f"{path}: config.data.columns takes {new!r} from a column {old!r}, which no "
-                    f"row has; the first one has {', '.join(map(str, read[0][1]))}"
-                )
-        found = [(where, reading.renamed(row)) for where, row in read]
-        found = assistant_turns(found, _PROMPT_COLUMNS, demonstrated)
-        if labelled:
-            found = labelled_pairs(found)
-        rows = [(where, with_prompt(row, where, _PROMPT_COLUMNS)) for where, row in found]
-        if not rows:
-            raise DataError(f"{path}: the dataset is empty; it must have at least one prompt")
+        rows = _rows_of(path, reading, labelled, demonstrated)
         if vocab_size is None and tokenizer is not None:
             vocab_size = tokenizer.vocab_size
         tokens: list[list[int]] = []
@@ -159,19 +145,44 @@ class Dataset:
                 f"{path}: all {len(rows)} prompts have more than rollout.max_prompt_length="
                 f"{max_prompt_length} tokens, and data.overlong=filter leaves them out; raise it"
             )
-        rows = kept
-        names = dict.fromkeys(key for _, row in rows for key in row)
-        for name in _RESERVED:
-            if name in names:
-                raise DataError(
-                    f"{path}: a column is called {name!r}, which reward functions are given as an "
-                    "argument; rename the column"
-                )
         return cls(
             prompt_tokens=tokens,
             prompt_text=None if tokenizer is None else texts,
-            columns={name: [row.get(name) for _, row in rows] for name in names},
+            columns=_columns(path, [row for _, row in kept]),
         )
+
+
+def _rows_of(
+    path: str | Path, reading: Reading, labelled: bool, demonstrated: bool
+) -> list[tuple[str, dict[str, Any]]]:
+    """Rows that each have a prompt, and where they stand; arguments as of ``from_file``."""
+    read = read_all(path)
+    for old, new in reading.columns.items():
+        if read and not any(old in row for _, row in read):
+            raise DataError(
+                f"{path}: config.data.columns takes {new!r} from a column {old!r}, which no "
+                f"row has; the first one has {', '.join(map(str, read[0][1]))}"
+            )
+    found = [(where, reading.renamed(row)) for where, row in read]
+    found = assistant_turns(found, _PROMPT_COLUMNS, demonstrated)
+    if labelled:
+        found = labelled_pairs(found)
+    rows = [(where, with_prompt(row, where, _PROMPT_COLUMNS)) for where, row in found]
+    if not rows:
+        raise DataError(f"{path}: the dataset is empty; it must have at least one prompt")
+    return rows
+
+
+def _columns(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Rows by column, None where one lacks it."""
+    names = dict.fromkeys(key for row in rows for key in row)
+    for name in _RESERVED:
+        if name in names:
+            raise DataError(
+                f"{path}: a column is called {name!r}, which reward functions are given as an "
+                "argument; rename the column"
+            )
+    return {name: [row.get(name) for row in rows] for name in names}
 
 
 def split_held_out(dataset: Dataset, fraction: float, seed: int) -> tuple[Dataset, Dataset]:
@@ -280,72 +291,6 @@ def _padded(
     return tokens, mask
 
 
-def _read_all(path: str | Path) -> list[tuple[str, dict[str, Any]]]:
-    """The rows of everything that a path names, in its order."""
-    rows: list[tuple[str, dict[str, Any]]] = []
-    for part in parts(path):
-        files = files_of(part)
-        if files is None:
-            rows += hub_rows(part)
-        else:
-            for file in files:
-                rows += _read_rows(file)
-    return rows
-
-
-def _read_rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """(where, row) pairs; `where` names file and line or row for messages."""
-    if path.suffix not in SUFFIXES:
-        raise DataError(f"{path}: its name must end in {', '.join(SUFFIXES[:-1])} or .txt")
-    if not path.is_file():
-        raise DataError(f"{path}: there is no such file; data.path and data.eval_path name files")
-    read = {".txt": _read_lines, ".jsonl": _read_jsonl, ".parquet": _read_parquet}[path.suffix]
-    try:
-        return read(path)
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from error
-
-
-def _read_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    rows = []
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            where = f"{path}:{number}"
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-            except ValueError as error:
-                raise DataError(f"{where}: not UTF-8 ({error})") from None
-            if text.strip():
-                rows.append((where, {"prompt": text}))
-    return rows
-
-
-def _read_jsonl(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    rows = []
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            where = f"{path}:{number}"
-            row = parse_json(line, where)
-            if not isinstance(row, dict):
-                raise DataError(f"{where}: a JSON object is needed, found {_short(row)}")
-            rows.append((where, row))
-    return rows
-
-
-def _read_parquet(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        rows = pyarrow.parquet.read_table(path).to_pylist()  # which may find more that is wrong
-    except Exception as error:  # Arrow's, and whatever its values are made with
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DataError(f"{path}: not a readable parquet file ({reason[:200]})") from None
-    return [(f"{path}: row {i}", row) for i, row in enumerate(rows, start=1)]
-
-
 def _prompt_of(
     row: dict[str, Any],
     where: str,
@@ -367,7 +312,7 @@ def _prompt_of(
     is_chat = isinstance(prompt, list) and prompt and all(isinstance(m, dict) for m in prompt)
     if not isinstance(prompt, str) and not is_chat:
         raise DataError(
-            f"{where}: the prompt is {_short(prompt)}; it must be text, a list of chat messages or "
+            f"{where}: the prompt is {short(prompt)}; it must be text, a list of chat messages or "
             "a list of token ids"
         )
     if tokenizer is None:
@@ -404,8 +349,3 @@ def _check_tokens(
 
 def _is_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _short(value: Any, limit: int = 60) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."

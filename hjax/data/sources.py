@@ -1,4 +1,5 @@
-"""Where prompts come from: files, patterns and folders of them, and Hugging Face's data sets."""
+"""Where prompts come from: files, patterns and folders of them, and Hugging Face's data sets; and
+the rows that they hold."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hjax.errors import DataError
-from hjax.given import given_path
+from hjax.given import given_path, parse_json
 
 SUFFIXES = (".jsonl", ".parquet", ".txt")
 # owner/name, with a configuration and a split: owner/name/main:train.
@@ -85,3 +86,75 @@ def hub_rows(part: str, split: str = "train") -> Iterator[tuple[str, dict[str, A
         reason = " ".join(str(error).split())[:200]
         raise DataError(f"{part}: datasets cannot load it ({reason})") from error
     yield from ((f"{part}: row {number}", row) for number, row in enumerate(rows, start=1))
+
+
+def read_all(path: str | Path) -> list[tuple[str, dict[str, Any]]]:
+    """The rows of everything that a path names, in its order."""
+    rows: list[tuple[str, dict[str, Any]]] = []
+    for part in parts(path):
+        files = files_of(part)
+        if files is None:
+            rows += hub_rows(part)
+        else:
+            for file in files:
+                rows += _read_rows(file)
+    return rows
+
+
+def _read_rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """(where, row) pairs; `where` names file and line or row for messages."""
+    if path.suffix not in SUFFIXES:
+        raise DataError(f"{path}: its name must end in {', '.join(SUFFIXES[:-1])} or .txt")
+    if not path.is_file():
+        raise DataError(f"{path}: there is no such file; data.path and data.eval_path name files")
+    read = {".txt": _read_lines, ".jsonl": _read_jsonl, ".parquet": _read_parquet}[path.suffix]
+    try:
+        return read(path)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error
+
+
+def _read_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    rows = []
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            where = f"{path}:{number}"
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+            except ValueError as error:
+                raise DataError(f"{where}: not UTF-8 ({error})") from None
+            if text.strip():
+                rows.append((where, {"prompt": text}))
+    return rows
+
+
+def _read_jsonl(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    rows = []
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            where = f"{path}:{number}"
+            row = parse_json(line, where)
+            if not isinstance(row, dict):
+                raise DataError(f"{where}: a JSON object is needed, found {short(row)}")
+            rows.append((where, row))
+    return rows
+
+
+def _read_parquet(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        rows = pyarrow.parquet.read_table(path).to_pylist()  # which may find more that is wrong
+    except Exception as error:  # Arrow's, and whatever its values are made with
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(f"{path}: not a readable parquet file ({reason[:200]})") from None
+    return [(f"{path}: row {i}", row) for i, row in enumerate(rows, start=1)]
+
+
+def short(value: Any, limit: int = 60) -> str:
+    """A value as messages show it."""
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."

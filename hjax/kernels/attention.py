@@ -360,9 +360,8 @@ def attend(
     length = q.shape[1]
     short = -length % (around * PART if around > 1 else 1)
     if short:
-        q, k, v = (jnp.pad(x, ((0, 0), (0, short), (0, 0), (0, 0))) for x in (q, k, v))
-        segments, more = jax.tree.map(
-            lambda x: jnp.pad(x, ((0, 0), (0, short))), (segments, more)
+        q, k, v, segments, more = jax.tree.map(
+            functools.partial(lengthened, more=short), (q, k, v, segments, more)
         )
     rows, places = _fitting(spread, q.shape[0]) or None, spread.length or None
     own = PartitionSpec(rows, places, spread.kv_heads or None, None)
@@ -370,16 +369,15 @@ def attend(
     heads_each = q.shape[2] // spread.ways(spread.heads)
     per_kv = q.shape[2] // k.shape[2]
 
-    def run(
-        q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, sinks: Any, more: Any
-    ) -> jax.Array:
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, sinks: Any, more: Any) -> Any:
         if whole_heads:
             k, v = (_of_heads(x, spread.heads, heads_each, per_kv) for x in (k, v))
         # The stages of a pipeline take branches of their own, where devices can gather from each
         # other, but not send to neighbours.
-        gather = bool(manual)
-        where = spread.length, around, gather
-        return kernel(q, k, v, segments, sinks, scoring, sight, *where, **more)
+        return kernel(
+            q, k, v, segments, sinks, scoring, sight, axes=spread.length, around=around,
+            gather=bool(manual), **more,
+        )  # fmt: skip
 
     out = jax.shard_map(
         run,

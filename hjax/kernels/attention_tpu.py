@@ -85,58 +85,15 @@ def backward(
     specs = Specs.of(how, each, dim, beside)
     numbers, rows = len(beside.numbers), len(beside.rows)
 
-    def kernel(*refs: Any) -> None:
-        step = Step(how, refs[:numbers], refs[numbers + 6 : numbers + 6 + rows])
-        q, k, v, d_out, log_total, meant = refs[numbers : numbers + 6]
-        d_q, d_k, d_v, sum_q, sum_k, sum_v = refs[numbers + 6 + rows :]
-        member, own = pl.program_id(2), pl.ds(step.place, block)
-
-        @step.on(FIRST)
-        def _() -> None:
-            sum_q[...] = jnp.zeros_like(sum_q)
-
-        @step.on(FIRST_KEYS, member == 0)
-        def _() -> None:
-            for total in (sum_k, sum_v):
-                total[own, :] = jnp.zeros((block, dim), jnp.float32)
-
-        def add(queries: Any, keys: Any, hide: Hide) -> None:
-            here = pl.ds(step.place + keys.start, keys.size)
-            part_q, part_k, given = q[queries, :], k[keys, :], d_out[queries, :]
-            scores = dot(part_k, part_q, 1, 1)
-            if how.softcap:
-                bent = jnp.tanh(scores / how.softcap)
-                scores = how.softcap * bent
-            scores = hide(scores)
-            weights = jnp.exp(scores - log_total[:, queries])
-            sum_v[here, :] += dot(weights.astype(given.dtype), given, 1, 0)
-            d_scores = (dot(v[keys, :], given, 1, 1) - meant[:, queries]) * weights
-            if how.softcap:
-                d_scores *= 1 - bent * bent
-            d_scores = d_scores.astype(part_q.dtype)
-            sum_k[here, :] += dot(d_scores, part_q, 1, 0)
-            sum_q[queries, :] += dot(d_scores, part_k, 0, 0)
-
-        step.compute(add)
-
-        @step.on(LAST)
-        def _() -> None:
-            d_q[...] = sum_q[...].astype(d_q.dtype)
-
-        @step.on(LAST_KEYS, member == each - 1)
-        def _() -> None:
-            d_k[...] = sum_k[own, :].astype(d_k.dtype)
-            d_v[...] = sum_v[own, :].astype(d_v.dtype)
-
     def totals(row: Any, kv: Any, member: Any, visit: Any, *lists: Any) -> Any:
         # A block is written when the next one's turn comes: that is in the last of the heads that
         # share keys and values.
         return row, kv, lists[5][jnp.where(member == each - 1, visit, 0)], 0
 
     of_totals = pl.BlockSpec((None, None, block, dim), totals)
-    lines = log_total[:, :, None], meant[:, :, None]
+    q, k, v = arrays
     return pl.pallas_call(
-        kernel,
+        functools.partial(_backward_kernel, how, each, numbers, rows),
         out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=numbers,
@@ -151,10 +108,63 @@ def backward(
             ],
         ),
         compiler_params=params(),
-        cost_estimate=_backward_estimate(how, *arrays[:2]),
+        cost_estimate=_backward_estimate(how, q, k),
         interpret=how.interpret,
         name="attention_backward",
-    )(*beside.numbers, *arrays, d_out, *lines, *beside.rows)  # fmt: skip
+    )(
+        *beside.numbers, q, k, v, d_out, log_total[:, :, None], meant[:, :, None], *beside.rows
+    )  # fmt: skip
+
+
+def _backward_kernel(how: How, each: int, numbers: int, rows: int, *refs: Any) -> None:
+    """A visit of a block of queries to one of keys.
+
+    Args:
+      each: heads of queries to one of keys and values.
+      numbers, rows: how many of the refs are lists of visits, and rows of segments.
+    """
+    step = Step(how, refs[:numbers], refs[numbers + 6 : numbers + 6 + rows])
+    q, k, v, d_out, log_total, meant = refs[numbers : numbers + 6]
+    d_q, d_k, d_v, sum_q, sum_k, sum_v = refs[numbers + 6 + rows :]
+    block, dim = how.block, q.shape[-1]
+    member, own = pl.program_id(2), pl.ds(step.place, block)
+
+    @step.on(FIRST)
+    def _() -> None:
+        sum_q[...] = jnp.zeros_like(sum_q)
+
+    @step.on(FIRST_KEYS, member == 0)
+    def _() -> None:
+        for total in (sum_k, sum_v):
+            total[own, :] = jnp.zeros((block, dim), jnp.float32)
+
+    def add(queries: Any, keys: Any, hide: Hide) -> None:
+        here = pl.ds(step.place + keys.start, keys.size)
+        part_q, part_k, given = q[queries, :], k[keys, :], d_out[queries, :]
+        scores = dot(part_k, part_q, 1, 1)
+        if how.softcap:
+            bent = jnp.tanh(scores / how.softcap)
+            scores = how.softcap * bent
+        scores = hide(scores)
+        weights = jnp.exp(scores - log_total[:, queries])
+        sum_v[here, :] += dot(weights.astype(given.dtype), given, 1, 0)
+        d_scores = (dot(v[keys, :], given, 1, 1) - meant[:, queries]) * weights
+        if how.softcap:
+            d_scores *= 1 - bent * bent
+        d_scores = d_scores.astype(part_q.dtype)
+        sum_k[here, :] += dot(d_scores, part_q, 1, 0)
+        sum_q[queries, :] += dot(d_scores, part_k, 0, 0)
+
+    step.compute(add)
+
+    @step.on(LAST)
+    def _() -> None:
+        d_q[...] = sum_q[...].astype(d_q.dtype)
+
+    @step.on(LAST_KEYS, member == each - 1)
+    def _() -> None:
+        d_k[...] = sum_k[own, :].astype(d_k.dtype)
+        d_v[...] = sum_v[own, :].astype(d_v.dtype)
 
 
 def _backward_estimate(how: How, q: jax.Array, k: jax.Array) -> Any:
@@ -189,8 +199,10 @@ def attend(
     length, dim = q.shape[1], q.shape[3]
     block, places = tpu_block(length), tpu_places(length)
     if around > 1 or not has_room(places, block, dim, q.dtype.itemsize):
-        where = axes, around, gather, interpret
-        return splash.attend(q, k, v, segments, sinks, scoring, sight, *where)
+        return splash.attend(
+            q, k, v, segments, sinks, scoring, sight, axes=axes, around=around, gather=gather,
+            interpret=interpret,
+        )  # fmt: skip
     how = How(sight, places, block, scoring.softcap, interpret)
     short = places - length
 
@@ -245,42 +257,9 @@ def _forward(
     if sinks is not None:
         numbers.append(sinks.astype(jnp.float32))
 
-    def kernel(*refs: Any) -> None:
-        listed, refs = refs[: len(numbers)], refs[len(numbers) :]
-        step = Step(how, listed[: len(beside.numbers)], refs[3 : 3 + rows])
-        q, k, v = refs[:3]
-        out, log_total, top, total, made = refs[3 + rows :]
-        head = pl.program_id(1) * each + pl.program_id(2)
-
-        @step.on(FIRST)
-        def _() -> None:
-            # A sink is a score that has no value.
-            top[...] = jnp.full_like(top, MASKED if sinks is None else listed[-1][head])
-            total[...] = jnp.full_like(total, 0.0 if sinks is None else 1.0)
-            made[...] = jnp.zeros_like(made)
-
-        def add(queries: Any, keys: Any, hide: Hide) -> None:
-            scores = dot(k[keys, :], q[queries, :], 1, 1)
-            if how.softcap:
-                scores = how.softcap * jnp.tanh(scores / how.softcap)
-            scores = hide(scores)
-            old = top[:, queries]
-            new = jnp.maximum(old, scores.max(0, keepdims=True))
-            weights, before = jnp.exp(scores - new), jnp.exp(old - new)
-            top[:, queries] = new
-            total[:, queries] = total[:, queries] * before + weights.sum(0, keepdims=True)
-            values = dot(v[keys, :], weights.astype(v.dtype), 0, 0)
-            made[:, queries] = made[:, queries] * before + values
-
-        step.compute(add)
-
-        @step.on(LAST)
-        def _() -> None:
-            out[...] = (made[...] / total[...]).T.astype(out.dtype)
-            log_total[...] = top[...] + jnp.log(total[...])
-
+    visits = len(beside.numbers)
     out, log_total = pl.pallas_call(
-        kernel,
+        functools.partial(_kernel, how, each, visits, rows, sinks is not None),
         out_shape=(
             jax.ShapeDtypeStruct(q.shape, q.dtype),
             jax.ShapeDtypeStruct((batch, heads, 1, length), jnp.float32),
@@ -298,6 +277,48 @@ def _forward(
         name="attention_forward",
     )(*numbers, q, k, v, *beside.rows)
     return out, log_total[:, :, 0]
+
+
+def _kernel(how: How, each: int, visits: int, rows: int, sinks: bool, *refs: Any) -> None:
+    """A visit of a block of queries to one of keys.
+
+    Args:
+      each: heads of queries to one of keys and values.
+      visits, rows: how many of the refs are lists of visits, and rows of segments.
+      sinks: after the lists there are the heads' sinks.
+    """
+    listed, refs = refs[: visits + sinks], refs[visits + sinks :]
+    step = Step(how, listed[:visits], refs[3 : 3 + rows])
+    q, k, v = refs[:3]
+    out, log_total, top, total, made = refs[3 + rows :]
+    head = pl.program_id(1) * each + pl.program_id(2)
+
+    @step.on(FIRST)
+    def _() -> None:
+        # A sink is a score that has no value.
+        top[...] = jnp.full_like(top, listed[-1][head] if sinks else MASKED)
+        total[...] = jnp.full_like(total, 1.0 if sinks else 0.0)
+        made[...] = jnp.zeros_like(made)
+
+    def add(queries: Any, keys: Any, hide: Hide) -> None:
+        scores = dot(k[keys, :], q[queries, :], 1, 1)
+        if how.softcap:
+            scores = how.softcap * jnp.tanh(scores / how.softcap)
+        scores = hide(scores)
+        old = top[:, queries]
+        new = jnp.maximum(old, scores.max(0, keepdims=True))
+        weights, before = jnp.exp(scores - new), jnp.exp(old - new)
+        top[:, queries] = new
+        total[:, queries] = total[:, queries] * before + weights.sum(0, keepdims=True)
+        values = dot(v[keys, :], weights.astype(v.dtype), 0, 0)
+        made[:, queries] = made[:, queries] * before + values
+
+    step.compute(add)
+
+    @step.on(LAST)
+    def _() -> None:
+        out[...] = (made[...] / total[...]).T.astype(out.dtype)
+        log_total[...] = top[...] + jnp.log(total[...])
 
 
 def _estimate(how: How, q: jax.Array) -> Any:

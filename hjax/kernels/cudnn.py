@@ -119,13 +119,12 @@ def _rows(
 ) -> jax.Array:
     """Each row one sequence; ``segments``: 0 at padding."""
     batch, length, heads, dim = q.shape
-    lengths = first = None
+    lengths = first = count = None
     if segments is not None:
         real = segments != 0
         first = jnp.argmax(real, axis=1).astype(jnp.int32)
         count = jnp.sum(real, axis=1, dtype=jnp.int32)
-        span = first, count
-        q, k, v = (_moved(x, 1, *span) for x in (q, k, v))
+        q, k, v = (_moved(x, 1, first, count) for x in (q, k, v))
         lengths = jnp.maximum(count, 1)  # of no token: a softmax over one that is 0
     reach = 0 if window is None else window[0] + 1
     with jax.named_scope(_costs(batch * heads, length, dim, reach)):
@@ -143,7 +142,7 @@ def _rows(
             )
         except (NotImplementedError, RuntimeError) as error:  # of this GPU, or no cuDNN
             raise ConfigError(f"{ASKED}: {' '.join(str(error).split())}") from error
-    return out if segments is None else _moved(out, -1, *span)
+    return out if segments is None else _moved(out, -1, first, count)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -169,7 +168,8 @@ def _moved_forward(x: jax.Array, way: int, first: jax.Array, count: jax.Array) -
 
 
 def _moved_backward(way: int, span: Any, d_out: jax.Array) -> Any:
-    return _moved(d_out, -way, *span), None, None
+    first, count = span
+    return _moved(d_out, -way, first, count), None, None
 
 
 _moved.defvjp(_moved_forward, _moved_backward)

@@ -221,9 +221,7 @@ def attend_slots(
         own = int8_cache.own_scores(q, own_k, axis)
         seen = slots.own(own.shape[-1], window, new)[:, None, None]
         own = jnp.where(seen, scoring.bend(own), MASKED)
-    sink = None
-    if sinks is not None:
-        sink = sinks.astype(wide).reshape(*q.shape[1:3], 1)
+    sink = None if sinks is None else sinks.astype(wide).reshape(*q.shape[1:3], 1)
     groups, kv_heads, prompt, _ = int8_cache.shape(prompt_v)
     top, past = own.max(-1) if met is None else met[0], None
 
@@ -233,8 +231,7 @@ def attend_slots(
         x = slots.by_prompt(x).swapaxes(1, 2)
         return x.reshape(groups, kv_heads, -1, *x.shape[5:])
 
-    def part(x: jax.Array) -> jax.Array:
-        """Back again."""
+    def part(x: jax.Array) -> jax.Array:  # back again
         x = x.reshape(groups, kv_heads, -1, per_kv, new, *x.shape[3:])
         return slots.by_row(x.swapaxes(1, 2))
 
@@ -242,8 +239,8 @@ def attend_slots(
         past = int8_cache.scores("xkqd,xkpd->xkqp", meet(q), prompt_k)
         seen = slots.prompt(prompt, window, new)
         if window:
-            several = seen.shape[1], per_kv, new, prompt
-            seen = jnp.broadcast_to(seen[:, :, None], (groups, *several))
+            shape = (groups, seen.shape[1], per_kv, new, prompt)
+            seen = jnp.broadcast_to(seen[:, :, None], shape)
         seen = seen.reshape(groups, 1, -1, prompt)
         past = jnp.where(seen, scoring.bend(past), MASKED)
         top = jnp.maximum(top, part(past.max(-1)))
@@ -294,8 +291,10 @@ def attend(
     past = seen.prompt(int8_cache.shape(prompt_v)[-2], scoring.window)[:, :, None]
     if met is None:
         own = seen.own(int8_cache.shape(own_v)[-2], scoring.window)[:, :, None]
-        parts = prompt_k, prompt_v, own_k, own_v, past, own
-        out = shared_prompt(q[..., None, :], *parts, scoring, sinks, axis)[..., 0, :]
+        out = shared_prompt(
+            q[..., None, :], prompt_k, prompt_v, own_k, own_v, prompt_seen=past, own_seen=own,
+            scoring=scoring, sinks=sinks, axis=axis,
+        )[..., 0, :]  # fmt: skip
     else:
         out = _beside_prompt(q, prompt_k, prompt_v, past[:, :, 0], met, scoring, sinks)
     if seen.position.ndim:

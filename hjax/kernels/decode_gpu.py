@@ -70,43 +70,36 @@ def filled(
     parts = max(1, min(math.ceil(PROGRAMS / rows), math.ceil(length / LEAST)))
     last = jnp.clip(last, 0, length - 1)
     spans = jnp.stack([jnp.clip(first, 0, last), last], axis=-1).astype(jnp.int32)
-    kernel = functools.partial(_kernel, scoring, new, queries, block)
-    one = (None, None, None)
     q = q.reshape(groups, kv_heads, samples, queries, dim)
+
+    def place(i: Any, h: Any) -> tuple[Any, ...]:
+        return i // samples, h, i % samples
 
     def of_row(*sizes: int) -> pl.BlockSpec:
         zeros = (0,) * len(sizes)
-        return pl.BlockSpec((*one, *sizes), lambda i, h, _: (i // samples, h, i % samples, *zeros))
+        return pl.BlockSpec((*[None] * 3, *sizes), lambda i, h, _: (*place(i, h), *zeros))
 
     def of_part(*sizes: int) -> pl.BlockSpec:
         zeros = (0,) * len(sizes)
-        return pl.BlockSpec(
-            (*one, None, *sizes), lambda i, h, j: (i // samples, h, i % samples, j, *zeros)
-        )
+        return pl.BlockSpec((*[None] * 4, *sizes), lambda i, h, j: (*place(i, h), j, *zeros))
 
     own: Any = of_row(length, dim)
     own = Quantized(own, of_row(1, length)) if int8 else own
+    span = pl.BlockSpec((None, None, 2), lambda i, h, j: (i // samples, i % samples, 0))
     seen = length / 2 if expected is None else min(expected, length)
     given = q.size * q.dtype.itemsize + 4 * rows * parts * queries * (dim + 2)
     token = dim * element + (int8_cache.SCALE_BYTES if int8 else 0)
     moved = 2 * rows * seen * token + given
-    cost = "pallas_call", 4.0 * rows * queries * seen * dim, moved
+    cost = cost_label((("pallas_call", 4.0 * rows * queries * seen * dim, moved),), part=True)
     shape = groups, kv_heads, samples, parts, queries
-    with jax.named_scope(cost_label((cost,), part=True)):
+    with jax.named_scope(cost):
         top, total, out = pl.pallas_call(
-            kernel,
+            functools.partial(_kernel, scoring, new, queries, block),
             grid=(groups * samples, kv_heads, parts),
-            in_specs=[
-                pl.BlockSpec((None, None, 2), lambda i, h, j: (i // samples, i % samples, 0)),
-                of_row(queries, dim),
-                own,
-                own,
-            ],
+            in_specs=[span, of_row(queries, dim), own, own],
             out_specs=[of_part(queries), of_part(queries), of_part(queries, dim)],
             out_shape=[
-                jax.ShapeDtypeStruct(shape, jnp.float32),
-                jax.ShapeDtypeStruct(shape, jnp.float32),
-                jax.ShapeDtypeStruct((*shape, dim), jnp.float32),
+                jax.ShapeDtypeStruct(x, jnp.float32) for x in (shape, shape, (*shape, dim))
             ],
             compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
             interpret=interpret,
@@ -114,12 +107,9 @@ def filled(
         )(spans, q, own_k, own_v)
     together = top.max(3)
     factor = jnp.exp(top - together[:, :, :, None])
-    total, out = (total * factor).sum(3), (out * factor[..., None]).sum(3)
-
-    def by_token(x: jax.Array) -> jax.Array:
-        return x.reshape(*x.shape[:3], per_kv, new, *x.shape[4:])
-
-    return by_token(together), by_token(total), by_token(out)
+    found = together, (total * factor).sum(3), (out * factor[..., None]).sum(3)
+    top, total, out = (x.reshape(*x.shape[:3], per_kv, new, *x.shape[4:]) for x in found)
+    return top, total, out
 
 
 def _kernel(
@@ -137,16 +127,14 @@ def _kernel(
 ) -> None:
     """One part of a row's columns, with all queries of a key-value head."""
     int8 = isinstance(k_ref, Quantized)
-    numbers = (k_ref.numbers, v_ref.numbers) if int8 else (k_ref, v_ref)
-    dim, length = q_ref.shape[-1], numbers[0].shape[0]
+    dim, length = q_ref.shape[-1], (k_ref.numbers if int8 else k_ref).shape[0]
     padded = max(QUERIES, pl.next_power_of_2(queries))
     query, across = jnp.arange(padded), jnp.arange(dim)[None]
     there = query < queries
     # Of the dtype of keys, as XLA multiplies; float32 exactly, not in TF32.
     dtype = q_ref.dtype if int8 else k_ref.dtype
     precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
-    q = triton.load(q_ref.at[query[:, None], across], mask=there[:, None], other=0.0)
-    q = q.astype(dtype)
+    q = triton.load(q_ref.at[query[:, None], across], mask=there[:, None], other=0.0).astype(dtype)
     first, last = span_ref[0], span_ref[1]
     low = jnp.maximum(first, last + 1 - scoring.window) if scoring.window else first
     high = jnp.minimum(last + new, length)
@@ -161,15 +149,8 @@ def _kernel(
         top, total, out = carry
         column = low + i * block + jnp.arange(block)
         held = (column < high)[:, None]
-        k, v = (
-            triton.load(ref.at[column[:, None], across], mask=held, other=0) for ref in numbers
-        )
-        if int8:
-            k, v = (x.astype(jnp.float32).astype(dtype) for x in (k, v))
-            k_scale, v_scale = (
-                triton.load(ref.scale.at[0, column], mask=column < high, other=0.0)[None]
-                for ref in (k_ref, v_ref)
-            )
+        k, k_scale = _read(k_ref, column, across, held=held, dtype=dtype)
+        v, v_scale = _read(v_ref, column, across, held=held, dtype=dtype)
         scores = jnp.dot(q, k.T, precision=precision, preferred_element_type=jnp.float32)
         scores = scoring.bend(scores * k_scale if int8 else scores)
         seen = (column[None] <= own[:, None]) & held.T
@@ -192,3 +173,17 @@ def _kernel(
     triton.store(top_ref.at[query], top, mask=there)
     triton.store(total_ref.at[query], total, mask=there)
     triton.store(out_ref.at[query[:, None], across], out, mask=there[:, None])
+
+
+def _read(
+    ref: Any, column: jax.Array, across: jax.Array, held: jax.Array, dtype: Any
+) -> tuple[jax.Array, Any]:
+    """Keys or values of these columns, int8 ones in ``dtype``, and of those their scales [1,
+    columns]; 0 beyond those that are ``held`` bool [columns, 1]. ``across``: 0 to head_dim."""
+    int8 = isinstance(ref, Quantized)
+    numbers = ref.numbers if int8 else ref
+    x = triton.load(numbers.at[column[:, None], across], mask=held, other=0)
+    if not int8:
+        return x, None
+    scale = triton.load(ref.scale.at[0, column], mask=held[:, 0], other=0.0)[None]
+    return x.astype(jnp.float32).astype(dtype), scale

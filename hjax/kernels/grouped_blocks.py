@@ -45,8 +45,9 @@ def gated_product(
     before: jax.Array | None = None,
 ) -> jax.Array:
     """``hjax.kernels.reference.grouped_gated``, whose arguments these are."""
-    how = sizes, activation, fill, before, product
-    return reference.grouped_gated(both, shares, weights, *how)
+    return reference.grouped_gated(
+        both, shares, weights, sizes, activation, fill=fill, before=before, grouped=product
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))

@@ -133,46 +133,7 @@ def _backward(how: tuple[Activation, int, Fill, bool], kept: Any, given: jax.Arr
     both, shares, weights, sizes, before = kept
     inner, outer = weights.shape[1:]
     width = _width(rows, weights, _backward_room)
-    steps, left = pl.cdiv(outer, width), outer % width
-
-    def kernel(
-        offsets: Any, groups: Any, tiles: Any, given: Any, weights: Any, both: Any, shares: Any,
-        d_both: Any, active: Any, d_shares: Any, sums: Any,
-    ) -> None:  # fmt: skip
-        visit, step = pl.program_id(0), pl.program_id(1)
-
-        @pl.when(step == 0)
-        def _() -> None:
-            sums[...] = jnp.zeros_like(sums)
-
-        def add(last: bool) -> None:
-            x, w = given[...], weights[...]
-            if last and left:  # beyond the last column anything stands
-                x, w = (_cut(part, left) for part in (x, w))
-            sums[...] += _dot(x, w, ((1,), (1,)))
-            if last:
-                finish()
-
-        def finish() -> None:
-            for at in _parts(rows):
-                made, column = sums[at, :], _column(shares[0, :, at])
-                plain, back = jax.vjp(activation, *_halves(both[at, :]))
-                of_gate, of_up = back(made * column)
-                inside = _inside(offsets, groups, tiles, visit, rows, at)
-                for out, columns, new in (
-                    (d_both, slice(0, inner), of_gate),
-                    (d_both, slice(inner, 2 * inner), of_up),
-                    (active, slice(0, inner), plain * column),
-                ):
-                    held = out[at, columns].astype(jnp.float32)
-                    out[at, columns] = jnp.where(inside, new, held).astype(out.dtype)
-                # Sums over a row's columns, one after another in a register: by a product.
-                ones = jnp.ones((8, inner), jnp.float32)
-                across = _dot(ones, made * plain, ((1,), (1,)), jax.lax.Precision.HIGHEST)[:1]
-                inside = _inside(offsets, groups, tiles, visit, rows, at, along=1)
-                d_shares[0, :, at] = jnp.where(inside, across, d_shares[0, :, at])
-
-        jax.lax.cond(step == steps - 1, lambda: add(True), lambda: add(False))
+    steps = pl.cdiv(outer, width)
 
     def of_given(visit: Any, step: Any, offsets: Any, groups: Any, tiles: Any) -> Any:
         return tiles[visit], step
@@ -191,7 +152,7 @@ def _backward(how: tuple[Activation, int, Fill, bool], kept: Any, given: jax.Arr
     moved = _backward_bytes(both, weights, fill, rows, width)
     with grouped_tpu.told(both, weights, rows, fill, moved):
         d_both, active, d_shares = pl.pallas_call(
-            kernel,
+            functools.partial(_backward_kernel, activation, rows, outer % width),
             out_shape=(
                 jax.ShapeDtypeStruct((count, 2 * inner), both.dtype),
                 jax.ShapeDtypeStruct((count, inner), both.dtype),
@@ -219,6 +180,49 @@ def _backward(how: tuple[Activation, int, Fill, bool], kept: Any, given: jax.Arr
         )(*metadata, given, weights, both, shares.reshape(-1, 1, rows))
     gradient = grouped_tpu.gradient(active, given, weights, sizes, before, fill, rows, interpret)
     return d_both, d_shares.reshape(-1), gradient, None, None
+
+
+def _backward_kernel(
+    activation: Activation, rows: int, left: int, offsets: Any, groups: Any, tiles: Any, given: Any,
+    weights: Any, both: Any, shares: Any, d_both: Any, active: Any, d_shares: Any, sums: Any,
+) -> None:  # fmt: skip
+    """A visit of a tile of rows to a tile of columns; the last one has ``left`` columns, 0: all.
+    """
+    inner = weights.shape[0]
+    visit, step = pl.program_id(0), pl.program_id(1)
+
+    @pl.when(step == 0)
+    def _() -> None:
+        sums[...] = jnp.zeros_like(sums)
+
+    def add(last: bool) -> None:
+        x, w = given[...], weights[...]
+        if last and left:  # beyond the last column anything stands
+            x, w = (_cut(part, left) for part in (x, w))
+        sums[...] += _dot(x, w, ((1,), (1,)))
+        if last:
+            finish()
+
+    def finish() -> None:
+        for at in _parts(rows):
+            made, column = sums[at, :], _column(shares[0, :, at])
+            plain, back = jax.vjp(activation, *_halves(both[at, :]))
+            of_gate, of_up = back(made * column)
+            inside = _inside(offsets, groups, tiles, visit, rows, at)
+            for out, columns, new in (
+                (d_both, slice(0, inner), of_gate),
+                (d_both, slice(inner, 2 * inner), of_up),
+                (active, slice(0, inner), plain * column),
+            ):
+                held = out[at, columns].astype(jnp.float32)
+                out[at, columns] = jnp.where(inside, new, held).astype(out.dtype)
+            # Sums over a row's columns, one after another in a register: by a product.
+            ones = jnp.ones((8, inner), jnp.float32)
+            across = _dot(ones, made * plain, ((1,), (1,)), jax.lax.Precision.HIGHEST)[:1]
+            inside = _inside(offsets, groups, tiles, visit, rows, at, along=1)
+            d_shares[0, :, at] = jnp.where(inside, across, d_shares[0, :, at])
+
+    jax.lax.cond(step == pl.num_programs(1) - 1, lambda: add(True), lambda: add(False))
 
 
 _product.defvjp(_forward, _backward)

@@ -71,8 +71,10 @@ def _backward(tile: int, fill: Fill, interpret: bool, kept: Any, given: jax.Arra
     made = _times(given, weights, sizes, tile, fill, interpret, transposed=True)
     if weights.dtype.itemsize == 1:
         return made, None, None, None
-    made_of = rows, given, weights, sizes, before
-    return made, gradient(*made_of, fill, tile, interpret), None, None
+    back = gradient(
+        rows, given, weights, sizes, before, fill=fill, tile=tile, interpret=interpret
+    )
+    return made, back, None, None
 
 
 _product.defvjp(_forward, _backward)

@@ -153,10 +153,10 @@ def _over(head: Head, function: Any, hidden: jax.Array, given: str, made: str) -
     run = functools.partial(function, head, split)
     if split.mesh is None:
         return run
-    rows = split.rows or None, split.length or None
+    rows, length = split.rows or None, split.length or None
     specs = {
-        "r": PartitionSpec(*rows),
-        "w": PartitionSpec(*rows, None),
+        "r": PartitionSpec(rows, length),
+        "w": PartitionSpec(rows, length, None),
         "t": PartitionSpec(split.vocab or None, split.embed or None),
     }
     arguments, results = (tuple(specs[kind] for kind in kinds) for kinds in (given, made))

@@ -90,11 +90,11 @@ def kernels_of(name: str, whole: bool = False, unrolled: bool = False) -> Kernel
         return dataclasses.replace(written_out, attention=cudnn.attend, packs_share=False)
     if name == TPU:
         # Pallas takes long to import, and only here it runs.
-        from hjax.kernels import attention_tpu, grouped_gated_tpu, grouped_tpu, tpu
+        from hjax.kernels import attention_tpu, grouped_gated_tpu, grouped_tpu
 
         return dataclasses.replace(
             written_out,
-            rotate=tpu.rotate,
+            rotate=backward.rotate,
             few_passes=True,
             grouped=grouped_tpu.product,
             grouped_gated=grouped_gated_tpu.product,

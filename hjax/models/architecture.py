@@ -30,7 +30,7 @@ def decoder_parameters(config: ModelConfig) -> Declared:
         declared["positions"] = table(0.02, positions=config.max_length, embed=width)
     if not config.tie_embeddings:
         declared["unembedding"] = table(width**-0.5, vocab=vocab, embed=width)
-    tensors = family_of(config.family).tensors(config)
+    tensors = family_of(config).tensors(config)
 
     def stored(name: str, parameter: Parameter) -> Parameter:
         return dataclasses.replace(parameter, stored=tensors[name])

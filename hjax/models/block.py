@@ -154,11 +154,16 @@ class Block(nnx.Module):
             places = tuple((name, half) for half in of)
             norms, kept = None, None if scale is None else scale[...]
             if lora.dora:
-                parts = weight, kept, a, b, getattr(self, f"{name}_m")[...]
-                norms = low_rank.layer_scale(*parts, declared[name], lora, of)
+                norms = low_rank.layer_scale(
+                    weight, kept, a, b, magnitude=getattr(self, f"{name}_m")[...],
+                    parameter=declared[name], lora=lora, of=of,
+                )  # fmt: skip
             if norms is not None and lora.dropout and compute.dropout is not None:
-                frozen, how = (weight, kept, a, b, norms), (lora, places, compute.dropout)
-                out += low_rank.spread(low_rank.dropped_change(spec, x, *frozen, *how), of)
+                change = low_rank.dropped_change(
+                    spec, x, weight, kept, a, b, norms=norms, lora=lora, places=places,
+                    dropout=compute.dropout,
+                )  # fmt: skip
+                out += low_rank.spread(change, of)
             else:
                 addition = low_rank.addition(spec, x, a, b, lora, places, compute.dropout)
                 out += low_rank.spread(addition, of)
@@ -222,9 +227,16 @@ class Block(nnx.Module):
                 assert self.config.lora is not None
                 read[name] = self.config.lora.scaling * read[name]
         weights = Weights(**read)
-        keep = compute.remat in (remat.NONE, remat.PRODUCTS)
-        how = compute.home, compute.kernels, counted, compute.travel, keep
-        return mixture(x, weights, routing_of(self.config), *how)
+        return mixture(
+            x,
+            weights,
+            routing_of(self.config),
+            layout=compute.home,
+            kernels=compute.kernels,
+            counted=counted,
+            travel=compute.travel,
+            keep=compute.remat in (remat.NONE, remat.PRODUCTS),
+        )
 
     def _mlp(self, x: jax.Array, compute: Compute) -> jax.Array:
         config = self.config

@@ -378,7 +378,7 @@ def _quiet_failure() -> Iterator[None]:
     The first array that cannot be read or written ends the event loop in which all are; the others
     then find it closed and would print so, each with a traceback, until the last has ended.
     """
-    kept = sys.unraisablehook, sys.excepthook
+    of_unraisable, of_uncaught = sys.unraisablehook, sys.excepthook
     unraised: list[Any] = []
     uncaught: list[Any] = []
     sys.unraisablehook = unraised.append
@@ -390,10 +390,11 @@ def _quiet_failure() -> Iterator[None]:
             gc.collect()
             time.sleep(0.1)
         unraised, uncaught = [], []
-        kept = _without_abandoned(*kept)  # slow ones end later still
+        # Slow ones end later still.
+        of_unraisable, of_uncaught = _without_abandoned(of_unraisable, of_uncaught)
         raise
     finally:
-        sys.unraisablehook, sys.excepthook = kept
+        sys.unraisablehook, sys.excepthook = of_unraisable, of_uncaught
         for unraisable in unraised:
             sys.unraisablehook(unraisable)
         for about in uncaught:

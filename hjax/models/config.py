@@ -35,7 +35,8 @@ class ModelConfig:
       normalize_router: whether the weights of the experts that a token uses add up to 1.
       router_bias: a bias of the router.
       router_loss: weight of the loss that balances the experts, as config.json has it.
-      family: of ``hjax.models.families``: how its config.json and tensors are named.
+      family: of ``hjax.models.families``: how its config.json and tensors are named; one in a file
+        of the user's as ``path.py:Class``.
       dtype: of the files it came from, in which it is written again; no part of the shapes.
       token_ids: of the keys of config.json that name special tokens, those that it has; no part
         of the shapes either.

@@ -115,8 +115,9 @@ class Continue:
         def widened(held: Held) -> jax.Array:
             return held.widened(q.dtype) if isinstance(held, Quantized) else held
 
-        seen = widened(keys), widened(values)
-        out = continuing.attend(q, *seen, begin, scoring, sinks)
+        out = continuing.attend(
+            q, widened(keys), widened(values), begin=begin, scoring=scoring, sinks=sinks
+        )
         return out, cache, (keys, values)
 
     def _joined(

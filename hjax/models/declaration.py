@@ -260,5 +260,14 @@ def parts(parameter: Parameter) -> Iterator[Part]:
             name, other, stacked = (
                 text.format(**numbers) for text in (stored.name, stored.other, stored.stacked)
             )
-            of = tuple(shape), at, stored.part, inputs, stacked, apart, order
-            yield Part(name, other, *of)
+            yield Part(
+                name=name,
+                other=other,
+                shape=tuple(shape),
+                at=at,
+                part=stored.part,
+                inputs=inputs,
+                stacked=stacked,
+                _apart=apart,
+                _order=order,
+            )

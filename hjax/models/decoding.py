@@ -68,17 +68,22 @@ class Decode:
         else:
             cache = cache.write(layer, k, v, self.seen.position)
             prompt_k, prompt_v, own_k, own_v = cache.read(layer)
-            parts = prompt_k, prompt_v, own_k, own_v
             met = None
             if cache.form in BY_PARTS:
                 position = jnp.broadcast_to(self.seen.position, q.shape[:3:2])
-                spans = jnp.zeros_like(position), position
-                way = self.layout, scoring, self.expected, cache.form
-                met = tuple(
-                    x[..., 0] if x.ndim == 5 else x[..., 0, :]
-                    for x in _filled((q[..., None, :], own_k, own_v), spans, *way)
+                found = _filled(
+                    (q[..., None, :], own_k, own_v),
+                    (jnp.zeros_like(position), position),
+                    layout=self.layout,
+                    scoring=scoring,
+                    expected=self.expected,
+                    form=cache.form,
                 )
-            out = kernels.attend(q, *parts, self.seen, scoring, sinks, met, cache.key_axis)
+                met = tuple(x[..., 0] if x.ndim == 5 else x[..., 0, :] for x in found)
+            out = kernels.attend(
+                q, prompt_k, prompt_v, own_k, own_v, seen=self.seen, scoring=scoring,
+                sinks=sinks, met=met, axis=cache.key_axis,
+            )  # fmt: skip
         return out.transpose(0, 2, 1, 3, 4).reshape(rows, 1, -1, dim), cache, None
 
     def _by_kernel(
@@ -95,7 +100,7 @@ class Decode:
         from hjax.kernels import decode_tpu  # Pallas takes long to import, and only here it runs
 
         def attend(numbers: Any, new: Any, prompt: Any, own: Any) -> Any:
-            layer, seen, sinks = numbers
+            layer, (begin, end, position), sinks = numbers
             (q, k, v), (prompt_k, prompt_v), (own_k, own_v) = new, prompt, own
             return decode_tpu.decode(
                 q,
@@ -106,14 +111,13 @@ class Decode:
                 own_k,
                 own_v,
                 layer,
-                Seen(*seen),
+                Seen(begin, end, position),
                 scoring,
                 sinks,
                 self.expected,
                 interpret=cache.form == INTERPRETED,
             )
 
-        held = (cache.prompt_k, cache.prompt_v), (cache.k, cache.v)
         seen = self.seen.begin, self.seen.end, self.seen.position
         numbers = jnp.asarray(layer, jnp.int32), seen, sinks
         if self.layout is not None:
@@ -133,7 +137,9 @@ class Decode:
                 out_specs=(of_token, of_cache, of_cache),
                 check_vma=False,
             )
-        out, own_k, own_v = attend(numbers, (q, k, v), *held)
+        out, own_k, own_v = attend(
+            numbers, (q, k, v), (cache.prompt_k, cache.prompt_v), (cache.k, cache.v)
+        )
         return out, dataclasses.replace(cache, k=own_k, v=own_v)
 
 
@@ -163,14 +169,22 @@ class DecodeSlots:
             cache = cache.write(layer, k[:, 0], v[:, 0], column)
         prompt_k, prompt_v, own_k, own_v = cache.read(layer)
         q = q.reshape(rows, new, kv_heads, -1, dim).transpose(0, 2, 3, 1, 4)
-        parts, met = (prompt_k, prompt_v, own_k, own_v), None
+        met = None
         if cache.form in BY_PARTS:
             one = jnp.broadcast_to(column, rows)
-            spans = self.slots.start[:, None], one[:, None]
-            way = self.layout, scoring, self.expected, cache.form
-            held = jax.tree.map(lambda x: x[:, :, None], (q, own_k, own_v))
-            met = tuple(x[:, :, 0] for x in _filled(held, spans, *way))
-        out = kernels.attend_slots(q, *parts, self.slots, scoring, sinks, met, cache.key_axis)
+            found = _filled(
+                jax.tree.map(lambda x: x[:, :, None], (q, own_k, own_v)),
+                (self.slots.start[:, None], one[:, None]),
+                layout=self.layout,
+                scoring=scoring,
+                expected=self.expected,
+                form=cache.form,
+            )
+            met = tuple(x[:, :, 0] for x in found)
+        out = kernels.attend_slots(
+            q, prompt_k, prompt_v, own_k, own_v, slots=self.slots, scoring=scoring,
+            sinks=sinks, met=met, axis=cache.key_axis,
+        )  # fmt: skip
         return out.transpose(0, 3, 1, 2, 4).reshape(rows, new, -1, dim), cache, None
 
 
@@ -201,7 +215,8 @@ def _filled(
             out_specs=of_heads,
             check_vma=False,
         )
-    return cast(tuple[jax.Array, ...], attend(q, own_k, own_v, *spans))
+    first, last = spans
+    return cast(tuple[jax.Array, ...], attend(q, own_k, own_v, first, last))
 
 
 @jax.tree_util.register_dataclass
@@ -355,10 +370,10 @@ def _prompt(x: Any, form: str, copies: int) -> Any:
     first = jax.tree.leaves(x)[0]
     missing = 0
     if form in KERNELS:
-        from hjax.kernels import decode_tpu
+        from hjax.kernels import decode_block_tpu
 
         there = first.shape[-2]
-        missing = decode_tpu.padded(there, decode_tpu.PROMPT_BLOCK, first.dtype) - there
+        missing = decode_block_tpu.padded(there, decode_block_tpu.PROMPT_BLOCK, first.dtype) - there
 
     def lay(axis: int, _: bool, x: jax.Array) -> jax.Array:
         if missing:
@@ -377,9 +392,9 @@ def _copied(x: jax.Array, copies: int, axis: int) -> jax.Array:
 def _room(form: str, length: int, dtype: Any) -> int:
     """Tokens of a row's own cache."""
     if form in KERNELS:
-        from hjax.kernels import decode_tpu
+        from hjax.kernels import decode_block_tpu
 
-        return decode_tpu.padded(length, decode_tpu.OWN_BLOCK, dtype)
+        return decode_block_tpu.padded(length, decode_block_tpu.OWN_BLOCK, dtype)
     return length
 
 
@@ -399,7 +414,7 @@ def _write(
 
     if isinstance(part, tuple):
         assert isinstance(layer, int)
-        pair = part[layer], int8_cache.like(part[layer], new)
-        written = int8_cache.each(of_layer, *pair, axis=axis)
+        like = int8_cache.like(part[layer], new)
+        written = int8_cache.each(of_layer, part[layer], like, axis=axis)
         return (*part[:layer], written, *part[layer + 1 :])
     return int8_cache.each(of_all, part, int8_cache.like(part, new), axis=axis)

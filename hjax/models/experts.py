@@ -245,12 +245,19 @@ def _part(
         bias = jnp.where(jax.lax.axis_index(mlp) == 0, weights.down_bias, 0)
         weights = dataclasses.replace(weights, down_bias=bias)
 
-    made = _made(routing, kernels)
+    first, second = _made(routing, kernels)
     if not experts:
-        out = _summed(rows, shares, chosen, weights, *made)
+        out = _summed(rows, shares, chosen, weights, first=first, second=second)
     else:
         pieces = Pieces(
-            *made, kernels.multiple, experts, parts, keep, tuple(weights.frozen()), _DOWN
+            first=first,
+            second=second,
+            multiple=kernels.multiple,
+            axes=experts,
+            parts=parts,
+            keep=keep,
+            frozen=tuple(weights.frozen()),
+            of_second=_DOWN,
         )
         travel = travel and goes_round(parts) and pays(rows, weights)
         if travel:
@@ -381,8 +388,10 @@ class _Rows:
         weights = self.weights
         if weights.down_scale is not None or weights.down_a is not None:
             return self.through(reference.gated_rows(both, shares, activation), "down")
-        how = weights.down, self.sizes, activation, self.fill, self.before.down
-        return self.kernels.grouped_gated(both, shares, *how)
+        return self.kernels.grouped_gated(
+            both, shares, weights.down, self.sizes, activation=activation, fill=self.fill,
+            before=self.before.down,
+        )  # fmt: skip
 
     def bias(self, name: str) -> jax.Array:
         """Each row's; a product, which the compiler adds where the one before ends."""

@@ -140,13 +140,21 @@ def _padded_states(
     if split is not None and share == 1:
         states = whole(hidden[:, prompt - 1 : -1])
     else:
-        width = hidden.shape[-1]
-        last = jnp.broadcast_to(hidden[:, None, prompt - 1 : prompt], (groups, share, 1, width))
-        own = hidden[:, prompt:].reshape(groups, share, length, width)
-        states = jnp.concatenate([last, own[:, :, :-1]], axis=2).reshape(rows, length, width)
+        states = _of_responses(hidden, share, length)
     if split is None or length % ways:
         return states
     return compute.hold(states, "batch", "length", None)
+
+
+def _of_responses(hidden: jax.Array, share: int, length: int) -> jax.Array:
+    """States [rows, length, embed] that responses are predicted from, of rows
+    [groups, prompt + share * length, embed] of a prompt and its responses."""
+    groups, places, width = hidden.shape
+    prompt = places - share * length
+    last = jnp.broadcast_to(hidden[:, None, prompt - 1 : prompt], (groups, share, 1, width))
+    own = hidden[:, prompt:].reshape(groups, share, length, width)
+    states = jnp.concatenate([last, own[:, :, :-1]], axis=2)
+    return states.reshape(groups * share, length, width)
 
 
 def sequence_states(

@@ -167,9 +167,11 @@ def load_params(
                 params |= zip(both, tensors.quantized(parameter, declared[both[1]], *where))
                 count(parameter, declared[both[1]])
                 continue
-            of = (None if tree is None else tree[name] for tree in (shardings, shapes))
+            sharding, shape = (
+                None if tree is None else tree[name] for tree in (shardings, shapes)
+            )
             one = read if isinstance(parameter, Parameter) else read_all
-            params[name] = one(parameter, *of)
+            params[name] = one(parameter, sharding, shape)
             if isinstance(parameter, Parameter):
                 count(parameter)
         return params

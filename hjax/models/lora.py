@@ -85,9 +85,15 @@ class Lora:
         if not settings["rank"]:
             return None
         targets = targets_of(tuple(settings["targets"]), experts, key)
-        rate = settings.get("dropout", 0.0)  # of an older workdir
-        of = settings["rank"], settings["alpha"], targets, settings["rslora"], rate
-        return cls(*of, settings.get("dora", False), key)
+        return cls(
+            rank=settings["rank"],
+            alpha=settings["alpha"],
+            targets=targets,
+            rslora=settings["rslora"],
+            dropout=settings.get("dropout", 0.0),  # an older workdir has no such key
+            dora=settings.get("dora", False),
+            key=key,
+        )
 
     @property
     def scaling(self) -> float:
@@ -456,8 +462,8 @@ def merged_matrices(layers: Mapping[str, Any], network: Any) -> dict[str, Any]:
         if parameter.quantized:
             weight = dequantized(weight, layers[f"{name}_scale"], parameter)
         if of := halves(lora, name, parameter):
-            parts = layers[f"{name}_a"], layers[f"{name}_b"]
-            weight = _added(weight, *parts, parameter, lora.scaling, of)
+            a, b = layers[f"{name}_a"], layers[f"{name}_b"]
+            weight = _added(weight, a, b, parameter=parameter, scaling=lora.scaling, of=of)
             if lora.dora:
                 scale = _to_norm(weight, layers[f"{name}_m"], parameter, of)
                 expand: Any = np.expand_dims if isinstance(scale, np.ndarray) else jnp.expand_dims

@@ -106,9 +106,11 @@ class Network:
 
     def shardings(self, layout: Layout) -> Params:
         """NamedSharding of every parameter under a layout."""
-        sizes = self.config.experts, self.config.hidden_size
+        experts, width = self.config.experts, self.config.hidden_size
         return jax.tree.map(
-            lambda axes: layout.sharding(*fsdp_axes(axes, *sizes, layout)),
+            lambda axes: layout.sharding(
+                *fsdp_axes(axes, experts=experts, width=width, layout=layout)
+            ),
             self.axes,
             is_leaf=lambda x: isinstance(x, tuple),
         )

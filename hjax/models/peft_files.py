@@ -354,11 +354,35 @@ def save_adapter(
         part.into(tensors[name], vector)
     if scalar:
         tensors[f"{_PREFIX}score.weight"][0] = params["head"]
+    sources = {module: pieces[0][0] for module, pieces in modules.items()}
+    turned = any(part.turned for p in layers.values() for part in parts(p))
+    config = _adapter_config(
+        lora, base, scalar, sources=sources, ranks=ranks, turned=turned
+    )
+    (directory / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+
+
+def _adapter_config(
+    lora: Lora,
+    base: str,
+    scalar: bool,
+    sources: Mapping[str, Part],
+    ranks: Mapping[str, int],
+    turned: bool,
+) -> dict[str, Any]:
+    """What PEFT's ``adapter_config.json`` says.
+
+    Args:
+      lora, base, scalar: as of ``save_adapter``.
+      sources: of each module with an adapter the tensor of its first part.
+      ranks: of modules whose rank is not the adapter's own.
+      turned: the base stores matrices [inputs, outputs].
+    """
     # Of blocks the same scaling at their larger rank.
     grow = {n: rank / lora.rank for n, rank in ranks.items()}
     alphas = {n: lora.alpha * (math.sqrt(x) if lora.rslora else x) for n, x in grow.items()}
-    arrays = sorted({_in_layer(x[0].stacked) for [x, *_] in modules.values() if x[0].stacked})
-    config = {
+    arrays = sorted({_in_layer(part.stacked) for part in sources.values() if part.stacked})
+    return {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if scalar else "CAUSAL_LM",
         "base_model_name_or_path": base,
@@ -368,16 +392,15 @@ def save_adapter(
         "use_rslora": lora.rslora,
         "use_dora": lora.dora,
         "bias": "none",
-        "fan_in_fan_out": any(part.turned for p in layers.values() for part in parts(p)),
+        "fan_in_fan_out": turned,
         "target_modules": sorted(
-            {m.rpartition(".")[2] for m, pieces in modules.items() if not pieces[0][0].stacked}
+            {m.rpartition(".")[2] for m, part in sources.items() if not part.stacked}
         ),
         **({"target_parameters": arrays} if arrays else {}),
         **({"rank_pattern": ranks, "alpha_pattern": alphas} if ranks else {}),
         **({"modules_to_save": ["score"]} if scalar else {}),
         "inference_mode": True,
     }
-    (directory / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
 
 
 def _in_layer(name: str) -> str:

@@ -47,13 +47,17 @@ def _shape(
 def _qwen2(
     layers: int, hidden: int, mlp: int, heads: int, kv_heads: int, tied: bool, head_dim: int = 128
 ) -> ModelConfig:
-    sizes = layers, hidden, mlp, heads, kv_heads, 151936 if tied else 152064, 32768, head_dim
-    return _shape(*sizes, tied, 1e6, family="qwen2", qkv_bias=True)
+    return _shape(
+        layers, hidden, mlp, heads, kv_heads, vocab=151936 if tied else 152064, length=32768,
+        head_dim=head_dim, tied=tied, theta=1e6, family="qwen2", qkv_bias=True,
+    )  # fmt: skip
 
 
 def _qwen3(layers: int, hidden: int, mlp: int, heads: int, tied: bool) -> ModelConfig:
-    sizes = layers, hidden, mlp, heads, 8, 151936, 40960
-    return _shape(*sizes, tied=tied, theta=1e6, family="qwen3", query_key_norm="head")
+    return _shape(
+        layers, hidden, mlp, heads, kv_heads=8, vocab=151936, length=40960, tied=tied, theta=1e6,
+        family="qwen3", query_key_norm="head",
+    )  # fmt: skip
 
 
 def _qwen3_moe(layers: int, hidden: int, mlp: int, heads: int) -> ModelConfig:

@@ -230,18 +230,9 @@ class Decoder(nnx.Module):
         else:
             turns = rotary_tables(self.config, positions, compute.kernels)
         graph, _ = nnx.split(self.layers)
-        first, stride = numbers
 
         def held(x: jax.Array) -> jax.Array:
             return compute.hold(x, "batch", "length", None) if ring is None else ring.hold(x)
-
-        count = jax.tree.leaves(stacked)[0].shape[0]
-        period = self.config.period
-        if count % len(period) and count != self.config.layers:
-            raise ConfigError(
-                f"{count} layers in a stage do not divide into the model's runs of {len(period)} "
-                f"alternating kinds; use fewer stages (pipe)"
-            )
 
         def of_kind(kind: LayerKind) -> Callable[..., tuple]:
             def run(layer: Any, parameters: Any, x: jax.Array, cache: Any) -> tuple:
@@ -254,7 +245,15 @@ class Decoder(nnx.Module):
 
             return remat.recomputed(run, compute.remat, unrolled=compute.unroll_layers)
 
+        count = jax.tree.leaves(stacked)[0].shape[0]
+        period = self.config.period
+        if count % len(period) and count != self.config.layers:
+            raise ConfigError(
+                f"{count} layers in a stage do not divide into the model's runs of {len(period)} "
+                f"alternating kinds; use fewer stages (pipe)"
+            )
         runs = [of_kind(kind) for kind in period]
+        first, stride = numbers
         if compute.unroll_layers:
             keeps, tallies = [], []
             for index, parameters in enumerate(layers or unstack(stacked)):
@@ -263,18 +262,8 @@ class Decoder(nnx.Module):
                 keeps.append(keep)
                 tallies.append(sums)
             return x, cache, tuple(keeps), None if counted is None else jnp.stack(tallies)
-
-        kept: Any
-
-        def step(carry: tuple, item: tuple) -> tuple:
-            x, cache, keep = runs[0](item[0], item[1], *carry)
-            return (x, cache), keep
-
         numbered = first + stride * jnp.arange(count), stacked
-        if len(runs) == 1:
-            (x, cache), kept = jax.lax.scan(step, (x, cache), numbered)
-        else:
-            x, cache, kept = _in_periods(runs, (x, cache), numbered)
+        x, cache, kept = _scanned(runs, (x, cache), numbered)
         return x, cache, *kept
 
     def unstack(self) -> list[Any]:
@@ -300,16 +289,25 @@ class Decoder(nnx.Module):
         return cap * jnp.tanh(logits / cap) if cap else logits
 
 
-def _in_periods(
+def _scanned(
     runs: list[Callable[..., tuple]], carry: tuple, numbered: Any
 ) -> tuple[jax.Array, Any, Any]:
-    """Layers of alternating kinds: a scan over whole periods, then what is left of one.
+    """A scan over layers; of alternating kinds over whole periods, then what is left of one.
 
     Args:
       runs: a layer of each kind of the period, (number, parameters, x, cache) to (x, cache, kept).
       carry: x and the cache.
       numbered: the layers' numbers and their stacked parameters.
     """
+    kept: Any = None
+    if len(runs) == 1:
+
+        def step(carry: tuple, item: tuple) -> tuple:
+            x, cache, keep = runs[0](item[0], item[1], carry[0], carry[1])
+            return (x, cache), keep
+
+        (x, cache), kept = jax.lax.scan(step, carry, numbered)
+        return x, cache, kept
     size = len(runs)
     count = numbered[0].shape[0]
     whole = count - count % size
@@ -318,7 +316,7 @@ def _in_periods(
         """One layer after another: a period, or what is left of one."""
         keeps = []
         for run, (layer, parameters) in zip(runs, layers):
-            x, cache, keep = run(layer, parameters, *carry)
+            x, cache, keep = run(layer, parameters, carry[0], carry[1])
             carry = x, cache
             keeps.append(keep)
         return carry, jax.tree.map(lambda *parts: jnp.stack(parts), *keeps)
@@ -335,7 +333,6 @@ def _in_periods(
         )
         return layer, parameters
 
-    kept: Any = None
     if whole and carry[1] is not None:
         # In a loop over tokens each layer is read where it lies: a period that the scan cuts out,
         # to be cut again, would be copied. (A backward pass wants it cut out.)

@@ -164,10 +164,15 @@ def load_params(
     """
     directory, base, adapter = model_directory(path), network.bare, _adapter(path)
     if not is_workdir(path):
-        of = base.config, base.declared, base.shardings(layout), base.shapes
-        # Under adapters that learn they stay apart from their matrices.
-        merged = adapter if base is network else None
-        params = huggingface.load_params(directory, *of, merged)
+        params = huggingface.load_params(
+            directory,
+            base.config,
+            base.declared,
+            shardings=base.shardings(layout),
+            shapes=base.shapes,
+            # Under adapters that learn they stay apart from their matrices.
+            adapter=adapter if base is network else None,
+        )
     else:
         params = _restored(path, checkpoint)
         if "decoder" not in base.declared:

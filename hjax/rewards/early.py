@@ -32,9 +32,13 @@ class Answers:
         def of(field: str) -> list[Any]:
             return [x for each in some for x in getattr(each, field)]
 
-        columns = {name: [x for each in some for x in each.columns[name]] for name in names}
-        texts = of("prompts"), of("responses")
-        return cls(*texts, columns, of("prompt_tokens"), of("response_tokens"))
+        return cls(
+            prompts=of("prompts"),
+            responses=of("responses"),
+            columns={name: [x for each in some for x in each.columns[name]] for name in names},
+            prompt_tokens=of("prompt_tokens"),
+            response_tokens=of("response_tokens"),
+        )
 
 
 class Verdict(Later):

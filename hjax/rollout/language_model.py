@@ -20,6 +20,7 @@ from hjax.errors import ConfigError, DataError, RunError
 from hjax.kernels.int8_cache import AUTO
 from hjax.models.compute import Compute
 from hjax.models.config import ModelConfig
+from hjax.models.families import take_family
 from hjax.models.forward import sequence_states, token_log_probs
 from hjax.models.parameters import decoder_network
 from hjax.models.weights import (
@@ -443,6 +444,7 @@ def load_model(
     tensor: int = 1,
     copies: int = 1,
     cache_dtype: str = AUTO,
+    family: str = "",
 ) -> LanguageModel:
     """Load a model.
 
@@ -454,11 +456,14 @@ def load_model(
       tensor: local devices over which heads, MLPs and vocabulary are split, the first ones.
       copies: of the model, each on so many devices, which share the prompts of a call.
       cache_dtype: of keys and values while it generates: ``auto``, that of compute; or ``int8``.
+      family: one in a file of yours that reads it, ``path.py:Class`` (docs/families.md).
 
     Raises:
       ConfigError: nothing there, a model this version does not support, or a number of devices
         that there are not or that does not divide the model.
     """
+    if family:
+        take_family(family, "family")
     directory = model_directory(path)
     config = read_config(path)
     layout = local_layout(config, tensor, copies)

@@ -11,7 +11,6 @@ from ml_collections import ConfigDict
 
 from hjax.algorithms import Algorithm
 from hjax.algorithms.losses import SupervisedLoss
-from hjax.binding import worker_class
 from hjax.controller import Build
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError
@@ -24,7 +23,7 @@ from hjax.models.remat import NONE
 from hjax.models.rotary import Dynamic, LongRope
 from hjax.models.weights import is_workdir
 from hjax.rewards.function import RewardFunction
-from hjax.roles import Role
+from hjax.roles import Role, worker_class
 from hjax.rollout.options import OPTIONS, Sampling
 from hjax.run.inputs import Inputs
 from hjax.run.rematerialise import AUTO

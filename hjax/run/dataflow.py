@@ -17,10 +17,9 @@ from ml_collections import ConfigDict
 
 from hjax.algorithms import Algorithm
 from hjax.algorithms.base import Absent
-from hjax.binding import worker_class
 from hjax.controller import join
 from hjax.errors import ConfigError
-from hjax.roles import calls_of, role_table
+from hjax.roles import calls_of, role_table, worker_class
 
 _PER_TOKEN = (
     "logprobs",

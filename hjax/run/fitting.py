@@ -9,14 +9,13 @@ import jax
 from ml_collections import ConfigDict
 
 from hjax.algorithms import Algorithm
-from hjax.binding import worker_class
 from hjax.errors import ConfigError
 from hjax.kernels import cudnn
 from hjax.kernels.attention import WHOLE
 from hjax.kernels.sets import AUTO, CUDNN, TRIED, choose
 from hjax.models.config import ModelConfig
 from hjax.models.weights import has_scores
-from hjax.roles import ROLLOUT, Role
+from hjax.roles import ROLLOUT, Role, worker_class
 from hjax.run.builder import role_path
 from hjax.run.inputs import Inputs
 from hjax.run.placement import Plan

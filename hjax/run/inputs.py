@@ -20,6 +20,7 @@ from hjax.data.tokenizer import Tokenizer
 from hjax.data.verdicts import read_verdicts, records_of
 from hjax.errors import ConfigError, DataError
 from hjax.models.config import ModelConfig
+from hjax.models.families import with_sizes
 from hjax.models.weights import model_directory, read_config, read_eos_ids
 from hjax.rewards.function import load_function
 from hjax.run.marks import FILL, Examples, Marks, pair_marks, step_examples
@@ -231,7 +232,7 @@ def _model(config: ConfigDict, tokenizer: Tokenizer | None, prompt_length: int) 
         raise ConfigError(
             f"model.heads={shape.heads} does not divide model.hidden_size={shape.hidden_size}"
         )
-    return ModelConfig(
+    sizes = ModelConfig(
         vocab_size=vocab,
         hidden_size=shape.hidden_size,
         mlp_size=shape.mlp_size,
@@ -242,6 +243,7 @@ def _model(config: ConfigDict, tokenizer: Tokenizer | None, prompt_length: int) 
         max_length=shape.max_length or prompt_length + config.rollout.max_response_length,
         tie_embeddings=shape.tie_embeddings,
     )
+    return with_sizes(shape.family, sizes) if shape.family else sizes
 
 
 def _check_tokens(name: str, dataset: Dataset | None, vocab: int) -> None:

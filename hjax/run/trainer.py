@@ -150,7 +150,7 @@ class Trainer(Recovering):
             raise ConfigError(f"debug={debug}: no role of this run, which has {', '.join(table)}")
         names = {set_name(plan, i): members for i, members in enumerate(plan.placement)}
         on_host = [role for role in table if role not in self.roles.layouts]
-        from hjax.controller.debugging import debugging
+        from hjax.controller.executors import debugging
 
         return debugging(debug, self.machines.executor, lambda name: names.get(name, on_host))
 

@@ -204,6 +204,12 @@ KEYS: dict[str, Any] = {
         "kv_heads": Key(4, "key and value heads; divides heads", between(1, MOST)),
         "mlp_size": Key(512, "width of the gated MLP", between(1, MOST)),
         "vocab_size": Key(0, "tokens; 0: the tokenizer's", between(0, MOST)),
+        "family": Key(
+            "",
+            "family of yours as `path.py:Class` (docs/families.md): models whose config.json has "
+            "its model_type are read with it, and those from scratch have its parts; empty: "
+            "hjax's own, from scratch Llama's",
+        ),
         "tie_embeddings": Key(True, "output head shares the embedding"),
         "max_length": Key(
             0, "positions, prompt and response together; 0: as long as the run needs", at_least(0)

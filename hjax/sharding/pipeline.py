@@ -194,22 +194,10 @@ class Pipeline:
             part = _pick(parts, back, count)
             x = jax.tree.map(lambda held: held[back % kept], inputs)
 
-            def idle() -> Any:
-                return nothing
-
-            def middle() -> Any:
-                _, pull = jax.vjp(lambda p, x: run(p, x, part)[0], learned, x)
-                return *pull(returned), nothing[2]
-
-            def end() -> Any:
-                value_and_grad = jax.value_and_grad(
-                    lambda p, x: run(p, x, part)[1], (0, 1), has_aux=True
-                )
-                result, (grads, dx) = value_and_grad(learned, x)
-                return grads, dx, result
-
             turn = jnp.where(backwards, jnp.where(last, 2, 1), 0)
-            grads, dx, result = jax.lax.switch(turn, (idle, middle, end))
+            grads, dx, result = _turned(
+                turn, run, learned, x, part=part, returned=returned, nothing=nothing
+            )
             total = jax.tree.map(jnp.add, total, (grads, result))
             done = _put(d_starts, dx, jnp.clip(back, 0, count - 1))
             d_starts = _where(backwards & first, done, d_starts)
@@ -276,6 +264,35 @@ def summed(tree: Tree, axes: str | tuple[str, ...]) -> Tree:
         return jax.lax.psum(x.astype(jnp.float32), axes).astype(x.dtype)
 
     return jax.tree.map(one, tree)
+
+
+def _turned(
+    turn: jax.Array,
+    run: Callable[[Tree, Tree, Tree], Any],
+    learned: Tree,
+    x: Tree,
+    part: Tree,
+    returned: Tree,
+    nothing: Tree,
+) -> Any:
+    """A stage's backward pass: gradients of its parameters and of x, and the objective's result.
+
+    Args:
+      turn: 0: idle; 1: of what the stage after it has ``returned``; 2: of the objective.
+      run: of parameters, x and a micro-batch the stage's activations, and the objective's result.
+      nothing: zeros in place of what is returned.
+    """
+
+    def middle() -> Any:
+        _, pull = jax.vjp(lambda p, x: run(p, x, part)[0], learned, x)
+        return *pull(returned), nothing[2]
+
+    def end() -> Any:
+        value_and_grad = jax.value_and_grad(lambda p, x: run(p, x, part)[1], (0, 1), has_aux=True)
+        result, (grads, dx) = value_and_grad(learned, x)
+        return grads, dx, result
+
+    return jax.lax.switch(turn, (lambda: nothing, middle, end))
 
 
 def _pick(tree: Tree, index: jax.Array, count: int) -> Tree:

@@ -2,7 +2,8 @@
 
 Colours are CSS classes (`c0` ... `c12`), so that one drawing serves the light and the dark page.
 `data-chart` carries the values, from which `templates/curves.js` draws the same chart again over
-time, on a logarithmic scale or smoothed, and shows values on hovering.
+time, on a logarithmic scale or smoothed, and shows values on hovering. `svg_file` is a chart as
+a file of its own, for pages that show images.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from hjax.show.ticks import Tick, ticks
+from hjax.show.format import Tick, ticks
+from hjax.show.pages import render
 
 WIDTH, HEIGHT = 380, 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 10, 26
@@ -242,8 +244,16 @@ def stacked_bar(parts: Sequence[tuple[str, float, int]]) -> list[BarPart]:
     drawn, x = [], 0.0
     for name, seconds, color in parts:
         width = 1000 * seconds / total
-        texts = f"{value_text(seconds)} s", f"{100 * seconds / total:.0f} %"
-        drawn.append(BarPart(name, *texts, round(x, 2), round(width, 2), color))
+        drawn.append(
+            BarPart(
+                name=name,
+                seconds=f"{value_text(seconds)} s",
+                percent=f"{100 * seconds / total:.0f} %",
+                x=round(x, 2),
+                width=round(width, 2),
+                color=color,
+            )
+        )
         x += width
     return drawn
 
@@ -322,3 +332,22 @@ def timeline(
 
 def _short(text: str, room: int) -> str:
     return text if len(text) <= room else text[: max(room - 1, 1)] + "…"
+
+
+_LEGEND_LETTER, _SWATCH = 6.2, 30  # of the legend: a letter's width, and what else a name takes
+
+
+def svg_file(title: str, series: Sequence[Series], limit: tuple[str, float] | None = None) -> str:
+    """The text of an SVG file: curves over steps, their names below.
+
+    Args:
+      title: stands above.
+      series: the curves; those of one colour are named once.
+      limit: name and value of a dashed line.
+    """
+    chart = line_chart(series, limit)
+    legend, x = [], chart.left
+    for color, name in {s.color: s.name for s in series}.items():
+        legend.append((name, color, round(x, 1)))
+        x += _SWATCH + _LEGEND_LETTER * len(name)
+    return render("drawing.jinja", title=title, chart=chart, legend=legend)

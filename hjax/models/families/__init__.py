@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from hjax.errors import ConfigError
 from hjax.models.config import ModelConfig
@@ -12,12 +13,12 @@ from hjax.models.families.gemma import Gemma2, Gemma3
 from hjax.models.families.gpt2 import GPT2
 from hjax.models.families.gpt_oss import GptOss
 from hjax.models.families.llama import Llama
-from hjax.models.families.mistral import Mistral
-from hjax.models.families.mixtral import Mixtral
+from hjax.models.families.mistral import Mistral, Mixtral
 from hjax.models.families.olmo2 import Olmo2
 from hjax.models.families.phi3 import Phi3
 from hjax.models.families.qwen import Qwen2, Qwen3, Qwen3Moe
 from hjax.models.families.smollm3 import SmolLM3
+from hjax.user_files import load_object, origin
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
@@ -39,17 +40,59 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def family_of(model_type: Any, what: str = "config.json") -> Family:
-    """The family of a ``model_type``.
+class _Own(NamedTuple):
+    """A family in a file of the user's; ``spec``: absolute ``path.py:Class``."""
+
+    spec: str
+    family: Family
+
+
+# By model_type, those that take_family has loaded.
+_own: dict[str, _Own] = {}
+
+
+def take_family(spec: str, setting: str = "model.family") -> Family:
+    """Load a family in a file of the user's: models of its ``model_type`` are read with it.
+
+    Args:
+      spec: ``path.py:Class``, a subclass of ``hjax.models.families.base.Family``.
+      setting: what names it, for messages.
 
     Raises:
-      ConfigError: one that is not supported, with those that are.
+      ConfigError: no such file or class, one that is no family, or a ``model_type`` of hjax's own.
     """
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
+    found = load_object(spec, setting)
+    if not (isinstance(found, type) and issubclass(found, Family)):
         raise ConfigError(
-            f"{what}: model_type {model_type!r} is not supported; supported: {', '.join(FAMILIES)}"
+            f"{setting}={spec!r}: {found!r} is no subclass of hjax.models.families.base.Family"
         )
-    return FAMILIES[model_type]
+    model_type = getattr(found, "model_type", "")
+    if not model_type or model_type in FAMILIES:
+        raise ConfigError(
+            f"{setting}={spec!r}: its model_type is {model_type!r}; give it one that is not "
+            f"among hjax's own ({', '.join(FAMILIES)})"
+        )
+    path, name = origin(found) or spec.rsplit(":", 1)
+    own = _own[model_type] = _Own(f"{path}:{name}", found())
+    return own.family
+
+
+def family_of(config: ModelConfig) -> Family:
+    """The family of a model; one of a user's is loaded where this process does not have it yet."""
+    if config.family in FAMILIES:
+        return FAMILIES[config.family]
+    known = (own.family for own in _own.values() if own.spec == config.family)
+    return next(known, None) or take_family(config.family)
+
+
+def with_sizes(spec: str, sizes: ModelConfig) -> ModelConfig:
+    """A model from scratch of a family in a file of the user's.
+
+    Args:
+      spec: as of ``take_family``.
+      sizes: Llama's plain form in the sizes that are wanted; the parts are the family's.
+    """
+    return from_hf(take_family(spec).write(sizes), f"model.family={spec!r}")
 
 
 def from_hf(content: Mapping[str, Any], what: str = "config.json") -> ModelConfig:
@@ -58,9 +101,18 @@ def from_hf(content: Mapping[str, Any], what: str = "config.json") -> ModelConfi
     Raises:
       ConfigError: another family, or a key or value that this one does not have, by name.
     """
-    family = family_of(content.get("model_type"), what)
+    model_type = content.get("model_type")
+    known = {**FAMILIES, **{name: own.family for name, own in _own.items()}}
+    if not isinstance(model_type, str) or model_type not in known:
+        raise ConfigError(
+            f"{what}: model_type {model_type!r} is not supported; supported: {', '.join(known)} "
+            "(one of your own: model.family=path.py:Class, docs/families.md)"
+        )
     try:
-        return family.read(content, what)
+        config = known[model_type].read(content, what)
+        # By its file, so that other processes find it too.
+        own = _own.get(model_type)
+        return config if own is None else dataclasses.replace(config, family=own.spec)
     except ConfigError:
         raise
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
@@ -77,7 +129,7 @@ def to_hf(config: ModelConfig, scalar: bool = False) -> dict[str, Any]:
       config: shapes.
       scalar: whether the model has a scalar head, and so is a classifier of one class.
     """
-    family = family_of(config.family)
+    family = family_of(config)
     content = family.write(config) | dict.fromkeys(TOKEN_IDS)
     if scalar:
         content |= {

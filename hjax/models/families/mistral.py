@@ -1,11 +1,12 @@
-"""Mistral (Jiang et al. 2023, arXiv 2310.06825)."""
+"""Mistral (Jiang et al. 2023, arXiv 2310.06825) and Mixtral (Jiang et al. 2024, arXiv 2401.04088).
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from hjax.models.config import LayerKind, ModelConfig
-from hjax.models.families.base import Family
+from hjax.models.families.base import LAYER, Family, Tensors, expert_tensors, one
 from hjax.models.families.given import Given
 
 
@@ -38,3 +39,41 @@ def read_one_window(given: Given, layers: int) -> tuple[LayerKind, ...]:
 def write_one_window(config: ModelConfig) -> dict[str, Any]:
     """What ``read_one_window`` reads."""
     return {"sliding_window": config.layer_kinds[0].window if config.layer_kinds else None}
+
+
+class Mixtral(Mistral):
+    """Mistral with experts in every layer."""
+
+    model_type = "mixtral"
+    architecture = "MixtralForCausalLM"
+    defaults = {
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+    }
+
+    def fields(self, given: Given) -> dict[str, Any]:
+        """The weights of the experts in use always add up to 1."""
+        given.only("router_jitter_noise", 0.0)
+        return super().fields(given) | {
+            "experts": given.size("num_local_experts", 8),
+            "experts_per_token": given.size("num_experts_per_tok", 2),
+            "router_loss": given.number("router_aux_loss_coef", 0.001),
+        }
+
+    def write(self, config: ModelConfig) -> dict[str, Any]:
+        """With its experts."""
+        return super().write(config) | {
+            "num_local_experts": config.experts,
+            "num_experts_per_tok": config.experts_per_token,
+            "router_aux_loss_coef": config.router_loss,
+        }
+
+    def tensors(self, config: ModelConfig) -> Tensors:
+        """Its own names: w1 is the gate, w3 up, w2 down."""
+        at = f"{LAYER}block_sparse_moe."
+        stored = {"gate": "w1", "up": "w3", "down": "w2"}
+        names = {name: f"{at}experts.{{expert}}.{w}" for name, w in stored.items()}
+        router = {"layers.router": one(f"{at}gate.weight", "experts embed")}
+        return super().tensors(config) | router | expert_tensors(names)

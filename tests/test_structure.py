@@ -1,0 +1,108 @@
+"""Thoughts of one size: no long functions, no wide classes, no arguments by position unseen."""
+
+import ast
+import pathlib
+from collections.abc import Iterator
+
+import pytest
+
+import hjax
+
+PACKAGE = pathlib.Path(hjax.__file__).parent
+LINES = 60  # of a function, its docstring apart
+METHODS = 20  # public ones that a class defines itself
+
+# Rooms of which it does not hold yet, by what is left in them. The list only gets shorter.
+NOT_YET: dict[str, set[str]] = {
+    "long": {"dryrun", "planning", "rollout", "run", "serving"},
+    "wide": {"workers"},
+    "unpacked": {"dryrun", "launch", "planning", "rollout", "run", "serving", "workers"},
+}
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def long_functions(tree: ast.Module) -> Iterator[str]:
+    """Functions of more than ``LINES`` lines."""
+    for node in ast.walk(tree):
+        if isinstance(node, Function):
+            lines = node.end_lineno - node.lineno + 1
+            if ast.get_docstring(node) is not None:
+                text = node.body[0]
+                lines -= text.end_lineno - text.lineno + 1
+            if lines > LINES:
+                yield f"{node.lineno}: {node.name} has {lines} lines"
+
+
+def wide_classes(tree: ast.Module) -> Iterator[str]:
+    """Classes with more than ``METHODS`` public methods and properties of their own."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            names = {n.name for n in node.body if isinstance(n, Function)}
+            public = [name for name in names if not name.startswith("_")]
+            if len(public) > METHODS:
+                yield f"{node.lineno}: {node.name} has {len(public)} public methods"
+
+
+def unpacked_tuples(tree: ast.Module) -> Iterator[str]:
+    """Calls that unpack a tuple written in the same function: `f(*(a, b), c)`, or `given = a, b`
+    and `f(*given)`. Their arguments had better have names."""
+    found = set()
+    for function in ast.walk(tree):
+        if not isinstance(function, Function):
+            continue
+        made = {
+            target.id
+            for node in ast.walk(function)
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+        for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
+            for argument in call.args:
+                value = argument.value if isinstance(argument, ast.Starred) else None
+                if isinstance(value, ast.Tuple) or isinstance(value, ast.Name) and value.id in made:
+                    found.add((call.lineno, f"{call.lineno}: {ast.unparse(argument)}"))
+    yield from (text for _, text in sorted(found))
+
+
+CHECKS = {"long": long_functions, "wide": wide_classes, "unpacked": unpacked_tuples}
+
+
+def found_by_room(check: str) -> dict[str, list[str]]:
+    """What a check finds, by room; a file beside the rooms is one of its own."""
+    found: dict[str, list[str]] = {}
+    for file in sorted(PACKAGE.rglob("*.py")):
+        place = file.relative_to(PACKAGE)
+        room = place.parts[0].removesuffix(".py")
+        texts = [f"{place}:{text}" for text in CHECKS[check](ast.parse(file.read_text()))]
+        found.setdefault(room, []).extend(texts)
+    return {room: texts for room, texts in found.items() if texts}
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_rooms_keep_to_it(check):
+    found = found_by_room(check)
+    assert {room: found[room] for room in found.keys() - NOT_YET[check]} == {}
+    assert NOT_YET[check] <= found.keys(), "a room is done: take it off the list"
+
+
+BODY = "\n".join(f"    x = {i}" for i in range(60))
+
+
+@pytest.mark.parametrize(
+    ("check", "wrong", "right"),
+    [
+        ("long", f"def f():\n{BODY}", f"def f():\n    '''Of\n    lines.'''\n{BODY[:-11]}"),
+        (
+            "wide",
+            "class A:\n" + "\n".join(f"    def f{i}(self): pass" for i in range(21)),
+            "class A:\n" + "\n".join(f"    def {'_' * (i % 2)}f{i}(self): pass" for i in range(40)),
+        ),
+        ("unpacked", "def f(a, b):\n    g(*(a, b), 1)", "def f(*given):\n    g(*given, a=(1, 2))"),
+        ("unpacked", "def f(a):\n    x = a, 1\n    return g(*x)", "def f(a):\n    g(a, b=1)"),
+    ],
+)
+def test_what_is_found(check, wrong, right):
+    assert len(list(CHECKS[check](ast.parse(wrong)))) == 1
+    assert list(CHECKS[check](ast.parse(right))) == []
