@@ -126,7 +126,9 @@ def test_every_token_finds_its_sequence(rows, share, capacity, parts, per_pass, 
     check_places(packing, prompts, responses, tokens, share, parts, unit)
 
 
-@pytest.mark.parametrize("rows, share, parts, unit", {(c[0], c[1], c[3], c[5]) for c in CASES})
+@pytest.mark.parametrize(
+    "rows, share, parts, unit", dict.fromkeys((c[0], c[1], c[3], c[5]) for c in CASES)
+)
 def test_every_token_finds_its_sequence_in_packs_of_one_shape(rows, share, parts, unit):
     """Also those that a limit of answers or rows keeps out of a pack with places left."""
     widths, shapes, limited = (5, 7), set(), 0
@@ -134,8 +136,8 @@ def test_every_token_finds_its_sequence_in_packs_of_one_shape(rows, share, parts
     for _ in range(8):
         prompts, responses, tokens = batch_of(rng, rows, share, widths)
         shape = shape_beside(Padded(rows, (40, 56), 1, 1), parts, unit, least=1)
-        shape = shape._replace(answers=max(7 * unit, 11), slots=shape.height * 2 * unit)
-        shape = shape._replace(capacity=12 * unit, passes=-(-rows // (unit * parts)))
+        shape = shape._replace(answers=8 * unit, slots=shape.height * 4 * unit)
+        shape = shape._replace(capacity=14 * unit, passes=-(-rows // (unit * parts)))
         packing = fill(prompts, responses, widths, share, shape, parts, unit)
         assert packing is not None
         check_places(packing, prompts, responses, tokens, share, parts, unit)
@@ -238,6 +240,6 @@ def test_shapes_are_few():
     for _ in range(60):
         responses = np.minimum(rng.geometric(1 / 40, 256), 256)
         packing = make_packing(np.full(256, 32), responses, (32, 256), 4, 512, 2)
-        shapes.add(tuple(x.shape for x in packing))
+        shapes.add(tuple(x.shape for x in packing if x is not None))
     assert len(shapes) <= 6
     assert [rounded(n) for n in (1, 7, 16, 17, 33, 100)] == [1, 7, 16, 18, 36, 104]

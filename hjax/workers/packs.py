@@ -25,9 +25,9 @@ from hjax.sharding.layout import Layout
 WORTH = 1.5
 # Parts of a padded batch of which a pass of chosen packs holds one.
 PIECES = 16
-# Places that a pass of chosen packs has at least on a device, where a padded pass has more: products
-# over fewer are slower, and every pass reads all weights and adds up all gradients. Elsewhere than
-# on CPUs memory is the slower beside the products' speed.
+# Places that a pass of chosen packs has at least on a device, where a padded pass has as many:
+# products over fewer are slower, and every pass reads all weights and adds up all gradients.
+# Elsewhere than on CPUs memory is the slower beside the products' speed.
 LEAST, LEAST_ELSEWHERE = 512, 4096
 # Rows that a pass of chosen packs has slots for, of those that as many padded places hold.
 ROOM = 8
@@ -188,7 +188,8 @@ def shape_beside(padded: Padded, parts: int, unit: int = 1, least: int = LEAST) 
     most = min(max(most, unit), rows)
     most += -most % unit
     answers = max(unit * response, math.ceil(held * rows * response / height), most)
-    return Shape(int(1 / held / WORTH), height, capacity, height * most, answers)
+    passes = int(places / (height * capacity * WORTH))
+    return Shape(passes, height, capacity, height * most, answers)
 
 
 def pack_places(padded: Padded, unit: int) -> int:
