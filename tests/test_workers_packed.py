@@ -18,7 +18,7 @@ from hjax.models.config import ModelConfig
 from hjax.models.parameters import to_host
 from hjax.sharding.layout import make_layouts
 from hjax.workers import Actor, Critic, ModelReward, OptimizerConfig, Reference, WorkerContext
-from hjax.workers.packs import Packer, Padded
+from hjax.workers.packer import Packer, Padded
 from hjax.workers.scorer import Scorer
 
 DESCENT = OptimizerConfig(learning_rate=1e9, epsilon=1e6, max_grad_norm=0.0)
@@ -150,7 +150,7 @@ CHOSEN = {"packing": 0, "chooses": True}
 
 @pytest.fixture(autouse=True)
 def small_passes(monkeypatch):
-    monkeypatch.setattr("hjax.workers.packs.LEAST", 1)
+    monkeypatch.setattr("hjax.workers.packer.LEAST", 1)
 
 
 # What packs go with: (loss, shared prompts, changes)

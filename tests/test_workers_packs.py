@@ -5,7 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from hjax.workers.packs import Padded, fill, first_fit, make_packing, rounded, shape_beside
+from hjax.workers.packer import Padded, shape_beside
+from hjax.workers.packs import fill, first_fit, make_packing, rounded
 
 
 def fewest(sizes, capacity):

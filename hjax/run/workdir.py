@@ -7,6 +7,7 @@ run killed at any moment leaves files that can be read and continued.
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import shutil
@@ -61,7 +62,6 @@ CHANGEABLE = (
     "rollout.warn_prob_error",
     "rollout.max_prob_error",
 )
-
 _BUCKETS = "data.length_buckets"  # of older runs
 
 # Directories in which this process trains, by device and inode: the system's locks are between
@@ -117,14 +117,10 @@ class Workdir:
         return True
 
     def kept(self, config: Config) -> Config:
-        """The config, or where a run is here to go on with and nobody asks for another value, with
-        the ``data.packing`` that it has recorded; else its numbers would change by their rounding.
-
-        Raises:
-          ConfigError: as of ``check``.
-        """
+        """The config, but where a run is here to go on with the ``data.packing`` that it recorded,
+        if nobody asks for another. Raises ConfigError as ``check`` does."""
         if config.data.packing == AUTO and self.check(config):
-            config = config.copy_and_resolve_references()
+            config = copy.deepcopy(config)
             config.data.packing = _recorded(self._read_config() or {})["data.packing"]
         return config
 
@@ -325,12 +321,10 @@ class Workdir:
 
     def _check_same(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
         before, now = _recorded(old), flatten(new)
-        if before.pop(_BUCKETS, 0) > 1:
-            raise ConfigError(
-                f"{self.path} holds a run with config.{_BUCKETS}={flatten(old)[_BUCKETS]}: "
-                f"{WISHES[_BUCKETS]}; give another --workdir"
-            )
-        if now["data.packing"] == AUTO:
+        if (buckets := before.pop(_BUCKETS, 0)) not in (0, 1):
+            held = f"{self.path} holds a run with config.{_BUCKETS}={buckets}"
+            raise ConfigError(f"{held}: {WISHES[_BUCKETS]}; give another --workdir")
+        if now.get("data.packing") == AUTO:
             now["data.packing"] = before["data.packing"]  # as of `kept`
         for key in sorted(before.keys() | now.keys()):
             changeable = any(key.startswith(c) if c.endswith(".") else key == c for c in CHANGEABLE)

@@ -65,7 +65,7 @@ class WorkerContext:
       judges: reward functions, by role, that are called with a prompt's answers while others are
         generated.
       packing: places of the packs in which rows are computed; 0: they are padded.
-      chooses: rows are padded or in packs as each batch has it, see ``hjax.workers.packs``.
+      chooses: rows are padded or in packs as each batch has it, see ``hjax.workers.packer``.
       steps: text behind which a step of a response ends that a reward model scores, ``token`` or
         empty, see the key ``reward.steps``.
       offload: what waits in pinned host memory while it is idle: ``none``, ``optimizer`` (its

@@ -28,7 +28,7 @@ from hjax.sharding.pipeline import Stack
 from hjax.sharding.protocols import PROMPT_ID, control
 from hjax.workers.adapters import Merge
 from hjax.workers.base import TOKEN_KEYS, Worker, WorkerContext
-from hjax.workers.packs import LaidOut, Packer, Padded, pack_places
+from hjax.workers.packer import LaidOut, Packer, Padded, pack_places
 from hjax.workers.passes import Passes, rows_of
 from hjax.xla.program import Program
 

@@ -24,7 +24,7 @@ from hjax.models.expert_ring import goes_round
 from hjax.models.forward import LOGIT_CHUNK_BYTES
 from hjax.models.parameters import Network
 from hjax.sharding.layout import Layout
-from hjax.workers.packs import Packer
+from hjax.workers.packer import Packer
 from hjax.workers.passes import Passes
 
 
