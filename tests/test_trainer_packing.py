@@ -118,13 +118,12 @@ def test_what_cannot_be_packed_is_named(changes, says):
     assert says in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_what_cannot_be_packed_is_padded_by_choice(small_passes):
+def test_what_cannot_be_packed_is_padded_by_choice():
     """Of a critic whose rows' length is split; the actor's may still be packed."""
     changes = CHANGES | {"data.packing": "auto", "layout.critic.train.context": 2}
     with trainer_of("PPO", changes) as trainer:
         packers = {role: trainer.roles.groups[role].worker.packer for role in ("actor", "critic")}
         assert packers["critic"] is None and packers["actor"] is not None
-        assert "actor/padding" in (row := trainer.step()) and "critic/padding" not in row
 
 
 def test_an_older_run_keeps_its_rows(tmp_path):

@@ -365,16 +365,19 @@ def test_a_pack_never_shares_prompts_where_the_kernel_cannot(batch):
     assert worker._in_packs(padded, True) == SAMPLES
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"devices": 2, "train": {"pipe": 2}},
-        {"devices": 2, "train": {"context": 2}},
-        {"model": dataclasses.replace(MODEL, experts=2, experts_per_token=1), "router_loss": 0.1},
-    ],
-)
-def test_what_has_no_packs_does_not_choose(changes):
-    assert start(Actor, POLICY["clipped"], **CHOSEN, **changes).packer is None
+@pytest.mark.parametrize("axis", ["pipe", "context", "tensor"])
+def test_a_split_row_has_no_choice(axis):
+    worker = Actor(context("actor", POLICY["clipped"], 2, {axis: 2}, **CHOSEN))
+    assert (worker.packer is not None) == (axis == "tensor")
+
+
+def test_experts_that_are_balanced_by_pass_have_no_choice():
+    """By what their context says; the loss itself is in test_router_loss."""
+    for weight in (0.0, 0.1):
+        given = context("actor", POLICY["clipped"], router_loss=weight, **CHOSEN)
+        experts = dataclasses.replace(MODEL, experts=2, experts_per_token=1)
+        worker = Actor(dataclasses.replace(given, model=experts))
+        assert (worker.packer is None) == (weight > 0)
 
 
 def test_cudnn_s_attention_has_no_long_packs(batch):

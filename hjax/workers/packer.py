@@ -104,8 +104,8 @@ class Packer:
         masks = [to_numpy(batch[key]) for key in ("prompt_mask", "response_mask")]
         prompts, responses = (mask.sum(axis=1) for mask in masks)
         if self.capacity:
-            packing = self._make(prompts, responses, padded.widths, share, capacity, unit)
-            return LaidOut(self._placed(packing), (packing.segments == 0).mean(dtype="float32"))
+            made = self._make(prompts, responses, padded.widths, share, capacity, unit)
+            return LaidOut(self._placed(made), (made.segments == 0).mean(dtype="float32"))
         least = LEAST if self._layout.platform == "cpu" else LEAST_ELSEWHERE
         shape = shape_beside(padded, self._parts, unit, least)
         packing = None

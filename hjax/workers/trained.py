@@ -13,6 +13,7 @@ from hjax.models.balance import Tally, balance_loss, balance_metrics, counted_to
 from hjax.models.dropout import KEY as DROPOUT
 from hjax.models.dropout import row_keys
 from hjax.models.parameters import Network, Params
+from hjax.sharding.arrays import place
 from hjax.sharding.manifest import Manifest
 from hjax.sharding.pipeline import Stack
 from hjax.sharding.protocols import PROMPT_ID, control
@@ -203,7 +204,9 @@ class TrainedWorker(ModelWorker):
             learned, _ = self.network.partition.split(self.params)
             params = self.network.partition.join(learned, params)
         self.params = params
-        return metrics | ({} if laid_out.padding is None else {"padding": laid_out.padding})
+        if laid_out.padding is None:
+            return metrics
+        return metrics | {"padding": place(laid_out.padding, self.layouts.train.replicated)}
 
     # What an update reads beside prompts, responses and what the losses need.
     extra_keys: tuple[str, ...] = ()
