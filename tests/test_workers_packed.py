@@ -318,8 +318,8 @@ def test_a_batch_chooses_packs_where_they_are_worth_it(batch):
     assert found[0] == expected[0]
     jax.tree.map(np.testing.assert_array_equal, found[1], expected[1])
     rng, choices, places_of_a_pack = np.random.default_rng(0), [], 32
-    for _ in range(12):
-        lengths = np.minimum(rng.geometric(rng.uniform(0.02, 0.4), ROWS), LENGTH)
+    for turn in range(8):
+        lengths = np.minimum(rng.geometric((0.03, 0.3)[turn % 2], ROWS), LENGTH)
         mask = np.arange(LENGTH) < lengths[:, None]
         given = batch | {"response_mask": mask}
         packing = worker.laid_out(given, True).packing
@@ -336,7 +336,7 @@ def test_a_batch_chooses_packs_where_they_are_worth_it(batch):
         own = batch["prompt_mask"][::SAMPLES].sum() + lengths.sum()
         if packing is None:
             assert metrics["padding"] == pytest.approx(1 - own / rows, abs=1e-6)
-    assert 2 < sum(choices) < 10
+    assert 2 <= sum(choices) <= 6
     assert worker.updater._program._cache_size() == 2
 
 
