@@ -3,9 +3,9 @@
 Same weights, same tokens, same loss (PPO's clipped one), AdamW, float32, on this machine's CPU.
 Models: that of workload W1 (`step_hjax.py`) and one of 98 million parameters. Lengths: `full`, all
 responses as long as the longest; `long_tailed`, lognormal ones, of which the longest is some four
-times the mean. hjax runs on padded rows (`hjax`), with a group's prompt once for all its responses,
-on rows in order of length in passes of a few widths (`hjax_buckets`), and on packs
-(`hjax_packed`); torch on padded rows, each with its prompt, logits of responses alone.
+times the mean. hjax runs by default (`hjax`, `data.packing=auto`: of each batch the quicker of the
+two that follow), on padded rows (`hjax_padded`), with a group's prompt once for all its responses,
+and on packs (`hjax_packed`); torch on padded rows, each with its prompt, logits of responses alone.
 
 Every contestant is a process of its own that waits while the others take their updates, one after
 another in an order that rotates. Prints one JSON line: by workload the median seconds of an update,
@@ -13,7 +13,7 @@ tokens (of prompts and responses, padding not counted) per second, the share of 
 the first update, and ratios of tokens per second. `other_cores`: what others used meanwhile.
 
     python benchmarks/train.py [--models=w1,100m] [--lengths=full,long_tailed] [--rounds=5]
-        [--contestants=hjax,hjax_buckets,hjax_packed,torch]
+        [--contestants=hjax,hjax_padded,hjax_packed,torch]
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from typing import Any
 import machine
 import numpy as np
 
-CONTESTANTS = ("hjax", "hjax_buckets", "hjax_packed", "torch")
-BUCKETS = 4  # widths, and passes of an update
+CONTESTANTS = ("hjax", "hjax_padded", "hjax_packed", "torch")
 # Shapes, prompts, samples, tokens of a prompt, of the longest response.
 MODELS: dict[str, dict[str, Any]] = {
     "w1": {
@@ -92,9 +91,9 @@ def write_weights(model: str, folder: str) -> None:
 
 
 def hjax_update(
-    model: str, batch: dict[str, np.ndarray], folder: str, packing: int, buckets: int
+    model: str, batch: dict[str, np.ndarray], folder: str, packing: int | None
 ) -> Any:
-    """A function that takes one update and returns its loss."""
+    """A function that takes one update and returns its loss; of no ``packing``, by choice."""
     import jax
 
     jax.config.update("jax_num_cpu_devices", machine.cores())
@@ -116,9 +115,8 @@ def hjax_update(
         max_response_length=batch["responses"].shape[1],
         loss=PolicyLoss(clip_low=CLIP, clip_high=CLIP),
         optimizer=OptimizerConfig(RATE, weight_decay=0.01),
-        packing=packing,
-        length_buckets=buckets,
-        micro_batch=len(batch["responses"]) // buckets if buckets else 0,
+        packing=packing or 0,
+        chooses=packing is None,
         compute=Compute(unroll_layers=True),
     )
     group = WorkerGroup(ResourcePool("all", jax.devices()), Actor, context, role="actor")
@@ -176,13 +174,12 @@ def contestant(name: str, model: str, lengths: str, folder: str, packing: int) -
 
         use_huge_pages()  # as the command does, and a device per core
     batch = make_batch(model, lengths)
-    packing = packing if name == "hjax_packed" else 0
     update: Callable[[], dict[str, float]]
     if name == "torch":
         update = torch_update(model, batch, folder)
     else:
-        buckets = BUCKETS if name == "hjax_buckets" else 0
-        update = hjax_update(model, batch, folder, packing, buckets)
+        of = {"hjax": None, "hjax_padded": 0, "hjax_packed": packing}
+        update = hjax_update(model, batch, folder, of[name])
     for _ in sys.stdin:
         use, start = machine.CoreUse(), time.perf_counter()
         metrics = update()
@@ -269,7 +266,7 @@ def workload(model: str, lengths: str, args: argparse.Namespace) -> dict[str, An
             "other_cores": statistics.median(row["other_cores"] or 0.0 for row in taken),
             "padding": round(taken[0]["padding"], 4) if "padding" in taken[0] else None,
         }
-    for base, ratios in (("torch", "times_torch"), ("hjax", "times_padded")):
+    for base, ratios in (("torch", "times_torch"), ("hjax_padded", "times_padded")):
         others = [name for name in names if name.startswith("hjax") and name != base]
         if base in speed:
             result[ratios] = {name: round(speed[name] / speed[base], 3) for name in others}

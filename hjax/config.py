@@ -17,8 +17,9 @@ from ml_collections import ConfigDict, FieldReference, FrozenConfigDict
 from hjax.errors import ConfigError, written
 from hjax.wishes import wish
 
+AUTO = "auto"
 # What a switch may be that hjax sets where nobody does.
-SWITCH = ("auto", "true", "false")
+SWITCH = (AUTO, "true", "false")
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -35,8 +36,9 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def convert(key: str, value: Any, default: Any) -> Any:
     """``value`` as the type of ``default``.
 
-    An int is taken for a float, a list for a tuple and the reverse, NumPy's numbers for Python's,
-    and Python's True and False for the words of a ``SWITCH``.
+    An int is taken for a float, and for its text where that or ``auto`` is held, a list for a tuple
+    and the reverse, NumPy's numbers for Python's, and Python's True and False for the words of a
+    ``SWITCH``.
 
     Args:
       key: dotted, without `config.`; for the message.
@@ -53,11 +55,18 @@ def convert(key: str, value: Any, default: Any) -> Any:
         return str(value).lower()
     if default is None or type(value) is expected:
         return value
+    if type(value) is int and expected is str and (default == AUTO or default.isdecimal()):
+        return str(value)
     if expected is float and type(value) is int and abs(value) <= sys.float_info.max:
         return float(value)
     if expected in (tuple, list) and isinstance(value, tuple | list):
         return expected(value)
     raise wrong_type(key, value, default)
+
+
+def number_of(value: str) -> int:
+    """Of a key that may be ``auto`` its number; 0 where it is that."""
+    return 0 if value == AUTO else int(value)
 
 
 def wrong_type(key: str, value: Any, default: Any) -> ConfigError:

@@ -56,6 +56,11 @@ def below_one() -> Rule:
     return Rule("from 0 to below 1", lambda x: 0 <= x < 1)
 
 
+def number_or_auto() -> Rule:
+    """A whole number of 0 or more, as text, or the word ``auto``."""
+    return Rule("auto, or 0 or more", lambda x: x == "auto" or x.isdecimal())
+
+
 def one_of(*allowed: str) -> Rule:
     """One of these words."""
     return Rule("one of " + ", ".join(allowed), lambda x: x in allowed)

@@ -64,6 +64,7 @@ _DTYPE = "config.model.dtype: auto, float32 or bfloat16; parameters stay float32
 _DEVICES = "all devices that JAX finds; config.cluster.processes adds hosts (docs/cluster.md)"
 _OFFLOAD = "config.actor.offload: none, optimizer or all"
 _QUANTIZED = "config.actor.lora.base: int8 or fp8 keep the frozen matrices beside adapters so"
+_PACKING = "config.data.packing, tokens of a pack; auto packs where that is worth it"
 _SAVE = "config.checkpoint.every, in steps"
 _EVAL = "config.eval.every, in steps"
 
@@ -99,11 +100,12 @@ WISHES: Mapping[str, str] = {
     "rollout_micro_batch_size": "config.rollout.slots, sequences generated at a time",
     "max_num_seqs": "config.rollout.slots, sequences generated at a time",
     "max_num_batched_tokens": "config.rollout.slots, sequences generated at a time",
-    "use_dynamic_bsz": "config.data.packing, tokens of a pack",
-    "ppo_max_token_len_per_gpu": "config.data.packing, tokens of a pack",
-    "packing_samples": "config.data.packing, tokens of a pack",
-    "use_remove_padding": "config.data.packing, tokens of a pack",
-    "group_by_length": "config.data.length_buckets, widths that passes are cut to",
+    "use_dynamic_bsz": _PACKING,
+    "ppo_max_token_len_per_gpu": _PACKING,
+    "packing_samples": _PACKING,
+    "use_remove_padding": _PACKING,
+    "group_by_length": _PACKING,
+    "data.length_buckets": "packs do that now, config.data.packing",
     # Steps.
     "num_epochs": _STEPS,
     "num_train_epochs": _STEPS,

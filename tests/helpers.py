@@ -29,6 +29,7 @@ TINY = {
     "data.task_options.length": 3,
     "data.task_options.partial": 0.5,
     "data.eval_size": 16,
+    "data.packing": 0,
     "rollout.prompts": 8,
     "rollout.samples": 2,
     "rollout.max_response_length": 4,

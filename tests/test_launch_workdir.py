@@ -88,16 +88,35 @@ def test_other_keys_may_not_change(tmp_path):
 
 
 def test_an_older_run_goes_on(tmp_path):
-    """It was written when unroll_layers was a bool, and before there was data.length_buckets."""
+    """It was written when unroll_layers was a bool, data.packing a number, and there was
+    data.length_buckets."""
     Workdir(tmp_path).open(default_config())
     old = json.loads((tmp_path / "config.json").read_text())
     old["model"]["unroll_layers"] = True
-    del old["data"]["length_buckets"]
+    old["data"] |= {"length_buckets": 0, "packing": 0}
     (tmp_path / "config.json").write_text(json.dumps(old))
     (tmp_path / METRICS).write_text('{"step": 1}\n')
     assert Workdir(tmp_path).check(default_config())
-    with pytest.raises(ConfigError, match="config.data.length_buckets=0, now 4"):
-        Workdir(tmp_path).check(config_with(data__length_buckets=4))
+    assert Workdir(tmp_path).kept(default_config()).data.packing == "0"
+    assert Workdir(tmp_path, overwrite=True).kept(default_config()).data.packing == "auto"
+    with pytest.raises(ConfigError, match="config.data.packing='0', now '64'"):
+        Workdir(tmp_path).check(config_with(data__packing="64"))
+    old["data"]["packing"] = 64
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    assert Workdir(tmp_path).kept(default_config()).data.packing == "64"
+    assert Workdir(tmp_path).check(config_with(data__packing=64))
+    old["data"]["length_buckets"] = 4
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    with pytest.raises(ConfigError, match="length_buckets=4: packs do that now, .*packing; give"):
+        Workdir(tmp_path).check(default_config())
+
+
+def test_a_run_that_chose_goes_on_so(tmp_path):
+    Workdir(tmp_path).open(default_config())
+    (tmp_path / METRICS).write_text('{"step": 1}\n')
+    assert Workdir(tmp_path).kept(default_config()).data.packing == "auto"
+    with pytest.raises(ConfigError, match="config.data.packing='auto', now '0'"):
+        Workdir(tmp_path).check(config_with(data__packing=0))
 
 
 def test_a_file_is_no_workdir(tmp_path):

@@ -18,6 +18,7 @@ from hjax.models.config import ModelConfig
 from hjax.models.parameters import to_host
 from hjax.sharding.layout import make_layouts
 from hjax.workers import Actor, Critic, ModelReward, OptimizerConfig, Reference, WorkerContext
+from hjax.workers.packer import Packer, Padded
 from hjax.workers.scorer import Scorer
 
 DESCENT = OptimizerConfig(learning_rate=1e9, epsilon=1e6, max_grad_norm=0.0)
@@ -143,6 +144,15 @@ def test_every_loss_has_the_same_value_and_gradient(name, batch, padded):
     same(update(start(kind, loss, stage, packing=26), batch), padded(name))
 
 
+# Packs where a batch is worth them, of which a pass may be as small as it likes.
+CHOSEN = {"packing": 0, "chooses": True}
+
+
+@pytest.fixture(autouse=True)
+def small_passes(monkeypatch):
+    monkeypatch.setattr("hjax.workers.packer.LEAST", 1)
+
+
 # What packs go with: (loss, shared prompts, changes)
 TOGETHER = {
     "prompts of their own": ("clipped", False, {}),
@@ -160,10 +170,18 @@ TOGETHER = {
     "critic, parts, passes": ("value", True, {"devices": 4, "micro_batch": 4}),
     "demonstrations, parts": ("supervised", False, {"devices": 2}),
     "scanned, recomputed": ("clipped", True, {"compute": Compute(remat="full")}),
+    "chosen": ("everything", True, CHOSEN),
+    "chosen, prompts of their own": ("sequence ratio", False, CHOSEN),
+    "chosen, by blocks": ("REINFORCE", True, CHOSEN | {"blocks": True}),
+    "chosen, parts, passes": ("clipped", True, CHOSEN | {"devices": 2, "micro_batch": 8}),
+    "chosen, fsdp and tensor": (
+        "value", True, CHOSEN | {"devices": 8, "train": {"data": 2, "fsdp": 2, "tensor": 2}},
+    ),
+    "chosen, demonstrations": ("supervised", False, CHOSEN),
 }  # fmt: skip
 
 
-EVERYDAY = ("by blocks", "four parts, passes", "fsdp and tensor")
+EVERYDAY = ("by blocks", "four parts, passes", "fsdp and tensor", "chosen, parts, passes")
 
 
 @pytest.mark.parametrize(
@@ -180,7 +198,9 @@ def test_packs_go_together_with(name, batch, padded, monkeypatch):
         monkeypatch.setattr("hjax.models.attention.WHOLE", 0)
     kind, loss, stage = LOSSES[loss_name]
     given = batch if shared else {key: x for key, x in batch.items() if key != "prompt_id"}
-    same(update(start(kind, loss, stage, **changes), given), padded(loss_name))
+    worker = start(kind, loss, stage, **changes)
+    assert worker.laid_out(given, worker.grouped(given)).packing is not None
+    same(update(worker, given), padded(loss_name))
 
 
 # Losses of pairs: (worker class, loss).
@@ -194,6 +214,8 @@ PAIRS = {
     "one pack after another": {"packing": 52},
     "four parts, passes": {"packing": 60, "devices": 4, "micro_batch": 4},
     "shared prompts": {"packing": 52, "samples": SAMPLES},
+    "chosen": CHOSEN,
+    "chosen, shared prompts": CHOSEN | {"samples": SAMPLES, "devices": 2},
 }
 
 
@@ -236,7 +258,10 @@ def test_pretraining_is_packed_too(batch):
     same(found, expected)
 
 
-@pytest.mark.parametrize("devices, micro_batch", [(1, 0), (4, 4)])
+@pytest.mark.parametrize(
+    "changes",
+    [{"packing": 32}, {"packing": 32, "devices": 4, "micro_batch": 4}, CHOSEN | {"devices": 2}],
+)
 @pytest.mark.parametrize(
     "kind, call, key",
     [
@@ -245,10 +270,11 @@ def test_pretraining_is_packed_too(batch):
         (Critic, "compute_values", "values"),
     ],
 )
-def test_scores_are_the_same(kind, call, key, devices, micro_batch, batch):
+def test_scores_are_the_same(kind, call, key, changes, batch):
     loss = {Actor: POLICY["clipped"], Critic: ValueLoss()}.get(kind)
     expected = getattr(start(kind, loss), call)(batch)[key]
-    worker = start(kind, loss, devices=devices, micro_batch=micro_batch, packing=32)
+    worker = start(kind, loss, **changes)
+    assert worker.laid_out(batch, True).packing is not None
     found = getattr(worker, call)(batch)[key]
     np.testing.assert_allclose(found, expected, atol=2e-5)
     if kind is Actor:
@@ -256,10 +282,17 @@ def test_scores_are_the_same(kind, call, key, devices, micro_batch, batch):
         assert float(one) == pytest.approx(float(other), rel=1e-5)
 
 
-@pytest.mark.parametrize("devices", [1, 4])
-def test_rewards_of_whole_sequences_are_the_same(devices, batch):
+@pytest.mark.parametrize(
+    "changes", [{"packing": 26}, {"packing": 26, "devices": 4}, CHOSEN | {"devices": 2}]
+)
+def test_rewards_of_whole_sequences_are_the_same(changes, batch, monkeypatch):
+    """One row of 26 tokens, others of a few: padded to a power of two, they are worth packs."""
     expected = start(ModelReward).compute_reward(batch)["rewards"]
-    found = start(ModelReward, devices=devices, packing=26).compute_reward(batch)["rewards"]
+    worker, read = start(ModelReward, **changes), []
+    monkeypatch.setattr(worker, "_packing", lambda *of: read.append(packs(*of)) or read[-1])
+    packs = type(worker)._packing.__get__(worker)
+    found = worker.compute_reward(batch)["rewards"]
+    assert read[0] is not None
     np.testing.assert_allclose(found, expected, atol=2e-5)
 
 
@@ -275,13 +308,45 @@ def test_padding_is_what_it_says(batch):
     assert -(-tokens // 26) <= round(packs) <= 1.5 * tokens / 26
 
 
+def test_a_batch_chooses_packs_where_they_are_worth_it(batch):
+    """Full rows are computed as padded ones, bit for bit; of many lengths two programs compile."""
+    full = batch | {"response_mask": np.ones((ROWS, LENGTH), bool)}
+    full |= {"prompt_mask": np.ones((ROWS, PROMPT), bool)}
+    worker, plain = (start(Actor, POLICY["clipped"], **how) for how in (CHOSEN, {}))
+    found, expected = update(worker, full), update(plain, full)
+    assert found[0].pop("padding") == 0
+    assert found[0] == expected[0]
+    jax.tree.map(np.testing.assert_array_equal, found[1], expected[1])
+    rng, choices, places_of_a_pack = np.random.default_rng(0), [], 32
+    for turn in range(8):
+        lengths = np.minimum(rng.geometric((0.03, 0.3)[turn % 2], ROWS), LENGTH)
+        mask = np.arange(LENGTH) < lengths[:, None]
+        given = batch | {"response_mask": mask}
+        packing = worker.laid_out(given, True).packing
+        choices.append(packing is not None)
+        # A third of the places is spared, those of the passes' ends among the packs'.
+        rows = ROWS * (PROMPT / SAMPLES + LENGTH)
+        tokens = batch["prompt_mask"][::SAMPLES].sum() + (lengths - 1).sum()
+        if packing is None:
+            assert tokens + 2 * places_of_a_pack > rows / 1.5
+        else:
+            places = int(packing.passes) * packing.source[0].size
+            assert tokens <= places <= rows / 1.5
+        metrics, _ = update(worker, given)
+        own = batch["prompt_mask"][::SAMPLES].sum() + lengths.sum()
+        if packing is None:
+            assert metrics["padding"] == pytest.approx(1 - own / rows, abs=1e-6)
+    assert 2 <= sum(choices) <= 6
+    assert worker.updater._program._cache_size() == 2
+
+
 def test_dry_runs_count_full_packs():
     """A program of the longest sequences: what `programs` traces runs as it says."""
     worker = start(Actor, POLICY["clipped"], packing=32, samples=1)
     shapes = worker.token_shapes(ROWS, PROMPT)["packing"]
     full = {"prompt_mask": np.ones((ROWS, PROMPT), bool)}
     full["response_mask"] = np.ones((ROWS, LENGTH), bool)
-    made = worker.packer(full, 1)
+    made = worker.laid_out(full, True).packing
     assert [x.shape for x in jax.tree.leaves(shapes)] == [x.shape for x in jax.tree.leaves(made)]
     assert shapes.source.shape == (1, 16, 32)  # 25 places each: a pack a row
     [update] = [p for p in worker.programs(ROWS, PROMPT) if p.name == "update"]
@@ -292,9 +357,37 @@ def test_dry_runs_count_full_packs():
 def test_a_pack_never_shares_prompts_where_the_kernel_cannot(batch):
     """The TPU's kernel knows equal segments alone; short packs are attended to in one piece."""
     worker = start(Actor, POLICY["clipped"], packing=1024)
-    tpu = dataclasses.replace(worker.compute, kernel_set="tpu")
-    assert worker._in_packs(True) == SAMPLES and worker._in_packs(False) == 1
-    worker.compute = tpu
-    assert worker._in_packs(True) == 1
-    worker.packer.capacity = 512
-    assert worker._in_packs(True) == SAMPLES
+    padded = worker._padded(ROWS, (PROMPT, LENGTH), True)
+    assert worker._in_packs(padded, True) == SAMPLES and worker._in_packs(padded, False) == 1
+    worker.compute = dataclasses.replace(worker.compute, kernel_set="tpu")
+    assert worker._in_packs(padded, True) == 1
+    worker.context = dataclasses.replace(worker.context, packing=512)
+    assert worker._in_packs(padded, True) == SAMPLES
+
+
+@pytest.mark.parametrize("axis", ["pipe", "context", "tensor"])
+def test_a_split_row_has_no_choice(axis):
+    worker = Actor(context("actor", POLICY["clipped"], 2, {axis: 2}, **CHOSEN))
+    assert (worker.packer is not None) == (axis == "tensor")
+
+
+def test_experts_that_are_balanced_by_pass_have_no_choice():
+    """By what their context says; the loss itself is in test_router_loss."""
+    for weight in (0.0, 0.1):
+        given = context("actor", POLICY["clipped"], router_loss=weight, **CHOSEN)
+        experts = dataclasses.replace(MODEL, experts=2, experts_per_token=1)
+        worker = Actor(dataclasses.replace(given, model=experts))
+        assert (worker.packer is None) == (weight > 0)
+
+
+def test_cudnn_s_attention_has_no_long_packs(batch):
+    """It has no mask of several sequences, but those of up to 512 places go in one piece."""
+    layout = make_layouts(jax.devices()[:1]).train
+    padded = Padded(ROWS, (PROMPT, LENGTH), SAMPLES, 1)
+    short = {key: batch[key] for key in ("prompt_mask", "response_mask")}
+    long = {**short, "response_mask": np.pad(short["response_mask"], ((0, 0), (0, 600)))}
+    for longest, there in ((0, True), (512, False)):
+        packer = Packer(0, layout, longest=longest)
+        assert packer(short, SAMPLES, padded).packing is not None
+        wide = padded._replace(widths=(PROMPT, LENGTH + 600))
+        assert (packer(long, SAMPLES, wide).packing is not None) == there

@@ -5,7 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from hjax.workers.packs import first_fit, make_packing, rounded
+from hjax.workers.packer import Padded, shape_beside
+from hjax.workers.packs import fill, first_fit, make_packing, rounded
 
 
 def fewest(sizes, capacity):
@@ -121,12 +122,43 @@ def test_every_token_finds_its_sequence(rows, share, capacity, parts, per_pass, 
     rng = np.random.default_rng(rows + capacity)
     prompts, responses, tokens = batch_of(rng, rows, share, widths)
     packing = make_packing(prompts, responses, widths, share, capacity, parts, per_pass, unit)
+    assert packing.source.shape[2] == capacity
+    assert (packing.source.shape[1] == per_pass) if len(packing.order) > parts else True
+    check_places(packing, prompts, responses, tokens, share, parts, unit)
+
+
+@pytest.mark.parametrize(
+    "rows, share, parts, unit", dict.fromkeys((c[0], c[1], c[3], c[5]) for c in CASES)
+)
+def test_every_token_finds_its_sequence_in_packs_of_one_shape(rows, share, parts, unit):
+    """Also those that a limit of answers or rows keeps out of a pack with places left."""
+    widths, shapes, limited = (5, 7), set(), 0
+    rng = np.random.default_rng(rows)
+    for _ in range(8):
+        prompts, responses, tokens = batch_of(rng, rows, share, widths)
+        shape = shape_beside(Padded(rows, (40, 56), 1, 1), parts, unit, least=1)
+        shape = shape._replace(answers=8 * unit, slots=shape.height * 4 * unit)
+        shape = shape._replace(capacity=14 * unit, passes=-(-rows // (unit * parts)))
+        packing = fill(prompts, responses, widths, share, shape, parts, unit)
+        assert packing is not None
+        check_places(packing, prompts, responses, tokens, share, parts, unit)
+        computed = (packing.segments > 0).any((1, 2)).reshape(parts, -1)
+        assert computed.any(0).sum() == packing.passes
+        assert not computed[:, packing.passes :].any()
+        shapes.add(tuple(x.shape for x in packing if x is not None))
+        free = first_fit(prompts, responses, share, shape.capacity, unit)
+        limited += len(free) < (packing.segments > 0).any(2).sum()
+    assert len(shapes) == 1 and limited
+
+
+def check_places(packing, prompts, responses, tokens, share, parts, unit):
+    """Each token of a batch stands in a pack where it sees its own sequence."""
+    rows, capacity, widths = len(prompts), packing.source.shape[2], (5, 7)
     cells, slots = packing.order.shape
     units = packing.order.reshape(-1, unit)
     together = units[units[:, 0] < rows]
     np.testing.assert_array_equal(together, together[:, :1] // unit * unit + np.arange(unit))
-    assert cells % parts == 0 and packing.source.shape[2] == capacity
-    assert (packing.source.shape[1] == per_pass) if cells > parts else True
+    assert cells % parts == 0
     assert sorted(packing.order[packing.order < rows].tolist()) == list(range(rows))
     empty = np.zeros((1, sum(widths)), int)
     found = 0
@@ -161,6 +193,38 @@ def test_every_token_finds_its_sequence(rows, share, capacity, parts, per_pass, 
     assert found == responses.sum()
 
 
+def test_packs_are_chosen_by_hand():
+    """Eight rows of a prompt of 2 and up to 30, padded 8 x 32 = 256 places; a pack holds 32, a
+    sequence of n response tokens n + 1. Packs of a third less: at most 5 of them."""
+    padded = Padded(8, (2, 30), 1, 1)
+    shape = shape_beside(padded, parts=1, least=1)
+    assert (shape.passes, shape.height, shape.capacity) == (5, 1, 32)
+    prompts = np.full(8, 2)
+
+    def passes(responses):
+        packing = fill(prompts, np.array(responses), padded.widths, 1, shape, 1)
+        return None if packing is None else int(packing.passes)
+
+    assert passes([30, 15, 15, 15, 15, 15, 15, 15]) == 5  # 31 | 16 16 | 16 16 | 16 16 | 16
+    assert passes([30, 16, 16, 16, 16, 16, 16, 16]) is None  # 31 and seven times 17
+    assert passes([30, 1, 1, 1, 1, 1, 1, 1]) == 2
+    assert passes([0] * 8) == 1
+    # On two devices packs come in twos; a pass of at least 64 places holds two packs of a device.
+    two = shape_beside(padded, parts=2, least=1)
+    assert (two.passes, two.height) == (2, 1)
+    wide = shape_beside(padded, parts=1, least=64)
+    assert (wide.passes, wide.height) == (2, 2)
+    assert fill(prompts, np.full(8, 15), padded.widths, 1, wide, 1).passes == 2
+
+
+def test_a_response_to_no_prompt_is_not_packed():
+    padded = Padded(4, (3, 9), 1, 1)
+    shape = shape_beside(padded, parts=1, least=1)
+    prompts, responses = np.array([3, 0, 2, 1]), np.array([1, 1, 2, 1])
+    assert fill(prompts, responses, padded.widths, 1, shape, 1) is None
+    assert fill(prompts, responses * (prompts > 0), padded.widths, 1, shape, 1) is not None
+
+
 def test_packs_are_dealt_out_evenly():
     rng = np.random.default_rng(3)
     responses = rng.integers(1, 60, 64)
@@ -177,6 +241,6 @@ def test_shapes_are_few():
     for _ in range(60):
         responses = np.minimum(rng.geometric(1 / 40, 256), 256)
         packing = make_packing(np.full(256, 32), responses, (32, 256), 4, 512, 2)
-        shapes.add(tuple(x.shape for x in packing))
+        shapes.add(tuple(x.shape for x in packing if x is not None))
     assert len(shapes) <= 6
     assert [rounded(n) for n in (1, 7, 16, 17, 33, 100)] == [1, 7, 16, 18, 36, 104]

@@ -40,6 +40,7 @@ class Packing(NamedTuple):
       states: [cells, packs, answers], the place whose hidden state predicts a response token.
       targets: [cells, packs, answers], that response token.
       back: [cells, slots, length], counted through ``answers``: where each response token's went.
+      passes: how many of a part's cells, the first ones, have packs; None: all are computed.
     """
 
     order: Any
@@ -50,6 +51,7 @@ class Packing(NamedTuple):
     states: Any
     targets: Any
     back: Any
+    passes: Any = None
 
 
 def arranged(batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from hjax.algorithms import Algorithm, get_algorithm
+from hjax.config import number_of
 from hjax.controller.hosts import Hosts
 from hjax.devices import Device, device_of_kind
 from hjax.errors import ConfigError
@@ -358,8 +359,7 @@ def run_problem(
         waves=_waves(rollout.slots, rows),
         remat=_remat(config, cluster),
     )
-    if config.data.packing or config.data.length_buckets > 1:
-        # Neither goes through a pipeline, and their length is not split.
+    if number_of(config.data.packing):  # packs go through no pipeline, nor is their length split
         space = dataclasses.replace(space, pipes=(1,), contexts=(1,))
     return Problem(
         flow,

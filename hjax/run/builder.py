@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 
 from hjax.algorithms import Algorithm
 from hjax.algorithms.losses import SupervisedLoss
+from hjax.config import AUTO, number_of
 from hjax.controller import Build
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError
@@ -26,15 +27,8 @@ from hjax.rewards.function import RewardFunction
 from hjax.roles import Role, worker_class
 from hjax.rollout.options import OPTIONS, Sampling
 from hjax.run.inputs import Inputs
-from hjax.run.rematerialise import AUTO
 from hjax.workers import OptimizerConfig, WorkerContext
 from hjax.workers.optimizer import load_optimizer
-
-# Keys of how rows are computed, and what rotary positions of a row's length would change there.
-_REARRANGED = {
-    "packing": "in a pack would change its neighbours'",
-    "length_buckets": "in a narrower pass are others",
-}
 
 
 class Builder:
@@ -104,9 +98,9 @@ class Builder:
             path = path or config.actor.path
         speaks = role == "actor" and not entry.scalar
         retokenizes = self._retokenizes(role, tokenizer)
-        for name, changed in _REARRANGED.items():
-            if config.data[name] > 1:
-                self._check_rotary(name, changed, role, model, retokenizes)
+        packing = number_of(config.data.packing)
+        if (follows := self._following(role, model, retokenizes)) and packing:
+            raise ConfigError(f"config.data.packing={packing}: {follows}")
         return WorkerContext(
             role=role,
             sizes=self.sizes.get(role),
@@ -133,8 +127,8 @@ class Builder:
             surplus=config.rollout.surplus,
             in_parts=config.rollout.partial_tokens > 0,
             judges=self._judges() if entry.generates or entry.apart else {},
-            length_buckets=config.data.length_buckets,
-            packing=config.data.packing,
+            packing=packing,
+            chooses=config.data.packing == AUTO and not follows,
             steps=config.reward.steps if role == "reward" else "",
             offload=section.get("offload", "none") if section is not None else "none",
             retokenize=retokenizes,
@@ -182,15 +176,11 @@ class Builder:
         layers = section.layers or self.inputs.model.layers
         return dataclasses.replace(self.inputs.model, layers=layers)
 
-    def _check_rotary(
-        self, key: str, changed: str, role: str, model: ModelConfig | None, retokenizes: bool
-    ) -> None:
-        """Raise ConfigError where rotary positions depend on a sequence's length, which rows do not
-        keep.
+    def _following(self, role: str, model: ModelConfig | None, retokenizes: bool) -> str:
+        """Why a role's sequences cannot be packed: their rotary positions follow a row's length;
+        empty: they can.
 
         Args:
-          key: of ``data``, by which they do not.
-          changed: what that does to the positions.
           role, model: whose.
           retokenizes: the role reads other tokens than the actor's.
         """
@@ -199,12 +189,13 @@ class Builder:
             longest = model.max_length
         for scaling in (rope.scaling for rope in model.ropes) if model is not None else ():
             if isinstance(scaling, Dynamic | LongRope) and longest > scaling.original_max_length:
-                raise ConfigError(
-                    f"config.data.{key}={self.config.data[key]}: the rotary positions "
-                    f"({scaling.kind}) of {role}'s model change for sequences longer than "
-                    f"{scaling.original_max_length} tokens, which {changed}; prompts and responses "
-                    f"here are up to {longest}: use {key}=0, or shorter ones"
+                return (
+                    f"the rotary positions ({scaling.kind}) of {role}'s model change for sequences "
+                    f"longer than {scaling.original_max_length} tokens, which in a pack would "
+                    f"change its neighbours'; prompts and responses here are up to {longest}: use "
+                    "packing=0, or shorter ones"
                 )
+        return ""
 
     def _check_length(self, role: str, model: ModelConfig) -> None:
         needed = self.inputs.prompt_length + self.config.rollout.max_response_length

@@ -9,6 +9,7 @@ import jax
 from ml_collections import ConfigDict
 
 from hjax.algorithms import Algorithm
+from hjax.config import number_of
 from hjax.errors import ConfigError
 from hjax.kernels import cudnn
 from hjax.kernels.attention import WHOLE
@@ -195,49 +196,24 @@ def check_packing(
       after: places behind a response's tokens, where scores are read.
       unit: rows that a pack holds together: 2 of a pair.
     """
-    if not config.data.packing:
+    if not (packing := number_of(config.data.packing)):
         return
-    asked = f"config.data.packing={config.data.packing}"
+    asked = f"config.data.packing={packing}"
     longest = unit * (inputs.prompt_length + config.rollout.max_response_length + after)
     behind = " and a place behind them" if after else ""
-    if config.data.packing < longest:
+    if packing < longest:
         whole = "pairs, and of both sides" if unit > 1 else "sequences, and"
         raise ConfigError(
             f"{asked}: a pack holds whole {whole} prompts of {inputs.prompt_length} with "
             f"responses of {config.rollout.max_response_length}{behind} are {longest} tokens; use "
             f"{longest} or more, or 0 for none"
         )
-    _check_whole_rows(asked, "packs do", "data.packing=0", layouts)
-
-
-def check_buckets(config: ConfigDict, layouts: Mapping[str, RoleLayouts]) -> None:
-    """Raise ConfigError where passes are to be cut by length and cannot."""
-    if config.data.length_buckets <= 1:
-        return
-    asked = f"config.data.length_buckets={config.data.length_buckets}"
-    if config.data.packing:
-        raise ConfigError(
-            f"{asked}: packs (data.packing={config.data.packing}) have no padding to cut; use "
-            "data.length_buckets=0, or data.packing=0"
-        )
-    _check_whole_rows(asked, "passes of several widths do", "data.length_buckets=0", layouts)
-
-
-def _check_whole_rows(
-    asked: str, what: str, instead: str, layouts: Mapping[str, RoleLayouts]
-) -> None:
-    """Raise ConfigError where a layout has stages, or splits a row's length.
-
-    Args:
-      asked: the setting that does not go with these; what: of it; instead: the way without it.
-      layouts: by role.
-    """
     for role, layout in layouts.items():
         for name, axis in (("layers", "pipe"), ("length", "context")):
             if role != ROLLOUT and layout.train.ways(name) > 1:
                 raise ConfigError(
-                    f"{asked}: {what} not go with layout.{role}.train.{axis}="
-                    f"{layout.train.ways(name)}; use {axis}=1 there, or {instead}"
+                    f"{asked}: packs do not go with layout.{role}.train.{axis}="
+                    f"{layout.train.ways(name)}; use {axis}=1 there, or data.packing=0"
                 )
 
 
@@ -262,7 +238,7 @@ def check_attention(
     if config.model.attention != CUDNN:
         return
     asked = f"config.model.attention={CUDNN}"
-    if config.data.packing > WHOLE:
+    if number_of(config.data.packing) > WHOLE:
         raise ConfigError(
             f"{asked} has no mask of several sequences in a row, and data.packing is "
             f"{config.data.packing}; use packing=0, or {AUTO}"
@@ -288,7 +264,8 @@ def attention_of(
       dtype: of compute.
     """
     asked: str = config.model.attention
-    if asked != AUTO or platform not in cudnn.PLATFORMS or config.data.packing > WHOLE:
+    long_packs = number_of(config.data.packing) > WHOLE
+    if asked != AUTO or platform not in cudnn.PLATFORMS or long_packs:
         return asked
     return asked if _not_for_cudnn(model, layouts, dtype) else TRIED
 

@@ -30,7 +30,6 @@ from hjax.run.fitting import (
     check_ahead,
     check_attention,
     check_batches,
-    check_buckets,
     check_judges,
     check_packing,
     check_rewards,
@@ -261,7 +260,6 @@ def describe_roles(
     check_batches(config, algorithm, table, layouts, plan)
     after = int(table["actor"].scalar)
     check_packing(config, inputs, layouts, after, algorithm.unit)
-    check_buckets(config, layouts)
     fewer: tuple[int, ...] = ()
     if ROLLOUT in layouts:
         # What stands on fewer devices has fewer data-parallel parts.

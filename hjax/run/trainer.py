@@ -99,6 +99,8 @@ class Trainer(Recovering):
         repair: bool = False,
     ):
         self.config = check_config(config)
+        if workdir is not None:
+            self.config = Workdir(workdir, overwrite=overwrite).kept(self.config)
         self.display = display
         self._said = ""  # last
         self._unfit = ""

@@ -7,6 +7,7 @@ run killed at any moment leaves files that can be read and continued.
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import shutil
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hjax.config import flatten
+from hjax.config import AUTO, Config, flatten
 from hjax.errors import ConfigError, DataError, RunError
 from hjax.files import (
     CALIBRATION,
@@ -36,6 +37,7 @@ from hjax.models.bases import RECORD as BASES
 from hjax.models.bases import Base, read_bases
 from hjax.run.loggers import Logger, Loggers
 from hjax.settings.keys import default_config
+from hjax.wishes import WISHES
 
 # What a run writes; `.lock` stays, and `logs`, which its processes have open.
 MODEL, TENSORBOARD, LOCK = "model", "tensorboard", ".lock"
@@ -60,6 +62,7 @@ CHANGEABLE = (
     "rollout.warn_prob_error",
     "rollout.max_prob_error",
 )
+_BUCKETS = "data.length_buckets"  # of older runs
 
 # Directories in which this process trains, by device and inode: the system's locks are between
 # processes, and any of a process's files that is closed gives up its lock.
@@ -112,6 +115,14 @@ class Workdir:
                 raise
             return False
         return True
+
+    def kept(self, config: Config) -> Config:
+        """The config, but where a run is here to go on with the ``data.packing`` that it recorded,
+        if nobody asks for another. Raises ConfigError as ``check`` does."""
+        if config.data.packing == AUTO and self.check(config):
+            config = copy.deepcopy(config)
+            config.data.packing = _recorded(self._read_config() or {})["data.packing"]
+        return config
 
     def bases(self, config: Mapping[str, Any]) -> dict[str, Base]:
         """By path, the checkpoints of other runs that a run began from that is here to go on with;
@@ -309,8 +320,12 @@ class Workdir:
         return found
 
     def _check_same(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-        # A key that is younger than the run was at its default.
-        before, now = flatten(to_json(default_config())) | flatten(old), flatten(new)
+        before, now = _recorded(old), flatten(new)
+        if (buckets := before.pop(_BUCKETS, 0)) not in (0, 1):
+            held = f"{self.path} holds a run with config.{_BUCKETS}={buckets}"
+            raise ConfigError(f"{held}: {WISHES[_BUCKETS]}; give another --workdir")
+        if now.get("data.packing") == AUTO:
+            now["data.packing"] = before["data.packing"]  # as of `kept`
         for key in sorted(before.keys() | now.keys()):
             changeable = any(key.startswith(c) if c.endswith(".") else key == c for c in CHANGEABLE)
             if changeable or (key in before and key in now and before[key] == now[key]):
@@ -369,6 +384,13 @@ class Workdir:
             if content and not content.endswith(b"\n"):
                 file.truncate(content.rfind(b"\n") + 1)
                 os.fsync(file.fileno())
+
+
+def _recorded(old: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json by dotted key: what is younger than the run was at its default, but for packs,
+    which nobody chose then, and a number of places is text."""
+    recorded = flatten(to_json(default_config())) | {"data.packing": "0"} | flatten(old)
+    return recorded | {"data.packing": str(recorded["data.packing"])}
 
 
 def _release(held: int, key: tuple[int, int]) -> None:

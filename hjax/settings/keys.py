@@ -19,7 +19,7 @@ from hjax.data.reading import OVERLONG
 from hjax.machine import MOST_DEVICES
 from hjax.roles import OPTIMIZERS, ROLES
 from hjax.rollout.options import OPTIONS
-from hjax.rules import Key, Rule, above, at_least, below_one, between, one_of
+from hjax.rules import Key, Rule, above, at_least, below_one, between, number_or_auto, one_of
 
 # Sizes that sums and lists are made of before memory is asked: of a model's dimension or a batch's,
 # and in tokens. Far above any that is run.
@@ -289,20 +289,17 @@ KEYS: dict[str, Any] = {
             0.1, "share of data.path held out where data.eval_path is empty", between(0, 0.9)
         ),
         "eval_size": Key(128, "at most this many held-out prompts are kept; 0: all", at_least(0)),
-        "length_buckets": Key(
-            0,
-            "widths to which a pass of updates and scores over padded rows may be cut: rows are "
-            "put in order of length, and each pass (micro_batch) is the narrowest of so many equal "
-            "steps that holds its rows, with the same result (docs/models.md). 0 or 1: none is cut",
-            between(0, 64),
-        ),
         "packing": Key(
-            0,
+            "auto",
             "tokens of a pack: in updates and scores sequences stand one after another in rows of "
             "so many, at least as many as the longest prompt and response together, of pairs "
             "twice that (docs/models.md); micro_batch then counts packs. 0: every sequence has a "
-            "row, padded",
-            at_least(0),
+            "row, padded. auto: of each batch packs as long as its longest sequence where these "
+            "are fewer tokens by a third, else padded rows; the same metrics to 1e-5. Always "
+            "padded is what a number would be refused beside (pipe, context, cuDNN's attention of "
+            "more than 512 tokens, rotary positions that follow a row's length), a role with "
+            "router_loss, and demonstrations beside PPO (pretraining_coef)",
+            number_or_auto(),
         ),
     },
     "tokenizer": {

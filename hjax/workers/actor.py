@@ -155,8 +155,9 @@ class Actor(TrainedWorker, GeneratingWorker):
         """
         if pretrain is None:
             return self.update(batch)
-        keys = (*TOKEN_KEYS, "coefficient")
-        more = self.laid_out({key: pretrain[key] for key in keys}, grouped=False)
+        more = {key: pretrain[key] for key in (*TOKEN_KEYS, "coefficient")}
+        if self.context.packing:  # by choice there are two programs of an update, not four
+            more = self.laid_out(more, grouped=False).beside(more)
         return self.update(batch, pretrain=more)
 
     def pretraining(self, network: Network) -> tuple[Objective, Prepare] | None:

@@ -64,8 +64,8 @@ class WorkerContext:
       in_parts: whether responses are left off and continued.
       judges: reward functions, by role, that are called with a prompt's answers while others are
         generated.
-      length_buckets: widths that a pass over padded rows may be cut to; 0 or 1: none are cut.
       packing: places of the packs in which rows are computed; 0: they are padded.
+      chooses: rows are padded or in packs as each batch has it, see ``hjax.workers.packer``.
       steps: text behind which a step of a response ends that a reward model scores, ``token`` or
         empty, see the key ``reward.steps``.
       offload: what waits in pinned host memory while it is idle: ``none``, ``optimizer`` (its
@@ -102,8 +102,8 @@ class WorkerContext:
     surplus: int = 0
     in_parts: bool = False
     judges: Mapping[str, RewardFunction] = dataclasses.field(default_factory=dict)
-    length_buckets: int = 0
     packing: int = 0
+    chooses: bool = False
     steps: str = ""
     offload: str = "none"
     retokenize: bool = False

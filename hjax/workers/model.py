@@ -13,12 +13,13 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from hjax.errors import ConfigError
+from hjax.kernels import cudnn
+from hjax.kernels.attention import WHOLE
 from hjax.models.packed import KEY as PACKING
 from hjax.models.parameters import Network, Params, decoder_network, placed, scalar_network
 from hjax.models.weights import load_params, read_config
 from hjax.pieces import Pieces
 from hjax.sharding.across import Arrival, PoolTransition, lend
-from hjax.sharding.arrays import to_numpy
 from hjax.sharding.crossing import Landing, crossing_to, landing_of
 from hjax.sharding.layout import RoleLayouts, check_shapes, shard_bytes, without
 from hjax.sharding.manifest import Manifest, check, manifest_of, named_leaves
@@ -27,10 +28,8 @@ from hjax.sharding.pipeline import Stack
 from hjax.sharding.protocols import PROMPT_ID, control
 from hjax.workers.adapters import Merge
 from hjax.workers.base import TOKEN_KEYS, Worker, WorkerContext
-from hjax.workers.packs import Packer
+from hjax.workers.packer import LaidOut, Packer, Padded, pack_places
 from hjax.workers.passes import Passes, rows_of
-from hjax.workers.widths import KEY as WIDTHS
-from hjax.workers.widths import Sorter, Widths
 from hjax.xla.program import Program
 
 
@@ -62,15 +61,23 @@ class ModelWorker(Worker):
         self.compute = dataclasses.replace(context.compute.on(train), layout=held)
         self.merge = None if self.network.partition.everything else Merge(self.network, train)
         self.passes = self._passes(self.network)
-        packing, micro_batch = context.packing, context.micro_batch
-        self.packer = Packer(packing, train, micro_batch) if packing else None
-        buckets = context.length_buckets
-        self.sorter = Sorter(buckets, train) if buckets > 1 else None
+        packs = context.packing or context.chooses and self._may_choose()
+        # cuDNN's attention has no mask of several sequences, but short ones are attended to whole.
+        longest = WHOLE if self.compute.kernels.attention is cudnn.attend else 0
+        sizes = context.micro_batch, longest
+        self.packer = Packer(context.packing, train, *sizes) if packs else None
         self.params: Params = {}  # until initialize, take_weights or restore
         self.version: int | None = None  # of the weights taken; None: they came without
         self.fetched_bytes = 0  # by this process, of the weights last taken in pieces
         self._phase = ""
         self._forwards: dict[tuple, Any] = {}
+
+    def _may_choose(self) -> bool:
+        """Whether batches may choose packs: a split length and stages have none, and the loss that
+        balances experts is each pass's own."""
+        train = self.layouts.train
+        whole = train.ways("layers") == train.ways("length") == 1
+        return whole and not self.context.router_loss
 
     def _passes(self, network: Network) -> Passes:
         context, partition = self.context, network.partition
@@ -272,40 +279,30 @@ class ModelWorker(Worker):
         batch = self.token_shapes(rows, prompt_length)
         return self._forward(compute, True, base).trace(params, batch)
 
-    def laid_out(self, batch: Mapping[str, Any], grouped: bool, unit: int = 1) -> dict[str, Any]:
-        """A batch of prompts and responses with its packs or widths beside them, where the run has
-        such.
+    def laid_out(self, batch: Mapping[str, Any], grouped: bool, unit: int = 1) -> LaidOut:
+        """How a batch of prompts and responses is computed.
 
         Args:
-          batch: arrays, masks among them; masks on devices are waited for.
+          batch: arrays, masks among them; masks on devices are waited for where packs are made.
           grouped: rows come in groups of one prompt (``self.grouped``).
           unit: consecutive rows that are never cut apart.
         """
-        if self.sorter is not None:
-            prompts, responses = (to_numpy(batch[f"{of}_mask"]) for of in ("prompt", "response"))
-            return {**batch, WIDTHS: self.widths(prompts, responses, grouped, unit)}
         if self.packer is None:
-            return dict(batch)
-        packing = self.packer(batch, self._in_packs(grouped, unit), unit=unit)
-        return {**batch, PACKING: packing}
+            return LaidOut()
+        rows, width = batch["response_mask"].shape
+        padded = self._padded(rows, (batch["prompt_mask"].shape[1], width), grouped)
+        return self.packer(batch, self._in_packs(padded, grouped, unit), padded, unit)
 
-    def widths(
-        self, prompts: np.ndarray, responses: np.ndarray, grouped: bool, unit: int = 1
-    ) -> Widths:
-        """The widths of rows with these masks; as of ``laid_out``."""
-        assert self.sorter is not None
-        rows = len(responses)
+    def _padded(self, rows: int, widths: tuple[int, int], grouped: bool) -> Padded:
+        """What is computed of so many padded rows."""
         passes = self.passes.pieces_of(rows)
-        share = self.share(rows // passes) if grouped else 1
-        tokens = prompts.sum(axis=1), responses.sum(axis=1)
-        widths = prompts.shape[1], responses.shape[1]
-        return self.sorter(*tokens, widths, passes, math.lcm(share, unit), share)
+        return Padded(rows, widths, self.share(rows // passes) if grouped else 1, passes)
 
-    def _in_packs(self, grouped: bool, unit: int = 1) -> int:
+    def _in_packs(self, padded: Padded, grouped: bool, unit: int = 1) -> int:
         """Consecutive rows whose prompt stands in a pack once."""
-        assert self.packer is not None
         samples = self.context.samples
-        shares = grouped and samples % unit == 0 and self.compute.form.shares(self.packer.capacity)
+        places = self.context.packing or pack_places(padded, unit)
+        shares = grouped and samples % unit == 0 and self.compute.form.shares(places)
         return samples if shares else 1
 
     def forward(
@@ -340,7 +337,8 @@ class ModelWorker(Worker):
           base: with the model's adapters left off.
         """
         grouped = self.grouped(batch)
-        tokens = self.laid_out({key: batch[key] for key in TOKEN_KEYS}, grouped)
+        tokens = {key: batch[key] for key in TOKEN_KEYS}
+        tokens = self.laid_out(tokens, grouped).beside(tokens)
         params = self.network.bare_of(self.params) if base else self.params
         return self.forward(compute, params, tokens, grouped, base)
 
@@ -383,7 +381,8 @@ class ModelWorker(Worker):
         return bool((groups == groups[:, :1]).all())
 
     def token_shapes(self, rows: int, prompt_length: int) -> dict[str, Any]:
-        """Abstract prompts and responses of a step, placed for training; full, where packed."""
+        """Abstract prompts and responses of a step, placed for training; full, where packed; where
+        batches choose, padded."""
         length = self.context.max_response_length + self.places_after
         split = self.layouts.train.sharding("batch")
         sizes = {"prompts": prompt_length, "prompt_mask": prompt_length}
@@ -395,13 +394,11 @@ class ModelWorker(Worker):
             )
             for key in TOKEN_KEYS
         }
-        if self.packer is not None:
-            widths = prompt_length, length
-            unit = self.context.unit
-            shapes[PACKING] = self.packer.abstract(rows, widths, self._in_packs(True, unit), unit)
-        if self.sorter is not None:
-            passes = self.passes.pieces_of(rows)
-            shapes[WIDTHS] = self.sorter.abstract(rows, (prompt_length, length), passes)
+        if self.context.packing:
+            assert self.packer is not None
+            padded, unit = self._padded(rows, (prompt_length, length), True), self.context.unit
+            share = self._in_packs(padded, True, unit)
+            shapes[PACKING] = self.packer.abstract(rows, padded.widths, share, unit)
         return shapes
 
 

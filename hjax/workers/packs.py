@@ -1,84 +1,37 @@
 """Which rows of a batch share a pack: first-fit decreasing, in plain Python and NumPy on the host.
 
-Every process of a world makes the same packs of the same lengths. Shapes are few: the number of
-packs, of slots and of answers are rounded up, so that lengths that vary from step to step compile
-few programs.
+Every process of a world makes the same packs of the same lengths. Shapes are few: where a run asks
+for packs, the numbers of packs, of slots and of answers are rounded up, so that lengths that vary
+from step to step compile few programs; where each batch chooses (``hjax.workers.packer``), packs
+have one shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import math
+from typing import NamedTuple
 
-import jax
 import numpy as np
 
 from hjax.models.packed import Packing
-from hjax.sharding.arrays import place, to_numpy
-from hjax.sharding.layout import Layout
 
 
-class Packer:
-    """Makes the packs of a role's batches.
+class Shape(NamedTuple):
+    """Of a packing.
 
-    Args:
+    Attributes:
+      passes: of a data-parallel part, each a cell.
+      height: packs of a cell.
       capacity: places of a pack.
-      layout: the train layout.
-      micro_batch: most packs per pass over all devices (at least one per data-parallel part); 0:
-        all at once.
+      slots: rows that a cell has room for.
+      answers: response tokens of a cell, by pack.
     """
 
-    def __init__(self, capacity: int, layout: Layout, micro_batch: int = 0):
-        self.capacity = capacity
-        self._sharding = layout.sharding("batch")
-        self._parts = layout.ways("batch")
-        self._per_pass = max(micro_batch // self._parts, 1) if micro_batch else 0
-
-    def __call__(
-        self, batch: Mapping[str, Any], share: int, capacity: int = 0, unit: int = 1
-    ) -> Packing:
-        """The packs of a batch's rows, on the devices that compute them.
-
-        Args:
-          batch: ``prompt_mask``, ``response_mask``: NumPy's, or JAX's, which are waited for. Over
-            several processes all of them ask.
-          share: consecutive rows whose prompt stands in a pack once.
-          capacity: places of a pack; 0: the packer's.
-          unit: consecutive rows that stay in one pack, and in slots that follow each other.
-        """
-        masks = [to_numpy(batch[key]) for key in ("prompt_mask", "response_mask")]
-        prompts, responses = (mask.sum(axis=1) for mask in masks)
-        widths = masks[0].shape[1], masks[1].shape[1]
-        packing = self._make(prompts, responses, widths, share, capacity, unit)
-        return jax.tree.map(lambda x: place(x, self._sharding), packing)
-
-    def abstract(self, rows: int, widths: tuple[int, int], share: int, unit: int = 1) -> Packing:
-        """Shapes of the packs of rows that have no padding: the most there can be."""
-        prompts, responses = (np.full(rows, width) for width in widths)
-        capacity = max(unit * (sum(widths) - 1), self.capacity)
-        packing = self._make(prompts, responses, widths, share, capacity, unit)
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding), packing
-        )
-
-    def _make(
-        self,
-        prompts: np.ndarray,
-        responses: np.ndarray,
-        widths: tuple[int, int],
-        share: int,
-        capacity: int,
-        unit: int,
-    ) -> Packing:
-        capacity = capacity or self.capacity
-        parts = self._parts, self._per_pass
-        return make_packing(prompts, responses, widths, share, capacity, *parts, unit=unit)
-
-
-@jax.jit
-def padding(packing: Packing) -> jax.Array:
-    """Share of the computed places that are padding, float32 scalar."""
-    return (packing.segments == 0).mean(dtype="float32")
+    passes: int
+    height: int
+    capacity: int
+    slots: int
+    answers: int
 
 
 class Piece(NamedTuple):
@@ -89,7 +42,13 @@ class Piece(NamedTuple):
 
 
 def first_fit(
-    prompts: np.ndarray, responses: np.ndarray, share: int, capacity: int, unit: int = 1
+    prompts: np.ndarray,
+    responses: np.ndarray,
+    share: int,
+    capacity: int,
+    unit: int = 1,
+    answers: int = 0,
+    rows_of_pack: int = 0,
 ) -> list[list[Piece]]:
     """Packs of rows: the longest first, each where it fits first.
 
@@ -104,6 +63,8 @@ def first_fit(
       share: consecutive rows that answer one prompt: 1, or a multiple of the unit.
       capacity: places of a pack.
       unit: consecutive rows that are never in different packs.
+      answers: most response tokens of a pack; 0: any.
+      rows_of_pack: most rows of a pack; 0: any.
 
     Raises:
       AssertionError: a row or unit that is longer than a pack, or a response to no prompt.
@@ -125,23 +86,24 @@ def first_fit(
         if not all(prompts[rows]) or before(rows) + own[rows].sum() > capacity:
             after = own[rows].sum()
             raise AssertionError(f"{before(rows)} + {after} places in packs of {capacity}")
-    free = np.full(len(units), capacity)
+    limits = capacity, answers or responses.sum(), rows_of_pack or unit * len(units)
+    free = np.tile(limits, (len(units), 1))
     packs: list[dict[int, list[int]]] = []  # rows by group
     standing: dict[int, list[int]] = {}  # packs that have a group's prompt
     for rows in sorted(units, key=lambda rows: -(before(rows) + own[rows].sum())):
         # The rows of a unit are of one group, or each is one of its own, which stands nowhere yet.
-        places = own[rows].sum()
+        taken = np.array([own[rows].sum(), responses[rows].sum(), unit])
         ready = standing.get(rows[0] // share, ())
-        at = next((pack for pack in ready if free[pack] >= places), None)
+        at = next((pack for pack in ready if (free[pack] >= taken).all()), None)
         if at is None:
-            places += before(rows)
-            at = int(np.argmax(free >= places))
+            taken[0] += before(rows)
+            at = int(np.argmax((free >= taken).all(axis=1)))
             if at == len(packs):
                 packs.append({})
             standing.setdefault(rows[0] // share, []).append(at)
         for row in rows:
             packs[at].setdefault(row // share, []).append(row)
-        free[at] -= places
+        free[at] -= taken
     return [
         [
             Piece(tuple(sorted(held)), int(prompts[held[0]] + own[held].sum()))
@@ -185,20 +147,76 @@ def make_packing(
     cells = _dealt(packs, parts * passes)
     slots = _slots(cells, len(responses), unit)
     size = _roomy(max(map(len, slots)), len(prompts), len(cells), unit)
-    answers = max(sum(int(responses[row]) for row in rows) for rows in slots)
-    width = -(-answers // height)
+    most = max(sum(int(responses[row]) for row in rows) for rows in slots)
     step = max(capacity // 4, 1)
-    width = max(-(-width // step), 1) * step
+    width = max(-(-most // (height * step)), 1) * step
+    shape = Shape(passes, height, capacity, size, width)
+    return _written(cells, slots, prompts, responses, widths, share, shape)
 
+
+def fill(
+    prompts: np.ndarray,
+    responses: np.ndarray,
+    widths: tuple[int, int],
+    share: int,
+    shape: Shape,
+    parts: int,
+    unit: int = 1,
+) -> Packing | None:
+    """Packs of one shape, their passes counted; None: the rows do not go into it.
+
+    Args:
+      prompts, responses, widths, share, unit: as of ``make_packing``.
+      shape: of a part's packs.
+      parts: data-parallel parts.
+    """
+    first = prompts[::share] if len(prompts) % share == 0 else prompts
+    tokens = first.sum() + np.maximum(responses - 1, 0).sum()
+    room = parts * shape.passes * shape.height * shape.capacity
+    if tokens > room or not prompts[responses > 0].all():
+        return None
+    most = shape.answers, shape.slots // shape.height
+    packs = first_fit(prompts, responses, share, shape.capacity, unit, *most)
+    passes = max(-(-len(packs) // (parts * shape.height)), 1)
+    if passes > shape.passes:
+        return None
+    dealt = _dealt(packs, parts * passes)
+    rows = _slots(dealt, len(responses), unit)
+    if max(map(len, rows)) > shape.slots:
+        return None
+    cells: list[list[list[Piece]]] = [[] for _ in range(parts * shape.passes)]
+    slots: list[list[int]] = [[] for _ in cells]
+    for number, cell in enumerate(first_cells(passes, parts, shape.passes)):
+        cells[cell], slots[cell] = dealt[number], rows[number]
+    packing = _written(cells, slots, prompts, responses, widths, share, shape)
+    return packing._replace(passes=np.asarray(passes, np.int32))
+
+
+def first_cells(passes: int, parts: int, of: int) -> np.ndarray:
+    """The cells of the first passes, of all parts that have so many each."""
+    return (np.arange(parts)[:, None] * of + np.arange(passes)).reshape(-1)
+
+
+def _written(
+    cells: list[list[list[Piece]]],
+    slots: list[list[int]],
+    prompts: np.ndarray,
+    responses: np.ndarray,
+    widths: tuple[int, int],
+    share: int,
+    shape: Shape,
+) -> Packing:
+    """The packing of packs and rows by cell; the rest as of ``make_packing``."""
     rows, tokens = len(prompts), sum(widths)
-    count, filled = len(cells), (height, capacity)
+    count, size, height, width = len(cells), shape.slots, shape.height, shape.answers
+    filled = height, shape.capacity
     packing = Packing(
         order=np.full((count, size), rows, np.int32),
         source=np.full((count, *filled), size * tokens, np.int32),
         positions=np.zeros((count, *filled), np.int32),
         segments=np.zeros((count, *filled), np.int32),
         prompts=np.zeros((count, *filled), np.int32) if share > 1 else None,
-        states=np.full((count, height, width), height * capacity, np.int32),
+        states=np.full((count, height, width), math.prod(filled), np.int32),
         targets=np.full((count, height, width), size * tokens, np.int32),
         back=np.full((count, size, widths[1]), height * width, np.int32),
     )

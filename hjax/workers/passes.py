@@ -1,7 +1,7 @@
 """Passes over a batch: whole, in micro-batches, or through a pipeline of stages.
 
-A batch with a packing goes through them in its packs' slots, one with widths in order of length,
-and what is made of its rows comes back in their order.
+A batch with a packing goes through them in its packs' slots, and what is made of its rows comes
+back in their order.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ from hjax.models.parameters import Params
 from hjax.partition import Partition
 from hjax.sharding.layout import Layout
 from hjax.sharding.pipeline import Pipeline, Stack, plain
-from hjax.workers.widths import KEY as WIDTHS
-from hjax.workers.widths import Widths
 
-Batch = dict[str, Any]  # of arrays, and the packing or the widths
+Batch = dict[str, Any]  # of arrays, and the packing
 # (params, micro-batch, stack) -> (weighted loss sum, weighted sums of statistics)
 Objective = Callable[[Params, Batch, Stack], tuple[jax.Array, dict[str, jax.Array]]]
 
@@ -60,71 +58,62 @@ class Passes:
 
     def gradients(self, objective: Objective, params: Params, batch: Batch) -> Any:
         """((loss, statistics), gradients of what learns), summed over micro-batches; inside jit."""
-        pieces = self.pieces(batch)
-        widths: Widths | None = batch.get(WIDTHS)
-        batch = arranged(batch) if widths is None else widths.ordered(batch)
+        pieces, filled = self.pieces(batch), passes_of(batch)
+        batch = arranged(batch)
         learned, frozen = self.partition.split(params)
 
         def loss(learned: Params, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
             return objective(self.partition.join(learned, frozen), batch, plain)
 
         value_and_grad = jax.value_and_grad(loss, has_aux=True)
-
-        def of_part(part: Batch) -> Any:
-            return value_and_grad(learned, part)
-
-        run: Callable[[Any], Any] = of_part if widths is None else widths.cutting(of_part)
         if self.pipeline is None and pieces == 1:
-            return run(batch if widths is None else (batch, widths.chosen[0]))
+            return value_and_grad(learned, batch)
         parts = jax.tree.map(lambda x: self.layout.cut(x, pieces), batch)
         if self.pipeline is not None:
             return self.pipeline.gradients(objective, params, parts)
-        parts = parts if widths is None else (parts, widths.chosen)
 
         def add(total: Any, part: Any) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, run(part)), None
+            return jax.tree.map(jnp.add, total, value_and_grad(learned, part)), None
 
-        shapes = jax.eval_shape(run, jax.tree.map(lambda x: x[0], parts))
+        shapes = jax.eval_shape(value_and_grad, learned, jax.tree.map(lambda x: x[0], parts))
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        return jax.lax.scan(add, zeros, parts)[0]
+        if filled is None:
+            return jax.lax.scan(add, zeros, parts)[0]
+        return jax.lax.fori_loop(0, filled, lambda i, sums: add(sums, _part(parts, i))[0], zeros)
 
     def forward(
         self, compute: Callable[[Params, Batch, Stack], Any], params: Params, batch: Batch
     ) -> Any:
         """``compute``'s arrays, one row of each per row of the batch; inside jit."""
-        pieces, widths = self.pieces(batch), batch.get(WIDTHS)
-        if widths is not None:
-            made, order = self._forward(compute, params, batch, pieces), widths.order
-        elif KEY in batch:
-            made = self._forward(compute, params, arranged(batch), pieces)
-            order = batch[KEY].order
-        else:
-            return self._forward(compute, params, batch, pieces)
-        made = restored(made, order, rows_of(batch))
+        if KEY not in batch:
+            return self._forward(compute, params, batch)
+        made = self._forward(compute, params, arranged(batch))
+        made = restored(made, batch[KEY].order, rows_of(batch))
         return jax.tree.map(lambda x: self.layout.constrain(x, "batch"), made)
 
     def _forward(
-        self,
-        compute: Callable[[Params, Batch, Stack], Any],
-        params: Params,
-        batch: Batch,
-        pieces: int,
+        self, compute: Callable[[Params, Batch, Stack], Any], params: Params, batch: Batch
     ) -> Any:
-        widths: Widths | None = batch.get(WIDTHS)
+        pieces, filled = self.pieces(batch), passes_of(batch)
 
-        def of_part(part: Batch) -> Any:
+        def run(part: Batch) -> Any:
             return compute(params, part, plain)
 
-        run: Callable[[Any], Any] = of_part
-        if widths is not None:
-            run, batch = widths.cutting(of_part, widen=True), widths.ordered(batch)
         if self.pipeline is None and pieces == 1:
-            return run(batch if widths is None else (batch, widths.chosen[0]))
+            return run(batch)
         parts = jax.tree.map(lambda x: self.layout.cut(x, pieces), batch)
         if self.pipeline is not None:
             made = self.pipeline.forward(compute, params, parts)
+        elif filled is None:
+            made = jax.lax.map(run, parts)
         else:
-            made = jax.lax.map(run, parts if widths is None else (parts, widths.chosen))
+            shapes = jax.eval_shape(run, jax.tree.map(lambda x: x[0], parts))
+            empty = jax.tree.map(lambda x: jnp.zeros((pieces, *x.shape), x.dtype), shapes)
+
+            def write(i: jax.Array, made: Any) -> Any:
+                return jax.tree.map(lambda all, x: all.at[i].set(x), made, run(_part(parts, i)))
+
+            made = jax.lax.fori_loop(0, filled, write, empty)
         return jax.tree.map(self.layout.join, made)
 
     def pieces(self, batch: Batch) -> int:
@@ -155,4 +144,13 @@ class Passes:
 
 def rows_of(batch: Batch) -> int:
     """Rows of a batch of arrays."""
-    return next(x.shape[0] for key, x in batch.items() if key not in (KEY, WIDTHS) and x.ndim)
+    return next(x.shape[0] for key, x in batch.items() if key != KEY and x.ndim)
+
+
+def passes_of(batch: Batch) -> jax.Array | None:
+    """Passes that have anything to compute, the first ones; None: all of them."""
+    return batch[KEY].passes if KEY in batch else None
+
+
+def _part(parts: Any, number: jax.Array) -> Any:
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, keepdims=False), parts)

@@ -13,6 +13,7 @@ from hjax.data.response_text import ResponseText
 from hjax.errors import ConfigError, RunError
 from hjax.models.forward import read_responses, sequence_states
 from hjax.models.packed import KEY as PACKING
+from hjax.models.packed import Packing
 from hjax.pieces import Added, Pieces
 from hjax.rewards.early import Verdict
 from hjax.rewards.function import RewardFunction, check_unscored
@@ -23,7 +24,6 @@ from hjax.sharding.protocols import protocol
 from hjax.workers.base import TOKEN_KEYS, Worker, WorkerContext
 from hjax.workers.generation import JUDGED, ragged
 from hjax.workers.model import ModelWorker, abstract
-from hjax.workers.widths import KEY as WIDTHS
 from hjax.xla.program import Program
 
 # What a reward model reads, and what a function is shown beside it.
@@ -200,7 +200,7 @@ class ModelReward(ModelWorker):
     def last_scores(self, batch: Mapping[str, Any]) -> np.ndarray:
         """float32 [rows] on the host, the head's value at each sequence's last token."""
         sequences = self._sequences(batch)
-        arrays = self._arrays(sequences, self._bucket(sequences), self.packer is not None)
+        arrays = self._arrays(sequences, self._bucket(sequences))
         scores = self.forward(self._last_score, self.params, arrays)
         return to_numpy(scores)[: len(sequences)]
 
@@ -208,7 +208,7 @@ class ModelReward(ModelWorker):
         """float32 [rows, length] on the host: the head's value at the last token of each step of a
         response, 0 elsewhere. Rows are padded, packs or not: every place is read."""
         sequences = self._sequences(batch)
-        arrays = self._arrays(sequences, self._bucket(sequences), packed=False)
+        arrays = self._arrays(sequences, self._bucket(sequences), padded=True)
         scores = to_numpy(self.forward(self._every_score, self.params, arrays))
         prompts = to_numpy(batch["prompt_mask"]).sum(axis=1)
         made = np.zeros(batch["responses"].shape, np.float32)
@@ -229,31 +229,41 @@ class ModelReward(ModelWorker):
             )
         return bucket_length(longest, limit)
 
-    def _arrays(self, sequences: list[list[int]], length: int, packed: bool) -> dict[str, Any]:
-        """What a forward takes of sequences of at most so many tokens."""
+    def _arrays(
+        self, sequences: list[list[int]], length: int, padded: bool = False
+    ) -> dict[str, Any]:
+        """What a forward takes of sequences of at most so many tokens; ``padded``: never packs."""
         ways = self.layouts.train.ways("batch")
         rows = -(-len(sequences) // ways) * ways
+        counts = np.zeros(rows, int)
+        counts[: len(sequences)] = [len(sequence) for sequence in sequences]
+        packing = None if padded else self._packing(counts, length)
         tokens = np.zeros((rows, length), np.int32)
         mask = np.zeros((rows, length), bool)
         for row, sequence in enumerate(sequences):
             # Prompts end where their responses begin.
-            start = length - len(sequence) if packed else 0
+            start = 0 if packing is None else length - len(sequence)
             at = slice(start, start + len(sequence))
             tokens[row, at], mask[row, at] = sequence, True
         split = self.layouts.train.sharding("batch")
-        if not packed or self.packer is None:
-            arrays = {"tokens": place(tokens, split), "mask": place(mask, split)}
-            if self.sorter is None:
-                return arrays
-            return {**arrays, WIDTHS: self.widths(mask[:, :0], mask, grouped=False)}
-        # A prompt each, of which a response's first token is to be predicted: the last state.
-        masks = {"prompt_mask": mask, "response_mask": mask.any(axis=1, keepdims=True)}
-        capacity = max(self.packer.capacity, length)  # for text that was tokenised again
+        if packing is None:
+            return {"tokens": place(tokens, split), "mask": place(mask, split)}
         return {
             "prompts": place(tokens, split),
             "responses": place(np.zeros((rows, 1), np.int32), split),
-            PACKING: self.packer(masks, 1, capacity),
+            PACKING: packing,
         }
+
+    def _packing(self, counts: np.ndarray, length: int) -> Packing | None:
+        """Packs of sequences of so many tokens: prompts, each with the first token of a response to
+        be predicted, from the last state."""
+        if self.packer is None:
+            return None
+        mask = np.arange(length) < counts[:, None]
+        masks = {"prompt_mask": mask, "response_mask": mask[:, :1]}
+        capacity = max(self.packer.capacity, length)  # for text that was tokenised again
+        padded = self._padded(len(counts), (length, 1), grouped=False)
+        return self.packer(masks, 1, padded, capacity=capacity).packing
 
     def _every_score(self, model: Any, batch: Any, share: int) -> jax.Array:
         hidden = sequence_states(model.decoder, batch["tokens"], batch["mask"], self.compute)
@@ -278,12 +288,10 @@ class ModelReward(ModelWorker):
         def array(width: int, dtype: Any = np.int32) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((rows, width), dtype, sharding=split)
 
-        if self.packer is None or self.context.steps:
+        if not self.context.packing or self.context.steps:
             batch: dict[str, Any] = {"tokens": array(length), "mask": array(length, np.bool_)}
-            if self.sorter is not None:
-                passes = self.passes.pieces_of(rows)
-                batch[WIDTHS] = self.sorter.abstract(rows, (0, length), passes)
         else:
+            assert self.packer is not None
             packing = self.packer.abstract(rows, (length, 1), 1)
             batch = {"prompts": array(length), "responses": array(1), PACKING: packing}
         params = abstract(self.network.shapes, self.shardings)

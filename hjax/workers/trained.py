@@ -12,17 +12,15 @@ from hjax.errors import ConfigError
 from hjax.models.balance import Tally, balance_loss, balance_metrics, counted_tokens
 from hjax.models.dropout import KEY as DROPOUT
 from hjax.models.dropout import row_keys
-from hjax.models.packed import KEY as PACKING
 from hjax.models.parameters import Network, Params
+from hjax.sharding.arrays import place
 from hjax.sharding.manifest import Manifest
 from hjax.sharding.pipeline import Stack
 from hjax.sharding.protocols import PROMPT_ID, control
 from hjax.workers.base import TOKEN_KEYS, WorkerContext
 from hjax.workers.model import ModelWorker
 from hjax.workers.optimizer import UPDATE, Prepare, Updater
-from hjax.workers.packs import padding
 from hjax.workers.passes import Batch, Objective
-from hjax.workers.widths import KEY as WIDTHS
 from hjax.xla.program import Program
 
 # What a trained worker learns: the algorithm's objective, or the warm start's.
@@ -197,7 +195,8 @@ class TrainedWorker(ModelWorker):
         needs = update_keys(self.context, *self.extra_keys)
         arrays = {key: batch[key] for key in needs if batch.get(key) is not None} | more
         grouped = self.grouped(batch)
-        arrays = self.laid_out(arrays, grouped, self.context.unit)
+        laid_out = self.laid_out(arrays, grouped, self.context.unit)
+        arrays = laid_out.beside(arrays)
         params, self.optimizer_state, metrics = self._updater(self.stage, grouped)(
             self._learning(), self.optimizer_state, arrays
         )
@@ -205,9 +204,9 @@ class TrainedWorker(ModelWorker):
             learned, _ = self.network.partition.split(self.params)
             params = self.network.partition.join(learned, params)
         self.params = params
-        if WIDTHS in arrays:
-            return metrics | {"padding": arrays[WIDTHS].padding}
-        return metrics | ({"padding": padding(arrays[PACKING])} if PACKING in arrays else {})
+        if laid_out.padding is None:
+            return metrics
+        return metrics | {"padding": place(laid_out.padding, self.layouts.train.replicated)}
 
     # What an update reads beside prompts, responses and what the losses need.
     extra_keys: tuple[str, ...] = ()

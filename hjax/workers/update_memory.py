@@ -25,7 +25,7 @@ from hjax.models.forward import LOGIT_CHUNK_BYTES
 from hjax.models.parameters import Network
 from hjax.sharding.layout import Layout
 from hjax.workers.optimizer import OptimizerConfig
-from hjax.workers.packs import Packer
+from hjax.workers.packer import Packer
 from hjax.workers.passes import Passes
 
 
