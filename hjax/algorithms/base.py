@@ -370,23 +370,26 @@ class Algorithm:
         """Let an adaptive coefficient follow the KL measured on this batch.
 
         Args:
-          batch: with ``response_mask``, and ``ref_logprobs`` where there is a reference.
+          batch: with ``response_mask``, and where there is a reference with ``ref_kl`` or
+            ``ref_logprobs``.
           old: float [rows, length], log-probs of the policy that drew the batch.
 
         Returns:
-          what an adaptive KL in the loss reads: ``kl_coef``, a float32 scalar, as it was before
-          it moved (the next step's updates take the new one, as the reward's KL does); and what an
-          adaptive entropy bonus reads, ``entropy_coef``. Else {}.
+          with a reference ``ref_kl``, see ``reference_kl``; what an adaptive KL in the loss reads:
+          ``kl_coef``, a float32 scalar, as it was before it moved (the next step's updates take
+          the new one, as the reward's KL does); and what an adaptive entropy bonus reads,
+          ``entropy_coef``. Else {}.
         """
         config = self.config
         adaptive_loss = config.get("kl_target") and config.get("kl_in") == "loss"
         entries = {"kl_coef": np.asarray(self.kl.coef, np.float32)} if adaptive_loss else {}
         if self.entropy is not None:
             entries["entropy_coef"] = np.asarray(self.entropy.coef, np.float32)
-        if "ref_logprobs" in batch:
+        kl = reference_kl(batch, old)
+        if kl is not None:
             mask = np.asarray(batch["response_mask"], bool)
-            difference = (np.asarray(old) - np.asarray(batch["ref_logprobs"]))[mask]
-            self.kl.update(float(difference.mean()), mask.shape[0])
+            self.kl.update(float(kl[mask].mean()), mask.shape[0])
+            entries["ref_kl"] = kl
         return entries
 
     def scores(self, batch: Batch) -> np.ndarray:
@@ -508,3 +511,19 @@ def old_logprobs(batch: Batch) -> Any:
     The actor's own as learning starts, where the batch has them (``proximal``), else the sampler's.
     """
     return batch.get("old_logprobs", batch.get("policy_logprobs", batch["logprobs"]))
+
+
+def reference_kl(batch: Batch, old: Any = None) -> np.ndarray | None:
+    """KL to the reference by token (k1), in nats; the batch's own ``ref_kl`` where it has that.
+
+    Args:
+      batch: with ``response_mask``, and ``ref_logprobs`` where there is a reference.
+      old: float [rows, length], log-probs of the policy that drew the batch; None: the batch's.
+
+    Returns:
+      float32 [rows, length], 0 off the responses; None without a reference.
+    """
+    if "ref_kl" in batch or "ref_logprobs" not in batch:
+        return batch.get("ref_kl")
+    difference = np.asarray(old_logprobs(batch) if old is None else old) - batch["ref_logprobs"]
+    return np.where(batch["response_mask"], difference, np.float32(0))
