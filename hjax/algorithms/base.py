@@ -22,6 +22,7 @@ from hjax.algorithms.entropy import AdaptiveEntropy
 from hjax.algorithms.kl import KL_KINDS, AdaptiveKL, FixedKL, KLController
 from hjax.config import Config, convert
 from hjax.controller import Future, join
+from hjax.controller.messages import MiniBatch
 from hjax.errors import ConfigError
 from hjax.roles import Role, role_table
 from hjax.rules import Key, above, at_least, between, finite, one_of
@@ -447,6 +448,10 @@ class Algorithm:
         Args:
           batch: as ``compute_advantages`` gives it; or a future of arrays that a group holds, such
             as its ``apply`` gives: then it stays there, and so do the mini-batches, futures too.
+
+        Yields:
+          mappings of arrays; of several each role is sent what it reads of the batch once, and
+          cuts the rows out on its devices.
         """
         if isinstance(batch, Future):
             group = getattr(self, batch.label.split(".")[0])
@@ -455,8 +460,10 @@ class Algorithm:
                 yield batch if chosen is None else group.apply(take_rows, batch, chosen)
             return
         arrays = {k: v for k, v in join(batch).items() if isinstance(v, np.ndarray)}
-        for chosen in self._chosen(rows_of(arrays)):
-            yield arrays if chosen is None else take_rows(arrays, chosen)
+        held: dict[Any, Any] = {}
+        chosen = list(self._chosen(rows_of(arrays)))
+        for rows in chosen:
+            yield arrays if len(chosen) == 1 else MiniBatch(arrays, rows, held)
 
     def _chosen(self, rows: int) -> Iterator[np.ndarray | None]:
         """Row numbers of each mini-batch; None: all, as they stand."""
