@@ -12,7 +12,7 @@ import concurrent.futures
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -20,6 +20,18 @@ from hjax.errors import RunError
 
 # Start and stop in each dimension.
 Region = tuple[tuple[int, int], ...]
+
+
+class Rows(NamedTuple):
+    """Rows of a batch that a role holds, on its devices.
+
+    Attributes:
+      held: the batch, or in a message its future.
+      rows: int [rows], their numbers; None: all.
+    """
+
+    held: Any
+    rows: Any
 
 
 class Handle(Protocol):

@@ -15,7 +15,7 @@ from hjax.algorithms import ALGORITHMS, GRPO, PPO, ReMax, SafeRLHF, get_algorith
 from hjax.controller import ResourcePool, WorkerGroup
 from hjax.errors import ConfigError, RunError
 from hjax.run.dataflow import absent_roles
-from hjax.run.metrics import StepRecorder
+from hjax.run.metrics import StepRecorder, batch_metrics
 
 PROMPTS, SAMPLES, LENGTH = 4, 2, 3
 ROWS = PROMPTS * SAMPLES
@@ -254,6 +254,23 @@ def test_an_adaptive_coefficient_follows_the_kl(algorithm, where, target, factor
     with Dataflow(algorithm, REWARDS, greedy=[0.0] * PROMPTS, **keys) as other:
         other.algorithm.restore(state)
         assert other.algorithm.kl.coef == flow.algorithm.kl.coef
+
+
+def test_the_kl_by_token_is_taken_once_and_passed_on():
+    # Without a discount the first token answers for the whole response: r - beta * sum of the KL.
+    keys = {"kl_coef": 0.5, "whiten": False, "lam": 1.0}
+    with Dataflow(PPO, REWARDS, **keys) as flow:
+        batch, row = flow.step()
+        expected = np.where(batch["response_mask"], 0.3, 0.0)
+        np.testing.assert_allclose(batch["ref_kl"], expected, rtol=1e-6)
+        # Another one is taken for what the log-probs say, wherever the KL is read.
+        other = flow.algorithm.compute_advantages(batch | {"ref_kl": 2 * batch["ref_kl"]})
+    tokens = batch["response_mask"].sum(axis=1)
+    for made, kl in ((batch, 0.3), (other, 0.6)):
+        first = np.float32(REWARDS) - 0.5 * kl * tokens
+        np.testing.assert_allclose(made["advantages"][:, 0], first, atol=1e-5)
+        assert batch_metrics(made, 0.5)["kl/reference"] == pytest.approx(kl)
+    assert row["kl/reference"] == pytest.approx(0.3)
 
 
 def test_an_adaptive_coefficient_weighs_the_kl_in_remaxs_reward():

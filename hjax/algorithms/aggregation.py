@@ -6,7 +6,7 @@ gradient. The loss is linear in its tokens, so micro-batches, packing and meshes
 loss of the whole step; a mean taken per micro-batch would not.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -101,6 +101,12 @@ class TokenLoss:
     def prepared(self, batch: Batch) -> dict[str, jax.Array]:
         """Further entries that the call reads, for `batch` = the whole optimizer step."""
         return {}
+
+
+def check_entries(batch: Batch, keys: Iterable[str], shape: tuple[int, ...]) -> None:
+    """Raise AssertionError that names the first of a batch's entries of another shape."""
+    for key in keys:
+        chex.assert_shape(batch[key], shape, custom_message=f"the batch's {key!r}")
 
 
 def check_aggregation(how: str, max_length: int | None) -> None:

@@ -18,6 +18,7 @@ from hjax.algorithms.calibration import Predictions
 from hjax.algorithms.kl import AdaptiveEntropy, AdaptiveKL, FixedKL, KLController
 from hjax.algorithms.spec import AlgorithmSpec
 from hjax.controller import Future, join
+from hjax.controller.messages import MiniBatch
 from hjax.errors import ConfigError
 
 Batch = dict[str, Any]
@@ -185,23 +186,26 @@ class Algorithm(AlgorithmSpec):
         """Let an adaptive coefficient follow the KL measured on this batch.
 
         Args:
-          batch: with ``response_mask``, and ``ref_logprobs`` where there is a reference.
+          batch: with ``response_mask``, and where there is a reference with ``ref_kl`` or
+            ``ref_logprobs``.
           old: float [rows, length], log-probs of the policy that drew the batch.
 
         Returns:
-          what an adaptive KL in the loss reads: ``kl_coef``, a float32 scalar, as it was before
-          it moved (the next step's updates take the new one, as the reward's KL does); and what an
-          adaptive entropy bonus reads, ``entropy_coef``. Else {}.
+          with a reference ``ref_kl``, see ``reference_kl``; what an adaptive KL in the loss reads:
+          ``kl_coef``, a float32 scalar, as it was before it moved (the next step's updates take
+          the new one, as the reward's KL does); and what an adaptive entropy bonus reads,
+          ``entropy_coef``. Else {}.
         """
         config = self.config
         adaptive_loss = config.get("kl_target") and config.get("kl_in") == "loss"
         entries = {"kl_coef": np.asarray(self.kl.coef, np.float32)} if adaptive_loss else {}
         if self.entropy is not None:
             entries["entropy_coef"] = np.asarray(self.entropy.coef, np.float32)
-        if "ref_logprobs" in batch:
+        kl = reference_kl(batch, old)
+        if kl is not None:
             mask = np.asarray(batch["response_mask"], bool)
-            difference = (np.asarray(old) - np.asarray(batch["ref_logprobs"]))[mask]
-            self.kl.update(float(difference.mean()), mask.shape[0])
+            self.kl.update(float(kl[mask].mean()), mask.shape[0])
+            entries["ref_kl"] = kl
         return entries
 
     def scores(self, batch: Batch) -> np.ndarray:
@@ -259,6 +263,10 @@ class Algorithm(AlgorithmSpec):
         Args:
           batch: as ``compute_advantages`` gives it; or a future of arrays that a group holds, such
             as its ``apply`` gives: then it stays there, and so do the mini-batches, futures too.
+
+        Yields:
+          mappings of arrays; of several each role is sent what it reads of the batch once, and
+          cuts the rows out on its devices.
         """
         if isinstance(batch, Future):
             group = getattr(self, batch.label.split(".")[0])
@@ -267,8 +275,10 @@ class Algorithm(AlgorithmSpec):
                 yield batch if chosen is None else group.apply(take_rows, batch, chosen)
             return
         arrays = {k: v for k, v in join(batch).items() if isinstance(v, np.ndarray)}
-        for chosen in self._chosen(rows_of(arrays)):
-            yield arrays if chosen is None else take_rows(arrays, chosen)
+        held: dict[Any, Any] = {}
+        chosen = list(self._chosen(rows_of(arrays)))
+        for rows in chosen:
+            yield arrays if len(chosen) == 1 else MiniBatch(arrays, rows, held)
 
     def _chosen(self, rows: int) -> Iterator[np.ndarray | None]:
         """Row numbers of each mini-batch; None: all, as they stand."""
@@ -323,3 +333,19 @@ def old_logprobs(batch: Batch) -> Any:
     The actor's own as learning starts, where the batch has them (``proximal``), else the sampler's.
     """
     return batch.get("old_logprobs", batch.get("policy_logprobs", batch["logprobs"]))
+
+
+def reference_kl(batch: Batch, old: Any = None) -> np.ndarray | None:
+    """KL to the reference by token (k1), in nats; the batch's own ``ref_kl`` where it has that.
+
+    Args:
+      batch: with ``response_mask``, and ``ref_logprobs`` where there is a reference.
+      old: float [rows, length], log-probs of the policy that drew the batch; None: the batch's.
+
+    Returns:
+      float32 [rows, length], 0 off the responses; None without a reference.
+    """
+    if "ref_kl" in batch or "ref_logprobs" not in batch:
+        return batch.get("ref_kl")
+    difference = np.asarray(old_logprobs(batch) if old is None else old) - batch["ref_logprobs"]
+    return np.where(batch["response_mask"], difference, np.float32(0))

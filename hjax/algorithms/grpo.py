@@ -21,8 +21,7 @@ from hjax.algorithms.advantages import (
     token_rewards,
     whiten,
 )
-from hjax.algorithms.base import Algorithm, Batch, old_logprobs
-from hjax.algorithms.kl import kl_estimate
+from hjax.algorithms.base import Algorithm, Batch, old_logprobs, reference_kl
 from hjax.algorithms.policy_loss import RATIOS, SURROGATES
 from hjax.algorithms.ppo import CLIP_KEYS, PPO, policy_loss
 from hjax.algorithms.resampling import Resampling
@@ -148,7 +147,7 @@ class GRPO(Resampling, Algorithm):
     def compute_advantages(self, batch: Batch) -> Batch:
         """Adds ``advantages``, ``old_logprobs`` and ``row_mask`` (rows that count)."""
         config = self.config
-        old, scores = old_logprobs(batch), self.scores(batch)
+        old, scores, kl = old_logprobs(batch), self.scores(batch), reference_kl(batch)
         rows = self.counted(batch, scores)
         differ = self._says_something(batch)
         if config.filter:
@@ -156,8 +155,7 @@ class GRPO(Resampling, Algorithm):
         advantages = _advantages(
             scores,
             batch["response_mask"],
-            old,
-            None if config.kl_in == "loss" else batch.get("ref_logprobs"),
+            None if config.kl_in == "loss" else kl,
             jnp.float32(self.kl.coef),
             rows,
             # What a group is compared with is a response's; without one each token has its own.
@@ -178,7 +176,7 @@ class GRPO(Resampling, Algorithm):
             "advantages": np.asarray(advantages) * np.float32(scale),
             "old_logprobs": old,
             "row_mask": rows,
-            **self.follow_kl(batch, old),
+            **self.follow_kl(batch | {"ref_kl": kl}, old),
         }
 
 
@@ -198,8 +196,7 @@ class GRPO(Resampling, Algorithm):
 def _advantages(
     scores: jax.Array,
     mask: jax.Array,
-    old: jax.Array,
-    reference: jax.Array | None,
+    kl: jax.Array | None,
     kl_coef: jax.Array,
     rows: jax.Array,
     dense: jax.Array | None,
@@ -214,7 +211,6 @@ def _advantages(
     whitened: bool,
 ) -> jax.Array:
     mask = jnp.asarray(mask, bool)
-    kl = None if reference is None else kl_estimate(old, reference, "k1")
     if kl is not None and kl_in == "score":
         scores = scores - kl_coef * jnp.sum(jnp.where(mask, kl, 0.0), axis=1)
         kl = None

@@ -5,6 +5,7 @@ Protocol of every loss, a frozen and picklable dataclass handed to the worker:
 - `needs`: the batch keys that the call reads. `row_mask` (bool [N], false for unscored or padding
   rows) is read by `weights` where the batch has it.
 - `scalars` (none where absent): those of `needs` that are one number for all rows.
+- `per_row` (none where absent): those of `needs` that are one number for each row, [N].
 - `of_tokens` (none where absent): the entry of `needs` with the tokens, int [N, L, k], whose
   log-probs [N, L, k] it takes in place of the responses' own.
 - `shapes(vocabulary)` (none where absent): of those of `needs` that are no float [N, L], what

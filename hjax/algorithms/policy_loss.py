@@ -7,7 +7,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from hjax.algorithms.aggregation import Batch, Stats, TokenLoss
+from hjax.algorithms.aggregation import Batch, Stats, TokenLoss, check_entries
 from hjax.algorithms.corrections import bounds_of, correction_weights
 from hjax.algorithms.kl import check_kl_kind, kl_estimate
 from hjax.algorithms.masks import keep
@@ -283,9 +283,11 @@ class PolicyLoss(TokenLoss):
             ConfigError: `entropy` is None though the loss has an entropy bonus.
         """
         mask = batch["response_mask"]
-        per_token = [batch[key] for key in self.needs if key not in self.scalars]
-        chex.assert_equal_shape([logprobs, *per_token, *([] if entropy is None else [entropy])])
-        chex.assert_shape([batch[key] for key in self.scalars], ())
+        # Those of a subclass may have any shape.
+        own = PolicyLoss.needs.fget(self)  # type: ignore[attr-defined]
+        check_entries(batch, [key for key in own if key not in self.scalars], mask.shape)
+        check_entries(batch, self.scalars, ())
+        chex.assert_shape([logprobs, *([] if entropy is None else [entropy])], mask.shape)
         advantages = keep(batch["advantages"], mask)
         logprobs = keep(logprobs, mask)
         stats: Stats = {}

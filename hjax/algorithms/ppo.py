@@ -11,8 +11,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.algorithms.advantages import gae, length_adaptive_lambda, token_rewards, whiten
-from hjax.algorithms.base import Algorithm, Batch, old_logprobs
-from hjax.algorithms.kl import kl_estimate
+from hjax.algorithms.base import Algorithm, Batch, old_logprobs, reference_kl
 from hjax.algorithms.losses import ValueLoss
 from hjax.algorithms.policy_loss import PolicyLoss
 from hjax.algorithms.surrogates import COVARIANCES
@@ -141,14 +140,13 @@ class PPO(Algorithm):
     def compute_advantages(self, batch: Batch) -> Batch:
         """Adds ``advantages``, ``returns``, ``old_logprobs`` and ``row_mask`` (scored rows)."""
         config = self.config
-        old, scores = old_logprobs(batch), self.scores(batch)
+        old, scores, kl = old_logprobs(batch), self.scores(batch), reference_kl(batch)
         rows = self.counted(batch, scores)
         advantages, returns = _advantages(
             scores,
             batch["values"],
             batch["response_mask"],
-            old,
-            batch.get("ref_logprobs") if config.kl_in == "reward" else None,
+            kl if config.kl_in == "reward" else None,
             jnp.float32(self.kl.coef),
             rows,
             self.token_scores(batch),
@@ -166,7 +164,7 @@ class PPO(Algorithm):
             "old_logprobs": old,
             "row_mask": rows,
             **({"positive": positive.astype(np.float32)} if config.positive_nll else {}),
-            **self.follow_kl(batch, old),
+            **self.follow_kl(batch | {"ref_kl": kl}, old),
         }
 
 
@@ -174,7 +172,7 @@ class VAPO(PPO):
     """PPO for long answers with a verifier (arXiv 2504.05118).
 
     Lambdas of the critic and of each response, a wider upper clip, and the likelihood of right
-    answers in the loss. Its critic begins alone: ``actor.frozen_updates``.
+    answers in the loss. Its critic begins alone: ``actor.frozen_steps``.
     """
 
     defaults = {
@@ -218,8 +216,7 @@ def _advantages(
     rewards: jax.Array,
     values: jax.Array,
     mask: jax.Array,
-    old: jax.Array,
-    reference: jax.Array | None,
+    kl: jax.Array | None,
     kl_coef: jax.Array,
     rows: jax.Array,
     dense: jax.Array | None,
@@ -231,7 +228,6 @@ def _advantages(
     whitened: bool,
     biased: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    kl = None if reference is None else kl_estimate(old, reference, "k1")
     per_token = token_rewards(rewards, mask, kl, kl_coef, dense=dense)
     own: Any = lam
     if lam_alpha:

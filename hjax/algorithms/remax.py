@@ -11,8 +11,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.algorithms.advantages import remax_advantages, whiten
-from hjax.algorithms.base import Algorithm, Batch, old_logprobs
-from hjax.algorithms.kl import kl_estimate
+from hjax.algorithms.base import Algorithm, Batch, old_logprobs, reference_kl
 from hjax.algorithms.ppo import PPO, policy_loss
 from hjax.controller import join
 from hjax.rules import Key
@@ -63,14 +62,13 @@ class ReMax(Algorithm):
     def compute_advantages(self, batch: Batch) -> Batch:
         """Adds ``advantages``, ``old_logprobs``, ``baseline`` per row and ``row_mask``."""
         config = self.config
-        old, scores = old_logprobs(batch), self.scores(batch)
+        old, scores, kl = old_logprobs(batch), self.scores(batch), reference_kl(batch)
         baseline = np.repeat(self.scores(batch["baseline"]), self.samples)
         advantages = _advantages(
             scores,
             baseline,
             batch["response_mask"],
-            old,
-            batch.get("ref_logprobs") if config.kl_in == "reward" else None,
+            kl if config.kl_in == "reward" else None,
             jnp.float32(self.kl.coef),
             gamma=config.gamma,
             kl_cumulated=config.kl_cumulated,
@@ -81,7 +79,7 @@ class ReMax(Algorithm):
             "baseline": baseline,
             "old_logprobs": old,
             "row_mask": self.counted(batch, scores - baseline),
-            **self.follow_kl(batch, old),
+            **self.follow_kl(batch | {"ref_kl": kl}, old),
         }
 
 
@@ -90,15 +88,13 @@ def _advantages(
     rewards: jax.Array,
     baseline: jax.Array,
     mask: jax.Array,
-    old: jax.Array,
-    reference: jax.Array | None,
+    kl: jax.Array | None,
     kl_coef: jax.Array,
     *,
     gamma: float,
     kl_cumulated: bool,
     whitened: bool,
 ) -> jax.Array:
-    kl = None if reference is None else kl_estimate(old, reference, "k1")
     advantages = remax_advantages(
         rewards, baseline, mask, kl, kl_coef, gamma, kl_cumulated=kl_cumulated
     )

@@ -14,8 +14,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.algorithms.advantages import gae, lagrangian_advantages, token_rewards, whiten
-from hjax.algorithms.base import Batch, old_logprobs
-from hjax.algorithms.kl import kl_estimate
+from hjax.algorithms.base import Batch, old_logprobs, reference_kl
 from hjax.algorithms.losses import ValueLoss
 from hjax.algorithms.ppo import PPO
 from hjax.controller import join
@@ -79,15 +78,14 @@ class SafeRLHF(PPO):
     def compute_advantages(self, batch: Batch) -> Batch:
         """PPO's entries, of the combined advantage, and ``cost_returns``."""
         config = self.config
-        old, scores = old_logprobs(batch), self.scores(batch)
+        old, scores, kl = old_logprobs(batch), self.scores(batch), reference_kl(batch)
         advantages, returns, cost_returns = _advantages(
             scores,
             batch["costs"],
             batch["values"],
             batch["cost"]["values"],
             batch["response_mask"],
-            old,
-            batch.get("ref_logprobs") if config.kl_in == "reward" else None,
+            kl if config.kl_in == "reward" else None,
             jnp.float32(self.kl.coef),
             jnp.float32(self.multiplier),
             self.token_scores(batch),
@@ -104,7 +102,7 @@ class SafeRLHF(PPO):
             "cost_values": batch["cost"]["values"],
             "old_logprobs": old,
             "row_mask": self.counted(batch, scores + batch["costs"]),
-            **self.follow_kl(batch, old),
+            **self.follow_kl(batch | {"ref_kl": kl}, old),
         }
 
     @property
@@ -152,8 +150,7 @@ def _advantages(
     values: jax.Array,
     cost_values: jax.Array,
     mask: jax.Array,
-    old: jax.Array,
-    reference: jax.Array | None,
+    kl: jax.Array | None,
     kl_coef: jax.Array,
     multiplier: jax.Array,
     dense: jax.Array | None,
@@ -164,7 +161,6 @@ def _advantages(
     whitened: bool,
     biased: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    kl = None if reference is None else kl_estimate(old, reference, "k1")
     gains = token_rewards(rewards, mask, kl, kl_coef, clip, dense)
     # The KL makes a response costlier, as it makes it less rewarding.
     losses = token_rewards(costs, mask, kl, -kl_coef, clip)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 import io
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from hjax.errors import RunError
+from hjax.pieces import Rows
 from hjax.user_files import by_name
 
 
@@ -79,6 +80,54 @@ def select(value: Any, reads: frozenset[str] | None) -> Any:
     if reads is None or not isinstance(value, Mapping):
         return value
     return {key: item for key, item in value.items() if key in reads}
+
+
+class MiniBatch(MutableMapping[str, Any]):
+    """Rows of a batch on the controller; each role that reads them is sent the batch once.
+
+    Entries are cut out as they are read, and cannot be written into. One that is set, or the dict
+    that ``|`` makes, travels as it is.
+
+    Args:
+      whole: the batch's arrays.
+      rows: int [rows], their numbers; None: all.
+      held: by role and entries the futures of what was sent, shared by the batch's mini-batches.
+    """
+
+    def __init__(self, whole: Mapping[str, np.ndarray], rows: np.ndarray | None, held: dict):
+        self._whole, self._rows, self._held = whole, rows, held
+        self._changed: dict[str, Any] | None = None
+
+    def sent(self, role: str, reads: frozenset[str] | None, hold: Callable[..., Any]) -> Any:
+        """What a role's message says: rows of what the role holds; ``hold`` makes it hold that."""
+        if self._changed is not None:
+            return select(self._changed, reads)
+        if (role, reads) not in self._held:
+            self._held[role, reads] = hold(select(self._whole, reads))
+        return Rows(self._held[role, reads], self._rows)
+
+    def __getitem__(self, key: str) -> Any:
+        if self._changed is not None:
+            return self._changed[key]
+        x = self._whole[key]
+        cut = x[...] if self._rows is None or not x.ndim else x[self._rows]
+        cut.flags.writeable = False
+        return cut
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._changed = {**self, key: value}
+
+    def __delitem__(self, key: str) -> None:
+        self._changed = {other: x for other, x in self.items() if other != key}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._whole if self._changed is None else self._changed)
+
+    def __len__(self) -> int:
+        return len(self._whole if self._changed is None else self._changed)
+
+    def __or__(self, other: Mapping[str, Any]) -> dict[str, Any]:
+        return {**self, **other}
 
 
 class _Pickler(pickle.Pickler):

@@ -15,7 +15,7 @@ import jax
 
 from hjax.controller.executors import Executor, ExecutorFactory, ThreadExecutor
 from hjax.controller.futures import Future
-from hjax.controller.messages import Build, Call, select
+from hjax.controller.messages import Build, Call, MiniBatch, select
 from hjax.controller.timeline import Timeline
 from hjax.errors import ConfigError, RunError
 from hjax.roles import bound_methods
@@ -83,7 +83,11 @@ class WorkerGroup:
         self.pool = pool
         # By method the entries of a batch that it reads; None: all.
         self._methods: dict[str, frozenset[str] | None] = {}
-        for name, method in bound_methods(worker).items():
+        bound = bound_methods(worker)
+        # Methods whose batches are split as a held one is: they get rows of that.
+        held = bound.get("hold_batch")
+        self._by_rows = {name for name, x in bound.items() if held and x.protocol == held.protocol}
+        for name, method in bound.items():
             reads = getattr(method, "reads", None)
             reads = reads(worker, *arguments) if callable(reads) else reads
             self._methods[name] = None if reads is None else frozenset(reads)
@@ -114,12 +118,21 @@ class WorkerGroup:
                 f"{self.__dict__.get('role')} has no method {name!r} bound to a protocol; "
                 f"it has {', '.join(sorted(methods)) or 'none'}"
             )
-        reads = methods[name]
+        reads, submit = methods[name], self.pool.executor.submit
+        holds = name in self._by_rows
+
+        def sent(value: Any) -> Any:
+            # What is at hand here is cut down here; of a future's result, where that is.
+            if isinstance(value, MiniBatch):
+                return value.sent(self.role, reads, hold) if holds else select(dict(value), reads)
+            return select(value, reads)
+
+        def hold(batch: Any) -> Future:
+            return submit(Call(self.role, "hold_batch", (batch,), {}, reads))
 
         def remote(*arguments: Any, **options: Any) -> Future:
-            # What is at hand here is cut down here; of a future's result, where that is.
-            arguments = tuple(select(value, reads) for value in arguments)
-            options = {key: select(value, reads) for key, value in options.items()}
-            return self.pool.executor.submit(Call(self.role, name, arguments, options, reads))
+            arguments = tuple(sent(value) for value in arguments)
+            options = {key: sent(value) for key, value in options.items()}
+            return submit(Call(self.role, name, arguments, options, reads))
 
         return remote

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from hjax.algorithms import Algorithm, Batch
-from hjax.algorithms.base import old_logprobs
+from hjax.algorithms.base import reference_kl
 from hjax.algorithms.losses import explained_variance
 from hjax.controller import join
 from hjax.errors import RunError
@@ -152,9 +152,9 @@ def batch_metrics(batch: Batch, kl_coefficient: float) -> dict[str, float]:
     if "prompt_known" in batch:
         tokens = int(np.sum(batch["prompt_mask"]))
         metrics["rollout/prefix_tokens"] = int(np.sum(batch["prompt_known"])) / max(tokens, 1)
-    if "ref_logprobs" in batch:
-        difference = np.asarray(old_logprobs(batch)) - np.asarray(batch["ref_logprobs"])
-        metrics["kl/reference"] = float(difference[mask].astype(np.float64).mean())
+    kl = reference_kl(batch)
+    if kl is not None:
+        metrics["kl/reference"] = float(kl[mask].astype(np.float64).mean())
         metrics["kl/coefficient"] = kl_coefficient
     if "values" in batch:
         counted = mask & ~np.isnan(rewards)[:, None]

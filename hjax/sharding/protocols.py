@@ -9,13 +9,17 @@ which replicas are one.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
 
 from hjax.errors import ConfigError
-from hjax.pieces import Partial
+from hjax.pieces import Partial, Rows
 from hjax.sharding.arrays import is_array, place, to_numpy
 from hjax.sharding.layout import Layout, RoleLayouts
 
@@ -63,14 +67,20 @@ class Protocol:
         layout: Layout = getattr(layouts, self.layout)
         ways = layout.ways("batch")
 
-        def placed(x: Any) -> jax.Array:
-            if self.split == "replicated" or not x.shape:
-                return place(x, layout.replicated)
-            if x.shape[0] % ways:
+        def check(rows: int) -> None:
+            if rows % ways:
                 raise ConfigError(
-                    f"a batch of {x.shape[0]} rows does not divide over {ways} data-parallel "
+                    f"a batch of {rows} rows does not divide over {ways} data-parallel "
                     f"parts ({layout.describe()}); use a multiple of {ways}"
                 )
+
+        def placed(x: Any) -> Any:
+            if isinstance(x, Rows):
+                check(len(x.rows))
+                return _cutting(layout.sharding("batch"))(x.held, place(x.rows, layout.replicated))
+            if self.split == "replicated" or not x.shape:
+                return place(x, layout.replicated)
+            check(x.shape[0])
             return place(x, layout.sharding("batch"))
 
         return _map_arrays(placed, value)
@@ -87,7 +97,19 @@ class Protocol:
         )
 
 
+@functools.lru_cache(maxsize=64)
+def _cutting(sharding: Sharding) -> Any:
+    """What takes rows, by their numbers, of a dict of arrays that are laid out so."""
+
+    def take_rows(held: dict[str, jax.Array], rows: jax.Array) -> dict[str, jax.Array]:
+        return {key: jnp.take(x, rows, axis=0, mode="clip") for key, x in held.items()}
+
+    return jax.jit(take_rows, out_shardings=sharding)
+
+
 def _map_arrays(function: Callable[[Any], Any], value: Any) -> Any:
+    if isinstance(value, Rows):
+        return _map_rows(function, value)
     if isinstance(value, Mapping):
         return {
             key: to_numpy(item) if key == PROMPT_ID else _map_arrays(function, item)
@@ -98,6 +120,17 @@ def _map_arrays(function: Callable[[Any], Any], value: Any) -> Any:
     if is_array(value):
         return function(value)
     return value.whole() if isinstance(value, Partial) else value
+
+
+def _map_rows(function: Callable[[Any], Any], value: Rows) -> Any:
+    """Rows of a held batch: of arrays on devices by ``function``, of the others on the host."""
+    if value.rows is None:
+        return value.held
+    rows = to_numpy(value.rows).astype(np.int32)
+    there = {k: x for k, x in value.held.items() if isinstance(x, jax.Array) and x.ndim}
+    cut = function(Rows(there, rows)) if there else {}
+    here = {k: x[rows] if np.ndim(x) else x for k, x in value.held.items() if k not in there}
+    return here | cut
 
 
 def _at_hand(value: Any) -> Any:

@@ -214,6 +214,11 @@ class Worker:
             self._applied[key] = jax.jit(part)
         return self._applied[key](*arrays)
 
+    @protocol("3D_PROTO", phase="")
+    def hold_batch(self, batch: Any) -> Any:
+        """Hold a batch for calls on mini-batches of it, while there is a future of this call's."""
+        return batch
+
     @control
     def take_seconds(self) -> dict[str, float]:
         """Seconds spent inside calls since last asked, by what for."""

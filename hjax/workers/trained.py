@@ -238,14 +238,17 @@ class TrainedWorker(ModelWorker):
             batch["responses"].shape, jnp.float32, sharding=batch["responses"].sharding
         )
         number = jax.ShapeDtypeStruct((), jnp.float32, sharding=self.layouts.train.replicated)
-        scalars = getattr(self.context.loss, "scalars", ())
-        if hasattr(self.context.loss, "shapes"):
-            own = self.context.loss.shapes(self.network.config.vocab_size)
+        per_row = jax.ShapeDtypeStruct(floats.shape[:1], jnp.float32, sharding=floats.sharding)
+        loss: Any = self.context.loss
+        kinds = dict.fromkeys(getattr(loss, "scalars", ()), number)
+        kinds |= dict.fromkeys(getattr(loss, "per_row", ()), per_row)
+        if hasattr(loss, "shapes"):
+            own = loss.shapes(self.network.config.vocab_size)
             for key, (rest, dtype) in own.items():
                 shape = (*floats.shape, *rest)
                 batch[key] = jax.ShapeDtypeStruct(shape, dtype, sharding=floats.sharding)
-        for key in (*self.context.loss.needs, *self.extra_keys):
-            batch.setdefault(key, number if key in scalars else floats)
+        for key in (*loss.needs, *self.extra_keys):
+            batch.setdefault(key, kinds.get(key, floats))
         state = self.abstract_state()
         inputs = state["params"], state["optimizer"], batch
         yield Program("update", lambda: self.updater.trace(*inputs))

@@ -86,7 +86,9 @@ SLOW_CASES = [
     [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)],
 )
 def test_metrics_are_those_of_one_process(algorithm, placement, processes):
+    # Mini-batches are rows of what each process holds of the step's batch.
     changes = BASE | {"placement": placement, "steps": 5, "eval.every": 3}
+    changes |= {"algorithm.minibatch": 8, "algorithm.epochs": 2}
     expected = run(tiny_config(algorithm, changes | in_one_process(processes)))
     rows = run(tiny_config(algorithm, changes | on_cluster(processes)))
     assert_close(rows, expected)

@@ -1,0 +1,147 @@
+"""Mini-batches of a step: what is sent to each role, and what the roles make of it."""
+
+import numpy as np
+import pytest
+from helpers import computed, trainer_of
+
+from hjax.algorithms import GRPO, PPO
+from hjax.algorithms.policy_loss import PolicyLoss
+from hjax.controller.messages import MiniBatch
+from hjax.sharding import protocols
+
+TWO = {"steps": 1, "algorithm.minibatch": 8, "algorithm.epochs": 2, "algorithm.kl_in": "loss"}
+TOKENS = ("prompts", "prompt_mask", "responses", "response_mask")
+# What the updates read, by hand.
+READS = {
+    "actor": (*TOKENS, "advantages", "old_logprobs", "ref_logprobs", "logprobs", "row_mask"),
+    "critic": (*TOKENS, "returns", "values", "row_mask"),
+}
+
+
+class ByDicts(PPO):
+    """PPO whose mini-batches are made by hand."""
+
+    def minibatches(self, batch):
+        return map(dict, super().minibatches(batch))
+
+
+class Weighed(GRPO):
+    """GRPO with a weight for each response in its loss."""
+
+    def compute_advantages(self, batch):
+        made = super().compute_advantages(batch)
+        return made | {"weight": np.full(len(batch["rewards"]), 2, np.float32)}
+
+    @classmethod
+    def losses(cls, config, max_response_length):
+        return {"actor": WeighedLoss(entropy_coef=0.0)}
+
+
+class WeighedLoss(PolicyLoss):
+    """PPO's clipped loss times a weight for each response."""
+
+    per_row = ("weight",)
+
+    @property
+    def needs(self):
+        return (*super().needs, "weight")
+
+    def __call__(self, logprobs, entropy, batch):
+        loss, stats = super().__call__(logprobs, entropy, batch)
+        assert batch["weight"].ndim == 1
+        return loss * batch["weight"][:, None], stats
+
+
+class Unweighed(GRPO):
+    """The same without weights."""
+
+    @classmethod
+    def losses(cls, config, max_response_length):
+        return {"actor": PolicyLoss(entropy_coef=0.0)}
+
+
+def run(algorithm, changes):
+    with trainer_of(f"{__file__}:{algorithm}", changes) as trainer:
+        rows = [computed(row) for row in trainer.run()]
+    return rows, trainer.batch
+
+
+def test_each_role_is_sent_what_its_updates_read_once_a_step(monkeypatch):
+    sent = []
+
+    def counted(x, sharding, place=protocols.place):
+        if isinstance(x, np.ndarray):
+            sent.append(x)
+        return place(x, sharding)
+
+    with trainer_of("PPO", TWO) as trainer:
+        learn = trainer.algorithm.learn
+
+        def learning(batch):
+            batch.result()  # generated
+            monkeypatch.setattr(protocols, "place", counted)
+            return learn(batch)
+
+        monkeypatch.setattr(trainer.algorithm, "learn", learning)
+        trainer.step()
+        batch = trainer.batch
+    rows = [x for x in sent if x.shape == (8,) and x.dtype == np.int32]
+    assert len(rows) == 2 * 2 * 2  # epochs, mini-batches and roles: which rows
+    columns = [x for x in sent if not any(x is y for y in rows)]
+    expected = [batch[key] for keys in READS.values() for key in keys]
+    assert sorted(x.nbytes for x in columns) == sorted(x.nbytes for x in expected)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"actor.micro_batch": 8, "rollout.prompts": 16, "algorithm.minibatch": 16},
+        {"data.packing": 16, "placement": "split"},
+        {"data.length_buckets": 2},
+        {"layout.actor.train.pipe": 2, "layout.critic.train.context": 2, "model.layers": 2},
+    ],
+    ids=["rows", "packs", "buckets", "axes"],
+)
+def test_rows_cut_on_the_devices_are_those_cut_by_hand(changes):
+    assert run("PPO", TWO | changes)[0] == run("ByDicts", TWO | changes)[0]
+
+
+def test_a_minibatch_is_a_mapping_of_its_rows():
+    whole = {"x": np.arange(8).reshape(4, 2), "coefficient": np.asarray(3.0)}
+    held, asked = {}, []
+
+    def hold(batch):
+        asked.append(batch)
+        return "future"
+
+    parts = [MiniBatch(whole, np.array(rows), held) for rows in ([3, 1], [0, 2])]
+    np.testing.assert_array_equal(parts[0]["x"], [[6, 7], [2, 3]])
+    assert dict(parts[1]).keys() == whole.keys() and parts[1]["coefficient"] == 3
+    with pytest.raises(ValueError, match="read-only"):
+        parts[0]["x"][0] = 0
+    reads = frozenset({"x"})
+    for part in parts:
+        assert part.sent("actor", reads, hold).held == "future"
+    assert [batch.keys() for batch in asked] == [{"x"}]
+    parts[0].sent("critic", reads, hold)
+    assert len(asked) == 2
+    assert (parts[0] | {"y": 1})["y"] == 1 and "y" not in parts[0]
+    parts[0]["x"] = parts[0]["x"] + 1  # changed, it travels as it is
+    np.testing.assert_array_equal(parts[0].sent("actor", reads, hold)["x"], [[7, 8], [3, 4]])
+    del parts[1]["coefficient"]
+    assert parts[1].sent("actor", None, hold).keys() == {"x"}
+
+
+@pytest.mark.parametrize("changes", [{"data.packing": 16}, {"actor.micro_batch": 8}])
+def test_a_loss_reads_one_number_for_each_row(changes):
+    changes = {"steps": 1, "algorithm.kl_coef": 0.0, "actor.max_grad_norm": 0.0} | changes
+    weighed, plain = (run(name, changes)[0][0] for name in ("Weighed", "Unweighed"))
+    assert weighed["actor/grad_norm"] > 0
+    np.testing.assert_allclose(weighed["actor/grad_norm"], 2 * plain["actor/grad_norm"], rtol=1e-5)
+
+
+def test_an_entry_of_another_shape_is_named():
+    tokens = np.zeros((2, 3), np.float32)
+    batch = {"response_mask": tokens > -1, "advantages": tokens, "old_logprobs": tokens[:, 0]}
+    with pytest.raises(AssertionError, match="old_logprobs"):
+        PolicyLoss()(tokens, None, batch)
