@@ -5,7 +5,7 @@ In bytes per device, from shapes: no devices, no compiler. It answers for the ch
 (``hjax.run.slot_room``), dry runs and the auto-mapping (``hjax.planning``). A run counts its
 parameters from their shardings (``RoleMemory``), a search from a record (``Memory.counted``); all
 else is one formula for both. Held to what compilers say by ``tests/test_run_rematerialise.py``,
-``tests/test_mapping_measured.py`` and ``tests/test_dryrun_updating.py``.
+``tests/extended/test_mapping_measured.py`` and ``tests/extended/test_dryrun_updating.py``.
 """
 
 from __future__ import annotations

@@ -126,7 +126,9 @@ def test_activations_are_summed_where_weights_cannot_travel_or_are_more():
     assert not travels({"fsdp": 8})
     assert not travels({"context": 2, "tensor": 4}) and not travels({"pipe": 2, "tensor": 4})
     assert not travels({"tensor": 8}, kv_heads=2)
-    assert not travels({"fsdp": 2, "tensor": 4}, experts=4, experts_per_token=2)
+    assert not travels(
+        {"fsdp": 2, "tensor": 4}, experts=4, experts_per_token=2, family="mixtral"
+    )
     assert not travels({"fsdp": 2, "tensor": 4}, lora=dataclasses.replace(LORA, dora=True))
     # Llama-3-8B over 4: 218.1 million weights a layer; of each token two sums of 4096 elements are
     # received twice, or of 40 heads of 128 a quarter and back: from 218.1e6 / (16384 - 2560) on.
