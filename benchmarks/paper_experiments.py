@@ -13,11 +13,12 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from hjax.planning import cost, generation, memory
+from hjax.models.counts import Mesh
+from hjax.planning import cost, generation
 from hjax.planning.constants import Constants
 from hjax.planning.options import role_options
 from hjax.planning.problems import PAPER_SPACE, PAPER_WORK, paper_problem
-from hjax.planning.records import Candidate, Mesh
+from hjax.planning.records import Candidate
 from hjax.planning.search import Placement, search
 from hjax.planning.strategies import search_strategy
 
@@ -256,7 +257,7 @@ def generation_sweep(model: str, constants: Constants = ASSUMED) -> dict[int, fl
     )
     best: dict[int, float] = {}
     for option in options("actor"):
-        if option.resident + option.transient + others <= memory.capacity(place):
+        if option.resident + option.transient + others <= place.capacity:
             size = option.mesh.generate_tensor
             best[size] = min(best.get(size, float("inf")), option.seconds[0])
     return dict(sorted(best.items()))

@@ -2,13 +2,15 @@
 
     python benchmarks/plan_compiled.py --problems=0:10,12,20:40 [--candidates=5]
                                        [--results=FILE.jsonl] [--only_kept]
+                                       [--sample=FILE.json]
 
 Random problems (models, devices that are not there, work; hjax's own numerics) are planned; every
 candidate, turned into a run's config, is compiled by the devices' own compiler: the fastest of all
 problems first, then the second of all. A plan whose bytes are in the results file is not compiled
 again; what it promises is always today's. Programs that were compiled before are read back
 (~/.cache/hjax/compile, by their text). Prints a line per set of roles, and one JSON line. Needs
-jax[tpu] and jax[cuda13-local].
+jax[tpu] and jax[cuda13-local]. ``--sample`` writes what the repository keeps
+(plans_compiled.json): counts by cluster, and of every problem one plan with its compiled bytes.
 """
 
 from __future__ import annotations
@@ -186,6 +188,7 @@ def sets_of(planned: Planned, row: Mapping[str, Any]) -> list[dict[str, Any]]:
                 "cluster": asked["cluster"],
                 "algorithm": asked["algorithm"],
                 "set": "+".join(group.roles),
+                "devices": group.devices,
                 "fits": largest["compiled"] <= row["memory_bytes"],
                 "predicted_bytes": round(group.peak_bytes),
                 "compiled_bytes": largest["compiled"],
@@ -220,6 +223,30 @@ def summary(sets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
+def sample_text(sets: Sequence[Mapping[str, Any]], versions: Mapping[str, str]) -> str:
+    """JSON: ``versions``, ``clusters`` (``summary`` of each) and ``sample``, the sets of one plan
+    of each problem, a line each."""
+    clusters = {
+        name: summary([row for row in sets if row["cluster"] == name])
+        for name in sorted({row["cluster"] for row in sets})
+    }
+    keys = ("problem", "candidate", "set", "devices", "predicted_bytes", "compiled_bytes",
+            "layouts", "settings")  # fmt: skip
+    sample = [
+        json.dumps({key: row[key] for key in keys})
+        for row in sorted(sets, key=lambda row: row["problem"])
+        if row["candidate"] == row["problem"] % 5
+    ]
+    by_cluster = [f"{json.dumps(name)}: {json.dumps(found)}" for name, found in clusters.items()]
+    return (
+        f'{{"versions": {json.dumps(versions)},\n"clusters": {{\n'
+        + ",\n".join(by_cluster)
+        + '\n},\n"sample": [\n'
+        + ",\n".join(sample)
+        + "\n]}\n"
+    )
+
+
 def within(ratio: float) -> bool:
     """Whether a prediction is as near as is asked."""
     return 0.85 <= ratio <= 1.15
@@ -250,6 +277,7 @@ def main() -> None:
     parser.add_argument("--candidates", type=int, default=5)
     parser.add_argument("--results", type=pathlib.Path, help="rows are kept in this file")
     parser.add_argument("--only_kept", action="store_true", help="compile nothing")
+    parser.add_argument("--sample", type=pathlib.Path, help="counts and some plans, to this file")
     args = parser.parse_args()
     from hjax.dryrun.topologies import prepare_environment
 
@@ -279,6 +307,8 @@ def main() -> None:
     for platform in sorted({row["platform"] for row in sets}):
         result[platform] = summary([row for row in sets if row["platform"] == platform])
     print(json.dumps(result))
+    if args.sample:
+        args.sample.write_text(sample_text(sets, result["versions"]))
 
 
 if __name__ == "__main__":

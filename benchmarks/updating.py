@@ -25,7 +25,7 @@ from hjax.models.config import ModelConfig
 from hjax.models.published import published
 from hjax.sharding.layout import make_layouts
 from hjax.workers import Actor, OptimizerConfig, Reference, WorkerContext
-from hjax.workers.update_memory import updates_of
+from hjax.workers.memory import RoleMemory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,8 +163,8 @@ def updating(case: Case, cache: Path | None = None) -> dict[str, Any]:
     account = found["roofline"]
     received = account["received_bytes"]
     if not case.scores:
-        estimated = updates_of(worker, case.rows, case.prompt).with_state(case.remat)
-        described["estimated_bytes"] = estimated
+        memory = RoleMemory.built(worker)
+        described["estimated_bytes"] = memory.with_state(case.rows, case.prompt, case.remat)
     return {
         **described,
         "seconds": account["seconds"],

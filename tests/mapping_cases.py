@@ -8,21 +8,11 @@ import random
 
 import numpy as np
 
-from hjax.planning import memory
+from hjax.models.counts import MASTERS, ModelCounts, Numerics, Workload
 from hjax.planning.constants import Constants
 from hjax.planning.hardware import legal_counts
 from hjax.planning.options import role_options
-from hjax.planning.records import (
-    MASTERS,
-    Cluster,
-    Dataflow,
-    Device,
-    ModelCounts,
-    Numerics,
-    PlannedCall,
-    Pool,
-    Workload,
-)
+from hjax.planning.records import Cluster, Dataflow, Device, PlannedCall, Pool
 from hjax.planning.search import Problem
 from hjax.planning.space import SearchSpace
 
@@ -216,7 +206,7 @@ def _fastest(problem, sets, chosen, table) -> float:
     cores = {}  # seconds of the cores that a pool's simulated devices share, by pool and stage
     fits = True
     for names, (number, devices) in zip(sets, chosen):
-        limit = memory.capacity(problem.place(problem.cluster.pools[number], devices))
+        limit = problem.place(problem.cluster.pools[number], devices).capacity
         columns = []
         for role in names:
             rows = table[role, number, devices]

@@ -23,13 +23,14 @@ from hjax.errors import ConfigError
 from hjax.launch import plan as command
 from hjax.launch import plan_flags
 from hjax.models.config import ModelConfig
-from hjax.planning import calibration, cost, generation, memory, problems
+from hjax.models.counts import FLOAT32, Mesh, counts
+from hjax.planning import calibration, cost, generation
 from hjax.planning.constants import Constants
 from hjax.planning.cost import Place
 from hjax.planning.hardware import cluster as clusters
 from hjax.planning.problems import trace
 from hjax.planning.profile import METHOD, MadeOn, Profile, write_profile
-from hjax.planning.records import FLOAT32, Candidate, Mesh, PlannedSet, Pool
+from hjax.planning.records import Candidate, PlannedSet, Pool
 from hjax.planning.strategies import STRATEGIES, only_compiles
 from hjax.run.placement import make_plan
 from hjax.show.plan_page import plan_page
@@ -270,7 +271,7 @@ def test_a_config_s_int8_cache_is_that_of_its_plan():
         (pool,), work, model = problem.cluster.pools, problem.work, problem.models["actor"]
         place, mesh = problem.place(pool, 64), Mesh(generate_pipe=1, generate_tensor=2, tensor=2)
         token = 2 * 32 * 32 * 128 * element
-        assert memory.cache_bytes(place, model, mesh, 3, 7) == pytest.approx(3 * 7 * token / 2)
+        assert place.memory(model, mesh).cache(3, 7) == pytest.approx(3 * 7 * token / 2)
         found[kept] = generation.decoding(place, model, mesh, 512, work).per_row, token
     share = 1 / work.samples if problem.numerics.shared_prompt else 1
     read = (work.prompt_length * share + work.response_length / 2) / 2 / place.bandwidth
@@ -587,8 +588,8 @@ def test_a_calibration_counts_a_prompt_once_for_its_responses():
 def test_a_calibrated_rollout_takes_what_it_took():
     """1 s to start, 8 s for each layer and token, the cache, and what is read of weights, which by
     its bandwidth would be 4 s a token and is 10."""
-    counts = problems.counts(CALIBRATED)
-    read = 4 * (2 * counts.layer_parameters + counts.head_parameters)
+    counted = counts(CALIBRATED)
+    read = 4 * (2 * counted.layer_parameters + counted.head_parameters)
     device = Device("d", 1e9, {"float32": 1e30}, read / 4, 1.0, 1.0, 1, 0, "by hand")
     values = {"memory": 1.0, "matmul": 1.0, "dispatch": 0.25, "rollout": 0.75,
               "decode_layer": 8.0, "decode_step": 0.0, "decode_row": 0.0}  # fmt: skip

@@ -12,9 +12,9 @@ from hjax.models import arithmetic
 from hjax.models.attention import Causal
 from hjax.models.compute import Compute
 from hjax.models.config import LayerKind, ModelConfig
+from hjax.models.counts import counts
 from hjax.models.parameters import decoder_network, scalar_network
 from hjax.models.published import planning_shape, published
-from hjax.planning.problems import counts
 from hjax.xla.flops import count_flops
 
 # Billions of parameters as their makers give them (papers, model cards).

@@ -17,10 +17,11 @@ import numpy as np
 from hjax.models.config import ModelConfig
 from hjax.models.parameters import decoder_network
 from hjax.models.compute import Compute
+from hjax.models.counts import FLOAT32, Mesh, Workload, counts
 from hjax.rollout.generator import Generator
 from hjax.rollout.options import Sampling
-from hjax.run.slot_room import Rollouts
 from hjax.sharding.layout import make_layouts, shard_bytes
+from hjax.workers.memory import Decoded, Memory, Programs
 
 layout = make_layouts(jax.devices()[:1]).generate
 network = decoder_network(ModelConfig(512, 256, 256, 6, 8, 8, 32, 1024))
@@ -57,10 +58,12 @@ prefill, decoding = generator.programs("generate", abstract, 128, length, **give
 cache = shard_bytes(prefill.beside)
 read = prefill.trace().lower().compile().memory_analysis()
 compiled = read.temp_size_in_bytes + read.output_size_in_bytes
-float32 = np.dtype("float32")
 # Of what a run says: 64 at a time.
-said = Rollouts(network.config, float32, float32, layout, 64, 1, length, 192)
-print(peak, cache, compiled, said.cache_bytes(64, True), round(said.reading), shard_bytes(params))
+mesh = Mesh(generate_pipe=1, generate_tensor=1)
+memory = Memory.counted(Programs(FLOAT32), counts(network.config), mesh)
+given = Decoded(64, 1, slots=True, refills=True), Workload(length, 192, 128)
+said, reading = round(memory.slot_cache(*given)), round(memory.slot_reading(*given))
+print(peak, cache, compiled, said, reading, shard_bytes(params))
 """
 
 

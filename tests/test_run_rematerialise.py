@@ -13,11 +13,12 @@ from hjax.dryrun.shape_inputs import read_shape, shape_inputs
 from hjax.models import arithmetic
 from hjax.models.compute import Compute
 from hjax.models.config import ModelConfig
+from hjax.models.counts import counts
 from hjax.run.rematerialise import choose
 from hjax.run.roles import describe_roles, placed
 from hjax.sharding.layout import make_layouts
 from hjax.workers import Actor, OptimizerConfig, WorkerContext
-from hjax.workers.update_memory import updates_of
+from hjax.workers.memory import RoleMemory
 
 GIB = 2**30
 PODS = {
@@ -132,20 +133,20 @@ def test_an_updates_memory_is_near_its_estimate(policy, packing):
     )
     [update] = [p for p in worker.programs(8, 128) if p.name == "update"]
     compiled = memory_of(update.trace().lower().compile())["total_bytes"]
-    assert 0.75 <= updates_of(worker, 8, 128).with_state(policy) / compiled <= 1.25
+    assert 0.75 <= RoleMemory.built(worker).with_state(8, 128, policy) / compiled <= 1.25
 
 
 def test_what_is_kept_of_a_layer_by_hand():
     # hidden 8, MLP 24, 4 heads of 2, 2 of keys: norms 4 x 8; q and output 8 each, k and v 4 each;
     # gate and up 24 each, their product made again.
     model = ModelConfig(32, 8, 24, 3, 4, 2, 2, 64)
-    assert arithmetic.kept_elements(model, "none") == (32 + 24 + 48, 32)
-    assert arithmetic.kept_elements(model, "products") == (8 + 8 + 48 + 8 + 8 + 8, 8 + 8)
-    assert arithmetic.kept_elements(model, "attention") == (8 + 8, 8)
-    assert arithmetic.kept_elements(model, "full") == (8, 8)
-    assert arithmetic.kept_elements(model, "offload") == (0, 0)
+    assert counts(model).kept("none") == (32 + 24 + 48, 32)
+    assert counts(model).kept("products") == (8 + 8 + 48 + 8 + 8 + 8, 8 + 8)
+    assert counts(model).kept("attention") == (8 + 8, 8)
+    assert counts(model).kept("full") == (8, 8)
+    assert counts(model).kept("offload") == (0, 0)
     biased = dataclasses.replace(model, mlp_bias=True)
-    assert arithmetic.kept_elements(biased, "none") == (32 + 24 + 72, 32)
+    assert counts(biased).kept("none") == (32 + 24 + 72, 32)
 
 
 def test_the_gradients_of_a_layer_by_hand():

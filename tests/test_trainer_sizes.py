@@ -63,8 +63,9 @@ def test_sizes_are_held_against_memory_before_anything_is_allocated(tmp_path, mo
     scalar = with_vocabulary + 32 + 1
     # Parameters and two moments of actor and critic, parameters of the reference, by 8 devices.
     weights = 8 * (12 * (with_vocabulary + scalar) + 4 * with_vocabulary)
-    # 16 sequences of 5 prompt and 4 response tokens: keys and values, and 17 bytes of a batch.
-    sequences = 16 * 9 * (2 * 4 * 8 * 4 + 17)
+    # 16 sequences of 5 prompt and 4 response tokens, two to a prompt, whose keys and values stand
+    # once; and 17 bytes of each token of a batch.
+    sequences = (8 * 5 + 16 * 4) * 2 * 4 * 8 * 4 + 16 * 9 * 17
     needed = weights + sequences
     monkeypatch.setattr(room, "free_bytes", lambda device: needed - 1)
     with pytest.raises(ConfigError, match="16 sequences of 9 tokens .*this machine has") as caught:

@@ -191,7 +191,6 @@ def test_updates_are_optax_s_on_every_mesh(name, layout, plainly):
         assert held < 0.1 * size
     else:  # Muon's momentum of matrices, Adam's two moments of the rest
         assert size < held < 1.5 * size
-    assert held >= settings(name).least_bytes // 4 * size
 
 
 def test_adamw_keeps_what_optax_s_keeps_where_it_did():

@@ -16,10 +16,11 @@ from hjax.devices import device_of_kind
 from hjax.errors import ConfigError
 from hjax.given import given_path
 from hjax.launch.command import define, parse_flags, take_config
+from hjax.models.counts import Workload
 from hjax.planning import hardware
 from hjax.planning.constants import Constants
 from hjax.planning.problems import NUMERICS, fill_in, find_algorithm, pose_problem
-from hjax.planning.records import Cluster, Workload
+from hjax.planning.records import Cluster
 from hjax.planning.result import keys_of_config, keys_of_models
 from hjax.planning.search import Problem
 from hjax.planning.strategies import STRATEGIES

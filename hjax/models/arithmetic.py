@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hjax.models import remat
 from hjax.models.architecture import decoder_parameters, scalar_parameters
 from hjax.models.config import ModelConfig
 from hjax.models.declaration import Kind, Parameter
@@ -134,10 +133,9 @@ def gradient_elements(config: ModelConfig) -> tuple[int, int]:
     MLP's parts, and the product of gate and up where that is made again.
     """
     whole = 2 * config.hidden_size
-    every, _ = activation_elements(config)
-    made_again = every - kept_elements(config, remat.NONE)[0]
     inner = (3 if config.gated_mlp else 2) * config.mlp_size
-    return whole + inner * (config.experts_per_token if config.experts else 1) + made_again, whole
+    parts = inner * (config.experts_per_token if config.experts else 1)
+    return whole + parts + remade_elements(config), whole
 
 
 def apart_elements(
@@ -158,26 +156,11 @@ def apart_elements(
     return (places - tokens) * each + tokens * attention_width, 2 * places * each
 
 
-def kept_elements(config: ModelConfig, policy: str) -> tuple[int, int]:
-    """As ``activation_elements``, what a policy of ``hjax.models.remat`` keeps of a layer.
-
-    ``none``: all but the product of a gated SiLU MLP, whose written-out backward pass makes it
-    again; ``attention``: the layer's input and the outputs of long sequences' attention;
-    ``products``: these and what products with weights give; ``full``: the input; ``offload``:
-    nothing on the device.
-    """
-    if policy == remat.NONE:
-        every, whole = activation_elements(config)
-        written_out = config.gated_mlp and config.activation == "silu" and not config.mlp_bias
-        return every - (config.mlp_size if written_out and not config.experts else 0), whole
-    if policy == remat.OFFLOAD:
-        return 0, 0
-    named = policy in (remat.ATTENTION, remat.PRODUCTS)
-    every = config.hidden_size + (config.heads * config.head_dim if named else 0)
-    if policy != remat.PRODUCTS:
-        return every, config.hidden_size
-    products, whole = product_elements(config)
-    return every + gate_elements(config) + products, config.hidden_size + whole
+def remade_elements(config: ModelConfig) -> int:
+    """Of ``activation_elements`` the product of a gated SiLU MLP, whose written-out backward pass
+    makes it again; else 0."""
+    written_out = config.gated_mlp and config.activation == "silu" and not config.mlp_bias
+    return config.mlp_size if written_out and not config.experts else 0
 
 
 def product_elements(config: ModelConfig) -> tuple[int, int]:

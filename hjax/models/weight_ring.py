@@ -25,9 +25,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from hjax.kernels.attention import lengthened
-from hjax.models import arithmetic
 from hjax.models.architecture import decoder_parameters
 from hjax.models.config import ModelConfig
+from hjax.models.counts import Mesh, ModelCounts, counts
 from hjax.models.declaration import Parameter
 from hjax.sharding.layout import Layout
 
@@ -269,35 +269,32 @@ def ring_of(
     """The ring for passes of so many rows of so many places; None where activations are summed."""
     if layout is None or rows % layout.ways("batch"):
         return None
-    if not travels(layout, config, rows * length / layout.ways("batch")):
+    tokens = rows * length / layout.ways("batch")
+    if not travels(counts(config), Mesh.of(layout), tokens):
         return None
     return WeightRing(layout, decoder_parameters(config)["layers"], dtype, length)
 
 
-def travels(layout: Layout, config: ModelConfig, tokens: float) -> bool:
+def travels(model: ModelCounts, mesh: Mesh, tokens: float) -> bool:
     """Whether weights travel in passes of so many tokens of the devices along a tensor axis.
 
     Activations are summed where it is long; where keys and values do not divide over it; with
     stages, a split length, experts, adapters that need whole weights or draw what they drop; and
     where less is received so.
     """
-    axes = layout.axes("heads")
-    alike = all(layout.axes(name) == axes for name in ("kv_heads", "mlp"))
-    if not 1 < layout.ways("heads") <= LONGEST or not alike:
+    if not 1 < mesh.tensor <= LONGEST or model.kv_heads % mesh.tensor:
         return False
-    if layout.ways("length") > 1 or layout.ways("layers") > 1 or config.experts:
+    if mesh.pipe * mesh.context > 1 or model.experts or model.dora or model.dropout:
         return False
-    if config.lora is not None and (config.lora.dora or config.lora.dropout):
-        return False
-    return pays(config, tokens, layout.ways("heads"))
+    return pays(model, tokens, mesh.tensor)
 
 
-def pays(config: ModelConfig, tokens: float, devices: int) -> bool:
+def pays(model: ModelCounts, tokens: float, devices: int) -> bool:
     """Whether a forward pass of so many tokens receives less with weights that travel.
 
     Elements of a layer, each times (devices - 1) / devices: its weights, and queries, keys, values
     and what attention makes of a device's tokens; or two sums of all tokens, of which a device
     receives everything twice.
     """
-    exchanged = 2 * (config.heads + config.kv_heads) * config.head_dim * tokens / devices
-    return arithmetic.layer_parameters(config) + exchanged < 4 * config.hidden_size * tokens
+    exchanged = (2 * model.attention_width + model.cache_elements) * tokens / devices
+    return model.layer_parameters + exchanged < 4 * model.hidden * tokens

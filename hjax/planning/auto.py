@@ -19,24 +19,16 @@ from hjax.kernels.int8_cache import INT8, element_bytes
 from hjax.machine import device_memory
 from hjax.models import arithmetic
 from hjax.models.config import ModelConfig
+from hjax.models.counts import FLOAT32, MASTERS, Mesh, Numerics, Workload, counts
 from hjax.models.parameters import decoder_network, scalar_network
 from hjax.models.remat import NONE
 from hjax.planning.calibration import Progress, calibrate
 from hjax.planning.constants import Constants
 from hjax.planning.hosts import cluster_of, pools_at_hand
 from hjax.planning.options import role_options
-from hjax.planning.problems import counts, trace
+from hjax.planning.problems import trace
 from hjax.planning.profile import MadeOn, Profile, profile_path, read_profile, write_profile
-from hjax.planning.records import (
-    FLOAT32,
-    MASTERS,
-    Candidate,
-    Cluster,
-    Mesh,
-    Numerics,
-    PlannedSet,
-    Workload,
-)
+from hjax.planning.records import Candidate, Cluster, PlannedSet
 from hjax.planning.result import describe_result
 from hjax.planning.search import SHOWN, Problem, SearchResult
 from hjax.planning.space import SearchSpace
@@ -442,7 +434,7 @@ def predict(problem: Problem, roles: Any) -> Candidate:
         place = problem.place(pool, devices)
         options = []
         for role in names:
-            mesh = _mesh(roles.layouts[role], generates=role == "actor")
+            mesh = Mesh.of(roles.layouts[role].train, generates=role == "actor")
             space = _only(problem.space, mesh)
             flow, work = problem.dataflow, problem.work
             offload = problem.offload.get(role, "none")
@@ -454,14 +446,6 @@ def predict(problem: Problem, roles: Any) -> Candidate:
             options.append(option)
         sets.append(PlannedSet(names, pool, devices, tuple(options)))
     return Candidate(tuple(sets))
-
-
-def _mesh(layouts: Any, generates: bool) -> Mesh:
-    shape = layouts.train.mesh.shape
-    axes = {a: shape[a] for a in ("data", "fsdp", "expert", "context")}
-    whole = {a: shape[a] * shape[f"{a}_micro"] for a in ("pipe", "tensor")}
-    generate = {f"generate_{a}": shape[a] if generates else 0 for a in ("pipe", "tensor")}
-    return Mesh(**axes, **whole, **generate)
 
 
 def _only(space: SearchSpace, mesh: Mesh) -> SearchSpace:

@@ -26,13 +26,13 @@ from hjax.controller import Future
 from hjax.devices import Device
 from hjax.machine import available_cores, device_memory
 from hjax.models.config import ModelConfig
+from hjax.models.counts import FLOAT32, MASTERS, Mesh, Workload, counts
 from hjax.models.remat import NONE
-from hjax.planning import problems
 from hjax.planning.constants import Constants
 from hjax.planning.cost import Place, forward_flops, update_seconds
 from hjax.planning.generation import decoding, prefill_seconds
 from hjax.planning.profile import MadeOn, Profile
-from hjax.planning.records import FLOAT32, MASTERS, Mesh, Pool, Workload
+from hjax.planning.records import Pool
 
 # Called with the parts that are over, how many there are, and what is done now (at the end: "").
 Progress = Callable[[int, int, str], None]
@@ -61,11 +61,11 @@ def calibrate(devices: Sequence[Any], progress: Progress | None = None) -> Profi
     cpu = devices[0].platform == "cpu"
     dtypes = ("float32",) if cpu else ("bfloat16", "float32")
     size = 512 if cpu else 8192
-    counts = [n for n in BUSY if n < len(devices)] if cpu else []
-    counts.append(len(devices))
+    numbers = [n for n in BUSY if n < len(devices)] if cpu else []
+    numbers.append(len(devices))
     rows = 12 * len(devices)
-    meshes = [Mesh(data=n) for n in counts] + _split_meshes(len(devices))
-    all_of_them = len(counts) - 1
+    meshes = [Mesh(data=n) for n in numbers] + _split_meshes(len(devices))
+    all_of_them = len(numbers) - 1
     # Beside a part per dtype and mesh: calls in turn, all-reduces, copies, four for small models.
     parts = _Parts(len(dtypes) + len(meshes) + 7, progress)
     flops = {}
@@ -95,9 +95,9 @@ def calibrate(devices: Sequence[Any], progress: Progress | None = None) -> Profi
         forward, generate = (found.seconds for found in taken[:2])
         run = whole.account(forward, generate, updates[whole.mesh].seconds)
         model = whole.model
-    spread = {n: updates[mesh] for n, mesh in zip(counts, meshes)}
-    busy = {n: 3 * run.flops * len(devices) / n / spread[n].seconds for n in counts}
-    alone = ((n, busy[n] / busy[counts[-1]], spread[n].cores) for n in counts)
+    spread = {n: updates[mesh] for n, mesh in zip(numbers, meshes)}
+    busy = {n: 3 * run.flops * len(devices) / n / spread[n].seconds for n in numbers}
+    alone = ((n, busy[n] / busy[numbers[-1]], spread[n].cores) for n in numbers)
     parts.begin("all-reduces")
     latency, link = _all_reduce(devices, (1 << 20) if cpu else (1 << 26))
     parts.begin("copies in memory")
@@ -173,13 +173,13 @@ def _split_cost(
     data axis: ``gather`` of FSDP, whose collectives wait for the slowest device, ``unsplit`` of a
     tensor axis. The cost model is linear in either."""
     data = Mesh(data=place.devices)
-    counts = problems.counts(model, "actor", scalar=False)
+    counted = counts(model, "actor")
 
     def extra(value: float) -> float:
         constants = place.constants.with_values({name: value})
         here = dataclasses.replace(place, constants=constants)
         taken = [
-            update_seconds(here, counts, m, rows, length, math.ceil(rows / m.replicas), NONE)
+            update_seconds(here, counted, m, rows, length, math.ceil(rows / m.replicas), NONE)
             for m in (mesh, data)
         ]
         return taken[0] - taken[1]
@@ -193,14 +193,14 @@ def _split_cost(
 def _decode_cost(place: Place, model: ModelConfig, rows: int, seconds: float) -> float:
     """The constant that explains what a rollout of ``rows`` sequences takes beside starting, its
     prompts and what each layer of a token takes: ``decode``, in which the cost model is linear."""
-    counts = problems.counts(model, "actor", scalar=False)
+    counted = counts(model, "actor")
     mesh = Mesh(data=place.devices, generate_pipe=1, generate_tensor=1)
     work = Workload(PROMPT, RESPONSE, rows, SAMPLES)
 
     def taken(value: float) -> float:
         here = dataclasses.replace(place, constants=place.constants.with_values({"decode": value}))
-        prompts = prefill_seconds(here, counts, mesh, rows, work)
-        return prompts + decoding(here, counts, mesh, rows, work).seconds(1)
+        prompts = prefill_seconds(here, counted, mesh, rows, work)
+        return prompts + decoding(here, counted, mesh, rows, work).seconds(1)
 
     started = place.constants.dispatch + place.constants.rollout
     return max(0.0, (seconds - started - taken(0.0)) / (taken(1.0) - taken(0.0)))
@@ -453,8 +453,8 @@ class _Probe:
         """Its calls, which took so many seconds."""
         rows, response = self.batch["responses"].shape
         length = Workload(PROMPT, response, rows, SAMPLES).row_tokens(FLOAT32.shared_prompt)
-        counts = problems.counts(self.model, "actor", scalar=False)
-        flops = forward_flops(counts, rows, length) / self.mesh.devices
+        counted = counts(self.model, "actor")
+        flops = forward_flops(counted, rows, length) / self.mesh.devices
         scores = rows / self.mesh.devices * self.model.heads * length**2 * self.model.layers
         return _Calls(forward, generate, update, flops, scores, length)
 

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from hjax.errors import ConfigError
+from hjax.models.forward import LOGIT_CHUNK_BYTES
+from hjax.workers.memory import USABLE
 
 
 def _value(default: float, unit: str, source: str, low: float = 0, high: float = 0) -> Any:
@@ -86,12 +88,14 @@ class Constants:
         0.5,
     )
     usable: float = _value(
-        0.9, "share of device memory", "context, fragmentation: assumed", 0.85, 0.95
+        USABLE, "share of device memory", "context, fragmentation: assumed", 0.85, 0.95
     )
     workspace: float = _value(
         1 << 30, "bytes per device while computing", "assumed", 1 << 28, 1 << 31
     )
-    logits: float = _value(1 << 28, "bytes of float32 logits at a time", "hjax's log-prob head")
+    logits: float = _value(
+        LOGIT_CHUNK_BYTES, "bytes of float32 logits at a time", "hjax's log-prob head"
+    )
     decode_step: float = _value(
         4e-3,
         "s per decode step",

@@ -10,10 +10,12 @@ import dataclasses
 import functools
 import math
 
+from hjax.models.counts import Mesh, ModelCounts, Numerics
 from hjax.models.remat import ATTENTION, NONE, PRODUCTS
 from hjax.planning.constants import Constants
 from hjax.planning.hardware import sharing
-from hjax.planning.records import Mesh, ModelCounts, Numerics, Pool
+from hjax.planning.records import Pool
+from hjax.workers.memory import Memory, Programs
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,6 +52,21 @@ class Place:
     def bandwidth(self) -> float:
         """Bytes/s of memory."""
         return self.pool.device.bandwidth * self.constants.memory * self.share
+
+    @functools.cached_property
+    def capacity(self) -> float:
+        """Bytes of a device that a plan may use: memory * usable - workspace."""
+        return self.pool.device.memory * self.constants.usable - self.constants.workspace
+
+    @functools.cached_property
+    def _programs(self) -> Programs:
+        pool, own = self.pool, self.numerics.own
+        by_cudnn = own and not pool.shape and not pool.shares_cores and self.numerics.compute == 2
+        return Programs(self.numerics, own and bool(pool.shape), by_cudnn, self.constants.logits)
+
+    def memory(self, model: ModelCounts, mesh: Mesh) -> Memory:
+        """What a role keeps and needs of a device."""
+        return Memory.counted(self._programs, model, mesh)
 
 
 # Collectives
@@ -139,14 +156,8 @@ def attention_flops(model: ModelCounts, rows: float, length: float) -> float:
 
 
 def weight_bytes(place: Place, model: ModelCounts, mesh: Mesh, element: float) -> float:
-    """A device's share of the weights without FSDP: parameters / (pipe * tensor), experts also
-    over the expert axis. In hjax a pipeline's stages have what is outside of layers each whole."""
-    experts = model.layers * model.layer_expert
-    layers = model.layers * model.layer_parameters - experts
-    outside = model.parameters - layers - experts
-    stages = 1 if place.numerics.own else mesh.pipe
-    held = (layers + experts / mesh.expert) / mesh.pipe + outside / stages
-    return element * held / mesh.tensor
+    """A device's share of the weights without FSDP, of so many bytes each."""
+    return element * model.on_device(mesh, not place.numerics.own)
 
 
 # Training and inference
@@ -265,6 +276,11 @@ def stage_seconds(
     return StageSeconds(compute, exchange, weights)
 
 
+def micro_batches(rows: float, mesh: Mesh, micro_rows: int) -> int:
+    """Passes over the rows of each replica, of so many rows."""
+    return math.ceil(math.ceil(rows / mesh.replicas) / micro_rows)
+
+
 def bubble(pipe: int, micro_batches: int) -> float:
     """Stage times of a pipeline's round: micro-batches + pipe - 1."""
     return micro_batches + pipe - 1
@@ -304,13 +320,12 @@ def update_seconds(
     gradients' all-reduce, less what the last backward pass hides; then the optimizer; and of each
     layer ``layer_update``.
     """
-    micro_batches = math.ceil(math.ceil(rows / mesh.replicas) / micro_rows)
     one = stage_seconds(place, model, mesh, micro_rows, length, True, remat)
     overlap = place.constants.overlap
     exchange = gradient_exchange(place, model, mesh)
     hidden = overlap * one.compute * 2 / 3
     return (
-        bubble(mesh.pipe, micro_batches) * one.total(overlap)
+        bubble(mesh.pipe, micro_batches(rows, mesh, micro_rows)) * one.total(overlap)
         + max(0.0, exchange - hidden)
         + optimizer_seconds(place, model, mesh)
         + model.layers / mesh.pipe * place.constants.layer_update
@@ -339,6 +354,5 @@ def forward_seconds(
 ) -> float:
     """One forward over ``rows`` sequences: (m + pipe - 1) stage times for m micro-batches."""
     micro = forward_rows(place, rows, mesh, length, micro_rows)
-    micro_batches = math.ceil(math.ceil(rows / mesh.replicas) / micro)
     one = stage_seconds(place, model, mesh, micro, length, backward=False)
-    return bubble(mesh.pipe, micro_batches) * one.total(place.constants.overlap)
+    return bubble(mesh.pipe, micro_batches(rows, mesh, micro)) * one.total(place.constants.overlap)

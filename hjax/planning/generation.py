@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from hjax.planning import cost, memory
+from hjax.models.counts import Mesh, ModelCounts, Workload
+from hjax.planning import cost
 from hjax.planning.cost import Place
-from hjax.planning.records import Mesh, ModelCounts, Workload
 
 
 def transition_seconds(place: Place, model: ModelCounts, mesh: Mesh) -> float:
@@ -91,7 +91,7 @@ def decoding(place: Place, model: ModelCounts, mesh: Mesh, rows: float, work: Wo
     own = work.response_length / 2
     prompt = work.prompt_length / (work.samples if numerics.shared_prompt else 1)
     cache = (prompt + own) * model.cache_elements * model.layers * numerics.cache
-    heads = memory.kept_share(model, tensor)
+    heads = model.cache_share(tensor)
     per_row = cache / heads / pipe / place.bandwidth + constants.decode_row
     width = work.prompt_length + own
     flops = 2.0 * model.active + 4.0 * model.attention_width * model.layers * width

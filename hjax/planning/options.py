@@ -10,26 +10,14 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
+from hjax.models.counts import Mesh, ModelCounts, Offload, Workload
 from hjax.models.remat import NONE
-from hjax.planning import cost, generation, memory
+from hjax.planning import cost, generation
 from hjax.planning.cost import Place
-from hjax.planning.memory import Decoded
-from hjax.planning.records import (
-    Dataflow,
-    Mesh,
-    ModelCounts,
-    Offload,
-    Option,
-    PlannedCall,
-    Workload,
-)
-from hjax.planning.space import (
-    OFFLOADS,
-    PER_STAGE,
-    SearchSpace,
-    generation_meshes,
-    training_meshes,
-)
+from hjax.planning.records import Dataflow, Option, PlannedCall
+from hjax.planning.space import OFFLOADS, SearchSpace, generation_meshes, training_meshes
+from hjax.workers.memory import Decoded
+from hjax.workers.passes import PER_STAGE
 
 
 def role_options(
@@ -49,7 +37,7 @@ def role_options(
       every: also those that another of the same mesh is as good as in all respects.
     """
     calls = {kind: dataflow.of(role, kind) for kind in ("generate", "forward", "update")}
-    limit = memory.capacity(place)
+    limit = place.capacity
     trained = bool(calls["update"])
     offloads = OFFLOADS[trained] if offload == "any" else (offload,)
     found: list[Option] = []
@@ -57,7 +45,8 @@ def role_options(
         rows_of = (*calls["forward"], *calls["update"])
         if space.even and not batches_divide(rows_of, mesh, work, space.batches):
             continue
-        kept = {what: memory.resident(place, model, mesh, trained, what) for what in offloads}
+        memory = place.memory(model, mesh)
+        kept = {what: memory.resident(trained, what) for what in offloads}
         if min(kept.values()) > limit:
             continue
         passes = _passes(place, model, mesh, role, calls, work, space)
@@ -67,7 +56,7 @@ def role_options(
             rollouts = _best(rollouts, lambda r: (r.seconds, r.bytes))
         for what in offloads:
             back = [
-                memory.fetched(place, model, mesh, kind == "update", what) if called else 0.0
+                memory.fetched(kind == "update", what) if called else 0.0
                 for kind, called in calls.items()
             ]
             waits = [cost.offload_seconds(place, n) for n in back]
@@ -201,12 +190,13 @@ def _forward(
 ) -> tuple[float, float]:
     """(seconds, transient bytes) of a role's forwards."""
     seconds = transient = 0.0
+    memory = place.memory(model, mesh)
     length = work.row_tokens(place.numerics.shared_prompt, micro_rows)
     for rows, count in _counted(calls, work):
         once = cost.forward_seconds(place, model, mesh, rows, length, micro_rows)
         seconds += count * (once + place.constants.dispatch)
-        needed = memory.forward_transient(place, model, mesh, rows, work, micro_rows)
-        transient = max(transient, needed)
+        micro = cost.forward_rows(place, rows, mesh, length, micro_rows)
+        transient = max(transient, memory.forward(memory.rows(micro, work)))
     return seconds, transient
 
 
@@ -221,12 +211,14 @@ def _updates(
 ) -> tuple[float, float]:
     """(seconds, transient bytes) of a role's updates."""
     seconds, transient = len(calls) * place.constants.dispatch, 0.0
+    memory = place.memory(model, mesh)
     length = work.row_tokens(place.numerics.shared_prompt, micro_rows)
     for rows, count in _counted(calls, work):
         once = cost.update_seconds(place, model, mesh, rows, length, micro_rows, remat)
         seconds += count * once
-        needed = memory.update_transient(place, model, mesh, rows, work, micro_rows, remat)
-        transient = max(transient, needed)
+        passes = cost.micro_batches(rows, mesh, micro_rows)
+        one = memory.rows(micro_rows, work, passes)
+        transient = max(transient, memory.update(one, remat))
     return seconds, transient
 
 
@@ -247,6 +239,7 @@ def _rollouts(
     for laid_out in generation_meshes(place, model, mesh, space):
         if space.even and not prompts_divide(laid_out, work):
             continue
+        memory = place.memory(model, laid_out)
         moved = _transition(place, model, laid_out, space)
         moved *= len(calls) if space.gather == "shards" else 1
         started = len(calls) * (place.constants.dispatch + place.constants.rollout)
@@ -254,7 +247,7 @@ def _rollouts(
             seconds = sum(
                 k * generation.uncached_seconds(place, model, laid_out, n, work) for n, k in counted
             )
-            needed = memory.generation_transient(place, model, laid_out, Decoded(0, 1), work)
+            needed = memory.generation(Decoded(0, 1), work)
             found.append(_Rollouts(laid_out, seconds + moved + started, moved, needed, 1))
             continue
         prefill = sum(
@@ -264,9 +257,7 @@ def _rollouts(
         for waves, parts in _parts(place, laid_out, counted, work, space):
             decoded = sum(k * d.seconds(waves) for d, k in decoders)
             seconds = prefill + slowness * decoded
-            needed = max(
-                memory.generation_transient(place, model, laid_out, part, work) for part in parts
-            )
+            needed = max(memory.generation(part, work) for part in parts)
             found.append(_Rollouts(laid_out, seconds + moved + started, moved, needed, waves))
     return found
 

@@ -12,10 +12,10 @@ from ml_collections import ConfigDict
 
 from hjax.config import flatten
 from hjax.errors import ConfigError
-from hjax.planning import memory
+from hjax.models.counts import MASTERS, Numerics, Workload
 from hjax.planning.hardware import legal_counts
 from hjax.planning.options import batches_divide, prompts_divide, slots
-from hjax.planning.records import MASTERS, Candidate, Numerics, Option, Workload
+from hjax.planning.records import Candidate, Option
 from hjax.planning.search import Problem, RoleFronts, SearchResult
 from hjax.planning.strategies import STRATEGIES, only_compiles
 from hjax.roles import STAGES, Role
@@ -50,7 +50,7 @@ def describe_candidate(candidate: Candidate, problem: Problem) -> dict[str, Any]
         "memory_bytes": {r: o.resident + o.transient for r, _, o in roles},
         "resident_bytes": {r: o.resident for r, _, o in roles},
         "set_memory_bytes": [s.peak_bytes for s in candidate.sets],
-        "usable_bytes": [memory.capacity(problem.place(s.pool, s.devices)) for s in candidate.sets],
+        "usable_bytes": [problem.place(s.pool, s.devices).capacity for s in candidate.sets],
         "tokens_per_second": problem.work.tokens / candidate.total,
     }
 
@@ -168,7 +168,7 @@ def missing(problem: Problem, strategy: str) -> str:
         for devices in legal_counts(pool):
             least = fronts.least_memory(names, large, devices)
             if least < math.inf:
-                needed[number, devices] = least - memory.capacity(problem.place(pool, devices))
+                needed[number, devices] = least - problem.place(pool, devices).capacity
     if not needed:
         return f"{where}: {_divides(problem)} over any number of its devices that a set may take"
     (number, devices), least = min(needed.items(), key=lambda item: item[1])

@@ -15,24 +15,13 @@ from typing import Literal
 
 import numpy as np
 
-from hjax.planning import memory
+from hjax.models.counts import ModelCounts, Numerics, Offload, Workload
 from hjax.planning.allocate import Choices, allocate
 from hjax.planning.constants import Constants
 from hjax.planning.cost import Place
 from hjax.planning.hardware import legal_counts
 from hjax.planning.options import SUMS, WIDTH, front, peak, role_options, vectors
-from hjax.planning.records import (
-    Candidate,
-    Cluster,
-    Dataflow,
-    ModelCounts,
-    Numerics,
-    Offload,
-    Option,
-    PlannedSet,
-    Pool,
-    Workload,
-)
+from hjax.planning.records import Candidate, Cluster, Dataflow, Option, PlannedSet, Pool
 from hjax.planning.space import SearchSpace
 
 Placement = tuple[tuple[str, ...], ...]
@@ -135,7 +124,7 @@ class RoleFronts:
                 for number, pool in enumerate(self.problem.cluster.pools)
                 for devices in legal_counts(pool)
                 if self.least_memory(roles, pool, devices)
-                <= memory.capacity(self.place(pool, devices))
+                <= self.place(pool, devices).capacity
             ]
             if not where:
                 return False
@@ -197,7 +186,7 @@ class BoundedSearch:
         fronts = [fronts[i] for i in order]
         least = np.array([f.points.min(axis=0) for f in fronts])
         outside = self._outside(names, self.problem.cluster.size - devices)
-        limit = memory.capacity(self.role_fronts.place(pool, devices))
+        limit = self.role_fronts.place(pool, devices).capacity
         bound = self._bounds.get(names, self.bound)
         built = _Front(np.zeros((1, WIDTH)), [()])
         for number, joined in enumerate(fronts):

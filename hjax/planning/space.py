@@ -8,9 +8,9 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
+from hjax.models.counts import Mesh, ModelCounts, Offload, Workload
 from hjax.models.remat import ATTENTION, FULL, NONE
 from hjax.planning.cost import Place
-from hjax.planning.records import Mesh, ModelCounts, Offload, Workload
 
 Sharding = Literal["data", "fsdp", "hybrid"]
 
@@ -20,9 +20,6 @@ OFFLOADS: dict[bool, tuple[Offload, ...]] = {
     True: ("none", "optimizer", "all"),
     False: ("none", "all"),
 }
-# In as many stages of a pipeline micro-batches are cut where a config names no size
-# (hjax.workers.passes).
-PER_STAGE = 4
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """``model.remat=auto``: for each trained role the first policy whose update fits, by an estimate.
 
-The estimate (hjax.workers.update_memory) needs neither devices nor a compiler, so a run and its dry
+The estimate (hjax.workers.memory) needs neither devices nor a compiler, so a run and its dry
 run choose alike, and nothing is compiled to choose.
 """
 
@@ -10,22 +10,17 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.algorithms import Algorithm
-from hjax.kernels.sets import CUDNN, TRIED
 from hjax.models import remat, weight_ring
-from hjax.models.parameters import decoder_network, scalar_network
 from hjax.roles import Role
 from hjax.sharding.layout import Layout, fitted
 from hjax.show.format import size
 from hjax.workers import TrainedWorker, WorkerContext
-from hjax.workers.update_memory import Updates
+from hjax.workers.memory import USABLE, Pass, RoleMemory
 
 AUTO = "auto"
-# Of a device's memory; the rest is for what an estimate does not see.
-USABLE = 0.9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,53 +124,36 @@ class Chooser:
         if not self.usable:
             return Chosen(remat.NONE, reason="the devices do not say how much memory they have")
         beside = sum(self._kept(other, role) for other in together if other in self.contexts)
-        updates = self._updates(role)
+        memory, updates = self._role(role).memory, self._updates(role)
         # A CPU's memory is the host's.
         policies = remat.POLICIES if self.platform != "cpu" else remat.POLICIES[:-1]
-        needed = {p: beside + max(u.temporaries(p) for u in updates) for p in policies}
+        needed = {p: beside + max(memory.update(one, p) for one in updates) for p in policies}
         return choose(needed, self.usable)
 
     def _kept(self, role: str, updated: str) -> float:
-        """Bytes of parameters and optimizer state while a role is updated: trained roles take turns
-        and stay until all are done."""
+        """Bytes of parameters and moments while a role is updated: trained roles take turns and
+        stay until all are done."""
         trained, offload = self.table[role].trained, self.contexts[role].offload
         if not trained and offload == "all" and role != updated:
             return 0.0
-        return self._update(role, 1, 1).kept(trained)
+        return self._role(role).memory.resident(trained)
 
-    def _updates(self, role: str) -> list[Updates]:
-        config, samples = self.config, self.config.rollout.samples
+    def _updates(self, role: str) -> list[Pass]:
+        config, samples, one = self.config, self.config.rollout.samples, self._role(role)
         batch = config.warm_start.batch
         if not self.algorithm.generates:
-            return [self._update(role, batch, 1)]
-        rows = config.rollout.prompts * samples
-        found = [self._update(role, config.algorithm.get("minibatch", 0) or rows, samples)]
+            return [one.update_pass(batch, 1, self.prompt_length)]
+        rows = config.algorithm.get("minibatch", 0) or config.rollout.prompts * samples
+        found = [one.update_pass(rows, samples, self.prompt_length)]
         context = self.contexts[role]
         if context.warm_start is not None and config.warm_start.steps and not context.path:
-            found.append(self._update(role, batch, 1))
+            found.append(one.update_pass(batch, 1, self.prompt_length))
         return found
 
-    def _update(self, role: str, rows: int, samples: int) -> Updates:
-        context, scalar = self.contexts[role], self.table[role].scalar
-        assert context.model is not None
-        network = (scalar_network if scalar else decoder_network)(context.model)
-        dtype = np.dtype(context.compute.dtype)
-        return Updates(
-            network=network.frozen_in(dtype) if context.path else network,
-            scalar=scalar,
-            layout=self.layouts[role],
-            dtype=dtype,
-            rows=rows,
-            samples=samples,
-            prompt=self.prompt_length,
-            response=context.max_response_length,
-            micro_batch=context.micro_batch,
-            packing=context.packing,
-            travel=self.platform in weight_ring.PLATFORMS,
-            unit=context.unit,
-            apart=context.compute.attention in (CUDNN, TRIED),
-            optimizer=context.optimizer,
-        )
+    def _role(self, role: str) -> RoleMemory:
+        tpu = self.platform in weight_ring.PLATFORMS
+        given = self.contexts[role], self.table[role].scalar, self.layouts[role]
+        return RoleMemory.described(*given, tpu)
 
 
 def trains(worker: Any) -> bool:

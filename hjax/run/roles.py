@@ -17,6 +17,7 @@ from hjax.controller import Build, ResourcePool, WorkerGroup
 from hjax.controller.executors import ExecutorFactory
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError
+from hjax.models import weight_ring
 from hjax.models.bases import Base
 from hjax.models.config import ModelConfig
 from hjax.models.weights import check_weights, read_config
@@ -305,7 +306,8 @@ def describe_roles(
     slots = None
     fixed = any("slots" in settings for settings in plan.settings.values())
     if config.rollout.slots == slot_room.AUTO and not fixed:
-        slots = slot_room.room(config, table, builds, layouts, plan, inputs.prompt_length, memory)
+        given = config, table, builds, layouts, plan, inputs.prompt_length
+        slots = slot_room.room(*given, tpu=platform in weight_ring.PLATFORMS, device_bytes=memory)
         for role in (r for r in builds if r in layouts):
             builds[role] = _changed(builds[role], slots=slots.slots)
     ordered = _in_order(starts_from)

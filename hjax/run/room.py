@@ -1,6 +1,6 @@
 """Whether there is room for a run's models and sequences, asked before anything is allocated.
 
-A lower bound, from sizes alone: what it refuses cannot run. What passes may still not fit, since
+A lower bound, of what stays: what it refuses cannot run. What passes may still not fit, since
 programs need memory of their own; the dry run tells theirs.
 """
 
@@ -9,17 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.algorithms import Algorithm
 from hjax.errors import ConfigError
-from hjax.kernels.int8_cache import INT8, element_bytes
 from hjax.machine import device_memory, free_bytes
-from hjax.models import arithmetic
+from hjax.models import weight_ring
+from hjax.models.counts import Workload
+from hjax.roles import ROLLOUT
 from hjax.run.roles import Roles
+from hjax.run.slot_room import role_memory
 from hjax.settings.checking import on_cluster
 from hjax.show.format import size
+from hjax.workers.memory import Memory
 
 # Of each token of a step's batch: its id and mask, log-probs, advantages, and those it starts from.
 _TOKEN_BYTES = 4 + 1 + 3 * 4
@@ -42,57 +44,56 @@ def check_room(
       prompt_length: tokens.
       devices: all of the run's.
     """
-    rollout = config.rollout
+    rollout, platform = config.rollout, devices[0].platform
     rows = rollout.prompts * rollout.samples if algorithm.generates else config.warm_start.batch
-    length = prompt_length + rollout.max_response_length
-    weights = [sum(_weights(roles, r) for r in members) for members in roles.plan.placement]
-    cache = _cache(roles, rows, length) if algorithm.generates else 0.0
-    if devices[0].platform == "cpu":
+    work = Workload(prompt_length, rollout.max_response_length, rows, rollout.samples)
+    generates = roles.generates if algorithm.generates else ""
+    weights, caches = [], []
+    for members in roles.plan.placement:
+        kept, cache = 0.0, 0.0
+        for role in members:
+            build, entry = roles.builds[role], roles.table[role]
+            context = build.arguments[0]
+            if context.model is None:
+                continue
+            tpu = platform in weight_ring.PLATFORMS
+            memory = role_memory(role, build, entry, roles.layouts[role], tpu)
+            if role == ROLLOUT:
+                kept += memory.generation_copy()
+            else:
+                kept += memory.resident(entry.trained, context.offload)
+            if role == generates:
+                cache = _cache(memory, work, context.slots)
+        weights.append(kept)
+        caches.append(cache)
+    if platform == "cpu":
         if on_cluster(config) and config.cluster.address not in _LOCAL:
             return  # of hosts that are not this one
-        needed = sum(weights), cache + _TOKEN_BYTES * rows * length
+        counts, batch = roles.plan.allocation, _TOKEN_BYTES * rows * work.length
+        models = sum(n * kept for n, kept in zip(counts, weights, strict=True))
+        sequences = batch + sum(n * cache for n, cache in zip(counts, caches, strict=True))
         has = "this machine has {} left", free_bytes(devices[0])
-        return _compare(*needed, *has, rows, length)
+        return _compare(models, sequences, *has, work)
     has = "a device has {} for programs", min(map(device_memory, devices))
-    for members, count, bytes_ in zip(
-        roles.plan.placement, roles.plan.allocation, weights, strict=True
-    ):
-        own = cache if roles.generates in members else 0.0
-        _compare(bytes_ / count, own / count, *has, rows, length)
+    for kept, cache in zip(weights, caches, strict=True):
+        _compare(kept, cache, *has, work)
 
 
-def _weights(roles: Roles, role: str) -> float:
-    """Bytes over all its devices of a role's weights, with what its optimizer keeps."""
-    context, entry = roles.builds[role].arguments[0], roles.table[role]
-    if context.model is None or context.offload == "all":
-        return 0.0
-    whole = arithmetic.parameters(context.model, entry.scalar)
-    learned = arithmetic.learned_parameters(context.model, entry.scalar) if entry.trained else 0
-    frozen = 1 if context.model.quantized else np.dtype(context.compute.dtype).itemsize
-    each = 4
-    if context.offload == "none" and entry.trained:
-        each += context.optimizer.least_bytes
-    replicas = roles.layouts[role].train.mesh.shape.get("data", 1)
-    return float(replicas * (each * learned + frozen * (whole - learned)))
+def _cache(memory: Memory, work: Workload, slots: int) -> float:
+    """Bytes of a device for the keys and values of the sequences that are generated at a time."""
+    mesh = memory.mesh
+    parts = mesh.devices // (mesh.generate_pipe * mesh.generate_tensor)
+    at_once = min(work.sequences, slots) if slots > 0 else work.sequences
+    groups = at_once / work.samples / parts
+    return memory.cache(groups, work.prompt_length + work.samples * work.response_length)
 
 
-def _cache(roles: Roles, rows: int, length: int) -> float:
-    """Bytes of the keys and values of the sequences that are generated at a time."""
-    context = roles.builds[roles.generates].arguments[0]
-    dtype = None if context.cache_dtype == INT8 else context.compute.dtype
-    element = element_bytes(dtype, context.model.head_dim)
-    at_once = min(rows, context.slots) if context.slots > 0 else rows
-    return at_once * length * arithmetic.cache_bytes(context.model, element)
-
-
-def _compare(
-    weights: float, sequences: float, has: str, have: int, rows: int, length: int
-) -> None:
+def _compare(weights: float, sequences: float, has: str, have: int, work: Workload) -> None:
     if not have or weights + sequences <= have:
         return
     raise ConfigError(
-        f"weights with their optimizers take {size(weights)} at the least, {rows} sequences of "
-        f"{length} tokens {size(sequences)}, and {has.format(size(have))}; use smaller models "
-        "(model.hidden_size, model.layers), fewer or shorter sequences (rollout.prompts, "
-        "rollout.samples, rollout.max_response_length), or more memory"
+        f"weights with their optimizers take {size(weights)} at the least, {work.sequences} "
+        f"sequences of {work.length} tokens {size(sequences)}, and {has.format(size(have))}; use "
+        "smaller models (model.hidden_size, model.layers), fewer or shorter sequences "
+        "(rollout.prompts, rollout.samples, rollout.max_response_length), or more memory"
     )

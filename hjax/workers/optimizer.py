@@ -134,11 +134,6 @@ class OptimizerConfig:
             f"optimizer={self.optimizer!r} is unknown; allowed: {', '.join(OPTIMIZERS)}"
         )
 
-    @property
-    def least_bytes(self) -> int:
-        """Bytes of what is kept beside each parameter of a large matrix, at the least."""
-        return {"adamw": 8, "adam": 8, "lion": 4, "muon": 4}.get(str(self.optimizer), 0)
-
     def state_bytes(self, network: Network, layout: Layout | None = None) -> int:
         """Bytes of what is kept beside the parameters that learn, on each device.
 

@@ -9,8 +9,8 @@ import paper_experiments as paper
 import paper_tables as tables
 import pytest
 
+from hjax.models.counts import MIXED
 from hjax.planning.constants import Constants, describe
-from hjax.planning.records import MIXED
 from hjax.planning.strategies import search_strategy
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "auto_mapping.md"

@@ -10,11 +10,12 @@ import pytest
 from hjax.models import weight_ring
 from hjax.models.compute import Compute
 from hjax.models.config import LayerKind, ModelConfig
+from hjax.models.counts import Mesh, counts
 from hjax.models.forward import response_states, token_log_probs
 from hjax.models.lora import Lora
 from hjax.models.parameters import decoder_network
 from hjax.models.quantized import quantized_params
-from hjax.sharding.layout import make_layouts, without
+from hjax.sharding.layout import make_layouts
 
 LLAMA = ModelConfig(48, 32, 40, 2, 8, 4, 4, 64)
 LORA = Lora(3, 6.0)
@@ -117,18 +118,20 @@ def test_loss_and_gradient_are_those_of_one_device(name, monkeypatch):
 
 
 def test_activations_are_summed_where_weights_cannot_travel_or_are_more():
-    def travels(sizes, whole=(), **changes):
-        layout = without(make_layouts(8, sizes).train, whole)
-        return weight_ring.travels(layout, dataclasses.replace(LLAMA, **changes), 10_000)
+    def travels(sizes, **changes):
+        model = counts(dataclasses.replace(LLAMA, **changes))
+        return weight_ring.travels(model, Mesh.of(make_layouts(8, sizes).train), 10_000)
 
     assert travels({"fsdp": 2, "tensor": 4}) and travels({"data": 2, "tensor": 4}, lora=LORA)
     assert not travels({"fsdp": 8})
     assert not travels({"context": 2, "tensor": 4}) and not travels({"pipe": 2, "tensor": 4})
-    assert not travels({"tensor": 8}, whole=("kv_heads",))
-    assert not travels({"fsdp": 2, "tensor": 4}, experts=4, experts_per_token=2)
+    assert not travels({"tensor": 8}, kv_heads=2)
+    assert not travels(
+        {"fsdp": 2, "tensor": 4}, experts=4, experts_per_token=2, family="mixtral"
+    )
     assert not travels({"fsdp": 2, "tensor": 4}, lora=dataclasses.replace(LORA, dora=True))
     # Llama-3-8B over 4: 218.1 million weights a layer; of each token two sums of 4096 elements are
     # received twice, or of 40 heads of 128 a quarter and back: from 218.1e6 / (16384 - 2560) on.
     llama = {"hidden_size": 4096, "mlp_size": 14336, "heads": 32, "kv_heads": 8, "head_dim": 128}
-    large = dataclasses.replace(LLAMA, **llama)
+    large = counts(dataclasses.replace(LLAMA, **llama))
     assert not weight_ring.pays(large, 15_700, 4) and weight_ring.pays(large, 15_900, 4)

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import random
 
-import numpy as np
+import jax.numpy as jnp
 import pytest
 from helpers import tiny_config
 
@@ -12,29 +12,24 @@ import hjax
 from hjax.algorithms import get_algorithm
 from hjax.devices import DEVICES, Device
 from hjax.dryrun.shape_inputs import read_shape, shape_inputs
-from hjax.kernels.attention import WHOLE
+from hjax.kernels.sets import AUTO, CUDNN
 from hjax.launch import plan as command
-from hjax.models import weight_ring
-from hjax.models.forward import LOGIT_CHUNK_BYTES
-from hjax.models.parameters import decoder_network, scalar_network
+from hjax.models.compute import Compute
+from hjax.models.counts import MASTERS, Mesh, Workload, counts
 from hjax.models.published import published
-from hjax.planning import memory
 from hjax.planning.auto import run_problem
 from hjax.planning.constants import Constants
-from hjax.planning.cost import Place
-from hjax.planning.memory import Decoded
-from hjax.planning.problems import counts
-from hjax.planning.records import MASTERS, Cluster, Mesh, Pool, Workload
+from hjax.planning.cost import Place, micro_batches
+from hjax.planning.records import Cluster, Pool
 from hjax.planning.result import describe_candidate
 from hjax.planning.search import search
 from hjax.planning.space import SearchSpace, cuts
-from hjax.rollout import beginnings, engine
 from hjax.run.inputs import load_inputs
 from hjax.run.roles import describe_roles, placed, planned_models
-from hjax.run.slot_room import Rollouts
 from hjax.settings.reading import load_config
 from hjax.sharding.layout import check_shapes, make_layouts, without
-from hjax.workers.update_memory import Updates
+from hjax.workers import WorkerContext
+from hjax.workers.memory import Decoded, RoleMemory
 
 GIB = 2**30
 ASKED = ("--models=llama-7b", "--batch=1024", "--updates=8", "--samples=2")
@@ -86,14 +81,6 @@ def test_a_plan_for_the_paper_s_numerics_is_not_written_as_a_config(tmp_path, ca
     assert "16-bit weights, which hjax does not do" in capsys.readouterr().out
 
 
-def test_numbers_that_stand_in_the_planner_are_those_of_the_programs():
-    assert MASTERS.whole_scores == WHOLE
-    assert Constants().logits == LOGIT_CHUNK_BYTES
-    assert (memory.LONGEST, memory.READING) == (weight_ring.LONGEST, beginnings.READING)
-    assert (memory.SHORT, memory.SHARED) == (beginnings.SHORT, beginnings.SHARED)
-    assert memory.MORE_COLUMNS == 4 * engine.STEPS
-
-
 LAYOUTS = [
     Mesh(data=8), Mesh(fsdp=8), Mesh(data=2, fsdp=4), Mesh(fsdp=4, tensor=2), Mesh(tensor=8),
     Mesh(fsdp=2, pipe=4), Mesh(pipe=2, tensor=2, data=2), Mesh(fsdp=4, context=2),
@@ -101,10 +88,10 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
-@pytest.mark.parametrize("name", ["llama-7b", "qwen2.5-7b"])
-def test_an_update_s_memory_is_the_run_s_own_estimate(name, platform):
-    """Two formulas written apart: the planner's from a record of counts, the run's from the
-    parameters' shapes and shardings."""
+@pytest.mark.parametrize("name", ["llama-7b", "qwen2.5-7b", "mixtral-8x7b"])
+def test_a_plan_counts_parameters_and_passes_as_its_run_does(name, platform):
+    """The planner from a record of counts, the run from the parameters' shapes and shardings, and
+    from how its passes are cut."""
     model, pool = published(name), POOLS[platform]
     works = Workload(1024, 1024, 64, 1), Workload(256, 128, 64, 4), Workload(1024, 512, 64, 8)
     compared = 0
@@ -114,21 +101,26 @@ def test_an_update_s_memory_is_the_run_s_own_estimate(name, platform):
             continue
         if model.heads % mesh.tensor:
             continue
-        network = (scalar_network if scalar else decoder_network)(model)
         layout = make_layouts(8, mesh.train_axes()).train
         layout = without(layout, check_shapes(layout, model.dimensions, ""))
+        mine = place.memory(counts(model, name, scalar), mesh)
         for rows, remat in (
             (1, "none"), (2, "products"), (4, "attention"), (64 // mesh.replicas, "full"),
         ):  # fmt: skip
-            theirs = Updates(
-                network, scalar, layout, np.dtype("bfloat16"), 64, work.samples,
-                work.prompt_length, work.response_length, rows * mesh.replicas, 0,
-                platform == "tpu", apart=platform == "gpu" and mesh.context == 1,
-            ).temporaries(remat)  # fmt: skip
-            mine = memory.update_transient(
-                place, counts(model, name, scalar), mesh, 64, work, rows, remat
+            context = WorkerContext(
+                role="actor",
+                model=model,
+                compute=Compute(jnp.bfloat16, attention=CUDNN if platform == "gpu" else AUTO),
+                samples=work.samples,
+                max_response_length=work.response_length,
+                micro_batch=rows * mesh.replicas,
             )
-            assert mine == pytest.approx(theirs, rel=0.05), (scalar, mesh, work, rows, remat)
+            run = RoleMemory.described(context, scalar, layout, platform == "tpu")
+            one = mine.rows(rows, work, micro_batches(64, mesh, rows))
+            assert one == run.update_pass(64, work.samples, work.prompt_length)
+            theirs = run.memory.update(one, remat)
+            assert mine.update(one, remat) == pytest.approx(theirs, rel=0.02)
+            assert mine.resident(True) == pytest.approx(run.memory.resident(True), rel=0.02)
             compared += 1
     assert compared > 100
 
@@ -136,27 +128,26 @@ def test_an_update_s_memory_is_the_run_s_own_estimate(name, platform):
 POOLS = {"gpu": Pool(DEVICES["h100"], 1, 8), "tpu": Pool(DEVICES["v5p"], 2, 4, (2, 2, 2))}
 
 
-@pytest.mark.parametrize("slots", [False, True])
+@pytest.mark.parametrize("refills", [False, True])
 @pytest.mark.parametrize("generate", [(1, 1), (1, 4), (2, 2)])
-def test_the_keys_and_values_of_slots_are_those_of_the_run_s_own_estimate(slots, generate):
-    model, pool = published("llama-7b"), POOLS["gpu"]
-    work = Workload(1024, 512, 64, 4)
+def test_what_slots_take_by_hand(refills, generate):
+    """Two prompts of 1024 at a time with four responses of 512 each, of llama-7b."""
     pipe, tensor = generate
-    layouts = make_layouts(8, {"pipe": 2, "tensor": 4}, {"pipe": pipe, "tensor": tensor})
-    dtype = np.dtype("bfloat16")
-    run = Rollouts(model, dtype, dtype, layouts.generate, 16, 4, 1024, 512)
-    place = Place(pool, 8, Constants(), MASTERS)
     mesh = Mesh(pipe=2, tensor=4, generate_pipe=pipe, generate_tensor=tensor)
-    groups = 2
-    part = Decoded(groups, 4, slots=True, refills=slots)
-    elements = counts(model)
-    needed = memory.generation_transient(place, elements, mesh, part, work)
-    # The states twice and gate, up and their product, which take more than attention's parts.
-    read = memory.READING * dtype.itemsize * (2 * model.hidden_size + 3 * model.mlp_size / tensor)
-    reading = min(read, read * groups * 1024 / memory.READING)
-    drawn = 16 * groups * 4 * model.vocab_size / tensor
-    expected = run.weights + run.cache_bytes(groups, slots) + run.blocks + max(reading, drawn)
-    assert needed == pytest.approx(expected, rel=0.02)
+    place = Place(POOLS["gpu"], 8, Constants(), MASTERS)
+    memory = place.memory(counts(published("llama-7b")), mesh)
+    needed = memory.generation(Decoded(2, 4, True, refills), Workload(1024, 512, 64, 4))
+    layers = 32 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096)
+    weights = 2 * (layers / pipe + 2 * 32000 * 4096 + 4096) / tensor
+    token = 2 * 32 * 4096 * 2 / pipe / tensor
+    held = 2 * (1024 + 4 * (512 + (64 if refills else 0))) * token
+    # Where there are no stages, beginnings of four other prompts that are shared, and one's.
+    held += 5 * 1024 * token if pipe == 1 else 0
+    # Both prompts are read together: the states twice, and gate, up and their product, which take
+    # more than attention's parts; and their keys and values.
+    reading = 2048 * (2 * (2 * 4096 + 3 * 11008 / tensor) + token)
+    drawn = 2 * 4 * 4 * 4 * 32000 / tensor
+    assert needed == pytest.approx(weights + held + max(reading, drawn), rel=1e-6)
 
 
 def device(rng: random.Random) -> Device:

@@ -22,14 +22,14 @@ from hjax.errors import ConfigError
 from hjax.models import huggingface
 from hjax.models.attention import Causal
 from hjax.models.compute import Compute
+from hjax.models.counts import counts
 from hjax.models.lora import Lora, merged
 from hjax.models.parameters import decoder_network
 from hjax.models.peft_files import Adapter
 from hjax.models.quantized import quantized
 from hjax.models.weights import load_params
-from hjax.planning.problems import counts
 from hjax.sharding.layout import make_layouts
-from hjax.workers.update_memory import updates_of
+from hjax.workers.memory import RoleMemory
 
 LARGEST = {"int8": 127, "float8_e4m3fn": 448}
 INT8 = {**LORA, "actor.lora.base": "int8"}
@@ -264,7 +264,7 @@ def test_a_matrix_takes_a_byte_per_element(base):  # noqa: F811
                 if (row["role"], row["program"]) == ("actor", "update")
             ]
             total = sum(x.nbytes for x in jax.tree.leaves(actor.params))
-            estimate = updates_of(actor, 16, 4).kept(trained=False)
+            estimate = RoleMemory.built(actor).memory.resident(trained=False)
             assert estimate == total
             counted = counts(actor.network.config).bytes_each
             small = (x.size for x in jax.tree.leaves(actor.params) if x.dtype.itemsize == 1)
