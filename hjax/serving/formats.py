@@ -33,7 +33,7 @@ class _Schema(Fields):
     name: str = Field(min_length=1)
     description: str = ""
     strict: bool = False  # kept to in any case
-    wanted: Any = Field(None, alias="schema")
+    wanted: Any = Field(default=None, alias="schema")
 
 
 class ResponseFormat(Fields):
@@ -58,7 +58,7 @@ class Structured(Fields):
 
     regex: str = ""
     grammar: str = ""
-    wanted: Any = Field(None, alias="json")
+    wanted: Any = Field(default=None, alias="json")
     choice: list[Any] = []
 
     def format(self) -> Format | None:
