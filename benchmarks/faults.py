@@ -40,6 +40,12 @@ FOLDERS = ("algorithms", "workers", "rollout", "sharding", "models", "run", "set
 # A pallas kernel for TPUs or GPUs is only interpreted here, and a launcher's text is not computed.
 LEFT_OUT = re.compile(r"_tpu\.py$|_gpu\.py$")
 PER_FOLDER = 25
+COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+}
 
 
 # --- drawing
@@ -73,9 +79,8 @@ def faults(tree: ast.AST) -> Iterator[tuple[str, ast.expr, ast.expr]]:
         elif isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.Invert, ast.Not)):
             yield "mask", node, node.operand
         elif isinstance(node, ast.Compare) and len(node.ops) == 1:
-            swaps = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
-            if other := swaps.get(type(node.ops[0])):
-                yield "off by one", node, ast.Compare(node.left, [other()], node.comparators)
+            if wider := COMPARISONS.get(type(node.ops[0])):
+                yield "off by one", node, ast.Compare(node.left, [wider()], node.comparators)
         elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
             if not isinstance(node.ctx, ast.Load):
                 continue
@@ -109,7 +114,7 @@ def faults(tree: ast.AST) -> Iterator[tuple[str, ast.expr, ast.expr]]:
                     yield "arguments", node, ast.Call(node.func, swapped, node.keywords)
 
 
-def annotations(tree: ast.AST) -> set[int]:
+def without_effect(tree: ast.AST) -> set[int]:
     """Ids of expressions that are types or messages of errors: a fault there computes nothing."""
     left: set[int] = set()
     for node in ast.walk(tree):
@@ -132,7 +137,7 @@ def candidates(text: str) -> Iterator[dict[str, Any]]:
     """The faults of a module that change one line whose text is in it once."""
     lines = text.splitlines()
     tree = ast.parse(text)
-    left = annotations(tree)
+    left = without_effect(tree)
     for kind, node, other in faults(tree):
         if id(node) in left or node.lineno != node.end_lineno:
             continue

@@ -276,9 +276,9 @@ class Algorithm(AlgorithmSpec):
             return
         arrays = {k: v for k, v in join(batch).items() if isinstance(v, np.ndarray)}
         held: dict[Any, Any] = {}
-        chosen = list(self._chosen(rows_of(arrays)))
-        for rows in chosen:
-            yield arrays if len(chosen) == 1 else MiniBatch(arrays, rows, held)
+        parts = list(self._chosen(rows_of(arrays)))
+        for part in parts:
+            yield arrays if len(parts) == 1 else MiniBatch(arrays, part, held)
 
     def _chosen(self, rows: int) -> Iterator[np.ndarray | None]:
         """Row numbers of each mini-batch; None: all, as they stand."""
