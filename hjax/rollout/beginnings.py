@@ -266,7 +266,7 @@ class Beginnings:
                 at = len(path) * BLOCK
                 first = self._room + at // BLOCK
                 where = tuple(range(first, first + CHUNK // BLOCK))
-                some[part] = Piece(tokens[at : at + CHUNK], path, where)
+                some[part] = Piece(tokens[at : at + CHUNK].tolist(), path, where)
                 self._path[number] = (*path, *where)
         if not any(some):
             return False

@@ -514,8 +514,9 @@ class Generator:
         drawing = Drawing(shape.sampling, self.compute, self.layout)
         counts = None
         if shape.sampling.penalised:
-            given = (jnp.repeat(x, shape.samples, axis=0) for x in (prompts, prompt_mask))
-            counts = Counts.of(*given, self.network.config.vocab_size, layout=self.layout)
+            tokens, there = (jnp.repeat(x, shape.samples, axis=0) for x in (prompts, prompt_mask))
+            vocab = self.network.config.vocab_size
+            counts = Counts.of(tokens, there, vocab, layout=self.layout)
 
         def draw(state: dict[str, Any], logits: jax.Array) -> dict[str, Any]:
             # As they are made: otherwise XLA gathers the output table, for every token.

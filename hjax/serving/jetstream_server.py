@@ -68,15 +68,17 @@ class Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is being stopped")
         arrived: asyncio.Queue[Piece] = asyncio.Queue()
         loop = asyncio.get_running_loop()
+
+        def hand_over(piece: Piece) -> None:
+            loop.call_soon_threadsafe(arrived.put_nowait, piece)
+
         try:
             # Encoding a long text takes long, and the loop has other clients.
             tokens = await asyncio.to_thread(self._tokens, request)
             asked = Request(
                 tuple(tokens), request.max_tokens, self._sampling, self._seed, next(self._numbers)
             )
-            ticket = self._service.submit(
-                asked, lambda piece: loop.call_soon_threadsafe(arrived.put_nowait, piece)
-            )
+            ticket = self._service.submit(asked, hand_over)
         except ConfigError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except QueueFull as error:
