@@ -77,6 +77,51 @@ def test_a_programs_memory_is_mapped_in_huge_pages(tmp_path):
     assert pages < without / 10
 
 
+# GRPO that writes down how many pages the kernel mapped during each update.
+COUNTED = """
+import pathlib, resource
+import hjax
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+class Counted(hjax.algorithms.GRPO):
+    def minibatches(self, batch):
+        for minibatch in super().minibatches(batch):
+            before = faults()
+            yield minibatch
+            self.logged[-1][1].result()
+            with pathlib.Path(__file__).with_name("faults.txt").open("a") as file:
+                file.write(f"{faults() - before}\\n")
+"""
+UPDATES = {
+    "steps": 5, "warm_start.steps": 0, "eval.every": 0, "checkpoint.every": 0,
+    "display.enabled": False, "display.tensorboard": False, "display.report": False,
+    "model.hidden_size": 256, "model.mlp_size": 688, "model.layers": 4, "rollout.samples": 8,
+    "algorithm.kl_coef": 0.0, "algorithm.minibatch": 0, "algorithm.epochs": 1,
+}  # fmt: skip
+
+
+@pytest.mark.skipif(not offered(), reason="huge pages are not for programs to ask for here")
+def test_an_updates_memory_is_not_mapped_anew(tmp_path):
+    (tmp_path / "counted.py").write_text(COUNTED)
+    keys = UPDATES | {"algorithm.name": f"{tmp_path}/counted.py:Counted"}
+    command = [sys.executable, "-m", "hjax.launch", "--config=grpo.py", f"--workdir={tmp_path}/run"]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(DECIDING)}
+    done = subprocess.run(
+        [*command, *(f"--config.{key}={value}" for key, value in keys.items())],
+        env={**environment, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr
+    faults = [int(line) for line in (tmp_path / "faults.txt").read_text().split()]
+    # The dataflow is read off once before the steps, without an update.
+    assert len(faults) >= 5
+    assert max(faults[-3:]) < 200  # 759 and more with an arena for each thread; now 0 to 51
+
+
 def test_a_users_own_settings_stay(tmp_path):
     own = {"MALLOC_ARENA_MAX": "4", "XLA_FLAGS": "--xla_backend_optimization_level=2"}
     tunables, _, _, flags = run_program(tmp_path, "huge", **own)

@@ -13,9 +13,12 @@ from hjax.machine import only_cpus
 
 # Which memory gets huge pages: [always], [madvise]: what programs ask them for, or [never].
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-# Huge pages; and what is freed is kept for the next run instead of going back to the kernel.
+# Huge pages; and what is freed is kept for the next run instead of going back to the kernel. One
+# arena for all threads: other threads' own have no room for large blocks, which are then mapped
+# anew each time.
 TUNABLES = (
-    "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=1000000000000"
+    "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=1000000000000:"
+    "glibc.malloc.arena_max=1"
 )
 # By these users set malloc's ways themselves.
 _MALLOC_VARIABLES = ("GLIBC_TUNABLES", "MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_")
