@@ -4,6 +4,7 @@ import ast
 import functools
 import pathlib
 import pkgutil
+import re
 import subprocess
 import sys
 
@@ -211,6 +212,21 @@ def test_no_room_holds_more_than_a_fifth():
     }
     total = sum(lines.values())
     assert {room: n for room, n in lines.items() if n > total / 5} == {}
+
+
+def test_the_picture_shows_who_imports_whom():
+    """docs/images/package.svg is drawn by docs/generate/package_picture.py."""
+    svg = (PACKAGE.parent / "docs" / "images" / "package.svg").read_text()
+    rooms = {*FLOORS, *BESIDE}
+    assert set(re.findall(r'class="name"[^>]*>(\w+)<', svg)) == rooms
+    arrows = set(re.findall(r"<title>(\w+) imports (\w+)</title>", svg))
+    followed = {name: {other for start, other in arrows if start == name} for name in rooms}
+    for name in [*BESIDE[::-1], *FLOORS]:  # what a room imports comes before it
+        followed[name] = followed[name].union(*(followed[other] for other in followed[name]))
+    for name in rooms:
+        imported = {x for x in rooms - {name} if importers_of(f"hjax.{x}", files_of(name))}
+        assert {other for start, other in arrows if start == name} <= imported
+        assert imported <= followed[name]
 
 
 @pytest.mark.parametrize("unknown", ["ray", "jax.sharding", "hjax.workers"])
