@@ -62,11 +62,7 @@ def define(own: flags.FlagValues, batch: int) -> None:
 
 def define_options(own: flags.FlagValues) -> None:
     """Add a flag for each of ``OPTIONS``; one that is not given is None."""
-    kinds: Mapping[type, Callable[..., Any]] = {
-        float: flags.DEFINE_float,
-        int: flags.DEFINE_integer,
-        str: flags.DEFINE_string,
-    }
+    kinds: Any = {float: flags.DEFINE_float, int: flags.DEFINE_integer, str: flags.DEFINE_string}
     for name, key in OPTIONS.items():
         kinds[type(key.default)](name, None, "see --help", flag_values=own)
 
