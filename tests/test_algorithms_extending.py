@@ -141,8 +141,16 @@ def test_the_worker_and_its_algorithm_take_under_twenty_lines(examples):
 def test_every_example_is_one_of_those_above(examples):
     files = [file.name for file in sorted(examples.glob("*.py"))]
     assert files == [
-        "again.py", "dynamic.py", "leave_one_out.py", "mine.py", "near.py", "varied.py", "wide.py",
+        "again.py", "dynamic.py", "leave_one_out.py", "mine.py", "near.py", "nesterov.py",
+        "varied.py", "wide.py",
     ]  # fmt: skip
+
+
+def test_an_optimizer_of_ones_own(examples):
+    with trainer_of("GRPO", {"actor.optimizer": f"{examples}/nesterov.py:nesterov"}) as trainer:
+        rows = trainer.run()
+        state = trainer.roles.groups["actor"].worker.optimizer_state
+    assert all(np.isfinite(row["actor/loss"]) for row in rows) and "trace" in str(state)
 
 
 def test_an_earlier_batch_is_learned_from_again(examples):

@@ -16,6 +16,7 @@ import numpy as np
 from hjax.dryrun.programs import StepProgram, phase_of
 from hjax.models import arithmetic
 from hjax.models.config import ModelConfig
+from hjax.models.counts import Mesh, counts
 from hjax.models.weight_ring import travels
 from hjax.sharding.layout import Layout, shard_bytes
 from hjax.xla.limits import Limits
@@ -82,7 +83,7 @@ def minimum(
         rows = passed / layout.ways("batch")
         both = 2 if phase == "update" else 1
         pieces = 1 if generates else worker.passes.pieces_of(program.rows)
-        if not generates and travels(layout, model, rows / pieces):
+        if not generates and travels(counts(model), Mesh.of(layout), rows / pieces):
             # Of every layer the other parts of its weights, and of their gradients; queries, keys,
             # values and what attention makes of them.
             times = arithmetic.update_passes(model, worker.scalar) if phase == "update" else 1
