@@ -28,7 +28,7 @@ from hjax.run.inputs import load_inputs
 from hjax.run.roles import describe_roles, placed, planned_models
 from hjax.settings.reading import load_config
 from hjax.sharding.layout import check_shapes, make_layouts, without
-from hjax.workers import WorkerContext
+from hjax.workers import OptimizerConfig, WorkerContext
 from hjax.workers.memory import Decoded, RoleMemory
 
 GIB = 2**30
@@ -114,6 +114,7 @@ def test_a_plan_counts_parameters_and_passes_as_its_run_does(name, platform):
                 samples=work.samples,
                 max_response_length=work.response_length,
                 micro_batch=rows * mesh.replicas,
+                optimizer=OptimizerConfig(1e-6),
             )
             run = RoleMemory.described(context, scalar, layout, platform == "tpu")
             one = mine.rows(rows, work, micro_batches(64, mesh, rows))
