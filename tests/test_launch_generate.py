@@ -274,7 +274,7 @@ WRONG = {
     "positions": ([TEXT, "--prompt=1", "--max_new_tokens=64"], "leaves 62 for --max_new_tokens=64"),
     "length": ([TEXT, "--prompt=1", "--max_new_tokens=0"], "--max_new_tokens=0: must be 1 or more"),
     "temperature": ([TEXT, "--prompt=1", "--temperature=-1"], "--temperature=-1.0: 0 (greedy)"),
-    "top_p": ([TEXT, "--prompt=1", "--top_p=0"], "--top_p=0.0: above 0, at most 1"),
+    "top_p": ([TEXT, "--prompt=1", "--top_p=0"], "--top_p=0.0: above 0 and at most 1"),
     "seed": ([TEXT, "--prompt=1", "--seed=-1"], "--seed=-1: must be from 0 to 4294967295"),
     "batch": ([TEXT, "--prompt=1", "--batch=0"], "--batch=0: must be 1 or more"),
     "stop": ([TEXT, "--prompt=1", "--stop="], "--stop= is empty; give the text"),
