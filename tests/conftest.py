@@ -41,8 +41,9 @@ os.environ["XLA_FLAGS"] = re.sub(
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path += [str(ROOT / "benchmarks"), str(ROOT / "docs" / "generate")]
 
-# Under `nohup` a signal is ignored that tests send to processes of their own.
+# Under `nohup`, and in the background of a shell, signals are ignored that tests send.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import jax  # noqa: E402  (reads the variables above)
 from jax._src import xla_bridge  # noqa: E402

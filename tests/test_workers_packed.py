@@ -375,7 +375,7 @@ def test_experts_that_are_balanced_by_pass_have_no_choice():
     """By what their context says; the loss itself is in test_router_loss."""
     for weight in (0.0, 0.1):
         given = context("actor", POLICY["clipped"], router_loss=weight, **CHOSEN)
-        experts = dataclasses.replace(MODEL, experts=2, experts_per_token=1)
+        experts = dataclasses.replace(MODEL, family="mixtral", experts=2, experts_per_token=1)
         worker = Actor(dataclasses.replace(given, model=experts))
         assert (worker.packer is None) == (weight > 0)
 
