@@ -48,6 +48,7 @@ def test_another_advantage_with_a_key_of_its_own(examples):
         tiny_config(f"{examples}/mine.py:Mine", {"algorithm.threshold": "high"})
 
 
+@pytest.mark.extended
 def test_another_loss_and_a_metric_more(examples):
     batch, rows, trainer = run(examples, "wide.py:Wide")
     assert trainer.roles.groups["actor"].worker.context.loss.clip_high == 0.28
@@ -68,6 +69,7 @@ def test_advantages_where_the_batch_is(examples):
     assert len(trainer.roles.groups["actor"].worker._applied) == 3  # programs, whatever the steps
 
 
+@pytest.mark.extended
 def test_rloo_by_one_method(examples):
     batch, _, _ = run(examples, "leave_one_out.py:LeaveOneOut", **{"rollout.samples": 4})
     rewards = batch["rewards"].reshape(-1, 4)
@@ -118,6 +120,7 @@ def test_they_learn_to_sort(examples, name):
     assert rows[-1]["eval/accuracy"] > rows[0]["eval/accuracy"] + 0.25
 
 
+@pytest.mark.extended
 def test_a_worker_of_ones_own(examples):
     batch, _, trainer = run(examples, "varied.py:Varied")
     tokens, mask = batch["responses"], batch["response_mask"]
@@ -168,6 +171,7 @@ def test_a_dataflow_of_ones_own_runs_ahead(examples, name):
     assert {"rollout/staleness", "rollout/dropped"} <= rows[-1].keys()
     assert batch["versions"].max() >= 1
 
+@pytest.mark.extended
 def test_ones_own_class_for_a_standing_role(tmp_path):
     (tmp_path / "judge.py").write_text(
         "import hjax, numpy as np\n"

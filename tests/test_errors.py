@@ -287,6 +287,7 @@ def test_the_same_from_a_shell(files):
     assert "rewards.py" in frames[1] and frames[-1].startswith("hjax: error: the reward function")
 
 
+@pytest.mark.extended
 def test_two_runs_in_one_workdir(files, monkeypatch, capsys):
     monkeypatch.chdir(files)
     with trainer_of("GRPO", {"algorithm.name": "GRPO"}, workdir=files / "busy"):

@@ -108,6 +108,7 @@ def test_no_module_starts_a_backend():
     assert started == "False"
 
 
+@pytest.mark.extended
 def test_the_front_door_starts_no_backend():
     started = in_new_process(
         "import hjax\nfor name in hjax.__all__: getattr(hjax, name)\n"

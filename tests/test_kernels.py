@@ -82,6 +82,7 @@ def test_products_are_torchs_einsum():
         np.testing.assert_allclose(run(Kernels(), x, weight), expected, atol=1e-5)
 
 
+@pytest.mark.extended
 def test_gated_mlp_and_its_gradients_are_transformers():
     sizes = {"hidden_size": EMBED, "intermediate_size": MLP, "num_attention_heads": 1}
     theirs = modeling_llama.LlamaMLP(LlamaConfig(**sizes))

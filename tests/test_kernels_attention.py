@@ -252,6 +252,7 @@ EVERYDAY = {("blockwise", "everything"), ("blockwise", "everything, whole keys")
         for pair in itertools.product(("blockwise", "tpu"), MESHES)
     ],
 )
+@pytest.mark.extended
 def test_split_over_devices_it_is_the_same(kernel, split):
     sizes, by_head = MESHES[split]
     count = math.prod(sizes)

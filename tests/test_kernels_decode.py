@@ -146,6 +146,7 @@ def test_the_reference_is_a_softmax_over_what_is_seen(name, axis):
 
 
 @pytest.mark.parametrize("name", EACH)
+@pytest.mark.extended
 def test_the_kernel_agrees_and_writes_one_token_per_row(name):
     given, seen, options, dtype = case_of(name)
 
@@ -160,6 +161,7 @@ def test_the_kernel_agrees_and_writes_one_token_per_row(name):
     np.testing.assert_array_equal(wide(own_v), written(given[6], given[2], position))
 
 
+@pytest.mark.extended
 def test_one_position_for_all_rows_is_that_of_each():
     given, seen, options, _ = case_of("plain")
     position = jnp.int32(4)
@@ -226,6 +228,7 @@ FILLED = {
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", FILLED)
+@pytest.mark.extended
 def test_the_gpu_s_kernel_meets_the_columns_that_a_row_sees(name, dtype):
     """Beside them stands NaN, of which nothing comes through."""
     (groups, kv_heads, samples, per_kv, new, dim), length, scoring = FILLED[name]

@@ -93,6 +93,7 @@ def test_of_equally_probable_tokens_the_lower_comes_first():
     assert ids.tolist() == [[[1, 2, 4, 0, 3]]]
 
 
+@pytest.mark.extended
 def test_it_distils_a_teacher():
     # The gradient of the cross entropy of a teacher's few tokens, renormalised, with the student.
     hidden, table, tokens, _ = inputs()

@@ -381,6 +381,7 @@ def test_what_crosses_between_slices_is_counted_at_the_network_s_rate():
 
 
 @needs_libtpu
+@pytest.mark.extended
 def test_a_small_step_compiles_for_a_small_topology(tmp_path):
     arguments = (
         "--config=ppo.py", "--topology=v5e:2x2", "--optimization=O0", "--json", "--roofline",

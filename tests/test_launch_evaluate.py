@@ -283,6 +283,7 @@ def test_a_task_with_a_reward_of_ones_own_keeps_its_right_and_wrong(said):
     assert found["reward"]["mean"] == 0.5 and found["accuracy"]["mean"] in (0, 1 / 3, 2 / 3, 1)
 
 
+@pytest.mark.extended
 def test_gsm8k_end_to_end(said, test_data, tmp_path):
     """Trained weights and real questions: it scores nothing, and all of the way is there."""
     output = tmp_path / "rows.jsonl"

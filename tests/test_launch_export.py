@@ -67,6 +67,7 @@ def test_every_tensor_keeps_the_dtype_of_its_file_whatever_config_json_says(
     assert again.dtype == getattr(torch, expected)
 
 
+@pytest.mark.extended
 def test_files_of_a_size(tmp_path, monkeypatch):
     theirs = model("mixtral")
     theirs.save_pretrained(tmp_path / "theirs")

@@ -43,6 +43,7 @@ def fields(completion):
     return {name: getattr(completion, name) for name in generate.FIELDS}
 
 
+@pytest.mark.extended
 def test_a_prompt_is_answered_as_the_model_answers_it(models, capsys):
     flags = ["--max_new_tokens=6", "--temperature=0.7", "--top_k=5", "--top_p=0.9", "--seed=3",
              "--min_p=0.05", "--repetition_penalty=1.2", "--frequency_penalty=-0.5",
@@ -103,6 +104,7 @@ def test_batches_draw_each_their_own(models, capsys, tmp_path):
     assert len({tuple(row["tokens"]) for row in greedy}) == 1
 
 
+@pytest.mark.extended
 def test_a_model_without_tokenizer_takes_ids_alone(models, capsys):
     flags = f"--model={models}/ids", "--max_new_tokens=4", "--temperature=0"
     [found] = said(capsys, *flags, "--prompt=1, 4,5", "--stop=2")["completions"]
@@ -223,6 +225,7 @@ def test_without_prompts_a_terminal_is_a_chat(models, monkeypatch, capsys):
     assert capsys.readouterr().err == "\nhjax: stopped by SIGINT\n"
 
 
+@pytest.mark.extended
 def test_token_ids_in_a_chat(models, monkeypatch, capsys):
     type_lines(monkeypatch, "1,4,5", "what?", "1 99")
     model = hjax.load_model(models / "ids")

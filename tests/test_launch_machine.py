@@ -104,6 +104,7 @@ UPDATES = {
 
 
 @pytest.mark.skipif(not offered(), reason="huge pages are not for programs to ask for here")
+@pytest.mark.extended
 def test_an_updates_memory_is_not_mapped_anew(tmp_path):
     (tmp_path / "counted.py").write_text(COUNTED)
     keys = UPDATES | {"algorithm.name": f"{tmp_path}/counted.py:Counted"}

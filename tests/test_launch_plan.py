@@ -163,6 +163,7 @@ def test_the_plan_on_top_is_one_that_runs(tmp_path, capsys):
     assert [bool(o["only_compiles"]) for o in others] == [True] * len(beside)
 
 
+@pytest.mark.extended
 def test_sets_on_different_devices_are_told_apart(tmp_path, capsys):
     flags = ["--models=llama-7b", "--cluster=1x8:h100+1x8:a100-80g", "--batch=256"]
     status, out, _ = run(*flags, f"--output={tmp_path}", capsys=capsys)
@@ -447,6 +448,7 @@ def test_help_exits_with_0():
     assert done.returncode == 0 and "--cluster" in done.stdout and "deepspeed_chat" in done.stdout
 
 
+@pytest.mark.extended
 def test_calibration_stores_a_profile_that_plans_read(calibrated, capsys):
     shown = (calibrated / "shown.txt").read_text().strip().splitlines()
     measured = json.loads(shown[-1])
@@ -514,6 +516,7 @@ def test_a_profile_of_other_devices_is_refused(cluster, changes, said, tmp_path,
     assert len(err.splitlines()) == 1 and said in err and "made.json" in err
 
 
+@pytest.mark.extended
 def test_a_rack_s_models_take_a_power_of_two_of_its_devices(capsys):
     found = planned("--models=llama-70b", "--cluster=1x72:gb200", "--batch=1024", capsys=capsys)
     assert sum(found["allocation"]) == 64
@@ -657,6 +660,7 @@ def test_a_plan_says_why_devices_are_idle(monkeypatch, capsys):
     assert idle in out and plan.predicted["idle"].startswith(idle)
 
 
+@pytest.mark.extended
 def test_auto_runs_the_plan_it_printed(calibrated, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(calibrated))
     with auto_trainer(workdir=tmp_path) as trainer:
@@ -672,6 +676,7 @@ def test_auto_runs_the_plan_it_printed(calibrated, tmp_path, monkeypatch):
     assert list(again.allocation) == written["allocation"]
 
 
+@pytest.mark.extended
 def test_a_resumed_auto_keeps_its_plan(calibrated, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(calibrated))
     with auto_trainer(changes={"checkpoint.every": 1}, workdir=tmp_path) as first:

@@ -221,6 +221,7 @@ def test_without_the_extra_it_is_named(model, capsys, monkeypatch):
     assert "pip install 'hjax[serve]'" in err
 
 
+@pytest.mark.extended
 def test_without_jetstream_its_extra_is_named(model, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "jetstream", None)
     monkeypatch.delitem(sys.modules, "hjax.serving.jetstream_server", raising=False)

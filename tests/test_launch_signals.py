@@ -168,6 +168,7 @@ print("the kernel is still here")
 """
 
 
+@pytest.mark.extended
 def test_percent_run_leaves_the_kernel_alone(tmp_path):
     pytest.importorskip("IPython")
     done = subprocess.run(

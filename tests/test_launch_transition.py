@@ -114,6 +114,7 @@ def test_a_directory_gives_the_shape(capsys, tmp_path):
     assert "layers.kv" in found["unsharded"]
 
 
+@pytest.mark.extended
 def test_devices_are_simulated_whatever_the_environment_asks_for():
     arguments = ["--train=2,8,1", "--generate=1,8", "--json"]
     done = subprocess.run(

@@ -94,6 +94,7 @@ def test_wandb_offline(tmp_path, monkeypatch):
     assert any(b"2+2=" in f.read_bytes() for f in tmp_path.glob("wandb/**/*.json"))
 
 
+@pytest.mark.extended
 def test_a_logger_of_ones_own(tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
     changes = {"display.logger": f"{tmp_path}/mine.py:Lines", "steps": 1, "checkpoint.every": 1}

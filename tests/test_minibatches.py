@@ -102,6 +102,7 @@ def test_each_role_is_sent_what_its_updates_read_once_a_step(monkeypatch):
     ],
     ids=["rows", "packs", "padded", "axes"],
 )
+@pytest.mark.extended
 def test_rows_cut_on_the_devices_are_those_cut_by_hand(changes):
     assert run("PPO", TWO | changes)[0] == run("ByDicts", TWO | changes)[0]
 
@@ -133,6 +134,7 @@ def test_a_minibatch_is_a_mapping_of_its_rows():
 
 
 @pytest.mark.parametrize("changes", [{"data.packing": 16}, {"actor.micro_batch": 8}])
+@pytest.mark.extended
 def test_a_loss_reads_one_number_for_each_row(changes):
     # In the first step all responses are wrong: nothing is learned.
     changes = {"steps": 2, "algorithm.kl_coef": 0.0, "actor.max_grad_norm": 0.0} | changes

@@ -116,6 +116,7 @@ PACKED = [
 
 
 @pytest.mark.parametrize("name", PACKED)
+@pytest.mark.extended
 def test_packs_change_nothing(name, tmp_path, monkeypatch):
     """Log-probs in packs, in one piece and by blocks, are transformers' of each row alone."""
     theirs = model(name)
@@ -458,6 +459,7 @@ def test_a_family_in_a_file_of_ones_own_loads(mine, tmp_path, monkeypatch):
     assert read_config(tmp_path / "ours") == ours.config
 
 
+@pytest.mark.extended
 def test_a_run_trains_one_from_scratch(mine):
     spec, _, _ = mine
     changes = {"model.family": spec, "model.kv_heads": 2, "warm_start.steps": 0}

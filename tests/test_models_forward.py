@@ -148,6 +148,7 @@ def test_log_probs_and_gradient_equal_torch(form, samples, truth, batch):
     close(ours_gradient, gradient)
 
 
+@pytest.mark.extended
 def test_forward_mode_and_second_derivatives_through_the_reference(truth, batch):
     network, params, _, gradient = truth
     rng = np.random.default_rng(3)

@@ -92,6 +92,7 @@ def test_logits_equal_transformers(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["untied", "tied", "own head_dim", "llama3 rope"])
+@pytest.mark.extended
 def test_transformers_loads_what_we_save(name, tmp_path):
     llama(**FAMILY[name]).save_pretrained(tmp_path / "theirs")
     config, params = load_decoder(tmp_path / "theirs")

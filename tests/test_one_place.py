@@ -80,6 +80,7 @@ class Taught(hjax.algorithms.GRPO):
 """
 
 
+@pytest.mark.extended
 def test_a_new_role_is_placed_run_and_planned(changed):
     (changed / "taught.py").write_text(USE)
     keys = {
@@ -102,6 +103,7 @@ def test_a_new_role_is_placed_run_and_planned(changed):
     assert status == 0 and '"mentor"' in out.splitlines()[-1], err
 
 
+@pytest.mark.extended
 def test_a_new_key_has_its_default_its_check_and_its_docs(changed):
     code = "import hjax; print(hjax.default_config().pause_seconds)"
     assert run(changed, "-c", code)[1] == "0.0\n"
@@ -113,6 +115,7 @@ def test_a_new_key_has_its_default_its_check_and_its_docs(changed):
     assert status == 2 and "config.pause_seconds=61.0: must be from 0 to 60" in err
 
 
+@pytest.mark.extended
 def test_a_new_command_takes_configs_and_answers_as_the_others(changed):
     command = ("-m", "hjax.launch.count", "--config=ppo.py")
     assert run(changed, *command, "--config.steps=10")[:2] == (0, f"{10 * 64 * 4}\n")

@@ -301,6 +301,7 @@ SURPLUS = {
 @pytest.mark.parametrize(
     "name", [n if n == "all at once" else pytest.param(n, marks=pytest.mark.slow) for n in SURPLUS]
 )
+@pytest.mark.extended
 def test_surplus_samples_are_given_up_and_the_shortest_kept(name, alone):
     """Beside all of them drawn to their end, and three of four taken by hand."""
     case = SURPLUS[name]

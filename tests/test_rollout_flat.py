@@ -79,6 +79,7 @@ def test_keys_and_values_in_int8_too():
     check_same(engine, params, entering(LENGTHS, 16), 64)
 
 
+@pytest.mark.extended
 def test_what_is_known_of_them_stays_in_rows():
     engine, params = engine_of(ODD)
     prefixes, draw = Prefixes(engine, 4096), np.random.default_rng(1)

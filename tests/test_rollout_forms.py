@@ -130,6 +130,7 @@ def test_nor_do_they_in_int8(network, expected, expected_in_int8, form, sizes, u
 
 
 @pytest.mark.parametrize("form", [decode.ROWS, decode.INTERPRETED, decode.FILLED_INTERPRETED])
+@pytest.mark.extended
 def test_rows_have_positions_of_their_own_on_every_device(form):
     """As slots that are filled anew need it; some have no sequence."""
     groups, samples, heads, kv_heads, dim, length = 4, 2, 8, 2, 8, 20

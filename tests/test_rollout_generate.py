@@ -129,6 +129,7 @@ def test_greedy_tokens_equal_transformers_generate(torch_model, generators):
     ],
     ids=lambda each: next(iter(each)),
 )
+@pytest.mark.extended
 def test_greedy_tokens_with_options_equal_transformers_generate(
     options, theirs, torch_model, generators
 ):
@@ -145,6 +146,7 @@ def test_greedy_tokens_with_options_equal_transformers_generate(
         assert row[kept].tolist() == found[0, len(prompt) :].tolist()
 
 
+@pytest.mark.extended
 def test_penalties_are_in_the_log_probs_sampled_and_not_in_the_policys(generators):
     sampling = Sampling(0.8, repetition_penalty=1.5, frequency_penalty=0.5, presence_penalty=0.2)
     penalised = generate(generators, samples=2, sampling=sampling)

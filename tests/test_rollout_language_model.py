@@ -262,6 +262,7 @@ def test_bad_input_gets_one_line(call, line, model):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.extended
 def test_a_response_in_pieces_is_the_one_that_generate_gives(model):
     """And a second turn reads what is new alone."""
     for temperature in (0.0, 0.7):

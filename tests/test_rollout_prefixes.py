@@ -298,6 +298,7 @@ def test_little_room_means_more_reading_and_the_same_answers(model, monkeypatch)
         none.close(0)
 
 
+@pytest.mark.extended
 def test_positions_that_depend_on_the_length_are_not_kept():
     scaled = dataclasses.replace(PLAIN, ropes=(Rope(10000.0, Dynamic(2.0, 64)),))
     model = language_model(scaled)
@@ -311,6 +312,7 @@ def test_positions_that_depend_on_the_length_are_not_kept():
         service.close(0)
 
 
+@pytest.mark.extended
 def test_what_is_kept_leaves_memory_free(model, monkeypatch):
     each = 2 * PLAIN.layers * PLAIN.kv_heads * PLAIN.head_dim * 4
     monkeypatch.setattr(machine, "free_bytes", lambda device: 4 * 100 * each)

@@ -214,6 +214,7 @@ def test_several_devices_answer_as_one(form, weights, greedy, monkeypatch):
         service.close(0)
 
 
+@pytest.mark.extended
 def test_other_names_shapes_and_dtypes_are_refused(model, service, weights, greedy):
     new, norm = weights[2], weights[2]["final_norm"]
     cases = [
@@ -256,6 +257,7 @@ def test_the_old_weights_go_on_where_requests_do_not_end_in_time_or_it_closes(
         service.replace(weights[2])
 
 
+@pytest.mark.extended
 def test_an_engine_that_fails_tells_who_replaces_its_weights(model, service, weights, monkeypatch):
     begun, failing = threading.Event(), threading.Event()
 

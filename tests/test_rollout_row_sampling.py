@@ -140,6 +140,7 @@ SIX = (1, 3, 4, 6, 7, 8)
         for name, options in CASES.items()
     ],
 )  # fmt: skip
+@pytest.mark.extended
 def test_frequencies_and_log_probs_follow_the_distribution(options, allowed):
     rows = RowSampling.of([options], SIZES).take(np.zeros(DRAWS, int))
     prompt, response = np.asarray([PROMPT]), np.asarray([RESPONSE])
@@ -240,6 +241,7 @@ def check_random_batch(seed, rows, vocab):
         np.testing.assert_array_equal(drawn.token, np.argmax(np.log(truth) + noise, axis=-1))
 
 
+@pytest.mark.extended
 def test_rows_that_have_nothing_in_common_draw_from_their_own_distributions():
     check_random_batch(0, 60, 30)
 

@@ -52,6 +52,7 @@ def warped(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
 
 
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
+@pytest.mark.extended
 def test_the_same_noise_draws_the_same_tokens_of_transformers_distribution(sampling):
     logits = np.random.default_rng(0).normal(size=(200, 40)).astype(np.float32) * 2
     keys = sequence_keys(jnp.uint32(3), jnp.uint32(1), jnp.arange(200))
@@ -67,6 +68,7 @@ def test_the_same_noise_draws_the_same_tokens_of_transformers_distribution(sampl
 
 
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
+@pytest.mark.extended
 def test_a_draw_reports_the_log_probs_of_its_token(sampling):
     logits = np.random.default_rng(1).normal(size=(50, 12)).astype(np.float32)
     keys = sequence_keys(jnp.uint32(3), jnp.uint32(1), jnp.arange(50))
@@ -85,6 +87,7 @@ SPLIT = [Sampling(0.0), Sampling(), Sampling(temperature=0.7, top_k=9, top_p=0.8
 
 
 @pytest.mark.parametrize("sampling", SPLIT, ids=str)
+@pytest.mark.extended
 def test_parts_of_the_vocabulary_draw_the_same_tokens_for_a_few_numbers_per_row(sampling):
     rows, vocab = 16, 4096
     logits = np.random.default_rng(4).normal(size=(rows, vocab)).astype(np.float32) * 2

@@ -102,6 +102,7 @@ def check(service, requests, alone):
 
 
 @pytest.mark.parametrize("count", [12, pytest.param(250, marks=pytest.mark.slow)])
+@pytest.mark.extended
 def test_each_request_gets_what_generate_gives(count, model, service):
     def alone(request):
         asked = request.options
@@ -261,6 +262,7 @@ def test_closing_lets_those_end_that_are_there(model):
     assert [answer.whole()[2] for answer in answers] == ["length"] * 5
 
 
+@pytest.mark.extended
 def test_an_engine_that_fails_tells_everybody(model, monkeypatch):
     service = Service(model, slots=1)
 

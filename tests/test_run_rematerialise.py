@@ -54,6 +54,7 @@ def test_the_first_that_fits_or_else_the_last():
     assert choose(needed, 20).estimated_bytes == {"none": 30, "attention": 20}
 
 
+@pytest.mark.extended
 def test_less_memory_less_is_kept():
     order = ["none", "products", "attention", "full", "offload"]
     halves = range(110, 160)

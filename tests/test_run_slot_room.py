@@ -17,6 +17,7 @@ STAGES = {
 
 
 @pytest.mark.parametrize(("stages", "platform", "spare"), [(1, "gpu", 64), (2, "tpu", 0)])
+@pytest.mark.extended
 def test_less_memory_fewer_sequences(stages, platform, spare):
     asked = ASKED | (STAGES if stages > 1 else {})
     found = [chosen(platform, n * GIB, **asked).slots for n in range(40, 240, 8)]

@@ -66,6 +66,7 @@ def test_every_answer_is_what_the_schema_allows(client):
     assert len(set(answers)) > 1
 
 
+@pytest.mark.extended
 def test_a_stream_is_the_same_answer_in_parts(client):
     whole = chat(client, response_format=FORMAT, n=2, seed=7)
     texts = ["", ""]
@@ -81,6 +82,7 @@ class Person(pydantic.BaseModel):
     inner: list[bool]
 
 
+@pytest.mark.extended
 def test_openais_client_parses_what_it_asked_for(client):
     for seed in range(4):
         found = client.chat.completions.parse(
@@ -90,6 +92,7 @@ def test_openais_client_parses_what_it_asked_for(client):
         assert isinstance(found.choices[0].message.parsed, Person)
 
 
+@pytest.mark.extended
 def test_any_object_of_json(client):
     found = chat(
         client, response_format={"type": "json_object"}, seed=3, n=4, max_tokens=300,

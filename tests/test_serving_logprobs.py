@@ -90,6 +90,7 @@ def check_places(told, rows, tokens, count):
 
 
 @pytest.mark.parametrize("given", ["text", "ids"])
+@pytest.mark.extended
 def test_an_echoed_prompt_and_its_answer_have_transformers_log_probs(client, exact, stories, given):
     ids = stories.tokenizer.encode(TEXT)
     [choice] = complete(
@@ -203,6 +204,7 @@ def test_chats_tell_up_to_twenty():
                     assert each["bytes"] is None or each["bytes"] == [best] or best >= 256
 
 
+@pytest.mark.extended
 def test_who_does_not_ask_is_told_nothing_and_no_program_is_made_for_who_does(stories, service):
     heard = {}
 
@@ -244,6 +246,7 @@ def test_over_several_devices_scores_are_the_same(sizes, stories):
         np.testing.assert_allclose([x for _, x in ours], [x for _, x in theirs], atol=5e-5)
 
 
+@pytest.mark.extended
 def test_a_prompt_that_was_scored_is_scored_again_by_new_weights():
     layout = make_layouts(jax.devices()[:1]).generate
     model = LanguageModel(CONFIG, decoder_network(CONFIG).create(1, layout))

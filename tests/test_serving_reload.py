@@ -83,6 +83,7 @@ class Serving:
         return float(line.split()[1])
 
 
+@pytest.mark.extended
 def test_a_directory_that_is_overwritten(models, tmp_path):
     path, (old, new) = tmp_path / "model", models
     old.put(path)

@@ -69,6 +69,7 @@ def check(call):
     jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
 
 
+@pytest.mark.extended
 def test_the_documentations_examples_run_against_a_server(client, capsys):
     page = (pathlib.Path(__file__).parent.parent / "docs" / "serving.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
@@ -84,6 +85,7 @@ def test_the_documentations_examples_run_against_a_server(client, capsys):
     assert arguments.keys() == {"a", "b"} and all(type(n) is int for n in arguments.values())
 
 
+@pytest.mark.extended
 def test_a_required_call_validates_whatever_the_model_would_say(client):
     found = chat(client, tool_choice="required", n=8, seed=1, logit_bias={str(EOS): 5}).choices
     names = set()
@@ -106,6 +108,7 @@ def test_the_named_function_is_called_once(client, name):
         assert call.function.name == name and each.finish_reason == "stop"
 
 
+@pytest.mark.extended
 def test_one_call_at_most_where_they_may_not_be_parallel(client):
     fields = {"tool_choice": "required", "n": 6, "logit_bias": {str(EOS): -20}}
     one = chat(client, **fields, parallel_tool_calls=False, seed=3).choices

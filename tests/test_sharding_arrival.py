@@ -184,6 +184,7 @@ def run_processes(folder, count):
     return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(count)]
 
 
+@pytest.mark.extended
 def test_two_processes_take_in_what_a_third_layout_lent(truth, sender, tmp_path):
     """The landing layout is split over both; each fetches its half, gloo shares it."""
     target = targets(2 * DEVICES)

@@ -137,6 +137,7 @@ def test_more_micro_batches_shrink_the_bubble_and_keep_the_memory():
 @pytest.mark.parametrize(
     "sizes, parts", [({"pipe": 2, "context": 2, "tensor": 2}, 8), ({"pipe": 2, "fsdp": 4}, 4)]
 )
+@pytest.mark.extended
 def test_stages_in_different_branches_exchange_nothing_with_neighbours(sizes, parts):
     """Only the two hand-overs of a tick may shift between devices: branches differ by stage."""
     from test_workers_layouts import DESCENT, LOSS

@@ -171,6 +171,7 @@ def test_rows_to_columns_take_the_cheap_route():
 
 
 @pytest.mark.parametrize("dtypes", [None, NARROW], ids=["same", "narrow"])
+@pytest.mark.extended
 def test_a_hundred_round_trips_change_and_lose_nothing(dtypes):
     transition, values, params, source, _ = setup({"fsdp": 2, "tensor": 4}, {"tensor": 2}, dtypes)
     for trip in range(100):

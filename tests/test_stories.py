@@ -34,6 +34,7 @@ def test_stories_become_happier_and_stay_close_to_the_reference(test_data, tmp_p
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.extended
 def test_a_dataset_in_verls_columns_goes_through_end_to_end(test_data, tmp_path):
     config = hjax.get_config("grpo.py")
     with config.unlocked():

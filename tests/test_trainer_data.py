@@ -39,6 +39,7 @@ def write_jsonl(path, rows):
     return str(path)
 
 
+@pytest.mark.extended
 def test_prompts_as_token_ids_need_no_tokenizer(folder):
     rng = np.random.default_rng(0)
     rows = [
@@ -183,6 +184,7 @@ def test_demonstrations_that_are_missing_in_a_row_are_named(folder):
 @pytest.mark.parametrize(
     "name", ["GRPO", *(pytest.param(n, marks=pytest.mark.slow) for n in ("PPO", "ReMax", "RLOO"))]
 )
+@pytest.mark.extended
 def test_demonstrations_are_a_term_of_every_policys_loss(name):
     """PPO-ptx: the loss of a step is the policy's, as it is without, and coef times theirs."""
     changes = {"steps": 1, "warm_start.steps": 1}

@@ -31,6 +31,7 @@ def ppo(critic):
     return describe("PPO", changes | {"critic.path": str(critic[0])})
 
 
+@pytest.mark.extended
 def test_there_is_a_cache_only_where_something_generates(ppo):
     assert ppo[0]["cache"]["actor"]["bytes_per_token"] == 2 * 4 * 8 * 4  # keys, values; float32
     told, _ = describe("RewardModel", {"warm_start.batch": 16})

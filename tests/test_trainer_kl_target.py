@@ -57,6 +57,7 @@ def test_the_update_takes_the_coefficient_of_the_batch(rows):
         ),
     ],
 )
+@pytest.mark.extended
 def test_the_coefficient_reaches_every_micro_batch(layout, tmp_path):
     # Another model is the reference, so that there is a KL before the first update.
     save_model(tmp_path / "reference", seed=5)
@@ -77,6 +78,7 @@ def test_the_coefficient_reaches_every_micro_batch(layout, tmp_path):
     assert cut["actor/loss"] == pytest.approx(0.5 * k3.mean(), rel=1e-3) and k3.mean() > 1e-3
 
 
+@pytest.mark.extended
 def test_a_resumed_run_takes_the_coefficient_where_it_was(rows, tmp_path):
     with trainer_of("GRPO", KEYS | {"checkpoint.every": 1}, tmp_path / "run") as trainer:
         trainer.run(2)

@@ -106,6 +106,7 @@ def test_evaluation_is_greedy_over_the_held_out_prompts():
     assert metrics["eval/reward"] == pytest.approx(np.mean(rewards))
 
 
+@pytest.mark.extended
 def test_an_evaluation_changes_nothing_in_training():
     with trainer_of("PPO", {"steps": 3}) as trainer:
         plain = trainer.run()
@@ -115,6 +116,7 @@ def test_an_evaluation_changes_nothing_in_training():
         assert a["actor/loss"] == b["actor/loss"] and a["reward/mean"] == b["reward/mean"]
 
 
+@pytest.mark.extended
 def test_the_same_seed_gives_the_same_run_and_another_one_another():
     def rewards(seed):
         with trainer_of("PPO", {"steps": 3, "seed": seed}) as trainer:

@@ -38,6 +38,7 @@ def transformers_scores(directory, rows):
         ]
 
 
+@pytest.mark.extended
 def test_ppo_with_a_larger_critic_and_a_reward_model_of_another_tokenizer(models):
     paths = {"critic.path": f"{models}/larger", "reward.path": f"{models}/foreign"}
     with trainer_of("PPO", {**paths, "steps": 2, "eval.every": 2}) as trainer:
@@ -84,6 +85,7 @@ def test_a_qwen_learns_adapters_from_a_gemma_that_judges_its_text(tmp_path):
     assert all(row["actor/grad_norm"] > 0 for row in rows)
 
 
+@pytest.mark.extended
 def test_a_reward_model_without_tokenizer_reads_the_actors_ids(models):
     with trainer_of("GRPO", {"reward.path": f"{models}/bare", "steps": 1}) as trainer:
         trainer.run()

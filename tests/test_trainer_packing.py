@@ -73,6 +73,7 @@ def small_passes(monkeypatch):
         pytest.param("DPO", {}, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.extended
 def test_metrics_of_what_batches_choose_are_those_of_padded_rows(algorithm, changes, small_passes):
     expected = run(algorithm, CHOICES | changes | {"data.packing": 0})
     found = run(algorithm, CHOICES | changes)

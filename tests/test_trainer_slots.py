@@ -51,6 +51,7 @@ def test_slots_change_no_metric(name, tmp_path):
         assert found == pytest.approx(computed(other), rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.extended
 def test_shorter_responses_are_kept_of_more_than_are_asked_for(tmp_path):
     lengths = {}
     for surplus in (0, 4):

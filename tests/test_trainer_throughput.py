@@ -19,6 +19,7 @@ from hjax.run.throughput import peak_flops
         ({"actor.lora.rank": 1}, None),
     ],
 )
+@pytest.mark.extended
 def test_flops_of_a_step_are_those_of_its_tokens(changes, passes):
     with trainer_of("GRPO", {"steps": 1, **changes}) as trainer:
         trainer._throughput._peak = 4e12

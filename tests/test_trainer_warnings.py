@@ -81,6 +81,7 @@ class Display:
 
 
 @pytest.mark.parametrize("own", [True, False])
+@pytest.mark.extended
 def test_data_of_ones_own_under_a_short_limit(own, tmp_path):
     rows = [{"prompt_tokens": [1 + i % 7, 2, 3]} for i in range(40)]
     (tmp_path / "ids.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

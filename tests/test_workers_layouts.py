@@ -209,6 +209,7 @@ def test_one_update_equals_torch(one_device, truth):
     "name",
     [pytest.param(n, marks=[] if n in EVERYDAY else [pytest.mark.slow]) for n in LAYOUTS],
 )
+@pytest.mark.extended
 def test_loss_gradient_and_tokens_are_the_same_on_every_layout(name, directory, batch, one_device):
     metrics, gradient, drawn = one_step(directory, batch, *LAYOUTS[name])
     bubble = metrics.pop("pipeline_bubble", None)
@@ -241,6 +242,7 @@ LONG_EVERYDAY = ("data 2, context 2, tensor 2",)
         for name in LONG
     ],
 )
+@pytest.mark.extended
 def test_the_kernels_of_long_sequences_change_nothing(
     name, directory, batch, one_device, monkeypatch
 ):
@@ -262,6 +264,7 @@ CUDNN = (
 @pytest.mark.parametrize(
     "name", [CUDNN[0], *(pytest.param(name, marks=pytest.mark.slow) for name in CUDNN[1:])]
 )
+@pytest.mark.extended
 def test_what_cudnn_is_asked_changes_nothing(name, directory, batch, one_device, monkeypatch):
     """By JAX's own implementation of the same arguments, which computes in float32 on CPUs."""
     attend = functools.partial(cudnn.attend, implementation="xla")
@@ -303,6 +306,7 @@ def greedy(model, batch):
 
 
 @pytest.mark.parametrize("name", GENERATE)
+@pytest.mark.extended
 def test_greedy_tokens_are_transformers_on_every_layout(name, directory, batch, greedy):
     group = make_actor(directory, *LAYOUTS[name])
     prompts = {key: batch[key][::SAMPLES] for key in ("prompts", "prompt_mask")}
@@ -337,6 +341,7 @@ def test_a_mesh_that_does_not_fit_the_model_is_refused(directory):
         Actor(context)
 
 
+@pytest.mark.extended
 def test_a_copy_shares_nothing_with_its_source(directory):
     source = make_actor(directory, *LAYOUTS["data 2, pipe 2 kept, tensor 2"]).worker
     copy = make_actor(directory, *LAYOUTS["data 4, pipe 2"]).worker

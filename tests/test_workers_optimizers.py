@@ -168,6 +168,7 @@ def plainly():
     "name, layout",
     [*((name, "fsdp and tensor") for name in PLAIN), ("adafactor", "fsdp"), ("muon", "fsdp")],
 )
+@pytest.mark.extended
 def test_updates_are_optax_s_on_every_mesh(name, layout, plainly):
     network, train, params, state = update_all(name, layout)
     jax.tree.map(
@@ -230,6 +231,7 @@ def test_which_parameters_are_matrices_to_muon(changes, expected):
     assert {n.split("'")[-2] for n in named if "['muon']" in n and "['layers']" in n} == expected
 
 
+@pytest.mark.extended
 def test_muon_turns_each_expert_s_matrix_by_itself_and_a_router_s_whole():
     network = decoder_network(dataclasses.replace(SHAPE, **MOE))
     params = network.create(0, make_layouts(jax.devices()[:1]).train)
@@ -264,6 +266,7 @@ def own(tmp_path):
     return str(tmp_path / "own.py")
 
 
+@pytest.mark.extended
 def test_runs_go_on_from_checkpoints_and_offloaded_bit_for_bit(own, tmp_path):
     changes = {"steps": 2, "actor.optimizer": "muon", "critic.optimizer": f"{own}:momentum"}
     with trainer_of("PPO", changes) as trainer:

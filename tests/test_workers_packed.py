@@ -191,6 +191,7 @@ EVERYDAY = ("by blocks", "four parts, passes", "fsdp and tensor", "chosen, parts
         for name in TOGETHER
     ],
 )
+@pytest.mark.extended
 def test_packs_go_together_with(name, batch, padded, monkeypatch):
     loss_name, shared, changes = TOGETHER[name]
     changes = {"packing": 40} | changes
@@ -221,6 +222,7 @@ PAIRS = {
 
 @pytest.mark.parametrize("how", PAIRS)
 @pytest.mark.parametrize("name", PAIRED)
+@pytest.mark.extended
 def test_pairs_are_never_cut_apart(name, how, batch):
     """Loss, statistics and gradient of pairs are those of padded rows; one pair is left out, of
     two one side is empty."""
@@ -241,6 +243,7 @@ def test_pairs_are_never_cut_apart(name, how, batch):
     same(update(start(kind, loss, **changes), given), expected)
 
 
+@pytest.mark.extended
 def test_pretraining_is_packed_too(batch):
     """PPO-ptx's demonstrations beside the policy's rows."""
     rng = np.random.default_rng(7)
@@ -270,6 +273,7 @@ def test_pretraining_is_packed_too(batch):
         (Critic, "compute_values", "values"),
     ],
 )
+@pytest.mark.extended
 def test_scores_are_the_same(kind, call, key, changes, batch):
     loss = {Actor: POLICY["clipped"], Critic: ValueLoss()}.get(kind)
     expected = getattr(start(kind, loss), call)(batch)[key]
@@ -285,6 +289,7 @@ def test_scores_are_the_same(kind, call, key, changes, batch):
 @pytest.mark.parametrize(
     "changes", [{"packing": 26}, {"packing": 26, "devices": 4}, CHOSEN | {"devices": 2}]
 )
+@pytest.mark.extended
 def test_rewards_of_whole_sequences_are_the_same(changes, batch, monkeypatch):
     """One row of 26 tokens, others of a few: padded to a power of two, they are worth packs."""
     expected = start(ModelReward).compute_reward(batch)["rewards"]

@@ -196,6 +196,7 @@ def test_updates_of_shuffled_rows_have_the_same_gradient(learner, lesson):
     close(gradient(learner, lambda w: w.update_actor(shuffled))[0], expected)
 
 
+@pytest.mark.extended
 def test_pretraining_adds_exactly_its_coefficient_times_its_gradient(learner, lesson):
     learn, alone, plain = lesson
     data = demonstrations()

@@ -37,6 +37,7 @@ def trainer(request):
         yield trainer
 
 
+@pytest.mark.extended
 def test_parameters_are_elsewhere_while_generating(trainer):
     actor = actor_of(trainer)
     narrow = trainer.config.model.dtype == "bfloat16"
@@ -72,6 +73,7 @@ def test_parameters_come_back_when_generation_fails(trainer, monkeypatch):
     assert same(host(actor.state()["params"]), before)
 
 
+@pytest.mark.extended
 def test_rounds_of_generation_keep_memory(trainer):
     devices = jax.devices()
     trainer.step()
@@ -95,6 +97,7 @@ def test_seconds_and_programs_count_the_transition(trainer):
     assert names[buckets] == "generate"
 
 
+@pytest.mark.extended
 def test_a_run_is_the_same_whatever_the_buckets():
     rows = []
     for size in (1, 2**24):

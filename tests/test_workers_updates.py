@@ -69,6 +69,7 @@ def check(found, kernels):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.extended
 def test_an_update_leaves_everything_where_it_was(layout):
     import jax
 
