@@ -16,7 +16,7 @@ const round1 = value => Math.round(value * 10) / 10;
 const exact = (value, digits) => value.toFixed(Math.min(Math.max(digits, 0), 20));
 const stripped = text => text.includes(".") ? text.replace(/0+$/, "").replace(/\.$/, "") : text;
 
-// Round numbers between two ends, with texts that can be told apart (hjax/show/ticks.py).
+// Round numbers between two ends, with texts that can be told apart (hjax/show/format.py).
 function ticks(low, high, wanted, whole) {
   const rough = (high - low) / wanted;
   let power = Math.floor(Math.log10(rough)), step = 1;
