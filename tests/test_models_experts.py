@@ -128,10 +128,10 @@ careless_shares.defvjp(
 )
 
 
-def careless_gated(both, shares, weights, sizes, *how):
+def careless_gated(both, shares, weights, sizes, **how):
     """Nor are gradients of shares known there."""
     shares = careless_shares(shares, sizes)
-    return reference.grouped_gated(both, shares, weights, sizes, *how, careless_product)
+    return reference.grouped_gated(both, shares, weights, sizes, **how, grouped=careless_product)
 
 
 CARELESS = Kernels(grouped=careless_product, grouped_gated=careless_gated)
