@@ -195,6 +195,7 @@ PACKS = {
         pytest.param("splash", "own prompts", 6, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.extended
 def test_packs_see_their_own_sequence(kernel, packs, window):
     """Forms against softmax over what is listed by hand; blocks of other sequences are skipped."""
     length = 57

@@ -533,6 +533,7 @@ def auto_trainer(algorithm="PPO", changes=None, workdir=None):
         trainer.close()
 
 
+@pytest.mark.extended
 def test_calibration_says_how_far_it_has_come(calibrated):
     shown = (calibrated / "shown.txt").read_text().splitlines()
     lines = [line for line in shown if line.startswith("calibrating")]

@@ -17,6 +17,8 @@ from hjax.rollout.language_model import LanguageModel
 from hjax.rollout.service import Service
 from hjax.sharding.layout import make_layouts
 
+pytestmark = pytest.mark.extended  # one engine serves them all, and is made first
+
 CONFIG = ModelConfig(
     vocab_size=260, hidden_size=16, mlp_size=24, layers=2, heads=4, kv_heads=2, head_dim=8,
     max_length=512,

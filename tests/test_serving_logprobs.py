@@ -21,6 +21,8 @@ from hjax.rollout.service import Service
 from hjax.serving.served import Served
 from hjax.sharding.layout import make_layouts
 
+pytestmark = pytest.mark.extended  # one engine serves them all, and is made first
+
 SECONDS = 120
 TEXT = "Once upon a time, there was a little girl"
 CONFIG = ModelConfig(

@@ -19,6 +19,8 @@ from hjax.models.weights import load_decoder
 from hjax.rollout.service import Service
 from hjax.serving.reload import Reload
 
+pytestmark = pytest.mark.extended  # one engine serves them all, and is made first
+
 PROMPT = list(b"The beginning of a text.")
 KEY = "sesame"
 
