@@ -6,8 +6,16 @@ import time
 import pytest
 
 from hjax.settings.reading import default_config
-from hjax.show.format import clock, count, one_line, score_texts, size, spread_samples
-from hjax.show.live import Display, State, sample_texts
+from hjax.show.format import (
+    clock,
+    count,
+    one_line,
+    sample_texts,
+    score_texts,
+    size,
+    spread_samples,
+)
+from hjax.show.live import Display, State
 from hjax.show.step_table import COLUMNS, IMPORTANCE, fitting_columns, row_cells, used_columns
 from hjax.show.tables import print_description
 

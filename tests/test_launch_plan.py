@@ -33,7 +33,7 @@ from hjax.planning.profile import METHOD, MadeOn, Profile, write_profile
 from hjax.planning.records import Candidate, PlannedSet, Pool
 from hjax.planning.strategies import STRATEGIES, only_compiles
 from hjax.run.placement import make_plan
-from hjax.show.plan_page import plan_page
+from hjax.show.plan_rows import plan_page
 
 ROLES = ("actor", "critic", "reference", "reward", "cost", "cost_critic")
 SMALL = ["--models=qwen2.5-0.5b", "--cluster=2x4:h100", "--batch=64", "--prompt_length=128",

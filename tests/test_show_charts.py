@@ -100,7 +100,7 @@ def test_constants_have_an_axis_around_them(values, texts):
 )
 def test_curves_stay_inside_of_the_field(values):
     chart = heights(*values)
-    points = [tuple(map(float, pair.split(","))) for pair in chart.curves[0].line.split()]
+    points = [tuple(map(float, pair.split(","))) for pair in chart.curves[0]["line"].split()]
     assert len(points) == len(values)
     for x, y in points:
         assert chart.left <= x <= chart.right and chart.top <= y <= chart.bottom
@@ -116,13 +116,13 @@ def test_long_labels_get_room():
 def test_a_point_stands_at_its_value():
     # 0 to 10 and 0.6 of room above (0 stays at the bottom): 10 / 10.6 of 164 px up from y = 174.
     chart = heights(0.0, 10.0)
-    assert chart.curves[0].line == f"46.0,174.0 368.0,{174 - 164 * 10 / 10.6:.1f}"
+    assert chart.curves[0]["line"] == f"46.0,174.0 368.0,{174 - 164 * 10 / 10.6:.1f}"
 
 
 def test_a_limit_and_a_band_are_in_view():
     chart = heights(1.0, 2.0, spread=[0.5, 0.5], limit=("limit", 4.0))
     y, name = chart.limit
-    band = [float(pair.split(",")[1]) for pair in chart.curves[0].band.split()]
+    band = [float(pair.split(",")[1]) for pair in chart.curves[0]["band"].split()]
     assert name == "limit" and chart.top < y < min(band) and max(band) < chart.bottom
 
 
@@ -145,7 +145,7 @@ def test_steps_that_are_clipped_do_not_widen_the_chart():
     points = [(1, 90.0), (2, 1.0), (3, 2.0)]
     chart = line_chart([Series("time", points)], clipped=[1])
     assert max(float(text) for _, text in chart.heights) <= 2.5
-    first = chart.curves[0].line.split()[0]
+    first = chart.curves[0]["line"].split()[0]
     assert float(first.split(",")[1]) == chart.top  # along the edge
     assert json.loads(chart.data)["series"][0]["values"][0] == 90.0  # and is still told
 
@@ -166,7 +166,7 @@ def test_names_in_charts_are_escaped():
 
 def test_a_stacked_bar_is_as_long_as_its_parts():
     parts = stacked_bar([("generate", 3.0, 0), ("update", 1.0, 1)])
-    assert [(p.x, p.width, p.seconds, p.percent) for p in parts] == [
+    assert [(p["x"], p["width"], p["seconds"], p["percent"]) for p in parts] == [
         (0.0, 750.0, "3 s", "75 %"),
         (750.0, 250.0, "1 s", "25 %"),
     ]

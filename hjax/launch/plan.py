@@ -19,8 +19,7 @@ from hjax.launch.signals import started_as
 from hjax.planning.result import config_text, describe_candidate, describe_result
 from hjax.planning.search import SearchResult
 from hjax.planning.strategies import STRATEGIES, search_runnable
-from hjax.show.plan_page import plan_page
-from hjax.show.plan_rows import print_plan
+from hjax.show.plan_rows import plan_page, print_plan
 from hjax.show.tables import wide_console
 
 HELP = """\

@@ -48,16 +48,6 @@ class Series:
 
 
 @dataclasses.dataclass(frozen=True)
-class Curve:
-    """A series in the chart's coordinates; ``line`` and ``band`` as SVG's `points`."""
-
-    color: int
-    line: str
-    band: str
-    dots: Sequence[tuple[float, float]]
-
-
-@dataclasses.dataclass(frozen=True)
 class LineChart:
     """Curves over steps, or along something else, with axes.
 
@@ -65,6 +55,7 @@ class LineChart:
       left, right, top, bottom: edges of the field of the curves.
       heights, steps: (place, text) of the ticks.
       limit: (height, name) of a dashed line, if there is one.
+      curves: ``color``, ``line`` and ``band`` (as SVG's `points`) and ``dots`` (places) each.
       names: of the series, for who cannot see them.
       data: JSON of the values, for the page's script; empty where it has nothing to do.
     """
@@ -73,7 +64,7 @@ class LineChart:
     heights: Sequence[tuple[float, str]]
     steps: Sequence[tuple[float, str]]
     limit: tuple[float, str] | None
-    curves: Sequence[Curve]
+    curves: Sequence[Mapping[str, Any]]
     names: str
     data: str
     width: int = WIDTH
@@ -145,21 +136,19 @@ def _data(
     series: Sequence[Series], limit: tuple[str, float] | None, clipped: Collection[float]
 ) -> str:
     """A chart for the page's script."""
-    drawn = [_series_data(s) for s in series]
+    drawn = [
+        {
+            "name": s.name,
+            "color": s.color,
+            "dots": s.dots,
+            "steps": [step for step, _ in s.points],
+            "values": [value for _, value in s.points],
+            "spread": s.spread,
+            "seconds": None if s.seconds is None else [round(t, 3) for t in s.seconds],
+        }
+        for s in series
+    ]
     return json.dumps({"series": drawn, "limit": limit, "clipped": sorted(clipped)})
-
-
-def _series_data(series: Series) -> dict[str, Any]:
-    """A series for the page's script."""
-    return {
-        "name": series.name,
-        "color": series.color,
-        "dots": series.dots,
-        "steps": [step for step, _ in series.points],
-        "values": [value for _, value in series.points],
-        "spread": series.spread,
-        "seconds": None if series.seconds is None else [round(t, 3) for t in series.seconds],
-    }
 
 
 def _places(found: Sequence[Tick], place: Callable[[float], float]) -> list[tuple[float, str]]:
@@ -171,16 +160,16 @@ def _thinned(series: Series) -> Series:
     run = math.ceil(len(series.points) / _POINTS)
     if run <= 1:
         return series
-    chunks = [series.points[i : i + run] for i in range(0, len(series.points), run)]
-    points = [(chunk[-1][0], sum(y for _, y in chunk) / len(chunk)) for chunk in chunks]
-    spread = seconds = None
-    if series.spread is not None:
-        wide = [series.spread[i : i + run] for i in range(0, len(series.spread), run)]
-        spread = [sum(chunk) / len(chunk) for chunk in wide]
-    if series.seconds is not None:
-        at = [series.seconds[i : i + run] for i in range(0, len(series.seconds), run)]
-        seconds = [chunk[-1] for chunk in at]
-    return dataclasses.replace(series, points=points, spread=spread, seconds=seconds)
+
+    def chunks(values: Sequence[Any] | None) -> list[Sequence[Any]]:
+        return [values[i : i + run] for i in range(0, len(values), run)] if values else []
+
+    return dataclasses.replace(
+        series,
+        points=[(c[-1][0], sum(y for _, y in c) / len(c)) for c in chunks(series.points)],
+        spread=[sum(c) / len(c) for c in chunks(series.spread)] or None,
+        seconds=[c[-1] for c in chunks(series.seconds)] or None,
+    )
 
 
 def _range(
@@ -211,48 +200,29 @@ def _finite(value: float) -> float:
 
 def _curve(
     series: Series, x_of: Callable[[float], float], y_of: Callable[[float], float]
-) -> Curve:
+) -> dict[str, Any]:
     places = [(x_of(step), y_of(value)) for step, value in series.points]
-    band: list[tuple[float, float]] = []
-    if series.spread is not None:
-        around = list(zip(series.points, series.spread))
-        band = [(x_of(step), y_of(value + half)) for (step, value), half in around]
-        band += [(x_of(step), y_of(value - half)) for (step, value), half in reversed(around)]
+    around = list(zip(series.points, series.spread or ()))
+    band = [(x_of(step), y_of(value + half)) for (step, value), half in around]
+    band += [(x_of(step), y_of(value - half)) for (step, value), half in reversed(around)]
     dots = places if series.dots or len(places) == 1 else []
-    return Curve(series.color, _path(places), _path(band), dots)
+    return {"color": series.color, "line": _path(places), "band": _path(band), "dots": dots}
 
 
 def _path(places: Sequence[tuple[float, float]]) -> str:
     return " ".join(f"{x},{y}" for x, y in places)
 
 
-@dataclasses.dataclass(frozen=True)
-class BarPart:
-    """A part of a stacked bar, in thousandths of its length."""
-
-    name: str
-    seconds: str
-    percent: str
-    x: float
-    width: float
-    color: int
-
-
-def stacked_bar(parts: Sequence[tuple[str, float, int]]) -> list[BarPart]:
-    """One horizontal bar of (name, seconds, colour)."""
+def stacked_bar(parts: Sequence[tuple[str, float, int]]) -> list[dict[str, Any]]:
+    """One horizontal bar of (name, seconds, colour): of each part ``name``, ``seconds`` and
+    ``percent`` as texts, ``color``, ``x`` and ``width`` in thousandths of the bar's length."""
     total = sum(seconds for _, seconds, _ in parts) or 1.0
     drawn, x = [], 0.0
     for name, seconds, color in parts:
         width = 1000 * seconds / total
+        texts = {"seconds": f"{value_text(seconds)} s", "percent": f"{width / 10:.0f} %"}
         drawn.append(
-            BarPart(
-                name=name,
-                seconds=f"{value_text(seconds)} s",
-                percent=f"{100 * seconds / total:.0f} %",
-                x=round(x, 2),
-                width=round(width, 2),
-                color=color,
-            )
+            {"name": name, "color": color, "x": round(x, 2), "width": round(width, 2), **texts}
         )
         x += width
     return drawn

@@ -12,8 +12,20 @@ from typing import Any
 from hjax.config import flatten
 from hjax.errors import ConfigError
 from hjax.files import METRICS, SAMPLES, STARTS, read_json, read_rows, replace_file
-from hjax.show.charts import Series, value_text
-from hjax.show.curves import CURVES, OTHER, Card, Row, card, compiling_steps, points_of, seconds_of
+from hjax.show.charts import value_text
+from hjax.show.curves import (
+    CURVES,
+    OTHER,
+    TIMED,
+    Card,
+    Row,
+    card,
+    compiling_steps,
+    median,
+    points_of,
+    seconds_of,
+    series_of,
+)
 from hjax.show.format import clock, start_row
 from hjax.show.pages import COLORS, from_files, render
 from hjax.show.samples import answer
@@ -22,7 +34,6 @@ from hjax.show.samples import answer
 _COLORS = [color for color in range(COLORS) if color != OTHER]
 MOST = len(_COLORS)
 _PROMPTS = 8
-_TIMED = ("time/", "throughput/")
 # What the table of results has a column of: title, metric, which of its values.
 _RESULTS = (
     ("reward", "reward/mean", "last"),
@@ -140,7 +151,7 @@ def _results(runs: Sequence[Run]) -> dict[str, Any]:
             if not values:
                 cells.append("–")
                 continue
-            value = sorted(values)[len(values) // 2] if which == "median" else values[-1]
+            value = median(values) if which == "median" else values[-1]
             cells.append(value_text(value) + " s" * (key == "time/step"))
         times = seconds_of(run.metrics)
         cells.append(clock(max(times.values())) if times else "–")
@@ -151,20 +162,23 @@ def _results(runs: Sequence[Run]) -> dict[str, Any]:
 
 def _cards(runs: Sequence[Run], others: bool = False) -> list[Card]:
     """A chart of each metric with a curve of each run: those of a report, or all ``others``."""
-    titles = {key: (title, what) for title, what, keys in CURVES for key in keys}
+    titles = {key: title for title, _, keys in CURVES for key in keys}
     logged = dict.fromkeys(key for run in runs for row in run.metrics for key in row)
     first = [key for key in titles if key in logged and _moves(runs, key)]
     keys = sorted(logged.keys() - set(first) - {"step"}) if others else first
     cards = []
     for key in keys:
-        series = _series(runs, key)
+        series = [
+            series_of(run.metrics, key, run.name, run.color, seconds_of(run.metrics))
+            for run in runs
+            if points_of(run.metrics, key)
+        ]
         if not series:
             continue
-        title, _ = titles.get(key, (key, ""))
         # Two metrics of one chart of the report are two charts here.
-        what = key if key in titles else ""
+        title, what = (titles[key], key) if key in titles else (key, "")
         clipped: set[float] = set()
-        if key.startswith(_TIMED):
+        if key.startswith(TIMED):
             clipped = {step for run in runs for step in compiling_steps(run.metrics)}
         cards.append(card(title, what, series, None, clipped, named=True))
     return cards
@@ -175,36 +189,16 @@ def _moves(runs: Sequence[Run], key: str) -> bool:
     return len({y for run in runs for _, y in points_of(run.metrics, key)}) > 1
 
 
-def _series(runs: Sequence[Run], key: str) -> list[Series]:
-    found = []
-    for run in runs:
-        points = points_of(run.metrics, key)
-        if points:
-            times = seconds_of(run.metrics)
-            seconds = [times[int(step)] for step, _ in points] if times else None
-            dots = key.startswith("eval/")
-            found.append(Series(run.name, points, run.color, dots, seconds=seconds))
-    return found
-
-
 def _differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     """(key, each run's value) where they are not all the same."""
     keys = dict.fromkeys(key for run in runs for key in run.config)
+    absent = object()
     rows = []
     for key in keys:
-        values = [run.config.get(key, _ABSENT) for run in runs]
+        values = [run.config.get(key, absent) for run in runs]
         if any(value != values[0] for value in values):
-            shown = ['""' if value == "" else str(value) for value in values]
-            rows.append((key, shown))
+            rows.append((key, ["–" if v is absent else str(v) or '""' for v in values]))
     return rows
-
-
-class _Absent:
-    def __str__(self) -> str:
-        return "–"
-
-
-_ABSENT = _Absent()
 
 
 def _samples(runs: Sequence[Run]) -> list[dict[str, Any]]:

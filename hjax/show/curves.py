@@ -53,7 +53,7 @@ _ALWAYS = ("response/truncated",)
 # What hjax itself logs beside the algorithm's metrics; all else is a user's own and shown first.
 _MACHINE = {"time", "throughput", "memory", "compile", "rollout", "response", "loss", "kl", *ROLES}
 # These of a step that compiles say nothing about the others'.
-_TIMED = ("time/", "throughput/")
+TIMED = ("time/", "throughput/")
 _LEFT = 2  # steps that must be left when those that compile are taken away
 
 
@@ -90,32 +90,37 @@ def curve_cards(
     cards: list[Card] = []
     drawn = {"step", "reward/std"}
     times = seconds_of(metrics)
+
+    def curves(*keys: str) -> list[Series]:
+        spreads = {"reward/mean": "reward/std"}
+        return [
+            series_of(metrics, key, key, metric_color(key, 0), times, spreads.get(key, ""))
+            for key in keys
+            if points_of(metrics, key)
+        ]
+
     for title, what, keys in CURVES:
-        values = [y for key in keys for _, y in points_of(metrics, key)]
         if not points_of(metrics, keys[0]):
             continue
+        values = [y for key in keys for _, y in points_of(metrics, key)]
         # What never moves has no curve to show: it stands among the others.
         if keys[0] in _ALWAYS or len(values) < 2 or min(values) < max(values):
             drawn.update(keys)
             limited = keys[0] == "cost/mean" and cost_limit is not None
             limit = ("limit", cost_limit) if limited and cost_limit is not None else None
-            cards.append(card(title, what, _series(metrics, keys, times), limit))
-    points = points_of(warm_start, "loss")
-    if points:
+            cards.append(card(title, what, curves(*keys), limit))
+    if points := points_of(warm_start, "loss"):
         what = "supervised, before the first step; nats per token"
         cards.append(card("Warm start loss", what, [Series("loss", points, 5)]))
-    others = sorted({key for row in metrics for key in row} - drawn)
     compiling = compiling_steps(metrics)
     more: list[Card] = []
-    for key in others:
+    for key in sorted({key for row in metrics for key in row} - drawn):
         if not points_of(metrics, key):
             continue
         own = key.partition("/")[0] not in _MACHINE or _is_named_reward(key)
-        clipped = compiling if key.startswith(_TIMED) else ()
+        clipped = compiling if key.startswith(TIMED) else ()
         what = "steps that compile are cut off" if clipped else ""
-        (cards if own else more).append(
-            card(key, what, _series(metrics, (key,), times), None, clipped)
-        )
+        (cards if own else more).append(card(key, what, curves(key), None, clipped))
     return cards, more
 
 
@@ -177,23 +182,34 @@ def points_of(rows: Sequence[Row], key: str) -> list[tuple[float, float]]:
     return [(row["step"], row[key]) for row in rows if row.get(key) is not None]
 
 
-def _series(
-    metrics: Sequence[Row], keys: Sequence[str], times: Mapping[int, float]
-) -> list[Series]:
-    series = []
-    for key in keys:
-        points = points_of(metrics, key)
-        if not points:
-            continue
-        spread = None
-        if key == "reward/mean":
-            rows = [row for row in metrics if row.get(key) is not None]
-            spread = [row.get("reward/std") or 0.0 for row in rows]
-        seconds = [times[int(step)] for step, _ in points] if times else None
-        held_out = key.startswith("eval/")
-        color = metric_color(key, 0)
-        series.append(Series(key, points, color, held_out, spread, seconds))
-    return series
+def series_of(
+    metrics: Sequence[Row],
+    key: str,
+    name: str,
+    color: int,
+    times: Mapping[int, float],
+    spread: str = "",
+) -> Series:
+    """The curve of a metric.
+
+    Args:
+      times: as of ``seconds_of``.
+      spread: the metric that is half the width of a band around it; empty: none.
+    """
+    rows = [row for row in metrics if row.get(key) is not None]
+    return Series(
+        name,
+        [(row["step"], row[key]) for row in rows],
+        color,
+        dots=key.startswith("eval/"),
+        spread=[row.get(spread) or 0.0 for row in rows] if spread else None,
+        seconds=[times[row["step"]] for row in rows] if times else None,
+    )
+
+
+def median(values: Sequence[float]) -> float:
+    """The middle one; of an even number the upper of the two."""
+    return sorted(values)[len(values) // 2]
 
 
 def card(

@@ -46,28 +46,34 @@ def gone_and_left(gone: float, left: float | None) -> str:
     return f"{clock(gone)} gone" + ("" if left is None else f", {clock(left)} left")
 
 
+def times_of(gone: float, done: float, total: float) -> str:
+    """The same of a job of which so much is done of so much, at an even speed."""
+    return gone_and_left(gone, gone / done * (total - done) if 0 < done < total else None)
+
+
 def count(value: float) -> str:
     """A large count: `812`, `12.3k`, `4.5M`, `13.0B`."""
-    for least, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= least:
-            return f"{value / least:.1f}{unit}"
-    return f"{value:.0f}"
+    return _in_units(value, {1e9: "B", 1e6: "M", 1e3: "k"}, "{:.1f}", "{:.0f}")
 
 
 def size(value: float) -> str:
     """Bytes: `512 B`, `3.2 MiB`, `12.9 GiB`."""
-    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if value >= 1 << power:
-            return f"{value / (1 << power):.1f} {unit}"
-    return f"{value:.0f} B"
+    units = {2.0**30: " GiB", 2.0**20: " MiB", 2.0**10: " KiB"}
+    return _in_units(value, units, "{:.1f}", "{:.0f} B")
 
 
 def flop_count(value: float) -> str:
     """FLOPs: `1.24 TFLOP`, `812 MFLOP`."""
-    for power, unit in ((15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
-        if value >= 10**power:
-            return f"{value / 10**power:.3g} {unit}FLOP"
-    return f"{value:.3g} FLOP"
+    units = {1e15: " PFLOP", 1e12: " TFLOP", 1e9: " GFLOP", 1e6: " MFLOP", 1e3: " kFLOP"}
+    return _in_units(value, units, "{:.3g}", "{:.3g} FLOP")
+
+
+def _in_units(value: float, units: Mapping[float, str], form: str, small: str) -> str:
+    """In the first unit that is not larger; a smaller value in the form ``small``."""
+    for least, unit in units.items():
+        if abs(value) >= least:
+            return form.format(value / least) + unit
+    return small.format(value)
 
 
 def one_line(text: Any) -> str:
@@ -107,6 +113,18 @@ def spread_samples(samples: Sequence[Mapping[str, Any]], n: int) -> list[Mapping
     if n == 1:
         return ordered[-1:]
     return [ordered[round(i * (len(ordered) - 1) / (n - 1))] for i in range(n)]
+
+
+def sample_texts(sample: Mapping[str, Any], width: int) -> tuple[str, str]:
+    """Prompt and response, together at most ``width`` characters.
+
+    A long prompt loses its beginning (at most half is the prompt's), a long response its end.
+    """
+    prompt, response = one_line(sample["prompt"]), one_line(sample["response"])
+    if len(prompt) > width // 2:
+        prompt = "…" + prompt[len(prompt) - width // 2 + 1 :]
+    room = width - len(prompt)
+    return prompt, response if len(response) <= room else response[: room - 1] + "…"
 
 
 def score_texts(sample: Mapping[str, Any]) -> list[str]:

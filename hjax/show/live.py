@@ -9,9 +9,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
-from hjax.show.format import duration, gone_and_left, one_line, score_texts, spread_samples
+from hjax.show.format import (
+    duration,
+    gone_and_left,
+    sample_texts,
+    score_texts,
+    spread_samples,
+    times_of,
+)
 from hjax.show.notebook import NotebookView, in_notebook
 from hjax.show.step_table import (
     COLUMNS,
@@ -117,6 +124,15 @@ class Display:
             self._view.close()
 
 
+class Progress(NamedTuple):
+    """What is under way: its name, how much is done of how much, and these and times as a text."""
+
+    label: str
+    done: int
+    total: int
+    said: str
+
+
 class State:
     """What the views draw; written by the training thread, read by the drawing one."""
 
@@ -164,15 +180,21 @@ class State:
             since = self.loading[3] if self.loading and self.loading[0] == what else now
             self.loading = (what, done, total, since) if done < total else None
 
-    def loading_text(self) -> str:
-        """How far the weights are that are being read; empty: none are."""
-        loading = self.loading
-        if loading is None:
-            return ""
-        what, done, total, since = loading
-        spent = time.monotonic() - since
-        left = spent / done * (total - done) if done else None
-        return f"{what} {100 * done // max(total, 1)}%   {gone_and_left(spent, left)}"
+    def progress(self) -> Progress:
+        """Of the weights that are being read, of the warm start, or of the steps."""
+        now = time.monotonic()
+        spent = now - self.started
+        if loading := self.loading:
+            what, done, total, since = loading
+            times = times_of(now - since, done, total)
+            return Progress(what, done, total, f"{100 * done // max(total, 1)}%   {times}")
+        if self.warm_start:
+            done, total, loss = self.warm_start
+            said = f"{done}/{total}  loss {loss:.3f}  {times_of(spent, done, total)}"
+            return Progress("warm start", done, total, said)
+        left = self.seconds_left() if self.done < self.total else None
+        said = f"{self.done}/{self.total}  {gone_and_left(spent, left)}"
+        return Progress("step", self.done, self.total, said)
 
     def add_step(self, metrics: Mapping[str, Any]) -> None:
         with self._lock:
@@ -221,12 +243,11 @@ class _Plain:
             self.message(self._state.title)
 
     def loading(self) -> None:
-        now, text = time.monotonic(), self._state.loading_text()
-        loading = self._state.loading
-        since = now if loading is None else loading[3]
-        if text and now - max(since, self._last_loading) >= _PLAIN_INTERVAL_SECONDS:
+        now, loading = time.monotonic(), self._state.loading
+        if loading and now - max(loading[3], self._last_loading) >= _PLAIN_INTERVAL_SECONDS:
             self._last_loading = now
-            self.message(text)
+            progress = self._state.progress()
+            self.message(f"{progress.label} {progress.said}")
 
     def warm_start(self) -> None:
         now = time.monotonic()
@@ -235,11 +256,8 @@ class _Plain:
         if step < total and now - self._last_warm_start < _PLAIN_INTERVAL_SECONDS:
             return
         self._last_warm_start = now
-        spent = now - self._state.started
-        left = spent / max(step, 1) * (total - step) if step < total else None
-        self.message(
-            f"warm start {step:>5}/{total}   loss {loss:.4f}   {gone_and_left(spent, left)}"
-        )
+        times = times_of(now - self._state.started, step, total)
+        self.message(f"warm start {step:>5}/{total}   loss {loss:.4f}   {times}")
 
     def step(self) -> None:
         state = self._state
@@ -284,18 +302,6 @@ def _line_width(stream: TextIO) -> int | None:
         if stream.isatty():
             return os.get_terminal_size(stream.fileno()).columns
     return None
-
-
-def sample_texts(sample: Mapping[str, Any], width: int) -> tuple[str, str]:
-    """Prompt and response, together at most ``width`` characters.
-
-    A long prompt loses its beginning (at most half is the prompt's), a long response its end.
-    """
-    prompt, response = one_line(sample["prompt"]), one_line(sample["response"])
-    if len(prompt) > width // 2:
-        prompt = "…" + prompt[len(prompt) - width // 2 + 1 :]
-    room = width - len(prompt)
-    return prompt, response if len(response) <= room else response[: room - 1] + "…"
 
 
 class _Live:
@@ -343,34 +349,13 @@ class _Live:
         from rich.text import Text
 
         state = self._state
-        elapsed = time.monotonic() - state.started
+        progress = state.progress()
         grid = Table.grid(padding=(0, 1), expand=True)
         grid.add_column()
         grid.add_column(ratio=1)
         grid.add_column(justify="right")
-        if loading := state.loading:
-            what, step, total, _ = loading
-            grid.add_row(
-                Text(what, style="bold"),
-                ProgressBar(total=max(total, 1), completed=step),
-                Text(state.loading_text().removeprefix(what).strip()),
-            )
-            return grid
-        if state.warm_start:
-            step, total, loss = state.warm_start
-            left = elapsed / max(step, 1) * (total - step)
-            label, numbers = "warm start", f"{step}/{total}  loss {loss:.3f}"
-        else:
-            step, total, left_or_none = state.done, state.total, state.seconds_left()
-            label, numbers = "steps", f"{step}/{total}"
-            left = -1.0 if left_or_none is None else left_or_none
-        known = left >= 0 and step < total
-        numbers += f"  {gone_and_left(elapsed, left if known else None)}"
-        grid.add_row(
-            Text(label, style="bold"),
-            ProgressBar(total=max(total, 1), completed=step),
-            Text(numbers),
-        )
+        bar = ProgressBar(total=max(progress.total, 1), completed=progress.done)
+        grid.add_row(Text(progress.label, style="bold"), bar, Text(progress.said))
         if not state.title:
             return grid
         outer = Table.grid(expand=True)

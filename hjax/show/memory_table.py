@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -22,8 +22,8 @@ LEAVE = ("bars", "code", "outputs", "peak", "beside it", "temporary", "arguments
 WIDTH = 32  # of a bar, in characters
 # Parts of a bar in the order they are drawn: their names, marks and colours.
 PARTS = {
-    "held": ("█", "blue"),
-    "argument": ("▓", "cyan"),
+    "beside it": ("█", "blue"),
+    "arguments": ("▓", "cyan"),
     "temporary": ("▒", "yellow"),
 }
 
@@ -56,9 +56,9 @@ def memory_table(
         peak = record.get("peak_bytes")
         cells = {
             "program": Text(record["name"]),
-            **{name: Text(_size(record.get(key))) for name, key in _FIGURES.items()},
+            **{name: Text(_amount(record.get(key), size)) for name, key in _FIGURES.items()},
             "peak": Text(
-                "does not fit" if "refused_bytes" in record else size(peak) if peak else ""
+                "does not fit" if "refused_bytes" in record else _amount(peak or None, size)
             ),
             "beside it": Text(size(held)),
             "sum": Text(size(record["sum_bytes"]), style="bold"),
@@ -91,10 +91,6 @@ def print_memory(
     console.print(memory_table(records, memory_bytes, console.width))
 
 
-def _size(value: int | None) -> str:
-    return "" if value is None else size(value)
-
-
 def grouped(records: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
     """The buckets of a transition together, every other program by itself."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
@@ -116,13 +112,13 @@ def name_of(group: Sequence[Mapping[str, Any]]) -> str:
     return f"{record['role']}.{program if count > 1 else record['program']}{runs}"
 
 
+def _amount(value: float | None, told: Callable[[float], str]) -> str:
+    """A figure as a text; empty where there is none."""
+    return "" if value is None else told(value)
+
+
 def _legend(memory_bytes: int | None) -> str:
-    marks = "  ".join(
-        f"{mark} {name}"
-        for (mark, _), name in zip(
-            PARTS.values(), ("beside it", "arguments", "temporary"), strict=True
-        )
-    )
+    marks = "  ".join(f"{mark} {name}" for name, (mark, _) in PARTS.items())
     return marks if memory_bytes is None else f"{marks}  | {size(memory_bytes)}"
 
 
@@ -151,14 +147,10 @@ def work_table(records: Sequence[Mapping[str, Any]]) -> Any:
     rows = []
     for group in grouped(records):
         received = [r["received_bytes"] for r in group if "received_bytes" in r]
-        row = (
-            name_of(group),
-            f"{group[0]['rows']:,}" if group[0]["flops"] else "",  # a transition has none
-            flop_count(sum(record["flops"] for record in group)),
-            size(sum(received)) if received else "",
-            _kinds(group) or "–",
-        )
-        rows.append(row)
+        flops = sum(record["flops"] for record in group)
+        count = f"{group[0]['rows']:,}" if group[0]["flops"] else ""  # a transition has none
+        moved = size(sum(received)) if received else ""
+        rows.append((name_of(group), count, flop_count(flops), moved, _kinds(group) or "–"))
     return rows_table(columns, rows, right=figures)
 
 
@@ -199,20 +191,18 @@ def roofline_table(records: Sequence[Mapping[str, Any]]) -> Any:
         found = [record["roofline"] for record in group]
         total = {key: sum(each[key] for each in found) for key in SUMMED}
         least = [record["minimum"] for record in group if record.get("minimum")]
-        mfu, rate = group[0].get("mfu"), group[0].get("tokens_per_second")
         received = total["received_bytes"]
-        waited = f"{total['synchronous_bytes'] / received:.0%}" if received else ""
         row = (
             name_of(group),
             seconds(total["seconds"]),
             seconds(sum(each["seconds"] for each in least)) if least else "",
             max(found, key=lambda each: each["seconds"])["bound"],
-            f"{mfu:.1%}" if mfu else "",
-            f"{rate:,.0f}" if rate else "",
+            _amount(group[0].get("mfu") or None, "{:.1%}".format),
+            _amount(group[0].get("tokens_per_second") or None, "{:,.0f}".format),
             _of(total["bytes"], least, "bytes", size),
             _of(total["flops"], least, "flops", flop_count),
             _of(received, least, "received_bytes", size) if received else "",
-            waited,
+            f"{total['synchronous_bytes'] / received:.0%}" if received else "",
         )
         rows.append(row)
     return rows_table(("program", *figures), rows, right=figures)
@@ -233,14 +223,13 @@ def costliest_table(record: Mapping[str, Any]) -> Any:
     rows = []
     total = record["roofline"]["seconds"] or 1.0
     for line in record["roofline"]["costliest"]:
+        amounts = (("bytes", size), ("flops", flop_count), ("received_bytes", size))
         row = (
             short(line["source"]) or line["name"],
             seconds(line["seconds"]),
             f"{line['seconds'] / total:.0%}",
             f"{line['times']:,.0f}",
-            size(line["bytes"]) if line["bytes"] else "",
-            flop_count(line["flops"]) if line["flops"] else "",
-            size(line["received_bytes"]) if line["received_bytes"] else "",
+            *(_amount(line[key] or None, told) for key, told in amounts),
         )
         rows.append(row)
     return rows_table(("line", *figures), rows, right=figures, title=name_of([record]))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import html
+import math
 import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from hjax.show.charts import value_text
-from hjax.show.format import gone_and_left, one_line, score_texts
+from hjax.show.format import sample_texts, score_texts
+from hjax.show.pages import render
 from hjax.show.step_table import row_cells
 
 # Curves, where a run has the metric: title and key.
@@ -94,70 +95,43 @@ class NotebookView:
     def html(self) -> str:
         """The view as it is now; it brings no script and takes the notebook's colours."""
         state = self._state
-        parts = [f"<div><b>{html.escape(state.title)}</b></div>", self._progress(), self._table()]
-        curves = [svg_curve(title, self._points.get(key, ())) for title, key in CURVES]
-        parts.append(f'<div style="display:flex;flex-wrap:wrap;gap:8px">{"".join(curves)}</div>')
-        parts += [f"<div>{html.escape(text)}</div>" for text in self._messages]
-        for sample in state.samples:
-            score = html.escape("  ".join(score_texts(sample)))
-            texts = f"{one_line(sample['prompt'])} → {one_line(sample['response'])}"
-            parts.append(f"<div><code>{score}</code> {html.escape(texts[:_SAMPLE])}</div>")
-        return f'<div style="font-size:13px">{"".join(parts)}</div>'
-
-    def _progress(self) -> str:
-        state = self._state
-        step, total, label = state.done, state.total, "step"
-        left = state.seconds_left()
-        if state.warm_start:
-            step, total, loss = state.warm_start
-            label, left = f"warm start, loss {loss:.3f}", None
-        spent = time.monotonic() - state.started
-        _, active = state.phases()
-        doing = ", ".join(name for name, _ in active)
-        if state.loading is not None:
-            step, total = state.loading[1:3]
-            label, doing = state.loading[0], ""
-        text = f"{label} {step}/{total}  {gone_and_left(spent, left)}  {doing}"
-        bar = f'<progress max="{max(total, 1)}" value="{step}" style="width:160px"></progress>'
-        return f"<div>{bar} {html.escape(text)}</div>"
-
-    def _table(self) -> str:
-        state = self._state
-        if not state.rows:
-            return ""
-
-        def line(kind: str, texts: Sequence[str]) -> str:
-            style = ' style="text-align:right;padding:0 8px"'
-            cells = "".join(f"<{kind}{style}>{html.escape(text)}</{kind}>" for text in texts)
-            return f"<tr>{cells}</tr>"
-
-        columns = state.columns
-        rows = [row_cells(row, columns, state.total) for row in list(state.rows)[-ROWS:]]
-        body = "".join(line("td", row) for row in rows)
-        return f"<table>{line('th', columns)}{body}</table>"
+        curves = [small_curve(title, self._points.get(key, ())) for title, key in CURVES]
+        return render(
+            "notebook.jinja",
+            title=state.title,
+            progress=state.progress(),
+            doing="" if state.loading else ", ".join(name for name, _ in state.phases()[1]),
+            columns=state.columns,
+            rows=[row_cells(row, state.columns, state.total) for row in list(state.rows)[-ROWS:]],
+            curves=[curve for curve in curves if curve],
+            messages=self._messages,
+            samples=[
+                ("  ".join(score_texts(sample)), " → ".join(sample_texts(sample, _SAMPLE)))
+                for sample in state.samples
+            ],
+        )
 
 
-def svg_curve(title: str, points: Sequence[tuple[float, float]]) -> str:
-    """A small chart of (step, value), its last value beside the title; empty below two points."""
-    points = [(x, y) for x, y in points if y is not None and y == y and abs(y) < float("inf")]
+def small_curve(title: str, points: Sequence[tuple[float, float]]) -> dict[str, Any] | None:
+    """A small chart of (step, value), its last value beside the title: ``title``, ``head``,
+    ``span`` (what it runs over), ``width``, ``height`` and SVG's ``points``; None below two points.
+    """
+    points = [(x, y) for x, y in points if y is not None and math.isfinite(y)]
     if len(points) < 2:
-        return ""
-    low, high = min(y for _, y in points), max(y for _, y in points)
-    first, last = points[0][0], points[-1][0]
+        return None
+    steps, values = [x for x, _ in points], [y for _, y in points]
+    low, high = min(values), max(values)
 
     def place(x: float, y: float) -> str:
-        right = _EDGE + (x - first) / (last - first or 1) * (_WIDTH - 2 * _EDGE)
+        right = _EDGE + (x - steps[0]) / (steps[-1] - steps[0] or 1) * (_WIDTH - 2 * _EDGE)
         down = _HEIGHT - _EDGE - (y - low) / (high - low or 1) * (_HEIGHT - 2 * _EDGE)
         return f"{right:.1f},{down:.1f}"
 
-    line = " ".join(place(x, y) for x, y in points)
-    values = [y for _, y in points]
-    head = f"{title} {value_text(values[-1], values)}"
-    span = f"{value_text(low, values)} to {value_text(high, values)}"
-    return (
-        f'<figure style="margin:4px"><figcaption>{html.escape(head)}</figcaption>'
-        f'<svg width="{_WIDTH}" height="{_HEIGHT}" role="img" aria-label="{html.escape(title)}">'
-        f"<title>{html.escape(title)}: {html.escape(span)}</title>"
-        f'<polyline points="{line}" fill="none" stroke="#1f77b4" stroke-width="1.5"/></svg>'
-        "</figure>"
-    )
+    return {
+        "title": title,
+        "head": f"{title} {value_text(values[-1], values)}",
+        "span": f"{value_text(low, values)} to {value_text(high, values)}",
+        "width": _WIDTH,
+        "height": _HEIGHT,
+        "points": " ".join(place(x, y) for x, y in points),
+    }

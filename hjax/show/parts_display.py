@@ -9,7 +9,7 @@ import time
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-from hjax.show.format import gone_and_left
+from hjax.show.format import times_of
 
 _PLAIN_INTERVAL_SECONDS = 5.0
 _WIDE = 80  # columns that a bar and the time that is left need
@@ -67,9 +67,8 @@ class PartsDisplay:
         # A closed pipe (`| head`) must not end the job.
         with contextlib.suppress(BrokenPipeError):
             count = f"{done:>{len(str(total))}}/{total}"
-            spent = now - self._started
-            left = spent / done * (total - done) if 0 < done < total else None
-            text = f"{self._title} {count}   {what}   {gone_and_left(spent, left)}"
+            times = times_of(now - self._started, done, total)
+            text = f"{self._title} {count}   {what}   {times}"
             print(text, file=self._stream, flush=True)
 
 
@@ -81,9 +80,8 @@ def _bar(stream: TextIO) -> Any:
 
     class Elapsed(ProgressColumn):
         def render(self, task: Any) -> Text:
-            spent, done, total = task.elapsed or 0.0, task.completed, task.total or 0
-            left = spent / done * (total - done) if 0 < done < total and wide else None
-            return Text(gone_and_left(spent, left), no_wrap=True)
+            done = task.completed if wide else 0
+            return Text(times_of(task.elapsed or 0.0, done, task.total or 0), no_wrap=True)
 
     console = Console(file=stream, highlight=False)
     wide = console.width >= _WIDE

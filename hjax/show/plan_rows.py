@@ -1,23 +1,25 @@
-"""A described plan (planning.result) as rows of text, for a terminal and for a page alike."""
+"""A described plan (planning.result): in a terminal, and as an HTML page that needs no other."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from hjax.roles import STAGES
+from hjax.show import pages
+from hjax.show.charts import timeline
 from hjax.show.format import count, duration, flop_count, size
 from hjax.show.tables import rows_table
 
 PlanRecord = Mapping[str, Any]
-# Titles of the columns of the rows below.
-ROLE_TEXTS = ("devices", "role", "model", "train p-t-d", "generate p-t", "axes", "settings")
-ROLE_FIGURES = (*STAGES, "resident", "needs")
-CANDIDATE_COLUMNS = ("step", "placement", "why")
-COMPILED_COLUMNS = (
-    "program", "runs", "bytes by formula", "bytes compiled", "FLOPs", "received", "by data sheet",
-)  # fmt: skip
-STAGE_COLUMNS = ("stage", "role", "by the plan", "by data sheet", "ratio", "bound", "MFU")
+
+
+class PlanTable(NamedTuple):
+    """Titles of columns, rows of texts, and which columns are figures."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    figures: Sequence[str]
 
 
 def roles_of(plan: PlanRecord) -> list[str]:
@@ -41,36 +43,21 @@ def _several(plan: PlanRecord) -> bool:
 
 def remarks(plan: PlanRecord) -> list[str]:
     """What stands above the tables: why a run does not take the plan as it is, a line each."""
-    lines = (_needs_text(plan), _only_compiles_text(plan), _kinds_text(plan))
-    return [line for line in lines if line]
-
-
-def _needs_text(plan: PlanRecord) -> str:
-    """One line: what hjax does not do of what the plan rests on; empty where it does it all."""
-    if not plan["needs"]:
-        return ""
-    return f"This plan needs {_listed(plan['needs'])}, which hjax does not do."
-
-
-def _only_compiles_text(plan: PlanRecord) -> str:
-    """One line: why hjax compiles the plan and does not run it; empty where it does."""
-    if not plan["only_compiles"]:
-        return ""
-    return (
-        f"hjax compiles this plan and does not run it: {_listed(plan['only_compiles'])}; a set's "
-        "processes take all hosts of one slice, and no plan of such sets fits."
-    )
-
-
-def _kinds_text(plan: PlanRecord) -> str:
-    """One line: what a run must be told of sets on different devices; empty where all are alike."""
-    if len(set(plan["kinds"])) == 1:
-        return ""
-    return (
-        "Sets stand on different devices: before this plan runs, its plan.json must say in `where` "
-        "which labels each set's hosts have (docs/cluster.md); placement=auto on the cluster "
-        "itself knows them."
-    )
+    lines = []
+    if plan["needs"]:
+        lines.append(f"This plan needs {_listed(plan['needs'])}, which hjax does not do.")
+    if plan["only_compiles"]:
+        lines.append(
+            f"hjax compiles this plan and does not run it: {_listed(plan['only_compiles'])}; a "
+            "set's processes take all hosts of one slice, and no plan of such sets fits."
+        )
+    if len(set(plan["kinds"])) > 1:
+        lines.append(
+            "Sets stand on different devices: before this plan runs, its plan.json must say in "
+            "`where` which labels each set's hosts have (docs/cluster.md); placement=auto on the "
+            "cluster itself knows them."
+        )
+    return lines
 
 
 def _listed(texts: Sequence[str]) -> str:
@@ -78,9 +65,10 @@ def _listed(texts: Sequence[str]) -> str:
     return f"{', '.join(most)} and {last}" if most else last
 
 
-def role_rows(plan: PlanRecord) -> list[list[str]]:
-    """A row per role under ``ROLE_TEXTS`` and ``ROLE_FIGURES``; devices with a set's first."""
-    rows = []
+def role_table(plan: PlanRecord) -> PlanTable:
+    """A row per role; devices with a set's first."""
+    texts = ("devices", "role", "model", "train p-t-d", "generate p-t", "axes", "settings")
+    figures, rows = (*STAGES, "resident", "needs"), []
     for roles, devices, pool in zip(plan["placement"], plan["allocation"], plan["pools"]):
         where = f"{devices} of {pool}" if _several(plan) else str(devices)
         for role in roles:
@@ -100,7 +88,7 @@ def role_rows(plan: PlanRecord) -> list[list[str]]:
                     size(plan["memory_bytes"][role]),
                 ]
             )
-    return rows
+    return PlanTable((*texts, *figures), rows, figures)
 
 
 def settings_text(plan: PlanRecord, role: str) -> str:
@@ -120,20 +108,20 @@ def settings_text(plan: PlanRecord, role: str) -> str:
     return ", ".join(words)
 
 
-def candidate_rows(plan: PlanRecord) -> list[list[str]]:
-    """A row per candidate under ``CANDIDATE_COLUMNS``."""
+def candidate_table(plan: PlanRecord) -> PlanTable:
+    """A row per candidate."""
     kinds = _several(plan)
-    return [
+    rows = [
         [duration(c["seconds"]), " | ".join(set_names(c, kinds)), c["reason"]]
         for c in plan["candidates"]
     ]
+    return PlanTable(("step", "placement", "why"), rows, ("step",))
 
 
-def compiled_rows(plan: PlanRecord) -> list[list[str]]:
-    """A row per compiled program under ``COMPILED_COLUMNS``; none where nothing was compiled."""
-    if "compiled" not in plan:
-        return []
-    return [
+def compiled_table(plan: PlanRecord) -> PlanTable:
+    """A row per program of a compiled plan."""
+    figures = ("runs", "bytes by formula", "bytes compiled", "FLOPs", "received", "by data sheet")
+    rows = [
         [
             f"{row['role']}.{row['program']}",
             str(row["runs"]),
@@ -145,20 +133,20 @@ def compiled_rows(plan: PlanRecord) -> list[list[str]]:
         ]
         for row in plan["compiled"]["programs"]
     ]
+    return PlanTable(("program", *figures), rows, figures)
 
 
-def stage_rows(plan: PlanRecord) -> list[list[str]]:
-    """A row per role and stage under ``STAGE_COLUMNS``: the planner's seconds beside those of the
-    compiled programs by data sheet."""
-    stages = plan["compiled"]["stages"]
-    rows = []
-    for row in stages:
+def stage_table(plan: PlanRecord) -> PlanTable:
+    """A row per role and stage of a compiled plan: the planner's seconds beside those of the
+    programs by data sheet."""
+    figures, rows = ("by the plan", "by data sheet", "ratio", "bound", "MFU"), []
+    for row in plan["compiled"]["stages"]:
         planned, found = row["planned_seconds"], row["roofline_seconds"]
         ratio = f"{planned / found:.2f}" if found else ""
         mfu = f"{row['mfu']:.0%}" if row["mfu"] else ""
         texts = [row["stage"], row["role"], duration(planned), _seconds(found), ratio]
         rows.append([*texts, row["bound"] or "", mfu])
-    return rows
+    return PlanTable(("stage", "role", *figures), rows, figures)
 
 
 def _seconds(found: float | None) -> str:
@@ -206,21 +194,20 @@ def print_plan(plan: PlanRecord, console: Any, roofline: bool = False) -> None:
     )
     for line in remarks(plan):
         console.print(Text(line, style="yellow"))
-    console.print(rows_table([*ROLE_TEXTS, *ROLE_FIGURES], role_rows(plan), right=ROLE_FIGURES))
+    console.print(rows_table(*role_table(plan)))
     console.print(_gantt(plan))
     console.print(_memory(plan))
     left = f"{plan['slower']} slower, {len(plan['impossible'])} do not fit"
-    rows = [*candidate_rows(plan), ["", f"other placements: {left}", ""]]
-    console.print(rows_table(CANDIDATE_COLUMNS, rows, right=("step",), title="candidates"))
+    candidates = candidate_table(plan)
+    rows = [*candidates.rows, ["", f"other placements: {left}", ""]]
+    console.print(rows_table(candidates.columns, rows, candidates.figures, "candidates"))
     if "compiled" in plan:
         memory = size(plan["compiled"]["memory_bytes"])
         title = f"compiled for {plan['compiled']['topology']}, devices of {memory}"
-        rows = compiled_rows(plan)
-        console.print(rows_table(COMPILED_COLUMNS, rows, right=COMPILED_COLUMNS[1:], title=title))
+        console.print(rows_table(*compiled_table(plan), title))
         if roofline:
             title = "a step's stages: the plan's seconds, and those that the programs say"
-            rows = stage_rows(plan)
-            console.print(rows_table(STAGE_COLUMNS, rows, right=STAGE_COLUMNS[2:], title=title))
+            console.print(rows_table(*stage_table(plan), title))
     measured = plan["origins"]["seconds"].startswith("measured")
     origin = "measured" if measured else "assumed (docs/auto_mapping.md)"
     where = [text for text in plan["origins"]["hardware"] if text.startswith("measured")]
@@ -266,9 +253,7 @@ def _memory(plan: PlanRecord) -> Any:
 
     drawn = Text("memory per device\n", style="bold")
     roles = roles_of(plan)
-    for names, needed, usable in zip(
-        plan["placement"], plan["set_memory_bytes"], plan["usable_bytes"]
-    ):
+    for names, needed, usable in _memory_of_sets(plan):
         used = 0
         drawn.append("       ")
         for role in names:
@@ -302,3 +287,69 @@ def seconds_table(found: Mapping[str, Any]) -> Any:
         row = call["role"], call["stage"], ", ".join(call["methods"]), *seconds
         rows.append((*row, f"{call['ratio']:.2f}"))
     return rows_table(columns, rows, right=columns[3:])
+
+
+_PAGE_BAR = 700  # of a device's memory, in the drawing's units
+_AT_WORK = 7  # colour
+
+
+def plan_page(plan: PlanRecord) -> str:
+    """The page of a described plan: layouts, a timeline of one step, memory, runners-up."""
+    tokens, compiled = f"{count(plan['tokens_per_second'])} tokens/s", "compiled" in plan
+    return pages.render(
+        "plan.jinja",
+        name=f"plan · {plan['algorithm']}",
+        title=f"{plan['algorithm']} on {plan['cluster']}",
+        details=f"a step takes {duration(plan['seconds']['total'])} · {tokens}",
+        remarks=remarks(plan),
+        roles=role_table(plan),
+        step=_one_step(plan),
+        memory=_memory_bars(plan),
+        candidates=candidate_table(plan),
+        topology=plan["compiled"]["topology"] if compiled else "",
+        compiled=compiled_table(plan) if compiled else None,
+        stages=stage_table(plan) if compiled else None,
+        origins=plan["origins"],
+    )
+
+
+def _one_step(plan: PlanRecord) -> Any:
+    """The timeline of a step, a row per set of devices."""
+    roles, taken = roles_of(plan), plan["seconds"]
+    drawn = [
+        span
+        | {
+            "color": roles.index(span["role"]) % pages.COLORS,
+            "names": [f"{span['role']} {span['stage']}", span["role"]],
+            "title": f"{span['role']}\n{span['stage']}\n{duration(span['length'])}",
+        }
+        for span in spans(plan)
+    ]
+    generation = taken["generation"] + taken["transition"]
+    starts = (0.0, generation, generation + taken["preparation"])
+    return timeline(set_names(plan), drawn, list(zip(starts, STAGES)))
+
+
+def _memory_bars(plan: PlanRecord) -> list[dict[str, Any]]:
+    """Per set: ``parts`` (what each role keeps, then what is used at work) and a ``text``."""
+    roles, resident, bars = roles_of(plan), plan["resident_bytes"], []
+    for names, needed, usable in _memory_of_sets(plan):
+        kept = [
+            (f"{role}: {size(resident[role])}", resident[role], roles.index(role) % pages.COLORS)
+            for role in names
+        ]
+        left = max(0, needed - sum(held for _, held, _ in kept))
+        parts, x = [], 0.0
+        for title, held, color in (*kept, ("at work", left, _AT_WORK)):
+            width = _PAGE_BAR * held / usable
+            at = {"x": round(x, 1), "width": round(width, 1)}
+            parts.append(at | {"color": color, "title": title, "faint": title == "at work"})
+            x += width
+        text = f"{size(needed)} of {size(usable)} · {'+'.join(names)}"
+        bars.append({"parts": parts, "text": text})
+    return bars
+
+
+def _memory_of_sets(plan: PlanRecord) -> Iterator[tuple[Sequence[str], float, float]]:
+    """Of each set its roles, the bytes that a device needs, and those that it has."""
+    return zip(plan["placement"], plan["set_memory_bytes"], plan["usable_bytes"])

@@ -35,6 +35,7 @@ from hjax.show.curves import (
     calibration_cards,
     compiling_steps,
     curve_cards,
+    median,
     points_of,
 )
 from hjax.show.format import clock, count, duration, start_row
@@ -57,8 +58,12 @@ def write_report(workdir_path: str | os.PathLike[str]) -> Path:
       DataError: a damaged file.
     """
     path = Path(workdir_path)
+    return _written(path, "report.jinja", lambda: run_content(path))
+
+
+def _written(path: Path, template: str, content: Callable[[], Mapping[str, Any]]) -> Path:
     with from_files(path):
-        page = render("report.jinja", **run_content(path), written=time.strftime("%Y-%m-%d %H:%M"))
+        page = render(template, **content(), written=time.strftime("%Y-%m-%d %H:%M"))
     report = path / "report.html"
     replace_file(report, page)
     return report
@@ -122,64 +127,50 @@ class Tile:
 
 
 def _tiles(metrics: Sequence[Row]) -> list[Tile]:
+    def values(key: str) -> list[float]:
+        return [y for _, y in points_of(metrics, key)]
+
     found = [
-        _change(metrics, "Held-out accuracy", "eval/accuracy", _percent, _points),
-        _change(metrics, "Held-out reward", "eval/reward", lambda x: f"{x:.3f}"),
-        _change(metrics, "Reward", "reward/mean", lambda x: f"{x:.3f}"),
-        _change(metrics, "Cost", "cost/mean", lambda x: f"{x:.3f}", upwards=False),
+        _change(values("eval/accuracy"), "Held-out accuracy", "{:.1f} %", "{:.1f} points", 100),
+        _change(values("eval/reward"), "Held-out reward"),
+        _change(values("reward/mean"), "Reward"),
+        _change(values("cost/mean"), "Cost", upwards=False),
     ]
-    if not points_of(metrics, "reward/mean"):
-        found.append(_change(metrics, "Loss", "actor/loss", lambda x: f"{x:.4f}", upwards=False))
+    if not values("reward/mean"):
+        found.append(_change(values("actor/loss"), "Loss", "{:.4f}", upwards=False))
     tiles = [tile for tile in found if tile is not None]
-    kl = [y for _, y in points_of(metrics, "kl/reference")]
-    if kl:
-        tiles.append(
-            Tile("KL to the reference", value_text(kl[-1]), f"at most {value_text(max(kl))}")
-        )
-    seconds = [y for _, y in points_of(metrics, "time/step")]
-    if seconds:
-        note = f"median {duration(_median(seconds))}"
+    if kl := values("kl/reference"):
+        note = f"at most {value_text(max(kl))}"
+        tiles.append(Tile("KL to the reference", value_text(kl[-1]), note))
+    if seconds := values("time/step"):
+        note = f"median {duration(median(seconds))}"
         tiles.append(Tile("Time in steps", clock(sum(seconds)), note))
-    speed = [y for _, y in points_of(metrics, "throughput/tokens_per_second")]
-    if speed:
-        tiles.append(Tile("Tokens per second", count(_median(speed)), "median"))
-    peak = [y for _, y in points_of(metrics, "memory/peak_bytes")]
-    if peak:
+    if speed := values("throughput/tokens_per_second"):
+        tiles.append(Tile("Tokens per second", count(median(speed)), "median"))
+    if peak := values("memory/peak_bytes"):
         tiles.append(Tile("Peak memory", f"{peak[-1] / 2**30:.2f} GiB"))
     return tiles
 
 
 def _change(
-    metrics: Sequence[Row],
+    values: Sequence[float],
     name: str,
-    key: str,
-    text: Callable[[float], str],
-    difference_text: Callable[[float], str] | None = None,
+    text: str = "{:.3f}",
+    difference_text: str = "",
+    scale: float = 1,
     upwards: bool = True,
 ) -> Tile | None:
     """The last value of a metric, and its way from the first; None where there is none."""
-    values = [y for _, y in points_of(metrics, key)]
-    if len(values) < 2:
-        return Tile(name, text(values[0])) if values else None
-    first, last = values[0], values[-1]
+    if not values:
+        return None
+    first, last = scale * values[0], scale * values[-1]
+    if len(values) == 1:
+        return Tile(name, text.format(last))
     difference = last - first
     trend = "" if abs(difference) < 1e-12 else "up" if (difference > 0) == upwards else "down"
     sign = "+" if difference >= 0 else "−"
-    change = (difference_text or text)(abs(difference))
-    return Tile(name, text(last), f"from {text(first)}", sign + change, trend)
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
-
-
-def _points(share: float) -> str:
-    """A difference of shares, in percentage points."""
-    return f"{100 * share:.1f} points"
-
-
-def _median(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2]
+    change = (difference_text or text).format(abs(difference))
+    return Tile(name, text.format(last), f"from {text.format(first)}", sign + change, trend)
 
 
 def _mean_step(metrics: Sequence[Row]) -> dict[str, Any] | None:
@@ -284,7 +275,7 @@ def _planned_rows(plan: Row, metrics: Sequence[Row]) -> list[tuple[str, str, str
     found = []
     for name, seconds, key in stages:
         values = [r[key] for r in rows if r.get(key) is not None]
-        measured = f"{value_text(_median(values))} s" if values else "–"
+        measured = f"{value_text(median(values))} s" if values else "–"
         found.append((name, f"{value_text(seconds)} s", measured))
     return found
 
@@ -330,14 +321,10 @@ def write_stages(workdir: str | os.PathLike[str], stages: Sequence[str]) -> Path
       DataError: a damaged file.
     """
     path = Path(workdir)
-    with from_files(path):
-        page = _page(path, stages)
-    report = path / "report.html"
-    replace_file(report, page)
-    return report
+    return _written(path, "stages.jinja", lambda: _stages_content(path, stages))
 
 
-def _page(path: Path, stages: Sequence[str]) -> str:
+def _stages_content(path: Path, stages: Sequence[str]) -> dict[str, Any]:
     found: list[dict[str, Any]] = []
     curves: list[Series] = []
     for stage in stages:
@@ -357,13 +344,11 @@ def _page(path: Path, stages: Sequence[str]) -> str:
         what = "reward/mean by kl/reference, nats per token"
         frontier = Card("Reward", what, "", line_chart(curves, along="KL"), legend)
     begun = sum(stage["run"] is not None for stage in found)
-    return render(
-        "stages.jinja",
+    return dict(
         name=path.resolve().name,
         details=f"{begun} of {len(found)} stages begun: {', '.join(stages)}",
         frontier=frontier,
         stages=found,
-        written=time.strftime("%Y-%m-%d %H:%M"),
     )
 
 
