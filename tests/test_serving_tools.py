@@ -17,7 +17,7 @@ from hjax.rollout.matching import Matchers
 from hjax.rollout.options import Sampling
 from hjax.rollout.service import Service
 from hjax.serving.tool_calls import BARE, TAGGED
-from hjax.serving.tool_choice import read_tools
+from hjax.serving.tool_choice import ToolFields
 from hjax.sharding.layout import make_layouts
 
 CONFIG = ModelConfig(
@@ -70,6 +70,10 @@ def check(call):
 
 
 @pytest.mark.extended
+def read_tools(given):
+    return ToolFields(**given).asked_for(given)
+
+
 def test_the_documentations_examples_run_against_a_server(client, capsys):
     page = (pathlib.Path(__file__).parent.parent / "docs" / "serving.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)

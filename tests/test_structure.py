@@ -14,7 +14,7 @@ METHODS = 20  # public ones that a class defines itself
 
 # Rooms of which it does not hold yet, by what is left in them. The list only gets shorter.
 NOT_YET: dict[str, set[str]] = {
-    "long": {"dryrun", "planning", "rollout", "run", "serving"},
+    "long": {"dryrun", "planning", "rollout", "run"},
     "wide": {"workers"},
     "unpacked": {"dryrun", "launch", "planning", "rollout", "run", "workers"},
 }

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
 
 from pydantic import Field
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hjax.serving.asked import Asked, read_chat, read_completion
 from hjax.serving.choice import Delta
-from hjax.serving.clients import read_body, while_there
-from hjax.serving.door import GONE, Door
 from hjax.serving.fields import Fields, read_fields, read_object
 from hjax.serving.limits import Limits
 from hjax.serving.metrics import CONTENT_TYPE, Metrics
@@ -32,6 +32,10 @@ from hjax.serving.wire import ChatForm, CompletionForm, Form
 
 Read = Callable[[Mapping[str, Any], Served, Limits], Asked]
 DAY = 24 * 60 * 60
+T = TypeVar("T")
+GONE = 499  # nginx's word for a client that did not wait
+# A balancer asks this one without a key.
+OPEN = ("/health",)
 
 
 def make_app(
@@ -174,6 +178,56 @@ async def _whole(running: Running, answer: Form) -> Response:
     return JSONResponse(answer.whole(joined, running.usage()))
 
 
+async def read_body(request: Request, limits: Limits) -> bytes:
+    """The body of a request.
+
+    Raises:
+      Refused: too large, or too late.
+      ClientDisconnect: the client did not finish it.
+    """
+    large = Refused(f"the body is larger than {limits.body_bytes} bytes, the server's limit", 413)
+    said = request.headers.get("content-length", "0")
+    if not said.isdecimal() or int(said) > limits.body_bytes:
+        raise large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            async for part in request.stream():
+                body += part
+                if len(body) > limits.body_bytes:
+                    raise large
+    except TimeoutError:
+        raise Refused(f"the body was not there after {limits.body_seconds:g} s", 408) from None
+    return bytes(body)
+
+
+async def while_there(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What ``work`` returns; it is cancelled when the client goes away.
+
+    Args:
+      receive: of ASGI; the request's body has been read.
+
+    Raises:
+      ClientDisconnect: it went away first.
+    """
+    doing = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({doing, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not doing.done():
+            raise ClientDisconnect
+        return doing.result()
+    finally:
+        doing.cancel()
+        watching.cancel()
+        await asyncio.gather(doing, watching, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 class _EventStream(StreamingResponse):
     """An answer as server-sent events, while it is drawn; it ends when the client goes away."""
 
@@ -225,3 +279,57 @@ async def _gone(request: Request, error: Exception) -> Response:
 async def _failed(request: Request, error: Exception) -> Response:
     """Of an error of the server's own; its traceback goes to stderr."""
     return Refused("the server failed; its log says why", 500).response()
+
+
+class Door:
+    """ASGI middleware in front of the application.
+
+    Args:
+      app: behind it.
+      metrics: count the answers.
+      paths: that are counted under their names.
+      key: that requests must bring; "": none.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, paths: frozenset[str], key: str):
+        self._app = app
+        self._metrics = metrics
+        self._paths = paths
+        self._key = key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        began, status = time.monotonic(), GONE
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            self._check(scope)
+            await self._app(scope, receive, noted)
+        except Refused as refused:
+            await refused.response()(scope, receive, noted)
+        except Exception:
+            status = 500  # said further out
+            raise
+        finally:
+            path = scope["path"] if scope["path"] in self._paths else "other"
+            self._metrics.answered(path, status, time.monotonic() - began)
+
+    def _check(self, scope: Scope) -> None:
+        if not self._key or scope["path"] in OPEN:
+            return
+        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        # Starlette reads headers as Latin-1, so that these are the bytes that came.
+        right = hmac.compare_digest(given.strip().encode("latin-1"), self._key)
+        if scheme.lower() != "bearer" or not right:
+            raise Refused(
+                "the API key is missing or wrong: Authorization: Bearer KEY",
+                401,
+                code="invalid_api_key",
+            )

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import Field, create_model
 
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, DataError
@@ -22,7 +22,7 @@ from hjax.serving.messages import Messages, for_template
 from hjax.serving.refusal import Refused
 from hjax.serving.served import Served
 from hjax.serving.tool_calls import Calls
-from hjax.serving.tool_choice import TOOL_FIELDS, read_tools
+from hjax.serving.tool_choice import ToolFields
 
 SEEDS = 2**32
 _LARGEST = 2**31 - 1
@@ -33,16 +33,10 @@ MOST_TOP_COMPLETIONS = 5
 # Characters of a text that are read first, for each token that there is room for.
 BEGINNING = 16
 # What ``Sampling`` checks.
-SAMPLING = tuple(name for name in OPTIONS if name != "logit_bias")
+_SAMPLING = OPTIONS.keys() - {"logit_bias"}
 # These say who asks or how it is billed: they do not change the answer.
-_REMARKS = (
-    "user",
-    "metadata",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-)
+_REMARKS = ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
+            "prompt_cache_retention")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,10 +66,10 @@ class Asked:
       stop: strings before which a response ends.
       stream: whether it is answered while it is drawn.
       include_usage: at the stream's end.
+      token_ids: of prompts and responses, beside the text.
       logprobs: how many of each place's most probable tokens are told beside the one drawn; None:
         no log-probs.
       echo: the prompt's text first.
-      token_ids: of prompts and responses, beside the text.
       calls: of tools that are looked for in the answer; None: none.
       format: what each response's text must be; None: anything.
       matchers: of each response, made of its format; none without.
@@ -88,11 +82,11 @@ class Asked:
     stop: tuple[str, ...]
     stream: bool
     include_usage: bool
-    logprobs: int | None
-    echo: bool
     token_ids: bool
-    calls: Calls | None
-    format: Format | None
+    logprobs: int | None
+    echo: bool = False
+    calls: Calls | None = None
+    format: Format | None = None
     matchers: tuple[Matcher | None, ...] = ()
 
     def prompt_of(self, index: int) -> Prompt:
@@ -107,17 +101,18 @@ class Asked:
     def requests(self) -> list[Request]:
         """One for each response, in their order."""
         constraint = None if self.format is None else self.format.constraint
+        prompts = [prompt for prompt in self.prompts for _ in range(self.n)]
         return [
             Request(
-                self.prompt_of(index).tokens,
-                self.prompt_of(index).max_tokens,
+                prompt.tokens,
+                prompt.max_tokens,
                 self.options,
                 self.seed,
                 index,
                 constraint,
-                self.scored or not self.prompt_of(index).max_tokens,
+                self.scored or not prompt.max_tokens,
             )
-            for index in range(len(self.prompts) * self.n)
+            for index, prompt in enumerate(prompts)
         ]
 
 
@@ -126,8 +121,12 @@ class _StreamOptions(Fields):
     include_obfuscation: bool = False  # padding against eavesdroppers; there is none
 
 
-class _Common(Fields):
-    """What both forms have, beside ``SAMPLING`` and ``_REMARKS``."""
+_OTHERS: dict[str, Any] = dict.fromkeys((*_SAMPLING, *_REMARKS), (Any, None))
+_Unread: Any = create_model("_Unread", __base__=Fields, **_OTHERS)
+
+
+class _Common(_Unread):
+    """What both forms have."""
 
     model: str = ""
     n: int = Field(1, ge=1)
@@ -153,7 +152,7 @@ class _Completion(_Common):
     suffix: Literal[""] = ""
 
 
-class _Chat(_Common):
+class _Chat(_Common, ToolFields):
     messages: Messages
     max_completion_tokens: int | None = Field(None, ge=1, le=_LARGEST)
     max_tokens: int | None = Field(None, ge=1, le=_LARGEST)
@@ -176,9 +175,15 @@ def read_completion(body: Mapping[str, Any], served: Served, limits: Limits) -> 
         raise wrong("max_tokens", 0, "a whole number, 1 or more; 0 with echo")
     if fields.best_of not in (None, fields.n):
         raise wrong("best_of", fields.best_of, "not supported here; leave it out, or n")
-    asked = _asked(fields, body, served, limits, fields.logprobs)
-    prompts = _prompts(fields.prompt, served, fields.max_tokens)
-    return _whole(asked, served, limits, prompts=prompts, echo=fields.echo)
+    return _asked(
+        fields,
+        served,
+        limits,
+        prompts=_prompts(fields.prompt, served, fields.max_tokens),
+        logprobs=fields.logprobs,
+        echo=fields.echo,
+        format=fields.structured_outputs.format(),
+    )
 
 
 def read_chat(body: Mapping[str, Any], served: Served, limits: Limits) -> Asked:
@@ -187,7 +192,7 @@ def read_chat(body: Mapping[str, Any], served: Served, limits: Limits) -> Asked:
     Raises:
       Refused: a field that is wrong, or not supported; a model without chat template.
     """
-    fields = _read(_Chat, body, served, *TOOL_FIELDS)
+    fields = _read(_Chat, body, served)
     most = fields.max_completion_tokens
     older = most if fields.max_tokens is None else fields.max_tokens
     if most is not None and older != most:
@@ -197,14 +202,13 @@ def read_chat(body: Mapping[str, Any], served: Served, limits: Limits) -> Asked:
         )
     if fields.top_logprobs is not None and not fields.logprobs:
         raise Refused("top_logprobs: only with logprobs=true", param="top_logprobs")
-    logprobs = fields.top_logprobs or 0 if fields.logprobs else None
-    asked, tools = _asked(fields, body, served, limits, logprobs), read_tools(body)
-    format = fields.response_format.format()
-    if format is not None and asked.format is not None:
+    tools = fields.asked_for(body)
+    format, other = fields.response_format.format(), fields.structured_outputs.format()
+    if format is not None and other is not None:
         raise Refused(
             "response_format and structured_outputs: give one of them", param="response_format"
         )
-    format = format or asked.format
+    format = format or other
     if format is not None and tools.functions:
         raise Refused(
             'tools with a format of the answer: no call would match it; tool_choice "none", or '
@@ -215,42 +219,37 @@ def read_chat(body: Mapping[str, Any], served: Served, limits: Limits) -> Asked:
     calls = tools.calls(served.call_form, served.name)
     if calls is not None and calls.held:
         format = tools.format(calls.form)
-    prompts = (_prompt(served, tokens, older, text),)
-    return _whole(asked, served, limits, prompts=prompts, calls=calls, format=format)
+    return _asked(
+        fields,
+        served,
+        limits,
+        prompts=(_prompt(served, tokens, older, text),),
+        logprobs=fields.top_logprobs or 0 if fields.logprobs else None,
+        calls=calls,
+        format=format,
+    )
 
 
-def _read(kind: type[_Form], body: Mapping[str, Any], served: Served, *beside: str) -> _Form:
-    """The fields of a form, without those that are read ``beside`` them or not at all."""
-    others = {*SAMPLING, *_REMARKS, *beside}
-    fields = read_fields(kind, {name: body[name] for name in body if name not in others})
+def _read(kind: type[_Form], body: Mapping[str, Any], served: Served) -> _Form:
+    fields = read_fields(kind, body)
     served.check_name(fields.model)
     if fields.stream_options.include_usage and not fields.stream:
         raise Refused("stream_options: only with stream=true", param="stream_options")
     return fields
 
 
-def _asked(
-    fields: _Common, body: Mapping[str, Any], served: Served, limits: Limits, logprobs: int | None
-) -> Asked:
-    """What both forms have, without prompts."""
-    return Asked(
-        prompts=(),
+def _asked(fields: _Common, served: Served, limits: Limits, **rest: Any) -> Asked:
+    """With what both forms have."""
+    asked = Asked(
         n=fields.n,
-        options=_options(fields, body, served, logprobs or 0),
+        options=_options(fields, served, rest["logprobs"] or 0),
         seed=secrets.randbelow(SEEDS) if fields.seed is None else fields.seed,
         stop=_stop(fields.stop, served, limits),
         stream=fields.stream,
         include_usage=fields.stream_options.include_usage,
-        logprobs=logprobs,
-        echo=False,
         token_ids=fields.return_token_ids,
-        calls=None,
-        format=fields.structured_outputs.format(),
+        **rest,
     )
-
-
-def _whole(asked: Asked, served: Served, limits: Limits, **rest: Any) -> Asked:
-    asked = dataclasses.replace(asked, **rest)
     if (count := len(asked.prompts)) * asked.n > limits.choices:
         said = f"{count} prompts with n={asked.n}: at most {limits.choices} responses"
         raise Refused(said, param="n")
@@ -275,8 +274,9 @@ def _matchers(asked: Asked, format: Format, served: Served) -> tuple[Matcher | N
     raise refused
 
 
-def _options(fields: _Common, body: Mapping[str, Any], served: Served, top: int) -> Sampling:
-    given = {name: value for name in SAMPLING if (value := body.get(name)) is not None}
+def _options(fields: _Common, served: Served, top: int) -> Sampling:
+    drawing = {name: getattr(fields, name) for name in _SAMPLING}
+    given = {name: value for name, value in drawing.items() if value is not None}
     if given.get("top_k") == -1:  # vLLM's word for all
         given["top_k"] = 0
     stop = fields.stop_token_ids

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import pydantic
 
+from hjax.errors import cut
 from hjax.serving.refusal import Refused
 
 
@@ -97,5 +98,4 @@ def wrong(name: str, value: Any, wanted: str) -> Refused:
 
 def shown(value: Any, limit: int = 60) -> str:
     """A value as JSON, cut to a line's length."""
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    return cut(json.dumps(value, ensure_ascii=False), limit)

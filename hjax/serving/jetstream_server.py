@@ -11,7 +11,6 @@ import dataclasses
 import hmac
 import itertools
 import os
-import signal
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -24,7 +23,7 @@ from hjax.rollout.language_model import LanguageModel
 from hjax.rollout.options import Sampling
 from hjax.rollout.requests import Piece, QueueFull, Request
 from hjax.rollout.service import Service
-from hjax.serving.leaving import GONE, leave_after
+from hjax.serving.leaving import GONE, leave_after, on_signals
 from hjax.serving.limits import Limits
 
 _Content = jetstream_pb2.DecodeResponse.StreamContent
@@ -174,60 +173,41 @@ def run(
       RunError: the engine gave up.
     """
 
-    def answered(failed: Callable[[str], None]) -> Orchestrator:
-        return Orchestrator(model, service, sampling, seed, failed)
+    async def serve() -> int:
+        ended, errors = asyncio.Event(), list[str]()
+        server = grpc.aio.server(
+            interceptors=[Door(key)],
+            # Two servers on one port would answer by turns.
+            options=[
+                ("grpc.so_reuseport", 0),
+                ("grpc.max_receive_message_length", limits.body_bytes),
+            ],
+        )
+        try:
+            server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise ConfigError(f"{address}: {error}; another port, or 0 for a free one") from None
+
+        def failed(error: str) -> None:
+            errors.append(error)
+            ended.set()
+
+        orchestrator = Orchestrator(model, service, sampling, seed, failed)
+        jetstream_pb2_grpc.add_OrchestratorServicer_to_server(orchestrator, server)
+
+        status = on_signals(ended.set, limits.drain_seconds)
+        await server.start()
+        started()
+        await ended.wait()
+        orchestrator.draining = True
+        if errors:
+            leave_after(GONE)
+        await server.stop(0 if errors else limits.drain_seconds)
+        if errors:
+            raise RunError(f"the engine failed: {errors[0].removeprefix('error: ')}")
+        return status()
 
     try:
-        return asyncio.run(_run(answered, address, limits, key, started))
+        return asyncio.run(serve())
     finally:
         service.close(0)
-
-
-async def _run(
-    answered: Callable[[Callable[[str], None]], Orchestrator],
-    address: str,
-    limits: Limits,
-    key: str,
-    started: Callable[[], None],
-) -> int:
-    loop, ended, came = asyncio.get_running_loop(), asyncio.Event(), list[int]()
-    errors: list[str] = []
-    server = grpc.aio.server(
-        interceptors=[Door(key)],
-        # Two servers on one port would answer by turns.
-        options=[
-            ("grpc.so_reuseport", 0),
-            ("grpc.max_receive_message_length", limits.body_bytes),
-        ],
-    )
-    try:
-        server.add_insecure_port(address)
-    except RuntimeError as error:
-        raise ConfigError(f"{address}: {error}; another port, or 0 for a free one") from None
-
-    def failed(error: str) -> None:
-        errors.append(error)
-        ended.set()
-
-    orchestrator = answered(failed)
-    jetstream_pb2_grpc.add_OrchestratorServicer_to_server(orchestrator, server)
-
-    def stop(number: int) -> None:
-        if signal.SIGINT in came and number == signal.SIGINT:
-            os._exit(130)  # a second Ctrl-C does not wait
-        came.append(number)
-        leave_after(limits.drain_seconds + GONE)
-        ended.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop, number)
-    await server.start()
-    started()
-    await ended.wait()
-    orchestrator.draining = True
-    if errors:
-        leave_after(GONE)
-    await server.stop(0 if errors else limits.drain_seconds)
-    if errors:
-        raise RunError(f"the engine failed: {errors[0].removeprefix('error: ')}")
-    return 130 if signal.SIGINT in came else 0

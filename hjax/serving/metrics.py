@@ -83,15 +83,13 @@ class _Engine(Collector):
 
     def describe(self) -> Iterator[Metric]:
         """Named without asking the engine."""
-        for name, text in self.gauges.items():
-            yield GaugeMetricFamily(f"hjax_{name}", text)
-        for name, text in self.counters.items():
-            yield CounterMetricFamily(f"hjax_{name}", text)
+        return self._families({})
 
     def collect(self) -> Iterator[Metric]:
         """The figures."""
-        stats = self._stats()
-        for name, text in self.gauges.items():
-            yield GaugeMetricFamily(f"hjax_{name}", text, value=stats[name])
-        for name, text in self.counters.items():
-            yield CounterMetricFamily(f"hjax_{name}", text, value=stats[name])
+        return self._families(self._stats())
+
+    def _families(self, stats: Mapping[str, float]) -> Iterator[Metric]:
+        for kind, texts in ((GaugeMetricFamily, self.gauges), (CounterMetricFamily, self.counters)):
+            for name, text in texts.items():
+                yield kind(f"hjax_{name}", text, value=stats.get(name))

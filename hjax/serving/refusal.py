@@ -14,6 +14,7 @@ from hjax.rollout.options import Sampling
 # Options by their names in requests.
 _FIELDS = {field.name: field.name for field in dataclasses.fields(Sampling)}
 _FIELDS |= {"stop": "stop_token_ids", "max_tokens": "max_tokens"}
+_KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 
 
 class Refused(Exception):
@@ -51,13 +52,8 @@ class Refused(Exception):
 
     def body(self) -> dict[str, Any]:
         """The error as OpenAI's clients read it."""
-        kind = "invalid_request_error"
-        if self.status == 401:
-            kind = "authentication_error"
-        elif self.status == 429:
-            kind = "rate_limit_error"
-        elif self.status >= 500:
-            kind = "server_error"
+        usual = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = _KINDS.get(self.status, usual)
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
 

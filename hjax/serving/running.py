@@ -63,16 +63,12 @@ class Running:
             for index, (request, matcher) in enumerate(zip(requests, matchers, strict=True)):
                 hand_over = functools.partial(self._hand_over, index)
                 self._tickets.append(served.service.submit(request, hand_over, matcher))
-        except QueueFull as error:
+        except (ConfigError, RunError) as error:
             self.cancel()
-            raise Refused(str(error), 429, retry_after=1) from None
-        except ConfigError as error:
-            self.cancel()
-            raise Refused.of(error) from None
-        except RunError as error:
-            self.cancel()
-            raise Refused(str(error), 503, retry_after=10) from None
-
+            if isinstance(error, ConfigError):
+                raise Refused.of(error) from None
+            status, after = (429, 1) if isinstance(error, QueueFull) else (503, 10)
+            raise Refused(str(error), status, retry_after=after) from None
         watch.running.add(self)
 
     def _hand_over(self, index: int, piece: Piece) -> None:

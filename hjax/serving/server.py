@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import signal
+import functools
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -14,8 +13,8 @@ import uvicorn
 
 from hjax.errors import RunError
 from hjax.serving.app import make_app
-from hjax.serving.connection import connection_class
-from hjax.serving.leaving import GONE, leave_after
+from hjax.serving.connection import Connection
+from hjax.serving.leaving import on_signals
 from hjax.serving.limits import BACKLOG, Limits
 from hjax.serving.reload import Reload
 from hjax.serving.served import Served
@@ -55,7 +54,7 @@ class Server:
         self.failure = ""
         config = uvicorn.Config(
             self._app,
-            http=connection_class(limits),
+            http=functools.partial(Connection, limits),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             loop="asyncio",
@@ -124,19 +123,8 @@ def run(server: Server, limits: Limits) -> int:
 
 
 async def _run(server: Server, limits: Limits) -> int:
-    came: list[int] = []
-
-    def stop(number: int) -> None:
-        if signal.SIGINT in came and number == signal.SIGINT:
-            os._exit(130)  # a second Ctrl-C does not wait
-        came.append(number)
-        leave_after(limits.drain_seconds + GONE)
-        server.stop()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop, number)
+    status = on_signals(server.stop, limits.drain_seconds)
     await server.serve()
     if server.failure:
         raise RunError(f"the engine failed: {server.failure}")
-    return 130 if signal.SIGINT in came else 0
+    return status()

@@ -17,7 +17,7 @@ from pydantic import FailFast
 from hjax.errors import ConfigError
 from hjax.rollout.constraint import Constraint
 from hjax.rollout.matching import SPACES
-from hjax.serving.fields import Fields, read_fields, wrong
+from hjax.serving.fields import Fields, wrong
 from hjax.serving.formats import Format
 from hjax.serving.refusal import Refused
 from hjax.serving.tool_calls import CallForm, Calls
@@ -180,39 +180,37 @@ class _Tool(Fields, extra="ignore"):
     function: _Function
 
 
-class _Fields(Fields, extra="ignore"):
+class ToolFields(Fields):
+    """What a request says of tools."""
+
     tools: Annotated[list[_Tool], FailFast()] = []
     tool_choice: Any = _AUTO
     parallel_tool_calls: bool = True
 
+    def asked_for(self, body: Mapping[str, Any]) -> Tools:
+        """What these fields ask for, of the request ``body``.
 
-TOOL_FIELDS = tuple(_Fields.model_fields)
-
-
-def read_tools(body: Mapping[str, Any]) -> Tools:
-    """What ``tools``, ``tool_choice`` and ``parallel_tool_calls`` of a request ask for.
-
-    Raises:
-      Refused: a tool that is no function, a choice of one that is not there.
-    """
-    fields = read_fields(_Fields, body)
-    given = tuple(body.get("tools") or ())  # as they came, to the template
-    functions = tuple(
-        Function(f.name, f.parameters or _NO_ARGUMENTS, f.strict, f"tools[{i}].function")
-        for i, f in enumerate(tool.function for tool in fields.tools)
-    )
-    several, choice = fields.parallel_tool_calls, fields.tool_choice
-    match choice:
-        case "none":
-            return Tools((), (), choice, several)
-        case "auto" | "required":
-            if choice == _REQUIRED and not functions:
-                raise Refused("tool_choice: required, and there are no tools", param="tool_choice")
-            return Tools(given, functions, choice, several)
-        case {"type": "function", "function": {"name": str(name)}}:
-            chosen = tuple(function for function in functions if function.name == name)[:1]
-            if not chosen:
-                raise wrong("tool_choice", choice, "the name of one of the tools")
-            return Tools(given, chosen, "function", False)
-    wanted = '"auto", "none", "required", or {"type": "function", "function": {"name": ...}}'
-    raise wrong("tool_choice", choice, wanted)
+        Raises:
+          Refused: a choice of a tool that is not there, or none where there are no tools.
+        """
+        given = tuple(body.get("tools") or ())  # as they came, to the template
+        functions = tuple(
+            Function(f.name, f.parameters or _NO_ARGUMENTS, f.strict, f"tools[{i}].function")
+            for i, f in enumerate(tool.function for tool in self.tools)
+        )
+        several, choice = self.parallel_tool_calls, self.tool_choice
+        match choice:
+            case "none":
+                return Tools((), (), choice, several)
+            case "auto" | "required":
+                if choice == _REQUIRED and not functions:
+                    said = "tool_choice: required, and there are no tools"
+                    raise Refused(said, param="tool_choice")
+                return Tools(given, functions, choice, several)
+            case {"type": "function", "function": {"name": str(name)}}:
+                chosen = tuple(function for function in functions if function.name == name)[:1]
+                if not chosen:
+                    raise wrong("tool_choice", choice, "the name of one of the tools")
+                return Tools(given, chosen, "function", False)
+        wanted = '"auto", "none", "required", or {"type": "function", "function": {"name": ...}}'
+        raise wrong("tool_choice", choice, wanted)
