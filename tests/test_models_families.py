@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 
 import hjax
 from hjax.errors import ConfigError
+from hjax.launch import export, generate, serve
 from hjax.models import arithmetic, families, forward
 from hjax.models.compute import Compute
 from hjax.models.families import FAMILIES, from_hf, to_hf
@@ -457,6 +458,20 @@ def test_a_family_in_a_file_of_ones_own_loads(mine, tmp_path, monkeypatch):
     monkeypatch.setattr(families, "_own", {})
     assert families.family_of(ours.config).model_type == "mine"
     assert read_config(tmp_path / "ours") == ours.config
+
+
+def test_commands_take_one_too(mine, tmp_path, capsys):
+    spec, path, theirs = mine
+    with pytest.raises(ConfigError, match="--family='mine.py': it must look like path.py:name"):
+        serve.parse([f"--model={path}", "--protocol=openai", "--family=mine.py"])
+    shared = [f"--model={path}", f"--family={spec}"]
+    assert export.main([*shared, f"--output={tmp_path}/out"]) == 0
+    assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == "mine"
+    assert generate.main([*shared, "--prompt=3,4", "--max_new_tokens=2", "--temperature=0"]) == 0
+    tokens = [3, 4]
+    for _ in range(2):
+        tokens.append(int(logits(theirs, np.array([tokens]))[0, -1].argmax()))
+    assert f"3 4 → {tokens[2]} {tokens[3]}\n" in capsys.readouterr().out
 
 
 @pytest.mark.extended

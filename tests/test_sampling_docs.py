@@ -4,12 +4,11 @@ import inspect
 import pathlib
 
 import pytest
-from absl import flags
 
 import hjax
 from hjax.config import flatten
 from hjax.launch import serve
-from hjax.launch.sampling_flags import define_options, options_help
+from hjax.launch.sampling_flags import UNSET, options_help
 from hjax.rollout.language_model import LanguageModel
 from hjax.rollout.options import OPTIONS, Sampling
 
@@ -27,15 +26,13 @@ def test_the_page_has_the_table():
 
 def test_every_option_is_a_key_an_argument_a_flag_and_a_field():
     keys = flatten(hjax.default_config())
-    own = flags.FlagValues()
-    define_options(own)
     help_text = options_help("T")
     fields = (DOCS / "serving.md").read_text()
     for name, key in OPTIONS.items():
         assert keys[f"rollout.{name}"] == key.default
         for function in (LanguageModel.generate, LanguageModel.stream):
             assert name in inspect.signature(function).parameters
-        assert name in own and f"--{name}=" in help_text
+        assert name in UNSET and f"--{name}=" in help_text
         assert name in serve._JETSTREAM
         assert f"`{name}`" in fields
 

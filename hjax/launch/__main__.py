@@ -1,4 +1,38 @@
-"""`python -m hjax.launch --config=NAME.py`: train, resume, or say what would be done."""
+"""usage: python -m hjax.launch --config=NAME.py [--workdir=DIR] [--overwrite] [--dry_run]
+                             [--repair] [--json] [--debug=ROLE] [--config.a.b=VALUE ...]
+
+Train a model as a config says. Running the same command again with the same workdir goes on
+from the last checkpoint. Ctrl-C saves and stops; once more, a second later, stops at once.
+
+  --config=NAME.py      a Python file with get_config(), or one of the shipped ones:
+                        {configs}
+                        or with get_stages(), runs one after another (docs/rlhf.md):
+                        {stages}
+  --config.a.b=VALUE    set a key of the config (docs/config.md lists all); often used:
+                          --config.steps=100            training steps; 0 only evaluates
+                          --config.seed=0               every random draw follows from it
+                          --config.rollout.prompts=32   prompts per step
+                          --config.rollout.samples=4    responses per prompt
+                          --config.actor.path=DIR       weights to start from (Hugging Face)
+                          --config.actor.learning_rate=1e-4
+                          --config.data.path=FILE       your prompts; docs/data.md says which
+                          --config.reward.function=FILE.py:NAME
+                          --config.algorithm.name=FILE.py:CLASS
+                          --config.placement=colocate|split|standalone|auto
+                        of a run in stages --config.STAGE.a.b=VALUE changes one of them
+  --workdir=DIR         where the run is kept; without it a new runs/<config>-<time>
+  --overwrite           remove the run that --workdir has, and start anew
+  --repair              if the last checkpoint is damaged, go on from the last that is not
+  --dry_run             print batch arithmetic, settings, what the reward function says of some
+                        answers, placement, parameters and memory, and stop
+  --debug=ROLE          stop in a debugger at every call of a role, which runs in this process
+  --json                print one line of JSON as the last line of the output
+  --version             print the versions of hjax and of what it computes with
+  --help                print this
+
+exit status: 0 done; 1 failed while running; 2 wrong input, nothing written; 130, 143 or 129 stopped
+by Ctrl-C, SIGTERM or SIGHUP, saved
+"""
 
 from __future__ import annotations
 
@@ -36,42 +70,7 @@ from hjax.settings.reading import (
     without_effect,
 )
 
-HELP = """\
-usage: python -m hjax.launch --config=NAME.py [--workdir=DIR] [--overwrite] [--dry_run]
-                             [--repair] [--json] [--debug=ROLE] [--config.a.b=VALUE ...]
-
-Train a model as a config says. Running the same command again with the same workdir goes on
-from the last checkpoint. Ctrl-C saves and stops; once more, a second later, stops at once.
-
-  --config=NAME.py      a Python file with get_config(), or one of the shipped ones:
-                        {configs}
-                        or with get_stages(), runs one after another (docs/rlhf.md):
-                        {stages}
-  --config.a.b=VALUE    set a key of the config (docs/config.md lists all); often used:
-                          --config.steps=100            training steps; 0 only evaluates
-                          --config.seed=0               every random draw follows from it
-                          --config.rollout.prompts=32   prompts per step
-                          --config.rollout.samples=4    responses per prompt
-                          --config.actor.path=DIR       weights to start from (Hugging Face)
-                          --config.actor.learning_rate=1e-4
-                          --config.data.path=FILE       your prompts; docs/data.md says which
-                          --config.reward.function=FILE.py:NAME
-                          --config.algorithm.name=FILE.py:CLASS
-                          --config.placement=colocate|split|standalone|auto
-                        of a run in stages --config.STAGE.a.b=VALUE changes one of them
-  --workdir=DIR         where the run is kept; without it a new runs/<config>-<time>
-  --overwrite           remove the run that --workdir has, and start anew
-  --repair              if the last checkpoint is damaged, go on from the last that is not
-  --dry_run             print batch arithmetic, settings, what the reward function says of some
-                        answers, placement, parameters and memory, and stop
-  --debug=ROLE          stop in a debugger at every call of a role, which runs in this process
-  --json                print one line of JSON as the last line of the output
-  --version             print the versions of hjax and of what it computes with
-  --help                print this
-
-exit status: 0 done; 1 failed while running; 2 wrong input, nothing written; 130, 143 or 129 stopped
-by Ctrl-C, SIGTERM or SIGHUP, saved
-"""
+_FLAGS = dict(workdir=str, dry_run=False, overwrite=False, debug="", json=False, repair=False)
 
 
 @dataclasses.dataclass
@@ -81,8 +80,8 @@ class TrainCommand:
     name: str
     config: ConfigDict | None
     workdir: Path | None
-    dry_run: bool
-    json: bool
+    dry_run: bool = False
+    json: bool = False
     debug: str = ""
     overwrite: bool = False
     repair: bool = False
@@ -96,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if any(a in ("--help", "-help", "-h") for a in arguments):
         single = config_names()
         stages = sorted(set(config_names(stages=True)) - set(single))
-        print_help(HELP.format(configs=", ".join(single), stages=", ".join(stages)))
+        print_help(str(__doc__).format(configs=", ".join(single), stages=", ".join(stages)))
         return 0
     if any(a in ("--version", "-version") for a in arguments):
         print(versions())
@@ -114,7 +113,7 @@ def parse(arguments: Sequence[str]) -> TrainCommand:
       ConfigError: a wrong flag, file, key or value.
     """
     name, rest = take_config(arguments)
-    own = define(workdir=str, dry_run=False, overwrite=False, debug="", json=False, repair=False)
+    own = define(None, **_FLAGS)
     stages, rest = read_stages(name, rest)
     config = None
     if stages is None:
@@ -138,8 +137,8 @@ def parse(arguments: Sequence[str]) -> TrainCommand:
             f"--overwrite: {name} runs in stages, each in a folder of {workdir}; remove those that "
             "are to run anew"
         )
-    how = own.dry_run, own.json, own.debug, own.overwrite, own.repair
-    return TrainCommand(name, config, workdir, *how, stages)
+    given = {flag: own[flag].value for flag in _FLAGS if flag != "workdir"}
+    return TrainCommand(name, config, workdir, stages=stages, **given)
 
 
 def versions() -> str:
@@ -157,18 +156,18 @@ def _run_command(command: TrainCommand, signals: Signals) -> int:
 def _run_all(command: TrainCommand, signals: Signals) -> int:
     """Run the stages one after another, each as a run of its own."""
     assert command.stages is not None
+    single = dataclasses.replace(command, stages=None, whole=Path())
     if command.dry_run:
 
         def describe(title: str, config: ConfigDict) -> None:
             # Its workdir is not there yet; that it is a stage, `whole` says.
-            _run(TrainCommand(title, config, None, True, command.json, whole=Path()), signals)
+            _run(dataclasses.replace(single, name=title, config=config, workdir=None), signals)
 
         return dry_run_stages(command.stages, command.workdir, describe)
 
     def run(title: str, config: ConfigDict, workdir: Path) -> int:
-        stage = TrainCommand(title, config, workdir, False, False, whole=workdir.parent)
-        stage.repair = command.repair
-        return _run(stage, signals)
+        stage = dataclasses.replace(single, name=title, config=config, workdir=workdir)
+        return _run(dataclasses.replace(stage, json=False, whole=workdir.parent), signals)
 
     workdir = command.workdir or _new_workdir(command.name)
     return run_stages(command.stages, workdir, run, command.json)
@@ -202,9 +201,15 @@ def _run(command: TrainCommand, signals: Signals) -> int:
     path = command.workdir or _new_workdir(command.name)
     plan = plan_run(config, None if command.overwrite else path)
     display = Display(config, config.steps)
-    how: dict[str, Any] = {"debug": command.debug, "overwrite": command.overwrite}
-    how["repair"] = command.repair
-    trainer = Trainer(config, workdir=path, display=display, plan=plan, **how)
+    trainer = Trainer(
+        config,
+        workdir=path,
+        display=display,
+        plan=plan,
+        debug=command.debug,
+        overwrite=command.overwrite,
+        repair=command.repair,
+    )
     seconds = None
     with signals.watching(trainer, display):
         try:
@@ -280,8 +285,7 @@ def _compare_seconds(trainer: Any, workdir: Path) -> str:
 
 
 def _finish(path: Path, command: TrainCommand, received: int) -> int:
-    rows = Workdir(path).rows(METRICS)
-    last = rows[-1] if rows else {}
+    last = (Workdir(path).rows(METRICS) or [{}])[-1]
     step = last.get("step", 0)
     if received:
         name = signal.Signals(received).name
@@ -295,10 +299,16 @@ def _finish(path: Path, command: TrainCommand, received: int) -> int:
     elif command.config is not None and command.config.display.enabled:
         report = path / "report.html"
         print(f"done: {step} steps in {path}" + (f", see {report}" if report.exists() else ""))
-    if command.json:
-        summary = {"workdir": path, "steps": step, "stopped": bool(received), "metrics": last}
-        print(json_line(summary))
+    _print_summary(command, path, step, last, bool(received))
     return 128 + received if received else 0
+
+
+def _print_summary(
+    command: TrainCommand, path: Path, steps: int, last: Any, stopped: bool = False
+) -> None:
+    if command.json:
+        summary = {"workdir": path, "steps": steps, "stopped": stopped, "metrics": last}
+        print(json_line(summary))
 
 
 def _say_finished(workdir: Workdir, config: ConfigDict, command: TrainCommand) -> None:
@@ -311,10 +321,8 @@ def _say_finished(workdir: Workdir, config: ConfigDict, command: TrainCommand) -
         f"{workdir.path} is finished: {workdir.last_step()} of {config.steps} steps; give a "
         "larger --config.steps to go on"
     )
-    if command.json:
-        rows = workdir.rows(METRICS)
-        summary = {"workdir": workdir.path, "steps": workdir.last_step(), "stopped": False}
-        print(json_line({**summary, "metrics": rows[-1] if rows else {}}))
+    last = (workdir.rows(METRICS) or [{}])[-1]
+    _print_summary(command, workdir.path, workdir.last_step(), last)
 
 
 def _dry_run(trainer: Any, command: TrainCommand) -> int:
@@ -340,11 +348,9 @@ def _dry_run(trainer: Any, command: TrainCommand) -> int:
 
 def _new_workdir(name: str) -> Path:
     """A new `runs/<config>-<time>`."""
-    base = (
-        Path("runs")
-        / f"{find_config(name.partition(':')[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    )
-    path, number = base, 1
+    config = find_config(name.partition(":")[0]).stem
+    base = path = Path("runs", f"{config}-{time.strftime('%Y%m%d-%H%M%S')}")
+    number = 1
     while path.exists():
         number += 1
         path = base.with_name(f"{base.name}-{number}")

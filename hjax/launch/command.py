@@ -6,13 +6,15 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from absl import flags
 from ml_collections import ConfigDict
 
 from hjax.errors import ConfigError, exit_status
+from hjax.given import given_path
+from hjax.rules import Rule
 from hjax.settings.reading import check_config, config_names, load_config
 
 
@@ -44,6 +46,7 @@ _DEFINE: dict[type, Callable[..., object]] = {
     bool: flags.DEFINE_bool,
     float: flags.DEFINE_float,
     int: flags.DEFINE_integer,
+    list: flags.DEFINE_multi_string,
     str: flags.DEFINE_string,
 }
 
@@ -52,13 +55,39 @@ def define(own: flags.FlagValues | None = None, **defaults: object) -> flags.Fla
     """A command's flags, with those of ``own``.
 
     Args:
-      defaults: by name; a type is one of that type that is None where it is not given.
+      defaults: by name; a type is one of that type that is None where it is not given, a list one
+        that may be given several times, a tuple the words that it may be, the first the default.
     """
     own = flags.FlagValues() if own is None else own
     for name, default in defaults.items():
+        if isinstance(default, tuple):
+            flags.DEFINE_enum(name, default[0], default, "see --help", flag_values=own)
+            continue
         kind, value = (default, None) if isinstance(default, type) else (type(default), default)
         _DEFINE[kind](name, value, "see --help", flag_values=own)
     return own
+
+
+def settle(own: flags.FlagValues, rules: Mapping[str, Rule]) -> None:
+    """Check the values of a command that reads a model: --model must be given, and a ~ in it is
+    read as a shell does; --family's class is taken.
+
+    Args:
+      rules: by flag.
+
+    Raises:
+      ConfigError: the first that is not as it must be.
+    """
+    if not own["model"].value:
+        raise ConfigError("--model is missing; see --help")
+    own["model"].value = str(given_path(own["model"].value, "--model="))
+    for name, rule in rules.items():
+        if own[name].value is not None and not rule.holds(own[name].value):
+            raise ConfigError(f"--{name}={own[name].value}: must be {rule.text}")
+    if own["family"].value:
+        from hjax.models.families import take_family
+
+        take_family(own["family"].value, "--family")
 
 
 def parse_flags(own: flags.FlagValues, arguments: Sequence[str]) -> None:

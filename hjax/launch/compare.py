@@ -1,14 +1,4 @@
-"""`python -m hjax.launch.compare`: one page on several runs."""
-
-from __future__ import annotations
-
-from collections.abc import Sequence
-
-from hjax.launch.command import answered, define, parse_flags
-from hjax.launch.leaving import run_and_leave
-
-HELP = """\
-usage: python -m hjax.launch.compare WORKDIR WORKDIR ... [--output=PAGE.html]
+"""usage: python -m hjax.launch.compare WORKDIR WORKDIR ... [--output=PAGE.html]
 
 Write one page on several runs, finished or not: results in a table, curves drawn over each other,
 the keys in which their configs differ, answers to the same held-out prompts side by side, and by
@@ -20,10 +10,17 @@ which command, versions, commit and hardware each was made. The page needs no ne
 Exit status: 0 written; 1 failed; 2 wrong input, nothing written.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hjax.launch.command import answered, define, parse_flags
+from hjax.launch.leaving import run_and_leave
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    return answered(arguments, lambda: HELP, _run)
+    return answered(arguments, lambda: str(__doc__), _run)
 
 
 def _run(arguments: Sequence[str]) -> int:

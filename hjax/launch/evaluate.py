@@ -1,34 +1,4 @@
-"""`python -m hjax.launch.evaluate`: how well a model answers questions, by a grader."""
-
-from __future__ import annotations
-
-import ast
-import dataclasses
-import sys
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from absl import flags
-
-from hjax.errors import ConfigError, RunError
-from hjax.files import json_line, read_json
-from hjax.given import given_path
-from hjax.launch import sampling_flags
-from hjax.launch.command import answered, define, parse_flags, stopped_by_ctrl_c
-from hjax.launch.leaving import run_and_leave
-from hjax.launch.sampling_flags import ModelFront, described, existing_file, options_of
-from hjax.rules import above, at_least
-
-if TYPE_CHECKING:
-    from hjax.data.dataset import Dataset
-    from hjax.data.tasks import Task
-    from hjax.rewards.graders import Grader
-    from hjax.run.questions import Judged
-
-HELP = """\
-usage: python -m hjax.launch.evaluate --model=DIR|WORKDIR --data=FILE --reward=GRADER [--json]
+"""usage: python -m hjax.launch.evaluate --model=DIR|WORKDIR --data=FILE --reward=GRADER [--json]
        python -m hjax.launch.evaluate --model=DIR|WORKDIR --task=NAME[:OPTION=VALUE,...] [--json]
 
 Answer questions and have the answers judged: mean reward; where there is right and wrong accuracy
@@ -36,6 +6,7 @@ and pass@k; where answers can be compared majority votes, maj@k. Each with its s
 questions.
 
   --model=DIR|WORKDIR   a workdir (its actor's newest checkpoint), a Hugging Face directory or name
+  --family=PATH.py:NAME a class of yours that reads the model's family (docs/families.md)
   --data=FILE           questions, jsonl or parquet: `prompt` (text, chat messages or token ids) or
                         `question`, and the columns that the grader reads; .txt: a prompt per line
   --reward=GRADER       path.py:name, a reward function; or math: the number in \\boxed{{}} or
@@ -59,7 +30,38 @@ questions.
 exit status: 0 done; 1 failed (the grader too); 2 wrong input, nothing written; 130 stopped by
 Ctrl-C
 """
-BATCH = 32
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hjax.errors import ConfigError, RunError
+from hjax.files import json_line, read_json
+from hjax.given import given_path
+from hjax.launch.command import answered, stopped_by_ctrl_c
+from hjax.launch.leaving import run_and_leave
+from hjax.launch.sampling_flags import (
+    ModelFront,
+    described,
+    existing_file,
+    options_of,
+    read_flags,
+    sampling_help,
+)
+from hjax.rules import above, at_least
+
+if TYPE_CHECKING:
+    from hjax.data.dataset import Dataset
+    from hjax.data.tasks import Task
+    from hjax.rewards.graders import Grader
+    from hjax.run.questions import Judged
+
 LENGTH = 256
 # Held-out prompts of a task where --limit is not given: as many as a run evaluates with.
 TASK_PROMPTS = 128
@@ -71,28 +73,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def text() -> str:
         from hjax.data.tasks import TASKS
 
-        about = "logits are divided by it; 0 is greedy (0; 1 with several samples)"
-        shown = sampling_flags.options_help(about)
-        sampling = sampling_flags.HELP.format(options=shown, batch=BATCH)
-        names = ", ".join(TASKS)
-        return HELP.format(sampling=sampling, tasks=names, task_prompts=TASK_PROMPTS, length=LENGTH)
+        sampling = sampling_help(
+            "logits are divided by it; 0 is greedy (0; 1 with several samples)"
+        )
+        sizes = {"task_prompts": TASK_PROMPTS, "length": LENGTH}
+        return str(__doc__).format(sampling=sampling, tasks=", ".join(TASKS), **sizes)
 
     return stopped_by_ctrl_c(lambda: answered(arguments, text, _run))
 
 
-def parse(arguments: Sequence[str]) -> flags.FlagValues:
+def parse(arguments: Sequence[str]) -> Any:
     """Read the command line.
 
     Raises:
       ConfigError: a wrong flag or value.
     """
-    own = flags.FlagValues()
-    sampling_flags.define(own, batch=BATCH)
-    define(own, data="", reward="", task="", instruction="", output="")
-    define(own, samples=1, limit=0, timeout_seconds=60.0)
-    parse_flags(own, arguments)
     rules = {"samples": at_least(1), "limit": at_least(0), "timeout_seconds": above(0)}
-    sampling_flags.settle(own, **rules)
+    texts = dict(data="", reward="", task="", instruction="", output="")
+    own = read_flags(arguments, rules, samples=1, limit=0, timeout_seconds=60.0, **texts)
     if bool(own.data) == bool(own.task):
         raise ConfigError("give --data=FILE with --reward=GRADER, or --task=NAME; see --help")
     if own.data and not own.reward:
@@ -203,11 +201,12 @@ def _ask(
     from hjax.run.questions import ask
     from hjax.show.parts_display import PartsDisplay
 
-    model = front.load(own, own.tensor, own.copies)
+    model = front.load(own, own.copies)
     several = len(questions) * own.samples > own.batch and sys.stderr.isatty()
     with PartsDisplay("answering", several, sys.stderr) as progress:
-        counts = own.samples, own.batch, own.seed
-        return ask(model, questions, grader, *counts, progress, _writer(output, grader), **options)
+        write = _writer(output, grader)
+        samples, batch, seed = own.samples, own.batch, own.seed
+        return ask(model, questions, grader, samples, batch, seed, progress, write, **options)
 
 
 def _writer(output: Path | None, grader: Grader) -> Callable[[Sequence[Judged]], None]:

@@ -1,22 +1,11 @@
-"""`python -m hjax.launch.export`: a model as a Hugging Face directory."""
-
-from __future__ import annotations
-
-from collections.abc import Sequence
-
-from hjax.errors import ConfigError
-from hjax.files import json_line
-from hjax.launch.command import answered, define, parse_flags
-from hjax.launch.leaving import run_and_leave
-
-HELP = """\
-usage: python -m hjax.launch.export --model=DIR|WORKDIR --output=DIR [--adapter] [--json]
+"""usage: python -m hjax.launch.export --model=DIR|WORKDIR --output=DIR [--adapter] [--json]
 
 Write a model as a Hugging Face directory that transformers loads: config.json, safetensors in the
 dtype of the weights that the run started from (of a directory each tensor in its own), and the
 tokenizer's files with its chat templates.
 
   --model=DIR|WORKDIR   a workdir (its actor's newest checkpoint), a Hugging Face directory or name
+  --family=PATH.py:NAME a class of yours that reads the model's family (docs/families.md)
   --output=DIR          the directory to write; it must be new or empty
   --adapter             of a workdir that trained adapters (LoRA) these alone, as a directory that
                         PEFT loads; without it they are added to the weights
@@ -26,18 +15,27 @@ tokenizer's files with its chat templates.
 Exit status: 0 written; 1 failed; 2 wrong input, nothing written.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hjax.errors import ConfigError
+from hjax.files import json_line
+from hjax.launch.command import answered, define, parse_flags, settle
+from hjax.launch.leaving import run_and_leave
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    return answered(arguments, lambda: HELP, _run)
+    return answered(arguments, lambda: str(__doc__), _run)
 
 
 def _run(arguments: Sequence[str]) -> int:
-    own = define(model="", output="", adapter=False, json=False)
+    own = define(model="", family="", output="", adapter=False, json=False)
     parse_flags(own, arguments)
-    for flag in ("model", "output"):
-        if not own[flag].value:
-            raise ConfigError(f"--{flag} is missing; see --help")
+    settle(own, {})
+    if not own.output:
+        raise ConfigError("--output is missing; see --help")
 
     from hjax.models import arithmetic
     from hjax.models.export import export_model

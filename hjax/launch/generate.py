@@ -1,43 +1,11 @@
-"""`python -m hjax.launch.generate`: responses of a model, to prompts or in a chat."""
-
-from __future__ import annotations
-
-import contextlib
-import sys
-import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
-
-from absl import flags
-
-from hjax.errors import ConfigError
-from hjax.files import json_line
-from hjax.launch import sampling_flags
-from hjax.launch.command import answered, define, parse_flags, stopped_by_ctrl_c
-from hjax.launch.leaving import run_and_leave
-from hjax.launch.sampling_flags import (
-    ModelFront,
-    described,
-    existing_file,
-    options_of,
-    token_ids,
-)
-from hjax.show.answers import say, say_pieces, say_response
-from hjax.show.tables import wide_console
-
-if TYPE_CHECKING:
-    from hjax.data.dataset import Dataset
-    from hjax.rollout.constraint import Constraint
-    from hjax.rollout.language_model import Completion, LanguageModel
-
-HELP = """\
-usage: python -m hjax.launch.generate --model=DIR|WORKDIR --prompt=TEXT [--json]
+"""usage: python -m hjax.launch.generate --model=DIR|WORKDIR --prompt=TEXT [--json]
        python -m hjax.launch.generate --model=DIR|WORKDIR --prompts=FILE [--json]
        python -m hjax.launch.generate --model=DIR|WORKDIR
 
 Sample a response to a prompt or to each prompt of a file; or, in a terminal, chat.
 
   --model=DIR|WORKDIR   a workdir (its actor's newest checkpoint), a Hugging Face directory or name
+  --family=PATH.py:NAME a class of yours that reads the model's family (docs/families.md)
   --prompt=TEXT         the prompt; of a model without tokenizer its token ids: 3,4,5
   --prompts=FILE        a prompt per line (.txt), or per row (.jsonl) `prompt`: text, chat messages
                         or token ids; other keys of a row come back with --json
@@ -57,7 +25,36 @@ each line by itself. /new forgets what was said, Ctrl-D ends.
 
 exit status: 0 done; 1 failed; 2 wrong input, nothing generated; 130 stopped by Ctrl-C
 """
-BATCH = 32
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from hjax.errors import ConfigError
+from hjax.files import json_line
+from hjax.launch.command import answered, stopped_by_ctrl_c
+from hjax.launch.leaving import run_and_leave
+from hjax.launch.sampling_flags import (
+    ModelFront,
+    described,
+    existing_file,
+    options_of,
+    read_flags,
+    sampling_help,
+    token_ids,
+)
+from hjax.show.answers import say, say_pieces, say_response
+from hjax.show.tables import wide_console
+
+if TYPE_CHECKING:
+    from hjax.data.dataset import Dataset
+    from hjax.rollout.constraint import Constraint
+    from hjax.rollout.language_model import Completion, LanguageModel
+
 LENGTH = 64
 # Of a completion in the JSON; a row's other keys stand beside them.
 FIELDS = ("text", "tokens", "logprobs", "finish_reason")
@@ -65,24 +62,19 @@ FIELDS = ("text", "tokens", "logprobs", "finish_reason")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    shown = sampling_flags.options_help("logits are divided by it; 0 is greedy (1)")
-    sampling = sampling_flags.HELP.format(options=shown, batch=BATCH)
-    text = HELP.format(sampling=sampling, length=LENGTH)
+    sampling = sampling_help("logits are divided by it; 0 is greedy (1)")
+    text = str(__doc__).format(sampling=sampling, length=LENGTH)
     return stopped_by_ctrl_c(lambda: answered(arguments, lambda: text, _run))
 
 
-def parse(arguments: Sequence[str]) -> flags.FlagValues:
+def parse(arguments: Sequence[str]) -> Any:
     """Read the command line.
 
     Raises:
       ConfigError: a wrong flag or value.
     """
-    own = flags.FlagValues()
-    sampling_flags.define(own, batch=BATCH)
-    define(own, prompt=str, prompts=str, regex=str, json_schema=str, grammar=str)
-    flags.DEFINE_multi_string("choice", None, "see --help", flag_values=own)
-    parse_flags(own, arguments)
-    sampling_flags.settle(own)
+    constraints = dict(regex=str, json_schema=str, grammar=str, choice=list)
+    own = read_flags(arguments, {}, prompt=str, prompts=str, **constraints)
     if own.prompt is not None and own.prompts is not None:
         raise ConfigError("--prompt and --prompts: give one of them")
     if own.prompt is None and own.prompts is None:
@@ -105,17 +97,17 @@ def _run(arguments: Sequence[str]) -> int:
         if own.chat:
             front.check_chat()
         limit = own.max_new_tokens or LENGTH
-        return Chat(front.load(own, own.tensor, own.copies), own.seed, limit, options).run()
+        return Chat(front.load(own, own.copies), own.seed, limit, options).run()
     prompts = _prompts(own, front)
     from hjax.run.completions import length_limit
 
     limit = length_limit(prompts, front.config, own.max_new_tokens, LENGTH)
     options["max_new_tokens"] = limit
     if len(prompts) == 1 and not own.json:
-        _stream(front.load(own, own.tensor, own.copies), prompts, own.seed, options)
+        _stream(front.load(own, own.copies), prompts, own.seed, options)
         return 0
     began = time.monotonic()
-    completions = _complete(front.load(own, own.tensor, own.copies), prompts, own, options)
+    completions = _complete(front.load(own, own.copies), prompts, own, options)
     seconds = time.monotonic() - began
     if own.json:
         print(json_line(_described(own, prompts, completions, options, seconds)))

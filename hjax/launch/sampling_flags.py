@@ -6,14 +6,13 @@ import dataclasses
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from absl import flags
-
 from hjax.errors import ConfigError
 from hjax.given import given_path
+from hjax.launch.command import define, parse_flags, settle
 from hjax.rollout.options import OPTIONS, Sampling
 from hjax.rules import Rule, at_least, between
 
@@ -22,6 +21,8 @@ if TYPE_CHECKING:
     from hjax.models.config import ModelConfig
     from hjax.rollout.language_model import LanguageModel
 
+# Sequences at a time.
+BATCH = 32
 HELP = """\
 {options}\
   --seed=S              every draw follows from it (0)
@@ -35,36 +36,39 @@ HELP = """\
   --copies=1            of the model, each on so many devices, which share a batch
 """
 
-_RULES: dict[str, Rule] = {
+SEEDS = between(0, 2**32 - 1)
+_RULES: Mapping[str, Rule] = {
     "max_new_tokens": at_least(1),
-    "seed": between(0, 2**32 - 1),
+    "seed": SEEDS,
     "batch": at_least(1),
     "tensor": at_least(1),
     "copies": at_least(1),
 }
+# Of commands that read a model, as of ``define``; ``OPTIONS`` are None where they are not given.
+DTYPES = {"dtype": ("float32", "bfloat16"), "cache_dtype": ("auto", "int8")}
+UNSET: Mapping[str, type] = {name: type(key.default) for name, key in OPTIONS.items()}
 
 
-def define(own: flags.FlagValues, batch: int) -> None:
-    """Add the flags; a length or temperature that is not given is None."""
-    flags.DEFINE_string("model", "", "see --help", flag_values=own)
-    flags.DEFINE_integer("max_new_tokens", None, "see --help", flag_values=own)
-    define_options(own)
-    flags.DEFINE_integer("seed", 0, "see --help", flag_values=own)
-    flags.DEFINE_multi_string("stop", [], "see --help", flag_values=own)
-    flags.DEFINE_bool("chat", False, "see --help", flag_values=own)
-    flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "see --help", flag_values=own)
-    flags.DEFINE_enum("cache_dtype", "auto", ["auto", "int8"], "see --help", flag_values=own)
-    flags.DEFINE_integer("batch", batch, "see --help", flag_values=own)
-    flags.DEFINE_integer("tensor", 1, "see --help", flag_values=own)
-    flags.DEFINE_integer("copies", 1, "see --help", flag_values=own)
-    flags.DEFINE_bool("json", False, "see --help", flag_values=own)
+def read_flags(arguments: Sequence[str], rules: Mapping[str, Rule], **own: object) -> Any:
+    """The flags of a command that samples; a length or option that is not given is None.
+
+    Args:
+      rules: of flags of its own.
+      own: these, as of ``define``.
+
+    Raises:
+      ConfigError: a wrong flag or value.
+    """
+    shared = define(model="", family="", max_new_tokens=int, json=False, seed=0)
+    define(shared, stop=[], chat=False, batch=BATCH, tensor=1, copies=1, **DTYPES, **UNSET, **own)
+    parse_flags(shared, arguments)
+    settle(shared, {**_RULES, **rules})
+    return shared
 
 
-def define_options(own: flags.FlagValues) -> None:
-    """Add a flag for each of ``OPTIONS``; one that is not given is None."""
-    kinds: Any = {float: flags.DEFINE_float, int: flags.DEFINE_integer, str: flags.DEFINE_string}
-    for name, key in OPTIONS.items():
-        kinds[type(key.default)](name, None, "see --help", flag_values=own)
+def sampling_help(temperature: str) -> str:
+    """Lines of a command's help for the flags of ``read_flags``; ``temperature`` as below."""
+    return HELP.format(options=options_help(temperature), batch=BATCH)
 
 
 def options_help(temperature: str) -> str:
@@ -111,23 +115,6 @@ def sampling_of(own: Any, vocab_size: int, temperature: float) -> dict[str, Any]
 def described(options: Mapping[str, Any]) -> dict[str, Any]:
     """For the JSON that a command prints: every option, given or not."""
     return {name: options.get(name, key.default) for name, key in OPTIONS.items()}
-
-
-def settle(own: flags.FlagValues, **rules: Rule) -> None:
-    """Check the flags' values, and read a ~ in --model as a shell does.
-
-    Args:
-      **rules: of further flags.
-
-    Raises:
-      ConfigError: the first that is not.
-    """
-    if not own["model"].value:
-        raise ConfigError("--model is missing; see --help")
-    for name, rule in {**_RULES, **rules}.items():
-        if own[name].value is not None and not rule.holds(own[name].value):
-            raise ConfigError(f"--{name}={own[name].value}: must be {rule.text}")
-    own["model"].value = str(given_path(own["model"].value, "--model="))
 
 
 def existing_file(flag: str, name: str) -> Path:
@@ -213,22 +200,24 @@ class ModelFront:
             lacks = "tokenizer" if self.tokenizer is None else "chat template"
             raise ConfigError(f"--chat: {self.path} has no {lacks}; leave --chat out")
 
-    def load(self, own: Any, tensor: int = 1, copies: int = 1) -> LanguageModel:
-        """The model with its weights, on the first so many devices, so many times, in the dtypes
-        of the flags."""
+    def load(self, own: Any, copies: int = 1) -> LanguageModel:
+        """The model with its weights: on so many devices and in the dtypes that flags say, and so
+        many times."""
         import hjax
         from hjax.launch.machine import prepare_devices
         from hjax.progress import shown
         from hjax.show.parts_display import PartsDisplay
 
-        prepare_devices(tensor * copies)
+        prepare_devices(own.tensor * copies)
         with PartsDisplay("loading", sys.stderr.isatty(), sys.stderr) as display:
 
             def percent(what: str, done: int, total: int) -> None:
                 display(100 * done // max(total, 1), 100, what.removeprefix("loading "))
 
             with shown(percent):
-                return hjax.load_model(self.path, own.dtype, tensor, copies, own.cache_dtype)
+                return hjax.load_model(
+                    self.path, own.dtype, own.tensor, copies, own.cache_dtype
+                )
 
 
 def options_of(own: Any, front: ModelFront, temperature: float) -> dict[str, Any]:

@@ -1,37 +1,10 @@
-"""`python -m hjax.launch.serve`: a model in OpenAI's form or JetStream's."""
-
-from __future__ import annotations
-
-import dataclasses
-import ipaddress
-import os
-import socket
-import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
-
-from absl import flags
-
-from hjax.errors import ConfigError
-from hjax.given import given_path
-from hjax.launch.command import answered, parse_flags, stopped_by_ctrl_c
-from hjax.launch.leaving import run_and_leave
-from hjax.launch.sampling_flags import ModelFront, define_options, options_help, sampling_of
-from hjax.rollout.options import OPTIONS, Sampling
-from hjax.rules import Rule, above, at_least, between
-
-if TYPE_CHECKING:
-    from hjax.rollout.language_model import LanguageModel
-    from hjax.rollout.service import Service
-    from hjax.serving.limits import Limits
-
-HELP = """\
-usage: python -m hjax.launch.serve --model=DIR|WORKDIR --protocol=openai|jetstream
+"""usage: python -m hjax.launch.serve --model=DIR|WORKDIR --protocol=openai|jetstream
 
 Serve a model (docs/serving.md). Once it answers it prints `serving DIR on http://HOST:PORT`, for
 jetstream `grpc://`.
 
   --model=DIR|WORKDIR   a workdir (its actor's newest checkpoint), a Hugging Face directory or name
+  --family=PATH.py:NAME a class of yours that reads the model's family (docs/families.md)
   --protocol=openai     OpenAI's API over HTTP: /v1/completions, /v1/chat/completions, /v1/models,
                         /health and /metrics
   --protocol=jetstream  JetStream's over gRPC: Decode and HealthCheck (the extra `jetstream`)
@@ -70,12 +43,50 @@ with jetstream, whose requests do not say these:
 exit status: 0 ended by SIGTERM, requests answered; 1 failed; 2 wrong input, nothing served;
 130 ended by Ctrl-C
 """
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from absl import flags
+
+from hjax.errors import ConfigError
+from hjax.launch.command import answered, define, parse_flags, settle, stopped_by_ctrl_c
+from hjax.launch.leaving import run_and_leave
+from hjax.launch.sampling_flags import (
+    DTYPES,
+    SEEDS,
+    UNSET,
+    ModelFront,
+    options_help,
+    sampling_of,
+)
+from hjax.rollout.options import OPTIONS, Sampling
+from hjax.rules import Rule, above, at_least, between
+from hjax.serving.limits import Limits, allow_connections
+
+if TYPE_CHECKING:
+    from hjax.rollout.language_model import LanguageModel
+    from hjax.rollout.service import Service
+_PROTOCOLS = ("openai", "jetstream")
+_USUAL = Limits()
 # Flags that one protocol alone has, and what they are where they are not given.
-_OPENAI = {"admin": False, "max_connections": None, "header_seconds": None, "idle_seconds": None}
-_JETSTREAM = {"seed": None, **{name: None for name in OPTIONS}}
+_OPENAI = {
+    "admin": False,
+    "max_connections": _USUAL.connections,
+    "header_seconds": _USUAL.header_seconds,
+    "idle_seconds": _USUAL.idle_seconds,
+}
+_JETSTREAM = ("seed", *OPTIONS)
 # Tokens of a prompt and its response, if nobody says how many.
 _JETSTREAM_CONTEXT = 2048
-_RULES: dict[str, Rule] = {
+_RULES: Mapping[str, Rule] = {
     "port": between(0, 65535),
     "slots": at_least(0),
     "prefix_tokens": at_least(-1),
@@ -87,20 +98,15 @@ _RULES: dict[str, Rule] = {
     "header_seconds": above(0),
     "idle_seconds": at_least(1),
     "context": at_least(0),
-    "seed": between(0, 2**32 - 1),
+    "seed": SEEDS,
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-
-    def text() -> str:
-        from hjax.serving.limits import Limits
-
-        options = options_help("logits are divided by it; 0 is greedy (0)")
-        return HELP.format(options=options, **dataclasses.asdict(Limits()))
-
-    return stopped_by_ctrl_c(lambda: answered(arguments, text, _run))
+    options = options_help("logits are divided by it; 0 is greedy (0)")
+    text = str(__doc__).format(options=options, **dataclasses.asdict(_USUAL))
+    return stopped_by_ctrl_c(lambda: answered(arguments, lambda: text, _run))
 
 
 def parse(arguments: Sequence[str]) -> flags.FlagValues:
@@ -109,55 +115,23 @@ def parse(arguments: Sequence[str]) -> flags.FlagValues:
     Raises:
       ConfigError: a wrong flag or value.
     """
-    from hjax.serving.limits import Limits
-
-    usual = Limits()
-    usually = _JETSTREAM | {
-        name: getattr(usual, name.removeprefix("max_")) if value is None else value
-        for name, value in _OPENAI.items()
-    }
-    own = flags.FlagValues()
-    flags.DEFINE_string("model", "", "see --help", flag_values=own)
-    flags.DEFINE_enum("protocol", None, ["openai", "jetstream"], "see --help", flag_values=own)
-    flags.DEFINE_string("host", "127.0.0.1", "see --help", flag_values=own)
-    flags.DEFINE_integer("port", 8000, "see --help", flag_values=own)
-    flags.DEFINE_string("api_key_env", "", "see --help", flag_values=own)
-    flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "see --help", flag_values=own)
-    flags.DEFINE_enum("cache_dtype", "auto", ["auto", "int8"], "see --help", flag_values=own)
-    flags.DEFINE_integer("slots", 0, "see --help", flag_values=own)
-    flags.DEFINE_integer("prefix_tokens", -1, "see --help", flag_values=own)
-    flags.DEFINE_integer("lookup", 0, "see --help", flag_values=own)
-    flags.DEFINE_bool("warm_up", None, "see --help", flag_values=own)
-    flags.DEFINE_integer("tensor", 1, "see --help", flag_values=own)
-    flags.DEFINE_bool("admin", None, "see --help", flag_values=own)
-    flags.DEFINE_integer("max_queue", 1024, "see --help", flag_values=own)
-    flags.DEFINE_integer("max_body_bytes", usual.body_bytes, "see --help", flag_values=own)
-    flags.DEFINE_integer("max_connections", None, "see --help", flag_values=own)
-    flags.DEFINE_float("header_seconds", None, "see --help", flag_values=own)
-    flags.DEFINE_float("idle_seconds", None, "see --help", flag_values=own)
-    flags.DEFINE_integer("context", 0, "see --help", flag_values=own)
-    define_options(own)
-    flags.DEFINE_integer("seed", None, "see --help", flag_values=own)
+    own = define(model="", family="", host="127.0.0.1", port=8000, api_key_env="", tensor=1)
+    define(own, **DTYPES, slots=0, prefix_tokens=-1, lookup=0, max_queue=1024, context=0)
+    define(own, warm_up=bool, max_body_bytes=_USUAL.body_bytes, seed=int, **UNSET)
+    define(own, **{name: type(value) for name, value in _OPENAI.items()})
+    flags.DEFINE_enum("protocol", None, _PROTOCOLS, "see --help", flag_values=own)
     parse_flags(own, arguments)
-    if not own["model"].value:
-        raise ConfigError("--model is missing; see --help")
-    own["model"].value = str(given_path(own["model"].value, "--model="))
-    if own["protocol"].value is None:
-        raise ConfigError("--protocol is missing; allowed: openai, jetstream")
     protocol = own["protocol"].value
-    other = _JETSTREAM if protocol == "openai" else _OPENAI
-    for name in other:
+    if protocol is None:
+        raise ConfigError(f"--protocol is missing; allowed: {', '.join(_PROTOCOLS)}")
+    for name in _JETSTREAM if protocol == "openai" else _OPENAI:
         if own[name].value is not None:
             says = "its requests say it" if protocol == "openai" else "only openai has it"
             raise ConfigError(f"--{name}: not with --protocol={protocol}; {says}, see --help")
-    if own["warm_up"].value is None:
-        own["warm_up"].value = protocol == "jetstream"
-    for name, value in usually.items():
+    for name, value in {**_OPENAI, "warm_up": protocol == "jetstream"}.items():
         if own[name].value is None:
             own[name].value = value
-    for name, rule in _RULES.items():
-        if own[name].value is not None and not rule.holds(own[name].value):
-            raise ConfigError(f"--{name}={own[name].value}: must be {rule.text}")
+    settle(own, _RULES)
     return own
 
 
@@ -175,16 +149,14 @@ def _openai(own: Any, key: str, front: ModelFront) -> int:
         from hjax.serving.server import Server, run
     except ModuleNotFoundError as error:
         raise _missing(error, "serve") from error
-    from hjax.serving.limits import allow_connections
-
     allow_connections(own.max_connections)
     from hjax.serving.served import Served
 
     with _bind(own, key) as bound:
         model, service = _service(own, front)
         reload = Reload(model, service) if own.admin else None
-        about = model.tokenizer, model.config.vocab_size, model.eos_ids
-        served, limits = Served(own.model, service, *about), _limits(own)
+        size, limits = model.config.vocab_size, _limits(own)
+        served = Served(own.model, service, model.tokenizer, size, model.eos_ids)
         started = _started(own, "http", bound)
         return run(Server(served, bound, limits, key, started, reload), limits)
 
@@ -203,15 +175,15 @@ def _jetstream(own: Any, key: str, front: ModelFront) -> int:
     started = _started(own, "grpc", bound)
     address = address_of(bound)
     bound.close()  # gRPC binds by itself
-    drawn = Sampling(**options), own.seed
-    return run(model, service, *drawn, address, _limits(own), key, started)
+    sampling = Sampling(**options)
+    return run(model, service, sampling, own.seed, address, _limits(own), key, started)
 
 
 def _service(own: Any, front: ModelFront) -> tuple[LanguageModel, Service]:
     """The model, read, and what answers with it."""
     from hjax.rollout.service import Service
 
-    model = front.load(own, own.tensor)
+    model = front.load(own)
     prefix_tokens = None if own.prefix_tokens < 0 else own.prefix_tokens
     try:
         service = Service(
@@ -248,8 +220,6 @@ def _started(own: Any, scheme: str, bound: socket.socket) -> Callable[[], None]:
 
 
 def _limits(own: Any) -> Limits:
-    from hjax.serving.limits import Limits
-
     return Limits(
         body_bytes=own.max_body_bytes,
         connections=own.max_connections,

@@ -60,11 +60,7 @@ def sorting(algorithm: str, steps: int = 450) -> Config:
     # Graded rewards: a group in which all samples score the same teaches nothing.
     config.data.task_options.partial = 0.5
 
-    config.model.hidden_size = 128
-    config.model.layers = 2
-    config.model.heads = 4
-    config.model.kv_heads = 4
-    config.model.mlp_size = 384
+    small_model(config)
 
     config.warm_start.steps = 20
 
@@ -81,3 +77,12 @@ def sorting(algorithm: str, steps: int = 450) -> Config:
     config.eval.every = 50
     config.checkpoint.every = 50
     return config
+
+
+def small_model(config: Config) -> None:
+    """Sizes of a model that learns on CPUs: there the time goes into the number of operations."""
+    config.model.hidden_size = 128
+    config.model.layers = 2
+    config.model.heads = 4
+    config.model.kv_heads = 4
+    config.model.mlp_size = 384

@@ -9,7 +9,7 @@ is above the limit and weighs the cost against the reward; report.html draws its
 
 from ml_collections import ConfigDict
 
-from hjax.launch.configs import base
+from hjax.launch.configs import base, small_model
 
 
 def get_config() -> ConfigDict:
@@ -21,11 +21,7 @@ def get_config() -> ConfigDict:
     config.data.task = "harvest"
     config.data.task_options.length = 8
 
-    config.model.hidden_size = 128
-    config.model.layers = 2
-    config.model.heads = 4
-    config.model.kv_heads = 4
-    config.model.mlp_size = 384
+    small_model(config)
 
     # The demonstrations copy poisonous digits as often as others: the start is unsafe.
     config.warm_start.steps = 150

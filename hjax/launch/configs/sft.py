@@ -8,7 +8,7 @@ With data of your own (`--config.data.path=FILE`) the column `response` holds th
 
 from ml_collections import ConfigDict
 
-from hjax.launch.configs import base
+from hjax.launch.configs import base, small_model
 
 
 def get_config() -> ConfigDict:
@@ -20,11 +20,7 @@ def get_config() -> ConfigDict:
     config.data.task = "sorting"
     config.data.task_options.length = 5
 
-    config.model.hidden_size = 128
-    config.model.layers = 2
-    config.model.heads = 4
-    config.model.kv_heads = 4
-    config.model.mlp_size = 384
+    small_model(config)
 
     # Demonstrations (sequences) per update.
     config.warm_start.batch = 64
