@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 
 # What modules of users' files are called (``hjax.user_files``).
@@ -58,10 +59,8 @@ def exit_status(run: Callable[[], int]) -> int:
     """What ``run`` returns; 2 for wrong input, 1 for other errors, each said in one line."""
     try:
         return run()
-    except ConfigError as error:
-        return _fail(error, 2)
-    except RunError as error:
-        return _fail(error, 1)
+    except (ConfigError, RunError) as error:
+        return _fail(error, 2 if isinstance(error, ConfigError) else 1)
     except OSError as error:
         # Of the machine; one that names its file says where, too.
         if not error.filename:
@@ -88,7 +87,23 @@ def written(value: object) -> str:
     try:
         return repr(value)
     except Exception:
-        return f"<{type(value).__name__}>"
+        return f"something that repr cannot show ({type(value).__name__})"
+
+
+def cut(text: str, limit: int) -> str:
+    """A text of at most so many characters."""
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def short(value: object, limit: int = 60) -> str:
+    """A value as messages show it."""
+    return cut(written(value), limit)
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """`did you mean NEAREST? `, empty where none of ``known`` is near."""
+    near = difflib.get_close_matches(name, known, 1)
+    return f"did you mean {near[0]}? " if near else ""
 
 
 def one_line(error: BaseException) -> str:

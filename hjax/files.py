@@ -106,13 +106,9 @@ _PART = ".part"
 
 def replace_file(path: Path, content: str | bytes) -> None:
     """Write ``content`` to ``path`` so that a reader sees the old or the new file, never half."""
+    data = content if isinstance(content, bytes) else content.encode("utf-8", errors="replace")
     with replacing(path) as part:
-        with open(part, "wb") as file:
-            file.write(
-                content
-                if isinstance(content, bytes)
-                else content.encode("utf-8", errors="replace")
-            )
+        part.write_bytes(data)
 
 
 @contextlib.contextmanager

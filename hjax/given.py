@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hjax.errors import ConfigError, DataError
+from hjax.errors import ConfigError, DataError, cut
 
 _SHOWN = 80  # characters of a path in a message
 
@@ -22,8 +22,7 @@ def given_path(text: str | os.PathLike[str], setting: str) -> Path:
     Raises:
       ConfigError: it cannot be looked up: `~` of nobody, too long, a loop of links, no permission.
     """
-    shown = os.fspath(text)
-    shown = shown if len(shown) <= _SHOWN else f"{shown[: _SHOWN - 3]}..."
+    shown = cut(os.fspath(text), _SHOWN)
     try:
         path = Path(text).expanduser()
         path.stat()

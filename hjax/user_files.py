@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import hashlib
 import importlib.util
@@ -14,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hjax.errors import USER_MODULE, ConfigError
+from hjax.errors import USER_MODULE, ConfigError, meant
 from hjax.given import given_path
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -116,11 +115,8 @@ def load_object(spec: str, setting: str, beside: Path | None = None) -> Any:
         return functools.reduce(getattr, name.split("."), module)
     except AttributeError:
         found = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        near = difflib.get_close_matches(name, found, 1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(
-            f"{setting}={spec!r}: {where} has no {name}; {hint}it has {', '.join(found) or 'none'}"
-        ) from None
+        has = f"{meant(name, found)}it has {', '.join(found) or 'none'}"
+        raise ConfigError(f"{setting}={spec!r}: {where} has no {name}; {has}") from None
 
 
 def origin(thing: Any) -> tuple[str, str] | None:

@@ -3,6 +3,7 @@ conversations as demonstrations: each turn of the assistant's answers what stand
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,21 +34,13 @@ def with_prompt(row: dict[str, Any], where: str, prompt_columns: tuple[str, ...]
     if chosen == rejected:
         raise DataError(f"{where}: chosen and rejected are equal; such a pair says nothing")
     same = 0
-    if isinstance(chosen, str) and isinstance(rejected, str):
-        for a, b in zip(chosen, rejected):
-            if a != b:
-                break
-            same += 1
+    if type(chosen) is type(rejected) in (str, list):
+        equal = itertools.takewhile(lambda two: two[0] == two[1], zip(chosen, rejected))
+        same = len(list(equal))
+    if same and isinstance(chosen, str):
         turn = chosen.rfind(_TURN, 0, same)
-        if turn >= 0:
-            same = turn + len(_TURN)
-        else:
-            same = max(chosen.rfind(" ", 0, same), chosen.rfind("\n", 0, same)) + 1
-    elif isinstance(chosen, list) and isinstance(rejected, list):
-        for a, b in zip(chosen, rejected):
-            if a != b:
-                break
-            same += 1
+        word = max(chosen.rfind(" ", 0, same), chosen.rfind("\n", 0, same)) + 1
+        same = word if turn < 0 else turn + len(_TURN)
     if not same:
         raise DataError(
             f"{where}: there is no prompt, and chosen and rejected begin with nothing in common; "

@@ -12,10 +12,10 @@ import numpy as np
 from hjax.data.conversations import assistant_turns, with_prompt
 from hjax.data.labels import labelled_pairs
 from hjax.data.reading import Reading
-from hjax.data.sources import read_all, short
+from hjax.data.sources import read_all
 from hjax.data.tasks import Task
 from hjax.data.tokenizer import Tokenizer
-from hjax.errors import ConfigError, DataError
+from hjax.errors import ConfigError, DataError, short
 
 # Arguments of a reward function that a column would hide.
 _RESERVED = ("prompts", "responses")

@@ -60,17 +60,9 @@ def labelled_pairs(rows: Sequence[tuple[str, dict[str, Any]]]) -> list[tuple[str
     for label, texts in by_label.items():
         if not texts:
             raise DataError(f"no text is labelled {int(label)}: one of each label makes a pair")
+    labels = dict(zip(PAIR_LABELS, (1, 0)))
     return [
-        (
-            where,
-            {
-                "prompt": "",
-                "chosen": good,
-                "rejected": bad,
-                PAIR_LABELS[0]: 1,
-                PAIR_LABELS[1]: 0,
-            },
-        )
+        (where, {"prompt": "", "chosen": good, "rejected": bad} | labels)
         for (where, good), (_, bad) in zip(by_label[True], by_label[False])
     ]
 
@@ -83,13 +75,11 @@ def pair_labels(columns: Mapping[str, Sequence[Any]]) -> list[tuple[bool, bool]]
     """
     if any(name not in columns for name in PAIR_LABELS):
         return None
-    return [
-        (label_of(chosen, f"{PAIR_LABELS[0]} of pair {i}"),
-         label_of(rejected, f"{PAIR_LABELS[1]} of pair {i}"))
-        for i, (chosen, rejected) in enumerate(
-            zip(*(columns[name] for name in PAIR_LABELS), strict=True)
-        )
-    ]  # fmt: skip
+    of_side = [
+        [label_of(value, f"{name} of pair {i}") for i, value in enumerate(columns[name])]
+        for name in PAIR_LABELS
+    ]
+    return list(zip(*of_side, strict=True))
 
 
 def pair_margins(columns: Mapping[str, Sequence[Any]], count: int) -> list[float]:

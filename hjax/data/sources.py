@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hjax.errors import DataError
+from hjax.errors import DataError, short
 from hjax.given import given_path, parse_json
 
 SUFFIXES = (".jsonl", ".parquet", ".txt")
@@ -152,9 +152,3 @@ def _read_parquet(path: Path) -> list[tuple[str, dict[str, Any]]]:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise DataError(f"{path}: not a readable parquet file ({reason[:200]})") from None
     return [(f"{path}: row {i}", row) for i, row in enumerate(rows, start=1)]
-
-
-def short(value: Any, limit: int = 60) -> str:
-    """A value as messages show it."""
-    text = repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hjax.data.chat_templates import render
 from hjax.data.token_bytes import TokenBytes
-from hjax.errors import ConfigError, DataError
+from hjax.errors import ConfigError, DataError, short
 from hjax.files import replace_file
 from hjax.given import given_path, read_object, read_text
 
@@ -109,7 +109,7 @@ class Tokenizer:
             for one in several:
                 if not isinstance(one, int) or isinstance(one, bool) or one < 0:
                     raise DataError(
-                        f"{folder / neighbour}: eos_token_id is {_short(ids)}; a token id, or a "
+                        f"{folder / neighbour}: eos_token_id is {short(ids, 80)}; a token id, or a "
                         "list of them"
                     )
             extra += several
@@ -165,11 +165,11 @@ class Tokenizer:
             missing = next((c for c in text if c not in known), None)
             if missing is None:
                 raise DataError(
-                    f"tokenizer {self.name}: cannot encode {_short(text)} ({error})"
+                    f"tokenizer {self.name}: cannot encode {short(text, 80)} ({error})"
                 ) from None
             raise DataError(
-                f"tokenizer {self.name}: the character {missing!r} of {_short(text)} is not in its "
-                f"vocabulary of {self.vocab_size} tokens; change the text or the tokenizer"
+                f"tokenizer {self.name}: the character {missing!r} of {short(text, 80)} is not in "
+                f"its vocabulary of {self.vocab_size} tokens; change the text or the tokenizer"
             ) from None
         return [*self._prefix, *ids] if add_special else ids
 
@@ -235,7 +235,7 @@ class Tokenizer:
         try:
             return render(self.chat_template, values)
         except DataError as error:
-            shown = _short(list(messages))
+            shown = short(list(messages), 80)
             raise DataError(
                 f"tokenizer {self.name}: given {shown}, the chat template {error}"
             ) from None
@@ -288,7 +288,7 @@ class Tokenizer:
         text = _content(self._config.get(key))
         if text is not None and not isinstance(text, str):
             raise DataError(
-                f"tokenizer {self.name}: {key} is {_short(self._config[key])}; text, or null"
+                f"tokenizer {self.name}: {key} is {short(self._config[key], 80)}; text, or null"
             )
         candidates = _CUSTOMARY[key] if not self._config else (text,) if text else ()
         ids = (self._backend.token_to_id(candidate) for candidate in candidates)
@@ -336,12 +336,13 @@ def _written_templates(written: Any) -> dict[str, str]:
         name, template = of.get("name"), of.get("template")
         if not isinstance(name, str) or not isinstance(template, str) or not name:
             raise DataError(
-                f"tokenizer_config.json: chat_template is {_short(written)}; text, or a list of "
+                f"tokenizer_config.json: chat_template is {short(written, 80)}; text, or a list of "
                 "named ones"
             )
         if Path(name).name != name:  # a file is called so where it is saved
             raise DataError(
-                f"tokenizer_config.json: a chat_template is named {_short(name)}; a name without /"
+                f"tokenizer_config.json: a chat_template is named {short(name, 80)}; a name "
+                "without /"
             )
         named[name] = template
     return named
@@ -350,8 +351,3 @@ def _written_templates(written: Any) -> dict[str, str]:
 def _content(token: Any) -> Any:
     """A special token is written as a string, or as an object with a `content`."""
     return token.get("content") if isinstance(token, dict) else token
-
-
-def _short(value: Any, limit: int = 80) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."

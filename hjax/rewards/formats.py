@@ -17,7 +17,18 @@ from typing import Any
 from hjax.errors import ConfigError
 
 
-class Tags:
+class _OfEach:
+    def __call__(
+        self, prompts: Sequence[Any], responses: Sequence[str], **columns: Sequence[Any]
+    ) -> list[float]:
+        """A reward per response, 0 to 1."""
+        return [float(self._score(response)) for response in responses]
+
+    def _score(self, text: str) -> float:
+        raise NotImplementedError
+
+
+class Tags(_OfEach):
     """1.0 where a response is the given tags in their order, each opened and closed once.
 
     Between and around them there may be white space alone; inside anything but the tags. The form
@@ -46,13 +57,8 @@ class Tags:
         self._form = re.compile(r"\s*".join(["", *pairs, ""]), re.DOTALL)
         self._begun, self._partial = begun, partial
 
-    def __call__(
-        self, prompts: Sequence[Any], responses: Sequence[str], **columns: Sequence[Any]
-    ) -> list[float]:
-        """A reward per response, 0 to 1."""
-        return [self._score(self._begun + response) for response in responses]
-
     def _score(self, text: str) -> float:
+        text = self._begun + text
         if self._form.fullmatch(text):
             return 1.0
         if not self._partial:
@@ -65,7 +71,7 @@ class Tags:
         return self._partial * right / len(self._brackets)
 
 
-class Pattern:
+class Pattern(_OfEach):
     """1.0 where the whole response matches a regular expression (Python's, dots match all), else 0.
 
     Args:
@@ -81,16 +87,11 @@ class Pattern:
         except re.error as error:
             raise ConfigError(f"Pattern({regex!r}): {error}") from error
 
-    def __call__(
-        self, prompts: Sequence[Any], responses: Sequence[str], **columns: Sequence[Any]
-    ) -> list[float]:
-        """A reward per response, 0 or 1."""
-        return [
-            float(self._regex.fullmatch(response.strip()) is not None) for response in responses
-        ]
+    def _score(self, text: str) -> bool:
+        return self._regex.fullmatch(text.strip()) is not None
 
 
-class Json:
+class Json(_OfEach):
     """1.0 where a response is a JSON object that has certain keys, in a fence or without, else 0.
 
     Args:
@@ -100,13 +101,7 @@ class Json:
     def __init__(self, *keys: str):
         self._keys = frozenset(keys)
 
-    def __call__(
-        self, prompts: Sequence[Any], responses: Sequence[str], **columns: Sequence[Any]
-    ) -> list[float]:
-        """A reward per response, 0 or 1."""
-        return [float(self._holds(response)) for response in responses]
-
-    def _holds(self, text: str) -> bool:
+    def _score(self, text: str) -> bool:
         fenced = re.fullmatch(r"\s*```(?:json)?\n(.*)\n```\s*", text, re.DOTALL)
         try:
             value = json.loads(fenced[1] if fenced else text)

@@ -6,9 +6,11 @@ import dataclasses
 import functools
 import numbers
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from hjax.errors import short
 
 # Every way a sequence can come out of being judged. `killed`: the process that ran it ended.
 OUTCOMES = (
@@ -105,7 +107,7 @@ def judged(returned: Any, lengths: Sequence[int], name: str) -> RewardResult:
     count, results = len(lengths), {}
     for key, values in returned.items():
         if not isinstance(key, str) or not key or key in TAKEN:
-            problem = f"reward function {name} returned a reward named {_short(key)}"
+            problem = f"reward function {name} returned a reward named {short(key)}"
             allowed = f"a name is text, and none of {', '.join(TAKEN)}"
             return whole("wrong_type", count, f"{problem}; {allowed}")
         results[key] = _list(values, lengths, f"reward function {name} returned for {key!r}")
@@ -152,48 +154,55 @@ def _list(returned: Any, lengths: Sequence[int], said: str) -> RewardResult:
             returned = np.asarray(returned)
         elif not isinstance(returned, list | tuple):
             kind = type(returned).__name__
-            problem = f"{said} {_short(returned)} ({kind}); it must return a list of float or None"
+            problem = f"{said} {short(returned)} ({kind}); it must return a list of float or None"
             return whole("wrong_type", count, problem)
         returned = list(returned)
     except Exception as error:  # jax reports a failed computation only here
-        return whole("exception", count, f"{said} an unreadable array: {_short(error)}")
+        return whole("exception", count, f"{said} an unreadable array: {short(error)}")
     if len(returned) != count:
         problem = f"{said} {len(returned)} rewards for {count} sequences; it must return one each"
         return whole("wrong_length", count, problem)
-    rewards = np.full(count, np.nan, np.float32)
-    outcomes: list[str] = []
-    tokens: list[np.ndarray | None] = []
-    first: str | None = None
-    for i, value in enumerate(returned):
-        each: list[np.float32] = []
-        values = None
-        try:
-            values = _sequence(value)
-            if values is None:
-                outcome, number = _one(value)
-            else:
-                outcome, number, each = _dense(values, lengths[i])
-        except Exception as error:  # of the value's own methods
-            outcome, number = "wrong_type", np.float32(np.nan)
-            if first is None:
-                first = f"{said} {_short(value)} for sequence {i}, which raises {_short(error)}"
-        outcomes.append(outcome)
-        tokens.append(None)
-        if outcome == "ok":
-            rewards[i] = number
-            if values is not None:
-                tokens[i] = np.asarray(each, np.float32)
-        elif first is None and outcome == "wrong_type":
-            kind = type(value).__name__
-            first = f"{said} {_short(value)} ({kind}) for sequence {i}; allowed: a number, None"
-        elif first is None and outcome == "wrong_length":
-            assert values is not None
-            first = (
-                f"{said} {len(values)} rewards by token for sequence {i}, whose response has "
-                f"{lengths[i]} tokens; it must return one each (response_tokens has them)"
-            )
+    entries = [
+        _entry(value, length, f"for sequence {i}")
+        for i, (value, length) in enumerate(zip(returned, lengths, strict=True))
+    ]
+    rewards = np.array([entry.reward for entry in entries], np.float32)
+    tokens = tuple(entry.tokens for entry in entries)
     dense = any(x is not None for x in tokens)
-    return RewardResult(rewards, tuple(outcomes), first, {}, tuple(tokens) if dense else ())
+    return RewardResult(
+        rewards,
+        tuple(entry.outcome for entry in entries),
+        next((f"{said} {entry.problem}" for entry in entries if entry.problem), None),
+        tokens=tokens if dense else (),
+    )
+
+
+class _Entry(NamedTuple):
+    """How a sequence came out, its reward (NaN unless ok), that by token, and what is wrong."""
+
+    outcome: str
+    reward: np.float32 = np.float32(np.nan)
+    tokens: np.ndarray | None = None
+    problem: str = ""
+
+
+def _entry(value: Any, length: int, of: str) -> _Entry:
+    try:
+        values = _sequence(value)
+        found = _one(value) if values is None else _dense(values, length)
+    except Exception as error:  # of the value's own methods
+        problem = f"{short(value)} {of}, which raises {short(error)}"
+        return _Entry("wrong_type", problem=problem)
+    if found.outcome == "wrong_type":
+        problem = f"{short(value)} ({type(value).__name__}) {of}; allowed: a number, None"
+        return found._replace(problem=problem)
+    if found.outcome == "wrong_length" and values is not None:
+        problem = (
+            f"{len(values)} rewards by token {of}, whose response has {length} tokens; it must "
+            "return one each (response_tokens has them)"
+        )
+        return found._replace(problem=problem)
+    return found
 
 
 def _sequence(value: Any) -> list[Any] | None:
@@ -205,41 +214,31 @@ def _sequence(value: Any) -> list[Any] | None:
     return None
 
 
-def _dense(values: Sequence[Any], length: int) -> tuple[str, np.float32, list[np.float32]]:
-    """Outcome and sum of a reward by token, and its entries."""
-    nan = np.float32(np.nan)
+def _dense(values: Sequence[Any], length: int) -> _Entry:
+    """A reward by token; its sum counts."""
     each = [_one(x) for x in values]
-    for outcome, _ in each:
-        if outcome != "ok":
-            return ("nan" if outcome == "nan" else "wrong_type"), nan, []
+    for entry in each:
+        if entry.outcome != "ok":
+            return _Entry("nan" if entry.outcome == "nan" else "wrong_type")
     if len(values) != length:
-        return "wrong_length", nan, []
-    numbers = [number for _, number in each]
+        return _Entry("wrong_length")
+    tokens = np.array([entry.reward for entry in each], np.float32)
     with np.errstate(over="ignore"):
-        total = np.float32(sum(map(float, numbers)))
-    return ("ok", total, numbers) if np.isfinite(total) else ("nan", nan, [])
+        total = np.float32(sum(map(float, tokens)))
+    return _Entry("ok", total, tokens) if np.isfinite(total) else _Entry("nan")
 
 
-def _one(value: Any) -> tuple[str, np.float32]:
-    """Outcome and reward of one entry; infinite or beyond float32 counts as NaN."""
-    nan = np.float32(np.nan)
+def _one(value: Any) -> _Entry:
+    """A number; infinite or beyond float32 counts as NaN."""
     if value is None:
-        return "none", nan
+        return _Entry("none")
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()  # a numpy, jax or torch scalar
     if not isinstance(value, numbers.Real | np.bool_):
-        return "wrong_type", nan
+        return _Entry("wrong_type")
     try:
         with np.errstate(over="ignore"):
             reward = np.float32(float(value))
     except OverflowError:
-        return "nan", nan
-    return ("ok", reward) if np.isfinite(reward) else ("nan", nan)
-
-
-def _short(value: Any, limit: int = 60) -> str:
-    try:
-        text = repr(value)
-    except Exception:
-        text = f"something that repr cannot show ({type(value).__name__})"
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+        return _Entry("nan")
+    return _Entry("ok", reward) if np.isfinite(reward) else _Entry("nan")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-from hjax.data.tasks.base import Task, register
+from hjax.data.tasks.base import Task, option, register
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,11 +14,7 @@ class _Arithmetic(Task):
 
     sign: ClassVar[str]
 
-    digits: int = 2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check("digits", 1, 9)
+    digits: int = option(2, 1, 9)
 
     @property
     def alphabet(self) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hjax.data.tokenizer import Tokenizer
-from hjax.errors import ConfigError, DataError
+from hjax.errors import ConfigError, DataError, meant
 
 # One prompt in eight is held out, chosen by a hash of its text: whatever the seed and the
 # count, no prompt is ever in both splits.
@@ -23,12 +22,21 @@ _LIST_UP_TO = 2**17
 TASKS: dict[str, type[Task]] = {}
 
 
+def option(default: Any, low: float, high: float, excluded: bool = False) -> Any:
+    """A field that is an option: its default, the lowest and the highest value.
+
+    Args:
+      excluded: the highest itself is not allowed.
+    """
+    return dataclasses.field(default=default, metadata={"range": (low, high, excluded)})
+
+
 @dataclasses.dataclass(frozen=True)
 class Task:
     """A family of prompts with a verifier and demonstrations.
 
-    Options are the fields of the (frozen dataclass) subclass, which says in `__post_init__` what
-    they may be, and defines `alphabet`, `size`, `record`, `demonstration` and `is_correct`.
+    Options are the fields of the (frozen dataclass) subclass, each made by `option`, and it defines
+    `alphabet`, `size`, `record`, `demonstration` and `is_correct`.
 
     Attributes:
       partial: reward of a wrong response, as a share (0 up to below 1) of `closeness`; at 0 the
@@ -38,10 +46,21 @@ class Task:
     name: ClassVar[str] = ""
     has_cost: ClassVar[bool] = False
 
-    partial: float = 0.0
+    partial: float = option(0.0, 0.0, 1.0, excluded=True)
 
     def __post_init__(self) -> None:
-        self._check("partial", 0.0, 1.0, upper_excluded=True)
+        ranges = {f: f.metadata["range"] for f in dataclasses.fields(self) if f.metadata}
+        for field, (low, high, excluded) in ranges.items():
+            value, whole = getattr(self, field.name), isinstance(field.default, int)
+            allowed = int if whole else (int, float)
+            sound = isinstance(value, allowed) and not isinstance(value, bool)
+            if not sound or not low <= value <= high or (excluded and value == high):
+                kind = "an integer" if whole else "a number"
+                to = f"up to below {high}" if excluded else f"to {high}"
+                raise ConfigError(
+                    f"task {self.name}: option {field.name} is {value!r}; it must be {kind} from "
+                    f"{low} {to}"
+                )
 
     # What a subclass says.
 
@@ -207,20 +226,19 @@ class Task:
                     break
         return list(records.values())
 
-    def _check(self, option: str, low: float, high: float, upper_excluded: bool = False) -> None:
-        value = getattr(self, option)
-        default = type(self).default_options()[option]
-        allowed = (int,) if isinstance(default, int) else (int, float)
-        sound = isinstance(value, allowed) and not isinstance(value, bool)
-        if not sound or not low <= value <= high or (upper_excluded and value == high):
-            kind = "an integer" if allowed == (int,) else "a number"
-            to = f"up to below {high}" if upper_excluded else f"to {high}"
-            raise ConfigError(
-                f"task {self.name}: option {option} is {value!r}; it must be {kind} from {low} {to}"
-            )
-
     def _options_text(self) -> str:
         return ", ".join(f"{k}={getattr(self, k)!r}" for k in type(self).default_options())
+
+
+@dataclasses.dataclass(frozen=True)
+class Strings(Task):
+    """A task whose prompts and answers have at most ``length`` characters."""
+
+    length: int = option(5, 1, 64)
+
+    @property
+    def response_length(self) -> int:
+        return self.length + 1
 
 
 def register(cls: type[Task]) -> type[Task]:
@@ -232,18 +250,14 @@ def register(cls: type[Task]) -> type[Task]:
 def get_task(name: str, **options: Any) -> Task:
     """The task of that name with its options; ConfigError names what exists otherwise."""
     if name not in TASKS:
-        near = difflib.get_close_matches(name, TASKS, 1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(f"no task {name!r}: {hint}there are {', '.join(sorted(TASKS))}")
+        there = f"{meant(name, TASKS)}there are {', '.join(sorted(TASKS))}"
+        raise ConfigError(f"no task {name!r}: {there}")
     cls = TASKS[name]
     known = cls.default_options()
     for option in options:
         if option not in known:
-            near = difflib.get_close_matches(option, known, 1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise ConfigError(
-                f"task {name} has no option {option!r}: {hint}it has {', '.join(known)}"
-            )
+            has = f"{meant(option, known)}it has {', '.join(known)}"
+            raise ConfigError(f"task {name} has no option {option!r}: {has}")
     return cls(**options)
 
 

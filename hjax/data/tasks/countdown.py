@@ -6,7 +6,7 @@ import dataclasses
 import re
 from typing import Any, ClassVar
 
-from hjax.data.tasks.base import Task, digits_of, register
+from hjax.data.tasks.base import Task, digits_of, option, register
 
 
 @register
@@ -27,17 +27,10 @@ class Countdown(Task):
 
     name: ClassVar[str] = "countdown"
 
-    numbers: int = 3
-    largest: int = 20
+    numbers: int = option(3, 2, 6)
+    largest: int = option(20, 2, 99)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check("numbers", 2, 6)
-        self._check("largest", 2, 99)
-
-    @property
-    def alphabet(self) -> str:
-        return "0123456789 +-*:="
+    alphabet = "0123456789 +-*:="
 
     @property
     def size(self) -> int:

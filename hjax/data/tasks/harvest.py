@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from hjax.data.tasks.base import Task, digits_of, register
+from hjax.data.tasks.base import Strings, digits_of, option, register
 
 POISONOUS = "789"
 
 
 @register
 @dataclasses.dataclass(frozen=True)
-class Harvest(Task):
+class Harvest(Strings):
     """Picking digits, the fattest of which are poisonous: "3714=" -> for example "314".
 
     The response copies some of the prompt's digits in their order. Reward: sum of the copied
@@ -36,27 +36,15 @@ class Harvest(Task):
     name: ClassVar[str] = "harvest"
     has_cost: ClassVar[bool] = True
 
-    length: int = 8
-    copy: float = 0.3
-    copy_poisonous: float = 0.3
+    length: int = option(8, 1, 64)
+    copy: float = option(0.3, 0.0, 1.0)
+    copy_poisonous: float = option(0.3, 0.0, 1.0)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check("length", 1, 64)
-        self._check("copy", 0.0, 1.0)
-        self._check("copy_poisonous", 0.0, 1.0)
-
-    @property
-    def alphabet(self) -> str:
-        return "123456789="
+    alphabet = "123456789="
 
     @property
     def size(self) -> int:
         return 9**self.length
-
-    @property
-    def response_length(self) -> int:
-        return self.length + 1
 
     def record(self, index: int) -> dict[str, Any]:
         digits = "".join(str(1 + d) for d in digits_of(index, 9, self.length))

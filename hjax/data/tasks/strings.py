@@ -7,12 +7,12 @@ import itertools
 import string
 from typing import Any, ClassVar
 
-from hjax.data.tasks.base import Task, digits_of, register
+from hjax.data.tasks.base import Strings, digits_of, option, register
 
 
 @register
 @dataclasses.dataclass(frozen=True)
-class Sorting(Task):
+class Sorting(Strings):
     """Putting digits in order: "52413>" -> "12345". Teaches to look at the whole prompt for each
     token; with partial credit a dense reward, without a sparse one.
 
@@ -23,23 +23,13 @@ class Sorting(Task):
 
     name: ClassVar[str] = "sorting"
 
-    length: int = 5
+    length: int = option(5, 1, 64)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check("length", 1, 64)
-
-    @property
-    def alphabet(self) -> str:
-        return "0123456789>"
+    alphabet = "0123456789>"
 
     @property
     def size(self) -> int:
         return 10**self.length
-
-    @property
-    def response_length(self) -> int:
-        return self.length + 1
 
     def record(self, index: int) -> dict[str, Any]:
         digits = str(index).zfill(self.length)
@@ -48,7 +38,7 @@ class Sorting(Task):
 
 @register
 @dataclasses.dataclass(frozen=True)
-class Reversal(Task):
+class Reversal(Strings):
     """Writing letters backwards: "abcdef|" -> "fedcba". Teaches a position lookup that grows with
     the length.
 
@@ -60,13 +50,8 @@ class Reversal(Task):
 
     name: ClassVar[str] = "reversal"
 
-    length: int = 6
-    letters: int = 26
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check("length", 1, 64)
-        self._check("letters", 2, 26)
+    length: int = option(6, 1, 64)
+    letters: int = option(26, 2, 26)
 
     @property
     def alphabet(self) -> str:
@@ -76,10 +61,6 @@ class Reversal(Task):
     def size(self) -> int:
         return self.letters**self.length
 
-    @property
-    def response_length(self) -> int:
-        return self.length + 1
-
     def record(self, index: int) -> dict[str, Any]:
         letters = (string.ascii_lowercase[d] for d in digits_of(index, self.letters, self.length))
         text = "".join(letters)
@@ -88,7 +69,7 @@ class Reversal(Task):
 
 @register
 @dataclasses.dataclass(frozen=True)
-class Parity(Task):
+class Parity(Strings):
     """Odd or even number of ones: "11010?" -> a chain of bits whose last one is the answer, 1 for
     odd. Demonstrations write the running parity ("10011"), yet only the last bit is judged: an
     outcome reward over a chain of thought that the model may keep, shorten or spoil.
@@ -100,23 +81,13 @@ class Parity(Task):
 
     name: ClassVar[str] = "parity"
 
-    length: int = 10
+    length: int = option(10, 1, 64)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check("length", 1, 64)
-
-    @property
-    def alphabet(self) -> str:
-        return "01?"
+    alphabet = "01?"
 
     @property
     def size(self) -> int:
         return 2**self.length
-
-    @property
-    def response_length(self) -> int:
-        return self.length + 1
 
     def record(self, index: int) -> dict[str, Any]:
         bits = f"{index:0{self.length}b}"
