@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from hjax.keeper import BEGUN, DONE, FAILED, GIVEN, READY, REQUEST, STATUS, heading, put
+from hjax.keeper import BEGUN, DONE, FAILED, GIVEN, HEADING, READY, REQUEST, STATUS, put
 
 # How long the process may take to start and import what it needs, and to read a request.
 _START_SECONDS, _READ_SECONDS = 300.0, 10.0
@@ -105,18 +105,14 @@ class Apart:
                 process.send(request, _READ_SECONDS + seconds)
                 process.expect(BEGUN, _READ_SECONDS + seconds)
                 return process.expect(DONE, seconds + _GRACE_SECONDS)
-            except TimeoutError:
-                self._drop()
-                raise Late from None
-            except (Died, OSError) as error:
-                self._drop()
-                raise Died(str(error)) from None
-            except Failed as error:
-                if error.at_start:
+            except BaseException as error:
+                # After Ctrl-C, too: its answer would be taken for the next one's.
+                if not isinstance(error, Failed) or error.at_start:
                     self._drop()
-                raise
-            except BaseException:  # Ctrl-C: its answer would be taken for the next one's
-                self._drop()
+                if isinstance(error, TimeoutError):
+                    raise Late from None
+                if isinstance(error, Died | OSError):
+                    raise Died(str(error)) from None
                 raise
 
     def close(self) -> None:
@@ -182,7 +178,7 @@ class _Process:
     def expect(self, kind: bytes, seconds: float) -> bytes:
         """What comes next, which must be of this kind."""
         deadline = time.monotonic() + seconds
-        found, size = heading(self._read(heading.size, deadline))
+        found, size = HEADING.unpack(self._read(HEADING.size, deadline))
         content = self._read(size, deadline)
         if found == FAILED:
             raise Failed(content.decode(errors="replace"), at_start=not self.ready)
@@ -225,10 +221,8 @@ class _Process:
         """End it and all it has started."""
         self._requests.close()
         self._control.close()  # on which the keeper ends the others, then itself
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            pass
         # Where somebody has ended or stopped the keeper: whoever is in its group.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)

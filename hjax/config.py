@@ -131,27 +131,17 @@ class Config(ConfigDict):
         initial_dictionary: Mapping[str, Any] | ConfigDict | None = None,
         type_safe: bool = True,
         convert_dict: bool = True,
-        *,
-        allow_dotted_keys: bool = False,
-        sort_keys: bool = True,
+        **options: bool,
     ):
         object.__setattr__(self, "_path", "")
-        super().__init__(
-            None,
-            type_safe,
-            convert_dict,
-            allow_dotted_keys=allow_dotted_keys,
-            sort_keys=sort_keys,
-        )
-        given = initial_dictionary
+        super().__init__(None, type_safe, convert_dict, **options)
+        given = {} if initial_dictionary is None else initial_dictionary
+        references = {"preserve_field_references": True} if isinstance(given, ConfigDict) else {}
+        for key, value in given.items(**references):
+            self[key] = value
         if isinstance(given, ConfigDict):
-            for key, value in given.items(preserve_field_references=True):
-                self[key] = value
             object.__setattr__(self, "_type_safe", given.is_type_safe)
             object.__setattr__(self, "_locked", given.is_locked)
-        elif given is not None:
-            for key, value in given.items():
-                self[key] = value
 
     def __getattr__(self, name: str) -> Any:
         # What copy, pickle and notebooks ask every object for is no key.

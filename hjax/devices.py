@@ -56,95 +56,72 @@ class Device:
         return self.network * share
 
 
-_GB, _GIB = 1e9, 2.0**30
+_GB, _GIB, _TERA = 1e9, 2.0**30, 1e12
 _NVIDIA = "NVIDIA data sheet; network: one NIC per "
-_EACH = _NVIDIA + "GPU, 400 Gb/s"
+_EACH = "GPU, 400 Gb/s"
+_CARDS = "host of 8, 400 Gb/s; PCIe"
 _TPU = "cloud.google.com/tpu; memory: the TPU compiler's limit; links: How to Scale Your Model"
 
-
-def _gpu(
-    name: str,
-    memory: float,
-    bf16: float,
-    fp32: float,
-    bandwidth: float,
-    link: float,
-    network: float,
-    source: str,
-    fp8: float = 0,
-    per_host: int = 8,
-) -> Device:
-    flops = {"bfloat16": bf16 * 1e12, "float32": fp32 * 1e12}
-    if fp8:
-        flops["float8"] = fp8 * 1e12
-    return Device(
+# Memory GiB; bf16, tf32 and fp8 (0: none) TFLOP/s; memory GB/s, link GB/s one way, network GB/s per
+# host, GPUs of a host, network cards.
+_GPUS = {
+    "a100-40g": (40, 312, 156, 0, 1555, 300, 25, 8, "host of 8, 200 Gb/s"),
+    "a100-80g": (80, 312, 156, 0, 2039, 300, 25, 8, "host of 8, 200 Gb/s"),
+    # Cards without NVSwitch: bridges join a few, the rest is PCIe 4.0, of Hopper 5.0.
+    "a100-40g-pcie": (40, 312, 156, 0, 1555, 32, 25, 8, "host of 8, 200 Gb/s; PCIe"),
+    "a100-80g-pcie": (80, 312, 156, 0, 1935, 32, 25, 8, "host of 8, 200 Gb/s; PCIe"),
+    "h100": (80, 989, 495, 1979, 3350, 450, 400, 8, _EACH),
+    "h100-pcie": (80, 756, 378, 1513, 2000, 64, 50, 8, _CARDS),
+    "h100-nvl": (93, 835, 418, 1671, 3900, 64, 50, 8, _CARDS),
+    "h200": (139, 989, 495, 1979, 4800, 450, 400, 8, _EACH),
+    "h200-nvl": (139, 835, 418, 1671, 4800, 64, 50, 8, _CARDS),
+    # A superchip with one GPU is a host; its NVLink joins none of them to others.
+    "gh200": (95, 989, 495, 1979, 4000, 450, 50, 1, "superchip, 400 Gb/s"),
+    "b200": (179, 2250, 1125, 4500, 8000, 900, 400, 8, _EACH),
+    # A rack that NVLink joins (NVL72) is one domain of 72.
+    "gb200": (185, 2500, 1250, 5000, 8000, 900, 3600, 72, f"{_EACH}; NVL72"),
+    "l40s": (45, 362, 183, 733, 864, 26, 25, 8, "host of 8, 200 Gb/s; PCIe"),
+}
+# Memory GiB, bf16 TFLOP/s, memory GB/s, one torus axis both ways GB/s, its dimensions, devices of a
+# host and of a chip.
+_TPUS = {
+    "v4": (31.25, 275, 1228, 90, 3, 4, 1),
+    "v5e": (15.75, 197, 819, 90, 2, 4, 1),
+    "v5p": (95.74, 459, 2765, 180, 3, 4, 1),
+    "v6e": (31.25, 918, 1640, 180, 2, 4, 1),
+    # Two devices a chip: half of its compute, memory and links each.
+    "tpu7x": (95.75, 1153.5, 3690, 90, 3, 8, 2),
+}
+DEVICES: dict[str, Device] = {
+    name: Device(
         name=name,
         memory=memory * _GIB,
-        flops=flops,
+        flops={"bfloat16": bf16 * _TERA, "float32": fp32 * _TERA}
+        | ({"float8": fp8 * _TERA} if fp8 else {}),
         bandwidth=bandwidth * _GB,
         link=link * _GB,
         network=network * _GB,
         per_host=per_host,
         torus=0,
-        source=source,
-        own_network=source.startswith(_EACH),
+        source=_NVIDIA + cards,
+        own_network=cards.startswith(_EACH),
     )
-
-
-def _tpu(
-    name: str,
-    memory: float,
-    bf16: float,
-    bandwidth: float,
-    link: float,
-    torus: int,
-    host: int,
-    cores: int = 1,
-) -> Device:
-    # float32 products take six bfloat16 passes; DCN: 25 GB/s per host and direction.
-    flops = {"bfloat16": bf16 * 1e12, "float32": bf16 * 1e12 / 6}
-    return Device(
+    for name, (memory, bf16, fp32, fp8, bandwidth, link, network, per_host, cards) in _GPUS.items()
+} | {
+    name: Device(
         name=name,
         memory=memory * _GIB,
-        flops=flops,
+        # float32 products take six bfloat16 passes.
+        flops={"bfloat16": bf16 * _TERA, "float32": bf16 * _TERA / 6},
         bandwidth=bandwidth * _GB,
         link=link * _GB,
-        network=25 * _GB,
-        per_host=host,
+        network=25 * _GB,  # DCN, per host and direction
+        per_host=per_host,
         torus=torus,
         source=_TPU,
         cores=cores,
     )
-
-
-DEVICES: dict[str, Device] = {
-    d.name: d
-    for d in (
-        # memory GiB, bf16 and tf32 TFLOP/s, memory GB/s, link GB/s one way, network GB/s per host
-        _gpu("a100-40g", 40, 312, 156, 1555, 300, 25, _NVIDIA + "host of 8, 200 Gb/s"),
-        _gpu("a100-80g", 80, 312, 156, 2039, 300, 25, _NVIDIA + "host of 8, 200 Gb/s"),
-        # Cards without NVSwitch: bridges join a few, the rest is PCIe 4.0, of Hopper 5.0.
-        _gpu("a100-40g-pcie", 40, 312, 156, 1555, 32, 25, _NVIDIA + "host of 8, 200 Gb/s; PCIe"),
-        _gpu("a100-80g-pcie", 80, 312, 156, 1935, 32, 25, _NVIDIA + "host of 8, 200 Gb/s; PCIe"),
-        _gpu("h100", 80, 989, 495, 3350, 450, 400, _EACH, 1979),
-        _gpu("h100-pcie", 80, 756, 378, 2000, 64, 50, _NVIDIA + "host of 8, 400 Gb/s; PCIe", 1513),
-        _gpu("h100-nvl", 93, 835, 418, 3900, 64, 50, _NVIDIA + "host of 8, 400 Gb/s; PCIe", 1671),
-        _gpu("h200", 139, 989, 495, 4800, 450, 400, _EACH, 1979),
-        _gpu("h200-nvl", 139, 835, 418, 4800, 64, 50, _NVIDIA + "host of 8, 400 Gb/s; PCIe", 1671),
-        # A superchip with one GPU is a host; its NVLink joins none of them to others.
-        _gpu("gh200", 95, 989, 495, 4000, 450, 50, _NVIDIA + "superchip, 400 Gb/s", 1979, 1),
-        _gpu("b200", 179, 2250, 1125, 8000, 900, 400, _EACH, 4500),
-        # A rack that NVLink joins (NVL72) is one domain of 72.
-        _gpu("gb200", 185, 2500, 1250, 8000, 900, 3600, _EACH + "; NVL72", 5000, 72),
-        _gpu("l40s", 45, 362, 183, 864, 26, 25, _NVIDIA + "host of 8, 200 Gb/s; PCIe", 733),
-        # memory GiB, bf16 TFLOP/s, memory GB/s, one torus axis both ways GB/s, dimensions, host
-        _tpu("v4", 31.25, 275, 1228, 90, 3, 4),
-        _tpu("v5e", 15.75, 197, 819, 90, 2, 4),
-        _tpu("v5p", 95.74, 459, 2765, 180, 3, 4),
-        _tpu("v6e", 31.25, 918, 1640, 180, 2, 4),
-        # Two devices a chip: half of its compute, memory and links each.
-        _tpu("tpu7x", 95.75, 1153.5, 3690, 90, 3, 8, 2),
-    )
+    for name, (memory, bf16, bandwidth, link, torus, per_host, cores) in _TPUS.items()
 }
 _SYNONYMS = {
     "a100": "a100-80g", "a100-80": "a100-80g", "a100-40": "a100-40g", "a100-pcie": "a100-80g-pcie",
@@ -193,18 +170,13 @@ def device_of_kind(kind: str, memory: float = 0) -> Device | None:
         of 80 GB where the kind does not.
     """
     plain = re.sub(r"[^a-z0-9]", "", kind.lower())
-    found = None
     if "tpu" in plain or re.fullmatch(r"v\d\w*", plain):
         exact = {"tpuv5", "tpu7"}  # of others these are only the beginning
-        found = next(
-            (name for key, name in _TPU_KINDS.items()
-             if (plain == key if key in exact else key in plain)), None,
-        )  # fmt: skip
-        if "v4lite" in plain or "v4i" in plain:
-            return None
+        keys = (key for key in _TPU_KINDS if (plain == key if key in exact else key in plain))
+        found = _TPU_KINDS.get(next(keys, ""))
     else:
         found = _gpu_of_kind(kind, memory)
-    if found is None:
+    if found is None or "v4lite" in plain or "v4i" in plain:
         return None
     return dataclasses.replace(DEVICES[found], memory=memory or DEVICES[found].memory)
 

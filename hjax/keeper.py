@@ -26,27 +26,13 @@ from hjax.machine import descendants, end_all
 GIVEN, READY, REQUEST, BEGUN, DONE, FAILED = (bytes([i]) for i in b"grqbdf")
 # What the keeper says of a worker that has ended: the status as waitpid gives it.
 STATUS = struct.Struct("<i")
-
-
-class _Heading:
-    """Before each frame: its kind, and how many bytes follow."""
-
-    _form = struct.Struct("<cQ")
-    size = _form.size
-
-    def __call__(self, read: bytes) -> tuple[bytes, int]:
-        return self._form.unpack(read)
-
-    def made(self, kind: bytes, content: bytes) -> bytes:
-        return self._form.pack(kind, len(content))
-
-
-heading = _Heading()
+# Before each frame: its kind, and how many bytes follow.
+HEADING = struct.Struct("<cQ")
 
 
 def put(way: socket.socket, kind: bytes, content: bytes = b"") -> None:
     """Send a frame."""
-    way.sendall(heading.made(kind, content))
+    way.sendall(HEADING.pack(kind, len(content)))
     if content:
         way.sendall(content)
 
@@ -153,8 +139,8 @@ def _work(requests: socket.socket, entry: str) -> None:
 
 def _next(requests: socket.socket) -> bytes | None:
     """The next frame's content; None: there will be none."""
-    start = _exactly(requests, heading.size)
-    return None if start is None else _exactly(requests, heading(start)[1])
+    start = _exactly(requests, HEADING.size)
+    return None if start is None else _exactly(requests, HEADING.unpack(start)[1])
 
 
 def _exactly(requests: socket.socket, size: int) -> bytes | None:

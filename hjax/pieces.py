@@ -167,28 +167,24 @@ def merge(values: Sequence[Any]) -> Any:
     Parts are put together; of anything else every process has the same, and the first one's is
     taken.
     """
-    first, *others = values
-    if isinstance(first, Partial):
+
+    def merged(first: Any, *others: Any) -> Any:
         # The others say nothing where the first process alone gives it all.
-        return first.merged([x for x in others if x is not None])
-    if isinstance(first, Mapping):
-        return {key: merge([value[key] for value in values]) for key in first}
-    if isinstance(first, tuple) and hasattr(first, "_fields"):
-        return type(first)(*(merge(items) for items in zip(*values, strict=True)))
-    if isinstance(first, list | tuple):
-        return type(first)(merge(items) for items in zip(*values, strict=True))
-    return first
+        known = [x for x in others if x is not None]
+        return first.merged(known) if isinstance(first, Partial) else first
+
+    return map_leaves(merged, *values)
 
 
-def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """``value`` with ``function`` applied to everything in its dicts, tuples and lists."""
+def map_leaves(function: Callable[..., Any], value: Any, *others: Any) -> Any:
+    """``value`` with ``function`` applied to everything in its dicts, tuples and lists, and to what
+    stands there in ``others``, which are of the same structure."""
     if isinstance(value, Mapping):
-        return {key: map_leaves(function, item) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_leaves(function, item) for item in value))
+        return {k: map_leaves(function, value[k], *(other[k] for other in others)) for k in value}
     if isinstance(value, list | tuple):
-        return type(value)(map_leaves(function, item) for item in value)
-    return function(value)
+        items = [map_leaves(function, *each) for each in zip(value, *others, strict=True)]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return function(value, *others)
 
 
 def whole(value: Any) -> Any:

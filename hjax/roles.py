@@ -92,38 +92,23 @@ class Role:
         return self.section or self.name
 
 
-def _standing(name: str, worker: str, **facts: Any) -> tuple[str, Role]:
-    return name, Role(f"hjax.workers:{worker}", name, model=True, **facts)
-
-
 _FUNCTION = "hjax.workers:FunctionReward"
+_LEARNS: dict[str, Any] = {"section": "critic", "trained": True, "starts_from": "actor"}
 # In the order in which they are shown.
-ROLES: dict[str, Role] = dict(
-    (
-        _standing("actor", "Actor", trained=True, generates=True),
-        _standing("critic", "Critic", trained=True, scalar=True, starts_from="actor"),
-        _standing("reference", "Reference", starts_from="actor"),
-        _standing("reward", "ModelReward", scalar=True, whole=True, function=_FUNCTION),
-        _standing("cost", "ModelReward", scalar=True, whole=True, function=_FUNCTION),
-        _standing(
-            "cost_critic",
-            "Critic",
-            section="critic",
-            trained=True,
-            scalar=True,
-            starts_from="actor",
-        ),
-        _standing(
-            "process_reward",
-            "ImplicitReward",
-            section="critic",
-            trained=True,
-            starts_from="actor",
-        ),
-        _standing("teacher", "Teacher", per_token=True),
-        _standing("rollout", "Rollout", section="actor", generates=True, apart=True),
+ROLES: dict[str, Role] = {
+    role.name: dataclasses.replace(role, model=True)
+    for role in (
+        Role("hjax.workers:Actor", "actor", trained=True, generates=True),
+        Role("hjax.workers:Critic", "critic", trained=True, scalar=True, starts_from="actor"),
+        Role("hjax.workers:Reference", "reference", starts_from="actor"),
+        Role("hjax.workers:ModelReward", "reward", scalar=True, whole=True, function=_FUNCTION),
+        Role("hjax.workers:ModelReward", "cost", scalar=True, whole=True, function=_FUNCTION),
+        Role("hjax.workers:Critic", "cost_critic", scalar=True, **_LEARNS),
+        Role("hjax.workers:ImplicitReward", "process_reward", **_LEARNS),
+        Role("hjax.workers:Teacher", "teacher", per_token=True),
+        Role("hjax.workers:Rollout", "rollout", section="actor", generates=True, apart=True),
     )
-)
+}
 # The actor of a run that trains a reward model: it has a scalar head and generates nothing.
 SCORER = Role("hjax.workers:Scorer", trained=True, scalar=True, model=True)
 # The role that generates in the actor's stead, where a placement names it.
