@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -310,7 +311,9 @@ def test_wrong_input_is_one_line(case, models, monkeypatch, capsys):
 
 def test_the_command_itself(models, tmp_path):
     command = [sys.executable, "-m", "hjax.launch.generate", f"--model={models}/text"]
+    # Python's own variables: readline, of a chat in this process, sets COLUMNS beside them.
     run = {"capture_output": True, "text": True, "timeout": 120, "cwd": tmp_path}
+    run |= {"env": dict(os.environ)}
     done = subprocess.run([*command, "--prompt=1+2=", "--max_new_tokens=2", "--json"], **run)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["completions"][0]["prompt"] == "1+2="

@@ -137,7 +137,7 @@ def parse(arguments: Sequence[str]) -> TrainCommand:
             f"--overwrite: {name} runs in stages, each in a folder of {workdir}; remove those that "
             "are to run anew"
         )
-    given = {flag: own[flag].value for flag in _FLAGS if flag != "workdir"}
+    given: dict[str, Any] = {flag: own[flag].value for flag in _FLAGS if flag != "workdir"}
     return TrainCommand(name, config, workdir, stages=stages, **given)
 
 

@@ -47,7 +47,8 @@ def prepare_jax(config: ConfigDict, simulates: bool = False) -> str:
     import jax
 
     options: Any = jax.config
-    if on_cluster(config):
+    cluster = on_cluster(config)
+    if cluster:
         # The devices are other processes'; this one must not take one of its host's.
         options.update("jax_platforms", "cpu")
         every = config.cluster.processes * config.cluster.devices_per_process
@@ -59,18 +60,14 @@ def prepare_jax(config: ConfigDict, simulates: bool = False) -> str:
                 "can be simulated here, for more see `python -m hjax.launch.compile`"
             )
         options.update("jax_num_cpu_devices", max(every, 1) if simulates else 1)
-        _keep_compiled_programs(options)
-        compile_quickly()
-        return ""
-    settle_platform()
+    else:
+        settle_platform()
     _keep_compiled_programs(options)
-    platform = (options.jax_platforms or "cpu").split(",")[0]
-    already_set = devices_asked_for() != -1
     compile_quickly()
     # Without a named platform JAX may find an accelerator; then this number has no effect.
-    if platform != "cpu":
+    if cluster or (options.jax_platforms or "cpu").split(",")[0] != "cpu":
         return ""
-    if already_set:
+    if devices_asked_for() != -1:
         enough_threads(devices_asked_for())
         return ""
     cores = available_cores()
