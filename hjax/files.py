@@ -69,9 +69,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         except (ValueError, RecursionError):
             row = None
         if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-            raise DataError(
-                f"{path}:{number}: not a JSON object with a step; the file is damaged"
-            )
+            raise DataError(f"{path}:{number}: not a JSON object with a step; the file is damaged")
         rows.append(row)
     return rows
 

@@ -148,9 +148,7 @@ def role_table(names: Sequence[str], own: Mapping[str, Any], owner: str) -> dict
         elif name in ROLES:
             table[name] = ROLES[name]
         else:
-            raise ConfigError(
-                f"role {name!r} has no worker class: give it one in {owner}.workers"
-            )
+            raise ConfigError(f"role {name!r} has no worker class: give it one in {owner}.workers")
     return table
 
 

@@ -20,7 +20,6 @@ _QUANTIZED = "config.actor.lora.base: int8 or fp8 keep the frozen matrices besid
 _FSDP = "config.layout.actor.train.fsdp: parameters and optimizer state split over devices"
 
 
-
 def _by_name(said: Mapping[str, str]) -> dict[str, str]:
     """What is said of several names, by each of them."""
     return {name: text for names, text in said.items() for name in names.split()}

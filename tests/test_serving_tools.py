@@ -202,6 +202,6 @@ def test_strict_functions_hold_calls_and_leave_text(text, several, whole):
 def test_tools_of_the_models_own_choice_are_held_to_nothing():
     plain = read_tools({"tools": STRICT[1:]})
     assert plain.format(TAGGED) is None and not plain.calls(TAGGED, "m").held
-    assert read_tools({"tools": STRICT, "tool_choice": "none"}).functions == ()
+    assert read_tools({"tools": STRICT, "tool_choice": "none"}).functions == {}
     one = read_tools({"tools": STRICT[1:], "parallel_tool_calls": False})
     assert one.format(BARE) is None and one.format(TAGGED) is not None

@@ -215,9 +215,7 @@ class ModelFront:
                 display(100 * done // max(total, 1), 100, what.removeprefix("loading "))
 
             with shown(percent):
-                return hjax.load_model(
-                    self.path, own.dtype, own.tensor, copies, own.cache_dtype
-                )
+                return hjax.load_model(self.path, own.dtype, own.tensor, copies, own.cache_dtype)
 
 
 def options_of(own: Any, front: ModelFront, temperature: float) -> dict[str, Any]:

@@ -59,14 +59,7 @@ from absl import flags
 from hjax.errors import ConfigError
 from hjax.launch.command import answered, define, parse_flags, settle, stopped_by_ctrl_c
 from hjax.launch.leaving import run_and_leave
-from hjax.launch.sampling_flags import (
-    DTYPES,
-    SEEDS,
-    UNSET,
-    ModelFront,
-    options_help,
-    sampling_of,
-)
+from hjax.launch.sampling_flags import DTYPES, SEEDS, UNSET, ModelFront, options_help, sampling_of
 from hjax.rollout.options import OPTIONS, Sampling
 from hjax.rules import Rule, above, at_least, between
 from hjax.serving.limits import Limits, allow_connections
@@ -186,9 +179,7 @@ def _service(own: Any, front: ModelFront) -> tuple[LanguageModel, Service]:
     model = front.load(own)
     prefix_tokens = None if own.prefix_tokens < 0 else own.prefix_tokens
     try:
-        service = Service(
-            model, own.slots, own.max_queue, prefix_tokens, own.lookup, own.context
-        )
+        service = Service(model, own.slots, own.max_queue, prefix_tokens, own.lookup, own.context)
     except ConfigError as error:
         raise ConfigError(f"--{error}") from error
     if own.warm_up:

@@ -32,7 +32,7 @@ _thread_numbers = itertools.count(1)
 # Files that one may look for here, and why they are not there.
 _NOT_BUILT = {
     "code_tests.py": "rewards for code by its tests need a sandbox, which hjax does not have yet: "
-    "run the tests in one of yours, from a function in a file of yours (docs/rewards.md)",
+    "run the tests in one of yours, from a function in a file of yours (docs/rewards.md)"
 }
 
 
@@ -68,10 +68,7 @@ class RewardFunction:
     """
 
     def __init__(
-        self,
-        function: Callable[..., Any],
-        timeout_seconds: float = 60.0,
-        runs_in: str = PROCESS,
+        self, function: Callable[..., Any], timeout_seconds: float = 60.0, runs_in: str = PROCESS
     ):
         """Raises ConfigError if `function` can't take (prompts, responses, **columns).
 

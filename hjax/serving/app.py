@@ -73,11 +73,7 @@ def make_app(
     app = Starlette(
         routes=routes,
         middleware=[Middleware(Door, metrics=metrics, paths=counted, key=key)],
-        exception_handlers={
-            HTTPException: _unrouted,
-            ClientDisconnect: _gone,
-            Exception: _failed,
-        },
+        exception_handlers={HTTPException: _unrouted, ClientDisconnect: _gone, Exception: _failed},
     )
     app.state.draining = False
     app.state.running = paths.watch.running

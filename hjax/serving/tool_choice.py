@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import FailFast
+from pydantic import AfterValidator, FailFast
 
 from hjax.errors import ConfigError
 from hjax.rollout.constraint import Constraint
@@ -27,21 +27,25 @@ _ANY_OBJECT = {"type": "object"}
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-@dataclasses.dataclass(frozen=True)
-class Function:
+class Function(Fields, extra="ignore"):
     """A function that may be called.
 
     Attributes:
       name: of it.
       parameters: the JSON schema of its arguments.
       strict: whether a call's arguments are held to it though nobody forces the call.
-      field: by which the request says it.
     """
 
     name: str
-    parameters: dict[str, Any]
-    strict: bool
-    field: str
+    parameters: Annotated[dict[str, Any], AfterValidator(lambda x: x or _NO_ARGUMENTS)] = (
+        _NO_ARGUMENTS
+    )
+    strict: bool = False
+
+
+class _Tool(Fields, extra="ignore"):
+    type: Literal["function"] = "function"
+    function: Function
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,13 +54,13 @@ class Tools:
 
     Attributes:
       given: as the chat template takes them; none where none may be called.
-      functions: those that may be called.
+      functions: those that may be called, by the field that has each.
       choice: ``auto``, ``none``, ``required``, or ``function``: the only one of ``functions``.
       several: whether an answer may have more calls than one.
     """
 
     given: tuple[dict[str, Any], ...]
-    functions: tuple[Function, ...]
+    functions: Mapping[str, Function]
     choice: str
     several: bool
 
@@ -67,7 +71,7 @@ class Tools:
 
     def held(self, form: CallForm | None) -> bool:
         """Whether the answer is held to a grammar, where calls are written so."""
-        strict = any(function.strict for function in self.functions)
+        strict = any(function.strict for function in self.functions.values())
         fewer = not self.several and (form is None or form.several)
         return bool(self.functions) and (self.forced or strict or fewer)
 
@@ -92,7 +96,7 @@ class Tools:
             )
         # OpenAI's: where the request names the function its call is no news.
         finish = "stop" if self.choice == "function" else "tool_calls"
-        names = tuple(function.name for function in self.functions)
+        names = tuple(function.name for function in self.functions.values())
         return Calls(form, names, self.held(form), self.forced, finish)
 
     def format(self, form: CallForm) -> Format | None:
@@ -103,17 +107,20 @@ class Tools:
         """
         if not self.held(form):
             return None
-        schemas = [self._schema(function) for function in self.functions]
+        schemas = {
+            f"{field}.parameters": self._schema(f"{field}.parameters", function)
+            for field, function in self.functions.items()
+        }
         parts = []
-        for function, schema in zip(self.functions, schemas, strict=True):
-            name = f"{function.field}.parameters"
+        for name, schema in schemas.items():
             try:
                 parts.append((name, Constraint.of_json(schema)))
             except ConfigError as error:
                 raise Refused(f"{name}: {error}", param=name) from None
         several = self.several and form.several
         try:
-            constraint = Constraint(grammar=self._grammar(form, schemas, several))
+            grammar = self._grammar(form, list(schemas.values()), several)
+            constraint = Constraint(grammar=grammar)
         except ConfigError as error:
             raise Refused(f"tools: {error}", param="tools") from None
         return Format(constraint, self._field, tuple(parts))
@@ -124,18 +131,18 @@ class Tools:
             return "tool_choice"
         return "tools" if self.several else "parallel_tool_calls"
 
-    def _schema(self, function: Function) -> dict[str, Any]:
+    def _schema(self, name: str, function: Function) -> dict[str, Any]:
         if not (self.forced or function.strict):
             return _ANY_OBJECT
         if function.parameters.get("type", "object") != "object":
-            name = f"{function.field}.parameters"
             raise Refused(f"{name}: of type object, as arguments are", param=name)
         return function.parameters | _ANY_OBJECT
 
     def _grammar(self, form: CallForm, schemas: Sequence[dict[str, Any]], several: bool) -> str:
         names = [f"f{i}" for i in range(len(schemas))]
         lines = []
-        for name, function, schema in zip(names, self.functions, schemas, strict=True):
+        functions = self.functions.values()
+        for name, function, schema in zip(names, functions, schemas, strict=True):
             head = f"{_text(json.dumps(function.name, ensure_ascii=False) + ',')} SPACE"
             key = _text(f'"{form.arguments}":')
             lines.append(f"{name}: {head} {key} SPACE %json {json.dumps(schema | SPACES)}")
@@ -169,17 +176,6 @@ def _quoted(text: str) -> str:
     return f'"{text}"'
 
 
-class _Function(Fields, extra="ignore"):
-    name: str
-    parameters: dict[str, Any] = {}
-    strict: bool = False
-
-
-class _Tool(Fields, extra="ignore"):
-    type: Literal["function"] = "function"
-    function: _Function
-
-
 class ToolFields(Fields):
     """What a request says of tools."""
 
@@ -194,23 +190,20 @@ class ToolFields(Fields):
           Refused: a choice of a tool that is not there, or none where there are no tools.
         """
         given = tuple(body.get("tools") or ())  # as they came, to the template
-        functions = tuple(
-            Function(f.name, f.parameters or _NO_ARGUMENTS, f.strict, f"tools[{i}].function")
-            for i, f in enumerate(tool.function for tool in self.tools)
-        )
+        functions = {f"tools[{i}].function": tool.function for i, tool in enumerate(self.tools)}
         several, choice = self.parallel_tool_calls, self.tool_choice
         match choice:
             case "none":
-                return Tools((), (), choice, several)
+                return Tools((), {}, choice, several)
             case "auto" | "required":
                 if choice == _REQUIRED and not functions:
                     said = "tool_choice: required, and there are no tools"
                     raise Refused(said, param="tool_choice")
                 return Tools(given, functions, choice, several)
             case {"type": "function", "function": {"name": str(name)}}:
-                chosen = tuple(function for function in functions if function.name == name)[:1]
-                if not chosen:
-                    raise wrong("tool_choice", choice, "the name of one of the tools")
-                return Tools(given, chosen, "function", False)
+                for field, function in functions.items():
+                    if function.name == name:
+                        return Tools(given, {field: function}, "function", False)
+                raise wrong("tool_choice", choice, "the name of one of the tools")
         wanted = '"auto", "none", "required", or {"type": "function", "function": {"name": ...}}'
         raise wrong("tool_choice", choice, wanted)

@@ -20,14 +20,7 @@ from hjax.show.format import (
     times_of,
 )
 from hjax.show.notebook import NotebookView, in_notebook
-from hjax.show.step_table import (
-    COLUMNS,
-    GAP,
-    IMPORTANCE,
-    fitting_columns,
-    row_cells,
-    used_columns,
-)
+from hjax.show.step_table import COLUMNS, GAP, IMPORTANCE, fitting_columns, row_cells, used_columns
 
 # Plain lines repeat the header after so many rows, and show a long start at most this often.
 _ROWS_PER_HEADER = 20

@@ -21,11 +21,7 @@ _FIGURES = {
 LEAVE = ("bars", "code", "outputs", "peak", "beside it", "temporary", "arguments")
 WIDTH = 32  # of a bar, in characters
 # Parts of a bar in the order they are drawn: their names, marks and colours.
-PARTS = {
-    "beside it": ("█", "blue"),
-    "arguments": ("▓", "cyan"),
-    "temporary": ("▒", "yellow"),
-}
+PARTS = {"beside it": ("█", "blue"), "arguments": ("▓", "cyan"), "temporary": ("▒", "yellow")}
 
 
 def largest(records: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -81,9 +77,7 @@ def memory_table(
 
 
 def print_memory(
-    records: Sequence[Mapping[str, Any]],
-    memory_bytes: int | None,
-    stream: TextIO | None = None,
+    records: Sequence[Mapping[str, Any]], memory_bytes: int | None, stream: TextIO | None = None
 ) -> None:
     """Print what a device holds during each program, see ``memory_table``."""
     console = wide_console(stream)

@@ -206,10 +206,7 @@ class Task:
         return {field.name: field.default for field in dataclasses.fields(cls)}
 
     def _rows(
-        self,
-        prompts: Sequence[str],
-        responses: Sequence[str],
-        columns: Mapping[str, Sequence[Any]],
+        self, prompts: Sequence[str], responses: Sequence[str], columns: Mapping[str, Sequence[Any]]
     ) -> Iterator[tuple[str, dict[str, Any]]]:
         for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
             record = {key: values[i] for key, values in columns.items()}
