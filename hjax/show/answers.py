@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from rich.text import Text
+
 from hjax.show.format import printable
 from hjax.show.tables import rows_table
 
@@ -22,8 +24,6 @@ def say(console: Any, piece: Any, style: str = "") -> None:
       piece: a string (what steers a terminal is left out), or a list of ids.
       style: of rich.
     """
-    from rich.text import Text
-
     text = piece if isinstance(piece, str) else " ".join(map(str, piece))
     console.print(Text(printable(text), style=style), end="", soft_wrap=True)
     console.file.flush()

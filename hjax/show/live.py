@@ -11,6 +11,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TextIO
 
+from rich import box
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
 from hjax.show.format import (
     duration,
     gone_and_left,
@@ -301,9 +309,6 @@ class _Live:
     """A view that is redrawn in place: phases, speed, the last rows, samples."""
 
     def __init__(self, state: State, stream: TextIO):
-        from rich.console import Console
-        from rich.live import Live
-
         self._state = state
         self._console = Console(file=stream, highlight=False)
         self._live = Live(
@@ -322,25 +327,17 @@ class _Live:
     step = samples = loading = warm_start
 
     def message(self, text: str) -> None:
-        from rich.text import Text
-
         self._console.print(Text(text))
 
     def close(self) -> None:
         self._live.stop()
 
     def _draw(self) -> Any:
-        from rich.console import Group
-
         parts: list[Callable[[], Any]] = [self._head, self._phases, self._table, self._samples]
         drawn = [part() for part in parts]
         return Group(*(part for part in drawn if part is not None))
 
     def _head(self) -> Any:
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-        from rich.text import Text
-
         state = self._state
         progress = state.progress()
         grid = Table.grid(padding=(0, 1), expand=True)
@@ -357,8 +354,6 @@ class _Live:
         return outer
 
     def _phases(self) -> Any:
-        from rich.text import Text
-
         over, active = self._state.phases()
         running = {name for name, _ in active}
         over = [(name, taken) for name, taken in over if name not in running]
@@ -378,9 +373,6 @@ class _Live:
         return line()
 
     def _table(self) -> Any:
-        from rich import box
-        from rich.table import Table
-
         state = self._state
         if not state.rows:
             return None
@@ -403,10 +395,6 @@ class _Live:
         return table
 
     def _samples(self) -> Any:
-        from rich.panel import Panel
-        from rich.table import Table
-        from rich.text import Text
-
         state = self._state
         if not state.samples:
             return None

@@ -7,6 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
 from hjax.show.format import flop_count, seconds, size
 from hjax.show.tables import rows_table, wide_console
 
@@ -40,10 +44,6 @@ def memory_table(
       width: characters of a line; columns leave in the order of ``LEAVE`` until a row fits. None:
         all stay.
     """
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
     scale = max([memory_bytes or 0, *(record["sum_bytes"] for record in records)])
     bars = _legend(memory_bytes)
     columns: dict[str, list[Text]] = {}
@@ -117,8 +117,6 @@ def _legend(memory_bytes: int | None) -> str:
 
 
 def _bar(record: Mapping[str, Any], held: int, scale: int, memory_bytes: int | None) -> Any:
-    from rich.text import Text
-
     arguments = record.get("argument_bytes", 0)
     sizes = (held, arguments, record["sum_bytes"] - held - arguments)
     bar, done, reached = Text(), 0, 0

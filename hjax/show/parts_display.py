@@ -9,6 +9,10 @@ import time
 from types import TracebackType
 from typing import Any, Self, TextIO
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
+from rich.text import Text
+
 from hjax.show.format import times_of
 
 _PLAIN_INTERVAL_SECONDS = 5.0
@@ -74,9 +78,6 @@ class PartsDisplay:
 
 def _bar(stream: TextIO) -> Any:
     """A rich progress bar; what is done stands whole at 60 columns, without the bar itself."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
-    from rich.text import Text
 
     class Elapsed(ProgressColumn):
         def render(self, task: Any) -> Text:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from rich.text import Text
+
 from hjax.roles import STAGES
 from hjax.show import pages
 from hjax.show.charts import timeline
@@ -31,9 +33,7 @@ def set_names(plan: PlanRecord, kinds: bool = False) -> list[str]:
     """`actor+reference (8)`, of a plan or a candidate: who shares how many devices, and with
     ``kinds`` of which."""
     places = zip(plan["placement"], plan["allocation"], plan["pools"])
-    return [
-        f"{'+'.join(roles)} ({n}{f' of {pool}' if kinds else ''})" for roles, n, pool in places
-    ]
+    return [f"{'+'.join(roles)} ({n}{f' of {pool}' if kinds else ''})" for roles, n, pool in places]
 
 
 def _several(plan: PlanRecord) -> bool:
@@ -184,8 +184,6 @@ def print_plan(plan: PlanRecord, console: Any, roofline: bool = False) -> None:
 
     ``roofline``: of a compiled plan how long its stages take by data sheet too.
     """
-    from rich.text import Text
-
     taken = plan["seconds"]
     console.print(
         Text(f"{plan['algorithm']} on {plan['cluster']}", style="bold"),
@@ -219,8 +217,6 @@ def print_plan(plan: PlanRecord, console: Any, roofline: bool = False) -> None:
 
 
 def _gantt(plan: PlanRecord) -> Any:
-    from rich.text import Text
-
     total, roles = plan["seconds"]["total"], roles_of(plan)
     scale = _GANTT_WIDTH / total if total else 0.0
     drawn = Text("one step\n", style="bold")
@@ -249,8 +245,6 @@ def _style(roles: Sequence[str], role: str, prefix: str = "") -> str:
 
 
 def _memory(plan: PlanRecord) -> Any:
-    from rich.text import Text
-
     drawn = Text("memory per device\n", style="bold")
     roles = roles_of(plan)
     for names, needed, usable in _memory_of_sets(plan):

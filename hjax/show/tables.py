@@ -6,6 +6,11 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from hjax.show.format import count, size
 
 
@@ -17,8 +22,6 @@ def print_description(
     A key (or its section's) that ends in `bytes` is shown in KiB, MiB or GiB; underscores in
     names become blanks.
     """
-    from rich.text import Text
-
     console = wide_console(stream)
     if title:
         console.print(Text(title, style="bold"))
@@ -39,10 +42,6 @@ def rows_table(
     title: str = "",
 ) -> Any:
     """A rich table of texts; of its columns those in ``right`` are set to the right."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), title=title or None, title_justify="left")
     for name in columns:
         table.add_column(name, justify="right" if name in right else "left")
@@ -53,8 +52,6 @@ def rows_table(
 
 def wide_console(stream: TextIO | None = None) -> Any:
     """A rich console, wide enough for paths and bars where the output is not a terminal."""
-    from rich.console import Console
-
     stream = stream or sys.stdout
     return Console(file=stream, highlight=False, width=None if stream.isatty() else 160)
 
@@ -74,9 +71,6 @@ def _section(section: Any, name: str) -> Any:
 
 
 def _pairs(pairs: Mapping[str, Any], unit: str) -> Any:
-    from rich.table import Table
-    from rich.text import Text
-
     grid = Table.grid(padding=(0, 2))
     for key, value in pairs.items():
         text = _value(value, key if key.endswith("bytes") else unit)
@@ -85,10 +79,6 @@ def _pairs(pairs: Mapping[str, Any], unit: str) -> Any:
 
 
 def _rows(rows: Sequence[Mapping[str, Any]], unit: str) -> Any:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
     columns = list(dict.fromkeys(key for row in rows for key in row))
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
     for column in columns:
