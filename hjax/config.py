@@ -4,8 +4,6 @@
 answered in one line that names the nearest key, where ConfigDict prints all there are.
 """
 
-from __future__ import annotations
-
 import difflib
 import sys
 from collections.abc import Collection, Mapping

@@ -4,8 +4,6 @@ Figures are the vendors' data sheets, dense, without sparsity. To add a device: 
 `python -m hjax.launch.plan --calibrate` on it if it is at hand (docs/auto_mapping.md).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import re

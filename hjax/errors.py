@@ -1,7 +1,5 @@
 """The kinds of failure a user meets; each message is one line that says what to do next."""
 
-from __future__ import annotations
-
 import difflib
 import sys
 import traceback

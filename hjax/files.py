@@ -1,7 +1,5 @@
 """Files as hjax keeps them: JSON without surprises, replaced whole, read with one-line errors."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """What users hand over, paths and JSON, read so that whatever ails it is one line."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -5,8 +5,6 @@ has: then it ends all that the worker has started, also what has left its sessio
 and itself. The worker answers requests.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

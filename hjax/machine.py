@@ -1,7 +1,5 @@
 """The machine before JAX starts on it: its cores, its compilers' settings, simulated devices."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

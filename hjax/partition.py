@@ -1,7 +1,5 @@
 """A nested dict in two: what learns, and what is frozen."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

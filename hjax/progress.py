@@ -1,7 +1,5 @@
 """How far work below the display has come: who does it tells, whoever shows it listens."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 

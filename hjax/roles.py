@@ -4,8 +4,6 @@ A role is one entry here, or one in an algorithm's ``workers`` for a role of its
 Which methods of a worker class can be called from the controller, and how, is found in one way.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 from collections.abc import Mapping, Sequence

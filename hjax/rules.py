@@ -1,7 +1,5 @@
 """What a config key is: its default, its meaning, and what its value may be."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable

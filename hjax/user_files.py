@@ -1,7 +1,5 @@
 """Files of the user's: configs, algorithms and reward functions that are named by their path."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib

@@ -4,8 +4,6 @@ Each name is answered with the key that does it here, or with what is not built.
 different things in different libraries, the answer says what hjax counts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from hjax.errors import ConfigError

@@ -4,8 +4,6 @@ A sandbox keeps a template from Python's inner objects, not from taking all time
 is rendered in a process of its own, with limits on both, and what it writes has one too.
 """
 
-from __future__ import annotations
-
 import datetime
 import functools
 import json

@@ -1,8 +1,6 @@
 """Preference pairs, a chosen and a rejected answer to a prompt, as published files write them; and
 conversations as demonstrations: each turn of the assistant's answers what stands before it."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Labels of responses and of their steps: good or bad, right or wrong, by how much."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

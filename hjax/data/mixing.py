@@ -1,7 +1,5 @@
 """Prompts of several sources in fixed shares."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The text of a response as its tokens come, in whole characters."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from hjax.data.tokenizer import Tokenizer

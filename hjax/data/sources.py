@@ -1,8 +1,6 @@
 """Where prompts come from: files, patterns and folders of them, and Hugging Face's data sets; and
 the rows that they hold."""
 
-from __future__ import annotations
-
 import glob
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Verdicts: responses that are each right or wrong, without a counterpart (TRL: unpaired)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

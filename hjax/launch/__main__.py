@@ -34,8 +34,6 @@ exit status: 0 done; 1 failed while running; 2 wrong input, nothing written; 130
 by Ctrl-C, SIGTERM or SIGHUP, saved
 """
 
-from __future__ import annotations
-
 from hjax.launch.signals import SIGNALS, Signals, begin
 
 if __name__ == "__main__":

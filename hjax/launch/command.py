@@ -1,7 +1,5 @@
 """What the commands share: the config among the arguments, and their own flags."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys

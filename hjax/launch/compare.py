@@ -10,8 +10,6 @@ which command, versions, commit and hardware each was made. The page needs no ne
 Exit status: 0 written; 1 failed; 2 wrong input, nothing written.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from hjax.launch.command import answered, define, parse_flags

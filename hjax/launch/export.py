@@ -15,8 +15,6 @@ tokenizer's files with its chat templates.
 Exit status: 0 written; 1 failed; 2 wrong input, nothing written.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from hjax.errors import ConfigError

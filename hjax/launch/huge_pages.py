@@ -3,8 +3,6 @@
 Imports nothing that takes long: a command calls this first, and may start anew.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The outermost of a command: its output never ends it, and it ends when it is done."""
 
-from __future__ import annotations
-
 import codecs
 import contextlib
 import errno

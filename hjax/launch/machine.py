@@ -7,8 +7,6 @@ cache in place, warns of one that it cannot read in every run, compiles the prog
 replaces it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import math

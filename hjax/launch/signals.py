@@ -3,8 +3,6 @@
 Imports nothing that takes long: with its first line the command holds signals back.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import queue

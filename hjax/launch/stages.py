@@ -5,8 +5,6 @@ is finished is left as it is, and one that was stopped goes on. `{workdir}` in a
 stands for the workdir, so `{workdir}/sft` is what the stage `sft` trained.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import re

@@ -5,8 +5,6 @@ and its standard error are over questions. So the samples of one question, which
 count as so many independent ones.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Hashable, Sequence

@@ -7,8 +7,6 @@
 `--config.reward.function=formats.py:think_answer` and `formats.py:json_object` need no file.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ The contract is `reward(prompts, responses, **columns) -> list of float or None`
 entry may be a list of float, one per response token, and several lists come as a dict by name.
 """
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import logging

@@ -4,8 +4,6 @@ A reward function may bring `answers(responses) -> list`, as an attribute: what 
 answers (a string or a number; None: nothing), so that majority votes can be taken.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any

@@ -7,8 +7,6 @@
 (A penalty near the length limit beside another reward is `algorithm.overlong`.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -12,8 +12,6 @@ math-verify (Hugging Face's, the extra `math`), and the answers are refused wher
 installed: so a score never depends on what is.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

@@ -5,8 +5,6 @@ numbers and JSON: nothing that a reward function's process says is unpickled. Wh
 called, whatever happens becomes a RewardResult.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import io

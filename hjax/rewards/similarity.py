@@ -8,8 +8,6 @@
 common subsequence is rapidfuzz's (the extra `rewards`).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The application: OpenAI's paths over a model that is served."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import json

@@ -1,7 +1,5 @@
 """What a request asks for: the fields of OpenAI's two forms, read and checked."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import secrets

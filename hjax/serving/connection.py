@@ -1,7 +1,5 @@
 """A connection: closed when its client sends no request, or does not read what was answered."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

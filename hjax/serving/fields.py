@@ -1,7 +1,5 @@
 """A request's JSON: read, and checked against what each object may have."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """What a request says of its answers' text: OpenAI's response_format, vLLM's structured_outputs."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """The end of a server: by a signal, within seconds, also where its engine does not end."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

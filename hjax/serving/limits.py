@@ -1,7 +1,5 @@
 """What a server takes on at most, so that no client can take it all."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from hjax.errors import ConfigError

@@ -1,7 +1,5 @@
 """Chat messages of a request, as a model's chat template takes them."""
 
-from __future__ import annotations
-
 import json
 from typing import Annotated, Any, Literal
 

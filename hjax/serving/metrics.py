@@ -1,7 +1,5 @@
 """What a server tells Prometheus."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest

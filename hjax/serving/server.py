@@ -1,7 +1,5 @@
 """The server's process: a socket, an event loop, and an end within seconds of a signal."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

@@ -5,8 +5,6 @@ comes, and calls in the form that the chat template has the model write, with ar
 function's schema allows.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence

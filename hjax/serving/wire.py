@@ -1,7 +1,5 @@
 """OpenAI's forms of an answer, whole and in chunks: completions and chat completions."""
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections.abc import Sequence

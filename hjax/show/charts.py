@@ -6,8 +6,6 @@ time, on a logarithmic scale or smoothed, and shows values on hovering. `svg_fil
 a file of its own, for pages that show images.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

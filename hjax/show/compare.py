@@ -1,7 +1,5 @@
 """One page on several runs: curves over each other, configs that differ, samples side by side."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import time

@@ -1,7 +1,5 @@
 """The learning curves of the report: which metrics share a chart, and what stands above it."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 And the ticks of an axis: round values, and texts that are exact and so never twice the same.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from decimal import Decimal

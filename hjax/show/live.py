@@ -1,7 +1,5 @@
 """What a person sees while a run goes on: a live view in a terminal, plain lines elsewhere."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

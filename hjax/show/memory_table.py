@@ -1,7 +1,5 @@
 """What a device holds during each program of a step, as a table with bars."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

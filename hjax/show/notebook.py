@@ -1,7 +1,5 @@
 """What a notebook shows while `trainer.run()` goes on: the last steps, curves, messages."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time

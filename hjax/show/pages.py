@@ -4,8 +4,6 @@ Whatever a template prints is escaped, and control characters in it become dots.
 way into a page: no text of a user's, a model's or a file's can be markup.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator

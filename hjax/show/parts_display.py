@@ -1,7 +1,5 @@
 """How far a job of some parts has come: a bar in a terminal, plain lines elsewhere."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

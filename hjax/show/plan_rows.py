@@ -1,7 +1,5 @@
 """A described plan (planning.result): in a terminal, and as an HTML page that needs no other."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """report.html of a run: one file that needs nothing else, from what stands in the workdir."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

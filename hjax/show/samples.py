@@ -1,7 +1,5 @@
 """The samples of the report: what the model answered at first, what it answers now, and between."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

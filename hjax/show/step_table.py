@@ -1,7 +1,5 @@
 """The table of steps: its columns, how a row is written, and what is shown where room is short."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Printing a nested description as tables; what `--dry_run` shows."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO

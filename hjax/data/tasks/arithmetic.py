@@ -1,7 +1,5 @@
 """Sums and products of two numbers."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Reaching a target with given numbers."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """A reward that pulls against a cost, for constrained algorithms."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar

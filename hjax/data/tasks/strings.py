@@ -1,7 +1,5 @@
 """Strings to rearrange or to sum up: sorting, reversal, parity."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import string
