@@ -11,10 +11,12 @@ spread over folders and kinds. A fault is a file, a line of text, and the line t
 ``probe`` and ``run`` take the first ``--count`` candidates whose line still stands (its text occurs
 in hjax/ once; the file may be another one). ``probe`` copies the checkout, wraps each candidate's
 expression in a call that notes the test under way (child processes inherit its name), and runs all
-tests but the slow ones. ``run`` sets one fault at a time into a copy. It runs the files of the test
-line that execute the expression with ``-x``, then the whole test line, and where that passes the
-other tests of the files that execute it. The last line is JSON: how many were found by which part,
-and the share of all found that the test line finds. The compilation cache is the suite's own.
+tests but the slow ones. ``run`` sets one fault at a time into a copy. It runs, with ``-x``, the
+tests of the line in the files that execute the expression (no fixture is shared by files, so other
+files cannot notice it), the whole line where no file is known to or a module does so when it is
+imported, and where that passes the other tests of the files that execute it. The last line is JSON:
+how many were found by which part, and the share of all found that the test line finds. The
+compilation cache is the suite's own.
 """
 
 from __future__ import annotations
@@ -185,12 +187,16 @@ def draw(commit: str, seed: int) -> list[dict[str, Any]]:
 
 
 def standing(count: int) -> list[dict[str, Any]]:
-    """The first ``count`` candidates whose line stands in hjax/ once, with their files of today."""
+    """The first ``count`` candidates whose line stands in hjax/ once and has no earlier candidate,
+    with their files of today."""
     texts = {p: p.read_text() for p in sorted((ROOT / "hjax").rglob("*.py"))}
     found: list[dict[str, Any]] = []
+    lines: set[str] = set()
     for number, fault in enumerate(json.loads((ROOT / "benchmarks/faults.json").read_text())):
         places = [p for p, text in texts.items() if fault["line"] in text.splitlines()]
-        if len(places) == 1 and texts[places[0]].splitlines().count(fault["line"]) == 1:
+        once = len(places) == 1 and texts[places[0]].splitlines().count(fault["line"]) == 1
+        if once and fault["line"] not in lines:
+            lines.add(fault["line"])
             file = str(places[0].relative_to(ROOT))
             found.append(fault | {"number": number, "file": file})
         if len(found) == count:
@@ -275,17 +281,18 @@ def probe(hits: pathlib.Path, count: int) -> None:
 
 
 def files_by_fault(hits: pathlib.Path) -> dict[int, list[str]]:
-    """The test files that execute each fault's expression, those that do so most often last."""
+    """The test files that execute each fault's expression, those that do so most often first; an
+    empty name stands for the import of a module."""
     counted: dict[int, dict[str, int]] = {}
     for row in hits.read_text().splitlines():
         number, _, test = row.partition("\t")
-        if file := test.partition("::")[0]:
-            files = counted.setdefault(int(number), {})
-            files[file] = files.get(file, 0) + 1
-    return {number: sorted(files, key=lambda f: files[f]) for number, files in counted.items()}
+        file = test.partition("::")[0]
+        files = counted.setdefault(int(number), {})
+        files[file] = files.get(file, 0) + 1
+    return {number: sorted(files, key=lambda f: -files[f]) for number, files in counted.items()}
 
 
-def run(hits: pathlib.Path, results: pathlib.Path, count: int) -> dict[str, Any]:
+def run(hits: pathlib.Path, results: pathlib.Path, count: int, workers: str) -> dict[str, Any]:
     """Each fault against the test line, then against the other tests that execute it."""
     known = (
         [json.loads(row) for row in results.read_text().splitlines()] if results.exists() else []
@@ -297,20 +304,20 @@ def run(hits: pathlib.Path, results: pathlib.Path, count: int) -> dict[str, Any]
         if fault["number"] in done:
             continue
         began = time.monotonic()
-        near = files.get(fault["number"], [])
+        near = files.get(fault["number"], [""])
         with tempfile.TemporaryDirectory() as scratch:
             checkout = copy_of_checkout(pathlib.Path(scratch) / "checkout")
             replace_line(checkout, fault["file"], fault["line"], fault["fault"])
             log = pathlib.Path(scratch) / "log"
             by, test = "nothing", ""
-            workers = ("-n", "auto", "--dist", "worksteal", "-x")
-            for part, arguments in (
-                ("line", [*workers, "-m", line, *near] if near else None),
-                ("line", [*workers, "-m", line]),
-                ("other", [*workers, "-m", f"not slow and not ({line})", *near] if near else None),
+            named = [file for file in near if file]
+            for part, marks, chosen in (
+                ("line", line, [] if "" in near else named),
+                ("other", f"not slow and not ({line})", named),
             ):
-                if arguments is None:
+                if part == "other" and not named:
                     continue
+                arguments = ("-x", "-n", workers, "--dist", "worksteal", "-m", marks, *chosen)
                 status, test = pytest_in(checkout, *arguments, log=log)
                 if status not in (0, 5):  # 5: no test was chosen
                     by = part
@@ -334,6 +341,7 @@ def main() -> None:
     parser.add_argument("--hits", type=pathlib.Path, help="of probe and run: who executes what")
     parser.add_argument("--results", type=pathlib.Path, help="of run: a line per fault")
     parser.add_argument("--count", type=int, default=40)
+    parser.add_argument("--workers", default="auto", help="of run: processes, as pytest's -n")
     flags = parser.parse_args()
     if flags.command == "draw":
         rows = [json.dumps(row) for row in draw(flags.commit, flags.seed)]
@@ -341,7 +349,7 @@ def main() -> None:
     elif flags.command == "probe":
         probe(flags.hits, flags.count)
     else:
-        print(json.dumps(run(flags.hits, flags.results, flags.count)))
+        print(json.dumps(run(flags.hits, flags.results, flags.count, flags.workers)))
 
 
 if __name__ == "__main__":

@@ -270,6 +270,7 @@ def test_a_reward_function_that_fails_ends_the_run_with_status_1(
     assert (tmp_path / "run" / "warm_start.jsonl").exists() is (function == "nan")
 
 
+@pytest.mark.extended
 def test_the_same_from_a_shell(files):
     """In a process of its own: nothing else is printed, by hjax or by what it imports."""
     wrong = launch("tiny.py", "--config.rollout.promts=8", cwd=files)

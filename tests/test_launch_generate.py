@@ -121,6 +121,7 @@ class Screen(io.StringIO):
         return True
 
 
+@pytest.mark.extended
 def test_a_bar_on_a_terminal_where_there_are_several_batches(models, monkeypatch, tmp_path):
     monkeypatch.setenv("TERM", "xterm")
     (tmp_path / "p.txt").write_text("1+\n" * 5)

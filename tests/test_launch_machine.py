@@ -131,6 +131,7 @@ def test_a_users_own_settings_stay(tmp_path):
     assert flags == own["XLA_FLAGS"]
 
 
+@pytest.mark.extended
 def test_other_flags_are_kept_beside_the_level(tmp_path):
     own = "--xla_force_host_platform_device_count=2"
     flags = run_program(tmp_path, "small", XLA_FLAGS=own)[3]

@@ -765,6 +765,7 @@ def test_sets_that_are_no_slice_are_compiled_and_not_run(cluster, expected):
     assert [only_compiles(Candidate((s,))) for s in (part, whole)] == expected
 
 
+@pytest.mark.extended
 def test_a_plan_that_spans_slices_says_that_it_is_not_run(capsys):
     large = ["--models=llama-70b", "--batch=64", "--prompt_length=128",
              "--response_length=128", "--strategy=colocate"]  # fmt: skip

@@ -55,7 +55,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def url(model):
-    with serving(model, "--api_key_env=HJAX_TEST_KEY", "--warm_up") as (url, process):
+    with serving(model, "--api_key_env=HJAX_TEST_KEY") as (url, process):
         yield url
         began = time.monotonic()
         process.send_signal(signal.SIGTERM)
@@ -272,11 +272,10 @@ def test_the_readmes_line_serves_a_run(tmp_path):
 
 
 @pytest.mark.extended
-def test_sigterm_lets_the_running_end(model):
-    with serving(model) as (url, process):
-        endless = {"prompt": "a", "max_tokens": 120, "logit_bias": {str(EOS): -100}, "n": 4}
-        # Compiled, so that the next one is drawn at once.
-        HTTP.post(f"{url}/v1/completions", json=endless, timeout=60)
+def test_sigterm_lets_the_running_end(tmp_path):
+    save_model(tmp_path, tokenizer=byte_tokenizer(), vocab_size=260, max_length=32)
+    with serving(tmp_path, "--warm_up") as (url, process):
+        endless = {"prompt": "a", "max_tokens": 30, "logit_bias": {str(EOS): -100}, "n": 4}
         with HTTP.stream(
             "POST", f"{url}/v1/completions", timeout=60,
             json=endless | {"stream": True},

@@ -38,7 +38,11 @@ def test_the_papers_example(capsys):
 
 
 @pytest.mark.parametrize(
-    "method, communication, redundancy", [("vanilla", 3 / 4, 1 / 4), ("gather_all", 7 / 8, 1 / 8)]
+    "method, communication, redundancy",
+    [
+        ("vanilla", 3 / 4, 1 / 4),
+        pytest.param("gather_all", 7 / 8, 1 / 8, marks=pytest.mark.extended),
+    ],
 )
 def test_the_other_methods(capsys, method, communication, redundancy):
     arguments = ("--train=1,4,2", "--generate=1,2", f"--method={method}", "--json")
@@ -84,6 +88,7 @@ def test_where_groups_stand_on_hardware_that_is_not_here(capsys):
     assert "hops in its rings" in out
 
 
+@pytest.mark.extended
 def test_pipeline_stages_leave_the_embedding_out(capsys):
     _, out, _ = run(capsys, "--train=4,2,1", "--generate=2,1", "--json")
     found = json.loads(out.splitlines()[-1])

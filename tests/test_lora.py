@@ -17,6 +17,7 @@ import hjax
 from hjax.errors import ConfigError
 from hjax.models import huggingface
 from hjax.models.attention import Causal
+from hjax.models.dropout import Dropout, row_keys, token_keys
 from hjax.models.lora import TARGETS, Lora, merged, targets_of
 from hjax.models.parameters import decoder_network, scalar_network, to_host
 from hjax.models.peft_files import CONFIG, WEIGHTS, Adapter, save_adapter
@@ -33,13 +34,14 @@ ASKED = {
     "qwen3_moe": (["q_proj", "o_proj"], ("q", "o")),
     "gpt_oss": (["q_proj", "v_proj"], ("q", "v")),
 }
-EVERYDAY = ("qwen3 tied", "gpt2", "phi3")
+FIRST, EVERYDAY = "qwen3 tied", ("gpt2", "phi3")
 
 
 def families():
     of_each = {MODELS[name][0]: name for name in reversed(MODELS)}
-    for name in sorted({*of_each.values(), *EVERYDAY}):
-        yield name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.slow)
+    for name in sorted({*of_each.values(), FIRST, *EVERYDAY}):
+        often = pytest.mark.extended if name in EVERYDAY else pytest.mark.slow
+        yield name if name == FIRST else pytest.param(name, marks=often)
 
 
 def adapted(name, folder, targets=None, rank=3, classifier=False, **options):
@@ -350,3 +352,27 @@ def test_an_adapter_on_an_adapter_is_refused(sound, tmp_path):
     changed(base_model_name_or_path=str(sound / "adapter"))(tmp_path / "two")
     with pytest.raises(ConfigError, match="base_model_name_or_path is an adapter itself"):
         Adapter(tmp_path / "two")
+
+
+def test_a_share_is_kept_and_every_matrix_layer_token_and_update_has_its_own():
+    rate = 0.4
+    rows = row_keys(3, jnp.int32(0), 8, 4)
+    other = row_keys(3, jnp.int32(1), 8, 4)
+    assert len(np.unique(rows[:, :2], axis=0)) == 2 and len(np.unique(rows[:, 2:], axis=0)) == 8
+    assert not (np.asarray(rows) == np.asarray(other)).all(axis=1).any()
+    tokens = token_keys(rows, 4, 5, 6)
+    assert tokens.shape == (2, 5 + 4 * 6, 2)
+    np.testing.assert_array_equal(tokens[1, 0], rows[4, :2])
+    np.testing.assert_array_equal(tokens[1, 5 + 2 * 6], rows[6, 2:])
+    positions = jnp.tile(jnp.concatenate([jnp.arange(5), jnp.tile(5 + jnp.arange(6), 4)]), (2, 1))
+    drawn = Dropout.of(tokens, positions)
+    x = jnp.ones((2, 29, 500))
+    found = np.asarray(drawn.of_layer(0).dropped(x, rate, (1, 2), paired=True))
+    assert found.shape == (2, 29, 2, 500)
+    assert set(np.unique(found)) == {0, np.float32(1 / (1 - rate))}
+    kept = (found > 0).reshape(-1, 500)
+    # 58 tokens for 2 matrices: four standard deviations of a mean of 58,000 draws.
+    assert abs(kept.mean() - (1 - rate)) < 4 * np.sqrt(rate * (1 - rate) / kept.size)
+    assert len(np.unique(kept, axis=0)) == len(kept)
+    later = np.asarray(drawn.of_layer(1).dropped(x, rate, (1, 2), paired=True))
+    assert abs((found == later).mean() - (rate**2 + (1 - rate) ** 2)) < 0.01

@@ -289,7 +289,6 @@ def test_a_reward_model_is_trained_resumed_exported_and_used(tmp_path):
         hjax.load_model(tmp_path / "whole")
 
 
-@pytest.mark.extended
 def test_cost_and_process_models_and_pairs_of_dpo_are_evaluated():
     for name, changes, keys in (
         ("CostModel", COSTLY, {"eval/accuracy", "eval/label_accuracy"}),

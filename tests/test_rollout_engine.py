@@ -108,9 +108,7 @@ def drawn_by(generator, params, arguments, case, options, **more):
     tokens, limit = generator.counts.tokens, ways.pop("max_new_tokens")
     for start, end in zip(case.cuts, others, strict=True):
         assert rollout["responses"].shape[1] == limit
-        rollout = generator.resume(
-            params, rollout, arguments[2], start=start, end=end, **ways
-        )
+        rollout = generator.resume(params, rollout, arguments[2], start=start, end=end, **ways)
         tokens += generator.counts.tokens
     return on_host(rollout), tokens
 
@@ -245,12 +243,20 @@ SLOW = {
 }  # fmt: skip
 
 
+FIRST = ("the kernel", "stages")
+
+
 @pytest.mark.parametrize(
     "case",
-    [*CASES.values(), *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW.values())],
+    [
+        *(
+            pytest.param(case, marks=[pytest.mark.extended] * (name not in FIRST))
+            for name, case in CASES.items()
+        ),
+        *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW.values()),
+    ],
     ids=[*CASES, *SLOW],
 )
-@pytest.mark.extended
 def test_slots_change_nothing(case, alone):
     generator, params, arguments, options = made_by(case)
     rollout, tokens = drawn_by(generator, params, arguments, case, options)

@@ -259,17 +259,25 @@ SAMPLINGS = [
     Sampling(top_k=5),
     Sampling(top_k=5000),
     Sampling(top_p=0.05),
-    Sampling(temperature=0.7, top_k=9, top_p=0.8),
     Sampling(temperature=1.7, top_p=0.9),
     Sampling(min_p=0.2),
+    Sampling(temperature=0.7, top_k=9, top_p=0.8),
     Sampling(stop=(7,), min_tokens=4),
     Sampling(logit_bias={9: 8.0, 300: -100}, top_k=20),
     Sampling(0.8, repetition_penalty=1.7, presence_penalty=1.0, frequency_penalty=-0.5),
 ]
 
 
-@pytest.mark.parametrize("kernels", [pytest.param("reference", marks=pytest.mark.slow), "cpu"])
-def test_a_row_of_a_mixed_batch_draws_what_a_program_of_its_sampling_does(kernels):
+@pytest.mark.parametrize(
+    "kernels, samplings",
+    [
+        pytest.param("reference", SAMPLINGS, marks=pytest.mark.slow),
+        pytest.param("cpu", SAMPLINGS[:-4], marks=pytest.mark.extended),
+        ("cpu", SAMPLINGS[-4:]),
+    ],
+    ids=["reference", "few options", "all kinds of options"],
+)
+def test_a_row_of_a_mixed_batch_draws_what_a_program_of_its_sampling_does(kernels, samplings):
     kernels, vocab, each = kernels_of(kernels), 5000, 40
     logits = np.random.default_rng(2).normal(size=(each, vocab)).astype(np.float32) * 2
     logits[:3, [7, 300]] = 12.0  # equals
@@ -280,11 +288,11 @@ def test_a_row_of_a_mixed_batch_draws_what_a_program_of_its_sampling_does(kernel
         draw(
             logits, keys, positions, sampling, counts if sampling.penalised else None, kernels
         )
-        for sampling in SAMPLINGS
+        for sampling in samplings
     ]  # fmt: skip
 
-    many = len(SAMPLINGS)
-    mixed = [sampling for sampling in SAMPLINGS for _ in range(each)]
+    many = len(samplings)
+    mixed = [sampling for sampling in samplings for _ in range(each)]
     drawn = jax.jit(functools.partial(draw, kernels=kernels))(
         np.tile(logits, (many, 1)),
         jnp.tile(keys, many),

@@ -48,7 +48,7 @@ BARE_TEMPLATE = (
 )
 
 
-@pytest.fixture(scope="module", params=["tagged", "bare"])
+@pytest.fixture(scope="module", params=["tagged", pytest.param("bare", marks=pytest.mark.extended)])
 def client(request):
     layout = make_layouts(jax.devices()[:1]).generate
     tokenizer = byte_tokenizer(*[BARE_TEMPLATE][: request.param == "bare"])
@@ -103,7 +103,7 @@ def test_a_required_call_validates_whatever_the_model_would_say(client):
     assert len(names) > 1
 
 
-@pytest.mark.parametrize("name", SCHEMAS)
+@pytest.mark.parametrize("name", ["add", pytest.param("wait", marks=pytest.mark.extended), "stop"])
 def test_the_named_function_is_called_once(client, name):
     choice = {"type": "function", "function": {"name": name}}
     for each in chat(client, tool_choice=choice, n=3, seed=2).choices:

@@ -125,6 +125,7 @@ def test_verls_parquet_columns_reach_the_reward_function(folder):
     assert "eval/reward" in metrics[-1] and "eval/accuracy" not in metrics[-1]
 
 
+@pytest.mark.extended
 def test_sft_learns_its_demonstrations_by_heart(folder):
     rows = [{"prompt": f"{a}{b}>", "response": f"{b}{a}"} for a in range(5) for b in range(5)]
     tokenizer = get_task("sorting").tokenizer()

@@ -22,6 +22,7 @@ def rows():
         return trainer.run()
 
 
+@pytest.mark.extended
 def test_the_coefficient_moves_by_the_measured_kl(rows):
     expected = 0.5
     for row in rows:

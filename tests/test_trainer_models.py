@@ -119,6 +119,7 @@ def test_a_model_that_does_not_fit_its_role_is_refused(keys, message, models):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.extended
 def test_an_actor_from_weights_starts_from_them_without_warm_start(models):
     changes = {"actor.path": f"{models}/larger", "warm_start.steps": 5, "steps": 1}
     with trainer_of("GRPO", changes) as trainer:
@@ -143,3 +144,14 @@ def test_a_workdir_gives_weights_to_the_next_run(models, tmp_path):
     np.testing.assert_array_equal(again, trained)
     model = hjax.load_model(tmp_path / "first")
     assert model.generate(["312>"], max_new_tokens=3, temperature=0)[0].text is not None
+
+
+def test_a_language_model_does_not_judge(tmp_path):
+    """It got a head of zeros, and every answer the reward 0."""
+    with trainer_of("GRPO", {"steps": 1}, tmp_path / "run") as trainer:
+        trainer.run()
+        trainer.export(tmp_path / "model")
+    for name in ("run", "model"):
+        for algorithm, role in (("GRPO", "reward"), ("SafeRLHF", "cost")):
+            with pytest.raises(ConfigError, match=f"{role}.path=.*{name}: a language model"):
+                hjax.Trainer(tiny_config(algorithm, {f"{role}.path": str(tmp_path / name)}))

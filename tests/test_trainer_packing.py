@@ -127,6 +127,7 @@ def test_what_cannot_be_packed_is_padded_by_choice():
         assert packers["critic"] is None and packers["actor"] is not None
 
 
+@pytest.mark.extended
 def test_an_older_run_keeps_its_rows(tmp_path):
     """It recorded no packs as a number, and `length_buckets`: the same command goes on with it."""
     changes = CHANGES | {"checkpoint.every": 1, "rollout.max_response_length": 4}

@@ -10,7 +10,7 @@ from hjax.data.tasks import get_task
 from hjax.errors import ConfigError
 from hjax.run.placement import make_plan
 
-STEPS = 5
+STEPS = 3
 WATCHED = ("reward/mean", "actor/loss", "critic/loss", "cost_critic/loss", "kl/reference")
 
 # The share of sequences with an even digit: dense enough that a new model learns from it.
@@ -40,7 +40,7 @@ def files(tmp_path_factory):
 
 
 def run(algorithm, files, changes):
-    """The watched metrics of 5 steps, and the trainer's timeline and plan."""
+    """The watched metrics of some steps, and the trainer's timeline and plan."""
     base = {"steps": STEPS, "actor.learning_rate": 1e-3}
     if algorithm == "PPO":
         base["reward.function"] = f"{files}/reward.py:evens"
@@ -59,7 +59,7 @@ def colocated(files):
     "changes",
     [
         pytest.param({"placement": "split"}, marks=pytest.mark.slow),
-        {"placement": "standalone"},
+        pytest.param({"placement": "standalone"}, marks=pytest.mark.extended),
         {"placement": "plan.json"},
         pytest.param(
             {"layout.actor.train.tensor": 2, "layout.actor.generate.tensor": 1},

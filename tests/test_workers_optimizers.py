@@ -194,6 +194,7 @@ def test_updates_are_optax_s_on_every_mesh(name, layout, plainly):
         assert size < held < 1.5 * size
 
 
+@pytest.mark.extended
 def test_adamw_keeps_what_optax_s_keeps_where_it_did():
     """Checkpoints of before go on, bit for bit."""
     network = decoder_network(SHAPE)

@@ -136,7 +136,16 @@ def padded(batch):
 
 @pytest.mark.parametrize(
     "name",
-    [n if n in EVERYDAY_LOSSES else pytest.param(n, marks=pytest.mark.slow) for n in LOSSES],
+    [
+        pytest.param(
+            n,
+            marks=[
+                *[pytest.mark.slow] * (n not in EVERYDAY_LOSSES),
+                *[pytest.mark.extended] * (n == "clipped"),
+            ],
+        )
+        for n in LOSSES
+    ],
 )
 def test_every_loss_has_the_same_value_and_gradient(name, batch, padded):
     """Prompts shared inside packs; a group longer than a pack is split."""
@@ -186,10 +195,7 @@ EVERYDAY = ("by blocks", "four parts, passes", "fsdp and tensor", "chosen, parts
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[] if name in EVERYDAY else [pytest.mark.slow])
-        for name in TOGETHER
-    ],
+    [pytest.param(name, marks=[] if name in EVERYDAY else [pytest.mark.slow]) for name in TOGETHER],
 )
 @pytest.mark.extended
 def test_packs_go_together_with(name, batch, padded, monkeypatch):

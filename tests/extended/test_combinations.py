@@ -91,14 +91,3 @@ def test_what_does_not_go_together_is_said_before_anything_runs(algorithm, chang
         finally:
             trainer.close()
     assert not (tmp_path / "run" / "checkpoints").exists()
-
-
-def test_a_language_model_does_not_judge(tmp_path):
-    """It got a head of zeros, and every answer the reward 0."""
-    with trainer_of("GRPO", {"steps": 1}, tmp_path / "run") as trainer:
-        trainer.run()
-        trainer.export(tmp_path / "model")
-    for name in ("run", "model"):
-        for algorithm, role in (("GRPO", "reward"), ("SafeRLHF", "cost")):
-            with pytest.raises(ConfigError, match=f"{role}.path=.*{name}: a language model"):
-                hjax.Trainer(tiny_config(algorithm, {f"{role}.path": str(tmp_path / name)}))

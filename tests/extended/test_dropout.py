@@ -19,7 +19,7 @@ from hjax.errors import ConfigError
 from hjax.models.attention import Causal
 from hjax.models.compute import Compute
 from hjax.models.declaration import parts
-from hjax.models.dropout import Dropout, row_keys, token_keys
+from hjax.models.dropout import Dropout
 from hjax.models.lora import TARGETS, Lora
 from hjax.models.peft_files import CONFIG, save_adapter
 from hjax.models.weights import load_params
@@ -108,29 +108,6 @@ def test_under_the_same_masks_peft_has_the_same_loss_and_gradient(
             key = f"base_model.model.{part.name}".removesuffix(".weight") + ".default.weight"
             bound = 5e-5 * max(1, np.abs(expected[key]).max())
             np.testing.assert_allclose(part.of(expected[key]), grads[part.at], atol=bound)
-
-
-def test_a_share_is_kept_and_every_matrix_layer_token_and_update_has_its_own():
-    rows = row_keys(3, jnp.int32(0), 8, 4)
-    other = row_keys(3, jnp.int32(1), 8, 4)
-    assert len(np.unique(rows[:, :2], axis=0)) == 2 and len(np.unique(rows[:, 2:], axis=0)) == 8
-    assert not (np.asarray(rows) == np.asarray(other)).all(axis=1).any()
-    tokens = token_keys(rows, 4, 5, 6)
-    assert tokens.shape == (2, 5 + 4 * 6, 2)
-    np.testing.assert_array_equal(tokens[1, 0], rows[4, :2])
-    np.testing.assert_array_equal(tokens[1, 5 + 2 * 6], rows[6, 2:])
-    positions = jnp.tile(jnp.concatenate([jnp.arange(5), jnp.tile(5 + jnp.arange(6), 4)]), (2, 1))
-    drawn = Dropout.of(tokens, positions)
-    x = jnp.ones((2, 29, 500))
-    found = np.asarray(drawn.of_layer(0).dropped(x, RATE, (1, 2), paired=True))
-    assert found.shape == (2, 29, 2, 500)
-    assert set(np.unique(found)) == {0, np.float32(1 / (1 - RATE))}
-    kept = (found > 0).reshape(-1, 500)
-    # 58 tokens for 2 matrices: four standard deviations of a mean of 58,000 draws.
-    assert abs(kept.mean() - (1 - RATE)) < 4 * np.sqrt(RATE * (1 - RATE) / kept.size)
-    assert len(np.unique(kept, axis=0)) == len(kept)
-    later = np.asarray(drawn.of_layer(1).dropped(x, RATE, (1, 2), paired=True))
-    assert abs((found == later).mean() - (RATE**2 + (1 - RATE) ** 2)) < 0.01
 
 
 COMBINATIONS = [

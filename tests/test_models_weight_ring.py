@@ -49,8 +49,9 @@ RUNS = {
         {"lora": LORA, "quantized": "int8"}, {"fsdp": 2, "tensor": 4}, {},
     ),
 }  # fmt: skip
-EVERY_DAY = {"tensor 2 x 2 micro, data 2", "adapters of a base in a byte"}
-NAMES = [n if n in EVERY_DAY else pytest.param(n, marks=pytest.mark.slow) for n in RUNS]
+FIRST, EVERY_DAY = "tensor 2 x 2 micro, data 2", {"adapters of a base in a byte"}
+OFTEN = {n: pytest.mark.extended if n in EVERY_DAY else pytest.mark.slow for n in RUNS}
+NAMES = [n if n == FIRST else pytest.param(n, marks=OFTEN[n]) for n in RUNS]
 
 
 def params_of(config):
@@ -126,9 +127,7 @@ def test_activations_are_summed_where_weights_cannot_travel_or_are_more():
     assert not travels({"fsdp": 8})
     assert not travels({"context": 2, "tensor": 4}) and not travels({"pipe": 2, "tensor": 4})
     assert not travels({"tensor": 8}, kv_heads=2)
-    assert not travels(
-        {"fsdp": 2, "tensor": 4}, experts=4, experts_per_token=2, family="mixtral"
-    )
+    assert not travels({"fsdp": 2, "tensor": 4}, experts=4, experts_per_token=2, family="mixtral")
     assert not travels({"fsdp": 2, "tensor": 4}, lora=dataclasses.replace(LORA, dora=True))
     # Llama-3-8B over 4: 218.1 million weights a layer; of each token two sums of 4096 elements are
     # received twice, or of 40 heads of 128 a quarter and back: from 218.1e6 / (16384 - 2560) on.

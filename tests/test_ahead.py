@@ -15,7 +15,7 @@ import hjax
 from hjax.errors import ConfigError, RunError
 from hjax.run.ahead import Queue, Schedule, Ticket
 
-EVENS = pathlib.Path(__file__).parents[1] / "evens_reward.py"
+EVENS = pathlib.Path(__file__).parent / "evens_reward.py"
 AHEAD = {
     "reward.function": f"{EVENS}:evens",
     "placement": "disaggregate",
@@ -58,11 +58,13 @@ def test_a_batch_is_generated_with_exactly_the_version_that_is_its_turn(one_step
     assert [row["step"] for row in rows if "eval/reward" in row] == [1, 2, 4, 6]
 
 
+@pytest.mark.extended
 def test_two_runs_are_equal_also_on_workers_that_share_nothing(one_step_off):
     executor = functools.partial(PicklingExecutor, ObjectStore())
     assert run("GRPO", {"eval.every": 2}, executor)[0] == one_step_off[0]
 
 
+@pytest.mark.extended
 def test_the_first_steps_are_those_of_a_synchronous_run(one_step_off):
     config = AHEAD | {"rollout.max_staleness": 0, "rollout.deterministic": False}
     with trainer_of("GRPO", config | {"steps": 2, "eval.every": 2}) as trainer:
@@ -75,6 +77,7 @@ def test_the_first_steps_are_those_of_a_synchronous_run(one_step_off):
 @pytest.mark.parametrize(
     "algorithm", ["PPO", *(pytest.param(n, marks=pytest.mark.slow) for n in ("ReMax", "SafeRLHF"))]
 )
+@pytest.mark.extended
 def test_every_algorithm_runs_ahead(algorithm):
     changes = {"rollout.max_staleness": 4, "algorithm.correction": "truncated"}
     rows, versions, _ = run(algorithm, changes)
@@ -90,6 +93,7 @@ def test_without_a_schedule_the_newest_weights_generate_and_none_is_too_old():
     assert all(0 <= row["rollout/staleness"] <= 2 for row in rows)
 
 
+@pytest.mark.extended
 def test_generation_and_learning_run_at_the_same_time(tmp_path):
     (tmp_path / "slow.py").write_text(
         "import hjax, time\n"
@@ -125,6 +129,7 @@ def test_generation_and_learning_run_at_the_same_time(tmp_path):
     (1, [[0], [0, 1], [1, 2], [2, 3], [3, 4]]),
     (2, [[0], [0], [0, 1], [1, 2], [2, 3]]),
 ])  # fmt: skip
+@pytest.mark.extended
 def test_a_response_goes_on_under_newer_weights(staleness, expected):
     changes = {"rollout.max_staleness": staleness, "rollout.partial_tokens": 2, "steps": 5}
     rows, versions, _ = run("GRPO", changes)
@@ -134,6 +139,7 @@ def test_a_response_goes_on_under_newer_weights(staleness, expected):
         assert run("GRPO", changes, executor)[0] == rows
 
 
+@pytest.mark.extended
 def test_versions_stand_beside_the_tokens_that_they_drew():
     changes = {"rollout.partial_tokens": 1, "rollout.deterministic": False, "steps": 4}
     with trainer_of("ReMax", AHEAD | changes) as trainer:
@@ -148,6 +154,7 @@ def test_versions_stand_beside_the_tokens_that_they_drew():
             assert len(batch["response_text"]) == len(mask)
 
 
+@pytest.mark.extended
 def test_neither_weights_nor_unfinished_responses_pass_through_the_controller(monkeypatch):
     asked, result = set(), StoredFuture.result
 
@@ -172,6 +179,7 @@ def content(workdir):
 
 
 @pytest.mark.parametrize("partial", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.extended
 def test_a_scheduled_run_resumes_to_the_same_numbers(partial, tmp_path):
     changes = AHEAD | {"checkpoint.every": 2, "rollout.max_staleness": 2, "eval.every": 3}
     changes |= {"rollout.partial_tokens": partial}
@@ -214,6 +222,7 @@ def tickets(*oldest):
     return [Ticket(number, {}, version, ready=True) for number, version in enumerate(oldest)]
 
 
+@pytest.mark.extended
 def test_what_is_too_old_is_dropped_and_counted():
     queue = Queue(staleness=1)
     queue.tickets.extend([*tickets(0, 2, 3), Ticket(3, {})])
@@ -245,6 +254,7 @@ def test_a_schedule_never_goes_back_and_never_passes_its_bound():
                 assert first >= n // every * every  # nothing reaches over a checkpoint
 
 
+@pytest.mark.extended
 def test_more_steps_than_were_planned_go_on_as_scheduled():
     with trainer_of("GRPO", AHEAD | {"steps": 2, "eval.every": 1}) as trainer:
         found = []
@@ -272,6 +282,7 @@ def test_an_error_while_collecting_is_the_steps(tmp_path):
             trainer.run()
 
 
+@pytest.mark.extended
 def test_an_error_while_generating_is_the_steps_that_learns_from_it(tmp_path, monkeypatch):
     with trainer_of("GRPO", AHEAD) as trainer:
         trainer.step()
@@ -307,6 +318,7 @@ def test_what_does_not_go_together_is_refused(algorithm, changes, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.extended
 def test_a_step_of_ones_own_is_run_one_after_another_or_refused(tmp_path):
     (tmp_path / "old.py").write_text(
         "import hjax\n"
