@@ -77,7 +77,7 @@ def flags_of(asked: dict[str, Any]) -> list[str]:
     from hjax.models import published
 
     for name in ("actor", "judge"):
-        made = published._shape(**asked[name], length=4096)  # noqa: SLF001
+        made = published.shape_of("llama", **asked[name], length=4096)
         published.SHAPES[f"random-{name}"] = made
     roles = {role: "random-judge" for role in judged(asked["algorithm"])}
     if asked["algorithm"] == "safe_rlhf":

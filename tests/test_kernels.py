@@ -14,14 +14,13 @@ from references import LlamaConfig, modeling_llama, torch
 
 from hjax.errors import ConfigError
 from hjax.kernels import (
-    attention_tpu,
     backward,
     blockwise,
     cpu,
     grouped_blocks,
-    grouped_gated_tpu,
     grouped_tpu,
     reference,
+    splash,
 )
 from hjax.kernels.sets import Kernels, choose, kernels_of
 from hjax.models.compute import Compute
@@ -207,7 +206,6 @@ def test_accelerators_get_no_detours_of_cpus():
         gated_mlp=backward.gated_mlp,
         rms_norm=backward.rms_norm,
         grouped=grouped_blocks.product,
-        grouped_gated=grouped_blocks.gated_product,
         attention=blockwise.attend,
     )
     # Of its packs each response has a prompt of its own: its attention knows only equal segments.
@@ -215,9 +213,8 @@ def test_accelerators_get_no_detours_of_cpus():
         found,
         rotate=backward.rotate,
         grouped=grouped_tpu.product,
-        grouped_gated=grouped_gated_tpu.product,
         multiple=grouped_tpu.multiple,
-        attention=attention_tpu.attend,
+        attention=splash.attend,
         few_passes=True,
         packs_share=False,
     )

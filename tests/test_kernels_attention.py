@@ -1,4 +1,4 @@
-"""Attention by blocks and by the TPU's kernel against the plain form; that against brute force."""
+"""Attention by blocks and by splash against the plain form; that against brute force."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
-from hjax.kernels import attention, attention_tpu, blockwise, splash
+from hjax.kernels import attention, blockwise, splash
 from hjax.kernels.attention import Scoring, Sight
 from hjax.kernels.spread import Spread
 
@@ -20,7 +20,6 @@ ROWS = {"one sequence": (57, 0, 0), "shared prompt": (13, 11, 3), "long prompt":
 WINDOWS = (0, 5, 20)
 KERNELS = {
     "blockwise": functools.partial(blockwise.attend, block=8),
-    "tpu": functools.partial(attention_tpu.attend, interpret=True),
     "splash": functools.partial(splash.attend, interpret=True),
 }
 # Of the largest value; a bfloat16 has 8 bits, the plain form in it is as far from float32.
@@ -123,7 +122,7 @@ CASES = {
     "sinks": ("one sequence", Scoring(), True, True, jnp.float32),
 }
 QUICK = "shared prompt"
-SLOW = {(kernel, case) for kernel in ("tpu", "splash") for case in CASES if case != QUICK}
+SLOW = {("splash", case) for case in CASES if case != QUICK}
 
 
 @pytest.mark.parametrize(
@@ -191,8 +190,7 @@ PACKS = {
         ("blockwise", "own prompts", 6),
         ("blockwise", "shared", 0),
         ("blockwise", "shared", 6),
-        ("tpu", "own prompts", 6),
-        pytest.param("splash", "own prompts", 6, marks=pytest.mark.slow),
+        ("splash", "own prompts", 6),
     ],
 )
 @pytest.mark.extended
@@ -250,7 +248,7 @@ EVERYDAY = {("blockwise", "everything"), ("blockwise", "everything, whole keys")
     "kernel,split",
     [
         pytest.param(*pair, marks=[] if pair in EVERYDAY else [pytest.mark.slow])
-        for pair in itertools.product(("blockwise", "tpu"), MESHES)
+        for pair in itertools.product(("blockwise", "splash"), MESHES)
     ],
 )
 @pytest.mark.extended
@@ -346,9 +344,18 @@ def test_recomputed_layers_keep_no_masks():
     assert max(map(math.prod, shapes)) < pairs * block**2
 
 
-def test_a_row_too_long_for_its_numbers_is_refused():
-    with pytest.raises(AssertionError, match="responses"):
-        splash.SightMask(Sight(8, 1), 2000)
+def test_a_row_with_too_many_responses_is_computed_by_blocks():
+    takes = splash.SightMask.takes
+    assert takes(Sight(8, 1), 2**15) and not takes(Sight(8, 1), 2**16)
+    assert takes(Sight(), 2**22) and takes(Sight(512, 1024), 2**20)
+
+    def program(kernel):
+        q = jax.ShapeDtypeStruct((1, 2**16, 2, 64), jnp.float32)
+        run = functools.partial(attention.attend, kernel, sight=Sight(8, 1))
+        return str(jax.make_jaxpr(run)(q, q, q))
+
+    found = program(splash.attend)
+    assert "pallas_call" not in found and found == program(blockwise.attend)
 
 
 def test_wrong_shapes_are_refused():

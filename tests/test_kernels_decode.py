@@ -52,8 +52,8 @@ def arrays(shape, prompt, length, dtype, seed=0):
     def normal(*sizes):
         return jnp.asarray(draw.normal(size=sizes), dtype)
 
-    prompt = decode_block_tpu.padded(prompt, decode_block_tpu.PROMPT_BLOCK, dtype)
-    length = decode_block_tpu.padded(length, decode_block_tpu.OWN_BLOCK, dtype)
+    prompt = decode.room(decode.KERNEL, prompt, decode.PROMPT_BLOCK, dtype)
+    length = decode.room(decode.KERNEL, length, decode.OWN_BLOCK, dtype)
     token = groups, kv_heads, samples, dim
     shared, own = (LAYERS, groups, kv_heads), (LAYERS, groups, kv_heads, samples)
     return (

@@ -6,12 +6,25 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from hjax.kernels.log_prob_head import Head, reference, token_scores, top_scores
+from hjax.kernels.log_prob_head import Head, token_scores, top_scores
 from hjax.kernels.spread import Spread
 from hjax.sharding.layout import make_layouts
 from hjax.xla.collectives import collectives
 
 ROWS, LENGTH, WIDTH, VOCAB = 8, 6, 16, 48
+
+
+def reference(hidden, table, tokens, temperature=1.0, softcap=0.0):
+    """``token_scores`` as its mathematics reads."""
+    logits = jnp.einsum(
+        "btd,vd->btv", hidden, table.astype(hidden.dtype), preferred_element_type=jnp.float32
+    )
+    if softcap:
+        logits = softcap * jnp.tanh(logits / softcap)
+    logprobs = jax.nn.log_softmax(logits / temperature, axis=-1)
+    several = tokens if tokens.ndim == 3 else tokens[..., None]
+    picked = jnp.take_along_axis(logprobs, several, axis=-1).reshape(tokens.shape)
+    return picked, -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
 
 
 def inputs(dtype=jnp.float32, vocab=VOCAB, length=LENGTH):

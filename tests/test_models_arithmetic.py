@@ -103,7 +103,8 @@ def test_cache_bytes_of_llama():
 def test_activations_by_hand():
     # Llama 7B: 4*4096 whole + 4*4096 of attention + 3*11008 of the MLP = 65792 elements a layer.
     shape = published("llama-7b")
-    assert arithmetic.activation_elements(shape) == (65792, 16384)
+    found = counts(shape)
+    assert (found.layer_activations, found.layer_activations_whole) == (65792, 16384)
 
 
 def test_parameters_of_experts_are_those_of_the_network():

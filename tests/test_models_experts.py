@@ -117,24 +117,7 @@ def careless_product(rows, weights, sizes, fill=Fill(), before=None):
     return careless(rows, weights, sizes, fill, before)
 
 
-@jax.custom_vjp
-def careless_shares(shares, sizes):
-    return shares
-
-
-careless_shares.defvjp(
-    lambda shares, sizes: (shares, sizes),
-    lambda sizes, given: (nothing_known(given[:, None], sizes)[:, 0], None),
-)
-
-
-def careless_gated(both, shares, weights, sizes, **how):
-    """Nor are gradients of shares known there."""
-    shares = careless_shares(shares, sizes)
-    return reference.grouped_gated(both, shares, weights, sizes, **how, grouped=careless_product)
-
-
-CARELESS = Kernels(grouped=careless_product, grouped_gated=careless_gated)
+CARELESS = Kernels(grouped=careless_product)
 MULTIPLE = 16
 
 

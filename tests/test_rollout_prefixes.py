@@ -11,8 +11,9 @@ import pytest
 
 from hjax import machine
 from hjax.errors import ConfigError
-from hjax.kernels import continuing, decode
+from hjax.kernels import decode
 from hjax.kernels.attention import Scoring
+from hjax.models import continuing
 from hjax.models.config import LayerKind, ModelConfig
 from hjax.models.continuing import BLOCK
 from hjax.models.parameters import decoder_network

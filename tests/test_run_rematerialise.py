@@ -10,7 +10,6 @@ from hjax.algorithms import get_algorithm
 from hjax.algorithms.losses import PolicyLoss
 from hjax.dryrun.programs import memory_of
 from hjax.dryrun.shape_inputs import read_shape, shape_inputs
-from hjax.models import arithmetic
 from hjax.models.compute import Compute
 from hjax.models.config import ModelConfig
 from hjax.models.counts import counts
@@ -152,12 +151,15 @@ def test_what_is_kept_of_a_layer_by_hand():
 
 def test_the_gradients_of_a_layer_by_hand():
     # Of output and MLP's input 2 x 8; of gate, up and product 24 each, and the product again.
+    def gradients(config):
+        return counts(config).layer_gradients, counts(config).layer_gradients_whole
+
     model = ModelConfig(32, 8, 24, 3, 4, 2, 2, 64)
-    assert arithmetic.gradient_elements(model) == (16 + 72 + 24, 16)
+    assert gradients(model) == (16 + 72 + 24, 16)
     biased = dataclasses.replace(model, mlp_bias=True)  # its product is kept
-    assert arithmetic.gradient_elements(biased) == (16 + 72, 16)
-    plain = dataclasses.replace(model, gated_mlp=False)
-    assert arithmetic.gradient_elements(plain) == (16 + 48, 16)
+    assert gradients(biased) == (16 + 72, 16)
+    plain = dataclasses.replace(model, gated_mlp=False, family="gpt2")
+    assert gradients(plain) == (16 + 48, 16)
 
 
 def test_what_updates_of_experts_keep_under_each_policy():

@@ -2,9 +2,9 @@
 
 One function, ``attend``, for training and prefill: causal, sliding windows, capped scores, sinks,
 padding, packed sequences, and prompts shared by their responses. ``reference`` computes it as its
-mathematics reads, with scores [length, length]; ``hjax.kernels.blockwise`` (any platform) and
-``hjax.kernels.attention_tpu`` (TPU) hold no array with two length dimensions, forward or backward
-(FlashAttention; Dao et al. 2022, arXiv 2205.14135).
+mathematics reads, with scores [length, length]; ``hjax.kernels.blockwise`` (any platform),
+``hjax.kernels.splash`` (TPU) and ``hjax.kernels.cudnn`` hold no array with two length dimensions,
+forward or backward (FlashAttention; Dao et al. 2022, arXiv 2205.14135).
 
 Shapes: queries [batch, length, heads, head_dim]; keys and values [batch, length, kv_heads,
 head_dim]; ``heads = kv_heads * q_per_kv``. Scores and softmax are float32.
@@ -23,8 +23,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from hjax.kernels import cache_axis, int8_cache
-from hjax.kernels.int8_cache import Held
 from hjax.kernels.spread import Axes, Spread
 
 MASKED = -1e30  # in place of scores that must not be seen; finite, so that empty rows stay finite
@@ -222,25 +220,54 @@ def reference(
 ) -> jax.Array:
     """The same as its mathematics reads; see ``attend``."""
     check(q, k, v, segments, sinks, shared)
-    batch, length, heads, dim = q.shape
-    kv_heads = k.shape[2]
-    q = q.reshape(batch, length, kv_heads, heads // kv_heads, dim)
-    scores = jnp.einsum("btkgd,bskd->bkgts", q, k, preferred_element_type=jnp.float32)
-    scores = scoring.bend(scores * scoring.factor(dim))
     window = scoring.window if shared is None else 0
-    visible = jnp.asarray(dataclasses.replace(sight, window=window).table(length))[None]
+    visible = jnp.asarray(dataclasses.replace(sight, window=window).table(q.shape[1]))[None]
     if segments is not None:
         visible = visible & meeting(segments, segments, shared)
     if shared is not None and scoring.window:
         visible = visible & within(scoring.window, shared.positions, shared.positions)
-    scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
-    if sinks is not None:
-        sink = sinks.astype(jnp.float32).reshape(kv_heads, heads // kv_heads)[None, :, :, None]
-        sink = jnp.broadcast_to(sink, scores.shape[:-1])[..., None]
-        scores = jnp.concatenate([scores, sink], axis=-1)
-    weights = jax.nn.softmax(scores, axis=-1)[..., :length].astype(v.dtype)
-    out = jnp.einsum("bkgts,bskd->btkgd", weights, v)
-    return out.reshape(batch, length, heads, dim)
+    q, k, v = split_heads(q, k.shape[2]), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+    return merge_heads(in_one_piece(q, k, v, visible, scoring, sinks))
+
+
+def in_one_piece(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    visible: jax.Array,
+    scoring: Scoring,
+    sinks: jax.Array | None,
+) -> jax.Array:
+    """Attention with scores [length, length], in the dtype of v.
+
+    Args:
+      q: [batch, kv_heads, q_per_kv, length, head_dim], as of ``split_heads``; so is the result.
+      k, v: [batch, kv_heads, length, head_dim].
+      visible: bool [batch or 1, queries, keys].
+      scoring, sinks: as of ``attend``.
+    """
+    q = q * scoring.factor(q.shape[-1])
+    scores = jnp.einsum("bkgtd,bksd->bkgts", q, k, preferred_element_type=jnp.float32)
+    scores = jnp.where(visible[:, None, None], scoring.bend(scores), MASKED)
+    if sinks is None:
+        weights = jax.nn.softmax(scores, axis=-1)
+    else:
+        sink = sinks.astype(jnp.float32).reshape(scores.shape[1:3])[None, :, :, None, None]
+        sink = jnp.broadcast_to(sink, (*scores.shape[:-1], 1))
+        weights = jax.nn.softmax(jnp.concatenate([scores, sink], axis=-1), axis=-1)[..., :-1]
+    return jnp.einsum("bkgts,bksd->bkgtd", weights.astype(v.dtype), v)
+
+
+def split_heads(q: jax.Array, kv_heads: int) -> jax.Array:
+    """[batch, length, heads, dim] -> [batch, kv_heads, q_per_kv, length, dim]."""
+    batch, length, heads, dim = q.shape
+    return q.reshape(batch, length, kv_heads, heads // kv_heads, dim).transpose(0, 2, 3, 1, 4)
+
+
+def merge_heads(out: jax.Array) -> jax.Array:
+    """[batch, kv_heads, q_per_kv, length, dim] -> [batch, length, heads, dim]."""
+    batch, kv_heads, groups, length, dim = out.shape
+    return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, kv_heads * groups, dim)
 
 
 def meeting(segments: jax.Array, of_keys: jax.Array, shared: Shared | None = None) -> jax.Array:
@@ -252,64 +279,6 @@ def meeting(segments: jax.Array, of_keys: jax.Array, shared: Shared | None = Non
 def within(window: int, positions: jax.Array, of_keys: jax.Array) -> jax.Array:
     """bool [batch, queries, keys]: whether a key is in its query's window."""
     return positions[:, :, None] - of_keys[:, None, :] < window
-
-
-def shared_prompt(
-    q: jax.Array,
-    prompt_k: Held,
-    prompt_v: Held,
-    own_k: Held,
-    own_v: Held,
-    prompt_seen: jax.Array,
-    own_seen: jax.Array,
-    scoring: Scoring = Scoring(),
-    sinks: jax.Array | None = None,
-    axis: int = cache_axis.ROWS,
-) -> jax.Array:
-    """Tokens of several samples against one copy of their prompt and each one's own, in one piece.
-
-    One softmax over both parts, divided out after the products with the values: scores are never
-    concatenated, and no operand but the queries is transposed.
-
-    Args:
-      q: [groups, kv_heads, samples, per_kv, tokens, head_dim].
-      prompt_k, prompt_v: [groups, kv_heads, prompt, head_dim].
-      own_k, own_v: [groups, kv_heads, samples, length, head_dim]; ``Quantized`` as it may be.
-      prompt_seen: bool [groups, samples, tokens, prompt], which of the prompt's keys a token sees.
-      own_seen: bool [groups, samples, tokens, length], which of its own. Sizes of both but the
-        last may be 1.
-      scoring, sinks: as of ``attend``.
-      axis: along which tokens lie in ``own_k``, see ``hjax.kernels.cache_axis``.
-
-    Returns:
-      like q, in its dtype.
-    """
-    groups, kv_heads, samples, per_kv, tokens, dim = q.shape
-    prompt, wide = int8_cache.shape(prompt_v)[2], jnp.float32
-    q = q * scoring.factor(dim)
-
-    def hide(scores: jax.Array, seen: jax.Array) -> jax.Array:
-        return jnp.where(seen[:, None, :, None], scoring.bend(scores), MASKED)
-
-    # All samples' queries of a group meet the prompt's keys in one product.
-    together = q.reshape(groups, kv_heads, samples * per_kv * tokens, dim)
-    past = int8_cache.scores("xkqd,xkpd->xkqp", together, prompt_k)
-    past = hide(past.reshape(groups, kv_heads, samples, per_kv, tokens, prompt), prompt_seen)
-    own = int8_cache.own_scores(q, own_k, axis)
-    own = hide(own, own_seen)
-    top = jax.lax.stop_gradient(jnp.maximum(past.max(-1), own.max(-1)))[..., None]
-    if sinks is not None:
-        sink = sinks.astype(wide).reshape(kv_heads, 1, per_kv, 1, 1)
-        top = jax.lax.stop_gradient(jnp.maximum(top, sink))
-    past, own = jnp.exp(past - top), jnp.exp(own - top)
-    total = past.sum(-1, keepdims=True) + own.sum(-1, keepdims=True)
-    if sinks is not None:
-        total = total + jnp.exp(sink - top)
-    past = past.reshape(groups, kv_heads, together.shape[2], prompt)
-    out = int8_cache.values("xkqp,xkpd->xkqd", past, prompt_v, q.dtype)
-    own_out = int8_cache.values("xksgtu,xksud->xksgtd", own, own_v, q.dtype)
-    out = out.reshape(q.shape) + own_out
-    return (out / total).astype(q.dtype)
 
 
 def attend(
@@ -329,7 +298,7 @@ def attend(
     Differentiable once, in reverse mode.
 
     Args:
-      kernel: ``blockwise.attend`` or ``attention_tpu.attend``.
+      kernel: ``blockwise.attend``, ``splash.attend`` or ``cudnn.attend``.
       q: [batch, length, heads, head_dim], of any float dtype; products are made in it.
       k, v: [batch, length, kv_heads, head_dim].
       segments: int32 [batch, length]: a token sees tokens of its own number only (packed

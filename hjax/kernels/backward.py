@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,27 +30,75 @@ def product(spec: str, x: jax.Array, weight: jax.Array) -> jax.Array:
     would keep the cast ones of all layers at once.
     """
     checks.check_product(spec, x, weight)
-    return _product(spec, x, weight)
+    return _product(spec, x, weight, None)
+
+
+def scaled_product(spec: str, x: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Array:
+    """``einsum(spec, x, weight * scale)`` in the dtype of x; there are gradients of x alone.
+
+    The numbers of one byte are exact in every compute dtype, so they are multiplied as they are and
+    the sums are scaled: no matrix of larger numbers is kept, forward or backward.
+
+    Args:
+      spec, x: as of ``reference.product``.
+      weight: [..., made dimensions], int8 or float8_e4m3fn.
+      scale: float32 [made dimensions].
+
+    Returns:
+      [batch, length, made dimensions].
+    """
+    checks.check_product(spec, x, weight)
+    chex.assert_shape(scale, weight.shape[x.ndim - 2 :])
+    return _product(spec, x, weight, scale)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(spec: str, x: jax.Array, weight: jax.Array) -> jax.Array:
-    return _product_forward(spec, x, weight)[0]
+def _product(spec: str, x: jax.Array, weight: jax.Array, scale: jax.Array | None) -> jax.Array:
+    return _product_forward(spec, x, weight, scale)[0]
 
 
-def _product_forward(spec: str, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, Any]:
-    return jnp.einsum(spec, x, weight.astype(x.dtype)), (x, weight)
+def _product_forward(
+    spec: str, x: jax.Array, weight: jax.Array, scale: jax.Array | None
+) -> tuple[jax.Array, Any]:
+    out = jnp.einsum(spec, x, weight.astype(x.dtype))
+    if scale is None:
+        return out, (x, weight, None)
+    return _scaled(out, scale), (None, weight, scale)
 
 
-def _product_backward(spec: str, kept: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, weight = kept
+def _product_backward(spec: str, kept: Any, g: jax.Array) -> tuple[Any, ...]:
+    x, weight, scale = kept
     left, right, out = spec.replace("->", ",").split(",")
-    d_x = jnp.einsum(f"{out},{right}->{left}", g, weight.astype(x.dtype))
-    d_weight = jnp.einsum(f"{left},{out}->{right}", x, g)
-    return d_x, d_weight.astype(weight.dtype)
+    of_sums = g if scale is None else _scaled(g, scale)
+    d_x = jnp.einsum(f"{out},{right}->{left}", of_sums, weight.astype(g.dtype))
+    if scale is not None:
+        return d_x, None, None
+    return d_x, jnp.einsum(f"{left},{out}->{right}", x, g).astype(weight.dtype), None
 
 
 _product.defvjp(_product_forward, _product_backward)
+
+
+@jax.custom_vjp
+def scaled_rows(x: jax.Array, scale: jax.Array, own: jax.Array) -> jax.Array:
+    """What a grouped product with matrices of one byte gave, times its scales; in the dtype of x.
+
+    Args:
+      x: [rows, outputs]; there are gradients of it alone.
+      scale: float32 [groups, outputs].
+      own: int [rows], the group of each.
+    """
+    return _scaled(x, scale[own])
+
+
+scaled_rows.defvjp(
+    lambda x, scale, own: (scaled_rows(x, scale, own), (scale, own)),  # not every row's: large
+    lambda kept, g: (_scaled(g, kept[0][kept[1]]), None, None),
+)
+
+
+def _scaled(x: jax.Array, scale: jax.Array) -> jax.Array:
+    return (x.astype(jnp.float32) * scale).astype(x.dtype)
 
 
 def gated_mlp(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
@@ -70,7 +119,7 @@ def _gated_mlp(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
 def _gated_mlp_forward(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> tuple[jax.Array, Any]:
     both = checkpoint_name(jnp.einsum("btd,dcm->btcm", x, gate_up.astype(x.dtype)), GATES)
     inner = jax.nn.silu(both[:, :, 0]) * both[:, :, 1]
-    return _product("btm,md->btd", inner, down), (x, gate_up, down, both)
+    return _product("btm,md->btd", inner, down, None), (x, gate_up, down, both)
 
 
 def _gated_mlp_backward(kept: Any, g: jax.Array) -> tuple[jax.Array, ...]:

@@ -26,6 +26,8 @@ from hjax.kernels.attention import (
     Sight,
     lengthened,
     meeting,
+    merge_heads,
+    split_heads,
     within,
 )
 from hjax.kernels.spread import Axes
@@ -82,8 +84,7 @@ def attend(
       gather: every device gets all keys and values at once, instead of one part after another.
       block: places of a block; 0: chosen.
     """
-    batch, length, heads, dim = q.shape
-    kv_heads = k.shape[2]
+    batch, length, heads, _ = q.shape
     block = block or _block(batch * heads, length)
     short = -length % block
     if around > 1 and short:  # places are numbered through all devices
@@ -99,11 +100,10 @@ def attend(
     if around > 1 and gather:
         held = jax.tree.map(lambda x: jax.lax.all_gather(x, axes, axis=1, tiled=True), held)
     k, v, k_marks = held
-    q = q.reshape(batch, plan.length, kv_heads, heads // kv_heads, dim).transpose(0, 2, 3, 1, 4)
+    q = split_heads(q, k.shape[2])
     k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
     out = _attend(plan, q, k, v, marks, k_marks, sinks)
-    out = out.transpose(0, 3, 1, 2, 4).reshape(batch, plan.length, heads, dim)
-    return out[:, :length]
+    return merge_heads(out)[:, :length]
 
 
 def _block(rows: int, length: int) -> int:

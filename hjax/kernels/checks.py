@@ -55,13 +55,3 @@ def check_grouped(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> None
     chex.assert_type(sizes, jnp.int32)
     if weights.dtype.itemsize > 1:
         chex.assert_trees_all_equal_dtypes(rows, weights)
-
-
-def check_grouped_gated(
-    both: jax.Array, shares: jax.Array, weights: jax.Array, sizes: jax.Array
-) -> None:
-    """both [rows, 2 * inputs], shares float32 [rows], weights and sizes as of ``check_grouped``."""
-    chex.assert_rank((both, weights, sizes), (2, 3, 1))
-    chex.assert_shape(weights, (sizes.shape[0], both.shape[1] // 2, None))
-    chex.assert_shape(shares, (both.shape[0],))
-    chex.assert_type((shares, sizes), (jnp.float32, jnp.int32))

@@ -163,16 +163,10 @@ def _moved(x: jax.Array, way: int, first: jax.Array, count: jax.Array) -> jax.Ar
     return jnp.where(own.reshape(*own.shape, *more), taken, 0)
 
 
-def _moved_forward(x: jax.Array, way: int, first: jax.Array, count: jax.Array) -> Any:
-    return _moved(x, way, first, count), (first, count)
-
-
-def _moved_backward(way: int, span: Any, d_out: jax.Array) -> Any:
-    first, count = span
-    return _moved(d_out, -way, first, count), None, None
-
-
-_moved.defvjp(_moved_forward, _moved_backward)
+_moved.defvjp(
+    lambda x, way, first, count: (_moved(x, way, first, count), (first, count)),
+    lambda way, span, d_out: (_moved(d_out, -way, span[0], span[1]), None, None),
+)
 
 
 @functools.lru_cache(maxsize=64)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
 import re
 from typing import Any
 
@@ -19,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from hjax.kernels import cache_axis, int8_cache
-from hjax.kernels.attention import MASKED, Scoring, shared_prompt
+from hjax.kernels.attention import MASKED, Scoring
 from hjax.kernels.cache_axis import COLUMNS, TILE
 from hjax.kernels.int8_cache import Held
 
@@ -38,6 +39,9 @@ FILLED = "filled"
 FILLED_INTERPRETED = "filled, interpreted"
 BY_PARTS = (FILLED, FILLED_INTERPRETED)
 ON_GPUS = (ROWS, *BY_PARTS)
+# Of the TPU's kernel: tokens of a row's own, and of a prompt, that are read together.
+OWN_BLOCK, PROMPT_BLOCK = 128, 512
+SUBLANES = 8  # rows of a register
 NO_KERNEL = ("TPU v2", "TPU v3")  # their compiler refuses its products
 
 
@@ -63,6 +67,20 @@ def key_axis(form: str, length: int) -> int:
     return COLUMNS if length % TILE or length == TILE else cache_axis.TILES
 
 
+def room(form: str, length: int, block: int, dtype: Any) -> int:
+    """Tokens for which a form's cache has room: the TPU's kernel needs whole tiles, or whole
+    blocks of so many."""
+    if form not in KERNELS:
+        return length
+    whole = tile_of(dtype) if length <= block else block
+    return math.ceil(length / whole) * whole
+
+
+def tile_of(dtype: Any) -> int:
+    """Tokens that the TPU's kernel writes together: the rows of a tile."""
+    return SUBLANES * 4 // jnp.dtype(dtype).itemsize
+
+
 def filled_takes(head_dim: int) -> bool:
     """Whether ``decode_gpu`` knows heads of this size: Triton's blocks are powers of two, and what
     a processor shares is small."""
@@ -75,6 +93,7 @@ def bounds(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
     return begin, begin + jnp.sum(mask, axis=-1, dtype=jnp.int32)
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Seen:
     """Where each row stands.
@@ -182,6 +201,77 @@ def taken(x: jax.Array, index: jax.Array, parts: int = 1) -> jax.Array:
     return of.reshape(index.shape + x.shape[1:])
 
 
+def shared_prompt(
+    q: jax.Array,
+    prompt_k: Held,
+    prompt_v: Held,
+    own_k: Held,
+    own_v: Held,
+    prompt_seen: jax.Array,
+    own_seen: jax.Array | None,
+    scoring: Scoring = Scoring(),
+    sinks: jax.Array | None = None,
+    axis: int = cache_axis.ROWS,
+    met: tuple[jax.Array, ...] | None = None,
+) -> jax.Array:
+    """Tokens of several samples against one copy of their prompt and each one's own, in one piece.
+
+    One softmax over both parts, divided out after the products with the values: scores are never
+    concatenated, and no operand but the queries is transposed.
+
+    Args:
+      q: [groups, kv_heads, samples, per_kv, tokens, head_dim].
+      prompt_k, prompt_v: [groups, kv_heads, prompt, head_dim].
+      own_k, own_v: [groups, kv_heads, samples, length, head_dim]; ``Quantized`` as it may be.
+      prompt_seen: bool [groups, samples, tokens, prompt], which of the prompt's keys a token sees.
+      own_seen: bool [groups, samples, tokens, length], which of its own. Sizes of both but the
+        last may be 1.
+      scoring, sinks: as of ``attend``.
+      axis: along which tokens lie in ``own_k``, see ``hjax.kernels.cache_axis``.
+      met: what ``decode_gpu.filled`` gave of the own tokens, which are not looked at then: the
+        largest score and the sum of exponentials below it, [groups, kv_heads, samples, per_kv,
+        tokens], and the sum of values.
+
+    Returns:
+      like q, in its dtype.
+    """
+    groups, kv_heads, samples, per_kv, tokens, dim = q.shape
+    prompt, wide = int8_cache.shape(prompt_v)[2], jnp.float32
+    q = q * scoring.factor(dim)
+
+    def hide(scores: jax.Array, seen: jax.Array) -> jax.Array:
+        return jnp.where(seen[:, None, :, None], scoring.bend(scores), MASKED)
+
+    # All samples' queries of a group meet the prompt's keys in one product.
+    together = q.reshape(groups, kv_heads, samples * per_kv * tokens, dim)
+    past = int8_cache.scores("xkqd,xkpd->xkqp", together, prompt_k)
+    past = hide(past.reshape(groups, kv_heads, samples, per_kv, tokens, prompt), prompt_seen)
+    if met is None:
+        assert own_seen is not None
+        own = hide(int8_cache.own_scores(q, own_k, axis), own_seen)
+    highest = own.max(-1) if met is None else met[0]
+    top = jnp.maximum(past.max(-1, initial=MASKED), highest)[..., None]
+    top = jax.lax.stop_gradient(top)
+    if sinks is not None:
+        sink = sinks.astype(wide).reshape(kv_heads, 1, per_kv, 1, 1)
+        top = jax.lax.stop_gradient(jnp.maximum(top, sink))
+    past = jnp.exp(past - top)
+    if met is None:
+        own = jnp.exp(own - top)
+        own_total = own.sum(-1, keepdims=True)
+        own_out = int8_cache.values("xksgtu,xksud->xksgtd", own, own_v, q.dtype)
+    else:
+        factor = jnp.exp(met[0][..., None] - top)
+        own_total, own_out = met[1][..., None] * factor, met[2] * factor
+    total = past.sum(-1, keepdims=True) + own_total
+    if sinks is not None:
+        total = total + jnp.exp(sink - top)
+    past = past.reshape(groups, kv_heads, together.shape[2], prompt)
+    out = int8_cache.values("xkqp,xkpd->xkqd", past, prompt_v, q.dtype)
+    out = out.reshape(q.shape) + own_out
+    return (out / total).astype(q.dtype)
+
+
 def attend_slots(
     q: jax.Array,
     prompt_k: Held,
@@ -282,56 +372,23 @@ def attend(
       q, prompt_k, prompt_v, own_k, own_v: of a layer.
       seen: where each row stands.
       scoring, sinks: of the layer, as ``hjax.models.attention.Attention`` says.
-      met: as of ``attend_slots``, [groups, kv_heads, samples, per_kv].
+      met: as of ``shared_prompt``, of one token.
       axis: as of ``attend_slots``.
 
     Returns:
       like q, in its dtype.
     """
     past = seen.prompt(int8_cache.shape(prompt_v)[-2], scoring.window)[:, :, None]
+    own = None
     if met is None:
         own = seen.own(int8_cache.shape(own_v)[-2], scoring.window)[:, :, None]
-        out = shared_prompt(
-            q[..., None, :], prompt_k, prompt_v, own_k, own_v, prompt_seen=past, own_seen=own,
-            scoring=scoring, sinks=sinks, axis=axis,
-        )[..., 0, :]  # fmt: skip
-    else:
-        out = _beside_prompt(q, prompt_k, prompt_v, past[:, :, 0], met, scoring, sinks)
+    out = shared_prompt(
+        q[..., None, :], prompt_k, prompt_v, own_k, own_v, prompt_seen=past, own_seen=own,
+        scoring=scoring, sinks=sinks, axis=axis, met=met,
+    )[..., 0, :]  # fmt: skip
     if seen.position.ndim:
         out = jnp.where(seen.position[:, None, :, None, None] >= 0, out, 0.0)
     return out
-
-
-def _beside_prompt(
-    q: jax.Array,
-    prompt_k: Held,
-    prompt_v: Held,
-    seen: jax.Array,
-    met: tuple[jax.Array, ...],
-    scoring: Scoring,
-    sinks: jax.Array | None,
-) -> jax.Array:
-    """Queries of a layer against their prompt, of which ``seen`` [groups, 1 or samples, prompt]
-    tells which keys, and against what ``met`` tells of own tokens."""
-    wide, (groups, kv_heads, samples, per_kv, dim) = jnp.float32, q.shape
-    together = (q * scoring.factor(dim)).reshape(groups, kv_heads, samples * per_kv, dim)
-    past = int8_cache.scores("xkqd,xkpd->xkqp", together, prompt_k)
-    past = past.reshape(groups, kv_heads, samples, per_kv, -1)
-    past = jnp.where(seen[:, None, :, None], scoring.bend(past), MASKED)
-    own, total, out = met
-    top = jnp.maximum(past.max(-1, initial=MASKED), own)
-    sink = None
-    if sinks is not None:
-        sink = sinks.astype(wide).reshape(kv_heads, 1, per_kv)
-        top = jnp.maximum(top, sink)
-    factor, past = jnp.exp(own - top), jnp.exp(past - top[..., None])
-    total = total * factor + past.sum(-1)
-    if sink is not None:
-        total = total + jnp.exp(sink - top)
-    past = past.reshape(*together.shape[:3], -1)
-    answer = int8_cache.values("xkqp,xkpd->xkqd", past, prompt_v, q.dtype)
-    out = out * factor[..., None] + answer.reshape(q.shape)
-    return (out / total[..., None]).astype(q.dtype)
 
 
 def write(

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,24 +15,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from hjax.kernels import int8_cache
 from hjax.kernels.attention import MASKED, Scoring
+from hjax.kernels.decode import KERNEL, OWN_BLOCK, PROMPT_BLOCK, SUBLANES, room, tile_of
 from hjax.kernels.int8_cache import Held, Quantized
 
 LANES = 128
-SUBLANES = 8
-OWN_BLOCK = 128  # tokens of a row that are read together
-PROMPT_BLOCK = 512
 BLOCK_BYTES = 2**20  # of a block of keys, or of values
-
-
-def padded(length: int, block: int, dtype: Any) -> int:
-    """Tokens for which the kernel needs room: ``length`` in whole tiles, or whole blocks."""
-    tile = tile_of(dtype)
-    return math.ceil(length / tile) * tile if length <= block else math.ceil(length / block) * block
-
-
-def tile_of(dtype: Any) -> int:
-    """Tokens that are written together: the rows of a tile."""
-    return SUBLANES * 4 // jnp.dtype(dtype).itemsize
 
 
 def _fewer(tokens: int, tile: int, bytes_each: int) -> int:
@@ -80,8 +68,8 @@ class Shape:
         length, dtype = int8_cache.shape(own_k)[4], jax.tree.leaves(own_k)[0].dtype
         int8 = isinstance(own_k, Quantized)
         for size, block in ((prompt, PROMPT_BLOCK), (length, OWN_BLOCK)):
-            if size != padded(size, block, dtype) or not size:
-                raise AssertionError(f"a length of {size} is not {padded(size or 1, block, dtype)}")
+            if size != (whole := room(KERNEL, size or 1, block, dtype)):
+                raise AssertionError(f"a length of {size} is not {whole}")
         heads = math.ceil(per_kv / SUBLANES) * SUBLANES
         # Scales lie along the lanes: a block that is not the whole length has whole ones.
         tile = LANES if int8 else tile_of(dtype)
@@ -115,35 +103,13 @@ class Shape:
         return self.rows * self.together * self.samples
 
 
-class _Refs(NamedTuple):
-    """What the kernel reads and writes: scalars, inputs, outputs, and what it keeps between steps.
-
-    What is summed so far is of [rows * together * samples, heads, ...], a number of each head in
-    all lanes.
-    """
-
-    layer: Any
-    positions: Any
-    reach: Any
-    q: Any
-    k: Any
-    v: Any
-    spans: Any
-    sinks: Any
-    prompt_k: Any
-    prompt_v: Any
-    own_k: Any
-    own_v: Any
-    scales: Any
-    out: Any
-    cache_k: Any
-    cache_v: Any
-    top: Any
-    total: Any
-    sum: Any
-    tile_k: Any
-    tile_v: Any
-    arrived: Any
+# What the kernel reads and writes: scalars, inputs, outputs, and what it keeps between steps. What
+# is summed so far is of [rows * together * samples, heads, ...], a head's number in all lanes.
+_Refs = collections.namedtuple(
+    "_Refs",
+    "layer positions reach q k v spans sinks prompt_k prompt_v own_k own_v scales "
+    "out cache_k cache_v top total sum tile_k tile_v arrived",
+)
 
 
 def step(s: Shape, scoring: Scoring, tile: int, dtype: Any, *refs: Any) -> None:

@@ -23,8 +23,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from hjax.kernels import int8_cache
 from hjax.kernels.attention import Scoring
-from hjax.kernels.decode import Seen
-from hjax.kernels.decode_block_tpu import LANES, SUBLANES, Shape, step, tile_of
+from hjax.kernels.decode import SUBLANES, Seen, tile_of
+from hjax.kernels.decode_block_tpu import LANES, Shape, step
 from hjax.kernels.int8_cache import Held, Quantized
 
 VMEM_BYTES = 32 * 2**20
@@ -51,9 +51,9 @@ def decode(
     Args:
       q: [groups, kv_heads, samples, per_kv, head_dim].
       k, v: [groups, kv_heads, samples, head_dim], of the new token.
-      prompt_k, prompt_v: [layers, groups, kv_heads, prompt, head_dim], the length as ``padded``
+      prompt_k, prompt_v: [layers, groups, kv_heads, prompt, head_dim], the length as ``room``
         says of ``PROMPT_BLOCK``; finite also where nothing is.
-      own_k, own_v: [layers, groups, kv_heads, samples, length, head_dim], the length as ``padded``
+      own_k, own_v: [layers, groups, kv_heads, samples, length, head_dim], the length as ``room``
         says of ``OWN_BLOCK``; finite also where nothing is. Donate them: they are written in place.
         All four may be ``Quantized``.
       layer: which.

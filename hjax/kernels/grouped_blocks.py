@@ -35,21 +35,6 @@ def product(
     return _product(rows, weights, sizes, block, fill)
 
 
-def gated_product(
-    both: jax.Array,
-    shares: jax.Array,
-    weights: jax.Array,
-    sizes: jax.Array,
-    activation: Callable[[jax.Array, jax.Array], jax.Array],
-    fill: Fill = Fill(),
-    before: jax.Array | None = None,
-) -> jax.Array:
-    """``hjax.kernels.reference.grouped_gated``, whose arguments these are."""
-    return reference.grouped_gated(
-        both, shares, weights, sizes, activation, fill=fill, before=before, grouped=product
-    )
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _product(
     rows: jax.Array, weights: jax.Array, sizes: jax.Array, block: int, fill: Fill

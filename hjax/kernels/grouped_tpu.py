@@ -24,9 +24,9 @@ _ROWS = (512, 256, 128)  # of a tile, largest first
 _INNER, _OUTER = (2048, 1024, 512), (1024, 512, 256)  # of a tile of weights, at most
 # Bytes of tiles, of a product and of a gradient: a kernel has 16 MiB, with what it needs besides.
 _PRODUCT_ROOM, _GRADIENT_ROOM = 12 << 20, 15 << 20
-BALANCE = 240.0  # operations that a TPU does while it reads a byte: v5e 240, v5p 166, v6e 560
+_BALANCE = 240.0  # operations that a TPU does while it reads a byte: v5e 240, v5p 166, v6e 560
 _LANES = 128
-ABOUT = 17 / 16  # of the least, for larger tiles: a kernel has fewer steps
+_ABOUT = 17 / 16  # of the least, for larger tiles: a kernel has fewer steps
 
 
 def product(
@@ -71,42 +71,19 @@ def _backward(tile: int, fill: Fill, interpret: bool, kept: Any, given: jax.Arra
     made = _times(given, weights, sizes, tile, fill, interpret, transposed=True)
     if weights.dtype.itemsize == 1:
         return made, None, None, None
-    back = gradient(
-        rows, given, weights, sizes, before, fill=fill, tile=tile, interpret=interpret
-    )
-    return made, back, None, None
-
-
-_product.defvjp(_forward, _backward)
-
-
-def gradient(
-    rows: jax.Array,
-    given: jax.Array,
-    weights: jax.Array,
-    sizes: jax.Array,
-    before: jax.Array | None,
-    fill: Fill,
-    tile: int,
-    interpret: bool,
-) -> jax.Array:
-    """Of a product's weights, like them.
-
-    Args:
-      rows, weights, sizes, fill, before: of the product.
-      given: like its result, the gradient of that.
-      tile: rows of a tile.
-      interpret: runs on any platform, slowly.
-    """
     tiling = _gradient_tiling(rows, weights, fill, tile)
     moved = gradient_bytes(rows, weights, tiling, fill)
     if before is not None:  # is read
         moved += before.size * before.dtype.itemsize
-    with told(rows, weights, tile, fill, moved):
-        return tgmm(
+    with _told(rows, weights, tile, fill, moved):
+        back = tgmm(
             rows.swapaxes(0, 1), given, sizes, weights.dtype, tiling, existing_out=before,
             interpret=interpret,
         )  # fmt: skip
+    return made, back, None, None
+
+
+_product.defvjp(_forward, _backward)
 
 
 def _times(
@@ -121,7 +98,7 @@ def _times(
     weights = weights.astype(rows.dtype)  # of one byte the kernel takes none
     tiling = _product_tiling(rows, weights, fill, tile, transposed)
     moved = product_bytes(rows, weights, tiling, fill, transposed)
-    with told(rows, weights, tile, fill, moved):
+    with _told(rows, weights, tile, fill, moved):
         return gmm(
             rows, weights, sizes, rows.dtype, tiling, transpose_rhs=transposed, interpret=interpret
         )
@@ -137,8 +114,8 @@ def multiple(count: int, weights: jax.Array, share: float) -> int:
         fill = filled(count, weights.shape[0], share, each)
         tile = _tile_rows(rows, weights, fill)
         costs[each] = _both_ways(rows, weights, fill, tile)
-        products[each] = flops(rows, weights, tile, fill)
-    least = min(costs.values()) * ABOUT
+        products[each] = _flops(rows, weights, tile, fill)
+    least = min(costs.values()) * _ABOUT
     return min((each for each in costs if costs[each] <= least), key=lambda each: products[each])
 
 
@@ -155,13 +132,8 @@ def _tile_rows(rows: Any, weights: jax.Array, fill: Fill) -> int:
     """Rows of a tile: as many as groups are multiples of, or the most, with which a product,
     forward and back, takes about the least. One in which two groups meet is computed for both; of
     small ones weights are read often. Arguments as of ``product_bytes``."""
-    return about_least({tile: _both_ways(rows, weights, fill, tile) for tile in _ROWS}, fill)
-
-
-def about_least(costs: dict[int, float], fill: Fill) -> int:
-    """Of tiles by their rows, largest first, the one that groups are multiples of, or the first, of
-    which the cost is about the least."""
-    least = min(costs.values()) * ABOUT
+    costs = {tile: _both_ways(rows, weights, fill, tile) for tile in _ROWS}
+    least = min(costs.values()) * _ABOUT
     order = sorted(costs, key=lambda tile: tile != fill.multiple)
     return next(tile for tile in order if costs[tile] <= least)
 
@@ -195,7 +167,7 @@ def _cost(
     moved = product_bytes(rows, weights, tiling, fill, transposed)
     if rows.shape[0] % tiling[0]:  # rows are copied to be filled up, results to be cut
         moved += 2 * rows.dtype.itemsize * rows.shape[0] * sum(weights.shape[1:])
-    return max(flops(rows, weights, tiling[0], fill), BALANCE * moved)
+    return max(_flops(rows, weights, tiling[0], fill), _BALANCE * moved)
 
 
 def _gradient_tiling(
@@ -231,7 +203,7 @@ def _largest(
     """
     cut = dict.fromkeys((_cut(inner, i), _cut(outer, o)) for i, o in most)
     costs = {tile: cost(*tile) for tile in cut if fits(*tile)}
-    return next(tile for tile, found in costs.items() if found <= min(costs.values()) * ABOUT)
+    return next(tile for tile, found in costs.items() if found <= min(costs.values()) * _ABOUT)
 
 
 def _cut(size: int, most: int) -> int:
@@ -264,7 +236,7 @@ def product_bytes(
     """
     groups, (inner, outer) = weights.shape[0], weights.shape[1:][:: -1 if transposed else 1]
     used = rows.shape[0] * fill.share
-    computed = visits(rows.shape[0], groups, tiling[0], fill)
+    computed = _visits(rows.shape[0], groups, tiling[0], fill)
     columns, whole = -(-outer // tiling[2]), inner <= tiling[1]
     read = columns * inner * (used if whole else computed * tiling[0])
     read += inner * outer * (groups if whole else computed)
@@ -282,20 +254,20 @@ def gradient_bytes(
     return rows.dtype.itemsize * read + weights.size * weights.dtype.itemsize
 
 
-def visits(count: int, groups: int, tile: int, fill: Fill) -> int:
+def _visits(count: int, groups: int, tile: int, fill: Fill) -> int:
     """Tiles of so many rows that are computed: one in which groups meet for each of them. Groups
     that are multiples of a part of a tile meet in as many fewer, of a whole one in none."""
     meet = 1 - min(fill.multiple, tile) / tile if fill.multiple > 1 else 1
     return math.ceil(count * fill.share / tile + (groups - 1) * meet)
 
 
-def told(rows: jax.Array, weights: jax.Array, tile: int, fill: Fill, moved: float) -> Any:
+def _told(rows: jax.Array, weights: jax.Array, tile: int, fill: Fill, moved: float) -> Any:
     """A scope with what a kernel does where groups are equally large, and so many bytes move."""
-    costs = (("pallas_call", flops(rows, weights, tile, fill), moved),)
+    costs = (("pallas_call", _flops(rows, weights, tile, fill), moved),)
     return jax.named_scope(cost_label(costs, part=True))
 
 
-def flops(rows: Any, weights: jax.Array, tile: int, fill: Fill) -> float:
+def _flops(rows: Any, weights: jax.Array, tile: int, fill: Fill) -> float:
     """Of a product, tiles in which groups meet for each of them."""
     groups, inner, outer = weights.shape
-    return 2.0 * visits(rows.shape[0], groups, tile, fill) * tile * inner * outer
+    return 2.0 * _visits(rows.shape[0], groups, tile, fill) * tile * inner * outer

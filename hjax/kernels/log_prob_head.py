@@ -41,26 +41,6 @@ class Head:
     spread: Spread = Spread()
 
 
-def reference(
-    hidden: jax.Array,
-    table: jax.Array,
-    tokens: jax.Array,
-    temperature: float = 1.0,
-    softcap: float = 0.0,
-) -> tuple[jax.Array, jax.Array]:
-    """The same as its mathematics reads; see ``token_scores``."""
-    check(hidden, table, tokens)
-    logits = jnp.einsum(
-        "btd,vd->btv", hidden, table.astype(hidden.dtype), preferred_element_type=jnp.float32
-    )
-    if softcap:
-        logits = softcap * jnp.tanh(logits / softcap)
-    logprobs = jax.nn.log_softmax(logits / temperature, axis=-1)
-    several = tokens if tokens.ndim == 3 else tokens[..., None]
-    picked = jnp.take_along_axis(logprobs, several, axis=-1).reshape(tokens.shape)
-    return picked, -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
-
-
 def check(hidden: jax.Array, table: jax.Array, tokens: jax.Array) -> None:
     """hidden [rows, length, embed], table [vocab, embed], int tokens [rows, length] or with a
     number of them for each place [rows, length, k]."""

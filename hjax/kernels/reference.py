@@ -6,7 +6,6 @@ sets of kernels compute the same faster and are tested against these.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -167,37 +166,3 @@ def grouped(
     if weights.dtype.itemsize == 1:
         weights = jax.lax.stop_gradient(weights).astype(rows.dtype)
     return jax.lax.ragged_dot(rows, weights, sizes)
-
-
-def grouped_gated(
-    both: jax.Array,
-    shares: jax.Array,
-    weights: jax.Array,
-    sizes: jax.Array,
-    activation: Callable[[jax.Array, jax.Array], jax.Array],
-    fill: Fill = Fill(),
-    before: jax.Array | None = None,
-    grouped: Callable[..., jax.Array] = grouped,
-) -> jax.Array:
-    """The second product of gated MLPs, of each group its own: [rows, outputs] like ``both``.
-
-    Args:
-      both: [rows, 2 * inputs], gate and up of each row, in groups as of ``grouped``.
-      shares: float32 [rows], by which a row's result is weighted.
-      activation: elementwise (gate, up) to what is multiplied.
-      weights, sizes, fill, before: as of ``grouped``.
-      grouped: the plain product.
-    """
-    checks.check_grouped_gated(both, shares, weights, sizes)
-    rows = gated_rows(both, shares, activation)
-    return grouped(rows, weights, sizes, fill, before)
-
-
-def gated_rows(
-    both: jax.Array, shares: jax.Array, activation: Callable[[jax.Array, jax.Array], jax.Array]
-) -> jax.Array:
-    """[rows, inputs], what ``grouped_gated`` multiplies. A share of what goes down is one of what
-    comes: there are fewer elements of it."""
-    gate, up = jnp.split(both, 2, axis=-1)
-    active = activation(gate, up)
-    return (active.astype(jnp.float32) * shares[:, None]).astype(active.dtype)

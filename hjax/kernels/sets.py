@@ -34,7 +34,6 @@ class Kernels:
     rotate: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] = reference.rotate
     largest: Callable[[jax.Array], jax.Array] = reference.largest
     grouped: Callable[..., jax.Array] = reference.grouped
-    grouped_gated: Callable[..., jax.Array] = reference.grouped_gated
     multiple: Callable[[int, jax.Array, float], int] = reference.multiple  # of ``grouped``'s rows
     attention: Kernel | None = None  # of long sequences; None: as of short ones, in one piece
     few_passes: bool = False  # what passes through memory once more costs more than a product
@@ -79,7 +78,6 @@ def kernels_of(name: str, whole: bool = False, unrolled: bool = False) -> Kernel
         gated_mlp=backward.gated_mlp,
         rms_norm=backward.rms_norm,
         grouped=grouped_blocks.product,
-        grouped_gated=grouped_blocks.gated_product,
         attention=blockwise.attend,
     )
     if name == REFERENCE:
@@ -90,16 +88,15 @@ def kernels_of(name: str, whole: bool = False, unrolled: bool = False) -> Kernel
         return dataclasses.replace(written_out, attention=cudnn.attend, packs_share=False)
     if name == TPU:
         # Pallas takes long to import, and only here it runs.
-        from hjax.kernels import attention_tpu, grouped_gated_tpu, grouped_tpu
+        from hjax.kernels import grouped_tpu, splash
 
         return dataclasses.replace(
             written_out,
             rotate=backward.rotate,
             few_passes=True,
             grouped=grouped_tpu.product,
-            grouped_gated=grouped_gated_tpu.product,
             multiple=grouped_tpu.multiple,
-            attention=attention_tpu.attend,
+            attention=splash.attend,
             packs_share=False,  # its segments are equal or not: not a response's and its prompt's
         )
     if name != CPU:

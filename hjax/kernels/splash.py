@@ -1,10 +1,10 @@
-"""Attention on TPUs where ``attention_tpu`` has no kernel: JAX's splash attention, told what our
-rows look like.
+"""Attention on TPUs: JAX's splash attention, told what our rows look like.
 
 A library's kernel (``jax.experimental.pallas.ops.tpu.splash_attention``), which reads and computes
 only the blocks that a static mask leaves; here are the mask of prompts shared by their responses,
 padding to its blocks, and the costs that it does not tell the compiler. Where the length is split,
-each device gathers keys and values and computes its own queries.
+each device gathers keys and values and computes its own queries. Rows whose mask has too many
+responses for it are computed by blocks.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_mask as masks,
 )
 
+from hjax.kernels import blockwise
 from hjax.kernels.attention import (
     KEPT,
     TPU_PADDED,
@@ -35,29 +36,36 @@ from hjax.kernels.attention import (
 from hjax.kernels.spread import Axes
 
 _KEYS = {640: 256}  # keys of a block, where they are not as many as queries
-_BITS = 22  # of a place; a response's number stands above them
+_BITS = 31  # of a place and, above it, its response's number
 
 
 class SightMask(masks._ComputableMask):  # the base of what its kernel computes as it goes
     """A row's ``Sight``, computed in the kernel without divisions: its queries carry their own
     response's number."""
 
-    def __init__(self, sight: Sight, length: int, parts: int = 1):
-        self.sight, self._parts = sight, parts
+    def __init__(self, sight: Sight, length: int):
+        self.sight, self._bits = sight, (length - 1).bit_length()
         super().__init__((length, length), self._sees)
         place = self.q_sequence
         if sight.response:
             number = (sight.start(place) - sight.prompt) // sight.response
-            if length >= 1 << _BITS or number.max() >= 1 << (31 - _BITS):
-                raise AssertionError(f"a row of {length} places, {number.max() + 1} responses")
-            self.q_sequence = (number << _BITS | place).astype(np.int32)
+            self.q_sequence = (number << self._bits | place).astype(np.int32)
+
+    @staticmethod
+    def takes(sight: Sight, length: int) -> bool:
+        """Whether a place and its response's number stand in one integer: of rows of 2 ** 15 places
+        always, of 2 ** 20 with up to 2047 responses."""
+        if not sight.response:
+            return True
+        responses = max(length - sight.prompt, 1) // sight.response
+        return (length - 1).bit_length() + responses.bit_length() <= _BITS
 
     def _sees(self, query: Any, key: Any) -> Any:
         sight = self.sight
         if not sight.response:
             return sight.sees(query, 0, key)
-        start = sight.prompt + (query >> _BITS) * sight.response
-        return sight.sees(query & ((1 << _BITS) - 1), start, key)
+        start = sight.prompt + (query >> self._bits) * sight.response
+        return sight.sees(query & ((1 << self._bits) - 1), start, key)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, SightMask) and (self.sight, self.shape) == (
@@ -87,7 +95,7 @@ def attend(
     Args:
       axes: mesh axes over which the length is split, inside their ``shard_map``.
       around: devices along them.
-      gather: keys and values are gathered in any case.
+      gather: of ``blockwise.attend``; here keys and values are gathered in any case.
       interpret: run the kernel's steps in plain JAX, for tests without a TPU.
     """
     batch, length, heads, dim = q.shape
@@ -95,6 +103,10 @@ def attend(
     if around > 1 and each != length:
         block = next(b for b in TPU_PADDED if length % b == 0)
         each = length
+    if not SightMask.takes(sight, each * around):
+        return blockwise.attend(
+            q, k, v, segments, sinks, scoring, sight, axes=axes, around=around, gather=gather
+        )
     short = each - length
 
     padded = functools.partial(lengthened, more=short)

@@ -72,57 +72,46 @@ def _norm(config: ModelConfig, **axes: int) -> Parameter:
 
 def _layer(config: ModelConfig) -> dict[str, Parameter]:
     """Those of all layers, stacked on a leading ``layers`` dimension, in the order of drawing."""
-    n, d, h, k, e, m = (
-        config.layers,
-        config.hidden_size,
-        config.heads,
-        config.kv_heads,
-        config.head_dim,
-        config.mlp_size,
-    )
-    into, out = d**-0.5, (2 * n) ** -0.5
+    sizes = {**config.dimensions, "head_dim": config.head_dim, "pair": 2}
+
+    def axes(names: str) -> dict[str, int]:
+        return {name: sizes[name] for name in ("layers", *names.split())}
+
+    heads = config.heads * config.head_dim
+    into, out = config.hidden_size**-0.5, (2 * config.layers) ** -0.5
+    each = "experts " if config.experts else ""
+    first, both = ("gate_up", "pair ") if config.gated_mlp else ("up", "")
     declared = {
-        "q": matrix(into, "embed", layers=n, embed=d, heads=h, head_dim=e),
+        "q": matrix(into, "embed", **axes("embed heads head_dim")),
         # In one array: one product, split along a dimension no mesh axis splits.
-        "kv": matrix(into, "embed", layers=n, embed=d, pair=2, kv_heads=k, head_dim=e),
-        "o": matrix(
-            (h * e) ** -0.5 * out, "heads head_dim", layers=n, heads=h, head_dim=e, embed=d
-        ),
+        "kv": matrix(into, "embed", **axes("embed pair kv_heads head_dim")),
+        "o": matrix(heads**-0.5 * out, "heads head_dim", **axes("heads head_dim embed")),
     }
-    each = {"experts": config.experts} if config.experts else {}
     if config.experts:
-        declared["router"] = matrix(into, "embed", layers=n, embed=d, experts=config.experts)
-    if config.gated_mlp:
-        declared["gate_up"] = matrix(into, "embed", layers=n, **each, embed=d, pair=2, mlp=m)
-    else:
-        declared["up"] = matrix(into, "embed", layers=n, **each, embed=d, mlp=m)
-    declared["down"] = matrix(m**-0.5 * out, "mlp", layers=n, **each, mlp=m, embed=d)
-    for part in ("attention", "mlp"):
-        if config.norms != "after":
-            declared[f"{part}_norm"] = _norm(config, layers=n, embed=d)
-            if config.layer_norm:
-                declared[f"{part}_norm_bias"] = vector(0, layers=n, embed=d)
-        if config.norms != "before":
-            declared[f"{part}_out_norm"] = _norm(config, layers=n, embed=d)
-    if config.query_key_norm == "head":
-        declared["q_norm"] = _norm(config, layers=n, head_dim=e)
-        declared["k_norm"] = _norm(config, layers=n, head_dim=e)
-    elif config.query_key_norm == "all":
-        declared["q_norm"] = _norm(config, layers=n, heads=h, head_dim=e)
-        declared["k_norm"] = _norm(config, layers=n, kv_heads=k, head_dim=e)
-    if config.qkv_bias:
-        declared["q_bias"] = vector(0, layers=n, heads=h, head_dim=e)
-        declared["kv_bias"] = vector(0, layers=n, pair=2, kv_heads=k, head_dim=e)
-    if config.sinks:
-        declared["sinks"] = vector(0, layers=n, heads=h)
-    if config.router_bias:
-        declared["router_bias"] = vector(0, layers=n, experts=config.experts)
-    if config.output_bias:
-        declared["o_bias"] = vector(0, layers=n, embed=d)
-    if config.mlp_bias:
-        if config.gated_mlp:
-            declared["gate_up_bias"] = vector(0, layers=n, **each, pair=2, mlp=m)
-        else:
-            declared["up_bias"] = vector(0, layers=n, **each, mlp=m)
-        declared["down_bias"] = vector(0, layers=n, **each, embed=d)
-    return declared
+        declared["router"] = matrix(into, "embed", **axes("embed experts"))
+    declared[first] = matrix(into, "embed", **axes(f"{each}embed {both}mlp"))
+    down = config.mlp_size**-0.5 * out
+    declared["down"] = matrix(down, "mlp", **axes(f"{each}mlp embed"))
+    before, after = config.norms != "after", config.norms != "before"
+    of_head, of_all = (config.query_key_norm == kind for kind in ("head", "all"))
+    norms = [
+        ("attention_norm", "embed", before),
+        ("attention_out_norm", "embed", after),
+        ("mlp_norm", "embed", before),
+        ("mlp_out_norm", "embed", after),
+        ("q_norm", "head_dim" if of_head else "heads head_dim", of_head or of_all),
+        ("k_norm", "head_dim" if of_head else "kv_heads head_dim", of_head or of_all),
+    ]
+    vectors = [
+        ("attention_norm_bias", "embed", before and config.layer_norm),
+        ("mlp_norm_bias", "embed", before and config.layer_norm),
+        ("q_bias", "heads head_dim", config.qkv_bias),
+        ("kv_bias", "pair kv_heads head_dim", config.qkv_bias),
+        ("sinks", "heads", config.sinks),
+        ("router_bias", "experts", config.router_bias),
+        ("o_bias", "embed", config.output_bias),
+        (f"{first}_bias", f"{each}{both}mlp", config.mlp_bias),
+        ("down_bias", f"{each}embed", config.mlp_bias),
+    ]
+    declared |= {name: _norm(config, **axes(names)) for name, names, there in norms if there}
+    return declared | {name: vector(0, **axes(names)) for name, names, there in vectors if there}

@@ -20,17 +20,18 @@ import jax.numpy as jnp
 
 from hjax.kernels import int8_cache
 from hjax.kernels.attention import (
-    MASKED,
     WHOLE,
     Kernel,
     Scoring,
     Shared,
     Sight,
     attend,
-    meeting,
-    shared_prompt,
-    within,
+    in_one_piece,
+    merge_heads,
+    reference,
+    split_heads,
 )
+from hjax.kernels.decode import shared_prompt
 from hjax.kernels.int8_cache import Held, Quantized
 from hjax.kernels.spread import Spread
 from hjax.sharding.layout import Layout
@@ -110,38 +111,6 @@ class Form:
         return self.layout.constrain(x, *logical_axes)
 
 
-def _softmax(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
-    """Of scores [b, k, g, t, s], with a sink beside them."""
-    if sinks is None:
-        return jax.nn.softmax(scores, axis=-1)
-    sink = sinks.astype(jnp.float32).reshape(scores.shape[1:3])[None, :, :, None, None]
-    sink = jnp.broadcast_to(sink, (*scores.shape[:-1], 1))
-    return jax.nn.softmax(jnp.concatenate([scores, sink], axis=-1), axis=-1)[..., :-1]
-
-
-def _split_heads(q: jax.Array, kv_heads: int) -> jax.Array:
-    """[batch, length, heads, dim] -> [batch, kv_heads, q_per_kv, length, dim]."""
-    batch, length, heads, dim = q.shape
-    return q.reshape(batch, length, kv_heads, heads // kv_heads, dim).transpose(0, 2, 3, 1, 4)
-
-
-def _merge_heads(out: jax.Array) -> jax.Array:
-    """[batch, kv_heads, q_per_kv, length, dim] -> [batch, length, heads, dim]."""
-    batch, kv_heads, groups, length, dim = out.shape
-    return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, kv_heads * groups, dim)
-
-
-def _scores(q: jax.Array, k: jax.Array, scoring: Scoring) -> jax.Array:
-    """q [b, k, g, t, d], k [b, k, s, d] -> float32 [b, k, g, t, s], scaled and capped."""
-    q = q * scoring.factor(q.shape[-1])
-    scores = jnp.einsum("bkgtd,bksd->bkgts", q, k, preferred_element_type=jnp.float32)
-    return scoring.bend(scores)
-
-
-def _values(weights: jax.Array, v: jax.Array) -> jax.Array:
-    return jnp.einsum("bkgts,bksd->bkgtd", weights.astype(v.dtype), v)
-
-
 @dataclasses.dataclass(frozen=True)
 class Causal:
     """Every token sees itself and the real tokens before it.
@@ -174,8 +143,8 @@ class Causal:
             k, v = (form.hold(x, "batch", None, "kv_heads", None) for x in (k, v))
         k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
         if not pieces:
-            whole = _causal(_split_heads(q, k.shape[1]), k, v, self.mask, scoring, sinks)
-            out = _merge_heads(whole)
+            whole = _causal(split_heads(q, k.shape[1]), k, v, self.mask, scoring, sinks)
+            out = merge_heads(whole)
         return out, cache, kept or ((k, v) if self.keep else None)
 
 
@@ -199,20 +168,7 @@ def _causal(
     visible = jnp.tril(jnp.ones((length, length), bool)) & mask[:, None, :]
     if scoring.window:
         visible &= jnp.triu(jnp.ones((length, length), bool), 1 - scoring.window)
-    return _seen(q, k, v, visible, scoring, sinks)
-
-
-def _seen(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    visible: jax.Array,
-    scoring: Scoring,
-    sinks: jax.Array | None,
-) -> jax.Array:
-    """``visible``: bool [batch, queries, keys]."""
-    scores = jnp.where(visible[:, None, None], _scores(q, k, scoring), MASKED)
-    return _values(_softmax(scores, sinks), v)
+    return in_one_piece(q, k, v, visible, scoring, sinks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,14 +195,9 @@ class Packed:
         if self.form.pieces(length):
             sight = Sight(packed=True)
             out = self.form.attend(q, k, v, self.segments, sinks, scoring, sight, shared)
-            return out, cache, None
-        visible = jnp.tril(jnp.ones((length, length), bool))
-        visible = visible & meeting(self.segments, self.segments, shared)
-        if scoring.window:
-            visible &= within(scoring.window, self.positions, self.positions)
-        k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-        out = _seen(_split_heads(q, k.shape[1]), k, v, visible, scoring, sinks)
-        return _merge_heads(out), cache, None
+        else:
+            out = reference(q, k, v, self.segments, sinks, scoring, shared=shared)
+        return out, cache, None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -304,7 +255,7 @@ class SharedPrompt:
         (qp, qr), (kp, kr), (vp, vr) = cut(q), cut(k), cut(v)
         kp, vp = kp.transpose(0, 2, 1, 3), vp.transpose(0, 2, 1, 3)
         out_prompt = _causal(
-            _split_heads(qp, kv_heads), kp, vp, self.prompt_mask, scoring, sinks
+            split_heads(qp, kv_heads), kp, vp, self.prompt_mask, scoring, sinks
         )
 
         def by_sample(x: jax.Array) -> jax.Array:
@@ -322,4 +273,4 @@ class SharedPrompt:
             by_sample(qr), kp, vp, own_k, own_v, past[:, None], visible[None, None], scoring, sinks
         )
         out = out.transpose(0, 2, 4, 1, 3, 5).reshape(groups, self.samples * length, -1, dim)
-        return jnp.concatenate([_merge_heads(out_prompt), out], axis=1), cache, kept
+        return jnp.concatenate([merge_heads(out_prompt), out], axis=1), cache, kept

@@ -16,10 +16,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from hjax.kernels import quantized
 from hjax.kernels.attention import Scoring
+from hjax.kernels.backward import scaled_product
 from hjax.kernels.sets import Kernels
-from hjax.models import lora as low_rank
 from hjax.models import remat, weight_ring
 from hjax.models.architecture import decoder_parameters
 from hjax.models.attention import Attention, Heads
@@ -27,6 +26,7 @@ from hjax.models.compute import Compute
 from hjax.models.config import LayerKind, ModelConfig
 from hjax.models.declaration import Kind, create_in
 from hjax.models.experts import AXES, Routing, Weights, mixture
+from hjax.models.low_rank import Adapted
 from hjax.models.rotary import Tables
 from hjax.models.weight_ring import WeightRing
 
@@ -145,29 +145,9 @@ class Block(nnx.Module):
         if scale is None:
             out = compute.kernels.product(spec, x, weight)
         else:
-            out = quantized.product(spec, x, weight, scale[...])
+            out = scaled_product(spec, x, weight, scale[...])
         if self._adapted(name):
-            lora, declared = self.config.lora, decoder_parameters(self.config)["layers"]
-            assert lora is not None
-            a, b = getattr(self, f"{name}_a")[...], getattr(self, f"{name}_b")[...]
-            of = low_rank.halves(lora, name, declared[name])
-            places = tuple((name, half) for half in of)
-            norms, kept = None, None if scale is None else scale[...]
-            if lora.dora:
-                norms = low_rank.layer_scale(
-                    weight, kept, a, b, magnitude=getattr(self, f"{name}_m")[...],
-                    parameter=declared[name], lora=lora, of=of,
-                )  # fmt: skip
-            if norms is not None and lora.dropout and compute.dropout is not None:
-                change = low_rank.dropped_change(
-                    spec, x, weight, kept, a, b, norms=norms, lora=lora, places=places,
-                    dropout=compute.dropout,
-                )  # fmt: skip
-                out += low_rank.spread(change, of)
-            else:
-                addition = low_rank.addition(spec, x, a, b, lora, places, compute.dropout)
-                out += low_rank.spread(addition, of)
-                out = out if norms is None else out * norms.astype(out.dtype)
+            out = self._with_adapter(name).added(spec, x, out, compute.dropout)
         out = out if bias is None else out + bias.astype(out.dtype)
         return out if times is None else out * times
 
@@ -196,6 +176,15 @@ class Block(nnx.Module):
     def _adapted(self, *names: str) -> bool:
         """Whether one of these weights has an adapter."""
         return any(hasattr(self, f"{name}_a") for name in names)
+
+    def _with_adapter(self, name: str) -> Adapted:
+        read: dict[str, Any] = {
+            field: getattr(self, name + end)[...] if hasattr(self, name + end) else None
+            for field, end in zip(Adapted._fields[3:], ("", "_scale", "_a", "_b", "_m"))
+        }
+        declared = decoder_parameters(self.config)["layers"][name]
+        assert self.config.lora is not None
+        return Adapted(name, declared, self.config.lora, **read)
 
     def _norm(self, name: str, x: jax.Array, compute: Compute) -> jax.Array:
         bias = getattr(self, f"{name}_bias", None)
@@ -226,11 +215,12 @@ class Block(nnx.Module):
             if name in read:
                 assert self.config.lora is not None
                 read[name] = self.config.lora.scaling * read[name]
-        weights = Weights(**read)
+        config = self.config
+        activation = functools.partial(gated, config)
         return mixture(
             x,
-            weights,
-            routing_of(self.config),
+            Weights(**read),
+            Routing(config.experts_per_token, config.normalize_router, activation),
             layout=compute.home,
             kernels=compute.kernels,
             counted=counted,
@@ -266,12 +256,6 @@ def gated(config: ModelConfig, gate: jax.Array, up: jax.Array) -> jax.Array:
     limit = config.activation_limit
     gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
     return (up + 1) * gate * jax.nn.sigmoid(gate * config.activation_alpha)
-
-
-def routing_of(config: ModelConfig) -> Routing:
-    """How this model's tokens choose their experts."""
-    activation = functools.partial(gated, config)
-    return Routing(config.experts_per_token, config.normalize_router, activation)
 
 
 def norm(

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from hjax.kernels import cudnn
 from hjax.kernels.attention import WHOLE
 from hjax.models import arithmetic, remat
+from hjax.models.architecture import decoder_parameters
 from hjax.models.config import ModelConfig
 
 # What of a role waits in the host's memory between its calls.
@@ -108,6 +109,20 @@ class ModelCounts:
         device."""
         return tensor if self.kv_heads % tensor == 0 else 1
 
+    def apart(self, tokens: float, places: float) -> tuple[float, float]:
+        """Elements of a layer's attention where the kernel wants each sequence in a row of its own,
+        as cuDNN's does: what it keeps beside ``layer_activations``, and what stands while its
+        backward pass runs.
+
+        It keeps its own queries, keys, values and outputs; these go on as tokens once more.
+
+        Args:
+          tokens: with prompts that several responses share once.
+          places: with a prompt for each response.
+        """
+        each = 2 * self.attention_width + self.cache_elements
+        return (places - tokens) * each + tokens * self.attention_width, 2 * places * each
+
     def kept(self, policy: str) -> tuple[int, int]:
         """(all, those that a tensor axis does not split): elements per token that a policy of
         ``hjax.models.remat`` keeps of a layer.
@@ -133,14 +148,27 @@ def counts(config: ModelConfig, name: str = "", scalar: bool = False) -> ModelCo
     """The record of a shape; ``scalar``: with a value head instead of the vocabulary's."""
     head = config.hidden_size * (1 if scalar else config.vocab_size)
     total = arithmetic.parameters(config, scalar)
-    activations, whole = arithmetic.activation_elements(config)
-    gradients, whole_gradients = arithmetic.gradient_elements(config)
-    products, whole_products = arithmetic.product_elements(config)
-    lora = config.lora
+    hidden, width = config.hidden_size, config.heads * config.head_dim
+    cache, lora = arithmetic.cache_elements(config), config.lora
+    used = config.mlp_size * (config.experts_per_token if config.experts else 1)
+    gates = (2 if config.gated_mlp else 1) * used
+    mlp = gates + used  # with the product of gate and up
+    # Both norms' inputs and outputs. Queries, keys, values, attention's output, queries and keys
+    # before a norm of their own.
+    whole = (8 if config.norms == "both" else 4) * hidden
+    normed = config.head_dim * (config.heads + config.kv_heads) if config.query_key_norm else 0
+    # The product of a gated SiLU MLP is made again by its written-out backward pass.
+    written_out = config.gated_mlp and config.activation == "silu" and not config.mlp_bias
+    remade = config.mlp_size if written_out and not config.experts else 0
+    # While a backward pass is at the MLP, where it needs most: the gradients of the layer's output
+    # and of the MLP's input; those of its parts, and the product where that is made again.
+    whole_gradients = 2 * hidden
+    # What attention adds, and what the MLP does where that is normed; queries, keys and values.
+    whole_products = hidden * (1 if config.norms == "before" else 2)
     return ModelCounts(
         name=name,
         layers=config.layers,
-        hidden=config.hidden_size,
+        hidden=hidden,
         heads=config.heads,
         kv_heads=config.kv_heads,
         mlp=config.mlp_size,
@@ -153,17 +181,19 @@ def counts(config: ModelConfig, name: str = "", scalar: bool = False) -> ModelCo
         layer_active=arithmetic.active_layer_parameters(config),
         layer_expert=arithmetic.expert_parameters(config),
         head_parameters=head,
-        attention_width=config.heads * config.head_dim,
-        cache_elements=arithmetic.cache_elements(config),
-        layer_activations=activations,
+        attention_width=width,
+        cache_elements=cache,
+        layer_activations=whole + 2 * width + cache + normed + mlp,
         layer_activations_whole=whole,
         frozen=total - arithmetic.learned_parameters(config, scalar),
-        bytes_each=arithmetic.byte_parameters(config),
-        remade=arithmetic.remade_elements(config),
-        layer_gates=arithmetic.gate_elements(config),
-        layer_products=products,
+        bytes_each=sum(
+            p.size for p in arithmetic.every(decoder_parameters(config)) if p.quantized
+        ),
+        remade=remade,
+        layer_gates=gates,
+        layer_products=width + cache + whole_products,
         layer_products_whole=whole_products,
-        layer_gradients=gradients,
+        layer_gradients=whole_gradients + mlp + remade,
         layer_gradients_whole=whole_gradients,
         by_cudnn=not cudnn.refusal(
             "bfloat16", config.head_dim, config.attention_softcap, config.sinks

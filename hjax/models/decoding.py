@@ -71,7 +71,7 @@ class Decode:
             met = None
             if cache.form in BY_PARTS:
                 position = jnp.broadcast_to(self.seen.position, q.shape[:3:2])
-                found = _filled(
+                met = _filled(
                     (q[..., None, :], own_k, own_v),
                     (jnp.zeros_like(position), position),
                     layout=self.layout,
@@ -79,7 +79,6 @@ class Decode:
                     expected=self.expected,
                     form=cache.form,
                 )
-                met = tuple(x[..., 0] if x.ndim == 5 else x[..., 0, :] for x in found)
             out = kernels.attend(
                 q, prompt_k, prompt_v, own_k, own_v, seen=self.seen, scoring=scoring,
                 sinks=sinks, met=met, axis=cache.key_axis,
@@ -99,47 +98,31 @@ class Decode:
         """On every device its rows and heads."""
         from hjax.kernels import decode_tpu  # Pallas takes long to import, and only here it runs
 
-        def attend(numbers: Any, new: Any, prompt: Any, own: Any) -> Any:
-            layer, (begin, end, position), sinks = numbers
-            (q, k, v), (prompt_k, prompt_v), (own_k, own_v) = new, prompt, own
+        def attend(arrays: dict[str, Any]) -> Any:
             return decode_tpu.decode(
-                q,
-                k,
-                v,
-                prompt_k,
-                prompt_v,
-                own_k,
-                own_v,
-                layer,
-                Seen(begin, end, position),
-                scoring,
-                sinks,
-                self.expected,
+                **arrays, scoring=scoring, expected=self.expected,
                 interpret=cache.form == INTERPRETED,
-            )
+            )  # fmt: skip
 
-        seen = self.seen.begin, self.seen.end, self.seen.position
-        numbers = jnp.asarray(layer, jnp.int32), seen, sinks
+        held = {"prompt_k": cache.prompt_k, "prompt_v": cache.prompt_v}
+        held |= {"own_k": cache.k, "own_v": cache.v}
+        given: dict[str, Any] = {"q": q, "k": k, "v": v, "seen": self.seen, "sinks": sinks, **held}
+        given["layer"] = jnp.asarray(layer, jnp.int32)
         if self.layout is not None:
             spec = self.layout.spec
             whole, rows = PartitionSpec(), spec(["batch"])
             of_token, of_cache = spec(["batch", "heads"]), spec([None, "batch", "heads"])
-            position = rows if self.seen.position.ndim else whole
+            specs: dict[str, Any] = dict.fromkeys(("q", "k", "v"), of_token)
+            specs |= dict.fromkeys(held, of_cache) | {"layer": whole, "sinks": spec(["heads"])}
+            specs["seen"] = jax.tree.map(lambda x: rows if x.ndim else whole, self.seen)
             attend = jax.shard_map(
                 attend,
                 mesh=self.layout.mesh,
-                in_specs=(
-                    (whole, (rows, rows, position), spec(["heads"])),
-                    of_token,
-                    of_cache,
-                    of_cache,
-                ),
+                in_specs=(specs,),
                 out_specs=(of_token, of_cache, of_cache),
                 check_vma=False,
             )
-        out, own_k, own_v = attend(
-            numbers, (q, k, v), (cache.prompt_k, cache.prompt_v), (cache.k, cache.v)
-        )
+        out, own_k, own_v = attend(given)
         return out, dataclasses.replace(cache, k=own_k, v=own_v)
 
 
@@ -274,9 +257,19 @@ class KVCache:
           k, v: [groups, kv_heads, samples, head_dim], without the samples where the cache has none.
           position: as of ``Seen``; int32 [] without samples.
         """
-        new = (self.k, k, self.key_axis), (self.v, v, -2)
-        written = [_write(part, layer, x, position, axis) for part, x, axis in new]
-        return dataclasses.replace(self, k=written[0], v=written[1])
+
+        def put(lead: tuple[Any, ...], axis: int, held: jax.Array, new: jax.Array) -> jax.Array:
+            if not lead:
+                return kernels.write(held, new, position, axis)
+            if position.ndim == 0:
+                new, at = cache_axis.token_at(new, position, axis)
+                at = (*lead, *at)
+                return jax.lax.dynamic_update_slice(held, new[None].astype(held.dtype), at)
+            one = jax.lax.dynamic_index_in_dim(held, layer, keepdims=False)
+            written = kernels.write(one, new, position, axis)
+            return jax.lax.dynamic_update_index_in_dim(held, written, layer, 0)
+
+        return self._written(layer, k, v, put)
 
     def write_rows(
         self, layer: int | jax.Array, k: jax.Array, v: jax.Array, position: jax.Array
@@ -291,22 +284,31 @@ class KVCache:
         rows, new = k.shape[:2]
         row, at = jnp.arange(rows)[:, None], position[:, None] + jnp.arange(new)
 
-        def put(lead: tuple[Any, ...]) -> Callable[..., jax.Array]:
-            def of(axis: int, _: bool, held: jax.Array, x: jax.Array) -> jax.Array:
-                where = *lead, row, slice(None), *cache_axis.token_index(axis, at)
-                return held.at[where].set(x.astype(held.dtype), mode="drop")
+        def put(lead: tuple[Any, ...], axis: int, held: jax.Array, x: jax.Array) -> jax.Array:
+            # The layer, if any, as an index too: nothing else of the array is touched.
+            where = *lead, row, slice(None), *cache_axis.token_index(axis, at)
+            return held.at[where].set(x.astype(held.dtype), mode="drop")
 
-            return of
+        return self._written(layer, k, v, put)
 
-        def written(part: Any, x: jax.Array, axis: int) -> Any:
-            if isinstance(part, tuple):
-                assert isinstance(layer, int)
-                new = int8_cache.like(part[layer], x)
-                held = int8_cache.each(put(()), part[layer], new, axis=axis)
-                return (*part[:layer], held, *part[layer + 1 :])
-            # The layer as an index too: nothing else of the array is touched.
-            new = int8_cache.like(part, x)
-            return int8_cache.each(put((layer,)), part, new, axis=axis)
+    def _written(
+        self, layer: int | jax.Array, k: jax.Array, v: jax.Array, put: Callable[..., jax.Array]
+    ) -> KVCache:
+        """With ``put(lead, axis, array, new)`` of each array, ``lead`` the index of the layer where
+        it has all of them."""
+
+        def written(part: Any, new: jax.Array, axis: int) -> Any:
+            own = isinstance(part, tuple)
+            held = part[layer] if own else part
+            lead = () if own else (layer,)
+
+            def of(axis: int, _: bool, held: jax.Array, new: jax.Array) -> jax.Array:
+                return put(lead, axis, held, new)
+
+            made = int8_cache.each(of, held, int8_cache.like(held, new), axis=axis)
+            if not own:
+                return made
+            return tuple(made if i == layer else x for i, x in enumerate(part))
 
         k, v = written(self.k, k, self.key_axis), written(self.v, v, -2)
         return dataclasses.replace(self, k=k, v=v)
@@ -323,10 +325,11 @@ class KVCache:
           form, copies: of the cache.
         """
 
-        several = (samples,) if _by_sample(form, samples) else ()
+        several = (samples,) if samples > 1 or form in KERNELS else ()
 
         def empty(part: Any, keys: bool) -> Any:
-            room = _room(form, length, jax.tree.leaves(part)[0].dtype)
+            dtype = jax.tree.leaves(part)[0].dtype
+            room = kernels.room(form, length, kernels.OWN_BLOCK, dtype)
 
             def of(axis: int, scaled: bool, x: jax.Array) -> jax.Array:
                 dim = 1 if scaled else x.shape[-1]
@@ -348,11 +351,6 @@ class KVCache:
         )
 
 
-def _by_sample(form: str, samples: int) -> bool:
-    """Whether a response cache has a dimension for samples."""
-    return samples > 1 or form in KERNELS
-
-
 def keys_and_values(kept: Any, stacked: bool) -> tuple[Any, Any]:
     """Keys and values of what a prefill kept; ``stacked``: in one array each."""
     if not (len(kept) and isinstance(kept[0], tuple)):
@@ -368,12 +366,8 @@ def _prompt(x: Any, form: str, copies: int) -> Any:
     """A prompt's keys or values, [..., kv_heads, length, head_dim], as the cache has them."""
 
     first = jax.tree.leaves(x)[0]
-    missing = 0
-    if form in KERNELS:
-        from hjax.kernels import decode_block_tpu
-
-        there = first.shape[-2]
-        missing = decode_block_tpu.padded(there, decode_block_tpu.PROMPT_BLOCK, first.dtype) - there
+    there = first.shape[-2]
+    missing = kernels.room(form, there, kernels.PROMPT_BLOCK, first.dtype) - there
 
     def lay(axis: int, _: bool, x: jax.Array) -> jax.Array:
         if missing:
@@ -387,34 +381,3 @@ def _prompt(x: Any, form: str, copies: int) -> Any:
 
 def _copied(x: jax.Array, copies: int, axis: int) -> jax.Array:
     return x if copies == 1 else jnp.repeat(x, copies, axis=axis)
-
-
-def _room(form: str, length: int, dtype: Any) -> int:
-    """Tokens of a row's own cache."""
-    if form in KERNELS:
-        from hjax.kernels import decode_block_tpu
-
-        return decode_block_tpu.padded(length, decode_block_tpu.OWN_BLOCK, dtype)
-    return length
-
-
-def _write(
-    part: Any, layer: int | jax.Array, new: jax.Array, position: jax.Array, axis: int
-) -> Any:
-    def of_layer(axis: int, _: bool, held: jax.Array, new: jax.Array) -> jax.Array:
-        return kernels.write(held, new, position, axis)
-
-    def of_all(axis: int, _: bool, held: jax.Array, new: jax.Array) -> jax.Array:
-        if position.ndim == 0:
-            new, at = cache_axis.token_at(new, position, axis)
-            return jax.lax.dynamic_update_slice(held, new[None].astype(held.dtype), (layer, *at))
-        one = jax.lax.dynamic_index_in_dim(held, layer, keepdims=False)
-        written = kernels.write(one, new, position, axis)
-        return jax.lax.dynamic_update_index_in_dim(held, written, layer, 0)
-
-    if isinstance(part, tuple):
-        assert isinstance(layer, int)
-        like = int8_cache.like(part[layer], new)
-        written = int8_cache.each(of_layer, part[layer], like, axis=axis)
-        return (*part[:layer], written, *part[layer + 1 :])
-    return int8_cache.each(of_all, part, int8_cache.like(part, new), axis=axis)

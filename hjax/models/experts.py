@@ -15,7 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hjax.kernels import quantized, reference
+from hjax.kernels import reference
+from hjax.kernels.backward import scaled_rows
 from hjax.kernels.reference import Fill
 from hjax.kernels.sets import Kernels
 from hjax.models.balance import tallied
@@ -343,7 +344,9 @@ def _second(
     gradients of shares know of rows of no expert."""
     how = _Rows(weights, before, sizes, fill, both.shape[0], kernels)
     shares = _within(shares[:, None], how.inside)
-    out = how.through_gated(both, shares[:, 0], activation)
+    active = activation(*jnp.split(both, 2, axis=-1))
+    # A share of what goes down is one of what comes: there are fewer elements of it.
+    out = how.through((active.astype(jnp.float32) * shares).astype(active.dtype), "down")
     if weights.down_bias is not None:
         out += (how.bias("down").astype(jnp.float32) * shares).astype(out.dtype)
     return out
@@ -378,20 +381,8 @@ class _Rows:
         out = product(x, "")
         scale, adapted = (getattr(self.weights, f"{name}{end}") for end in ("_scale", "_a"))
         if scale is not None:
-            out = quantized.scaled_rows(out, scale, self.own)
+            out = scaled_rows(out, scale, self.own)
         return out if adapted is None else out + product(product(x, "_a"), "_b")
-
-    def through_gated(
-        self, both: jax.Array, shares: jax.Array, activation: Callable[..., jax.Array]
-    ) -> jax.Array:
-        """As ``through`` with the matrix down of what gate and up make active, times shares."""
-        weights = self.weights
-        if weights.down_scale is not None or weights.down_a is not None:
-            return self.through(reference.gated_rows(both, shares, activation), "down")
-        return self.kernels.grouped_gated(
-            both, shares, weights.down, self.sizes, activation=activation, fill=self.fill,
-            before=self.before.down,
-        )  # fmt: skip
 
     def bias(self, name: str) -> jax.Array:
         """Each row's; a product, which the compiler adds where the one before ends."""
@@ -456,17 +447,15 @@ def _sorted(rows: jax.Array, order: jax.Array, back: jax.Array) -> jax.Array:
     return rows[order // (order.size // rows.shape[0])]
 
 
-def _sorted_forward(rows: jax.Array, order: jax.Array, back: jax.Array) -> Any:
-    return _sorted(rows, order, back), (back, rows.shape[0])
-
-
 def _sorted_backward(kept: Any, given: jax.Array) -> Any:
     back, tokens = kept
     each = given[back].reshape(tokens, -1, given.shape[-1])
     return jnp.sum(each.astype(jnp.float32), axis=1).astype(given.dtype), None, None
 
 
-_sorted.defvjp(_sorted_forward, _sorted_backward)
+_sorted.defvjp(
+    lambda rows, order, back: (_sorted(rows, order, back), (back, rows.shape[0])), _sorted_backward
+)
 
 
 @jax.custom_vjp
@@ -475,12 +464,6 @@ def _unsorted(rows: jax.Array, order: jax.Array, back: jax.Array) -> jax.Array:
     return rows[back]
 
 
-def _unsorted_forward(rows: jax.Array, order: jax.Array, back: jax.Array) -> Any:
-    return rows[back], order
-
-
-def _unsorted_backward(order: jax.Array, given: jax.Array) -> Any:
-    return given[order], None, None
-
-
-_unsorted.defvjp(_unsorted_forward, _unsorted_backward)
+_unsorted.defvjp(
+    lambda rows, order, back: (rows[back], order), lambda order, given: (given[order], None, None)
+)

@@ -111,15 +111,13 @@ def export_adapters(
     assert network.config.lora is not None
     with _appearing(output) as made:
         base = base or str((path / "base").resolve())
-        values = jax.tree.map(_on_host, learned)
+        values = jax.tree.map(
+            lambda x: x.whole() if isinstance(x, Pieces) else np.asarray(x), learned
+        )
         save_adapter(made, network.declared, values, network.config.lora, base)
         if own is not None:
             _write_model(made / "base", network.config.base, own, beside, tokenizer)
     return path
-
-
-def _on_host(x: Any) -> np.ndarray:
-    return x.whole() if isinstance(x, Pieces) else np.asarray(x)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import gc
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,9 @@ from hjax.models.families.base import DTYPE_KEYS
 from hjax.models.parameters import Params
 from hjax.models.peft_files import Adapter
 from hjax.models.quantized import inputs_of, quantized
-from hjax.models.shards import Shards, cut_of
+from hjax.models.shards import Shards
 from hjax.models.tensor_files import DTYPES, TensorFile, create_file
-from hjax.pieces import Pieces, Region, extent
+from hjax.pieces import Pieces
 from hjax.progress import tell
 
 # What files hold beside parameters: buffers, and a scalar head that is read apart.
@@ -138,50 +138,36 @@ def load_params(
     if adapter is not None:
         adapter.check(declared, path)
 
-    total, done = _values(declared), 0
+    total, done = sum(parameter.size for parameter, _ in _pairs(declared)), 0
     what = f"loading {Path(path).name}"
     tell(what, 0, total)
-
-    def count(*parameters: Parameter) -> None:
-        nonlocal done
-        done += sum(parameter.size for parameter in parameters)
-        tell(what, done, total)
-
-    def read(parameter: Parameter, sharding: Any, like: Any) -> Any:
-        dtype = np.dtype(np.float32 if like is None else like.dtype)
-        if sharding is None:
-            return tensors.region(parameter, tuple((0, n) for n in parameter.shape), dtype)
-        return tensors.on_devices(parameter, sharding, dtype)
 
     def read_all(
         declared: Mapping[str, Any], shardings: Params | None, shapes: Params | None
     ) -> Params:
+        nonlocal done
         params: Params = {}
         for name, parameter in declared.items():
             if name in params:  # a scale, read with its matrix
                 continue
-            if isinstance(parameter, Parameter) and parameter.quantized:
-                assert shardings is not None, f"{name} is quantized onto devices"
-                both = name, f"{name}_scale"
-                where = [shardings[each] for each in both]
-                params |= zip(both, tensors.quantized(parameter, declared[both[1]], *where))
-                count(parameter, declared[both[1]])
+            where, like = (None if tree is None else tree[name] for tree in (shardings, shapes))
+            if not isinstance(parameter, Parameter):
+                params[name] = read_all(parameter, where, like)
                 continue
-            sharding, shape = (
-                None if tree is None else tree[name] for tree in (shardings, shapes)
-            )
-            one = read if isinstance(parameter, Parameter) else read_all
-            params[name] = one(parameter, sharding, shape)
-            if isinstance(parameter, Parameter):
-                count(parameter)
+            if parameter.quantized:
+                assert shardings is not None, f"{name} is quantized onto devices"
+                scale = f"{name}_scale"
+                both = tensors.quantized(parameter, declared[scale], where, shardings[scale])
+                params |= zip((name, scale), both)
+                done += declared[scale].size
+            else:
+                dtype = np.dtype(np.float32 if like is None else like.dtype)
+                params[name] = tensors.parameter(parameter, where, dtype)
+            done += parameter.size
+            tell(what, done, total)
         return params
 
     return read_all(declared, shardings, shapes)
-
-
-def _values(declared: Mapping[str, Any]) -> int:
-    """Of all parameters."""
-    return sum(x.size if isinstance(x, Parameter) else _values(x) for x in declared.values())
 
 
 def check_files(path: str | os.PathLike) -> None:
@@ -375,29 +361,25 @@ class _Tensors:
         names = (part.name, part.name.partition(".")[2], part.other)
         return next((name for name in names if name in self.files), None)
 
-    def region(self, parameter: Parameter, region: Region, dtype: Any) -> np.ndarray:
-        """A region of a parameter in a dtype; only tensors that have some of it are read."""
-        read = np.full(extent(region), parameter.fill, dtype)
-        if parameter.optional and not self._any(parameter):
-            return read
-        for part in parts(parameter):
-            if (cut := cut_of(part.at, region)) is not None:
-                piece = np.expand_dims(part.of(self.read(part))[cut.of], cut.lacks)
-                here = zip(cut.start, piece.shape, strict=True)
-                read[tuple(slice(i, i + n) for i, n in here)] = piece
-        return read
-
-    def on_devices(self, parameter: Parameter, sharding: Any, dtype: Any) -> jax.Array:
+    def parameter(self, parameter: Parameter, sharding: Any, dtype: Any) -> Any:
         """A parameter on the devices of a sharding, each tensor read once and written where it
-        belongs: the host holds one tensor at a time, not the layers' stack."""
+        belongs: the host holds one tensor at a time, not the layers' stack. Without a sharding a
+        numpy array."""
+        there = list(parts(parameter))
+        if parameter.optional and not self._any(there):
+            there = []
+        if sharding is None:
+            read = np.full(parameter.shape, parameter.fill, dtype)
+            for part in there:
+                read[part.at] = part.of(self.read(part))
+            return read
         shards = Shards(parameter, sharding, dtype)
-        if not parameter.optional or self._any(parameter):
-            for part in parts(parameter):
-                if cuts := shards.cuts(part.at):
-                    tensor = self.read(part)
-                    shards.write(part.of(tensor), cuts, part, tensor)
-                    del tensor
-                    gc.collect(0)  # JAX lets go of memory that it was handed at a collection
+        for part in there:
+            if cuts := shards.cuts(part.at):
+                tensor = self.read(part)
+                shards.write(part.of(tensor), cuts, part, tensor)
+                del tensor
+                gc.collect(0)  # JAX lets go of memory that it was handed at a collection
         return shards.whole()
 
     def quantized(
@@ -425,10 +407,10 @@ class _Tensors:
             gc.collect(0)
         return matrix.whole(), scales.whole()
 
-    def _any(self, parameter: Parameter) -> bool:
-        """Whether a tensor of a parameter is there."""
+    def _any(self, there: Iterable[Part]) -> bool:
+        """Whether one of these tensors is there."""
         beside = () if self._adapter is None else self._adapter.names
-        return any(self.name(p) or p.name in beside for p in parts(parameter))
+        return any(self.name(part) or part.name in beside for part in there)
 
     def check(self, declared: Mapping[str, Any], config: ModelConfig) -> None:
         """Whether the files hold what this model has and nothing else, as their headers say.

@@ -2,8 +2,8 @@
 
 A matrix W of a layer, frozen, gets an addition ``scaling * A B`` of a low rank, which learns. Both
 parts are parameters beside it, ``<name>_a`` and ``<name>_b``, declared from its declaration. A
-product with W becomes one with W and two thin ones, so that no gradient as large as W is made;
-``merged`` adds them to W for whoever only reads.
+product with W becomes one with W and two thin ones, so that no gradient as large as W is made
+(``hjax.models.low_rank``).
 """
 
 from __future__ import annotations
@@ -13,14 +13,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
 from hjax.errors import ConfigError
 from hjax.models.declaration import Kind, Parameter, Stored
-from hjax.models.dropout import Dropout
-from hjax.models.quantized import dequantized, inputs_of
 
 # Parts of a layer's matrices, and which parameter has them; of a pair, which half.
 _PLACES: dict[str, tuple[tuple[str, int | None], ...]] = {
@@ -142,6 +136,11 @@ def halves(lora: Lora, name: str, parameter: Parameter) -> tuple[int | None, ...
     return tuple(h for place, h in places if place == name and (h is not None) == paired)
 
 
+def place_number(name: str, half: int | None) -> int:
+    """The number of a matrix with an adapter among ``TARGETS``."""
+    return next(i for i, places in enumerate(_PLACES.values()) if (name, half) in places)
+
+
 def adapter_parameters(layers: Mapping[str, Parameter], lora: Lora) -> dict[str, Parameter]:
     """Both parts of the adapters of a layer's parameters, by name.
 
@@ -191,7 +190,7 @@ def _both(
     parameter: Parameter, lora: Lora, of: tuple[int | None, ...]
 ) -> tuple[Parameter, Parameter]:
     sizes = dict(parameter.axes)
-    lead = [(name, sizes[name]) for name in _lead(parameter, of) if name != "pair"]
+    lead = [(name, sizes[name]) for name in lead_axes(parameter, of) if name != "pair"]
     lead += [("pair", len(of))] if of[0] is not None else []
     inner = [(name, sizes[name]) for name in parameter.inputs]
     beside = {*dict(lead), *parameter.inputs}
@@ -213,7 +212,7 @@ def _both(
     )
 
 
-def _lead(parameter: Parameter, of: tuple[int | None, ...]) -> list[str]:
+def lead_axes(parameter: Parameter, of: tuple[int | None, ...]) -> list[str]:
     """The axes of a matrix that each have adapters of their own."""
     names = ["layers", "experts"] + (["pair"] if of[0] is not None else [])
     return [name for name in names if name in parameter.names]
@@ -290,149 +289,6 @@ def _stored(
     return into, out
 
 
-def addition(
-    spec: str,
-    x: jax.Array,
-    a: jax.Array,
-    b: jax.Array,
-    lora: Lora,
-    places: tuple[tuple[str, int | None], ...],
-    dropout: Dropout | None = None,
-) -> jax.Array:
-    """``product``, where ``dropout`` is given of inputs of which each matrix drops its own.
-
-    Args:
-      spec, x, a, b: as there.
-      lora: of the adapters.
-      places: name of the parameter and half of each matrix that has one.
-      dropout: of the layer.
-    """
-    if dropout is None or not lora.dropout:
-        return product(spec, x, a, b, lora.scaling)
-
-    def dropped(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-        x = _dropped(x, dropout, lora, places)
-        return product(spec, x, a, b, lora.scaling)
-
-    # Drawn again in the backward pass, which would keep other inputs for every matrix.
-    return jax.checkpoint(dropped)(x, a, b)
-
-
-def _dropped(
-    x: jax.Array, dropout: Dropout, lora: Lora, places: tuple[tuple[str, int | None], ...]
-) -> jax.Array:
-    """[batch, length, (halves,) inputs...]: of x what each matrix's adapter is left."""
-    numbers = tuple(
-        next(i for i, target in enumerate(TARGETS) if place in _PLACES[target]) for place in places
-    )
-    return dropout.dropped(x, lora.dropout, numbers, places[0][1] is not None)
-
-
-def dropped_change(
-    spec: str,
-    x: jax.Array,
-    weight: jax.Array,
-    scale: jax.Array | None,
-    a: jax.Array,
-    b: jax.Array,
-    norms: jax.Array,
-    lora: Lora,
-    places: tuple[tuple[str, int | None], ...],
-    dropout: Dropout,
-) -> jax.Array:
-    """What ``dora`` adds to a product with a frozen weight where inputs are dropped, as PEFT has
-    it: ``(norms - 1) * x' W + norms * x' scaling A B`` of the inputs x' that are left, while the
-    product itself sees all of x.
-
-    Args:
-      spec, x, a, b, lora, places, dropout: as of ``addition``.
-      weight, scale: frozen, of one layer; ``scale`` of a quantized matrix.
-      norms: of ``layer_scale``.
-
-    Returns:
-      as ``addition``, in the dtype of x.
-    """
-    rows, inner, pair, _ = _letters(spec)
-    of_weight, made = spec.split(",")[1].split("->")
-    apart = f"{rows}{pair}{inner},{of_weight}->{made}"
-    if len(places) == 1 and (half := places[0][1]) is not None:
-        weight = jax.lax.slice_in_dim(weight, half, half + 1, axis=of_weight.index(pair))
-        norms = norms[half : half + 1]
-        scale = None if scale is None else scale[half : half + 1]
-    weight = jax.lax.stop_gradient(weight)
-
-    def dropped(x: jax.Array, a: jax.Array, b: jax.Array, norms: jax.Array) -> jax.Array:
-        x = _dropped(x, dropout, lora, places)
-        through = jnp.einsum(apart, x, weight.astype(x.dtype))
-        if scale is not None:
-            through = (through.astype(jnp.float32) * scale).astype(x.dtype)
-        added = product(spec, x, a, b, lora.scaling)
-        return (norms - 1).astype(x.dtype) * through + norms.astype(x.dtype) * added
-
-    # As in ``addition``; the matrix, perhaps quantized, is kept as it is given.
-    return jax.checkpoint(dropped)(x, a, b, norms)
-
-
-def product(spec: str, x: jax.Array, a: jax.Array, b: jax.Array, scaling: float) -> jax.Array:
-    """What an adapter adds to ``einsum(spec, x, weight)``, in the dtype of x.
-
-    Args:
-      spec: of the product with the weight, such as ``btd,dcke->btcke``.
-      x: [batch, length, inputs...]; of a pair it may be [batch, length, halves, inputs...], an
-        input for each.
-      a, b: of one layer.
-      scaling: of ``Lora``.
-
-    Returns:
-      [batch, length, outputs...], of a pair with the size of ``a``'s.
-    """
-    rows, inner, pair, outer = _letters(spec)
-    apart = pair if x.ndim > len(rows + inner) else ""
-    low = jnp.einsum(f"{rows}{apart}{inner},{pair}{inner}z->{rows}{pair}z", x, a.astype(x.dtype))
-    both = f"{rows}{pair}z,{pair}z{outer}->{rows}{pair}{outer}"
-    return jnp.einsum(both, low, scaling * b.astype(x.dtype))
-
-
-def _letters(spec: str) -> tuple[str, str, str, str]:
-    """Of a product's spec: rows, what is summed, the pair axis (or nothing), what is made."""
-    left, made = spec.split("->")
-    x, weight = left.split(",")
-    rows = x[:2]
-    inner = "".join(letter for letter in weight if letter not in made)
-    pair = "c" if "c" in weight else ""
-    return rows, inner, pair, "".join(c for c in weight if c in made and c != "c")
-
-
-def spread(addition: jax.Array, of: tuple[int | None, ...]) -> jax.Array:
-    """An addition [batch, length, halves, ...] with zeros for the half that has no adapter."""
-    if len(of) == 1 and of[0] is not None:
-        other = jnp.zeros_like(addition)
-        return jnp.concatenate([addition, other] if of[0] == 0 else [other, addition], axis=2)
-    return addition
-
-
-def merged(params: Mapping[str, Any], network: Any) -> dict[str, Any]:
-    """Parameters without adapters: these are added to their matrices.
-
-    Args:
-      params: nested dict of jax.Array or numpy arrays; only read.
-      network: a ``hjax.models.parameters.Network`` with adapters.
-
-    Returns:
-      nested dict of the base's parameters, each in its dtype, summed in float32; those without
-      adapters that are floats are the same arrays.
-    """
-    if "decoder" in params:
-        return {**params, "decoder": _merged(params["decoder"], network)}
-    return _merged(params, network)
-
-
-def _merged(params: Mapping[str, Any], network: Any) -> dict[str, Any]:
-    layers, base = params["layers"], layers_of(network.base.shapes)
-    matrices = merged_matrices(layers, network)
-    return {**params, "layers": {name: layers[name] for name in base} | matrices}
-
-
 def layers_of(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     """The layers' part of a tree like a language or a scalar model's parameters."""
     found: Mapping[str, Any] = tree.get("decoder", tree)["layers"]
@@ -445,118 +301,3 @@ def with_layers(tree: Mapping[str, Any], layers: Mapping[str, Any]) -> dict[str,
     if "decoder" in tree:
         return {**tree, "decoder": with_layers(tree["decoder"], layers)}
     return {**tree, "layers": {**tree["layers"], **layers}}
-
-
-def merged_matrices(layers: Mapping[str, Any], network: Any) -> dict[str, Any]:
-    """Of layers the matrices that have an adapter, with it added, and those that are quantized as
-    floats, by name.
-
-    Args:
-      layers: arrays by name; others than these matrices, their scales and adapters are not read.
-      network: of the layers.
-    """
-    matrices = {}
-    lora, base = network.config.lora, layers_of(network.base.shapes)
-    for name, parameter in layers_of(network.declared).items():
-        weight: Any = layers.get(name)
-        if parameter.quantized:
-            weight = dequantized(weight, layers[f"{name}_scale"], parameter)
-        if of := halves(lora, name, parameter):
-            a, b = layers[f"{name}_a"], layers[f"{name}_b"]
-            weight = _added(weight, a, b, parameter=parameter, scaling=lora.scaling, of=of)
-            if lora.dora:
-                scale = _to_norm(weight, layers[f"{name}_m"], parameter, of)
-                expand: Any = np.expand_dims if isinstance(scale, np.ndarray) else jnp.expand_dims
-                weight = weight * expand(scale, inputs_of(parameter))
-        if of or parameter.quantized:
-            matrices[name] = weight.astype(base[name].dtype)
-    return matrices
-
-
-def norms(weight: Any, parameter: Parameter) -> Any:
-    """float32 [layers, (2,) outputs...]: the norm of each output's weights."""
-    xp: Any = np if isinstance(weight, np.ndarray) else jnp
-    return xp.sqrt(xp.sum(xp.square(weight.astype(np.float32)), axis=inputs_of(parameter)))
-
-
-def _to_norm(weight: Any, magnitude: Any, parameter: Parameter, of: tuple[int | None, ...]) -> Any:
-    """By what to multiply each output's weights to give them a norm of their magnitude, 1 for a
-    half that has none: float32 [layers, (2,) outputs...]."""
-    scale = norms(weight, parameter)
-    if len(of) == 1 and of[0] is not None:
-        xp: Any = np if isinstance(weight, np.ndarray) else jnp
-        own, ones = magnitude / scale[:, of[0] : of[0] + 1], xp.ones_like(magnitude)
-        return xp.concatenate([own, ones] if of[0] == 0 else [ones, own], axis=1)
-    return magnitude / scale
-
-
-def layer_scale(
-    weight: jax.Array,
-    scale: jax.Array | None,
-    a: jax.Array,
-    b: jax.Array,
-    magnitude: jax.Array,
-    parameter: Parameter,
-    lora: Lora,
-    of: tuple[int | None, ...],
-) -> jax.Array:
-    """What a layer's outputs are multiplied by with ``dora``: float32 [(2,) outputs...].
-
-    The norm is taken for a constant, as in section 4.3 of the paper and in PEFT.
-
-    Args:
-      weight, scale, a, b, magnitude: of one layer; ``scale`` of a quantized matrix.
-      parameter: the matrix's declaration.
-      lora, of: of its adapters, and their ``halves``.
-    """
-    weight, a, b = (jax.lax.stop_gradient(x)[None] for x in (weight, a, b))
-    if scale is not None:
-        weight = dequantized(weight, scale[None], parameter)
-    whole = _added(weight, a, b, parameter, lora.scaling, of)
-    return _to_norm(whole, magnitude[None], parameter, of)[0]
-
-
-def magnitudes(layers: Mapping[str, Any], network: Any) -> dict[str, Any]:
-    """Those that change nothing while adapters add nothing: the norms of the base, by name.
-
-    Args:
-      layers: the base's parameters by name.
-      network: with adapters of ``dora``.
-    """
-    made = {}
-    for name, parameter in layers_of(network.declared).items():
-        if of := halves(network.config.lora, name, parameter):
-            weight = layers[name]
-            if parameter.quantized:
-                weight = dequantized(weight, layers[f"{name}_scale"], parameter)
-            every = norms(weight, parameter)
-            chosen = every if of[0] is None else every[:, jnp.array(of)]
-            made[f"{name}_m"] = chosen
-    return made
-
-
-_LETTER = {"layers": "l", "pair": "c", "embed": "d", "heads": "h", "kv_heads": "k"} | {
-    "head_dim": "e",
-    "mlp": "m",
-    "experts": "x",
-}
-
-
-def _added(
-    weight: Any, a: Any, b: Any, parameter: Parameter, scaling: float, of: tuple[int | None, ...]
-) -> Any:
-    xp: Any = np if isinstance(weight, np.ndarray) else jnp
-    names = [_LETTER[axis] for axis in parameter.names]
-    inner = "".join(_LETTER[axis] for axis in parameter.inputs)
-    lead = "".join(_LETTER[axis] for axis in _lead(parameter, of))
-    outer = "".join(letter for letter in names if letter not in lead + inner)
-    spec = f"{lead}{inner}z,{lead}z{outer}->{''.join(names)}"
-    a, b = (xp.asarray(x, np.float32) for x in (a, b))
-    sum_in = {} if xp is np else {"precision": jax.lax.Precision.HIGHEST}
-    addition = scaling * xp.einsum(spec, a, b, **sum_in)
-    if len(of) == 1 and of[0] is not None:
-        at = parameter.names.index("pair")
-        empty = xp.zeros_like(addition)
-        both = [addition, empty] if of[0] == 0 else [empty, addition]
-        addition = xp.concatenate(both, axis=at)
-    return weight.astype(np.float32) + addition

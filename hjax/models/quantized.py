@@ -112,5 +112,5 @@ def dequantized(weight: Any, scale: Any, parameter: Parameter) -> Any:
       weight, scale: of the parameter and its scale.
       parameter: the matrix's declaration.
     """
-    xp: Any = np if isinstance(weight, np.ndarray) else jnp
+    xp = weight.__array_namespace__()
     return weight.astype(np.float32) * xp.expand_dims(scale, inputs_of(parameter))

@@ -18,7 +18,8 @@ from hjax.given import given_path, read_object
 from hjax.models import huggingface
 from hjax.models.bases import recorded_step
 from hjax.models.config import ModelConfig
-from hjax.models.lora import Lora, layers_of, magnitudes, merged, with_layers
+from hjax.models.lora import Lora, layers_of, with_layers
+from hjax.models.low_rank import magnitudes, merged
 from hjax.models.parameters import Network, Params, decoder_network, scalar_network
 from hjax.models.peft_files import Adapter, is_adapter
 from hjax.models.published import SHAPES

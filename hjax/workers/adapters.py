@@ -6,7 +6,8 @@ from typing import Any
 
 import jax
 
-from hjax.models.lora import halves, layers_of, merged_matrices
+from hjax.models.lora import halves, layers_of
+from hjax.models.low_rank import merged_matrices
 from hjax.models.parameters import Network, Params
 from hjax.sharding.layout import Layout
 

@@ -21,7 +21,7 @@ from hjax.kernels import cudnn
 from hjax.kernels.attention import WHOLE, tpu_places
 from hjax.kernels.int8_cache import INT8, element_bytes
 from hjax.kernels.sets import CUDNN, TRIED
-from hjax.models import arithmetic, weight_ring
+from hjax.models import weight_ring
 from hjax.models.counts import (
     FLOAT32,
     MASTERS,
@@ -247,8 +247,7 @@ class Memory:
         gradients = model.layer_gradients, model.layer_gradients_whole
         at_work = self._activations(one.tokens, gradients) + self._scores(one.pairs)
         if one.places:
-            widths = model.attention_width, model.cache_elements
-            apart = arithmetic.apart_elements(one.tokens, one.places, *widths)
+            apart = model.apart(one.tokens, one.places)
             more, meanwhile = (n * numerics.compute / mesh.tensor for n in apart)
             every, at_work = every + more, max(at_work, meanwhile)
         outside = 0.0
@@ -315,8 +314,7 @@ class Memory:
         mlp = 3 * model.mlp * max(1, model.experts_per_token)
         attention = tokens * (model.layer_activations - model.layer_activations_whole - mlp)
         if places:
-            widths = model.attention_width, model.cache_elements
-            attention += arithmetic.apart_elements(tokens, places, *widths)[0]
+            attention += model.apart(tokens, places)[0]
         each = self.programs.numerics.compute / self.mesh.tensor
         return max(attention * each + self._scores(pairs), mlp * tokens * each)
 

@@ -18,7 +18,8 @@ from test_quantized import dequantize, quantized_network
 import hjax
 from hjax.errors import ConfigError
 from hjax.models.declaration import parts
-from hjax.models.lora import Lora, merged
+from hjax.models.lora import Lora
+from hjax.models.low_rank import merged
 from hjax.models.parameters import to_host
 from hjax.models.peft_files import WEIGHTS, save_adapter
 from hjax.models.weights import load_params

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hjax.kernels import grouped_blocks, grouped_gated_tpu, grouped_tpu, reference
+from hjax.kernels import grouped_blocks, grouped_tpu, reference
 from hjax.kernels.reference import Fill
 
 SIZES = {
@@ -98,81 +98,6 @@ def test_of_weights_of_one_byte(name, dtype):
     )
     for ours, true in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, true, rtol=1e-5, atol=1e-3)
-
-
-GATED = {
-    "plain": reference.grouped_gated,
-    "blocks": grouped_blocks.gated_product,
-    "tpu": functools.partial(grouped_gated_tpu.product, interpret=True),
-}
-GATED_CASES = [
-    pytest.param(
-        name,
-        case,
-        widths,
-        marks=[pytest.mark.slow] if name == "tpu" and (case, widths) != FIRST else [],
-    )
-    for FIRST in [("some of a tile", (64, 136))]
-    for name in GATED
-    for case in SIZES
-    # Of the wide one the summed dimension is cut, with a rest; no register holds 24.
-    for widths in (FIRST[1], (128, 2200), (24, 8))
-]
-
-
-def clamped(gate, up):
-    """gpt-oss's."""
-    gate, up = jnp.minimum(gate, 1.0), jnp.clip(up, -1.0, 1.0)
-    return (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
-
-
-@pytest.mark.parametrize(("name", "case", "widths"), GATED_CASES)
-@pytest.mark.parametrize("added", [False, True])
-def test_gated_values_and_gradients_are_those_of_each_group(name, case, widths, added):
-    sizes, count = SIZES[case]
-    inner, outer = widths
-    keys = jax.random.split(jax.random.key(0), 5)
-    both = jax.random.normal(keys[0], (count, 2 * inner))
-    shares = jax.random.uniform(keys[1], (count,))
-    weights = jax.random.normal(keys[2], (len(sizes), inner, outer)) / 8
-    used, groups = sum(sizes), jnp.array(sizes, jnp.int32)
-    given = jax.random.normal(keys[3], (used, outer))
-    before = jax.random.normal(keys[4], weights.shape) if added else None
-    starts = np.cumsum([0, *sizes])
-
-    def found(both, shares, weights):
-        return GATED[name](both, shares, weights, groups, clamped, Fill(0.5), before)[:used]
-
-    def expected(both, shares, weights):
-        active = clamped(both[:, :inner], both[:, inner:]) * shares[:, None]
-        parts = [active[a:b] @ w for a, b, w in zip(starts, starts[1:], weights, strict=False)]
-        return jnp.concatenate(parts)
-
-    (ours, back), (true, true_back) = (
-        jax.vjp(run, both, shares, weights) for run in (found, expected)
-    )
-    np.testing.assert_allclose(ours, true, rtol=1e-5, atol=1e-4)
-    *of_rows, of_weights = back(given)
-    *true_rows, true_weights = true_back(given)
-    for one, other in zip(of_rows, true_rows, strict=True):
-        np.testing.assert_allclose(one[:used], other[:used], rtol=1e-5, atol=1e-4)
-    more = before if added else 0
-    np.testing.assert_allclose(of_weights, true_weights + more, rtol=1e-5, atol=1e-4)
-
-
-def test_gated_tiles_have_room():
-    """As large a tile as the chip holds; none of an MLP whose gate and up alone fill it."""
-
-    def rows(count, *shape, fill=Fill(0.8)):
-        given = jax.ShapeDtypeStruct((count, 2 * shape[1]), jnp.bfloat16)
-        return grouped_gated_tpu._tile_rows(given, jax.ShapeDtypeStruct(shape, jnp.bfloat16), fill)
-
-    assert rows(131072, 4, 768, 2048) == 512
-    assert rows(131072, 64, 768, 2048) == 128  # groups of 1638
-    assert rows(131072, 64, 768, 2048, fill=Fill(0.8, 256)) == 256  # none in which two meet
-    assert rows(131072, 8, 2880, 2880) == 256  # of 128 weights are read too often
-    assert rows(131072, 8, 14336, 4096) == 0
-    assert rows(131072, 8, 100, 2048) == 0  # no whole registers
 
 
 def test_tiles_waste_little():

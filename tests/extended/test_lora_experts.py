@@ -19,7 +19,8 @@ from hjax.errors import ConfigError
 from hjax.models import arithmetic
 from hjax.models.config import ModelConfig
 from hjax.models.declaration import parts
-from hjax.models.lora import Lora, merged
+from hjax.models.lora import Lora
+from hjax.models.low_rank import merged
 from hjax.models.parameters import decoder_network, to_host
 from hjax.models.peft_files import CONFIG, WEIGHTS, save_adapter
 from hjax.models.weights import load_params

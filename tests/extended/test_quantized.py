@@ -23,7 +23,8 @@ from hjax.models import huggingface
 from hjax.models.attention import Causal
 from hjax.models.compute import Compute
 from hjax.models.counts import counts
-from hjax.models.lora import Lora, merged
+from hjax.models.lora import Lora
+from hjax.models.low_rank import merged
 from hjax.models.parameters import decoder_network
 from hjax.models.peft_files import Adapter
 from hjax.models.quantized import quantized

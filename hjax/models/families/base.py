@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from hjax.models.config import LayerKind, ModelConfig
 from hjax.models.declaration import Stored
@@ -34,6 +34,26 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _LAYERS = 10_000  # a model has fewer
 
 
+class Key(NamedTuple):
+    """A key of config.json that says one or several fields of ``ModelConfig`` as they are.
+
+    Attributes:
+      kind: ``size``, ``number`` or ``flag``, the method of ``Given`` that reads it.
+      fields: of ``ModelConfig``.
+      default: where it is missing; None: it has to be there.
+    """
+
+    kind: str
+    fields: tuple[str, ...]
+    default: Any = None
+
+
+# Biases of all four products of attention, and of the MLP's.
+ATTENTION_BIAS = {"attention_bias": Key("flag", ("qkv_bias", "output_bias"), False)}
+MLP_BIAS = {"mlp_bias": Key("flag", ("mlp_bias",), False)}
+ROUTER_LOSS = {"router_aux_loss_coef": Key("number", ("router_loss",), 0.001)}
+
+
 class Family:
     """A family of decoders; a subclass changes what differs from Llama's plain form.
 
@@ -42,6 +62,11 @@ class Family:
       architecture: the class of transformers that loads it.
       keys: config.json's key of each size.
       defaults: of keys that config.json may leave out.
+      own: further keys, which are read and written as they stand.
+      always: fields of ``ModelConfig`` that are the same in all of the family.
+      fixed: keys that may have these values alone; missing they mean the first.
+      activation: the key of the MLP's activation, as of ``fixed``; the first is written.
+      unread: keys that some write and no forward reads.
     """
 
     model_type: str
@@ -54,6 +79,11 @@ class Family:
         "heads": "num_attention_heads",
     }
     defaults: Mapping[str, Any] = {}
+    own: Mapping[str, Key] = {}
+    always: Mapping[str, Any] = {}
+    fixed: Mapping[str, tuple[Any, ...]] = {}
+    activation: Mapping[str, tuple[str, ...]] = {"hidden_act": ("silu",)}
+    unread: tuple[str, ...] = ()
 
     @property
     def classifier(self) -> str:
@@ -77,7 +107,13 @@ class Family:
             every = value if isinstance(value, list) else [] if value is None else [value]
             if not all(isinstance(i, int) and not isinstance(i, bool) for i in every):
                 raise given.error(f"{key} is {value!r}; a token id, or a list of them")
-        fields = self.fields(given)
+        for key, allowed in {**self.activation, **self.fixed}.items():
+            given.only(key, *allowed)
+        for key in self.unread:
+            given.get(key)
+        fields = {**self.fields(given), **self.always}
+        for key, own in self.own.items():
+            fields |= dict.fromkeys(own.fields, getattr(given, own.kind)(key, own.default))
         given.finish()
         fields["token_ids"] = tuple(
             (key, tuple(value) if isinstance(value, list) else value)
@@ -87,7 +123,8 @@ class Family:
         return ModelConfig(**fields)
 
     def fields(self, given: Given) -> dict[str, Any]:
-        """Fields of ``ModelConfig``; a subclass adds its own to these."""
+        """Fields of ``ModelConfig`` but for ``always`` and those of ``own``; a subclass adds to
+        these."""
         fields: dict[str, Any] = {name: given.size(key) for name, key in self.keys.items()}
         if fields["layers"] > _LAYERS:
             raise given.error(f"{self.keys['layers']} is {fields['layers']}; at most {_LAYERS}")
@@ -105,24 +142,18 @@ class Family:
         for rope in fields["ropes"]:
             rope.check(fields["head_dim"], given.what)
         fields["max_length"] = reach(fields["ropes"], fields["max_length"])
-        self.activation(given, fields)
         return fields
 
     def ropes(self, given: Given, max_length: int) -> tuple[Rope, ...]:
         """The rotary positions, in either spelling."""
         return (read_rope(given, max_length),)
 
-    def activation(self, given: Given, fields: dict[str, Any]) -> None:
-        """Reads the activation of the MLP into the fields."""
-        given.only("hidden_act", "silu")
-
     def write(self, config: ModelConfig) -> dict[str, Any]:
         """The ``config.json`` that ``read`` and transformers read."""
         content: dict[str, Any] = {
             "architectures": [self.architecture],
             "model_type": self.model_type,
-            "hidden_act": "silu",
-            **{key: getattr(config, name) for name, key in self.keys.items()},
+            **self.written(config),
             "num_key_value_heads": config.kv_heads,
             "head_dim": config.head_dim,
             "max_position_embeddings": original_length(config.ropes, config.max_length),
@@ -133,6 +164,12 @@ class Family:
         if config.ropes:
             content |= write_rope(config.ropes[0])
         return content
+
+    def written(self, config: ModelConfig) -> dict[str, Any]:
+        """The keys of ``activation``, ``keys`` and ``own``."""
+        content: dict[str, Any] = {key: allowed[0] for key, allowed in self.activation.items()}
+        content |= {key: getattr(config, name) for name, key in self.keys.items()}
+        return content | {key: getattr(config, own.fields[0]) for key, own in self.own.items()}
 
     def tensors(self, config: ModelConfig) -> Tensors:
         """The tensors of every parameter, by its name; in ``layers``: ``layers.<name>``."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from hjax.models.config import LayerKind, ModelConfig
 from hjax.models.families.base import (
+    ATTENTION_BIAS,
     FULL,
     SLIDING,
     Family,
@@ -32,6 +34,11 @@ class Gemma2(Family):
         "head_dim": 256,
         "sliding_window": 4096,
     }
+    own = ATTENTION_BIAS
+    always: Mapping[str, Any] = {"norms": "both", "norm_offset": 1.0, "activation": "gelu_tanh"}
+    fixed = {"use_bidirectional_attention": (False,)}
+    activation = {"hidden_activation": ("gelu_pytorch_tanh",)}
+    unread = ("hidden_act",)  # of older files, where the other one is meant
     every = 2  # layers, of which the last is full
     softcaps = (50.0, 30.0)  # of attention and logits, where config.json says nothing
 
@@ -39,13 +46,7 @@ class Gemma2(Family):
         """Embeddings are scaled by the root of their width."""
         fields = super().fields(given)
         attention, final = self.softcaps
-        given.only("use_bidirectional_attention", False)
-        bias = given.flag("attention_bias")
         return fields | {
-            "norms": "both",
-            "norm_offset": 1.0,
-            "qkv_bias": bias,
-            "output_bias": bias,
             "embedding_scale": math.sqrt(fields["hidden_size"]),
             "attention_scale": given.number("query_pre_attn_scalar", 256) ** -0.5,
             "attention_softcap": self.softcap(given, "attn_logit_softcapping", attention),
@@ -68,23 +69,13 @@ class Gemma2(Family):
         types = [FULL if (i + 1) % every == 0 else SLIDING for i in range(layers)]
         return read_windows(given, layers, types)
 
-    def activation(self, given: Given, fields: dict[str, Any]) -> None:
-        """GELU by its approximation, under a name of Gemma's own."""
-        given.only("hidden_activation", "gelu_pytorch_tanh")
-        given.get("hidden_act")  # of older files, where the other one is meant
-        fields["activation"] = "gelu_tanh"
-
     def write(self, config: ModelConfig) -> dict[str, Any]:
         """What it has of its own."""
         assert config.attention_scale is not None
-        content = super().write(config)
-        del content["hidden_act"]
         windows = write_windows(config)
         if windows["sliding_window"] is None:
             del windows["sliding_window"]  # transformers wants one, whether or not it is used
-        return content | windows | {
-            "hidden_activation": "gelu_pytorch_tanh",
-            "attention_bias": config.qkv_bias,
+        return super().write(config) | windows | {
             "query_pre_attn_scalar": round(config.attention_scale**-2),
             "attn_logit_softcapping": config.attention_softcap or None,
             "final_logit_softcapping": config.final_softcap or None,
@@ -107,6 +98,7 @@ class Gemma3(Gemma2):
     architecture = "Gemma3ForCausalLM"
     classifier = "Gemma3TextForSequenceClassification"
     defaults = {**Gemma2.defaults, "max_position_embeddings": 131072}
+    always = {**Gemma2.always, "query_key_norm": "head"}
     every = 6
     softcaps = (0.0, 0.0)
 
@@ -116,10 +108,6 @@ class Gemma3(Gemma2):
             given.only(key, None)
             return 0.0
         return super().softcap(given, key, default)
-
-    def fields(self, given: Given) -> dict[str, Any]:
-        """Layers with a window use the second rotary positions."""
-        return super().fields(given) | {"query_key_norm": "head"}
 
     def windows(self, given: Given, layers: int) -> tuple[LayerKind, ...]:
         """As Gemma 2's, each with its rotary positions."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from hjax.models.config import ModelConfig
 from hjax.models.declaration import Stored
-from hjax.models.families.base import Family, Tensors, one, read_dtype, tied_to
+from hjax.models.families.base import Family, Key, Tensors, one, read_dtype, tied_to
 from hjax.models.families.given import Given
 
 LAYER = "transformer.h.{layer}."
@@ -28,35 +28,42 @@ class GPT2(Family):
         "heads": "n_head",
         "max_length": "n_positions",
     }
+    own = {
+        "layer_norm_epsilon": Key("number", ("norm_epsilon",), 1e-5),
+        "tie_word_embeddings": Key("flag", ("tie_embeddings",), True),
+    }
+    always = {
+        "family": "gpt2",
+        "ropes": (),
+        "layer_norm": True,
+        "qkv_bias": True,
+        "output_bias": True,
+        "mlp_bias": True,
+        "gated_mlp": False,
+        "activation": "gelu_tanh",
+    }
+    activation = {"activation_function": ("gelu_new", "gelu_pytorch_tanh")}
+    fixed = {
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+    }
+    # Of a forward in half precision, said twice, or of a head that is not this one.
+    unread = (
+        *("reorder_and_upcast_attn", "attn_pdrop", "n_ctx", "task_specific_params"),
+        *("summary_activation", "summary_first_dropout", "summary_proj_to_labels"),
+        *("summary_type", "summary_use_proj"),
+    )
 
     def fields(self, given: Given) -> dict[str, Any]:
         """What newer models may choose is fixed here."""
         fields: dict[str, Any] = {name: given.size(key) for name, key in self.keys.items()}
-        given.only("activation_function", "gelu_new", "gelu_pytorch_tanh")
-        given.only("scale_attn_weights", True)
-        for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
-            given.only(key, False)
-        # Of a forward in half precision, of a head that is not this one, or said twice.
-        for key in ("reorder_and_upcast_attn", "attn_pdrop", "n_ctx", "task_specific_params"):
-            given.get(key)
-        for key in ("activation", "first_dropout", "proj_to_labels", "type", "use_proj"):
-            given.get(f"summary_{key}")
         heads, width = fields["heads"], fields["hidden_size"]
         return fields | {
-            "family": self.model_type,
             "kv_heads": heads,
             "head_dim": width // heads,
             "mlp_size": given.size("n_inner", 4 * width),
-            "norm_epsilon": given.number("layer_norm_epsilon", 1e-5),
-            "tie_embeddings": given.flag("tie_word_embeddings", True),
             "dtype": read_dtype(given),
-            "ropes": (),
-            "layer_norm": True,
-            "qkv_bias": True,
-            "output_bias": True,
-            "mlp_bias": True,
-            "gated_mlp": False,
-            "activation": "gelu_tanh",
         }
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
@@ -64,11 +71,8 @@ class GPT2(Family):
         return {
             "architectures": [self.architecture],
             "model_type": self.model_type,
-            "activation_function": "gelu_new",
-            **{key: getattr(config, name) for name, key in self.keys.items()},
+            **self.written(config),
             "n_inner": config.mlp_size,
-            "layer_norm_epsilon": config.norm_epsilon,
-            "tie_word_embeddings": config.tie_embeddings,
             "torch_dtype": config.dtype,
         }
 

@@ -6,11 +6,14 @@ from typing import Any
 
 from hjax.models.config import ModelConfig
 from hjax.models.families.base import (
+    ATTENTION_BIAS,
     EXPERTS,
     FULL,
     LAYER,
+    ROUTER_LOSS,
     SLIDING,
     Family,
+    Key,
     Tensors,
     one,
     read_windows,
@@ -34,29 +37,24 @@ class GptOss(Family):
         "rms_norm_eps": 1e-5,
         "rope_theta": 150000.0,
         "sliding_window": 128,
+        "attention_bias": True,
     }
+    own = {
+        **ATTENTION_BIAS,
+        "swiglu_alpha": Key("number", ("activation_alpha",), 1.702),
+        "swiglu_limit": Key("number", ("activation_limit",), 7.0),
+        "num_local_experts": Key("size", ("experts",), 32),
+        "num_experts_per_tok": Key("size", ("experts_per_token",), 4),
+        **ROUTER_LOSS,
+    }
+    always = {"mlp_bias": True, "sinks": True, "activation": "clamped_swiglu", "router_bias": True}
+    unread = ("initial_context_length", "experts_per_token")  # said twice
 
     def fields(self, given: Given) -> dict[str, Any]:
         """The weights of the experts in use add up to 1."""
         fields = super().fields(given)
-        bias = given.flag("attention_bias", True)
         types = [SLIDING if i % 2 == 0 else FULL for i in range(fields["layers"])]
-        for key in ("initial_context_length", "experts_per_token"):
-            given.get(key)  # said twice
-        return fields | {
-            "qkv_bias": bias,
-            "output_bias": bias,
-            "mlp_bias": True,
-            "sinks": True,
-            "activation": "clamped_swiglu",
-            "activation_alpha": given.number("swiglu_alpha", 1.702),
-            "activation_limit": given.number("swiglu_limit", 7.0),
-            "experts": given.size("num_local_experts", 32),
-            "experts_per_token": given.size("num_experts_per_tok", 4),
-            "router_bias": True,
-            "router_loss": given.number("router_aux_loss_coef", 0.001),
-            "layer_kinds": read_windows(given, fields["layers"], types),
-        }
+        return fields | {"layer_kinds": read_windows(given, fields["layers"], types)}
 
     def ropes(self, given: Given, max_length: int) -> tuple[Rope, ...]:
         """YaRN where config.json says nothing."""
@@ -67,14 +65,7 @@ class GptOss(Family):
     def write(self, config: ModelConfig) -> dict[str, Any]:
         """What it has of its own."""
         scaling = {"rope_scaling": write_scaling(config.ropes[0].scaling)}
-        return super().write(config) | write_windows(config) | scaling | {
-            "attention_bias": config.qkv_bias,
-            "swiglu_alpha": config.activation_alpha,
-            "swiglu_limit": config.activation_limit,
-            "num_local_experts": config.experts,
-            "num_experts_per_tok": config.experts_per_token,
-            "router_aux_loss_coef": config.router_loss,
-        }
+        return super().write(config) | write_windows(config) | scaling
 
     def tensors(self, config: ModelConfig) -> Tensors:
         """All experts of a layer in one tensor, gate and up in turns."""

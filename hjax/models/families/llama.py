@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from hjax.models.config import ModelConfig
-from hjax.models.families.base import Family
-from hjax.models.families.given import Given
+from hjax.models.families.base import ATTENTION_BIAS, MLP_BIAS, Family
 
 
 class Llama(Family):
@@ -14,14 +10,4 @@ class Llama(Family):
 
     model_type = "llama"
     architecture = "LlamaForCausalLM"
-
-    def fields(self, given: Given) -> dict[str, Any]:
-        """``attention_bias`` is of all four products of attention."""
-        bias = given.flag("attention_bias")
-        more = {"qkv_bias": bias, "output_bias": bias, "mlp_bias": given.flag("mlp_bias")}
-        return super().fields(given) | more
-
-    def write(self, config: ModelConfig) -> dict[str, Any]:
-        """With the biases."""
-        more = {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
-        return super().write(config) | more
+    own = {**ATTENTION_BIAS, **MLP_BIAS}

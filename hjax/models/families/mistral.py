@@ -6,7 +6,15 @@ from __future__ import annotations
 from typing import Any
 
 from hjax.models.config import LayerKind, ModelConfig
-from hjax.models.families.base import LAYER, Family, Tensors, expert_tensors, one
+from hjax.models.families.base import (
+    LAYER,
+    ROUTER_LOSS,
+    Family,
+    Key,
+    Tensors,
+    expert_tensors,
+    one,
+)
 from hjax.models.families.given import Given
 
 
@@ -26,7 +34,8 @@ class Mistral(Family):
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
         """The window stands there even where it is none: transformers' default has one."""
-        return super().write(config) | write_one_window(config)
+        window = config.layer_kinds[0].window if config.layer_kinds else None
+        return super().write(config) | {"sliding_window": window}
 
 
 def read_one_window(given: Given, layers: int) -> tuple[LayerKind, ...]:
@@ -36,13 +45,8 @@ def read_one_window(given: Given, layers: int) -> tuple[LayerKind, ...]:
     return (LayerKind(given.size("sliding_window")),) * layers
 
 
-def write_one_window(config: ModelConfig) -> dict[str, Any]:
-    """What ``read_one_window`` reads."""
-    return {"sliding_window": config.layer_kinds[0].window if config.layer_kinds else None}
-
-
 class Mixtral(Mistral):
-    """Mistral with experts in every layer."""
+    """Mistral with experts in every layer; the weights of those in use always add up to 1."""
 
     model_type = "mixtral"
     architecture = "MixtralForCausalLM"
@@ -52,23 +56,12 @@ class Mixtral(Mistral):
         "rms_norm_eps": 1e-5,
         "rope_theta": 1000000.0,
     }
-
-    def fields(self, given: Given) -> dict[str, Any]:
-        """The weights of the experts in use always add up to 1."""
-        given.only("router_jitter_noise", 0.0)
-        return super().fields(given) | {
-            "experts": given.size("num_local_experts", 8),
-            "experts_per_token": given.size("num_experts_per_tok", 2),
-            "router_loss": given.number("router_aux_loss_coef", 0.001),
-        }
-
-    def write(self, config: ModelConfig) -> dict[str, Any]:
-        """With its experts."""
-        return super().write(config) | {
-            "num_local_experts": config.experts,
-            "num_experts_per_tok": config.experts_per_token,
-            "router_aux_loss_coef": config.router_loss,
-        }
+    fixed = {"router_jitter_noise": (0.0,)}
+    own = {
+        "num_local_experts": Key("size", ("experts",), 8),
+        "num_experts_per_tok": Key("size", ("experts_per_token",), 2),
+        **ROUTER_LOSS,
+    }
 
     def tensors(self, config: ModelConfig) -> Tensors:
         """Its own names: w1 is the gate, w3 up, w2 down."""

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from hjax.models.config import ModelConfig
-from hjax.models.families.base import Family
-from hjax.models.families.given import Given
+from hjax.models.families.base import ATTENTION_BIAS, Family
 
 
 class Olmo2(Family):
@@ -15,16 +11,8 @@ class Olmo2(Family):
     model_type = "olmo2"
     architecture = "Olmo2ForCausalLM"
     defaults = {"rms_norm_eps": 1e-5}
-
-    def fields(self, given: Given) -> dict[str, Any]:
-        """``attention_bias`` is of all four products of attention."""
-        bias = given.flag("attention_bias")
-        fields = super().fields(given) | {"norms": "after", "query_key_norm": "all"}
-        return fields | {"qkv_bias": bias, "output_bias": bias}
-
-    def write(self, config: ModelConfig) -> dict[str, Any]:
-        """With the biases."""
-        return super().write(config) | {"attention_bias": config.qkv_bias}
+    own = ATTENTION_BIAS
+    always = {"norms": "after", "query_key_norm": "all"}
 
     def norm_names(self) -> dict[str, str]:
         """What Llama has before the MLP stands after attention here."""

@@ -20,14 +20,10 @@ class Phi3(Mistral):
     model_type = "phi3"
     architecture = "Phi3ForCausalLM"
     defaults = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
-
-    def fields(self, given: Given) -> dict[str, Any]:
-        """Written by some, always so."""
-        for key in ("attention_bias", "mlp_bias", "lm_head_bias"):
-            given.only(key, False)
-        for key in ("full_attn_mod", "interpolate_factor"):
-            given.only(key, 1)
-        return super().fields(given)
+    fixed = {
+        **dict.fromkeys(("attention_bias", "mlp_bias", "lm_head_bias"), (False,)),
+        **dict.fromkeys(("full_attn_mod", "interpolate_factor"), (1,)),
+    }
 
     def ropes(self, given: Given, max_length: int) -> tuple[Rope, ...]:
         """The original length stands beside ``rope_scaling``; other names of LongRoPE are older."""

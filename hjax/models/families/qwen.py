@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from hjax.models.config import LayerKind, ModelConfig
 from hjax.models.families.base import (
+    ATTENTION_BIAS,
     FULL,
     LAYER,
+    ROUTER_LOSS,
     SLIDING,
     Family,
+    Key,
     Tensors,
     expert_tensors,
     one,
@@ -26,11 +30,12 @@ class Qwen2(Family):
     model_type = "qwen2"
     architecture = "Qwen2ForCausalLM"
     defaults = {"max_position_embeddings": 32768}
+    always: Mapping[str, Any] = {"qkv_bias": True}
+    fixed = {"use_mrope": (False,)}
 
     def fields(self, given: Given) -> dict[str, Any]:
         """``use_sliding_window`` gives the layers from ``max_window_layers`` on a window."""
-        given.only("use_mrope", False)
-        fields = super().fields(given) | self.biases(given)
+        fields = super().fields(given)
         return fields | {"layer_kinds": self.windows(given, fields["layers"])}
 
     def windows(self, given: Given, layers: int) -> tuple[LayerKind, ...]:
@@ -38,10 +43,6 @@ class Qwen2(Family):
         first = int(given.number("max_window_layers", 28))
         types = [FULL if i < first else SLIDING for i in range(layers)]
         return read_switched_windows(given, layers, types)
-
-    def biases(self, given: Given) -> dict[str, Any]:
-        """Fields of the biases."""
-        return {"qkv_bias": True}
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
         """With the windows, if there are any."""
@@ -59,20 +60,12 @@ class Qwen3(Qwen2):
     model_type = "qwen3"
     architecture = "Qwen3ForCausalLM"
     defaults = {"max_position_embeddings": 32768, "head_dim": 128}
-
-    def fields(self, given: Given) -> dict[str, Any]:
-        """Norms of queries and keys over each head."""
-        return super().fields(given) | {"query_key_norm": "head"}
-
-    def biases(self, given: Given) -> dict[str, Any]:
-        """All of attention's, or none."""
-        bias = given.flag("attention_bias")
-        return {"qkv_bias": bias, "output_bias": bias}
+    own = ATTENTION_BIAS
+    always = {"query_key_norm": "head"}
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
         """With its head size."""
-        more = {"head_dim": config.head_dim, "attention_bias": config.qkv_bias}
-        return super().write(config) | more
+        return super().write(config) | {"head_dim": config.head_dim}
 
 
 class Qwen3Moe(Qwen3):
@@ -82,24 +75,22 @@ class Qwen3Moe(Qwen3):
     architecture = "Qwen3MoeForCausalLM"
     keys = {**Qwen3.keys, "mlp_size": "moe_intermediate_size"}
     defaults = {"max_position_embeddings": 32768, "num_key_value_heads": 4}
+    fixed = {**Qwen3.fixed, "decoder_sparse_step": (1,), "mlp_only_layers": ([],)}
+    unread = ("intermediate_size", "max_window_layers")  # the first of layers without experts
+    own = {
+        **Qwen3.own,
+        "num_experts_per_tok": Key("size", ("experts_per_token",), 8),
+        "norm_topk_prob": Key("flag", ("normalize_router",), False),
+        **ROUTER_LOSS,
+    }
 
     def fields(self, given: Given) -> dict[str, Any]:
         """Experts are counted under either of two names."""
-        fields = super().fields(given)
-        given.only("decoder_sparse_step", 1)
-        given.only("mlp_only_layers", [])
-        given.get("intermediate_size")  # of layers without experts
         name = "num_experts" if given.get("num_local_experts") is None else "num_local_experts"
-        return fields | {
-            "experts": given.size(name),
-            "experts_per_token": given.size("num_experts_per_tok", 8),
-            "normalize_router": given.flag("norm_topk_prob"),
-            "router_loss": given.number("router_aux_loss_coef", 0.001),
-        }
+        return super().fields(given) | {"experts": given.size(name)}
 
     def windows(self, given: Given, layers: int) -> tuple[LayerKind, ...]:
         """All layers have the window, or none."""
-        given.get("max_window_layers")  # written by some, read by no forward
         if given.flag("use_sliding_window"):
             return read_one_window(given, layers)
         given.get("sliding_window")
@@ -107,12 +98,7 @@ class Qwen3Moe(Qwen3):
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
         """With its experts."""
-        return super().write(config) | {
-            "num_experts": config.experts,
-            "num_experts_per_tok": config.experts_per_token,
-            "norm_topk_prob": config.normalize_router,
-            "router_aux_loss_coef": config.router_loss,
-        }
+        return super().write(config) | {"num_experts": config.experts}
 
     def tensors(self, config: ModelConfig) -> Tensors:
         """Three tensors for each expert."""

@@ -6,7 +6,9 @@ from typing import Any
 
 from hjax.models.config import LayerKind, ModelConfig
 from hjax.models.families.base import (
+    ATTENTION_BIAS,
     FULL,
+    MLP_BIAS,
     SLIDING,
     Family,
     read_switched_windows,
@@ -26,14 +28,13 @@ class SmolLM3(Family):
         "rope_theta": 2000000.0,
         "tie_word_embeddings": True,
     }
+    own = {**ATTENTION_BIAS, **MLP_BIAS}
+    unread = ("max_window_layers",)
 
     def fields(self, given: Given) -> dict[str, Any]:
         """``no_rope_layers`` has a 1 for each layer that turns, or every ``no_rope_layer_interval``
         does not."""
-        given.get("max_window_layers")  # written by some, read by no forward
-        bias = given.flag("attention_bias")
-        fields = super().fields(given) | {"qkv_bias": bias, "output_bias": bias}
-        fields["mlp_bias"] = given.flag("mlp_bias")
+        fields = super().fields(given)
         layers, every = fields["layers"], given.size("no_rope_layer_interval", 4)
         turns = given.get("no_rope_layers", [int((i + 1) % every != 0) for i in range(layers)])
         if len(turns) != layers:
@@ -51,8 +52,6 @@ class SmolLM3(Family):
         turns = [int(kind.rope is not None) for kind in config.layer_kinds]
         content = super().write(config) | write_windows(config)
         return content | {
-            "attention_bias": config.qkv_bias,
-            "mlp_bias": config.mlp_bias,
             "no_rope_layers": turns or [1] * config.layers,
             "use_sliding_window": any(kind.window for kind in config.layer_kinds),
         }
