@@ -26,6 +26,7 @@ from hjax.rollout.engine import STEPS
 from hjax.rollout.generator import Generator
 from hjax.rollout.options import Sampling
 from hjax.rollout.slots import Size
+from hjax.rollout.work import GenerationConfig
 from hjax.sharding.layout import fitted, make_layouts
 from hjax.xla.program import Program
 
@@ -118,9 +119,8 @@ def decoding(
         if case.slots:
             size = Size(case.rows, case.rows, 1, 0, room)
             return generator.engine.trace_decode(Sampling(stop=(1,)), params, size, STEPS)
-        options = {"samples": case.samples, "max_new_tokens": case.response}
-        sampling = {"sampling": Sampling(stop=(1,))}
-        return generator.trace(params, prompts, case.prompt, **options, **sampling)
+        config = GenerationConfig(case.response, case.samples, Sampling(stop=(1,)))
+        return generator.trace(params, prompts, case.prompt, config)
 
     generate = Program("generate", trace, STEPS if case.slots else case.response - 1)
     program = StepProgram("actor", 0, case.rows, 1, generate)

@@ -60,6 +60,7 @@ from hjax.rollout.generator import Generator
 from hjax.rollout.options import Sampling
 from hjax.rollout.requests import Piece, Request
 from hjax.rollout.service import Service
+from hjax.rollout.work import GenerationConfig
 from hjax.sharding.layout import make_layouts
 
 W1 = ModelConfig(512, 256, 688, 6, 8, 4, 32, 1024)
@@ -106,8 +107,8 @@ def model_of(path: str | None) -> Model:
         return Model(config, params, generator, tuple(range(10)))
     prompts = np.full((BATCH, 1), 1, np.int32)
     rollout = generator.generate(
-        params, prompts, prompts > 0, np.arange(BATCH, dtype=np.int32), seed=0, max_new_tokens=128,
-        sampling=Sampling(),
+        params, prompts, prompts > 0, np.arange(BATCH, dtype=np.int32), GenerationConfig(128),
+        seed=0,
     )  # fmt: skip
     times = np.bincount(np.asarray(rollout["responses"]).ravel(), minlength=config.vocab_size)
     rarest = np.argsort(times, kind="stable")
@@ -137,10 +138,8 @@ def hjax_contestants(model: Model, sizes: dict[str, Any]) -> dict[str, Callable[
 
     def run(which: Generator) -> Callable[[int], int]:
         def generate(seed: int) -> int:
-            rollout = which.generate(
-                model.params, tokens, mask, sequence, seed=seed, samples=sizes["samples"],
-                max_new_tokens=sizes["limit"], sampling=Sampling(stop=ends),
-            )  # fmt: skip
+            config = GenerationConfig(sizes["limit"], sizes["samples"], Sampling(stop=ends))
+            rollout = which.generate(model.params, tokens, mask, sequence, config, seed=seed)
             return int(np.asarray(rollout["response_mask"]).sum())
 
         return generate
@@ -344,8 +343,8 @@ def talking_contestants(
 
     def by_program(tokens: np.ndarray, mask: np.ndarray, seed: int) -> list[list[int]]:
         rollout = static.generate(
-            params, tokens, mask, np.arange(len(tokens), dtype=np.int32), seed=seed,
-            max_new_tokens=TURNS["limit"], sampling=Sampling(stop=ends),
+            params, tokens, mask, np.arange(len(tokens), dtype=np.int32),
+            GenerationConfig(TURNS["limit"], sampling=Sampling(stop=ends)), seed=seed,
         )  # fmt: skip
         kept = np.asarray(rollout["response_mask"])
         rows = zip(np.asarray(rollout["responses"]), kept, strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -72,6 +73,17 @@ def trainer_of(
         yield trainer
     finally:
         trainer.close()
+
+
+def generated(
+    generator: Any, params: Any, *arguments: Any, call: str = "generate", **options: Any
+) -> Any:
+    """What a ``Generator`` gives, the fields of its config among the options."""
+    from hjax.rollout.work import GenerationConfig
+
+    names = [f.name for f in dataclasses.fields(GenerationConfig) if f.name in options]
+    config = GenerationConfig(**{name: options.pop(name) for name in names})
+    return getattr(generator, call)(params, *arguments, config, **options)
 
 
 def computed(metrics: Mapping[str, Any]) -> dict[str, Any]:

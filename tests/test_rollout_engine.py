@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import generated
 
 from hjax.kernels import cache_axis, decode
 from hjax.kernels.attention import Scoring
@@ -14,10 +15,11 @@ from hjax.kernels.decode import Slots
 from hjax.models.compute import Compute
 from hjax.models.config import LayerKind, ModelConfig
 from hjax.models.parameters import decoder_network
-from hjax.rollout import beginnings, scheduler
+from hjax.rollout import beginnings, shapes
 from hjax.rollout.engine import STEPS
 from hjax.rollout.generator import Generator
 from hjax.rollout.options import Sampling
+from hjax.rollout.work import GenerationConfig
 from hjax.sharding.layout import make_layouts, shard_bytes, without
 
 PLAIN = ModelConfig(
@@ -104,11 +106,13 @@ def drawn_by(generator, params, arguments, case, options, **more):
     """A rollout, in the case's parts, and how many tokens were drawn in them."""
     ways = {"slots": case.slots, "lookup": case.lookup} | options | more
     first, *others = [*case.cuts, None]
-    rollout = generator.generate(params, *arguments, end=first, **ways)
-    tokens, limit = generator.counts.tokens, ways.pop("max_new_tokens")
+    rollout = generated(generator, params, *arguments, end=first, **ways)
+    tokens, limit = generator.counts.tokens, ways["max_new_tokens"]
     for start, end in zip(case.cuts, others, strict=True):
         assert rollout["responses"].shape[1] == limit
-        rollout = generator.resume(params, rollout, arguments[2], start=start, end=end, **ways)
+        rollout = generated(
+            generator, params, rollout, arguments[2], call="resume", start=start, end=end, **ways
+        )
         tokens += generator.counts.tokens
     return on_host(rollout), tokens
 
@@ -128,7 +132,7 @@ def alone():
         if case not in known:
             generator, params, arguments, options = made_by(case)
             generator._ragged = lambda *_: False
-            known[case] = on_host(generator.generate(params, *arguments, **options))
+            known[case] = on_host(generated(generator, params, *arguments, **options))
             lengths = known[case]["response_mask"].sum(axis=1)
             assert lengths.min() < 20 and lengths.max() > 64  # into the second size of a cache
         return known[case]
@@ -289,7 +293,7 @@ def test_prompts_that_do_not_fit_together_are_read_in_parts(alone, monkeypatch):
     sizes = []
     admit = generator.engine.admit
     generator.engine.admit = lambda *given: sizes.append(given[3].groups.size) or admit(*given)
-    rollout = on_host(generator.generate(params, *arguments, **options))
+    rollout = on_host(generated(generator, params, *arguments, **options))
     assert max(sizes) == 3
     for key, value in alone(case).items():
         np.testing.assert_allclose(rollout[key], value, atol=1e-5)
@@ -322,7 +326,7 @@ def test_surplus_samples_are_given_up_and_the_shortest_kept(name, alone):
     options |= {"samples": 3, "surplus": 1, "slots": case.slots, "lookup": case.lookup}
     ended = []
     rollout = on_host(
-        generator.generate(params, *arguments, on_ended=lambda *x: ended.append(x), **options)
+        generated(generator, params, *arguments, on_ended=lambda *x: ended.append(x), **options)
     )
     for key, value in everything.items():
         np.testing.assert_allclose(rollout[key], value[rows], atol=case.near)
@@ -353,6 +357,17 @@ def test_groups_are_told_once_in_the_part_in_which_they_end(name, alone):
         assert responses == [row[:length].tolist() for row, length in rows]
 
 
+@pytest.mark.extended
+def test_stages_in_one_program_tell_who_was_cut_off():
+    generator, params, arguments, options = made_by(Case(samples=2, sizes=(("pipe", 2),)))
+    ends = (5, 9)
+    options |= {"max_new_tokens": 30, "sampling": Sampling(stop=ends)}
+    rollout = on_host(generated(generator, params, *arguments[:2], arguments[2][:32], **options))
+    drawn = [row[mask] for row, mask in zip(rollout["responses"], rollout["response_mask"])]
+    cut = [len(row) == 30 and row[-1] not in ends for row in drawn]
+    assert rollout["truncated"].tolist() == cut and 0 < sum(cut) < 32
+
+
 def test_a_stage_has_its_own_layers_and_caches_are_written_in_place():
     """Of the loop's program: nothing but hidden states, and numbers of rows, goes between devices.
 
@@ -364,8 +379,8 @@ def test_a_stage_has_its_own_layers_and_caches_are_written_in_place():
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
     )
     given = {k: v for k, v in options.items() if k not in ("seed", "step")}
-    programs = generator.programs("generate", abstract, 16, LENGTH, slots=16, **given)
-    prefill, decoding = programs
+    config = GenerationConfig(slots=16, **given)
+    prefill, decoding = generator.programs("generate", abstract, 16, LENGTH, config)
     held = shard_bytes(prefill.beside)
     rows, length, layers = 16, NEW + 4 * STEPS, FOUR.layers // 2
     cache = (rows // 2 * LENGTH + rows * length) * 2 * layers * 8 * 4  # a head of two
@@ -397,7 +412,8 @@ def test_programs_take_the_cache_that_is_said(form, unroll, samples, slots, kept
     given = {k: v for k, v in asked.items() if k not in ("seed", "step")}
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
                             params)  # fmt: skip
-    prefill, decoding = generator.programs("generate", abstract, 16, LENGTH, **given)
+    config = GenerationConfig(**given)
+    prefill, decoding = generator.programs("generate", abstract, 16, LENGTH, config)
     rows = slots or 16 * samples
     refills = slots and not generator.engine.by_kernel
     length, prompt = NEW + 4 * STEPS if refills else NEW, LENGTH
@@ -507,10 +523,10 @@ def test_rows_see_their_prompt_and_their_own_columns(window, softcap, sinks, sha
 
 
 def test_columns_and_rows_of_states():
-    assert scheduler.lengths(64, False) == [64]
-    assert scheduler.lengths(300, False) == [64, 128, 256, 300]
-    assert scheduler.lengths(100, True) == [64, 128, 100 + 4 * STEPS]
-    assert scheduler.halves(64, 1) == [64, 32, 16, 8]
-    assert scheduler.halves(24, 1) == [24, 12]
-    assert scheduler.halves(4, 8) == [4, 2, 1]
-    assert scheduler.halves(5, 1) == [5]
+    assert shapes.lengths(64, False) == [64]
+    assert shapes.lengths(300, False) == [64, 128, 256, 300]
+    assert shapes.lengths(100, True) == [64, 128, 100 + 4 * STEPS]
+    assert shapes.halves(64, 1) == [64, 32, 16, 8]
+    assert shapes.halves(24, 1) == [24, 12]
+    assert shapes.halves(4, 8) == [4, 2, 1]
+    assert shapes.halves(5, 1) == [5]

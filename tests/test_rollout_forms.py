@@ -16,6 +16,7 @@ from hjax.models.decoding import Decode, KVCache
 from hjax.models.parameters import decoder_network
 from hjax.rollout.generator import Generator
 from hjax.rollout.options import Sampling
+from hjax.rollout.work import GenerationConfig
 from hjax.sharding.layout import make_layouts, without
 
 CONFIG = ModelConfig(
@@ -51,13 +52,12 @@ def rollout_of(network, form, sizes, unroll=False, cut=None, cache="auto"):
     mask = np.arange(LENGTH) >= draw.integers(0, LENGTH, (PROMPTS, 1))
     prompts = np.where(mask, draw.integers(1, CONFIG.vocab_size, mask.shape), 0).astype(np.int32)
     sequence = np.arange(2 * PROMPTS, dtype=np.int32)
-    options = {"seed": 0, "samples": 2, "sampling": Sampling(0.8, stop=(3, 5))}
     params = network.create(1, layout)
-    rollout = generator.generate(
-        params, prompts, mask, sequence, max_new_tokens=NEW, end=cut, **options
-    )
+    config = GenerationConfig(NEW, 2, Sampling(0.8, stop=(3, 5)), end=cut)
+    rollout = generator.generate(params, prompts, mask, sequence, config, seed=0)
     if cut:
-        rollout = generator.resume(params, rollout, sequence, start=cut, **options)
+        config = dataclasses.replace(config, end=None)
+        rollout = generator.resume(params, rollout, sequence, config, seed=0, start=cut)
     return {key: np.asarray(value) for key, value in rollout.items()}
 
 

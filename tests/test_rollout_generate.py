@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from helpers import generated
 from references import LlamaConfig, LlamaForCausalLM, torch
 
 from hjax.models.compute import Compute
@@ -11,6 +12,7 @@ from hjax.models.huggingface import load_weights
 from hjax.models.parameters import decoder_network
 from hjax.rollout.generator import Generator, bucket_length
 from hjax.rollout.options import Sampling
+from hjax.rollout.work import GenerationConfig
 from hjax.sharding.layout import make_layouts
 
 PROMPTS = [[5, 9, 2], [40, 3, 17, 22, 1], [7], [11, 12, 13, 14]]
@@ -75,11 +77,11 @@ def generate_in_parts(generators, cuts, prompts=PROMPTS, devices=1, **options):
     sequence = np.arange(len(prompts) * options["samples"], dtype=np.int32)
     tokens = padded(prompts)
     first, *others = [*cuts, None]
-    rollout = generator.generate(
-        params, *tokens, sequence, max_new_tokens=NEW, end=first, **options
-    )
+    options |= {"max_new_tokens": NEW}
+    rollout = generated(generator, params, *tokens, sequence, end=first, **options)
     for start, end in zip(cuts, others, strict=True):
-        rollout = generator.resume(params, rollout, sequence, start=start, end=end, **options)
+        more = {"call": "resume", "start": start, "end": end}
+        rollout = generated(generator, params, rollout, sequence, **more, **options)
     return {key: np.asarray(value) for key, value in rollout.items()}
 
 
@@ -104,9 +106,8 @@ def generate(generators, prompts=PROMPTS, devices=1, sequence=None, length=LENGT
     options = {"seed": 0, "max_new_tokens": NEW, "samples": 1} | options
     rows = len(prompts) * options["samples"]
     sequence = np.arange(rows) if sequence is None else np.asarray(sequence)
-    rollout = generator.generate(
-        params, *padded(prompts, length), sequence.astype(np.int32), **options
-    )
+    sequence = sequence.astype(np.int32)
+    rollout = generated(generator, params, *padded(prompts, length), sequence, **options)
     return {key: np.asarray(value) for key, value in rollout.items()}
 
 
@@ -223,8 +224,8 @@ def test_reported_log_probs_are_those_of_training(compute, network_and_params):
 )
 def test_further_log_probs_are_kept_only_where_they_differ(sampling, keys, generators):
     generator, params = generators[1]
-    shape = {"samples": 1, "max_new_tokens": NEW, "sampling": sampling}
-    out = generator.trace(params, 4, LENGTH, **shape).out_info
+    config = GenerationConfig(NEW, sampling=sampling)
+    out = generator.trace(params, 4, LENGTH, config).out_info
     always = {"prompts", "prompt_mask", "responses", "response_mask", "logprobs", "truncated"}
     assert set(out) == always.union(keys)
 

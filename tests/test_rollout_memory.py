@@ -19,7 +19,7 @@ from hjax.models.parameters import decoder_network
 from hjax.models.compute import Compute
 from hjax.models.counts import FLOAT32, Mesh, Workload, counts
 from hjax.rollout.generator import Generator
-from hjax.rollout.options import Sampling
+from hjax.rollout.work import GenerationConfig
 from hjax.sharding.layout import make_layouts, shard_bytes
 from hjax.workers.memory import Decoded, Memory, Programs
 
@@ -29,7 +29,7 @@ params = network.create(0, layout)
 generator = Generator(network, layout, Compute(unroll_layers=True))
 length = int(sys.argv[1])
 prompts = np.random.default_rng(0).integers(1, 512, (128, length)).astype(np.int32)
-given = {"samples": 1, "max_new_tokens": 192, "sampling": Sampling(), "slots": 64}
+given = GenerationConfig(192, slots=64)
 
 
 def kilobytes(name):
@@ -38,7 +38,7 @@ def kilobytes(name):
 
 def run(seed):
     rollout = generator.generate(
-        params, prompts, prompts > 0, np.arange(128, dtype=np.int32), seed=seed, **given
+        params, prompts, prompts > 0, np.arange(128, dtype=np.int32), given, seed=seed
     )
     assert np.asarray(rollout["response_mask"]).all()
 
@@ -54,7 +54,7 @@ abstract = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
 )
 peak = 1024 * max(peaks)
-prefill, decoding = generator.programs("generate", abstract, 128, length, **given)
+prefill, decoding = generator.programs("generate", abstract, 128, length, given)
 cache = shard_bytes(prefill.beside)
 read = prefill.trace().lower().compile().memory_analysis()
 compiled = read.temp_size_in_bytes + read.output_size_in_bytes

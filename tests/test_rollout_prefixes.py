@@ -290,7 +290,7 @@ def test_little_room_means_more_reading_and_the_same_answers(model, monkeypatch)
                 ticket.cancel()
             same(answers(little, requests), expected)
         assert little.stats()["kept_tokens"] <= 10 * BLOCK
-        tree = little._prefixes._tree
+        [tree] = little._prefixes._trees
         while little.stats()["running"] or little.stats()["waiting"]:
             pass
         assert not any(block.holders for block in tree._known.values())

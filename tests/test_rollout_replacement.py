@@ -186,7 +186,7 @@ def test_who_runs_ends_first_and_who_waits_or_is_half_read_begins_anew(
         assert late.whole() == greedy[2, (4, 5)]
     # It was read again from its first token on: all but the last chunk, which enters with it.
     assert (half.ticket.cached, half.ticket.read) == (0, len(LONG) - 2 * BLOCK)
-    assert not any(block.holders for block in service._prefixes._tree._known.values())
+    assert not any(block.holders for block in service._prefixes._trees[0]._known.values())
 
 
 @pytest.mark.parametrize(

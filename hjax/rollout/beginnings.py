@@ -12,22 +12,15 @@ alone, so that all can be compiled beforehand.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from hjax.models.continuing import BLOCK, Blocks
+from hjax.models.continuing import BLOCK
 from hjax.models.parameters import Weights
 from hjax.rollout.engine import Engine
-from hjax.rollout.prefixes import (
-    Beginning,
-    Piece,
-    known_columns,
-    known_columns_for,
-    known_of,
-    read_pieces,
-    why_never,
-)
+from hjax.rollout.prefixes import Beginning, Prefixes, unread, why_never
 from hjax.rollout.slots import Known
 from hjax.rollout.work import NOBODY, Work
 
@@ -54,12 +47,10 @@ class Shared:
 
     Attributes:
       tokens: of these prompts, up to the piece's end.
-      path: blocks that they are in.
-      new: how many of these blocks are the piece's own, the last ones.
+      new: how many of these are the piece's own, the last ones.
     """
 
     tokens: tuple[int, ...]
-    path: tuple[int, ...]
     new: int
 
 
@@ -80,11 +71,10 @@ def shared(
     blocks = [_in_blocks(prompt) for prompt in prompts]
     found: list[Shared] = []
     of: list[tuple[int, ...]] = [() for _ in prompts]
-    waiting: list[tuple[list[int], tuple[int, ...]]] = [(list(range(len(prompts))), ())]
+    waiting = [(list(range(len(prompts))), 0)]
     used = 0
     while waiting:
-        members, path = waiting.pop(0)
-        at = len(path)
+        members, at = waiting.pop(0)
         alike: dict[bytes, list[int]] = {}
         for number in members:
             if at < len(blocks[number]):
@@ -97,12 +87,12 @@ def shared(
                 end = next(unlike, end)
             if (len(some) // parts - 1) * (end - at) * BLOCK < PAYS:
                 continue
-            whole = (*path, *range(used, used + end - at))
             used += end - at
             for number in some:
                 of[number] = (*of[number], len(found))
-            found.append(Shared(tuple(prompts[some[0]][: end * BLOCK]), whole, end - at))
-            waiting.append((some, whole))
+            tokens = tuple(prompts[some[0]][: end * BLOCK])
+            found.append(Shared(tokens, (end - at) * BLOCK))
+            waiting.append((some, end))
     return found, of
 
 
@@ -127,7 +117,7 @@ class Beginnings:
         there is, prompts and responses together.
       known: int [prompts], tokens of each that it did not read, as another one of its
         data-parallel part had begun alike.
-      blocks: what is known; None before ``begin`` and after ``end``.
+      prefixes: what is known; None before ``begin`` and after ``end``.
     """
 
     def __init__(self, engine: Engine, work: Work, waiting: np.ndarray | None = None):
@@ -145,7 +135,7 @@ class Beginnings:
         self._shared: list[Shared] = []
         self._read_by: set[tuple[int, int]] = set()
         self.known = np.zeros(count, np.int32)
-        self.blocks: Blocks | None = None
+        self.prefixes: Prefixes | None = None
 
     # Sizes
 
@@ -184,40 +174,37 @@ class Beginnings:
         """Read what is shared."""
         if not self.active:
             return
-        prompts = [self._tokens(number).tolist() for number in range(len(self._order))]
-        found, pieces = shared(prompts, self._room, self._engine.parts)
+        parts = self._engine.parts
+        prompts = [self._tokens(number) for number in range(len(self._order))]
+        found, pieces = shared(prompts, self._room, parts)
         for number, own in enumerate(pieces):
-            path = found[own[-1]].path if own else ()
+            path = len(found[own[-1]].tokens) if own else 0
             # Others are read whole, so that what is known of them would be of no use.
-            if own and (self.in_chunks or len(prompts[number]) - len(path) * BLOCK <= self.new[-1]):
-                self._path[number], self._pieces[number] = path, own
+            if own and (self.in_chunks or len(prompts[number]) - path <= self.new[-1]):
+                self._pieces[number] = own
+        self._shared = found
+        self.prefixes = Prefixes(self._engine, self.count * BLOCK)
+        # A token more, as what is looked for leaves one.
+        texts = [(*piece.tokens, NOBODY) for piece in found]
+        for i in sorted({i for own in self._pieces for i in own}):
+            while self.prefixes.find(texts[i]).tokens < len(found[i].tokens):
+                self.prefixes.read(params, [texts[i]] * parts, self._chunk, self._limit)
+        for number, own in enumerate(self._pieces):
+            if own:
+                self._path[number] = self.prefixes.find(texts[own[-1]]).path
         # Those that are read in as many columns together.
         sizes = np.searchsorted(self.new, [self._rest(number) for number in range(len(prompts))])
         self._order = np.argsort(sizes, kind="stable")
-        self._shared = found
-        self.blocks = self._engine.chunks.empty(self.count)
-        for i in sorted({i for own in self._pieces for i in own}):
-            piece = found[i]
-            known = len(piece.path) - piece.new
-            step = self._chunk // BLOCK
-            for at in range(known, len(piece.path), step):
-                end = min(at + step, len(piece.path))
-                tokens = piece.tokens[at * BLOCK : end * BLOCK]
-                some = Piece(tokens, piece.path[:at], piece.path[at:end])
-                self._read_chunk(params, [some] * self._engine.parts)
 
     def warm(self, params: Weights) -> None:
         """Compile what reads chunks."""
-        if not self.active:
-            return
-        self.blocks = self._engine.chunks.empty(self.count)
-        for columns in self._chunk_columns():
-            self._read_chunk(params, [None] * self._engine.parts, columns)
-        self.end()
+        if self.active:
+            prefixes = Prefixes(self._engine, self.count * BLOCK)
+            prefixes.warm_up_reading(params, self._chunk, self._limit)
 
     def end(self) -> None:
         """Forget what is known."""
-        self.blocks = None
+        self.prefixes = None
 
     # Who is next
 
@@ -259,18 +246,20 @@ class Beginnings:
                 if self._by_chunks(following, True):
                     self._reading[part] = following
                     self._next += 1
-        some: list[Piece | None] = [None] * len(self._reading)
-        for part, number in enumerate(self._reading):
-            if number != NOBODY and self._rest(number) > CHUNK:
-                path, tokens = self._path[number], self._tokens(number)
-                at = len(path) * BLOCK
-                first = self._room + at // BLOCK
-                where = tuple(range(first, first + CHUNK // BLOCK))
-                some[part] = Piece(tokens[at : at + CHUNK].tolist(), path, where)
-                self._path[number] = (*path, *where)
-        if not any(some):
+        reads = {
+            part: number
+            for part, number in enumerate(self._reading)
+            if number != NOBODY and self._rest(number) > CHUNK
+        }
+        if not reads or self.prefixes is None:
             return False
-        self._read_chunk(params, some)
+        texts = [
+            self._tokens(reads[part]) if part in reads else None
+            for part in range(len(self._reading))
+        ]
+        self.prefixes.read(params, texts, CHUNK, self._limit)
+        for part, number in reads.items():
+            self._path[number] = self.prefixes.find(self._tokens(number), part).path
         return True
 
     def _by_chunks(self, number: int, decoding: bool) -> bool:
@@ -287,57 +276,39 @@ class Beginnings:
         return next((n for n in self.new if n >= most), 0)
 
     def entering(
-        self, taken: Sequence[Sequence[int]], each: int, new: int
+        self, numbers: np.ndarray, new: int
     ) -> tuple[np.ndarray, np.ndarray, Known | None]:
         """Prompts as ``Admission`` has them: tokens, mask, and what is known.
 
         Args:
-          taken: numbers, by part.
-          each: entries of a part.
+          numbers: int [parts, each]; NOBODY: an entry that fills up.
           new: columns, of ``columns_for``.
         """
-        tokens = np.zeros((len(taken) * each, new or self._limit), np.int32)
-        mask = np.zeros(tokens.shape, bool)
-        mask[:, -1] = True  # an entry that fills up has a token too
-        prompts: list[Sequence[int]] = [()] * len(mask)
-        found = [Beginning()] * len(mask)
-        for part, some in enumerate(taken):
-            for i, number in enumerate(some):
-                at, prompt = part * each + i, self._tokens(number)
-                if new:
-                    prompts[at], found[at] = prompt.tolist(), Beginning(self._path[number])
-                    self._count(number, part)
-                rest = prompt[found[at].tokens :]
-                mask[at] = np.arange(mask.shape[1]) >= mask.shape[1] - len(rest)
-                tokens[at, mask[at]] = rest
-        return tokens, mask, known_of(prompts, found, self.columns) if new else None
+        prompts: list[Any] = [() if n == NOBODY else self._tokens(n) for n in numbers.ravel()]
+        found = [Beginning()] * len(prompts)
+        if new:
+            paths = [() if n == NOBODY else self._path[n] for n in numbers.ravel()]
+            found = [Beginning(path) for path in paths]
+        for part, i in zip(*np.nonzero(numbers != NOBODY), strict=True):
+            self._entered(int(numbers[part, i]), int(part), bool(new))
+        return unread(prompts, found, new or self._limit, self.columns if new else 0)
 
-    def _count(self, number: int, part: int) -> None:
-        """Note what a prompt need not read; the first one of a part has it read."""
-        for i in self._pieces[number]:
+    def _entered(self, number: int, part: int, counts: bool) -> None:
+        """Note what a prompt need not read, if that counts: the first one of a part has it read.
+        What was read for it alone is known no more."""
+        own = self._pieces[number]
+        for i in own if counts else ():
             if (i, part) in self._read_by:
-                self.known[number] += self._shared[i].new * BLOCK
+                self.known[number] += self._shared[i].new
             self._read_by.add((i, part))
+        shared = len(self._shared[own[-1]].tokens) // BLOCK if own else 0
+        if self.prefixes is not None:
+            self.prefixes.drop(self._path[number][shared:], part)
 
-    def _tokens(self, number: int) -> np.ndarray:
-        return self._work.prompts[number][self._work.mask[number]]
+    def _tokens(self, number: int) -> list[int]:
+        tokens: list[int] = self._work.prompts[number][self._work.mask[number]].tolist()
+        return tokens
 
     def _rest(self, number: int) -> int:
         """Tokens of a prompt that are not known."""
         return int(self._length[number]) - len(self._path[number]) * BLOCK
-
-    # Chunks
-
-    def _chunk_columns(self) -> Iterator[int]:
-        """All that a chunk and what is known before it may take."""
-        yield from (n for n in known_columns(self._limit) if n >= self._chunk)
-
-    def _read_chunk(
-        self, params: Weights, some: Sequence[Piece | None], columns: int = 0
-    ) -> None:
-        """Read a piece in each part. ``columns``: as of ``read_pieces``; 0: as many as it takes."""
-        assert self.blocks is not None
-        most = (len(each.path) * BLOCK + len(each.tokens) for each in some if each is not None)
-        columns = columns or known_columns_for(max(self._chunk, *most), self._limit)
-        given = self._engine, params, self.blocks, some
-        self.blocks = read_pieces(*given, chunk=self._chunk, columns=columns)

@@ -7,7 +7,6 @@ between parts. ``hjax.rollout.prefixes`` says which blocks stay for which prompt
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,39 +16,22 @@ import numpy as np
 from hjax.kernels import int8_cache
 from hjax.models.continuing import BLOCK, Blocks, Continue
 from hjax.models.decoding import keys_and_values
-from hjax.models.parameters import Network, Weights
+from hjax.models.parameters import Weights
 from hjax.sharding.arrays import place
-from hjax.sharding.layout import Layout
 
 
 class Chunks:
     """The programs of one engine.
 
     Args:
-      network, layout: as of the engine.
-      kept: dtype of keys and values; None: int8.
-      copies: of each key-value head.
-      held: sharding of an array of the blocks.
-      stacked: whether that is one of all layers.
-      prefilled: ``Engine.prefilled``.
+      engine: an ``Engine``.
     """
 
-    def __init__(
-        self,
-        network: Network,
-        layout: Layout,
-        kept: Any,
-        copies: int,
-        held: Any,
-        stacked: bool,
-        prefilled: Callable[..., tuple[jax.Array, Any]],
-    ):
-        self._network, self._layout, self._kept = network, layout, kept
-        self._copies, self._stacked, self._prefilled = copies, stacked, prefilled
-        self._held = held
-        self._parts = layout.ways("batch")
-        self._empty = jax.jit(self._zeros, static_argnums=0, out_shardings=held)
-        self._read = jax.jit(self._read_in, donate_argnums=1, out_shardings=held)
+    def __init__(self, engine: Any):
+        self._engine, self._layout = engine, engine.layout
+        self._held, self._parts = engine.block_sharding, engine.layout.ways("batch")
+        self._empty = jax.jit(self._zeros, static_argnums=0, out_shardings=self._held)
+        self._read = jax.jit(self._read_in, donate_argnums=1, out_shardings=self._held)
 
     def empty(self, count: int) -> Blocks:
         """So many blocks for each data-parallel part."""
@@ -103,19 +85,20 @@ class Chunks:
         def array(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=split)
 
-        given = (array(parts, chunk), array(parts, chunk, dtype=jnp.bool_),
-                 array(parts, columns // BLOCK), array(parts),
-                 array(parts * chunk // BLOCK))  # fmt: skip
-        return self._read.trace(params, self.abstract(count), *given)
+        return self._read.trace(
+            params, self.abstract(count), array(parts, chunk),
+            array(parts, chunk, dtype=jnp.bool_), array(parts, columns // BLOCK), array(parts),
+            array(parts * chunk // BLOCK),
+        )  # fmt: skip
 
     # Programs
 
     def _zeros(self, count: int) -> Blocks:
-        config = self._network.config
-        over = (config.layers,) if self._stacked else ()
-        one = self._parts * count, config.kv_heads * self._copies, BLOCK, config.head_dim
-        x = int8_cache.zeros((*over, *one), self._kept)
-        if self._stacked:
+        engine, config = self._engine, self._engine.network.config
+        over = (config.layers,) if engine.stacked else ()
+        one = self._parts * count, config.kv_heads * engine.copies, BLOCK, config.head_dim
+        x = int8_cache.zeros((*over, *one), engine.kept_dtype)
+        if engine.stacked:
             return Blocks(x, x, self._parts)
         return Blocks((x,) * config.layers, (x,) * config.layers, self._parts)
 
@@ -129,8 +112,8 @@ class Chunks:
         count: jax.Array,
         where: jax.Array,
     ) -> Blocks:
-        attention = Continue(numbers, count, mask, self._copies)
-        _, kept = self._prefilled(params, tokens, mask, attention, count, blocks)
+        attention = Continue(numbers, count, mask, self._engine.copies)
+        _, kept = self._engine.prefilled(params, tokens, mask, attention, count, blocks)
 
         def cut(_: int, scaled: bool, x: jax.Array) -> jax.Array:
             """[..., parts, heads, columns, dim] -> [..., parts * n, heads, BLOCK, dim]"""
@@ -141,5 +124,5 @@ class Chunks:
             x = x.reshape(*lead, parts * size // BLOCK, heads, BLOCK, dim)
             return x.swapaxes(-1, -2) if scaled else x
 
-        k, v = keys_and_values(int8_cache.each(cut, kept), self._stacked)
+        k, v = keys_and_values(int8_cache.each(cut, kept), self._engine.stacked)
         return blocks.with_rows(Blocks(k, v, self._parts), where)

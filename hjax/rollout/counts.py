@@ -6,7 +6,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from hjax.rollout import vocabulary
 from hjax.sharding.layout import Layout
@@ -54,14 +53,6 @@ class Counts:
         if responses is None or response_mask is None:
             return cls(seen, jnp.zeros(seen.shape, jnp.int32))
         return cls(seen, count(responses, response_mask))
-
-    def take(self, index: jax.Array | np.ndarray) -> Counts:
-        """The rows of these numbers, as ``RowSampling.take``."""
-        return jax.tree.map(lambda x: x[index], self)
-
-    def put(self, index: jax.Array | np.ndarray, rows: Counts) -> Counts:
-        """``rows`` at these numbers, as ``RowSampling.put``."""
-        return jax.tree.map(lambda x, y: x.at[index].set(y, mode="drop"), self, rows)
 
 
 def counted(

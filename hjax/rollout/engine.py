@@ -25,11 +25,10 @@ from hjax.kernels.decode import Slots
 from hjax.models.attention import Attention, Causal, SharedPrompt
 from hjax.models.compute import Compute
 from hjax.models.continuing import BLOCK, Blocks, Continue
-from hjax.models.decoding import KVCache, keys_and_values
+from hjax.models.decoding import Decode, KVCache, keys_and_values
 from hjax.models.flat import Flat
 from hjax.models.forward import positions_of
 from hjax.models.parameters import Network, Weights
-from hjax.rollout import decode_state
 from hjax.rollout.chunks import Chunks
 from hjax.rollout.counts import Counts
 from hjax.rollout.options import Sampling
@@ -37,7 +36,6 @@ from hjax.rollout.row_sampling import RowSampling
 from hjax.rollout.seats import Seats, cut_answers
 from hjax.rollout.slots import (
     Admission,
-    Begun,
     Drawn,
     Known,
     Prompts,
@@ -45,7 +43,8 @@ from hjax.rollout.slots import (
     Size,
     State,
 )
-from hjax.rollout.stepping import Drawing, Pass, with_token
+from hjax.rollout.stepping import DecodeState, Pass, with_token
+from hjax.rollout.work import GenerationConfig
 from hjax.sharding.arrays import place
 from hjax.sharding.layout import Layout
 
@@ -88,22 +87,18 @@ class Engine:
         self.stacked = self.by_kernel or not compute.unroll_layers
         heads = "kv_heads" if copies == 1 else "heads"
         over = ("layers",) if self.stacked else ()
-        held = layout.sharding(*over, "batch", heads)
-        self.block_sharding = layout.sharding(*over, "batch", heads)
+        held = self.block_sharding = layout.sharding(*over, "batch", heads)
         self.seats = self._seats()
-        way = self.copies, self.block_sharding, self.stacked
-        self.chunks = Chunks(network, layout, self.kept_dtype, *way, self.prefilled)
-        split, whole = layout.sharding("batch"), layout.replicated
+        self.chunks = Chunks(self)
+        split: Any = layout.sharding("batch")
+        whole: Any = layout.replicated
         # Given out always in the same way, so that programs meet the same arrays again.
-        of_slots = cast(Any, (split, split, split, whole, split, split, self.parts))
-        slots = Slots(*of_slots)
-        state = State(*cast(Any, (held, slots, split)))
-        self._shardings = state, Prompts(*cast(Any, (held, held, split, split, split, held)))
-        rest, both = (slots, split), (state, whole)
+        slots = Slots(split, split, split, whole, split, split, self.parts)
+        state = State(cast(Any, held), slots, split)
+        read = Prompts(held, held, split, split, split, cast(Any, held))
+        self._sharding, rest, both = state, (slots, split), (state, whole)
         self._empty = jax.jit(self._zeros, static_argnums=0, out_shardings=state)
-        self._prefill = jax.jit(
-            self._read_prompts, static_argnums=0, out_shardings=self._shardings[1]
-        )
+        self._prefill = jax.jit(self._read_prompts, static_argnums=0, out_shardings=read)
         self._first = jax.jit(self._begun, static_argnums=0, out_shardings=(split, whole))
         self._seat = jax.jit(
             self.seats.seated, static_argnums=0, donate_argnums=(1, 2), out_shardings=(*rest, split)
@@ -195,16 +190,17 @@ class Engine:
         Returns:
           what ``insert`` takes, and a token of each new row.
         """
-        split = self.layout.sharding("batch")
-        asked = {f.name: getattr(new, f.name) for f in dataclasses.fields(new)}
-        del asked["groups"], asked["rows"], asked["flat"]
-        asked["most"] = new.limit if new.most is None else new.most
-        given = jax.tree.map(lambda x: place(x, split), asked)
-        text = [given.pop(name) for name in ("prompts", "mask", "known")]
-        begun = given["begun"]
-        how_many = samples, counted, new.flat
-        prompts = self._prefill(how_many, params, *text, given["most"], blocks, begun)
-        rows, drawn = self._first(sampling, prompts.logits, prompts.tokens, prompts.counts, given)
+        split, most = self.layout.sharding("batch"), new.limit if new.most is None else new.most
+        new = dataclasses.replace(new, groups=None, rows=None, most=most)
+        new = jax.tree.map(lambda x: place(x, split), new)
+        # What of them one program asks for: of other sizes of the rest there is no other one.
+        asked = dataclasses.replace(
+            new, keys=None, limit=None, options=None, text=None, allowed=None
+        )
+        prompts = self._prefill((samples, counted), params, asked, blocks)
+        read = dataclasses.replace(prompts, k=None, v=None, own=None)
+        begun = dataclasses.replace(new, prompts=None, mask=None, known=None, flat=0)
+        rows, drawn = self._first(sampling, read, begun)
         return prompts, rows, Drawn.of(drawn)
 
     def insert(
@@ -221,8 +217,9 @@ class Engine:
         of_groups, of_rows = place(groups, split), place(rows, split)
         own, begun = cache.own_prompts, prompts.own
         columns = None if own else (_size(cache.prompt_k), _size(prompts.k))
-        given = state.slots, state.rows, prompts.tokens, new, of_groups, of_rows
-        slots, running, edges = self._seat(columns, *given)
+        slots, running, edges = self._seat(
+            columns, state.slots, state.rows, prompts.tokens, new, of_groups, of_rows
+        )
 
         def entered(name: str, some: Any, where: jax.Array) -> Any:
             """Of an array at a time: one program for all layers, whatever else the state has."""
@@ -328,13 +325,90 @@ class Engine:
             parts["v"] = of(cache.v, of_rows, True)
         return State(dataclasses.replace(cache, **parts), slots, running)
 
+    def whole(
+        self,
+        config: GenerationConfig,
+        params: Weights,
+        prompts: jax.Array,
+        mask: jax.Array,
+        keys: jax.Array,
+    ) -> DecodeState:
+        """Inside jit: the samples of each prompt, all together, in one program.
+
+        Args:
+          config: as of ``Generator.generate``.
+          params: as of ``admit``.
+          prompts, mask: as of ``Admission``.
+          keys: uint32 [prompts * samples, n].
+
+        Returns:
+          the tables [prompts * samples, limit], and ``done`` for rows with a token that ends them.
+        """
+        sampling = config.sampling
+        limits = jnp.full(keys.shape[0], config.max_new_tokens, jnp.int32)
+        new = Admission(prompts, mask, None, None, keys, limits, most=limits)
+        read = self._read_prompts((config.samples, sampling.penalised), params, new, None)
+        running, drawn = self._begun(sampling, read, new, config.max_new_tokens)
+        drawn = self._rest(config, params, mask, read, running, drawn)
+        ends = drawn["tokens"][:, :, None] == jnp.asarray(sampling.stop, jnp.int32)
+        return drawn | {"done": jnp.any(ends & drawn["mask"][:, :, None], axis=(1, 2))}
+
+    def _rest(
+        self,
+        config: GenerationConfig,
+        params: Weights,
+        mask: jax.Array,
+        read: Prompts,
+        running: Running,
+        drawn: DecodeState,
+    ) -> DecodeState:
+        """Tables with the tokens after the first."""
+        length, split = config.max_new_tokens, self.layout.constrain
+        kept = (read.k, read.v) if self.stacked else tuple(zip(read.k, read.v, strict=True))
+        cache = KVCache.create(kept, config.samples, length, self.form)
+        cache = dataclasses.replace(cache, copies=self.copies)  # they are there already
+        over = (None,) if self.stacked else ()
+        heads = "kv_heads" if self.copies == 1 else "heads"
+        cache = jax.tree.map(lambda x: split(x, *over, "batch", heads), cache)
+        begins, ends = decode.bounds(mask)
+        model = self.network.bind(params)
+        layers = model.unstack() if self.compute.unroll_layers else None
+        rotary = model.rotary(read.tokens + length, tables=mask.shape[1] + length)
+        way = Pass(self, config.sampling, length)
+
+        def step(carry: Any) -> Any:
+            at, cache, running, drawn = carry
+            seen = decode.Seen(begins, ends, at - 1)
+            sees = Decode(seen, self.layout, length / 2)
+            tokens = way.tokens(running)
+            hidden, cache, _ = model(
+                tokens, way.positions(running), sees, cache, self.compute, layers, rotary
+            )
+            logits = way.logits(model, hidden)
+            running, drawn = way.took(running, drawn, logits, tokens, running.drawn, at, None)
+            return at + 1, cache, running, drawn
+
+        def unfinished(carry: Any) -> jax.Array:
+            more = carry[0] < length
+            return more & ~jnp.all(carry[2].done) if config.sampling.stop else more
+
+        begin = jnp.int32(1), cache, running, drawn
+        made: DecodeState = jax.lax.while_loop(unfinished, step, begin)[3]
+        return made
+
     # What is said of them without running them
 
     def abstract(self, size: Size) -> State:
         """A state as jax.ShapeDtypeStruct with shardings."""
         number = jax.ShapeDtypeStruct((), jnp.int32)
         made = jax.eval_shape(functools.partial(self._zeros, size), number)
-        return cast(State, _with_shardings(made, self._shardings[0]))
+
+        def of(sharding: Any, some: Any) -> Any:  # one may stand for many arrays
+            return jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), some
+            )
+
+        return cast(State, jax.tree.map(of, self._sharding, made))
 
     def trace_prefill(
         self,
@@ -342,35 +416,32 @@ class Engine:
         prompts: tuple[int, int],
         samples: int,
         known: tuple[int, int] = (0, 0),
-    ) -> tuple[Any, Prompts]:
-        """``prefill`` of abstract parameters, but for the first tokens.
+    ) -> Any:
+        """``prefill`` of abstract parameters, but for the first tokens: its jax.stages.Traced.
 
         Args:
           params: jax.ShapeDtypeStruct with shardings, in the generate layout.
           prompts: how many, and tokens of each.
           samples: of each.
           known: columns for what is known of them with what is new, and blocks; 0: nothing is.
-
-        Returns:
-          its jax.stages.Traced, and what it gives as jax.ShapeDtypeStruct with shardings.
         """
         split = self.layout.sharding("batch")
-        tokens = jax.ShapeDtypeStruct(prompts, jnp.int32, sharding=split)
-        mask = jax.ShapeDtypeStruct(prompts, jnp.bool_, sharding=split)
-        limit = jax.ShapeDtypeStruct((prompts[0] * samples,), jnp.int32, sharding=split)
-        columns, count = known
+        groups, (columns, count) = prompts[0], known
+
+        def array(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=split)
+
         held, blocks = None, None
         if columns:
-            shapes = Known(
-                jax.ShapeDtypeStruct((prompts[0], columns), jnp.int32),
-                jax.ShapeDtypeStruct((prompts[0], columns), jnp.bool_),
-                jax.ShapeDtypeStruct((prompts[0], columns // BLOCK), jnp.int32),
-                jax.ShapeDtypeStruct(prompts[:1], jnp.int32),
-            )
-            held, blocks = _with_shardings(shapes, split), self.chunks.abstract(count)
-        given = params, tokens, mask, held, limit, blocks, None
-        traced = self._prefill.trace((samples, False, 0), *given)
-        return traced, cast(Prompts, _with_shardings(traced.out_info, self._shardings[1]))
+            there = array(groups, columns, dtype=jnp.bool_)
+            numbers = array(groups, columns // BLOCK)
+            held = Known(array(groups, columns), there, numbers, array(groups))
+            blocks = self.chunks.abstract(count)
+        tokens, mask = array(*prompts), array(*prompts, dtype=jnp.bool_)
+        new = Admission(
+            tokens, mask, None, None, None, None, known=held, most=array(groups * samples)
+        )
+        return self._prefill.trace((samples, False), params, new, blocks)
 
     def trace_decode(self, sampling: Sampling, params: Weights, size: Size, most: int) -> Any:
         """``decode`` of abstract parameters and states: its jax.stages.Traced."""
@@ -380,7 +451,7 @@ class Engine:
     # Programs
 
     def _seats(self) -> Seats:
-        return Seats(self.parts, self.stacked, self.by_kernel, self.by_row)
+        return Seats(self)
 
     def _zeros(self, size: Size, column: jax.Array) -> State:
         config, kept = self.network.config, self.kept_dtype
@@ -399,16 +470,10 @@ class Engine:
             cache = dataclasses.replace(cache, k=own.k, v=own.v)
         cache = dataclasses.replace(cache, own_prompts=not size.prompt)
         numbers, none = jnp.zeros(size.rows, jnp.int32), jnp.zeros(size.groups, jnp.int32)
-        shared = samples > 1 and not self.by_kernel
-        slots = Slots(
-            none,
-            none,
-            numbers,
-            column,
-            jnp.zeros((size.groups, samples), jnp.int32) if shared else None,
-            numbers if shared else None,
-            self.parts,
-        )
+        slots = Slots(none, none, numbers, column, parts=self.parts)
+        if samples > 1 and not self.by_kernel:
+            members = jnp.zeros((size.groups, samples), jnp.int32)
+            slots = dataclasses.replace(slots, members=members, place=numbers)
         keys = jnp.zeros((size.rows, jax.random.key_data(jax.random.key(0)).size), jnp.uint32)
         done = jnp.ones(size.rows, bool)
         options = counts = None
@@ -418,34 +483,29 @@ class Engine:
             table = jnp.zeros((size.rows, config.vocab_size), jnp.int32)
             counts = Counts(table > 0, table)
         text = jnp.zeros((size.rows, size.text), jnp.int32) if size.text else None
-        whole = (numbers,) * 5
-        running = Running(*whole, done, keys, options, counts, text)
+        running = Running(
+            numbers, numbers, numbers, numbers, numbers, done, keys, options, counts, text
+        )
         return State(cache, slots, running)
 
     def _read_prompts(
         self,
-        rows: tuple[int, bool, int],
+        rows: tuple[int, bool],
         params: Weights,
-        prompts: jax.Array,
-        mask: jax.Array,
-        known: Known | None,
-        most: jax.Array,
+        new: Admission,
         blocks: Blocks | None,
-        begun: Begun | None,
     ) -> Prompts:
-        """``rows``: of each prompt how many, whether their tokens are counted, and room for the
-        prompts' without padding."""
-        split = self.layout.constrain
-        samples, counted, flat = rows
-        prompts, mask = split(prompts, "batch"), split(mask, "batch")
+        """``rows``: of each prompt how many, and whether their tokens are counted."""
+        split, (samples, counted) = self.layout.constrain, rows
+        known, begun, flat = new.known, new.begun, new.flat
+        prompts, mask = split(new.prompts, "batch"), split(new.mask, "batch")
         whole, there, copies, at, read = prompts, mask, self.copies, None, prompts
         attention: Any = Causal(mask, keep=True, form=self.compute.form, int8=self.int8)
         if known is not None:
             whole, there, copies = split(known.tokens, "batch"), split(known.mask, "batch"), 1
             attention = Continue(known.blocks, known.count, mask, self.copies)
         elif begun is not None:
-            how = self.compute.form, True, self.int8
-            attention = SharedPrompt(mask, samples, *how)
+            attention = SharedPrompt(mask, samples, self.compute.form, True, self.int8)
             answers = begun.tokens.reshape(prompts.shape[0], -1)
             read = split(jnp.concatenate([prompts, answers], axis=1), "batch")
             # The last token of each.
@@ -455,7 +515,7 @@ class Engine:
             attention = Flat(attention, mask, flat, self.parts)
             read = split(attention.of(read), "batch")
         tokens = jnp.sum(there, axis=-1, dtype=jnp.int32)
-        lengths = jnp.max(most.reshape(-1, samples), axis=-1) + tokens
+        lengths = jnp.max(new.most.reshape(-1, samples), axis=-1) + tokens
         hidden, kept = self.prefilled(params, read, mask, attention, lengths, blocks, at)
         k, v = keys_and_values(kept, self.stacked)
         if copies > 1:
@@ -468,13 +528,12 @@ class Engine:
         counts = None
         if counted:
             whole, there = (jnp.repeat(x, samples, axis=0) for x in (whole, there))
-            vocab = self.network.config.vocab_size
-            more: dict[str, Any] = {"layout": self.layout}
+            answers = answers_mask = None
             if begun is not None:
-                columns = jnp.arange(begun.tokens.shape[1])
-                more["responses"] = begun.tokens
-                more["response_mask"] = columns < begun.count[:, None]
-            counts = Counts.of(whole, there, vocab, **more)
+                answers = begun.tokens
+                answers_mask = jnp.arange(answers.shape[1]) < begun.count[:, None]
+            vocab = self.network.config.vocab_size
+            counts = Counts.of(whole, there, vocab, answers, answers_mask, self.layout)
         model = self.network.bind(params)
         logits = split(model.logits(hidden.reshape(-1, hidden.shape[-1])), "batch", "vocab")
         return Prompts(k, v, tokens, logits, counts, cast(Any, own))
@@ -482,28 +541,28 @@ class Engine:
     def _begun(
         self,
         sampling: Sampling,
-        logits: jax.Array,
-        tokens: jax.Array,
-        counts: Counts | None,
-        given: dict[str, Any],
-    ) -> tuple[Running, decode_state.DecodeState]:
-        """Sequences with their first tokens."""
-        text, begun = given["text"], given["begun"]
-        limit, options, keys = given["limit"], given["options"], given["keys"]
-        entering = limit.shape[0]
-        logits = jnp.repeat(logits, entering // logits.shape[0], axis=0)
+        read: Prompts,
+        new: Admission,
+        most: int = 1,
+    ) -> tuple[Running, DecodeState]:
+        """Sequences with their first tokens, in tables of ``most`` columns."""
+        entering, way = new.limit.shape[0], Pass(self, sampling)
+        logits = jnp.repeat(read.logits, entering // read.logits.shape[0], axis=0)
         logits = self.layout.constrain(logits, "batch", "vocab")
-        drawing = self._drawing(sampling)
-        nothing = drawing.empty(entering, 1, options)
-        before = jnp.zeros(entering, jnp.int32) if begun is None else begun.count
-        way = options, counts, keys, before
-        drawn, counts = drawing.token(nothing, logits, *way, jnp.int32(0), given["allowed"])
-        number = before + 1
-        done = drawn["done"] | (limit <= number)
-        tokens = jnp.repeat(tokens, entering // tokens.shape[0])
-        text = with_token(text, tokens + before, drawn["last"], True)
-        numbers = tokens, number, limit, given["most"], drawn["last"]
-        rows = Running(*numbers, done, keys, options, counts, text)
+        zeros = jnp.zeros(entering, jnp.int32)
+        before = zeros if new.begun is None else new.begun.count
+        tokens = jnp.repeat(read.tokens, entering // read.tokens.shape[0])
+        rows = Running(
+            tokens, before, new.limit, new.most, zeros, zeros > 0, new.keys, new.options,
+            read.counts, new.text,
+        )  # fmt: skip
+        drawn = way.start(rows, most)
+        drawn, counts = way.token(drawn, logits, rows, jnp.int32(0), new.allowed)
+        last, done = drawn["last"], drawn["done"] | (new.limit <= before + 1)
+        text = with_token(new.text, tokens + before, last, True)
+        rows = dataclasses.replace(
+            rows, drawn=before + 1, last=last, done=done, counts=counts, text=text
+        )
         return rows, drawn | {"done": done}
 
     def prefilled(
@@ -564,12 +623,8 @@ class Engine:
             return attention.positions(length), columns
         return positions_of(mask), columns
 
-    def _drawing(self, sampling: Sampling) -> Drawing:
-        return Drawing(sampling, self.compute, self.layout)
-
     def _pass(self, sampling: Sampling, state: State) -> Pass:
-        length, own = _size(state.cache.v), state.cache.own_prompts
-        return Pass(self._drawing(sampling), self.lookup, self.by_kernel, own, length)
+        return Pass(self, sampling, _size(state.cache.v), state.cache.own_prompts)
 
     def _decoded(
         self,
@@ -579,7 +634,7 @@ class Engine:
         state: State,
         numbers: jax.Array,
         allowed: jax.Array | None,
-    ) -> tuple[State, decode_state.DecodeState]:
+    ) -> tuple[State, DecodeState]:
         """``numbers``: int32 [2], ``steps`` and ``until`` of ``decode``."""
         steps, until = numbers
         model, way = self.network.bind(params), self._pass(sampling, state)
@@ -592,9 +647,10 @@ class Engine:
         def step(carry: Any) -> Any:
             taken, state, drawn = carry
             slots, running = state.slots, state.rows
-            tokens = way.tokens(running)
-            given = tokens, way.positions(running), way.sees(slots, running), state.cache
-            hidden, cache, _ = model(*given, self.compute, layers, rotary)
+            tokens, sees = way.tokens(running), way.sees(slots, running)
+            hidden, cache, _ = model(
+                tokens, way.positions(running), sees, state.cache, self.compute, layers, rotary
+            )
             logits = way.logits(model, hidden)
             running, drawn = way.took(running, drawn, logits, tokens, before, taken, allowed)
             slots = dataclasses.replace(slots, column=slots.column + 1)
@@ -614,17 +670,6 @@ class Engine:
     def _halted(state: State, rows: jax.Array) -> State:
         running = dataclasses.replace(state.rows, done=state.rows.done | rows)
         return dataclasses.replace(state, rows=running)
-
-
-def _with_shardings(arrays: Any, shardings: Any) -> Any:
-    """Abstract arrays with shardings, of which one may stand for many arrays."""
-
-    def of(sharding: Any, some: Any) -> Any:
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), some
-        )
-
-    return jax.tree.map(of, shardings, arrays)
 
 
 def _size(held: Any) -> int:

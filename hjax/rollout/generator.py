@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -20,10 +20,7 @@ import numpy as np
 from hjax.errors import ConfigError
 from hjax.kernels import decode
 from hjax.kernels.int8_cache import AUTO, CACHE_DTYPES, INT8
-from hjax.models.attention import Causal
 from hjax.models.compute import Compute
-from hjax.models.decoding import Decode, KVCache
-from hjax.models.forward import positions_of
 from hjax.models.parameters import (
     Layered,
     Network,
@@ -35,49 +32,23 @@ from hjax.models.parameters import (
     lies_in,
     relaid,
 )
-from hjax.rollout import decode_state
-from hjax.rollout.counts import Counts
 from hjax.rollout.engine import Engine
-from hjax.rollout.options import Sampling
 from hjax.rollout.sampling import sequence_keys
-from hjax.rollout.scheduler import COLUMNS, Schedule
+from hjax.rollout.scheduler import Schedule
+from hjax.rollout.shapes import COLUMNS
 from hjax.rollout.staged import StagedEngine
-from hjax.rollout.stepping import Drawing
-from hjax.rollout.work import Begun, Ends, Work, announced, tables
+from hjax.rollout.stepping import responses
+from hjax.rollout.work import Begun, Ends, GenerationConfig, OnEnded, Work
 from hjax.sharding.arrays import place, to_numpy
 from hjax.sharding.layout import Layout
 from hjax.xla.program import Program
 
 Rollout = dict[str, jax.Array]
-# Called with a prompt's number and its responses, token ids.
-OnEnded = Callable[[int, list[list[int]]], None]
 
 
 def bucket_length(length: int, limit: int, multiple: int = 64) -> int:
     """``length`` rounded up to a multiple, at most ``limit``: few shapes, few programs."""
     return min(-(-max(length, 1) // multiple) * multiple, limit)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Shape:
-    """What a generation program is compiled for."""
-
-    samples: int
-    max_new_tokens: int
-    sampling: Sampling
-
-
-@dataclasses.dataclass(frozen=True)
-class _Ways:
-    """How rows enter and leave, as ``generate`` has it."""
-
-    slots: int = 0
-    lookup: int = 0
-    surplus: int = 0
-    on_ended: OnEnded | None = None
-    end: int | None = None
-    begun: Begun | None = None
-    ends: Ends | None = None
 
 
 class Generator:
@@ -118,7 +89,7 @@ class Generator:
         # A scan copies each layer's weights and cache for every token on a GPU.
         unroll = compute.unroll_layers or self.cache_form in decode.ON_GPUS
         self.compute = dataclasses.replace(compute.on(layout), unroll_layers=unroll)
-        self._programs: dict[_Shape, Any] = {}
+        self._programs: dict[GenerationConfig, Any] = {}
         self._engines: dict[int, Engine] = {}
         self._warm: set[Any] = set()  # schedules whose programs are compiled
         self._keys = jax.jit(
@@ -204,16 +175,10 @@ class Generator:
         prompts: jax.Array | np.ndarray,
         prompt_mask: jax.Array | np.ndarray,
         sequence: jax.Array | np.ndarray,
+        config: GenerationConfig,
         *,
         seed: int,
         step: int = 0,
-        samples: int = 1,
-        max_new_tokens: int,
-        sampling: Sampling = Sampling(),
-        end: int | None = None,
-        slots: int = 0,
-        lookup: int = 0,
-        surplus: int = 0,
         on_ended: OnEnded | None = None,
         ends: Ends | None = None,
     ) -> Rollout:
@@ -224,18 +189,10 @@ class Generator:
           prompts: int32 [prompts, prompt_length], padded on the left.
           prompt_mask: bool, like ``prompts``.
           sequence: int32 [prompts * (samples + surplus)], the number that seeds each row's draws.
+          config: how many responses, how long, and how they are drawn; row ``p * samples + s`` is
+            sample s of prompt p. With an ``end``, ``truncated`` where a response has not ended.
           seed: of the run.
           step: folded into the seed.
-          samples: responses per prompt; row ``p * samples + s`` is sample s of prompt p.
-          max_new_tokens: length limit of a response, in tokens.
-          sampling: how tokens are drawn, and which end a response.
-          end: tokens after which to leave off, for ``resume``; ``truncated`` where a response has
-            not ended. None: ``max_new_tokens``.
-          slots: rows that are decoded at a time, others following as these end; 0: all.
-          lookup: tokens that are guessed at a time from what a text said before, see
-            ``hjax.rollout.lookup``; the responses are the same.
-          surplus: further responses to each prompt, of which as many are given up as have not ended
-            when ``samples`` have; the shortest are kept, in their order.
           on_ended: called with a prompt's number and its responses, token ids, as soon as the last
             of them has ended; others are decoded meanwhile.
           ends: by slots, given a sequence's number among all that are drawn and its new tokens, how
@@ -262,24 +219,23 @@ class Generator:
                 f"{prompts.shape[0]} prompts do not divide over {self.layout.describe()}; "
                 f"use a multiple of {self.multiple}"
             )
+        numbers = self._numbers(seed, step)
+        if on_ended is not None or self._ragged(config, prompts.shape[0]):
+            work = self._work(prompts, prompt_mask, sequence, numbers, config)
+            return self._by_slots(params, work, on_ended, ends)
         params = self.as_read(params)
-        shape = _Shape(samples, max_new_tokens, sampling)
-        inputs = prompts, prompt_mask, sequence, self._numbers(seed, step)
-        ways = _Ways(slots, lookup, surplus, on_ended, end, None, ends)
-        if self._ragged(shape, prompts.shape[0] * samples, ways):
-            return self._by_slots(shape, ways, params, *inputs)
-        return self._program(shape)(params, *inputs)
+        return self._program(config)(params, prompts, prompt_mask, sequence, numbers)
 
-    def _ragged(self, shape: _Shape, rows: int, ways: _Ways) -> bool:
+    def _ragged(self, config: GenerationConfig, prompts: int) -> bool:
         """Whether rows enter and leave while others are decoded; else all run in one program.
 
         That is the quickest where all are equally long, or short, and on TPUs, whose kernel reads
         what is filled.
         """
-        ends = bool(shape.sampling.stop) and shape.max_new_tokens > COLUMNS
-        asked = ways.on_ended is not None or ways.lookup > 0 or ways.surplus > 0
-        asked = asked or ways.end is not None
-        return asked or 0 < ways.slots < rows or (ends and not self.engine.by_kernel)
+        ends = bool(config.sampling.stop) and config.max_new_tokens > COLUMNS
+        asked = config.lookup > 0 or config.surplus > 0 or config.end is not None
+        asked = asked or 0 < config.slots < prompts * config.samples
+        return asked or (ends and not self.engine.by_kernel)
 
     @property
     def engine(self) -> Engine:
@@ -293,50 +249,49 @@ class Generator:
             if lookup and form in decode.KERNELS:
                 form, copies = decode.ROWS, 1
                 compute = dataclasses.replace(compute, unroll_layers=True)
-            made: Engine
-            if self._staged:
-                how = form, lookup, self.int8
-                made = StagedEngine(self.network, self.layout, compute, *how)
-            else:
-                made = Engine(self.network, self.layout, compute, form, copies, lookup, self.int8)
-            self._engines[lookup] = made
+            kind = StagedEngine if self._staged else Engine
+            self._engines[lookup] = kind(
+                self.network, self.layout, compute, cache_form=form,
+                copies=copies, guesses=lookup, int8=self.int8,
+            )  # fmt: skip
         return self._engines[lookup]
 
-    def _by_slots(
+    def _work(
         self,
-        shape: _Shape,
-        ways: _Ways,
-        params: Weights,
         prompts: Any,
         prompt_mask: Any,
         sequence: Any,
         seed_and_step: jax.Array,
-    ) -> Rollout:
-        split, samples = self.layout.sharding("batch"), shape.samples
-        sequence = place(sequence, split)
+        config: GenerationConfig,
+    ) -> Work:
+        sequence = place(sequence, self.layout.sharding("batch"))
         keys = to_numpy(self._keys(seed_and_step, sequence))
-        asked = to_numpy(prompts), to_numpy(prompt_mask)
-        drawn = samples + ways.surplus
-        parts = ways.end, ways.begun
-        work = Work(*asked, keys, drawn, shape.max_new_tokens, ways.surplus, *parts)
-        sampling, engine = shape.sampling, self.engine_for(ways.lookup)
-        schedule = Schedule(engine, sampling, work, ways.slots, ways.ends)
-        known = sampling, ways.lookup, ways.ends is None, schedule.programs_met
+        return Work(to_numpy(prompts), to_numpy(prompt_mask), keys, config)
+
+    def _by_slots(
+        self,
+        params: Weights,
+        work: Work,
+        on_ended: OnEnded | None = None,
+        ends: Ends | None = None,
+    ) -> Rollout:
+        params, config = self.as_read(params), work.config
+        schedule = Schedule(self.engine_for(config.lookup), work, ends, on_ended)
+        known = config.sampling, config.lookup, ends is None, schedule.programs_met
         if known not in self._warm:
             schedule.warm(params)
             self._warm.add(known)
-        told = schedule.run(params)
-        if ways.on_ended is not None:
-            told = announced(work, told, ways.on_ended)
-        made = tables(work, told)
+        made = schedule.run(params)
         self.counts = schedule.counts
         # Who has not drawn one of the tokens that end a response was cut off.
         length = made["response_mask"].sum(axis=1)
         last = made["responses"][np.arange(len(length)), length - 1]
-        made["truncated"] = ~np.isin(last, sampling.stop)
+        made["truncated"] = ~np.isin(last, config.sampling.stop)
+        each = {"prompts": work.prompts, "prompt_mask": work.mask}
         if schedule.beginnings.active:
-            made["prompt_known"] = np.repeat(schedule.beginnings.known, samples)
-        made["prompts"], made["prompt_mask"] = (np.repeat(x, samples, axis=0) for x in asked)
+            each["prompt_known"] = schedule.beginnings.known
+        made |= {name: np.repeat(x, config.samples, axis=0) for name, x in each.items()}
+        split = self.layout.sharding("batch")
         return {name: place(x, split) for name, x in made.items()}
 
     def resume(
@@ -344,15 +299,11 @@ class Generator:
         params: Weights,
         rollout: Rollout,
         sequence: jax.Array | np.ndarray,
+        config: GenerationConfig,
         *,
         seed: int,
         step: int = 0,
-        samples: int = 1,
         start: int,
-        end: int | None = None,
-        sampling: Sampling = Sampling(),
-        slots: int = 0,
-        lookup: int = 0,
         on_ended: OnEnded | None = None,
     ) -> Rollout:
         """Go on with responses that ``generate`` left off, maybe with other parameters.
@@ -362,25 +313,24 @@ class Generator:
         one call.
 
         Args:
-          params, sequence, seed, step, samples, sampling, slots, lookup: as of ``generate``.
+          params, sequence, seed, step: as of ``generate``.
           rollout: what it gave, with an ``end``; rows whose ``truncated`` is false stay.
+          config: as of ``generate``, without a surplus; its ``end``: tokens after which to leave
+            off now.
           start: tokens after which it left off, at least 1.
-          end: tokens after which to leave off now; None: the length of ``responses``.
           on_ended: as of ``generate``, for the prompts of whose responses some had not ended.
 
         Raises:
           ConfigError: ``start`` is not where it left off.
         """
         host = {name: to_numpy(x) for name, x in rollout.items()}
-        prompts, mask = (host.pop(name)[::samples] for name in ("prompts", "prompt_mask"))
+        prompts, mask = (host.pop(name)[:: config.samples] for name in ("prompts", "prompt_mask"))
         begun = Begun(start, ~host.pop("truncated"), host)
-        if start < 1 or (begun.lengths[~begun.ended] != start).any():
+        lengths = host["response_mask"].sum(axis=1)
+        if start < 1 or (lengths[~begun.ended] != start).any():
             raise ConfigError(f"start={start}: responses were not left off after so many tokens")
-        limit = rollout["responses"].shape[1]
-        shape = _Shape(samples, limit, sampling)
-        ways = _Ways(slots, lookup, 0, on_ended, end, begun)
-        numbers = self._numbers(seed, step)
-        return self._by_slots(shape, ways, self.as_read(params), prompts, mask, sequence, numbers)
+        work = self._work(prompts, mask, sequence, self._numbers(seed, step), config)
+        return self._by_slots(params, dataclasses.replace(work, begun=begun), on_ended)
 
     def _numbers(self, seed: int, step: int) -> jax.Array:
         return place(np.asarray([seed, step], np.uint32), self.layout.replicated)
@@ -391,14 +341,7 @@ class Generator:
         params: Weights,
         prompts: int,
         prompt_length: int,
-        *,
-        samples: int,
-        max_new_tokens: int,
-        sampling: Sampling,
-        slots: int = 0,
-        lookup: int = 0,
-        surplus: int = 0,
-        in_parts: bool = False,
+        config: GenerationConfig,
     ) -> Iterator[Program]:
         """What ``generate`` runs, to count what it costs without running it.
 
@@ -407,40 +350,36 @@ class Generator:
           params: jax.ShapeDtypeStruct with shardings, in the generate layout.
           prompts: how many.
           prompt_length: tokens of each.
-          samples, max_new_tokens, sampling, slots, lookup, surplus: as of ``generate``.
-          in_parts: whether responses are left off and resumed.
+          config: as of ``generate``; with an ``end`` responses are left off and resumed.
         """
         params = self.as_read(params)
-        shape = _Shape(samples, max_new_tokens, sampling)
-        ways = _Ways(slots, lookup, surplus)
-        if not in_parts and not self._ragged(shape, prompts * samples, ways):
+        if not self._ragged(config, prompts):
             # The first token is drawn from the prompt, before the loop.
-            trips = self.engine.trips(max_new_tokens - 1)
-            trace = functools.partial(self.trace, params, prompts, prompt_length, **vars(shape))
+            trips = self.engine.trips(config.max_new_tokens - 1)
+            trace = functools.partial(self.trace, params, prompts, prompt_length, config)
             yield Program(call, trace, trips)
             return
         tokens = np.zeros((prompts, prompt_length), np.int32)
-        drawn = samples + surplus
-        keys = np.zeros((prompts * drawn, 2), np.uint32)
-        until = max_new_tokens if in_parts else None
-        work = Work(tokens, tokens > 0, keys, drawn, max_new_tokens, surplus, until)
-        schedule = Schedule(self.engine_for(lookup), sampling, work, slots)
-        yield from schedule.programs(call, params)
+        keys = np.zeros((prompts * (config.samples + config.surplus), 2), np.uint32)
+        work = Work(tokens, tokens > 0, keys, config)
+        yield from Schedule(self.engine_for(config.lookup), work).programs(call, params)
 
-    def trace(self, params: Any, prompts: int, prompt_length: int, **options: Any) -> Any:
+    def trace(
+        self, params: Any, prompts: int, prompt_length: int, config: GenerationConfig
+    ) -> Any:
         """The program traced for abstract ``params``, to count what it costs without running it."""
-        params, shape = self.as_read(params), _Shape(**options)
         split, whole = self.layout.sharding("batch"), self.layout.replicated
         tokens = (prompts, prompt_length)
-        return self._program(shape).trace(
-            params,
+        return self._program(config).trace(
+            self.as_read(params),
             jax.ShapeDtypeStruct(tokens, jnp.int32, sharding=split),
             jax.ShapeDtypeStruct(tokens, jnp.bool_, sharding=split),
-            jax.ShapeDtypeStruct((prompts * shape.samples,), jnp.int32, sharding=split),
+            jax.ShapeDtypeStruct((prompts * config.samples,), jnp.int32, sharding=split),
             jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=whole),
         )
 
-    def _program(self, shape: _Shape) -> Any:
+    def _program(self, config: GenerationConfig) -> Any:
+        shape = GenerationConfig(config.max_new_tokens, config.samples, config.sampling)
         if shape not in self._programs:
 
             def run(*arguments: Any) -> Rollout:
@@ -452,99 +391,21 @@ class Generator:
 
     def _run(
         self,
-        shape: _Shape,
+        config: GenerationConfig,
         params: Weights,
         prompts: jax.Array,
         prompt_mask: jax.Array,
         sequence: jax.Array,
         seed_and_step: jax.Array,
     ) -> Rollout:
-        inputs = prompts, prompt_mask, sequence, seed_and_step
-        if self._staged:
-            engine = self.engine
-            assert isinstance(engine, StagedEngine)
-            keys = jax.random.key_data(sequence_keys(seed_and_step[0], seed_and_step[1], sequence))
-            size = shape.samples, shape.max_new_tokens
-            made = engine.whole(shape.sampling, params, prompts, prompt_mask, keys, *size)
-            drawn = decode_state.responses(made)
-        else:
-            drawn = self._run_whole(shape, params, *inputs)
-        rollout = {
-            "prompts": jnp.repeat(prompts, shape.samples, axis=0),
-            "prompt_mask": jnp.repeat(prompt_mask, shape.samples, axis=0),
-            **drawn,
-        }
-        return jax.tree.map(lambda x: self.layout.constrain(x, "batch"), rollout)
-
-    def _run_whole(
-        self,
-        shape: _Shape,
-        params: Weights,
-        prompts: jax.Array,
-        prompt_mask: jax.Array,
-        sequence: jax.Array,
-        seed_and_step: jax.Array,
-    ) -> Rollout:
-        """All layers on every device, all rows together."""
-        model = self.network.bind(params)
         split = self.layout.constrain
-        rows = prompts.shape[0] * shape.samples
-        length = shape.max_new_tokens
-
         prompts, prompt_mask = split(prompts, "batch"), split(prompt_mask, "batch")
-        layers = model.unstack() if self.compute.unroll_layers else None
-        once = jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32)
-        prompt_lengths = jnp.repeat(once, shape.samples)
-        rotary = model.rotary(once + length, tables=prompts.shape[1] + length)
-        hidden, _, kept = model(
-            prompts,
-            positions_of(prompt_mask),
-            Causal(prompt_mask, keep=True, form=self.compute.form, int8=self.int8),
-            compute=self.compute,
-            layers=layers,
-            rotary=rotary,
-        )
-        cache = KVCache.create(kept, shape.samples, length, self.cache_form, self._copies)
-        lead = () if isinstance(cache.k, tuple) else (None,)
-        heads = "kv_heads" if self._copies == 1 else "heads"
-        cache = jax.tree.map(lambda x: split(x, *lead, "batch", heads), cache)
-        begins, ends = decode.bounds(prompt_mask)
         keys = sequence_keys(seed_and_step[0], seed_and_step[1], split(sequence, "batch"))
         keys = jax.random.key_data(keys)
-        drawing = Drawing(shape.sampling, self.compute, self.layout)
-        counts = None
-        if shape.sampling.penalised:
-            tokens, there = (jnp.repeat(x, shape.samples, axis=0) for x in (prompts, prompt_mask))
-            vocab = self.network.config.vocab_size
-            counts = Counts.of(tokens, there, vocab, layout=self.layout)
-
-        def draw(state: dict[str, Any], logits: jax.Array) -> dict[str, Any]:
-            # As they are made: otherwise XLA gathers the output table, for every token.
-            at, logits = state["position"], split(logits, "batch", "vocab")
-            given = state["drawn"], logits, None, state["counts"]
-            drawn, counts = drawing.token(*given, keys, position=at, at=at, allowed=None)
-            return state | {"position": at + 1, "drawn": drawn, "counts": counts}
-
-        def one_token(state: dict[str, Any]) -> dict[str, Any]:
-            at = state["position"] - 1
-            hidden, cache, _ = model(
-                state["drawn"]["last"][:, None],
-                (prompt_lengths + at)[:, None],
-                Decode(decode.Seen(begins, ends, at), self.layout, length / 2),
-                state["cache"],
-                self.compute,
-                layers,
-                rotary,
-            )
-            return draw(state | {"cache": cache}, model.logits(hidden[:, 0]))
-
-        def unfinished(state: dict[str, Any]) -> jax.Array:
-            more = state["position"] < length
-            return more & ~jnp.all(state["drawn"]["done"]) if shape.sampling.stop else more
-
-        before = decode_state.start(rows, length, shape.sampling)
-        drawn = jax.tree.map(lambda x: split(x, "batch"), before)
-        state = {"cache": cache, "position": jnp.int32(0), "drawn": drawn, "counts": counts}
-        logits = model.logits(hidden[:, -1])
-        state = draw(state, jnp.repeat(logits, shape.samples, axis=0))
-        return decode_state.responses(jax.lax.while_loop(unfinished, one_token, state)["drawn"])
+        drawn = self.engine.whole(config, params, prompts, prompt_mask, keys)
+        rollout = {
+            "prompts": jnp.repeat(prompts, config.samples, axis=0),
+            "prompt_mask": jnp.repeat(prompt_mask, config.samples, axis=0),
+            **responses(drawn),
+        }
+        return jax.tree.map(lambda x: split(x, "batch"), rollout)

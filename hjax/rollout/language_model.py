@@ -34,11 +34,12 @@ from hjax.rollout.constraint import Constraint
 from hjax.rollout.engine import Engine
 from hjax.rollout.generator import Generator, bucket_length
 from hjax.rollout.options import OPTIONS, Sampling, takes_options
-from hjax.rollout.prefixes import why_not
+from hjax.rollout.prefixes import Beginning, unread, why_not
 from hjax.rollout.replacement import check_alike
 from hjax.rollout.requests import Piece, Request
 from hjax.rollout.service import Service
 from hjax.rollout.texts import Stops, Watch, row_of, rows_of
+from hjax.rollout.work import GenerationConfig
 from hjax.sharding.layout import Layout, fitted, make_layouts
 from hjax.wishes import refuse_arguments
 
@@ -106,8 +107,9 @@ class LanguageModel:
         self._network = decoder_network(config)
         self._layout, self._copies = local_layout(config, tensor, copies), copies
         self._compute = Compute(dtype=dtypes[dtype]).on(self._layout)
-        how = self._network, self._layout, self._compute
-        self._generator = Generator(*how, cache_dtype=cache_dtype)
+        self._generator = Generator(
+            self._network, self._layout, self._compute, cache_dtype=cache_dtype
+        )
         self.params = self._held(params)
         self._programs = {
             "logits": jax.jit(self._logits),
@@ -244,35 +246,29 @@ class LanguageModel:
         rows = self._rows(prompts, max_new_tokens)
         if not rows:
             return []
-        longest = max(map(len, rows))
-        room = self.config.max_length - max_new_tokens
         if constraint is not None:
-            found = self._constrained(
-                [
-                    Request(tuple(row), max_new_tokens, sampling, seed, i, constraint)
-                    for i, row in enumerate(rows)
-                ]
-            )
-            return [self._ended(row, stops, one) for row, one in zip(rows, found)]
-        length = bucket_length(longest, room)
+            requests = [
+                Request(tuple(row), max_new_tokens, sampling, seed, i, constraint)
+                for i, row in enumerate(rows)
+            ]
+            found = self._constrained(requests)
+        else:
+            found = self._together(rows, GenerationConfig(max_new_tokens, 1, sampling), seed)
+        return [self._ended(row, stops, one) for row, one in zip(rows, found)]
+
+    def _together(
+        self, rows: list[list[int]], config: GenerationConfig, seed: int
+    ) -> Iterator[Completion]:
+        """Responses without their texts."""
+        length = bucket_length(max(map(len, rows)), self.config.max_length - config.max_new_tokens)
         filled = [*rows, *[rows[-1]] * (-len(rows) % self._copies)]  # as many for each copy
-        tokens = np.zeros((len(filled), length), np.int32)
-        mask = np.zeros((len(filled), length), bool)
-        for i, row in enumerate(filled):
-            tokens[i, length - len(row) :] = row
-            mask[i, length - len(row) :] = True
-        rollout = self._generator.generate(
-            self.params,
-            tokens,
-            mask,
-            np.arange(len(filled), dtype=np.int32),
-            seed=seed,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-        )
-        host = {key: np.asarray(value) for key, value in rollout.items()}
-        done = [self._completion(row, host, i) for i, row in enumerate(rows)]
-        return [self._ended(row, stops, one) for row, one in zip(rows, done)]
+        tokens, mask, _ = unread(filled, [Beginning()] * len(filled), length, 0)
+        numbers = np.arange(len(filled), dtype=np.int32)
+        rollout = self._generator.generate(self.params, tokens, mask, numbers, config, seed=seed)
+        names = "response_mask", "responses", "logprobs", "truncated"
+        for there, drawn, logprobs, cut in zip(*(np.asarray(rollout[name]) for name in names)):
+            reason = "length" if cut else "stop"
+            yield Completion(drawn[there].tolist(), None, logprobs[there].tolist(), reason)
 
     def _drawn(
         self, function: str, stop: Any, options: dict[str, Any], temperature: float
@@ -287,10 +283,13 @@ class LanguageModel:
         return stops, sampling
 
     def _ended(self, prompt: list[int], stops: Stops, found: Completion) -> Completion:
-        """A response up to the first of the strings that end it."""
+        """A response with its text, up to the first of the strings that end it."""
+        if self.tokenizer is None:
+            return found
         cut = stops.cut(self.tokenizer, prompt, found.tokens)
         if cut is None:
-            return found
+            text = self.tokenizer.decode_response(prompt, found.tokens)
+            return dataclasses.replace(found, text=text)
         tokens, text = cut
         return Completion(tokens, text, found.logprobs[: len(tokens)], "stop")
 
@@ -338,13 +337,12 @@ class LanguageModel:
                     raise RunError(f"the response: {finish}")
                 said, tokens = None, list(piece.tokens)
                 if text is not None:
-                    said = ""
-                    for count, token in enumerate(piece.tokens, start=1):
-                        said += text.feed(token)
-                        if text.ended:
-                            tokens, finish = tokens[:count], "stop"
-                            break
-                    said += text.close() if finish else ""
+                    before = len(text.text)
+                    if (count := text.take(tokens)) is not None:
+                        tokens, finish = tokens[:count], "stop"
+                    if finish:
+                        text.close()
+                    said = text.text[before:]
                 yield Completion(tokens, said, list(piece.logprobs[: len(tokens)]), finish)
         finally:
             ticket.cancel()
@@ -371,16 +369,7 @@ class LanguageModel:
             )
         return rows
 
-    def _completion(self, prompt: list[int], rollout: dict[str, Any], i: int) -> Completion:
-        kept = rollout["response_mask"][i]
-        tokens = rollout["responses"][i][kept].tolist()
-        text = None
-        if self.tokenizer is not None:
-            text = self.tokenizer.decode_response(prompt, tokens)
-        reason = "length" if rollout["truncated"][i] else "stop"
-        return Completion(tokens, text, rollout["logprobs"][i][kept].tolist(), reason)
-
-    def _constrained(self, requests: list[Request]) -> list[Completion]:
+    def _constrained(self, requests: list[Request]) -> Iterator[Completion]:
         """Responses that a matcher is asked about token by token, by a service of their own."""
         found: list[list[Piece]] = [[] for _ in requests]
         service = Service(self, slots=len(requests), max_queue=len(requests), prefix_tokens=0)
@@ -391,18 +380,13 @@ class LanguageModel:
             service.close(seconds=0)
             raise
         service.close(seconds=math.inf)  # when all have ended
-        return [self._joined(request, pieces) for request, pieces in zip(requests, found)]
-
-    def _joined(self, request: Request, pieces: list[Piece]) -> Completion:
-        finish = pieces[-1].finish
-        if finish not in ("stop", "length"):
-            raise RunError(f"response {request.choice}: {finish}")
-        tokens = [token for piece in pieces for token in piece.tokens]
-        logprobs = [logprob for piece in pieces for logprob in piece.logprobs]
-        text = None
-        if self.tokenizer is not None:
-            text = self.tokenizer.decode_response(request.prompt, tokens)
-        return Completion(tokens, text, logprobs, finish)
+        for request, pieces in zip(requests, found):
+            finish = pieces[-1].finish
+            if finish not in ("stop", "length"):
+                raise RunError(f"response {request.choice}: {finish}")
+            tokens = [token for piece in pieces for token in piece.tokens]
+            logprobs = [logprob for piece in pieces for logprob in piece.logprobs]
+            yield Completion(tokens, None, logprobs, finish)
 
     def _hidden(self, params: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
         model = self._network.bind(params)
@@ -474,5 +458,7 @@ def load_model(
         tokenizer.check_fits(config.vocab_size, directory)
     eos = tokenizer.eos_ids if tokenizer is not None else read_eos_ids(directory)
     eos = [i for i in eos if i < config.vocab_size]
-    how = dtype, eos, path, tensor, copies, cache_dtype
-    return LanguageModel(config, params, tokenizer, *how)
+    return LanguageModel(
+        config, params, tokenizer, dtype, eos, path,
+        tensor=tensor, copies=copies, cache_dtype=cache_dtype,
+    )  # fmt: skip

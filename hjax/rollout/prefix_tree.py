@@ -91,7 +91,7 @@ class PrefixTree:
         for number in path:
             self._known[number].holders -= 1
 
-    def drop(self, path: Path) -> None:
+    def drop(self, path: Sequence[int]) -> None:
         """Forget blocks, the last ones of a sequence, that nobody else has found."""
         for number in reversed(path):
             block = self._known.pop(number)

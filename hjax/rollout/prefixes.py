@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from hjax import machine
-from hjax.errors import ConfigError
 from hjax.kernels import cache_axis, int8_cache
 from hjax.models.continuing import BLOCK, Blocks
 from hjax.models.parameters import Weights
@@ -49,53 +48,6 @@ def columns_for(tokens: int, limit: int, fewest: int = BLOCK, factor: int = 2) -
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
-    """A chunk of a prompt that is read into blocks.
-
-    Attributes:
-      tokens: whole blocks of them.
-      path: blocks of what comes before.
-      where: numbers of the blocks that it goes into.
-    """
-
-    tokens: Sequence[int]
-    path: tuple[int, ...]
-    where: Sequence[int]
-
-
-def read_pieces(
-    engine: Engine,
-    params: Weights,
-    blocks: Blocks,
-    pieces: Sequence[Piece | None],
-    chunk: int,
-    columns: int,
-) -> Blocks:
-    """Blocks with chunks of prompts, one of each data-parallel part.
-
-    Args:
-      engine: that reads them.
-      params: in the generate layout.
-      blocks: donated.
-      pieces: by part; None: nothing is read there.
-      chunk: tokens of the longest, whole blocks.
-      columns: for each with what comes before it.
-    """
-    tokens = np.zeros((len(pieces), chunk), np.int32)
-    mask = np.zeros(tokens.shape, bool)
-    mask[:, -1] = True
-    # What is beyond all blocks is dropped.
-    where = np.full((len(pieces), chunk // BLOCK), np.iinfo(np.int32).max, np.int32)
-    for part, piece in enumerate(pieces):
-        if piece is not None:
-            size = len(piece.tokens)
-            tokens[part, -size:], mask[part, -size:] = piece.tokens, True
-            where[part, -len(piece.where) :] = piece.where
-    known = [Beginning() if piece is None else Beginning(piece.path) for piece in pieces]
-    return engine.chunks.read(params, blocks, tokens, mask, blocks_of(known, columns), where)
-
-
-@dataclasses.dataclass(frozen=True)
 class Beginning:
     """What is known of a prompt.
 
@@ -114,64 +66,67 @@ class Beginning:
 class Prefixes:
     """Keys and values of sequences' beginnings, for one engine and one set of weights.
 
-    Args:
-      engine: whose rows they come from and go to; of one data-parallel part.
-      tokens: that there is room for.
+    Each data-parallel part keeps its own.
 
-    Raises:
-      ConfigError: positions that depend on a sequence's length, or several data-parallel parts.
+    Args:
+      engine: whose rows they come from and go to.
+      tokens: that there is room for in each part.
     """
 
     def __init__(self, engine: Engine, tokens: int):
-        if reason := why_not(engine):
-            raise ConfigError(f"prefix_tokens={tokens}: {reason}; give 0")
         self._engine = engine
-        self._tree = PrefixTree(max(tokens // BLOCK, 1), BLOCK)
+        count = max(tokens // BLOCK, 1)
+        self._trees = [PrefixTree(count, BLOCK) for _ in range(engine.parts)]
         held = engine.block_sharding
         self._keep = jax.jit(self._kept, static_argnums=0, donate_argnums=1, out_shardings=held)
-        self.blocks = engine.chunks.empty(self._tree.blocks)
+        self.blocks = engine.chunks.empty(count)
 
     @property
     def room(self) -> int:
-        """Tokens that there is room for."""
-        return self._tree.blocks * BLOCK
+        """Tokens that a part has room for."""
+        return self._trees[0].blocks * BLOCK
 
     @property
     def held(self) -> int:
-        """Tokens that are kept."""
-        return self._tree.used * BLOCK
+        """Tokens that the first part keeps."""
+        return self._trees[0].used * BLOCK
 
     def clear(self) -> None:
         """Forget everything: other weights make other keys and values."""
-        self._tree.clear()
+        for tree in self._trees:
+            tree.clear()
 
-    def find(self, prompt: Sequence[int]) -> Beginning:
+    def find(self, prompt: Sequence[int], part: int = 0) -> Beginning:
         """The longest known beginning that leaves a token to be read; held until ``release``."""
-        path = tuple(self._tree.find(prompt[: len(prompt) - 1]))
-        self._tree.hold(path)
+        path = tuple(self._trees[part].find(prompt[: len(prompt) - 1]))
+        self._trees[part].hold(path)
         return Beginning(path)
 
-    def release(self, beginning: Beginning) -> None:
+    def release(self, beginning: Beginning, part: int = 0) -> None:
         """What it holds may make room for others."""
-        self._tree.release(beginning.path)
+        self._trees[part].release(beginning.path)
+
+    def drop(self, path: Sequence[int], part: int) -> None:
+        """Forget the last blocks of a sequence that nobody else has found."""
+        self._trees[part].drop(path)
 
     def keep(self, state: State, sequences: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Keep what rows of a state have computed.
 
         Args:
-          state: as it is; of rows that have their prompts among their own tokens.
+          state: as it is; of rows that have their prompts among their own tokens, in one part.
           sequences: a row, and the tokens that it has in its cache, from the prompt's first on.
         """
-        paths: list[Path] = []
+        tree, paths = self._trees[0], list[Path]()
         pieces: list[tuple[int, int, int]] = []
         for row, tokens in sequences:
-            path, new = self._tree.add(tokens)
+            path, new = tree.add(tokens)
             paths.append(path)
             old = len(path) - len(new)
             pieces += [(row, (old + i) * BLOCK, number) for i, number in enumerate(new)]
-        self._write(state, _tables(pieces, self._tree.blocks))
+        self._write(state, _tables(pieces, tree.blocks))
         for path in paths:
-            self._tree.release(path)
+            tree.release(path)
 
     def _write(self, state: State, tables: Iterable[np.ndarray]) -> None:
         engine, cache = self._engine, state.cache
@@ -192,7 +147,7 @@ class Prefixes:
 
     def warm_up_keeping(self, state: State) -> None:
         """Compile what ``keep`` of such a state calls; nothing is kept."""
-        nowhere = self._tree.blocks
+        nowhere = self._trees[0].blocks
         for count in TOGETHER:
             self._write(state, _tables([(0, 0, nowhere)] * count, nowhere))
 
@@ -200,37 +155,59 @@ class Prefixes:
         """Compile what ``read`` calls, with the same arguments; nothing is kept."""
         for columns in known_columns(limit):
             if columns >= chunk:
-                self.blocks = read_pieces(
-                    self._engine, params, self.blocks, [None], chunk, columns
-                )
+                self._read(params, {}, chunk, columns)
 
-    def read(self, params: Weights, prompt: Sequence[int], chunk: int, limit: int) -> bool:
-        """Read the next chunk of a prompt, and keep it.
+    def read(
+        self, params: Weights, prompts: Sequence[Sequence[int] | None], chunk: int, limit: int
+    ) -> bool:
+        """Read the next chunk of a prompt in each part, and keep it.
 
         Args:
           params: in the generate layout.
-          prompt: of more tokens than are known of it and a chunk.
-          chunk: tokens, a multiple of BLOCK.
+          prompts: by part, each of a block more than is known of it, and a token, at least; None:
+            nothing is read there.
+          chunk: tokens at most, a multiple of BLOCK.
           limit: tokens of a prompt at most.
 
         Returns:
-          whether there was room for it.
+          whether there was room for it; else nothing is read.
         """
-        begun = self.find(prompt)
-        path, new = self._tree.add(prompt[: begun.tokens + chunk])
-        if len(new) < chunk // BLOCK:
-            # What was to be filled is not: nobody may find it.
-            self._tree.release(path)
-            self.release(begun)
-            self._tree.drop(new)
-            return False
-        whole = prompt[: begun.tokens + chunk]
-        piece = Piece(whole[begun.tokens :], begun.path, new)
-        columns = known_columns_for(len(whole), limit)
-        self.blocks = read_pieces(self._engine, params, self.blocks, [piece], chunk, columns)
-        self._tree.release(path)
-        self.release(begun)
+        pieces: dict[int, tuple[Sequence[int], Path, Path]] = {}
+        longest = chunk
+        for part, (tree, prompt) in enumerate(zip(self._trees, prompts, strict=True)):
+            if prompt is None:
+                continue
+            known = tree.find(prompt[: len(prompt) - 1])
+            end = min(len(known) * BLOCK + chunk, (len(prompt) - 1) // BLOCK * BLOCK)
+            path, new = tree.add(prompt[:end])
+            tree.release(path)
+            if len(path) * BLOCK < end:
+                # What was to be filled is not: nobody may find it.
+                tree.drop(new)
+                return False
+            longest, pieces[part] = max(longest, end), (prompt[:end], known, new)
+        self._read(params, pieces, chunk, known_columns_for(longest, limit))
         return True
+
+    def _read(
+        self,
+        params: Weights,
+        pieces: dict[int, tuple[Sequence[int], Path, Path]],
+        chunk: int,
+        columns: int,
+    ) -> None:
+        """By part tokens up to a piece's end, blocks of those that are known, and those that it
+        goes into; ``columns``: for all tokens of each."""
+        parts = range(len(self._trees))
+        whole = [pieces[part][0] if part in pieces else () for part in parts]
+        known = [Beginning(tuple(pieces[part][1]) if part in pieces else ()) for part in parts]
+        # What is beyond all blocks is dropped.
+        where = np.full((len(parts), chunk // BLOCK), np.iinfo(np.int32).max, np.int32)
+        for part, (_, _, new) in pieces.items():
+            where[part, -len(new) :] = new
+        tokens, mask, _ = unread(whole, known, chunk, 0)
+        numbers = blocks_of(known, columns)
+        self.blocks = self._engine.chunks.read(params, self.blocks, tokens, mask, numbers, where)
 
     # Programs
 
@@ -280,9 +257,43 @@ def known_of(
     tokens = np.zeros((len(prompts), columns), np.int32)
     mask = np.zeros(tokens.shape, bool)
     for i, prompt in enumerate(prompts):
-        if prompt:
+        if len(prompt):
             tokens[i, -len(prompt) :], mask[i, -len(prompt) :] = prompt, True
     return Known(tokens, mask, *blocks_of(found, columns))
+
+
+def unread(
+    prompts: Sequence[Sequence[int]], found: Sequence[Beginning], columns: int, known: int
+) -> tuple[np.ndarray, np.ndarray, Known | None]:
+    """Prompts as ``Admission`` has them.
+
+    Args:
+      prompts: tokens of each, whole; none of an entry that fills up.
+      found: what is known of each.
+      columns: for what is not known of the longest.
+      known: columns for the longest with what is known; 0: nothing is kept.
+
+    Returns:
+      int32 and bool [prompts, columns], tokens that are to be read and which are there, and what is
+      known.
+    """
+    tokens = np.zeros((len(prompts), columns), np.int32)
+    rest = [prompt[one.tokens :] for prompt, one in zip(prompts, found, strict=True)]
+    # An entry that fills up has a token too.
+    mask = np.arange(columns) >= columns - np.array([[max(len(own), 1)] for own in rest])
+    for row, own in zip(tokens, rest, strict=True):
+        row[columns - len(own) :] = own
+    return tokens, mask, known_of(prompts, found, known) if known else None
+
+
+def texts(rows: Sequence[Sequence[int]], room: int) -> np.ndarray | None:
+    """int32 [rows, room], where guesses are looked up; None without room."""
+    if not room:
+        return None
+    made = np.zeros((len(rows), room), np.int32)
+    for text, tokens in zip(made, rows, strict=True):
+        text[: len(tokens)] = tokens
+    return made
 
 
 def blocks_of(found: Sequence[Beginning], columns: int) -> tuple[np.ndarray, np.ndarray]:

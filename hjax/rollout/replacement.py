@@ -2,42 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
-from hjax.errors import ConfigError, RunError
+from hjax.errors import ConfigError
 from hjax.sharding.manifest import named_leaves
-
-
-class Replacement:
-    """Somebody waits until the engine's thread has taken these weights.
-
-    Args:
-      params: as ``LanguageModel.held`` gives them.
-    """
-
-    def __init__(self, params: Any):
-        self.params = params
-        self._refused = ""
-        self._ended = threading.Event()
-
-    def end(self, refused: str = "") -> None:
-        """Whoever waits goes on.
-
-        Args:
-          refused: why the weights were not taken; empty: they were.
-        """
-        self._refused = refused
-        self._ended.set()
-
-    def wait(self, seconds: float | None) -> None:
-        """Until it has ended, or so many seconds; None: as long as it takes."""
-        self._ended.wait(seconds)
-
-    def check(self) -> None:
-        """RunError if the weights were not taken."""
-        if self._refused:
-            raise RunError(self._refused)
 
 
 def check_alike(params: Any, like: Any) -> None:

@@ -84,8 +84,14 @@ class Ticket:
         self.cached: int | None = None
         self.begun = Beginning()  # what is known of its prompt, held
         self.read = 0  # tokens of it that were read in chunks
+        self.reading = False  # whether it is read in chunks, before it enters
         self.whole = False  # whether it is read in one piece, however long
         self.scores: Scores | None = None  # of its prompt, until they are told
+
+    @property
+    def unscored(self) -> bool:
+        """Whether its prompt is to be scored before it enters."""
+        return self.request.scored and self.scores is None
 
     def cancel(self) -> None:
         """Draw no more; the last piece says ``cancelled``. Nothing happens if it has ended."""

@@ -99,39 +99,18 @@ class RowSampling:
             _check_fits(each, sizes)
         biases = [_biases(each) for each in rows]
 
-        def column(name: str, dtype: Any) -> np.ndarray:
-            return np.asarray([getattr(each, name) for each in rows], dtype)
-
-        def penalty(name: str) -> Any:
-            return column(name, np.float32) if sizes.penalties else None
-
-        arrays: dict[str, Any] = {
-            "temperature": column("temperature", np.float32),
-            "top_k": column("top_k", np.int32),
-            # Of 0, which a smaller one would be in float32, no token is enough.
-            "top_p": np.maximum(column("top_p", np.float32), np.finfo(np.float32).tiny),
-            "min_p": column("min_p", np.float32),
-            "bias_tokens": _padded(biases, sizes.biases, -1, np.int32),
-            "bias": _padded([each.values() for each in biases], sizes.biases, 0, np.float32),
-            "stop": _padded([each.stop for each in rows], sizes.stops, -1, np.int32),
-            "min_tokens": column("min_tokens", np.int32),
-            "forced": _padded([each.forced for each in rows], sizes.forced, -1, np.int32),
-            "top": column("top", np.int32),
-            "repetition_penalty": penalty("repetition_penalty"),
-            "presence_penalty": penalty("presence_penalty"),
-            "frequency_penalty": penalty("frequency_penalty"),
-        }
+        arrays: dict[str, Any] = dict.fromkeys(_PENALTIES)
+        for name in (*_NUMBERS, *(_PENALTIES if sizes.penalties else ())):
+            dtype = np.int32 if type(getattr(_EMPTY, name)) is int else np.float32
+            arrays[name] = np.asarray([getattr(each, name) for each in rows], dtype)
+        # Of 0, which a smaller one would be in float32, no token is enough.
+        arrays["top_p"] = np.maximum(arrays["top_p"], np.finfo(np.float32).tiny)
+        arrays["bias_tokens"] = _padded(biases, sizes.biases, -1, np.int32)
+        values = [each.values() for each in biases]
+        arrays["bias"] = _padded(values, sizes.biases, 0, np.float32)
+        arrays["stop"] = _padded([each.stop for each in rows], sizes.stops, -1, np.int32)
+        arrays["forced"] = _padded([each.forced for each in rows], sizes.forced, -1, np.int32)
         return cls(**arrays)
-
-    def take(self, index: jax.Array | np.ndarray) -> RowSampling:
-        """The rows of these numbers, int [taken], in their order."""
-        return jax.tree.map(lambda x: x[index], self)
-
-    def put(self, index: jax.Array | np.ndarray, rows: RowSampling) -> RowSampling:
-        """``rows`` at these numbers, int [put], the others as they are; a number beyond is none."""
-        return jax.tree.map(
-            lambda x, y: jnp.asarray(x).at[index].set(y, mode="drop"), self, rows
-        )
 
     def ends(self, token: jax.Array) -> jax.Array:
         """bool [rows]: whether a row's ``token``, int32 [rows], is one of its stop tokens."""
@@ -182,6 +161,8 @@ class RowSampling:
 
 
 _EMPTY = Sampling(temperature=0.0)
+_NUMBERS = ("temperature", "top_k", "top_p", "min_p", "min_tokens", "top")
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 def _check_fits(options: Sampling, sizes: Sizes) -> None:

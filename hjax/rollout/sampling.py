@@ -99,11 +99,8 @@ def draw(
     Raises:
       ValueError: counts without penalties, or penalties without counts.
     """
-    rows = (
-        RowSampling.uniform(options, logits.shape[-1])
-        if isinstance(options, Sampling)
-        else options
-    )
+    vocab = logits.shape[-1]
+    rows = RowSampling.uniform(options, vocab) if isinstance(options, Sampling) else options
     shared = rows.static and len(rows.temperature) == 1
     if (counts is None) != (rows.repetition_penalty is None):
         raise ValueError(
@@ -136,8 +133,7 @@ def draw(
     def of_part(logits: jax.Array, made: Any, position: jax.Array, own: Any, *more: Any) -> Draw:
         counts, allowed, told = more
         of_rows = rows if shared else own
-        given = position, of_rows, counts, allowed, known | told
-        return part.draw(logits, lambda: made, *given)
+        return part.draw(logits, lambda: made, position, of_rows, counts, allowed, known | told)
 
     split, whole = layout.spec(["batch", "vocab"]), layout.spec(["batch"])
     return jax.shard_map(
@@ -259,12 +255,10 @@ class _Part:
             picked = [x[:, None] for x in vocabulary.pick(tables, token, self.axes)]
             raw, own = picked[0], picked[-1]
             sampled = _normed(own * scale, norm)
-            if kept is not None:
-                sampled = _normed(sampled, kept.norm)
-            tells = asked["top"]
-            nothing = (None, None) if isinstance(tells, np.bool_) else no_tops(token.shape)
+            sampled = sampled if kept is None else _normed(sampled, kept.norm)
+            nothing = (None, None) if isinstance(asked["top"], np.bool_) else no_tops(token.shape)
             tops = _when(
-                tells,
+                asked["top"],
                 lambda: vocabulary.likeliest(final(), MOST_TOP, self.axes),
                 lambda: nothing,
             )

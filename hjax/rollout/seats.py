@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,16 +24,13 @@ class Seats:
     """How the arrays of an engine's states lie.
 
     Attributes:
-      parts: of groups and rows, each with numbers of its own.
-      stacked: an array of all layers, or one for each.
-      by_kernel: each row's tokens begin in its own column 0, and a group's rows lie together.
-      by_row: each row's tokens begin in its own column 0; else all are written into one column.
+      engine: an ``Engine``. Its parts, of groups and rows, have each numbers of their own; its
+        arrays are of all layers (``stacked``), or one for each. By the kernel each row's tokens
+        begin in its own column 0, and a group's rows lie together; ``by_row`` they begin there;
+        else all are written into one column.
     """
 
-    parts: int
-    stacked: bool
-    by_kernel: bool
-    by_row: bool
+    engine: Any
 
     def seated(
         self,
@@ -51,16 +49,16 @@ class Seats:
         """
         at_group, at_row = (functools.partial(self.put, where) for where in (groups, rows))
         there = new.drawn - 1  # tokens of a response that are in the cache
-        start = jnp.zeros(rows.shape, jnp.int32) if self.by_row else slots.column - there
+        start = jnp.zeros(rows.shape, jnp.int32) if self.engine.by_row else slots.column - there
         edges = start
         if columns is None:
             begin = end = jnp.zeros(groups.shape, jnp.int32)
-            edges = tokens if self.by_row else jnp.broadcast_to(slots.column, tokens.shape)
+            edges = tokens if self.engine.by_row else jnp.broadcast_to(slots.column, tokens.shape)
             start = edges - tokens
         else:
             # Prompts end where the state's prompts end, but for the kernel.
             held, read = columns
-            end = jnp.full(groups.shape, read if self.by_kernel else held, jnp.int32)
+            end = jnp.full(groups.shape, read if self.engine.by_kernel else held, jnp.int32)
             begin = end - tokens
         slots = dataclasses.replace(
             slots,
@@ -89,13 +87,13 @@ class Seats:
         one = functools.partial(self._tokens_in_rows, axis, begun, at, edges)
         if not rows:
             one = functools.partial(self._prompts_in_groups, scaled, at)
-        return jax.vmap(one)(old, x) if self.stacked else one(old, x)
+        return jax.vmap(one)(old, x) if self.engine.stacked else one(old, x)
 
     def _prompts_in_groups(
         self, scaled: bool, at: jax.Array, old: jax.Array, x: jax.Array
     ) -> jax.Array:
         more = old.shape[-1 if scaled else -2] - x.shape[-2]
-        sides = (0, more) if self.by_kernel else (more, 0)
+        sides = (0, more) if self.engine.by_kernel else (more, 0)
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [sides, (0, 0)])
         return self.put(at, old, x.swapaxes(-1, -2) if scaled else x)
 
@@ -112,14 +110,14 @@ class Seats:
         whatever a row had is given up."""
         read, size = x.shape[2], cache_axis.tokens_of(axis, old.shape)
         width = cache_axis.TILE if axis == cache_axis.TILES else 1
-        if self.by_row:  # what follows them is not there yet
+        if self.engine.by_row:  # what follows them is not there yet
             size = min(size, -(-read // width) * width)
-        if begun and self.by_kernel:  # by group, from column 0 on
+        if begun and self.engine.by_kernel:  # by group, from column 0 on
             x = x.reshape(at.shape[0], -1, *x.shape[1:]).swapaxes(1, 2)[..., :size, :]
         else:
             column = jnp.arange(size) - edges[:, None] + (0 if begun else read)
             x = jnp.take_along_axis(x, jnp.clip(column, 0, read - 1)[:, None, :, None], axis=2)
-            if self.by_kernel:  # with a dimension for samples
+            if self.engine.by_kernel:  # with a dimension for samples
                 x = x[:, :, None]
         here = axis % old.ndim
         held = jax.lax.slice_in_dim(old, 0, size // width, axis=here)
@@ -128,7 +126,7 @@ class Seats:
 
     def put(self, index: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
         """``old`` [many, ...] with ``new`` [some, ...] at numbers of its parts."""
-        parts = self.parts
+        parts = self.engine.parts
         cut = [x.reshape(parts, x.shape[0] // parts, *x.shape[1:]) for x in (old, index, new)]
         put = jax.vmap(lambda old, at, new: old.at[at].set(new.astype(old.dtype), mode="drop"))
         return put(*cut).reshape(old.shape)
@@ -144,7 +142,7 @@ class Seats:
         """What ``move`` leaves but for the cache."""
 
         def of(x: jax.Array, index: jax.Array | None) -> jax.Array:
-            return x if index is None else decode.taken(x, index, self.parts)
+            return x if index is None else decode.taken(x, index, self.engine.parts)
 
         column, start = slots.column, of(slots.start, rows)
         if first is not None:
@@ -167,8 +165,8 @@ class Seats:
         they will be, and how many; 0: as many."""
         axis, after, length = columns
         if index is not None:
-            some = functools.partial(decode.taken, index=index, parts=self.parts)
-            x = jax.vmap(some)(x) if self.stacked else some(x)
+            some = functools.partial(decode.taken, index=index, parts=self.engine.parts)
+            x = jax.vmap(some)(x) if self.engine.stacked else some(x)
         if not length and first is None:
             return x
         if axis == after and axis != cache_axis.TILES:

@@ -9,11 +9,11 @@ float32's rounding, docs/design.md section 9). Weights can be replaced between t
 
 from __future__ import annotations
 
-import collections
+import concurrent.futures
 import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -30,16 +30,16 @@ from hjax.rollout.prefixes import (
     Beginning,
     Prefixes,
     known_columns_for,
-    known_of,
     room_for,
+    texts,
+    unread,
     why_not,
 )
-from hjax.rollout.replacement import Replacement
 from hjax.rollout.requests import Piece, QueueFull, Request, Ticket
 from hjax.rollout.row_sampling import RowSampling, Sizes
-from hjax.rollout.scoring import Scorer, Scores, Top, tops
-from hjax.rollout.shapes import CHUNK, STEPS, Shapes
-from hjax.rollout.slots import Admission, Drawn, Known
+from hjax.rollout.scoring import Scorer, Top, tops
+from hjax.rollout.shapes import CHUNK, Shapes
+from hjax.rollout.slots import Admission, Drawn
 from hjax.rollout.table import Table
 from hjax.rollout.warm_up import WarmUp
 from hjax.sharding.arrays import place, to_numpy
@@ -76,7 +76,7 @@ class Service:
       context: tokens of a prompt and its response at most; 0: the model's positions.
 
     Raises:
-      ConfigError: a number out of its range.
+      ConfigError: a number out of its range, or tokens to keep where none can be kept.
 
     Attributes:
       max_tokens: of a prompt and its response together.
@@ -108,22 +108,24 @@ class Service:
         if prefix_tokens is None:
             most = max(PREFIX_TOKENS, self.max_tokens)
             prefix_tokens = 0 if why_not(self._engine) else room_for(self._engine, most)
+        if prefix_tokens and (reason := why_not(self._engine)):
+            raise ConfigError(f"prefix_tokens={prefix_tokens}: {reason}; give 0")
         self._prefixes = Prefixes(self._engine, prefix_tokens) if prefix_tokens else None
         self._scorer = Scorer(self._engine)
-        self._unscored: collections.deque[Ticket] = collections.deque()
-        self._reading: collections.deque[Ticket] = collections.deque()
         self._own = Sizes(model.config.vocab_size, penalties=True)
         self._shapes = Shapes(self._engine, self.slots, self.max_tokens, self._own)
         self._matchers = Matchers(model.tokenizer, model.config.vocab_size)
-        self._waiting: collections.deque[Ticket] = collections.deque()
-        self._table = Table(self._engine, self._shapes, self.max_tokens)
-        self._replacement: Replacement | None = None
+        self._waiting: list[Ticket] = []  # first come first, those among them that are being read
+        self._running: dict[int, Ticket] = {}  # by their numbers in the table
+        self._count = 0
+        self._table = Table(self._engine, self._shapes)
+        self._replacement: tuple[Any, concurrent.futures.Future[None]] | None = None
         self._changed = threading.Condition()
         self._asked = False
         self._closing, self._ends_at = False, 0.0
         self._error: BaseException | None = None
-        self._prompt_tokens = self._generated = self._cached = 0
-        self._guessed = self._right = 0
+        kinds = ("generated", "prompt", "cached", "guessed", "right")
+        self._told = {f"{kind}_tokens": 0 for kind in kinds}  # of ``stats``
         self._keys = jax.jit(jax.vmap(_key))
         self._every = functools.cache(self._every_token)
         self._thread = threading.Thread(target=self._serve, name="rollout service", daemon=True)
@@ -153,11 +155,11 @@ class Service:
         ticket = Ticket(request, matcher or self.prepare(request), on_piece)
         with self._changed:
             self._check_open("requests")
-            waiting = len(self._waiting) + len(self._unscored)
+            waiting = sum(not ticket.reading for ticket in self._waiting)
             if waiting >= self.max_queue:
                 raise QueueFull(f"{waiting} requests wait, as many as may; try later")
             self._asked = True
-            (self._unscored if request.scored else self._waiting).append(ticket)
+            self._waiting.append(ticket)
             self._changed.notify()
         return ticket
 
@@ -185,7 +187,8 @@ class Service:
         """
         if threading.current_thread() is self._thread:
             raise RunError("a request's listener cannot replace the weights; do it elsewhere")
-        replacement = Replacement(self._model.held(params))
+        taken: concurrent.futures.Future[None] = concurrent.futures.Future()
+        replacement = self._model.held(params), taken
         with self._changed:
             self._check_open("weights")
             if self._replacement is not None:
@@ -193,13 +196,13 @@ class Service:
             self._replacement = replacement
             self._changed.notify()
         try:
-            replacement.wait(seconds)
+            concurrent.futures.wait([taken], seconds)
         finally:
             with self._changed:
                 if self._replacement is replacement:
                     late = f"running requests did not end within {seconds} s"
                     self._end_replacement(f"{late}; the old weights go on")
-        replacement.check()
+        taken.result()
 
     def warm_up(self, told: Callable[[str], None] = lambda line: None) -> None:
         """Compile every program that requests may need, whatever their lengths, before the first.
@@ -214,12 +217,10 @@ class Service:
             self._check_open("requests")
             if self._asked:
                 raise RunError("warm_up comes before the first request")
-
-            def nobody(entries: int, room: tuple[int, int], known: Known | None) -> Admission:
-                return self._admission([None] * entries, np.zeros(entries), room, known)
-
-            given = self._shapes, self._model.params, self._prefixes, self._scorer, nobody
-            WarmUp(*given, self._every).run(told)
+            WarmUp(
+                self._shapes, self._model.params, self._prefixes, self._scorer,
+                admission=self._admission, every=self._every,
+            ).run(told)  # fmt: skip
 
     def stats(self) -> dict[str, float]:
         """``running``, ``waiting``, ``slots``, ``generated_tokens``, ``prompt_tokens``, of these
@@ -228,16 +229,12 @@ class Service:
         prefixes = self._prefixes
         with self._changed:
             return {
-                "running": sum(row is not None for row in self._table.rows),
-                "waiting": len(self._waiting) + len(self._reading) + len(self._unscored),
+                "running": len(self._running),
+                "waiting": len(self._waiting),
                 "slots": self.slots,
-                "generated_tokens": self._generated,
-                "prompt_tokens": self._prompt_tokens,
-                "cached_tokens": self._cached,
                 "kept_tokens": 0 if prefixes is None else prefixes.held,
                 "kept_room": 0 if prefixes is None else prefixes.room,
-                "guessed_tokens": self._guessed,
-                "right_tokens": self._right,
+                **self._told,
             }
 
     def close(self, seconds: float = 10.0) -> None:
@@ -256,8 +253,11 @@ class Service:
 
     def _end_replacement(self, refused: str = "") -> None:
         if self._replacement is not None:
-            self._replacement.end(refused)
-            self._replacement = None
+            (_, taken), self._replacement = self._replacement, None
+            if refused:
+                taken.set_exception(RunError(refused))
+            else:
+                taken.set_result(None)
 
     def _check(self, request: Request) -> None:
         vocab = self._model.config.vocab_size
@@ -290,7 +290,7 @@ class Service:
                     self._score()
                     self._read()
                     self._admit()
-                if self._table.busy:
+                if self._running:
                     self._decode()
         except BaseException as error:  # told to everybody who waits
             with self._changed:
@@ -304,10 +304,9 @@ class Service:
         """Wait for something to do; False: closed, and nothing is left."""
         with self._changed:
             while True:
-                running = self._table.busy
-                if self._replacement is not None and not running:
-                    self._take(self._replacement.params)
-                busy = self._waiting or self._reading or self._unscored or running
+                if self._replacement is not None and not self._running:
+                    self._take(self._replacement[0])
+                busy = self._waiting or self._running
                 if self._closing and (not busy or time.monotonic() > self._ends_at):
                     break
                 if busy:
@@ -321,14 +320,9 @@ class Service:
     def _take(self, params: Any) -> None:
         """Other weights, of which nothing is known yet."""
         self._scorer.clear()
-        for ticket in (*self._reading, *self._waiting):
+        for ticket in self._waiting:
             self._forget(ticket)
-            ticket.read, ticket.whole = 0, False
-        for queue in (self._reading, self._waiting):
-            for ticket in [each for each in queue if each.scores is not None]:
-                queue.remove(ticket)
-                ticket.scores = None
-                self._unscored.append(ticket)
+            ticket.read, ticket.whole, ticket.reading, ticket.scores = 0, False, False, None
         if self._prefixes is not None:
             self._prefixes.clear()
         self._table.state, self._model.params = None, params
@@ -336,69 +330,66 @@ class Service:
 
     def _end_all(self, finish: str) -> None:
         with self._changed:
-            left = [row for row in self._table.rows if row is not None]
-            for queue in (self._reading, self._waiting, self._unscored):
-                left += queue
-                queue.clear()
-            self._table.rows = [None] * len(self._table.rows)
+            left = [*self._running.values(), *self._waiting]
+            self._leave(set(left))
+            self._waiting.clear()
         for ticket in left:
             ticket.tell(Piece(finish=finish))
+
+    def _leave(self, tickets: set[Ticket]) -> np.ndarray:
+        """Their rows are free: bool [parts, rows], which these are."""
+        numbers = [number for number, ticket in self._running.items() if ticket in tickets]
+        rows = np.isin(self._table.who, numbers)
+        self._table.leave(rows)
+        for number in numbers:
+            del self._running[number]
+        return rows
 
     def _drop_cancelled(self) -> None:
         with self._changed:
             # Looked at once: clients cancel at any moment.
-            rows = self._table.rows
-            leaving = [row if row is not None and row.cancelled else None for row in rows]
-            gone = [row for row in leaving if row is not None]
-            for queue in (self._waiting, self._reading, self._unscored):
-                some = [ticket for ticket in queue if ticket.cancelled]
-                for ticket in some:
-                    queue.remove(ticket)
-                    self._forget(ticket)
-                gone += some
-            halted = np.array([row is not None for row in leaving])
-            self._table.give_up({row for row in leaving if row is not None})
-        self._table.halt(halted)
+            there = *self._running.values(), *self._waiting
+            gone = [ticket for ticket in there if ticket.cancelled]
+            for ticket in gone:
+                self._forget(ticket)
+            self._waiting = [ticket for ticket in self._waiting if ticket not in gone]
+            rows = self._leave(set(gone))
+        self._table.halt(rows)
         for ticket in gone:
             ticket.tell(Piece(finish="cancelled"))
 
+    def _first(self, of: Callable[[Ticket], bool]) -> Ticket | None:
+        """Of those who wait the first that is so."""
+        with self._changed:
+            return next(filter(of, self._waiting), None)
+
     def _score(self) -> None:
         """A prompt that is to be scored; who asks for nothing else has ended."""
-        if not self._unscored:
+        ticket = self._first(lambda ticket: ticket.unscored)
+        if ticket is None:
             return
-        ticket = self._unscored[0]
-        ticket.scores = self._scored(self._model.params, ticket)
-        ends = not ticket.request.max_tokens
-        with self._changed:
-            self._unscored.popleft()
-            if ends:
-                ticket.cached = 0
-                self._prompt_tokens += len(ticket.request.prompt)
-            else:
-                self._waiting.append(ticket)
-        if ends:
-            ticket.tell(Piece(finish="length", prompt=ticket.scores))
-
-    def _scored(self, params: Any, ticket: Ticket) -> Scores:
         prompt = ticket.request.prompt
-        return self._scorer(params, prompt, self._shapes.new(len(prompt)))
+        ticket.scores = self._scorer(self._model.params, prompt, self._shapes.new(len(prompt)))
+        if not ticket.request.max_tokens:
+            with self._changed:
+                self._waiting.remove(ticket)
+                ticket.cached = 0
+                self._told["prompt_tokens"] += len(prompt)
+            ticket.tell(Piece(finish="length", prompt=ticket.scores))
 
     def _read(self) -> None:
         """A chunk of a long prompt."""
-        if not self._reading:
+        ticket = self._first(lambda ticket: ticket.reading)
+        if ticket is None:
             return
         assert self._prefixes is not None
-        ticket = self._reading[0]
-        prompt = ticket.request.prompt
-        begun, params = ticket.begun, self._model.params
-        ticket.whole = not self._prefixes.read(params, prompt, CHUNK, self.max_tokens)
+        prompt, begun = ticket.request.prompt, ticket.begun
+        params, most = self._model.params, self.max_tokens
+        ticket.whole = not self._prefixes.read(params, [prompt], CHUNK, most)
         ticket.begun = self._prefixes.find(prompt)
         ticket.read += 0 if ticket.whole else CHUNK
         self._prefixes.release(begun)
-        if ticket.whole or len(prompt) - ticket.begun.tokens <= CHUNK:
-            with self._changed:
-                self._reading.popleft()
-                self._waiting.appendleft(ticket)
+        ticket.reading = not ticket.whole and len(prompt) - ticket.begun.tokens > CHUNK
 
     def _forget(self, ticket: Ticket) -> None:
         """Nothing is held for it."""
@@ -411,93 +402,127 @@ class Service:
 
         Of several whose prompts go on alike one comes now, the others when that is known.
         """
-        if self._prefixes is None:
-            return [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
         entering: list[Ticket] = []
-        later: list[Ticket] = []
         goes_on: set[tuple] = set()
-        while self._waiting and len(entering) < count:
-            ticket = self._waiting.popleft()
-            prompt = ticket.request.prompt
-            self._forget(ticket)
-            ticket.begun = self._prefixes.find(prompt)
-            known = ticket.begun.tokens
-            ahead = prompt[known : known + BLOCK]
-            if len(prompt) - known > CHUNK and not ticket.whole:
-                self._reading.append(ticket)
-            elif len(prompt) > known + BLOCK and (ticket.begun, ahead) in goes_on:
-                later.append(ticket)
-            else:
-                goes_on.add((ticket.begun, ahead))
-                entering.append(ticket)
-        self._waiting.extendleft(reversed(later))
+        for ticket in self._waiting:
+            if len(entering) == count:
+                break
+            if ticket.reading or ticket.unscored:
+                continue
+            if self._prefixes is not None:
+                prompt = ticket.request.prompt
+                self._forget(ticket)
+                ticket.begun = self._prefixes.find(prompt)
+                known = ticket.begun.tokens
+                ticket.reading = len(prompt) - known > CHUNK and not ticket.whole
+                ahead = ticket.begun, prompt[known : known + BLOCK]
+                later = len(prompt) > known + BLOCK and ahead in goes_on
+                if ticket.reading or later:
+                    continue
+                goes_on.add(ahead)
+            entering.append(ticket)
+        self._waiting = [ticket for ticket in self._waiting if ticket not in entering]
         return entering
 
     def _admit(self) -> None:
         """Let in some of those who wait."""
-        engine, table, shapes = self._engine, self._table, self._shapes
-        parts, taken = engine.parts, table.taken()
+        table, shapes, prefixes = self._table, self._shapes, self._prefixes
+        taken, rows = table.live.sum(axis=1), shapes.rows
 
         def room(rows: int, each: int) -> int:
             """How many may enter a state of so many rows, so many in each part."""
-            return int(np.clip(rows // parts - taken, 0, each).sum())
+            return int(np.clip(rows - taken, 0, each).sum())
 
         with self._changed:
-            entering = self._next(room(self.slots, shapes.together[-1]))
+            entering = self._next(room(rows[-1], shapes.together[-1]))
         if not entering:
             return
         count = len(entering)
-        each = next(n for n in shapes.together if room(self.slots, n) >= count)
+        each = next(n for n in shapes.together if room(rows[-1], n) >= count)
         longest = max(len(ticket.request.prompt) for ticket in entering)
-        table.ready(longest, next(n for n in shapes.rows if room(n, each) >= count))
-        assert table.state is not None
-        entries, where = table.seat(entering, each)
-        known, blocks, columns = None, None, 0
-        if self._prefixes is not None:
-            asked = [() if t is None else t.request.prompt for t in entries]
-            begun = [Beginning() if t is None else t.begun for t in entries]
-            columns = known_columns_for(longest, self.max_tokens)
-            known, blocks = known_of(asked, begun, columns), self._prefixes.blocks
-        by_part = [entries[at : at + each] for at in range(0, len(entries), each)]
+        self._ready(longest, next(n for n in rows if room(n, each) >= count))
+        with self._changed:
+            entries, where = self._seat(entering, each)
+        columns = 0 if prefixes is None else known_columns_for(longest, self.max_tokens)
         tokens = [
-            [len(t.request.prompt) - t.begun.tokens for t in some if t is not None]
-            for some in by_part
+            [len(t.request.prompt) - t.begun.tokens for t in entries[at : at + each] if t]
+            for at in range(0, len(entries), each)
         ]
-        sizes = shapes.room(tokens, each, columns)
-        new = self._admission(entries, where, sizes, known)
-        params = self._model.params
-        table.state, drawn = engine.admit(Sampling(), params, table.state, new, blocks)
+        new = self._admission(entries, where, shapes.room(tokens, each, columns), columns)
+        blocks = None if prefixes is None else prefixes.blocks
+        drawn = table.admit(Sampling(), self._model.params, new, blocks)
         with self._changed:
             for ticket in entering:
                 ticket.cached = max(ticket.begun.tokens - ticket.read, 0)
-                self._prompt_tokens += len(ticket.request.prompt)
-                self._cached += ticket.cached
-        if self._prefixes is not None:
-            seated = zip(entries, where.tolist(), strict=True)
-            kept = [(row, t.request.prompt) for t, row in seated if t is not None]
-            self._prefixes.keep(table.state, kept)
-            for ticket in entering:
-                self._forget(ticket)
+                self._told["prompt_tokens"] += len(ticket.request.prompt)
+                self._told["cached_tokens"] += ticket.cached
+        self._keep([(row, t.request.prompt) for row, t in self._rows() if t and t in entering])
+        for ticket in entering:
+            self._forget(ticket)
         self._hand_on(entries, drawn)
+
+    def _rows(self) -> Iterator[tuple[int, Ticket | None]]:
+        """Each row of the state with who has it."""
+        yield from enumerate(map(self._running.get, self._table.who.ravel().tolist()))
+
+    def _keep(self, sequences: list[tuple[int, Sequence[int]]]) -> None:
+        """What rows have computed, for prompts to come."""
+        if self._prefixes is not None and sequences:
+            self._prefixes.keep(self._table.state, sequences)
+
+    def _ready(self, tokens: int, rows: int) -> None:
+        """A state of so many rows of each part at least, where prompts of so many tokens may end in
+        the next column, or begin."""
+        engine, table, shapes = self._engine, self._table, self._shapes
+        if table.state is None:
+            # For the kernel all that a row may ever need.
+            most = self.max_tokens if engine.by_kernel else tokens
+            table.open(rows, shapes.longer(most, rows), tokens)
+            return
+        if rows > table.who.shape[1]:
+            table.widen(rows)
+        if engine.by_kernel or tokens <= table.column and not engine.by_row:
+            return
+        length = max(table.length, shapes.longer(tokens, table.who.shape[1]))
+        first = 0
+        if not engine.by_row:
+            # Further than is asked, as the next prompt is likely to be longer still.
+            further = min(2 * shapes.steps, length - shapes.spare - tokens)
+            first = table.column - tokens - further
+        table.move(first, length)
+
+    def _seat(
+        self, entering: list[Ticket], each: int
+    ) -> tuple[list[Ticket | None], np.ndarray]:
+        """Give rows to those who enter, by turns of the parts: who enters, by entry, and of each
+        entry its row within its part, one beyond for nobody."""
+        table, free = self._table, self._table.free()
+        seats = [(part, f[i]) for i in range(each) for part, f in enumerate(free) if i < len(f)]
+        entries: list[Ticket | None] = [None] * (len(free) * each)
+        where = np.full(len(entries), table.who.shape[1], np.int32)
+        used = [part * each for part in range(len(free))]
+        for ticket, (part, row) in zip(entering, seats):
+            self._count += 1
+            self._running[self._count] = ticket
+            table.seat(part, row, np.array([self._count]), len(ticket.request.prompt))
+            entries[used[part]], where[used[part]] = ticket, row
+            used[part] += 1
+        return entries, where
 
     def _admission(
         self,
         entries: list[Ticket | None],
         where: np.ndarray,
         room: tuple[int, int],
-        known: Known | None,
+        known: int,
     ) -> Admission:
         """What is not known of the prompts, and how they are answered; ``room``: columns of each
-        and of all without padding, as of ``Shapes``."""
+        and of all without padding, as of ``Shapes``; ``known``: as of ``unread``."""
         columns, flat = room
-        tokens = np.zeros((len(entries), columns), np.int32)
-        mask = np.zeros(tokens.shape, bool)
-        mask[:, -1] = True  # an entry that fills up has a token too
-        for at, ticket in enumerate(entries):
-            if ticket is not None:
-                new = ticket.request.prompt[ticket.begun.tokens :]
-                tokens[at, columns - len(new) :], mask[at, columns - len(new) :] = new, True
         asked = [None if t is None else t.request for t in entries]
+        prompts = [() if r is None else r.prompt for r in asked]
+        found = [Beginning() if t is None else t.begun for t in entries]
+        tokens, mask, begun = unread(prompts, found, columns, known)
         seeds = np.array([0 if r is None else r.seed for r in asked], np.uint32)
         choices = np.array([0 if r is None else r.choice for r in asked], np.int32)
         return Admission(
@@ -508,42 +533,30 @@ class Service:
             np.asarray(self._keys(seeds, choices)),
             np.array([1 if r is None else r.max_tokens for r in asked], np.int32),
             RowSampling.of([None if r is None else r.options for r in asked], self._own),
-            known,
-            self._texts(entries),
+            begun,
+            texts(prompts, self.max_tokens if self._engine.lookup else 0),
             self._allowed(entries),
             flat=flat,
         )
 
-    def _texts(self, entries: list[Ticket | None]) -> np.ndarray | None:
-        """Where guesses are looked up."""
-        if not self._engine.lookup:
-            return None
-        made = np.zeros((len(entries), self.max_tokens), np.int32)
-        for text, ticket in zip(made, entries, strict=True):
-            if ticket is not None:
-                text[: len(ticket.request.prompt)] = ticket.request.prompt
-        return made
-
     def _decode(self) -> None:
-        engine, table, steps = self._engine, self._table, STEPS
-        assert table.state is not None
-        if not engine.by_kernel:
-            if not self._waiting:
-                table.narrow()
-            table.make_room()
-        if not engine.by_row:
-            steps = min(STEPS, table.length - table.column)
-        most = STEPS + engine.lookup
+        table, shapes, running = self._table, self._shapes, self._running.values()
+        waits = self._first(lambda ticket: not ticket.reading and not ticket.unscored)
+        if waits is None and not self._engine.by_kernel:
+            rows = next(n for n in shapes.rows if n >= table.most_live)
+            if rows < table.who.shape[1]:
+                table.move(0, next(n for n in shapes.lengths_of(rows) if n >= table.length))
+                table.narrow(rows)
+        table.make_room(max(len(row.request.prompt) + len(row.tokens) for row in running))
         # What a matcher allows is known for one token ahead.
-        steps = 1 if any(row is not None and row.matcher for row in table.rows) else steps
-        given = Sampling(), self._model.params, table.state, steps, most
-        table.state, drawn = engine.decode(*given, self._allowed(table.rows))
-        table.column += drawn.steps
+        steps = 1 if any(row.matcher for row in running) else shapes.steps
+        entries = [ticket for _, ticket in self._rows()]
+        drawn = table.decode(Sampling(), self._model.params, steps, self._allowed(entries))
         with self._changed:
             if drawn.guessed is not None and drawn.right is not None:
-                self._guessed += int(drawn.guessed.sum())
-                self._right += int(drawn.right.sum())
-        self._hand_on(list(table.rows), drawn)
+                self._told["guessed_tokens"] += int(drawn.guessed.sum())
+                self._told["right_tokens"] += int(drawn.right.sum())
+        self._hand_on(entries, drawn)
 
     def _allowed(self, entries: Sequence[Ticket | None]) -> np.ndarray | jax.Array:
         """uint32 [entries, words], the tokens that each may draw: there is one program, whether
@@ -561,7 +574,7 @@ class Service:
 
     def _hand_on(self, entries: list[Ticket | None], drawn: Drawn) -> None:
         """What was drawn for each entry, to who asked for it."""
-        told: list[tuple[Ticket, Piece]] = []
+        told: dict[Ticket, Piece] = {}
         top = None
         if drawn.top is not None and any(t is not None and t.request.options.top for t in entries):
             top = [to_numpy(table) for table in drawn.top]
@@ -585,26 +598,21 @@ class Service:
             if top is not None and (count := ticket.request.options.top):
                 most = tops(*(table[at][mask][:, :count] for table in top))
             scores, ticket.scores = ticket.scores, None
-            told.append((ticket, Piece(tokens, sampled, policy, finish, most, scores)))
-        ended = {ticket for ticket, piece in told if piece.finish}
-        at_rows = [(i, row) for i, row in enumerate(self._table.rows) if row in ended]
-        self._halt_matched(at_rows)
-        if self._prefixes is not None and at_rows:
-            assert self._table.state is not None
-            # The last token drawn is not in the cache.
-            kept = [(i, (*row.request.prompt, *row.tokens[:-1])) for i, row in at_rows if row]
-            self._prefixes.keep(self._table.state, kept)
-        with self._changed:
-            self._generated += sum(len(piece.tokens) for _, piece in told)
-            self._table.give_up(ended)
-        for ticket, piece in told:
-            ticket.tell(piece)
-
-    def _halt_matched(self, ended: Sequence[tuple[int, Ticket | None]]) -> None:
-        """Of those that ended the engine would go on with some, of which matchers alone know."""
-        halted = np.zeros(len(self._table.rows), bool)
-        halted[[i for i, ticket in ended if ticket is not None and ticket.matcher]] = True
+            told[ticket] = Piece(tokens, sampled, policy, finish, most, scores)
+        ended = {ticket for ticket, piece in told.items() if piece.finish}
+        rows = [(row, ticket) for row, ticket in self._rows() if ticket in ended and ticket]
+        # Of those that ended the engine would go on with some, of which matchers alone know.
+        halted = np.zeros(self._table.who.shape, bool)
+        halted.flat[[row for row, ticket in rows if ticket.matcher]] = True
         self._table.halt(halted)
+        # The last token drawn is not in the cache.
+        self._keep([(row, (*t.request.prompt, *t.tokens[:-1])) for row, t in rows])
+        with self._changed:
+            count = sum(len(piece.tokens) for piece in told.values())
+            self._told["generated_tokens"] += count
+            self._leave(ended)
+        for ticket, piece in told.items():
+            ticket.tell(piece)
 
 
 def _key(seed: jax.Array, choice: jax.Array) -> jax.Array:

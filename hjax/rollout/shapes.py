@@ -1,6 +1,7 @@
-"""The sizes that a service's programs have: few, so that all can be compiled beforehand.
+"""The sizes that programs of services and rollouts have: few, so that all can be compiled before.
 
-Lengths are rounded up to these, and so is how many prompts are read together.
+Lengths are rounded up to these, and so is how many prompts are read together. Rows are those of a
+data-parallel part.
 """
 
 from __future__ import annotations
@@ -8,23 +9,24 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-import numpy as np
-
 from hjax.kernels.cache_axis import TILE
 from hjax.models.flat import rooms
-from hjax.rollout.engine import Engine
+from hjax.rollout.engine import STEPS, Engine
 from hjax.rollout.prefixes import columns_for
 from hjax.rollout.row_sampling import Sizes
-from hjax.rollout.slots import Size, State
+from hjax.rollout.slots import Size
+from hjax.rollout.work import Work
 
-# Tokens between two looks at who waits and who listens.
-STEPS = 8
 # Prompts that are read together: not more, so that others do not wait long for their next tokens.
 TOGETHER = (1, 4, 8)
 # Columns for what is new of prompts at least; others are powers of two times as many.
 NEW = 32
 # Tokens of a prompt that are read at a time, for the same reason; whole blocks.
 CHUNK = 512
+# Columns of a rollout's new cache; each further one has twice as many.
+COLUMNS = 64
+# Rows of all devices below which halving them saves nothing: weights are what is read.
+FEWEST = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Shapes:
     slots: int
     limit: int
     own: Sizes
+    steps = 8  # tokens between two looks at who waits and who listens
 
     @property
     def together(self) -> list[int]:
@@ -50,17 +53,17 @@ class Shapes:
 
     @property
     def rows(self) -> list[int]:
-        """Slots that a state may have, growing: where a free one costs as much as another, half as
+        """Rows that a state may have, growing: where a free one costs as much as another, half as
         many requests have half, few have few, and one alone has its own."""
         parts = self.engine.parts
         if self.engine.by_kernel:
-            return [self.slots]
-        return sorted({parts, *(-(-self.slots // (n * parts)) * parts for n in (8, 2, 1))})
+            return [self.slots // parts]
+        return sorted({1, *(-(-self.slots // (n * parts)) for n in (8, 2, 1))})
 
     @property
     def spare(self) -> int:
         """Columns that a state has more than are taken, so that it need not be moved often."""
-        return 4 * STEPS + self.engine.lookup
+        return 4 * self.steps + self.engine.lookup
 
     @property
     def lengths(self) -> list[int]:
@@ -80,14 +83,14 @@ class Shapes:
         return [*made, most]
 
     def lengths_of(self, rows: int) -> list[int]:
-        """Those of a state of so many slots: of less than half, powers of two and the last, as few
-        slots read few columns whatever there are."""
-        if rows >= self.slots / 2:
+        """Those of a state of so many rows: of less than half, powers of two and the last, as few
+        rows read few columns whatever there are."""
+        if rows * self.engine.parts >= self.slots / 2:
             return self.lengths
         return [n for n in self.lengths if n & (n - 1) == 0 or n == self.lengths[-1]]
 
     def longer(self, columns: int, rows: int) -> int:
-        """Columns of a state of so many slots in which so many are taken."""
+        """Columns of a state of so many rows in which so many are taken."""
         return next(n for n in self.lengths_of(rows) if n >= columns + self.spare)
 
     def new(self, tokens: int) -> int:
@@ -137,18 +140,126 @@ class Shapes:
         """All that ``new`` may say, growing."""
         return sorted({self.new(n) for n in range(1, self.limit + 1)})
 
-    def narrowed(self, state: State, kept: np.ndarray) -> State:
-        """A state with fewer slots, int [parts, rows] of each data-parallel part."""
-        numbers = kept.ravel().astype(np.int32)
-        return self.engine.move(state, numbers, numbers)
+    def shared(self, rows: int) -> bool:
+        """As of ``TableShapes``: each request has its own prompt."""
+        return False
 
-    def widened(self, state: State, rows: int) -> State:
-        """A state with more slots, the old ones first in each data-parallel part."""
-        parts = self.engine.parts
-        numbers = np.tile(np.arange(rows // parts, dtype=np.int32), parts)
-        return self.engine.move(state, numbers, numbers)
+    def after(self, first: int, column: int, length: int, rows: int) -> tuple[int, int]:
+        """As of ``TableShapes``."""
+        return first, self.longer(column - first, rows)
 
     def size(self, rows: int, length: int) -> Size:
-        """Of a state of so many slots and columns."""
-        text = self.limit if self.engine.lookup else 0
+        """Of a state of so many rows and columns."""
+        text, rows = self.limit if self.engine.lookup else 0, rows * self.engine.parts
         return Size(rows, rows, 1, 0, length, text, self.own, self.own.penalties)
+
+
+def lengths(limit: int, refills: bool) -> list[int]:
+    """Columns that a rollout's state may have, growing; the last is enough for sequences of
+    ``limit``.
+
+    Args:
+      limit: tokens of a sequence.
+      refills: whether sequences enter while others run: then some columns more, so that those
+        which nobody sees any more are not given up after every few tokens.
+    """
+    most = limit + 4 * STEPS if refills else limit
+    made = []
+    length = COLUMNS
+    while length < most:
+        made.append(length)
+        length *= 2
+    return [*made, most]
+
+
+def halves(rows: int, parts: int) -> list[int]:
+    """Rows of a data-parallel part that a rollout's state may have, falling."""
+    made = [rows]
+    while made[-1] % 2 == 0 and made[-1] * parts // 2 >= FEWEST:
+        made.append(made[-1] // 2)
+    return made
+
+
+class RolloutShapes:
+    """Of a rollout's states.
+
+    Args:
+      engine: its programs.
+      work: what is drawn.
+      prompt: columns of a prompt.
+
+    Attributes:
+      groups: prompts of a part at a time.
+      refills: whether others wait.
+      before: tokens that each response has as it enters.
+      rows: that a state may have, falling.
+      lengths: columns that it may have, growing: of those of whole responses, from what is there to
+        what will be.
+      pairs: rows and columns of all states: few rows are not worth a program before the tail.
+      drops_columns: whether columns that nobody sees any more are given up.
+    """
+
+    steps = STEPS
+
+    def __init__(self, engine: Engine, work: Work, prompt: int):
+        self.engine, self.work, self._prompt = engine, work, prompt
+        parts, samples, slots = engine.parts, work.samples, work.config.slots
+        # A mini-batch, of which the dry run describes an update, may have fewer prompts than parts.
+        self.groups = max(work.prompts.shape[0] // parts, 1)
+        if slots:
+            self.groups = min(self.groups, max(slots // (samples * parts), 1))
+        self.refills = self.groups * parts < work.prompts.shape[0]
+        self.drops_columns = self.refills and not engine.by_row
+        self.before = 0 if work.begun is None else work.begun.start
+        self.rows = [self.groups * samples]
+        # Of all parts of responses the same, so that these share their programs.
+        every = [work.limit]
+        if not engine.by_kernel:
+            self.rows = halves(self.rows[0], parts)
+            every = lengths(work.limit + engine.lookup, self.drops_columns)
+        enough = work.end + engine.lookup + 4 * STEPS * self.drops_columns
+        last = next((i for i, n in enumerate(every) if n >= enough), len(every) - 1)
+        self.lengths = [n for n in every[: last + 1] if n > self.before] or every[-1:]
+        self.pairs = [
+            (rows, length)
+            for i, rows in enumerate(self.rows)
+            for length in self.lengths
+            if i <= every.index(length) + 1 or length == every[-1]
+        ]
+
+    def fewer(self, rows: int, length: int) -> int:
+        """The rows that follow these; 0: the state stays as it is."""
+        made = self.rows[self.rows.index(rows) + 1 :][:1]
+        return made[0] if made and (made[0], length) in self.pairs else 0
+
+    def longer(self, length: int) -> int:
+        """The columns that follow these, or the last again."""
+        return next((n for n in self.lengths if n > length), length)
+
+    def lengths_of(self, rows: int) -> list[int]:
+        """As of ``TableShapes``."""
+        return self.lengths
+
+    def shared(self, rows: int) -> bool:
+        """As of ``TableShapes``; few rows have each its own prompt."""
+        return self.work.samples > 1 and (rows > self.groups or self.engine.by_kernel)
+
+    def after(self, first: int, column: int, length: int, rows: int) -> tuple[int, int]:
+        """As of ``TableShapes``."""
+        longer = self.longer(length)
+        if column - first > length - STEPS and longer != length:
+            return 0, longer
+        return first, length
+
+    def size(self, rows: int, length: int) -> Size:
+        """Of a state of so many rows and columns."""
+        work, parts = self.work, self.engine.parts
+        return Size(
+            parts * rows,
+            parts * min(self.groups, rows),
+            work.samples if self.shared(rows) else 1,
+            self._prompt,
+            length,
+            work.prompts.shape[1] + work.limit if self.engine.lookup else 0,
+            counted=work.config.sampling.penalised,
+        )

@@ -11,7 +11,6 @@ import numpy as np
 from hjax.kernels.decode import Slots
 from hjax.models.decoding import KVCache
 from hjax.rollout.counts import Counts
-from hjax.rollout.decode_state import DecodeState
 from hjax.rollout.row_sampling import RowSampling, Sizes
 from hjax.sharding.arrays import to_numpy
 
@@ -87,6 +86,7 @@ class State:
     rows: Running
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Admission:
     """Sequences that enter.
@@ -114,19 +114,19 @@ class Admission:
         had begun.
     """
 
-    prompts: np.ndarray
-    mask: np.ndarray
-    groups: np.ndarray
-    rows: np.ndarray
-    keys: np.ndarray
-    limit: np.ndarray
+    prompts: Any
+    mask: Any
+    groups: Any
+    rows: Any
+    keys: Any
+    limit: Any
     options: RowSampling | None = None
     known: Known | None = None
-    text: np.ndarray | None = None
-    allowed: np.ndarray | jax.Array | None = None
-    most: np.ndarray | None = None
+    text: Any = None
+    allowed: Any = None
+    most: Any = None
     begun: Begun | None = None
-    flat: int = 0
+    flat: int = dataclasses.field(default=0, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -191,7 +191,7 @@ class Drawn:
 
     Attributes:
       tokens: int32 [rows, steps], 0 where nothing was drawn; ``mask``: bool like it.
-      logprobs: by name, float32 like it, see ``hjax.rollout.decode_state``.
+      logprobs: by name, float32 like it, see ``hjax.rollout.stepping``.
       done: bool [rows].
       steps: that were taken.
       guessed, right: int [rows], tokens that were guessed, and how many of these were drawn; None:
@@ -211,10 +211,10 @@ class Drawn:
     top: tuple[jax.Array, jax.Array] | None = None
 
     @classmethod
-    def of(cls, drawn: DecodeState) -> Drawn:
+    def of(cls, drawn: dict[str, Any]) -> Drawn:
         """What a program gave, read from the devices."""
         top = drawn.get("top")
         host = jax.tree.map(to_numpy, {k: x for k, x in drawn.items() if k != "top"})
-        tables = host["tokens"], host["mask"], host["logprobs"], host["done"]
-        steps = int(host.get("steps", 1))
-        return cls(*tables, steps, host.get("guessed"), host.get("right"), top)
+        same = {name: host[name] for name in ("tokens", "mask", "logprobs", "done")}
+        more = {name: host.get(name) for name in ("guessed", "right")}
+        return cls(**same, **more, steps=int(host.get("steps", 1)), top=top)

@@ -22,11 +22,12 @@ from hjax.models.compute import Compute
 from hjax.models.continuing import Blocks
 from hjax.models.decoding import KVCache
 from hjax.models.parameters import Network, Weights
-from hjax.rollout import decode_state
 from hjax.rollout.engine import Engine
 from hjax.rollout.options import Sampling
 from hjax.rollout.seats import Seats
-from hjax.rollout.slots import Size, State
+from hjax.rollout.slots import Prompts, Running, Size, State
+from hjax.rollout.stepping import DecodeState, Pass
+from hjax.rollout.work import GenerationConfig
 from hjax.sharding.layout import Layout
 from hjax.sharding.pipeline import summed
 
@@ -34,35 +35,17 @@ AXIS = "pipe"
 _SPLIT, _WHOLE = PartitionSpec(AXIS), PartitionSpec()
 
 
-@dataclasses.dataclass(frozen=True)
 class _StagedSeats(Seats):
-    """Of caches that are laid out by turn.
+    """Of caches that are laid out by turn."""
 
-    Attributes:
-      by_turn, by_layer: change an array of the cache from one order to the other.
-    """
+    def entered(self, way: Any, old: jax.Array, *more: jax.Array) -> jax.Array:
+        engine = self.engine
+        made: jax.Array = engine._by_turn(super().entered(way, engine._by_layer(old), *more))
+        return made
 
-    by_turn: Callable[[jax.Array], jax.Array]
-    by_layer: Callable[[jax.Array], jax.Array]
-
-    def entered(
-        self,
-        way: tuple[bool, int, bool, bool],
-        old: jax.Array,
-        x: jax.Array,
-        at: jax.Array,
-        edges: jax.Array,
-    ) -> jax.Array:
-        return self.by_turn(super().entered(way, self.by_layer(old), x, at, edges))
-
-    def cut(
-        self,
-        x: jax.Array,
-        columns: tuple[int, int, int],
-        index: jax.Array | None,
-        first: jax.Array | None,
-    ) -> jax.Array:
-        return self.by_turn(super().cut(self.by_layer(x), columns, index, first))
+    def cut(self, x: jax.Array, *more: Any) -> jax.Array:
+        made: jax.Array = self.engine._by_turn(super().cut(self.engine._by_layer(x), *more))
+        return made
 
 
 class StagedEngine(Engine):
@@ -77,12 +60,11 @@ class StagedEngine(Engine):
         network: Network,
         layout: Layout,
         compute: Compute,
-        cache_form: str,
-        guesses: int = 0,
-        int8: bool = False,
+        **how: Any,
     ):
-        compute = dataclasses.replace(compute, unroll_layers=False)
-        super().__init__(network, layout, compute, cache_form, guesses=guesses, int8=int8)
+        super().__init__(
+            network, layout, dataclasses.replace(compute, unroll_layers=False), **how
+        )
         self.stages = layout.ways("layers")
         # While the stages run empty the first ones write beyond the last token.
         self.spare = 1
@@ -167,36 +149,13 @@ class StagedEngine(Engine):
         state: State,
         numbers: jax.Array,
         allowed: jax.Array | None,
-    ) -> tuple[State, decode_state.DecodeState]:
+    ) -> tuple[State, DecodeState]:
         steps = numbers[0]  # a full pipeline goes on whoever has ended
         model, way, stages = self.network.bind(params), self._pass(sampling, state), self.stages
         slots = dataclasses.replace(state.slots, parts=self.layout.ways("batch"))
         slots, bits, before = self._cut_rows((slots, allowed, state.rows.drawn))
 
-        def body(params: Weights, cache: KVCache, received: Any, x: Any, now: Any) -> Any:
-            running, time, slots = now
-            stage, turn = jax.lax.axis_index(AXIS), time - jax.lax.axis_index(AXIS)
-            index = turn % stages
-            slots, running = jax.tree.map(lambda x: x[index], (slots, running))
-            # Before its first turn a stage writes where its first true token will be written.
-            column = slots.column + jnp.maximum(turn // stages, 0)
-            slots = dataclasses.replace(slots, column=column)
-            model = self.network.bind(params)
-            out, cache, _ = model.run(
-                jnp.where(stage == 0, x, received[0]),
-                way.positions(running),
-                way.sees(slots, running),
-                cache,
-                self.compute,
-                first=index,
-                stride=stages,
-                rotary=model.rotary(running.tokens + running.most),
-            )
-            last = summed(jnp.where(stage == stages - 1, out, 0), AXIS)
-            return cache, self._pass_on(out)[None], last
-
-        in_specs = (self._of_params, _SPLIT, _SPLIT, _WHOLE, _WHOLE)
-        run = self._map(body, in_specs, (_SPLIT, _SPLIT, _WHOLE))
+        run = self._through(way)
 
         def of(tree: Any, index: int | jax.Array) -> Any:
             return jax.tree.map(lambda x: x[index], tree)
@@ -205,8 +164,9 @@ class StagedEngine(Engine):
             """Rows with what a micro-batch drew of the hidden states that came out."""
             logits = way.logits(model, model.finish(hidden, self.compute))
             running, drawn = of(rows, index)
-            given = logits, way.tokens(running), before[index], step, of(bits, index)
-            new = way.took(running, drawn, *given)
+            new = way.took(
+                running, drawn, logits, way.tokens(running), before[index], step, of(bits, index)
+            )
             return jax.tree.map(lambda x, one: x.at[index].set(one), rows, new)
 
         def tick(carry: Any) -> Any:
@@ -241,39 +201,50 @@ class StagedEngine(Engine):
         slots = dataclasses.replace(state.slots, column=state.slots.column + taken)
         return State(cache, slots, running), drawn | {"steps": taken, "done": running.done}
 
-    def whole(
+    def _through(self, way: Pass) -> Callable[..., Any]:
+        """A tick of all stages: what each has of the cache and passes on, and what comes out."""
+        stages = self.stages
+
+        def body(params: Weights, cache: KVCache, received: Any, x: Any, now: Any) -> Any:
+            running, time, slots = now
+            stage, turn = jax.lax.axis_index(AXIS), time - jax.lax.axis_index(AXIS)
+            index = turn % stages
+            slots, running = jax.tree.map(lambda x: x[index], (slots, running))
+            # Before its first turn a stage writes where its first true token will be written.
+            column = slots.column + jnp.maximum(turn // stages, 0)
+            slots = dataclasses.replace(slots, column=column)
+            model = self.network.bind(params)
+            out, cache, _ = model.run(
+                jnp.where(stage == 0, x, received[0]),
+                way.positions(running),
+                way.sees(slots, running),
+                cache,
+                self.compute,
+                first=index,
+                stride=stages,
+                rotary=model.rotary(running.tokens + running.most),
+            )
+            last = summed(jnp.where(stage == stages - 1, out, 0), AXIS)
+            return cache, self._pass_on(out)[None], last
+
+        in_specs = (self._of_params, _SPLIT, _SPLIT, _WHOLE, _WHOLE)
+        return self._map(body, in_specs, (_SPLIT, _SPLIT, _WHOLE))
+
+    def _rest(
         self,
-        sampling: Sampling,
+        config: GenerationConfig,
         params: Weights,
-        prompts: jax.Array,
         mask: jax.Array,
-        keys: jax.Array,
-        samples: int,
-        limit: int,
-    ) -> decode_state.DecodeState:
-        """Inside jit: so many samples of each prompt, all together, in one program.
-
-        Args:
-          sampling, params: as of ``admit``.
-          prompts, mask: as of ``Admission``.
-          keys: uint32 [prompts * samples, n].
-          samples, limit: of each prompt, and tokens of each.
-
-        Returns:
-          the tables [prompts * samples, limit], and ``done`` for rows with a token that ends them.
-        """
-        groups, rows = prompts.shape[0], prompts.shape[0] * samples
-        limits = jnp.full(rows, limit, jnp.int32)
-        how_many = samples, sampling.penalised, 0
-        read = self._read_prompts(how_many, params, prompts, mask, None, limits, None, None)
-        given = dict.fromkeys(("text", "begun", "options", "allowed"))
-        given |= {"limit": limits, "most": limits, "keys": keys}
-        running, first = self._begun(sampling, read.logits, read.tokens, read.counts, given)
-        size = Size(rows, groups, samples, prompts.shape[1], limit)
-        state = self._zeros(size, jnp.int32(0))
+        read: Prompts,
+        running: Running,
+        drawn: DecodeState,
+    ) -> DecodeState:
+        samples, limit, (groups, prompt) = config.samples, config.max_new_tokens, mask.shape
+        rows = groups * samples
+        state = self._zeros(Size(rows, groups, samples, prompt, limit), jnp.int32(0))
         prompt_k, prompt_v = (jax.tree.map(self._by_turn, x) for x in (read.k, read.v))
         cache = dataclasses.replace(state.cache, prompt_k=prompt_k, prompt_v=prompt_v)
-        end = jnp.full(groups, prompts.shape[1], jnp.int32)
+        end = jnp.full(groups, prompt, jnp.int32)
         slots = dataclasses.replace(state.slots, begin=end - read.tokens, end=end)
         if samples > 1:
             number = jnp.arange(rows, dtype=jnp.int32) % (rows // self.parts)
@@ -281,13 +252,13 @@ class StagedEngine(Engine):
             slots = dataclasses.replace(slots, members=members, place=number)
         state = State(cache, slots, running)
         numbers = jnp.array([limit - 1, 0], jnp.int32)
-        state, drawn = self._decoded(sampling, max(limit - 1, 1), params, state, numbers, None)
-        made = {}
-        for name in ("tokens", "mask", "logprobs"):
-            both = first[name], drawn[name]
-            made[name] = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1)[:, :limit], *both)
-        stop = jnp.asarray(sampling.stop, jnp.int32)
-        return made | {"done": jnp.any(state.rows.last[:, None] == stop, axis=-1)}
+        _, more = self._decoded(config.sampling, max(limit - 1, 1), params, state, numbers, None)
+
+        def joined(first: jax.Array, others: jax.Array) -> jax.Array:
+            return jnp.concatenate([first[:, :1], others], axis=1)[:, :limit]
+
+        names = ("tokens", "mask", "logprobs")
+        return {name: jax.tree.map(joined, drawn[name], more[name]) for name in names}
 
     def _cut_rows(self, tree: Any) -> Any:
         """Arrays [rows, ...] by micro-batch, [stages, rows / stages, ...]."""
@@ -301,8 +272,7 @@ class StagedEngine(Engine):
         return dataclasses.replace(state, cache=jax.tree.map(self._by_turn, state.cache))
 
     def _seats(self) -> Seats:
-        way = self.parts, self.stacked, self.by_kernel, self.by_row
-        return _StagedSeats(*way, self._by_turn, self._by_layer)
+        return _StagedSeats(self)
 
     def _held(self, x: jax.Array) -> jax.Array:
         return self.layout.constrain(x, "layers", "batch", "kv_heads")

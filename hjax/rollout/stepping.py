@@ -13,64 +13,93 @@ import jax.numpy as jnp
 
 from hjax.kernels.decode import Seen, Slots
 from hjax.models.attention import Attention
-from hjax.models.compute import Compute
 from hjax.models.decoding import Decode, DecodeSlots
-from hjax.rollout import decode_state, lookup, vocabulary
+from hjax.rollout import lookup, vocabulary
 from hjax.rollout.counts import Counts, counted
-from hjax.rollout.decode_state import DecodeState
 from hjax.rollout.options import Sampling
 from hjax.rollout.row_sampling import RowSampling
-from hjax.rollout.sampling import draw
+from hjax.rollout.sampling import Draw, draw, no_tops
 from hjax.rollout.slots import Running
-from hjax.sharding.layout import Layout
+
+DecodeState = dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class Drawing:
-    """How rows draw a token.
+def start(rows: int, length: int, sampling: Sampling | None) -> DecodeState:
+    """Nothing drawn yet: tables of [rows, length] and the rows that are done.
 
-    Attributes:
-      sampling: of rows without options of their own.
-      compute: whose kernels draw.
-      layout: the generate layout.
+    Args:
+      rows, length: of the tables.
+      sampling: of all rows; None: each has options of its own.
     """
+    return {
+        "last": jnp.zeros((rows,), jnp.int32),
+        "done": jnp.zeros((rows,), bool),
+        "tokens": jnp.zeros((rows, length), jnp.int32),
+        "mask": jnp.zeros((rows, length), bool),
+        "logprobs": {name: jnp.zeros((rows, length), jnp.float32) for name in _reported(sampling)},
+    } | ({"top": no_tops((rows, length))} if sampling is None else {})
 
-    sampling: Sampling
-    compute: Compute
-    layout: Layout
 
-    def empty(self, rows: int, most: int, options: RowSampling | None) -> DecodeState:
-        """Tables of so many columns, with nothing drawn."""
-        return decode_state.start(rows, most, self.sampling if options is None else None)
+def entered(state: DecodeState, drawn: Draw, ends: jax.Array, at: int | jax.Array) -> DecodeState:
+    """What rows drew, in column ``at`` of the tables, or of each row its own.
 
-    def token(
-        self,
-        drawn: DecodeState,
-        logits: jax.Array,
-        options: RowSampling | None,
-        counts: Counts | None,
-        keys: jax.Array,
-        position: jax.Array,
-        at: jax.Array,
-        allowed: jax.Array | None,
-    ) -> tuple[DecodeState, Counts | None]:
-        """Each row's token at ``position``, in column ``at`` of the tables."""
-        if options is None:
-            rows = RowSampling.uniform(self.sampling, logits.shape[-1])
-        else:  # of rows that have ended nobody asks for more
-            rows = dataclasses.replace(options, top=jnp.where(drawn["done"], 0, options.top))
-        new = draw(
-            logits,
-            jax.random.wrap_key_data(keys),
-            position,
-            rows,
-            counts=counts,
-            kernels=self.compute.kernels,
-            layout=self.layout,
-            allowed=allowed,
-        )
-        counts = counted(counts, new.token, ~drawn["done"], self.layout)
-        return decode_state.entered(drawn, new, rows.ends(new.token), at), counts
+    Args:
+      state: of ``start``.
+      drawn: a token for every row; that of one that is done is left out.
+      ends: bool [rows], whether the token is a row's last.
+      at: int32 [] or [rows].
+    """
+    done, at = state["done"], jnp.asarray(at, jnp.int32)
+
+    def put(table: jax.Array, column: Any) -> jax.Array:
+        further = (1,) * (table.ndim - 2)
+        if at.ndim:
+            here = (jnp.arange(table.shape[1]) == at[:, None]) & ~done[:, None]
+            return jnp.where(here.reshape(*here.shape, *further), column[:, None], table)
+        column = jnp.where(done.reshape(-1, *further), jnp.zeros_like(column), column)
+        return jax.lax.dynamic_update_slice_in_dim(table, column[:, None], at, 1)
+
+    return state | {
+        "last": jnp.where(done, 0, drawn.token),
+        "done": done | ends,
+        "tokens": put(state["tokens"], drawn.token),
+        "mask": put(state["mask"], ~done),
+        "logprobs": {
+            name: put(table, getattr(drawn, _FIELDS[name]))
+            for name, table in state["logprobs"].items()
+        },
+    } | (
+        {"top": tuple(map(put, state["top"], (drawn.top_tokens, drawn.top)))}
+        if "top" in state
+        else {}
+    )
+
+
+def responses(state: DecodeState) -> dict[str, jax.Array]:
+    """The rollout's entries that were drawn."""
+    return {
+        "responses": state["tokens"],
+        "response_mask": state["mask"],
+        "truncated": ~state["done"],
+        **state["logprobs"],
+    }
+
+
+# Name in the batch -> field of ``Draw``.
+_FIELDS = {
+    "logprobs": "sampled",
+    "policy_logprobs": "policy",
+    "untempered_logprobs": "untempered",
+}
+
+
+def _reported(sampling: Sampling | None) -> list[str]:
+    """Which log-probs a rollout carries."""
+    if sampling is None:
+        return ["logprobs", "policy_logprobs"]
+    changed = sampling.truncates or sampling.alters
+    asked = (True, changed, changed or sampling.tempered)
+    return [name for name, wanted in zip(_FIELDS, asked, strict=True) if wanted]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,26 +107,53 @@ class Pass:
     """One pass over the weights.
 
     Attributes:
-      drawing: of tokens.
-      guesses: tokens that are guessed at a time.
-      by_kernel: whether the kernel reads the cache.
-      own_prompts: whether rows have their prompts among their own tokens.
+      engine: an ``Engine``.
+      sampling: of rows without options of their own.
       length: columns of the cache.
+      own_prompts: whether rows have their prompts among their own tokens.
     """
 
-    drawing: Drawing
-    guesses: int
-    by_kernel: bool
-    own_prompts: bool
-    length: int
+    engine: Any
+    sampling: Sampling
+    length: int = 0
+    own_prompts: bool = False
+
+    def token(
+        self,
+        drawn: DecodeState,
+        logits: jax.Array,
+        rows: Running,
+        column: jax.Array | int,
+        allowed: jax.Array | None,
+    ) -> tuple[DecodeState, Counts | None]:
+        """The token that each row draws next, in a column of the tables, or of each its own; and
+        the tokens that it has then."""
+        options, engine = rows.options, self.engine
+        if options is None:
+            options = RowSampling.uniform(self.sampling, logits.shape[-1])
+        else:  # of rows that have ended nobody asks for more
+            top = jnp.where(drawn["done"], 0, options.top)
+            options = dataclasses.replace(options, top=top)
+        new = draw(
+            logits,
+            jax.random.wrap_key_data(rows.keys),
+            rows.drawn,
+            options,
+            counts=rows.counts,
+            kernels=engine.compute.kernels,
+            layout=engine.layout,
+            allowed=allowed,
+        )
+        counts = counted(rows.counts, new.token, ~drawn["done"], engine.layout)
+        return entered(drawn, new, options.ends(new.token), column), counts
 
     def start(self, running: Running, most: int) -> DecodeState:
-        """Tables of ``most`` columns."""
-        rows, layout = running.done.shape[0], self.drawing.layout
-        drawn = self.drawing.empty(rows, most, running.options) | {"done": running.done}
-        if self.guesses:
+        """Tables of ``most`` columns, with nothing drawn."""
+        rows, sampling = running.done.shape[0], None if running.options else self.sampling
+        drawn = start(rows, most, sampling) | {"done": running.done}
+        if self.engine.lookup:
             drawn |= dict.fromkeys(("guessed", "right"), jnp.zeros(rows, jnp.int32))
-        return jax.tree.map(lambda x: layout.constrain(x, "batch"), drawn)
+        return jax.tree.map(lambda x: self.engine.layout.constrain(x, "batch"), drawn)
 
     def tokens(self, running: Running) -> jax.Array:
         """int32 [rows, 1 + guesses]: each row's last token, and those that are guessed after it."""
@@ -105,12 +161,13 @@ class Pass:
         if running.text is None:
             return last
         there = running.tokens + running.drawn
-        return jnp.concatenate([last, lookup.guesses(running.text, there, self.guesses)], axis=1)
+        guesses = lookup.guesses(running.text, there, self.engine.lookup)
+        return jnp.concatenate([last, guesses], axis=1)
 
     def positions(self, running: Running) -> jax.Array:
         """int32 [rows, 1 + guesses], of ``tokens`` in their sequences."""
         first = running.tokens + running.drawn - 1
-        return first[:, None] + jnp.arange(1 + self.guesses)
+        return first[:, None] + jnp.arange(1 + self.engine.lookup)
 
     def own(self, running: Running) -> jax.Array:
         """int32 [rows]: tokens of each that are among its own in the cache."""
@@ -118,19 +175,19 @@ class Pass:
 
     def sees(self, slots: Slots, running: Running) -> Attention:
         """What ``tokens`` see."""
-        layout, own = self.drawing.layout, self.own(running)
-        if self.by_kernel:
+        layout, own = self.engine.layout, self.own(running)
+        if self.engine.by_kernel:
             where = jnp.where(running.done, -1, own).reshape(slots.begin.shape[0], -1)
             return Decode(Seen(slots.begin, slots.end, where), layout, self.length / 2)
-        if self.guesses:
+        if self.engine.lookup:
             slots = dataclasses.replace(slots, start=jnp.zeros_like(own), column=own)
         return DecodeSlots(slots, layout)
 
     def logits(self, model: Any, hidden: jax.Array) -> jax.Array:
         """float32 [rows, 1 + guesses, vocab] of hidden states, or without guesses [rows, vocab]."""
-        axes = ("batch", None, "vocab") if self.guesses else ("batch", "vocab")
-        logits = model.logits(hidden if self.guesses else hidden[:, 0])
-        return self.drawing.layout.constrain(logits, *axes)
+        axes = ("batch", None, "vocab") if self.engine.lookup else ("batch", "vocab")
+        logits = model.logits(hidden if self.engine.lookup else hidden[:, 0])
+        return self.engine.layout.constrain(logits, *axes)
 
     def took(
         self,
@@ -151,10 +208,9 @@ class Pass:
           column: int32 [], of the tables, where nothing is guessed.
           allowed: as of ``Engine.decode``.
         """
-        if self.guesses:
+        if self.engine.lookup:
             return self._several(running, drawn, logits, tokens, before, allowed)
-        way = running.options, running.counts, running.keys, running.drawn
-        drawn, counts = self.drawing.token(drawn, logits, *way, column, allowed)
+        drawn, counts = self.token(drawn, logits, running, column, allowed)
         number = running.drawn + ~running.done
         done = drawn["done"] | (number >= running.limit)
         running = dataclasses.replace(
@@ -178,12 +234,9 @@ class Pass:
             """``going``: the rows whose guesses have been right so far."""
             t, going, running, drawn = carry
             of_token = jax.lax.dynamic_index_in_dim(logits, t, 1, keepdims=False)
-            of_token = self.drawing.layout.constrain(of_token, "batch", "vocab")
-            way = running.options, running.counts, running.keys, running.drawn
-            column = running.drawn - before
-            drawn, counts = self.drawing.token(
-                drawn | {"done": ~going}, of_token, *way, column, allowed
-            )
+            of_token = self.engine.layout.constrain(of_token, "batch", "vocab")
+            column, drawn = running.drawn - before, drawn | {"done": ~going}
+            drawn, counts = self.token(drawn, of_token, running, column, allowed)
             token, number = drawn["last"], running.drawn + going
             length = running.tokens + running.drawn
             done = running.done | (going & (drawn["done"] | (number >= running.limit)))
@@ -196,7 +249,7 @@ class Pass:
                 text=with_token(running.text, length, token, going),
             )
             guess = jax.lax.dynamic_index_in_dim(
-                tokens, jnp.minimum(t + 1, self.guesses), 1, keepdims=False
+                tokens, jnp.minimum(t + 1, self.engine.lookup), 1, keepdims=False
             )
             going = going & ~done & (token == guess)
             right = drawn["right"] + (going & (t < ahead))
@@ -213,7 +266,7 @@ class Pass:
 
     def _ahead(self, allowed: jax.Array | None) -> jax.Array:
         """int32 []: guesses that count, as what may be drawn is known of one token."""
-        return jnp.where(vocabulary.bans(allowed), 0, self.guesses)
+        return jnp.where(vocabulary.bans(allowed), 0, self.engine.lookup)
 
     def goes_on(
         self, running: Running, before: jax.Array, most: int, live: jax.Array | None = None
@@ -224,10 +277,10 @@ class Pass:
         whether there is a row, if somebody has counted already.
         """
         going = ~jnp.all(running.done) if live is None else live
-        if self.guesses:
+        if self.engine.lookup:
             own = jnp.max(jnp.where(running.done, 0, self.own(running)))
             drawn = jnp.max(running.drawn - before)
-            going &= (own + self.guesses < self.length) & (drawn + self.guesses < most)
+            going &= (own + self.engine.lookup < self.length) & (drawn + self.engine.lookup < most)
         return going
 
 

@@ -1,13 +1,43 @@
-"""Who has which row of an engine's state, and how many rows and columns it has."""
+"""Who has which row of an engine's state, and how many rows and columns it has.
+
+One table for a rollout's schedule and for a service: what differs is who enters when
+(``hjax.rollout.scheduler``, ``hjax.rollout.service``), and which sizes there are
+(``hjax.rollout.shapes``).
+"""
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 import numpy as np
 
+from hjax.models.continuing import Blocks
+from hjax.models.parameters import Weights
 from hjax.rollout.engine import Engine
-from hjax.rollout.requests import Ticket
-from hjax.rollout.shapes import STEPS, Shapes
-from hjax.rollout.slots import State
+from hjax.rollout.options import Sampling
+from hjax.rollout.slots import Admission, Drawn, Size
+from hjax.rollout.work import NOBODY
+
+
+class TableShapes(Protocol):
+    """Sizes that a table's states may have; rows are those of a data-parallel part."""
+
+    @property
+    def steps(self) -> int:
+        """Tokens that a row draws in a dispatch."""
+
+    def size(self, rows: int, length: int) -> Size:
+        """Of a state."""
+
+    def lengths_of(self, rows: int) -> list[int]:
+        """Columns of states of so many rows, growing."""
+
+    def shared(self, rows: int) -> bool:
+        """Whether prompts stand once for their samples; else each row has its own."""
+
+    def after(self, first: int, column: int, length: int, rows: int) -> tuple[int, int]:
+        """The column that is to be the first, and how many there are to be, where all of
+        ``length`` are taken up to ``column`` and nobody sees those before ``first``."""
 
 
 class Table:
@@ -16,125 +46,152 @@ class Table:
     Args:
       engine: whose state it is.
       shapes: rows and columns that a state may have.
-      max_tokens: of a prompt and its response together.
+      samples: sequences of a prompt, whose numbers follow one another.
 
     Attributes:
-      rows: of each row who has it.
-      start: int64 like it, the column of its first token.
-      state: None before anybody comes.
+      who: int [parts, rows], the number of each row's sequence; NOBODY: it is free.
+      group: int [parts, groups], the number of each group's prompt, the last that it had.
+      start: int [parts, rows], the column of each one's first token.
+      state: of the engine; None before anybody comes.
       length: columns of the state.
       column: that the next token goes into.
     """
 
-    def __init__(self, engine: Engine, shapes: Shapes, max_tokens: int):
-        self.engine, self.shapes, self.max_tokens = engine, shapes, max_tokens
-        self.rows: list[Ticket | None] = [None] * shapes.rows[0]
-        self.start = np.zeros(len(self.rows), np.int64)
+    def __init__(self, engine: Engine, shapes: TableShapes, samples: int = 1):
+        self.engine, self.shapes, self.samples = engine, shapes, samples
+        self.who = self.group = np.full((engine.parts, 1), NOBODY)
+        self.start = np.zeros(self.who.shape, np.int64)
         self.length = self.column = 0
-        self.state: State | None = None
+        self.state: Any = None
+
+    def open(self, rows: int, length: int, column: int = 0) -> Table:
+        """A new state, where nobody is."""
+        parts, size = self.engine.parts, self.shapes.size(rows, length)
+        self.who = np.full((parts, rows), NOBODY)
+        self.group = np.full((parts, size.groups // parts), NOBODY)
+        self.start = np.zeros(self.who.shape, np.int64)
+        self.length, self.column = length, column
+        self.state = self.engine.empty(size, column)
+        return self
 
     @property
-    def busy(self) -> bool:
-        """Whether anybody has a row."""
-        return any(row is not None for row in self.rows)
+    def live(self) -> np.ndarray:
+        """bool [parts, rows], which somebody has."""
+        return self.who != NOBODY
 
-    def give_up(self, tickets: set[Ticket]) -> None:
-        """Their rows are free."""
-        self.rows = [None if row in tickets else row for row in self.rows]
+    @property
+    def most_live(self) -> int:
+        """Rows of the part that has most of these."""
+        return int(self.live.sum(axis=1).max())
 
-    def halt(self, rows: np.ndarray) -> None:
-        """Draw no more for the rows that ``rows``, bool [rows], has."""
-        if rows.any() and self.state is not None:
-            self.state = self.engine.halt(self.state, rows)
+    def free(self) -> list[np.ndarray]:
+        """int [groups] by part, those of whose prompts no sequence is left."""
+        prompts = self.who // self.samples
+        pairs = zip(self.group, prompts, strict=True)
+        return [np.flatnonzero((g == NOBODY) | ~np.isin(g, own)) for g, own in pairs]
 
-    def taken(self) -> np.ndarray:
-        """int [parts], rows that somebody has, of each data-parallel part."""
-        there = np.array([row is not None for row in self.rows])
-        return there.reshape(self.engine.parts, -1).sum(axis=1)
-
-    def seat(self, entering: list[Ticket], each: int) -> tuple[list[Ticket | None], np.ndarray]:
-        """Give rows to as many as there are free ones for, by turns of the parts.
+    def seat(self, part: int, group: int, ids: np.ndarray, before: int) -> np.ndarray:
+        """Give a free group to a prompt.
 
         Args:
-          entering: who.
-          each: entries of each part in what the engine is given.
+          part, group: where.
+          ids: int [samples], its sequences; NOBODY: one that does not enter.
+          before: tokens of each that are in columns before the next.
 
         Returns:
-          who enters, by entry, and of each entry its row within its part, one beyond for nobody.
+          int [samples], their rows.
         """
-        parts = self.engine.parts
-        here = len(self.rows) // parts
-        free = np.array([row is None for row in self.rows]).reshape(parts, here)
-        rows = [np.flatnonzero(free[part]) for part in range(parts)]
-        seats = [(part, rows[part][i]) for i in range(each) for part in range(parts)
-                 if i < len(rows[part])]  # fmt: skip
-        entries: list[Ticket | None] = [None] * (parts * each)
-        where = np.full(parts * each, here, np.int32)
-        used = [0] * parts
-        for ticket, (part, row) in zip(entering, seats[: len(entering)], strict=True):
-            at = part * each + used[part]
-            used[part] += 1
-            entries[at], where[at] = ticket, row
-            place = part * here + int(row)
-            self.rows[place] = ticket
-            self.start[place] = self.column - len(ticket.request.prompt)
-        return entries, where
+        rows = group * self.samples + np.arange(self.samples)
+        if self.samples > 1 and not self.engine.by_kernel:
+            rows = np.flatnonzero(~self.live[part])[: self.samples]
+        self.group[part, group] = ids.max() // self.samples
+        self.who[part, rows], self.start[part, rows] = ids, self.column - before
+        return rows
 
-    def ready(self, tokens: int, rows: int) -> None:
-        """A state of so many rows at least, where prompts of so many tokens may end in the next
-        column, or begin."""
-        engine, shapes = self.engine, self.shapes
-        if self.state is None:
-            self.column = tokens
-            # For the kernel all that a row may ever need.
-            self.length = shapes.longer(self.max_tokens if engine.by_kernel else tokens, rows)
-            self.state = engine.empty(shapes.size(rows, self.length), tokens)
-            self._widen(rows, new=True)
-            return
-        if rows > len(self.rows):
-            self.state = shapes.widened(self.state, rows)
-            self._widen(rows)
-        if engine.by_row and not engine.by_kernel:
-            self._move(0, max(self.length, self._longer(tokens)))
-        elif tokens > self.column and not engine.by_row:
-            length = max(self.length, self._longer(tokens))
-            # Further than is asked, as the next prompt is likely to be longer still.
-            further = min(2 * STEPS, length - shapes.spare - tokens)
-            self._move(self.column - tokens - further, length)
+    def leave(self, rows: np.ndarray) -> None:
+        """Those that ``rows``, bool [parts, rows], has are free."""
+        self.who[rows] = NOBODY
 
-    def _widen(self, rows: int, new: bool = False) -> None:
-        """Who has which row, of a state of more rows, or of a new one, where nobody is."""
-        parts = self.engine.parts
-        here, old = rows // parts, 0 if new else len(self.rows) // parts
-        held: list[Ticket | None] = [None] * rows
-        start = np.zeros(rows, np.int64)
-        for part in range(parts):
-            to, of = (slice(part * n, part * n + old) for n in (here, len(self.rows) // parts))
-            held[to], start[to] = self.rows[of], self.start[of]
-        self.rows, self.start = held, start
+    def halt(self, rows: np.ndarray) -> None:
+        """Draw no more for the rows that ``rows``, bool [parts, rows], has."""
+        if rows.any() and self.state is not None:
+            self.state = self.engine.halt(self.state, rows.ravel())
 
-    def narrow(self) -> None:
-        """Leave slots behind that nobody has, where a state may have so few."""
-        parts, taken = self.engine.parts, int(self.taken().max())
-        rows = next(n for n in self.shapes.rows if n // parts >= taken)
-        if self.state is None or rows >= len(self.rows):
-            return
-        length = next(n for n in self.shapes.lengths_of(rows) if n >= self.length)
-        if length > self.length:
-            self._move(0, length)
-        free = np.array([row is None for row in self.rows]).reshape(parts, -1)
-        kept = np.sort(np.argsort(free, axis=1, kind="stable")[:, : rows // parts], axis=1)
-        self.state = self.shapes.narrowed(self.state, kept)
-        at = (kept + np.arange(parts)[:, None] * free.shape[1]).ravel()
-        self.rows, self.start = [self.rows[i] for i in at], self.start[at]
+    def admit(
+        self, sampling: Sampling, params: Weights, new: Admission, blocks: Blocks | None
+    ) -> Drawn:
+        """As ``Engine.admit``."""
+        self.state, drawn = self.engine.admit(sampling, params, self.state, new, blocks)
+        return drawn
 
-    def _longer(self, columns: int) -> int:
-        return self.shapes.longer(columns, len(self.rows))
+    def decode(
+        self, sampling: Sampling, params: Weights, steps: int, allowed: Any = None, until: int = 0
+    ) -> Drawn:
+        """As ``Engine.decode``, as far as there are columns."""
+        engine, most = self.engine, self.shapes.steps + self.engine.lookup
+        if not engine.by_row:
+            steps = min(steps, self.length - self.column - engine.spare)
+        self.state, drawn = engine.decode(
+            sampling, params, self.state, steps, most, allowed, until
+        )
+        self.column += drawn.steps
+        return drawn
 
-    def _move(self, first: int, length: int) -> None:
+    # Rows
+
+    def where(self) -> np.ndarray:
+        """int32 [parts, rows]: the group that each row's prompt is in; 0 where it is free."""
+        prompts = self.who // self.samples
+        found = (self.group[:, None] == prompts[:, :, None]).argmax(axis=2)
+        return np.where(self.live, found, 0).astype(np.int32)
+
+    def share(self) -> None:
+        """Tell the engine who shares which prompt."""
+        members: Any = None
+        place: Any = None
+        parts, count = self.who.shape
+        if self.shapes.shared(count) and not self.engine.by_kernel:
+            groups, samples = self.group.shape[1], self.samples
+            members = np.full((parts, groups, samples), count, np.int32)
+            place = np.zeros((parts, count), np.int32)
+            part, row = np.nonzero(self.live)
+            group, sample = self.where()[part, row], self.who[part, row] % samples
+            members[part, group, sample], place[part, row] = row, group * samples + sample
+            members, place = members.reshape(-1, samples), place.ravel()
+        self.state = self.engine.share(self.state, members, place)
+
+    def narrow(self, rows: int) -> None:
+        """Leave rows behind that nobody has, so that each part has so many."""
+        order = np.argsort(~self.live, axis=1, kind="stable")
+        kept = np.sort(order[:, :rows], axis=1).astype(np.int32)
+        groups = None
+        if not self.shapes.shared(self.who.shape[1]):
+            groups = kept
+        elif not self.shapes.shared(rows):  # each takes its prompt along
+            groups = np.take_along_axis(self.where(), kept, axis=1)
+        self.state = self.engine.move(
+            self.state, kept.ravel(), None if groups is None else groups.ravel()
+        )
+        self.who, self.start = (np.take_along_axis(x, kept, 1) for x in (self.who, self.start))
+        if groups is not None:
+            self.group = np.take_along_axis(self.group, groups, axis=1)
+
+    def widen(self, rows: int) -> None:
+        """Have so many rows in each part, the old ones first; each with a prompt of its own."""
+        parts, old = self.who.shape
+        numbers = np.tile(np.arange(rows, dtype=np.int32), parts)
+        self.state = self.engine.move(self.state, numbers, numbers)
+        more = (0, 0), (0, rows - old)
+        self.who, self.group = (
+            np.pad(x, more, constant_values=NOBODY) for x in (self.who, self.group)
+        )
+        self.start = np.pad(self.start, more)
+
+    # Columns
+
+    def move(self, first: int, length: int) -> None:
         """Give up columns before ``first``, or put some there, and have so many."""
-        assert self.state is not None
-        lengths = self.shapes.lengths_of(len(self.rows))
+        lengths = self.shapes.lengths_of(self.who.shape[1])
         at, to = lengths.index(self.length), lengths.index(length)
         # From each to the next: as few programs as there are lengths.
         between = range(at + 1, to + 1) if to > at else range(at - 1, to - 1, -1)
@@ -146,13 +203,18 @@ class Table:
         self.column, self.start = self.column - first, self.start - first
         self.length = length
 
-    def make_room(self) -> None:
-        """A column at least, and none at the beginning that nobody sees."""
-        live = [(at, row) for at, row in enumerate(self.rows) if row is not None]
-        if self.engine.by_row:
-            most = max(len(row.request.prompt) + len(row.tokens) for _, row in live)
-            if most + self.engine.lookup > self.length:
-                self._move(0, self._longer(most))
-        elif self.column == self.length:
-            first = int(min(self.start[at] for at, _ in live))
-            self._move(first, self._longer(self.column - first))
+    def make_room(self, most: int) -> None:
+        """A column at least for the next token, and none at the beginning that nobody sees.
+
+        Args:
+          most: tokens of the row that has most among its own, the last one drawn included.
+        """
+        engine, lengths = self.engine, self.shapes.lengths_of(self.who.shape[1])
+        if engine.by_kernel:
+            return
+        if engine.by_row:
+            if most + engine.lookup > self.length:
+                self.move(0, next(n for n in lengths if n >= most + engine.lookup))
+        elif self.column + engine.spare >= self.length:
+            first, rows = int(self.start[self.live].min()), self.who.shape[1]
+            self.move(*self.shapes.after(first, self.column, self.length, rows))

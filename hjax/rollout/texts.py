@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -144,14 +144,13 @@ class Stops:
         if not self.strings or tokenizer is None:
             return None
         watch = Watch(self, ResponseText(tokenizer, prompt))
-        for count, token in enumerate(tokens, start=1):
-            watch.feed(token)
-            if watch.ended:
-                return tokens[:count], watch.text
-        return None
+        count = watch.take(tokens)
+        return None if count is None else (tokens[:count], watch.text)
 
 
-class TextEnds:
+def text_ends(
+    stops: Stops, tokenizer: Tokenizer, prompts: Sequence[list[int]], samples: int
+) -> Callable[[int, list[int]], int | None]:
     """Which of several responses end with a string, told of their tokens as they come.
 
     Args:
@@ -159,26 +158,20 @@ class TextEnds:
       tokenizer: of the model.
       prompts: token ids.
       samples: responses to each prompt; number ``p * samples + s`` is sample s of prompt p.
+
+    Returns:
+      given a number and its next tokens, how many of these belong to the response where it ends,
+      else None.
     """
+    watches: dict[int, Watch] = {}
 
-    def __init__(
-        self, stops: Stops, tokenizer: Tokenizer, prompts: Sequence[list[int]], samples: int
-    ):
-        self._stops, self._tokenizer = stops, tokenizer
-        self._prompts, self._samples = prompts, samples
-        self._watches: dict[int, Watch] = {}
+    def ends(number: int, tokens: list[int]) -> int | None:
+        if number not in watches:
+            text = ResponseText(tokenizer, prompts[number // samples])
+            watches[number] = Watch(stops, text)
+        return watches[number].take(tokens)
 
-    def __call__(self, number: int, tokens: list[int]) -> int | None:
-        """How many of a response's next tokens belong to it where it ends, else None."""
-        if number not in self._watches:
-            text = ResponseText(self._tokenizer, self._prompts[number // self._samples])
-            self._watches[number] = Watch(self._stops, text)
-        watch = self._watches[number]
-        for count, token in enumerate(tokens, start=1):
-            watch.feed(token)
-            if watch.ended:
-                return count
-        return None
+    return ends
 
 
 class Watch:
@@ -198,18 +191,23 @@ class Watch:
     def ended(self) -> bool:
         return self._stop.found is not None
 
-    def feed(self, token: int) -> str:
-        """The text that a token adds, as of ``ResponseText``, but for what may be the beginning of
-        a string that ends it."""
-        self._count += 1
-        return self._take(self._source.feed(token))
+    def take(self, tokens: Sequence[int]) -> int | None:
+        """Go on by these tokens; how many of them belong to the response where it ends, else None.
+        What may be the beginning of a string that ends it is not in ``text`` yet."""
+        for count, token in enumerate(tokens, start=1):
+            self._count += 1
+            self._add(self._source.feed(token))
+            if self.ended:
+                return count
+        return None
 
-    def close(self) -> str:
-        """What is left when no more tokens come."""
-        return "" if self.ended else self._take(self._source.close()) + self._stop.close()
+    def close(self) -> None:
+        """No more tokens come."""
+        if not self.ended:
+            self._add(self._source.close())
+            self.text += self._stop.close()
 
-    def _take(self, more: str) -> str:
+    def _add(self, more: str) -> None:
         if self._count > self._min_tokens:
             more = self._stop.feed(more) + (self._stop.found or "")
         self.text += more
-        return more

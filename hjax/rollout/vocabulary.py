@@ -31,14 +31,6 @@ def first(part: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return jax.lax.axis_index(axes) * part.shape[-1]
 
 
-def log_softmax(logits: jax.Array, axes: tuple[str, ...] = ()) -> jax.Array:
-    """Log-probs, float32 like the logits."""
-    if not axes:
-        return jax.nn.log_softmax(logits)
-    shifted = logits - jax.lax.pmax(jnp.max(logits, -1, keepdims=True), axes)
-    return shifted - jnp.log(jax.lax.psum(jnp.sum(jnp.exp(shifted), -1, keepdims=True), axes))
-
-
 def largest(logits: jax.Array, here: Any, axes: tuple[str, ...] = ()) -> jax.Array:
     """int32 [rows]: the token of the largest logit, of equals the first.
 

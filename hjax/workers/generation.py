@@ -15,9 +15,9 @@ import numpy as np
 from hjax.kernels.int8_cache import element_bytes
 from hjax.models.parameters import Params
 from hjax.rewards.early import Answers, Judge, Verdict
-from hjax.rollout.generator import Generator, OnEnded, bucket_length
-from hjax.rollout.options import Sampling
-from hjax.rollout.texts import Stops, TextEnds
+from hjax.rollout.generator import Generator, bucket_length
+from hjax.rollout.texts import Stops, text_ends
+from hjax.rollout.work import Ends, GenerationConfig, OnEnded
 from hjax.sharding.arrays import place, to_numpy
 from hjax.sharding.protocols import PROMPT_ID, protocol
 from hjax.workers.base import WorkerContext
@@ -35,17 +35,30 @@ class GeneratingWorker(ModelWorker):
 
     def __init__(self, context: WorkerContext):
         super().__init__(context)
-        how = self.network.base, self.layouts.generate, context.compute
-        self.generator = Generator(*how, cache_dtype=context.cache_dtype)
+        self.generator = Generator(
+            self.network.base, self.layouts.generate, context.compute,
+            cache_dtype=context.cache_dtype,
+        )  # fmt: skip
         self._asked = 0  # prompts so far, by which their rows know each other
         self._stops = Stops(
             context.stop_strings, context.tokenizer, context.sampling.min_tokens
         )
         self._judges = {role: Judge(function) for role, function in context.judges.items()}
 
-    @property
-    def _greedy(self) -> Sampling:
-        return dataclasses.replace(self.context.sampling, temperature=0.0)
+    def generation_config(
+        self, greedy: bool = False, samples: int | None = None, end: int | None = None
+    ) -> GenerationConfig:
+        """How prompts are answered; the arguments are those of ``answer``."""
+        context, sampling = self.context, self.context.sampling
+        return GenerationConfig(
+            context.max_response_length,
+            samples=1 if greedy else samples or context.samples,
+            sampling=dataclasses.replace(sampling, temperature=0.0) if greedy else sampling,
+            slots=context.slots,
+            lookup=context.lookup,
+            surplus=0 if greedy else context.surplus,
+            end=end,
+        )
 
     @property
     def cache_element(self) -> float:
@@ -89,9 +102,8 @@ class GeneratingWorker(ModelWorker):
           end: tokens after which to leave off, the arrays as long as responses may become; None:
             to the end, the arrays cut to what is needed.
         """
-        context = self.context
-        count = 1 if greedy else (samples or context.samples)
-        surplus = 0 if greedy else context.surplus
+        context, config = self.context, self.generation_config(greedy, samples, end)
+        count = config.samples
         asked = prompts["prompts"].shape[0]
         rows = asked * count
         # Of this call alone: the same prompt in another call is another.
@@ -103,18 +115,12 @@ class GeneratingWorker(ModelWorker):
                 params,
                 prompts["prompts"],
                 prompts["prompt_mask"],
-                self.sequence(rows + asked * surplus, prompts.get("first", 0)),
+                self.sequence(rows + asked * config.surplus, prompts.get("first", 0)),
+                config,
                 seed=context.seed,
                 step=prompts.get("step", 0),
-                samples=count,
-                max_new_tokens=context.max_response_length,
-                sampling=self._greedy if greedy else context.sampling,
-                end=end,
-                slots=context.slots,
-                lookup=context.lookup,
-                surplus=surplus,
                 on_ended=self.judging(prompts, judged),
-                ends=self._text_ends(prompts, count + surplus) if end is None else None,
+                ends=self._text_ends(prompts, count + config.surplus) if end is None else None,
             )
             # This waits for the responses: the cache is gone before training's parameters return.
             rollout = self.ended(rollout) if end is None else rollout
@@ -198,12 +204,12 @@ class GeneratingWorker(ModelWorker):
         }
         return trim(made | {"truncated": rollout["truncated"] & whole})
 
-    def _text_ends(self, prompts: Mapping[str, Any], samples: int) -> TextEnds | None:
+    def _text_ends(self, prompts: Mapping[str, Any], samples: int) -> Ends | None:
         """What ends responses to these prompts with a string; None: there are no such strings."""
         if not self._stops.strings:
             return None
         tokens = ragged(prompts["prompts"], prompts["prompt_mask"])
-        return TextEnds(self._stops, self.context.tokenizer, tokens, samples)
+        return text_ends(self._stops, self.context.tokenizer, tokens, samples)
 
     def _cut(self, prompt: list[int], response: list[int]) -> list[int]:
         """A response up to the token that completes the first of the strings that end it."""
@@ -237,22 +243,14 @@ class GeneratingWorker(ModelWorker):
     def programs(self, rows: int, prompt_length: int) -> Iterator[Program]:
         """Generation of ``rows`` sequences, and of greedy ones."""
         context = self.context
-        asked = rows // context.samples, prompt_length
-        ways = {"generate": (context.samples, context.sampling)}
-        ways["generate_greedy"] = 1, self._greedy
-        for call, (samples, sampling) in ways.items():
-            yield from self.generator.programs(
-                call,
-                self._generation_copy(),
-                *asked,
-                samples=samples,
-                max_new_tokens=context.max_response_length,
-                sampling=sampling,
-                slots=context.slots,
-                lookup=context.lookup,
-                surplus=0 if call.endswith("greedy") else context.surplus,
-                in_parts=context.in_parts and not call.endswith("greedy"),
-            )
+        end = context.max_response_length if context.in_parts else None
+        ways = {
+            "generate": self.generation_config(end=end),
+            "generate_greedy": self.generation_config(greedy=True),
+        }
+        for call, config in ways.items():
+            params, prompts = self._generation_copy(), rows // context.samples
+            yield from self.generator.programs(call, params, prompts, prompt_length, config)
 
     def _generation_copy(self) -> Params:
         """What generation reads, as jax.ShapeDtypeStruct with shardings."""

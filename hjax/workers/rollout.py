@@ -152,22 +152,19 @@ class Rollout(GeneratingWorker):
         if to_numpy(rollout["truncated"]).any():
             drawn = {key: x for key, x in rollout.items() if isinstance(x, jax.Array)}
             before = drawn.pop("versions")
-            each = samples or context.samples
+            config = self.generation_config(samples=samples, end=None if last else start + tokens)
+            asked = once_per_prompt(rollout, config.samples)
             judged = {role: list(said) for role, said in rollout.get(JUDGED, {}).items()}
             with self.gathered() as params:
                 drawn = self.generator.resume(
                     params,
                     drawn,
                     self.sequence(rows, first),
+                    dataclasses.replace(config, surplus=0),
                     seed=context.seed,
                     step=step,
-                    samples=each,
                     start=start,
-                    end=None if last else start + tokens,
-                    sampling=context.sampling,
-                    slots=context.slots,
-                    lookup=context.lookup,
-                    on_ended=self.judging(once_per_prompt(rollout, each), judged),
+                    on_ended=self.judging(asked, judged),
                 )
             new = drawn["response_mask"] & ~rollout["response_mask"]
             versions = jnp.where(new, self._versions(new), before)

@@ -25,7 +25,7 @@ from hjax.models.config import LayerKind, ModelConfig
 from hjax.models.forward import positions_of
 from hjax.models.parameters import decoder_network
 from hjax.rollout.generator import Generator
-from hjax.rollout.options import Sampling
+from hjax.rollout.work import GenerationConfig
 from hjax.sharding.layout import make_layouts
 
 
@@ -204,8 +204,8 @@ def test_log_probs_are_those_of_a_forward_that_rounds(slots, sizes):
     for cache in ("auto", "int8"):
         generator = Generator(network, layout, cache_dtype=cache)
         drawn[cache] = generator.generate(
-            params, prompts, mask, np.arange(8, dtype=np.int32), seed=0, samples=2,
-            max_new_tokens=40, sampling=Sampling(), slots=slots, surplus=0,
+            params, prompts, mask, np.arange(8, dtype=np.int32),
+            GenerationConfig(40, samples=2, slots=slots), seed=0,
         )  # fmt: skip
 
     def log_probs(rollout, attention):
