@@ -108,8 +108,16 @@ def few_programs() -> Iterator[None]:
 
 
 def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
-    """The folder `extended` is not even imported where none of its tests is asked for."""
-    left_out = collection_path.name == "extended" and "not extended" in config.option.markexpr
+    """What has none of the tests that are asked for is not even imported: the folder `extended`,
+    or where that is asked for files without that mark."""
+    asked = config.option.markexpr
+    if "not extended" in asked:
+        left_out = collection_path.name == "extended"
+    elif asked.startswith("extended") and collection_path.parent.name == "tests":
+        of_tests = collection_path.name.startswith("test_")
+        left_out = of_tests and b"mark.extended" not in collection_path.read_bytes()
+    else:
+        left_out = False
     return True if left_out else None
 
 

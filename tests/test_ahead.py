@@ -127,7 +127,7 @@ def test_generation_and_learning_run_at_the_same_time(tmp_path):
 
 @pytest.mark.parametrize("staleness, expected", [
     (1, [[0], [0, 1], [1, 2], [2, 3], [3, 4]]),
-    (2, [[0], [0], [0, 1], [1, 2], [2, 3]]),
+    pytest.param(2, [[0], [0], [0, 1], [1, 2], [2, 3]], marks=pytest.mark.slow),
 ])  # fmt: skip
 @pytest.mark.extended
 def test_a_response_goes_on_under_newer_weights(staleness, expected):

@@ -158,8 +158,14 @@ def placed(layout, hidden, table, tokens, weights):
     )
 
 
-@pytest.mark.parametrize("length", [LENGTH, 5])  # 5: context 2 does not divide it
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [
+        *((name, LENGTH) for name in LAYOUTS),
+        # Context 2 does not divide it.
+        *(pytest.param(n, 5, marks=[pytest.mark.slow] * (n != "all")) for n in LAYOUTS),
+    ],
+)
 @pytest.mark.extended
 def test_it_is_the_reference_on_every_layout(name, length):
     layout = make_layouts(jax.devices(), LAYOUTS[name], None, name).train

@@ -438,7 +438,7 @@ def test_a_small_step_compiles_for_a_small_topology(tmp_path):
 def test_a_vocabulary_that_does_not_fit_is_refused_with_the_bytes_missing(tmp_path):
     keys = {"layers": 1, "hidden_size": 2048, "vocab_size": 1 << 20}
     changes = [f"--config.model.{key}={value}" for key, value in keys.items()]
-    done = command("--config=grpo.py", "--topology=v5e:2x2", "--json", *changes, cache=tmp_path)
+    done = command("--config=sft.py", "--topology=v5e:2x2", "--json", *changes, cache=tmp_path)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert "does not fit on v5e:2x2" in line and "are missing" in line

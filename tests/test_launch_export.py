@@ -1,8 +1,6 @@
 """`python -m hjax.launch.export` and `trainer.export`: directories that transformers loads."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -108,8 +106,17 @@ def test_a_run_is_exported_by_command_and_by_its_trainer(tmp_path):
 NAMED = {"default": "{{ messages }}", "tool_use": "{{ tools }}", "a.b": "{{ documents }}"}
 
 
-@pytest.mark.parametrize("files", [True, False])
-@pytest.mark.parametrize("names", [list(NAMED), ["default"], ["tool_use", "a.b"]])
+@pytest.mark.parametrize(
+    ("names", "files"),
+    [
+        (list(NAMED), True),
+        (["default"], False),
+        (["tool_use", "a.b"], False),
+        pytest.param(list(NAMED), False, marks=pytest.mark.slow),
+        pytest.param(["default"], True, marks=pytest.mark.slow),
+        pytest.param(["tool_use", "a.b"], True, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.extended
 def test_every_chat_template_comes_along(names, files, tmp_path):
     """As files, or as a list in tokenizer_config.json, in both of which transformers keeps them."""
@@ -143,8 +150,9 @@ def test_every_chat_template_comes_along(names, files, tmp_path):
     ],
 )
 @pytest.mark.extended
-def test_wrong_input_is_one_line_and_nothing_is_written(flags, line, tmp_path):
-    command = [sys.executable, "-m", "hjax.launch.export", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
-    assert done.returncode == 2 and line in done.stderr and done.stderr.count("\n") == 1
+def test_wrong_input_is_one_line_and_nothing_is_written(flags, line, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    assert main(flags) == 2
+    said = capfd.readouterr().err
+    assert line in said and said.count("\n") == 1
     assert not list(tmp_path.iterdir())

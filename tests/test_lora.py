@@ -74,10 +74,15 @@ def network_with(folder, lora, scalar=False):
 
 
 def run(network, params):
-    decoder = network.bind(params)
     mask = jnp.ones(TOKENS.shape, bool)
     positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
-    return decoder.logits(decoder.hidden_states(TOKENS, positions, Causal(mask)))
+
+    @jax.jit
+    def logits_of(params):
+        decoder = network.bind(params)
+        return decoder.logits(decoder.hidden_states(TOKENS, positions, Causal(mask)))
+
+    return logits_of(params)
 
 
 def one_device():

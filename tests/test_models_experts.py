@@ -133,22 +133,37 @@ FILLED = dataclasses.replace(
 )
 
 
+SETS = {"plain": Kernels(), "careless": CARELESS, "filled": FILLED}
+LOADS = [
+    ("even", ""),
+    ("all on one", ""),
+    ("none here", ""),
+    ("even", "adapters"),
+    ("all on one", "int8"),
+    ("even", "fp8"),
+]
+# Each load and each set in one case at least; the others are slow.
+TOGETHER = [
+    ("none here", "", "plain"),
+    ("even", "fp8", "plain"),
+    ("all on one", "", "careless"),
+    ("even", "adapters", "careless"),
+    ("even", "", "filled"),
+    ("all on one", "int8", "filled"),
+]
+
+
+def extended(case, kept):
+    return case if case in kept else pytest.param(*case, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
-    "kernels", [Kernels(), CARELESS, FILLED], ids=["plain", "careless", "filled"]
-)
-@pytest.mark.parametrize(
-    ("load", "form"),
-    [
-        ("even", ""),
-        ("all on one", ""),
-        ("none here", ""),
-        ("even", "adapters"),
-        ("all on one", "int8"),
-        ("even", "fp8"),
-    ],
+    ("load", "form", "kernels"),
+    [extended((*load, kernels), TOGETHER) for load in LOADS for kernels in SETS],
 )
 @pytest.mark.extended
 def test_in_pieces_and_at_once_are_a_plain_sum(load, form, kernels, monkeypatch):
+    kernels = SETS[kernels]
     rows, shares, chosen, weights = given(load)
     if form:
         weights = added_to(weights)
@@ -213,8 +228,14 @@ def test_fsdp_splits_experts_where_their_width_is_no_whole_tiles(experts_, width
         assert experts.fsdp_axes(router, experts_, width, layout) == router
 
 
-@pytest.mark.parametrize("form", ["", "adapters", "int8"])
-@pytest.mark.parametrize(("train", "count"), LAYOUTS, ids=str)
+TRAVELLING = [(*LAYOUTS[2], "int8"), (*LAYOUTS[3], ""), (*LAYOUTS[4], "adapters")]
+
+
+@pytest.mark.parametrize(
+    ("train", "count", "form"),
+    [extended((*x, form), TRAVELLING) for x in LAYOUTS for form in ("", "adapters", "int8")],
+    ids=str,
+)
 @pytest.mark.extended
 def test_tokens_that_travel_get_what_gathered_ones_get(train, count, form, monkeypatch):
     """Values and gradients, beside all experts on one device."""
@@ -243,12 +264,16 @@ def test_tokens_that_travel_get_what_gathered_ones_get(train, count, form, monke
     routing = experts.Routing(3, True, lambda gate, up: jax.nn.silu(gate) * up)
 
     def found(*more, **travel):
-        def run(x, weights):
+        def run(x, weights, frozen):
             whole = dataclasses.replace(weights, **frozen)
             return experts.mixture(x, whole, routing, *more, **travel)[0]
 
-        out, back = jax.jit(lambda: jax.vjp(run, x, weights))()
-        return jax.tree.leaves((out, jax.jit(back)(given)))
+        @jax.jit
+        def both(x, weights, frozen, given):
+            out, back = jax.vjp(lambda *learned: run(*learned, frozen), x, weights)
+            return out, back(given)
+
+        return jax.tree.leaves(both(x, weights, frozen, given))
 
     alone = found()
     ways = ({}, {"keep": True}, {"travel": True}, {"travel": True, "keep": True})

@@ -289,7 +289,7 @@ def test_after_the_warm_up_nothing_is_compiled_whatever_comes(limit, sizes, opti
     config = dataclasses.replace(CONFIG, max_length=limit)
     layout = make_layouts(jax.devices()[:1]).generate
     model = LanguageModel(config, decoder_network(config).create(1, layout))
-    service = Service(Spread(model, sizes) if sizes else model, slots=8, **options)
+    service = Service(Spread(model, sizes) if sizes else model, slots=4, **options)
     draw, compiled, told = random.Random(5), [], []
 
     def heard(name, *_, **__):

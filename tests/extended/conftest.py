@@ -7,6 +7,7 @@ and interrupted runs. A single test of a file in `tests/` is marked `extended` b
 import pathlib
 
 import pytest
+from helpers import trainer_of
 
 FOLDER = pathlib.Path(__file__).parent
 
@@ -14,3 +15,12 @@ FOLDER = pathlib.Path(__file__).parent
 def pytest_itemcollected(item: pytest.Item) -> None:
     if FOLDER in item.path.parents:
         item.add_marker(pytest.mark.extended)
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model that answers in the task's letters, so that some answers score more than others."""
+    folder = tmp_path_factory.mktemp("base") / "model"
+    with trainer_of("GRPO", {"model.layers": 2, "warm_start.steps": 30}) as trainer:
+        trainer.export(folder)
+    return str(folder)

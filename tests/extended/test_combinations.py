@@ -1,74 +1,284 @@
-"""Features together, as a user combines them: a run, its dry run, what comes out, a resume."""
+"""Features together, as a user combines them: each row a run and its resume, in one table.
 
+Each pair of features that may stand together (adapters, magnitudes, dropout, quantized bases,
+experts, packs, slots, guesses, placements, generation ahead, processes, pipelines ...) stands in a
+row at least. A row whose layout, placement and ways change no number has the metrics of a run
+without them.
+"""
+
+import dataclasses
 import shutil
+from typing import Any
 
 import numpy as np
 import pytest
+from families import logits, model
 from helpers import computed, tiny_config, trainer_of
-from test_lora_runs import LORA, axes, slow
+from references import AutoModelForCausalLM, peft
+from test_lora_runs import AHEAD, BOTH, CRITIC, LORA, axes, close
 
 import hjax
+from hjax.data.tasks import get_task
 from hjax.dryrun.description import describe
 from hjax.errors import ConfigError
 
-# Generation ahead of learning, in parts.
-AHEAD = {
-    "placement": "disaggregate",
-    "rollout.max_staleness": 1,
-    "rollout.deterministic": True,
-    "rollout.partial_tokens": 2,
-}
+PARTS = {**AHEAD, "rollout.partial_tokens": 2}  # ahead of learning, in parts
 SLOTS = {"rollout.slots": 8, "rollout.lookup": 3}
 JUDGED = {"reward.while_generating": True, "reward.runs_in": "thread"}
-DEEP = {"model.layers": 2}
-LESS = {"actor.offload": "all", "model.remat": "full", "rollout.transition_bucket_bytes": 100}
 BFLOAT16 = {"model.dtype": "bfloat16"}
 PAIRS = {"warm_start.batch": 16, "data.packing": 32}
+AWAY = {"actor.offload": "all", "model.remat": "full"}
+LESS = {**AWAY, "rollout.transition_bucket_bytes": 100}
+MICRO = {"actor.micro_batch": 8, "model.unroll_layers": True}
+WIDE = {"layout.actor.generate.tensor": 2, **axes(fsdp=2, tensor=4)}
 # Fewer KV heads than the tensor axis has devices, which are whole on each.
 FEW_HEADS = {"model.kv_heads": 2, **axes(data=2, tensor=4), "layout.actor.generate.tensor": 2}
-STAGES = {**DEEP, **axes(data=4, pipe=2)}
-
-TOGETHER = [
-    ("GRPO", {**STAGES, **BFLOAT16}),
-    ("GRPO", {**FEW_HEADS, "rollout.slots": -1, **JUDGED}),
-    ("GRPO", {**LORA, "rollout.slots": 3, "algorithm.minibatch": 8}),
-    ("DPO", {**LORA, **PAIRS, **LESS}),
-    slow("PPO", {**STAGES, **axes("critic", data=4, pipe=2), **BFLOAT16, **SLOTS, **JUDGED}),
-    slow("PRIME", {"placement": "split", "rollout.slots": 3, "algorithm.minibatch": 8, **LORA}),
-    slow("DAPO", {**LORA, **axes(fsdp=2, tensor=4), "rollout.cache_dtype": "int8", **SLOTS}),
-    slow("GRPO", {**STAGES, "layout.actor.generate.pipe": 2, **BFLOAT16, **SLOTS}),
-    slow("RLOO", {**LORA, "actor.lora.dropout": 0.2, **AHEAD, "rollout.slots": 4}),
-    slow("GSPO", {**axes(context=2, fsdp=4), **SLOTS, "rollout.surplus": 1, **BFLOAT16}),
-    slow("ReMax", {"placement": "disaggregate", **SLOTS, **LESS, "data.packing": 16}),
-    slow("SafeRLHF", {**LORA, "critic.lora.rank": 2, "placement": "standalone", **SLOTS}),
-    slow("VAPO", {**FEW_HEADS, **axes("critic", fsdp=2, tensor=4), **SLOTS}),
-    slow("KTO", {**LORA, "actor.lora.rslora": True, **axes(fsdp=8), "data.packing": 16}),
-    slow("OnlineDPO", {**PAIRS, **JUDGED, "rollout.slots": -1, "rollout.top_p": 0.9}),
-    slow("SPIN", {"rollout.samples": 1, "rollout.prompts": 16, **LORA, **SLOTS}),
-    slow("Distillation", {"algorithm.teacher_updates": 1, **SLOTS, **LESS, "placement": "split"}),
-    slow("RewardModel", {**PAIRS, **LORA, **LESS}),
-    slow("CISPO", {"algorithm.correction": "truncated", **AHEAD, **BFLOAT16, "rollout.top_k": 5}),
-]
+STAGES = {"model.layers": 2, **axes(data=4, pipe=2)}
+APART = {"placement": "disaggregate"}
+TWO = {"cluster.processes": 2, "cluster.devices_per_process": 2}
+DROPS = {**LORA, "actor.lora.dropout": 0.3}
+DORA = {**LORA, "actor.lora.dora": True}
+INT8 = {**LORA, "actor.lora.base": "int8"}
+FP8 = {**LORA, "actor.lora.base": "fp8"}
+# Of a model with experts.
+BALANCED = {"actor.router_loss": 0.1}
+EACH = {**BALANCED, **LORA, "actor.lora.targets": ("q", "v", "gate", "up", "down")}
+OVER = {**axes(expert=2, fsdp=2, tensor=2), "layout.actor.generate.tensor": 2, **AWAY}
+# The passes of a pipeline balance each its own rows: another loss than that of all. Before a second
+# update: Adam takes whole steps along gradients of routers that are rounding.
+PIPED = {**axes(pipe=2, expert=2, context=2), "actor.router_loss": 0.0, "compared": 1}
+EXPERTS_APART = {**axes(expert=2, data=2), **APART, "data.packing": 24}
+EXPERTS_TWO = {**axes(expert=2, fsdp=2), **TWO}
 
 
-@pytest.mark.parametrize(("algorithm", "changes"), TOGETHER)
-def test_what_is_combined_runs_and_resumes_bit_for_bit(tmp_path, algorithm, changes):
-    changes = {"steps": 2, "checkpoint.every": 1, **changes}
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A run and its resume.
+
+    Attributes:
+      algorithm: its name.
+      changes: its keys, beside those of `helpers.TINY`; `compared`: of so many steps the metrics
+        are compared, the others differ by rounding that Adam makes whole steps of.
+      start: the model that it begins with: "base", "experts" or "" (from scratch).
+      same: whether its metrics are those of a run without what changes no number.
+      slow: whether it is not among the extended tests.
+    """
+
+    algorithm: str
+    changes: dict[str, Any]
+    start: str = ""
+    same: bool = True
+    slow: bool = True
+
+
+TABLE = {
+    # Adapters, by how their base is held and what their inputs are.
+    "dropout, tensor, slots, guesses": Row(
+        "GRPO", {**DROPS, **WIDE, **SLOTS, "algorithm.minibatch": 8}, "base", slow=False),
+    "critic's, int8, split, packs": Row(
+        "PPO", {**INT8, **CRITIC, "critic.lora.base": "int8", "placement": "split",
+                "data.packing": 16, "actor.micro_batch": 8}, "base", slow=False),
+    "critic's dropout, layouts": Row(
+        "PPO", {**DROPS, **CRITIC, "critic.lora.dropout": 0.5, **BOTH, "actor.micro_batch": 8},
+        "base"),
+    "dropout, pipe, unrolled, recomputed": Row(
+        "GRPO", {**DROPS, **axes(pipe=2, data=4), **MICRO, "model.remat": "full"}, "base"),
+    "dropout, magnitudes, context": Row(
+        "GRPO", {**DROPS, "actor.lora.dora": True, **axes(tensor=2, fsdp=2, context=2)}, "base"),
+    "dropout, packs, processes": Row(
+        "GRPO", {**DROPS, "data.packing": 16, **TWO, "actor.micro_batch": 8}, "base"),
+    "dropout, int8, offload": Row(
+        "GRPO", {**DROPS, **INT8, **AWAY, **axes(tensor=2, fsdp=4)}, "base"),
+    "dropout, magnitudes, int8, packs": Row(
+        "GRPO", {**DROPS, **DORA, **INT8, "data.packing": 16, **axes(tensor=2, fsdp=4)}, "base"),
+    "magnitudes, tensor": Row("GRPO", {**DORA, **WIDE}, "base"),
+    "critic's magnitudes, offload, layouts": Row(
+        "PPO", {**DORA, **CRITIC, "critic.lora.dora": True, **BOTH, "actor.offload": "all"},
+        "base"),
+    "magnitudes, apart, recomputed": Row(
+        "GRPO", {**DORA, **APART, "model.remat": "full", "actor.micro_batch": 8}, "base"),
+    "critic's fp8, offload, layouts": Row(
+        "PPO", {**INT8, **CRITIC, "critic.lora.base": "fp8", **BOTH, "actor.offload": "all",
+                "critic.offload": "all", "layout.actor.generate.tensor": 2}, "base"),
+    "fp8, tensor": Row("GRPO", {**FP8, **WIDE}, "base"),
+    "int8, apart, recomputed": Row(
+        "GRPO", {**INT8, **APART, "model.remat": "full", "actor.micro_batch": 8}, "base"),
+    "int8, context, unrolled": Row(
+        "GRPO", {**INT8, **axes(context=2, fsdp=4), "model.unroll_layers": True}, "base"),
+    "int8, processes": Row("GRPO", {**INT8, **TWO}, "base"),
+    "critic's, pipe": Row(
+        "PPO", {**LORA, **CRITIC, **axes(pipe=2, data=4), **axes("critic", pipe=2, data=4)},
+        "base"),
+    "adapters, the optimizer offloaded": Row(
+        "GRPO", {**LORA, "actor.offload": "optimizer"}, "base"),
+    "adapters, standalone": Row("PPO", {**LORA, "placement": "standalone"}, "base"),
+    "adapters, apart, fsdp": Row("ReMax", {**LORA, **axes(fsdp=4), **APART}, "base"),
+    "critic's, split, processes": Row(
+        "PPO", {**LORA, **CRITIC, "placement": "split", "cluster.processes": 2,
+                "cluster.devices_per_process": 1}, "base"),
+    "adapters from scratch, layouts": Row(
+        "SafeRLHF", {**LORA, **CRITIC, **axes(tensor=4, fsdp=2), "warm_start.steps": 5,
+                     "compared": 1}),
+    "critic's from scratch, offload": Row(
+        "PPO", {**LORA, **CRITIC, "warm_start.steps": 2, "actor.offload": "all"}),
+    # All weights.
+    "offload of all": Row(
+        "PPO", {f"{role}.offload": "all" for role in ("actor", "critic", "reference")}),
+    # A model with experts.
+    "experts: each an adapter, layouts, offload": Row(
+        "GRPO", {**EACH, **OVER}, "experts", slow=False),
+    "experts: layouts, offload": Row("GRPO", {**BALANCED, **OVER}, "experts"),
+    "experts: dropout, layouts, offload": Row("GRPO", {**BALANCED, **DROPS, **OVER}, "experts"),
+    "experts: magnitudes, layouts, offload": Row("GRPO", {**BALANCED, **DORA, **OVER}, "experts"),
+    "experts: int8, layouts, offload": Row("GRPO", {**INT8, **EACH, **OVER}, "experts"),
+    "experts: pipe, context": Row("GRPO", {**BALANCED, **PIPED}, "experts"),
+    "experts: dropout, pipe, context": Row("GRPO", {**DROPS, **PIPED}, "experts"),
+    "experts: magnitudes, pipe, context": Row("GRPO", {**DORA, **PIPED}, "experts"),
+    "experts: each an adapter, pipe, context": Row("GRPO", {**EACH, **PIPED}, "experts"),
+    "experts: int8, pipe, context": Row("GRPO", {**INT8, **EACH, **PIPED}, "experts"),
+    "experts: apart, packs": Row("GRPO", {**BALANCED, **EXPERTS_APART}, "experts"),
+    "experts: dropout, apart, packs": Row(
+        "GRPO", {**BALANCED, **DROPS, **EXPERTS_APART}, "experts"),
+    "experts: magnitudes, apart, packs": Row(
+        "GRPO", {**BALANCED, **DORA, **EXPERTS_APART}, "experts"),
+    "experts: each an adapter, apart, packs": Row("GRPO", {**EACH, **EXPERTS_APART}, "experts"),
+    "experts: int8, apart, packs": Row("GRPO", {**INT8, **EACH, **EXPERTS_APART}, "experts"),
+    "experts: processes": Row("GRPO", {**BALANCED, **EXPERTS_TWO}, "experts"),
+    "experts: dropout, processes": Row("GRPO", {**BALANCED, **DROPS, **EXPERTS_TWO}, "experts"),
+    "experts: magnitudes, processes": Row("GRPO", {**BALANCED, **DORA, **EXPERTS_TWO}, "experts"),
+    "experts: each an adapter, processes": Row("GRPO", {**EACH, **EXPERTS_TWO}, "experts"),
+    "experts: int8, processes": Row("GRPO", {**INT8, **EACH, **EXPERTS_TWO}, "experts"),
+    # What draws or rounds otherwise: a resume alone, and what the dry run says.
+    "pipe, bfloat16": Row("GRPO", {**STAGES, **BFLOAT16}, same=False, slow=False),
+    "few heads, slots, judged": Row(
+        "GRPO", {**FEW_HEADS, **JUDGED, "rollout.slots": -1}, same=False, slow=False),
+    "pairs, adapters, offload": Row("DPO", {**LORA, **PAIRS, **LESS}, same=False, slow=False),
+    "pipe, critic's, bfloat16, guesses, judged": Row(
+        "PPO", {**STAGES, **axes("critic", data=4, pipe=2), **BFLOAT16, **SLOTS, **JUDGED},
+                same=False),
+    "split, slots, adapters": Row(
+        "PRIME", {**LORA, "placement": "split", "rollout.slots": 3, "algorithm.minibatch": 8},
+                same=False),
+    "int8 cache, adapters, tensor, guesses": Row(
+        "DAPO", {**LORA, **axes(fsdp=2, tensor=4), **SLOTS, "rollout.cache_dtype": "int8"},
+                same=False),
+    "pipe in generation, bfloat16, guesses": Row(
+        "GRPO", {**STAGES, **BFLOAT16, **SLOTS, "layout.actor.generate.pipe": 2}, same=False),
+    "dropout, ahead, slots": Row("RLOO", {**DROPS, **PARTS, "rollout.slots": 4}, same=False),
+    "dropout, packs, ahead": Row("GRPO", {**DROPS, **AHEAD, "data.packing": 16}, same=False),
+    "fp8, ahead": Row("GRPO", {**FP8, **AHEAD}, "base", same=False),
+    "context, surplus, bfloat16, guesses": Row(
+        "GSPO", {**axes(context=2, fsdp=4), **SLOTS, **BFLOAT16, "rollout.surplus": 1}, same=False),
+    "apart, guesses, offload, packs": Row(
+        "ReMax", {**APART, **SLOTS, **LESS, "data.packing": 16}, same=False),
+    "critic's, standalone, guesses": Row(
+        "SafeRLHF", {**LORA, **SLOTS, "critic.lora.rank": 2, "placement": "standalone"},
+                same=False),
+    "few heads, critic's layout, guesses": Row(
+        "VAPO", {**FEW_HEADS, **axes("critic", fsdp=2, tensor=4), **SLOTS}, same=False),
+    "adapters of another scale, packs": Row(
+        "KTO", {**LORA, **axes(fsdp=8), "actor.lora.rslora": True, "data.packing": 16}, same=False),
+    "pairs, judged, slots, top-p": Row(
+        "OnlineDPO", {**PAIRS, **JUDGED, "rollout.slots": -1, "rollout.top_p": 0.9}, same=False),
+    "a sample each, adapters, guesses": Row(
+        "SPIN", {**LORA, **SLOTS, "rollout.samples": 1, "rollout.prompts": 16}, same=False),
+    "a teacher that learns, split, offload": Row(
+        "Distillation", {**SLOTS, **LESS, "algorithm.teacher_updates": 1, "placement": "split"},
+                same=False),
+    "a reward model's adapters, pairs": Row("RewardModel", {**PAIRS, **LORA, **LESS}, same=False),
+    "corrected, ahead, bfloat16, top-k": Row(
+        "CISPO", {**PARTS, **BFLOAT16, "algorithm.correction": "truncated", "rollout.top_k": 5},
+                same=False),
+}  # fmt: skip
+# What numbers depend on, beside the algorithm.
+NUMBERS = ("actor.lora.", "critic.lora.", "actor.path", "actor.router_loss", "algorithm.",
+           "warm_start.", "steps")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory):
+    """The folder of a model with experts."""
+    folder = tmp_path_factory.mktemp("experts") / "model"
+    sizes = {"num_experts": 4, "num_key_value_heads": 2, "num_attention_heads": 4, "head_dim": 8}
+    sizes |= {"hidden_size": 16, "moe_intermediate_size": 8, "num_hidden_layers": 2}
+    model("qwen3 experts", vocab_size=16, num_experts_per_tok=2, **sizes).save_pretrained(folder)
+    get_task("sorting").tokenizer().save(folder)
+    return str(folder)
+
+
+def rows_of(algorithm, changes, workdir=None):
+    with trainer_of(algorithm, changes, workdir) as trainer:
+        return [computed(row) for row in trainer.run()]
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """Metrics of a run without what changes no number."""
+    known = {}
+
+    def run(algorithm, changes):
+        keys = {key: value for key, value in changes.items() if key.startswith(NUMBERS)}
+        name = algorithm, repr(sorted(keys.items()))
+        if name not in known:
+            known[name] = rows_of(algorithm, keys)
+        return known[name]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * row.slow) for n, row in TABLE.items()],
+)
+def test_what_is_combined_runs_and_resumes_bit_for_bit(name, tmp_path, request, plain):
+    row = TABLE[name]
+    changes = {"steps": 2, "checkpoint.every": 1, **row.changes}
+    compared = changes.pop("compared", 2)
+    if row.start:
+        changes["actor.path"] = request.getfixturevalue(row.start)
     whole, again = tmp_path / "whole", tmp_path / "again"
-    with trainer_of(algorithm, changes, whole) as trainer:
-        memory = describe(trainer)["memory"]
-        assert {row["role"] for row in memory} >= {"actor"}
-        rows = [computed(row) for row in trainer.run()]
-        assert all(np.isfinite(value) for row in rows for value in row.values())
+    with trainer_of(row.algorithm, changes, whole) as trainer:
+        if not row.same:
+            assert {"actor"} <= {each["role"] for each in describe(trainer)["memory"]}
+        rows = [computed(each) for each in trainer.run()]
+        assert all(np.isfinite(x) for each in rows for x in each.values() if x is not None)
+    if row.same:
+        expected = plain(row.algorithm, changes)[:compared]
+        assert all(each["actor/grad_norm"] > 0 for each in expected)
+        balanced = changes.get("actor.router_loss", 0) > 0
+        assert all(each.get("actor/router_loss", 0) >= balanced for each in expected)
+        close(rows[:compared], expected)
     shutil.copytree(whole, again)
     shutil.rmtree(again / "checkpoints" / "2")
-    with trainer_of(algorithm, changes, again) as trainer:
-        assert [computed(row) for row in trainer.run()] == rows[1:]
+    with trainer_of(row.algorithm, changes, again) as trainer:
+        assert [computed(each) for each in trainer.run()] == rows[1:]
         trainer.export(tmp_path / "model")
-    if algorithm != "RewardModel":
+    if row.algorithm != "RewardModel":
         tokens = np.arange(3, 9)[None]
         found, exported = (hjax.load_model(f).logits(tokens) for f in (again, tmp_path / "model"))
         np.testing.assert_allclose(found, exported, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [EACH, {**INT8, **EACH}], ids=["float", "int8"])
+def test_what_a_run_with_experts_learned_goes_out(experts, tmp_path, changes):
+    """As it is in the workdir, merged and as adapters, which PEFT loads."""
+    changes = {"actor.path": experts, **changes, "checkpoint.every": 1, "steps": 2}
+    with trainer_of("GRPO", changes, tmp_path / "run") as trainer:
+        trainer.run()
+        trainer.export(tmp_path / "merged")
+        trainer.export(tmp_path / "adapter", adapter=True)
+    tokens = np.arange(3, 12)[None]
+    expected = np.asarray(hjax.load_model(tmp_path / "run").logits(tokens))
+    assert np.abs(expected - hjax.load_model(experts).logits(tokens)).max() > 1e-3
+    found = hjax.load_model(tmp_path / "merged").logits(tokens)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    plain = AutoModelForCausalLM.from_pretrained(experts, attn_implementation="eager")
+    theirs = logits(peft.PeftModel.from_pretrained(plain, tmp_path / "adapter").eval(), tokens)
+    # Beside the base as it was: of a quantized one, near.
+    np.testing.assert_allclose(theirs, expected, atol=0.1 if "actor.lora.base" in changes else 1e-4)
+    adapter = hjax.load_model(tmp_path / "adapter").logits(tokens)
+    np.testing.assert_allclose(adapter, theirs, atol=1e-4)
 
 
 @pytest.mark.parametrize(

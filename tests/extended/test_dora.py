@@ -12,7 +12,7 @@ from references import AutoModelForCausalLM, peft, torch
 from safetensors.numpy import load_file
 from test_lora import BROKEN, FIRST, TOKENS, adapted, network_with, one_device, run
 from test_lora import tensors as rewritten
-from test_lora_runs import BOTH, CRITIC, LORA, axes, base, close, rows_of, slow  # noqa: F401
+from test_lora_runs import LORA, slow
 from test_quantized import dequantize, quantized_network
 
 import hjax
@@ -70,7 +70,7 @@ def test_peft_has_the_same_numbers_and_gradients(tmp_path, name):
         scores = jax.nn.log_softmax(run(network, network.partition.join(learned, frozen)))
         return jnp.mean(scores @ weights)
 
-    grads = jax.grad(loss)(learned)["layers"]
+    grads = jax.jit(jax.grad(loss))(learned)["layers"]
     theirs = {key: x.grad.numpy() for key, x in theirs.named_parameters() if x.grad is not None}
     assert set(grads) == {f"{n}_{x}" for n in ("q", "kv", "o", "gate_up", "down") for x in "abm"}
     for each, values in grads.items():
@@ -90,9 +90,7 @@ def test_they_go_to_peft_and_back_bit_for_bit(tmp_path):
     assert before.keys() == after.keys()
     for key, tensor in before.items():
         np.testing.assert_array_equal(after[key], tensor)
-    base = AutoModelForCausalLM.from_pretrained(  # noqa: F811
-        tmp_path / "base", attn_implementation="eager"
-    )
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
     again = peft.PeftModel.from_pretrained(base, tmp_path / "ours").eval()
     np.testing.assert_array_equal(logits(again, TOKENS), logits(theirs, TOKENS))
 
@@ -113,25 +111,8 @@ def test_magnitudes_start_as_norms_and_change_nothing(tmp_path, form):
     assert MODELS[name][0] == "qwen3"
 
 
-COMBINATIONS = [
-    slow("GRPO", {"layout.actor.generate.tensor": 2, **axes(fsdp=2, tensor=4)}),
-    slow("PPO", {**CRITIC, "critic.lora.dora": True, **BOTH, "actor.offload": "all"}),
-    slow("GRPO", {"actor.lora.base": "int8", "data.packing": 16, **axes(tensor=2, fsdp=4)}),
-    slow("GRPO", {"placement": "disaggregate", "model.remat": "full", "actor.micro_batch": 8}),
-]
-
-
-@pytest.mark.parametrize(("algorithm", "changes"), COMBINATIONS)
-def test_every_combination_gives_the_same_metrics(base, algorithm, changes):  # noqa: F811
-    changes = {**DORA, **changes, "steps": 2}
-    kept = {k: v for k, v in changes.items() if ".lora." in k or k == "steps"}
-    expected = rows_of(algorithm, base, kept)
-    assert all(row["actor/grad_norm"] > 0 for row in expected)
-    close(rows_of(algorithm, base, changes), expected)
-
-
 @pytest.mark.slow
-def test_a_run_resumes_bit_for_bit_and_goes_out(base, tmp_path):  # noqa: F811
+def test_a_run_resumes_bit_for_bit_and_goes_out(base, tmp_path):
     changes = {"actor.path": base, **DORA, "checkpoint.every": 1}
     with trainer_of("GRPO", {**changes, "steps": 3}, tmp_path / "whole") as trainer:
         whole = [computed(row) for row in trainer.run()]

@@ -18,10 +18,13 @@ from updating import Case
 
 from hjax.models.config import ModelConfig
 
-pytestmark = pytest.mark.skipif(
-    not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)),
-    reason="JAX's CUDA plugin, the GPU compiler, is not installed",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)),
+        reason="JAX's CUDA plugin, the GPU compiler, is not installed",
+    ),
+]
 FSDP = {"data": 1, "fsdp": -1}
 SPLIT = {"data": 1, "fsdp": 2, "tensor": 2}
 NARROW = ModelConfig(2048, 256, 512, 2, 2, 1, 128, 8192)

@@ -53,6 +53,7 @@ def counted(case, form=""):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_a_token_copies_no_cache_and_reads_what_is_filled():
     found = counted(SMALL)
     assert found["copies"] == 0
@@ -66,9 +67,8 @@ def test_a_token_copies_no_cache_and_reads_what_is_filled():
     assert read <= found["bytes_per_token"] <= 1.05 * read + weights
 
 
-@pytest.mark.parametrize(
-    "case", [WIDE, pytest.param(WIDE_SPLIT, marks=pytest.mark.slow)], ids=["whole", "split"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [WIDE, WIDE_SPLIT], ids=["whole", "split"])
 def test_weights_are_not_laid_out_anew_in_a_program(case):
     """Gate and up alone would be 2 layers x 1024 x 8192 x 2 bytes."""
     assert counted(case)["temporary_bytes"] < 2 * 1024 * 8192 * 2 / case.tensor / 8
@@ -88,6 +88,7 @@ def test_in_int8_a_token_reads_a_byte_for_each_number_and_the_scales():
     assert read <= found["bytes_per_token"] <= 1.05 * read + weights
 
 
+@pytest.mark.slow
 def test_a_gpu_s_token_reads_of_each_slot_what_is_filled_and_no_weight_is_cut_out():
     found = counted(SLOTS)
     assert found["copies"] == 0

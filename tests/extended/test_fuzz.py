@@ -277,7 +277,7 @@ def checkpoint_files():
         return {str(p.relative_to(made)): p.read_bytes() for p in made.rglob("*") if p.is_file()}
 
 
-@often(60)
+@often(15)
 @given(st.data())
 def test_damaged_checkpoints_are_found(data):
     files = checkpoint_files()

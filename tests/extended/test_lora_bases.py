@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from helpers import computed, trainer_of
 from references import AutoModelForCausalLM, AutoModelForSequenceClassification, peft, torch
+from test_lora_runs import slow
 
 import hjax
 from hjax.errors import DataError
@@ -29,8 +30,10 @@ def start(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("form", ["float", "int8"])
-@pytest.mark.parametrize("base", ["run", "model"])
+@pytest.mark.parametrize(
+    ("base", "form"),
+    [("run", "float"), slow("run", "int8"), slow("model", "float"), ("model", "int8")],
+)
 def test_a_reward_model_with_adapters_is_used_exported_and_a_base_again(
     start, base, form, tmp_path
 ):
@@ -52,7 +55,7 @@ def test_a_reward_model_with_adapters_is_used_exported_and_a_base_again(
     assert "decoder" in load_trained(tmp_path / "again")[1]
 
 
-@pytest.mark.parametrize("by", ["command", "trainer"])
+@pytest.mark.parametrize("by", ["command", slow("trainer")])
 def test_adapters_on_a_workdir_are_exported_with_their_base(start, by, tmp_path):
     """Only hjax reads a workdir."""
     changes = {"actor.path": str(start / "run"), **LORA, "actor.lora.targets": ("q,v",)}

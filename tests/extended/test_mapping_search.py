@@ -20,16 +20,19 @@ def best(case):
     return result.fastest.total if result.candidates else np.inf
 
 
-@pytest.mark.parametrize("start", range(0, 400, 50))
+def some(first, others):
+    """Where cases begin; all but the first ones are slow."""
+    return [first, *(pytest.param(n, marks=pytest.mark.slow) for n in others)]
+
+
+@pytest.mark.parametrize("start", some(0, range(50, 400, 50)))
 def test_equals_brute_force_up_to_8_devices_and_3_models(start):
     for seed in range(start, start + 50):
         case = random_problem(seed, devices=8, models=3, wide=True)
         assert best(case) == pytest.approx(brute_force(case), rel=1e-9), f"seed {seed}"
 
 
-@pytest.mark.parametrize(
-    "start", [pytest.param(0, marks=pytest.mark.slow), *range(25, 100, 25)]  # the first takes long
-)
+@pytest.mark.parametrize("start", some(50, (0, 25, 75)))
 def test_equals_brute_force_up_to_16_devices_and_5_models(start):
     for seed in range(10_000 + start, 10_000 + start + 25):
         case = random_problem(seed, devices=16, models=5, wide=False)

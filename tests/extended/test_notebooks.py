@@ -49,7 +49,6 @@ def quickstart(tmp_path_factory):
     client = nbclient.NotebookClient(notebook, timeout=400, kernel_name="python3")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("notebook")))
-        patch.setenv("XLA_FLAGS", "")
         patch.chdir(NOTEBOOKS)
         client.execute()
     return notebook, json.loads(notebook.cells[-1].outputs[0].text)

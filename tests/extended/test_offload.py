@@ -82,18 +82,6 @@ def test_metrics_are_bit_equal_and_the_bytes_are_gone_from_the_device(name, plai
     assert "memory/offloaded_bytes" not in expected[-1]
 
 
-@pytest.mark.slow
-def test_a_checkpoint_of_offloaded_state_goes_on_bit_for_bit(tmp_path):
-    changes = {**ALL, "checkpoint.every": 1, "steps": 3}
-    with trainer_of("PPO", changes) as trainer:
-        whole = trainer.run()
-    with trainer_of("PPO", changes, tmp_path) as trainer:
-        trainer.run(2)
-    with trainer_of("PPO", changes, tmp_path) as trainer:
-        rest = trainer.run()
-    assert [computed(row) for row in rest] == [computed(row) for row in whole[2:]]
-
-
 def test_the_dry_run_says_what_it_saves():
     # A pool of 4 kB models: the reference is idle in the largest program, an update.
     with trainer_of("PPO", {"reference.offload": "all"}) as trainer:

@@ -1,6 +1,7 @@
 """Frozen bases of one byte per element: rounding by formula, transformers' numbers, runs."""
 
 import dataclasses
+import functools
 import pathlib
 
 import jax
@@ -14,7 +15,7 @@ from references import peft, torch
 from test_lora import ASKED, TOKENS, adapted, network_with, one_device, run
 from test_lora_experts import ALL as EXPERTS
 from test_lora_experts import FAMILIES, with_experts
-from test_lora_runs import AHEAD, BOTH, CRITIC, LORA, axes, base, close, rows_of, slow  # noqa: F401
+from test_lora_runs import AHEAD, LORA, slow
 
 import hjax
 from hjax.dryrun.description import describe
@@ -137,9 +138,9 @@ def test_a_quantized_base_gives_transformers_numbers_of_its_weights(tmp_path, na
 @pytest.mark.parametrize(
     ("name", "form"),
     [
-        ("qwen3 tied", "int8"),
         ("qwen3 tied", "fp8"),
         ("mixtral", "int8"),
+        slow("qwen3 tied", "int8"),
         slow("gpt-oss", "fp8"),
     ],
 )
@@ -161,8 +162,8 @@ def test_gradients_are_those_beside_the_dequantized_base(tmp_path, name, form):
         joined = network.partition.join(learned, frozen)
         return jnp.mean(jax.nn.log_softmax(run(network, joined)) @ jnp.sin(jnp.arange(47.0)))
 
-    found = jax.grad(lambda x: loss(network, x, frozen))(learned)
-    expected = jax.grad(lambda x: loss(floats, x, plain))(learned)
+    found = jax.jit(jax.grad(functools.partial(loss, network)))(learned, frozen)
+    expected = jax.jit(jax.grad(functools.partial(loss, floats)))(learned, plain)
     assert float(jnp.abs(expected["layers"]["q_a"]).max()) > 1e-4
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
 
@@ -195,29 +196,8 @@ def test_a_base_is_the_same_on_every_layout(tmp_path, name, sizes):
     assert outputs in (list(specs[1]), whole)
 
 
-COMBINATIONS = [
-    slow("GRPO", {"layout.actor.generate.tensor": 2, **axes(fsdp=2, tensor=4)}),
-    slow("GRPO", {"actor.lora.base": "fp8", **axes(fsdp=2, tensor=4)}),
-    slow("PPO", {**CRITIC, "critic.lora.base": "fp8", **BOTH, "actor.offload": "all"}),
-    slow("PPO", {**CRITIC, "critic.lora.base": "int8", "placement": "split", "data.packing": 16}),
-    slow("GRPO", {"placement": "disaggregate", "model.remat": "full", "actor.micro_batch": 8}),
-    slow("GRPO", axes(context=2, fsdp=4)),
-    slow("GRPO", {"model.unroll_layers": True}),
-    slow("GRPO", {"cluster.processes": 2, "cluster.devices_per_process": 2}),
-]
-
-
-@pytest.mark.parametrize(("algorithm", "changes"), COMBINATIONS)
-def test_every_combination_gives_the_same_metrics(base, algorithm, changes):  # noqa: F811
-    changes = {**INT8, **changes, "steps": 2}
-    kept = {k: v for k, v in changes.items() if ".lora." in k or k == "steps"}
-    expected = rows_of(algorithm, base, kept)
-    assert all(row["actor/grad_norm"] > 0 for row in expected)
-    close(rows_of(algorithm, base, changes), expected)
-
-
 @pytest.mark.parametrize("changes", [slow({}), slow({"actor.lora.base": "fp8", **AHEAD})])
-def test_a_run_learns_and_resumes_bit_for_bit(base, tmp_path, changes):  # noqa: F811
+def test_a_run_learns_and_resumes_bit_for_bit(base, tmp_path, changes):
     changes = {"actor.path": base, **INT8, **EVENS, "checkpoint.every": 3, **changes}
     with trainer_of("GRPO", {**changes, "steps": 12}, tmp_path / "whole") as trainer:
         whole = [computed(row) for row in trainer.run()]
@@ -234,7 +214,7 @@ def test_a_run_learns_and_resumes_bit_for_bit(base, tmp_path, changes):  # noqa:
     }  # fmt: skip
 
 
-def test_what_a_run_learned_goes_out_as_it_generated(base, tmp_path):  # noqa: F811
+def test_what_a_run_learned_goes_out_as_it_generated(base, tmp_path):
     changes = {"actor.path": base, **INT8, "checkpoint.every": 1, "steps": 2}
     with trainer_of("GRPO", changes, tmp_path / "run") as trainer:
         trainer.run()
@@ -252,7 +232,7 @@ def test_what_a_run_learned_goes_out_as_it_generated(base, tmp_path):  # noqa: F
     assert Adapter(tmp_path / "adapter").base == base
 
 
-def test_a_matrix_takes_a_byte_per_element(base):  # noqa: F811
+def test_a_matrix_takes_a_byte_per_element(base):
     def held(**changes):
         with trainer_of("GRPO", {"actor.path": base, **LORA, **changes}) as trainer:
             trainer.prepare()

@@ -55,7 +55,9 @@ def watched(arguments, width, limit=240.0):
     return process.wait(), seen
 
 
-@pytest.mark.parametrize("width", [80, 120, 200])
+@pytest.mark.parametrize(
+    "width", [80, *(pytest.param(width, marks=pytest.mark.slow) for width in (120, 200))]
+)
 def test_a_run_as_it_stands_on_the_screen(width, tmp_path):
     workdir = tmp_path / "run"
     options = [f"--config.{key}={value}" for key, value in TINY.items()]
