@@ -115,7 +115,7 @@ STRINGS = tuple(a + b for a in "0246" for b in "13579")
     "changes",
     [
         {},
-        {"rollout.slots": 16},
+        pytest.param({"rollout.slots": 16}, marks=pytest.mark.slow),
         pytest.param(
             {"rollout.slots": 8, "reward.while_generating": True, "placement": "disaggregate"},
             marks=pytest.mark.slow,

@@ -81,7 +81,7 @@ def test_thousands_of_cases():
 # Configs
 
 
-@often(150)
+@often(80)
 @given(st.sampled_from(CONFIGS), st.dictionaries(st.sampled_from(KEYS) | TEXTS, VALUES, max_size=3))
 @example("ppo.py", {"actor.beta1": RUDE})
 @example("ppo.py", {"actor.learning_rate": 10**400})
@@ -336,7 +336,7 @@ def rows_of(name):
     return torn(content) | changed(json.loads(content)).map(as_json)
 
 
-@often(80)
+@often(40)
 @given(st.data())
 def test_a_run_s_own_files(data):
     """Going on with a run, its report, and a page that compares it: files that were touched."""

@@ -5,6 +5,7 @@ That a sequence's tokens depend on nothing else is in the tables of ``test_rollo
 """
 
 import dataclasses
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -240,6 +241,7 @@ def test_another_dtype_is_refused_by_name():
 
 
 RUN = {"rollout.cache_dtype": "int8", "steps": 3, "checkpoint.every": 1, "model.layers": 2}
+RUN |= {"checkpoint.keep": 3}
 
 
 def test_a_run_says_what_it_keeps_and_resumes(tmp_path):
@@ -248,10 +250,11 @@ def test_a_run_says_what_it_keeps_and_resumes(tmp_path):
         told = describe(trainer)["cache"]
         rows = trainer.run()
     assert told["actor"] == {"dtype": "int8", "bytes_per_token": 2 * 2 * 4 * (8 + 4)}
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    for step in ("2", "3"):
+        shutil.rmtree(tmp_path / "cut" / "checkpoints" / step, ignore_errors=True)
     with trainer_of("GRPO", RUN, workdir=tmp_path / "cut") as trainer:
-        trainer.run(2)
-    with trainer_of("GRPO", RUN, workdir=tmp_path / "cut") as trainer:
-        trainer.run()
+        assert [row["step"] for row in trainer.run()] == [2, 3]
     again = read_rows(tmp_path / "cut")
     assert [computed(row) for row in again] == [computed(row) for row in rows]
     for row in rows:

@@ -24,7 +24,7 @@ TOKENS = np.array([[1, 3, 5, 4, 2]])
 def start(tmp_path_factory):
     """A language model's workdir, and its export."""
     folder = tmp_path_factory.mktemp("start")
-    with trainer_of("GRPO", {}, folder / "run") as trainer:
+    with trainer_of("SFT", {}, folder / "run") as trainer:
         trainer.run()
         trainer.export(folder / "model")
     return folder
@@ -59,7 +59,7 @@ def test_a_reward_model_with_adapters_is_used_exported_and_a_base_again(
 def test_adapters_on_a_workdir_are_exported_with_their_base(start, by, tmp_path):
     """Only hjax reads a workdir."""
     changes = {"actor.path": str(start / "run"), **LORA, "actor.lora.targets": ("q,v",)}
-    with trainer_of("GRPO", changes, tmp_path / "run") as trainer:
+    with trainer_of("SFT", changes, tmp_path / "run") as trainer:
         trainer.run()
         if by == "trainer":
             trainer.export(tmp_path / "adapters", adapter=True)
@@ -76,13 +76,13 @@ def test_adapters_on_a_workdir_are_exported_with_their_base(start, by, tmp_path)
 def test_the_base_of_exported_adapters_is_found_from_anywhere(start, tmp_path, monkeypatch):
     monkeypatch.chdir(start)
     changes = {"actor.path": "model", **LORA}
-    with trainer_of("GRPO", changes) as trainer:
+    with trainer_of("SFT", changes) as trainer:
         trainer.export(tmp_path / "adapters", adapter=True)
     content = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
     assert os.path.isabs(content["base_model_name_or_path"])
 
 
-def taught(path, steps, start="", seed=0, algorithm="GRPO", **changes):
+def taught(path, steps, start="", seed=0, algorithm="SFT", **changes):
     """Rows of a run's steps, of which each is kept; it starts, or goes on."""
     keys = {"checkpoint.every": 1, "checkpoint.keep": 9, "actor.learning_rate": 0.01, "seed": seed}
     keys |= {"steps": steps, "actor.path": str(start)} | changes

@@ -18,7 +18,7 @@ from test_lora_experts import FAMILIES, with_experts
 from test_lora_runs import AHEAD, LORA, slow
 
 import hjax
-from hjax.dryrun.description import describe
+from hjax.dryrun.programs import rehearse, step_programs
 from hjax.errors import ConfigError
 from hjax.models import huggingface
 from hjax.models.attention import Causal
@@ -238,19 +238,17 @@ def test_a_matrix_takes_a_byte_per_element(base):
             trainer.prepare()
             actor = trainer.roles.groups["actor"].worker
             bytes_of = {name: x.nbytes for name, x in actor.params["layers"].items()}
-            said = describe(trainer)
-            [update] = [
-                row
-                for row in said["memory"]
-                if (row["role"], row["program"]) == ("actor", "update")
-            ]
+            rehearsal = rehearse(trainer.roles, trainer.machines.devices)
+            of = trainer.config, trainer.algorithm_class, rehearsal, trainer.inputs.prompt_length
+            [update] = [p for p in step_programs(*of)[0] if p.name == "update"]
+            used = update.program.trace().lower().compile().memory_analysis()
             total = sum(x.nbytes for x in jax.tree.leaves(actor.params))
             estimate = RoleMemory.built(actor).memory.resident(trained=False)
             assert estimate == total
             counted = counts(actor.network.config).bytes_each
             small = (x.size for x in jax.tree.leaves(actor.params) if x.dtype.itemsize == 1)
             assert counted == sum(small)
-            return bytes_of, total, update["argument_bytes"]
+            return bytes_of, total, used.argument_size_in_bytes
 
     layers, total, arguments = held(**{"actor.lora.base": "int8"})
     floats, more, arguments_before = held()
