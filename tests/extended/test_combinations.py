@@ -77,7 +77,7 @@ TABLE = {
         "GRPO", {**DROPS, **WIDE, **SLOTS, "algorithm.minibatch": 8}, "base", slow=False),
     "critic's, int8, split, packs": Row(
         "PPO", {**INT8, **CRITIC, "critic.lora.base": "int8", "placement": "split",
-                "data.packing": 16, "actor.micro_batch": 8}, "base", slow=False),
+                "data.packing": 16, "actor.micro_batch": 8}, "base"),
     "critic's dropout, layouts": Row(
         "PPO", {**DROPS, **CRITIC, "critic.lora.dropout": 0.5, **BOTH, "actor.micro_batch": 8},
         "base"),
@@ -149,7 +149,7 @@ TABLE = {
     "experts: each an adapter, processes": Row("GRPO", {**EACH, **EXPERTS_TWO}, "experts"),
     "experts: int8, processes": Row("GRPO", {**INT8, **EACH, **EXPERTS_TWO}, "experts"),
     # What draws or rounds otherwise: a resume alone, and what the dry run says.
-    "pipe, bfloat16": Row("GRPO", {**STAGES, **BFLOAT16}, same=False, slow=False),
+    "pipe, bfloat16": Row("GRPO", {**STAGES, **BFLOAT16}, same=False),
     "few heads, slots, judged": Row(
         "GRPO", {**FEW_HEADS, **JUDGED, "rollout.slots": -1}, same=False, slow=False),
     "pairs, adapters, offload": Row("DPO", {**LORA, **PAIRS, **LESS}, same=False, slow=False),
