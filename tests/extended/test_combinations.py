@@ -191,8 +191,8 @@ TABLE = {
                 same=False),
 }  # fmt: skip
 # What numbers depend on, beside the algorithm.
-NUMBERS = ("actor.lora.", "critic.lora.", "actor.path", "actor.router_loss", "algorithm.",
-           "warm_start.", "steps")  # fmt: skip
+NUMBERS = ("actor.lora.", "critic.lora.", "actor.learning_rate", "actor.path", "actor.router_loss",
+           "algorithm.", "warm_start.", "steps")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
