@@ -14,6 +14,7 @@ import markupsafe
 import numpy as np
 import pytest
 from helpers import tiny_config
+from mapping_cases import brute_force, random_problem
 
 import hjax
 from hjax.algorithms import GRPO, PPO, ReMax, SafeRLHF, get_algorithm
@@ -31,6 +32,7 @@ from hjax.planning.hardware import cluster as clusters
 from hjax.planning.problems import trace
 from hjax.planning.profile import METHOD, MadeOn, Profile, write_profile
 from hjax.planning.records import Candidate, PlannedSet, Pool
+from hjax.planning.search import search
 from hjax.planning.strategies import STRATEGIES, only_compiles
 from hjax.run.placement import make_plan
 from hjax.show.plan_rows import plan_page
@@ -149,6 +151,28 @@ def test_a_set_spans_slices_where_that_pays(capsys):
     slow = planned(*flags, "--cluster=2xv5e:2x2", "--constants=network=0.001", capsys=capsys)
     spans = [c for c in slow["candidates"] if max(c["allocation"]) == 8]
     assert all("% slower, and hjax only compiles it" in c["reason"] for c in spans)
+
+
+@pytest.mark.parametrize("cluster", ["3xv5e:2x2", "3x4:h100"])
+def test_rings_of_a_size_that_fills_no_slice_or_host_cross_the_network(cluster):
+    """By hand: of four rings of three devices in a row, two have devices of two domains of four."""
+    (pool,) = clusters(cluster).pools
+    constants = Constants(link=1.0, network=0.001, link_latency=1e-6, network_latency=1e-3)
+    place = Place(pool, 12, constants)
+    network = pool.device.network_of(4) * 0.001
+    assert cost.ring_bandwidth(place, 3, 1) == cost.ring_bandwidth(place, 12, 1) == network
+    assert cost.latency(place, 3, 1) == 2e-3
+    assert cost.ring_bandwidth(place, 2, 2) > network and cost.latency(place, 2, 2) == 1e-6
+    # Four of a host are no fewer for having three or six in a row.
+    assert cost.latency(Place(clusters("1x6:h100").pools[0], 6, constants), 2, 2) == 1e-6
+
+
+# Three slices of a torus of four devices: copies on each of them.
+@pytest.mark.parametrize("seed", [200_138, 200_295])
+def test_a_search_over_slices_that_are_no_power_of_two_equals_brute_force(seed):
+    problem = random_problem(seed, devices=16, models=5, wide=False)
+    assert problem.cluster.pools[0].slices == 3
+    assert search(problem, count=1).fastest.total == pytest.approx(brute_force(problem), rel=1e-9)
 
 
 def test_the_plan_on_top_is_one_that_runs(tmp_path, capsys):

@@ -72,6 +72,12 @@ class Place:
 # Collectives
 
 
+def in_domains(place: Place, size: int, stride: int) -> bool:
+    """Whether each ring of ``size`` devices, ``stride`` ranks apart, lies within one domain: there
+    is one, or rings fill it (three devices in a row of domains of four also stand in two)."""
+    return place.devices <= place.domain or place.domain % (size * stride) == 0
+
+
 @functools.lru_cache(maxsize=1 << 16)
 def ring_bandwidth(place: Place, size: int, stride: int) -> float:
     """Bytes/s that each member of a ring of ``size`` devices, ``stride`` ranks apart, sends.
@@ -83,7 +89,7 @@ def ring_bandwidth(place: Place, size: int, stride: int) -> float:
     """
     device, constants = place.pool.device, place.constants
     link = device.link * constants.link
-    if size * stride <= place.domain:
+    if in_domains(place, size, stride):
         return link / sharing(place.pool, place.devices, size, stride)
     inside = max(1, place.domain // stride)
     hosts = max(1, place.domain // place.pool.per_host)
@@ -94,8 +100,7 @@ def ring_bandwidth(place: Place, size: int, stride: int) -> float:
 @functools.lru_cache(maxsize=1 << 16)
 def latency(place: Place, size: int, stride: int) -> float:
     """Seconds of a small collective: latency * log2(size), the network's if it leaves a domain."""
-    constants = place.constants
-    inside = size * stride <= place.domain
+    constants, inside = place.constants, in_domains(place, size, stride)
     once = constants.link_latency if inside else constants.network_latency
     return once * math.ceil(math.log2(size))
 
