@@ -12,9 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from program_costs.account import READER
+from program_costs.lower_bound import Tokens, decoding_bytes
 
 from hjax.dryrun.compilation import compile_program
-from hjax.dryrun.minimum import Tokens, decoding_bytes
 from hjax.dryrun.programs import StepProgram
 from hjax.dryrun.topologies import find_topology
 from hjax.kernels.int8_cache import AUTO, INT8, element_bytes
@@ -125,7 +126,7 @@ def decoding(
     generate = Program("generate", trace, STEPS if case.slots else case.response - 1)
     program = StepProgram("actor", 0, case.rows, 1, generate)
     order = list(layout.mesh.devices.ravel())
-    found = compile_program(program, topology, len(devices), "", cache, order)
+    found = compile_program(program, topology, len(devices), "", cache, order, READER)
     turn = found["roofline"]["turn"]
     # Filled to every length alike, slots hold half of what they have room for.
     drawn, before = (room, 0) if case.slots else (case.response, case.prompt)

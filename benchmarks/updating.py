@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+from program_costs.account import READER, limits_of
+from program_costs.lower_bound import minimum
 
 from hjax.algorithms.losses import PolicyLoss
-from hjax.dryrun.compilation import compile_program, limits_of
-from hjax.dryrun.minimum import minimum
+from hjax.dryrun.compilation import compile_program
 from hjax.dryrun.programs import StepProgram
 from hjax.dryrun.topologies import find_topology
 from hjax.errors import ConfigError
@@ -150,7 +151,7 @@ def updating(case: Case, cache: Path | None = None) -> dict[str, Any]:
     name = "compute_ref_log_prob" if case.scores else "update"
     (wanted,) = [each for each in programs if each.name == name]
     program = StepProgram(role, 0, case.rows, 1, wanted)
-    found = compile_program(program, topology, len(placed), "", cache, placed)
+    found = compile_program(program, topology, len(placed), "", cache, placed, READER)
     described = {
         **dataclasses.asdict(case),
         "model": case.model if isinstance(case.model, str) else "",

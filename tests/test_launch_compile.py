@@ -339,7 +339,7 @@ from hjax.dryrun.topologies import find_topology, prepare_environment
 prepare_environment()
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from hjax.dryrun.compilation import limits_of
+from program_costs.account import limits_of
 from hjax.dryrun.compilation import way
 from hjax.sharding.placing import place_devices
 from hjax.xla.collectives import collectives
@@ -366,8 +366,9 @@ print(json.dumps({
 @pytest.mark.extended
 def test_what_crosses_between_slices_is_counted_at_the_network_s_rate():
     done = subprocess.run(
-        [sys.executable, "-c", TWO_SLICES], capture_output=True, text=True, timeout=300
-    )
+        [sys.executable, "-c", TWO_SLICES], capture_output=True, text=True, timeout=300,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
     # A device has 128 x 256 numbers. Summed with the other slice's it receives as many bytes,
@@ -384,7 +385,7 @@ def test_what_crosses_between_slices_is_counted_at_the_network_s_rate():
 @pytest.mark.extended
 def test_a_small_step_compiles_for_a_small_topology(tmp_path):
     arguments = (
-        "--config=ppo.py", "--topology=v5e:2x2", "--optimization=O0", "--json", "--roofline",
+        "--config=ppo.py", "--topology=v5e:2x2", "--optimization=O0", "--json",
         "--config.model.layers=1", "--config.model.dtype=float32",
     )  # fmt: skip
     done = command(*arguments, cache=tmp_path)
@@ -409,20 +410,6 @@ def test_a_small_step_compiles_for_a_small_topology(tmp_path):
     assert update["product_flops"] * 4 == pytest.approx(products, rel=0.05)
     # Data parallelism: one gradient is summed over 4 devices.
     assert update["received_bytes"] == pytest.approx(2 * 3 / 4 * 4 * decoder, rel=0.05)
-    # The same by the compiler's own text, in which products are convolutions.
-    found, least = update["roofline"], update["minimum"]
-    assert found["flops"] == pytest.approx(update["product_flops"], rel=0.02)
-    assert found["received_bytes"] == update["received_bytes"]
-    assert least["received_bytes"] == pytest.approx(update["received_bytes"], rel=0.01)
-    assert least["bytes"] == pytest.approx(2 * 12 * decoder, rel=1e-3)  # and counters
-    assert found["seconds"] == pytest.approx(
-        found["memory_seconds"] + found["compute_seconds"] + found["network_seconds"]
-    )
-    assert found["seconds"] >= least["seconds"] and 0 < update["mfu"] < 1
-    lines = [line["source"] for line in found["costliest"]]
-    assert any("hjax/" in line for line in lines)
-    assert description["step"]["predicted_seconds"] > 4 * found["seconds"]
-    assert "a step's programs, one after another, by data sheet" in done.stdout
     assert update["runs"] == 4 and update["sum_bytes"] == update["total_bytes"] + sum(
         update["held_bytes"].values()
     )

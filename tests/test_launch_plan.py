@@ -316,17 +316,14 @@ class Compiler:
         self.placements.append(plan["placement"])
         program = {
             "role": "actor", "program": "update", "runs": 4, "sum_bytes": 2**30, "flops": 459e12,
-            "received_bytes": 0, "roofline": {"seconds": 2.0, "bound": "compute"}, "mfu": 0.5,
+            "received_bytes": 0,
         }  # fmt: skip
-        more = [
-            {**program, "program": "transition_0", "runs": 1, "mfu": None},
-            {**program, "program": "compute_log_prob", "runs": 1, "roofline": None, "mfu": None},
-        ]
+        others = [{**program, "program": n, "runs": 1} for n in ("transition_0", "compute_log_prob")]
         return {
             "step": {"missing_bytes": self.missing.pop(0)},
             "versions": {"libtpu": "0"},
             "topology": {"memory_bytes": 2**34},
-            "programs": [program, *more],
+            "programs": [program, *others],
         }
 
 
@@ -340,23 +337,6 @@ def test_the_fastest_plan_that_fits_by_the_compiler_is_taken(monkeypatch, capsys
     assert found["origins"]["memory_bytes"] == "compiled"
     row = found["compiled"]["programs"][0]
     assert row["compiled_bytes"] == 2**30 and row["stage"] == "learning"
-    assert row["roofline_seconds"] == 2.0 and row["bound"] == "compute"
-
-
-def test_the_plans_seconds_stand_beside_those_of_the_compiled_programs(monkeypatch, capsys):
-    Compiler(monkeypatch, 0, 0)
-    found = planned(*CONFIG, "--compile", capsys=capsys)
-    by_stage = {row["stage"]: row for row in found["compiled"]["stages"]}
-    assert set(by_stage) == {"transition", "preparation", "learning"}
-    learning = by_stage["learning"]
-    assert learning["roofline_seconds"] == 4 * 2.0 and learning["mfu"] == 0.5
-    assert learning["planned_seconds"] == found["role_seconds"]["actor"]["learning"]
-    assert by_stage["transition"]["planned_seconds"] == found["seconds"]["transition"]
-    # A program without an account leaves its stage without one.
-    assert by_stage["preparation"]["roofline_seconds"] is None
-    status, out, _ = run(*CONFIG, "--compile", "--roofline", capsys=capsys)
-    (line,) = (x for x in out.splitlines() if x.split()[:2] == ["learning", "actor"])
-    assert status == 0 and "8.00 s" in line and "compute" in line and "50%" in line
 
 
 def test_where_no_plan_fits_by_the_compiler_the_bytes_missing_are_said(monkeypatch, capsys):
@@ -450,7 +430,7 @@ def test_no_name_in_a_plan_becomes_markup(capsys):
         (["--models=llama-70b", "--cluster=1x8:a100-40g"], "GiB per device are missing"),
         (["--offload=actor=disk"], "'actor=disk' is not ROLE=WHAT"),
         (["--compile"], "--compile needs --config=NAME.py"),
-        ([*CONFIG, "--roofline"], "--roofline needs --compile"),
+        ([*CONFIG, "--roofline"], "python benchmarks/roofline.py"),
         (["--config=ppo_llama_7b.py"], "--models: with --config it comes from there"),
         (["--config=nothing.py"], "nothing.py"),
         (["--nonsense=1"], "nonsense"),

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from program_costs.limits import Limits
+from program_costs.roofline import roofline
 
 from hjax.xla.collectives import Collective, collectives, device_groups, received_bytes
 from hjax.xla.hlo import shape_bytes
-from hjax.xla.limits import Limits
-from hjax.xla.roofline import roofline
 
 
 def module(body, more="", devices=8):

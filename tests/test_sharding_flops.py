@@ -13,9 +13,8 @@ from hjax.models.compute import Compute
 from hjax.models.config import ModelConfig
 from hjax.models.forward import sequence_states, token_log_probs
 from hjax.models.parameters import decoder_network
-from hjax.xla.flops import Flops, count_flops
+from hjax.xla.flops import Flops, count_flops, told_cost
 from hjax.xla.hlo import parse
-from hjax.xla.products import told_cost
 
 
 def array(*shape, dtype=jnp.float32):

@@ -3,8 +3,7 @@
 JAX's own persistent cache cannot read back what was compiled for devices that are not there, so
 the figures are kept as JSON, by the program's text and everything that decides what becomes of it.
 
-Beside them stand how far a step's bytes go (the links that mesh axes and compiled collectives use)
-and how long a topology's devices need for a program by data sheet (``--roofline``).
+Beside them stands how far a step's bytes go: the links that mesh axes and compiled collectives use.
 """
 
 from __future__ import annotations
@@ -16,28 +15,39 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from hjax.devices import DEVICES
-from hjax.dryrun.programs import Rehearsal, StepProgram, memory_of, phase_of
-from hjax.dryrun.topologies import Topology, parse_memory_error, parse_topology
+from hjax.dryrun.programs import Rehearsal, StepProgram, memory_of
+from hjax.dryrun.topologies import Topology, parse_memory_error
 from hjax.errors import DataError, RunError
 from hjax.given import read_object
 from hjax.sharding.placing import ring_table
 from hjax.sharding.wires import Wires, wires_of
 from hjax.xla.collectives import Collective, collectives
 from hjax.xla.flops import count_flops
-from hjax.xla.limits import Limits, Torus
 from hjax.xla.options import OPTIONS
-from hjax.xla.roofline import Operation, Turn, roofline
 
-FORMAT = 11  # of the kept results; a change makes older ones be compiled again
+FORMAT = 12  # of the kept results; a change makes older ones be compiled again
 TPU_DUMP = {"xla_dump_hlo_as_text": True}
+
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """What else is read off compiled programs, such as by a study of what they cost.
+
+    Attributes:
+      name: with its version; results are kept by it.
+      read: JSON that joins a program's, of its text, the trips of loops that it does not tell, its
+        topology and the devices in the order of its mesh.
+    """
+
+    name: str
+    read: Callable[[str, int | None, Topology, Sequence[Any]], Mapping[str, Any]]
 
 
 def compile_program(
@@ -47,6 +57,7 @@ def compile_program(
     level: str,
     cache: Path | None,
     placed: Sequence[Any] = (),
+    reader: Reader | None = None,
 ) -> dict[str, Any]:
     """Compile a program of a step.
 
@@ -57,16 +68,17 @@ def compile_program(
       level: of optimisation, as it is set in ``jax_optimization_level``.
       cache: directory of kept results; None neither reads nor writes any.
       placed: the devices in the order of the program's mesh; empty: how far bytes go is
-        not said, and all collectives wait for one another.
+        not said.
+      reader: reads its text too.
 
     Returns:
       ``role``, ``program``, ``rows``, ``runs`` (per step), ``flops`` and ``received_bytes`` (per
       device and run), the bytes of ``programs.memory_of``, ``collectives`` (by kind: ``count`` and
       ``received_bytes``), with ``placed`` ``hop_bytes`` and ``network_bytes`` (of ``way``)
       and ``listed_hop_bytes`` and ``listed_network_bytes``, those of devices in the order in which
-      JAX lists them, ``roofline`` (of ``account``), ``seconds`` it took to compile, ``kept`` (read
-      back, not compiled). Of a program that the compiler refuses ``refused_bytes``, what it would
-      need, and ``total_bytes`` the same, but no other bytes, collectives or roofline.
+      JAX lists them, ``seconds`` it took to compile, ``kept`` (read back, not compiled), and what
+      ``reader`` says. Of a program that the compiler refuses ``refused_bytes``, what it would
+      need, and ``total_bytes`` the same, but no other bytes and no collectives.
 
     Raises:
       RunError: it does not compile for another reason than memory.
@@ -86,21 +98,28 @@ def compile_program(
     file = None
     if cache is not None:
         text = lowered.as_text()
-        file = cache / f"{_key(text, loop_trips, topology, level, placed)}.json"
+        key = _key(text, loop_trips, topology, level, placed, reader)
+        file = cache / f"{key}.json"
         with contextlib.suppress(DataError):  # there is none, or it is torn: another replaces it
             return {**described, **read_object(file), "kept": True}
-    found = _compile(lowered, program, topology, placed)
+    found = _compile(lowered, program, topology, placed, reader)
     if file is not None:
         _keep(file, found)
     return {**described, **found, "kept": False}
 
 
 def _key(
-    text: str, loop_trips: int | None, topology: Topology, level: str, placed: Sequence[Any]
+    text: str,
+    loop_trips: int | None,
+    topology: Topology,
+    level: str,
+    placed: Sequence[Any],
+    reader: Reader | None,
 ) -> str:
     order = [device.id for device in placed]
     options = {name: option.value for name, option in OPTIONS.get(topology.platform, {}).items()}
     parts = [FORMAT, text, loop_trips, topology.name, topology.versions, level, options, order]
+    parts += [reader.name] if reader else []
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -112,7 +131,11 @@ def _keep(file: Path, found: Mapping[str, Any]) -> None:
 
 
 def _compile(
-    lowered: Any, program: StepProgram, topology: Topology, placed: Sequence[Any]
+    lowered: Any,
+    program: StepProgram,
+    topology: Topology,
+    placed: Sequence[Any],
+    reader: Reader | None,
 ) -> dict[str, Any]:
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="hjax-compile-") as folder:
@@ -131,7 +154,8 @@ def _compile(
         seconds = time.perf_counter() - start
         text = _text(compiled, Path(folder))
     by_kind: dict[str, dict[str, int]] = {}
-    exchanged = collectives(text, program.program.loop_trips)
+    trips = program.program.loop_trips
+    exchanged = collectives(text, trips)
     for found in exchanged:
         if found.total_bytes:
             kind = by_kind.setdefault(found.kind, {"count": 0, "received_bytes": 0})
@@ -142,7 +166,7 @@ def _compile(
         "received_bytes": sum(kind["received_bytes"] for kind in by_kind.values()),
         "collectives": by_kind,
         **_ways(exchanged, placed),
-        "roofline": account(text, topology, program.program.loop_trips, placed),
+        **(reader.read(text, trips, topology, placed) if reader else {}),
         "seconds": seconds,
     }
 
@@ -228,124 +252,3 @@ def _steps(group: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
     if kind == "collective-permute":
         return group[:1], group[1:]
     return group, np.roll(group, -1)
-
-
-COSTLIEST = 10  # source lines that are kept of a program
-# Sides of a torus from which on its links go round.
-_WRAPS = {"v5e": 16, "v6e": 16}
-
-
-def limits_of(topology: Topology, placed: Sequence[Any] = ()) -> Limits | None:
-    """Peaks and bandwidths of a topology's devices; None for kinds without a data sheet here.
-
-    Of a torus collectives along different axes run at the same time, each by the links of one axis.
-
-    Args:
-      placed: devices in the order by which a program numbers them; empty: it is not known, so that
-        all collectives wait for one another.
-    """
-    kind, sizes, slices = parse_topology(topology.name)
-    device = DEVICES.get(kind)
-    if device is None:
-        return None
-    network = device.network / device.per_host
-    if not device.torus:
-        per_host = sizes[1]
-        return Limits(
-            device.flops, device.bandwidth, device.link, network=network, domain=per_host
-        )
-    wires = wires_of(placed) if len(placed) > 1 else None
-    torus, link = None, device.link
-    if wires is not None:
-        places = tuple(tuple(place) for place in wires.places.tolist())
-        torus = Torus(places, wires.sides, wires.wraps)
-    elif max(sizes) < _WRAPS.get(kind, 4):
-        link /= 2  # no side closes to a ring
-    found = Limits(device.flops, device.bandwidth, link, default_float32=False, torus=torus)
-    if slices == 1:
-        return found
-    domain = len(topology.devices) // slices
-    return dataclasses.replace(found, network=network, domain=domain)
-
-
-def account(
-    text: str, topology: Topology, loop_trips: int | None, placed: Sequence[Any] = ()
-) -> dict[str, Any] | None:
-    """What ``roofline`` says of a program, as JSON; None where the devices are not known.
-
-    Args:
-      text, loop_trips: of the program.
-      topology, placed: as of ``limits_of``.
-
-    Returns:
-      ``seconds``, ``bytes``, ``flops``, ``received_bytes``, ``synchronous_bytes``, per device and
-      run; ``memory_seconds``, ``compute_seconds``, ``network_seconds``, which make up the first;
-      ``bound``; ``costliest``: the lines of source that take longest, each with ``source``,
-      ``name``, ``times``, ``seconds``, ``bytes``, ``flops``, ``received_bytes``; ``opaque``:
-      kernels that do not say what they multiply; ``turn``, of the longest loop, None without one:
-      ``seconds``, ``bytes``, ``received_bytes`` and ``copies``, the arrays of the size of a weight
-      or cache that each turn copies, with ``source``, ``name``, ``bytes``.
-    """
-    limits = limits_of(topology, placed)
-    if limits is None:
-        return None
-    found = roofline(text, limits, loop_trips)
-    return {
-        "seconds": found.seconds,
-        "bytes": found.bytes,
-        "flops": found.flops,
-        "received_bytes": found.received,
-        "synchronous_bytes": found.synchronous,
-        "memory_seconds": found.memory_seconds,
-        "compute_seconds": found.product_seconds,
-        "network_seconds": found.exposed_seconds,
-        "bound": found.bound,
-        "costliest": [_line(operation) for operation in found.by_source()[:COSTLIEST]],
-        "opaque": list(found.opaque),
-        "turn": _turn(found.turn),
-    }
-
-
-def speeds(
-    record: dict[str, Any],
-    program: StepProgram,
-    rehearsal: Rehearsal,
-    least: dict[str, float] | None,
-    limits: Limits,
-) -> dict[str, float]:
-    """``mfu``: the least products at the peak's rate, over the predicted time; of generation and
-    updates ``tokens_per_second``, of responses over all devices."""
-    seconds = record["roofline"]["seconds"]
-    if least is None or not seconds:
-        return {}
-    found = {"mfu": least["flops"] / limits.flops["bfloat16"] / seconds}
-    if phase_of(program.name) != "prepare":
-        length = rehearsal.workers[program.role].context.max_response_length
-        tokens = program.program.tokens
-        tokens = program.rows * length if tokens is None else tokens
-        if tokens:
-            found["tokens_per_second"] = tokens / seconds
-    return found
-
-
-def _turn(turn: Turn | None) -> dict[str, Any] | None:
-    if turn is None:
-        return None
-    return {
-        "seconds": turn.seconds,
-        "bytes": turn.bytes,
-        "received_bytes": turn.received,
-        "copies": [dataclasses.asdict(copy) for copy in turn.copies],
-    }
-
-
-def _line(operation: Operation) -> dict[str, Any]:
-    return {
-        "source": operation.source,
-        "name": operation.name,
-        "times": operation.times,
-        "seconds": operation.seconds,
-        "bytes": operation.bytes,
-        "flops": operation.flops,
-        "received_bytes": operation.received,
-    }

@@ -6,12 +6,10 @@ from typing import Any
 
 from hjax.dryrun.programs import (
     add_held,
-    any_offloaded,
-    cache_records,
     memory_of,
-    offload_savings,
     rehearse,
     resident_bytes,
+    settings_records,
     step_programs,
 )
 from hjax.machine import device_memory
@@ -39,31 +37,6 @@ def describe(trainer: Any) -> dict[str, Any]:
       ``programs.offload_savings``).
     """
     config, roles = trainer.config, trainer.roles
-    rollout, algorithm = config.rollout, config.algorithm
-    rows = rollout.prompts * rollout.samples
-    minibatch = algorithm.get("minibatch", 0) or rows
-    epochs = algorithm.get("epochs", 1)
-    batch: dict[str, Any] = {
-        "prompts_per_step": rollout.prompts,
-        "samples_per_prompt": rollout.samples,
-        "sequences_per_step": rows,
-        "minibatch_sequences": minibatch,
-        "epochs": epochs,
-        "updates_per_step": epochs * (rows // minibatch),
-        "prompt_tokens": trainer.inputs.prompt_length,
-        "response_tokens": rollout.max_response_length,
-        "train_prompts": len(trainer.inputs.train),
-        "held_out_prompts": len(trainer.inputs.held_out or ()),
-        "steps": config.steps,
-        "epochs_of_the_data": config.steps * rollout.prompts / len(trainer.inputs.train),
-    }
-    if not trainer.algorithm_class.generates:
-        minibatch = config.warm_start.batch
-        batch = {
-            "sequences_per_update": minibatch,
-            "train_examples": len(trainer.inputs.demonstrations),
-            "steps": config.steps,
-        }
     judged = _first_calls(trainer)
     records = []
     length = trainer.inputs.prompt_length
@@ -89,10 +62,10 @@ def describe(trainer: Any) -> dict[str, Any]:
         for members in roles.plan.placement
     ]
     return {
-        "algorithm": algorithm.name,
+        "algorithm": config.algorithm.name,
         **({"remark": remark} if remark else {}),
         **({"data": list(trainer.inputs.remarks)} if trainer.inputs.remarks else {}),
-        "batch": batch,
+        "batch": _batch(trainer),
         **judged,
         "placement": placement,
         "host_roles": [r for r in roles.builds if r not in roles.layouts],
@@ -108,12 +81,37 @@ def describe(trainer: Any) -> dict[str, Any]:
         },
         "resident_bytes": {r: sum(x.values()) for r, x in resident_bytes(rehearsal).items()},
         "device_memory_bytes": min(filter(None, map(device_memory, devices)), default=None),
-        **({"remat": {r: c.record() for r, c in roles.remat.items()}} if roles.remat else {}),
-        **({"unroll_layers": roles.unrolled} if roles.unrolled else {}),
-        **({"cache": cache} if (cache := cache_records(rehearsal)) else {}),
-        **({"slots": roles.slots.record()} if roles.slots is not None else {}),
-        **({"offload": offload_savings(records)} if any_offloaded(records) else {}),
+        **settings_records(roles, rehearsal, records),
         "memory": records,
+    }
+
+
+def _batch(trainer: Any) -> dict[str, Any]:
+    """Batch arithmetic of a step."""
+    config = trainer.config
+    if not trainer.algorithm_class.generates:
+        return {
+            "sequences_per_update": config.warm_start.batch,
+            "train_examples": len(trainer.inputs.demonstrations),
+            "steps": config.steps,
+        }
+    rollout, algorithm = config.rollout, config.algorithm
+    rows = rollout.prompts * rollout.samples
+    minibatch = algorithm.get("minibatch", 0) or rows
+    epochs = algorithm.get("epochs", 1)
+    return {
+        "prompts_per_step": rollout.prompts,
+        "samples_per_prompt": rollout.samples,
+        "sequences_per_step": rows,
+        "minibatch_sequences": minibatch,
+        "epochs": epochs,
+        "updates_per_step": epochs * (rows // minibatch),
+        "prompt_tokens": trainer.inputs.prompt_length,
+        "response_tokens": rollout.max_response_length,
+        "train_prompts": len(trainer.inputs.train),
+        "held_out_prompts": len(trainer.inputs.held_out or ()),
+        "steps": config.steps,
+        "epochs_of_the_data": config.steps * rollout.prompts / len(trainer.inputs.train),
     }
 
 

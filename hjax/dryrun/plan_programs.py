@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ def compile_plan(
 
     Returns:
       as ``describe_result``, and ``compiled``: ``topology``, ``versions``, ``memory_bytes`` of a
-      device, ``programs`` as of ``program_rows``, ``stages`` as of ``stage_rows``.
+      device, ``programs`` as of ``program_rows``.
 
     Raises:
       ConfigError: none fits, with the bytes missing; several kinds of devices.
@@ -61,13 +60,11 @@ def compile_plan(
         for lost, short in refused.items():
             described["candidates"][lost + 1]["reason"] = f"does not fit: {size(short)} missing"
         described["origins"]["memory_bytes"] = "compiled"
-        programs = program_rows(candidate, compiled["programs"])
         described["compiled"] = {
             "topology": topology,
             "versions": compiled["versions"],
             "memory_bytes": compiled["topology"]["memory_bytes"],
-            "programs": programs,
-            "stages": stage_rows(described, programs),
+            "programs": program_rows(candidate, compiled["programs"]),
         }
         return described
     least = min(refused.values(), default=0)
@@ -99,8 +96,7 @@ def program_rows(candidate: Candidate, records: list[dict[str, Any]]) -> list[di
       rows of ``role``, ``program``, ``stage``, ``runs`` per step, ``predicted_bytes`` and
       ``compiled_bytes`` (all that a device holds while it runs; predictions are of a stage, so
       transitions have none), ``flops`` and ``received_bytes`` (per device and run, counted on the
-      program), and by data sheet ``roofline_seconds`` of a run, ``bound`` and ``mfu`` (as of
-      ``hjax.launch.compile --roofline``), None where there is none.
+      program).
     """
     rows = []
     for record in records:
@@ -108,7 +104,6 @@ def program_rows(candidate: Candidate, records: list[dict[str, Any]]) -> list[di
         group = next(s for s in candidate.sets if role in s.roles)
         stage = STAGE[phase_of(program)]
         moves = program.startswith("transition")
-        account = record.get("roofline") or {}
         rows.append(
             {
                 "role": role,
@@ -119,9 +114,6 @@ def program_rows(candidate: Candidate, records: list[dict[str, Any]]) -> list[di
                 "compiled_bytes": record["sum_bytes"],
                 "flops": record["flops"],
                 "received_bytes": record.get("received_bytes", 0),
-                "roofline_seconds": account.get("seconds"),
-                "bound": account.get("bound"),
-                "mfu": record.get("mfu"),
             }
         )
     return rows
@@ -134,49 +126,6 @@ def stage_bytes(group: PlannedSet, role: str, stage: str) -> float:
     if stage == STAGES[-1]:
         held += group.learning_bytes
     return held + option.transients[STAGES.index(stage)]
-
-
-def stage_rows(
-    described: Mapping[str, Any], programs: Sequence[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
-    """What the planner's formulas say of each role's stages beside the compiled programs.
-
-    Args:
-      described: the plan, as of ``describe_result``.
-      programs: of ``program_rows``.
-
-    Returns:
-      rows of ``role``, ``stage`` (or ``transition``), ``planned_seconds`` of a step, and by data
-      sheet, from the programs' own text: ``roofline_seconds``, ``bound``, ``mfu``; these are None
-      where a program has no account.
-    """
-    rows = []
-    for role, planned in described["role_seconds"].items():
-        mine = [row for row in programs if row["role"] == role]
-        moves = [row for row in mine if row["program"].startswith("transition")]
-        stages = {stage: planned[stage] for stage in STAGES}
-        if moves:
-            rows.append(_stage_row(role, "transition", described["seconds"]["transition"], moves))
-        for stage, seconds in stages.items():
-            of_stage = [row for row in mine if row["stage"] == stage and row not in moves]
-            if of_stage:
-                rows.append(_stage_row(role, stage, seconds, of_stage))
-    return rows
-
-
-def _stage_row(
-    role: str, stage: str, planned: float, programs: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
-    row = {"role": role, "stage": stage, "planned_seconds": planned}
-    if any(program["roofline_seconds"] is None for program in programs):
-        return {**row, "roofline_seconds": None, "bound": None, "mfu": None}
-    taken = [program["runs"] * program["roofline_seconds"] for program in programs]
-    total = sum(taken)
-    longest = programs[taken.index(max(taken))]
-    used = [(t, program["mfu"]) for t, program in zip(taken, programs, strict=True)]
-    known = total and all(mfu is not None for _, mfu in used)
-    mfu = sum(t * mfu for t, mfu in used) / total if known else None
-    return {**row, "roofline_seconds": total, "bound": longest["bound"], "mfu": mfu}
 
 
 def _compile(

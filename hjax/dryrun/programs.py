@@ -263,9 +263,21 @@ def add_held(record: dict[str, Any], program: StepProgram, rehearsal: Rehearsal)
     return {**record, "pool": pool, **beside, "sum_bytes": total}
 
 
-def any_offloaded(records: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether some state waits in the host's memory during some program."""
-    return any(record["offloaded_bytes"] for record in records)
+def settings_records(
+    roles: Roles, rehearsal: Rehearsal, records: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Where there is something to say: what ``model.remat=auto`` chose (``remat``), which models
+    are unrolled (``unroll_layers``), ``cache`` (``cache_records``), what ``rollout.slots=-1`` is
+    (``slots``), and ``offload`` (``offload_savings``)."""
+    away = any(record["offloaded_bytes"] for record in records)
+    found = {
+        "remat": {role: chosen.record() for role, chosen in roles.remat.items()},
+        "unroll_layers": roles.unrolled,
+        "cache": cache_records(rehearsal),
+        "slots": roles.slots.record() if roles.slots is not None else {},
+        "offload": offload_savings(records) if away else {},
+    }
+    return {name: value for name, value in found.items() if value}
 
 
 def offload_savings(records: Sequence[Mapping[str, Any]]) -> dict[str, int]:

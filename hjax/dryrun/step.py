@@ -10,22 +10,21 @@ import jax
 from ml_collections import ConfigDict
 
 from hjax.algorithms import get_algorithm
-from hjax.dryrun.compilation import axis_rings, compile_program, limits_of, placed_of, speeds
-from hjax.dryrun.minimum import minimum
+from hjax.dryrun.compilation import Reader, axis_rings, compile_program, placed_of
 from hjax.dryrun.programs import (
     Rehearsal,
+    StepProgram,
     add_held,
-    any_offloaded,
-    cache_records,
-    offload_savings,
     rehearse,
     resident_bytes,
+    settings_records,
     step_programs,
     transition_formula,
 )
 from hjax.dryrun.shape_inputs import read_shape, shape_inputs
-from hjax.dryrun.topologies import find_topology
-from hjax.run.roles import describe_roles, placed
+from hjax.dryrun.topologies import Topology, find_topology
+from hjax.run.placement import Plan
+from hjax.run.roles import Roles, describe_roles, placed
 from hjax.show.format import duration, size
 from hjax.show.memory_table import largest, verdict
 
@@ -49,8 +48,37 @@ class CompileRequest:
     cache: Path | None
 
 
-def compile_step(asked: CompileRequest, console: Any) -> dict[str, Any]:
-    """Compile every program of a step, a line of progress each; returns what ``--json`` prints."""
+@dataclasses.dataclass(frozen=True)
+class PreparedStep:
+    """A step whose programs can be compiled.
+
+    Attributes:
+      asked: what it is.
+      topology: its devices and their compiler.
+      plan: who stands where.
+      roles: as a run would have them.
+      rehearsal: their workers, with shapes in place of arrays.
+      programs: in the order of a step.
+      remark: what of the step is not among them; empty: nothing.
+      prompt_length: tokens.
+    """
+
+    asked: CompileRequest
+    topology: Topology
+    plan: Plan
+    roles: Roles
+    rehearsal: Rehearsal
+    programs: list[StepProgram]
+    remark: str
+    prompt_length: int
+
+
+def prepare_step(asked: CompileRequest) -> PreparedStep:
+    """Build the workers of a step on a topology's devices.
+
+    Raises:
+      ConfigError: a topology that is not known, or a config that does not fit it.
+    """
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)  # see hjax/dryrun/compilation.py
     if asked.level:
@@ -59,36 +87,56 @@ def compile_step(asked: CompileRequest, console: Any) -> dict[str, Any]:
     algorithm = get_algorithm(config.algorithm.name)
     inputs = shape_inputs(config, algorithm.source)
     topology = find_topology(asked.topology)
-    devices, limits = topology.devices, limits_of(topology)
-    plan = placed(config, algorithm, len(devices))
+    plan = placed(config, algorithm, len(topology.devices))
     memory, platform = topology.memory_bytes, topology.platform
     roles = describe_roles(config, algorithm, inputs, plan, platform, read_shape, memory)
-    rehearsal = rehearse(roles, devices)
-    records = []
+    rehearsal = rehearse(roles, topology.devices)
     programs, remark = step_programs(config, algorithm, rehearsal, inputs.prompt_length)
-    if remark:
-        console.print(remark)
+    return PreparedStep(
+        asked, topology, plan, roles, rehearsal, programs, remark, inputs.prompt_length
+    )
+
+
+def compile_step(asked: CompileRequest, console: Any) -> dict[str, Any]:
+    """Compile every program of a step, a line of progress each; returns what ``--json`` prints."""
+    return compile_prepared(prepare_step(asked), console)
+
+
+def compile_prepared(
+    step: PreparedStep, console: Any, reader: Reader | None = None
+) -> dict[str, Any]:
+    """``compile_step``; ``reader`` reads each program's text too (see ``compile_program``)."""
+    asked, topology, roles = step.asked, step.topology, step.roles
+    if step.remark:
+        console.print(step.remark)
     for role, chosen in roles.remat.items():
         console.print(f"{role}: model.remat=auto is {chosen.why}")
     if roles.slots is not None:
         console.print(f"rollout.slots=-1: {roles.slots.why}")
-    for number, program in enumerate(programs, 1):
+    records = []
+    for number, program in enumerate(step.programs, 1):
         name = f"{program.role}.{program.name}"
-        with console.status(f"compiling {name} ({number} of {len(programs)})"):
-            count = plan.allocation[program.set_number]
-            order = placed_of(rehearsal, program.role)
-            record = compile_program(program, topology, count, asked.level, asked.cache, order)
-        if record.get("roofline") and limits is not None:
-            within = limits_of(topology, order) or limits
-            least = minimum(program, rehearsal.workers[program.role], inputs.prompt_length, within)
-            record |= {"minimum": least} | speeds(record, program, rehearsal, least, limits)
-        records.append(add_held(record, program, rehearsal))
-        console.print(f"{number:>3}/{len(programs)} {name:<28} {_how(record)}")
-    resident = resident_bytes(rehearsal)
-    moved = _transition(records, rehearsal)
-    most = largest(records)
+        with console.status(f"compiling {name} ({number} of {len(step.programs)})"):
+            record = compile_program(
+                program,
+                topology,
+                devices=step.plan.allocation[program.set_number],
+                level=asked.level,
+                cache=asked.cache,
+                placed=placed_of(step.rehearsal, program.role),
+                reader=reader,
+            )
+        records.append(add_held(record, program, step.rehearsal))
+        console.print(f"{number:>3}/{len(step.programs)} {name:<28} {_how(record)}")
+    return _description(step, records)
+
+
+def _description(step: PreparedStep, records: list[dict[str, Any]]) -> dict[str, Any]:
+    """The step as data, its programs' records among it."""
+    roles, rehearsal, topology = step.roles, step.rehearsal, step.topology
+    most, memory = largest(records), topology.memory_bytes
     return {
-        "config": asked.name,
+        "config": step.asked.name,
         "topology": {
             "name": topology.name,
             "platform": topology.platform,
@@ -97,17 +145,13 @@ def compile_step(asked: CompileRequest, console: Any) -> dict[str, Any]:
             "memory_bytes": memory,
         },
         "versions": topology.versions,
-        "optimization": asked.level or "default",
-        "placement": [list(members) for members in plan.placement],
-        **({"remat": {r: c.record() for r, c in roles.remat.items()}} if roles.remat else {}),
-        **({"unroll_layers": roles.unrolled} if roles.unrolled else {}),
-        **({"cache": cache} if (cache := cache_records(rehearsal)) else {}),
-        **({"slots": roles.slots.record()} if roles.slots is not None else {}),
-        "resident_bytes": resident,
+        "optimization": step.asked.level or "default",
+        "placement": [list(members) for members in step.plan.placement],
+        **settings_records(roles, rehearsal, records),
+        "resident_bytes": resident_bytes(rehearsal),
         "rings": axis_rings(rehearsal),
         "programs": records,
-        **moved,
-        **({"offload": offload_savings(records)} if any_offloaded(records) else {}),
+        **_transition(records, rehearsal),
         "step": {
             "flops": sum(record["flops"] * record["runs"] for record in records),
             **{
@@ -119,19 +163,9 @@ def compile_step(asked: CompileRequest, console: Any) -> dict[str, Any]:
             "sum_bytes": most["sum_bytes"],
             "missing_bytes": max(0, most["sum_bytes"] - memory),
             "verdict": verdict(records, memory),
-            **_predicted(records),
         },
         "fits": most["sum_bytes"] <= memory,
     }
-
-
-def _predicted(records: list[dict[str, Any]]) -> dict[str, float]:
-    """Seconds of a step by data sheet, its programs one after another; none if one was refused."""
-    found = [record.get("roofline") for record in records]
-    if not all(found):
-        return {}
-    seconds = sum(r["roofline"]["seconds"] * r["runs"] for r in records)
-    return {"predicted_seconds": seconds}
 
 
 def _transition(records: list[dict[str, Any]], rehearsal: Rehearsal) -> dict[str, Any]:

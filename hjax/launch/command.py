@@ -40,6 +40,12 @@ def take_config(arguments: Sequence[str]) -> tuple[str, list[str]]:
     return name, rest
 
 
+# What a flag of `compile` and of `plan --compile` was.
+ROOFLINE = (
+    "--roofline: how long compiled programs take by data sheet says, in a clone of hjax, "
+    "python benchmarks/roofline.py --config=NAME.py --topology=KIND:SIZES"
+)
+
 _DEFINE: dict[type, Callable[..., object]] = {
     bool: flags.DEFINE_bool,
     float: flags.DEFINE_float,

@@ -9,7 +9,7 @@ from typing import Any
 from hjax.dryrun.topologies import GPU_MEMORY, TPU_KINDS, prepare_environment
 from hjax.errors import ConfigError
 from hjax.files import cache_folder, json_line
-from hjax.launch.command import answered, define, take_config
+from hjax.launch.command import ROOFLINE, answered, define, take_config
 from hjax.launch.leaving import run_and_leave
 from hjax.settings.reading import check_config, config_names, load_config
 from hjax.show.format import flop_count, size
@@ -18,8 +18,7 @@ from hjax.show.tables import wide_console
 LEVELS = ("O0", "O1", "O2", "O3")
 HELP = """\
 usage: python -m hjax.launch.compile --config=NAME.py --topology=KIND:SIZES [--json]
-                                     [--roofline] [--optimization=O0] [--nocache]
-                                     [--config.a.b=VALUE ...]
+                                     [--optimization=O0] [--nocache] [--config.a.b=VALUE ...]
 
 Compile every program of a training step with the compiler of hardware that this machine does not
 have, and say what each needs: memory, collectives, FLOPs. Nothing is run. A step that does not fit
@@ -32,8 +31,6 @@ into the devices' memory is refused with the bytes missing.
                         pip install 'jax[cuda13-local]')
   --config.a.b=VALUE    set a key of the config (docs/config.md lists all). A role's path may name
                         a published shape, such as llama-7b: no weights and no data are needed
-  --roofline            say as well how long each program takes by data sheet, what bounds it, how
-                        far it is from the least it has to do, and which lines cost most
   --optimization=O0     compile quickly to see whether it compiles (O0 to O3); memory is
                         overstated. Without it: as in a run
   --nocache             compile what was compiled before too
@@ -49,14 +46,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def run(given: list[str]) -> int:
         prepare_environment()  # before JAX is imported
-        return _run(*parse(given))
+        asked, as_json = parse(given)
+        from hjax.dryrun.step import compile_step
+
+        console = wide_console()
+        return report(asked, compile_step(asked, console), as_json, console)
 
     kinds = {"tpus": ", ".join(TPU_KINDS), "gpus": ", ".join(GPU_MEMORY)}
     return answered(arguments, lambda: HELP.format(configs=", ".join(config_names()), **kinds), run)
 
 
-def parse(arguments: Sequence[str]) -> tuple[Any, bool, bool]:
-    """Read the command line and the config it names.
+def parse(arguments: Sequence[str]) -> tuple[Any, bool]:
+    """What is to be compiled, and whether as JSON too: the command line and the config it names.
 
     Raises:
       ConfigError: a wrong flag, file, key or value.
@@ -64,6 +65,8 @@ def parse(arguments: Sequence[str]) -> tuple[Any, bool, bool]:
     name, rest = take_config(arguments)
     own = define(topology="", optimization="", cache=True, roofline=False, json=False)
     config = check_config(load_config(name, rest, own))
+    if own.roofline:
+        raise ConfigError(ROOFLINE)
     if not own.topology:
         raise ConfigError("--topology= is missing; such as v5p:4x4x4, v5e:2x2 or h100:2x8")
     if own.optimization and own.optimization not in LEVELS:
@@ -72,17 +75,16 @@ def parse(arguments: Sequence[str]) -> tuple[Any, bool, bool]:
     from hjax.dryrun.step import CompileRequest
 
     asked = CompileRequest(name, config, own.topology, own.optimization, cache)
-    return asked, own.json, own.roofline
+    return asked, own.json
 
 
-def _run(asked: Any, as_json: bool, roofline: bool) -> int:
-    from hjax.dryrun.step import compile_step
+def report(asked: Any, description: dict[str, Any], as_json: bool, console: Any) -> int:
+    """Show a compiled step; returns 0.
 
-    console = wide_console()
-    description = compile_step(asked, console)
+    Raises:
+      ConfigError: it does not fit, with the bytes missing.
+    """
     show(description, console)
-    if roofline:
-        show_roofline(description, console)
     if as_json:
         sys.stdout.flush()
         print(json_line(description))
@@ -129,27 +131,6 @@ def show(description: dict[str, Any], console: Any) -> None:
         f"a step: {flop_count(step['flops'])} and {size(step['received_bytes'])} received per "
         f"device; {step['verdict']}"
     )
-
-
-def show_roofline(description: dict[str, Any], console: Any) -> None:
-    """Print how long the programs take by data sheet, and where."""
-    from hjax.show.format import seconds
-    from hjax.show.memory_table import costliest_table, roofline_table
-
-    records = [record for record in description["programs"] if record.get("roofline")]
-    if not records:
-        console.print(f"no data sheet of {description['topology']['device_kind']}: no roofline")
-        return
-    console.print(roofline_table(records))
-    for record in sorted(records, key=lambda r: -r["roofline"]["seconds"] * r["runs"])[:3]:
-        console.print(costliest_table(record))
-    if opaque := sorted({name for r in records for name in r["roofline"]["opaque"]}):
-        console.print(f"kernels that do not say what they multiply: {', '.join(opaque[:5])}")
-    if total := description["step"].get("predicted_seconds"):
-        console.print(
-            f"a step's programs, one after another, by data sheet: {seconds(total)}; what kernels "
-            "lose within themselves, launches and the host are not in it"
-        )
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ usage: python -m hjax.launch.plan --models=ROLE=MODEL,... --cluster=HOSTSxDEVICE
                                   [--response_length=1024] [--batch=1024] [--strategy=auto]
                                   [--output=DIR] [--json]
        python -m hjax.launch.plan --config=NAME.py --cluster=... [--compile]
-                                  [--roofline] [--config.a.b=VALUE ...] [--output=DIR] [--json]
+                                  [--config.a.b=VALUE ...] [--output=DIR] [--json]
        python -m hjax.launch.plan --calibrate [--json]
        python -m hjax.launch.plan --explain=WORKDIR [--json]
 
@@ -40,9 +40,6 @@ training and generation, such that a step is fastest and everything fits. Nothin
   --compile             compile every program of the plan for the cluster's own devices (as
                         hjax.launch.compile does), and take the fastest plan that fits by the
                         compiler's account
-  --roofline            with --compile: how long each role's stages take by data sheet, by the
-                        compiled programs' own text, beside the plan's seconds; what bounds
-                        them, MFU
   --algorithm=ppo       {algorithms}, or path.py:Class; its calls are read off its step
   --models=...          a model for each role, or one name for all: a published shape
                         (llama-7b, qwen2.5-7b, ...) or a directory with config.json; a reward or
@@ -98,9 +95,15 @@ def _run(arguments: Sequence[str]) -> int:
         from hjax.dryrun.topologies import prepare_environment
 
         prepare_environment()
-        asked = request.problem, request.strategy, request.config, request.config_name
-        described = compile_plan(found, *asked, console)
-    print_plan(described, console, request.roofline)
+        described = compile_plan(
+            found,
+            request.problem,
+            strategy=request.strategy,
+            config=request.config,
+            name=request.config_name,
+            console=console,
+        )
+    print_plan(described, console)
     if request.output is not None:
         if request.output.exists() and not request.output.is_dir():
             raise ConfigError(f"--output={request.output} is not a directory")

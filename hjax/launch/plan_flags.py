@@ -15,7 +15,7 @@ from hjax.algorithms import get_algorithm
 from hjax.devices import device_of_kind
 from hjax.errors import ConfigError
 from hjax.given import given_path
-from hjax.launch.command import define, parse_flags, take_config
+from hjax.launch.command import ROOFLINE, define, parse_flags, take_config
 from hjax.models.counts import Workload
 from hjax.planning import hardware
 from hjax.planning.constants import Constants
@@ -46,7 +46,6 @@ class Request:
     json: bool
     calibrate: bool
     compile: bool = False
-    roofline: bool = False
     config_name: str = ""
     config: ConfigDict | None = None
     keys: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -82,8 +81,8 @@ def parse(arguments: Sequence[str]) -> Request | None:
         return None
     if own.compile and config is None:
         raise ConfigError("--compile needs --config=NAME.py: it compiles a run's own programs")
-    if own.roofline and not own.compile:
-        raise ConfigError("--roofline needs --compile: it reads the compiled programs")
+    if own.roofline:
+        raise ConfigError(ROOFLINE)
     problem = models_problem(own) if config is None else config_problem(own, config)
     return Request(
         problem,
@@ -93,7 +92,6 @@ def parse(arguments: Sequence[str]) -> Request | None:
         own.json,
         own.calibrate,
         own.compile,
-        own.roofline,
         name,
         config,
         models_keys(own, problem) if config is None else keys_of_config(config),

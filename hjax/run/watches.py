@@ -204,8 +204,8 @@ class SlowGeneration:
         self._said = True
         return (
             f"generation took {spent:.1f} s; reading the weights once for each of {passes:.0f} "
-            f"tokens takes {bound:.1f} s on these devices. python -m hjax.launch.compile "
-            "--roofline says where the rest should go; larger layout.actor.generate.tensor reads "
+            f"tokens takes {bound:.1f} s on these devices. benchmarks/roofline.py in hjax's "
+            "repository says where the rest should go; larger layout.actor.generate.tensor reads "
             "less per device, and reward functions under reward.while_generating share its time"
         )
 

@@ -2,14 +2,13 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TextIO
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from hjax.show.format import flop_count, seconds, size
+from hjax.show.format import flop_count, size
 from hjax.show.tables import rows_table, wide_console
 
 # Figures of a program itself, by their column.
@@ -166,73 +165,6 @@ def verdict(records: Sequence[Mapping[str, Any]], memory_bytes: int) -> str:
         f"most is held during {name_of([most])}: {size(most['sum_bytes'])} per device of "
         f"{size(memory_bytes)}, {end} ({parts})"
     )
-
-
-def roofline_table(records: Sequence[Mapping[str, Any]]) -> Any:
-    """A row per program: how long it takes by data sheet, what bounds it, beside its minimum.
-
-    Args:
-      records: of ``compile_program``, those with a ``roofline``.
-    """
-    figures = ("predicted", "minimum", "bound", "MFU", "tokens/s", "memory", "FLOPs", "received",
-               "of it waited for")  # fmt: skip
-    rows = []
-    for group in grouped(records):
-        found = [record["roofline"] for record in group]
-        total = {key: sum(each[key] for each in found) for key in SUMMED}
-        least = [record["minimum"] for record in group if record.get("minimum")]
-        received = total["received_bytes"]
-        row = (
-            name_of(group),
-            seconds(total["seconds"]),
-            seconds(sum(each["seconds"] for each in least)) if least else "",
-            max(found, key=lambda each: each["seconds"])["bound"],
-            _amount(group[0].get("mfu") or None, "{:.1%}".format),
-            _amount(group[0].get("tokens_per_second") or None, "{:,.0f}".format),
-            _of(total["bytes"], least, "bytes", size),
-            _of(total["flops"], least, "flops", flop_count),
-            _of(received, least, "received_bytes", size) if received else "",
-            f"{total['synchronous_bytes'] / received:.0%}" if received else "",
-        )
-        rows.append(row)
-    return rows_table(("program", *figures), rows, right=figures)
-
-
-SUMMED = ("seconds", "bytes", "flops", "received_bytes", "synchronous_bytes")
-
-
-def _of(found: float, least: Sequence[Mapping[str, float]], key: str, told: Any) -> str:
-    """An amount, and how many times its minimum that is."""
-    floor = sum(each[key] for each in least)
-    return f"{told(found)} ({found / floor:.2f}×)" if floor else told(found)
-
-
-def costliest_table(record: Mapping[str, Any]) -> Any:
-    """The lines of source on which a program spends most of its time."""
-    figures = ("seconds", "share", "runs", "memory", "FLOPs", "received")
-    rows = []
-    total = record["roofline"]["seconds"] or 1.0
-    for line in record["roofline"]["costliest"]:
-        amounts = (("bytes", size), ("flops", flop_count), ("received_bytes", size))
-        row = (
-            short(line["source"]) or line["name"],
-            seconds(line["seconds"]),
-            f"{line['seconds'] / total:.0%}",
-            f"{line['times']:,.0f}",
-            *(_amount(line[key] or None, told) for key, told in amounts),
-        )
-        rows.append(row)
-    return rows_table(("line", *figures), rows, right=figures, title=name_of([record]))
-
-
-def short(source: str) -> str:
-    """A place as people know it: from the package's folder on, else the file alone."""
-    path, _, line = source.rpartition(":")
-    parts = Path(path).parts
-    if "hjax" in parts:
-        at = len(parts) - 1 - parts[::-1].index("hjax")
-        return f"{'/'.join(parts[at:])}:{line}"
-    return f"{Path(path).name}:{line}" if path else source
 
 
 def ring_rows(rings: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[tuple[str, ...]]:

@@ -118,7 +118,7 @@ def candidate_table(plan: PlanRecord) -> PlanTable:
 
 def compiled_table(plan: PlanRecord) -> PlanTable:
     """A row per program of a compiled plan."""
-    figures = ("runs", "bytes by formula", "bytes compiled", "FLOPs", "received", "by data sheet")
+    figures = ("runs", "bytes by formula", "bytes compiled", "FLOPs", "received")
     rows = [
         [
             f"{row['role']}.{row['program']}",
@@ -127,28 +127,10 @@ def compiled_table(plan: PlanRecord) -> PlanTable:
             size(row["compiled_bytes"]),
             flop_count(row["flops"]) if row["flops"] else "",
             size(row["received_bytes"]),
-            _seconds(row["roofline_seconds"]),
         ]
         for row in plan["compiled"]["programs"]
     ]
     return PlanTable(("program", *figures), rows, figures)
-
-
-def stage_table(plan: PlanRecord) -> PlanTable:
-    """A row per role and stage of a compiled plan: the planner's seconds beside those of the
-    programs by data sheet."""
-    figures, rows = ("by the plan", "by data sheet", "ratio", "bound", "MFU"), []
-    for row in plan["compiled"]["stages"]:
-        planned, found = row["planned_seconds"], row["roofline_seconds"]
-        ratio = f"{planned / found:.2f}" if found else ""
-        mfu = f"{row['mfu']:.0%}" if row["mfu"] else ""
-        texts = [row["stage"], row["role"], duration(planned), _seconds(found), ratio]
-        rows.append([*texts, row["bound"] or "", mfu])
-    return PlanTable(("stage", "role", *figures), rows, figures)
-
-
-def _seconds(found: float | None) -> str:
-    return "" if found is None else duration(found)
 
 
 def spans(plan: PlanRecord) -> list[dict[str, Any]]:
@@ -177,11 +159,8 @@ _GANTT_WIDTH = 72  # characters
 _BAR_WIDTH = 30
 
 
-def print_plan(plan: PlanRecord, console: Any, roofline: bool = False) -> None:
-    """Print a described plan: layouts, the Gantt chart, memory, runners-up, constants.
-
-    ``roofline``: of a compiled plan how long its stages take by data sheet too.
-    """
+def print_plan(plan: PlanRecord, console: Any) -> None:
+    """Print a described plan: layouts, the Gantt chart, memory, runners-up, constants."""
     taken = plan["seconds"]
     console.print(
         Text(f"{plan['algorithm']} on {plan['cluster']}", style="bold"),
@@ -201,9 +180,6 @@ def print_plan(plan: PlanRecord, console: Any, roofline: bool = False) -> None:
         memory = size(plan["compiled"]["memory_bytes"])
         title = f"compiled for {plan['compiled']['topology']}, devices of {memory}"
         console.print(rows_table(*compiled_table(plan), title))
-        if roofline:
-            title = "a step's stages: the plan's seconds, and those that the programs say"
-            console.print(rows_table(*stage_table(plan), title))
     measured = plan["origins"]["seconds"].startswith("measured")
     origin = "measured" if measured else "assumed (docs/auto_mapping.md)"
     where = [text for text in plan["origins"]["hardware"] if text.startswith("measured")]
@@ -300,7 +276,6 @@ def plan_page(plan: PlanRecord) -> str:
         candidates=candidate_table(plan),
         topology=plan["compiled"]["topology"] if compiled else "",
         compiled=compiled_table(plan) if compiled else None,
-        stages=stage_table(plan) if compiled else None,
         origins=plan["origins"],
     )
 

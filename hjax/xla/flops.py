@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 
 from hjax.xla.hlo import expected_trips
-from hjax.xla.products import told_cost
 
 # One operation per element of the result. Comparisons, selections and casts are not counted.
 _PER_RESULT = frozenset(
@@ -183,3 +183,25 @@ _SPECIAL: dict[str, Callable[[Any, int | None, str], Flops]] = {
     "shard_map": _shard_map,
     "pallas_call": _pallas,
 }
+
+
+def told_cost(path: str) -> tuple[float, float] | None:
+    """FLOPs of products, and bytes to and from memory, that a scope tells of a kernel in it.
+
+    Args:
+      path: of scopes and the kernel's name, such as an instruction's ``op_name``; a scope is
+        ``cost:NAME=FLOPS,BYTES:...`` or ``part-cost:...`` (``hjax.kernels.attention.cost_label``),
+        by part of a name.
+
+    Returns:
+      None where no scope speaks of it.
+    """
+    number = r"[\d.]+e[+-]\d+"
+    scopes = list(re.finditer(rf"cost:((?:\w+={number},{number}:?)+)", path))
+    if not scopes:
+        return None
+    inside = path[scopes[-1].end() :]
+    for name, flops, moved in re.findall(rf"(\w+)=({number}),({number})", scopes[-1][1]):
+        if name in inside:
+            return float(flops), float(moved)
+    return None

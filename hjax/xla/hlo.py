@@ -237,24 +237,6 @@ class Module:
     devices: int
     head: str = ""
 
-    @functools.cached_property
-    def frames(self) -> Mapping[int, tuple[str, ...]]:
-        """By number the places (``FILE:LINE``) that called each other, innermost first."""
-        return _frames(self.head)
-
-    def source(self, instruction: Instruction) -> str:
-        """``FILE:LINE`` that an instruction comes from: the innermost that is no library's.
-
-        Empty where the program says none.
-        """
-        here = re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.attributes)
-        if here:
-            return f"{here[1]}:{here[2]}"
-        frame = instruction.number("stack_frame_id")
-        places = self.frames.get(frame or 0, ())
-        own = [place for place in places if "site-packages" not in place]
-        return (own or list(places) or [""])[0]
-
     def trips(self, computation: Computation, loop: Instruction) -> int | None:
         """How often a ``while`` of ``computation`` runs its body; None if the text doesn't tell.
 
@@ -332,43 +314,6 @@ def parse(text: str) -> Module:
     devices = math.prod(int(n[1]) for n in sizes if n)
     first = re.search(r"^(ENTRY )?%", text, re.M)
     return Module(computations, entry, devices, text[: first.start() if first else 0])
-
-
-_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
-
-
-def _frames(text: str) -> dict[int, tuple[str, ...]]:
-    """Where each stack frame that a module's head lists stands, and what called it."""
-    tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
-    table = None
-    for line in text.splitlines()[1:]:
-        if line in tables:
-            table = tables[line]
-        elif table is not None and (entry := re.match(r"(\d+) (.*)", line)):
-            table[int(entry[1])] = entry[2]
-        elif line and not line.isspace():
-            break
-    files = {number: name.strip('"') for number, name in tables["FileNames"].items()}
-    places = {}
-    for number, value in tables["FileLocations"].items():
-        fields = {key: int(n) for key, n in re.findall(r"(\w+)=(\d+)", value)}
-        places[number] = f"{files.get(fields.get('file_name_id', 0), '')}:{fields.get('line', 0)}"
-    frames = {}
-    for number, value in tables["StackFrames"].items():
-        fields = {key: int(n) for key, n in re.findall(r"(\w+)=(\d+)", value)}
-        frames[number] = fields.get("file_location_id", 0), fields.get("parent_frame_id", 0)
-    # Some printers count parents from 1, where 1 is none.
-    shift = int(any(parent == number for number, (_, parent) in frames.items()))
-    found: dict[int, tuple[str, ...]] = {}
-    for number in frames:
-        chain: list[str] = []
-        at = number
-        while at in frames and len(chain) <= len(frames):
-            place, parent = frames[at]
-            chain.append(places.get(place, ""))
-            at = parent - shift
-        found[number] = tuple(chain)
-    return found
 
 
 def _pick_entry(found: dict[str, Instruction], operand: str) -> None:

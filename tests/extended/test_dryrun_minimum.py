@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from program_costs.lower_bound import Tokens
 
-from hjax.dryrun.minimum import Tokens
 from hjax.models import arithmetic
 from hjax.models.config import LayerKind, ModelConfig
 

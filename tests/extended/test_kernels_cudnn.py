@@ -275,7 +275,7 @@ import json, jax, jax.numpy as jnp
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_enable_compilation_cache", False)
 from jax.sharding import NamedSharding, PartitionSpec
-from hjax.dryrun.compilation import account
+from program_costs.account import account
 from hjax.kernels import cudnn
 from hjax.kernels.attention import Scoring, Sight, attend
 from hjax.models.remat import recomputed
@@ -314,7 +314,8 @@ def compilation(**changes):
     asked = dict(topology="h100:1x4", sight=(), window=0, padded=True, length=1024, dim=128)
     asked |= {"remat": "none"} | changes
     command = [sys.executable, "-c", PROGRAM, json.dumps(asked)]
-    return subprocess.run(command, capture_output=True, text=True, env=dict(os.environ))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
 def calls(text):

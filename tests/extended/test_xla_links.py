@@ -3,10 +3,10 @@
 import itertools
 
 import pytest
+from program_costs.limits import Limits, Torus
+from program_costs.roofline import roofline
 
 from hjax.xla.collectives import Collective
-from hjax.xla.limits import Limits, Torus
-from hjax.xla.roofline import roofline
 
 
 def torus(*sides, wraps=True):

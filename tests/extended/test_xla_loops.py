@@ -1,11 +1,11 @@
 """Copies in loops, of programs written by hand: what counts as one and what does not."""
 
 import pytest
+from program_costs.limits import Limits
+from program_costs.loops import copies
+from program_costs.roofline import roofline
 
 from hjax.xla.hlo import parse
-from hjax.xla.limits import Limits
-from hjax.xla.loops import copies
-from hjax.xla.roofline import roofline
 
 # Carried: a counter, weights of 4 layers and a cache of 2, both of a megabyte a layer.
 CARRIED = "(s32[], bf16[4,512,1024]{2,1,0}, f32[2,64,4096]{2,1,0})"

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from program_costs.limits import Limits
+from program_costs.roofline import roofline
 
 from hjax.xla.collectives import received_bytes
 from hjax.xla.hlo import arrays_of, parse
-from hjax.xla.limits import Limits
-from hjax.xla.roofline import roofline
 
 # A second moves 100 bytes, multiplies 1000 times and receives 10 bytes.
 LIMITS = Limits({"bfloat16": 1000.0, "float32": 500.0}, 100.0, 10.0)

@@ -19,7 +19,7 @@ from hjax.models.config import ModelConfig
 from hjax.models.counts import Mesh, counts
 from hjax.models.weight_ring import travels
 from hjax.sharding.layout import Layout, shard_bytes
-from hjax.xla.limits import Limits
+from program_costs.limits import Limits
 
 
 def minimum(

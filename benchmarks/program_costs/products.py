@@ -6,6 +6,7 @@ import json
 import math
 import re
 
+from hjax.xla.flops import told_cost
 from hjax.xla.hlo import Computation, Instruction, arrays_of
 
 
@@ -101,28 +102,6 @@ def kernel_flops(computation: Computation, call: Instruction) -> tuple[float, bo
         return estimate.get("flops", 0.0), True
     written = name in ("tpu_custom_call", "mosaic_gpu") or "triton" in name or "cudnn" in name
     return 0.0, not written
-
-
-def told_cost(path: str) -> tuple[float, float] | None:
-    """FLOPs of products, and bytes to and from memory, that a scope tells of a kernel in it.
-
-    Args:
-      path: of scopes and the kernel's name, such as an instruction's ``op_name``; a scope is
-        ``cost:NAME=FLOPS,BYTES:...`` or ``part-cost:...`` (``hjax.kernels.attention.cost_label``),
-        by part of a name.
-
-    Returns:
-      None where no scope speaks of it.
-    """
-    number = r"[\d.]+e[+-]\d+"
-    scopes = list(re.finditer(rf"cost:((?:\w+={number},{number}:?)+)", path))
-    if not scopes:
-        return None
-    inside = path[scopes[-1].end() :]
-    for name, flops, moved in re.findall(rf"(\w+)=({number}),({number})", scopes[-1][1]):
-        if name in inside:
-            return float(flops), float(moved)
-    return None
 
 
 def kernel_bytes(call: Instruction) -> float | None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from hjax.xla.collectives import KINDS
 from hjax.xla.hlo import ArrayShape, Computation, Instruction, Module, arrays_of, entry_shape
+from program_costs.sources import source_of
 
 LARGE = 2**20  # bytes from which on an array counts
 # They hand on, or what they hand out is new.
@@ -85,7 +86,7 @@ def _follow(
             large = not array.space and array.bytes >= at_least
             if large and any(_part(array, origin) for origin in origins):
                 if not _in_place(module, computation, instruction, number):
-                    source = module.source(instruction)
+                    source = source_of(module, instruction)
                     found.append(Copy(instruction.name, source, array.bytes))
 
 

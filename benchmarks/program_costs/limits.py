@@ -62,9 +62,7 @@ def _way(
     return _straight(torus, groups) if straight else _round(torus, groups)
 
 
-def _round(
-    torus: Torus, groups: tuple[tuple[int, ...], ...]
-) -> tuple[frozenset[Wire], float]:
+def _round(torus: Torus, groups: tuple[tuple[int, ...], ...]) -> tuple[frozenset[Wire], float]:
     places = np.array(torus.places)
     spread = [np.ptp(places[list(group)], axis=0) + 1 for group in groups if len(group) > 1]
     most = np.max(spread, axis=0)
@@ -78,9 +76,7 @@ def _round(
     return wires, 1.0 if closes else 2.0
 
 
-def _straight(
-    torus: Torus, pairs: tuple[tuple[int, ...], ...]
-) -> tuple[frozenset[Wire], float]:
+def _straight(torus: Torus, pairs: tuple[tuple[int, ...], ...]) -> tuple[frozenset[Wire], float]:
     """What pairs pass on, each over one link each way: the most used counts."""
     used: dict[tuple[tuple[int, ...], int, int], int] = {}
     for source, target in pairs:

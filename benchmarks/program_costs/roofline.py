@@ -2,9 +2,9 @@
 
 Each operation takes as long as the slower of what it moves to and from main memory and what it
 multiplies; transfers that the program starts early are hidden behind what runs meanwhile, as far as
-that leaves their wires (``hjax.xla.limits``) or the memory free. So it is a bound by bandwidths and
-peaks (a roofline, Williams et al. 2009): what kernels lose within themselves, launches and
-contention are not in it.
+that leaves their wires (``program_costs.limits``) or the memory free. So it is a bound by
+bandwidths and peaks (a roofline, Williams et al. 2009): what kernels lose within themselves,
+launches and contention are not in it.
 
 Counted are loops by their trips, tiles that are filled up, slices (of what is cut out of an array,
 not all of it), updates in place (what is written), and memory on the chip (nothing).
@@ -24,16 +24,17 @@ from hjax.xla.collectives import (
     groups_of,
     kind_in,
 )
+from hjax.xla.flops import told_cost
 from hjax.xla.hlo import ArrayShape, Computation, Instruction, Module, arrays_of, parse
-from hjax.xla.limits import NO_WAY, Limits, Way, Wire
-from hjax.xla.loops import Copy, copies, written_over
-from hjax.xla.products import (
+from program_costs.limits import NO_WAY, Limits, Way, Wire
+from program_costs.loops import Copy, copies, written_over
+from program_costs.products import (
     convolution_flops,
     dot_flops,
     kernel_bytes,
     kernel_flops,
-    told_cost,
 )
+from program_costs.sources import source_of
 
 # They name, pick, or mark: nothing moves.
 _FREE = frozenset(
@@ -76,7 +77,7 @@ class Turn:
 
     Attributes:
       seconds, bytes, received: of all its operations.
-      copies: of ``hjax.xla.loops``.
+      copies: of ``program_costs.loops``.
     """
 
     seconds: float
@@ -484,7 +485,7 @@ class _Account:
         total: _Total,
     ) -> None:
         if moved or flops or received:
-            source = self.module.source(instruction)
+            source = source_of(self.module, instruction)
             if not source and instruction.opcode == "copy-start":
                 source = "(copies between memories)"
             total.operations.append(
@@ -524,9 +525,7 @@ class _Account:
         told = told_cost(instruction.attributes)
         return moved if told is None else max(moved, told[1])
 
-    def _fusion(
-        self, computation: Computation, fusion: Instruction, inner: Computation
-    ) -> float:
+    def _fusion(self, computation: Computation, fusion: Instruction, inner: Computation) -> float:
         """Of its arguments what is used, and of its results what is new."""
         demand, written = self._demand(inner)
         moved = 0.0
