@@ -8,6 +8,7 @@ take some minutes.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import statistics
 import sys
@@ -40,7 +41,7 @@ from paper_experiments import (
 
 from hjax.devices import DEVICES
 from hjax.errors import ConfigError, exit_status
-from hjax.planning.constants import Constants, describe
+from hjax.planning.constants import Constants
 from hjax.planning.search import partitions
 from hjax.planning.strategies import search_strategy
 
@@ -53,6 +54,23 @@ MOVED = {"network": 0.4, "overlap": 0.5}
 SOURCES_SAY = {"link": 0.8, "link_latency": 5e-6}
 PAGES = ("docs/auto_mapping.md", "docs/meshes.md")
 PLACEMENT_COUNT = len(list(partitions(NAMED["colocate"][0])))
+
+
+def describe(constants: Constants) -> list[dict[str, Any]]:
+    """One row per constant: name, value, unit, range, origin and source."""
+    calibrated = constants.calibrated()
+    return [
+        {
+            "constant": f.name,
+            "value": getattr(constants, f.name),
+            "unit": f.metadata["unit"],
+            "range": f.metadata["range"],
+            "origin": constants.origin(f.name),
+            "source": "plan --calibrate" if f.name in calibrated else f.metadata["source"],
+        }
+        for f in dataclasses.fields(constants)
+        if f.name != "measured"
+    ]
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

@@ -24,10 +24,11 @@ SIZES = ((2, 128), (3, 128), (4, 64), (4, 128), (4, 256), (4, 512), (4, 1024), (
 
 def search_times(sizes: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
     """Seconds of the search by models and GPUs."""
+    from paper_experiments import PAPER_WORK
+
     from hjax.models.counts import MASTERS, counts
     from hjax.models.published import published
     from hjax.planning.hardware import cluster
-    from hjax.planning.problems import PAPER_WORK
     from hjax.planning.records import Dataflow, PlannedCall
     from hjax.planning.search import Problem
     from hjax.planning.space import SearchSpace

@@ -318,7 +318,9 @@ class Compiler:
             "role": "actor", "program": "update", "runs": 4, "sum_bytes": 2**30, "flops": 459e12,
             "received_bytes": 0,
         }  # fmt: skip
-        others = [{**program, "program": n, "runs": 1} for n in ("transition_0", "compute_log_prob")]
+        others = [
+            {**program, "program": name, "runs": 1} for name in ("transition_0", "compute_log_prob")
+        ]
         return {
             "step": {"missing_bytes": self.missing.pop(0)},
             "versions": {"libtpu": "0"},

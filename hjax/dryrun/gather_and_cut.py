@@ -6,6 +6,7 @@ model, keeps its generation shard and beside it its training shard.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -36,10 +37,10 @@ class GatherAndCut:
         pairs = zip(jax.tree.leaves(source), jax.tree.leaves(target), strict=True)
         for number, (x, (before, after)) in enumerate(zip(leaves, pairs, strict=True)):
             whole, there = (NamedSharding(s.mesh, PartitionSpec()) for s in (before, after))
-            plan = str(number), x.shape, x.dtype, x.dtype
-            self._gathers.append(plan_leaf(*plan, before, whole))
-            self._keeps.append(plan_leaf(*plan, whole, before))
-            self._cuts.append(plan_leaf(*plan, there, after))
+            plan = functools.partial(plan_leaf, str(number), x.shape, x.dtype, x.dtype)
+            self._gathers.append(plan(source=before, target=whole))
+            self._keeps.append(plan(source=whole, target=before))
+            self._cuts.append(plan(source=there, target=after))
         self.buckets = [
             [int(leaf.name) for leaf in bucket]
             for bucket in fill_buckets(self._gathers, bucket_bytes)

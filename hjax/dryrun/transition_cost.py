@@ -30,7 +30,7 @@ from hjax.machine import device_memory, free_bytes
 from hjax.models.config import ModelConfig
 from hjax.models.parameters import decoder_network
 from hjax.sharding.buckets import Leaf, plan_leaf
-from hjax.sharding.layout import RoleLayouts, fitted, make_layouts
+from hjax.sharding.layout import RoleLayouts, fitted
 from hjax.sharding.live_memory import PeakWatch
 from hjax.sharding.transition import BUCKET_BYTES, Transition
 from hjax.xla.collectives import received_bytes
@@ -352,11 +352,8 @@ def describe_counted(
     Raises:
       ConfigError: sizes that do not divide the parameters', by name.
     """
-    sizes = {"pipe": case.pipe, "tensor": case.tensor, "data": case.data}
-    generate = {"pipe": case.generate_pipe, "tensor": case.generate_tensor}
-    layouts = make_layouts(case.devices, sizes, generate)
     leaves = model_leaves(model)
-    layouts = _fitted(layouts, leaves)
+    layouts = _fitted(case.layouts(case.devices), leaves)
     cast = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
     counted: list[Leaf] = []
     others: dict[str, int] = {}

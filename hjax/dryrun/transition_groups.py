@@ -78,6 +78,12 @@ class Table2Case:
         """d_g, the generation replicas that a training replica becomes."""
         return self.shards // self.generate_shards
 
+    def layouts(self, devices: Sequence[jax.Device] | int) -> RoleLayouts:
+        """HybridFlow's, on these devices or on as many as are said (``make_layouts``)."""
+        sizes = {"pipe": self.pipe, "tensor": self.tensor, "data": self.data}
+        generate = {"pipe": self.generate_pipe, "tensor": self.generate_tensor}
+        return make_layouts(devices, sizes, generate)
+
     def __str__(self) -> str:
         train = f"{self.pipe}-{self.tensor}-{self.data}"
         generate = f"{self.generate_pipe}-{self.generate_tensor}-{self.replicas}-{self.data}"
@@ -104,12 +110,12 @@ def case_layouts(devices: Sequence[jax.Device], case: Table2Case, method: str) -
     The train layout of ``gather_all`` is that of the model-parallel groups all the same; what it
     holds while training is ``zero_sharding``.
     """
-    sizes = {"pipe": case.pipe, "tensor": case.tensor, "data": case.data}
-    generate = {"pipe": case.generate_pipe, "tensor": case.generate_tensor}
     devices = devices[: case.devices]
     if method == "hybridflow":
-        return make_layouts(devices, sizes, generate)
-    train = make_layouts(devices, sizes, {"pipe": case.pipe, "tensor": case.tensor}).train
+        return case.layouts(devices)
+    same = {"generate_pipe": case.pipe, "generate_tensor": case.tensor}
+    train = dataclasses.replace(case, **same).layouts(devices).train
+    generate = {"pipe": case.generate_pipe, "tensor": case.generate_tensor}
     # Consecutive ranks: of q = P t + T tensor rank q mod t_g, pipe rank (q // t_g) mod p_g.
     ones = dict.fromkeys(MESH_AXES, 1)
     shape = ones | {"data": case.data, "pipe_micro": case.replicas} | generate

@@ -44,11 +44,10 @@ class Request:
     candidates: int
     output: Path | None
     json: bool
-    calibrate: bool
-    compile: bool = False
-    config_name: str = ""
-    config: ConfigDict | None = None
-    keys: dict[str, Any] = dataclasses.field(default_factory=dict)
+    compile: bool
+    config_name: str
+    config: ConfigDict | None
+    keys: dict[str, Any]
 
 
 def plan_flags() -> flags.FlagValues:
@@ -86,15 +85,14 @@ def parse(arguments: Sequence[str]) -> Request | None:
     problem = models_problem(own) if config is None else config_problem(own, config)
     return Request(
         problem,
-        own.strategy,
-        max(1, own.candidates),
-        given_path(own.output, "--output=") if own.output else None,
-        own.json,
-        own.calibrate,
-        own.compile,
-        name,
-        config,
-        models_keys(own, problem) if config is None else keys_of_config(config),
+        strategy=own.strategy,
+        candidates=max(1, own.candidates),
+        output=given_path(own.output, "--output=") if own.output else None,
+        json=own.json,
+        compile=own.compile,
+        config_name=name,
+        config=config,
+        keys=models_keys(own, problem) if config is None else keys_of_config(config),
     )
 
 

@@ -63,8 +63,8 @@ class TransitionCommand:
     method: str
     model: str
     json: bool
-    dtype: str = "float32"
-    topology: str = ""
+    dtype: str
+    topology: str
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -95,8 +95,15 @@ def parse(arguments: Sequence[str]) -> TransitionCommand:
             f"--train={own.train}: {math.prod(train)} devices; at most {MOST}, more than any "
             "cluster has"
         )
-    given = own.method, own.model, own.json, own.dtype, own.topology
-    return TransitionCommand(train, generate, *given)
+    return TransitionCommand(
+        train,
+        generate,
+        method=own.method,
+        model=own.model,
+        json=own.json,
+        dtype=own.dtype,
+        topology=own.topology,
+    )
 
 
 def _sizes(flag: str, text: str, form: str, example: str) -> tuple[int, ...]:
@@ -141,7 +148,6 @@ def _run(command: TransitionCommand) -> int:
 def _rings(case: Any, topology: str) -> dict[str, dict[str, float]]:
     """How far apart the devices of each mesh axis stand on hardware that is not here."""
     from hjax.dryrun.topologies import listed
-    from hjax.sharding.layout import make_layouts
     from hjax.sharding.placing import place_devices, ring_table
 
     devices = listed(topology)
@@ -149,9 +155,7 @@ def _rings(case: Any, topology: str) -> dict[str, dict[str, float]]:
         raise ConfigError(
             f"--topology={topology} has {len(devices)} devices, --train needs {case.devices}"
         )
-    sizes = {"pipe": case.pipe, "tensor": case.tensor, "data": case.data}
-    generate = {"pipe": case.generate_pipe, "tensor": case.generate_tensor}
-    shape = dict(make_layouts(case.devices, sizes, generate).train.mesh.shape)
+    shape = dict(case.layouts(case.devices).train.mesh.shape)
     table = ring_table(shape, place_devices(devices, shape))
     return {axis: dataclasses.asdict(found) for axis, found in table.items()}
 

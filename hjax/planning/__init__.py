@@ -10,5 +10,5 @@ explains it.
 - `strategies`: ways to plan by name, other systems among them. `result`: a search's answer as data.
 - `problems`: an algorithm's calls as records, a problem out of names. `auto`: a run's own problem,
   and its plan (`hjax.plan`).
-- `calibration`, `profile`: constants measured on the devices at hand, and kept.
+- `calibration`, `rates`, `profile`: constants measured on the devices at hand, and kept.
 """

@@ -436,10 +436,16 @@ def predict(problem: Problem, roles: Any) -> Candidate:
         for role in names:
             mesh = Mesh.of(roles.layouts[role].train, generates=role == "actor")
             space = _only(problem.space, mesh)
-            flow, work = problem.dataflow, problem.work
-            offload = problem.offload.get(role, "none")
-            asked = place, problem.models[role], flow, role, work, space, offload
-            found = role_options(*asked, every=True)
+            found = role_options(
+                place,
+                problem.models[role],
+                problem.dataflow,
+                role=role,
+                work=problem.work,
+                space=space,
+                offload=problem.offload.get(role, "none"),
+                every=True,
+            )
             option = next((o for o in found if o.mesh == mesh), None)
             if option is None:
                 raise ConfigError(f"the cost model has no account of the {role}'s layout {mesh}")

@@ -17,10 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from hjax.controller import Future
 from hjax.devices import Device
@@ -28,6 +25,7 @@ from hjax.machine import available_cores, device_memory
 from hjax.models.config import ModelConfig
 from hjax.models.counts import FLOAT32, MASTERS, Mesh, Workload, counts
 from hjax.models.remat import NONE
+from hjax.planning import rates
 from hjax.planning.constants import Constants
 from hjax.planning.cost import Place, forward_flops, update_seconds
 from hjax.planning.generation import decoding, prefill_seconds
@@ -65,43 +63,21 @@ def calibrate(devices: Sequence[Any], progress: Progress | None = None) -> Profi
     numbers.append(len(devices))
     rows = 12 * len(devices)
     meshes = [Mesh(data=n) for n in numbers] + _split_meshes(len(devices))
-    all_of_them = len(numbers) - 1
     # Beside a part per dtype and mesh: calls in turn, all-reduces, copies, four for small models.
     parts = _Parts(len(dtypes) + len(meshes) + 7, progress)
     flops = {}
     for dtype in dtypes:
         parts.begin(f"products in {dtype}")
-        flops[dtype] = _matmul(devices, size, dtype)
-    with contextlib.ExitStack() as ends:
-        wide: list[_Probe] = []
-        for mesh in meshes:
-            parts.begin(f"updates over {_axes(mesh)}")
-            weights = wide[0].actor.weights() if wide else None
-            probe = _probe(ends, mesh, width=128, layers=2, rows=rows, weights=weights)
-            probe.actor.update_actor(probe.batch).result()  # compiles
-            wide.append(probe)
-        whole = wide[all_of_them]
-        whole.actor.compute_log_prob(whole.batch).result()
-        whole.actor.generate_sequences(whole.prompts).result()
-        parts.begin("updates in turn")
-        taken = _in_turn(
-            [
-                functools.partial(whole.actor.compute_log_prob, whole.batch),
-                functools.partial(whole.actor.generate_sequences, whole.prompts),
-            ]
-            + [functools.partial(p.actor.update_actor, whole.batch) for p in wide]
-        )
-        updates = dict(zip(meshes, taken[2:]))
-        forward, generate = (found.seconds for found in taken[:2])
-        run = whole.account(forward, generate, updates[whole.mesh].seconds)
-        model = whole.model
+        flops[dtype] = rates.matmul(devices, size, dtype)
+    wide = _wide_calls(meshes, numbers[-1], rows, parts)
+    run, updates = wide.run, wide.updates
     spread = {n: updates[mesh] for n, mesh in zip(numbers, meshes)}
     busy = {n: 3 * run.flops * len(devices) / n / spread[n].seconds for n in numbers}
     alone = ((n, busy[n] / busy[numbers[-1]], spread[n].cores) for n in numbers)
     parts.begin("all-reduces")
-    latency, link = _all_reduce(devices, (1 << 20) if cpu else (1 << 26))
+    latency, link = rates.all_reduce(devices, (1 << 20) if cpu else (1 << 26))
     parts.begin("copies in memory")
-    bandwidth = _copy(devices, (1 << 22) if cpu else (1 << 28))
+    bandwidth = rates.copy(devices, (1 << 22) if cpu else (1 << 28))
     device = Device(
         name=re.sub(r"\s+", "-", str(devices[0].device_kind).lower()),
         memory=device_memory(devices[0]) or _host_memory() / len(devices),
@@ -114,21 +90,67 @@ def calibrate(devices: Sequence[Any], progress: Progress | None = None) -> Profi
         source="measured by plan --calibrate",
         alone=_rising(alone) if cpu else (),
     )
-    values = {"memory": 1.0, "link": 1.0}
-    values |= {"link_latency": latency, "decode_row": 0.0}
+    values = {"memory": 1.0, "link": 1.0, "link_latency": latency, "decode_row": 0.0}
     values |= _small_model(len(devices), flops[dtypes[0]], run, parts)
     parts.end()
     place = Place(Pool(device, 1, len(devices)), len(devices), Constants().with_values(values))
     place = dataclasses.replace(place, numerics=FLOAT32 if cpu else MASTERS)
-    values["decode"] = _decode_cost(place, model, rows, run.generate)
-    place = dataclasses.replace(place, constants=place.constants.with_values(values))
-    seconds = {mesh: found.seconds for mesh, found in updates.items()}
-    for mesh in _split_meshes(len(devices)):
-        split = _split_cost(place, model, rows, run.length, seconds, mesh)
-        values |= split
-        place = dataclasses.replace(place, constants=place.constants.with_values(split))
+    values |= _explained(place, wide, rows)
     constants = Constants().with_values(values, measured=True)
     return Profile(device, constants, busy, MadeOn.here(devices))
+
+
+@dataclasses.dataclass(frozen=True)
+class _WideCalls:
+    """What calls took on a model in which something is computed.
+
+    Attributes:
+      model: its shape.
+      run: on all devices, over the data axis.
+      updates: the same update by the mesh that it was spread over.
+    """
+
+    model: ModelConfig
+    run: _Calls
+    updates: Mapping[Mesh, _Taken]
+
+
+def _wide_calls(meshes: Sequence[Mesh], devices: int, rows: int, parts: _Parts) -> _WideCalls:
+    """Scores, rollouts and updates over all devices, and updates over each mesh, in turn."""
+    with contextlib.ExitStack() as ends:
+        probes: list[_Probe] = []
+        for mesh in meshes:
+            parts.begin(f"updates over {_axes(mesh)}")
+            weights = probes[0].actor.weights() if probes else None
+            probe = _probe(ends, mesh, width=128, layers=2, rows=rows, weights=weights)
+            probe.actor.update_actor(probe.batch).result()  # compiles
+            probes.append(probe)
+        whole = next(probe for probe in probes if probe.mesh == Mesh(data=devices))
+        whole.actor.compute_log_prob(whole.batch).result()
+        whole.actor.generate_sequences(whole.prompts).result()
+        parts.begin("updates in turn")
+        taken = _in_turn(
+            [
+                functools.partial(whole.actor.compute_log_prob, whole.batch),
+                functools.partial(whole.actor.generate_sequences, whole.prompts),
+            ]
+            + [functools.partial(p.actor.update_actor, whole.batch) for p in probes]
+        )
+        updates = dict(zip(meshes, taken[2:]))
+        forward, generate = (found.seconds for found in taken[:2])
+        run = whole.account(forward, generate, updates[whole.mesh].seconds)
+        return _WideCalls(whole.model, run, updates)
+
+
+def _explained(place: Place, wide: _WideCalls, rows: int) -> dict[str, float]:
+    """The constants that explain, beside those that ``place`` has, what a rollout and updates over
+    an FSDP and a tensor axis take."""
+    values = {"decode": _decode_cost(place, wide.model, rows, wide.run.generate)}
+    seconds = {mesh: found.seconds for mesh, found in wide.updates.items()}
+    for mesh in _split_meshes(place.devices):
+        here = dataclasses.replace(place, constants=place.constants.with_values(values))
+        values |= _split_cost(here, wide.model, rows, wide.run.length, seconds, mesh)
+    return values
 
 
 class _Parts:
@@ -246,87 +268,6 @@ def _settled(taken: Sequence[float]) -> bool:
         return False
     low, middle, high = statistics.quantiles(taken, n=4)
     return high - low <= SHARE * middle * math.sqrt(len(taken))
-
-
-def _seconds(run: Callable[[], Any], repeats: int = 5) -> float:
-    """Median seconds of a call that is waited for; the first, which compiles, is left out."""
-    jax.block_until_ready(run())
-    taken = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(run())
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
-
-
-def _spread(devices: Sequence[Any], shape: tuple[int, ...], dtype: str) -> tuple[jax.Array, Any]:
-    """Random numbers, one [shape] per device (zeros would be multiplied faster)."""
-    mesh = jax.sharding.Mesh(np.array(devices), ("d",))
-
-    def fill() -> jax.Array:
-        some = jax.random.normal(jax.random.key(0), (1 << 14,), dtype)
-        return jnp.resize(some, (len(devices), *shape))
-
-    make = jax.jit(
-        fill,
-        out_shardings=NamedSharding(mesh, PartitionSpec("d")),
-    )
-    return make(), mesh
-
-
-def _matmul(devices: Sequence[Any], size: int, dtype: str, times: int = 4) -> float:
-    """FLOP/s per device of square products."""
-    x, _ = _spread(devices, (size, size), dtype)
-
-    @jax.jit
-    def run(x: Any) -> Any:
-        y = x
-        for _ in range(times):
-            y = jnp.einsum("dij,djk->dik", y, x) * (size**-0.5)
-        return y
-
-    return times * 2.0 * size**3 / _seconds(lambda: run(x))
-
-
-def _copy(devices: Sequence[Any], elements: int) -> float:
-    """Bytes/s per device read and written by an elementwise pass."""
-    x, _ = _spread(devices, (elements,), "float32")
-    run = jax.jit(lambda x: x * 1.5 + 1.0)
-    return 8.0 * elements / _seconds(lambda: run(x))
-
-
-def _all_reduce(devices: Sequence[Any], elements: int, times: int = 8) -> tuple[float, float]:
-    """(latency of a ring per doubling of its devices, bytes/s of a ring), of all-reduces inside a
-    program: 2 (n - 1) / n * bytes / bandwidth + 2 * latency * log2 n."""
-    count = len(devices)
-    if count == 1:
-        return 1e-6, 1e12
-    small, large = (_all_reduce_seconds(devices, n, times) for n in (16, elements))
-    latency = small / 2 / math.ceil(math.log2(count))
-    return latency, 2 * 4.0 * elements * (count - 1) / count / max(large - small, 1e-9)
-
-
-def _all_reduce_seconds(devices: Sequence[Any], elements: int, times: int) -> float:
-    """Seconds of one more all-reduce of float32 [elements] in a program."""
-    x, mesh = _spread(devices, (elements,), "float32")
-    taken = []
-    for repeats in (1, 1 + times):
-
-        @jax.jit
-        @functools.partial(
-            jax.shard_map,
-            mesh=mesh,
-            in_specs=PartitionSpec("d"),
-            out_specs=PartitionSpec("d"),
-            check_vma=False,
-        )
-        def run(x: Any, repeats: int = repeats) -> Any:
-            for _ in range(repeats):
-                x = jax.lax.psum(x, "d") * 0.5
-            return x
-
-        taken.append(_seconds(lambda run=run: run(x), 15))  # type: ignore[misc]
-    return max(taken[1] - taken[0], 0.0) / times
 
 
 def _rising(

@@ -207,20 +207,3 @@ class Constants:
         if whole := self.within(name):
             return f"part of {whole}"
         return "measured" if name in self.measured else "assumed"
-
-
-def describe(constants: Constants) -> list[dict[str, Any]]:
-    """One row per constant: name, value, unit, range, origin and source."""
-    calibrated = constants.calibrated()
-    return [
-        {
-            "constant": f.name,
-            "value": getattr(constants, f.name),
-            "unit": f.metadata["unit"],
-            "range": f.metadata["range"],
-            "origin": constants.origin(f.name),
-            "source": "plan --calibrate" if f.name in calibrated else f.metadata["source"],
-        }
-        for f in dataclasses.fields(constants)
-        if f.name != "measured"
-    ]

@@ -98,8 +98,15 @@ class RoleFronts:
         key = (problem.models[role], calls, offload, passes, pool, devices)
         if key not in self._fronts:
             place, model = self.place(pool, devices), problem.models[role]
-            asked = problem.dataflow, role, problem.work, problem.space, offload
-            found = role_options(place, model, *asked)
+            found = role_options(
+                place,
+                model,
+                problem.dataflow,
+                role=role,
+                work=problem.work,
+                space=problem.space,
+                offload=offload,
+            )
             points = vectors(found, any(what != "none" for what in problem.offload.values()))
             kept = front(points)
             self._fronts[key] = _Front(points[kept], [(found[i],) for i in kept])

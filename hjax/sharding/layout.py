@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from hjax.errors import ConfigError
 from hjax.kernels.spread import Spread
+from hjax.sharding.moves import spec_of
 from hjax.sharding.placing import place_devices
 from hjax.xla.options import compiler_options
 
@@ -80,17 +81,9 @@ class Layout:
 
     def spec(self, logical_axes: Sequence[str | None]) -> PartitionSpec:
         """PartitionSpec of an array whose dimensions carry these logical names (None: whole)."""
-        parts: list[Any] = []
-        for name in logical_axes:
-            axes = self.axes(name) if name is not None else ()
-            parts.append(axes[0] if len(axes) == 1 else (axes or None))
-        while parts and parts[-1] is None:
-            parts.pop()
-        return PartitionSpec(*parts)
+        return spec_of(tuple(() if name is None else self.axes(name) for name in logical_axes))
 
-    def _axes(self, name: str | None) -> tuple[str, ...]:
-        if name is None:
-            return ()
+    def _axes(self, name: str) -> tuple[str, ...]:
         if name not in self.rules:
             raise ConfigError(
                 f"unknown logical axis {name!r}; the layout knows {', '.join(self.rules)}"

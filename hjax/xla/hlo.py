@@ -20,7 +20,6 @@ _OPCODE = re.compile(r"\s*([\w-]+)\(")
 _NAME = re.compile(r"%([\w.~-]+)")
 # An operand may be an entry of a tuple, or an entry of that: %name#1, %name#1#0.
 _OPERAND = re.compile(r"%([\w.~-]+(?:#\d+)*)")
-_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<= ]*)\]")
 # Instructions that hand on the number they are given.
 _SAME = ("copy", "bitcast", "convert", "reshape")
 
@@ -36,16 +35,6 @@ def closing(text: str, start: int) -> int:
             if not depth:
                 return index + 1
     raise ValueError(f"unbalanced brackets in HLO text: {text[start : start + 80]}")
-
-
-def shape_bytes(shape: str) -> int:
-    """Bytes of a shape, e.g. ``f32[2,3]{1,0}``; of a tuple, the sum over its entries."""
-    total = 0
-    # A layout may hold what looks like a shape's dimensions; tiles and comments go with it.
-    for kind, dims in _ARRAY.findall(re.sub(r"\{[^{}]*\}|/\*.*?\*/", "", shape)):
-        sizes = [int(n.lstrip("<= ")) for n in dims.split(",") if n.strip()]
-        total += -(-_bits(kind, shape) * math.prod(sizes) // 8)
-    return total
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +102,11 @@ def arrays_of(shape: str) -> tuple[ArrayShape, ...]:
             )
         )
     return tuple(found)
+
+
+def shape_bytes(shape: str) -> int:
+    """Bytes of a shape, e.g. ``f32[2,3]{1,0}``; of a tuple, the sum over its entries."""
+    return sum(-(-array.bits * array.elements // 8) for array in arrays_of(shape))
 
 
 def _bits(kind: str, shape: str) -> int:

@@ -10,7 +10,7 @@ import paper_tables as tables
 import pytest
 
 from hjax.models.counts import MIXED
-from hjax.planning.constants import Constants, describe
+from hjax.planning.constants import Constants
 from hjax.planning.strategies import search_strategy
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "auto_mapping.md"
@@ -232,7 +232,7 @@ FROZEN = {
 
 
 def test_the_constants_are_frozen_each_with_its_source():
-    found = {row["constant"]: row for row in describe(Constants())}
+    found = {row["constant"]: row for row in tables.describe(Constants())}
     assert found.keys() == FROZEN.keys()
     for name, (value, source) in FROZEN.items():
         row = found[name]
@@ -253,7 +253,7 @@ def rows_of(section):
 def test_the_page_tries_both_ends_of_every_range():
     found = dict(tables.sections(PAGE.read_text()))
     placements, systems = rows_of(found["sensitivity"]), rows_of(found["systems"])
-    for row in describe(Constants()):
+    for row in tables.describe(Constants()):
         name = row["constant"]
         tried = systems if name in tables.OTHERS else placements
         for end in row["range"] or ():
