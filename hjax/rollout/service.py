@@ -383,13 +383,19 @@ class Service:
         if ticket is None:
             return
         assert self._prefixes is not None
-        prompt, begun = ticket.request.prompt, ticket.begun
-        params, most = self._model.params, self.max_tokens
-        ticket.whole = not self._prefixes.read(params, [prompt], CHUNK, most)
-        ticket.begun = self._prefixes.find(prompt)
-        ticket.read += 0 if ticket.whole else CHUNK
-        self._prefixes.release(begun)
-        ticket.reading = not ticket.whole and len(prompt) - ticket.begun.tokens > CHUNK
+        if self._rest(ticket) > CHUNK:  # unless others have read it meanwhile
+            prompt, params = ticket.request.prompt, self._model.params
+            ticket.whole = not self._prefixes.read(params, [prompt], CHUNK, self.max_tokens)
+            ticket.read += 0 if ticket.whole else CHUNK
+        ticket.reading = self._rest(ticket) > CHUNK and not ticket.whole
+
+    def _rest(self, ticket: Ticket) -> int:
+        """Tokens of its prompt that are not known; those that are stay held."""
+        prompt = ticket.request.prompt
+        if self._prefixes is not None:
+            self._forget(ticket)
+            ticket.begun = self._prefixes.find(prompt)
+        return len(prompt) - ticket.begun.tokens
 
     def _forget(self, ticket: Ticket) -> None:
         """Nothing is held for it."""
@@ -410,13 +416,10 @@ class Service:
             if ticket.reading or ticket.unscored:
                 continue
             if self._prefixes is not None:
-                prompt = ticket.request.prompt
-                self._forget(ticket)
-                ticket.begun = self._prefixes.find(prompt)
-                known = ticket.begun.tokens
-                ticket.reading = len(prompt) - known > CHUNK and not ticket.whole
-                ahead = ticket.begun, prompt[known : known + BLOCK]
-                later = len(prompt) > known + BLOCK and ahead in goes_on
+                rest, known = self._rest(ticket), ticket.begun.tokens
+                ticket.reading = rest > CHUNK and not ticket.whole
+                ahead = ticket.begun, ticket.request.prompt[known : known + BLOCK]
+                later = rest > BLOCK and ahead in goes_on
                 if ticket.reading or later:
                     continue
                 goes_on.add(ahead)

@@ -1,0 +1,267 @@
+"""Who has which slot when, on an engine of numpy: each sequence draws what it would alone.
+
+The engine here draws a token by a sequence's number and its position, and looks whether slots that
+are given are free, and whether blocks hold what is said to be known."""
+
+import dataclasses
+import hashlib
+import random
+import threading
+import types
+
+import numpy as np
+import pytest
+
+from hjax.models.continuing import BLOCK
+from hjax.rollout import beginnings, scheduler
+from hjax.rollout.options import Sampling
+from hjax.rollout.requests import Request
+from hjax.rollout.scheduler import Schedule
+from hjax.rollout.service import Service
+from hjax.rollout.slots import Drawn
+from hjax.rollout.work import Begun, GenerationConfig, Work
+
+STOP = (0, 5)
+NOWHERE = 10**6  # blocks beyond it are none
+
+
+def token(sequence, position):
+    """One in 7 or in 30 ends a response."""
+    draw = hashlib.md5(repr((sequence, position)).encode()).digest()
+    return int.from_bytes(draw[:4], "big") % (14 if sequence % 3 else 60)
+
+
+def alone(sequence, limit):
+    """Its whole response."""
+    tokens = []
+    while len(tokens) < limit and (not tokens or tokens[-1] not in STOP):
+        tokens.append(token(sequence, len(tokens)))
+    return tokens
+
+
+@dataclasses.dataclass
+class Rows:
+    """A state: each row's sequence, tokens drawn, limit and whether it is done, [parts, rows]."""
+
+    sequence: np.ndarray
+    drawn: np.ndarray
+    limit: np.ndarray
+    done: np.ndarray
+
+
+class Engine:
+    """As ``hjax.rollout.engine.Engine``; ``number`` says whose prompt and key an entry is."""
+
+    def __init__(self, parts, by_kernel=False, lookup=0, number=lambda prompt, key: int(key[0])):
+        self.parts, self.by_kernel, self.lookup = parts, by_kernel, lookup
+        self.by_row, self.spare, self.reads_flat = by_kernel or lookup > 0, 0, True
+        mesh = types.SimpleNamespace(size=2)
+        ways = {"ways": lambda name: 1, "replicated": None}
+        self.layout = types.SimpleNamespace(mesh=mesh, **ways)
+        config = types.SimpleNamespace(turns_by_length=False)
+        self.network = types.SimpleNamespace(config=config)
+        self.block_sharding, self.number = None, number
+        self.chunks = types.SimpleNamespace(empty=lambda count: {}, read=self.read)
+        self.moves = self.reads = 0
+
+    def empty(self, size, column=0):
+        shape = self.parts, size.rows // self.parts
+        zeros = np.zeros(shape, int)
+        return Rows(zeros - 1, zeros.copy(), zeros.copy(), np.ones(shape, bool))
+
+    def read(self, params, blocks, tokens, mask, known, where):
+        self.reads += 1
+        new = {
+            (part, int(number)): row[i * BLOCK : (i + 1) * BLOCK].tolist()
+            for part, (row, numbers) in enumerate(zip(tokens, where, strict=True))
+            for i, number in enumerate(numbers)
+            if number < NOWHERE
+        }
+        return blocks | new
+
+    def admit(self, sampling, params, state, new, blocks=None):
+        rows = new.rows.reshape(self.parts, -1)
+        each, samples = rows.shape[1], new.rows.size // new.groups.size
+        drawn, done = np.zeros((new.rows.size, 1), np.int32), np.zeros(new.rows.size, bool)
+        for at in range(new.rows.size):
+            part, row, group = at // each, int(new.rows[at]), at // samples
+            if row >= state.done.shape[1]:
+                continue
+            assert state.done[part, row], "somebody has it"
+            if new.known is None:
+                prompt = new.prompts[group][new.mask[group]].tolist()
+            else:
+                prompt = new.known.tokens[group][new.known.mask[group]].tolist()
+                numbers = new.known.blocks[group][: new.known.count[group] // BLOCK]
+                known = [t for number in numbers for t in blocks[part, int(number)]]
+                assert known == prompt[: new.known.count[group]]
+            before = 0 if new.begun is None else int(new.begun.count[at])
+            sequence = self.number(prompt, new.keys[at])
+            first, limit = token(sequence, before), int(new.limit[at])
+            drawn[at], done[at] = first, first in STOP or before + 1 >= limit
+            state.sequence[part, row], state.drawn[part, row] = sequence, before + 1
+            state.limit[part, row], state.done[part, row] = limit, done[at]
+        return state, self.told(drawn, np.ones(drawn.shape, bool), done, 1)
+
+    def decode(self, sampling, params, state, steps, most, allowed=None, until=0):
+        assert steps > 0 and not state.done.all()
+        tokens = np.zeros((state.done.size, most), np.int32)
+        mask, taken = np.zeros(tokens.shape, bool), 0
+        while taken < steps and (~state.done).sum(axis=1).max() > until:
+            for part, row in zip(*np.nonzero(~state.done), strict=True):
+                at = part * state.done.shape[1] + row
+                drawn = token(int(state.sequence[part, row]), int(state.drawn[part, row]))
+                tokens[at, taken], mask[at, taken] = drawn, True
+                state.drawn[part, row] += 1
+                whole = state.drawn[part, row] >= state.limit[part, row]
+                state.done[part, row] = drawn in STOP or whole
+            taken += 1
+        return state, self.told(tokens, mask, state.done.ravel().copy(), taken)
+
+    def told(self, tokens, mask, done, steps):
+        logprobs = {name: -tokens.astype(np.float32) for name in ("logprobs", "policy_logprobs")}
+        return Drawn(tokens, mask, logprobs, done, steps)
+
+    def share(self, state, members, place):
+        return state
+
+    def halt(self, state, rows):
+        state.done |= rows.reshape(state.done.shape)
+        return state
+
+    def move(self, state, rows=None, groups=None, length=0, first=0):
+        self.moves += 1
+        if rows is None:
+            return state
+        index, old = rows.reshape(self.parts, -1), state.done.shape[1]
+        made = Rows(*(np.take_along_axis(x, np.minimum(index, old - 1), 1)
+                      for x in vars(state).values()))  # fmt: skip
+        made.done |= index >= old
+        return made
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    sizes = {"SHORT": 32, "CHUNK": 64, "NEW": (32, 64), "READING": 400, "PAYS": 64}
+    for name, value in sizes.items():
+        monkeypatch.setattr(beginnings, name, value)
+    monkeypatch.setattr(scheduler, "CHUNK", 64)
+
+
+def drawn_prompts(draw, count):
+    """Most begin alike."""
+    length = int(draw.choice([7, 60, 150, 500]))
+    common = draw.integers(1, 64, length // 2)
+    tokens, mask = np.zeros((count, length), np.int32), np.zeros((count, length), bool)
+    for row, there in zip(tokens, mask, strict=True):
+        size = int(draw.integers(1, length + 1))
+        text = draw.integers(1, 64, length)
+        if draw.random() < 0.7:
+            text = np.concatenate([common, text])
+        row[-size:], there[-size:] = text[:size], True
+    return tokens, mask
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_each_sequence_draws_what_it_does_alone(seed):
+    draw = np.random.default_rng(seed)
+    parts, samples = int(draw.choice([1, 1, 2, 4])), int(draw.integers(1, 5))
+    prompts = drawn_prompts(draw, parts * int(draw.integers(1, 7)))
+    by_kernel = bool(draw.random() < 0.2)
+    engine = Engine(parts, by_kernel, 0 if by_kernel else int(draw.choice([0, 0, 2])))
+    surplus = int(samples > 1 and draw.random() < 0.3)
+    config = GenerationConfig(
+        int(draw.choice([20, 90, 200])), samples - surplus, Sampling(stop=STOP),
+        slots=int(draw.choice([0, 4, 8, 16])), surplus=surplus,
+    )  # fmt: skip
+    count, limit = len(prompts[0]), config.max_new_tokens
+    keys = np.stack([np.arange(count * samples), np.zeros(count * samples)], 1).astype(np.uint32)
+    cuts = [limit // 3] if draw.random() < 0.2 and not surplus else []
+    heard = {}
+
+    def hear(prompt, responses):
+        assert prompt not in heard
+        heard[prompt] = responses
+
+    begun = None
+    for end in (*cuts, None):
+        work = Work(*prompts, keys, dataclasses.replace(config, end=end), begun)
+        schedule = Schedule(engine, work, on_ended=hear)
+        made = schedule.run(None)
+        last = made["responses"][
+            np.arange(len(made["responses"])), made["response_mask"].sum(axis=1) - 1
+        ]
+        begun = Begun(end or limit, np.isin(last, STOP), made)
+    expected = []
+    for prompt in range(count):
+        each = [alone(prompt * samples + i, limit) for i in range(samples)]
+        shortest = sorted(range(samples), key=lambda i: (len(each[i]), i))[: config.samples]
+        expected += [each[i] for i in sorted(shortest)]
+    pairs = zip(made["responses"], made["response_mask"], strict=True)
+    assert [row[mask].tolist() for row, mask in pairs] == expected
+    np.testing.assert_array_equal(made["logprobs"], -made["responses"])
+    n = config.samples
+    assert heard == {p: expected[p * n : (p + 1) * n] for p in range(count)}
+    lengths = prompts[1].sum(axis=1)
+    assert (schedule.beginnings.known < lengths).all()
+    assert schedule.table.most_live == 0
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_text_s_end_is_a_response_s(seed):
+    """By hand: a text ends with the first token whose sum with its sequence's number is 3 of 11."""
+    draw = np.random.default_rng(seed)
+    prompts, samples, limit = drawn_prompts(draw, 8), 2, 90
+    keys = np.stack([np.arange(16), np.zeros(16)], 1).astype(np.uint32)
+
+    def ends(number, tokens):
+        return next((i + 1 for i, t in enumerate(tokens) if (number + t) % 11 == 3), None)
+
+    config = GenerationConfig(limit, samples, Sampling(stop=STOP), slots=6)
+    made = Schedule(Engine(1), Work(*prompts, keys, config), ends).run(None)
+    for number, (row, mask) in enumerate(zip(made["responses"], made["response_mask"])):
+        whole = alone(number, limit)
+        assert row[mask].tolist() == whole[: ends(number, whole)]
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.parametrize("way", [(False, 0), (False, 2), (True, 0)], ids=str)
+def test_requests_are_answered_as_alone_whoever_comes_and_goes(parts, way, monkeypatch):
+    def number(prompt, key=None):
+        return int(hashlib.md5(repr(list(prompt)).encode()).hexdigest()[:5], 16)
+
+    monkeypatch.setattr(Service, "_every_token", lambda self, rows: np.zeros((rows, 2), np.uint32))
+    engine = Engine(parts, *way, number=number)
+    config = types.SimpleNamespace(max_length=256, vocab_size=64)
+    model = types.SimpleNamespace(
+        config=config, params=None, tokenizer=None, engine_for=lambda lookup: engine,
+        held=lambda params: params,
+    )  # fmt: skip
+    service, draw = Service(model, slots=8, prefix_tokens=0, lookup=way[1]), random.Random(parts)
+    heard, ended = {}, {}
+    for i in range(60):
+        prompt = tuple(draw.choices(range(1, 64), k=draw.randint(1, 120)))
+        request = Request(prompt, draw.randint(1, 100), Sampling(stop=STOP), seed=i)
+        heard[request], ended[request] = [], threading.Event()
+
+        def hear(piece, request=request):
+            heard[request].append(piece)
+            if piece.finish:
+                ended[request].set()
+
+        ticket = service.submit(request, hear)
+        if i % 9 == 0:
+            ticket.cancel()
+    service.replace(None)
+    assert all(end.wait(60) for end in ended.values())
+    for request, pieces in heard.items():
+        tokens = [t for piece in pieces for t in piece.tokens]
+        expected = alone(number(request.prompt), request.max_tokens)
+        if pieces[-1].finish == "cancelled":
+            assert tokens == expected[: len(tokens)]
+        else:
+            assert tokens == expected
+            assert pieces[-1].finish == ("stop" if expected[-1] in STOP else "length")
+    stats = service.stats()
+    assert stats["running"] == stats["waiting"] == 0
+    service.close(1)
