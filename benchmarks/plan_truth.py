@@ -234,7 +234,8 @@ def compilers() -> dict[str, Any]:
     from hjax.planning.auto import predict, run_problem
     from hjax.planning.constants import Constants
     from hjax.planning.hardware import cluster
-    from hjax.run.roles import describe_roles, placed, planned_models
+    from hjax.run.placement import placed
+    from hjax.run.roles import describe_roles, planned_models
     from hjax.settings.reading import load_config
     from hjax.show.tables import wide_console
 

@@ -17,7 +17,7 @@ MOMENTS = {
     "start": ("hjax.run.workdir", "Workdir", "open"),
     "initialise": ("hjax.run.trainer", "Trainer", "_initialize"),
     "restore": ("hjax.run.trainer", "Trainer", "_restore"),
-    "warm start": ("hjax.run.trainer", "Trainer", "_report_warm_start"),
+    "warm start": ("hjax.run.reporter", "Reporter", "warm_start"),
     "generate": ("hjax.controller.host", "WorkerHost", "call", "generate_sequences"),
     "prepare": ("hjax.controller.host", "WorkerHost", "call", "compute_ref_log_prob"),
     "update": ("hjax.controller.host", "WorkerHost", "call", "update_actor"),

@@ -10,9 +10,8 @@ from helpers import tiny_config, trainer_of
 
 from hjax.errors import ConfigError
 from hjax.files import HISTOGRAMS, METRICS, SAMPLES
-from hjax.run.histograms import histogram
 from hjax.run.loggers import TensorBoard, Wandb, make_loggers
-from hjax.run.rows import spread_rows
+from hjax.run.reporter import histogram, spread_rows
 from hjax.run.workdir import Workdir
 from hjax.settings.keys import default_config
 

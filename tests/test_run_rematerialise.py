@@ -13,8 +13,9 @@ from hjax.dryrun.shape_inputs import read_shape, shape_inputs
 from hjax.models.compute import Compute
 from hjax.models.config import ModelConfig
 from hjax.models.counts import counts
-from hjax.run.rematerialise import choose
-from hjax.run.roles import describe_roles, placed
+from hjax.run.placement import placed
+from hjax.run.roles import describe_roles
+from hjax.run.room import choose
 from hjax.sharding.layout import make_layouts
 from hjax.workers import Actor, OptimizerConfig, WorkerContext
 from hjax.workers.memory import RoleMemory

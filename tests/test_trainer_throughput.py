@@ -22,7 +22,7 @@ from hjax.run.throughput import peak_flops
 @pytest.mark.extended
 def test_flops_of_a_step_are_those_of_its_tokens(changes, passes):
     with trainer_of("GRPO", {"steps": 1, **changes}) as trainer:
-        trainer._throughput._peak = 4e12
+        trainer.costs._peak = 4e12
         row = trainer.step()
         batch, model = trainer.batch, trainer.roles.models["actor"]
     lengths = batch["prompt_mask"].sum(1) + batch["response_mask"].sum(1)

@@ -7,7 +7,7 @@ from helpers import tiny_config, trainer_of
 
 import hjax
 from hjax.errors import RunError
-from hjax.run.warnings import SamplerWatch, TruncationWarning
+from hjax.run.watches import SamplerWatch, TruncationWarning
 
 
 def told(warning, *shares):

@@ -19,7 +19,7 @@ from hjax.models.parameters import to_host
 from hjax.sharding.layout import make_layouts
 from hjax.workers import Actor, Critic, ModelReward, OptimizerConfig, Reference, WorkerContext
 from hjax.workers.packer import Packer, Padded
-from hjax.workers.scorer import Scorer
+from hjax.workers.scalar import Scorer
 
 DESCENT = OptimizerConfig(learning_rate=1e9, epsilon=1e6, max_grad_norm=0.0)
 SCALE = 1e3

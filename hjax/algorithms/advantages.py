@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hjax.algorithms.masks import keep, masked_mean, whiten
+from hjax.algorithms.masks import keep, last_places, masked_mean, whiten
 from hjax.errors import ConfigError
 
 __all__ = [
@@ -79,7 +79,7 @@ def token_rewards(
     if kl is not None:
         chex.assert_equal_shape([kl, mask])
     rewards = keep(rewards, ~jnp.isnan(rewards))
-    last = _is_last(mask)
+    last = last_places(mask)
     if dense is None:
         result = jnp.where(last, rewards[:, None], 0.0)
     else:
@@ -402,9 +402,3 @@ def lagrangian_advantages(
     chex.assert_equal_shape([reward_advantages, cost_advantages])
     reward_advantages = jnp.asarray(reward_advantages, jnp.float32)
     return (reward_advantages - multiplier * jnp.asarray(cost_advantages)) / (1.0 + multiplier)
-
-
-def _is_last(mask: jax.Array) -> jax.Array:
-    """True at the last selected token of each row of bool [N, L], nowhere in an empty row."""
-    following = jnp.cumsum(mask[:, ::-1], axis=1)[:, ::-1]
-    return mask & (following == 1)

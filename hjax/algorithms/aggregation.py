@@ -77,11 +77,34 @@ def aggregation_weights(
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenLoss:
-    """What all losses share: how their tokens are added up."""
+class Loss:
+    """What all losses share."""
 
     # Whether the log-probs handed to the loss are those of the rollout's temperature.
     tempered: ClassVar[bool] = True
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the entropy is part of the loss: only where a class says so."""
+        return False
+
+    def weights(self, batch: Batch) -> jax.Array:
+        """Weights [N, L] of the token losses, for `batch` = the whole optimizer step."""
+        raise NotImplementedError(f"{type(self).__name__} must define weights")
+
+    def stat_weights(self, batch: Batch) -> jax.Array:
+        """Weights [N, L] that average the statistics; those of the loss, unless a class has
+        others."""
+        return self.weights(batch)
+
+    def prepared(self, batch: Batch) -> dict[str, jax.Array]:
+        """Further entries that the call reads, for `batch` = the whole optimizer step."""
+        return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLoss(Loss):
+    """A loss that is a sum over tokens."""
 
     aggregation: Aggregation = "token"
     max_length: int | None = None
@@ -98,9 +121,38 @@ class TokenLoss:
         """Weights [N, L] that average the statistics over the tokens of the optimizer step."""
         return aggregation_weights(batch["response_mask"], row_mask=batch.get("row_mask"))
 
-    def prepared(self, batch: Batch) -> dict[str, jax.Array]:
-        """Further entries that the call reads, for `batch` = the whole optimizer step."""
-        return {}
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceLoss(Loss):
+    """A loss of whole responses, or of units of them such as pairs.
+
+    It is no sum over tokens. It stands at the first place of its unit's first row, so that what
+    adds up weighted tokens adds up weighted units.
+    """
+
+    # Rows of a unit, which no micro-batch cuts apart.
+    unit: ClassVar[int] = 1
+
+    def weights(self, batch: Batch) -> jax.Array:
+        """float32 [N, L], 1 / units at the first place of each, for a whole step: a mean."""
+        units = counted_rows(batch).reshape(-1, self.unit).all(axis=1)
+        return at_first(units / jnp.maximum(units.sum(), 1), batch["response_mask"])
+
+
+def at_first(values: jax.Array, mask: jax.Array) -> jax.Array:
+    """float32 [N, L] of the mask's shape: values of units of consecutive rows, each at the first
+    place of its first row, 0 elsewhere."""
+    rows, length = mask.shape
+    made = jnp.zeros((len(values), rows // len(values), length), jnp.float32)
+    return made.at[:, 0, 0].set(values).reshape(mask.shape)
+
+
+def counted_rows(batch: Batch) -> jax.Array:
+    """bool [N]: the batch's `row_mask`; without one all rows."""
+    chex.assert_rank(batch["response_mask"], 2)
+    rows = batch.get("row_mask")
+    count = batch["response_mask"].shape[0]
+    return jnp.ones(count, bool) if rows is None else jnp.asarray(rows, bool)
 
 
 def check_entries(batch: Batch, keys: Iterable[str], shape: tuple[int, ...]) -> None:

@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 
 from hjax.algorithms.advantages import overlong_penalty
 from hjax.algorithms.calibration import Predictions
-from hjax.algorithms.kl import AdaptiveEntropy, AdaptiveKL, FixedKL, KLController
+from hjax.algorithms.kl import AdaptiveEntropy, AdaptiveKL, FixedKL
 from hjax.algorithms.spec import AlgorithmSpec
 from hjax.controller import Future, join
 from hjax.controller.messages import MiniBatch
@@ -91,7 +91,7 @@ class Algorithm(AlgorithmSpec):
                 f"{type(self).__name__} needs {self.needed_data}; this data has none{hint}"
             )
         self.step_number = 0
-        for role in dict.fromkeys((*self.roles, *self.workers)):
+        for role in self.all_roles():
             if role not in groups:
                 raise ConfigError(f"{type(self).__name__} was given no worker group of {role}")
             setattr(self, role, groups[role])
@@ -119,17 +119,22 @@ class Algorithm(AlgorithmSpec):
     def collect(self, prompts: Batch) -> Any:
         """Answer prompts: the part of a step that may run ahead of learning.
 
+        Where nothing is generated it takes the next demonstrations, and the prompts are not used.
+
         It only makes calls, and waits for none. Where it does run ahead (``rollout.max_staleness``)
         it is called from another thread than ``learn``: it changes nothing that ``learn`` reads.
 
         Returns:
           what ``learn`` takes: the future of a batch, or a tuple or dict of such.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define collect and learn")
+        if self.generates:
+            return self.actor.generate_sequences(prompts)
+        assert self.demonstrations is not None
+        return self.demonstrations()
 
     def learn(self, batch: Any) -> Batch:
         """Score what ``collect`` gave and learn from it; returns the batch it trained on."""
-        raise NotImplementedError(f"{type(self).__name__} must define collect and learn")
+        raise NotImplementedError(f"{type(self).__name__} must define learn")
 
     def compute_advantages(self, batch: Batch) -> Batch:
         """The batch (numpy arrays on the controller) with what the updates need added."""
@@ -155,7 +160,7 @@ class Algorithm(AlgorithmSpec):
         coefficient = np.asarray(self.config.pretraining_coef, np.float32)
         return self.demonstrations() | {"coefficient": coefficient}
 
-    def make_kl_controller(self) -> KLController:
+    def make_kl_controller(self) -> FixedKL:
         """The coefficient of the KL, in the reward or in the loss; adaptive with a target."""
         config = self.config
         if not config.get("kl_target"):

@@ -85,11 +85,6 @@ class DistillationLoss(TokenLoss):
         """Keys that the call reads from the batch, and that of the tokens it is given."""
         return ("response_mask", "teacher_logprobs", self.of_tokens)
 
-    @property
-    def needs_entropy(self) -> bool:
-        """False: the loss has no entropy term."""
-        return False
-
     def shapes(self, vocabulary: int) -> dict[str, tuple[tuple[int, ...], Any]]:
         """Of those of `needs` that are no float [N, L] what follows N and L, and the dtype."""
         count = min(self.top_k or vocabulary, vocabulary)
@@ -197,11 +192,6 @@ class Distillation(Algorithm):
         return table
 
     @classmethod
-    def check(cls, config: ConfigDict) -> None:
-        """Switches that have no effect beside each other."""
-        cls.losses(config, 1)
-
-    @classmethod
     def losses(cls, config: ConfigDict, max_response_length: int) -> dict[str, Any]:
         """The divergence, and where the teacher learns its likelihood."""
         limit = max_response_length if config.aggregation == "constant" else None
@@ -215,10 +205,6 @@ class Distillation(Algorithm):
         return {"actor": student} | (
             {"teacher": SupervisedLoss()} if config.teacher_updates else {}
         )
-
-    def collect(self, prompts: Batch) -> Any:
-        """Have the student answer."""
-        return self.actor.generate_sequences(prompts)
 
     def learn(self, batch: Any) -> Batch:
         """Ask the teacher what it would have drawn, and learn that."""

@@ -50,26 +50,15 @@ class DPO(Algorithm):
     }
 
     @classmethod
-    def needed_roles(cls, config: ConfigDict) -> tuple[str, ...]:
-        """A reference only where the loss compares with one."""
-        roles = tuple(dict.fromkeys((*cls.roles, *cls.workers)))
-        return roles if config.kind in REFERRED else tuple(r for r in roles if r != "reference")
-
-    @classmethod
-    def check(cls, config: ConfigDict) -> None:
-        """Switches that have no effect beside each other."""
-        cls.losses(config, 1)
+    def needs_reference(cls, config: ConfigDict) -> bool:
+        """Only where the loss compares with one."""
+        return config.kind in REFERRED
 
     @classmethod
     def losses(cls, config: ConfigDict, max_response_length: int) -> dict[str, Any]:
         """The loss of pairs."""
         names = ("kind", "beta", "smoothing", "margin", "nll_coef", "nll_over")
         return {"actor": PairLoss(**{name: config[name] for name in names})}
-
-    def collect(self, prompts: Batch) -> Any:
-        """The next pairs; the prompts are not used."""
-        assert self.demonstrations is not None
-        return self.demonstrations()
 
     def learn(self, batch: Any) -> Batch:
         """One update."""

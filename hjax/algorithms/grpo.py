@@ -5,7 +5,6 @@ Its switches make the critic-free methods of ``hjax.algorithms.critic_free``.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, ClassVar
 
 import jax
@@ -22,6 +21,7 @@ from hjax.algorithms.advantages import (
     whiten,
 )
 from hjax.algorithms.base import Algorithm, Batch, old_logprobs, reference_kl
+from hjax.algorithms.masks import by_switches
 from hjax.algorithms.policy_loss import RATIOS, SURROGATES
 from hjax.algorithms.ppo import CLIP_KEYS, PPO, policy_loss
 from hjax.algorithms.resampling import Resampling
@@ -106,7 +106,6 @@ class GRPO(Resampling, Algorithm):
     def check(cls, config: ConfigDict) -> None:
         """Switches that have no effect beside each other, and the loss's own."""
         super().check(config)
-        policy_loss(config, 1)
         if config.baseline == "none" and config.normalise != "none":
             raise ConfigError(
                 f"config.algorithm.normalise={config.normalise!r} divides by what the group is "
@@ -180,19 +179,7 @@ class GRPO(Resampling, Algorithm):
         }
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=(
-        "samples",
-        "baseline",
-        "normalise",
-        "epsilon",
-        "gamma",
-        "kl_in",
-        "kl_cumulated",
-        "whitened",
-    ),
-)
+@by_switches
 def _advantages(
     scores: jax.Array,
     mask: jax.Array,

@@ -5,7 +5,6 @@ coefficient of the entropy bonus, where it follows a target.
 from __future__ import annotations
 
 import math
-from typing import Protocol
 
 import chex
 import jax
@@ -86,46 +85,25 @@ def check_kl_kind(kind: str) -> None:
         raise ConfigError(f"KL estimator {kind!r} is unknown: use one of {', '.join(KL_KINDS)}")
 
 
-class KLController(Protocol):
-    """The coefficient of the KL, in the reward or the loss, and how it moves from step to step."""
-
-    @property
-    def coef(self) -> float:
-        """The coefficient to use now, reward (or loss) per nat."""
-        ...
-
-    def update(self, kl_mean: float, sequences: int) -> None:
-        """Take note of one step's measured KL over so many sequences."""
-        ...
-
-    def state(self) -> dict[str, float]:
-        """What a checkpoint needs, as plain floats."""
-        ...
-
-    def restore(self, state: dict[str, float]) -> None:
-        """Continue from what `state` returned."""
-        ...
-
-
 class FixedKL:
-    """A coefficient that stays.
+    """The coefficient of the KL, in the reward or the loss; here one that stays.
 
     Args:
-        coef: reward per nat, 0 or more.
+        coef: reward (or loss) per nat, 0 or more.
     """
 
     def __init__(self, coef: float):
         self.coef = _coefficient(coef)
 
     def update(self, kl_mean: float, sequences: int) -> None:
-        """Nothing: the coefficient is fixed."""
+        """Take note of one step's mean KL over so many sequences: nothing, it is fixed."""
 
     def state(self) -> dict[str, float]:
-        """`{"coef": float}`."""
+        """What a checkpoint needs: `{"coef": float}`."""
         return {"coef": self.coef}
 
     def restore(self, state: dict[str, float]) -> None:
-        """Take the coefficient of a `state()`."""
+        """Continue with the coefficient of a `state()`."""
         self.coef = _coefficient(state["coef"])
 
 

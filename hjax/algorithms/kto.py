@@ -34,7 +34,7 @@ class KTO(Algorithm):
     @classmethod
     def check(cls, config: ConfigDict) -> None:
         """Weights of which not both are 0."""
-        cls.losses(config, 1)
+        super().check(config)
         if not config.desirable and not config.undesirable:
             raise ConfigError(
                 "config.algorithm.desirable=0 and undesirable=0 leave nothing to learn from: set "
@@ -46,11 +46,6 @@ class KTO(Algorithm):
         """The loss of verdicts."""
         names = ("beta", "desirable", "undesirable")
         return {"actor": VerdictLoss(**{name: config[name] for name in names})}
-
-    def collect(self, prompts: Batch) -> Any:
-        """The next verdicts; the prompts are not used."""
-        assert self.demonstrations is not None
-        return self.demonstrations()
 
     def learn(self, batch: Any) -> Batch:
         """One update, against what responses to other prompts have gained."""

@@ -113,11 +113,6 @@ class SupervisedLoss(TokenLoss):
         """Keys that the call reads from the batch."""
         return ("response_mask",)
 
-    @property
-    def needs_entropy(self) -> bool:
-        """False: the loss has no entropy term."""
-        return False
-
     def __call__(
         self, logprobs: jax.Array, entropy: jax.Array | None, batch: Batch
     ) -> tuple[jax.Array, Stats]:

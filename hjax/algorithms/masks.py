@@ -4,6 +4,10 @@ A mask is boolean or 0/1 and has the shape of what it selects from. What it leav
 enters a sum, not even as `0 * nan`.
 """
 
+import inspect
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -70,3 +74,14 @@ def whiten(
 def keep(x: jax.Array, mask: jax.Array) -> jax.Array:
     """`x` as float32 where `mask` is true and exactly 0 elsewhere, for values and gradients."""
     return jnp.where(jnp.asarray(mask, bool), jnp.asarray(x, jnp.float32), 0.0)
+
+
+def last_places(mask: Any) -> Any:
+    """The last True of each row, NumPy's or JAX's: bool [N, L] of bool [N, L]; none in an empty
+    row."""
+    return mask & (mask[:, ::-1].cumsum(axis=1)[:, ::-1] == 1)
+
+
+def by_switches(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of arrays, compiled once for each choice of its keyword-only arguments."""
+    return jax.jit(function, static_argnames=inspect.getfullargspec(function).kwonlyargs)

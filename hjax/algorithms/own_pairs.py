@@ -56,10 +56,6 @@ class OnlineDPO(DPO):
         """The two of a pair."""
         return 2
 
-    def collect(self, prompts: Batch) -> Any:
-        """Generate two answers to each prompt."""
-        return self.actor.generate_sequences(prompts)
-
     def learn(self, batch: Any) -> Batch:
         """Have them judged, then learn from the pairs."""
         reference = self.reference.compute_ref_log_prob(batch)
@@ -120,11 +116,6 @@ class SPIN(DPO):
                 f"config.algorithm.kind={config.kind!r} refers to no opponent, which SPIN plays "
                 f"against: use {', '.join(REFERRED)}"
             )
-
-    @classmethod
-    def needed_roles(cls, config: ConfigDict) -> tuple[str, ...]:
-        """No reference: the opponent is the actor before its updates."""
-        return tuple(dict.fromkeys((*cls.roles, *cls.workers)))
 
     def collect(self, prompts: Batch) -> Any:
         """Demonstrations, and the policy's own answers to their prompts."""

@@ -1,7 +1,6 @@
 r"""Losses of preference pairs: a chosen and a rejected response to a prompt, in rows that follow.
 
-A pair's loss is no sum over tokens. It stands at the first place of its chosen row, so that what
-adds up weighted tokens (`hjax.algorithms.aggregation`) adds up weighted pairs.
+A pair's loss stands at the first place of its chosen row (`SequenceLoss`).
 """
 
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from hjax.algorithms.aggregation import Batch, Stats
+from hjax.algorithms.aggregation import Batch, SequenceLoss, Stats, at_first
 from hjax.algorithms.masks import keep
 from hjax.errors import ConfigError
 
@@ -22,7 +21,7 @@ REFERRED = ("sigmoid", "ipo", "ipo_sum", "hinge", "robust")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairLoss:
+class PairLoss(SequenceLoss):
     r"""The DPO family as one loss with switches.
 
     With the difference of the pair's log-ratios :math:`\Delta = (\ell_w - \ell_{ref,w}) - (\ell_l -
@@ -59,9 +58,7 @@ class PairLoss:
         Array(0.28768206, dtype=float32)
     """
 
-    # Rows that no micro-batch cuts apart.
     unit: ClassVar[int] = 2
-    tempered: ClassVar[bool] = True
 
     kind: Literal["sigmoid", "ipo", "ipo_sum", "hinge", "robust", "odds", "margin"] = "sigmoid"
     beta: float = 0.1
@@ -103,29 +100,11 @@ class PairLoss:
         """Keys that the call reads from the batch."""
         return ("response_mask", *(("ref_logprobs",) if self.kind in REFERRED else ()))
 
-    @property
-    def needs_entropy(self) -> bool:
-        """False: the loss has no entropy term."""
-        return False
-
-    def weights(self, batch: Batch) -> jax.Array:
-        """float32 [N, L], 1 / pairs at the first place of each chosen row, for a whole step."""
-        mask = jnp.asarray(batch["response_mask"], bool)
-        chex.assert_rank(mask, 2)
-        rows = batch.get("row_mask")
-        kept = jnp.ones(mask.shape[0], bool) if rows is None else jnp.asarray(rows, bool)
-        pairs = kept.reshape(-1, 2).all(axis=1)
-        return placed(pairs / jnp.maximum(pairs.sum(), 1), mask)
-
     def prepared(self, batch: Batch) -> dict[str, jax.Array]:
         """`chosen_tokens`, float32 scalar: tokens of a chosen response, a mean over the step."""
         mask = jnp.asarray(batch["response_mask"], bool)
         pairs = self.weights(batch)[::2, 0]
         return {"chosen_tokens": jnp.sum(pairs * mask[::2].sum(axis=1))}
-
-    def stat_weights(self, batch: Batch) -> jax.Array:
-        """The same: statistics are means over pairs."""
-        return self.weights(batch)
 
     def __call__(
         self, logprobs: jax.Array, entropy: jax.Array | None, batch: Batch
@@ -169,8 +148,8 @@ class PairLoss:
             "rejected_reward": self.beta * rejected,
             "chosen_logprob": total[::2],
         }
-        stats = {name: placed(value, mask) for name, value in stats.items()}
-        return placed(loss, mask), jax.lax.stop_gradient(stats)
+        stats = {name: at_first(value, mask) for name, value in stats.items()}
+        return at_first(loss, mask), jax.lax.stop_gradient(stats)
 
     def _loss(self, difference: jax.Array, mean: jax.Array, shown: jax.Array) -> jax.Array:
         """Of each pair.
@@ -194,9 +173,3 @@ class PairLoss:
         if self.kind == "robust":
             return (-(1 - smoothing) * right + smoothing * swapped) / (1 - 2 * smoothing)
         return -(1 - smoothing) * right - smoothing * swapped
-
-
-def placed(pairs: jax.Array, mask: jax.Array) -> jax.Array:
-    """float32 [N, L]: values of pairs, each at the first place of its chosen row, 0 elsewhere."""
-    made = jnp.zeros((mask.shape[0] // 2, 2, mask.shape[1]), jnp.float32)
-    return made.at[:, 0, 0].set(pairs).reshape(mask.shape)

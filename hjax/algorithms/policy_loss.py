@@ -156,54 +156,47 @@ class PolicyLoss(TokenLoss):
             )
 
     def _check_together(self) -> None:
-        """Refuse switches that have no effect beside others."""
-        if self.ratio == "none":
-            why = "with ratio='none' (REINFORCE has no ratio to clip)"
-            names = ("surrogate", "clip_low", "clip_high", "dual_clip", "ratio_cap", "covariance")
-            self._refuse(names, why)
-        elif self.surrogate in ("cispo", "dppo", "dppo_kl") and self.ratio != "token":
+        """Refuse switches that have no effect beside others, and values out of their range."""
+        surrogate, covariance = self.surrogate, self.covariance
+        clips, capless = ("clip_low", "clip_high"), ("cispo", "sapo")
+        gates, bounds = ("gate_positive", "gate_negative"), ("covariance_low", "covariance_high")
+        of_ratio = ("surrogate", *clips, "dual_clip", "ratio_cap", "covariance")
+        by_surrogate, by_covariance = f"surrogate={surrogate!r}", f"covariance={covariance!r}"
+        for idle, names, why in (
+            (self.ratio == "none", of_ratio, "ratio='none' (REINFORCE has no ratio to clip)"),
+            (surrogate == "sapo", clips, f"{by_surrogate} (its gate is no clip)"),
+            (surrogate != "sapo", gates, f"{by_surrogate} (sapo has a gate)"),
+            (surrogate in capless, ("ratio_cap",), f"{by_surrogate} (clip and dppo have a cap)"),
+            (covariance != "clip", bounds, f"{by_covariance} (clip has bounds)"),
+            (covariance != "kl", ("covariance_coef",), f"{by_covariance} (kl has a coefficient)"),
+            (covariance == "none", ("covariance_share",), by_covariance),
+            (surrogate != "clip", ("dual_clip",), f"{by_surrogate}: use 'clip'"),
+        ):
+            if idle:
+                self._refuse(names, f"with {why}")
+        if surrogate in ("cispo", "dppo", "dppo_kl") and self.ratio != "token":
             raise ConfigError(
-                f"surrogate={self.surrogate!r} weighs each token by its own ratio, not by "
-                f"ratio={self.ratio!r}: use ratio='token', or surrogate='clip'"
+                f"{by_surrogate} weighs each token by its own ratio, not by ratio={self.ratio!r}: "
+                "use ratio='token', or surrogate='clip'"
             )
-        if self.surrogate == "sapo":
-            why = "with surrogate='sapo' (its gate is no clip)"
-            self._refuse(("clip_low", "clip_high"), why)
-            for name in ("gate_positive", "gate_negative"):
-                if not getattr(self, name) > 0:
-                    raise ConfigError(f"{name}={getattr(self, name)} must be above 0")
-        else:
-            why = f"with surrogate={self.surrogate!r} (sapo has a gate)"
-            self._refuse(("gate_positive", "gate_negative"), why)
-        if self.surrogate in ("dppo", "dppo_kl") and None in (self.clip_low, self.clip_high):
+        for name in gates:
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must be above 0")
+        if surrogate in ("dppo", "dppo_kl") and None in (self.clip_low, self.clip_high):
             raise ConfigError(
-                f"surrogate={self.surrogate!r} needs clip_low and clip_high, how far a token's "
-                "probability may go"
+                f"{by_surrogate} needs clip_low and clip_high, how far a token's probability may go"
             )
         if self.ratio_cap is not None and not self.ratio_cap > 0:
             raise ConfigError(f"ratio_cap={self.ratio_cap} must be above 0, or None")
-        if self.surrogate in ("cispo", "sapo"):
-            why = f"with surrogate={self.surrogate!r} (clip and dppo have a cap)"
-            self._refuse(("ratio_cap",), why)
         if not 0 < self.covariance_share <= 1:
             raise ConfigError(
                 f"covariance_share={self.covariance_share} must be above 0 and at most 1"
             )
-        if self.covariance != "clip":
-            why = f"with covariance={self.covariance!r} (clip has bounds)"
-            self._refuse(("covariance_low", "covariance_high"), why)
-        elif not self.covariance_low < self.covariance_high:
+        if not self.covariance_low < self.covariance_high:
             raise ConfigError(
                 f"covariance_low={self.covariance_low} must be below "
                 f"covariance_high={self.covariance_high}"
             )
-        if self.covariance != "kl":
-            why = f"with covariance={self.covariance!r} (kl has a coefficient)"
-            self._refuse(("covariance_coef",), why)
-        if self.covariance == "none":
-            self._refuse(("covariance_share",), "with covariance='none'")
-        if self.surrogate != "clip":
-            self._refuse(("dual_clip",), f"with surrogate={self.surrogate!r}: use 'clip'")
 
     def _refuse(self, names: tuple[str, ...], why: str) -> None:
         defaults = {field.name: field.default for field in fields(self)}
@@ -345,9 +338,7 @@ class PolicyLoss(TokenLoss):
         if self.surrogate in ("dppo", "dppo_kl"):
             assert low is not None and high is not None
             cap, by_kl = self.ratio_cap or DPPO_CAP, self.surrogate == "dppo_kl"
-            return dppo(
-                level, advantages, logprobs, mask, low=low, high=high, cap=cap, by_kl=by_kl
-            )
+            return dppo(level, advantages, logprobs, mask, low=low, high=high, cap=cap, by_kl=by_kl)
         return clipped(
             level, advantages, mask, low=low, high=high, dual=self.dual_clip, cap=self.ratio_cap
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, ClassVar
 
 import jax
@@ -13,6 +12,7 @@ from ml_collections import ConfigDict
 from hjax.algorithms.advantages import gae, length_adaptive_lambda, token_rewards, whiten
 from hjax.algorithms.base import Algorithm, Batch, old_logprobs, reference_kl
 from hjax.algorithms.losses import ValueLoss
+from hjax.algorithms.masks import by_switches
 from hjax.algorithms.policy_loss import PolicyLoss
 from hjax.algorithms.surrogates import COVARIANCES
 from hjax.controller import join
@@ -92,9 +92,7 @@ class PPO(Algorithm):
         "whiten": Key(
             True, "shift and scale the advantages of a step to mean 0 and standard deviation 1"
         ),
-        "whiten_biased": Key(
-            False, "by the biased variance, over n (OpenRLHF) and not over n - 1"
-        ),
+        "whiten_biased": Key(False, "by the biased variance, over n (OpenRLHF) and not over n - 1"),
         "pretraining_coef": Key(
             0.0,
             "weight of the loss on demonstrations, a batch with each update (PPO-ptx); 0: none",
@@ -104,9 +102,8 @@ class PPO(Algorithm):
 
     @classmethod
     def check(cls, config: ConfigDict) -> None:
-        """Switches of the loss that have no effect beside each other."""
+        """Switches that have no effect beside each other."""
         super().check(config)
-        policy_loss(config, 1)
         if config.whiten_biased and not config.whiten:
             raise ConfigError(
                 "config.algorithm.whiten_biased has no effect without config.algorithm.whiten: "
@@ -186,32 +183,20 @@ class VAPO(PPO):
 
 def policy_loss(config: ConfigDict, max_response_length: int, **switches: Any) -> PolicyLoss:
     """The policy loss that an algorithm's config describes."""
-    options: dict[str, Any] = {
-        "clip_low": config.get("clip_low", 0.2),
-        "clip_high": config.get("clip_high", 0.2),
-        "dual_clip": config.get("dual_clip", 0.0) or None,
-        "aggregation": config.aggregation,
+    options = {name: config[name] for name in PolicyLoss.__dataclass_fields__ if name in config}
+    for name in ("dual_clip", "ratio_cap", "correction_low", "correction_cap"):
+        options[name] = options.get(name) or None  # 0: none
+    in_loss = config.kl_in == "loss"
+    options |= {
         "max_length": max_response_length if config.aggregation == "constant" else None,
-        "entropy_coef": config.entropy_coef,
         "entropy_adaptive": config.get("entropy_target", 0.0) > 0,
-        "ratio_cap": config.get("ratio_cap", 0.0) or None,
-        "kl_coef": config.kl_coef if config.kl_in == "loss" else 0.0,
-        "kl_adaptive": config.kl_in == "loss" and config.kl_target > 0,
-        "kl_estimator": config.kl_estimator,
-        "correction": config.get("correction", "none"),
-        "correction_low": config.get("correction_low", 0.0) or None,
-        "correction_cap": config.get("correction_cap", 0.0) or None,
+        "kl_coef": config.kl_coef if in_loss else 0.0,
+        "kl_adaptive": in_loss and config.kl_target > 0,
     }
-    own = ("ratio", "surrogate", "gate_positive", "gate_negative", "positive_nll")
-    for name in (*own, *(name for name in CLIP_KEYS if name.startswith("covariance"))):
-        if name in config:
-            options[name] = config[name]
     return PolicyLoss(**options | switches)
 
 
-@functools.partial(
-    jax.jit, static_argnames=("gamma", "lam", "lam_alpha", "value_lam", "whitened", "biased")
-)
+@by_switches
 def _advantages(
     rewards: jax.Array,
     values: jax.Array,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, ClassVar
 
 import jax
@@ -12,6 +11,7 @@ from ml_collections import ConfigDict
 
 from hjax.algorithms.advantages import discounted_returns, process_leave_one_out, whiten
 from hjax.algorithms.base import Algorithm, Batch, old_logprobs
+from hjax.algorithms.masks import by_switches, last_places
 from hjax.algorithms.ppo import CLIP_KEYS, PPO, policy_loss
 from hjax.algorithms.resampling import Resampling
 from hjax.algorithms.verdict_loss import ImplicitRewardLoss
@@ -39,9 +39,7 @@ class PRIME(Resampling, Algorithm):
         "accuracy_high": Key(0.8, "largest share of right responses, likewise", between(0, 1)),
         "process_coef": Key(1.0, "weight of the process rewards' returns", at_least(0)),
         "outcome_coef": Key(1.0, "weight of the outcome rewards' returns", at_least(0)),
-        "process_end": Key(
-            True, "a response's last token has a process reward (verl: none)"
-        ),
+        "process_end": Key(True, "a response's last token has a process reward (verl: none)"),
         "process_norm": Key(
             "none",
             "largest: divide process rewards by the step's largest sum to go (verl's batch_norm)",
@@ -65,15 +63,14 @@ class PRIME(Resampling, Algorithm):
         return 2
 
     @classmethod
-    def needed_roles(cls, config: ConfigDict) -> tuple[str, ...]:
-        """With a reference whatever the KL: process rewards are measured from it."""
-        return tuple(dict.fromkeys((*cls.roles, *cls.workers)))
+    def needs_reference(cls, config: ConfigDict) -> bool:
+        """Whatever the KL: process rewards are measured from it."""
+        return True
 
     @classmethod
     def check(cls, config: ConfigDict) -> None:
         """Something must be learned from."""
         super().check(config)
-        policy_loss(config, 1)
         if config.accuracy_low > config.accuracy_high:
             raise ConfigError(
                 f"config.algorithm.accuracy_low={config.accuracy_low} is above accuracy_high="
@@ -166,11 +163,6 @@ class PRIME(Resampling, Algorithm):
         return super().batch_metrics(batch) | own
 
 
-def last_places(mask: Any) -> Any:
-    """The last True of each row, NumPy's or JAX's: bool [N, L] of bool [N, L]."""
-    return mask & (mask[:, ::-1].cumsum(axis=1)[:, ::-1] == 1)
-
-
 def largest_to_go(process: np.ndarray, rows: np.ndarray) -> np.float32:
     """The largest magnitude of a sum to go, float [N, L], of the rows that count, bool [N].
 
@@ -181,7 +173,7 @@ def largest_to_go(process: np.ndarray, rows: np.ndarray) -> np.float32:
     return np.float32(largest or 1.0)
 
 
-@functools.partial(jax.jit, static_argnames=("samples", "gamma", "weights"))
+@by_switches
 def _advantages(
     outcomes: jax.Array,
     process: jax.Array,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, ClassVar
 
 import jax
@@ -12,6 +11,7 @@ from ml_collections import ConfigDict
 
 from hjax.algorithms.advantages import remax_advantages, whiten
 from hjax.algorithms.base import Algorithm, Batch, old_logprobs, reference_kl
+from hjax.algorithms.masks import by_switches
 from hjax.algorithms.ppo import PPO, policy_loss
 from hjax.controller import join
 from hjax.rules import Key
@@ -83,7 +83,7 @@ class ReMax(Algorithm):
         }
 
 
-@functools.partial(jax.jit, static_argnames=("gamma", "kl_cumulated", "whitened"))
+@by_switches
 def _advantages(
     rewards: jax.Array,
     baseline: jax.Array,

@@ -18,11 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from hjax.algorithms.aggregation import Stats
+from hjax.algorithms.aggregation import Loss, SequenceLoss, Stats, at_first
 from hjax.algorithms.base import Algorithm, Batch
 from hjax.algorithms.calibration import Predictions
 from hjax.algorithms.masks import keep
-from hjax.algorithms.pair_loss import PairLoss, placed
 from hjax.controller import join
 from hjax.errors import ConfigError
 from hjax.roles import SCORER
@@ -57,7 +56,7 @@ def at_end(scores: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoreLoss:
+class ScoreLoss(SequenceLoss):
     r"""Bradley-Terry on pairs, with a margin, centring and a term of labels.
 
     With :math:`z = \pm s`, the score of a whole response (of a cost its negative), a pair's loss is
@@ -76,10 +75,8 @@ class ScoreLoss:
         margin, centring, label_coef: 0 or more.
     """
 
-    # Rows that no micro-batch cuts apart.
     unit: ClassVar[int] = 2
     needs: ClassVar[tuple[str, ...]] = ("response_mask", "labels", "margins")
-    needs_entropy: ClassVar[bool] = False
 
     sign: int = 1
     margin: float = 0.0
@@ -92,9 +89,6 @@ class ScoreLoss:
         for name in ("margin", "centring", "label_coef"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must be 0 or more")
-
-    weights = PairLoss.weights
-    stat_weights = PairLoss.stat_weights
 
     def __call__(self, scores: jax.Array, batch: Mapping[str, Any]) -> tuple[jax.Array, Stats]:
         """Losses and statistics of pairs, each at the first place of its chosen row.
@@ -133,12 +127,12 @@ class ScoreLoss:
             right = jnp.sum(keep((signed > 0).astype(jnp.float32), known), axis=1)
             count = jnp.sum(known, axis=1).reshape(-1, 2).sum(axis=1)
             stats["label_accuracy"] = right.reshape(-1, 2).sum(axis=1) / jnp.maximum(count, 1)
-        stats = {name: placed(value, mask) for name, value in stats.items()}
-        return placed(loss, mask), jax.lax.stop_gradient(stats)
+        stats = {name: at_first(value, mask) for name, value in stats.items()}
+        return at_first(loss, mask), jax.lax.stop_gradient(stats)
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepLoss:
+class StepLoss(Loss):
     r"""Binary cross-entropy of process rewards, a mean over all labelled steps.
 
     .. math:: -\frac{1}{|S|}\sum_{t \in S} \log\sigma(y_t s_t)
@@ -148,16 +142,11 @@ class StepLoss:
     """
 
     needs: ClassVar[tuple[str, ...]] = ("response_mask", "labels")
-    needs_entropy: ClassVar[bool] = False
 
     def weights(self, batch: Mapping[str, Any]) -> jax.Array:
         """float32 [N, L + 1], 1 / labelled steps at each of them, for a whole step of updates."""
         known = jnp.asarray(batch["response_mask"], bool) & ~jnp.isnan(batch["labels"])
         return known / jnp.maximum(jnp.sum(known), 1).astype(jnp.float32)
-
-    def stat_weights(self, batch: Mapping[str, Any]) -> jax.Array:
-        """The same: statistics are means over steps."""
-        return self.weights(batch)
 
     def __call__(self, scores: jax.Array, batch: Mapping[str, Any]) -> tuple[jax.Array, Stats]:
         """Losses and statistics of steps, where they end.
@@ -191,11 +180,6 @@ class Scored(Algorithm):
     generates = False
     # Sequences per update are ``warm_start.batch``.
     shared_keys = ("max_skipped",)
-
-    @classmethod
-    def check(cls, config: ConfigDict) -> None:
-        """Switches that mean nothing."""
-        cls.losses(config, 1)
 
     def collect(self, prompts: Batch) -> Any:
         """The next examples; the prompts are not used."""

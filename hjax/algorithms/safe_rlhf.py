@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +15,7 @@ from ml_collections import ConfigDict
 from hjax.algorithms.advantages import gae, lagrangian_advantages, token_rewards, whiten
 from hjax.algorithms.base import Batch, old_logprobs, reference_kl
 from hjax.algorithms.losses import ValueLoss
+from hjax.algorithms.masks import by_switches
 from hjax.algorithms.ppo import PPO
 from hjax.controller import join
 from hjax.rules import Key, above, at_least, finite
@@ -143,7 +143,7 @@ class SafeRLHF(PPO):
         self.recent_costs.extend(state["recent_costs"])
 
 
-@functools.partial(jax.jit, static_argnames=("gamma", "lam", "clip", "whitened", "biased"))
+@by_switches
 def _advantages(
     rewards: jax.Array,
     costs: jax.Array,

@@ -27,11 +27,6 @@ class SFT(Algorithm):
         limit = max_response_length if config.aggregation == "constant" else None
         return {"actor": SupervisedLoss(aggregation=config.aggregation, max_length=limit)}
 
-    def collect(self, prompts: Batch) -> Any:
-        """The next demonstrations; the prompts are not used."""
-        assert self.demonstrations is not None
-        return self.demonstrations()
-
     def learn(self, batch: Any) -> Batch:
         """One update."""
         self.log(self.actor.update_actor(batch))

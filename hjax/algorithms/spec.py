@@ -76,9 +76,7 @@ class AlgorithmSpec:
             at_least(0),
         ),
         "entropy_step": Key(0.0001, "by which entropy_coef follows entropy_target", above(0)),
-        "entropy_max": Key(
-            0.005, "largest entropy_coef that entropy_target may set", above(0)
-        ),
+        "entropy_max": Key(0.005, "largest entropy_coef that entropy_target may set", above(0)),
         "aggregation": Key(
             "token",
             'how token losses are added up: "token", "sequence", "constant" or "sum" '
@@ -190,12 +188,23 @@ class AlgorithmSpec:
                     f"config.algorithm.entropy_coef={config.entropy_coef} is where entropy_target "
                     f"begins: set it to 0 up to entropy_max={config.entropy_max}"
                 )
+        cls.losses(config, 1)  # which refuses switches that have no effect beside each other
+
+    @classmethod
+    def all_roles(cls) -> tuple[str, ...]:
+        """The roles of any configuration, by name."""
+        return tuple(dict.fromkeys((*cls.roles, *cls.workers)))
+
+    @classmethod
+    def needs_reference(cls, config: ConfigDict) -> bool:
+        """Whether a configuration uses the reference: not with a KL of coefficient 0."""
+        return bool(config.get("kl_coef", 1.0))
 
     @classmethod
     def needed_roles(cls, config: ConfigDict) -> tuple[str, ...]:
-        """The roles that a configuration uses: with a KL of coefficient 0 there is no reference."""
-        roles = tuple(dict.fromkeys((*cls.roles, *cls.workers)))
-        return roles if config.get("kl_coef", 1.0) else tuple(r for r in roles if r != "reference")
+        """The roles that a configuration uses."""
+        kept = cls.needs_reference(config)
+        return tuple(role for role in cls.all_roles() if kept or role != "reference")
 
     @classmethod
     def role_table(cls, config: ConfigDict) -> dict[str, Role]:

@@ -1,7 +1,6 @@
 r"""Losses of responses that are each right or wrong: KTO's, and PRIME's for its reward model.
 
-A response's loss is no sum over tokens. It stands at the first place of its row, so that what adds
-up weighted tokens (`hjax.algorithms.aggregation`) adds up weighted responses.
+A response's loss stands at the first place of its row (`SequenceLoss`).
 """
 
 from dataclasses import dataclass
@@ -11,20 +10,18 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from hjax.algorithms.aggregation import Batch, Stats
+from hjax.algorithms.aggregation import Batch, SequenceLoss, Stats, at_first, counted_rows
 from hjax.algorithms.masks import keep
 from hjax.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowLoss:
+class RowLoss(SequenceLoss):
     """What both share: a loss for each row, averaged over the rows that count.
 
     Attributes:
         beta: what the log-ratio to the reference, summed over a response, is multiplied by.
     """
-
-    tempered: ClassVar[bool] = True
 
     beta: float
 
@@ -32,23 +29,9 @@ class RowLoss:
         if not self.beta > 0:
             raise ConfigError(f"beta={self.beta} must be above 0")
 
-    @property
-    def needs_entropy(self) -> bool:
-        """False: the loss has no entropy term."""
-        return False
-
-    def weights(self, batch: Batch) -> jax.Array:
-        """float32 [N, L], 1 / rows at the first place of each row, for a whole step."""
-        mask, kept = batch["response_mask"], _counted(batch)
-        return at_first(kept / jnp.maximum(kept.sum(), 1), mask)
-
-    def stat_weights(self, batch: Batch) -> jax.Array:
-        """The same: statistics are means over rows."""
-        return self.weights(batch)
-
     def prepared(self, batch: Batch) -> dict[str, jax.Array]:
         """`positive_share`, float32 scalar: of the whole step's rows those that are right."""
-        kept, right = _counted(batch), _right(batch)
+        kept, right = counted_rows(batch), _right(batch)
         return {"positive_share": jnp.sum(kept & right) / jnp.maximum(jnp.sum(kept), 1)}
 
     def _by_side(self, value: jax.Array, batch: Batch) -> Stats:
@@ -169,11 +152,6 @@ class ImplicitRewardLoss(RowLoss):
         return at_first(loss, mask), jax.lax.stop_gradient(placed)
 
 
-def at_first(rows: jax.Array, mask: jax.Array) -> jax.Array:
-    """float32 [N, L]: values [N], each at the first place of its row, 0 elsewhere."""
-    return jnp.zeros(mask.shape, jnp.float32).at[:, 0].set(rows)
-
-
 def _log_ratio(logprobs: jax.Array, batch: Batch) -> jax.Array:
     mask = batch["response_mask"]
     return jnp.sum(keep(logprobs, mask) - keep(batch["ref_logprobs"], mask), axis=1)
@@ -182,9 +160,3 @@ def _log_ratio(logprobs: jax.Array, batch: Batch) -> jax.Array:
 def _right(batch: Batch) -> jax.Array:
     """bool [N]: responses whose tokens are marked as those of right answers."""
     return jnp.any(jnp.asarray(batch["positive"]) * jnp.asarray(batch["response_mask"]) > 0, axis=1)
-
-
-def _counted(batch: Batch) -> jax.Array:
-    rows = batch.get("row_mask")
-    shape = batch["response_mask"].shape[:1]
-    return jnp.ones(shape, bool) if rows is None else jnp.asarray(rows, bool)

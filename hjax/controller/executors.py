@@ -185,9 +185,7 @@ class DebuggingExecutor(ThreadExecutor):
       name, devices, timeline: as of ``ThreadExecutor``.
     """
 
-    def __init__(
-        self, role: str, name: str, devices: Sequence[jax.Device], timeline: Timeline
-    ):
+    def __init__(self, role: str, name: str, devices: Sequence[jax.Device], timeline: Timeline):
         self._role = role
         super().__init__(name, devices, timeline)
 

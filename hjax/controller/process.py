@@ -394,9 +394,7 @@ class HostProcess:
         with self._lock:
             return self._results.setdefault(number, concurrent.futures.Future())
 
-    def coming(
-        self, number: int, reads: frozenset[str] | None
-    ) -> list[concurrent.futures.Future]:
+    def coming(self, number: int, reads: frozenset[str] | None) -> list[concurrent.futures.Future]:
         """Of a result that is there: what ``export`` would wait for."""
         found: list[concurrent.futures.Future] = []
 

@@ -244,9 +244,7 @@ def get(references: Any) -> Any:
     return ray.get(references)
 
 
-def wait(
-    references: Sequence[Any], seconds: float, count: int = 1
-) -> tuple[list[Any], list[Any]]:
+def wait(references: Sequence[Any], seconds: float, count: int = 1) -> tuple[list[Any], list[Any]]:
     """Those that are there and those that are not, once ``count`` are there or time is up."""
     return ray.wait(list(references), num_returns=count, timeout=seconds)
 

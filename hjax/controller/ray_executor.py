@@ -24,7 +24,7 @@ from hjax.controller import ray_calls
 from hjax.controller.futures import DEADLINE_SECONDS, Future
 from hjax.controller.messages import Build, Call, Message, ResultOf, from_bytes
 from hjax.controller.process import LARGE, Elsewhere, Posted, read_all, write
-from hjax.controller.ray_pool import STOP_SECONDS, Handle, Home, ProcessPool, again
+from hjax.controller.ray_pool import STOP_SECONDS, Handle, ProcessPool, again
 from hjax.controller.timeline import Timeline
 from hjax.errors import ProcessLost, RunError
 from hjax.pieces import Pieces
@@ -49,15 +49,16 @@ class RayFuture(Future):
         left = max(until - time.monotonic(), 1.0)
         return self.executor.fetch(self, left)
 
+
 class RayExecutor(ProcessPool):
     """Carries out a pool's messages in its processes.
 
     Args:
-      cluster: that the pool is of.
+      cluster: the RayCluster that the pool is of.
       name, devices, timeline: as of ``ThreadExecutor``.
     """
 
-    def __init__(self, cluster: Home, name: str, devices: Sequence[Any], timeline: Timeline):
+    def __init__(self, cluster: Any, name: str, devices: Sequence[Any], timeline: Timeline):
         super().__init__(cluster, name, len(devices))
         self._timeline = timeline
         self.later = cluster.later
@@ -222,6 +223,7 @@ class RayExecutor(ProcessPool):
     def forget(self, number: int) -> None:
         """Nobody will ask for a result; its processes are told with the next message."""
         self._dropped.append(number)
+
     # The cluster's questions
 
     def waits_in_vain(self, seconds: float) -> bool:

@@ -7,13 +7,13 @@ import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hjax.controller import ray_calls
 from hjax.controller.hosts import RESOURCE, Room, rooms
-from hjax.controller.process import Facts, Written
+from hjax.controller.process import Facts
 from hjax.controller.ray_process import RayProcess
 from hjax.errors import LOG_FOLLOWS, ConfigError, ProcessLost, RunError
 
@@ -53,59 +53,11 @@ class Handle:
     beating: tuple[Any, float] | None = None
 
 
-class Home(Protocol):
-    """What a pool asks of its cluster, see ``hjax.controller.ray_cluster.RayCluster``."""
-
-    platform: str
-    together: str
-    heartbeat_seconds: float
-    call_seconds: float
-    environment: Mapping[str, str]
-    memories: list[Any]
-    down: ProcessLost | None
-    sent_bytes: int
-    fetched_bytes: int
-    later: Callable[[Callable[[], None]], None]
-
-    def divide(self, name: str, devices: int) -> tuple[int, int]:
-        """Devices of each process of a pool, and how many processes that makes."""
-
-    def setup(self, pool: ProcessPool, rank: int) -> Written:
-        """What a process is told before it starts."""
-
-    def labels_of(self, pool: str) -> Mapping[str, str]:
-        """That the hosts of a pool have; empty: any hosts."""
-
-    def log_of(self, pool: str, rank: int) -> Path | None:
-        """Where a process's output goes."""
-
-    def compare(self, name: str, theirs: Mapping[str, str]) -> None:
-        """Raise ConfigError where a process has other versions than the controller."""
-
-    def ask(self, function: Callable[[], Any], done: str) -> Any:
-        """Call a function of Ray's that waits for its servers."""
-
-    def check(self) -> None:
-        """Look after every process now."""
-
-    def revive(self) -> None:
-        """Start Ray again if it is gone, and was started here."""
-
-    def end(self, handle: Handle) -> None:
-        """End a process that may not hear any more."""
-
-    def tell(self, error: ProcessLost) -> None:
-        """Say what was lost, once."""
-
-    def closed(self, pool: Any) -> None:
-        """A pool is no longer of this cluster."""
-
-
 class ProcessPool:
     """A pool's processes, started together and replaced together.
 
     Args:
-      cluster: that the pool is of.
+      cluster: the RayCluster that the pool is of.
       name: of the pool.
       devices: of the pool, by number.
 
@@ -116,7 +68,7 @@ class ProcessPool:
       starts: how often its processes were started; results of those before are gone.
     """
 
-    def __init__(self, cluster: Home, name: str, devices: int):
+    def __init__(self, cluster: Any, name: str, devices: int):
         self.name = name
         self._cluster = cluster
         each, count = cluster.divide(name, devices)

@@ -23,8 +23,8 @@ from hjax.dryrun.programs import (
 )
 from hjax.dryrun.shape_inputs import read_shape, shape_inputs
 from hjax.dryrun.topologies import Topology, find_topology
-from hjax.run.placement import Plan
-from hjax.run.roles import Roles, describe_roles, placed
+from hjax.run.placement import Plan, placed
+from hjax.run.roles import Roles, describe_roles
 from hjax.show.format import duration, size
 from hjax.show.memory_table import largest, verdict
 

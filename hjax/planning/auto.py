@@ -34,18 +34,11 @@ from hjax.planning.search import SHOWN, Problem, SearchResult
 from hjax.planning.space import SearchSpace
 from hjax.planning.strategies import search_strategy
 from hjax.roles import ROLES, STAGES, Role
-from hjax.run import slot_room
-from hjax.run.builder import role_path
 from hjax.run.inputs import load_inputs
 from hjax.run.machines import local_devices, look_at_hosts
-from hjax.run.placement import Plan, make_plan
-from hjax.run.rematerialise import AUTO
-from hjax.run.roles import (
-    is_float32,
-    planned_models,
-    roles_with_devices,
-    served_roles,
-)
+from hjax.run.placement import Plan, make_plan, role_path, roles_with_devices, served_roles
+from hjax.run.roles import is_float32, planned_models
+from hjax.run.room import AUTO, AUTO_SLOTS
 from hjax.run.workdir import Workdir
 from hjax.settings.checking import check_config, on_cluster
 from hjax.show.format import duration
@@ -396,7 +389,7 @@ def _optimizer_bytes(
 
 def _waves(slots: int, rows: int) -> tuple[int, ...]:
     """In how many parts, one after another, a replica's sequences may be decoded."""
-    if slots == slot_room.AUTO:
+    if slots == AUTO_SLOTS:
         return SearchSpace().waves
     return (math.ceil(rows / slots) if 0 < slots < rows else 1,)
 

@@ -298,21 +298,20 @@ class Ahead:
 
 @dataclasses.dataclass(frozen=True)
 class _Turn:
-    """A batch's part of the schedule, as ``Policy.choosing`` takes it."""
+    """Says with which weights a batch is generated, as ``Policy.choosing`` takes it."""
 
     ahead: Ahead
     ticket: Ticket
 
     def wanted(self, part: int) -> int | None:
-        """See ``Ahead``."""
+        """The version for a part of the batch, once there is one; None: the newest."""
         return self.ahead.wanted(self.ticket, part)
 
     def used(self, version: int) -> None:
-        """The first is that of the batch's oldest tokens: versions rise."""
+        """Told which it was; the first is that of the batch's oldest tokens: versions rise."""
         if self.ticket.oldest < 0:
             self.ticket.oldest = version
 
 
 class _Closed(Exception):
     """The run is over."""
-

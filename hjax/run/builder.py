@@ -26,9 +26,18 @@ from hjax.models.weights import is_workdir
 from hjax.rewards.function import RewardFunction
 from hjax.roles import Role, worker_class
 from hjax.rollout.options import OPTIONS, Sampling
+from hjax.run.fitting import attention_of, unrolls
 from hjax.run.inputs import Inputs
+from hjax.run.placement import Plan, role_path
+from hjax.sharding.layout import RoleLayouts
 from hjax.workers import OptimizerConfig, WorkerContext
 from hjax.workers.optimizer import load_optimizer
+
+# What a worker takes from the sections ``rollout`` and its own as it is.
+_OF_ROLLOUT = (
+    "max_response_length", "slots", "lookup", "cache_dtype", "surplus", "transition_bucket_bytes"
+)  # fmt: skip
+_OF_SECTION = ("learning_rate", "schedule", "weight_decay", "beta1", "beta2", "max_grad_norm")
 
 
 class Builder:
@@ -41,21 +50,21 @@ class Builder:
         inputs: Inputs,
         table: Mapping[str, Role],
         sizes: Mapping[str, Any],
+        layouts: Mapping[str, RoleLayouts],
+        platform: str,
         auto_dtype: Any,
         read: Callable[[str], tuple[ModelConfig, Tokenizer | None]],
         bases: Mapping[str, Base],
     ):
         self.config, self.algorithm, self.inputs = config, algorithm, inputs
         self.table, self.sizes, self.read = table, sizes, read
+        self.layouts, self.platform = layouts, platform
         self.losses = algorithm.losses(config.algorithm, config.rollout.max_response_length)
         dtype = {"auto": auto_dtype, "float32": jnp.float32, "bfloat16": jnp.bfloat16}
         self.compute = Compute(
             dtype=dtype[config.model.dtype],
-            # What auto means for a role is known with its model and, of remat, once all of its set
-            # are.
-            unroll_layers=config.model.unroll_layers == "true",
+            # What auto means is known once all models of a role's set are.
             remat=NONE if config.model.remat == AUTO else config.model.remat,
-            attention=config.model.attention,
         )
         stop, self.stop_strings = stops_of(config, inputs)
         self.sampling = sampling_of(config, stop, inputs.model.vocab_size)
@@ -75,8 +84,9 @@ class Builder:
         """One of a role, whoever calls it."""
         if role not in self._functions:
             section, function = self.config.reward, getattr(self.inputs, role)
-            how = section.timeout_seconds, section.runs_in
-            self._functions[role] = RewardFunction(function, *how)
+            self._functions[role] = RewardFunction(
+                function, timeout_seconds=section.timeout_seconds, runs_in=section.runs_in
+            )
         return self._functions[role]
 
     def _judges(self) -> dict[str, RewardFunction]:
@@ -109,22 +119,17 @@ class Builder:
             model=model,
             path=path,
             base=self._base(path) if model is not None else None,
-            compute=self.compute,
+            compute=self._computing(role, model),
             samples=config.rollout.samples if self.algorithm.generates else 1,
             unit=self.algorithm.unit,
             sampling=self.sampling,
             stop_strings=self.stop_strings,
-            max_response_length=config.rollout.max_response_length,
             loss=self.losses.get(role),
             optimizer=self._optimizer(entry.config_section) if entry.trained else None,
             supervised_loss=SupervisedLoss() if speaks else None,
             warm_start=self._warm_start() if speaks else None,
             router_loss=router_loss(config, entry, model) if entry.trained else 0.0,
             micro_batch=(section if entry.trained else config.actor).micro_batch,
-            slots=config.rollout.slots,
-            lookup=config.rollout.lookup,
-            cache_dtype=config.rollout.cache_dtype,
-            surplus=config.rollout.surplus,
             in_parts=config.rollout.partial_tokens > 0,
             judges=self._judges() if entry.generates or entry.apart else {},
             packing=packing,
@@ -132,9 +137,20 @@ class Builder:
             steps=config.reward.steps if role == "reward" else "",
             offload=section.get("offload", "none") if section is not None else "none",
             retokenize=retokenizes,
-            transition_bucket_bytes=config.rollout.transition_bucket_bytes,
+            **{name: config.rollout[name] for name in _OF_ROLLOUT},
             options=config,
         )
+
+    def _computing(self, role: str, model: ModelConfig | None) -> Compute:
+        """How the role's model is computed."""
+        if model is None:
+            return self.compute
+        config, platform = self.config, self.platform
+        attention = attention_of(
+            config, role, model, self.layouts.get(role), platform=platform, dtype=self.compute.dtype
+        )
+        unroll = unrolls(config, model, platform)
+        return dataclasses.replace(self.compute, attention=attention, unroll_layers=unroll)
 
     def _base(self, path: str) -> Base | None:
         """The checkpoint of another run that a path means, the same one to every role."""
@@ -217,15 +233,10 @@ class Builder:
         minibatch = config.algorithm.get("minibatch", 0) or rows
         per_step = config.algorithm.get("epochs", 1) * max(rows // minibatch, 1)
         return OptimizerConfig(
-            learning_rate=section.learning_rate,
-            schedule=section.schedule,
+            **{name: section[name] for name in _OF_SECTION},
             frozen_updates=section.frozen_steps,
             warmup_updates=section.warmup_steps,
             total_updates=config.steps * (per_step if self.algorithm.generates else 1),
-            weight_decay=section.weight_decay,
-            beta1=section.beta1,
-            beta2=section.beta2,
-            max_grad_norm=section.max_grad_norm,
             optimizer=load_optimizer(section.optimizer, f"{name}.optimizer"),
         )
 
@@ -236,10 +247,25 @@ class Builder:
         )
 
 
-def role_path(config: ConfigDict, role: Role) -> str:
-    """Where a role's model is loaded from; empty if it is another's or made from scratch."""
-    section = config.get(role.config_section)
-    return section.get("path", "") if section is not None else ""
+def as_planned(build: Build, plan: Plan) -> Build:
+    """The same worker, with what the plan fixes of its role."""
+    settings = dict(plan.settings.get(build.role, {}))
+    if not settings:
+        return build
+    if (policy := settings.pop("remat", None)) is not None:
+        build = computing(build, remat=policy)
+    return changed(build, **settings)
+
+
+def computing(build: Build, **changes: Any) -> Build:
+    """The same worker with changes to how it computes."""
+    return changed(build, compute=dataclasses.replace(build.arguments[0].compute, **changes))
+
+
+def changed(build: Build, **changes: Any) -> Build:
+    """The same worker with changes to its context."""
+    context, *more = build.arguments
+    return dataclasses.replace(build, arguments=(dataclasses.replace(context, **changes), *more))
 
 
 def stops_of(config: ConfigDict, inputs: Inputs) -> tuple[tuple[int, ...], tuple[str, ...]]:

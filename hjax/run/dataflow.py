@@ -108,8 +108,7 @@ def step_calls(
 
 def absent_roles(algorithm: type[Algorithm], present: Collection[str]) -> dict[str, Absent]:
     """Stand-ins for the algorithm's roles that are not ``present``, by role."""
-    names = dict.fromkeys((*algorithm.roles, *algorithm.workers))
-    table = role_table(list(names), algorithm.workers, algorithm.__name__)
+    table = role_table(algorithm.all_roles(), algorithm.workers, algorithm.__name__)
     return {
         name: Absent(name, calls_of(role.worker))
         for name, role in table.items()

@@ -1,4 +1,5 @@
-"""Evaluation: greedy answers to the held-out prompts, scored."""
+"""Evaluation: greedy answers to the held-out prompts, scored; and what is said of held-out examples
+whose outcome is known (pairs, labels, steps)."""
 
 from __future__ import annotations
 
@@ -9,10 +10,13 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
+from hjax.algorithms import Algorithm
+from hjax.algorithms.calibration import calibration_bins, prediction_metrics
 from hjax.controller import join
+from hjax.run.examples import Demonstrations
 from hjax.run.inputs import Inputs, prompt_batch
 from hjax.run.roles import Roles
-from hjax.run.rows import take_rows
+from hjax.workers.reward import cut
 
 
 def evaluate(
@@ -59,14 +63,14 @@ def _answer(indices: range, rows: int, inputs: Inputs, roles: Roles) -> dict[str
     filled = [*indices, *[indices[-1]] * (rows - len(indices))]
     prompts = prompt_batch(inputs.held_out.rows(filled), inputs.prompt_length, 0)
     batch = join(roles.groups["actor"].generate_sequences(prompts, greedy=True))
-    reward = roles.groups.get("reward")
+    reward, asked = roles.groups.get("reward"), slice(len(indices))
     if reward is None:
-        return take_rows(batch, len(indices))
+        return cut(batch, asked)
     if "reward" in roles.layouts:  # its devices share the rows evenly, those that fill up too
         batch |= join(reward.compute_reward(batch))
         batch.pop("reward_outcomes", None)  # they count rows that are cut off now
-        return take_rows(batch, len(indices))
-    batch = take_rows(batch, len(indices))
+        return cut(batch, asked)
+    batch = cut(batch, asked)
     return batch | join(reward.compute_reward(batch))
 
 
@@ -75,3 +79,41 @@ def _correct(batch: Mapping[str, Any], inputs: Inputs) -> list[bool]:
         return []
     found = inputs.task.correct(batch["prompt_text"], batch["response_text"], **batch["columns"])
     return [] if found is None else list(found)
+
+
+def evaluate_predictions(
+    config: ConfigDict, algorithm: Algorithm, examples: Demonstrations, step: int
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Ask an algorithm's models about as many held-out examples as ``eval.prompts`` wants.
+
+    Args:
+      config: of the run; as many sequences go through at a time as in an update.
+      algorithm: whose ``predictions`` are judged.
+      examples: held-out ones.
+      step: of the run, for the rows.
+
+    Returns:
+      ``eval/accuracy``, ``eval/loss`` and ``eval/calibration_error`` (with the start of their names
+      that the algorithm gives); and a row of calibration.jsonl for each start.
+    """
+    count = min(config.eval.prompts or len(examples), len(examples))
+    size = config.warm_start.batch // algorithm.unit
+    found: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
+    for start in range(0, count, size):
+        some = range(start, min(start + size, count))
+        filled = [*some, *[some[-1]] * (size - len(some))]
+        for name, both in algorithm.predictions(examples.batch_of(filled)).items():
+            logits, outcomes = (np.asarray(x, np.float64)[: len(some)].ravel() for x in both)
+            known = ~np.isnan(outcomes)
+            found.setdefault(name, []).append((logits[known], outcomes[known]))
+    metrics: dict[str, float] = {}
+    rows = []
+    for name, parts in found.items():
+        logits, outcomes = (np.concatenate(part) for part in zip(*parts, strict=True))
+        if not len(logits):
+            continue
+        figures = prediction_metrics(logits, outcomes)
+        metrics |= {f"eval/{name}{key}": value for key, value in figures.items()}
+        of = name.rstrip("_")
+        rows.append({"step": step, "of": of, "bins": calibration_bins(logits, outcomes)})
+    return metrics, rows

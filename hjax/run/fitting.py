@@ -17,41 +17,43 @@ from hjax.kernels.sets import AUTO, CUDNN, TRIED, choose
 from hjax.models.config import ModelConfig
 from hjax.models.weights import has_scores
 from hjax.roles import ROLLOUT, Role, worker_class
-from hjax.run.builder import role_path
 from hjax.run.inputs import Inputs
-from hjax.run.placement import Plan
+from hjax.run.placement import Plan, role_path
 from hjax.settings.keys import SHALLOW
 from hjax.sharding.layout import RoleLayouts, make_layouts
 from hjax.sharding.offload import check_offload
 from hjax.workers import GeneratingWorker
 
 
-def check_surplus(config: ConfigDict) -> None:
-    """Raise ConfigError where samples cannot be given up."""
+def check_together(
+    config: ConfigDict,
+    algorithm: type[Algorithm],
+    inputs: Inputs,
+    table: Mapping[str, Role],
+    layouts: Mapping[str, RoleLayouts],
+    plan: Plan,
+) -> None:
+    """Raise ConfigError where samples cannot be given up, steps are to be scored and no model does,
+    an algorithm wants several rewards and gets one, or batches or packs do not fit the layouts.
+
+    Of a user's function it is known how many rewards it gives once it has been called.
+    """
     if (parts := config.rollout.partial_tokens) and config.rollout.surplus:
         raise ConfigError(
             f"config.rollout.surplus={config.rollout.surplus}: of responses in parts "
             f"(rollout.partial_tokens={parts}) all are drawn to their end; use rollout.surplus=0, "
             "or rollout.partial_tokens=0"
         )
-
-
-def check_steps(config: ConfigDict) -> None:
-    """Raise ConfigError where steps are to be scored and there is no model that does."""
     if config.reward.steps and not config.reward.path:
         raise ConfigError(
             f"config.reward.steps={config.reward.steps!r}: what scores each step is a process "
             "reward model; name it by config.reward.path (a function returns a list instead)"
         )
-
-
-def check_rewards(config: ConfigDict, algorithm: type[Algorithm]) -> None:
-    """Raise ConfigError where an algorithm wants several rewards, and a model or a task gives one.
-
-    Of a user's function it is known once it has been called.
-    """
     if algorithm.generates and (config.reward.path or not config.reward.function):
         algorithm.check_rewards(config.algorithm, ())
+    check_batches(config, algorithm, table, layouts, plan)
+    after = int(table["actor"].scalar)
+    check_packing(config, inputs, layouts, after=after, unit=algorithm.unit)
 
 
 def check_judges(config: ConfigDict, table: Mapping[str, Role]) -> None:
@@ -217,39 +219,9 @@ def check_packing(
                 )
 
 
-def check_attention(
-    config: ConfigDict,
-    models: Mapping[str, ModelConfig],
-    layouts: Mapping[str, RoleLayouts],
-    platform: str,
-    dtype: Any,
-) -> None:
-    """Raise ConfigError where attention is asked for that devices, models or layouts do not take.
-
-    Args:
-      config: of the run.
-      models, layouts: by role.
-      platform: of the devices.
-      dtype: of compute.
-    """
-    if config.model.attention == AUTO:
-        return
-    choose(platform, config.model.attention)
-    if config.model.attention != CUDNN:
-        return
-    asked = f"config.model.attention={CUDNN}"
-    if number_of(config.data.packing) > WHOLE:
-        raise ConfigError(
-            f"{asked} has no mask of several sequences in a row, and data.packing is "
-            f"{config.data.packing}; use packing=0, or {AUTO}"
-        )
-    for role, model in models.items():
-        if reason := _not_for_cudnn(model, layouts.get(role), dtype):
-            raise ConfigError(f"{asked} is not for {role}'s model: {reason}")
-
-
 def attention_of(
     config: ConfigDict,
+    role: str,
     model: ModelConfig,
     layouts: RoleLayouts | None,
     platform: str,
@@ -259,15 +231,28 @@ def attention_of(
 
     Args:
       config: of the run.
-      model, layouts: of the role.
+      role, model, layouts: whose.
       platform: of the devices.
       dtype: of compute.
+
+    Raises:
+      ConfigError: it is asked for, and devices, model or layout do not take it.
     """
     asked: str = config.model.attention
     long_packs = number_of(config.data.packing) > WHOLE
-    if asked != AUTO or platform not in cudnn.PLATFORMS or long_packs:
-        return asked
-    return asked if _not_for_cudnn(model, layouts, dtype) else TRIED
+    if asked == AUTO:
+        if platform not in cudnn.PLATFORMS or long_packs:
+            return AUTO
+        return AUTO if _not_for_cudnn(model, layouts, dtype) else TRIED
+    choose(platform, asked)
+    if asked == CUDNN and long_packs:
+        raise ConfigError(
+            f"config.model.attention={CUDNN} has no mask of several sequences in a row, and "
+            f"data.packing is {config.data.packing}; use packing=0, or {AUTO}"
+        )
+    if asked == CUDNN and (reason := _not_for_cudnn(model, layouts, dtype)):
+        raise ConfigError(f"config.model.attention={CUDNN} is not for {role}'s model: {reason}")
+    return asked
 
 
 def unrolls(config: ConfigDict, model: ModelConfig, platform: str) -> bool:

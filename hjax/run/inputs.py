@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from ml_collections import ConfigDict
 
-from hjax.data.conversations import RESPONSE_COLUMNS, SIDES, answer_text
-from hjax.data.dataset import Dataset, PromptSampler, pad_left, pad_right, split_held_out
-from hjax.data.labels import labelled_steps
+from hjax.data.dataset import Dataset, PromptSampler, pad_left, split_held_out
 from hjax.data.mixing import MixedSampler
 from hjax.data.reading import Reading, weights_of
 from hjax.data.tasks import TASKS, Task, get_task
 from hjax.data.tokenizer import Tokenizer
-from hjax.data.verdicts import read_verdicts, records_of
+from hjax.data.verdicts import read_verdicts
 from hjax.errors import ConfigError, DataError
 from hjax.models.config import ModelConfig
 from hjax.models.families import with_sizes
 from hjax.models.weights import model_directory, read_config, read_eos_ids
 from hjax.rewards.function import load_function
-from hjax.run.marks import FILL, Examples, Marks, pair_marks, step_examples
+from hjax.run.examples import Examples, Learned, Marks, examples_of
 
 # How many training prompts of a built-in task are kept at most.
 TASK_PROMPTS = 8192
+# What a model from scratch takes from the section ``model`` as it is.
+_SIZES = ("hidden_size", "mlp_size", "layers", "heads", "kv_heads", "tie_embeddings")
 
 
 @dataclasses.dataclass
@@ -89,25 +88,26 @@ def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
             "rollout.max_prompt_length or rollout.max_response_length"
         )
     verdicts = read_verdicts(config.seed, task, train) if source == "verdicts" else None
-    examples, marks = _examples(config, task, tokenizer, train, source, verdicts)
-    judged: tuple[Examples, Marks] = ([], {})
+    learned = examples_of(config, task, tokenizer, train, source, verdicts)
+    judged = Learned()
     if held_out is not None and source in ("pairs", "steps") and config.eval.every:
-        judged = _examples(config, task, tokenizer, held_out, source)
+        judged = examples_of(config, task, tokenizer, held_out, source)
     return Inputs(
-        tokenizer,
-        task,
-        train,
-        held_out,
-        model,
-        prompt_length,
-        _function(config, "reward", task.reward if task else None),
-        _function(config, "cost", task.cost if task and task.has_cost else None),
-        examples,
-        _eos_ids(config, tokenizer),
-        tuple(remarks),
-        marks,
-        *judged,
-        None if verdicts is None else verdicts[1],
+        tokenizer=tokenizer,
+        task=task,
+        train=train,
+        held_out=held_out,
+        model=model,
+        prompt_length=prompt_length,
+        reward=_function(config, "reward", task.reward if task else None),
+        cost=_function(config, "cost", task.cost if task and task.has_cost else None),
+        demonstrations=learned.examples,
+        eos_ids=_eos_ids(config, tokenizer),
+        remarks=tuple(remarks),
+        marks=learned.marks,
+        held_out_examples=judged.examples,
+        held_out_marks=judged.marks,
+        labels=None if verdicts is None else verdicts[1],
     )
 
 
@@ -234,14 +234,9 @@ def _model(config: ConfigDict, tokenizer: Tokenizer | None, prompt_length: int) 
         )
     sizes = ModelConfig(
         vocab_size=vocab,
-        hidden_size=shape.hidden_size,
-        mlp_size=shape.mlp_size,
-        layers=shape.layers,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
         head_dim=shape.hidden_size // shape.heads,
         max_length=shape.max_length or prompt_length + config.rollout.max_response_length,
-        tie_embeddings=shape.tie_embeddings,
+        **{name: shape[name] for name in _SIZES},
     )
     return with_sizes(shape.family, sizes) if shape.family else sizes
 
@@ -263,181 +258,6 @@ def _function(
         return None
     name = config[role].function
     return load_function(name, key=f"{role}.function") if name else default
-
-
-def _examples(
-    config: ConfigDict,
-    task: Task | None,
-    tokenizer: Tokenizer | None,
-    train: Dataset,
-    source: str,
-    verdicts: tuple[list[Any], list[bool]] | None = None,
-) -> tuple[Examples, Marks]:
-    """Tuples of a prompt's tokens and those of its responses, each with EOS: the demonstration, or
-    where pairs are learned from the chosen and the rejected one; empty where the data has none.
-    And what is known of pairs and of steps beside.
-
-    A row whose response is no text or too long is an error where they are learned from, and left
-    out where they only happen to be there.
-    """
-    warm_start = config.warm_start.steps and not config.actor.path
-    needed = source != "prompts" or warm_start or config.algorithm.get("pretraining_coef")
-    if tokenizer is None:
-        return [], {}
-    if source == "steps":
-        return _steps(config, task, tokenizer, train)
-    texts: Sequence[tuple[Any, ...]] | None
-    if source == "verdicts":
-        texts = None if verdicts is None else [(text,) for text in verdicts[0]]
-    else:
-        texts = _pairs(config, task, train) if source == "pairs" else _shown(config, task, train)
-    if texts is None:
-        return [], {}
-    end = [tokenizer.eos_id] if tokenizer.eos_id is not None else []
-    limit = config.rollout.max_response_length
-    found: Examples = []
-    for i, (prompt, responses) in enumerate(zip(train.prompt_tokens, texts, strict=True)):
-        if any(not isinstance(text, str) for text in responses):
-            if needed:
-                raise DataError(
-                    f"the demonstration of {_row(train, i)} is {responses[0]!r}; it must be text"
-                )
-            continue
-        tokens = [tokenizer.encode(text, add_special=False) + end for text in responses]
-        longest = max(map(len, tokens))
-        if longest > limit and not needed:
-            continue
-        if longest > limit:
-            what = "an answer" if source == "pairs" else "the demonstration"
-            raise DataError(
-                f"{what} of {_row(train, i)} has {longest} tokens, more than "
-                f"rollout.max_response_length={limit}; raise it"
-            )
-        found.append((prompt, *tokens))
-    columns = None if task is not None else train.columns
-    return found, pair_marks(config, columns, found) if source == "pairs" else {}
-
-
-def _steps(
-    config: ConfigDict, task: Task | None, tokenizer: Tokenizer, train: Dataset
-) -> tuple[Examples, Marks]:
-    """Responses in steps, as a task makes them or the data has them."""
-    rows = []
-    if task is not None:
-        rng = np.random.default_rng([config.seed, 4])
-        rows = [task.steps(record, rng) for record in records_of(train)]
-    elif {"completions", "labels"} <= train.columns.keys():
-        columns = train.columns["completions"], train.columns["labels"]
-        each = enumerate(zip(*columns, strict=True))
-        rows = [labelled_steps(*pair, _row(train, i)) for i, pair in each]
-    if not rows:
-        return [], {}
-    prompts = [(prompt, _row(train, i)) for i, prompt in enumerate(train.prompt_tokens)]
-    return step_examples(config, tokenizer, prompts, rows)
-
-
-def _row(train: Dataset, row: int) -> str:
-    """Rows are those that were not held out, so their numbers would not be the file's."""
-    return f"the prompt {train.prompt_text[row][:60]!r}" if train.prompt_text else "a prompt"
-
-
-def _shown(config: ConfigDict, task: Task | None, train: Dataset) -> list[tuple[Any]] | None:
-    """The demonstration of each row, as it stands; None: there are none."""
-    if task is None:
-        for name in RESPONSE_COLUMNS:
-            if name in train.columns:
-                return [(text,) for text in train.columns[name]]
-        return None
-    rng = np.random.default_rng([config.seed, 2])
-    return [(task.demonstration(record, rng),) for record in records_of(train)]
-
-
-def shown_responses(config: ConfigDict, task: Task | None, rows: Dataset) -> list[str] | None:
-    """A demonstration of each row, as text; None: the data has none for all of them."""
-    found = _shown(config, task, rows) if rows.prompt_text is not None else None
-    if found is None or any(not isinstance(text, str) for (text,) in found):
-        return None
-    return [text for (text,) in found]
-
-
-def _pairs(config: ConfigDict, task: Task | None, train: Dataset) -> list[tuple[str, str]] | None:
-    """The chosen and the rejected text of each row; None: there are none."""
-    if task is None:
-        if any(side not in train.columns for side in SIDES):
-            return None
-        found = []
-        for i, pair in enumerate(zip(*(train.columns[side] for side in SIDES), strict=True)):
-            shown = _row(train, i)
-            chosen, rejected = map(answer_text, pair, SIDES, (shown, shown))
-            if chosen == rejected:
-                raise DataError(f"chosen and rejected of {shown} are equal: the pair says nothing")
-            found.append((chosen, rejected))
-        return found
-    rng = np.random.default_rng([config.seed, 3])
-    return [task.pair(record, rng) for record in records_of(train)]
-
-
-class Demonstrations:
-    """Batches of examples of one fixed shape, in a resumable shuffled order.
-
-    Args:
-      examples: a prompt's tokens, and those of as many responses in each.
-      batch: sequences; the responses of an example are rows next to each other.
-      prompt_length, response_length: tokens.
-      seed: of the order.
-      marks: what is known of the examples beside.
-      labels: of examples with a response each, which stand in the batch as ``positive`` then.
-    """
-
-    def __init__(
-        self,
-        examples: Sequence[tuple[list[int], ...]],
-        batch: int,
-        prompt_length: int,
-        response_length: int,
-        seed: int,
-        marks: Marks | None = None,
-        labels: Sequence[bool] | None = None,
-    ):
-        self._examples, self._marks = examples, marks or {}
-        self._lengths = prompt_length, response_length
-        self._labels = labels
-        self.sampler = PromptSampler(len(examples), batch // (len(examples[0]) - 1), seed)
-
-    def __call__(self) -> dict[str, np.ndarray]:
-        """The next ``batch_of``."""
-        return self.batch_of(self.sampler.next())
-
-    def __len__(self) -> int:
-        return len(self._examples)
-
-    def batch_of(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
-        """Some examples: ``prompts``, ``prompt_mask``, ``responses``, ``response_mask``, and by
-        name what is known of places, float32 [rows, response length + 1].
-
-        Of labelled examples also ``positive`` float32 [rows, length], 1 on tokens of right ones.
-        """
-        chosen = [self._examples[i] for i in indices]
-        rows = [(prompt, response) for prompt, *responses in chosen for response in responses]
-        prompts, prompt_mask = pad_left([p for p, _ in rows], self._lengths[0])
-        responses, response_mask = pad_right([r for _, r in rows], self._lengths[1])
-        known = {}
-        for name, marks in self._marks.items():
-            places = [of_row for i in indices for of_row in marks[i]]
-            known[name] = np.full((len(rows), self._lengths[1] + 1), FILL[name], np.float32)
-            for row, values in enumerate(places):
-                known[name][row, list(values)] = list(values.values())
-        batch = {
-            "prompts": prompts,
-            "prompt_mask": prompt_mask,
-            "responses": responses,
-            "response_mask": response_mask,
-            **known,
-        }
-        if self._labels is None:
-            return batch
-        right = np.array([self._labels[i] for i in indices], np.float32)
-        return batch | {"positive": response_mask * right[:, None]}
 
 
 def prompt_batch(rows: Mapping[str, Any], length: int, step: int) -> dict[str, Any]:

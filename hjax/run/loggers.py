@@ -41,7 +41,7 @@ class Logger:
         """Responses of a step: rows as in samples.jsonl."""
 
     def histograms(self, step: int, found: Mapping[str, Row]) -> None:
-        """How a step's values are spread, as ``hjax.run.histograms.histogram`` says it, by name."""
+        """How a step's values are spread, as ``hjax.run.reporter.histogram`` says it, by name."""
 
     def close(self) -> None:
         """The run ends."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import resource
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 from ml_collections import ConfigDict
@@ -16,7 +19,6 @@ from hjax.controller.executors import ExecutorFactory
 from hjax.controller.hosts import HostGroup, Hosts
 from hjax.errors import ConfigError
 from hjax.machine import devices_asked_for, enough_threads
-from hjax.run.compile_counter import CompileCounter
 from hjax.run.placement import Plan, set_name
 from hjax.settings.checking import on_cluster
 
@@ -24,7 +26,15 @@ LOGS = "logs"
 RAY_SAYS = "A worker died or was killed|Raylet is terminated|has been marked dead"
 
 
-class Machines(Protocol):
+_EVENT = "/jax/core/compile/backend_compile_duration"
+# The last thing before it.
+_LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
+# JAX's listeners stay for good, so that there is one, which tells the counters still in use.
+_counters: weakref.WeakSet[CompileCounter] = weakref.WeakSet()
+_lock = threading.Lock()
+
+
+class Machines:
     """What a Trainer asks of the machines it runs on.
 
     Attributes:
@@ -46,12 +56,68 @@ class Machines(Protocol):
 
     def read(self) -> dict[str, Any]:
         """``peak_bytes`` of the largest device, ``compiles`` so far, ``names`` of the new ones."""
+        raise NotImplementedError
 
     def lost(self) -> Sequence[Any]:
         """Executors whose processes are gone."""
+        return ()
 
     def close(self) -> None:
         """End what was started."""
+
+
+class CompileCounter:
+    """Programs compiled in this process since it was made (or loaded from the disk cache).
+
+    Args:
+      tell: is told of each program's name as its compilation begins, with None, and as it ends,
+        with the seconds it took; in whatever thread compiles.
+    """
+
+    def __init__(self, tell: Callable[[str, float | None], None] | None = None) -> None:
+        self.count = 0
+        self.seconds = 0.0
+        self._tell = tell
+        self._names: list[str] = []
+        with _lock:
+            _listen()
+            _counters.add(self)
+
+    def take_names(self) -> list[str]:
+        """Names of the programs compiled since last asked."""
+        with _lock:
+            names, self._names = self._names, []
+        return names
+
+    def add(self, name: str, seconds: float) -> None:
+        """One more program."""
+        self.count += 1
+        self.seconds += seconds
+        self._names.append(name)
+
+    def tell(self, name: str, seconds: float | None) -> None:
+        """Its compilation begins (None), or has ended."""
+        if self._tell is not None:
+            self._tell(name, seconds)
+
+
+@functools.cache
+def _listen() -> None:
+    jax.monitoring.register_event_duration_secs_listener(_heard)
+
+
+def _heard(event: str, duration_secs: float, **details: str | int) -> None:
+    if event not in (_EVENT, _LOWERED):
+        return
+    name = str(details.get("fun_name", "program"))
+    if name.startswith("jit(") and name.endswith(")"):
+        name = name[4:-1]
+    with _lock:
+        counters = list(_counters)
+        for counter in counters if event == _EVENT else ():
+            counter.add(name, duration_secs)
+    for counter in counters:
+        counter.tell(name, duration_secs if event == _EVENT else None)
 
 
 class MachineProbe:
@@ -73,7 +139,7 @@ class MachineProbe:
         }
 
 
-class ThisProcess:
+class ThisProcess(Machines):
     """All in this process, on the devices that it sees.
 
     Args:
@@ -90,8 +156,8 @@ class ThisProcess:
     ):
         self._probe = MachineProbe(tell)
         self._rehearses = on_cluster(config)
-        self.devices: Sequence[Any] = local_devices(config)
-        self.platform: str = self.devices[0].platform
+        self.devices = local_devices(config)
+        self.platform = self.devices[0].platform
         self.executor = executor
 
     def place(self, plan: Plan) -> None:
@@ -106,15 +172,8 @@ class ThisProcess:
         """See ``Machines``."""
         return self._probe.read()
 
-    def lost(self) -> Sequence[Any]:
-        """None: who asks would be gone too."""
-        return ()
 
-    def close(self) -> None:
-        """Nothing was started."""
-
-
-class OnCluster:
+class OnCluster(Machines):
     """Processes of a Ray cluster; the controller's own process only conducts.
 
     Args:
@@ -142,9 +201,8 @@ class OnCluster:
             probe=MachineProbe,
             say=say,
         )
-        self.devices: Sequence[Any] = self.cluster.devices
-        self.platform: str = self.cluster.platform
-        self.executor: ExecutorFactory = self.cluster.executor
+        self.devices, self.platform = self.cluster.devices, self.cluster.platform
+        self.executor = self.cluster.executor
 
     def place(self, plan: Plan) -> None:
         """See ``Machines``."""
@@ -183,8 +241,8 @@ def look_at_hosts(config: ConfigDict) -> Hosts:
         return Hosts("cpu", each, (HostGroup((), "", (1,) * settings.processes),))
     from hjax.controller.ray_hosts import look
 
-    asked = settings.address, settings.processes, settings.devices_per_process, settings.together
-    found = look(*asked)
+    names = ("address", "processes", "devices_per_process", "together")
+    found = look(**{name: settings[name] for name in names})
     if found.platform == "cpu":
         local_devices(config)
     return found

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from ml_collections import ConfigDict
 
+from hjax.algorithms import Algorithm
 from hjax.controller import ResourcePool, ThreadExecutor, Timeline, check_disjoint
 from hjax.controller.executors import ExecutorFactory
 from hjax.controller.hosts import KIND
@@ -58,9 +60,7 @@ class Plan:
             object.__setattr__(self, "where", ({},) * len(self.placement))
 
 
-def make_plan(
-    placement: str, roles: Mapping[str, Role] | Sequence[str], devices: int
-) -> Plan:
+def make_plan(placement: str, roles: Mapping[str, Role] | Sequence[str], devices: int) -> Plan:
     """The plan of a placement by name, or of a plan.json.
 
     Args:
@@ -135,7 +135,7 @@ def _read_plan(path: Path, roles: Sequence[str], devices: int) -> Plan:
         known = {k: content[k] for k in ("seconds", "set_memory_bytes") if k in content}
         settings = {r: _settings(r, s) for r, s in content.get("settings", {}).items()}
         predicted = dict(content.get("predicted", known))
-        where = [_labels(labels) for labels in content.get("where", [{}] * len(sets))]
+        where = tuple(_labels(labels) for labels in content.get("where", [{}] * len(sets)))
         kinds = sorted(set(map(str, content.get("kinds", ()))))
     except ConfigError as error:
         raise ConfigError(f"placement: {error}") from error
@@ -153,6 +153,13 @@ def _read_plan(path: Path, roles: Sequence[str], devices: int) -> Plan:
             "`where` which labels each set's hosts have, such as "
             f'{{"{KIND}": "H100"}} for each of `placement`, or take placement=auto'
         )
+    plan = Plan(sets, allocation, layouts, predicted, where, settings)
+    return _for_run(plan, path, roles, devices)
+
+
+def _for_run(plan: Plan, path: Path, roles: Sequence[str], devices: int) -> Plan:
+    """The plan of a file as it is for a run's roles and devices."""
+    sets, allocation, where = plan.placement, plan.allocation, plan.where
     # Roles that compute on the host (reward functions) need no place in a plan.
     apart = [role for s in sets for role in s if role in ROLES and ROLES[role].apart]
     roles = [*roles, *dict.fromkeys(apart)]
@@ -173,7 +180,7 @@ def _read_plan(path: Path, roles: Sequence[str], devices: int) -> Plan:
             f"placement={path}: {ROLLOUT} shares the actor's devices; give it a set of its own, or "
             "leave it out: then the actor generates itself"
         )
-    if "generate" in layouts.get(ROLLOUT, {}):
+    if "generate" in plan.layouts.get(ROLLOUT, {}):
         raise ConfigError(
             f"placement={path}: {ROLLOUT} only generates, its layout is `train`; leave `generate` "
             "out"
@@ -183,9 +190,12 @@ def _read_plan(path: Path, roles: Sequence[str], devices: int) -> Plan:
         raise ConfigError(
             f"placement={path}: it needs {total} devices (at least 1 a set), there are {devices}"
         )
-    placed_sets, counts, labelled = zip(*given, strict=True)
-    places = tuple(placed_sets), tuple(counts)
-    return Plan(*places, layouts, predicted, tuple(labelled), settings)
+    return dataclasses.replace(
+        plan,
+        placement=tuple(s for s, _, _ in given),
+        allocation=tuple(n for _, n, _ in given),
+        where=tuple(labels for _, _, labels in given),
+    )
 
 
 def _settings(role: str, value: Any) -> dict[str, Any]:
@@ -259,3 +269,40 @@ def train_sizes(shape: Mapping[str, int]) -> dict[str, int]:
         sizes[axis] *= shape[f"{axis}_micro"]
     usual = ("data", "fsdp", "tensor")
     return {axis: n for axis, n in sizes.items() if n > 1 or axis in usual}
+
+
+def role_path(config: ConfigDict, role: Role) -> str:
+    """Where a role's model is loaded from; empty if it is another's or made from scratch."""
+    section = config.get(role.config_section)
+    return section.get("path", "") if section is not None else ""
+
+
+def served_roles(config: ConfigDict, algorithm: type[Algorithm]) -> dict[str, str]:
+    """Roles without a worker of their own, and whose worker answers for them.
+
+    A reference that would start as a copy of an actor with adapters is that actor with its adapters
+    left off.
+    """
+    table = algorithm.role_table(config.algorithm)
+    return {
+        name: role.starts_from
+        for name, role in table.items()
+        if role == ROLES["reference"]
+        and not role_path(config, role)
+        and config[role.starts_from].lora.rank
+    }
+
+
+def roles_with_devices(config: ConfigDict, algorithm: type[Algorithm]) -> dict[str, Role]:
+    """Roles with a model or a worker of a user's own; functions compute on the host."""
+    served = served_roles(config, algorithm)
+    return {
+        name: role
+        for name, role in algorithm.role_table(config.algorithm).items()
+        if (not role.function or role_path(config, role)) and name not in served
+    }
+
+
+def placed(config: ConfigDict, algorithm: type[Algorithm], devices: int) -> Plan:
+    """The plan that ``config.placement`` stands for on so many devices; ``auto`` is refused."""
+    return make_plan(config.placement, roles_with_devices(config, algorithm), devices)

@@ -9,23 +9,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from hjax.controller import Future, WorkerGroup
 from hjax.errors import RunError
 
 # Calls outside of steps after which the actor's weights are others.
 _REPLACED = ("initialize", "load_state", "take_weights")
-
-
-class Turn(Protocol):
-    """Says with which weights generations run, where these run ahead of learning."""
-
-    def wanted(self, part: int) -> int | None:
-        """The version for a part of a batch, once there is one; None: the newest."""
-
-    def used(self, version: int) -> None:
-        """Told which it was."""
 
 
 class Policy:
@@ -44,7 +34,7 @@ class Policy:
     Attributes:
       version: number of the actor's weights as they were announced last.
       keep: whether versions stay announced until their turn; otherwise only the newest does.
-      parts, tokens: in how many calls a ``Turn``'s batch is generated, of how many tokens each.
+      parts, tokens: in how many calls a batch ahead of learning is generated, of how many tokens.
     """
 
     def __init__(
@@ -100,8 +90,9 @@ class Policy:
         return self._changed
 
     @contextlib.contextmanager
-    def choosing(self, turn: Turn) -> Iterator[None]:
-        """In this thread, and inside the block, generation asks ``turn`` for its version."""
+    def choosing(self, turn: Any) -> Iterator[None]:
+        """In this thread, and inside the block, generation asks ``turn`` for its version
+        (``hjax.run.ahead``)."""
         self._here.turn = turn
         try:
             yield
@@ -116,7 +107,7 @@ class Policy:
         Outside of ``choosing`` with the actor's weights as they are: they are published first where
         they changed since.
         """
-        turn: Turn | None = getattr(self._here, "turn", None)
+        turn = getattr(self._here, "turn", None)
         if turn is not None and self.parts > 1 and not greedy:
             return self._generate_parts(turn, prompts, samples)
         with self._ready(turn, 0) as version:
@@ -124,9 +115,7 @@ class Policy:
                 prompts, greedy=greedy, samples=samples, version=version
             )
 
-    def _generate_parts(
-        self, turn: Turn, prompts: Mapping[str, Any], samples: int | None
-    ) -> Future:
+    def _generate_parts(self, turn: Any, prompts: Mapping[str, Any], samples: int | None) -> Future:
         """The same in parts, between which newer weights may take over."""
         with self._ready(turn, 0) as version:
             batch = self.rollout.generate_sequences(
@@ -142,7 +131,7 @@ class Policy:
         return batch
 
     @contextlib.contextmanager
-    def _ready(self, turn: Turn | None, part: int) -> Iterator[Future]:
+    def _ready(self, turn: Any, part: int) -> Iterator[Future]:
         """The rollout with the weights that are to generate: the future of their number."""
         wanted = self.announce() if turn is None else turn.wanted(part)
         with self._lock:

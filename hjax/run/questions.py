@@ -105,8 +105,7 @@ def _judge(
     tokens = [completion.tokens for completion in found]
     with_text = questions.prompt_text is not None
     responses = [completion.text if with_text else completion.tokens for completion in found]
-    texts = prompts, responses, asked["columns"]
-    grades = grade(grader, *texts, asked["prompt_tokens"], tokens)
+    grades = grade(grader, prompts, responses, asked["columns"], asked["prompt_tokens"], tokens)
     return [
         Judged(
             number,

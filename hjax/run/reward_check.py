@@ -13,7 +13,9 @@ from hjax.algorithms import Algorithm
 from hjax.errors import RunError
 from hjax.rewards.function import RewardFunction, failure
 from hjax.rewards.judging import RewardResult
-from hjax.run.inputs import Inputs, shown_responses
+from hjax.run.examples import shown_responses
+from hjax.run.inputs import Inputs
+from hjax.settings.checking import on_cluster
 
 ROWS = 4
 # Outcomes of a function that cannot be meant: whatever the answer, it would be so again.
@@ -111,3 +113,19 @@ def first_calls(
             first = call(role, judge, "repetitions of prompts", prompts)
         found.append(first)
     return found
+
+
+def try_rewards(
+    config: ConfigDict,
+    algorithm: type[Algorithm],
+    inputs: Inputs,
+    judges: Mapping[str, RewardFunction],
+) -> None:
+    """Call functions of the user's once, so that one that fails does so before the training.
+
+    On a cluster they run elsewhere, with files and modules that are not here.
+    """
+    if algorithm.generates and not on_cluster(config):
+        own = [role for role in ("reward", "cost") if config[role].function and role in judges]
+        for call in first_calls(config, inputs, {role: judges[role] for role in own}):
+            call.check(algorithm, config)

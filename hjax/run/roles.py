@@ -13,36 +13,35 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from hjax.algorithms import Algorithm
-from hjax.controller import Build, ResourcePool, WorkerGroup
+from hjax.controller import Build, ResourcePool, Timeline, WorkerGroup
 from hjax.controller.executors import ExecutorFactory
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError
-from hjax.models import weight_ring
 from hjax.models.bases import Base
 from hjax.models.config import ModelConfig
 from hjax.models.weights import check_weights, read_config
 from hjax.rewards.function import RewardFunction
 from hjax.roles import ROLES, ROLLOUT, Role, calls_of
-from hjax.run import slot_room
-from hjax.run.builder import Builder, adapted, role_path
+from hjax.run.builder import Builder, adapted, as_planned, changed, computing
 from hjax.run.fitting import (
-    attention_of,
     can_generate,
     check_ahead,
-    check_attention,
-    check_batches,
     check_judges,
-    check_packing,
-    check_rewards,
     check_rollout,
-    check_steps,
-    check_surplus,
-    unrolls,
+    check_together,
 )
 from hjax.run.inputs import Inputs, load_tokenizer
-from hjax.run.placement import HOST_POOL, Plan, layout_sizes, make_plan, make_pools
+from hjax.run.placement import (
+    HOST_POOL,
+    Plan,
+    layout_sizes,
+    make_pools,
+    role_path,
+    roles_with_devices,
+    served_roles,
+)
 from hjax.run.policy import Policy
-from hjax.run.rematerialise import AUTO, Chooser, Chosen, trains
+from hjax.run.room import AUTO, AUTO_SLOTS, Chosen, Room, SlotRoom
 from hjax.sharding.layout import RoleLayouts, make_layouts
 
 
@@ -77,7 +76,7 @@ class Roles:
     remat: dict[str, Chosen] = dataclasses.field(default_factory=dict)
     unrolled: dict[str, bool] = dataclasses.field(default_factory=dict)
     fewer: tuple[int, ...] = ()
-    slots: slot_room.SlotRoom | None = None
+    slots: SlotRoom | None = None
     pools: dict[str, ResourcePool] = dataclasses.field(default_factory=dict)
     groups: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -131,6 +130,11 @@ class Roles:
             group.built.result()
 
     @property
+    def timeline(self) -> Timeline:
+        """Of all pools."""
+        return next(iter(self.pools.values())).timeline
+
+    @property
     def generating(self) -> Any:
         """The executor of the pool that answers prompts; one of a cluster knows its processes."""
         return self.pools[self.generates].executor
@@ -146,6 +150,27 @@ class Roles:
         executor = self.generating
         room = getattr(executor, "room", 0)
         return bool(room) and any(executor.processes < n <= room for n in self._counts())
+
+    def room(
+        self,
+        config: ConfigDict,
+        algorithm: type[Algorithm],
+        prompt_length: int,
+        platform: str,
+        memory: int = 0,
+    ) -> Room:
+        """Their memory by estimate; the arguments as of ``Room``."""
+        return Room(
+            config,
+            algorithm,
+            table=self.table,
+            builds=self.builds,
+            layouts=self.layouts,
+            plan=self.plan,
+            prompt_length=prompt_length,
+            platform=platform,
+            memory=memory,
+        )
 
     @property
     def bases(self) -> dict[str, Base]:
@@ -219,6 +244,57 @@ def describe_roles(
     Raises:
       ConfigError: shapes, batches, layouts or paths that do not fit, by name.
     """
+    table = _table(config, algorithm, inputs, plan)
+    placed = zip(plan.placement, plan.allocation, strict=True)
+    devices = {role: count for roles, count in placed for role in roles}
+    sizes = {role: _sizes(config, plan, role, table[role]) for role in devices}
+    layouts = {
+        role: make_layouts(count, **sizes[role], what=f"layout.{role}")
+        for role, count in devices.items()
+    }
+    check_together(config, algorithm, inputs, table, layouts, plan)
+    fewer: tuple[int, ...] = ()
+    if ROLLOUT in layouts:
+        # What stands on fewer devices has fewer data-parallel parts.
+        sizes[ROLLOUT]["train"] = sizes[ROLLOUT]["train"] | {"data": -1}
+        counts = range(devices[ROLLOUT], 0, -1)
+        fewer = tuple(n for n in counts if can_generate(config, sizes[ROLLOUT], n))
+    builder = Builder(
+        config,
+        algorithm,
+        inputs,
+        table=table,
+        sizes=sizes,
+        layouts=layouts,
+        platform=platform,
+        auto_dtype=default_dtype(platform),
+        read=read,
+        bases=bases,
+    )
+    builds = {role: as_planned(builder.build(role), plan) for role in table}
+    if read is read_model:  # others know shapes, perhaps of no weights
+        check_judges(config, table)
+    models = {role: b.arguments[0].model for role, b in builds.items() if b.arguments[0].model}
+    unrolled = {role: builds[role].arguments[0].compute.unroll_layers for role in models}
+    roles = Roles(
+        table=table,
+        builds=builds,
+        plan=plan,
+        layouts=layouts,
+        models=models,
+        starts_from=_starts_from(table, builds),
+        served=served_roles(config, algorithm),
+        unrolled=unrolled if config.model.unroll_layers == AUTO else {},
+        fewer=fewer,
+    )
+    _choose(roles, roles.room(config, algorithm, inputs.prompt_length, platform, memory), config)
+    return roles
+
+
+def _table(
+    config: ConfigDict, algorithm: type[Algorithm], inputs: Inputs, plan: Plan
+) -> dict[str, Role]:
+    """What each role is that has a worker."""
     served = served_roles(config, algorithm)
     table = algorithm.role_table(config.algorithm)
     table = {name: role for name, role in table.items() if name not in served}
@@ -243,46 +319,39 @@ def describe_roles(
             raise ConfigError(
                 f"nothing gives a {name}: set {name}.function=path.py:name or {name}.path"
             )
-    layouts: dict[str, RoleLayouts] = {}
-    sizes: dict[str, dict[str, dict[str, int]]] = {}
-    for roles, count in zip(plan.placement, plan.allocation, strict=True):
-        for role in roles:
-            sizes[role] = {"train": layout_sizes(plan, config.layout, role, "train")}
-            if table[role].apart:
-                sizes[role]["generate"] = {"tensor": -1, "pipe": -1}  # as its mesh says
-            elif table[role].generates:
-                sizes[role]["generate"] = layout_sizes(plan, config.layout, role, "generate")
-            what = f"layout.{role}"
-            train, generate = sizes[role]["train"], sizes[role].get("generate")
-            layouts[role] = make_layouts(count, train, generate, what)
-    check_surplus(config)
-    check_steps(config)
-    check_rewards(config, algorithm)
-    check_batches(config, algorithm, table, layouts, plan)
-    after = int(table["actor"].scalar)
-    check_packing(config, inputs, layouts, after, algorithm.unit)
-    fewer: tuple[int, ...] = ()
-    if ROLLOUT in layouts:
-        # What stands on fewer devices has fewer data-parallel parts.
-        sizes[ROLLOUT]["train"] = sizes[ROLLOUT]["train"] | {"data": -1}
-        most = plan.allocation[[ROLLOUT in s for s in plan.placement].index(True)]
-        fewer = tuple(n for n in range(most, 0, -1) if can_generate(config, sizes[ROLLOUT], n))
-    of = config, algorithm, inputs, table, sizes, default_dtype(platform), read
-    builder = Builder(*of, bases)
-    builds = {role: _as_planned(builder.build(role), plan) for role in table}
-    if read is read_model:  # others know shapes, perhaps of no weights
-        check_judges(config, table)
-    models = {role: b.arguments[0].model for role, b in builds.items() if b.arguments[0].model}
-    dtype = builder.compute.dtype
-    check_attention(config, models, layouts, platform, dtype)
-    unrolled = {role: unrolls(config, model, platform) for role, model in models.items()}
-    for role, model in models.items():
-        compute = dataclasses.replace(
-            builds[role].arguments[0].compute,
-            attention=attention_of(config, model, layouts.get(role), platform, dtype),
-            unroll_layers=unrolled[role],
-        )
-        builds[role] = _changed(builds[role], compute=compute)
+    return table
+
+
+def _sizes(config: ConfigDict, plan: Plan, role: str, entry: Role) -> dict[str, dict[str, int]]:
+    """Of the mesh axes under ``train``, and under ``generate`` where the role has that."""
+    sizes = {"train": layout_sizes(plan, config.layout, role, "train")}
+    if entry.apart:
+        sizes["generate"] = {"tensor": -1, "pipe": -1}  # as its mesh says
+    elif entry.generates:
+        sizes["generate"] = layout_sizes(plan, config.layout, role, "generate")
+    return sizes
+
+
+def _choose(roles: Roles, room: Room, config: ConfigDict) -> None:
+    """Put what ``model.remat=auto`` and ``rollout.slots=-1`` are into the workers' contexts."""
+    builds = roles.builds
+    if config.model.remat == AUTO:
+        roles.remat = room.remat()
+        for role, chosen in roles.remat.items():
+            builds[role] = computing(builds[role], remat=chosen.policy)
+    fixed = any("slots" in settings for settings in roles.plan.settings.values())
+    if config.rollout.slots == AUTO_SLOTS and not fixed:
+        roles.slots = room.slots()
+        for role in (r for r in builds if r in roles.layouts):
+            builds[role] = changed(builds[role], slots=roles.slots.slots)
+
+
+def _starts_from(table: Mapping[str, Role], builds: Mapping[str, Build]) -> dict[str, str]:
+    """Whose weights roles take, every role after the one that it takes them from.
+
+    Raises:
+      ConfigError: roles that start from each other.
+    """
     starts_from = {
         role: entry.starts_from
         for role, entry in table.items()
@@ -290,61 +359,6 @@ def describe_roles(
         and not builds[role].arguments[0].path
         and hasattr(builds[role].worker, "take_weights")
     }
-    remat: dict[str, Chosen] = {}
-    if config.model.remat == AUTO:
-        contexts = {role: builds[role].arguments[0] for role in models if role in layouts}
-        trained = {role: layout.train for role, layout in layouts.items()}
-        length = inputs.prompt_length
-        chooser = Chooser(config, algorithm, table, contexts, trained, length, platform, memory)
-        for members in plan.placement:
-            for role in members:
-                if "remat" in plan.settings.get(role, {}):
-                    continue
-                if role in contexts and trains(builds[role].worker):
-                    remat[role] = chooser.of(role, members)
-                    builds[role] = _recomputing(builds[role], remat[role].policy)
-    slots = None
-    fixed = any("slots" in settings for settings in plan.settings.values())
-    if config.rollout.slots == slot_room.AUTO and not fixed:
-        given = config, table, builds, layouts, plan, inputs.prompt_length
-        slots = slot_room.room(*given, tpu=platform in weight_ring.PLATFORMS, device_bytes=memory)
-        for role in (r for r in builds if r in layouts):
-            builds[role] = _changed(builds[role], slots=slots.slots)
-    ordered = _in_order(starts_from)
-    if config.model.unroll_layers != AUTO:
-        unrolled = {}
-    by_role = table, builds, plan, layouts, models, ordered, served, remat, unrolled
-    return Roles(*by_role, fewer, slots)
-
-
-def _as_planned(build: Build, plan: Plan) -> Build:
-    """The same worker, with what the plan fixes of its role."""
-    settings = dict(plan.settings.get(build.role, {}))
-    if not settings:
-        return build
-    if (policy := settings.pop("remat", None)) is not None:
-        build = _recomputing(build, policy)
-    return _changed(build, **settings)
-
-
-def _recomputing(build: Build, policy: str) -> Build:
-    """The same worker, its backward passes under a policy."""
-    compute = dataclasses.replace(build.arguments[0].compute, remat=policy)
-    return _changed(build, compute=compute)
-
-
-def _changed(build: Build, **changes: Any) -> Build:
-    """The same worker with changes to its context."""
-    context, *more = build.arguments
-    return dataclasses.replace(build, arguments=(dataclasses.replace(context, **changes), *more))
-
-
-def _in_order(starts_from: Mapping[str, str]) -> dict[str, str]:
-    """Every role after the one whose weights it takes.
-
-    Raises:
-      ConfigError: roles that start from each other.
-    """
     ordered: dict[str, str] = {}
     while len(ordered) < len(starts_from):
         ready = {
@@ -357,37 +371,6 @@ def _in_order(starts_from: Mapping[str, str]) -> dict[str, str]:
             raise ConfigError(f"roles start from each other in a circle: {', '.join(circle)}")
         ordered |= ready
     return ordered
-
-
-def served_roles(config: ConfigDict, algorithm: type[Algorithm]) -> dict[str, str]:
-    """Roles without a worker of their own, and whose worker answers for them.
-
-    A reference that would start as a copy of an actor with adapters is that actor with its adapters
-    left off.
-    """
-    table = algorithm.role_table(config.algorithm)
-    return {
-        name: role.starts_from
-        for name, role in table.items()
-        if role == ROLES["reference"]
-        and not role_path(config, role)
-        and config[role.starts_from].lora.rank
-    }
-
-
-def roles_with_devices(config: ConfigDict, algorithm: type[Algorithm]) -> dict[str, Role]:
-    """Roles with a model or a worker of a user's own; functions compute on the host."""
-    served = served_roles(config, algorithm)
-    return {
-        name: role
-        for name, role in algorithm.role_table(config.algorithm).items()
-        if (not role.function or role_path(config, role)) and name not in served
-    }
-
-
-def placed(config: ConfigDict, algorithm: type[Algorithm], devices: int) -> Plan:
-    """The plan that ``config.placement`` stands for on so many devices; ``auto`` is refused."""
-    return make_plan(config.placement, roles_with_devices(config, algorithm), devices)
 
 
 def planned_models(

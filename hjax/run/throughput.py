@@ -1,7 +1,8 @@
-"""How much a step computed, and how fast: model FLOPs and their share of the devices' peak."""
+"""What a step took, how much it computed and how fast: FLOPs, their share of the devices' peak."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,49 +14,87 @@ from hjax.devices import device_of_kind
 from hjax.errors import ConfigError
 from hjax.models import arithmetic
 from hjax.run.dataflow import StepCall, step_calls
-from hjax.run.roles import Roles
+from hjax.run.machines import Machines
+from hjax.run.records import offloaded_bytes
+from hjax.run.roles import Roles, is_float32
 
 
-class Throughput:
-    """Counts the model FLOPs of steps: 2 per parameter and token of a forward pass and what
-    attention takes, twice as much again of a backward pass, once where weights are frozen.
+class StepCosts:
+    """What a step took: seconds, memory, compilations, and the model FLOPs of its tokens.
 
-    Tokens are those of prompts and responses, padding left out; every row has its prompt, though a
-    forward pass may run once for all rows of one. Nothing that is computed again counts.
+    FLOPs are 2 per parameter and token of a forward pass and what attention takes, twice as much
+    again of a backward pass, once where weights are frozen. Tokens are those of prompts and
+    responses, padding left out; every row has its prompt, though a forward pass may run once for
+    all rows of one. Nothing that is computed again counts.
 
     Args:
       config: of the run.
       algorithm: its class.
-      roles: of the run.
-      devices: all of them.
-      float32: whether the run computes in float32.
+      roles: of the run, started.
+      machines: it runs on.
+
+    Attributes:
+      token_seconds: see ``token_seconds``; 0 where nothing is generated.
+      compiled: names of the programs that the last step compiled.
     """
 
     def __init__(
-        self,
-        config: ConfigDict,
-        algorithm: type[Algorithm],
-        roles: Roles,
-        devices: Sequence[Any],
-        float32: bool,
+        self, config: ConfigDict, algorithm: type[Algorithm], roles: Roles, machines: Machines
     ):
+        devices, float32 = machines.devices, is_float32(config, machines.platform)
+        self._roles, self._machines, self._generates = roles, machines, algorithm.generates
+        self._offloaded: int | None = None
+        self.compiled: list[str] = []
+        self.token_seconds = token_seconds(roles, devices, float32) if algorithm.generates else 0.0
         self._calls: tuple[StepCall, ...] = ()
         if algorithm.generates:
             rows = config.rollout.prompts * config.rollout.samples
             updates = rows // (config.algorithm.get("minibatch", 0) or rows)
-            try:
+            with contextlib.suppress(ConfigError):  # of a step that cannot be read off nothing
                 self._calls = step_calls(
                     algorithm, config.algorithm, updates, config.rollout.samples, (), roles.served
                 )
-            except ConfigError:
-                pass  # of a step that cannot be read off nothing is told
         self._models = {r: (m, roles.table[r].scalar) for r, m in roles.models.items()}
         self._peak = peak_flops(devices, float32)
 
-    def metrics(self, batch: Mapping[str, Any], seconds: float) -> dict[str, float]:
+    def look_at_offloads(self) -> None:
+        """Ask the workers, once, how much of them waits in the host's memory."""
+        if self._offloaded is None:
+            self._offloaded = offloaded_bytes(self._roles)
+
+    def metrics(
+        self, step: int, seconds: float, batch: Mapping[str, Any], waits: bool
+    ) -> dict[str, float]:
+        """A step's figures under ``time``, ``throughput``, ``memory`` and ``compile``.
+
+        Args:
+          step: its number.
+          seconds: that it took.
+          batch: it trained on.
+          waits: generation does not run ahead, which is not waited for to be asked.
+        """
+        machine = self._machines.read()
+        self.compiled = sorted(set(machine["names"]))
+        metrics = {"time/step": seconds}
+        if waits:
+            spent = self._roles.groups["actor"].take_seconds().result()
+            metrics["time/transition"] = spent.get("transition", 0.0)
+        phases = self._roles.timeline.phase_seconds(step)
+        metrics |= {f"time/{phase}": taken for phase, taken in phases.items()}
+        if self._generates and "response_mask" in batch:
+            tokens = int(batch["response_mask"].sum() + batch["prompt_mask"].sum())
+            metrics["throughput/tokens_per_second"] = tokens / seconds
+            metrics |= self.flops(batch, seconds)
+        metrics["memory/peak_bytes"] = machine["peak_bytes"]
+        if self._offloaded:
+            metrics["memory/offloaded_bytes"] = self._offloaded
+        metrics["compile/count"] = machine["compiles"]
+        return metrics
+
+    def flops(self, batch: Mapping[str, Any], seconds: float) -> dict[str, float]:
         """``throughput/tflops``, per second over all devices, and ``throughput/mfu`` where their
         peak is known; empty where the step's calls are not."""
-        if not self._calls or "response_mask" not in batch:
+        if not self._calls:
             return {}
         lengths = np.sum(batch["prompt_mask"], axis=1) + np.sum(batch["response_mask"], axis=1)
         sizes, counts = np.unique(lengths, return_counts=True)

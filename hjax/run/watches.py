@@ -1,7 +1,7 @@
 """Signs that a run is going wrong: each is told once, by a name, with what to do about it.
 
 Every watch is a pure reader of the steps' metrics and batches. Thresholds are for what nobody
-means, not for what is merely unusual.
+means, not for what is merely unusual. With them what is probably not meant.
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
+from hjax.data.dataset import Dataset
+from hjax.errors import RunError
+from hjax.run.placement import Plan
+
 # Held-out prompts below which an accuracy says little.
 FEW_PROMPTS = 16
 # Steps in a row with mostly equal groups, steps of a recent mean, and of what it is compared with.
@@ -22,6 +26,17 @@ EQUAL_STEPS, RECENT, BEFORE = 3, 5, 20
 SLOW = 10.0
 
 Metrics = Mapping[str, float]
+
+
+def first_remarks(
+    config: ConfigDict, devices: int, plan: Plan, held_out: Dataset | None
+) -> list[str]:
+    """What is probably not meant, as far as it is known before the first step."""
+    allocation, rows = plan.allocation, None if held_out is None else len(held_out)
+    remarks = [idle_remark(devices, sum(allocation), config.placement, allocation)]
+    if config.eval.every:
+        remarks.append(held_out_remark(rows))
+    return [remark for remark in remarks if remark]
 
 
 def held_out_remark(held_out: int | None) -> str | None:
@@ -243,3 +258,74 @@ class Watches:
         found = {name: message(metrics, batch) for name, message in self._all.items()}
         step = metrics["step"]
         return [f"step {step}: warning ({name}): {text}" for name, text in found.items() if text]
+
+
+class TruncationWarning:
+    """Says once when the length limit cuts most of a step's responses.
+
+    Args:
+      max_response_length: ``rollout.max_response_length``, in tokens.
+      longest: tokens of the longest right answer, where a built-in task knows it; a limit that
+        leaves room for it is meant, and nothing is said. None: not known.
+    """
+
+    def __init__(self, max_response_length: int, longest: int | None = None):
+        self._limit = max_response_length
+        self._said = longest is not None and longest <= max_response_length
+
+    def message(self, metrics: Metrics) -> str | None:
+        """What to tell of a step's row: once, where more than half was cut; else None."""
+        share = metrics.get("response/truncated", 0.0)
+        if self._said or not share > 0.5:
+            return None
+        self._said = True
+        return (
+            f"step {metrics['step']}: warning (truncated): {share:.0%} of the responses were cut "
+            f"at rollout.max_response_length={self._limit} tokens; raise it if they are to end by "
+            "themselves"
+        )
+
+
+class SamplerWatch:
+    """Says once, or stops a run, when its sampler's log-probs are not those of learning.
+
+    ``rollout/token_prob_error`` is the mean of exp|difference| over a step's tokens: 1.00 where
+    both compute in float32, a little more in bfloat16 or with a cache in int8. It is not looked at
+    where older weights sample, or learning drops features of adapters: there it is meant.
+
+    Args:
+      config: of the run.
+    """
+
+    def __init__(self, config: ConfigDict):
+        rollout = config.rollout
+        meant = rollout.max_staleness or rollout.partial_tokens or config.actor.lora.dropout
+        self._warn = math.inf if meant else rollout.warn_prob_error or math.inf
+        self._stop = math.inf if meant else rollout.max_prob_error or math.inf
+        self._said = False
+
+    def message(self, metrics: Metrics) -> str | None:
+        """What to tell of a step's metrics, once; else None.
+
+        Raises:
+          RunError: the error is above ``rollout.max_prob_error``.
+        """
+        error = metrics.get("rollout/token_prob_error", 1.0)
+        if error <= min(self._warn, self._stop) or math.isnan(error):
+            return None  # an update that is not finite is skipped and counted
+        found = f"rollout/token_prob_error is {error:.4g}"
+        if error > self._stop:
+            raise RunError(
+                f"{found}, above rollout.max_prob_error={self._stop:g}: the sampler's log-probs "
+                "are not learning's, which would learn from the wrong ratios; raise that key (0: "
+                "never stop) to go on, or start another run with model.dtype=float32 or "
+                "rollout.cache_dtype=auto"
+            )
+        if self._said:
+            return None
+        self._said = True
+        return (
+            f"warning (sampler): {found}, above rollout.warn_prob_error={self._warn:g}: the "
+            "sampler's log-probs are "
+            "not quite learning's; algorithm.correction=truncated weighs for it"
+        )

@@ -2,16 +2,14 @@
 
 from hjax.workers.actor import Actor
 from hjax.workers.base import Worker, WorkerContext
-from hjax.workers.critic import Critic
 from hjax.workers.generation import GeneratingWorker
+from hjax.workers.language import ImplicitReward, LearningTeacher, Reference, Teacher
 from hjax.workers.model import ModelWorker
 from hjax.workers.optimizer import OptimizerConfig, Updater
-from hjax.workers.process_reward import ImplicitReward
-from hjax.workers.reference import Reference
+from hjax.workers.parameters import ParameterWorker
 from hjax.workers.reward import FunctionReward, ModelReward
 from hjax.workers.rollout import Rollout
-from hjax.workers.scorer import Scorer
-from hjax.workers.teacher import LearningTeacher, Teacher
+from hjax.workers.scalar import Critic, Scorer
 from hjax.workers.trained import TrainedWorker
 
 __all__ = [
@@ -24,6 +22,7 @@ __all__ = [
     "ModelReward",
     "ModelWorker",
     "OptimizerConfig",
+    "ParameterWorker",
     "Reference",
     "Rollout",
     "Scorer",

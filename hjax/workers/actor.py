@@ -12,12 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from hjax.errors import ConfigError
-from hjax.models.forward import (
-    read_responses,
-    response_log_probs,
-    response_states,
-    token_log_probs,
-)
+from hjax.models.forward import read_responses, response_log_probs, response_states
 from hjax.models.parameters import Network, Params
 from hjax.sharding.crossing import Landing
 from hjax.sharding.pipeline import Stack
@@ -25,13 +20,14 @@ from hjax.sharding.protocols import control, protocol
 from hjax.sharding.transition import Transition
 from hjax.workers.base import SCORED_KEYS, TOKEN_KEYS, WorkerContext
 from hjax.workers.generation import GeneratingWorker
+from hjax.workers.language import LanguageWorker
 from hjax.workers.optimizer import Prepare
 from hjax.workers.passes import Batch, Objective
 from hjax.workers.trained import TrainedWorker, update_reads
 from hjax.xla.program import Program
 
 
-class Actor(TrainedWorker, GeneratingWorker):
+class Actor(LanguageWorker, GeneratingWorker):
     """Primitive calls of HybridFlow's Table 4 for the policy."""
 
     # Behaviour log-probs, to compare with training's own on the same parameters.
@@ -62,11 +58,7 @@ class Actor(TrainedWorker, GeneratingWorker):
         self, model: Any, batch: dict[str, jax.Array], share: int, loss: Any
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The policy loss and its statistics; adds ``token_prob_error``."""
-        temperature = self.context.temperature if getattr(loss, "tempered", True) else 1.0
-
-        def read(states: jax.Array, tokens: jax.Array) -> Any:
-            return token_log_probs(model, states, tokens, temperature, layout=self.compute.layout)
-
+        read = self.reader(model, loss)
         if of := getattr(loss, "of_tokens", None):
             # Other tokens than the responses', of which packs know nothing; these as the last.
             states = response_states(model, batch, share, self.compute)
@@ -114,9 +106,6 @@ class Actor(TrainedWorker, GeneratingWorker):
     def compute_log_prob(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
         """``old_logprobs`` float32 [rows, length] of the responses under the policy as it is."""
         return {"old_logprobs": self.score(self._log_prob, batch)}
-
-    def _log_prob(self, model: Any, batch: Any, share: int) -> jax.Array:
-        return response_log_probs(model, batch, share, self.compute, self.context.temperature)
 
     @protocol("3D_PROTO", reads=SCORED_KEYS)
     def compute_ref_log_prob(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:

@@ -30,8 +30,82 @@ TOKEN_KEYS = ("prompts", "prompt_mask", "responses", "response_mask")
 SCORED_KEYS = (*TOKEN_KEYS, PROMPT_ID)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Batching:
+    """How a worker cuts its batches.
+
+    Attributes:
+      samples: rows of a batch that share a prompt.
+      unit: rows that no micro-batch may cut apart.
+      micro_batch: rows (or packs) per pass over all devices, of updates and scores; 0: all.
+      packing: places of the packs in which rows are computed; 0: they are padded.
+      chooses: rows are padded or in packs as each batch has it, see ``hjax.workers.packer``.
+    """
+
+    samples: int = 1
+    unit: int = 1
+    micro_batch: int = 0
+    packing: int = 0
+    chooses: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generation:
+    """How a worker generates.
+
+    Attributes:
+      sampling: how responses are drawn, and which tokens end one; its temperature applies to all
+        log-probs.
+      stop_strings: texts of several tokens that end one.
+      max_response_length: tokens.
+      slots: rows that are generated at a time; 0: all.
+      lookup: tokens that are guessed at a time, see ``hjax.rollout.lookup``.
+      cache_dtype: what keys and values are kept in, see ``hjax.rollout.generator``.
+      surplus: further responses to a prompt, of which the last ones to end are given up.
+      in_parts: whether responses are left off and continued.
+      judges: reward functions, by role, that are called with a prompt's answers while others are
+        generated.
+      transition_bucket_bytes: of parameters that go to the generate layout in one program.
+    """
+
+    sampling: Sampling = Sampling()
+    stop_strings: tuple[str, ...] = ()
+    max_response_length: int = 0
+    slots: int = 0
+    lookup: int = 0
+    cache_dtype: str = AUTO
+    surplus: int = 0
+    in_parts: bool = False
+    judges: Mapping[str, RewardFunction] = dataclasses.field(default_factory=dict)
+    transition_bucket_bytes: int = BUCKET_BYTES
+
+    @property
+    def temperature(self) -> float:
+        """What logits are divided by wherever rollouts are scored; 1 for greedy sampling."""
+        return self.sampling.temperature or 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Learning:
+    """What a worker learns.
+
+    Attributes:
+      loss: the algorithm's loss for this role, or None.
+      optimizer: settings of its updates, or None.
+      supervised_loss: of demonstrations: the warm start's, and PPO-ptx's second term; or None.
+      warm_start: settings of the warm start's updates, or None.
+      router_loss: weight in its updates of the loss that balances experts; 0: there is none.
+    """
+
+    loss: Any = None
+    optimizer: OptimizerConfig | None = None
+    supervised_loss: Any = None
+    warm_start: OptimizerConfig | None = None
+    router_loss: float = 0.0
+
+
 @dataclasses.dataclass(frozen=True)
-class WorkerContext:
+class WorkerContext(Batching, Generation, Learning):
     """What a worker is built from: a plain description that can be pickled, without devices.
 
     Attributes:
@@ -45,33 +119,11 @@ class WorkerContext:
       path: where its weights are read; empty: from scratch, or taken from the role it starts from.
       base: the checkpoint that ``path`` means where that is a workdir; else None.
       compute: dtype and loop form.
-      samples: rows of a batch that share a prompt.
-      unit: rows that no micro-batch may cut apart.
-      sampling: how responses are drawn, and which tokens end one; its temperature applies to all
-        log-probs.
-      stop_strings: texts of several tokens that end one.
-      max_response_length: tokens.
-      loss: the algorithm's loss for this role, or None.
-      optimizer: settings of its updates, or None.
-      supervised_loss: of demonstrations: the warm start's, and PPO-ptx's second term; or None.
-      warm_start: settings of the warm start's updates, or None.
-      router_loss: weight in its updates of the loss that balances experts; 0: there is none.
-      micro_batch: rows (or packs) per pass over all devices, of updates and scores; 0: all.
-      slots: rows that are generated at a time; 0: all.
-      lookup: tokens that are guessed at a time, see ``hjax.rollout.lookup``.
-      cache_dtype: what keys and values are kept in, see ``hjax.rollout.generator``.
-      surplus: further responses to a prompt, of which the last ones to end are given up.
-      in_parts: whether responses are left off and continued.
-      judges: reward functions, by role, that are called with a prompt's answers while others are
-        generated.
-      packing: places of the packs in which rows are computed; 0: they are padded.
-      chooses: rows are padded or in packs as each batch has it, see ``hjax.workers.packer``.
       steps: text behind which a step of a response ends that a reward model scores, ``token`` or
         empty, see the key ``reward.steps``.
       offload: what waits in pinned host memory while it is idle: ``none``, ``optimizer`` (its
         state, but in updates) or ``all`` (the parameters too, but in the role's own calls).
       retokenize: the role's tokenizer differs from the actor's, so text is tokenised again.
-      transition_bucket_bytes: of parameters that go to the generate layout in one program.
       options: whatever a user's own worker wants: the run's whole config.
       process: which of its pool's processes this worker is in, and how many there are.
     """
@@ -85,36 +137,11 @@ class WorkerContext:
     path: str = ""
     base: Base | None = None
     compute: Compute = Compute()
-    samples: int = 1
-    unit: int = 1
-    sampling: Sampling = Sampling()
-    stop_strings: tuple[str, ...] = ()
-    max_response_length: int = 0
-    loss: Any = None
-    optimizer: OptimizerConfig | None = None
-    supervised_loss: Any = None
-    warm_start: OptimizerConfig | None = None
-    router_loss: float = 0.0
-    micro_batch: int = 0
-    slots: int = 0
-    lookup: int = 0
-    cache_dtype: str = AUTO
-    surplus: int = 0
-    in_parts: bool = False
-    judges: Mapping[str, RewardFunction] = dataclasses.field(default_factory=dict)
-    packing: int = 0
-    chooses: bool = False
     steps: str = ""
     offload: str = "none"
     retokenize: bool = False
-    transition_bucket_bytes: int = BUCKET_BYTES
     options: Any = None
     process: tuple[int, int] = (0, 1)
-
-    @property
-    def temperature(self) -> float:
-        """What logits are divided by wherever rollouts are scored; 1 for greedy sampling."""
-        return self.sampling.temperature or 1.0
 
     def on(self, devices: Sequence[jax.Device], process: tuple[int, int] = (0, 1)) -> WorkerContext:
         """The same with its layouts on these devices; whoever builds the worker calls it.

@@ -1,11 +1,11 @@
 """The one estimate of what a role keeps of a device's memory and what its calls need beside it.
 
-In bytes per device, from shapes: no devices, no compiler. It answers for the check before a run
-(``hjax.run.room``), ``model.remat=auto`` (``hjax.run.rematerialise``), ``rollout.slots=-1``
-(``hjax.run.slot_room``), dry runs and the auto-mapping (``hjax.planning``). A run counts its
-parameters from their shardings (``RoleMemory``), a search from a record (``Memory.counted``); all
-else is one formula for both. Held to what compilers say by ``tests/test_run_rematerialise.py``,
-``tests/extended/test_mapping_measured.py`` and ``tests/extended/test_dryrun_updating.py``.
+In bytes per device, from shapes: no devices, no compiler. It answers for the check before a run,
+``model.remat=auto`` and ``rollout.slots=-1`` (``hjax.run.room``), dry runs and the auto-mapping
+(``hjax.planning``). A run counts its parameters from their shardings (``RoleMemory``), a search
+from a record (``Memory.counted``); all else is one formula for both. Held to what compilers say by
+``tests/test_run_rematerialise.py``, ``tests/extended/test_mapping_measured.py`` and
+``tests/extended/test_dryrun_updating.py``.
 """
 
 from __future__ import annotations
@@ -421,8 +421,7 @@ class Memory:
         return max(cached + read, numerics.prompt_copies * cached + own + drawn)
 
     def _reading(self, tokens: float, work: Workload) -> float:
-        """Of a forward over so many tokens of prompts: the hidden states twice and a layer's part.
-        """
+        """Of a forward over so many tokens of prompts: hidden states twice and a layer's part."""
         numerics, prompt = self.programs.numerics, work.prompt_length
         pairs = tokens * prompt if prompt <= numerics.whole_scores else 0.0
         hidden = 2 * tokens * self.model.hidden * numerics.compute
@@ -542,15 +541,15 @@ class RoleMemory:
 
 def held_by(network: Network, layout: Layout, dtype: np.dtype) -> Held:
     """A device's part of a network's parameters, which are computed with in ``dtype``."""
-    trees = network.shapes, network.shardings(layout)
+    shapes, shardings, split = network.shapes, network.shardings(layout), network.partition.split
 
     def counted(shapes: Any, placed: Any) -> list[tuple[int, int]]:
         """(bytes of an element, elements of a device) of each."""
         pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(placed), strict=True)
         return [(x.dtype.itemsize, math.prod(s.shard_shape(x.shape))) for x, s in pairs]
 
-    every, size = counted(*trees), dtype.itemsize
-    learned = counted(*(network.partition.split(tree)[0] for tree in trees))
+    every, size = counted(shapes, shardings), dtype.itemsize
+    learned = counted(split(shapes)[0], split(shardings)[0])
     return Held(
         weights=sum(each * n for each, n in every),
         learned=sum(n for _, n in learned),

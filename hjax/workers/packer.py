@@ -141,9 +141,16 @@ class Packer:
         capacity: int,
         unit: int,
     ) -> Packing:
-        capacity = capacity or self.capacity
-        parts = self._parts, self._per_pass
-        return make_packing(prompts, responses, widths, share, capacity, *parts, unit=unit)
+        return make_packing(
+            prompts,
+            responses,
+            widths,
+            share=share,
+            capacity=capacity or self.capacity,
+            parts=self._parts,
+            per_pass=self._per_pass,
+            unit=unit,
+        )
 
 
 @functools.lru_cache(maxsize=256)

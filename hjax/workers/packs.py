@@ -175,8 +175,15 @@ def fill(
     room = parts * shape.passes * shape.height * shape.capacity
     if tokens > room or not prompts[responses > 0].all():
         return None
-    most = shape.answers, shape.slots // shape.height
-    packs = first_fit(prompts, responses, share, shape.capacity, unit, *most)
+    packs = first_fit(
+        prompts,
+        responses,
+        share=share,
+        capacity=shape.capacity,
+        unit=unit,
+        answers=shape.answers,
+        rows_of_pack=shape.slots // shape.height,
+    )
     passes = max(-(-len(packs) // (parts * shape.height)), 1)
     if passes > shape.passes:
         return None

@@ -23,7 +23,8 @@ from hjax.sharding.arrays import place, to_numpy
 from hjax.sharding.protocols import protocol
 from hjax.workers.base import TOKEN_KEYS, Worker, WorkerContext
 from hjax.workers.generation import JUDGED, ragged
-from hjax.workers.model import ModelWorker, abstract
+from hjax.workers.model import ModelWorker
+from hjax.workers.parameters import abstract
 from hjax.xla.program import Program
 
 # What a reward model reads, and what a function is shown beside it.

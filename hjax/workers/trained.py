@@ -17,7 +17,7 @@ from hjax.sharding.arrays import place
 from hjax.sharding.manifest import Manifest
 from hjax.sharding.pipeline import Stack
 from hjax.sharding.protocols import PROMPT_ID, control
-from hjax.workers.base import TOKEN_KEYS, WorkerContext
+from hjax.workers.base import TOKEN_KEYS, Learning, WorkerContext
 from hjax.workers.model import ModelWorker
 from hjax.workers.optimizer import UPDATE, Prepare, Updater
 from hjax.workers.passes import Batch, Objective
@@ -100,9 +100,7 @@ class TrainedWorker(ModelWorker):
             model = network.bind(params, stack, tally)
             token_loss, stats = self.token_loss(model, batch, samples, loss)
             total = jnp.sum(batch["weights"] * token_loss)
-            sums: dict[str, Any] = {
-                k: jnp.sum(batch["stat_weights"] * v) for k, v in stats.items()
-            }
+            sums: dict[str, Any] = {k: jnp.sum(batch["stat_weights"] * v) for k, v in stats.items()}
             if tally is not None:
                 if tally.routed is None:
                     raise ConfigError(
@@ -232,7 +230,8 @@ class TrainedWorker(ModelWorker):
         return {} if program == "update" else {"optimizer": state["optimizer"]}
 
     def programs(self, rows: int, prompt_length: int) -> Iterator[Program]:
-        """The update of a mini-batch of ``rows`` sequences."""
+        """The passes of ``scores``, and the update of a mini-batch of ``rows`` sequences."""
+        yield from ModelWorker.programs(self, rows, prompt_length)
         batch = self.token_shapes(rows, prompt_length)
         floats = jax.ShapeDtypeStruct(
             batch["responses"].shape, jnp.float32, sharding=batch["responses"].sharding
@@ -250,8 +249,8 @@ class TrainedWorker(ModelWorker):
         for key in (*loss.needs, *self.extra_keys):
             batch.setdefault(key, kinds.get(key, floats))
         state = self.abstract_state()
-        inputs = state["params"], state["optimizer"], batch
-        yield Program("update", lambda: self.updater.trace(*inputs))
+        trace = self.updater.trace
+        yield Program("update", lambda: trace(state["params"], state["optimizer"], batch))
 
 
 def update_reads(worker: type[TrainedWorker], context: WorkerContext, *_: Any) -> tuple[str, ...]:
@@ -259,7 +258,7 @@ def update_reads(worker: type[TrainedWorker], context: WorkerContext, *_: Any) -
     return (*update_keys(context, *worker.extra_keys), PROMPT_ID, "coefficient")
 
 
-def update_keys(context: WorkerContext, *extra: str) -> tuple[str, ...]:
+def update_keys(context: Learning, *extra: str) -> tuple[str, ...]:
     """Entries of a batch that the update program of a role reads."""
     losses = (context.loss, context.supervised_loss)
     needs = [key for loss in losses if loss is not None for key in loss.needs]

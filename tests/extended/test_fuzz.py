@@ -47,8 +47,8 @@ from hjax.models.weights import check_weights
 from hjax.planning.hardware import cluster
 from hjax.planning.profile import read_profile
 from hjax.run.inputs import load_inputs
-from hjax.run.placement import make_plan
-from hjax.run.roles import describe_roles, placed
+from hjax.run.placement import make_plan, placed
+from hjax.run.roles import describe_roles
 from hjax.run.workdir import Workdir
 from hjax.settings.reading import load_config
 from hjax.show.compare import write_comparison

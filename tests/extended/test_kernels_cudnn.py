@@ -28,7 +28,8 @@ from hjax.kernels import attention, blockwise, cudnn
 from hjax.kernels.attention import Scoring, Shared, Sight
 from hjax.kernels.sets import TRIED, choose, kernels_of
 from hjax.models.compute import Compute
-from hjax.run.roles import describe_roles, placed
+from hjax.run.placement import placed
+from hjax.run.roles import describe_roles
 
 by_xla = functools.partial(cudnn.attend, implementation="xla")
 # prompt, response, responses; without responses one sequence of the prompt's length

@@ -5,7 +5,7 @@ import weakref
 
 import jax
 
-from hjax.run.compile_counter import CompileCounter
+from hjax.run.machines import CompileCounter
 
 
 def test_counts_programs_by_name_and_goes_when_unused():

@@ -25,7 +25,8 @@ from hjax.planning.result import describe_candidate
 from hjax.planning.search import search
 from hjax.planning.space import SearchSpace, cuts
 from hjax.run.inputs import load_inputs
-from hjax.run.roles import describe_roles, placed, planned_models
+from hjax.run.placement import placed
+from hjax.run.roles import describe_roles, planned_models
 from hjax.settings.reading import load_config
 from hjax.sharding.layout import check_shapes, make_layouts, without
 from hjax.workers import OptimizerConfig, WorkerContext

@@ -1,0 +1,239 @@
+"""What a run says: progress and remarks to a person, rows to its workdir, a report at its end."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from hjax.controller import join
+from hjax.files import HISTOGRAMS, METRICS, SAMPLES, WARM_START
+from hjax.run.records import keep_for_inspection
+from hjax.run.watches import SamplerWatch, TruncationWarning, Watches
+from hjax.run.workdir import Workdir
+
+KEPT_SAMPLES = 8  # rows of each training batch and evaluation that are kept for the report
+BINS = 20
+
+
+class Reporter:
+    """Tells what a run does.
+
+    Args:
+      config: of the run.
+      display: shows progress; None shows nothing.
+
+    Attributes:
+      display: as given; in a notebook one of its own while ``run`` goes on.
+      workdir: that rows are written to; None: nothing is.
+      said: the last message.
+    """
+
+    def __init__(self, config: ConfigDict, display: Any):
+        self.display = display
+        self.workdir: Workdir | None = None
+        self.said = ""
+        self._config = config
+        self._sampler = SamplerWatch(config)
+
+    def watch(self, token_seconds: float, longest: int | None) -> None:
+        """Look out for signs that the run goes wrong.
+
+        Args:
+          token_seconds: as of ``Watches``.
+          longest: as of ``TruncationWarning``.
+        """
+        self._watches = Watches(self._config, token_seconds)
+        self._truncation = TruncationWarning(self._config.rollout.max_response_length, longest)
+
+    # To a person
+
+    def message(self, text: str) -> None:
+        """A line."""
+        self.said = text
+        if self.display is not None:
+            self.display.message(text)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """What goes on in the block has this name."""
+        with contextlib.nullcontext() if self.display is None else self.display.phase(name):
+            yield
+
+    def compiling(self, name: str, seconds: float | None) -> None:
+        """A program's compilation begins, or has ended; a display of a user's own need not show
+        it."""
+        if show := getattr(self.display, "compiling", None):
+            show(name, seconds)
+
+    def loading(self, what: str, done: int, total: int) -> None:
+        """So far weights are read; likewise."""
+        if show := getattr(self.display, "loading", None):
+            show(what, done, total)
+
+    @contextlib.contextmanager
+    def in_notebook(self, total: int) -> Iterator[None]:
+        """In the block a notebook draws a table and curves of so many steps, where this is one and
+        nobody gave a display."""
+        display = self._notebook_s(total)
+        yield
+        if display is not None:
+            display.close()
+            self.display = None
+
+    def _notebook_s(self, total: int) -> Any:
+        if self.display is not None or not self._config.display.enabled:
+            return None
+        from hjax.show.live import Display
+        from hjax.show.notebook import in_notebook
+
+        if not in_notebook():
+            return None
+        self.display = Display(self._config, total)
+        where = "" if self.workdir is None else f"  {self.workdir.path}"
+        self.display.start(f"{self._config.algorithm.name}{where}")
+        return self.display
+
+    # Of steps
+
+    def warm_start(self, updates: Sequence[tuple[int, Any]], total: int) -> None:
+        """Some of the warm start's updates: number and metrics of each, of ``total``."""
+        rows = [
+            {"step": step, "loss": float(metrics["loss"]), "grad_norm": float(metrics["grad_norm"])}
+            for step, metrics in ((step, join(future)) for step, future in updates)
+        ]
+        if self.workdir is not None:
+            self.workdir.append(WARM_START, rows)
+        if self.display is not None:
+            self.display.warm_start(rows[-1]["step"], total, rows[-1]["loss"])
+
+    def sampled(self, metrics: Mapping[str, float], step: int) -> None:
+        """Hold a step's sampler against learning, before the step counts.
+
+        Raises:
+          RunError: as of ``SamplerWatch``.
+        """
+        if warning := self._sampler.message(metrics):
+            self.message(f"step {step}: {warning}")
+
+    def row(self, metrics: Mapping[str, float]) -> None:
+        """A step's row."""
+        if self.workdir is not None:
+            self.workdir.append(METRICS, [metrics])
+
+    def step(self, metrics: Mapping[str, float], batch: Mapping[str, Any], samples: int) -> None:
+        """What else a step says: warnings, some of its ``samples`` to each prompt, and how its
+        values are spread; 0: it generated nothing."""
+        if self.display is not None:
+            self.display.step(metrics)
+        if warning := self._truncation.message(metrics):
+            self.message(warning)
+        for warning in self._watches.messages(metrics, batch):
+            self.message(warning)
+        step = int(metrics["step"])
+        if samples:
+            self.samples(batch, step, "train", samples)
+        if samples and self.workdir is not None:
+            self.workdir.append(HISTOGRAMS, [histogram_row(batch, step)])
+
+    def samples(self, batch: Mapping[str, Any], step: int, kind: str, samples: int) -> None:
+        """Some rows of a batch with so many responses to a prompt; kind ``train`` or ``eval``."""
+        if "responses" not in batch:
+            return
+        chosen = spread_rows(len(batch["responses"]), samples, KEPT_SAMPLES)
+        rows = [sample_row(batch, i, step, kind) for i in chosen]
+        if self.workdir is not None:
+            self.workdir.append(SAMPLES, rows)
+        shown = kind == "train" and (step == 1 or step % self._config.display.samples_every == 0)
+        if self.display is not None and shown:
+            self.display.samples(rows)
+
+    def keep_batch(self, batch: Mapping[str, Any], step: int) -> None:
+        """Keep the batch of a step with a skipped update, or that failed; nothing of none."""
+        if self.workdir is not None and batch:
+            with self.workdir.writing("skipped"):
+                keep_for_inspection(self.workdir.path, step, batch)
+
+    def end(self, timeline: Any) -> None:
+        """Write what calls ran when, and the report."""
+        if self.workdir is None:
+            return
+        self.workdir.write_json("timeline.json", timeline.chrome_trace())
+        if self._config.display.report:
+            from hjax.show.report import write_report
+
+            with self.workdir.writing("report.html"):
+                write_report(self.workdir.path)
+
+
+def histogram(values: Any) -> dict[str, Any] | None:
+    """Counts of values in ``BINS`` bins of one width from the least to the greatest.
+
+    Args:
+      values: any shape; NaN counts nowhere.
+
+    Returns:
+      ``low``, ``high``, ``counts``, and ``sum`` and ``squares`` of the values; None without any.
+    """
+    found = np.asarray(values, np.float64).ravel()
+    found = found[np.isfinite(found)]
+    if not found.size:
+        return None
+    counts, edges = np.histogram(found, BINS)
+    return {
+        "low": float(edges[0]),
+        "high": float(edges[-1]),
+        "counts": counts.tolist(),
+        "sum": float(found.sum()),
+        "squares": float(np.square(found).sum()),
+    }
+
+
+def histogram_row(batch: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """A row of histograms.jsonl: ``reward``, ``cost`` and ``length`` of the step's responses,
+    each as of ``histogram``, where the batch has them."""
+    found: dict[str, Any] = {}
+    for name, key in (("reward", "rewards"), ("cost", "costs")):
+        if key in batch:
+            found[name] = histogram(batch[key])
+    if "response_mask" in batch:
+        found["length"] = histogram(np.asarray(batch["response_mask"]).sum(axis=1))
+    return {"step": step} | {name: said for name, said in found.items() if said is not None}
+
+
+def spread_rows(rows: int, samples: int, count: int) -> list[int]:
+    """Which rows of a batch are shown: of as many prompts as can be, those of one side by side.
+
+    Args:
+      rows: of the batch, the ``samples`` of a prompt one after the other.
+      count: rows wanted; fewer where there are not so many.
+
+    Returns:
+      indices of rows, rising. With more than one sample a prompt shows at least two.
+    """
+    prompts = max(rows // max(samples, 1), 1)
+    each = min(max(2, -(-count // prompts)), samples) if samples > 1 else 1
+    return [i for i in range(rows) if i % samples < each][:count]
+
+
+def sample_row(batch: Mapping[str, Any], row: int, step: int, kind: str) -> dict[str, Any]:
+    """A row of samples.jsonl; advantage is the mean over the response."""
+    mask = np.asarray(batch["response_mask"][row], bool)
+    sample: dict[str, Any] = {"step": step, "index": row, "kind": kind}
+    if "response_text" in batch:
+        sample |= {"prompt": batch["prompt_text"][row], "response": batch["response_text"][row]}
+    else:
+        prompt = np.asarray(batch["prompts"][row])[np.asarray(batch["prompt_mask"][row], bool)]
+        response = np.asarray(batch["responses"][row])[mask]
+        sample |= {"prompt": str(prompt.tolist()), "response": str(response.tolist())}
+    if "rewards" in batch:
+        sample["reward"] = float(batch["rewards"][row])
+    if "costs" in batch:
+        sample["cost"] = float(batch["costs"][row])
+    if "advantages" in batch and mask.any():
+        sample["advantage"] = float(np.asarray(batch["advantages"][row])[mask].mean())
+    sample["truncated"] = bool(batch["truncated"][row])
+    return sample

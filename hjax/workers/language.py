@@ -1,0 +1,103 @@
+"""Language models that say something of responses: reference, process reward, teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hjax.models.forward import read_responses, token_log_probs, top_log_probs
+from hjax.sharding.protocols import protocol
+from hjax.workers.base import SCORED_KEYS, WorkerContext
+from hjax.workers.model import ModelWorker
+from hjax.workers.trained import TrainedWorker, update_reads
+
+
+class Reference(ModelWorker):
+    """Log-probs of the responses under a policy that does not change, from which the KL is
+    measured."""
+
+    scores = {"compute_ref_log_prob": "_log_prob"}
+
+    @protocol("3D_PROTO", reads=SCORED_KEYS)
+    def compute_ref_log_prob(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """``ref_logprobs`` float32 [rows, length], at the actor's temperature, 0 on padding."""
+        return {"ref_logprobs": self.score(self._log_prob, batch)}
+
+
+class LanguageWorker(TrainedWorker):
+    """A language model that learns."""
+
+    def token_loss(
+        self, model: Any, batch: dict[str, jax.Array], share: int, loss: Any
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The loss of the responses' log-probs, and its statistics."""
+        read = self.reader(model, loss)
+        logprobs, entropy = read_responses(model, batch, share, self.compute, read)
+        return loss(logprobs, entropy, batch)
+
+    def reader(self, model: Any, loss: Any) -> Callable[[jax.Array, jax.Array], Any]:
+        """What reads hidden states and tokens: log-probs and entropy as a loss takes them."""
+        temperature = self.context.temperature if getattr(loss, "tempered", True) else 1.0
+
+        def read(states: jax.Array, tokens: jax.Array) -> Any:
+            return token_log_probs(model, states, tokens, temperature, layout=self.compute.layout)
+
+        return read
+
+
+class ImplicitReward(LanguageWorker):
+    """PRIME's reward model: log-ratios to the reference are its rewards of tokens, learned from
+    outcomes."""
+
+    scores = {"compute_process_reward": "_log_prob"}
+
+    @protocol("3D_PROTO", reads=SCORED_KEYS)
+    def compute_process_reward(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """``process_logprobs`` float32 [rows, length], at the actor's temperature, 0 on padding."""
+        return {"process_logprobs": self.score(self._log_prob, batch)}
+
+    @protocol("3D_PROTO", phase="update", reads=update_reads)
+    def update_reward(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """One optimizer step on the outcomes; metrics as scalars."""
+        return self.update(batch)
+
+
+class Teacher(ModelWorker):
+    """Scores the responses of a student; its weights stay as they are."""
+
+    scores = {"compute_top_log_probs": "_top"}
+
+    def __init__(self, context: WorkerContext):
+        super().__init__(context)
+        assert context.model is not None
+        asked = context.options.algorithm.top_k
+        self.top = min(asked or context.model.vocab_size, context.model.vocab_size)
+
+    @protocol("3D_PROTO", reads=SCORED_KEYS)
+    def compute_top_log_probs(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """``teacher_tokens`` int32 [rows, length, k], the most probable tokens in the place of each
+        response token, and ``teacher_logprobs`` float32 of the same shape, at the actor's
+        temperature; 0 on padding."""
+        logprobs, tokens = self.score(self._top, batch)
+        return {"teacher_logprobs": logprobs, "teacher_tokens": tokens}
+
+    def _top(self, model: Any, batch: Any, share: int) -> tuple[jax.Array, jax.Array]:
+        def read(states: jax.Array, _: jax.Array) -> Any:
+            temperature, layout = self.context.temperature, self.compute.layout
+            return top_log_probs(model, states, self.top, temperature, layout)
+
+        logprobs, tokens = read_responses(model, batch, share, self.compute, read)
+        mask = batch["response_mask"][..., None]
+        return jnp.where(mask, logprobs, 0.0), jnp.where(mask, tokens, 0)
+
+
+class LearningTeacher(Teacher, LanguageWorker):
+    """A teacher that is taught itself, by demonstrations, as it teaches."""
+
+    @protocol("3D_PROTO", phase="update", reads=update_reads)
+    def update_teacher(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """One optimizer step on demonstrations; metrics as scalars."""
+        return self.update(batch)

@@ -1,0 +1,99 @@
+"""Models with a scalar head that learn: the critic, and the model that learns to judge."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from hjax.models.forward import read_responses
+from hjax.models.parameters import Params
+from hjax.pieces import Pieces
+from hjax.sharding.protocols import protocol
+from hjax.workers.base import SCORED_KEYS
+from hjax.workers.trained import TrainedWorker, update_reads
+
+
+class ScalarWorker(TrainedWorker):
+    """A number for each place before a response token."""
+
+    scalar = True
+
+    def token_loss(
+        self, model: Any, batch: dict[str, jax.Array], share: int, loss: Any
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The loss of the numbers, and its statistics."""
+        return loss(self._numbers(model, batch, share), batch)
+
+    def _values(self, model: Any, batch: Any, share: int) -> jax.Array:
+        return jnp.where(batch["response_mask"], self._numbers(model, batch, share), 0.0)
+
+    def _numbers(self, model: Any, batch: Mapping[str, jax.Array], share: int) -> jax.Array:
+        def read(states: jax.Array, _: jax.Array) -> jax.Array:
+            return self.head(model, states)
+
+        return read_responses(model.decoder, dict(batch), share, self.compute, read)
+
+    def head(self, model: Any, states: jax.Array) -> jax.Array:
+        """The numbers of hidden states."""
+        return model.score(states)
+
+
+class Critic(ScalarWorker):
+    """Primitive calls of HybridFlow's Table 4 for the value model: a value for every response
+    token, before it is drawn."""
+
+    scores = {"compute_values": "_values"}
+
+    def adapted(self, params: Params) -> Params:
+        """A language model's parameters, with a value head of zeros; under adapters without."""
+        # What is missing is named where the parameters are taken.
+        kept = {key: params[key] for key in self.network.shapes["decoder"] if key in params}
+        if self.merge is not None:
+            return {"decoder": kept}
+        head: Params = {
+            k: np.zeros(x.shape, x.dtype) for k, x in self.network.shapes.items() if k != "decoder"
+        }
+        first = jax.tree.leaves(params)[0]
+        placed = getattr(first, "sharding", None)
+        if isinstance(placed, NamedSharding):
+            # Where the others are, so that all of them cross between pools alike.
+            head = jax.device_put(head, NamedSharding(placed.mesh, PartitionSpec()))
+        elif isinstance(first, Pieces):
+            head = jax.tree.map(Pieces.of, head)
+        return {"decoder": kept, **head}
+
+    @protocol("3D_PROTO", reads=SCORED_KEYS)
+    def compute_values(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """``values`` float32 [rows, length], 0 on padding."""
+        return {"values": self.score(self._values, batch)}
+
+    @protocol("3D_PROTO", phase="update", reads=update_reads)
+    def update_critic(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """One optimizer step on the squared error to the returns; metrics as scalars."""
+        return self.update(batch)
+
+
+class Scorer(ScalarWorker):
+    """Scores of responses, after each of their tokens; trained on pairs or on labelled steps."""
+
+    places_after = 1
+    scores = {"compute_scores": "_values"}
+
+    def head(self, model: Any, states: jax.Array) -> jax.Array:
+        """Without the head's bias."""
+        return model.unbiased(states)
+
+    @protocol("3D_PROTO", phase="prepare", reads=SCORED_KEYS)
+    def compute_scores(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """``scores`` float32 [rows, length]: before each response token, 0 on padding."""
+        return {"scores": self.score(self._values, batch)}
+
+    @protocol("3D_PROTO", phase="update", reads=update_reads)
+    def update_scores(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """One optimizer step of the loss; metrics as scalars."""
+        return self.update(batch)
