@@ -6,8 +6,6 @@ the figures are kept as JSON, by the program's text and everything that decides 
 Beside them stands how far a step's bytes go: the links that mesh axes and compiled collectives use.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

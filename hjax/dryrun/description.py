@@ -1,7 +1,5 @@
 """What a run will cost, counted before it starts: ``--dry_run``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hjax.dryrun.programs import (

@@ -4,8 +4,6 @@ DeepSpeed-Chat and HybridFlow-V as the paper's Table 2 counts them: every device
 model, keeps its generation shard and beside it its training shard.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

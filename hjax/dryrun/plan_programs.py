@@ -1,7 +1,5 @@
 """A plan's programs compiled by the real compiler of its cluster: memory and work, counted."""
 
-from __future__ import annotations
-
 import dataclasses
 import tempfile
 from pathlib import Path

@@ -4,8 +4,6 @@ Shared by ``--dry_run``, which compiles for the devices at hand, and ``hjax.laun
 compiles for those of a topology. Nothing is allocated.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence

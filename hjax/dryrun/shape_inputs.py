@@ -1,7 +1,5 @@
 """What programs are compiled from where there are no weights and no data: shapes alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

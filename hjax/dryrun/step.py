@@ -1,7 +1,5 @@
 """A step compiled for a topology: every program's memory, collectives and FLOPs."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -10,8 +10,6 @@ cuDNN, autotuning) is not seen.
 them, without a compiler or plugin.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.metadata
 import importlib.util

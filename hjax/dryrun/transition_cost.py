@@ -5,8 +5,6 @@ enough for the moves, and the moves for their bytes; of the ways that hjax does 
 there are the paper's formulas alone.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import zlib

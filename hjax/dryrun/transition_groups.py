@@ -7,8 +7,6 @@ contains its training shard; ``vanilla`` (HybridFlow-V) lets consecutive ranks f
 ``gather_all`` (DeepSpeed-Chat) trains with ZeRO-3 over all devices and groups like vanilla.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """`python -m hjax.launch.compile`: compile a step for a TPU or GPU topology without having it."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from typing import Any

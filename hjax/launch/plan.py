@@ -1,7 +1,5 @@
 """`python -m hjax.launch.plan`: which devices and layouts each model of a dataflow should get."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Sequence

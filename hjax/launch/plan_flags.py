@@ -1,7 +1,5 @@
 """What `hjax.launch.plan` is asked: its flags read, and the problem that they pose."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`python -m hjax.launch.transition`: a layout transition, counted and measured."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os

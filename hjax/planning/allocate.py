@@ -1,7 +1,5 @@
 """Putting sets of models together on a cluster: which devices each set gets."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """`placement=auto`: the plan of a run for the devices it has."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence

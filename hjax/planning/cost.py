@@ -4,8 +4,6 @@ Everything is per device unless said otherwise. Bandwidths and FLOP/s are the ca
 constants' shares.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -1,7 +1,5 @@
 """What generation costs: the transition to its layout, prefill and decoding."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

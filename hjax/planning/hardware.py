@@ -1,7 +1,5 @@
 """Clusters by name, and how many of their devices a set may take."""
 
-from __future__ import annotations
-
 import functools
 import math
 import re

@@ -5,8 +5,6 @@ that a pool's hosts agree in (a TPU slice, a rack). Where its processes may stan
 labels of the pool (``Pool.where``), which the run's placement keeps to.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ before: the factors are those that explain the run best and stay near 1 (ridge r
 relative errors). A run moves a factor the less, the more runs have spoken before it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import statistics
 from collections.abc import Callable, Mapping, Sequence

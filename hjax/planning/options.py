@@ -1,7 +1,5 @@
 """Every legal way to run one role on some devices, and the few worth keeping."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

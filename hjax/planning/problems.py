@@ -3,8 +3,6 @@
 A run's own problem comes from its config instead (``hjax.planning.auto.run_problem``).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """What devices do in a second, measured: products, copies in memory, collectives."""
 
-from __future__ import annotations
-
 import functools
 import math
 import statistics

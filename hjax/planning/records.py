@@ -4,8 +4,6 @@ Sizes are elements or bytes as named, times seconds, rates per second. Callers a
 launch) fill them in; nothing here knows how.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 """A search's result as data: what `plan --json` prints and what plan.json holds; and as a run: the
 config beside its plan.json, so that ``hjax.launch`` runs it as planned."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """What a search tries: the sizes of a role's mesh axes, and what else it may choose."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -8,8 +8,6 @@ is all hosts of one slice (``hjax.controller.hosts.rooms``): a set on a part of 
 hosts, or over several slices, compiles and does not run.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Holding a config against the keys that exist: names, types, ranges and batch arithmetic."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterable, Mapping

@@ -9,8 +9,6 @@ Batch sizes are always counted in sequences (one sequence = one prompt with one 
 whole run, never per device; `rollout.prompts` alone counts prompts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

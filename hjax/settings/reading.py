@@ -4,8 +4,6 @@ config = load_config("ppo.py", {"rollout.prompts": 32})
 config = load_config("ppo.py", ["--config.rollout.prompts=32"])
 """
 
-from __future__ import annotations
-
 import difflib
 import inspect
 import os

@@ -6,8 +6,6 @@ layout, and the receiving pool shares it by explicit moves. Where one process se
 their parts, somebody carries them, and those of the other take them in (``Arrival``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

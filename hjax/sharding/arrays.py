@@ -4,8 +4,6 @@ JAX's own ``device_put`` and ``np.asarray`` want an array within one process; ov
 process makes and reads its own part.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, TypeVar
 

@@ -7,8 +7,6 @@ counted so. The plan is arithmetic over regions: pools of any size can be asked,
 their devices is there, and every process that makes it makes the same one.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -7,8 +7,6 @@ then a change of PartitionSpec on one mesh: an all-gather over the micro axes on
 slice back.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence

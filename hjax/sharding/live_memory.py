@@ -1,7 +1,5 @@
 """Bytes that are really alive on devices, to measure what a transition needs."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Sequence
 

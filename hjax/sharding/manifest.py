@@ -5,8 +5,6 @@ shapes, dtypes, regions and a version are held against what the receiver expects
 is one error that names the parameter and both values, and no number is read.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

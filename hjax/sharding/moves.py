@@ -7,8 +7,6 @@ dimension's axes (collective-permute). Left to itself XLA takes a full replica w
 do, e.g. from rows over (fsdp, tensor) to columns over tensor.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import heapq

@@ -4,8 +4,6 @@
 and deleted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

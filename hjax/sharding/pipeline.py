@@ -13,8 +13,6 @@ a stage's forward runs again in its backward pass. Idle slots are branches not t
 lasts ``(m + p - 1)`` forward and backward passes of a stage, ``(p - 1) / (m + p - 1)`` of it idle.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

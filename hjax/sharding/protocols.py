@@ -6,8 +6,6 @@ off the receiving program's layout, and collecting is the global view of the res
 which replicas are one.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence

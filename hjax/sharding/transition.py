@@ -6,8 +6,6 @@ of it gives the other back. Arrays go in buckets; each source is freed once its 
 that there is never a second copy of the model.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ XLA's analyses count a loop's body once and say nothing of collectives, so bytes
 each collective times the trips of the loops around it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence

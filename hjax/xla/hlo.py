@@ -4,8 +4,6 @@ Reads what ``compiled.as_text()`` prints on CPU, GPU and TPU (XLA's HLO text), a
 needs it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -3,8 +3,6 @@
 Gains are of predictions from the compiled programs (docs/performance.md says how), not of runs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A program that can be compiled without running it, and what its text does not tell."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
