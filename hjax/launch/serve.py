@@ -62,6 +62,7 @@ from hjax.launch.leaving import run_and_leave
 from hjax.launch.sampling_flags import DTYPES, SEEDS, UNSET, ModelFront, options_help, sampling_of
 from hjax.rollout.options import OPTIONS, Sampling
 from hjax.rules import Rule, above, at_least, between
+from hjax.serving.address import address_of, bind
 from hjax.serving.limits import Limits, allow_connections
 
 if TYPE_CHECKING:
@@ -162,8 +163,6 @@ def _jetstream(own: Any, key: str, front: ModelFront) -> int:
     except ModuleNotFoundError as error:
         raise _missing(error, "jetstream") from error
     bound = _bind(own, key)
-    from hjax.serving.address import address_of
-
     model, service = _service(own, front)
     started = _started(own, "grpc", bound)
     address = address_of(bound)
@@ -196,16 +195,18 @@ def _missing(error: ModuleNotFoundError, extra: str) -> ConfigError:
 
 def _bind(own: Any, key: str) -> socket.socket:
     """Before the weights: a port that is taken should not cost their reading."""
-    from hjax.serving.address import bind
-
     bound = bind(own.host, own.port)
-    _remark(bound.getsockname()[0], key)
+    host = bound.getsockname()[0]
+    if not key and not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+        print(
+            f"hjax: {host} can be reached by other machines, and no key is asked for; "
+            "--api_key_env=NAME",
+            file=sys.stderr,
+        )
     return bound
 
 
 def _started(own: Any, scheme: str, bound: socket.socket) -> Callable[[], None]:
-    from hjax.serving.address import address_of
-
     line = f"serving {own.model} on {scheme}://{address_of(bound)}"
     return lambda: print(line, flush=True)
 
@@ -226,15 +227,6 @@ def _key(name: str) -> str:
     if not key:
         raise ConfigError(f"--api_key_env={name}: that environment variable is not set, or empty")
     return key
-
-
-def _remark(host: str, key: str) -> None:
-    if not key and not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
-        print(
-            f"hjax: {host} can be reached by other machines, and no key is asked for; "
-            "--api_key_env=NAME",
-            file=sys.stderr,
-        )
 
 
 if __name__ == "__main__":

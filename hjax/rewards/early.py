@@ -28,17 +28,10 @@ class Answers:
     def joined(cls, some: Sequence[Answers]) -> Answers:
         """Of several prompts, with the same columns."""
         names = some[0].columns
-
-        def of(field: str) -> list[Any]:
-            return [x for each in some for x in getattr(each, field)]
-
-        return cls(
-            prompts=of("prompts"),
-            responses=of("responses"),
-            columns={name: [x for each in some for x in each.columns[name]] for name in names},
-            prompt_tokens=of("prompt_tokens"),
-            response_tokens=of("response_tokens"),
-        )
+        columns = {name: [x for each in some for x in each.columns[name]] for name in names}
+        others = [field.name for field in dataclasses.fields(cls) if field.name != "columns"]
+        lists = {name: [x for each in some for x in getattr(each, name)] for name in others}
+        return cls(columns=columns, **lists)
 
 
 class Verdict(Later):
@@ -127,13 +120,7 @@ class Judge:
                 self._waiting = [x for x in self._waiting if set(x[0].columns) != names]
             try:
                 whole = Answers.joined([answers for answers, _ in some])
-                result = self._function(
-                    whole.prompts,
-                    whole.responses,
-                    whole.columns,
-                    whole.prompt_tokens,
-                    whole.response_tokens,
-                )
+                result = self._function(**vars(whole))
             except BaseException as error:  # whoever waits is told
                 for _, call in some:
                     call.set_exception(error)
