@@ -47,7 +47,7 @@ from hjax.launch.sampling_flags import (
     sampling_help,
     token_ids,
 )
-from hjax.show.answers import say, say_pieces, say_response
+from hjax.show.answers import say, say_pieces
 from hjax.show.tables import wide_console
 
 if TYPE_CHECKING:
@@ -190,11 +190,14 @@ def _stream(model: LanguageModel, prompts: Dataset, seed: int, options: dict[str
     """Print a prompt and what follows it, as it comes."""
     console = wide_console()
     [tokens] = prompts.prompt_tokens
-    text = prompts.prompt_text
-    say(console, tokens if text is None else text[0], "dim")
-    # A response goes on where its text ends; ids need a mark.
-    say(console, "" if text else " → ")
+    _say_prompt(console, (prompts.prompt_text or [tokens])[0])
     say_pieces(console, model.stream(tokens, seed=seed, **options))
+
+
+def _say_prompt(console: Any, prompt: Any) -> None:
+    say(console, prompt, "dim")
+    # A response goes on where its text ends; ids need a mark.
+    say(console, "" if isinstance(prompt, str) else " → ")
 
 
 def _described(
@@ -224,13 +227,8 @@ def _show(prompts: Dataset, completions: Sequence[Completion]) -> None:
     asked = prompts.prompt_text or prompts.prompt_tokens
     for i, (prompt, completion) in enumerate(zip(asked, completions, strict=True)):
         say(console, f"{i + 1} of {len(prompts)}\n", "bold")
-        text = completion.text is not None
-        say(console, prompt, "dim")
-        # A response goes on where its text ends; ids need a mark.
-        say(console, "" if text else " → ")
-        response = completion.text if text else completion.tokens
-        truncated = completion.finish_reason == "length"
-        say_response(console, response, len(completion.tokens), truncated)
+        _say_prompt(console, prompt)
+        say_pieces(console, [completion])
         if i + 1 < len(prompts):
             say(console, "\n")
 

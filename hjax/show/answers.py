@@ -29,14 +29,8 @@ def say(console: Any, piece: Any, style: str = "") -> None:
     console.file.flush()
 
 
-def say_response(console: Any, response: Any, tokens: int, truncated: bool) -> None:
-    """Print a response and, on a line of its own, its length."""
-    say(console, response)
-    _say_length(console, tokens, truncated)
-
-
 def say_pieces(console: Any, pieces: Iterable[Completion]) -> str:
-    """Print a response as it comes, then its length as ``say_response`` does; returns its text."""
+    """Print a response as it comes and, on a line of its own, its length; returns its text."""
     text, tokens, truncated = "", 0, False
     for piece in pieces:
         if piece.text is None:
@@ -48,13 +42,9 @@ def say_pieces(console: Any, pieces: Iterable[Completion]) -> str:
             tokens += len(piece.tokens)
         text += piece.text or ""
         truncated = piece.finish_reason == "length"
-    _say_length(console, tokens, truncated)
-    return text
-
-
-def _say_length(console: Any, tokens: int, truncated: bool) -> None:
     remark = ", cut at the length limit" if truncated else ""
     say(console, f"\n[{tokens} token{'s' if tokens != 1 else ''}{remark}]\n", "dim")
+    return text
 
 
 def print_measures(console: Any, measures: Mapping[str, Estimate]) -> None:
