@@ -3,12 +3,10 @@
 The texts are those of the config's `data` section.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 from hjax.errors import ConfigError
 
@@ -35,7 +33,7 @@ class Reading:
     template: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, data: Any) -> Reading:
+    def of(cls, data: Any) -> Self:
         """What the config's section `data` says.
 
         Raises:

@@ -4,12 +4,10 @@ Text comes of byte strings put one after another where a decoder looks at each t
 names of bytes, SentencePiece's `▁` for a space and `<0x0A>` for a byte, or the token as it is.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from hjax.errors import DataError
 
@@ -34,7 +32,7 @@ class TokenBytes:
     @classmethod
     def of(
         cls, decoder: Mapping[str, Any] | None, tokens: Mapping[int, str], name: str
-    ) -> TokenBytes:
+    ) -> Self:
         """The bytes of ``tokens``, id to spelling, special ones left out.
 
         Args:

@@ -14,8 +14,6 @@ hjax's own server is such an endpoint (`python -m hjax.launch.serve --protocol=o
 What a judge has said is kept in a file, and how often it was asked.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib
@@ -35,6 +33,13 @@ from hjax.errors import ConfigError, RunError
 # Statuses after which another try may do: busy, over its rate, or down.
 _AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 _LONGEST_WAIT = 60.0
+
+
+class _Failed:
+    """A request that got no answer."""
+
+    def __init__(self, why: str):
+        self.why = why
 
 
 class Judge:
@@ -224,13 +229,6 @@ class Judge:
             return None
         worst, best = self._scores
         return min(max((float(found[-1][1]) - worst) / (best - worst), 0.0), 1.0)
-
-
-class _Failed:
-    """A request that got no answer."""
-
-    def __init__(self, why: str):
-        self.why = why
 
 
 def _asked_to_wait(text: str | None) -> float:

@@ -1,9 +1,8 @@
 """One response as it is drawn: its tokens become text, until a stop string or a token ends it."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
+from typing import Self
 
 from hjax.data.response_text import ResponseText
 from hjax.rollout.requests import Piece
@@ -57,7 +56,7 @@ class Delta:
     prompt: tuple[Drawn, ...] = ()
 
     @classmethod
-    def joined(cls, deltas: Sequence[Delta]) -> Delta:
+    def joined(cls, deltas: Sequence[Self]) -> Self:
         """One of several of the same response."""
         return cls(
             "".join(each.text for each in deltas),

@@ -1,10 +1,8 @@
 """A request that is refused: HTTP status, and the error in OpenAI's form."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
-from typing import Any
+from typing import Any, Self
 
 from starlette.responses import JSONResponse
 
@@ -44,7 +42,7 @@ class Refused(Exception):
         self.retry_after = retry_after
 
     @classmethod
-    def of(cls, error: ConfigError) -> Refused:
+    def of(cls, error: ConfigError) -> Self:
         """The refusal of an option that does not do; most messages begin with its name."""
         text = " ".join(str(error).split())
         name = re.split(r"[ =:]", text, maxsplit=1)[0]
