@@ -142,10 +142,10 @@ SIX = (1, 3, 4, 6, 7, 8)
 )  # fmt: skip
 @pytest.mark.extended
 def test_frequencies_and_log_probs_follow_the_distribution(options, allowed):
-    rows = RowSampling.of([options], SIZES).take(np.zeros(DRAWS, int))
+    rows = jax.tree.map(lambda x: np.repeat(x, DRAWS, 0), RowSampling.of([options], SIZES))
     prompt, response = np.asarray([PROMPT]), np.asarray([RESPONSE])
     counts = Counts.of(prompt, prompt >= 0, LOGITS.size, response, response >= 0)
-    counts = counts.take(np.zeros(DRAWS, int))
+    counts = jax.tree.map(lambda x: jnp.repeat(x, DRAWS, axis=0), counts)
     logits = jnp.broadcast_to(LOGITS, (DRAWS, LOGITS.size))
     bits = {} if allowed is None else {"allowed": np.tile(bits_of(allowed, 1), (DRAWS, 1))}
     drawn = program()(logits, keys_of(DRAWS), jnp.int32(len(RESPONSE)), rows, counts, **bits)
@@ -298,7 +298,7 @@ def test_a_row_of_a_mixed_batch_draws_what_a_program_of_its_sampling_does(kernel
         jnp.tile(keys, many),
         jnp.tile(positions, many),
         RowSampling.of(mixed, Sizes(vocab, penalties=True)),
-        counts.take(np.tile(np.arange(each), many)),
+        jax.tree.map(lambda x: jnp.tile(x, (many, 1)), counts),
     )
     names = ("token", *LOG_PROBS)
     whole = {name: np.concatenate([getattr(one, name) for one in wanted]) for name in names}
@@ -449,25 +449,6 @@ def test_counts_follow_what_live_rows_draw():
         assert after.response.tolist() == [[1, 0, 0, 0, 2, 0], [0, 0, 2, 0, 0, 0]]
         assert after.prompt.tolist() == counts.prompt.tolist()
     assert counted(None, jnp.array([1]), jnp.array([True])) is None
-
-
-def test_rows_are_taken_and_put():
-    asked = [Sampling(temperature=t, stop=(i,), presence_penalty=t) for i, t in enumerate((0.5, 1))]
-    rows = RowSampling.of([*asked, None], SIZES)
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        rows.take(np.array([1, 1, 0])),
-        RowSampling.of([asked[1], asked[1], asked[0]], SIZES),
-    )
-    other = RowSampling.of([Sampling(top_k=3), Sampling(top_k=4)], SIZES)
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        rows.put(np.array([2, 3]), other),  # there is no row 3
-        RowSampling.of([*asked, Sampling(top_k=3)], SIZES),
-    )
-    counts = Counts.of(np.array([[1], [2], [3]]), np.ones((3, 1), bool), 5)
-    moved = counts.put(jnp.array([0]), counts.take(jnp.array([2])))
-    assert moved.prompt.argmax(-1).tolist() == [3, 2, 3]
 
 
 def test_only_penalties_need_the_tokens_so_far():
