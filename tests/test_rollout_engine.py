@@ -343,7 +343,7 @@ def test_surplus_samples_are_given_up_and_the_shortest_kept(name, alone):
 @pytest.mark.parametrize("name", ["all at once", pytest.param("guesses", marks=pytest.mark.slow)])
 @pytest.mark.extended
 def test_groups_are_told_once_in_the_part_in_which_they_end(name, alone):
-    case = dataclasses.replace(SURPLUS[name], cuts=(40,) if name == "all at once" else (10, 40, 66))
+    case = dataclasses.replace(SURPLUS[name], cuts=(10, 40, 66))
     generator, params, arguments, options = made_by(case)
     expected, told = alone(case), []
     drawn_by(generator, params, arguments, case, options, on_ended=lambda *x: told.append(x))
