@@ -1,7 +1,5 @@
 """What to compute: one file per algorithm, and the pure functions they are made of."""
 
-from __future__ import annotations
-
 import difflib
 import inspect
 

@@ -5,8 +5,6 @@ call returns a future at once, and ``join`` waits for what the controller's own 
 names no device, mesh or sharding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 

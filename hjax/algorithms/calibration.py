@@ -4,8 +4,6 @@ A prediction is a logit x: yes with the probability σ(x). It says the likelier 
 confidence of max(σ(x), 1 - σ(x)).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

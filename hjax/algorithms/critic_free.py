@@ -3,8 +3,6 @@
 docs/algorithms/critic_free.md has the formulas, same_name.md where implementations differ.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@ r"""On-policy distillation: a teacher scores what the student draws (GKD, arXiv 
 First its loss: of a student that learns what a teacher would have drawn in each token's place.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Learning from preference pairs without a reward model: DPO (Rafailov et al. 2023) and its kin."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import numpy as np

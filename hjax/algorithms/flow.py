@@ -5,8 +5,6 @@ waited for here. So ``ahead`` and ``concurrently`` overlap calls by making them 
 these run is no concern of theirs.
 """
 
-from __future__ import annotations
-
 import collections
 import time
 from collections.abc import Callable, Iterable, Iterator

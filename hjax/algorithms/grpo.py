@@ -3,8 +3,6 @@
 Its switches make the critic-free methods of ``hjax.algorithms.critic_free``.
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import jax

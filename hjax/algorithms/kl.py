@@ -2,8 +2,6 @@
 coefficient of the entropy bonus, where it follows a target.
 """
 
-from __future__ import annotations
-
 import math
 
 import chex

@@ -1,7 +1,5 @@
 """KTO (Ethayarajh et al. 2024, arXiv 2402.01306): responses that are each good or bad, no pairs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

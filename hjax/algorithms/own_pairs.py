@@ -1,7 +1,5 @@
 """Pairs that a policy makes itself: OnlineDPO has its answers judged, SPIN plays demonstrations."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

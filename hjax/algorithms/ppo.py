@@ -1,7 +1,5 @@
 """PPO (Schulman et al. 2017, arXiv 1707.06347) with a critic, as used for RLHF."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import jax

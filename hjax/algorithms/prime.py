@@ -1,7 +1,5 @@
 """PRIME (Cui et al. 2025, arXiv 2502.01456): implicit process rewards, trained as the policy is."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import jax

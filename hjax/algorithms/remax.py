@@ -1,7 +1,5 @@
 """ReMax (Li et al. 2023, arXiv 2310.10505): the greedy response's reward is the baseline."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import jax

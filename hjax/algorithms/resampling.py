@@ -6,8 +6,6 @@ at most; the step's batch keeps its shape, so that nothing is compiled anew, and
 still missing are filled up by those that say nothing, which then leave the loss.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

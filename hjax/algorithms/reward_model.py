@@ -6,8 +6,6 @@ has T + 1 places; the last of them scores the whole (`with_end`). What a loss kn
 stands in the batch's `labels`: 1 good, 0 bad, NaN nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Safe-RLHF (Dai et al. 2023, arXiv 2310.12773): PPO under a constraint on the cost."""
 
-from __future__ import annotations
-
 import collections
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Supervised training on demonstrations: the warm start, as an algorithm of its own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ml_collections import ConfigDict

@@ -1,7 +1,5 @@
 """What an algorithm says of itself before there is a run: its roles, its keys, its losses."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar

@@ -5,8 +5,6 @@ share nothing with the controller.
 With ``DebuggingExecutor`` a pool's calls of one role stop in a debugger.
 """
 
-from __future__ import annotations
-
 import collections
 import concurrent.futures
 import pdb

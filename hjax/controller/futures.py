@@ -1,7 +1,5 @@
 """Futures: what a worker group's call returns at once."""
 
-from __future__ import annotations
-
 import concurrent.futures
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The workers of one pool, where their devices are: built, called and told whose turn it is."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Hosts of a cluster: which of them a pool's processes may stand on together."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType

@@ -5,8 +5,6 @@ names role, method and arguments. Both can be pickled, so they may travel to ano
 user's file defines travels as the file's path and a name.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import pickle

@@ -6,8 +6,6 @@ once (HybridFlow, arXiv 2409.19256, section 4). The controller knows no tokens: 
 with nested dicts of arrays, or with futures of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ pool or the controller asks for is written into the object store, each region of
 the process that holds it. Nothing here knows which store that is, or how messages come.
 """
 
-from __future__ import annotations
-
 import collections
 import concurrent.futures
 import dataclasses

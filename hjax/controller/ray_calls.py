@@ -6,8 +6,6 @@ the pools that they make up (``ray_pool``, ``ray_executor``), the cluster (``ray
 outside of it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import logging

@@ -4,8 +4,6 @@ A pool's process is an actor (``ray_process``), its pool an executor (``ray_exec
 is called in ``ray_calls`` alone.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """A cluster's hosts, looked at before there is a run: what a plan is made for."""
 
-from __future__ import annotations
-
 import contextlib
 
 from hjax.controller import ray_calls

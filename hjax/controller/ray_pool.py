@@ -1,7 +1,5 @@
 """The processes of a pool on Ray: rooms for them, that they start as one world and stay alive."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """A host process as a Ray actor: ``hjax.controller.process`` behind Ray's calls."""
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import contextlib

@@ -1,7 +1,5 @@
 """The record of which role ran on which pool when, in Chrome's trace format."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import threading

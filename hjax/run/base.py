@@ -1,7 +1,5 @@
 """A run up to its steps: set up from a config, begun or resumed, and saved."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Mapping, Sequence

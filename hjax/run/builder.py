@@ -1,7 +1,5 @@
 """The message that makes a role's worker: its model, losses, optimizer and way of generating."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -5,8 +5,6 @@ rows and answer with arrays of ones. So an algorithm declares nothing for a dry 
 user's own included.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from collections.abc import Callable, Collection, Mapping

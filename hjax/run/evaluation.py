@@ -1,8 +1,6 @@
 """Evaluation: greedy answers to the held-out prompts, scored; and what is said of held-out examples
 whose outcome is known (pairs, labels, steps)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -4,8 +4,6 @@ tensorboardX's own writer hands events to a thread, which ends unheard when it c
 opens anew what another one made in the same second, or before the clock was set back.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from pathlib import Path

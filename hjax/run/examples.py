@@ -1,8 +1,6 @@
 """Examples that are learned from: demonstrations, pairs, verdicts and labelled steps, as tokens;
 with what is known of them beside (labels and margins, by place in a response)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 

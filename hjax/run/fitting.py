@@ -1,7 +1,5 @@
 """What of a config goes together: batches over devices, packs, generation apart or ahead."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

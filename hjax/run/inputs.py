@@ -1,7 +1,5 @@
 """What a run reads: tokenizer, prompts, demonstrations, reward and cost functions."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path

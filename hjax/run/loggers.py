@@ -1,7 +1,5 @@
 """Where metrics go beside the workdir: TensorBoard, Weights & Biases, a class of a user's own."""
 
-from __future__ import annotations
-
 import json
 import uuid
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """A step of an algorithm and what its row says: rewards, KL, lengths, updates and those skipped."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Placements: which roles share which devices."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ Weights go from the one to the other as futures, so that neither they nor tokens
 controller; that they are the right ones is seen to where they arrive (``hjax.workers.Rollout``).
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping

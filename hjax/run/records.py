@@ -1,8 +1,6 @@
 """What a run says of itself beside its metrics: where its roles stand, what it is made from, and by
 which command, versions and hardware."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.metadata
 import os

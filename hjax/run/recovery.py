@@ -1,7 +1,5 @@
 """What becomes of a run whose processes are lost: they are replaced, and steps taken again."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """What a run says: progress and remarks to a person, rows to its workdir, a report at its end."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """A first call of the reward functions, before anything is trained: what they make of some rows."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any

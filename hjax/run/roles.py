@@ -1,7 +1,5 @@
 """From a config to worker groups: models, layouts, losses and optimizers of every role."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

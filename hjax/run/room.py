@@ -7,8 +7,6 @@ update fits; and for ``rollout.slots=-1`` how many sequences are generated at a 
 room waits for a slot; nothing is cut).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence

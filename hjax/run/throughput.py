@@ -1,7 +1,5 @@
 """What a step took, how much it computed and how fast: FLOPs, their share of the devices' peak."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The trainer: builds a run from its config, takes steps, evaluates, saves and resumes."""
 
-from __future__ import annotations
-
 import functools
 import os
 import time

@@ -4,8 +4,6 @@ Every watch is a pure reader of the steps' metrics and batches. Thresholds are f
 means, not for what is merely unusual. With them what is probably not meant.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ Rows are appended as whole lines and synced to disk, other files are replaced at
 run killed at any moment leaves files that can be read and continued.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json

@@ -1,7 +1,5 @@
 """The actor: the policy that generates and is trained."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import time

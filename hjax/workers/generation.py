@@ -1,7 +1,5 @@
 """Generation as a call on a worker: the actor's between updates, or a rollout's apart from it."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Language models that say something of responses: reference, process reward, teacher."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A worker that runs its model: forward passes over batches, padded or in packs."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

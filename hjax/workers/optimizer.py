@@ -5,8 +5,6 @@ once before the batch is cut into micro-batches. So gradients add up to those of
 whatever the micro-batches or the mesh.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Collection

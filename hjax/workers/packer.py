@@ -4,8 +4,6 @@ Every process of a world chooses alike, by the lengths alone. Packs that are cho
 and passes of it that a batch does not fill are left off: two programs, however lengths vary.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Mapping

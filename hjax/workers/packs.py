@@ -6,8 +6,6 @@ from step to step compile few programs; where each batch chooses (``hjax.workers
 have one shape.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 ``Merge`` adds a worker's adapters (LoRA) to their matrices for whoever reads the model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ A batch with a packing goes through them in its packs' slots, and what is made o
 back in their order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

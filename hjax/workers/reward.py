@@ -1,7 +1,5 @@
 """Rewards and costs: from a function, or from a model with a scalar head."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

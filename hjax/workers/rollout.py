@@ -1,7 +1,5 @@
 """The rollout: generation on devices of its own, with weights that the actor publishes."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Models with a scalar head that learn: the critic, and the model that learns to judge."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

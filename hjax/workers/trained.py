@@ -1,7 +1,5 @@
 """A worker that learns: a model with an optimizer, whose updates are a loss over batches."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 
