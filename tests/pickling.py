@@ -157,7 +157,14 @@ class PicklingExecutor:
             message: Message = from_bytes(data)
             answer = named(message, lambda: self._answer(self._host, message))
             if answer.phase and isinstance(message, Call):
-                self._timeline.record(self._name, message.role, message.method, answer)
+                self._timeline.add(
+                    self._name,
+                    message.role,
+                    message.method,
+                    phase=answer.phase,
+                    start=answer.start,
+                    end=answer.end,
+                )
             if answer.background:
                 self._messages.finish_beside(
                     sent,

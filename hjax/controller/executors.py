@@ -83,7 +83,14 @@ class ThreadExecutor:
         try:
             answer = named(message, lambda: self._answer(message))
             if answer.phase and isinstance(message, Call):
-                self._timeline.record(self._name, message.role, message.method, answer)
+                self._timeline.add(
+                    self._name,
+                    message.role,
+                    message.method,
+                    phase=answer.phase,
+                    start=answer.start,
+                    end=answer.end,
+                )
             if answer.background:
                 self._messages.finish_beside(message, answer.value, done.set_result,
                                              done.set_exception)  # fmt: skip

@@ -49,6 +49,9 @@ Failed = ray.exceptions.RayError
 
 # The cluster
 
+# Leave it: one that ``start_here`` started ends; whether this process is in one; its hosts, with
+# ``Alive``, ``Resources``, ``Labels``, ``NodeID`` and more of each.
+end_here, connected, nodes = ray.shutdown, ray.is_initialized, ray.nodes
 _QUIET: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
 
 
@@ -80,16 +83,6 @@ def start_here(processes: int) -> None:
                 )
         except Exception as error:
             raise RunError(f"Ray did not start on this machine: {first_line(error)}") from error
-
-
-def end_here() -> None:
-    """Leave the cluster; one that ``start_here`` started ends."""
-    ray.shutdown()
-
-
-def connected() -> bool:
-    """Whether this process is in a cluster."""
-    return ray.is_initialized()
 
 
 def connect(address: str, processes: int) -> bool:
@@ -146,11 +139,6 @@ def host_address() -> str:
     return ray.util.get_node_ip_address()
 
 
-def nodes() -> list[dict[str, Any]]:
-    """The cluster's hosts: ``Alive``, ``Resources``, ``Labels``, ``NodeID`` and more of each."""
-    return ray.nodes()
-
-
 def platform() -> str:
     """What the cluster computes on: ``cpu``, ``gpu`` or ``tpu``."""
     if (os.environ.get("JAX_PLATFORMS") or "").split(",")[0] == "cpu":
@@ -178,9 +166,8 @@ def ask_for(bundles: Sequence[Mapping[str, float]], room: Room) -> Any:
     )
 
 
-def give_up(group: Any) -> None:
-    """Give a place back; what stands in it ends."""
-    remove_placement_group(group)
+# Give a place back; what stands in it ends.
+give_up = remove_placement_group
 
 
 def start_process(
@@ -237,9 +224,8 @@ def ask_host(address: str, function: Callable[[], Any], takes: Mapping[str, floa
 # References and the store
 
 
-def get(references: Any) -> Any:
-    """What stands behind references that are known to be there."""
-    return ray.get(references)
+# What stands behind references that are known to be there.
+get = ray.get
 
 
 def wait(references: Sequence[Any], seconds: float, count: int = 1) -> tuple[list[Any], list[Any]]:

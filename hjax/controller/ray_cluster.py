@@ -176,10 +176,6 @@ class RayCluster:
         )
         return write(setup, ray_calls.RayStore())
 
-    def labels_of(self, pool: str) -> Mapping[str, str]:
-        """That the hosts of a pool have; empty: any hosts."""
-        return self.places.get(pool, {})
-
     def log_of(self, pool: str, rank: int) -> Path | None:
         """Where a process's output goes."""
         return None if self.logs is None else self.logs / f"{pool.replace('+', '-')}-{rank}.log"

@@ -167,7 +167,7 @@ class ProcessPool:
                 processes=processes,
                 each=self.devices,
                 together=cluster.together,
-                labels=cluster.labels_of(self.name),
+                labels=cluster.places.get(self.name, {}),
             )
         except ConfigError:
             if processes == least and (self.starts == 1 or last):

@@ -35,10 +35,6 @@ class Timeline:
         with self._lock:
             self._spans.append(Span(pool, role, method, phase, self.step, start, end))
 
-    def record(self, pool: str, role: str, method: str, answer: Any) -> None:
-        """Record a call by its answer (hjax.controller.host)."""
-        self.add(pool, role, method, answer.phase, answer.start, answer.end)
-
     def spans(self, step: int | None = None) -> list[Span]:
         """The recorded spans, of one step if given."""
         with self._lock:

@@ -32,6 +32,7 @@ from hjax.run.records import plan_record, record_bases, start_record, write_mode
 from hjax.run.reporter import Reporter
 from hjax.run.reward_check import try_rewards
 from hjax.run.roles import describe_roles
+from hjax.run.room import Room
 from hjax.run.throughput import StepCosts
 from hjax.run.watches import first_remarks
 from hjax.run.workdir import Workdir
@@ -101,8 +102,8 @@ class Run:
             undo.pop_all()
 
     def _check_room(self) -> None:
-        length, machines = self.inputs.prompt_length, self.machines
-        room = self.roles.room(self.config, self.algorithm_class, length, machines.platform)
+        machines, length = self.machines, self.inputs.prompt_length
+        room = Room(self.config, self.algorithm_class, self.roles, length, machines.platform)
         room.check(machines.devices)
 
     def _executors(self, debug: str) -> ExecutorFactory:

@@ -24,13 +24,11 @@ from hjax.settings.checking import on_cluster
 
 LOGS = "logs"
 RAY_SAYS = "A worker died or was killed|Raylet is terminated|has been marked dead"
-
-
 _EVENT = "/jax/core/compile/backend_compile_duration"
 # The last thing before it.
 _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 # JAX's listeners stay for good, so that there is one, which tells the counters still in use.
-_counters: weakref.WeakSet[CompileCounter] = weakref.WeakSet()
+_counters: weakref.WeakSet[MachineProbe] = weakref.WeakSet()
 _lock = threading.Lock()
 
 
@@ -66,8 +64,9 @@ class Machines:
         """End what was started."""
 
 
-class CompileCounter:
-    """Programs compiled in this process since it was made (or loaded from the disk cache).
+class MachineProbe:
+    """Memory of this process, and programs compiled in it since this was made (or loaded from the
+    disk cache).
 
     Args:
       tell: is told of each program's name as its compilation begins, with None, and as it ends,
@@ -88,6 +87,11 @@ class CompileCounter:
         with _lock:
             names, self._names = self._names, []
         return names
+
+    def read(self) -> dict[str, Any]:
+        """``peak_bytes``, ``compiles``, ``names``, see ``Machines``."""
+        names = self.take_names()
+        return {"peak_bytes": peak_bytes(), "compiles": self.count, "names": names}
 
     def add(self, name: str, seconds: float) -> None:
         """One more program."""
@@ -120,32 +124,13 @@ def _heard(event: str, duration_secs: float, **details: str | int) -> None:
         counter.tell(name, duration_secs if event == _EVENT else None)
 
 
-class MachineProbe:
-    """Memory and compilations of one process.
-
-    Args:
-      tell: see ``CompileCounter``.
-    """
-
-    def __init__(self, tell: Callable[[str, float | None], None] | None = None) -> None:
-        self._compiles = CompileCounter(tell)
-
-    def read(self) -> dict[str, Any]:
-        """``peak_bytes``, ``compiles``, ``names``, see ``Machines``."""
-        return {
-            "peak_bytes": peak_bytes(),
-            "compiles": self._compiles.count,
-            "names": self._compiles.take_names(),
-        }
-
-
 class ThisProcess(Machines):
     """All in this process, on the devices that it sees.
 
     Args:
       config: of the run.
       executor: makes what carries out a pool's calls.
-      tell: of compilations, see ``CompileCounter``.
+      tell: of compilations, see ``MachineProbe``.
     """
 
     def __init__(

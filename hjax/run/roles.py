@@ -149,27 +149,6 @@ class Roles:
         room = getattr(executor, "room", 0)
         return bool(room) and any(executor.processes < n <= room for n in self._counts())
 
-    def room(
-        self,
-        config: ConfigDict,
-        algorithm: type[Algorithm],
-        prompt_length: int,
-        platform: str,
-        memory: int = 0,
-    ) -> Room:
-        """Their memory by estimate; the arguments as of ``Room``."""
-        return Room(
-            config,
-            algorithm,
-            table=self.table,
-            builds=self.builds,
-            layouts=self.layouts,
-            plan=self.plan,
-            prompt_length=prompt_length,
-            platform=platform,
-            memory=memory,
-        )
-
     @property
     def bases(self) -> dict[str, Base]:
         """The checkpoints of other runs beside which adapters learn, by path."""
@@ -285,7 +264,7 @@ def describe_roles(
         unrolled=unrolled if config.model.unroll_layers == AUTO else {},
         fewer=fewer,
     )
-    _choose(roles, roles.room(config, algorithm, inputs.prompt_length, platform, memory), config)
+    _choose(roles, Room(config, algorithm, roles, inputs.prompt_length, platform, memory), config)
     return roles
 
 

@@ -15,17 +15,15 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from hjax.algorithms import Algorithm
-from hjax.controller import Build
 from hjax.errors import ConfigError
 from hjax.kernels.int8_cache import AUTO as AUTO_DTYPE
 from hjax.kernels.int8_cache import INT8
 from hjax.machine import device_memory, free_bytes
 from hjax.models import remat, weight_ring
 from hjax.models.counts import Workload
-from hjax.roles import ROLLOUT, Role
-from hjax.run.placement import Plan
+from hjax.roles import ROLLOUT
 from hjax.settings.checking import on_cluster
-from hjax.sharding.layout import RoleLayouts, fitted
+from hjax.sharding.layout import fitted
 from hjax.show.format import size
 from hjax.workers import TrainedWorker
 from hjax.workers.memory import USABLE, Decoded, Memory, Pass, RoleMemory
@@ -138,7 +136,7 @@ class Room:
     Args:
       config: the run's.
       algorithm: its class.
-      table, builds, layouts, plan: as of ``hjax.run.roles.Roles``.
+      roles: described (``hjax.run.roles.Roles``), not more is asked of them.
       prompt_length: tokens.
       platform: of the devices.
       memory: bytes of a device that programs may use; 0: it does not say.
@@ -148,25 +146,22 @@ class Room:
         self,
         config: ConfigDict,
         algorithm: type[Algorithm],
-        table: Mapping[str, Role],
-        builds: Mapping[str, Build],
-        layouts: Mapping[str, RoleLayouts],
-        plan: Plan,
+        roles: Any,
         prompt_length: int,
         platform: str,
-        memory: int,
+        memory: int = 0,
     ):
-        self._config, self._algorithm, self._table, self._plan = config, algorithm, table, plan
+        self._config, self._algorithm = config, algorithm
+        self._table, self._plan, self._layouts = roles.table, roles.plan, roles.layouts
         self._prompt_length, self._platform = prompt_length, platform
         self._usable = USABLE * memory
-        self._workers = {role: build.worker for role, build in builds.items()}
-        contexts = {role: builds[role].arguments[0] for role in layouts}
+        self._workers = {role: build.worker for role, build in roles.builds.items()}
+        contexts = {role: roles.builds[role].arguments[0] for role in roles.layouts}
         self._contexts: dict[str, Any] = {  # WorkerContext
             role: context for role, context in contexts.items() if context.model is not None
         }
-        self._layouts = layouts
         self._known: dict[str, RoleMemory] = {}
-        self._generates = ROLLOUT if ROLLOUT in layouts else "actor"
+        self._generates = roles.generates
 
     def _role(self, role: str) -> RoleMemory:
         if role not in self._known:
