@@ -14,7 +14,9 @@ import pytest
 
 from hjax.models.continuing import BLOCK
 from hjax.rollout import beginnings, scheduler
+from hjax.rollout import service as services
 from hjax.rollout.options import Sampling
+from hjax.rollout.prefixes import Prefixes
 from hjax.rollout.requests import Request
 from hjax.rollout.scheduler import Schedule
 from hjax.rollout.service import Service
@@ -41,12 +43,14 @@ def alone(sequence, limit):
 
 @dataclasses.dataclass
 class Rows:
-    """A state: each row's sequence, tokens drawn, limit and whether it is done, [parts, rows]."""
+    """A state: each row's sequence, tokens drawn, limit, whether it is done, and its prompt and
+    response, [parts, rows]."""
 
     sequence: np.ndarray
     drawn: np.ndarray
     limit: np.ndarray
     done: np.ndarray
+    text: np.ndarray
 
 
 class Engine:
@@ -67,7 +71,8 @@ class Engine:
     def empty(self, size, column=0):
         shape = self.parts, size.rows // self.parts
         zeros = np.zeros(shape, int)
-        return Rows(zeros - 1, zeros.copy(), zeros.copy(), np.ones(shape, bool))
+        text = np.empty(shape, object)
+        return Rows(zeros - 1, zeros.copy(), zeros.copy(), np.ones(shape, bool), text)
 
     def read(self, params, blocks, tokens, mask, known, where):
         self.reads += 1
@@ -101,6 +106,7 @@ class Engine:
             drawn[at], done[at] = first, first in STOP or before + 1 >= limit
             state.sequence[part, row], state.drawn[part, row] = sequence, before + 1
             state.limit[part, row], state.done[part, row] = limit, done[at]
+            state.text[part, row] = [*prompt, first]
         return state, self.told(drawn, np.ones(drawn.shape, bool), done, 1)
 
     def decode(self, sampling, params, state, steps, most, allowed=None, until=0):
@@ -113,6 +119,7 @@ class Engine:
                 drawn = token(int(state.sequence[part, row]), int(state.drawn[part, row]))
                 tokens[at, taken], mask[at, taken] = drawn, True
                 state.drawn[part, row] += 1
+                state.text[part, row].append(drawn)
                 whole = state.drawn[part, row] >= state.limit[part, row]
                 state.done[part, row] = drawn in STOP or whole
             taken += 1
@@ -162,7 +169,7 @@ def drawn_prompts(draw, count):
     return tokens, mask
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(40))
 def test_each_sequence_draws_what_it_does_alone(seed):
     draw = np.random.default_rng(seed)
     parts, samples = int(draw.choice([1, 1, 2, 4])), int(draw.integers(1, 5))
@@ -224,20 +231,67 @@ def test_a_text_s_end_is_a_response_s(seed):
         assert row[mask].tolist() == whole[: ends(number, whole)]
 
 
-@pytest.mark.parametrize("parts", [1, 2, 4])
-@pytest.mark.parametrize("way", [(False, 0), (False, 2), (True, 0)], ids=str)
-def test_requests_are_answered_as_alone_whoever_comes_and_goes(parts, way, monkeypatch):
-    def number(prompt, key=None):
-        return int(hashlib.md5(repr(list(prompt)).encode()).hexdigest()[:5], 16)
+def number_of(prompt, key=None):
+    return int(hashlib.md5(repr(list(prompt)).encode()).hexdigest()[:5], 16)
 
+
+def serving(monkeypatch, engine, **options):
     monkeypatch.setattr(Service, "_every_token", lambda self, rows: np.zeros((rows, 2), np.uint32))
-    engine = Engine(parts, *way, number=number)
     config = types.SimpleNamespace(max_length=256, vocab_size=64)
     model = types.SimpleNamespace(
         config=config, params=None, tokenizer=None, engine_for=lambda lookup: engine,
         held=lambda params: params,
     )  # fmt: skip
-    service, draw = Service(model, slots=8, prefix_tokens=0, lookup=way[1]), random.Random(parts)
+    return Service(model, **options)
+
+
+@pytest.mark.parametrize("chunk", [2 * BLOCK, 512])
+def test_requests_find_what_earlier_ones_and_their_answers_left(chunk, monkeypatch):
+    """Six talks that begin with five blocks, of three turns."""
+
+    def write(prefixes, state, tables):
+        for row, first, where in np.concatenate([table.T for table in tables] or [[]]):
+            if where < prefixes.room // BLOCK:
+                prefixes.blocks[0, int(where)] = state.text[0, row][first : first + BLOCK]
+
+    monkeypatch.setattr(Prefixes, "_write", write)
+    monkeypatch.setattr(services, "CHUNK", chunk)
+    engine, draw = Engine(1, number=number_of), random.Random(1)
+    service = serving(monkeypatch, engine, slots=4, prefix_tokens=4096)
+    system = draw.choices(range(1, 64), k=5 * BLOCK)
+    talks = [(*system, *draw.choices(range(1, 64), k=draw.randint(1, 40))) for _ in range(6)]
+    before = [0] * 6
+    for turn in range(3):
+        heard, tickets = [threading.Event() for _ in talks], []
+        for talk, ended in zip(talks, heard, strict=True):
+
+            def hear(piece, ended=ended):
+                if piece.finish:
+                    ended.set()
+
+            tickets.append(service.submit(Request(talk, 20, Sampling(stop=STOP)), hear))
+        assert all(ended.wait(60) for ended in heard)
+        cached = [ticket.cached for ticket in tickets]
+        for talk, ticket in zip(talks, tickets, strict=True):
+            assert ticket.tokens == alone(number_of(talk), 20)
+        if not turn:
+            assert [n // (5 * BLOCK) for n in sorted(cached)] == [0] + [1] * 5
+        assert (np.array(cached) >= before).all()
+        # Of what was said all but the last token drawn is kept.
+        before = [(len(talk) + len(t.tokens) - 1) // BLOCK * BLOCK
+                  for talk, t in zip(talks, tickets, strict=True)]  # fmt: skip
+        talks = [(*talk, *t.tokens, *draw.choices(range(1, 64), k=draw.randint(1, 20)))
+                 for talk, t in zip(talks, tickets, strict=True)]  # fmt: skip
+    assert (engine.reads > 0) == (chunk < 512)
+    assert not any(block.holders for block in service._prefixes._trees[0]._known.values())
+    service.close(1)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.parametrize("way", [(False, 0), (False, 2), (True, 0)], ids=str)
+def test_requests_are_answered_as_alone_whoever_comes_and_goes(parts, way, monkeypatch):
+    engine, draw = Engine(parts, *way, number=number_of), random.Random(parts)
+    service = serving(monkeypatch, engine, slots=8, prefix_tokens=0, lookup=way[1])
     heard, ended = {}, {}
     for i in range(60):
         prompt = tuple(draw.choices(range(1, 64), k=draw.randint(1, 120)))
@@ -256,7 +310,7 @@ def test_requests_are_answered_as_alone_whoever_comes_and_goes(parts, way, monke
     assert all(end.wait(60) for end in ended.values())
     for request, pieces in heard.items():
         tokens = [t for piece in pieces for t in piece.tokens]
-        expected = alone(number(request.prompt), request.max_tokens)
+        expected = alone(number_of(request.prompt), request.max_tokens)
         if pieces[-1].finish == "cancelled":
             assert tokens == expected[: len(tokens)]
         else:
