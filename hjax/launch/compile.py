@@ -1,21 +1,4 @@
-"""`python -m hjax.launch.compile`: compile a step for a TPU or GPU topology without having it."""
-
-import sys
-from collections.abc import Sequence
-from typing import Any
-
-from hjax.dryrun.topologies import GPU_MEMORY, TPU_KINDS, prepare_environment
-from hjax.errors import ConfigError
-from hjax.files import cache_folder, json_line
-from hjax.launch.command import ROOFLINE, answered, define, take_config
-from hjax.launch.leaving import run_and_leave
-from hjax.settings.reading import check_config, config_names, load_config
-from hjax.show.format import flop_count, size
-from hjax.show.tables import wide_console
-
-LEVELS = ("O0", "O1", "O2", "O3")
-HELP = """\
-usage: python -m hjax.launch.compile --config=NAME.py --topology=KIND:SIZES [--json]
+"""usage: python -m hjax.launch.compile --config=NAME.py --topology=KIND:SIZES [--json]
                                      [--optimization=O0] [--nocache] [--config.a.b=VALUE ...]
 
 Compile every program of a training step with the compiler of hardware that this machine does not
@@ -38,6 +21,21 @@ into the devices' memory is refused with the bytes missing.
 exit status: 0 it compiles and fits; 1 failed while compiling; 2 wrong input, or it does not fit
 """
 
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from hjax.dryrun.topologies import GPU_MEMORY, TPU_KINDS, prepare_environment
+from hjax.errors import ConfigError
+from hjax.files import cache_folder, json_line
+from hjax.launch.command import ROOFLINE, answered, define, take_config
+from hjax.launch.leaving import run_and_leave
+from hjax.settings.reading import check_config, config_names, load_config
+from hjax.show.format import flop_count, size
+from hjax.show.tables import wide_console
+
+LEVELS = ("O0", "O1", "O2", "O3")
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
@@ -50,8 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console = wide_console()
         return report(asked, compile_step(asked, console), as_json, console)
 
-    kinds = {"tpus": ", ".join(TPU_KINDS), "gpus": ", ".join(GPU_MEMORY)}
-    return answered(arguments, lambda: HELP.format(configs=", ".join(config_names()), **kinds), run)
+    names = {"configs": config_names(), "tpus": TPU_KINDS, "gpus": GPU_MEMORY}
+    listed = {name: ", ".join(each) for name, each in names.items()}
+    return answered(arguments, lambda: str(__doc__).format(**listed), run)
 
 
 def parse(arguments: Sequence[str]) -> tuple[Any, bool]:

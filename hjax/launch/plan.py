@@ -1,27 +1,4 @@
-"""`python -m hjax.launch.plan`: which devices and layouts each model of a dataflow should get."""
-
-import re
-import sys
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
-
-from hjax.devices import DEVICES
-from hjax.errors import ConfigError
-from hjax.files import json_line, replace_file
-from hjax.launch.command import answered
-from hjax.launch.huge_pages import use_huge_pages
-from hjax.launch.leaving import run_and_leave
-from hjax.launch.plan_flags import Request, parse
-from hjax.launch.signals import started_as
-from hjax.planning.result import config_text, describe_candidate, describe_result
-from hjax.planning.search import SearchResult
-from hjax.planning.strategies import STRATEGIES, search_runnable
-from hjax.show.plan_rows import plan_page, print_plan
-from hjax.show.tables import wide_console
-
-HELP = """\
-usage: python -m hjax.launch.plan --models=ROLE=MODEL,... --cluster=HOSTSxDEVICES:DEVICE
+"""usage: python -m hjax.launch.plan --models=ROLE=MODEL,... --cluster=HOSTSxDEVICES:DEVICE
                                   [--algorithm=ppo] [--prompt_length=1024]
                                   [--response_length=1024] [--batch=1024] [--strategy=auto]
                                   [--output=DIR] [--json]
@@ -70,11 +47,31 @@ training and generation, such that a step is fastest and everything fits. Nothin
 exit status: 0 done; 1 failed; 2 wrong input, or the models do not fit
 """
 
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hjax.devices import DEVICES
+from hjax.errors import ConfigError
+from hjax.files import json_line, replace_file
+from hjax.launch.command import answered
+from hjax.launch.huge_pages import use_huge_pages
+from hjax.launch.leaving import run_and_leave
+from hjax.launch.plan_flags import Request, parse
+from hjax.launch.signals import started_as
+from hjax.planning.result import config_text, describe_candidate, describe_result
+from hjax.planning.search import SearchResult
+from hjax.planning.strategies import STRATEGIES, search_runnable
+from hjax.show.plan_rows import plan_page, print_plan
+from hjax.show.tables import wide_console
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     names = {"devices": ", ".join(DEVICES), "strategies": ", ".join(STRATEGIES)}
-    text = HELP.format(**names, algorithms="ppo, grpo, remax, safe_rlhf")
+    text = str(__doc__).format(**names, algorithms="ppo, grpo, remax, safe_rlhf")
     return answered(arguments, lambda: text, _run)
 
 

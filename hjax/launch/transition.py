@@ -1,28 +1,4 @@
-"""`python -m hjax.launch.transition`: a layout transition, counted and measured."""
-
-import dataclasses
-import math
-import os
-import re
-import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-from hjax.errors import ConfigError
-from hjax.files import json_line
-from hjax.launch.command import answered, define, parse_flags
-from hjax.launch.leaving import run_and_leave
-from hjax.machine import simulated_devices
-from hjax.show.format import size
-from hjax.show.tables import rows_table, wide_console
-
-METHOD_NAMES = {
-    "hybridflow": "HybridFlow: zero-redundancy grouping",
-    "vanilla": "HybridFlow-V: consecutive ranks, gathered in the training group",
-    "gather_all": "DeepSpeed-Chat: ZeRO-3 over all devices, gathered over all",
-}
-HELP = """\
-usage: python -m hjax.launch.transition --train=P,T,D --generate=PG,TG [--method=METHOD]
+"""usage: python -m hjax.launch.transition --train=P,T,D --generate=PG,TG [--method=METHOD]
                                         [--model=NAME|DIR] [--dtype=DTYPE]
                                         [--topology=KIND:SIZES] [--json]
 
@@ -47,6 +23,28 @@ compiled: bytes are counted on the planned moves. More than {most} are refused.
 
 exit status: 0 done; 1 failed; 2 wrong input
 """
+
+import dataclasses
+import math
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hjax.errors import ConfigError
+from hjax.files import json_line
+from hjax.launch.command import answered, define, parse_flags
+from hjax.launch.leaving import run_and_leave
+from hjax.machine import simulated_devices
+from hjax.show.format import size
+from hjax.show.tables import rows_table, wide_console
+
+METHOD_NAMES = {
+    "hybridflow": "HybridFlow: zero-redundancy grouping",
+    "vanilla": "HybridFlow-V: consecutive ranks, gathered in the training group",
+    "gather_all": "DeepSpeed-Chat: ZeRO-3 over all devices, gathered over all",
+}
 # Devices that are simulated at most, and those whose moves are counted at most.
 COMPILED, MOST = 128, 1 << 18
 DTYPES = ("float32", "bfloat16", "float16")
@@ -67,7 +65,7 @@ class TransitionCommand:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    text = HELP.format(compiled=COMPILED, most=MOST)
+    text = str(__doc__).format(compiled=COMPILED, most=MOST)
     return answered(arguments, lambda: text, lambda given: _run(parse(given)))
 
 
