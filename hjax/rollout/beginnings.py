@@ -9,8 +9,6 @@ resumed run what an undisturbed one does. Which programs there are follows from 
 alone, so that all can be compiled beforehand.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

@@ -5,8 +5,6 @@ between parts. ``hjax.rollout.prefixes`` says which blocks stay for which prompt
 ``hjax.rollout.beginnings`` for those of a rollout.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -9,8 +9,6 @@ A state has a fixed ``Size``. Sequences are told from each other by numbers of t
 their draws follow, so neither slot nor neighbours change what is drawn.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any, cast

@@ -6,8 +6,6 @@ after long and different times, or come in parts, they have the engine's slots
 is in.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """``hjax.load_model``: a model to look at, score with and sample from."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -7,8 +7,6 @@ key, so what comes out is what comes out without guesses, token for token, and e
 (for guesses without probabilities this is the rule of Leviathan et al., arXiv 2211.17192).
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

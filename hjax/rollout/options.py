@@ -5,8 +5,6 @@ meaning and its rule. Config keys under ``rollout``, arguments of ``generate``, 
 and fields of requests are made from ``OPTIONS``; docs/sampling.md is its printout.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import numbers

@@ -4,8 +4,6 @@ Plain Python; ``hjax.rollout.prefixes`` has the blocks' keys and values (the ide
 Zheng et al., arXiv 2312.07104).
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 from collections.abc import Iterable, Sequence

@@ -5,8 +5,6 @@ prompt: keys and values of whole blocks of tokens stay beside the engine's slots
 is room, and a new prompt is read from where its known beginning ends.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any

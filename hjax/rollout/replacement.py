@@ -1,7 +1,5 @@
 """Weights that take the place of others while requests are answered."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hjax.errors import ConfigError

@@ -1,7 +1,5 @@
 """What is asked of a service, and what it tells: requests, their tickets, pieces of answers."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from collections.abc import Callable

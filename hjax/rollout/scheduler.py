@@ -6,8 +6,6 @@ slots that have ended are left behind (half of the rows stay when half have ende
 added as they are needed: a long tail costs what its own rows do.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import dataclasses
 import os

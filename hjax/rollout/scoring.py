@@ -1,7 +1,5 @@
 """Log-probs of a prompt's own tokens, which completions with ``echo`` tell."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

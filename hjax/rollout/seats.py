@@ -5,8 +5,6 @@ the tables beside it. Numbers of groups and rows count from 0 in each of ``parts
 that no array has to leave its devices.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

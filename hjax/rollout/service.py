@@ -7,8 +7,6 @@ follow from it and its seed alone: not from its slot, nor from who else is there
 float32's rounding, docs/design.md section 9). Weights can be replaced between two requests.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import functools
 import threading

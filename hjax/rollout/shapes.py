@@ -4,8 +4,6 @@ Lengths are rounded up to these, and so is how many prompts are read together. R
 data-parallel part.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 

@@ -7,8 +7,6 @@ stages have filled until a program's last tokens no stage waits. Embedding, logi
 stand outside the stages; a device holds its own stage's layers and what the cache has of them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

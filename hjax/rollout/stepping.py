@@ -3,8 +3,6 @@
 The engine's loop runs it of all rows, one under stages of a micro-batch at a time.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Stop strings: where text that arrives in pieces ends, and how much of it may be shown."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from hjax.errors import ConfigError

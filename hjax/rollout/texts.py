@@ -1,7 +1,5 @@
 """Texts, chats and token ids that a person hands to a model, as rows; and strings that end one."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any

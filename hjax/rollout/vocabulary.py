@@ -5,8 +5,6 @@ inside ``shard_map``, with a device's part, and exchanges a few numbers per row.
 the whole.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -4,8 +4,6 @@ On one device several at a time: tracing and compiling keep a core busy each. Ov
 programs run one after another, in one order.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import dataclasses
 import functools
