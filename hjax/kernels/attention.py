@@ -10,8 +10,6 @@ Shapes: queries [batch, length, heads, head_dim]; keys and values [batch, length
 head_dim]; ``heads = kv_heads * q_per_kv``. Scores and softmax are float32.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

@@ -8,8 +8,6 @@ function with a backward pass of its own has no forward-mode derivative; the ref
 is the reference's.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

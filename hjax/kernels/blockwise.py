@@ -7,8 +7,6 @@ is split, blocks of keys and values go round from device to device (Ring Attenti
 arXiv 2310.01889), and their gradients with them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

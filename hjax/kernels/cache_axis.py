@@ -5,8 +5,6 @@ piece; on CPUs a product with a few queries wants tokens last, and of many token
 each of which it reads as it lies.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -4,8 +4,6 @@ Every set of kernels calls these, so that a wrong shape is refused alike by all 
 AssertionError that names it, before broadcasting makes something else of it.
 """
 
-from __future__ import annotations
-
 import chex
 import jax
 import jax.numpy as jnp

@@ -4,8 +4,6 @@ The mathematics is the reference's, the backward passes those of ``backward``. E
 says what that compiler would do without it; none of them helps on an accelerator.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -9,8 +9,6 @@ Before it is used without being asked for it is compared with the plain form on 
 (``trusted``): the library, its version and the GPU are not ours.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import logging

@@ -8,8 +8,6 @@ like them, or with tokens along another axis (``cache_axis.laid``). Where they a
 ``Quantized`` stands for an array of them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import math

@@ -7,8 +7,6 @@ prompt, where it is shared, and sinks come in afterwards (``hjax.kernels.decode`
 ``hjax.models.decoding`` puts it into a ``shard_map``.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any

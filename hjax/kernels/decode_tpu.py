@@ -10,8 +10,6 @@ each has its scales beside it. Per device: ``hjax.models.decoding`` puts it into
 ``shard_map``.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any

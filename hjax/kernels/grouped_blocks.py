@@ -4,8 +4,6 @@
 and GPUs, jax 0.10): groups times the work, and an array of rows by groups by inputs.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -6,8 +6,6 @@ its forward pass alone: a TPU's compiler makes of its weights' gradient a dense 
 group.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterable

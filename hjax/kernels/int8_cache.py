@@ -7,8 +7,6 @@ scale is float32: of heads of 128 it adds 3 %, where bfloat16's would add half o
 its own beside the half step of rounding.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

@@ -9,8 +9,6 @@ whose width is split, each chunk is gathered once and its gradient summed over d
 the next one is worked on.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -4,8 +4,6 @@ Arrays in, arrays out; differentiable in forward and reverse mode, as often as o
 sets of kernels compute the same faster and are tested against these.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax

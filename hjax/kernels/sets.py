@@ -1,7 +1,5 @@
 """Sets of kernels, and which of them a platform runs."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 

@@ -7,8 +7,6 @@ each device gathers keys and values and computes its own queries. Rows whose mas
 responses for it are computed by blocks.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

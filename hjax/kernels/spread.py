@@ -1,7 +1,5 @@
 """Over which devices a kernel's arrays are spread, for kernels that compilers cannot split."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

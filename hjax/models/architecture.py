@@ -1,7 +1,5 @@
 """The parameters of a decoder, each declared once, from its shapes."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

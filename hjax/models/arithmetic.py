@@ -3,8 +3,6 @@
 One place for dry runs, MFU and the cost model of the auto-mapping (hjax.planning).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any

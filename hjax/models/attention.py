@@ -10,8 +10,6 @@ Shapes: queries ``[batch, length, heads, head_dim]``, keys and values
 ``[batch, length, kv_heads, head_dim]``; ``heads = kv_heads * q_per_kv``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, NamedTuple, Protocol
 

@@ -7,8 +7,6 @@ chose, per token, and P_e the mean probability that routers gave e. Gradients go
 Tokens that spread evenly give ``experts_per_token``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

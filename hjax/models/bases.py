@@ -5,8 +5,6 @@ those of one checkpoint, so a run keeps by path which one it was (``bases.json``
 and whoever reads the weights again reads those.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Mapping

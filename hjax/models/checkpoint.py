@@ -5,8 +5,6 @@ each), ``controller.json`` (everything else that decides the next step) and the 
 A checkpoint appears under its number once all of it is on the disk.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

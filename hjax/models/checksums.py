@@ -4,8 +4,6 @@
 its bytes and BLAKE2b over its files' names, lengths and contents, in the order of their names.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import hashlib
 import json

@@ -9,8 +9,6 @@ Everything is sent by permutations, which a TPU's compiler runs beside other wor
 done before is said by barriers.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple

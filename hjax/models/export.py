@@ -1,7 +1,5 @@
 """A Hugging Face directory of a model as it is: weights, config, tokenizer, chat template."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

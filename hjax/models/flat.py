@@ -4,8 +4,6 @@ All that a layer does to a token by itself, its products above all, is done of t
 there; attention alone has them in rows.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -4,8 +4,6 @@ Rows are [prompt | response] with the prompt padded on the left and the response
 rows of one prompt are consecutive, so its forward runs once for all of them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Mapping

@@ -3,8 +3,6 @@
 Which tensor holds which parameter stands in the parameters' declarations.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import math

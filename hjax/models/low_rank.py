@@ -1,8 +1,6 @@
 """What adapters (``hjax.models.lora``) compute: beside a frozen matrix in a layer's product, and
 added to it for whoever only reads."""
 
-from __future__ import annotations
-
 import string
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -6,8 +6,6 @@ into packs, hidden states are computed there, and what is read off them is gathe
 predicts nothing and takes no place.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple

@@ -6,8 +6,6 @@ transformers 5 has a layer's experts in arrays, and PEFT adapters of those (``ta
 ``lora_A`` is [experts rank, inputs] then, ``lora_B`` [outputs, rank experts].
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -3,8 +3,6 @@
 For counting, planning and compiling.
 """
 
-from __future__ import annotations
-
 import difflib
 from typing import Any
 

@@ -8,8 +8,6 @@ largest number, and rounded to nearest even. That is done in numpy as weights ar
 the same on every device and layout, and at every start.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any

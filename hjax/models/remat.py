@@ -4,8 +4,6 @@ Chen et al. 2016, arXiv 1604.06174; selectively, Korthikanti et al. 2022, arXiv 
 says what is kept of each layer besides its input; the rest is made again from it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A parameter on its devices while its tensors are written into it, one after another."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ into what follows) and the tensors' bytes. Rows are read into memory of their ow
 never whole in it, nor a file mapped.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

@@ -12,8 +12,6 @@ Everything is sent by permutations, which a TPU's compiler always starts early a
 is moved grows with the weights, not with the tokens, so this pays where a pass has many.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Where weights come from: a Hugging Face directory, or an hjax workdir."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import os

@@ -1,7 +1,5 @@
 """Families of decoders, by the ``model_type`` of their config.json."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ A family is a subclass of ``Family``, whose defaults are Llama's. Reading asks a
 key that means something; what nobody asked for is refused by name.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple

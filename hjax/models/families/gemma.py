@@ -1,7 +1,5 @@
 """Gemma 2 (arXiv 2408.00118) and the text models of Gemma 3 (arXiv 2503.19786)."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The content of a config.json while it is read: what nobody asked for is refused by name."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

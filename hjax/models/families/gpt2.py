@@ -1,7 +1,5 @@
 """GPT-2 (Radford et al. 2019)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hjax.models.config import ModelConfig

@@ -1,7 +1,5 @@
 """gpt-oss (OpenAI 2025, arXiv 2508.10925), its weights in bfloat16."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hjax.models.config import ModelConfig

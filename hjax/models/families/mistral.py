@@ -1,8 +1,6 @@
 """Mistral (Jiang et al. 2023, arXiv 2310.06825) and Mixtral (Jiang et al. 2024, arXiv 2401.04088).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from hjax.models.config import LayerKind, ModelConfig

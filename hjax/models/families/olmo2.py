@@ -1,7 +1,5 @@
 """OLMo 2 (arXiv 2501.00656)."""
 
-from __future__ import annotations
-
 from hjax.models.families.base import ATTENTION_BIAS, Family
 
 

@@ -1,7 +1,5 @@
 """Phi-3 (arXiv 2404.14219) and Phi-4-mini (arXiv 2503.01743)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hjax.models.config import ModelConfig

@@ -1,7 +1,5 @@
 """Qwen2 and 2.5 (arXiv 2407.10671, 2412.15115) and Qwen3 (arXiv 2505.09388), with experts too."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """SmolLM3 (huggingface.co/blog/smollm3)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hjax.models.config import LayerKind, ModelConfig
