@@ -190,7 +190,7 @@ def _stream(model: LanguageModel, prompts: Dataset, seed: int, options: dict[str
     """Print a prompt and what follows it, as it comes."""
     console = wide_console()
     [tokens] = prompts.prompt_tokens
-    _say_prompt(console, (prompts.prompt_text or [tokens])[0])
+    _say_prompt(console, prompts.prompt_text[0] if prompts.prompt_text else tokens)
     say_pieces(console, model.stream(tokens, seed=seed, **options))
 
 
