@@ -215,6 +215,7 @@ class Terminal:
         return True
 
 
+@pytest.mark.extended
 def test_without_prompts_a_terminal_is_a_chat(models, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", Terminal())
     type_lines(monkeypatch, "12", "34")

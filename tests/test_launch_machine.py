@@ -124,6 +124,7 @@ def test_an_updates_memory_is_not_mapped_anew(tmp_path):
     assert max(faults[-3:]) < 200  # 759 and more with an arena for each thread; now 0 to 51
 
 
+@pytest.mark.extended
 def test_a_users_own_settings_stay(tmp_path):
     own = {"MALLOC_ARENA_MAX": "4", "XLA_FLAGS": "--xla_backend_optimization_level=2"}
     tunables, _, _, flags = run_program(tmp_path, "huge", **own)

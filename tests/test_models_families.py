@@ -469,6 +469,7 @@ def test_a_family_in_a_file_of_ones_own_loads(mine, tmp_path, monkeypatch):
     assert read_config(tmp_path / "ours") == ours.config
 
 
+@pytest.mark.extended
 def test_commands_take_one_too(mine, tmp_path, capsys):
     spec, path, theirs = mine
     with pytest.raises(ConfigError, match="--family='mine.py': it must look like path.py:name"):

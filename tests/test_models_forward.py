@@ -337,6 +337,7 @@ def lowered_size(layers, compute):
     return len(jax.jit(jax.grad(loss)).lower(network.shapes, tokens).as_text())
 
 
+@pytest.mark.extended
 def test_the_scanned_program_does_not_grow_with_depth():
     assert lowered_size(32, Compute()) <= 1.02 * lowered_size(4, Compute())
     unrolled = Compute(unroll_layers=True)

@@ -104,6 +104,7 @@ def one_step(path, devices, train, generate, micro_batch):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.extended
 def test_loss_gradient_and_tokens_are_those_of_one_device(name, tmp_path, monkeypatch):
     # Few rows go through in pieces too.
     monkeypatch.setattr("hjax.models.expert_pieces._TILES", (2,))

@@ -97,6 +97,7 @@ def test_metadata_has_the_version_of_the_package(distributions):
     assert extras == known
 
 
+@pytest.mark.extended
 def test_wheel_works_from_elsewhere(distributions, tmp_path):
     """Unpacked into a folder of packages, with another folder as the working directory."""
     zipfile.ZipFile(distributions[0]).extractall(tmp_path / "packages")

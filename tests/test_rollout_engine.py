@@ -247,7 +247,7 @@ SLOW = {
 }  # fmt: skip
 
 
-FIRST = ("the kernel", "stages")
+FIRST = ("stages",)
 
 
 @pytest.mark.parametrize(
@@ -369,6 +369,7 @@ def test_stages_in_one_program_tell_who_was_cut_off():
     assert rollout["truncated"].tolist() == cut and 0 < sum(cut) < 32
 
 
+@pytest.mark.extended
 def test_a_stage_has_its_own_layers_and_caches_are_written_in_place():
     """Of the loop's program: nothing but hidden states, and numbers of rows, goes between devices.
 

@@ -69,11 +69,11 @@ def check(call):
     jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
 
 
-@pytest.mark.extended
 def read_tools(given):
     return ToolFields(**given).asked_for(given)
 
 
+@pytest.mark.extended
 def test_the_documentations_examples_run_against_a_server(client, capsys):
     page = (pathlib.Path(__file__).parent.parent / "docs" / "serving.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
@@ -103,7 +103,9 @@ def test_a_required_call_validates_whatever_the_model_would_say(client):
     assert len(names) > 1
 
 
-@pytest.mark.parametrize("name", ["add", pytest.param("wait", marks=pytest.mark.extended), "stop"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.extended] * (n != "add")) for n in SCHEMAS]
+)
 def test_the_named_function_is_called_once(client, name):
     choice = {"type": "function", "function": {"name": name}}
     for each in chat(client, tool_choice=choice, n=3, seed=2).choices:

@@ -1,6 +1,7 @@
 """Thoughts of one size: no long functions, no wide classes, no arguments by position unseen."""
 
 import ast
+import functools
 import pathlib
 from collections.abc import Iterator
 
@@ -62,13 +63,16 @@ def unpacked_tuples(tree: ast.Module) -> Iterator[str]:
 CHECKS = {"long": long_functions, "wide": wide_classes, "unpacked": unpacked_tuples}
 
 
+parsed = functools.cache(lambda file: ast.parse(file.read_text()))
+
+
 def found_by_room(check: str) -> dict[str, list[str]]:
     """What a check finds, by room; a file beside the rooms is one of its own."""
     found: dict[str, list[str]] = {}
     for file in sorted(PACKAGE.rglob("*.py")):
         place = file.relative_to(PACKAGE)
         room = place.parts[0].removesuffix(".py")
-        texts = [f"{place}:{text}" for text in CHECKS[check](ast.parse(file.read_text()))]
+        texts = [f"{place}:{text}" for text in CHECKS[check](parsed(file))]
         found.setdefault(room, []).extend(texts)
     return {room: texts for room, texts in found.items() if texts}
 

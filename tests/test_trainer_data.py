@@ -199,6 +199,7 @@ def test_demonstrations_are_a_term_of_every_policys_loss(name):
     assert both["actor/loss"] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.extended
 def test_a_term_of_demonstrations_needs_some(tmp_path):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "12>"}\n' * 8)
     get_task("sorting").tokenizer().save(tmp_path / "tokenizer")

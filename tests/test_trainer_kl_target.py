@@ -33,6 +33,7 @@ def test_the_coefficient_moves_by_the_measured_kl(rows):
     assert rows[0]["kl/coefficient"] == pytest.approx(0.4)
 
 
+@pytest.mark.extended
 def test_the_update_takes_the_coefficient_of_the_batch(rows):
     with trainer_of("GRPO", KEYS | {"algorithm.kl_target": 0.0}) as trainer:
         fixed = trainer.run()

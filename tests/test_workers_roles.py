@@ -136,6 +136,7 @@ def test_generation_and_training_agree_on_log_probs(actor, batch):
     assert error < 1 + 2e-6
 
 
+@pytest.mark.extended
 def test_bfloat16_generation_reads_norms_as_training_does():
     """The narrow copy must not round what the training forward reads wide."""
     worker = start(Actor, "actor", loss=PolicyLoss(), compute=Compute(jnp.bfloat16, True))
@@ -212,6 +213,7 @@ def test_pretraining_adds_exactly_its_coefficient_times_its_gradient(learner, le
     assert float(metrics["pretrain_loss"]) == pytest.approx(float(nll["loss"]), rel=1e-5)
 
 
+@pytest.mark.extended
 def test_demonstrations_do_not_share_prompts(actor, learner):
     """Their loss is the plain mean over response tokens, whatever `samples` is."""
     data, temperature = demonstrations(), actor.context.sampling.temperature

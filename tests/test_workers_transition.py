@@ -55,6 +55,7 @@ def test_parameters_are_elsewhere_while_generating(trainer):
     assert same(host(actor.params), before)
 
 
+@pytest.mark.extended
 def test_parameters_come_back_when_generation_fails(trainer, monkeypatch):
     actor = actor_of(trainer)
     before = host(actor.params)
