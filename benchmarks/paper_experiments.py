@@ -13,20 +13,16 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from hjax.models.counts import Mesh, Workload
+from hjax.models.counts import Mesh
 from hjax.planning import cost, generation
 from hjax.planning.constants import Constants
-from hjax.planning.hardware import cluster as find_cluster
 from hjax.planning.options import role_options
-from hjax.planning.problems import PAPER_SPACE, find_algorithm, pose_problem
+from hjax.planning.problems import PAPER_SPACE, PAPER_WORK, paper_problem
 from hjax.planning.records import Candidate
-from hjax.planning.search import Placement, Problem, search
+from hjax.planning.search import Placement, search
 from hjax.planning.strategies import search_strategy
 
 ASSUMED = Constants()
-# A step, and the updates it is cut into.
-PAPER_WORK = Workload(prompt_length=1024, response_length=1024, sequences=1024)
-PAPER_UPDATES = 8
 
 # Numbers of GPUs, from the fewest on which the four models of a size fit.
 GPUS = {
@@ -83,38 +79,6 @@ BEST_PLACEMENTS = {
     "34B": {32: "colocate", 64: "colocate", 96: "split", 128: "split"},
     "13B, 70B": {32: "colocate", 64: "colocate", 96: "split", 128: "critic apart"},
 }
-
-
-def paper_problem(
-    algorithm: str,
-    models: str | Mapping[str, str],
-    gpus: int,
-    constants: Constants | None = None,
-) -> Problem:
-    """One of the experiments. The paper's Safe-RLHF has one critic.
-
-    Args:
-      models: a published name for all roles, or by role.
-    """
-    found = find_algorithm(algorithm)
-    settings = found.default_config()
-    if algorithm == "safe_rlhf":
-        settings.pretraining_coef = 1.0
-    roles = found.needed_roles(settings)
-    names = dict.fromkeys(roles, models) if isinstance(models, str) else dict(models)
-    if "cost_critic" in roles:
-        names["cost_critic"] = "none"
-    machines = find_cluster(f"{max(1, gpus // 8)}x{min(gpus, 8)}:a100-80g")
-    return pose_problem(
-        found,
-        settings,
-        names,
-        PAPER_WORK,
-        updates=PAPER_UPDATES,
-        cluster=machines,
-        constants=constants,
-        numerics="mixed",
-    )
 
 
 def placement_name(candidate: Candidate) -> str:

@@ -15,6 +15,7 @@ from hjax.models.counts import FLOAT32, MASTERS, MIXED, Workload, counts
 from hjax.models.published import planning_shape
 from hjax.models.remat import FULL, NONE
 from hjax.planning.constants import Constants
+from hjax.planning.hardware import cluster as find_cluster
 from hjax.planning.records import Cluster, Dataflow, PlannedCall
 from hjax.planning.search import Problem
 from hjax.planning.space import OFFLOADS, SearchSpace
@@ -71,6 +72,9 @@ def find_algorithm(name: str) -> type[Algorithm]:
 
 
 NUMERICS = {"masters": MASTERS, "float32": FLOAT32, "mixed": MIXED}
+# Of the HybridFlow paper's experiments: a step, and the updates it is cut into.
+PAPER_WORK = Workload(prompt_length=1024, response_length=1024, sequences=1024)
+PAPER_UPDATES = 8
 # What the paper's systems can do: layouts within a machine of 8, everything or nothing of a layer
 # computed again, batches of any size.
 PAPER_SPACE = SearchSpace(
@@ -130,6 +134,40 @@ def pose_problem(
         NUMERICS[numerics],
         space,
         waits,
+    )
+
+
+def paper_problem(
+    algorithm: str,
+    models: str | Mapping[str, str],
+    gpus: int,
+    constants: Constants | None = None,
+) -> Problem:
+    """One of the HybridFlow paper's experiments, on machines of 8 A100-80GB.
+
+    Its Safe-RLHF has one critic.
+
+    Args:
+      models: a published name for all roles, or by role.
+    """
+    found = find_algorithm(algorithm)
+    settings = found.default_config()
+    if algorithm == "safe_rlhf":
+        settings.pretraining_coef = 1.0
+    roles = found.needed_roles(settings)
+    names = dict.fromkeys(roles, models) if isinstance(models, str) else dict(models)
+    if "cost_critic" in roles:
+        names["cost_critic"] = "none"
+    machines = find_cluster(f"{max(1, gpus // 8)}x{min(gpus, 8)}:a100-80g")
+    return pose_problem(
+        found,
+        settings,
+        names,
+        PAPER_WORK,
+        updates=PAPER_UPDATES,
+        cluster=machines,
+        constants=constants,
+        numerics="mixed",
     )
 
 

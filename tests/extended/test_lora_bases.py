@@ -15,6 +15,7 @@ import hjax
 from hjax.errors import DataError
 from hjax.launch.export import main as export
 from hjax.models.weights import load_trained
+from hjax.run.reporter import Reporter
 
 LORA = {"actor.lora.rank": 2, "actor.learning_rate": 0.01}
 TOKENS = np.array([[1, 3, 5, 4, 2]])
@@ -163,7 +164,7 @@ def test_a_run_of_an_earlier_hjax_has_its_base_recorded_as_it_goes_on(tmp_path, 
     taught(run, 1, base, **{"actor.lora.rank": 2})
     (run / "bases.json").unlink()
     said = []
-    monkeypatch.setattr(hjax.Trainer, "_message", lambda self, text: said.append(text))
+    monkeypatch.setattr(Reporter, "message", lambda self, text: said.append(text))
     taught(run, 2, base, **{"actor.lora.rank": 2})
     assert any(f"{base}: checkpoint 1, its newest" in line for line in said)
     assert (run / "bases.json").exists()
