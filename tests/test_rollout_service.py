@@ -39,6 +39,17 @@ def service(model):
     made.close(0)
 
 
+def test_its_thread_ends_before_the_interpreter(model, monkeypatch):
+    at_exit = []
+    monkeypatch.setattr("atexit.register", lambda *call, **named: at_exit.append((call, named)))
+    service = Service(model, slots=1)
+    answer = Answer(service, Request((1, 2, 3), 40, Sampling(temperature=0)))
+    [((close, *values), named)] = at_exit
+    close(*values, **named)
+    assert not service._thread.is_alive()
+    assert answer.whole()[2] in ("cancelled", "length")
+
+
 class Answer:
     """Gathers a request's pieces."""
 

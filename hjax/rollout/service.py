@@ -7,6 +7,7 @@ follow from it and its seed alone: not from its slot, nor from who else is there
 float32's rounding, docs/design.md section 9). Weights can be replaced between two requests.
 """
 
+import atexit
 import concurrent.futures
 import functools
 import threading
@@ -128,6 +129,8 @@ class Service:
         self._every = functools.cache(self._every_token)
         self._thread = threading.Thread(target=self._serve, name="rollout service", daemon=True)
         self._thread.start()
+        # A thread that frees arrays while the interpreter ends aborts the process.
+        atexit.register(self.close, seconds=0.0)
 
     # Called from anywhere
 
@@ -242,6 +245,7 @@ class Service:
             self._end_replacement("the service is closing and takes no weights")
             self._changed.notify()
         self._thread.join()
+        atexit.unregister(self.close)
 
     def _check_open(self, what: str) -> None:
         if self._error is not None:
